@@ -150,7 +150,7 @@ def _values(ctx: typer.Context, said: Mapping[str, Any], where: str) -> Values:
         if param := options.get(_option(key)):
             found[str(param.name)] = _value(param, value, f"{where}: {key}")
         elif _option(key) not in (every := _every_option(ctx)):
-            near = " or ".join(get_close_matches(_option(key), every))
+            near = next(iter(get_close_matches(_option(key), every)), "")
             hint = f"did you mean {near}?" if near else f"see {ctx.command_path} --help"
             raise UserError(f"{where}: no command has the option {_option(key)}; {hint}")
     return found

@@ -52,7 +52,7 @@ ON = (LM, "--mesh", "data:2;model:4")
         ),
         pytest.param([LM, "--mesh", "data:0"], "size must be a positive integer, found 0", id="empty axis"),
         pytest.param([LM, "--mesh", ""], "--mesh is empty; give its axes", id="empty mesh"),
-        pytest.param([LM], "--mesh is missing: which devices, in which axes?", id="no mesh"),
+        pytest.param([LM], "--mesh is missing; write the axes and their sizes", id="no mesh"),
         pytest.param(
             [*ON, "--hardware", "tpu-v55"],
             "hardware 'tpu-v55' is not known; did you mean 'tpu-v5",

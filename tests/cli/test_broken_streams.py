@@ -72,12 +72,12 @@ def test_messages_that_cannot_be_written_keep_no_result(monkeypatch: pytest.Monk
         (
             ">&-",
             2,
-            "error: the result cannot be printed: Bad file descriptor; make room, or print",
+            "error: the result cannot be printed: Bad file descriptor; free disk space",
         ),
         (
             ">/dev/full",
             2,
-            "error: the result cannot be printed: No space left on device; make room, or print",
+            "error: the result cannot be printed: No space left on device; free disk space",
         ),
         (">/dev/null 2>&-", 0, ""),
         (">/dev/null 2>/dev/full", 0, ""),

@@ -168,7 +168,7 @@ def test_storage_that_a_form_cannot_say_is_refused(
     refused: Callable[..., str], stored_plan: str, to: str
 ) -> None:
     line = refused("export", stored_plan, "--to", to)
-    assert f"{to} cannot express that attention/k, attention/o" in line
+    assert f"{to} cannot express this plan, in which the storage of attention/k, attention/o" in line
     assert "is zero3" in line and "search with --storage layout" in line
 
 
@@ -228,13 +228,13 @@ def test_what_is_kept_is_said_or_refused() -> None:
     for keep, policy in (("products", "minimal"), ("products+attention", "minimal_with_context")):
         assert f"remat_policy: {policy}\n" in exported("maxtext", f"layers:keep={keep}")
     assert "RECOMPUTE = ('layers:keep=products',)" in exported("jax", "layers:keep=products")
-    with pytest.raises(mtf.UserError, match="no remat_policy for layers:keep=outputs: its named ones keep"):
+    with pytest.raises(mtf.UserError, match="no remat_policy for layers:keep=outputs: its policies keep"):
         exported("maxtext", "layers:keep=outputs")
     with pytest.raises(mtf.UserError, match="one remat_policy for all layers, but this plan recomputes a, b"):
         exported("maxtext", "a", "b:keep=products")
     for to in ("haliax", "mesh-tensorflow", "dtensor"):
         with pytest.raises(
-            mtf.UserError, match=f"{to} cannot express that some values of a recomputed block"
+            mtf.UserError, match=f"{to} cannot express this plan, in which some values of a recomputed block"
         ):
             export(replace(matrices("", "", layout="batch:a", recompute=("layers:keep=products",))), to)
 
@@ -251,13 +251,14 @@ def test_stages_are_those_of_the_layout(run: Callable[..., Result], plan_file: s
     path.write_text(json.dumps(silent), encoding="utf-8")
     done = run("export", str(path), "--to", "haliax", "--model", LM)
     assert done.exit_code == 2
-    assert "cannot express that 'layers' is split into 2 stages" in done.stderr
+    assert "cannot express this plan, in which 'layers' is split into 2 pipeline stages" in done.stderr
 
 
 @pytest.mark.parametrize("to", ["mesh-tensorflow", "dtensor"])
 def test_what_a_library_cannot_say_is_refused(to: str) -> None:
     with pytest.raises(
-        mtf.UserError, match=f"{to} splits a dimension over one mesh axis, but 'd_ff' is split over a\\+b"
+        mtf.UserError,
+        match=f"{to} splits a dimension over one mesh axis, but this plan splits 'd_ff' over a\\+b",
     ):
         export(two_axes(d_ff=("a", "b")), to)
 

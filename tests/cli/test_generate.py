@@ -72,14 +72,14 @@ def test_what_is_shown_and_what_is_said(trained: tuple[str, str], run: Run) -> N
     assert "── 'abcdefabcdefab', score -" in done.stdout
     assert done.stdout.splitlines()[-1].strip() == "cd"
     assert "step 60 of" in done.stderr and "starting 1 device\n" in done.stderr
-    assert "scores are log probabilities of what follows the prompt" in done.stderr
+    assert "scores are log probabilities of the text after the prompt" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        (["--prompt", "a" * 17], "has 17 tokens; the model takes 1 to 15 (--set length"),
-        (["--prompt", ""], "--prompt '' has 0 tokens; the model takes 1 to 15"),
+        (["--prompt", "a" * 17], "has 17 tokens, but the model takes 1 to 15; change"),
+        (["--prompt", ""], "--prompt '' has 0 tokens, but the model takes 1 to 15"),
         (["--prompt", "a", "--prompt", "b", "--set", "batch=1"], "2 prompts do not fit into a batch of 1"),
         (["--prompt", "a", "--set", "beans=4"], "has no hyperparameter 'beans'; did you mean 'beams'?"),
         (["--prompt", "a", "--set", "beams=2", "--set", "top=3"], "cannot be combined with temperature="),

@@ -46,7 +46,7 @@ def test_a_plan_with_stages(
         ),
         (
             ("--pipeline", "layers", "--mesh", "pipe:8"),
-            "--pipeline layers: pipeline over 'layers': 8 stages are too many for a loop of 4 layers;",
+            "--pipeline layers is not possible (pipeline over 'layers': 8 stages are too many ",
         ),
         (
             ("--pipeline", "layers", "--schedule", "circular:3", "--set", "layers=1"),

@@ -247,7 +247,9 @@ def test_splits_over_axes_that_are_not_there(refused: Callable[..., str], place:
     found = json.loads(place.plan.read_text())
     found["details"]["variables"][0]["splits"][0] = ["nowhere"]
     place.plan.write_text(json.dumps(found))
-    assert "over axis 'nowhere', which its mesh data:2 lacks" in refused("export", "plan.json", "--to", "jax")
+    assert "over axis 'nowhere', which is not an axis of its mesh data:2" in refused(
+        "export", "plan.json", "--to", "jax"
+    )
 
 
 # -- local imports -------------------------------------------------------------------------------------------

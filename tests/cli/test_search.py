@@ -97,7 +97,7 @@ def test_a_model_that_has_changed_in_other_ways(
     plan["model"]["fingerprint"] = "0"
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan), encoding="utf-8")
-    assert "or by another version of layoutopt: its operations differ" in refused("explain", str(path))
+    assert "or by another version of layoutopt (the operations differ)" in refused("explain", str(path))
 
 
 def test_the_json_is_the_contracts(result: Callable[..., dict[str, Any]]) -> None:

@@ -71,8 +71,8 @@ def test_people_see_what_to_train_where_and_the_plan_is_kept(
             ("--money", "1e6"),
             "--money requires the price of a chip-hour of tpu-v5e; give the price, e.g. --price tpu-v5e=4.2",
         ),
-        (("--money", "1e6", "--price", "h100=3"), "'h100' is not a --hardware"),
-        (("--budget", "1e20", "--devices", "many"), "--devices 'many': write numbers"),
+        (("--money", "1e6", "--price", "h100=3"), "'h100' is not the hardware"),
+        (("--budget", "1e20", "--devices", "many"), "--devices 'many': write whole numbers"),
         (
             ("--budget", "1e20", "--sizes", "2B:1B"),
             "--sizes is 2e+09:1e+09; give the smallest and the largest",

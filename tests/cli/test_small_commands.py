@@ -67,7 +67,7 @@ def test_init_keeps_what_is_there(
     assert file.read_text(encoding="utf-8") == "mine"
     assert run("init", str(file), "--force", "--quiet").stderr == ""
     assert "def model(" in file.read_text(encoding="utf-8")
-    assert "is not a Python file" in refused("init", str(tmp_path / "model.txt"))
+    assert "does not end in .py" in refused("init", str(tmp_path / "model.txt"))
 
 
 def test_an_example_comes_with_what_it_imports(

@@ -74,11 +74,11 @@ def test_out_of_memory_is_a_verdict(run: Callable[..., Result]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("--topology", "v9:2x2", *SPLIT), r"no TPU 'v9'; .*known: tpu7x, v2, v3, v4, v5e"),
+        (("--topology", "v9:2x2", *SPLIT), r"no TPU generation 'v9'; .*known: tpu7x, v2, v3, v4, v5e"),
         (("--topology", "v5e:2x2", *SPLIT), r"v5e:2x2 has 4 devices, but mesh \[data:2;model:4\] has 8"),
         (("--topology", "v5e:nine", *SPLIT), "write GENERATION:AxB, e.g. v5e:2x4, or GENERATION:AxBxC, e.g."),
         (("--topology", "v5e:2x4"), r"--mesh is missing"),
-        (("--topology", "v5e:2x4", *SPLIT, "--model", "x"), r"is not a PLAN.json; remove it"),
+        (("--topology", "v5e:2x4", *SPLIT, "--model", "x"), r"is not a PLAN.json; remove --model"),
         ((), r"Missing option '--topology'"),
     ],
 )
@@ -91,7 +91,7 @@ def test_bad_input(refused: Callable[..., str], arguments: tuple[str, ...], why:
 
 def test_replicas_are_two_programs(refused: Callable[..., str]) -> None:
     said = refused(*MLP, "--topology", "v5e:2x2", "--mesh", "sites:2;data:2", "--diloco", "sites", "-q")
-    assert "verify cannot be combined with --diloco sites:" in said and "two programs" in said
+    assert "verify cannot be combined with --diloco sites:" in said and "compiles one program" in said
 
 
 def test_a_plan_takes_no_layout(refused: Callable[..., str]) -> None:
@@ -106,7 +106,7 @@ def test_every_generation_has_a_preset() -> None:
     for name, tpu in GENERATIONS.items():
         clock = load_hardware(tpu.hardware).peak_flops("bfloat16") / tpu.flops_per_cycle
         assert 0.6e9 < clock < 2.5e9, name
-    with pytest.raises(UserError, match="no TPU 'v5'; did you mean 'v5p'"):
+    with pytest.raises(UserError, match="no TPU generation 'v5'; did you mean 'v5p'"):
         generation("v5:2x4")
 
 

@@ -49,4 +49,4 @@ def test_a_plan_with_replicas_is_trained(
     shown = run("explain", out)
     assert shown.exit_code == 0 and "Synchronisation of " in shown.stdout and "Gbit/s" in shown.stdout
     refused = run("search", *MLP, *HERE, "--diloco", "sites:period=30", "--accept-loss", "0.1")
-    assert refused.exit_code == 2 and "--accept-loss chooses among several --diloco" in refused.stderr
+    assert refused.exit_code == 2 and "--accept-loss compares several --diloco" in refused.stderr

@@ -242,4 +242,4 @@ def test_an_export_has_the_arrays_of_the_users_program(tmp_path: Path) -> None:
     assert found["OPTIMIZER"]["blocks/1/up"] == P("data", None)
     assert found["INPUTS"]["x"][0] == "data" and "VARIABLES" not in found
     done = CliRunner().invoke(app, ["export", f"{tmp_path}/plan.json", "--to", "jax"])
-    assert done.exit_code == 2 and "name it with --model MODEL" in done.stderr
+    assert done.exit_code == 2 and "name the model with --model MODEL" in done.stderr

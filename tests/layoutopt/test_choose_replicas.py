@@ -67,7 +67,7 @@ def test_what_the_law_says_decides(machine: Hardware) -> None:
     law = 19.226 * 128**-0.0985 * 2**0.0116 / (18.129 * 128**-0.0953) - 1
     found = {w.name: w for w in ways.compared}
     assert found["sites, every 30 steps"].loss == pytest.approx(law)
-    assert found["sites, every 30 steps"].reason.startswith("not accepted: +")
+    assert found["sites, every 30 steps"].reason.startswith("not accepted: predicted loss +")
     assert found["sites, every 300 steps"].reason == "not accepted: the scaling law has no runs beyond H = 30"
     with pytest.raises(mtf.UserError, match=r"excludes every setting"):
         choose_replicas(build, MESH, WAYS[1:], machine, accept_loss=0.0, **FEW)

@@ -244,11 +244,12 @@ def test_exports_say_it_or_refuse_it() -> None:
     assert "optimizer_memory_host_offload: True" in export(what, "maxtext")
     for to in set(FORMATS) - {"maxtext"}:
         with pytest.raises(
-            mtf.UserError, match=f"^{to} cannot express that optimizer of wi, wo are stored on"
+            mtf.UserError,
+            match=f"^{to} cannot express this plan, in which optimizer offload applies to wi, wo",
         ):
             export(what, to)
     some = replace(what, decided=Decided(offload={"optimizer": ["wi"]}))
-    with pytest.raises(mtf.UserError, match="keeps that of wo on the devices"):
+    with pytest.raises(mtf.UserError, match="does not offload wo"):
         export(some, "maxtext")
     everything = replace(what, decided=Decided(offload={"weights": ["wi", "wo"]}))
     assert "parameter_memory_host_offload: True" in export(everything, "maxtext")

@@ -266,6 +266,6 @@ def test_every_form_refuses_what_it_does_not_say() -> None:
         for to, form in FORMATS.items():
             if missing := [each for each in kind.beyond(said) if each.what not in form.says]:
                 with pytest.raises(
-                    UserError, match=re.escape(f"{to} cannot express that {missing[0].words}")
+                    UserError, match=re.escape(f"{to} cannot express this plan, in which {missing[0].words}")
                 ):
                     export(what, to)

@@ -142,9 +142,9 @@ def test_the_proof_holds_without_a_solver(evaluator: Evaluator) -> None:
     ("asked", "error"),
     [
         ({"diloco": "site"}, "has no axis 'site'; did you mean 'sites'"),
-        ({"pins": "batch:sites"}, "pins batch: axis 'sites' has the replicas"),
-        ({"storage": ["zero3@sites"]}, "storage zero3@sites: axis 'sites' has the replicas"),
-        ({"mesh": None, "devices": 8}, "diloco names mesh axes"),
+        ({"pins": "batch:sites"}, "pins batch: axis 'sites' is the axis of the"),
+        ({"storage": ["zero3@sites"]}, "storage zero3@sites: axis 'sites' is the axis of the"),
+        ({"mesh": None, "devices": 8}, "diloco refers to mesh axes by name"),
         ({"refine": True, "objective": "memory"}, "refine cannot be combined with objective memory"),
     ],
 )

@@ -77,7 +77,7 @@ def test_sets_of_ones_own() -> None:
     assert "\n" not in str(refused.value)
     typed = OnMesh(keep="wi+attention, q+k").space().recompute
     assert typed == (False, True, "keep=wi+attention", "keep=q+k")
-    with pytest.raises(mtf.UserError, match="a set as 'keep=attention"):
+    with pytest.raises(mtf.UserError, match="a set such as 'keep=attention"):
         layoutopt.search(EXAMPLES["transformer"](), mesh="x:2", recompute=["sometimes"])
 
 

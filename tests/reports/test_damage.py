@@ -150,7 +150,7 @@ def test_a_layout_is_checked_though_its_details_are_damaged() -> None:
     """What is checked last was not, for the details had been refused before; the fuzz suite found it."""
     found = damaged(damaged(WHOLE, ("details", "by_kind"), []), ("layout", "batch"), ["nowhere"])
     told: list[str] = []
-    with pytest.raises(UserError, match="splits over axis 'nowhere', which the mesh lacks"):
+    with pytest.raises(UserError, match="splits over 'nowhere', which is not an axis"):
         plan_file(found, "plan 'x'", told.append)
     assert len(told) == 1 and "details.by_kind" in told[0]
 

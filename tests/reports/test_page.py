@@ -195,7 +195,7 @@ def test_a_full_memory_is_no_plain_yes_whatever_is_known() -> None:
     plan["details"].pop("memory", None)
     plan["predicted"]["peak_memory_bytes"] = int(0.96 * limit)
     html = reports.report_html([plan])
-    assert "Does it fit Barely" in hero(html) and "4.0 % of the memory is left" in hero(html)
+    assert "Does it fit Barely" in hero(html) and "4.0 % of the memory is free" in hero(html)
     assert '<div class="answer warn"><dt>Does it fit</dt>' in html
     plan["predicted"]["peak_memory_bytes"] = int(0.94 * limit)
     assert "Does it fit Yes" in hero(reports.report_html([plan]))

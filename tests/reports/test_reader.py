@@ -43,7 +43,7 @@ def test_file_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (json.dumps(sample.plain_plan())[:700], r"is not valid JSON \(.*, of 700\)"),
+        (json.dumps(sample.plain_plan())[:700], r"is not valid JSON \(.*; the file has 700 characters\)"),
         ("", "is not valid JSON"),
         ("[1, 2]", "it must be a JSON object, but is list"),
         (
@@ -99,7 +99,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("model/name", 3, "'model.name' must be text, found int"),
         ("mesh/data", 0, "'mesh.data' must be a whole number of at least 1"),
         ("mesh/data", 2.5, "'mesh.data' must be a whole number"),
-        ("layout/batch", ["pod"], r"'layout.batch' splits over axis 'pod', .*\(axes: data, model\)"),
+        ("layout/batch", ["pod"], r"'layout.batch' splits over 'pod', .*\(axes: data, model\)"),
         ("layout/batch", [1], r"'layout.batch\[0\]' must be text, found int"),
         ("alternatives/1/predicted/step_seconds", "x", r"'alternatives\[1\].predicted.step_seconds' must be"),
         ("alternatives/1", 5, r"'alternatives\[1\]' must be an object"),

@@ -48,7 +48,10 @@ class JaxPlan(Shardings):
         for kind in KINDS:
             for beyond in kind.beyond(said):
                 if beyond.what not in SAYS:
-                    why = f"plan.jax: JAX shardings cannot express that {beyond.words}; {beyond.instead}"
+                    why = (
+                        "plan.jax: JAX shardings cannot express this plan, in which "
+                        f"{beyond.words}; {beyond.instead}"
+                    )
                     raise UserError(in_keywords(why))
         return constrained(
             loss or self.origin.loss,
