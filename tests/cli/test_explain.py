@@ -192,7 +192,7 @@ def changed(path: Path, plan_file: Path, *where: str, value: object) -> str:
         (("solver", "objective"), 1e-9, "is neither its step time nor its peak memory"),
         (("solver", "bound"), 1e-9, "the plan claims a proof, but its bound"),
         (("layout",), {"batch": ["data"]}, "disagrees with a new prediction of its layout (step_seconds is"),
-        (("details", "search", "memory_bytes"), 1000, "was searched for 1000 B"),
+        (("details", "search", "memory_bytes"), 1000, "the memory limit of its search was 1000 B"),
         (
             ("details", "search", "microbatches"),
             "one",
@@ -237,7 +237,7 @@ def test_what_a_decision_is_worth(
     assert worth["costs_seconds"] == pytest.approx(without - plan["predicted"]["step_seconds"], rel=1e-6)
     assert "--without hybird: did you mean 'hybrid'?" in refused("explain", path, "--without", "hybird")
     for name in ("sequence", "zero,pipeline"):
-        assert "could not choose it" in refused("explain", path, "--without", name)
+        assert "could not choose this decision" in refused("explain", path, "--without", name)
 
 
 def test_wrong_input(refused: Callable[..., str], plan_file: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_refined_plan_end_to_end(
     assert trained.exit_code == 0, trained.stderr
     explained = run("explain", str(made), "--model", model)
     assert explained.exit_code == 0, explained.stderr
-    assert "but in" in refused("export", str(made), "--to", "haliax", "--model", model)
+    assert "in the same way everywhere" in refused("export", str(made), "--to", "haliax", "--model", model)
     exported = result("export", str(made), "--to", "jax", "--model", model)
     assert "'wide/up': P(None, 'all')" in exported["text"] and exported["not_said"]["refined"] == plan.refined
     assert result("lower", model, *given)["refined"] == plan.refined
