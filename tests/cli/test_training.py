@@ -342,7 +342,7 @@ def test_training_on_text_tells_the_unigram_entropy(result: Callable[..., dict[s
 def test_what_replicas_did_since_they_met_is_said(run: Callable[..., Result]) -> None:
     ways = ("--mesh", "sites:2", "--layout", "", "--diloco", "sites:period=2")
     for steps, said in (
-        ("1", "not synchronised yet; held-out data"),
+        ("1", "not synchronised yet; the held-out"),
         ("3", "last synchronised after step 2"),
     ):
         done = run("train", MLP, "--engine", "lockstep", *ways, "--steps", steps, "--held-out", "0")
