@@ -66,4 +66,4 @@ def test_a_model_without_data_runs_on_zeros(run: Callable[..., Result], tmp_path
     done = run("measure", str(file), "--mesh", "data:2", "--layout", "batch:data", "--steps", "1")
     assert done.exit_code == 0, done.stderr
     assert "defines no data(), so the steps run on zeros" in done.stderr
-    assert "0.0000 at first" in done.stdout
+    assert "0.0000 at the first" in done.stdout
