@@ -94,8 +94,8 @@ REASONS = """\
   logits that PyTorch's cross entropy stores. The published memory peak of Llama 3.1 8B is {small}, that
   of 70B is {large}.
 - **Selective recomputation.** Predictions lack some work of the published programs. Paxml embeds tokens
-  by a matrix product and adds biases everywhere. torchtitan sums gradients in float32 and copies arrays
-  between kernels.
+  with a one-hot matrix product and has biases in all linear layers. torchtitan sums gradients
+  in float32 and copies arrays between kernels.
 """
 ERRORS = ("runs", "mean error", "bias", "worst")
 

@@ -37,10 +37,10 @@ measured time) − 1.
 FAMILY = """\
 ## A scaling law fitted to runs
 
-Four sizes of `examples/transformer_lm.py` ({least:,} to {most:,} parameters) are trained twice each on
-{few:,} to {many:,} bytes of Python code. For {N:,} parameters and {D:,} bytes, the fitted law predicts
-{predicted:.3f} nats per byte (interval {low:.3f} to {high:.3f}); the measured losses of two runs are
-{losses}.
+Four sizes of `examples/transformer_lm.py` ({least:,} to {most:,} parameters) are each trained with two seeds
+and evaluated after {few:,} to {many:,} bytes of Python code. For {N:,} parameters and {D:,} bytes,
+the fitted law predicts {predicted:.3f} nats per byte (interval {low:.3f} to {high:.3f}); the measured
+losses of two runs are {losses}.
 """
 
 

@@ -74,8 +74,9 @@ def slower(found: Cost, best: Cost) -> LikelyMistake | None:
     part = here[0].by(_words)[what] - here[1].by(_words).get(what, 0.0)
     return LikelyMistake(
         "slower",
-        f"{place or 'the model'} takes {seconds_text(took)} per step, and {seconds_text(least)} in "
-        f"the best layout; the largest difference is {what}, {seconds_text(part)}",
+        f"{place or 'the part outside all scopes'} takes {seconds_text(took)} per step in this layout and "
+        f"{seconds_text(least)} in the best layout; the largest difference is in {what} "
+        f"({seconds_text(part)})",
     )
 
 

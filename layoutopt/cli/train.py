@@ -109,7 +109,7 @@ def train(
         typer.Option(
             "--meet",
             metavar="dir=DIR,replica=I/N[,period=30,...]",
-            help="DiLoCo between jobs: train as replica I of N jobs that synchronise once per period of "
+            help="DiLoCo between jobs: train as replica I of N jobs that synchronise every `period` "
             "steps through a shared directory; a late or lost job does not stop the others. Other "
             "settings: patience=60, staleness=1, bits=32, fragments=1, rate=0.7, momentum=0.9.",
             show_default=False,

@@ -52,7 +52,7 @@ def verify(
         str,
         typer.Option(
             metavar="NAME",
-            help="TPU topology by the compiler's name, e.g. v4:2x2x1, v5e:2x4, v5p:4x4x4, v6e:4x4, "
+            help="TPU topology, as the TPU compiler names it, e.g. v4:2x2x1, v5e:2x4, v5p:4x4x4, v6e:4x4, "
             "tpu7x:2x2x1.",
             show_default=False,
         ),

@@ -97,10 +97,10 @@ def _maxtext_stage(what: Exported) -> tuple[str, Axes]:
     if whole := [name for name, axes in spare.items() if axes and name not in what.decided.storage]:
         stages["layout"] = whole
     if len(stages) > 1 or not stages.keys() <= MAXTEXT_STORED.keys():
-        listed = "; ".join(f"{some(names, NAMED)} at {stage}" for stage, names in sorted(stages.items()))
+        listed = " and ".join(f"{stage} for {some(names, NAMED)}" for stage, names in sorted(stages.items()))
         raise UserError(
-            "maxtext stores all matrices in the same way (layout, zero1 or zero3), but this plan "
-            f"stores {listed}; search with --storage layout, --storage zero1 or --storage zero3"
+            "maxtext needs one storage (layout, zero1 or zero3) for all matrices, but this plan uses "
+            f"{listed}; search with --storage layout, --storage zero1 or --storage zero3"
         )
     batch = what.layout.axes("batch")
     if any(set(axes) & {*batch} not in (set(), {*batch}) for _, axes in what.layout.items()):

@@ -127,9 +127,9 @@ class SearchSpace(
             Option(
                 "--allow",
                 "WORDS",
-                "Decisions to search, where the model has dimensions for them: usual, everything, or "
-                "changes to usual, e.g. +pipeline,-context (repeatable). More specific options "
-                "override --allow.",
+                "Kinds of decision to search: usual (the default set), everything, or changes to usual, "
+                "e.g. +pipeline,-context (repeatable). A wrong name lists all names. More specific "
+                "options override --allow.",
                 several=True,
             ),
         ),

@@ -123,9 +123,9 @@ class Recompute(Decision):
     by_hand = Option(
         "--recompute",
         "DIM[:keep=KIND+...]",
-        "Activation checkpointing: DIM recomputes the loop over this dimension in the backward pass, "
-        "except the kept values (products, outputs, attention, others, or names of weights and "
-        "scopes); always: every loop; never: no loop (repeatable).",
+        "Loops to recompute in the backward pass: DIM (the loop over this dimension), always (every loop) or "
+        "never (repeatable). keep= lists values to save instead: products, outputs, attention, others (all "
+        "other values), or names of weights and scopes.",
         usual="never; for a JAX model, as its program does",
         several=True,
     )

@@ -243,7 +243,8 @@ def why_not(name: str, axes: Axes, mesh: Mesh, sizes: Set[int], counted: bool, f
     if counted:
         return f"{asked}: {name!r} counts layers, which only pipeline stages can split; add --pipeline {name}"
     if set(axes) & set(forbidden):
-        return f"{asked}: --forbid {name}:{'+'.join(forbidden)} forbids the same split; remove one of the two"
+        both = "+".join(a for a in axes if a in forbidden)
+        return f"{asked}: --forbid excludes {both} for {name!r}; remove the pin or the prohibition"
     ways, over = mesh.group_size(axes), "+".join(axes)
     for size in sorted(sizes):
         if size % ways:

@@ -220,8 +220,8 @@ def check_counted(layout: Layout, dim: str, axes: Axes) -> None:
     placement."""
     if axes:
         raise LayoutError(
-            f"layout {layout}: {dim!r} cannot be split over {'+'.join(axes)}, because it counts "
-            "iterations that run one after another (of a loop, or microbatches); remove this rule"
+            f"layout {layout}: {dim!r} cannot be split over {'+'.join(axes)}, because its iterations (of a "
+            f"loop, or of microbatches) run one after another; remove the rule {dim}:{'+'.join(axes)}"
         )
 
 

@@ -196,12 +196,10 @@ class _Pipeline:
         whole = [i for i in body.carry_in if self.linearity.of(i).kind is Linearity.INSEPARABLE]
         if whole or any(self.linearity.of(i).kind is Linearity.INSEPARABLE for i, _ in body.stacked):
             known = [*whole, *(i for i, _ in body.stacked), *body.carry_out]
-            why = next(
-                (self.linearity.why[i] for i in known if i in self.linearity.why),
-                "the values that they pass on",
-            )
+            causes = [self.linearity.why[i] for i in known if i in self.linearity.why]
             raise self._refuse(
-                f"the layers pass on values that are not sums over microbatches, because of {why}"
+                "the layers pass on a value of the whole batch that cannot be computed one microbatch at a "
+                "time" + "".join(f" (caused by {why})" for why in causes[:1])
             )
         for outer, _ in body.sliced:
             if self._batch(outer):

@@ -94,7 +94,8 @@ class Checkpoint:
                     out[here] = found[there]
                 except (OSError, ValueError) as error:  # since it was checked
                     raise UserError(
-                        f"checkpoint {str(self.path)!r}: variable {name!r} cannot be read: {reason(error)}"
+                        f"checkpoint {str(self.path)!r}, variable {name!r}: {reason(error)}; resume from an "
+                        "earlier checkpoint"
                     ) from None
         return out
 

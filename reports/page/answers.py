@@ -1,4 +1,4 @@
-"""The first screen: which layout, how fast, does it fit, how sure, proven or not."""
+"""The first screen: which layout, how fast, does it fit, how accurate, proven or not."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _dtype(plan: PlanFile) -> str:
 
 def answers(plan: PlanFile) -> tuple[PageAnswer, ...]:
     """Everything but the layout itself, which is drawn."""
-    return (speed(plan), fit(plan), sureness(plan), proof(plan))
+    return (speed(plan), fit(plan), accuracy(plan), proof(plan))
 
 
 def speed(plan: PlanFile) -> PageAnswer:
@@ -169,7 +169,7 @@ def fit(plan: PlanFile) -> PageAnswer:
     return PageAnswer(question, "Yes", used, "good", share)
 
 
-def sureness(plan: PlanFile) -> PageAnswer:
+def accuracy(plan: PlanFile) -> PageAnswer:
     """The evidence behind the predictions: measurements of steps, a calibration, or published numbers; and
     whether the answer stays the fastest within their uncertainty."""
     found = _measured(plan)
@@ -182,7 +182,7 @@ def sureness(plan: PlanFile) -> PageAnswer:
 
 
 def _measured(plan: PlanFile) -> PageAnswer:
-    question = "How sure"
+    question = "How accurate"
     checked, calibration = plan.details.validation, plan.details.calibration
     if checked is not None and checked.timed and checked.mape is not None:
         return _validated(plan, checked, checked.mape)
@@ -201,7 +201,7 @@ def _measured(plan: PlanFile) -> PageAnswer:
 
 def _known(known: Known) -> PageAnswer:
     """What is known of predictions for this hardware, where no step of this model was measured."""
-    question, steps = "How sure", known.steps
+    question, steps = "How accurate", known.steps
     if steps is None:
         return PageAnswer(question, "Only compiled", f"{known.words}; no training step was measured", "warn")
     good = steps.rows >= ENOUGH and steps.mean <= GOOD_ERROR
@@ -222,9 +222,9 @@ def _validated(plan: PlanFile, checked: Validation, error: float) -> PageAnswer:
     if close:
         parts.append("the next best layout is closer than this error, so measure both")
     if error > BAD_ERROR:
-        return PageAnswer("How sure", f"{percent(error)} off", "; ".join(parts), "bad")
+        return PageAnswer("How accurate", f"{percent(error)} off", "; ".join(parts), "bad")
     state = "good" if error <= GOOD_ERROR and not close else "warn"
-    return PageAnswer("How sure", f"±{percent(error)}", "; ".join(parts), state)
+    return PageAnswer("How accurate", f"±{percent(error)}", "; ".join(parts), state)
 
 
 def fit_words(found: CalibrationEvidence) -> str:

@@ -20,7 +20,7 @@ from layoutopt.plan.units import (
     throughput_text,
 )
 from reports.figures.plans import plans_memory, plans_time, tell_plans_memory, tell_plans_time
-from reports.page.answers import fit, proof, sureness
+from reports.page.answers import accuracy, fit, proof
 from reports.page.cells import PageBlock
 from reports.plan import one_model, words
 from reports.svg import figure_svg
@@ -92,7 +92,7 @@ NUMBERS: tuple[tuple[str, Kind, Callable[[PlanFile], float]], ...] = (
 """Facts whose differences are shown."""
 VERDICTS: tuple[tuple[str, Callable[[PlanFile], tuple[str, str]]], ...] = (
     ("Fits", lambda p: (fit(p).value if p.memory_limit else "limit unknown", fit(p).state)),
-    ("How sure", lambda p: (sureness(p).value, sureness(p).state)),
+    ("How accurate", lambda p: (accuracy(p).value, accuracy(p).state)),
     ("Proven", lambda p: (proof(p).value, proof(p).state)),
 )
 WORDS: tuple[tuple[str, Callable[[PlanFile], str]], ...] = (

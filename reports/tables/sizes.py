@@ -38,7 +38,7 @@ ON_FRONTIER = Kind(lambda value: "frontier" if value else "", number=False)
 
 
 def candidates(found: SizeResult) -> View:
-    """Every size that was searched, in its best layout, and how sure its time is."""
+    """Every size that was searched, in its best layout, and the known error of its predicted time."""
     priced = any(each.money is not None for each in found.candidates)
     columns = (
         Column("parameters", "parameters", NUMBER, lead=True),
@@ -52,7 +52,7 @@ def candidates(found: SizeResult) -> View:
         Column("step_seconds", "step", SECONDS, on="page, data"),
         Column("mfu", "MFU", SHARE),
         Column("days", "days", NUMBER),
-        Column("sure", "sure", rank=2, under="step_seconds"),
+        Column("error", "error", rank=2, under="step_seconds"),
         Column("chip_hours", "chip-hours", NUMBER, rank=1),
         Column("money", "cost", NUMBER, on=EVERYWHERE if priced else "data"),
         Column("frontier", "frontier", ON_FRONTIER, rank=4, under="loss"),

@@ -32,10 +32,10 @@ def test_maxtext_stores_all_matrices_alike(stage: str, said: str) -> None:
     [
         (
             matrices("zero1", "zero3"),
-            "stores wi at zero1; wo at zero3; search with --storage layout",
+            "uses zero1 for wi and zero3 for wo; search with --storage layout",
         ),
-        (matrices("", "zero3"), "stores wi at layout; wo at zero3"),
-        (matrices("zero2", "zero2"), "stores wi and wo at zero2"),
+        (matrices("", "zero3"), "uses layout for wi and zero3 for wo"),
+        (matrices("zero2", "zero2"), "uses zero2 for wi and wo"),
         (
             matrices("zero1", "zero1", layout="batch:a;d_ff:c"),
             r"only over the batch's axes \(a\), but this plan stores wi over a\+b",

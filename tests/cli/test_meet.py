@@ -21,8 +21,8 @@ def test_what_it_refuses(run: Callable[..., Result]) -> None:
     found = run(*WORDS, "--meet", "dir=/x,replica=0/2", "--diloco", "data")
     assert found.exit_code == 2
     assert found.stderr == (
-        "error: --meet cannot be combined with --diloco: each replica is a separate job there; remove one "
-        "of them\n"
+        "error: --meet cannot be combined with --diloco: with meet, every job trains a single replica; "
+        "remove one of them\n"
     )
 
 

@@ -32,7 +32,7 @@ MESHES = {
 BY_NIGHT = {"x:2;y:2": ("float32",), "x:2;y:4": ("float64",)}
 """The others: what a kernel does in a dtype was tried on the smallest mesh."""
 TOLERANCE = {"float64": 1e-10, "float32": 3e-5, "bfloat16": 0.06}
-REASONS = r"both .* split over mesh axis|do not divide|not divisible|counts iterations"
+REASONS = r"both .* split over mesh axis|do not divide|not divisible|its iterations"
 ILLEGAL_TRIED = 60
 """At most so many illegal layouts are tried per sample and mesh."""
 

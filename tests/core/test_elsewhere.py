@@ -67,7 +67,7 @@ def test_they_hold_where_the_axis_splits_nothing_else() -> None:
             "length:data;length@elsewhere:model+three",
             "which is not divisible by the 12 devices of data+model",
         ),
-        ("layers@elsewhere:model", ", because it counts iterations that run one after another"),
+        ("layers@elsewhere:model", ", because its iterations "),
     ],
 )
 def test_mistakes_are_named(layout: str, said: str) -> None:

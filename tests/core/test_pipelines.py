@@ -256,7 +256,7 @@ def test_what_cannot_be_a_pipeline_is_refused_with_what_to_do(plain: mtf.Model) 
         "microbatch:t",
         "microbatch@elsewhere:t",
     ):  # a piece of a part would be asked of other devices
-        said = ", because it counts iterations that run one after another"
+        said = ", because its iterations "
         refused(f"layers:pipe;{rule}", said, plain, microbatches=2)
     g = mtf.Graph()
     x = g.input("x", [B, D], "float64")
@@ -266,7 +266,7 @@ def test_what_cannot_be_a_pipeline_is_refused_with_what_to_do(plain: mtf.Model) 
         return (h - mtf.reduce_mean(h, B)) * w
 
     mixing = mtf.Model(mtf.reduce_mean(mtf.square(mtf.scan(centred, x, LAYERS))))
-    refused("layers:pipe", "the layers pass on values that are not sums over microbatches,", mixing)
+    refused("layers:pipe", "the layers pass on a value of the whole batch that cannot be", mixing)
 
     g = mtf.Graph()
     x = g.input("x", [B, D], "float64")

@@ -183,7 +183,7 @@ def test_a_loops_own_dimension_cannot_be_split() -> None:
         g = mtf.Eager("data:2", "layers:data", "lockstep").step(unroll=unroll)
         with pytest.raises(
             mtf.LayoutError,
-            match=r"scan at.*test_values.py:.*, because it counts iterations that run one after another",
+            match=r"scan at.*test_values.py:.*, because its iterations .* run one after another",
         ):
             mtf.scan(lambda x: x + 1.0, g.constant(X, [B, D]), mtf.Dim("layers", 2))
 

@@ -136,7 +136,7 @@ def test_first_screen_answers(pages: dict[str, str]) -> None:
         "How fast 412 ms",
         "second best: d_model split too, takes 1.11× as long",
         "Does it fit Yes 6.12 GiB of 6.96 GiB",
-        "How sure ±10 %",
+        "How accurate ±10 %",
         "Proven optimal under this cost model, of 1.3e9 layouts on 10 meshes; gap 0%, 2 s",
     ):
         assert words in said, words
@@ -256,8 +256,8 @@ def test_bad_predictions_are_called_bad() -> None:
     plan = sample.full_plan()
     plan["details"]["validation"] |= {"mape": 5.3, "kendall_tau": -0.2, "noise": {"words": "noisy machine"}}
     html = reports.report_html([plan])
-    assert "How sure 530 % off" in hero(html)
-    assert '<div class="answer bad"><dt>How sure</dt>' in html
+    assert "How accurate 530 % off" in hero(html)
+    assert '<div class="answer bad"><dt>How accurate</dt>' in html
     assert "rank correlation −0.20" in html and "noisy machine" in html
 
 
@@ -277,10 +277,10 @@ def test_first_screen_says_how_robust() -> None:
     drawn = "the fastest layout on 33 of 40 hardware variants drawn within the uncertainties"
     words = f"{drawn}, at most 5.9 % slower than the best on the rest (mostly greedy)"
     assert words in hero(html)
-    assert '<div class="answer good"><dt>How sure</dt>' in html
+    assert '<div class="answer good"><dt>How accurate</dt>' in html
     assert f"This plan is {words}." in Page(html).text.replace("\u00a0", " ")
     plan["details"]["robustness"] |= {"wins": 20}
-    assert '<div class="answer warn"><dt>How sure</dt>' in reports.report_html([plan])
+    assert '<div class="answer warn"><dt>How accurate</dt>' in reports.report_html([plan])
     plan["details"]["robustness"] |= {"wins": 40, "worst": 0.0, "runner_up": ""}
     assert "the fastest layout on all 40 hardware variants" in hero(reports.report_html([plan]))
     plan["details"]["robustness"] |= {"draws": 0, "wins": 0}

@@ -138,7 +138,8 @@ class JobStore:
 def _why(key: str) -> str:
     return (
         f"the message {key[:60]!r} cannot be authenticated: a process outside the job wrote to the job's "
-        f"coordinator, or the job's processes have different secrets ({SECRET}, {SECRET_FILE})"
+        f"coordinator, or the job's processes have different secrets; set the same {SECRET} or {SECRET_FILE} "
+        "in the environment of every process"
     )
 
 
