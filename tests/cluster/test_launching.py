@@ -191,7 +191,7 @@ def test_an_abort_is_told_by_its_message(tmp_path: Path) -> None:
 def test_launch_tells_what_it_takes() -> None:
     found = CliRunner().invoke(app, ["launch", "-n", "2", "--", "search", "examples/mlp.py"])
     assert found.exit_code == 2
-    assert "error: launch runs train, calibrate, measure, validate, generate in several" in found.stderr
+    assert "error: launch runs only train, calibrate, measure, validate, generate in several" in found.stderr
 
 
 @pytest.mark.parametrize("words", [["--process", "1"], ["--processes=2"], ["--coordinator", "127.0.0.1:99"]])
@@ -305,8 +305,12 @@ def test_two_processes_measure_validate_and_generate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environment", "words", "why"),
     [
-        ({}, [], "error: cluster: JAX finds no other processes here"),
-        ({"JAX_COORDINATOR_ADDRESS": "host0"}, [], "error: cluster: coordinator 'host0' is not HOST:PORT"),
+        ({}, [], "error: cluster: JAX found no job of Slurm"),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "host0"},
+            [],
+            "error: cluster: coordinator 'host0' is not an address HOST:PORT",
+        ),
         (
             {},
             ["--coordinator", "host0:1"],

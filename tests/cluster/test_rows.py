@@ -70,7 +70,7 @@ def test_data_makes_the_rows_that_it_is_asked_for(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["image"], whole["image"][rows])
     file = tmp_path / "all.py"
     file.write_text(DATA.replace("ROWS", "..."), encoding="utf-8")
-    text = r"'image' has shape \(64, 64\), but that of the 3 requested rows is \(3, 64\)"
+    text = r"'image' has shape \(64, 64\), but the shape of the 3 requested rows is \(3, 64\)"
     with pytest.raises(mtf.UserError, match=text):
         next(load_model(str(file)).data(rows=rows))
     plain = load_model(str(ROOT / "examples/mlp.py"))

@@ -116,7 +116,7 @@ def test_who_cannot_write_is_told_to_all(job: Job, lacking: int, tmp_path: Path)
         return str(told.value)
 
     for text in job.together(fails):
-        assert "cannot be written: No space left on device; give a directory with room" in text
+        assert "cannot be written: No space left on device; give a directory with enough free space" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-000000001"]
     job.together(lambda one: save(one, savers[one.index], tmp_path, 3))
     assert [step for step, _ in checkpoint.listed(tmp_path)] == [3, 1]

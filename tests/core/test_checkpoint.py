@@ -361,7 +361,7 @@ def test_the_end_of_the_process_waits_for_the_file(tmp_path: Path, kind: str) ->
     else:
         assert found is None
         assert "error: the last checkpoint was not written: checkpoint" in done.stderr
-        assert "cannot be written: its folder was removed; leave it" in done.stderr
+        assert "cannot be written: another process removed the directory; do not" in done.stderr
 
 
 class Fresh(Mapping[VariablePiece, Any]):

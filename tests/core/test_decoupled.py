@@ -214,7 +214,7 @@ def test_what_is_too_old_is_dropped(tmp_path: Path) -> None:
     np.testing.assert_array_equal(late.engine.read("wi"), before["wi"])
     assert (
         found.words(2)
-        == f"round {found.round}, 1 of 2 replicas; the work of this replica was too old and is dropped"
+        == f"round {found.round}, 1 of 2 replicas; the update of this replica was too old and is discarded"
     )
 
 

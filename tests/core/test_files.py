@@ -147,7 +147,7 @@ def test_a_killed_writer_leaves_the_old_file(old: Path) -> None:
 
 
 def test_full_devices_folders_and_names(tmp_path: Path, old: Path) -> None:
-    assert "No space left on device; free some space, or choose another place" in refused(
+    assert "No space left on device; free some space, or choose another path" in refused(
         "/dev/full", both=False
     )
     assert "it is a folder; name a file" in refused(tmp_path)
@@ -181,10 +181,10 @@ def test_permissions_are_asked_for_first(old: Path, monkeypatch: pytest.MonkeyPa
     place = old if protected == "file" else old.parent
     allowed = os.access
     monkeypatch.setattr(files.os, "access", lambda path, mode: Path(path) != place and allowed(path, mode))
-    with pytest.raises(UserError, match="permission denied; choose another place"):
+    with pytest.raises(UserError, match="permission denied; choose another path"):
         check_writable(old)
     if protected == "file":
-        assert "permission denied; choose another place" in refused(old)
+        assert "permission denied; choose another path" in refused(old)
     assert old.read_text(encoding="utf-8") == "old"
 
 

@@ -161,6 +161,6 @@ def test_planted_faults_are_seen(fault: str, plain: mtf.Model, dense: Any) -> No
 
 
 def test_what_it_cannot_do_is_refused_with_what_to_do(plain: mtf.Model) -> None:
-    with pytest.raises(mtf.UserError, match="with recompute tick: weight gradients have no ticks") as error:
+    with pytest.raises(mtf.UserError, match="recompute tick: when whole stages are recomputed") as error:
         lowered(plain, "pipe:2", "layers:pipe", 4, ZERO, recompute={"tick"})
     assert "\n" not in str(error.value)

@@ -49,7 +49,7 @@ def test_it_is_not_trained() -> None:
     model = transformer_lm.generate(**SMALL)
     assert model.parameters == transformer_lm.model(**SMALL).parameters
     assert not model.training_step().gradients
-    with pytest.raises(mtf.UserError, match="which decodes, cannot be combined with 2 microbatches"):
+    with pytest.raises(mtf.UserError, match="cannot be combined with 2 microbatches: decoding"):
         model.training_step(2)
 
 

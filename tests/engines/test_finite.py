@@ -112,7 +112,10 @@ def test_a_step_to_go_on_from_is_chosen(tmp_path: Path) -> None:
     run = trainer()
     run.fit(batches(), 6, tmp_path, every=2)
     other = trainer()
-    with pytest.raises(mtf.UserError, match=r"resume=3: there is no checkpoint of that step; there are 2, 4"):
+    with pytest.raises(
+        mtf.UserError,
+        match=r"resume=3: there is no checkpoint of step 3; the directory has checkpoints of steps 2, 4",
+    ):
         other.restore(tmp_path, 3)
     for more in ("", "-2"):
         with pytest.warns(CheckpointWarning) as caught:
