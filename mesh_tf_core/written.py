@@ -64,9 +64,13 @@ def program_from_json(content: Mapping[str, Any]) -> Program:
     try:
         found = _Reader(content["objects"]).made("Program", content["program"])
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"the stored program is damaged: {type(error).__name__}: {error}") from None
+        raise UserError(
+            f"the stored program is damaged ({type(error).__name__}: {error}); store it again"
+        ) from None
     if not isinstance(found, Program):
-        raise UserError("the stored program is damaged: its root object is not a program")
+        raise UserError(
+            "the stored program is damaged (its top-level object is not a program); store it again"
+        )
     return found
 
 

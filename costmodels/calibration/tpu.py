@@ -26,11 +26,11 @@ from costmodels.pricing.pricer import pricer
 from mesh_tf_core.errors import UserError
 
 METHOD = (
-    "fitted, kernel by kernel, to the compiler's estimates for matrix products and chains of operations: "
-    "launch time >= 0 from chains without products (least squares of relative errors); efficiency of "
-    "products as a non-decreasing curve over padded FLOPs, at most 1 (pool adjacent violators); memory "
-    "efficiency in (0, 1] and time per element >= 0 by the least sum of |log(predicted / estimated)| "
-    "over the chains"
+    "all constants are fitted to the TPU compiler's estimates for single kernels: matrix products, and "
+    "chains of other operations. The launch time (>= 0) minimises the squared relative error on the chains. "
+    "The efficiency of matrix products is a non-decreasing function of padded FLOPs, at most 1, fitted by "
+    "pool adjacent violators. The memory efficiency, in (0, 1], and the time per element (>= 0) "
+    "minimise the sum of |log(predicted / estimated)| over the chains"
 )
 KINDS = {PRODUCT: "matmuls", CHAIN: "chains", CHECK: "checks"}
 

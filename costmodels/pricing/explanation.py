@@ -37,7 +37,7 @@ def _called(item: Called) -> str:
     found = array_functions(item)
     counts = Counter(c.op_class for c in found)
     listed = " + ".join(f"{n} x {name}" if n > 1 else name for name, n in counts.items())
-    kept = ", and allocating memory for a result that is kept" if item.stays else ""
+    kept = "; includes the allocation of memory for a result that is kept" if item.stays else ""
     return f"measured array functions: {listed or 'none'}; {sum(c.bytes for c in found):.4g} bytes{kept}"
 
 

@@ -183,7 +183,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not a valid TOML file: {error}") from None
     targets = content.get(TARGETS)
     if content.keys() != {TARGETS} or not isinstance(targets, dict):
-        raise UserError(f"{path} must contain only tables named [{TARGETS}.NAME], but contains {[*content]}")
+        other = ", ".join(name for name in content if name != TARGETS)
+        found = f"also contains {other}" if other else "contains no such table"
+        raise UserError(f"{path} must contain only tables [{TARGETS}.NAME] of options, but {found}")
     return targets
 
 

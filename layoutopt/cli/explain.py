@@ -38,8 +38,8 @@ def explain(
         str | None,
         typer.Option(
             metavar="LAYOUT",
-            help='Show where the plan and this layout, or an alternative of the plan (e.g. "FSDP"), '
-            "differ in time.",
+            help="Compare the plan's predicted time, item by item, with that of another layout: DIM:AXIS "
+            'rules, or the name of an alternative in the plan, e.g. "FSDP".',
             show_default=False,
         ),
     ] = None,
@@ -71,7 +71,11 @@ def explain(
     ] = False,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Check without a solver that no layout in the search space is faster."),
+        typer.Option(
+            "--check",
+            help="Verify, without using a solver, that no layout in the search space is faster than the "
+            "plan.",
+        ),
     ] = False,
     out: Annotated[
         Path | None,

@@ -49,8 +49,8 @@ def lower(
     emit: Annotated[
         LowerOutput,
         typer.Option(
-            help="Output format: program (layoutopt's text), stablehlo (StableHLO for the TPU compiler), "
-            "or json (which layoutopt can read and run)."
+            help="Output format: program (readable text), stablehlo (for the TPU compiler), "
+            "or json (the whole program; mesh_tf_core.written.program_from_json reads it)."
         ),
     ] = LowerOutput.PROGRAM,
     as_json: JsonOption = False,

@@ -99,8 +99,8 @@ def size(
         Path | None,
         typer.Option(
             metavar="RUNS.csv",
-            help="Fit the scaling law to your own runs instead: a CSV file with columns N (parameters), D "
-            "(tokens) and loss.",
+            help="Fit the scaling law to your own runs instead of using a published one (--law): a CSV file "
+            "with the columns N (parameters), D (tokens) and loss.",
             show_default=False,
         ),
     ] = None,
@@ -108,8 +108,8 @@ def size(
         str,
         typer.Option(
             metavar="RULE",
-            help="How model sizes are scaled: by depth, by width, by both, or by powers of hyperparameters, "
-            'e.g. "layers:1;d_model:1".',
+            help="Scale the model by depth, width or both, or by a power of the common scale factor for each "
+            'hyperparameter, e.g. "layers:1;d_model:0.5".',
         ),
     ] = "both",
     sizes: Annotated[

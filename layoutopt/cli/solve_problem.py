@@ -44,7 +44,8 @@ def solve_problem(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="Problem file, .json or .json.gz, in the format of docs/explanation/search.md.",
+            help="Problem file (.json or .json.gz), in layoutopt's format (docs/explanation/search.md) or "
+            "that of the ASPLOS 2025 contest.",
             show_default=False,
         ),
     ],

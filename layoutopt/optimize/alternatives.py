@@ -100,11 +100,11 @@ class Alternatives:
         """Notes: why names without a fitting plan have none; the cost of the given mesh."""
         notes = []
         if self.over:
-            why = "do not fit in memory with any allowed storage, recomputation or number of microbatches"
-            notes.append(f"{why}: {', '.join(self.over)}")
+            why = "no variant fits in memory with the allowed storage, recomputation and microbatches"
+            notes.append(f"{', '.join(self.over)}: {why}")
         if self.far:
             why = f"skipped, because every variant takes at least {FAR:g} times as long as the best layout"
-            notes.append(f"{why}: {', '.join(self.far)}")
+            notes.append(f"{', '.join(self.far)}: {why}")
         if self.none and self._unsplit():
             notes.append(f"no layout is available for {', '.join(self.none)}: {self._unsplit()}")
         return notes + self._faster() + self._gathers() + self._not_by_name()

@@ -80,8 +80,8 @@ def test_a_target_is_found_beside_the_model_else_in_the_current_folder(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "must contain only tables named [targets.NAME], but contains []"),
-        ("devices = 2", "must contain only tables named [targets.NAME], but contains ['devices']"),
+        ("", "must contain only tables [targets.NAME] of options, but contains no such table"),
+        ("devices = 2", "must contain only tables [targets.NAME] of options, but also contains devices"),
         ("[targets.prod]", "--target pod: layoutopt.toml has no target of this name; did you mean 'prod'?"),
         ("[targets]\npod = 3", "target 'pod' must be a table of options, [targets.pod], but is 3"),
         ("[targets.pod]\ndevcies = 3", "no command has the option --devcies; did you mean --devices?"),

@@ -128,7 +128,7 @@ def test_a_step_to_go_on_from_is_chosen(tmp_path: Path) -> None:
     names = {path.name for path in tmp_path.iterdir()}
     aside = {f"step-00000000{n}.aside{more}" for n in (4, 6) for more in ("", "-2")}
     assert names == {".lock", *aside, *(f"step-00000000{n}" for n in (2, 4, 6))}
-    with pytest.raises(mtf.UserError, match="resume=1: there is no checkpoint of that step; there are no"):
+    with pytest.raises(mtf.UserError, match="resume=1: there is no checkpoint of step 1; the directory has"):
         other.restore(tmp_path / "nothing", 1)
 
 

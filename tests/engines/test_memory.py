@@ -125,7 +125,7 @@ def test_a_result_of_another_size_than_declared_is_noticed() -> None:
     meter = Meter(program, 0)
     (loop, *_) = (i for i in program.code if i.name == "loop")
     meter.entered(loop, lambda i: program.local(i).bytes)
-    with pytest.raises(ValueError, match=r"a loop's result has 1 bytes, \d+ were reserved"):
+    with pytest.raises(ValueError, match=r"a loop's result has 1 bytes, but \d+ bytes were reserved"):
         meter.left(loop, lambda i: 1)
 
 

@@ -148,10 +148,10 @@ def read(path: Path, shown: str) -> dict[str, Any]:
             "model's fields"
         )
     if str(found.get("format", "")).startswith("layoutopt-"):
-        raise UserError(
-            f"{shown} is a {found['format']} file, not a model; give the MODEL of the plan, and pass the "
-            "plan with --layout"
-        )
+        do = "give a model file (.py) or a Hugging Face config.json"
+        if str(found["format"]).startswith("layoutopt-plan/"):
+            do = "give the MODEL of the plan, and pass the plan with --layout"
+        raise UserError(f"{shown} is a {found['format']} file, not a model; {do}")
     return found
 
 

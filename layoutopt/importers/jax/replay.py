@@ -61,7 +61,7 @@ class ReplayVisitor:
         e = next(self.rest, None)
         if e is None or e.prim != site.name:
             raise differs(
-                f"{f'{e.where} had {e.prim}' if e else 'the imported function ended'} where this function "
+                f"the imported function {f'has {e.prim} at {e.where}' if e else 'ends'}, but this function "
                 f"has {site.name}"
             )
         outs = self._step(site, (e,), ins)
