@@ -51,7 +51,7 @@ def test_every_feature_can_be_added_and_taken_away(name: str) -> None:
 def test_a_schedule_brings_its_pipelines() -> None:
     found = allowed("+1f1b")
     assert found.pipeline == ("layers",) and found.schedule == (GPIPE, ONE_F_ONE_B)
-    with pytest.raises(UserError, match=r"--allow \+pipeline: this model, .*, has no such choice"):
+    with pytest.raises(UserError, match=r"--allow \+pipeline: this model has no such choice"):
         resolved(SearchSpace(allow="+pipeline"), [Target(EXAMPLES["mlp"](), MESH)])  # type: ignore[arg-type]
 
 

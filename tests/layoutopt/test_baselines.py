@@ -46,7 +46,7 @@ def test_an_answer_that_barely_fits_names_one_with_room() -> None:
     model = EXAMPLES["transformer"]()
     limit = search(model, devices=4, hardware=V3).predicted.peak_memory_bytes * 1.001
     plan = search(model, devices=4, hardware=V3, memory=limit)
-    (note,) = [n for n in plan.data.notes if "it may not fit" in n]
+    (note,) = [n for n in plan.data.notes if "for more headroom" in n]
     said = re.search(
         r"for more headroom, search with --memory (\S+?)(?: \((.+) has enough headroom: .* longer\))?$", note
     )

@@ -54,7 +54,7 @@ def test_what_the_compiler_made_has_a_frame() -> None:
     assert found.to_frame()["family"].tolist() == ["sum", "all_gather"]
     assert (
         repr(found)
-        == "Verified(v5e:2x2: other collectives, 2.00 ms of compute (1.00 ms predicted), 1.00 MiB at most)"
+        == "Verified(v5e:2x2: other collectives, 2.00 ms of compute (1.00 ms predicted), peak 1.00 MiB)"
     )
     assert "<table" in found._repr_html_()
     sent = HloCollective("all_reduce", 4, 1, 800, 3)
