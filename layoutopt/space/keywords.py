@@ -49,8 +49,11 @@ def names_of(kind: Any) -> list[str]:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_OPTION = re.compile(r"`[^`]*`|(?<![\w-])--(?P<name>[a-z]+(?:-[a-z]+)*)(?P<value> (?=['\d]|-\d))?")
-"""An option, alone or with a number or a text as its value; or a command, which is typed as it is."""
+_OPTION = re.compile(
+    r"`[^`]*`|(?<![\w-])--(?P<name>[a-z]+(?:-[a-z]+)*)(?P<value> (?=['\d]|-\d|everything|[A-Z]+\b))?"
+)
+"""An option, alone or with a number, a text or a placeholder as its value; or a command, which is typed as
+it is."""
 _OTHERWISE = {
     **{option.parameter: name for name, a in ARGUMENTS.items() for option in a.options},
     "fit": "runs",

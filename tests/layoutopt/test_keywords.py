@@ -29,6 +29,7 @@ from layoutopt.space.keywords import in_keywords
             "`layoutopt calibrate --mesh data:2` measures it",
         ),
         ("a--b - --, 'x'--", "a--b - --, 'x'--"),
+        ("(--allow everything --diloco AXIS)", "(allow=everything diloco=AXIS)"),
     ],
 )
 def test_options_as_keywords(said: str, in_python: str) -> None:

@@ -195,7 +195,7 @@ def test_a_set_of_values_is_one_of_the_layers() -> None:
         microbatches=(1,),
     )
     assert {p.decided.schedule for p in subproblems(model, [mesh], asked)} == {*schedules}
-    why = "^recompute 'layers:keep=none': a loop over 'layers' makes nothing that 'none' is; known: attention"
+    why = "^recompute 'layers:keep=none': loops over 'layers' have no values of kind or scope 'none'; known: "
     with pytest.raises(mtf.UserError, match=why):
         [*subproblems(model, [mesh], replace(asked, recompute=(False, "keep=none")))]
     more = replace(asked, pipeline=("layers",), schedule=("interleaved:4", "circular:5"))
