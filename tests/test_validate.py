@@ -61,7 +61,7 @@ def test_a_noisy_machine_is_said():
     disturbed = [[TimingSample(s.wall, 0.5, s.wall, 2) for s in group] for group in samples]
     found = result(chosen, disturbed)
     assert found["noise"]["noisy"]
-    assert "others used 50% of the cores" in found["noise"]["words"]
+    assert "other processes used 50% of the cores" in found["noise"]["words"]
 
 
 def test_strata_spread_over_the_range():

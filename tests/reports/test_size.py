@@ -68,7 +68,7 @@ def test_the_page_answers_and_hides_nothing(found: SizeResult) -> None:
         "64 × tpu-v5p",
         "1.4 to 1.6",
         "too large",
-        "above 32 a token costs",
+        "above 32 devices a token costs",
     ):
         assert words.replace(" ", "\u00a0") in page or words in page, words
     assert "<b>lm" not in page and "&lt;b&gt;lm" in page
@@ -105,6 +105,6 @@ def test_a_long_table_says_what_it_leaves_out_and_keeps_the_frontier(found: Size
     data = found.model_dump() | {"candidates": many, "best": many[58]}
     shown = size_tables._rows(SizeResult.model_validate(data))
     assert len(shown.rows) == size_tables.MOST == 40
-    assert shown.title.startswith("Candidates, 40 of 60: those of the frontier first")
+    assert shown.title.startswith("Candidates, 40 of 60, those on the Pareto frontier first")
     assert [row[0] for row in shown.rows[-5:]] == [(i + 1) * 10**8 for i in range(55, 60)]
     assert "costs over 25% more than the least" in found.sweeps[0].in_words()
