@@ -16,7 +16,7 @@ from costmodels.hardware import Hardware, load_hardware
 from layoutopt.analysis.certificate import Certificate, certify, considered_by, rule_out
 from layoutopt.formulation.extract import count_layouts
 from layoutopt.optimize.evaluator import Evaluator
-from layoutopt.optimize.subproblems import Subproblem, subproblems
+from layoutopt.optimize.subproblems import subproblems
 from layoutopt.plan.build import Plan
 from layoutopt.space.decisions import KINDS, SearchSpace
 from layoutopt.space.diloco import Rarely
@@ -158,19 +158,29 @@ def test_a_certificate_that_forgets_a_kind_disagrees_with_enumeration(kind: type
         check_whole(question, seed, kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_certificate_that_forgets_a_kind_is_of_another_space(kind: type[Decision]) -> None:
-    """It has fewer layouts than the plan says; `FINDS` has a kind of which nothing is left to choose."""
+@pytest.fixture(scope="module")
+def opened_space() -> Callable[[type[Decision] | None], Certificate]:
+    """Certificates of one model with every kind free, with all kinds or without one. What one certificate
+    lowers the next one knows."""
     model, mesh, machine = whole_model(3), mtf.Mesh("x:2;y:2"), load_hardware("tpu-v4")
     evaluator, allowed = Evaluator(model, machine), opened(random.Random(1), model)
     problems = [*subproblems(model, [mesh], allowed, evaluator.near)]
     considered = sum(count_layouts(each.decided.options) for each in problems)
 
-    def certificate(of: list[Subproblem]) -> Certificate:
+    def certificate(without: type[Decision] | None) -> Certificate:
+        of = problems if without is None else forgotten(problems, without)
         return Certificate(tuple(rule_out(evaluator, of, 1e-12, math.inf)), allowed, considered)
 
-    assert certificate(problems).verified
-    found = certificate(forgotten(problems, kind))
+    assert certificate(None).verified
+    return certificate
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_certificate_that_forgets_a_kind_is_of_another_space(
+    opened_space: Callable[[type[Decision] | None], Certificate], kind: type[Decision]
+) -> None:
+    """It has fewer layouts than the plan says; `FINDS` has a kind of which nothing is left to choose."""
+    found = opened_space(kind)
     assert kind in {*APART} & FINDS.keys() or (
         not found.verified and "for another search space" in str(found)
     )
