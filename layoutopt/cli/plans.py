@@ -123,22 +123,26 @@ def load_with_plan(
     Raises:
       UserError: as `load_model` and `load_plan`, or the plan was made for another model.
     """
-    from layoutopt.models.loading import load_model
+    plan = named_plan(layout)
+    return load_planned(source, settings, str(layout), plan), plan
+
+
+def named_plan(layout: str | None) -> Plan | None:
+    """The plan that `--layout` names, if it names one."""
     from layoutopt.plan.build import load_plan
 
-    if layout is None or not is_plan(layout):
-        return load_model(source, settings or ()), None
-    plan = load_plan(layout, say_damage)
-    return load_planned(source, settings, layout, plan), plan
+    return load_plan(layout, say_damage) if layout is not None and is_plan(layout) else None
 
 
-def load_planned(source: str, settings: Sequence[str] | None, path: str, plan: Plan) -> Loaded:
-    """The same of a plan that is read already; `path`: the plan's."""
+def load_planned(source: str, settings: Sequence[str] | None, path: str, plan: Plan | None) -> Loaded:
+    """The model of a file, with the hyperparameters of a plan, if there is one; `path`: the plan's."""
     from layoutopt.models.hparams import parse_settings
     from layoutopt.models.loading import hyperparameters, load_model
     from layoutopt.plan.build import check_plan_model
     from mesh_tf_core import UserError
 
+    if plan is None:
+        return load_model(source, settings or ())
     changed = parse_settings(settings or (), hyperparameters(source), source)
     try:
         loaded = load_model(source, {**plan.data.model.hparams, **changed})

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from layoutopt.cli.given import GivenOptions
 from layoutopt.cli.options import THIS_MACHINE, read_hardware, read_mesh
-from layoutopt.cli.plans import hardware_of, is_plan, load_planned, say_damage
+from layoutopt.cli.plans import hardware_of, load_planned, named_plan
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import plural
 from layoutopt.runtime import signals
@@ -57,20 +57,15 @@ class Session:
     ) -> Loaded:
         """The model of a file. JAX's devices are set up first if the options name a mesh, because the file
         may use JAX, whose devices are fixed at its start."""
-        from layoutopt.models.loading import load_model
-        from layoutopt.plan.build import load_plan
         from mesh_tf_core.engines import chosen
 
-        if layout is not None and is_plan(layout):
-            self.plan = load_plan(layout, say_damage)
+        self.plan = named_plan(layout)
         if chosen(self.engine, self.cluster) == "jax":
             if mesh is not None:
                 self.start(read_mesh(mesh).devices)
             elif self.plan is not None:
                 self.start(self.plan.mesh.devices)
         with self.terminal.waiting("building the model"):
-            if self.plan is None:
-                return load_model(source, settings or ())
             return load_planned(source, settings, str(layout), self.plan)
 
     def start(self, count: int) -> None:
