@@ -96,7 +96,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "a ring's keys of either side": {
         "window": 100,
-        "starts": (-2 * QUERIES, 2 * QUERIES),
+        "starts": (-QUERIES, 2 * QUERIES),
         "first": jnp.int32(2 * QUERIES),
         "partial": True,
     },
