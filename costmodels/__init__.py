@@ -2,9 +2,9 @@
 
 from costmodels.hardware import Hardware, HardwareError, hardware_names, load_hardware
 from costmodels.kernels.compute import ComputeCost, Quantity, compute_cost, compute_seconds
+from costmodels.network.closed_forms import CollectiveCost
 from costmodels.network.collectives import (
     COLLECTIVES,
-    CollectiveCost,
     collective_cost,
     collective_seconds,
     full_bytes,

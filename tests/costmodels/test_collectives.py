@@ -18,7 +18,8 @@ from costmodels.hardware import (
     Torus,
     hardware_names,
 )
-from costmodels.network.collectives import CollectiveCost, check_prices
+from costmodels.network.closed_forms import CollectiveCost
+from costmodels.network.collectives import check_prices
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import Mesh
 
