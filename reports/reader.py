@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from layoutopt.plan.evidence import Validation
 from layoutopt.plan.fields import refusal
-from layoutopt.plan.schema import AGAIN, FORMAT, PlanFile, check_depth, load_json, plan_file
+from layoutopt.plan.json_files import check_depth, load_json
+from layoutopt.plan.schema import AGAIN, FORMAT, PlanFile, plan_file
 from layoutopt.plan.units import clean
 
 

@@ -373,10 +373,9 @@ def _checked(
             "search again"
         )
     if found.memory.peak > limit:
-        needs = bytes_text(found.memory.peak)
         raise UserError(
-            f"--check: the plan's layout needs {needs}, but the memory limit of its search was "
-            f"{bytes_text(limit)}; search again"
+            f"--check: the plan's layout needs {bytes_text(found.memory.peak)}, but the memory limit of its "
+            f"search was {bytes_text(limit)}; search again"
         )
     rules = plan.allowed
     problems = certify(found.model, plan, machine, limit, rules, asked.devices, asked.max_axes)

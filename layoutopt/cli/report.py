@@ -128,7 +128,7 @@ def _billed(plan: Plan, tokens: float | None, price: float | None) -> Plan:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    from layoutopt.plan.schema import load_json
+    from layoutopt.plan.json_files import load_json
     from mesh_tf_core.errors import UserError
 
     what, again = f"--validation {str(path)!r}", "write it with `layoutopt validate MODEL --out FILE.json`"

@@ -6,9 +6,8 @@ it. It does not depend on meshes, layouts or programs; `layoutopt.plan.build.Pla
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -36,15 +35,13 @@ from layoutopt.plan.fields import (
     refusal,
     wrong,
 )
+from layoutopt.plan.json_files import check_depth, load_json
 from layoutopt.plan.known import Known
 from layoutopt.plan.training import TrainingForecast
 from layoutopt.plan.units import bytes_text, clean, rate_text, share_text, throughput_text
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.files import read_file
 
 FORMAT = "layoutopt-plan/1"
-DEEPEST = 64
-"""Levels of nesting that are read; a plan has at most ten."""
 AGAIN = "make it again with `layoutopt search MODEL --out PLAN.json`"
 
 
@@ -316,43 +313,6 @@ def _known_axes(choice: Alternative | PlanFile, mesh: Mapping[str, int], *at: st
                     known = ", ".join(mesh) or "none"
                     said = f"splits over {axis!r}, which is not an axis of the mesh (axes: {known})"
                     raise wrong(said, *at, *where, dim)
-
-
-def check_depth(found: Any, what: str, again: str) -> None:
-    """UserError if a JSON value has more than `DEEPEST` levels, because readers may be recursive."""
-    level = [found]
-    for _ in range(DEEPEST):
-        level = [inner for value in level for inner in _inside(value)]
-    if level:
-        raise UserError(f"{clean(what)} is nested too deeply; {again}")
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-
-
-def load_json(path: str | Path, what: str, again: str) -> Any:
-    """The value in a JSON file.
-
-    Args:
-      what: name of the file in errors; again: the remedy.
-    Raises:
-      UserError: it cannot be read, is cut off, or nested too deeply.
-    """
-    try:
-        text = read_file(path).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise UserError(f"{what} cannot be read: {why}; {again}") from None
-    try:
-        found = json.loads(text)
-    except RecursionError:
-        raise UserError(f"{what} is nested too deeply; {again}") from None
-    except ValueError as error:
-        raise UserError(
-            f"{what} is not valid JSON ({error}; the file has {len(text):,} characters); {again}"
-        ) from None
-    return found
 
 
 Told = Callable[[str], object]

@@ -16,7 +16,7 @@ from costmodels.hardware import preset_content, read_hardware
 from layoutopt.cli.terminal import plain
 from layoutopt.importers.huggingface import from_huggingface
 from layoutopt.plan.build import load_plan
-from layoutopt.plan.schema import load_json
+from layoutopt.plan.json_files import load_json
 from layoutopt.solver import load
 from layoutopt.solver.files import to_json
 from mesh_tf_core.errors import UserError

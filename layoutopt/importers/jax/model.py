@@ -25,7 +25,7 @@ from layoutopt.importers.jax.leaves import Leaf, leaves, leaves_of, new_state, s
 from layoutopt.importers.jax.logical import logical_axes, said_of, same_dimensions
 from layoutopt.importers.jax.names import ArgumentArrays
 from layoutopt.importers.jax.naming import named
-from layoutopt.importers.jax.optax_of import optax_of
+from layoutopt.importers.jax.optax_of import optax_of, optimizer_of
 from layoutopt.importers.jax.origin import ArrayAxes, ImportedFunction
 from layoutopt.importers.jax.parts import why_whole
 from layoutopt.importers.jax.placing import ArrayPlacing, inner_dims
@@ -40,7 +40,7 @@ from layoutopt.plan.exported import ExportedTensor
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.model import TrainingStep
-from mesh_tf_core.optimizers import Adam, Optimizer, by_name
+from mesh_tf_core.optimizers import Optimizer
 from mesh_tf_core.tracing.graph import Graph
 
 TABLE: Mapping[str, Handler] = {
@@ -239,7 +239,7 @@ def from_jax(
     )
     return JaxModel(
         writer.tensor(block.outs[results.first]),
-        _optimizer(optimizer),
+        optimizer_of(optimizer),
         results.metrics(writer, block),
         title,
         token_dims=tokens,
@@ -251,19 +251,6 @@ def _name_of(loss: Callable[..., Any]) -> str:
     """What a function is called; a lambda, or an object, is a model."""
     found = str(getattr(loss, "__name__", ""))
     return found if found.isidentifier() else "model"
-
-
-def _optimizer(optimizer: str | Optimizer) -> Optimizer:
-    if isinstance(optimizer, Optimizer):
-        return optimizer
-    if optimizer == "adamw":
-        return Adam(1e-3, weight_decay=1e-4)
-    if not isinstance(optimizer, str):
-        raise UserError(
-            f"from_jax: optimizer {optimizer!r} is not supported; give adamw, adam, sgd, adafactor or an "
-            "optimizer of mesh_tf_core, e.g. mtf.Adam(1e-3)"
-        )
-    return by_name(optimizer, 1e-3)
 
 
 def _in_loops(
