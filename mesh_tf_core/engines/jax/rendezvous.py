@@ -286,29 +286,33 @@ def _own_address(coordinator: str) -> str | None:
 
 def _check_free(bind: str) -> None:
     """UserError where somebody listens already, and goes on when the service of a job that was lost would be
-    gone: JAX's would share the port with it, and the processes of a job would meet in two places."""
-    if bind.startswith(SOCKET):
-        return  # no two share one
-    host, _, port = bind.rpartition(":")
+    gone: JAX's would share the port, or take the name of the socket, and the processes of a job would meet in
+    two places."""
     until = time.monotonic() + coordinator.LINGER
-    while True:
-        try:
-            family, kind, *_, where = socket.getaddrinfo(
-                host.strip("[]"), int(port), type=socket.SOCK_STREAM
-            )[0]
-            with socket.socket(family, kind) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what ended has left it
-                probe.bind(where)
-            return
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                return  # JAX will say what is wrong
-            if time.monotonic() > until:
-                raise UserError(
-                    f"cluster: process 0 cannot listen on {bind} ({error.strerror}); check whether "
-                    "another job, or a second process 0, uses this address"
-                ) from None
+    while error := _taken(bind):
+        if time.monotonic() > until:
+            raise UserError(
+                f"cluster: process 0 cannot listen on {bind} ({error.strerror}); check whether "
+                "another job, or a second process 0, uses this address"
+            )
         time.sleep(coordinator.LOOK)
+
+
+def _taken(bind: str) -> OSError | None:
+    """The error where somebody listens; None also for addresses of which JAX will say what is wrong."""
+    in_use = OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    if bind.startswith(SOCKET):  # a name without a listener is left over, and JAX replaces it
+        with socket.socket(socket.AF_UNIX) as probe:
+            return None if probe.connect_ex(bind.removeprefix(SOCKET)) else in_use
+    host, _, port = bind.rpartition(":")
+    try:
+        family, kind, *_, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what ended has left it
+            probe.bind(where)
+    except OSError as error:
+        return error if error.errno == errno.EADDRINUSE else None
+    return None
 
 
 class _Coordinator:
