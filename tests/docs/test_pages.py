@@ -202,6 +202,28 @@ def test_what_schedules_store_is_what_their_records_say() -> None:
         assert [formula(words, sizes) for words in said] == found, name
 
 
+def test_stages_idle_as_long_as_the_grammar_says() -> None:
+    """One row for each schedule: a quotient, or a share of another schedule's (all parts of a tick alike)."""
+    page = (DOCS / "reference" / "grammar.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Schedule\n")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `([\w:-]+)` \|[^|]*\| ([^|]*) \|$", section, re.MULTILINE))
+    assert rows.keys() == {name.replace(":2", ":R") for name in SCHEDULES}
+    for (name, said), (p, m, r) in itertools.product(rows.items(), ((2, 4, 2), (4, 16, 3), (8, 32, 2))):
+        schedule = PipelineSchedule.named(name.replace("R", str(r)), p, m)
+        if quotient := re.fullmatch(r"\((.*)\) / \((.*)\)", said):
+            sizes = {"P": p, "M": m, "R": r}
+            above, below = (formula(part.split(), sizes) for part in quotient.groups())
+            assert schedule.bubble == pytest.approx(above / below), name
+        else:
+            assert said == "about two thirds of that of `1f1b`"
+            whole = PipelineSchedule.named("1f1b", p, m)
+            idle = (
+                schedule.together((1, 1, 1)) - 3 * schedule.works,
+                whole.together((1, 2, 0)) - 3 * whole.works,
+            )
+            assert idle[0] / idle[1] == pytest.approx(2 / 3)
+
+
 def formula(words: list[str], sizes: dict[str, int]) -> int:
     """The value of sums and differences of products, such as "2 P − 1"."""
     total, sign, product = 0, 1, 1
