@@ -5,7 +5,7 @@ expert writes them by hand, and with everything on every device.
 
 Each program is a whole training step with optax.adam. The three compiled steps of a program run in turn, so
 that the machine's other work meets all of them alike; the ratio of a round is ours over the better of the
-other two. `upper` is the upper end of the 95 % interval of the median ratio (bootstrap). The plan is searched
+other two. `upper` is the one-sided 95 % upper bound of the median ratio (bootstrap). The plan is searched
 for `cpu-jax` as it ships, on all mesh shapes of eight devices up to two axes.
 
 glibc gives the temporary arrays of some steps back to the system after every step, by the sizes that happen

@@ -23,8 +23,8 @@ PLANS = """\
 
 The table shows milliseconds of a step on eight virtual CPU devices, under layoutopt's plan, under an
 expert's shardings, and with everything replicated. The three run in turn. The ratio is the plan's time
-/ the time of the faster alternative, as the median over rounds; the bound is the upper end of its 95 %
-interval.
+/ the time of the faster alternative, as the median over rounds; the bound is its one-sided 95 % upper
+confidence bound (bootstrap).
 """
 
 

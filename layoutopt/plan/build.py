@@ -340,5 +340,5 @@ def check_plan_model(plan: Plan, model: Any) -> None:
             "differ); search again"
         )
     raise UserError(
-        f"the plan was made for another model: {why}; search again, or set the same hyperparameters"
+        f"the plan was made for another model: {why}; search again, or use the values of the plan (--set)"
     )
