@@ -25,11 +25,13 @@ from pydantic import (
     create_model,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from costmodels.hardware import links, model, numbers
 from costmodels.hardware.curve import Curve, curve_fault
 from costmodels.hardware.peaks import peaks_fault
 from costmodels.hardware.units import UNITS, to_si, units_of
+from mesh_tf_core.faults import at_path
 from mesh_tf_core.ir.program import COLLECTIVES
 
 if TYPE_CHECKING:
@@ -255,7 +257,7 @@ def read(content: Any) -> tuple[model.Hardware | None, list[str]]:
     try:
         return _freeze(_HardwareFile.model_validate(_with_compiler(content))), []
     except ValidationError as error:
-        return None, [_fault(e["loc"], e["msg"]) for e in error.errors()]
+        return None, [_fault(e) for e in error.errors()]
 
 
 _BY_TOPOLOGY: dict[str, tuple[model.CompilerName, model.CompilerName]] = {
@@ -283,15 +285,22 @@ def _with_compiler(content: Any) -> Any:
     return found
 
 
-def _fault(location: tuple[int | str, ...], message: str) -> str:
+NUMBER = '{"value": 80, "unit": "GB", "source": "…", "date": "2026-01"}'
+
+
+def _fault(error: ErrorDetails) -> str:
+    location, message = error["loc"], error["msg"]
+    if error.get("ctx", {}).get("class_name") == _NumberFile.__name__:
+        message = f"must be a JSON object such as {NUMBER}"
+    elif error["type"] == "string_pattern_mismatch":
+        message = "must be a date such as 2026-01-31, 2026-01 or 2026"
     kinds = ("torus", "cluster", "shared_memory")  # pydantic names the chosen variant after 'topology'
     parts = [
         " ".join(str(p).split())  # a key may be anything, also several lines
         for i, p in enumerate(location)
         if not (i == 1 and location[0] == "topology" and p in kinds)
     ]
-    said = message.removeprefix("Value error, ").partition(" or instance of ")[0]
-    return f"{'.'.join(parts) or 'the file'}: {said}"
+    return at_path(".".join(parts) or "the file", message)
 
 
 def _freeze(value: Any) -> Any:

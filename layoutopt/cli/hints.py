@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from layoutopt.plan.units import some
+from mesh_tf_core.faults import at_path
 
 OPTIONS = {
     "--gpus": "--devices",
@@ -46,6 +47,8 @@ FORMS = {
 
 UNPARSED = re.compile(", unable to parse string as an? (integer|number)$")
 """The end of a message of typer's that says nothing new."""
+VALUE = re.compile(r"Invalid value for (?:'[^']*' / )*'([^']*)': (.*)", re.DOTALL)
+"""A message of typer's about the value of an option, and the option's longest name."""
 NAMED = 3
 """Commands that are named."""
 NEAR = 0.8
@@ -62,6 +65,8 @@ def usage(error: typer.TyperException, words: Sequence[str]) -> str:
     vars(error)["possibilities"] = None  # `_hint` says them
     text = error.format_message().replace("Value error, ", "").replace(". Did you", "; did you").strip()
     text = text.rstrip(".")
+    if refused := VALUE.fullmatch(text):
+        text = at_path(*refused.groups())
     context = getattr(error, "ctx", None)
     if context is None:
         return text

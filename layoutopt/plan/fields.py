@@ -29,6 +29,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from layoutopt.plan.units import clean
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.faults import fault_text
 
 LARGEST = 1e100
 """No quantity is as large."""
@@ -190,20 +191,8 @@ def _path(steps: tuple[str | int, ...]) -> str:
     return found.removeprefix(".")
 
 
-MUST = {
-    "model_type": "an object",
-    "dict_type": "an object",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "string_type": "text",
-    "bool_type": "true or false",
-}
-
-
 def _trouble(error: ErrorDetails) -> str:
-    kind, found = error["type"], _kind(error["input"])
-    if kind == "missing":
-        return "is missing, so the file is truncated or not written by layoutopt"
-    if kind in MUST:
-        return f"must be {MUST[kind]}, found {found}"
-    return error["msg"]
+    said = fault_text(error["msg"])
+    if error["type"] == "missing":
+        return f"{said}, so the file is truncated or not written by layoutopt"
+    return f"{said}, found {_kind(error['input'])}" if error["type"].endswith("_type") else said

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.faults import at_path
 from mesh_tf_core.files import create
 from mesh_tf_core.ir.dtypes import DTYPES
 
@@ -156,7 +157,7 @@ def read(path: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))[:LONGEST]
-        raise ValueError(f"{path.name}: {where!r}: {' '.join(first['msg'].split())}") from None
+        raise ValueError(f"{path.name}: {at_path(repr(where), first['msg'])}") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path.name} is not valid JSON: {error}") from None
     except (RecursionError, MemoryError):

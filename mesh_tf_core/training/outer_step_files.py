@@ -27,6 +27,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.faults import at_path
 from mesh_tf_core.files import sync_names, unwritable
 from mesh_tf_core.ops.few_bits import BITS
 from mesh_tf_core.training import array_files
@@ -360,10 +361,8 @@ def _about(arrays: Mapping[str, array_files.Zipped], kind: type[About]) -> About
         return kind.model_validate_json(found.read().tobytes())
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))[:80]
-        raise UnusablePost(
-            f"invalid description, field {where!r}: {' '.join(first['msg'].split())[:200]}"
-        ) from None
+        field = repr(".".join(map(str, first["loc"]))[:80]) if first["loc"] else "the file"
+        raise UnusablePost(f"invalid description: {at_path(field, first['msg'])[:200]}") from None
     except ValueError as error:
         raise UnusablePost(str(error)) from None
 

@@ -110,14 +110,14 @@ def placed(*begins: list[int], part: tuple[int, int] = (2, 3)) -> Callable[[dict
 LIES = {
     "nested": (nested, "is nested too deeply, or too large"),
     "no object": (lambda p: (p / manifest.MANIFEST).write_text("[]"), "must contain a JSON object, found"),
-    "a list of variables": (signed(lambda m: m.update(variables=[])), "'variables': Input should be a valid"),
-    "an endless step": (signed(lambda m: m.update(step=math.inf)), "'step': Input should be a valid integer"),
-    "a step of 400 digits": (signed(lambda m: m.update(step=10**400)), "'step': "),
+    "a list of variables": (signed(lambda m: m.update(variables=[])), "'variables' must be a JSON object"),
+    "an endless step": (signed(lambda m: m.update(step=math.inf)), "'step' must be a whole number"),
+    "a step of 400 digits": (signed(lambda m: m.update(step=10**400)), "'step' must be below "),
     "a number too long": (lambda p: (p / manifest.MANIFEST).write_text("9" * 5000), "Exceeds the limit"),
     "another step": (signed(lambda m: m.update(step=7)), "manifest.json is of step 7"),
     "a foreign path": (
         signed(lambda m: m["variables"]["w"]["parts"][0].update(file="../step-000000001/00000.npy")),
-        "'variables.w.parts.0.file': String should match pattern",
+        "'variables.w.parts.0.file' must match the pattern",
     ),
     "a missing file": (
         signed(lambda m: m["variables"]["w"]["parts"][0].update(file="00009.safetensors")),
@@ -136,14 +136,14 @@ LIES = {
     ),
     "a negative size": (
         signed(lambda m: m["variables"]["w"].update(shape=[-1, 12])),
-        "greater than or equal",
+        "must be at least 0",
     ),
     "another dtype": (
         signed(lambda m: m["variables"]["w"].update(dtype="int64")),
         f"is int64[4, 3] in manifest.json, float64[4, 3] in {FILE}",
     ),
-    "objects": (signed(lambda m: m["variables"]["w"].update(dtype="object")), "'variables.w.dtype': Input"),
-    "no variables": (signed(lambda m: m.pop("variables")), "'variables': Field required"),
+    "objects": (signed(lambda m: m["variables"]["w"].update(dtype="object")), "'variables.w.dtype' must be"),
+    "no variables": (signed(lambda m: m.pop("variables")), "'variables' is missing"),
 }
 
 

@@ -136,11 +136,11 @@ BOTH: dict[str, tuple[Callable[[Path], None], str]] = {
     "nothing of itself": (edited(lambda a: a.pop(ABOUT)), "the file has no valid description"),
     "a list": (
         edited(lambda a: a.update({ABOUT: np.frombuffer(b"[]", np.uint8)})),
-        "invalid description, field",
+        "invalid description: ",
     ),
     "no JSON": (
         edited(lambda a: a.update({ABOUT: np.arange(9, dtype=np.uint8)})),
-        "invalid description, field",
+        "invalid description: ",
     ),
     "too much of itself": (
         edited(lambda a: a.update({ABOUT: np.zeros(2 << 20, np.uint8)})),
@@ -148,13 +148,13 @@ BOTH: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "another run": (edited(told(run="other")), "other"),
     "another round": (edited(told(round=5)), "5"),
-    "a round that is text": (edited(told(round="x")), "'round': Input should be a valid integer"),
-    "no round": (edited(told(round=None)), "'round': Field required"),
+    "a round that is text": (edited(told(round="x")), "'round' must be a whole number"),
+    "no round": (edited(told(round=None)), "'round' is missing"),
 }
 POSTS = {
     **BOTH,
     "of another replica": (edited(told(replica=0)), "the file belongs to replica"),
-    "no bits": (edited(told(bits=None)), "'bits': Field required"),
+    "no bits": (edited(told(bits=None)), "'bits' is missing"),
     "other bits": (edited(told(bits=8)), "'wi/codes' is missing"),
     "bits that are none": (edited(told(bits=5)), "unsupported bits=5"),
     "too large": (edited(put("wi", lambda x: np.full_like(x, 1.7e308))), "the numbers are too large"),
@@ -184,8 +184,8 @@ def test_a_post_that_cannot_be_used_stops_nobody(harm: str, tmp_path: Path) -> N
 STATES = {
     **BOTH,
     "another count": (edited(told(present=[0, 7])), "the file belongs to replica"),
-    "present is none": (edited(told(present="x")), "'present': Input should be a valid"),
-    "as written before": (edited(told(shared=None)), "'shared': Field required"),
+    "present is none": (edited(told(present="x")), "'present' must be a list"),
+    "as written before": (edited(told(shared=None)), "'shared' is missing"),
 }
 
 
