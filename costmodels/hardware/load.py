@@ -145,6 +145,10 @@ def _completed(content: Any, path: Path) -> Any:
     if like not in hardware_names():
         found = f'hardware file {str(path)!r} has "like": {like!r}, which is not a preset'
         raise HardwareError(f"{found}; {_known(str(like))}")
+    if own.get("name", like) == like:  # the errors of predictions are known by name
+        raise HardwareError(
+            f'hardware file {str(path)!r} is "like" {like!r}, but has no name of its own; add "name"'
+        )
     return _merged(preset_content(like), own)
 
 

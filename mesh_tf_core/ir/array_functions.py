@@ -52,6 +52,7 @@ UNARY: Mapping[str, ArrayFunction] = {
     "tanh": F("tanh", "tanh", flops=10, vanishes=True),
     "sigmoid": F("", "sigmoid", flops=10),
     "erf": F("", "math.erf", flops=12, vanishes=True),
+    "erfc": F("", "math.erfc", flops=12),
     "floor": F("floor", vanishes=True, whole=True, flat=True),
     "relu": F(vanishes=True, whole=True),
     "softplus": F("", "math.softplus"),

@@ -47,6 +47,7 @@ _UNARY: Functions = {
     "reciprocal": lambda x: lax.reciprocal(x) if _is_float(x) else _truncated(jnp.ones_like(x), x),
     "sigmoid": jax.nn.sigmoid,
     "erf": lax.erf,
+    "erfc": lax.erfc,
     "floor": lambda x: jnp.floor(x) if _is_float(x) else x,
     "relu": lambda x: jnp.maximum(x, _like(0, x)),
     "softplus": lambda x: jnp.logaddexp(x, _like(0, x)),

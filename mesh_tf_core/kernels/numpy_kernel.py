@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
@@ -16,10 +16,15 @@ from mesh_tf_core.kernels.array_kernel import ArrayKernel, Functions, libraries,
 A = Any
 
 
-def _erf(x: A) -> A:
-    from scipy.special import erf
+def _special(name: str) -> Callable[[A], A]:
+    """A function of scipy's, which is imported when it is called."""
 
-    return erf(x.astype(np.float64) if x.dtype != np.float32 else x).astype(x.dtype)
+    def function(x: A) -> A:
+        from scipy import special
+
+        return getattr(special, name)(x.astype(np.float64) if x.dtype != np.float32 else x).astype(x.dtype)
+
+    return function
 
 
 def _sigmoid(x: A) -> A:
@@ -36,7 +41,8 @@ _UNARY: Functions = {
     "rsqrt": lambda x: (1 / np.sqrt(x)).astype(x.dtype),
     "reciprocal": lambda x: (1 / x).astype(x.dtype),
     "sigmoid": _sigmoid,
-    "erf": _erf,
+    "erf": _special("erf"),
+    "erfc": _special("erfc"),
     "relu": lambda x: np.maximum(x, np.zeros((), x.dtype)),
     "softplus": lambda x: np.logaddexp(np.zeros((), x.dtype), x),
     "gelu": lambda x: (0.5 * x * (1 + np.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))).astype(

@@ -104,6 +104,11 @@ def erf(x: Tensor) -> Tensor:
     return unary("erf", x)
 
 
+def erfc(x: Tensor) -> Tensor:
+    """Complementary error function, 1 - erf(x), exact for large x."""
+    return unary("erfc", x)
+
+
 def floor(x: Tensor) -> Tensor:
     """Largest whole number that is not above x."""
     return unary("floor", x)

@@ -49,6 +49,14 @@ def _one_minus(k: Kernel, v: Any, dtype: str) -> Any:
     return k.binary("sub", k.scalar(1.0, dtype), v)
 
 
+def _bell(factor: float) -> Callable[[Kernel, Any, Any, str], Any]:
+    """A multiple of exp(-x²)."""
+    return _mul(
+        lambda k, x, d: k.scalar(factor, d),
+        lambda k, x, d: k.unary("exp", k.unary("neg", k.unary("square", x))),
+    )
+
+
 _SLOPES: dict[str, tuple[str, Callable[[Kernel, Any, Any, str], Any]]] = {
     "neg": ("y", lambda k, dy, y, d: k.unary("neg", dy)),
     "abs": ("x", _mul(lambda k, x, d: k.unary("sign", x))),
@@ -67,13 +75,8 @@ _SLOPES: dict[str, tuple[str, Callable[[Kernel, Any, Any, str], Any]]] = {
     "cos": ("x", _mul(lambda k, x, d: k.unary("neg", k.unary("sin", x)))),
     "tanh": ("y", _mul(lambda k, y, d: _one_minus(k, k.unary("square", y), d))),
     "sigmoid": ("y", _mul(lambda k, y, d: k.binary("mul", y, _one_minus(k, y, d)))),
-    "erf": (
-        "x",
-        _mul(
-            lambda k, x, d: k.scalar(2 / math.sqrt(math.pi), d),
-            lambda k, x, d: k.unary("exp", k.unary("neg", k.unary("square", x))),
-        ),
-    ),
+    "erf": ("x", _bell(2 / math.sqrt(math.pi))),
+    "erfc": ("x", _bell(-2 / math.sqrt(math.pi))),
     "relu": ("y", _mul(lambda k, y, d: k.cast(k.binary("gt", y, k.scalar(0.0, d)), d))),
     "softplus": ("x", _mul(lambda k, x, d: k.unary("sigmoid", x))),
     "gelu": ("x", _gelu_grad),

@@ -40,6 +40,7 @@ UNARY: dict[str, tuple[str, Callable[..., Any]]] = {
     "tanh": ("normal", np.tanh),
     "sigmoid": ("normal", special.expit),
     "erf": ("normal", special.erf),
+    "erfc": ("normal", special.erfc),
     "floor": ("normal", np.floor),
     "relu": ("normal", lambda x: np.maximum(x, 0)),
     "softplus": ("normal", lambda x: np.log1p(np.exp(x))),

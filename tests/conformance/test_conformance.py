@@ -3,6 +3,8 @@ dense run."""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +63,8 @@ def test_names_are_unique() -> None:
 
 def _operations(base: type[Op] = Op) -> set[type[Op]]:
     """Operations of the package that a model can apply."""
+    for module in pkgutil.iter_modules(ops_package.__path__, f"{ops_package.__name__}."):
+        importlib.import_module(module.name)
     found: set[type[Op]] = set()
     for cls in base.__subclasses__():
         found |= _operations(cls)

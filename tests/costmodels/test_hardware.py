@@ -332,8 +332,19 @@ def test_a_file_like_nothing_known_is_refused(tmp_path: Path) -> None:
         load_hardware(path)
 
 
+@pytest.mark.parametrize("own", [{}, {"name": "a100"}], ids=["no name", "the preset's"])
+def test_a_file_like_a_preset_needs_its_own_name(own: dict[str, str], tmp_path: Path) -> None:
+    """Else the preset's known errors would be those of other numbers."""
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"like": "a100", **own}))
+    with pytest.raises(HardwareError, match=r'"like" \'a100\', but has no name of its own; add "name"'):
+        load_hardware(str(path))
+
+
 def test_faults_of_a_file_like_a_preset_have_their_paths(tmp_path: Path) -> None:
     path = tmp_path / "odd.json"
-    path.write_text(json.dumps({"like": "a100", "chip": {"memory": {"value": 1, "unit": "GHz"}}, "extra": 1}))
+    path.write_text(
+        json.dumps({"like": "a100", "name": "x", "chip": {"memory": {"value": 1, "unit": "GHz"}}, "extra": 1})
+    )
     with pytest.raises(HardwareError, match=r"chip\.memory.*extra"):
         load_hardware(path)

@@ -1,17 +1,35 @@
-"""The code of docs/guides/extending.md runs, block after block, and prints what stands below it."""
+"""The code of docs/guides/extending.md runs, block after block, and prints what stands below it; the tables
+that the page names are whole."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from layoutopt.importers.huggingface.configuration import FAMILIES
+from layoutopt.importers.jax import relations
+from layoutopt.importers.jax.model import TABLE
+from mesh_tf_core.ir.array_functions import UNARY
+from mesh_tf_core.ops import unary
+from tests.conformance import samples_elementwise
 from tests.docs.console import steps
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "extending.md"
+
+
+@pytest.fixture(autouse=True)
+def kept() -> Iterator[None]:
+    """What the page adds to tables is gone after it."""
+    with patch.dict(TABLE), patch.dict(FAMILIES):
+        yield
 
 
 def test_the_page_is_true(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -24,3 +42,27 @@ def test_the_page_is_true(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         with contextlib.redirect_stdout(output):
             exec(compile(step.source, "docs/guides/extending.md", "exec"), names)
         assert output.getvalue().splitlines() == list(step.shown), step.source
+
+
+def test_refused_primitives_are_those_without_a_handler() -> None:
+    """The page names each primitive whose axes are known and that nothing computes, and no other."""
+    page = (PAGE.parent / "jax.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Refused and different\n")[2].partition("\n| JAX construct")[0]
+    said = {*re.findall(r"`(\w+)`", section)} - {"from_jax", "reduce_window"}
+    assert (relations.ELEMENTWISE | relations.REDUCTIONS | relations.ALONG) - TABLE.keys() <= said
+    assert not said & TABLE.keys()
+
+
+def test_every_family_is_on_its_page_and_compared() -> None:
+    page = (PAGE.parent / "huggingface.md").read_text(encoding="utf-8")
+    named = {*re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)))}
+    data = PAGE.parents[2] / "tests" / "data"
+    for file in ("huggingface_counts.json", "huggingface_losses.json"):
+        models = json.loads((data / file).read_text(encoding="utf-8"))["models"].values()
+        assert FAMILIES.keys() <= {each["config"]["model_type"] for each in models} & named, file
+
+
+def test_every_function_has_its_slope_and_its_reference() -> None:
+    """Functions that are flat have no slope."""
+    assert {name for name, row in UNARY.items() if not row.flat} == unary._SLOPES.keys()
+    assert UNARY.keys() == samples_elementwise.UNARY.keys()

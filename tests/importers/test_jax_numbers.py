@@ -47,6 +47,18 @@ def test_halves_are_rounded_to_even_numbers() -> None:
     assert max(off.values()) <= 1e-6
 
 
+@pytest.mark.parametrize("at", [1e-4, -3e-3, 0.5, 5.0])
+@pytest.mark.parametrize("fn", [jnp.sinh, jnp.cosh, jax.lax.erfc], ids=lambda fn: fn.__name__)
+def test_small_and_large_numbers_keep_their_digits(fn: Any, at: float) -> None:
+    """Value and slope of one number each: among others, a large relative error would be a small one."""
+
+    def loss(params, batch):
+        return (fn(params["w"]) + params["factor"] * fn(batch["x"])).sum()
+
+    given = {"w": jnp.array([at]), "factor": jnp.array([1.0])}, {"x": jnp.array([at])}
+    assert max(compared(layoutopt.from_jax(loss, *given), loss, given, []).values()) <= 1e-5
+
+
 CORNERS = {
     "abs": jnp.abs,
     "maximum": lambda z: jnp.maximum(z, 0),
