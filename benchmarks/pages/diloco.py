@@ -28,7 +28,7 @@ parameters (Llama 3's sizes) trains on {slices} slices of {slice} TPU v5e, on {s
 LOSS = """\
 ## Loss
 
-A language model of {parameters:,} parameters learns the source code of Python's standard library. The
+A language model of {parameters:,} parameters is trained on the source code of Python's standard library. The
 replicas share the {batch} windows of {length} bytes of a step. The loss is measured on held-out files
 after the last synchronisation and averaged over {seeds} runs.
 """

@@ -45,11 +45,12 @@ def _hides(line: Line, under: Under | None) -> str:
     """What of a message is hidden, and under what."""
     if line.exposed >= line.seconds:
         return ""
-    share = f"; {1 - line.exposed / line.seconds:.0%} of it is hidden ({rule_of(line)})"
+    share, rule = f"; {1 - line.exposed / line.seconds:.0%} of this time is hidden", f"rule: {rule_of(line)}"
     if under is None:
-        return share
-    work = f"{under.words}, {under.seconds:.3g} s per step, run" if under.seconds else "nothing runs"
-    return f"{share}: {work} between its start and its end"
+        return f"{share} ({rule})"
+    if not under.seconds:
+        return f"{share} ({rule}), but nothing runs between its start and its end"
+    return f"{share} behind {under.words} ({under.seconds:.3g} s per step; {rule})"
 
 
 def _sent(prices: Pricer, item: Sent) -> str:

@@ -117,7 +117,7 @@ class Certificate:
         said = f"{space}, ruled out without a solver: {', '.join(parts)}"
         if counts[Source.NOTHING]:
             said += f"; {counts[Source.NOTHING]} not checked, because there are too many layouts to list"
-        return said if self.complete else f"{said}; the time limit ended before all problems were checked"
+        return said if self.complete else f"{said}; time limit reached before all problems were checked"
 
 
 def certify(

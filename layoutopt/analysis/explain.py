@@ -181,7 +181,7 @@ def forbidden(plan: Plan, asked: SearchSpace, names: Sequence[str]) -> list[str]
 ALL = "all"
 FindBest = Callable[[str, float | None, str | None, Clock, str | None], WhatIfAnswer]
 """find(condition in words, bytes of memory, further pins, time limit, forbidden decisions)"""
-NO_TIME = "the time limit ended first"
+NO_TIME = "the time limit was reached first"
 
 
 def finder(

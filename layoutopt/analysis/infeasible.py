@@ -107,7 +107,7 @@ class Diagnosis:
         """The conflict in words; '' where it is the memory alone."""
         if len(self.conflict) < 2:
             return ""
-        fewer = "" if self.minimal else " (the time limit ended before smaller conflicts were checked)"
+        fewer = "" if self.minimal else " (the time limit was reached before smaller conflicts were checked)"
         return f"these conditions conflict: {', '.join(self.conflict)}{fewer}"
 
     def __str__(self) -> str:

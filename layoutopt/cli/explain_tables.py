@@ -194,7 +194,7 @@ def _binds(found: Explained) -> str:
     if free is None:
         return f"not the memory limit ({room} are free): the search minimised memory"
     if not free.proven and (free.seconds is None or free.seconds >= step):
-        return f"unknown: {room} are free, and the time limit ended before a search with more memory"
+        return f"unknown: {room} are free, but the time limit was reached before a search with more memory"
     if not found.binds or free.seconds is None:
         return f"not the memory limit: {room} are free, and no layout with more memory is faster"
     return (

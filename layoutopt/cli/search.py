@@ -255,8 +255,8 @@ def _detailed(
     try:
         if not clock.within(DETAILED, fill):
             terminal.say(
-                "the time limit ended before the plan's details were computed, so a report of this plan "
-                "shows less"
+                "the time limit was reached before the plan's details were computed; `layoutopt report` "
+                "computes them from the model"
             )
     except KeyboardInterrupt:
         full.stopped = True

@@ -339,11 +339,12 @@ class Answering:
             )
         if not timely:
             soonest = min(self.rows, key=lambda r: r.days)
-            place = f"{soonest.timing.devices:,} devices of {soonest.timing.machine.name}"
+            place = f"{soonest.timing.devices:,} {soonest.timing.machine.name}"
             raise InfeasibleError(
-                f"--days {self.question.deadline:g}: the fastest candidate takes "
-                f"{lasts(DAY * soonest.days)}: {count(soonest.candidate.size.total)} parameters on "
-                f"{place}; allow more days, or offer more or faster devices (--devices, --hardware)"
+                f"--days {self.question.deadline:g}: no candidate is fast enough; the fastest, "
+                f"{count(soonest.candidate.size.total)} parameters on {place}, takes "
+                f"{lasts(DAY * soonest.days)}; allow more days, or offer more or faster devices "
+                "(--devices, --hardware)"
             )
         return self._best_of(timely)
 

@@ -118,8 +118,8 @@ def _notes(answering: Answering, best: SizeRow, answer: SizedCandidate, batch: f
             "--every"
         )
     if answering.missing:
-        why = "stopped" if answering.stopped else "the time limit was reached"
-        notes.append(f"{why} before {answering.missing} of {answering.planned} searches were done")
+        why = "stopped" if answering.stopped else "time limit reached"
+        notes.append(f"{why}: {answering.missing} of {answering.planned} searches were not run")
     if question.served:
         notes.append(
             f"the answer allows for {question.served:.3g} tokens of inference, each at a third of the "

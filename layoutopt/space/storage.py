@@ -71,7 +71,7 @@ class StorageSpace(Space):
             Option(
                 "--storage",
                 "STAGES",
-                "Storage of variables to consider: layout (no ZeRO), zero1, zero2, zero3 (ZeRO "
+                "Storage stages to consider: layout (no ZeRO), zero1, zero2, zero3 (ZeRO "
                 "stages), hybrid (zero3 inside a node); comma-separated.",
                 usual=",".join(STORED),
             ),

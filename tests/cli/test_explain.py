@@ -301,7 +301,7 @@ def test_what_there_was_no_time_for_is_unknown(
     assert found["agrees"] and found["memory"]["step_seconds_without_limit"] is None
     rules = [*found["splits"], *found["pins"]]
     assert [(w["step_seconds"], w["proven"], w["reason"]) for w in rules] == [
-        (None, False, "the time limit ended first")
+        (None, False, "the time limit was reached first")
     ] * len(rules)
     assert not found["proof"]["verified"]
     assert found["proof"]["words"] == "no problem was checked within the time limit"
@@ -317,7 +317,7 @@ def test_what_there_was_no_time_for_is_unknown(
     assert points["devices"] == [(None, False), own, (None, False)]
     assert not any(proven for _, proven in points["bandwidth"][::2])
     text = run(*asked).stdout
-    assert "the time limit ended before a search with more" in text and "nothing fits" not in text
+    assert "the time limit was reached before a search with more" in text and "nothing fits" not in text
 
 
 def test_a_clock_of_explain_is_checked(refused: Callable[..., str], plan_file: Path) -> None:

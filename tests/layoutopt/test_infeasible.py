@@ -100,7 +100,7 @@ def test_a_conflict_that_may_be_smaller_says_so(model: mtf.Model) -> None:
 
     found = diagnose(find, model, {**PLAIN, "memory": 1000.0})
     assert not found.minimal
-    assert str(found).endswith("(the time limit ended before smaller conflicts were checked)")
+    assert str(found).endswith("(the time limit was reached before smaller conflicts were checked)")
 
 
 def test_the_nearest_plan_needs_what_is_proven_least(model: mtf.Model) -> None:
