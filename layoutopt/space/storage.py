@@ -50,6 +50,8 @@ from mesh_tf_core.lower.storage import (
 )
 from mesh_tf_core.tracing.graph import Graph
 
+_SAID = f"{STAGES[0]} (no ZeRO), {', '.join(STAGES[1:])} (ZeRO stages)"
+
 
 def _named(value: Any) -> tuple[str, ...]:
     return tuple(stage if stage == HYBRID else str(read_stage(stage)) for stage in names(value, "storage"))
@@ -71,8 +73,7 @@ class StorageSpace(Space):
             Option(
                 "--storage",
                 "STAGES",
-                "Storage stages to consider: layout (no ZeRO), zero1, zero2, zero3 (ZeRO "
-                "stages), hybrid (zero3 inside a node); comma-separated.",
+                f"Storage stages to consider: {_SAID}, hybrid (zero3 inside a node); comma-separated.",
                 usual=",".join(STORED),
             ),
         ),
@@ -94,8 +95,7 @@ class Storage(Decision):
     by_hand = Option(
         "--storage",
         "[VARIABLE=]STAGE",
-        "Storage of variables: layout (no ZeRO), zero1, zero2, zero3 (ZeRO stages), or a stage over "
-        "some axes only, e.g. zero3@data (repeatable).",
+        f"Storage of variables: {_SAID}, or a stage over some axes only, e.g. zero3@data (repeatable).",
         usual="layout",
         several=True,
     )
