@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from costmodels.hardware import Hardware
 from layoutopt.formulation.extract import count_layouts
@@ -26,9 +26,11 @@ from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.subproblems import Subproblem, related, subproblems
 from layoutopt.plan.build import Plan
+from layoutopt.plan.details import Proof, RuledOut
 from layoutopt.solver import Choices, ResourceRow
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.mesh_shapes import meshes
+from layoutopt.space.recorded import allowed_text
 from mesh_tf_core.model import Model
 
 MOST = 5000
@@ -96,6 +98,17 @@ class Certificate:
     def faster(self) -> Ruled | None:
         """The layout that refutes the plan's claim, if there is one."""
         return next((p for p in self.problems if p.how == FASTER), None)
+
+    @property
+    def recorded(self) -> Proof:
+        """Every problem of the search and how it was ruled out, as a plan records it."""
+        return Proof(
+            verified=self.verified,
+            words=str(self),
+            layouts=self.layouts,
+            allowed=allowed_text(self.allowed),
+            problems=tuple(RuledOut(**asdict(p)) for p in self.problems),
+        )
 
     def __str__(self) -> str:
         counts, listed = Counter(p.how for p in self.problems), sum(p.listed for p in self.problems)

@@ -29,7 +29,7 @@ from layoutopt.api.running import model_of
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.plan.build import Plan
-from layoutopt.plan.details import Proof, Robustness, RuledOut
+from layoutopt.plan.details import Robustness
 from layoutopt.plan.machine_details import hardware_details
 from layoutopt.plan.notebook import Shown, table
 from layoutopt.plan.results import (
@@ -47,7 +47,6 @@ from layoutopt.plan.ways import Turning
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.space.exclusions import CHECK, MEMORY, SENSITIVITY, memory_words, refuse
 from layoutopt.space.objective import Objective
-from layoutopt.space.recorded import allowed_text
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
 
@@ -133,7 +132,7 @@ class Explained(Shown):
         if self.conditions is not None:
             found["sensitivity"] = as_details(list(self.conditions.curves))
             found["robustness"] = self.conditions.robust
-        return {**found, "proof": proven(self.proof)} if self.proof is not None else found
+        return {**found, "proof": self.proof.recorded} if self.proof is not None else found
 
     @property
     def data(self) -> ExplainResult:
@@ -330,17 +329,6 @@ def peak_text(memory: MemoryProfile) -> str:
     at = memory.points[memory.at]
     where = "/".join(filter(None, (at.origin.scope, at.name)))
     return f"at {where} in {at.origin.phase}: {most}"
-
-
-def proven(found: Certificate) -> Proof:
-    """Every problem of the search and how it was ruled out."""
-    return Proof(
-        verified=found.verified,
-        words=str(found),
-        layouts=found.layouts,
-        allowed=allowed_text(found.allowed),
-        problems=tuple(RuledOut(**asdict(p)) for p in found.problems),
-    )
 
 
 def _other_numbers(plan: Plan, machine: Hardware) -> list[str]:

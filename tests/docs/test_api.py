@@ -33,3 +33,14 @@ def test_every_public_name_says_what_it_is(package: str) -> None:
     module = importlib.import_module(package)
     found = {name: getattr(module, name) for name in module.__all__}
     assert [n for n, each in found.items() if callable(each) and not (each.__doc__ or "").strip()] == []
+
+
+def test_a_file_of_a_package_is_one_room() -> None:
+    """As docs/guides/contributing.md says."""
+    packages = [path.parent for path in ROOT.glob("*/py.typed")]
+    lines = {
+        str(file.relative_to(ROOT)): len(file.read_text(encoding="utf-8").splitlines())
+        for package in packages
+        for file in package.rglob("*.py")
+    }
+    assert {name: count for name, count in lines.items() if count > 400} == {}
