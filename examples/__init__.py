@@ -1,1 +1,1 @@
-"""Models that a user would bring."""
+"""Example models."""

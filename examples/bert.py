@@ -37,7 +37,7 @@ def model(
 
     Args:
       vocab: of the data; 0 (which the text does not contain) stands for a masked token.
-      attention: fused, one operation that never holds all logits, or plain, written out.
+      attention: "fused" (one operation that never stores all logits) or "plain" (products and a softmax).
     """
     g = mtf.Graph("bert")
     b, length_dim = mtf.Dim("batch", batch), mtf.Dim("length", length)
@@ -73,7 +73,7 @@ def model(
 
 
 def count(length: int) -> int:
-    """How many positions of a sequence are masked."""
+    """Number of masked positions of a sequence."""
     return max(1, round(length * MASKED))
 
 

@@ -1,10 +1,10 @@
-"""Images and texts in one space (Radford et al. 2021, "CLIP"): digits and what they are called.
+"""Contrastive training of image and text encoders (Radford et al. 2021, "CLIP") on digits and their names.
 
     layoutopt search examples/clip.py:b32 --devices 64 --hardware tpu-v4
     layoutopt train examples/clip.py --layout auto --mesh "data:4" --steps 200
 
-Every image is compared with every text of the batch: where `batch` is split, the vectors of the texts are
-gathered, and there are no microbatches.
+Every image is compared with every text of the batch. If `batch` is split, the text vectors are gathered.
+Microbatches would change the loss, so they are refused.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def model(
       size, patch: pixels along a side of the images, and of the squares that become tokens.
       length: tokens of a text, which ends with its largest token.
       joint: elements of the vectors that are compared.
-      attention: fused, one operation that never holds all logits, or plain, written out.
+      attention: "fused" (one operation that never stores all logits) or "plain" (products and a softmax).
     """
     g, b, e = mtf.Graph("clip"), mtf.Dim("batch", batch), mtf.Dim("joint", joint)
     sides = [mtf.Dim("height", size), mtf.Dim("width", size), mtf.Dim("colours", colours)]
@@ -75,7 +75,7 @@ def model(
         return mtf.scan(layer, x, mtf.Dim(f"{kind}_layers", layers))
 
     def unit(x: mtf.Tensor) -> mtf.Tensor:
-        """What is compared: [batch, joint] of length 1, in float32."""
+        """The normalised vectors [batch, joint] that are compared, in float32."""
         y = nn.Dense((e,), ("d_model",), name="projection")(x).cast("float32")
         return y * mtf.rsqrt(mtf.reduce_sum(mtf.square(y), e) + 1e-12)
 
@@ -122,7 +122,7 @@ b32 = partial(
 def data(
     batch: int = 32, size: int = 16, colours: int = 1, length: int = 16, split: str = "train", **_: object
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Digits and their names, byte by byte; every fifth digit is held out."""
+    """Yields digits and their names as bytes; every fifth digit is held out."""
     from examples.images import digits
 
     texts = np.zeros((10, length), np.int32)

@@ -3,8 +3,8 @@
     layoutopt search examples/deepseek_lm.py:v2_lite --devices 64 --hardware h100
     layoutopt train examples/deepseek_lm.py --layout "batch:data;experts:data" --mesh "data:4" --steps 200
 
-Keys and values of all heads are made of one short vector per position. The first layers are dense; in the
-others a token goes through the `chosen` best of many experts, and through shared ones.
+The keys and values of all heads are computed from one short vector per position. The first layers are dense.
+In the other layers, each token is processed by its `chosen` best experts and by the shared experts.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def model(
     *,
     training: Training,
 ) -> mtf.Model:
-    """Builds the model; a sequence is a group whose tokens compete for places at the experts.
+    """Builds the model; the tokens of a sequence compete for the experts' capacity.
 
     Args:
-      dense: how many of the layers have no experts.
+      dense: number of layers without experts.
       d_kv, d_rotary: elements of a query or key that know no positions, and those that do; d_v: of a value.
       kv_rank, q_rank: of the vectors that keys and values, and queries (0: they have none), are made of.
       d_ff: of dense layers; d_expert: of one expert, of which `shared` are for all tokens.
-      capacity_factor: places at the experts, relative to an even distribution.
+      capacity_factor: tokens that an expert can process, relative to its even share.
       balance: weight of the load-balance loss.
-      attention: fused, one operation that never holds all logits, or plain, written out.
+      attention: "fused" (one operation that never stores all logits) or "plain" (products and a softmax).
     """
     g = mtf.Graph("deepseek_lm")
     text = [mtf.Dim("batch", batch), mtf.Dim("length", length)]
@@ -148,7 +148,7 @@ experts where it has a sigmoid, biases that balance, and groups."""
 def data(
     batch: int = 16, length: int = 128, vocab: int = 256, split: str = "train", **_: object
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Windows of the standard library's sources, byte by byte; "held-out" gives files not trained on."""
+    """Yields windows of the standard library's source code as bytes; "held-out" yields other files."""
     from examples.text import batches
 
     return batches(batch, length, vocab, split)

@@ -3,7 +3,7 @@
     layoutopt search examples/diffusion.py:cifar10 --devices 8 --hardware tpu-v4
     layoutopt train examples/diffusion.py --layout "batch:data;height:rows" --mesh "data:2;rows:2" --steps 200
 
-Splitting `height` or `width` is spatial partitioning: neighbours exchange the rows that windows reach over.
+Splitting `height` or `width` is spatial partitioning: devices exchange the borders of their parts.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def model(
     *,
     training: Training,
 ) -> mtf.Model:
-    """Builds the model, which finds the noise that was added to an image.
+    """Builds the model, which predicts the noise that was added to an image.
 
     Args:
       size: pixels along a side, a multiple of 8.
       channels, widths, blocks, attend, groups, dropout: of the `UNet`.
-      steps: of noise; the input `step` says how many an image has had.
+      steps: number of noise steps; the input `step` is the number that was applied to each image.
     """
     g, b = mtf.Graph("diffusion"), mtf.Dim("batch", batch)
     shape = [b, mtf.Dim("height", size), mtf.Dim("width", size), mtf.Dim("colours", colours)]
@@ -60,14 +60,14 @@ def model(
 
 @dataclass(frozen=True)
 class UNet:
-    """From an image and how much noise it has had, the noise (Ho et al. 2020, appendix B).
+    """Predicts the noise in an image from the image and its noise step (Ho et al. 2020, appendix B).
 
     Attributes:
       channels: at full resolution; `widths`: how many times as many on each level, each half as large as the
         one before.
       blocks: of two convolutions each, on each level of the way down, and one more on the way up.
       attend: resolution (pixels along a side) at which places attend to each other.
-      groups: of channels that are normalised together.
+      groups: number of channel groups of the normalisation.
       dropout: rate in the blocks.
     """
 
@@ -148,7 +148,7 @@ def waves(step: mtf.Tensor, channels: int) -> mtf.Tensor:
 
 
 def doubled(x: mtf.Tensor) -> mtf.Tensor:
-    """Every place of x [batch, height, width, channels] four times."""
+    """Doubles the height and width of x [batch, height, width, channels] by repetition."""
     b, height, width, c = x.shape.dims
     more = [b, height, mtf.Dim("height_again", 2), width, mtf.Dim("width_again", 2), c]
     sides = [mtf.Dim("height", 2 * height.size), mtf.Dim("width", 2 * width.size)]
@@ -173,7 +173,7 @@ cifar10 = partial(
 def data(
     batch: int = 16, size: int = 16, colours: int = 1, steps: int = 1000, split: str = "train", **_: object
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Digits from -1 to 1, noise for each, and after how many steps of it; every fifth digit is held out."""
+    """Yields digits in [-1, 1], noise and noise steps; every fifth digit is held out."""
     from examples.images import digits
 
     rng = np.random.default_rng(2)

@@ -1,11 +1,11 @@
-"""A recommendation model (Naumov et al. 2019, "DLRM"): will this user click?
+"""A recommendation model (Naumov et al. 2019, "DLRM") that predicts whether a user clicks.
 
     layoutopt search examples/dlrm.py:criteo --devices 8 --hardware h100
     layoutopt train examples/dlrm.py --layout "batch:data;tables:data" --mesh "data:4" --steps 200
 
-The embeddings are nearly all of the parameters. Splitting `tables` over the axis that splits `batch` is
-what the paper does: every device has some tables whole, looks up the ids of the whole batch there, and an
-all-to-all brings each example its vectors. Splitting `rows` or `features` are the other usual ways.
+Nearly all parameters are embeddings. The paper splits `tables` over the axis that splits `batch`: each device
+stores whole tables, looks up the ids of the whole batch in them, and an all-to-all sends the vectors to the
+devices of their examples. Common alternatives are to split `rows` or `features`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ criteo = partial(
 def data(
     batch: int = 64, numbers: int = 13, tables: int = 8, rows: int = 128, split: str = "train", **_: object
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Made-up visits: ids by Zipf's law, and clicks that follow hidden scores of ids and numbers."""
+    """Yields synthetic examples: ids follow Zipf's law, clicks follow hidden scores of ids and numbers."""
     if split not in ("train", "held-out"):
         raise ValueError(f"split {split!r}: use 'train' or 'held-out'")
     hidden = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Real images that come with scikit-learn: handwritten digits, and volumes made of them."""
+"""Image data from scikit-learn: handwritten digits, and volumes that are made from them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A language model in plain JAX, as it might be yours: nothing in `loss` or `params` knows of layoutopt.
+"""A language model in plain JAX: `loss` and `params` do not use layoutopt.
 
     layoutopt search examples/jax_transformer.py --devices 8 --hardware tpu-v5e --out plan.json
     layoutopt verify plan.json --topology v5e:2x4
 
-docs/guides/jax.md has what the TPU compiler makes of it, and how a plan goes back into a program.
+docs/guides/jax.md shows how to apply a plan to such a program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def shapes(layers: int, d_model: int, heads: int, d_ff: int, vocab: int) -> dict[str, Any]:
-    """The parameters: types, no numbers."""
+    """The types of the parameters."""
     import jax
 
     def of(*shape: int) -> Any:
@@ -86,7 +86,7 @@ def model(
     *,
     training: Training,
 ) -> Model:
-    """The loss as a model: its dimensions are inferred."""
+    """The model of the loss, with inferred dimensions."""
     import jax
     import jax.numpy as jnp
 
@@ -102,7 +102,7 @@ def model(
 def data(
     batch: int = 32, length: int = 128, vocab: int = 512, split: str = "train", **_: object
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Windows of the standard library's sources, byte by byte."""
+    """Yields windows of the standard library's source code as bytes."""
     from examples.text import batches
 
     return batches(batch, length, vocab, split)

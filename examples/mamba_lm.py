@@ -4,12 +4,12 @@ SSMs", sections 6 and 7), on real text.
     layoutopt search examples/mamba_lm.py:mamba2_130m --devices 8 --hardware h100
     layoutopt train examples/mamba_lm.py --layout auto --mesh "data:2;model:2" --steps 200
 
-Of a head with the states h [d_head, d_state], step by step
+A head with the state h [d_head, d_state] computes, step by step,
 
   h_t = exp(dt_t A) h_(t-1) + dt_t x_t B_t      y_t = h_t C_t + D x_t
 
-in which dt, B and C depend on the token. It is computed in chunks: products within a chunk, as attention
-has them, and one state from chunk to chunk. Heads are tensor parallelism; `chunks` may be split as well.
+where dt, B and C depend on the token. The computation is split into chunks: matrix products within a chunk,
+as in attention, and one state between chunks. A layout may split `heads` (tensor parallelism) and `chunks`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def model(
     table = embedding.table(g)
 
     def made(x: mtf.Tensor, name: str, dims: tuple[mtf.Dim, ...]) -> mtf.Tensor:
-        """A projection of x, seen over the last positions."""
+        """A projection of x, convolved over the last positions."""
         y = nn.Dense(dims, ("d_model",), name=name)(x)
         with g.scope(f"{name}_conv"):
             w = g.variable("weight", [tap, *dims], mtf.Normal(taps**-0.5), activation_dtype=x.dtype)
@@ -159,7 +159,7 @@ mamba2_130m = partial(
 def data(
     batch: int = 16, length: int = 128, vocab: int = 256, split: str = "train", **_: Any
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Windows of the standard library's sources, byte by byte; "held-out" gives files not trained on."""
+    """Yields windows of the standard library's source code as bytes; "held-out" yields other files."""
     from examples.text import batches
 
     return batches(batch, length, vocab, split)

@@ -1,7 +1,6 @@
-"""A multi-layer perceptron on handwritten digits (scikit-learn's 8x8 images), in three layers of named
-dimensions.
+"""A multi-layer perceptron with named dimensions on handwritten digits (scikit-learn's 8x8 images).
 
-    layoutopt train examples/mlp.py --layout auto --mesh "data:4" --steps 300
+layoutopt train examples/mlp.py --layout auto --mesh "data:4" --steps 300
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def model(
     learning_rate: float = 0.003,
     clip_norm: float = 0.0,
 ) -> mtf.Model:
-    """`layers` hidden layers of gelu units, then ten classes."""
+    """Builds the model: `layers` hidden layers with gelu, then ten classes."""
     g = mtf.Graph("mlp")
     b, c = mtf.Dim("batch", batch), mtf.Dim("classes", 10)
     pixels, h = mtf.Dim("pixels", 64), mtf.Dim("hidden", hidden)
@@ -53,7 +52,7 @@ def model(
 
 
 def data(batch: int = 64, split: str = "train", **_: object) -> Iterator[dict[str, np.ndarray]]:
-    """Digits in [0, 1]; every fifth image is held out."""
+    """Yields digits in [0, 1]; every fifth image is held out."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()

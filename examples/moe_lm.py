@@ -41,18 +41,18 @@ def model(
     *,
     training: Training,
 ) -> mtf.Model:
-    """Builds the model; a sequence is a group whose tokens compete for places at the experts.
+    """Builds the model; the tokens of a sequence compete for the experts' capacity.
 
     Args:
       d_kv: size of one head.
       kv_heads: heads of keys and values (grouped-query attention); 0 means as many as `heads`.
       gated: three matrices per expert, silu(x a) * (x b), instead of two with relu.
-      experts: feed-forward blocks per layer, of which a token uses `chosen` (1 or 2).
-      capacity_factor: places at the experts, relative to an even distribution.
+      experts: feed-forward blocks per layer; each token uses `chosen` (1 or 2) of them.
+      capacity_factor: tokens that an expert can process, relative to its even share.
       balance: weight of the load-balance loss.
       positions: learned, rotary, none, or the number of learned positions.
       tied: the output projection is the embedding.
-      attention: fused, one operation that never holds all logits, or plain, written out.
+      attention: "fused" (one operation that never stores all logits) or "plain" (products and a softmax).
     """
     g = mtf.Graph("moe_lm")
     text = [mtf.Dim("batch", batch), mtf.Dim("length", length)]
@@ -100,7 +100,7 @@ def model(
 def data(
     batch: int = 16, length: int = 128, vocab: int = 256, split: str = "train", **_: object
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Windows of the standard library's sources, byte by byte; "held-out" gives files not trained on."""
+    """Yields windows of the standard library's source code as bytes; "held-out" yields other files."""
     from examples.text import batches
 
     return batches(batch, length, vocab, split)

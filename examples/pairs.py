@@ -1,5 +1,4 @@
-"""Pairs of real text that every machine has: docstrings of Python's standard library and the functions that
-they describe."""
+"""Pairs of texts from Python's standard library: docstrings and the functions that they describe."""
 
 from __future__ import annotations
 

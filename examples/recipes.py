@@ -1,4 +1,4 @@
-"""Structures of models and of training that take a few lines, by name; docs/guides/recipes.md lists them."""
+"""Short functions for model structures and training loops; docs/guides/recipes.md lists them."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def ensemble(model: Layer, x: mtf.Tensor, members: mtf.Dim, vocab: mtf.Dim) -> m
 
 
 def parallel(layers: Sequence[Layer], x: mtf.Tensor) -> mtf.Tensor:
-    """Layers side by side."""
+    """Layers that read the same input; their outputs are added."""
     return mtf.add_n([layer(x) for layer in layers]) * len(layers) ** -0.5
 
 
@@ -238,7 +238,7 @@ def local_and_global(x: mtf.Tensor, groups: mtf.Dim, local: Layer, whole: Layer,
 
 
 def float8_stack(layer: Layer, x: mtf.Tensor, layers: mtf.Dim) -> mtf.Tensor:
-    """A stack whose products with weights are in eight bits."""
+    """A stack whose products with weights are in float8."""
     with x.graph.float8():
         return mtf.scan(layer, x, layers)
 

@@ -1,5 +1,5 @@
-"""A Reformer (Kitaev, Kaiser, Levskaya 2020): a language model whose layers are reversible, so that
-activation memory does not grow with their number, and whose attention is among positions that hash alike.
+"""A Reformer (Kitaev, Kaiser, Levskaya 2020): a language model with reversible layers, so that activation
+memory does not grow with their number, and with attention among positions that have equal hashes.
 
     layoutopt search examples/reformer_lm.py --mesh "data:2;model:4" --set length=4096 --set layers=24
     layoutopt train examples/reformer_lm.py --layout auto --mesh "data:2;model:4" --steps 200
@@ -100,7 +100,7 @@ def model(
 def data(
     batch: int = 8, length: int = 256, vocab: int = 256, split: str = "train", **_: object
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Windows of the standard library's sources, byte by byte; "held-out" gives files not trained on."""
+    """Yields windows of the standard library's source code as bytes; "held-out" yields other files."""
     from examples.text import batches
 
     return batches(batch, length, vocab, split)

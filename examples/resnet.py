@@ -1,10 +1,9 @@
-"""A residual network (He et al. 2016) on scikit-learn's handwritten digits, whose images can be split over
-devices.
+"""A residual network (He et al. 2016) on scikit-learn's handwritten digits. Images can be split over devices.
 
     layoutopt search examples/resnet.py --mesh "data:2;rows:2"
     layoutopt train examples/resnet.py --layout "batch:data;height:rows" --mesh "data:2;rows:2" --steps 100
 
-Splitting `height` or `width` is spatial partitioning: neighbours exchange the rows that windows reach over.
+Splitting `height` or `width` is spatial partitioning: devices exchange the borders of their parts.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ def model(
 
     Args:
       size: height and width of the images, a multiple of 8.
-      channels: of the first stage; each later one has twice as many, on a quarter of the places.
+      channels: channels of the first stage; each later stage has twice as many, at half the resolution.
       blocks: residual blocks of two convolutions per stage, the first of which halves the image (not in the
         first stage).
-      groups: of channels that are normalised together.
+      groups: number of channel groups of the normalisation.
     """
     g = mtf.Graph("resnet")
     b, classes = mtf.Dim("batch", batch), mtf.Dim("classes", 10)
@@ -75,7 +74,7 @@ def model(
 def data(
     batch: int = 32, size: int = 32, split: str = "train", **_: object
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Digits enlarged to size x size; every fifth is held out."""
+    """Yields digits, enlarged to size x size; every fifth digit is held out."""
     from examples.images import digits
 
     return digits(batch, size, split)

@@ -1,4 +1,4 @@
-"""Real text that every machine has: the sources of Python's standard library, as bytes."""
+"""Text data: the source code of Python's standard library, as bytes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def batches(
 
 
 class Windows(Iterator[dict[str, np.ndarray]]):
-    """What `batches` gives. Its place can be kept and found, so that a resumed training skips nothing."""
+    """The iterator that `batches` returns. It can save and restore its position, so a resumed run skips no batch."""
 
     def __init__(self, text: np.ndarray, batch: int, length: int, vocab: int, seed: int) -> None:
         self.text, self.batch, self.length, self.vocab = text, batch, length, vocab
@@ -55,11 +55,11 @@ class Windows(Iterator[dict[str, np.ndarray]]):
         return {"tokens": window[:, :-1], "targets": window[:, 1:]}
 
     def get_state(self) -> dict[str, object]:
-        """Where the random numbers stand."""
+        """The state of the random generator."""
         return dict(self.rng.bit_generator.state)
 
     def set_state(self, state: dict[str, object]) -> None:
-        """Goes to a place that `get_state` told."""
+        """Restores a state from `get_state`."""
         self.rng.bit_generator.state = state
 
 

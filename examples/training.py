@@ -1,4 +1,4 @@
-"""Hyperparameters of training that examples share, as parameters of every `model`."""
+"""Training hyperparameters that all examples share, as parameters of `model`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A decoder-only Transformer language model on real text; its sizes reach every language model of the
-Mesh-TensorFlow paper (Shazeer et al. 2018, section 9.1).
+"""A decoder-only Transformer language model on real text. Its hyperparameters can express every language model
+of the Mesh-TensorFlow paper (Shazeer et al. 2018, section 9.1).
 
     layoutopt search examples/transformer_lm.py --mesh "data:2;model:4"
     layoutopt train examples/transformer_lm.py --layout auto --mesh "data:2;model:4" --steps 200 \\
@@ -69,7 +69,7 @@ def model(
       rotary_base: the slowest pair of elements turns by 1 / rotary_base per position.
       norm: layer (mean 0 and variance 1) or rms (root mean square 1), with learned scales.
       tied: the output projection is the embedding.
-      attention: fused, one operation that never holds all logits, or plain, written out.
+      attention: "fused" (one operation that never stores all logits) or "plain" (products and a softmax).
     """
     b, s = mtf.Dim("batch", batch), mtf.Dim("length", length)
     d, f, v = mtf.Dim("d_model", d_model), mtf.Dim("d_ff", d_ff), mtf.Dim("vocab", vocab)
@@ -164,7 +164,7 @@ def generate(
 
 
 def encode(text: str, vocab: int = 256) -> dict[str, list[int]]:
-    """What to feed to continue a text."""
+    """The model's inputs for a prompt."""
     return {"prompts": [byte % vocab for byte in text.encode()]}
 
 
@@ -176,15 +176,14 @@ def decode(tokens: Sequence[int]) -> str:
 def data(
     batch: int = 16, length: int = 128, vocab: int = 256, split: str = "train", **_: object
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Windows of the standard library's sources, byte by byte; split "held-out" gives files not trained
-    on."""
+    """Yields windows of the standard library's source code as bytes; "held-out" yields other files."""
     from examples.text import batches
 
     return batches(batch, length, vocab, split)
 
 
 def reference_losses(vocab: int = 256) -> dict[str, float]:
-    """What simpler models reach on the same text, in nats per token."""
+    """Losses of simpler models on the same text, in nats per token."""
     from examples.text import unigram_entropy
 
     return {"unigram entropy": unigram_entropy(vocab)}

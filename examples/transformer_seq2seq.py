@@ -1,5 +1,5 @@
-"""An encoder-decoder Transformer on real text pairs (docstring -> function); its sizes reach every
-translation model of the Mesh-TensorFlow paper (Shazeer et al. 2018, section 9.2).
+"""An encoder-decoder Transformer on real text pairs (docstring -> function). Its hyperparameters can express
+every translation model of the Mesh-TensorFlow paper (Shazeer et al. 2018, section 9.2).
 
     layoutopt search examples/transformer_seq2seq.py --mesh "data:2;model:4"
     layoutopt train examples/transformer_seq2seq.py --layout auto --mesh "data:2;model:4" --steps 200 \\
@@ -62,7 +62,7 @@ def model(
       gated: three feed-forward matrices, silu(x a) * (x b), instead of two with relu.
       positions: learned, relative (biases in buckets, as T5), rotary, none, or the number of learned ones.
       tied: the output projection is the embedding.
-      attention: fused, one operation that never holds all logits, or plain, written out.
+      attention: "fused" (one operation that never stores all logits) or "plain" (products and a softmax).
     """
     text = [mtf.Dim("batch", batch), mtf.Dim("length", length)]
     d, f, v = mtf.Dim("d_model", d_model), mtf.Dim("d_ff", d_ff), mtf.Dim("vocab", vocab)
@@ -153,7 +153,7 @@ def generate(
 
 
 def encode(text: str, vocab: int = 256) -> dict[str, list[int]]:
-    """What to feed for a source."""
+    """The model's inputs for a source text."""
     return {"source": [byte % (vocab - 1) + 1 for byte in text.encode()]}
 
 
@@ -167,7 +167,7 @@ def decode(tokens: Sequence[int]) -> str:
 def data(
     batch: int = 16, length: int = 128, vocab: int = 256, split: str = "train", **_: object
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Docstrings and functions of the standard library, byte by byte; "held-out": files not trained on."""
+    """Yields docstrings and functions of the standard library as bytes; "held-out" yields other files."""
     from examples.pairs import batches
 
     return batches(batch, length, vocab, split)

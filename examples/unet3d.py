@@ -1,9 +1,9 @@
-"""A 3-D U-Net (Cicek et al. 2016) that finds slanted digits in noisy volumes, split over devices if wished.
+"""A 3-D U-Net (Cicek et al. 2016) that segments slanted digits in noisy volumes.
 
     layoutopt search examples/unet3d.py --mesh "data:2;slabs:2"
     layoutopt train examples/unet3d.py --layout "depth:slabs" --mesh "slabs:4" --steps 60
 
-Volumes are often too large for one device: splitting `depth`, `height` or `width` splits the activations too.
+Volumes are often too large for one device. Splitting `depth`, `height` or `width` splits the activations too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def model(
       size: of the volumes along each dimension, a multiple of 8.
       channels: at full resolution; twice as many on every lower level.
       levels: how often the volume is halved.
-      groups: of channels that are normalised together.
+      groups: number of channel groups of the normalisation.
     """
     g = mtf.Graph("unet3d")
     space = [mtf.Dim("batch", batch), *(mtf.Dim(n, size) for n in SPACE)]
@@ -73,7 +73,7 @@ def model(
 def data(
     batch: int = 4, size: int = 16, split: str = "train", **_: object
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Digits through noisy volumes of size x size x size; every fifth digit is held out."""
+    """Yields noisy volumes of size x size x size with a digit; every fifth digit is held out."""
     from examples.images import solids
 
     return solids(batch, size, split)

@@ -32,11 +32,11 @@ def model(
     *,
     training: Training,
 ) -> mtf.Model:
-    """Builds the model, which classifies what its first token has gathered.
+    """Builds the model, which classifies images by their first token.
 
     Args:
       size: height and width of the images, a multiple of 8; patch: of the squares that become tokens.
-      attention: fused, one operation that never holds all logits, or plain, written out.
+      attention: "fused" (one operation that never stores all logits) or "plain" (products and a softmax).
     """
     g, b = mtf.Graph("vit"), mtf.Dim("batch", batch)
     d, c = mtf.Dim("d_model", d_model), mtf.Dim("classes", classes)
@@ -81,7 +81,7 @@ b16 = partial(
 def data(
     batch: int = 32, size: int = 16, colours: int = 1, split: str = "train", **_: object
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Digits enlarged to size x size, in greys; every fifth is held out."""
+    """Yields grey digits, enlarged to size x size; every fifth digit is held out."""
     from examples.images import digits
 
     for found in digits(batch, size, split):
