@@ -43,7 +43,7 @@ def batches(
 
 
 class Windows(Iterator[dict[str, np.ndarray]]):
-    """The iterator that `batches` returns. It can save and restore its position, so a resumed run skips no batch."""
+    """The iterator that `batches` returns. It can save and restore its position for resumed runs."""
 
     def __init__(self, text: np.ndarray, batch: int, length: int, vocab: int, seed: int) -> None:
         self.text, self.batch, self.length, self.vocab = text, batch, length, vocab

@@ -1,5 +1,5 @@
-"""A decoder-only Transformer language model on real text. Its hyperparameters can express every language model
-of the Mesh-TensorFlow paper (Shazeer et al. 2018, section 9.1).
+"""A decoder-only Transformer language model on real text. Its hyperparameters can express every language
+model of the Mesh-TensorFlow paper (Shazeer et al. 2018, section 9.1).
 
     layoutopt search examples/transformer_lm.py --mesh "data:2;model:4"
     layoutopt train examples/transformer_lm.py --layout auto --mesh "data:2;model:4" --steps 200 \\

@@ -1,4 +1,4 @@
-"""The words of pydantic's checks in the terms of these packages: "must be at least 1", "is missing"."""
+"""The messages of pydantic in the terms of these packages: "must be at least 1", "is missing"."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAID = (
     (r"\w+ should have (at (?:least|most) \d+) items? after validation, not (\d+)",
      r"must have \1 entries, found \2"),
 )  # fmt: skip
-"""What pydantic says, and what is said instead; the first that matches counts."""
+"""Messages of pydantic and the text that replaces each; the first match counts."""
 
 
 def fault_text(message: str) -> str:
