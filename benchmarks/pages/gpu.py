@@ -10,7 +10,7 @@ from layoutopt.plan.units import bytes_text, seconds_text
 HEAD = """\
 # Steps on one GPU
 
-The engine `jax` ran training steps of these models on one {device}, with JAX {version}. Several GPUs,
+The engine `jax` ran training steps of these models on one {device}, with JAX {version}. Runs on several GPUs,
 NCCL and calibration were not tested on hardware. `train`, resuming, `generate` and `--offload
 activations` ran successfully.
 """

@@ -22,7 +22,7 @@ NOTES: dict[tuple[str, ...], str] = {
     ("8 v6e",): "The plan is the recipe's layout, but stores some weights whole. The recipe keeps inputs, "
     "queries, keys, values and attention results in host memory; the prediction recomputes them.",
     ("256 v5p",): "No run of this model on 256 v5p is published.",
-    ("8 H100", "64 H100"): "The plan splits no sequence; the recipe splits each sequence over two GPUs. The "
+    ("8 H100", "64 H100"): "The plan does not split sequences; the recipe splits each one over two GPUs. The "
     "recipe sends keys round a ring and balances the work; its prediction gathers all keys.",
     ("Llama 3.1 405B, 512 v5p",): "The recipe keeps attention results in host memory; its prediction keeps "
     "them on the chip.",

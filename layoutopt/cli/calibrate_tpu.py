@@ -103,8 +103,8 @@ def _show(terminal: Terminal, made: TpuCalibration) -> None:
                 ),
                 (
                     "memory",
-                    f"{_percent(numbers.memory)} of the peak, {bandwidth}, "
-                    f"±{_percent(sure['memory_efficiency'])}",
+                    f"{_percent(numbers.memory)} ±{_percent(sure['memory_efficiency'])} of the peak "
+                    f"({bandwidth})",
                 ),
                 (
                     "registers",

@@ -56,8 +56,8 @@ def explain(
         typer.Option(
             metavar="DECISION",
             help="Show the best step time without this decision: "
-            f"{', '.join(listed_options()['features'])}, or all (each decision of the plan in turn; "
-            "repeatable).",
+            f"{', '.join(listed_options()['features'])}, or all, for each decision of the plan in turn "
+            "(repeatable).",
             show_default=False,
         ),
     ] = None,
@@ -65,7 +65,7 @@ def explain(
         bool,
         typer.Option(
             "--sensitivity",
-            help="Search again with half and twice the bandwidth, memory and devices, and with the "
+            help="Search again with half and twice the bandwidth, memory and number of devices, and with the "
             "hardware's numbers varied within their uncertainties.",
         ),
     ] = False,

@@ -50,7 +50,12 @@ def lint(
     set_hardware: SetHardwareOption = None,
     time_limit: Annotated[
         float,
-        typer.Option("--time-limit", min=0.1, metavar="S", help="Seconds to search for the best layout."),
+        typer.Option(
+            "--time-limit",
+            min=0.1,
+            metavar="S",
+            help="Stop the search for the best layout after this many seconds.",
+        ),
     ] = 60.0,
     output: Output = OUTPUT,
 ) -> None:

@@ -24,7 +24,8 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         metavar="MODEL",
-        help="Model that the plan was made for, e.g. model.py (in any form of MODEL).",
+        help="Model that the plan was made for: FILE.py, FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION, or a "
+        "Hugging Face CONFIG.json.",
         show_default="the file recorded in the plan, if it is unchanged",
     ),
 ]

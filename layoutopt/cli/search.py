@@ -99,7 +99,7 @@ def search(
         bool,
         typer.Option(
             "--refine",
-            help="After the search, try other splits of single operations and report the gain.",
+            help="After the search, try different splits for individual operations and report the gain.",
         ),
     ] = False,
     tokens: TokensOption = None,

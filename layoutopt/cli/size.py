@@ -64,8 +64,8 @@ def size(
         str | None,
         typer.Option(
             metavar="T",
-            help="Train MODEL at its given size (or at that of --sizes) on this many tokens, e.g. 300B, and "
-            "choose only the chips.",
+            help="Number of training tokens, e.g. 300B; MODEL keeps its size (or has that of --sizes), and "
+            "only the chips are chosen.",
             show_default=False,
         ),
     ] = None,

@@ -266,7 +266,8 @@ def repeated_work(request: Request, of: Evaluation, microbatches: int, names: Ma
         if found.share < REPEATED_SHARE:
             continue
         ways, name = mesh.size(axis), names.get(axis, axis)
-        what = "all do the same work" if found.share == 1 else f"repeat {found.share:.0%} of the products"
+        repeated_share = f"repeat {found.share:.0%} of the matmuls' FLOPs"
+        what = "all do the same work" if found.share == 1 else repeated_share
         split = {n: mesh.group_size(layout.axes(n)) for n in found.dims}
         large = {n: size for n, size in found.dims.items() if size > 1}
         uneven = {n: size for n, size in large.items() if size % (ways * split[n])}

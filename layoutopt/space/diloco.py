@@ -46,11 +46,11 @@ class Replicas(Space):
             Option(
                 "--diloco",
                 "WAY",
-                "DiLoCo: train one replica, with the model's batch, at each position of a mesh axis, and "
-                "synchronise the replicas every `period` steps, e.g. sites:period=30. To compare settings, "
-                "with the batch shared among the replicas, separate them by /, e.g. "
-                "sites:period=30/100,fragments=1/4,bits=32/4. never: no DiLoCo; free: never, and every axis "
-                "between nodes or slices (repeatable).",
+                "Plan for DiLoCo: one replica at each position of a mesh axis, synchronised every `period` "
+                "steps, e.g. sites:period=30. Each replica gets the model's batch. To compare settings, "
+                "repeat the option, or separate values by /, e.g. sites:period=30/100,bits=32/4; the "
+                "replicas of each setting then share the batch. never: no DiLoCo; free: compare never with "
+                "every axis between nodes or slices (repeatable).",
                 usual="all devices synchronise in every step",
                 several=True,
             ),
@@ -74,8 +74,8 @@ class Rarely(Decision):
     by_hand = Option(
         "--diloco",
         "AXIS[:period=30,...]",
-        "DiLoCo: train one replica at each position of this mesh axis, on its own batches, and synchronise "
-        "the replicas every `period` steps. Settings and defaults: period=30; rate=0.7 and momentum=0.9 of "
+        "DiLoCo: one replica at each position of this mesh axis, with its own batches, synchronised every "
+        "`period` steps. Settings and defaults: period=30; rate=0.7 and momentum=0.9 of "
         "the outer optimizer; fragments=1 (parts that synchronise in turn); bits=32, 8 or 4 per number sent; "
         "delay=0 (steps between exchange and merge); alpha=0.5 (with a delay).",
         usual="all devices synchronise in every step",

@@ -123,9 +123,9 @@ class Recompute(Decision):
     by_hand = Option(
         "--recompute",
         "DIM[:keep=KIND+...]",
-        "Loops to recompute in the backward pass: DIM (the loop over this dimension), always (every loop) or "
-        "never (repeatable). keep= lists values to save instead: products, outputs, attention, others (all "
-        "other values), or names of weights and scopes.",
+        "Loops to recompute in the backward pass: always, never, or DIM for the loop over this dimension. "
+        "keep= lists values to save instead: products, outputs, attention, others (all other values), or "
+        "names of weights and scopes (repeatable).",
         usual="never; for a JAX model, as its program does",
         several=True,
     )

@@ -215,10 +215,10 @@ class Saving:
         if not block.spread:
             return ()
         if ways(axes) != block.dim.size:
+            found = f"{'+'.join(axes)} has {ways(axes)}" if axes else "no rule splits it"
             raise LayoutError(
-                f"layout {self.low.layout}: {block.dim.name!r} has {block.dim.size} stages or replicas, "
-                f"so its axes need {block.dim.size} devices in total, found "
-                f"{'+'.join(axes) or 'no axis'} with {ways(axes)}"
+                f"layout {self.low.layout}: {block.dim.name!r} must be split over exactly {block.dim.size} "
+                f"devices, but {found}"
             )
         return axes
 

@@ -60,7 +60,7 @@ def _context(found: SizeResult, written: str) -> dict[str, Any]:
     return {
         "title": f"{shorten(heading, 80)} · layoutopt size",
         "heading": heading,
-        "subject": f"Best model size, chips, number of devices and training time for {found.asked()}",
+        "subject": f"Best model size, kind and number of chips, and training time for {found.asked()}",
         "answers": _answers(found),
         "sections": _sections(found),
         "style": style(),

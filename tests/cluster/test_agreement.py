@@ -179,7 +179,7 @@ def test_a_silent_process_is_named_with_what_it_did(job: Job) -> None:
         assert "s, because it ended, hangs or is disconnected" in text
         with pytest.raises(mtf.ClusterError, match="worker 2"):
             one.gather("values", None)
-        with pytest.raises(mtf.ClusterError, match=r"worker 2.*; worker.*was waiting in"):
+        with pytest.raises(mtf.ClusterError, match=r"worker 2.* \(worker.*was at: "):
             one.explain("step 8")
 
 

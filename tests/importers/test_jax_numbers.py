@@ -38,6 +38,17 @@ def test_bits_of_known_numbers_are_inverted() -> None:
     assert max(compared(layoutopt.from_jax(loss, *given), loss, given, []).values()) <= 1e-5
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int32"])
+def test_bits_that_either_number_has(dtype: str) -> None:
+    def loss(params, batch):
+        return (params["w"] * (batch["x"] | batch["y"] | 8)).sum()
+
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.integers(-128, 127, 16), dtype) for _ in range(2))
+    given = {"w": numbers()(16)}, {"x": x, "y": y}
+    assert max(compared(layoutopt.from_jax(loss, *given), loss, given, []).values()) <= 1e-5
+
+
 def test_halves_are_rounded_to_even_numbers() -> None:
     def loss(params, batch):
         return (params["w"] * jnp.round(batch["x"])).sum() + jax.lax.reduce_precision(params["w"], 8, 7).sum()
@@ -162,7 +173,7 @@ def test_too_many_places_to_compare_are_noted() -> None:
 
     given = {"w": numbers()(4, 4)}, {"x": numbers()(5000, 4), "i": jnp.zeros(5000, jnp.int32)}
     (note,) = layoutopt.from_jax(loss, *given).origin.notes
-    assert "test_jax_numbers.py:" in note and "5,000 indices are too many to find duplicates" in note
+    assert "test_jax_numbers.py:" in note and "5,000 indices are too many to check for duplicates" in note
 
 
 def test_narrow_whole_numbers_wrap() -> None:

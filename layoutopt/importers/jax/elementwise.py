@@ -140,9 +140,10 @@ def _bitwise(name: str) -> Callable[[Any, Any], Tensor]:
         if tensor.dtype == "bool":
             of = {"and": mtf.logical_and, "or": mtf.logical_or, "xor": mtf.logical_xor}[name]
             return of(_tensor(x, tensor), _tensor(y, tensor))
-        if name == "or":
-            raise mtf.UserError("bitwise OR of integers is not supported")
-        return tensor.graph.binary("bit_" + name, x, y)
+        binary = tensor.graph.binary
+        if name == "or":  # of bits that only one has, and of those that both have
+            return binary("bit_xor", binary("bit_xor", x, y), binary("bit_and", x, y))
+        return binary("bit_" + name, x, y)
 
     return both
 

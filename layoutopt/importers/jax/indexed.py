@@ -185,9 +185,9 @@ def _last(w: Writer, e: Equation, place: Tensor, lead: Sequence[Dim], given: Ten
         return given
     if count**2 > COMPARED:
         w.notes.append(
-            f"{e.where}: the imported model adds rows that are written to the same index, and {count:,} "
-            "indices are too many to find duplicates; if there are none, say so with x.at[i].set(y, "
-            "unique_indices=True)"
+            f"{e.where}: {count:,} indices are too many to check for duplicates, so rows that are written to "
+            "the same index are summed instead of overwritten; if all indices differ, write "
+            "x.at[i].set(y, unique_indices=True)"
         )
         return given
     number: Any = 0

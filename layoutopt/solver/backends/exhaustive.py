@@ -25,8 +25,8 @@ def solve(
     count = math.prod(problem.sizes)
     if count > LARGEST:
         raise ProblemError(
-            f"problem {problem.name!r} has {count:.3g} combinations of choices, and the limit of "
-            f"enumeration is {LARGEST}; use another solver"
+            f"problem {problem.name!r} has {count:.3g} combinations of choices, more than the {LARGEST:.3g} "
+            "that the solver 'exhaustive' enumerates; use another solver"
         )
     best: Choices | None = None
     lowest = math.inf

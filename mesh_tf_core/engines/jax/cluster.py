@@ -283,7 +283,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         with self._changed:
             self._changed.wait_for(lambda: self.failure, watch.SILENCE + GRACE)
         if self.failure:
-            raise ClusterError(f"{self.failure}; {self.name(self.index)} was waiting in: {what}")
+            raise ClusterError(f"{self.failure} ({self.name(self.index)} was at: {what})")
 
     # -- an end after the same step --------------------------------------------------------------------------
 
