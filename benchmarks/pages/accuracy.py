@@ -93,9 +93,9 @@ REASONS = """\
 - **float8 in torchtitan** is predicted with bfloat16 activations, and without the float32 copies of the
   logits that PyTorch's cross entropy stores. The published memory peak of Llama 3.1 8B is {small}, that
   of 70B is {large}.
-- **Selective recomputation.** Predictions lack some work of the published programs. Paxml embeds tokens
-  with a one-hot matrix product and has biases in all linear layers. torchtitan sums gradients
-  in float32 and copies arrays between kernels.
+- **Work that is not modelled.** Paxml embeds tokens with a one-hot matmul and has biases in all linear
+  layers. torchtitan sums gradients in float32 and copies arrays between kernels. The predicted programs do
+  neither, so they are predicted too fast.
 """
 ERRORS = ("runs", "mean error", "bias", "worst")
 

@@ -65,7 +65,7 @@ def _large(name: str, found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     solver, published = found["solver"], found.get("published")
     proof = f"{solver['status']}, gap {share(solver['gap'])}" if solver["gap"] else solver["status"]
     recomputed = ", all layers recomputed by request" if found.get("allowed") == [True] else ""
-    head = f"{name}: {found['parameters'] / 1e9:,.0f} B, {found['tokens']:,} tokens"
+    head = f"{name}: {found['tokens']:,} tokens"
     yield from _rows(head, found, proof + recomputed, published and (published["seconds"], published["mfu"]))
 
 

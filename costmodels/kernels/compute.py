@@ -151,7 +151,7 @@ def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Co
         if product <= flops or hardware.chip.vector_flops is None:
             flops, where = product, f"x {padding:.3g} for padding, at {rate / 1e12:.4g} TFLOP/s"
             if beside:
-                where += f", in blocks with {padded:.4g} FLOPs of products and {beside:.4g} FLOPs of softmax"
+                where += f", for blocks of {padded:.4g} matmul FLOPs and {beside:.4g} softmax FLOPs"
         fused = contention * _vector_seconds(hardware, quantity.vector)
         if fused > flops:
             flops, where = fused, "fused"

@@ -120,7 +120,7 @@ class Certificate:
         parts = [f"{counts[how]} {way}" for how, way in ways.items() if counts[how]]
         if self.faster is not None:
             layout = self.faster.faster or "nothing split"
-            return f"wrong: {layout} on {self.faster.mesh} is faster and fits"
+            return f"refuted, because {layout} on {self.faster.mesh} is faster and fits"
         count = len(self.problems)
         if not count:
             return "no problem was checked within the time limit"

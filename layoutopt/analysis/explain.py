@@ -129,8 +129,8 @@ def without(asked: SearchSpace, name: str) -> SearchSpace:
     rest = tuple(x for x in allowed if not feature.means(x))
     if rest == allowed:
         raise UserError(
-            f"--without {name}: the plan's search could not choose this decision; search with --allow "
-            f"+{name} first"
+            f"--without {name}: the plan's search was not allowed to make this decision; search with "
+            f"--allow +{name} first"
         )
     if not rest and getattr(SearchSpace(), feature.field):
         said = ", ".join(map(str, allowed))

@@ -45,7 +45,8 @@ DEFAULT_MESH = "data:2;model:4"
 def calibrate(
     mesh: MeshOption = None,
     thorough: Annotated[
-        bool, typer.Option("--thorough", help="Measure more sizes, more often (takes a few minutes).")
+        bool,
+        typer.Option("--thorough", help="Measure more sizes, with more repetitions (takes a few minutes)."),
     ] = False,
     target: Annotated[
         str | None,

@@ -39,8 +39,8 @@ def for_tpu(terminal: Terminal, target: str, refresh: bool, out: Path | None) ->
         )
     if made.shipped:
         terminal.say(
-            f"fitting the estimates that layoutopt ships, compiled on {made.compiled.date} by "
-            f"{made.compiled.compiler}; --refresh compiles the probes on this machine"
+            f"fitting to the estimates that ship with layoutopt (probes compiled on {made.compiled.date} by "
+            f"{made.compiled.compiler}); --refresh compiles the probes again on this machine"
         )
     else:
         _ship(terminal, made)

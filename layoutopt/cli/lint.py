@@ -130,9 +130,10 @@ def own_shardings(loaded: Loaded, mesh: str | None, options: Options) -> tuple[G
         )
     said = loaded.call("shardings")
     if not isinstance(said, tuple) or len(said) != 2:
+        kind = f"a tuple of length {len(said)}" if isinstance(said, tuple) else type(said).__name__
         raise UserError(
-            f"{loaded.source}: shardings() must return a tuple of two pytrees of PartitionSpec, (of "
-            f"the parameters, of the batch), but returns {type(said).__name__}"
+            f"{loaded.source}: shardings() must return two pytrees of PartitionSpec, (parameters, batch), "
+            f"but returned {kind}"
         )
     chosen = read_mesh(mesh)
     found = written(origin, chosen, *said)

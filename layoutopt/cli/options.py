@@ -230,7 +230,8 @@ LinesOption = Annotated[
     ),
 ]
 QuietOption = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print only results and errors, no progress and no messages.")
+    bool,
+    typer.Option("--quiet", "-q", help="Print only results and errors, without progress and other messages."),
 ]
 
 

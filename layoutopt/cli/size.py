@@ -73,7 +73,8 @@ def size(
         float | None,
         typer.Option(
             metavar="D",
-            help="Days of training on --devices; without --devices, the most days that training may take.",
+            help="Training time in days (with --devices); with --budget, --loss, --money or --tokens, the "
+            "longest acceptable training time.",
             show_default=False,
         ),
     ] = None,
@@ -99,8 +100,8 @@ def size(
         Path | None,
         typer.Option(
             metavar="RUNS.csv",
-            help="Fit the scaling law to your own runs instead of using a published one (--law): a CSV file "
-            "with the columns N (parameters), D (tokens) and loss.",
+            help="Fit the scaling law to your own runs, instead of using --law. RUNS.csv has the columns N "
+            "(parameters), D (tokens) and loss.",
             show_default=False,
         ),
     ] = None,

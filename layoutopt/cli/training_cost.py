@@ -27,8 +27,7 @@ PriceOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="[NAME=]P",
-        help="Price of a chip-hour, e.g. 4.2; with several --hardware, one price for each, e.g. tpu-v5p=4.2 "
-        "(repeatable).",
+        help="Price per chip-hour, e.g. 4.2, or that of one --hardware, e.g. tpu-v5p=4.2 (repeatable).",
         show_default=False,
     ),
 ]

@@ -236,8 +236,8 @@ class Evaluation:
             stages = f"each of the {found.stages} stages of {found.dim!r} is idle in {found.waits} of"
             share = f"{share_text(found.seconds, self.cost.step_seconds)} of the step"
             said.append(
-                f"{stages} {found.ticks} ticks (pipeline bubble), which takes "
-                f"{seconds_text(found.seconds)}, {share}; more microbatches shorten the bubble"
+                f"{stages} {found.ticks} ticks; this pipeline bubble takes {seconds_text(found.seconds)} "
+                f"({share}); more microbatches shorten it"
             )
             if found.empty:
                 said[-1] += (

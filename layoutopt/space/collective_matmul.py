@@ -51,7 +51,7 @@ class Chunked(Space):
                 "--collective-matmul",
                 "DIMS",
                 "Dimensions whose matmuls may overlap their all-gathers and reduce-scatters in "
-                "chunks, e.g. d_ff,heads (comma-separated; with --elsewhere length).",
+                "chunks, e.g. d_ff,heads (comma-separated; most useful with --elsewhere length).",
             ),
         ),
     )

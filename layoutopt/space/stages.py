@@ -49,7 +49,7 @@ class Piped(Space):
             Option(
                 "--pipeline",
                 "DIMS",
-                "Dimensions of layers that may be split into pipeline stages, e.g. layers (comma-separated).",
+                "Layer dimensions that may be split into pipeline stages, e.g. layers (comma-separated).",
             ),
         ),
     )

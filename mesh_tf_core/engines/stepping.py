@@ -76,7 +76,10 @@ def check_beside(program: Program, other: Program) -> None:
         )
     for name, stored in other.variables.items():
         if name not in program.variables:
-            raise UserError(f"there is no variable {name!r}; {known_names(name, program.variables)}")
+            raise UserError(
+                f"a program reads variable {name!r}, which the program that stores the variables does not "
+                f"have; {known_names(name, program.variables)}"
+            )
         own = program.variables[name]
         if own.variable.order != stored.variable.order:
             raise UserError(
@@ -85,9 +88,9 @@ def check_beside(program: Program, other: Program) -> None:
             )
         if (own.value, own.variable.type) != (stored.value, stored.variable.type):
             raise UserError(
-                f"variable {name!r} is {own.variable.type} split over {own.splits}{_where(own)} in this "
-                f"program, but {stored.variable.type} split over {stored.splits}{_where(stored)} in the "
-                "other one; use the same layout and storage for both"
+                f"variable {name!r} is {own.variable.type} split over {own.splits}{_where(own)} in the "
+                f"program that stores it, but {stored.variable.type} split over {stored.splits}"
+                f"{_where(stored)} in the program that reads it; use the same layout and storage for both"
             )
 
 

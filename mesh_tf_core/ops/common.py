@@ -84,7 +84,7 @@ def need_fractions(op: str, x: TensorType, instead: str = "") -> None:
     if not is_float(x.dtype):
         other = f", or use {instead}" if instead else ""
         raise UserError(
-            f"{op} of {x}: the results have fractions, which {x.dtype} cannot represent; cast the tensor "
+            f"{op} of {x}: the result is fractional, which {x.dtype} cannot represent; cast the tensor "
             f"first, e.g. with .cast('float32'){other}"
         )
 

@@ -129,9 +129,11 @@ def fragments_of(variables: Iterable[Variable], count: int) -> list[dict[str, Pa
             found[alone % count][v.name] = ...
             alone += 1
     if not all(found):
+        # No stack is then deep enough for every fragment to have a part, so each variable is in one alone.
+        stacks = f", and its deepest stack has {most} layers" if most else ""
         raise DoNotFit(
-            f"{count} fragments are too many for this model, which has {alone} unstacked variables and "
-            f"stacks of at most {most} layers; choose at most {max(alone, most)} fragments"
+            f"{count} fragments are too many: the model has {alone} variables{stacks}; "
+            f"choose at most {max(alone, most)} fragments"
         )
     return found
 

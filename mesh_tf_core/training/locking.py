@@ -130,13 +130,11 @@ def _opened(place: str, called: str) -> int:
         )
     except OSError as error:
         if error.errno in FOREIGN:
-            raise _foreign(
-                called, "a symbolic link" if os.path.islink(path) else "not a regular file"
-            ) from None
+            raise _foreign(called, "a symbolic link" if os.path.islink(path) else "no regular file") from None
         raise
     found, kind = os.fstat(handle), ""
     if not stat.S_ISREG(found.st_mode):
-        kind = "not a regular file"
+        kind = "no regular file"
     elif found.st_nlink > 1:
         kind = "a file with a second hard link"
     elif not _is_ours(os.pread(handle, LONGEST, 0)):
@@ -149,8 +147,7 @@ def _opened(place: str, called: str) -> int:
 
 def _foreign(called: str, kind: str) -> UserError:
     return UserError(
-        f"{called}: the lock file {FILE} would overwrite what exists there, {kind}; remove {FILE}, or "
-        "give another directory"
+        f"{called}: {FILE}, the name of the lock file, is {kind}; remove {FILE}, or give another directory"
     )
 
 

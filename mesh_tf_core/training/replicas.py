@@ -65,10 +65,11 @@ class TrainedReplicas:
         """
         had, has = DiLoCo.parse(written).flying(step), self.diloco.flying(step)
         if had != has:
-            there, here = ("none" if each is None else f"fragment {each}" for each in (had, has))
+            there, here = ("no fragment" if each is None else f"fragment {each}" for each in (had, has))
             raise UserError(
-                f"checkpoint {where!r}: after step {step}, the fragment in flight is {there} with the "
-                f"saved diloco {written}, but {here} with {self.diloco}; resume with the saved diloco"
+                f"checkpoint {where!r} was saved with the DiLoCo settings {written}, which do not match this "
+                f"run's, {self.diloco}: after step {step}, the checkpoint has {there} in flight, but this "
+                f"run expects {here}; resume with the settings of the checkpoint"
             )
 
     def together(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

@@ -57,7 +57,7 @@ def test_shardings_that_disagree_about_a_dimension(run: Callable[..., Result], j
         (('"down": P()', '"dawn": P()'), "shardings(): the model has no parameter 'dawn'"),
         (('P(None, "model")', 'P(None, "modal")'), "modal"),
         (('"down": P()', '"down": 7'), "give a PartitionSpec or a NamedSharding"),
-        (("return {", "return [], {"), "shardings() must return a tuple of two pytrees"),
+        (("return {", "return [], {"), "shardings() must return two pytrees"),
     ],
 )
 def test_shardings_that_do_not_fit(

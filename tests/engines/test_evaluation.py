@@ -200,7 +200,10 @@ def test_a_model_in_the_form_in_which_it_is_judged() -> None:
     g = mtf.Graph("narrow")
     x = g.input("x", [B, D], "float64")
     u = g.variable("u", [D], mtf.ONES, "float64")
-    with pytest.raises(mtf.UserError, match="there is no variable 'u'; known: "):
+    with pytest.raises(
+        mtf.UserError,
+        match="reads variable 'u', which the program that stores the variables does not have; known: ",
+    ):
         run.evaluate(cut(data), mtf.Model(mtf.reduce_mean(x * u)))
 
 

@@ -194,9 +194,7 @@ def test_conflicts_are_refused(names: dict[str, Any], own: Any, said: str) -> No
 def test_fewer_names_than_axes_name_none() -> None:
     model = layoutopt.from_jax(loss, *arguments(up=("mlp",)))
     assert axes_of(model)["up"] == "[embed mlp]"
-    assert any(
-        note.startswith("up: the logical axes (mlp) are fewer than the 2 axes") for note in model.origin.notes
-    )
+    assert any(note.startswith("up has the logical axes (mlp), but its shape") for note in model.origin.notes)
 
 
 def test_a_parameter_may_be_called_value() -> None:

@@ -84,7 +84,7 @@ def test_a_plan_that_is_not_the_best_is_refuted(model: mtf.Model, hardware: Hard
     worse = found(model, hardware, pins="batch:data+model")
     proof = certificate(model, worse, hardware, ROOM)
     assert not proof.verified
-    assert str(proof).startswith("wrong: ") and str(proof).endswith(" is faster and fits")
+    assert str(proof).startswith("refuted, because ") and str(proof).endswith(" is faster and fits")
 
 
 def test_every_shape_that_was_searched_is_ruled_out(model: mtf.Model, hardware: Hardware) -> None:

@@ -232,7 +232,7 @@ def test_it_can_be_forbidden() -> None:
         offload=("optimizer",), recompute=(False,), microbatches=(1,)
     )
     with pytest.raises(
-        mtf.UserError, match="--without offload: the plan's search could not choose this decision"
+        mtf.UserError, match="--without offload: the plan's search was not allowed to make this decision"
     ):
         without(SearchSpace(microbatches=(1,)), "offload")
 

@@ -53,8 +53,8 @@ def logical_axes(arrays: Sequence[tuple[Var, Leaf]], notes: list[str]) -> list[L
             )
         if len(names) < len(v.shape):
             notes.append(
-                f"{leaf.path}: the logical axes {_text(names)} are fewer than the {len(v.shape)} axes of "
-                f"the shape {v.shape}, so these names are ignored; name the axis of stacked layers with "
+                f"{leaf.path} has the logical axes {_text(names)}, but its shape {v.shape} has "
+                f"{len(v.shape)} axes, so the names are ignored; name the axis of stacked layers with "
                 "nn.PARTITION_NAME"
             )
             continue
