@@ -25,6 +25,7 @@ from layoutopt.solver import TOLERANCE
 from layoutopt.space.decisions import FEATURES, SearchSpace
 from layoutopt.space.sequence_parallel import written
 from layoutopt.space.splits import parse_rules
+from layoutopt.space.stages import on_mesh
 from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError, UserError, known_names
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -202,7 +203,7 @@ def finder(
         rules = without(asked, forbid) if forbid else asked
         more: dict[str, Any] = {"objective": objective, "time_limit": clock.rest}
         try:
-            space = with_pins(rules, pins)
+            space = on_mesh(model, plan.mesh, with_pins(rules, pins))
             found = search(model, plan.mesh, None, hardware, space, memory=memory, **more)
         except (InfeasibleError, LimitError) as error:
             return WhatIfAnswer(condition, None, None, "", isinstance(error, InfeasibleError), str(error))

@@ -28,6 +28,7 @@ from layoutopt.plan.schema import ProofStatus, Told
 from layoutopt.plan.units import mesh_option
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.space.decisions import SearchSpace
+from layoutopt.space.stages import on_mesh
 from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
@@ -109,9 +110,9 @@ def sensitivity(
             return False
         limits = {"memory": limit, "time_limit": own.rest}
         try:
-            return search(
-                model, **{"mesh": plan.mesh, "hardware": hardware, **limits, "space": asked, **change}
-            )
+            mesh = change.get("mesh", plan.mesh)
+            space = asked if mesh is None else on_mesh(model, mesh, asked)
+            return search(model, **{"mesh": mesh, "hardware": hardware, **limits, "space": space, **change})
         except (InfeasibleError, LimitError) as error:
             return isinstance(error, InfeasibleError)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
@@ -12,8 +12,8 @@ from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.plan.covered import CoveredSpace, UncoveredChoices
 from layoutopt.runtime.clock import Clock
 from layoutopt.space.decisions import KINDS, SearchSpace, left_out
-from layoutopt.space.kind import UNEQUAL, Target
-from layoutopt.space.mesh_shapes import other_meshes
+from layoutopt.space.kind import UNEQUAL, LeftOut, Target
+from layoutopt.space.mesh_shapes import of_shape, other_meshes
 from layoutopt.space.objective import Objective
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import Mesh
@@ -125,10 +125,30 @@ def space_of(
       considered: number of layouts.
       shapes: of the meshes that it looked at; None: the mesh was given.
     """
-    left = left_out(Target(request.model, mesh, request.hosts), request.allowed)
+    left = _left_out(request, [mesh, *(of_shape(s) for s in sorted(shapes or ()) if s != mesh.shape)])
     return CoveredSpace(
         layouts=considered,
         not_looked_at=tuple(
             UncoveredChoices(**asdict(each)) for each in (*left, *other_meshes(mesh, shapes))
         ),
     )
+
+
+def _left_out(request: Request, meshes: Sequence[Mesh]) -> list[LeftOut]:
+    """The choices outside a search on any of its meshes, each at its widest: a mesh of one axis has no stages
+    of a pipeline that would be faster, and others may have some."""
+    found: dict[tuple[str, str, str], LeftOut] = {}
+    for mesh in meshes:
+        for left in left_out(Target(request.model, mesh, request.hosts), request.allowed):
+            key = left.kind, left.what.partition(":")[0], left.allow.partition(" ")[0]
+            found[key] = max(found.get(key, left), left, key=lambda x: (not x.finer, x.allow.count(",")))
+    order = [kind.label for kind in KINDS]
+    every = sorted(found.values(), key=lambda left: order.index(left.kind))
+    return [left for left in every if not any(_contains(other, left) for other in every)]
+
+
+def _contains(wide: LeftOut, left: LeftOut) -> bool:
+    """True if an entry allows the values of another one, and more."""
+    (option, _, values), (own, _, fewer) = (x.allow.partition(" ") for x in (wide, left))
+    same = (wide.kind, wide.finer, option) == (left.kind, left.finer, own)
+    return same and {*fewer.split(",")} < {*values.split(",")}

@@ -26,7 +26,12 @@ def meshes(mesh: Mesh | str | None, devices: int | None, max_axes: int, hardware
     shapes = mesh_shapes(devices, max_axes, ordered)
     if not ordered and not one_slice(hardware, devices):
         shapes = [*dict.fromkeys(led for shape in shapes for led in _led(shape))]
-    return [Mesh([(f"axis{i}", n) for i, n in enumerate(s)]) for s in shapes]
+    return [of_shape(shape) for shape in shapes]
+
+
+def of_shape(shape: tuple[int, ...]) -> Mesh:
+    """The mesh of a shape, with axes axis0, axis1, …"""
+    return Mesh([(f"axis{i}", n) for i, n in enumerate(shape)])
 
 
 def _led(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from layoutopt.space.argument import Space, argument, names
 from layoutopt.space.kind import Beyond, Feature, LeftOut, Target, Words, not_allowed
@@ -28,6 +28,8 @@ from mesh_tf_core.lower.rematerialization import keep_sets
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.stage_layers import check_stages, loop_dims
+
+S = TypeVar("S", bound=Space)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +164,18 @@ def _ways_to_split(model: Model, mesh: Mesh, dim: str, banned: set[str], orders:
             if axes:
                 check_stages(model.graph, dim, mesh.group_size(axes))
             yield axes
+
+
+def on_mesh(model: Model, mesh: Mesh, allowed: S) -> S:
+    """A space without the pipelines that this mesh cannot have; it may be that of a search over several
+    meshes."""
+    found = []
+    for dim in allowed.pipeline:
+        banned = {*allowed.forbid.get(dim, ()), *allowed.apart}
+        found += [dim] * any(_ways_to_split(model, mesh, dim, banned, allowed.orders))
+    if len(found) == len(allowed.pipeline):
+        return allowed
+    return allowed.but(pipeline=tuple(found), **({} if found else {"schedule": (GPIPE,)}))
 
 
 def why_none(model: Model, meshes: Iterable[Mesh], allowed: Space) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import layoutopt
 import mesh_tf_core as mtf
 from examples.transformer_lm import model as transformer
 from layoutopt.plan.build import parse_plan
@@ -123,3 +124,23 @@ def test_words() -> None:
     assert space.limits == (
         "not searched: pipelines, offloading (--allow everything); searched in part: splits (see explain)"
     )
+
+
+def test_the_space_is_that_of_all_meshes_not_of_the_best_one() -> None:
+    """On a mesh of one axis nothing but the batch is split, and the two layers cannot be eight stages."""
+    model = transformer(**{**SMALL, "layers": 2, "batch": 8})
+    found = search(model, devices=8, hardware="h100")
+    assert len(found.mesh.axes) == 1  # else the test tests nothing
+    alone = names(found.allowed, Target(model, found.mesh))
+    said = {each.kind for each in found.data.space.not_looked_at if not each.finer}
+    assert "pipelines" in said - alone
+    assert len({(x.kind, x.what) for x in found.data.space.not_looked_at}) == len(
+        found.data.space.not_looked_at
+    )
+
+
+def test_a_plan_whose_mesh_has_no_pipeline_is_explained() -> None:
+    model = transformer(**{**SMALL, "layers": 2, "batch": 65536})
+    found = search(model, devices=8, hardware="h100", pipeline="layers", schedule=("gpipe", "1f1b"))
+    assert len(found.mesh.axes) == 1 and found.allowed.pipeline
+    assert layoutopt.explain(found, hardware="h100").splits[0].proven
