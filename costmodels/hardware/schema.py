@@ -92,7 +92,7 @@ class _EfficiencyFile(_File):
         for (x0, y0), (x1, y1) in pairwise(self.points):
             if x1 / y1 < x0 / y0:
                 raise ValueError(
-                    f"the efficiency rises so fast that a product of {x1:g} FLOPs would take less time "
+                    f"the efficiency rises so fast that a matmul of {x1:g} FLOPs would take less time "
                     f"than one of {x0:g} FLOPs"
                 )
         return self

@@ -106,7 +106,7 @@ def _under(rule: str, runs: RunSeconds, cost: Cost) -> Under:
             phases[x.origin.phase] = phases.get(x.origin.phase, 0.0) + part * x.seconds * x.times
     if rule == ACTIVATION or not phases:
         return Under(NOTHING, 0.0)
-    return Under(f"{'products of ' * (rule in LONGER)}{', '.join(phases)}", sum(phases.values()))
+    return Under(f"{'matmuls in ' * (rule in LONGER)}{', '.join(phases)}", sum(phases.values()))
 
 
 # -- from start to done --------------------------------------------------------------------------------------

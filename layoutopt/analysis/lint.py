@@ -184,8 +184,8 @@ class _Lint:
             return
         yield LikelyMistake(
             "repeated memory",
-            f"a device stores {size_text(held)} of variables and optimizer state, of which other "
-            f"devices repeat {size_text(repeated)}",
+            f"each device stores {size_text(held)} of variables and optimizer state, of which "
+            f"{size_text(repeated)} is redundant",
             self._stored_split(peak),
         )
 

@@ -108,7 +108,7 @@ def overlap_table(found: Evaluation) -> View | None:
     )
 
     def takes(seconds: float, fits: bool) -> Cell:
-        said = f"{seconds_text(seconds) if seconds else ''}{'' if fits else ': less than the hidden time'}"
+        said = f"{seconds_text(seconds) if seconds else ''}{'' if fits else ': too short to hide this'}"
         return Cell(said, value=seconds or None)
 
     rows = [

@@ -243,8 +243,8 @@ def size(
             n for n, machine in zip(names, machines, strict=True) if machine.name == found.best.hardware
         )
         terminal.say(
-            f"next: layoutopt cost {model}{sets} --layout {out} --hardware {chips}; "
-            "report and export take the plan too"
+            f"next: layoutopt cost {model}{sets} --layout {out} --hardware {chips}; report takes the plan "
+            "too, explain and export take it with --model"
         )
 
 

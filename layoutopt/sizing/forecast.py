@@ -75,7 +75,7 @@ class Forecast:
         known = [name for name, each in data()["transfer"].items() if isinstance(each, dict)]
         if self.pretrained is not None and self.pretrained not in known:
             raise UserError(
-                f"--pretrained {self.pretrained}: no scaling law of transfer from this data is known; "
+                f"--pretrained {self.pretrained}: no scaling law for transfer from this data; "
                 f"{known_names(self.pretrained, known)}"
             )
         if self.unique is not None and not is_positive(self.unique):

@@ -46,8 +46,8 @@ class Further(Space):
             Option(
                 "--elsewhere",
                 "DIMS",
-                "Dimensions to split also in operations where an axis splits no other dimension, "
-                "e.g. length for sequence parallelism (comma-separated).",
+                "Dimensions that may also be split wherever an axis splits nothing else, e.g. length "
+                "for sequence parallelism (comma-separated).",
             ),
         ),
     )

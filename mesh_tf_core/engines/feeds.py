@@ -74,8 +74,8 @@ def _check_width(name: str, array: Any, wanted: Any) -> None:
     if low < least or high > most:
         raise UserError(
             f"input {name!r}: the model expects {wanted} ({least} to {most}), found numbers from {low} "
-            f"to {high}; feed numbers in this range (for hashed ids, take them modulo the size of their "
-            "table), or declare the model's input as int64"
+            f"to {high}; feed numbers in the expected range (for hashed ids, take them modulo the size of "
+            "their table), or declare the model's input as int64"
         )
 
 

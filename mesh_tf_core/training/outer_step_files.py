@@ -236,8 +236,7 @@ class Directory:
                 raise UnusablePost(f"the file belongs to replica {max(about.present)}")
         except UnusablePost as error:
             raise UserError(
-                f"meet: {str(path)!r} is incomplete, or was not written by a replica ({error}); remove "
-                "the file and start again"
+                f"meet: {str(path)!r} cannot be used: {error}; remove the file and start again"
             ) from None
         self._agree(about)
         self.run = about.run

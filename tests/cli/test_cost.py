@@ -201,7 +201,7 @@ def test_what_hides_behind_what(run: Callable[..., Result]) -> None:
     for _, time, hidden, exposed, *_ in found.values():
         assert seconds(hidden) + seconds(exposed) == pytest.approx(seconds(time), rel=0.02)
     assert "backward" in found["gradient"][4] and seconds(found["activation"][2]) == 0
-    assert "less than the hidden time" not in found["gradient"][5]
+    assert "too short to hide this" not in found["gradient"][5]
     assert not Hidden("gradient", 2.0, 1.5, "backward", 1.0).fits
 
 

@@ -238,7 +238,7 @@ def test_a_stray_copy_of_a_state_is_not_counted(tmp_path: Path) -> None:
     assert f"{STATE}.npz" not in names and "state-00000002.npz" in names
     with pytest.raises(
         mtf.UserError,
-        match=r"state-00000005.npz' is incomplete, .* \(the file contains state 4\); remove the file",
+        match=r"state-00000005.npz' cannot be used: the file contains state 4; remove the file",
     ):
         (tmp_path / "state-00000005.npz").write_bytes((tmp_path / "state-00000004.npz").read_bytes())
         its.meet()

@@ -152,7 +152,7 @@ def test_every_fault_is_named_with_its_path_at_once(tmp_path: Path) -> None:
             "tpu-v5e",
             "chip.matmul_efficiency.points",
             [[1e9, 0.1], [2e9, 0.9]],
-            "a product of 2e+09 FLOPs would take less time than one of 1e+09 FLOPs",
+            "a matmul of 2e+09 FLOPs would take less time than one of 1e+09 FLOPs",
         ),
         ("tpu-v5e", "chip.matmul_efficiency.points", [], "the curve has no points"),
         (

@@ -64,7 +64,7 @@ def test_the_device_waits_where_the_program_does() -> None:
     slices = timeline(found.program, found.cost)
     runs = under(found.program, found.cost)
     sent = [s for s in slices if s.line is not None and s.track != DEVICE and s.line.purpose == STEP]
-    assert sent and all(runs[s.line.value].words.startswith("products of ") for s in sent if s.line)
+    assert sent and all(runs[s.line.value].words.startswith("matmuls in ") for s in sent if s.line)
     waits = [s for s in slices if s.name == "waits for permute" and s.line is not None]
     work = {s.begin for s in slices if s.track == DEVICE and s.line is not None and s.name == "addproduct"}
     late = [w for w in waits if any(s.begin < b < w.begin for s in sent if s.line is w.line for b in work)]

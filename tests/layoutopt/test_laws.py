@@ -141,7 +141,7 @@ def test_pre_training_stands_for_data() -> None:
     assert found.loss(of(40e6), 3e5) < published("kaplan").loss(40e6, 3e5)
     with pytest.raises(
         UserError,
-        match="--pretrained speech: no scaling law of transfer from this data is known; known: text, text",
+        match="--pretrained speech: no scaling law for transfer from this data; known: text, text",
     ):
         Forecast(published("kaplan"), pretrained="speech")
 
