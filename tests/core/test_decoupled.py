@@ -362,7 +362,7 @@ def test_nobody_is_a_replica_twice(tmp_path: Path) -> None:
 def test_a_torn_state_is_named(tmp_path: Path) -> None:
     its = meetings(trainer(), tmp_path)
     its.directory.place("state-00000000").write_bytes(b"PK")
-    with pytest.raises(mtf.UserError, match=r"state-00000000.npz' is incomplete, or was not"):
+    with pytest.raises(mtf.UserError, match=r"state-00000000.npz' cannot be used: "):
         its.meet()
 
 
