@@ -138,7 +138,7 @@ def test_a_tpu_on_the_terminal(run: Callable[..., Result], tmp_path: Path) -> No
     done = run("calibrate", "--target", "tpu-v5e")
     assert done.exit_code == 0
     assert "for v5e:2x2 by libtpu" in done.stdout and "held out" in done.stdout
-    assert "fitting the estimates that layoutopt ships" in done.stderr
+    assert "fitting to the estimates that ship with layoutopt" in done.stderr
     assert "no file was written; add --out PROFILE.json to save the profile" in done.stderr
     assert not profiles_directory().exists()
 
