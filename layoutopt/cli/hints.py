@@ -10,7 +10,6 @@ from typing import Any
 import typer
 
 from layoutopt.plan.units import some
-from mesh_tf_core.faults import at_path
 
 OPTIONS = {
     "--gpus": "--devices",
@@ -66,6 +65,8 @@ def usage(error: typer.TyperException, words: Sequence[str]) -> str:
     text = error.format_message().replace("Value error, ", "").replace(". Did you", "; did you").strip()
     text = text.rstrip(".")
     if refused := VALUE.fullmatch(text):
+        from mesh_tf_core.faults import at_path  # help waits for no part of the runtime
+
         text = at_path(*refused.groups())
     context = getattr(error, "ctx", None)
     if context is None:
