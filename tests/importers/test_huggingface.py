@@ -190,6 +190,10 @@ def changed(**more: Any) -> dict[str, Any]:
             r"layer_types .* 1 entries for 4 layers",
         ),
         (
+            {**LOSSES["gemma2"]["config"], "query_pre_attn_scalar": 0},
+            r"query_pre_attn_scalar is '0'; give a number above 0",
+        ),
+        (
             {**LOSSES["mixtral"]["config"], "output_router_logits": True},
             r"output_router_logits is 'True'; only false",
         ),

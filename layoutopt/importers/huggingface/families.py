@@ -98,7 +98,9 @@ def gemma2(fields: Fields, training: ConfiguredTraining) -> LanguageModel:
     final = (
         30.0 if "final_logit_softcapping" not in fields.values else fields.number("final_logit_softcapping")
     )
-    return replace(made, cap=cap, final_cap=final, scale=fields.number("query_pre_attn_scalar", 256) ** -0.5)
+    return replace(
+        made, cap=cap, final_cap=final, scale=fields.positive("query_pre_attn_scalar", 256) ** -0.5
+    )
 
 
 def gemma3(fields: Fields, training: ConfiguredTraining) -> LanguageModel:
@@ -116,7 +118,7 @@ def gemma3(fields: Fields, training: ConfiguredTraining) -> LanguageModel:
         head_norm=True,
         cap=fields.number("attn_logit_softcapping"),
         final_cap=fields.number("final_logit_softcapping"),
-        scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
+        scale=fields.positive("query_pre_attn_scalar", 256) ** -0.5,
     )
 
 

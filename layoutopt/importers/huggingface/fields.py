@@ -90,6 +90,12 @@ class Fields:
             raise self.wrong(name, "give a number of at least 0")
         return float(found)
 
+    def positive(self, name: str, default: float) -> float:
+        """A number above 0."""
+        if not (found := self.number(name, default)):
+            raise self.wrong(name, "give a number above 0")
+        return found
+
     def flag(self, name: str, default: bool = False) -> bool:
         """true or false."""
         found = self.raw(name, default)
