@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from layoutopt.solver.conflicts import Conflict, ConflictGroup, conflict
     from layoutopt.solver.files import dump, load
-    from layoutopt.solver.several import Frontier, FrontierPoint, pareto, top_k
 
 __all__ = [
     "TOLERANCE",
@@ -34,8 +33,6 @@ __all__ = [
     "Conflict",
     "ConflictGroup",
     "Elimination",
-    "Frontier",
-    "FrontierPoint",
     "Intervals",
     "Problem",
     "ProblemError",
@@ -53,9 +50,7 @@ __all__ = [
     "eliminate",
     "evaluate",
     "load",
-    "pareto",
     "solve",
-    "top_k",
 ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from layoutopt.solver.answer import AnswerCheck, evaluate
 from layoutopt.solver.backends.base import SolverProgress
@@ -18,20 +17,12 @@ class Incumbent:
 
     Attributes:
       limit: only answers of at most this objective count.
-      banned: choices that do not.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        on_progress: SolverProgress | None,
-        limit: float,
-        banned: Sequence[Choices],
-    ) -> None:
+    def __init__(self, problem: Problem, on_progress: SolverProgress | None, limit: float) -> None:
         self.problem = problem
         self.on_progress = on_progress
         self.limit = limit
-        self.banned = set(banned)
         self._best: tuple[Choices | None, float] = None, math.inf
         self.bound = -math.inf
 
@@ -48,7 +39,7 @@ class Incumbent:
     def evaluate(self, choices: Choices, equal: bool = False) -> AnswerCheck:
         """Evaluates `choices`, and keeps them if they are feasible and better, or on request equally good."""
         found = evaluate(self.problem, choices)
-        allowed = found.objective <= self.limit + ALIKE * abs(self.limit) and choices not in self.banned
+        allowed = found.objective <= self.limit + ALIKE * abs(self.limit)
         better = found.objective < self.objective or (equal and found.objective == self.objective)
         if found.feasible and allowed and better:
             self._best = choices, found.objective  # at once, whatever may end this thread

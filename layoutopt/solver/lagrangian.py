@@ -105,7 +105,7 @@ class LagrangianSearch:
         self.scales = used.scales
         self.slack = ROUNDED * self.scales
         self.seen = np.zeros(len(used.limits), bool)
-        self.listed, self.every = 0, bool(incumbent.banned)
+        self.listed, self.every = 0, False
         self.done = False
 
     @property

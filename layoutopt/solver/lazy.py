@@ -9,7 +9,7 @@ overfills a row that is already there, is excluded by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from layoutopt.runtime.clock import Clock
@@ -36,7 +36,6 @@ class LazySearch:
     """Evaluates the reduced problem's choices in the problem as it was given."""
     on_bound: Callable[[float], None]
     upper_bound: float = math.inf
-    excluded: Sequence[Choices] = ()
     whole: bool = False
     meanwhile: Callable[[], None] | None = None
     best: Choices | None = None
@@ -48,7 +47,7 @@ class LazySearch:
 
     def __post_init__(self) -> None:
         self.program = linearise(self.problem)
-        self.constraints = [self.program.exclusion(choices) for choices in self.excluded]
+        self.constraints = []
         if len(self.problem.rows) <= EAGER:
             for row in self.problem.rows:
                 self._activate(row)
@@ -121,8 +120,7 @@ class LazySearch:
 
     def _consider(self, choices: Choices) -> AnswerCheck:
         found = self.evaluate(choices)
-        better = found.feasible and found.objective < self.objective and choices not in self.excluded
-        if better:
+        if found.feasible and found.objective < self.objective:
             self.best, self.objective = choices, found.objective
         return found
 

@@ -92,9 +92,7 @@ class SolverRun:
         self.above = incumbent.objective
         if solver == "exhaustive":
             self.name = solver
-            every = exhaustive.solve(
-                problem, incumbent.limit, frozenset(incumbent.banned), incumbent.evaluate
-            )
+            every = exhaustive.solve(problem, incumbent.limit, incumbent.evaluate)
             incumbent.raise_bound(every.bound)
             self.proven = True
             return
@@ -146,7 +144,7 @@ class SolverRun:
     def rest(self, solver: str, problem: Problem, ways: list[_Way]) -> None:
         """Runs solvers on a `problem` after all `ways`."""
         incumbent, improver = self.incumbent, self.improver
-        reduced = reduce(problem, keep_all=bool(incumbent.banned))
+        reduced = reduce(problem)
         self.name = name = _chosen(solver, reduced.problem)
         if reduced.problem is None:
             self.proven = True
@@ -160,7 +158,6 @@ class SolverRun:
             lambda choices: incumbent.evaluate(_lifted(ways, choices)),
             incumbent.raise_bound,
             min(incumbent.limit, self.above),
-            [_projected(ways, choices) for choices in self._banned(ways[0])],
             whole(incumbent.problem),
             improver.step if improver else None,
         )
@@ -176,10 +173,6 @@ class SolverRun:
         elif search.best is not None:
             incumbent.evaluate(_lifted(ways, search.best), equal=True)
         self.proven = status in (Status.OPTIMAL, Status.INFEASIBLE)
-
-    def _banned(self, left: _Way) -> list[Choices]:
-        holds = left.holds if isinstance(left, ResidualProblem) else lambda choices: True
-        return [choices for choices in sorted(self.incumbent.banned) if holds(choices)]
 
 
 def _chosen(solver: str, problem: Problem | None) -> str:

@@ -32,7 +32,6 @@ def solve(
     hint: Sequence[int] | None = None,
     upper_bound: float | None = None,
     *,
-    excluded: Sequence[Sequence[int]] = (),
     workers: int = 1,
     seed: int = 0,
 ) -> Solution:
@@ -45,7 +44,6 @@ def solve(
       on_progress: called with (best, bound) after every improvement.
       hint: choices to start from. If they are feasible, the answer is not worse.
       upper_bound: answers above it do not count; without others the status is INFEASIBLE.
-      excluded: choice vectors that may not be the answer.
       workers: threads of CP-SAT. Equal arguments give equal answers unless a limit ends the run.
 
     Raises:
@@ -69,7 +67,7 @@ def solve(
 
     clock = Clock(time_limit)
     limit = math.inf if upper_bound is None else upper_bound
-    incumbent = Incumbent(problem, on_progress, limit, [tuple(choices) for choices in excluded])
+    incumbent = Incumbent(problem, on_progress, limit)
     run = SolverRun(incumbent, clock, SolverOptions(time_limit, workers, seed))
     stopped = False
     try:

@@ -17,7 +17,6 @@ LARGEST = 2_000_000
 def solve(
     problem: Problem,
     upper_bound: float = math.inf,
-    excluded: frozenset[Choices] = frozenset(),
     on_better: Callable[[Choices], object] = lambda _: None,
 ) -> Raw:
     """The best feasible choices of at most `upper_bound` (the first of equal ones), by enumeration; each
@@ -32,12 +31,7 @@ def solve(
     lowest = math.inf
     for choices in itertools.product(*map(range, problem.sizes)):
         found = evaluate(problem, choices)
-        if (
-            found.feasible
-            and found.objective < lowest
-            and found.objective <= upper_bound
-            and choices not in excluded
-        ):
+        if found.feasible and found.objective < lowest and found.objective <= upper_bound:
             best, lowest = choices, found.objective
             on_better(choices)
     if best is None:
