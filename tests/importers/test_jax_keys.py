@@ -159,42 +159,50 @@ def test_a_key_that_cannot_be_followed_is_refused() -> None:
         imported(loss)
 
 
-@pytest.mark.parametrize("keys", ["fold_in", "split", "in turn", "hashes", "one"])
-def test_unrolled_layers_draw_with_the_keys_that_they_are_given(keys: str) -> None:
-    """The loop that they become has in every iteration the numbers of its layer."""
-    folded = {"fold_in": (0, 1, 2, 3), "hashes": (9, 4, 2**31 + 7, 1), "one": (5, 5, 5, 5)}
+KEYS_OF_LAYERS: dict[str, Callable[[Any, int], list[Any]]] = {
+    "fold_in": lambda k, n: [jax.random.fold_in(k, i) for i in range(n)],
+    "hashes": lambda k, n: [jax.random.fold_in(k, (i * 2654435761 + 97) % 2**32) for i in range(n)],
+    "in a row above int32": lambda k, n: [jax.random.fold_in(k, 2**32 - 1 - 3 * i) for i in range(n)],
+    "split": lambda k, n: list(jax.random.split(k, n)),
+    "in turn": unrolled_keys,
+    "one": lambda k, n: [k] * n,
+    "constants in turn": lambda k, n: unrolled_keys(jax.random.key(5), n),
+    "seeds": lambda k, n: [jax.random.PRNGKey(2**31 + 5 * i) for i in range(n)],
+    "nested": lambda k, n: [
+        jax.random.fold_in(jax.random.split(jax.random.fold_in(k, i))[1], 7) for i in range(n)
+    ],
+}
+DRAWN: tuple[Callable[[Any, Any], Any], ...] = (
+    dropped,
+    lambda x, k: x * (jax.random.uniform(k, x.shape) > 0.3),
+    lambda x, k: x + 0.1 * jax.random.normal(k, x.shape),
+    lambda x, k: x * jax.random.bernoulli(k, 0.7, (x.shape[0], 1)),
+    lambda x, k: jax.vmap(dropped)(x, jax.random.split(k, x.shape[0])),
+)
 
-    def of_layers(k: Any) -> list[Any]:
-        if keys == "split":
-            return list(jax.random.split(k, 4))
-        return unrolled_keys(k, 4) if keys == "in turn" else [jax.random.fold_in(k, i) for i in folded[keys]]
+
+@pytest.mark.parametrize("count", range(1, 9))
+@pytest.mark.parametrize("keys", KEYS_OF_LAYERS)
+def test_unrolled_layers_draw_with_the_keys_that_they_are_given(keys: str, count: int) -> None:
+    """The loop that they become has in every iteration the numbers of its layer."""
+    kind = list(KEYS_OF_LAYERS).index(keys) + count
+    new, draw, own = (jax.random.key, jax.random.PRNGKey)[kind % 2], DRAWN[kind % 5], KEYS_OF_LAYERS[keys]
 
     def loss(params: Any, batch: Any, k: Any) -> Any:
-        h = batch["x"]
-        for w, own in zip(params, of_layers(k), strict=True):
-            h = h + dropped(jnp.tanh(h @ w), own)
-        # What the layers drew, drawn again: a sum that vanishes only if they had these keys.
-        g = batch["x"]
-        again = of_layers(k)
-        for i in range(4):
-            g = g + jnp.tanh(g @ params[i]) * kept(again[i], g.shape) / 0.7
-        return ((h - g) ** 2).mean() + (h**2).mean()
-
-    def one(params: Any, batch: Any, k: Any) -> Any:
-        h = batch["x"]
-        for w, own in zip(params, of_layers(k), strict=True):
-            h = h + dropped(jnp.tanh(h @ w), own)
-        return (h**2).mean()
+        h = g = batch["x"]
+        for w, key in zip(params, own(k, count), strict=True):
+            h = h + draw(jnp.tanh(h @ w), key)
+        # What the layers drew, drawn again: other constants in each layer keep these apart.
+        for i, key in enumerate(own(k, count)):
+            g = g + draw(jnp.tanh(g @ params[i]) * 2.0**i / 2.0**i, key)
+        return ((h - g) ** 2).mean()
 
     random = np.random.default_rng(0)
-    params = [jnp.asarray(random.normal(size=(8, 8)) * 0.4, jnp.float32) for _ in range(4)]
-    batch = {"x": jnp.asarray(random.normal(size=(16, 8)), jnp.float32)}
-    found = {}
-    for fn in (loss, one):
-        model = layoutopt.from_jax(fn, params, batch, rng=jax.random.key(0))
-        assert any(n.body is not None for n in model.graph.nodes)
-        found[fn] = value(model, batch={"x": np.asarray(batch["x"])})
-    assert found[loss] == pytest.approx(found[one], rel=1e-6)
+    params = [jnp.asarray(random.normal(size=(8, 8)) * 0.4, jnp.float32) for _ in range(count)]
+    x = np.asarray(random.normal(size=(70, 8)), np.float32)
+    model = layoutopt.from_jax(loss, params, {"x": x}, rng=new(0))
+    assert any(n.body is not None for n in model.graph.nodes) == (count > 1)
+    assert value(model, batch={"x": x}) < 1e-9
 
 
 def test_numbers_that_are_known_are_folded_as_the_operation_does() -> None:

@@ -172,15 +172,14 @@ def _at_place(x: np.ndarray, place: Tensor, table: Callable[[Any], Tensor] | Non
     columns = rows.T
     if (columns == columns[0]).all():
         columns = columns[:1]
-    strides = rows[1] - rows[0]
     if len(columns) > _FEW:
         # Keys of many examples draw together: one number for the iteration, and theirs.
-        in_row = (rows == rows[0] + np.arange(len(x))[:, None] * strides[0]).all()
-        return [place * int(strides[0]), x[0]] if in_row else []
+        stride = _stride(rows)
+        return [] if stride is None else [place * stride, x[0]]
     made = np.empty(len(columns), object)
     for j, column in enumerate(columns):
-        stride = int(column[1] - column[0])
-        if (column == column[0] + stride * np.arange(len(column))).all():
+        stride = _stride(column)
+        if stride is not None:
             t = place if stride == 1 else place * stride
             made[j] = t if column[0] == 0 else t + int(column[0])
         elif table is None:
@@ -188,6 +187,14 @@ def _at_place(x: np.ndarray, place: Tensor, table: Callable[[Any], Tensor] | Non
         else:
             made[j] = table(column)
     return [made[0]] if len(made) == 1 else [made.reshape(x.shape[1:])]
+
+
+def _stride(rows: np.ndarray) -> int | None:
+    """What each row adds to the one before, if that is one number and the graph can count so: in int32. Any
+    two numbers are in a row, also hashes of 32 bits."""
+    strides = np.diff(rows, axis=0)
+    counts = (strides == strides.flat[0]).all() and rows.min() >= 0 and rows.max() < 2**31
+    return int(strides.flat[0]) if counts else None
 
 
 # -- drawing -------------------------------------------------------------------------------------------------
