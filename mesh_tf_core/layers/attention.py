@@ -30,6 +30,17 @@ BIASES = ("none", "qkv", "all")
 
 
 @dataclass(frozen=True)
+class Given:
+    """The arguments of an attention besides x, as `Attention` is called with them."""
+
+    memory: Tensor | None = None
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    cache: Cache | None = None
+    segments: Segments | None = None
+
+
+@dataclass(frozen=True)
 class Attention:
     """softmax(q k / sqrt(d_kv)) v with projections (Vaswani et al. 2017, section 3.2).
 
@@ -72,8 +83,13 @@ class Attention:
     """True if it can decode position by position."""
     biased: ClassVar[bool] = False
     """True if its own projections have biases."""
+    lacks: ClassVar[tuple[str, ...]] = ()
+    """The fields and arguments of `Attention` that it does not support."""
+    instead: ClassVar[str] = "remove them"
+    """The remedy where one of these is given."""
 
     def __post_init__(self) -> None:
+        self._refuse(any(bool(getattr(self, name, None)) for name in self.lacks))
         check_rate(self, self.dropout)
         if self.attention not in FORMS:
             raise UserError(
@@ -147,10 +163,16 @@ class Attention:
           cache: of a text that grows (see `decoding`). At a position, x is [others, d_model]; keys and values
             of a memory are those of when the prompts were read.
         """
-        self.check_cached(cache, memory, mask, segments)
+        given = Given(memory, mask, bias, cache, segments)
+        self._refuse(any(getattr(given, name, None) is not None for name in self.lacks))
+        self._check_cached(given)
         if one_of_all(cache):
             return self.at_position(x, memory is not None, mask, bias, cache)
-        crosses, memory = memory is not None, self.memory_of(x, memory)
+        return self.over_text(x, given)
+
+    def over_text(self, x: Tensor, given: Given) -> Tensor:
+        """Attends from all positions of x: the call, unless a cache is at one position."""
+        crosses, memory, cache = given.memory is not None, self.memory_of(x, given.memory), given.cache
         with x.graph.scope(self.name):
             q, k, v = self.projections(x, memory)
             if self.rotary is not None:
@@ -158,7 +180,7 @@ class Attention:
                 k = self.rotary(k, self.memory_length, self.d_kv.name)
             if cache is not None:
                 self.remember(cache, k, v, crosses)
-            return self.joined(self.attended(q, k, v, x, mask, bias, segments), x)
+            return self.joined(self.attended(q, k, v, x, given.mask, given.bias, given.segments), x)
 
     def attended(
         self,
@@ -209,18 +231,20 @@ class Attention:
             return both(mask, self.allowed(self.relative(x)))
         return mask
 
-    def check_cached(
-        self,
-        cache: Cache | None,
-        memory: Tensor | None,
-        mask: Tensor | None,
-        segments: Segments | None = None,
-    ) -> None:
+    def _refuse(self, given: bool) -> None:
+        if given:
+            every = ", ".join(self.lacks[:-1]) + " and " * (len(self.lacks) > 1) + self.lacks[-1]
+            verb = "are" if len(self.lacks) > 1 else "is"
+            raise UserError(f"{type(self).__name__}: {every} {verb} not supported; {self.instead}")
+
+    def _check_cached(self, given: Given) -> None:
         """UserError unless this attention can read a text that grows."""
-        if cache is not None and not self.cached:
+        if given.cache is None:
+            return
+        if not self.cached:
             raise UserError(f"{type(self).__name__}: this layer cannot decode with a cache; use Attention")
-        hidden = mask is not None or segments is not None
-        if cache is not None and memory is None and (hidden or not self.causal):
+        hidden = given.mask is not None or given.segments is not None
+        if given.memory is None and (hidden or not self.causal):
             raise UserError(
                 f"{type(self).__name__}: decoding with a cache needs causal=True and neither a mask nor "
                 "segments"

@@ -14,15 +14,15 @@ c and r themselves (section 2.1.2: the up-projections are absorbed).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from mesh_tf_core.decoding.cache import Cache
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import Normal
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.layers.attention import Attention, Segments
+from mesh_tf_core.layers.attention import Attention, Given
 from mesh_tf_core.layers.base import project
-from mesh_tf_core.layers.caching import AtPosition, one_of_all, remembered
+from mesh_tf_core.layers.caching import AtPosition, remembered
 from mesh_tf_core.layers.norm import RMSNorm
 from mesh_tf_core.layers.positions import Rotary
 from mesh_tf_core.ops.einsum import broadcast, einsum
@@ -46,6 +46,8 @@ class LatentAttention(Attention):
         x).
       positions: turns the rotary part.
       epsilon: of the norms of both vectors.
+
+    Called as `Attention`; a cache holds kv_rank + d_rotary numbers a position.
     """
 
     kv_rank: Dim = field(kw_only=True)
@@ -54,14 +56,11 @@ class LatentAttention(Attention):
     q_rank: Dim | None = field(default=None, kw_only=True)
     positions: Rotary = field(default=_ROTARY, kw_only=True)
     epsilon: float = field(default=1e-6, kw_only=True)
+    lacks: ClassVar[tuple[str, ...]] = ("kv_heads", "shared_kv", "rotary", "memory")
+    instead: ClassVar[str] = "set `positions` for rotary positions, and use Attention for the others"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kv_heads or self.shared_kv or self.rotary is not None:
-            raise UserError(
-                "LatentAttention: kv_heads, shared_kv and rotary are not supported; remove them "
-                "(`positions` sets the rotary positions)"
-            )
         if self.d_rotary < 2 or self.d_rotary % 2:
             raise UserError(f"LatentAttention: d_rotary must be even and positive, found {self.d_rotary}")
         if self.d_v.name == self.d_kv.name:
@@ -74,34 +73,15 @@ class LatentAttention(Attention):
         """The dimension of values in place of d_kv."""
         return self.d_v
 
-    def __call__(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        cache: Cache | None = None,
-        segments: Segments | None = None,
-    ) -> Tensor:
-        """[others, length, d_model] -> the same.
-
-        Args:
-          memory: not supported.
-          mask, bias, segments: as `Attention`'s.
-          cache: as `Attention`'s; it holds kv_rank + d_rotary numbers a position.
-        """
-        if memory is not None:
-            raise UserError("LatentAttention: a separate `memory` is not supported; use Attention")
-        self.check_cached(cache, memory, mask, segments)
-        if one_of_all(cache):
-            return self.at_position(x, False, mask, bias, cache)
+    def over_text(self, x: Tensor, given: Given) -> Tensor:
+        """Attends to keys and values that grow from one vector per position."""
         with x.graph.scope(self.name):
             q = self.queries(x)
             turned, latent = self._latent(rename(x, **{self.length: self.memory_length}), self.memory_length)
-            if cache is not None:
-                self.remember(cache, turned, latent, False)
+            if given.cache is not None:
+                self.remember(given.cache, turned, latent, False)
             k, v = self._grown(turned, latent)
-            return self.joined(self.attended(q, k, v, x, mask, bias, segments), x)
+            return self.joined(self.attended(q, k, v, x, given.mask, given.bias, given.segments), x)
 
     def at_position(
         self, x: Tensor, crosses: bool, mask: Tensor | None, bias: Tensor | None, cache: AtPosition

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from typing import ClassVar
 
 from mesh_tf_core.decoding.cache import Cache
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.layers.attention import Attention, Segments, both
-from mesh_tf_core.layers.caching import AtPosition, one_of_all
+from mesh_tf_core.layers.attention import Attention, Given, both
+from mesh_tf_core.layers.caching import AtPosition
 from mesh_tf_core.ops.index import mtf_range
 from mesh_tf_core.ops.math import logical_and, mod
 from mesh_tf_core.ops.neighbours import shift
@@ -58,39 +59,22 @@ class LocalAttention(_InBlocks):
     dimension `blocks` takes the place of the length: split it as the length, and devices exchange one block
     with their neighbours (Parmar et al. 2018, "Image Transformer", section 3; Mesh-TensorFlow's
     local_attention_1d).
+
+    Called as `Attention`, with a bias [block_length, block_memory_length, heads] from `RelativeBias` of
+    `relative(x)`; a cache holds as many positions as the window sees.
     """
+
+    lacks: ClassVar[tuple[str, ...]] = ("rotary", "memory", "mask", "segments")
+    instead: ClassVar[str] = "use RelativeBias for positions, or Attention(window=..., attention='fused')"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.window:
             raise UserError(f"LocalAttention: window must be at least 1 position, found {self.window}")
-        if self.rotary is not None:
-            raise UserError(
-                "LocalAttention: rotary positions are not supported; use RelativeBias, or "
-                "Attention(window=..., attention='fused')"
-            )
 
-    def __call__(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        cache: Cache | None = None,
-        segments: Segments | None = None,
-    ) -> Tensor:
-        """[others, length, d_model] -> the same.
-
-        Args:
-          memory, mask, segments: not supported.
-          bias: [block_length, block_memory_length, heads], from `RelativeBias` of `relative(x)`.
-          cache: as `Attention`'s; it holds as many positions as the window sees.
-        """
-        if memory is not None or mask is not None or segments is not None:
-            raise UserError("LocalAttention: a separate `memory` and a mask are not supported; use Attention")
-        self.check_cached(cache, memory, mask)
-        if one_of_all(cache):
-            return self.at_position(x, False, None, bias, cache)
+    def over_text(self, x: Tensor, given: Given) -> Tensor:
+        """Attends block by block."""
+        cache = given.cache
         size, g = x.dim(self.length).size, x.graph
         block, around = self._names
         with g.scope(self.name):
@@ -103,7 +87,7 @@ class LocalAttention(_InBlocks):
             keys = mtf_range(g, k.dim(around)) + mtf_range(g, parts.dim(self.blocks)) * self.window
             exists = logical_and(keys >= self.window, keys < self.window + size)
             seen = both(self.allowed(relative), exists)
-            mixed = self.mix(q, k, v, block, around, seen, bias)
+            mixed = self.mix(q, k, v, block, around, seen, given.bias)
             return reshape(self.joined(mixed, parts), x.shape)
 
     def _with_neighbours(self, t: Tensor, around: str) -> Tensor:
@@ -128,37 +112,24 @@ class ChunkedAttention(_InBlocks):
 
     The dimension `blocks` takes the place of the length: split it as the length. Rotations count from the
     chunk's first position; products of queries and keys depend on their distance alone.
+
+    Called as `Attention`, with a mask of any of [others, heads, memory_length], as `padding_mask` gives it,
+    and a bias [block_length, block_memory_length, heads] from `RelativeBias` of `relative(x)`; a cache holds
+    as many positions as a chunk has.
     """
 
     chunk: int = field(default=0, kw_only=True)
+    lacks: ClassVar[tuple[str, ...]] = ("memory",)
+    instead: ClassVar[str] = "use Attention"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.chunk < 1:
             raise UserError(f"ChunkedAttention: chunk must be at least 1 position, found {self.chunk}")
 
-    def __call__(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        cache: Cache | None = None,
-        segments: Segments | None = None,
-    ) -> Tensor:
-        """[others, length, d_model] -> the same.
-
-        Args:
-          memory: not supported.
-          mask: bool with any of [others, heads, memory_length], as `padding_mask` gives it.
-          bias: [block_length, block_memory_length, heads], from `RelativeBias` of `relative(x)`.
-          cache, segments: as `Attention`'s; a cache holds as many positions as a chunk has.
-        """
-        if memory is not None:
-            raise UserError("ChunkedAttention: a separate `memory` is not supported; use Attention")
-        self.check_cached(cache, memory, mask, segments)
-        if one_of_all(cache):
-            return self.at_position(x, False, None, bias, cache)
+    def over_text(self, x: Tensor, given: Given) -> Tensor:
+        """Attends chunk by chunk."""
+        cache, mask, segments = given.cache, given.mask, given.segments
         inside, around = self._names
         inner = self._of_blocks()
         with x.graph.scope(self.name):
@@ -176,7 +147,7 @@ class ChunkedAttention(_InBlocks):
                 own, others = segments
                 own = self._apart(own, self.length, size, inside)
                 segments = own, self._apart(others, self.memory_length, size, around)
-            mixed = inner.attended(q, k, v, parts, mask, bias, segments)
+            mixed = inner.attended(q, k, v, parts, mask, given.bias, segments)
             return reshape(self.joined(mixed, parts), x.shape)
 
     def _of_blocks(self) -> Attention:

@@ -219,7 +219,7 @@ def test_bad_fields(make: Any, message: str) -> None:
         (lambda g, x: layers.LocalAttention(H, K, window=3)(x), "must be a multiple of window=3"),
         (
             lambda g, x: layers.LocalAttention(H, K, window=2)(x, x),
-            "LocalAttention: a separate `memory` and a mask are not",
+            "LocalAttention: rotary, memory, mask and segments are not",
         ),
         (lambda g, x: layers.Attention(H, mtf.Dim("d_kv", 3), rotary=layers.Rotary())(x), "must be even"),
     ],

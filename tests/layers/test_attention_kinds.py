@@ -285,19 +285,19 @@ def talking(**more: Any) -> layers.TalkingHeadsAttention:
         ),
         (
             lambda: layers.BilinearAttention(H, K, kv_heads=1),
-            "BilinearAttention: kv_heads and shared_kv are not supported,",
+            "BilinearAttention: kv_heads and shared_kv are not supported; remove",
         ),
         (lambda: layers.BranchedAttention(mtf.Dim("heads", 4), K, kv_heads=2, d_ff=K), "must be 0 or 1"),
         (lambda: layers.Synthesizer(H, K, kind="rand"), "kind='rand' is unknown; did you mean 'random'"),
         (lambda: layers.Synthesizer(H, K, rank=0), "rank must be positive, found 0"),
         (
             lambda: layers.Synthesizer(H, K, kv_heads=1),
-            "Synthesizer: kv_heads, shared_kv and rotary positions are not",
+            "Synthesizer: kv_heads, shared_kv and rotary are not",
         ),
         (lambda: layers.LocalAttention2D(H, K), "LocalAttention2D: window must be at least 1 pixel, found"),
         (
             lambda: layers.LocalAttention2D(H, K, window=2, rotary=layers.Rotary()),
-            "rotary positions are not",
+            "LocalAttention2D: rotary, memory, mask, bias and segments are not",
         ),
     ],
 )
@@ -321,7 +321,7 @@ def test_bad_fields(make: Any, message: str) -> None:
         ),
         (
             lambda g, x: layers.LocalAttention2D(H, K, window=2)(x, x),
-            "LocalAttention2D: memory, mask, bias and segments are not",
+            "LocalAttention2D: rotary, memory, mask, bias and segments are not",
         ),
     ],
 )

@@ -175,13 +175,16 @@ def test_what_is_hidden_is_not_priced() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: replace(LATENT, kv_heads=2), "LatentAttention: kv_heads, shared_kv and rotary are not"),
+        (
+            lambda: replace(LATENT, kv_heads=2),
+            "LatentAttention: kv_heads, shared_kv, rotary and memory are not",
+        ),
         (lambda: replace(LATENT, d_rotary=3), "d_rotary must be even and positive, found 3"),
         (lambda: replace(LATENT, d_v=mtf.Dim("d_kv", 6)), "LatentAttention: d_v and d_kv are both named"),
         (lambda: replace(LATENT, biases="qkv"), "this layer supports no biases; use biases='none'"),
         (
             lambda: run(lambda g, x: LATENT(x, x), {"x": X}),
-            "LatentAttention: a separate `memory` is not supported; use",
+            "LatentAttention: kv_heads, shared_kv, rotary and memory are not supported; set",
         ),
         (lambda: replace(CHUNKED, chunk=0), "chunk must be at least 1 position, found 0"),
         (
@@ -190,7 +193,7 @@ def test_what_is_hidden_is_not_priced() -> None:
         ),
         (
             lambda: run(lambda g, x: CHUNKED(x, x), {"x": X}),
-            "ChunkedAttention: a separate `memory` is not supported; use",
+            "ChunkedAttention: memory is not supported; use",
         ),
     ],
 )

@@ -91,13 +91,8 @@ class BilinearAttention(Attention):
     head is not limited (Shazeer et al. 2020, "Talking-heads attention", section 8.4; Mesh-TensorFlow's
     GeneralBilinearSelfAttention)."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kv_heads or self.shared_kv:
-            raise UserError(
-                "BilinearAttention: kv_heads and shared_kv are not supported, because the keys have no "
-                "heads; remove them"
-            )
+    lacks: ClassVar[tuple[str, ...]] = ("kv_heads", "shared_kv")
+    instead: ClassVar[str] = "remove them, because the keys have no heads"
 
     @property
     def kv_dims(self) -> tuple[Dim, ...]:

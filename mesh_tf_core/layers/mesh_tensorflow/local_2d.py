@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mesh_tf_core.decoding.cache import Cache
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.tensor import Builder, Tensor
-from mesh_tf_core.layers.attention import Attention, Segments
+from mesh_tf_core.layers.attention import Attention, Given
 from mesh_tf_core.ops.index import mtf_range
 from mesh_tf_core.ops.math import floordiv, mod
 from mesh_tf_core.ops.neighbours import shift
@@ -37,33 +36,15 @@ class LocalAttention2D(Attention):
     height: str = "height"
     width: str = "width"
     cached: ClassVar[bool] = False
+    lacks: ClassVar[tuple[str, ...]] = ("rotary", "memory", "mask", "bias", "segments")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.window:
             raise UserError(f"LocalAttention2D: window must be at least 1 pixel, found {self.window}")
-        if self.rotary is not None:
-            raise UserError("LocalAttention2D: rotary positions are not supported; remove rotary")
 
-    def __call__(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        cache: Cache | None = None,
-        segments: Segments | None = None,
-    ) -> Tensor:
-        """[others, height, width, d_model] -> the same.
-
-        Args:
-          memory, mask, bias, segments: not supported.
-        """
-        if any(given is not None for given in (memory, mask, bias, segments)):
-            raise UserError(
-                "LocalAttention2D: memory, mask, bias and segments are not supported; remove them"
-            )
-        self.check_cached(cache, memory, mask)
+    def over_text(self, x: Tensor, given: Given) -> Tensor:
+        """[others, height, width, d_model] -> the same."""
         sides = [x.dim(self.height), x.dim(self.width)]
         for side in sides:
             if side.size % self.window:

@@ -6,12 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mesh_tf_core.decoding.cache import Cache
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import ZEROS, Normal
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.layers.attention import Attention, Segments
+from mesh_tf_core.layers.attention import Attention, Given
 from mesh_tf_core.layers.base import project
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.math import relu, sigmoid
@@ -36,6 +35,7 @@ class Synthesizer(Attention):
     rank: int = 8
     mixed: bool = False
     cached: ClassVar[bool] = False
+    lacks: ClassVar[tuple[str, ...]] = ("kv_heads", "shared_kv", "rotary")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,28 +43,15 @@ class Synthesizer(Attention):
             raise UserError(f"Synthesizer: kind={self.kind!r} is unknown; {known_names(self.kind, KINDS)}")
         if self.rank < 1:
             raise UserError(f"Synthesizer: rank must be positive, found {self.rank}")
-        if self.kv_heads or self.shared_kv or self.rotary is not None:
-            raise UserError(
-                "Synthesizer: kv_heads, shared_kv and rotary positions are not supported; remove them"
-            )
 
-    def __call__(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        cache: Cache | None = None,
-        segments: Segments | None = None,
-    ) -> Tensor:
-        """As of `Attention`."""
-        self.check_cached(cache, memory, mask, segments)
-        memory = self.memory_of(x, memory)
+    def over_text(self, x: Tensor, given: Given) -> Tensor:
+        """Attends by weights that no keys decide."""
+        memory, bias = self.memory_of(x, given.memory), given.bias
         d = x.dim(self.d_model)
         with x.graph.scope(self.name):
             logits = self._logits(x, memory)
             logits = logits if bias is None else logits + bias.cast(logits.dtype)
-            weights = self.weights(logits, self.seen(x, mask, segments), self.memory_length)
+            weights = self.weights(logits, self.seen(x, given.mask, given.segments), self.memory_length)
             v = project(memory, "v", [d], [self.heads, self.d_kv])
             mixed = [*x.shape.without(d.name), self.heads, self.d_kv]
             return self.joined(einsum([dropout(weights, self.dropout), v], mixed), x)

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from mesh_tf_core.decoding.cache import Cache
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import Normal
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.layers.attention import Attention, Segments
+from mesh_tf_core.layers.attention import Attention, Given
 from mesh_tf_core.layers.base import project
 from mesh_tf_core.ops.basic import add_n
 from mesh_tf_core.ops.einsum import einsum
@@ -38,6 +37,8 @@ class TalkingHeadsAttention(Attention):
     value_heads: Dim = field(kw_only=True)
     dynamic: tuple[str, ...] = ()
     cached: ClassVar[bool] = False
+    lacks: ClassVar[tuple[str, ...]] = ("kv_heads", "shared_kv")
+    instead: ClassVar[str] = "set key_heads instead"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,10 +47,6 @@ class TalkingHeadsAttention(Attention):
             raise UserError(
                 "TalkingHeadsAttention: heads, key_heads, softmax_heads and value_heads must have four "
                 f"different names, found {', '.join(names)}"
-            )
-        if self.kv_heads or self.shared_kv:
-            raise UserError(
-                "TalkingHeadsAttention: kv_heads and shared_kv are not supported; set key_heads instead"
             )
         for name in self.dynamic:
             if name not in DYNAMIC:
@@ -62,18 +59,9 @@ class TalkingHeadsAttention(Attention):
         """The dimensions of the logits, which a bias may have."""
         return (self.heads, self.softmax_heads)
 
-    def __call__(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        cache: Cache | None = None,
-        segments: Segments | None = None,
-    ) -> Tensor:
-        """As of `Attention`, with logits [others, heads, softmax_heads, length, memory_length]."""
-        self.check_cached(cache, memory, mask, segments)
-        memory = self.memory_of(x, memory)
+    def over_text(self, x: Tensor, given: Given) -> Tensor:
+        """Attends with logits [others, heads, softmax_heads, length, memory_length]."""
+        memory, bias = self.memory_of(x, given.memory), given.bias
         others = x.shape.without(self.length, self.d_model)
         with x.graph.scope(self.name):
             q, k, v = self.projections(x, memory)
@@ -84,7 +72,7 @@ class TalkingHeadsAttention(Attention):
             products = einsum([q, k], [*others, self.heads, self.key_heads, *pairs]) * self.d_kv.size**-0.5
             logits = self._talk("logits", products, self.key_heads, self.softmax_heads, x, memory)
             logits = logits if bias is None else logits + bias.cast(logits.dtype)
-            weights = self.weights(logits, self.seen(x, mask, segments), self.memory_length)
+            weights = self.weights(logits, self.seen(x, given.mask, given.segments), self.memory_length)
             weights = self._talk("weights", weights, self.softmax_heads, self.value_heads, x, memory)
             inner = [self.heads, self.value_heads, self.d_kv]
             mixed = einsum([dropout(weights, self.dropout), v], [*x.shape.without(self.d_model), *inner])
