@@ -11,10 +11,13 @@ A kept value is stacked as in a loop without recomputation. What may be kept:
     others     of everything else (norms, activation functions, loops inside), what backward reads
 or by name: a scope (`attention`), of which what is read outside of it is kept, an operation of one
 (`attention/einsum`), a weight (`wi`, `feed_forward/wi`), whose products are.
+Of a kind also a part: `products-experts` what no scope or weight `experts` makes; in program order,
+`products/2` the first of every two, `products/2-experts` the first of every two of `products-experts`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Set
 from functools import lru_cache
 from typing import NamedTuple
@@ -39,6 +42,24 @@ SETS: Sets = (
 )
 """The keep sets that a search decides between by default. Others are fast to recompute and large: kept
 last."""
+
+
+class Kind(NamedTuple):
+    """A word that means a kind of values: every `step`-th one of those that `without` does not name."""
+
+    name: str
+    step: int = 1
+    without: tuple[str, ...] = ()
+
+    @classmethod
+    @lru_cache(maxsize=1 << 12)
+    def of(cls, word: str) -> Kind | None:
+        """The kind that a word means; None for a name."""
+        found = _KIND.fullmatch(word)
+        return found and cls(found[1], int(found[2] or 1), tuple(filter(None, found[3].split("-"))))
+
+
+_KIND = re.compile(rf"({'|'.join(KINDS)})(?:/([1-9]\d*))?((?:-[^-]+)*)")
 
 
 class Recomputed(NamedTuple):
@@ -67,11 +88,19 @@ class Recomputed(NamedTuple):
     @classmethod
     def of(cls, dim: str, keep: Set[str]) -> Recomputed:
         """The policy that keeps some words: each that another one implies is left out."""
-        return cls(dim, tuple(sorted(keep - ({OUTPUTS} if PRODUCTS in keep else set()), key=_order)))
+        return cls(dim, tuple(sorted((w for w in keep if not _implied(w, keep)), key=_order)))
+
+
+def _implied(word: str, keep: Set[str]) -> bool:
+    kind = Kind.of(word)
+    return kind is not None and (
+        (kind.name != word and kind.name in keep) or (kind.name == OUTPUTS and PRODUCTS in keep)
+    )
 
 
 def _order(word: str) -> tuple[int, str]:
-    return KINDS.index(word) if word in KINDS else len(KINDS), word
+    kind = Kind.of(word)
+    return KINDS.index(kind.name) if kind else len(KINDS), word
 
 
 Policies = frozenset[Recomputed]
@@ -112,17 +141,29 @@ def kept_values(words: Iterable[str], block: Block, graph: Graph) -> set[int]:
     """The tensors of a loop's body that some words mean."""
     found: set[int] = set()
     for word in words:
-        if word == OTHERS:
-            found |= {t for t in block.saved if kind_of(t, block, graph) == OTHERS}
-        elif word in KINDS:
-            makers = (n for n in block.nodes if n.op.kind in ("matmul", "attention"))
-            kind = PRODUCTS if word == OUTPUTS else word
-            made = {o for n in makers for o in n.outputs if kind_of(o, block, graph) == kind}
-            found |= made if word != OUTPUTS else {o for o in made if _becomes_state(o, block, graph)}
-        else:
-            found |= _leaving(word, block, graph)
+        kind = Kind.of(word)
+        found |= _leaving(word, block, graph) if kind is None else _of_kind(kind, block, graph)
     found = {t for t in found if not graph.is_free(graph.tensor(t), block)}
     return {_reduced(t, block, graph) for t in found} if found else found
+
+
+def _of_kind(kind: Kind, block: Block, graph: Graph) -> set[int]:
+    """The values of a kind: those of an operation count as one."""
+    if kind.name == OTHERS:
+        made: Iterable[tuple[int, ...]] = ((t,) for t in sorted(block.saved))
+    else:
+        made = (n.outputs for n in block.nodes if n.op.kind in ("matmul", "attention"))
+    name = PRODUCTS if kind.name == OUTPUTS else kind.name
+    groups = [[t for t in group if kind_of(t, block, graph) == name] for group in made]
+    if kind.name == OUTPUTS:
+        groups = [[t for t in group if _becomes_state(t, block, graph)] for group in groups]
+    there = [group for group in groups if group and not _named(group[0], kind.without, graph)]
+    return {t for group in there[:: kind.step] for t in group}
+
+
+def _named(tensor: int, names: Iterable[str], graph: Graph) -> bool:
+    maker = graph.producer.get(tensor)
+    return maker is not None and not {*names}.isdisjoint(_names(maker, graph))
 
 
 def _like_state(tensor: int, block: Block, graph: Graph) -> bool:
@@ -206,12 +247,23 @@ def check_kept(recompute: Policies, loops: Set[str], blocks: Iterable[Block], gr
             )
         here = [b for b in blocks if loop_name(b, graph) == asked.dim]
         for word in asked.keep:
+            _check_without(text, word, here, graph)
             if not any(kept_values((word,), block, graph) for block in here):
                 there = dict.fromkeys(word for block in here for word in words_of(block, graph))
                 raise UserError(
                     f"recompute {text!r}: loops over {asked.dim!r} have no values of kind or scope "
                     f"{word!r}; {known_names(word, there)}"
                 )
+
+
+def _check_without(text: str, word: str, blocks: Iterable[Block], graph: Graph) -> None:
+    kind, names = Kind.of(word), {n for b in blocks for node in b.nodes for n in _names(node, graph)}
+    for name in kind.without if kind is not None else ():
+        if name not in names:
+            raise UserError(
+                f"recompute {text!r}: the loop has no scope or weight {name!r} to leave out of {word!r}; "
+                f"{known_names(name, sorted(n for n in names if '/' not in n))}"
+            )
 
 
 def words_of(block: Block, graph: Graph) -> Iterator[str]:

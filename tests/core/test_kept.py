@@ -12,6 +12,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.liveness import memory
+from examples.moe_lm import model as mixture
 from examples.transformer_lm import data
 from examples.transformer_lm import model as transformer
 from layoutopt.space.decisions import SearchSpace, decisions
@@ -19,8 +20,9 @@ from mesh_tf_core.engines import open_engine
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Loop, Program
 from mesh_tf_core.lower import loops
-from mesh_tf_core.lower.remat_policy import KINDS, Recomputed
+from mesh_tf_core.lower.remat_policy import KINDS, Recomputed, kept_values
 from mesh_tf_core.lower.verify import verify
+from mesh_tf_core.tracing.stage_layers import loop_name
 from tests.marks import by_day
 
 SIZES = {"d_model": 8, "d_kv": 2, "heads": 4, "d_ff": 16, "vocab": 16, "batch": 4, "length": 8}
@@ -95,6 +97,7 @@ def stacks(program: Program) -> Counter[str]:
 
 
 SETS = ["products", "outputs", "attention", "others", "attention+products", "others+products", "q+wi+o"]
+SETS += ["attention+products/2", "outputs+products/2-q", "attention/2+others/3"]
 CASES = [
     pytest.param(form, keep, marks=() if (row + column) % 3 == 0 else pytest.mark.nightly)
     for row, form in enumerate(FORMS)
@@ -149,6 +152,35 @@ def test_what_is_kept_does_not_run_again() -> None:
     assert every == none
 
 
+PATTERNS = {
+    # torchtitan's `selective_ac_option = "op"`: the first of every two matmuls, in the order of the program.
+    "products/2": "q+v+wi+wo",
+    "products/3": "q+o+wo",
+    "products-o": "q+k+v+wi+wg+wo",
+    "products/2-q-k": "v+wi+wo",
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_is_of_products_in_the_order_of_the_program(pattern: str) -> None:
+    found, same = (run("fused", f"layers:keep={keep}")[1] for keep in (pattern, PATTERNS[pattern]))
+    assert again(found) == again(same) and stacks(found) == stacks(same)
+    assert memory(found).peak == memory(same).peak
+
+
+def test_a_pattern_leaves_out_what_it_names() -> None:
+    graph = mixture(layers=2, **SIZES, experts=4).step_graph
+    (block,) = (b for b in graph.blocks if loop_name(b, graph) == "layers" and b.saved)
+
+    def makers(*words: str) -> set[str]:
+        return {graph.producer[t].path for t in kept_values(words, block, graph)}
+
+    everywhere, outside = makers("attention"), makers("attention-experts")
+    assert outside == {path for path in everywhere if not path.startswith("experts/")} != everywhere
+    assert makers("products-experts/router-wi-wo") == makers("q", "k", "v", "o")
+    assert makers("products/2-experts") == makers("q", "v")
+
+
 def test_what_is_kept_is_held() -> None:
     peaks = {
         text: memory(run("fused", text)[1]).peak
@@ -200,6 +232,8 @@ def test_narrow_values_are_kept_narrow() -> None:
         ("layers:keep=product", "have no values of kind or scope 'product'; did you mean 'products'"),
         ("layers:keep=", "write the dimension of a loop, or DIM:keep=KIND"),
         ("layers:products", "write the dimension of a loop, or DIM:keep=KIND"),
+        ("layers:keep=products/2-rooter", "no scope or weight 'rooter' to leave out of 'products/2-rooter'"),
+        ("layers:keep=products/0", "have no values of kind or scope 'products/0'; did you mean 'products'"),
     ],
 )
 def test_what_means_nothing_is_refused(text: str, why: str) -> None:
@@ -220,4 +254,11 @@ def test_texts_have_one_form() -> None:
     assert mtf.Options(recompute=frozenset({"layers:keep=attention+products"})).recompute == {
         Recomputed("layers", ("products", "attention"))
     }
+    assert Recomputed.parse("layers:keep=wi+attention+products/2-q+outputs").keep == (
+        "products/2-q",
+        "outputs",
+        "attention",
+        "wi",
+    )
+    assert Recomputed.parse("layers:keep=products/2+products").keep == ("products",)
     assert Recomputed.parse("layers") == Recomputed("layers") and len(KINDS) == 4
