@@ -2,17 +2,18 @@
 
 (1) model FLOPs = sum over matrix products, convolutions and attention, forward and backward, of what the
     mathematics of the model needs: no recomputation, no padding, nothing that a layout repeats or a kernel
-    does again, no products with ones and zeros that only choose (`Work.overhead`), no updates of variables
+    does again, no products with ones and zeros that only choose, no places of experts that stay empty when
+    tokens spread evenly, no pairs that positions hide (`Work.overhead`), no updates of variables
 (2) MFU         = sum over dtypes of (model FLOPs / peak FLOP/s of a device) / (devices * seconds of a step)
 (3) HFU         = the same of the products that the devices run: also those of recomputation, and those that a
     layout repeats
 
-(Chowdhery et al. 2022, "PaLM", appendix B.) Where positions hide keys (a causal mask, a window), fused
-attention counts the pairs that see each other, as Megatron-LM's `num_floating_point_operations` does of
-causal attention. PaLM's appendix and torchtitan count all pairs, for causal attention
-6 layers * length * heads * d_kv FLOPs a token more: their MFU of the same step is higher. Attention that is
-written out computes all pairs, and counts them. An expert's places count whether or not a token takes them. A
-branch counts half of the time, a loop that may stop early as if it did not.
+(Chowdhery et al. 2022, "PaLM", appendix B.) Where positions hide keys (a causal mask, a window), attention
+counts the pairs that see each other, as Megatron-LM's `num_floating_point_operations` does of causal
+attention, also where it is written out and computes all. PaLM's appendix and torchtitan count all pairs, for
+causal attention 6 layers * length * heads * d_kv FLOPs a token more: their MFU of the same step is higher. A
+token counts with the experts that it asks for, as long as they have room. A branch counts half of the time, a
+loop that may stop early as if it did not. Imported programs count the products that they write.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ class Work:
 
     Attributes:
       product: (batch, m, n, k) of the matrix product that the operation is; None: it is none.
-      overhead: FLOPs that the model does not need: repeated work of another operation, and products with ones
-        and zeros that only select.
+      overhead: FLOPs that the model does not need: repeated work of another operation, and what
+        `Einsum.needed` leaves out.
       added: rows and width of the partial results that it adds up, one product after the other: of a
         convolution, places times taps, and channels; None: there are none.
       blocked: FLOPs of the matrix unit and operations of the vector unit that take turns in a kernel that

@@ -13,6 +13,7 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import check_rate, project
 from mesh_tf_core.layers.caching import AtPosition, keys_at, last_positions, one_of_all, remembered
 from mesh_tf_core.layers.positions import Rotary
+from mesh_tf_core.ops.attending import visible_pairs
 from mesh_tf_core.ops.attention import attention as fused_attention
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.index import mtf_range
@@ -338,10 +339,22 @@ class Attention:
         others = [d for d in q.shape if d.name not in (*heads, length, self.d_kv.name)]
         positions = [d for d in q.shape if d.name == length]
         dims = Shape([*others, *self.head_dims, *positions, k.dim(memory)])
-        logits = einsum([q * q.dim(self.d_kv.name).size ** -0.5, k], dims)
+        share = self.visible(q, positions[0], k.dim(memory).size) if positions else 1.0
+        logits = einsum([q * q.dim(self.d_kv.name).size ** -0.5, k], dims, needed=share)
         weights = self.weights(logits if bias is None else logits + bias.cast(logits.dtype), mask, memory)
         found = [self.value_dim if d.name == self.d_kv.name else d for d in q.shape]
-        return einsum([dropout(weights, self.dropout), v], found)
+        return einsum([dropout(weights, self.dropout), v], found, needed=share)
+
+    def visible(self, q: Tensor, rows: Dim, keys: int) -> float:
+        """The share of the pairs of a query and one of `keys` keys that positions let see each other."""
+        return self.seen_of(rows.size, keys) if rows.size == keys else 1.0
+
+    def seen_of(self, length: int, keys: int) -> float:
+        """`visible` of a text, with so many keys for every query."""
+        if not (self.causal or self.window):
+            return 1.0
+        back = self.window or length
+        return visible_pairs(0, length, length, back, 0 if self.causal else back - 1) / (length * keys)
 
     def weights(self, logits: Tensor, mask: Tensor | None, memory: str) -> Tensor:
         """The fraction of every key's value that a query takes: the logits' dimensions."""

@@ -45,9 +45,10 @@ def check_rate(layer: object, rate: float) -> None:
         raise UserError(f"{type(layer).__name__}: dropout must be at least 0 and less than 1, found {rate}")
 
 
-def weighted(x: Tensor, w: Tensor, output: Shape | Sequence[Dim]) -> Tensor:
-    """x times a layer's weight, in float8 inside `graph.float8()`."""
-    return float8_einsum([x, w], output) if x.graph.in_float8 else einsum([x, w], output)
+def weighted(x: Tensor, w: Tensor, output: Shape | Sequence[Dim], needed: float = 1.0) -> Tensor:
+    """x times a layer's weight, in float8 inside `graph.float8()`; `needed`: as of `einsum`."""
+    product = float8_einsum if x.graph.in_float8 else einsum
+    return product([x, w], output, needed=needed)
 
 
 def project(

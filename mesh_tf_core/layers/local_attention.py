@@ -90,6 +90,9 @@ class LocalAttention(_InBlocks):
             mixed = self.mix(q, k, v, block, around, seen, given.bias)
             return reshape(self.joined(mixed, parts), x.shape)
 
+    def visible(self, q: Tensor, rows: Dim, keys: int) -> float:
+        return self.seen_of(rows.size * q.dim(self.blocks).size, keys)
+
     def _with_neighbours(self, t: Tensor, around: str) -> Tensor:
         """Keys or values of a block between those of the block before and, if not causal, after."""
         pieces = [shift(t, 1, self.blocks), t]

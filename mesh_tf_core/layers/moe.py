@@ -91,23 +91,25 @@ class MixtureOfExperts:
             return y
         return y * sigmoid(project(x, "shared_gate", [x.dim(self.d_model)], []))
 
-    def feed_forward(self, x: Tensor) -> Tensor:
+    def feed_forward(self, x: Tensor, filled: float) -> Tensor:
         """Every expert's block on its buffers [expert_group, experts, capacity, d_model]."""
-        return blocks(x, [self.experts], self.d_ff, self.d_model, self.activation, self.gated, self.dropout)
+        form = self.d_model, self.activation, self.gated, self.dropout
+        return blocks(x, [self.experts], self.d_ff, *form, filled)
 
 
 def through(
     x: Tensor,
     router: Router,
     experts: Dim,
-    work: Callable[[Tensor], Tensor],
+    work: Callable[[Tensor, float], Tensor],
     names: tuple[str, str, str],
     importance: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens to buffers, buffers through the experts, results back to the tokens.
 
     Args:
-      work: [expert_<group>, experts, capacity, d_model] -> [the first three, any others].
+      work: [expert_<group>, experts, capacity, d_model], and the share of places with tokens -> [the first
+        three, any others].
       names: of x's group, token and features.
 
     Returns:
@@ -119,15 +121,23 @@ def through(
     routed = router(x, choice, token, d.name, importance=importance)
     places = routed.dispatch.dim("capacity")
     sent = einsum([routed.dispatch.cast(x.dtype), x], [b, choice, places, d], chooses=True)
-    back = rename(work(rename(sent, **there)), **{new: old for old, new in there.items()})
+    back = rename(work(rename(sent, **there), routed.filled), **{new: old for old, new in there.items()})
     made = [d for d in x.shape if d.name != d_model] + [d for d in back.shape if d not in (b, choice, places)]
     return einsum([routed.combine.cast(x.dtype), back], made, chooses=True), routed.loss
 
 
 def blocks(
-    x: Tensor, experts: Sequence[Dim], d_ff: Dim, d_model: str, act: str, gated: bool, rate: float
+    x: Tensor,
+    experts: Sequence[Dim],
+    d_ff: Dim,
+    d_model: str,
+    act: str,
+    gated: bool,
+    rate: float,
+    filled: float,
 ) -> Tensor:
-    """A feed-forward block per element of the dimensions `experts` of x, with variables wi, wg and wo."""
+    """A feed-forward block per element of the dimensions `experts` of x, with variables wi, wg and wo;
+    `filled`: the share of x that is tokens."""
     d = x.dim(d_model)
     rest = [n for n in x.shape if n != d]
 
@@ -135,7 +145,7 @@ def blocks(
         stddev = Normal(1 / math.sqrt(inner.size))
         return x.graph.variable(name, [*experts, inner, outer], stddev, activation_dtype=x.dtype)
 
-    h = activation(act)(weighted(x, weight("wi", d, d_ff), [*rest, d_ff]))
+    h = activation(act)(weighted(x, weight("wi", d, d_ff), [*rest, d_ff], filled))
     if gated:
-        h = h * weighted(x, weight("wg", d, d_ff), [*rest, d_ff])
-    return weighted(dropout(h, rate), weight("wo", d_ff, d), x.shape)
+        h = h * weighted(x, weight("wg", d, d_ff), [*rest, d_ff], filled)
+    return weighted(dropout(h, rate), weight("wo", d_ff, d), x.shape, filled)

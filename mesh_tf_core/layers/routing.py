@@ -51,11 +51,13 @@ class Routed:
       combine, dispatch: float32 [others, token, router, capacity]: a token's gate, or 1, at its place in a
         buffer.
       loss: float32 scalar to be added, weighted, to the model's.
+      filled: the share of the buffers' places that tokens take (`Router.filled`).
     """
 
     combine: Tensor
     dispatch: Tensor
     loss: Tensor
+    filled: float
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,18 @@ class Router:
             )
         Jitter(self.jitter)
 
+    @property
+    def asked(self) -> int:
+        """k of equation 4."""
+        return 1
+
     def capacity(self, tokens: int, experts: int) -> int:
         """Places per expert and group (equation 4), at most one per token."""
-        return min(tokens, max(1, math.ceil(tokens * self.capacity_factor / experts)))
+        return min(tokens, max(1, math.ceil(tokens * self.asked * self.capacity_factor / experts)))
+
+    def filled(self, tokens: int, experts: int) -> float:
+        """The share of all places that tokens take if they spread evenly: what the model needs of them."""
+        return min(1.0, tokens * self.asked / (experts * self.capacity(tokens, experts)))
 
     def check(self, experts: int) -> None:
         """UserError unless there are enough experts."""
@@ -95,6 +106,7 @@ class Router:
         per: Sequence[Dim] = (),
         importance: Tensor | None = None,
         names: tuple[str, str] = ("router", "capacity"),
+        needed: float = 1.0,
     ) -> Routed:
         """Routes x [others, token, d_model].
 
@@ -104,18 +116,20 @@ class Router:
           importance: [others, token]; tokens of 1 have all their choices, of less one fewer (if there are
             several), of 0 none.
           names: of the router's variable, and of the buffers' places.
+          needed: the share of x that is tokens, where x is itself a buffer.
         """
         self.check(router.size)
         d, s = x.dim(d_model), x.dim(token)
         w = x.graph.variable(names[0], [*per, d, router], Normal(1 / math.sqrt(d.size)))
         seen = Jitter(self.jitter)(x.cast("float32"))
-        logits = einsum([seen, w], [*x.shape.without(token, d_model), s, router])
+        logits = einsum([seen, w], [*x.shape.without(token, d_model), s, router], needed=needed)
         places = Dim(names[1], self.capacity(s.size, router.size))
         combine, dispatch, loss = self.assigned(self.scored(logits, router), router, s, places, importance)
         if self.z_loss:
             loss = loss + reduce_mean(square(logsumexp(logits, router))) * self.z_loss
         full = [*logits.shape, places]
-        return Routed(transpose(combine, full), transpose(dispatch, full), loss)
+        filled = needed * self.filled(s.size, router.size)
+        return Routed(transpose(combine, full), transpose(dispatch, full), loss, filled)
 
     def scored(self, logits: Tensor, router: Dim) -> Tensor:
         """Probabilities of the experts (equation 1)."""
@@ -174,10 +188,9 @@ class TokenChoice(Router):
                 f"TokenChoice: chosen={self.chosen} must be from 1 to the number of experts, {experts}"
             )
 
-    def capacity(self, tokens: int, experts: int) -> int:
-        """Places per expert and group (equation 4), at most one per token."""
-        used = 1 if self.later == "overflow" else self.chosen
-        return min(tokens, max(1, math.ceil(tokens * used * self.capacity_factor / experts)))
+    @property
+    def asked(self) -> int:
+        return 1 if self.later == "overflow" else self.chosen
 
     def assigned(
         self, p: Tensor, router: Dim, token: Dim, places: Dim, importance: Tensor | None
@@ -254,6 +267,10 @@ class ExpertChoice(Router):
     """
 
     capacity_factor: float = 2.0
+
+    def filled(self, tokens: int, experts: int) -> float:
+        """All places: an expert always chooses."""
+        return 1.0
 
     def assigned(
         self, p: Tensor, router: Dim, token: Dim, places: Dim, importance: Tensor | None

@@ -20,7 +20,6 @@ groups_chosen=4, balance_rate=0.001, with a shared expert.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from mesh_tf_core.errors import UserError, known_names
@@ -100,9 +99,9 @@ class TopExperts(Router):
                 "because scores='sigmoid' adds the two best scores of every group"
             )
 
-    def capacity(self, tokens: int, experts: int) -> int:
-        """Places per expert and group, at most one per token."""
-        return min(tokens, max(1, math.ceil(tokens * self.chosen * self.capacity_factor / experts)))
+    @property
+    def asked(self) -> int:
+        return self.chosen
 
     def scored(self, logits: Tensor, router: Dim) -> Tensor:
         """Equation 1."""

@@ -176,7 +176,7 @@ def check_context(graph: Graph, context: Mapping[str, str]) -> None:
 def is_product(op: Op, operands: Sequence[int]) -> bool:
     """True if the gathers of an operation's inputs, and the scatters of its results, may overlap it in
     chunks."""
-    return isinstance(op, Einsum) and not op.chooses and len(operands) == 2
+    return isinstance(op, Einsum) and op.needed > 0 and len(operands) == 2
 
 
 @per_graph

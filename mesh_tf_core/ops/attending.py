@@ -232,7 +232,7 @@ class AnyAttention(StepCopies, ContextParallel, abstract=True):
                 return max(0, last + -last % kv - max(0, row - back + 1) // kv * kv)
 
             return max(q * sum(map(seen, range(start, start + queries, q))) for start in starts)
-        return max(_seen(start, queries, m, back, ahead) for start in starts)
+        return max(visible_pairs(start, queries, m, back, ahead) for start in starts)
 
     def _blocked(self, *local: TensorType) -> tuple[float, float, float]:
         """Of Pallas's splash attention (jax/experimental/pallas/ops/tpu/splash_attention). It skips blocks
@@ -263,7 +263,7 @@ class AnyAttention(StepCopies, ContextParallel, abstract=True):
         return replace(laid, starts=self._starts(laid.query.shape[-2]), rate=self.rate)
 
 
-def _seen(start: int, queries: int, keys: int, back: int, ahead: int) -> int:
+def visible_pairs(start: int, queries: int, keys: int, back: int, ahead: int) -> int:
     """Pairs of the queries from `start` with keys at position - back < key <= position + ahead."""
 
     def below(n: int) -> int:

@@ -23,11 +23,12 @@ class Einsum(SumRules):
     """Multiplies the inputs and sums out every dimension that `output` does not keep.
 
     Attributes:
-      chooses: a factor of ones and zeros selects elements, as a look-up does.
+      needed: the share of its FLOPs that the model needs: not those of a factor of ones and zeros that only
+        selects, of an expert's empty places, and of pairs that a mask hides.
     """
 
     output: Shape
-    chooses: bool = False
+    needed: float = 1.0
     kind: ClassVar[str] = "matmul"
 
     def roles(self, *inputs: TensorType) -> Roles:
@@ -58,7 +59,7 @@ class Einsum(SumRules):
         return f"{self.name}(output=[{' '.join(self.output.names)}])"
 
     def work(self, *local: TensorType) -> Work:
-        return Work(self._product(local), self.flops(*local) if self.chooses else 0.0)
+        return Work(self._product(local), self.flops(*local) * (1.0 - self.needed))
 
     def _product(self, local: Sequence[TensorType]) -> tuple[int, int, int, int] | None:
         if len(local) != 2:
@@ -77,12 +78,12 @@ class Einsum(SumRules):
         for i, x in enumerate(inputs):
             others = [t for j, t in enumerate(inputs) if j != i]
             found = set(dy.shape.names).union(*(t.shape.names for t in others))
-            dx = einsum([dy, *others], [d for d in x.shape if d.name in found], self.chooses)
+            dx = einsum([dy, *others], [d for d in x.shape if d.name in found], needed=self.needed)
             grads.append(broadcast(dx, x.shape))
         return grads
 
     def unreduced(self, dim: Dim, inputs: Sequence[Tensor]) -> Tensor | None:
-        return einsum(inputs, [dim, *self.output], self.chooses)
+        return einsum(inputs, [dim, *self.output], needed=self.needed)
 
     def summand(self, dim: Dim, parts: Sequence[Tensor], constant: Sequence[bool]) -> Tensor | None:
         return self.unreduced(dim, parts) if self.distributes(constant) else None
@@ -119,12 +120,15 @@ class Broadcast(Move):
         return (einsum([dy], inputs[0].shape),)
 
 
-def einsum(xs: Sequence[Tensor], output: Shape | Sequence[Dim], chooses: bool = False) -> Tensor:
+def einsum(
+    xs: Sequence[Tensor], output: Shape | Sequence[Dim], chooses: bool = False, needed: float = 1.0
+) -> Tensor:
     """Multiplies `xs` by dimension name and sums out the dimensions that `output` lacks.
 
     Args:
       chooses: True if one of `xs` selects elements of another, as a look-up does: it has ones (or weights)
         and zeros. Such products run but do not count as FLOPs of the model.
+      needed: the share of the FLOPs that counts, if not all elements of `xs` mean something.
 
     Example:
       >>> import mesh_tf_core as mtf
@@ -140,7 +144,7 @@ def einsum(xs: Sequence[Tensor], output: Shape | Sequence[Dim], chooses: bool = 
     shape = Shape(output)
     if len(xs) == 1 and xs[0].shape == shape:
         return xs[0]
-    return xs[0].graph.apply(Einsum(shape, chooses), *xs)
+    return xs[0].graph.apply(Einsum(shape, 0.0 if chooses else needed), *xs)
 
 
 def broadcast(x: Tensor, output: Shape | Sequence[Dim]) -> Tensor:

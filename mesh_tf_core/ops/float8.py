@@ -143,7 +143,7 @@ class ScaledEinsum(Einsum):
         raise UserError("scaled_einsum: 8-bit operands have no gradient; use mtf.float8_einsum")
 
     def unreduced(self, dim: Dim, inputs: Sequence[Tensor]) -> Tensor | None:
-        op = ScaledEinsum(Shape([dim, *self.output]), dtype=self.dtype)
+        op = ScaledEinsum(Shape([dim, *self.output]), self.needed, self.dtype)
         out: Tensor = inputs[0].graph.apply(op, *inputs)
         return out
 
@@ -157,13 +157,14 @@ def quantized(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     return x.graph.apply(Quantize(format), x, scale), scale
 
 
-def float8_einsum(xs: Sequence[Tensor], output: Shape | Sequence[Dim]) -> Tensor:
+def float8_einsum(xs: Sequence[Tensor], output: Shape | Sequence[Dim], needed: float = 1.0) -> Tensor:
     """`einsum` of two tensors in float8: e4m3 forward, e5m2 for the gradient of the result.
 
     Each tensor is scaled by its own largest element.
 
     Args:
       xs: two tensors of one float dtype, such as bfloat16, which is also the dtype of the result.
+      needed: as of `einsum`.
     """
     shape = Shape(output)
     types = [x.type for x in xs]
@@ -173,7 +174,7 @@ def float8_einsum(xs: Sequence[Tensor], output: Shape | Sequence[Dim]) -> Tensor
 
     def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Shape) -> Tensor:
         (x, s), (y, t) = a, b
-        made: Tensor = x.graph.apply(ScaledEinsum(out, dtype=types[0].dtype), x, y, s, t)
+        made: Tensor = x.graph.apply(ScaledEinsum(out, needed, types[0].dtype), x, y, s, t)
         return made
 
     def backward(dys: list[Tensor | None], given: list[Tensor], made: list[Tensor]) -> list[Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from examples.bert import model as bert
 from examples.moe_lm import model as mixture
 from examples.resnet import model as resnet
 from examples.transformer_lm import model as transformer
+from layoutopt.importers.huggingface import from_huggingface
 from layoutopt.optimize.evaluation import unsplit_flops
 from layoutopt.optimize.evaluator import evaluate
 from mesh_tf_core import layers as nn
@@ -34,6 +37,9 @@ SIZES: dict[str, Any] = {
 TOKENS = 4 * 32
 MESH, LAYOUT = mtf.Mesh("data:2;model:2"), mtf.Layout("batch:data;d_ff:model")
 LAYOUT_DATA = mtf.Layout("batch:data")
+PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "huggingface_losses.json").read_text())[
+    "models"
+]["mixtral"]["config"]
 
 
 def total(model: mtf.Model) -> float:
@@ -56,7 +62,7 @@ def attention_flops(pairs: int) -> int:
     ("given", "parameters", "pairs"),
     [
         ({}, lm_parameters(4, 2), 32 * 33 // 2),
-        ({"attention": "plain"}, lm_parameters(4, 2), 32 * 32),
+        ({"attention": "plain"}, lm_parameters(4, 2), 32 * 33 // 2),
         ({"kv_heads": 2, "gated": True, "positions": "rotary"}, lm_parameters(2, 3), 32 * 33 // 2),
         ({"tied": True, "positions": "relative", "dropout": 0.1}, lm_parameters(4, 2), 32 * 33 // 2),
         ({"optimizer": "adafactor"}, lm_parameters(4, 2), 32 * 33 // 2),
@@ -127,19 +133,87 @@ def test_a_vectors_product_counts_and_a_scale_does_not(batch: int, out: int) -> 
     assert total(mtf.Model(mtf.reduce_mean(z))) == 2 * batch * (2 * 8 * 16 + 3 * 16 * out)
 
 
-def test_recomputation_microbatches_and_layouts_change_no_model_flops() -> None:
+def test_recomputation_microbatches_stages_and_layouts_change_no_model_flops() -> None:
+    """Three layers on two stages leave one of four slots empty."""
     model, hardware = transformer(**SIZES), load_hardware("tpu-v5p")
+    piped = [("layers:data", mtf.Options(microbatches=2, schedule=s)) for s in ("gpipe", "1f1b")]
     kinds = (
-        mtf.Options(),
-        mtf.Options(recompute=frozenset({"layers"})),
-        mtf.Options(microbatches=2),
-        mtf.Options({"feed_forward/wi": 3}),
+        ("batch:data;d_ff:model", mtf.Options()),
+        ("batch:data;d_ff:model", mtf.Options(recompute=frozenset({"layers"}))),
+        ("batch:data;d_ff:model", mtf.Options(microbatches=2)),
+        ("batch:data;d_ff:model", mtf.Options({"feed_forward/wi": 3})),
+        ("length:model", mtf.Options()),
+        *piped,
     )
-    found = [evaluate(model, MESH, LAYOUT, hardware, options) for options in kinds]
+    found = [evaluate(model, MESH, mtf.Layout(layout), hardware, options) for layout, options in kinds]
     assert len({e.predicted.model_flops for e in found}) == 1
-    assert len({e.predicted.flops_per_device for e in found}) > 1
+    assert len({e.predicted.flops_per_device for e in found}) > 4
     again = found[1].predicted
     assert again.flops_per_device > found[0].predicted.flops_per_device and again.mfu < found[0].predicted.mfu
+
+
+def in_layer(made: Callable[..., Any], *names: str) -> Callable[[float], float]:
+    """A layer's model FLOPs over capacity factors."""
+
+    def flops(capacity: float) -> float:
+        x = mtf.Graph("layer").input(
+            "x", [*(mtf.Dim(n, 16) for n in names), mtf.Dim("d_model", 8)], "float32"
+        )
+        y, loss = made(capacity)(x)
+        return total(mtf.Model(mtf.reduce_mean(y) + loss))
+
+    return flops
+
+
+ROUTERS: dict[str, Callable[[float], Any]] = {
+    "switch": lambda c: nn.TokenChoice(c),
+    "two": lambda c: nn.TokenChoice(c, chosen=2),
+    "overflow": lambda c: nn.TokenChoice(c, chosen=2, later="overflow"),
+    "best": lambda c: nn.TopExperts(c, chosen=2),
+}
+FEW, WIDE = mtf.Dim("experts", 4), mtf.Dim("d_ff", 32)
+MIXTURES = {
+    **{
+        n: in_layer(lambda c, r=r: nn.MixtureOfExperts(FEW, WIDE, r(c)), "batch", "length")
+        for n, r in ROUTERS.items()
+    },
+    "rows and columns": in_layer(
+        lambda c: nn.MixtureOfExperts2D(
+            mtf.Dim("rows", 2), mtf.Dim("columns", 4), WIDE, nn.TokenChoice(c, chosen=2), nn.TokenChoice(c)
+        ),
+        "outer_batch",
+        "batch",
+        "length",
+    ),
+    "attention": in_layer(
+        lambda c: nn.ExpertsAttention(
+            nn.Attention(mtf.Dim("heads", 2), mtf.Dim("d_kv", 4)), FEW, nn.TokenChoice(c)
+        ),
+        "batch",
+        "length",
+    ),
+    "published": lambda c: total(from_huggingface(PUBLISHED, length=32, capacity_factor=c)),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_room_of_experts_changes_no_model_flops(name: str) -> None:
+    """Tokens times the experts of a token, however many places stay empty."""
+    least, *others = (MIXTURES[name](capacity) for capacity in (1.0, 1.25, 2.0, 4.0))
+    assert others == pytest.approx([least] * 3, rel=1e-12)
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_attention_counts_the_pairs_that_see_each_other_in_every_form(window: int) -> None:
+    def flops(kind: Any, **form: Any) -> float:
+        attend = kind(mtf.Dim("heads", 4), mtf.Dim("d_kv", 16), causal=True, window=window, **form)
+        dims = [mtf.Dim("b", 2), mtf.Dim("length", 32), mtf.Dim("d_model", 8)]
+        return total(mtf.Model(mtf.reduce_mean(attend(mtf.Graph("pairs").input("x", dims, "float32")))))
+
+    fused = flops(nn.Attention)
+    assert flops(nn.Attention, attention="plain") == pytest.approx(fused, rel=1e-12)
+    if window:
+        assert flops(nn.LocalAttention) == pytest.approx(fused, rel=1e-12)
 
 
 def test_what_a_reversible_stack_computes_again_is_no_model_work() -> None:
@@ -245,8 +319,9 @@ def test_what_runs_again_counts_as_the_hardwares() -> None:
         evaluate(model, mesh, LAYOUT_DATA, machine, options).predicted for options in (mtf.Options(), again)
     )
     assert plain.hfu is None and found.hfu is not None and found.mfu is not None
-    layers = total(model) - 6 * SIZES["d_model"] * SIZES["vocab"] * TOKENS
+    hidden = attention_flops(32 * 32) - attention_flops(32 * 33 // 2)
+    layers = total(model) + hidden - 6 * SIZES["d_model"] * SIZES["vocab"] * TOKENS
     twice = layers / 3 - 2 * SIZES["layers"] * SIZES["d_model"] * SIZES["d_ff"] * TOKENS
-    assert found.hfu / found.mfu == pytest.approx(1 + twice / total(model), rel=1e-3)
+    assert found.hfu / found.mfu == pytest.approx(1 + (twice + hidden) / total(model), rel=1e-3)
     assert found.tokens_per_second_per_chip == pytest.approx(TOKENS / found.step_seconds)
     assert found.model_flops_per_second_per_chip == pytest.approx(total(model) / found.step_seconds)

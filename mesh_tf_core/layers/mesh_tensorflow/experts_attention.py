@@ -69,11 +69,11 @@ class ExpertsAttention:
         a, d = self.attention, x.dim(self.attention.d_model)
         outputs = [Dim("projections", len(names)), *a.head_dims, a.d_kv]
 
-        def work(parts: Tensor) -> Tensor:
+        def work(parts: Tensor, filled: float) -> Tensor:
             stddev = Normal(1 / math.sqrt(d.size))
             dims = [self.experts, d, *outputs]
             w = x.graph.variable("weight", dims, stddev, activation_dtype=x.dtype)
-            return einsum([parts, w], [*parts.shape.without(d.name), *outputs])
+            return einsum([parts, w], [*parts.shape.without(d.name), *outputs], needed=filled)
 
         with x.graph.scope(names):
             y, loss = through(x, self.router, self.experts, work, (self.group, token, d.name))

@@ -75,12 +75,12 @@ class MixtureOfExperts2D:
                 gate = reduce_sum(routed.combine, self.token)
                 importance = (importance + (gate >= 0.5).cast("float32")) * 0.5
             parts, which = rename(sent, **there), rename(importance, **there)
-            made, loss = self._row(parts, which, places)
+            made, loss = self._row(parts, which, places, routed.filled)
             back = rename(made, **{new: old for old, new in there.items()})
             y = einsum([routed.combine.cast(x.dtype), back], x.shape, chooses=True)
             return y, routed.loss + loss
 
-    def _row(self, x: Tensor, importance: Tensor, places: Dim) -> tuple[Tensor, Tensor]:
+    def _row(self, x: Tensor, importance: Tensor, places: Dim, filled: float) -> tuple[Tensor, Tensor]:
         """Every row's tokens [outer_group, expert_group, rows, places, d_model] through its experts."""
         a, b, d = (x.dim(n) for n in (self.outer_group, f"expert_{self.group}", self.d_model))
         column, tokens = Dim("column_router", self.columns.size), Dim("row_tokens", b.size * places.size)
@@ -88,9 +88,8 @@ class MixtureOfExperts2D:
         apart = [a, self.rows, b, places]
         flat = reshape(reshape(x, [*apart, d]), [a, self.rows, tokens, d])
         which = reshape(reshape(importance, apart), [a, self.rows, tokens])
-        routed = self.inner(
-            flat, column, tokens.name, d.name, [self.rows], which, ("column_router", "column_capacity")
-        )
+        names = "column_router", "column_capacity"
+        routed = self.inner(flat, column, tokens.name, d.name, [self.rows], which, names, filled)
         few = routed.dispatch.dim("column_capacity")
         sent = einsum([routed.dispatch.cast(x.dtype), flat], [a, self.rows, column, few, d], chooses=True)
         made = blocks(
@@ -101,6 +100,7 @@ class MixtureOfExperts2D:
             self.activation,
             self.gated,
             self.dropout,
+            routed.filled,
         )
         back = rename(made, **{new: old for old, new in there.items()})
         y = einsum([routed.combine.cast(x.dtype), back], flat.shape, chooses=True)

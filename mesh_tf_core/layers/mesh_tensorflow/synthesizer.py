@@ -54,12 +54,14 @@ class Synthesizer(Attention):
             weights = self.weights(logits, self.seen(x, given.mask, given.segments), self.memory_length)
             v = project(memory, "v", [d], [self.heads, self.d_kv])
             mixed = [*x.shape.without(d.name), self.heads, self.d_kv]
-            return self.joined(einsum([dropout(weights, self.dropout), v], mixed), x)
+            share = self.visible(x, x.dim(self.length), v.dim(self.memory_length).size)
+            return self.joined(einsum([dropout(weights, self.dropout), v], mixed, needed=share), x)
 
     def _logits(self, x: Tensor, memory: Tensor) -> Tensor:
         """[others (not random), heads, length, memory_length]."""
         g, d, h = x.graph, x.dim(self.d_model), self.heads
         length, keys = x.dim(self.length), memory.dim(self.memory_length)
+        share = self.visible(x, length, keys.size)
         dims = [*x.shape.without(self.length, d.name), h, length, keys]
         q = project(x, "q", [d], [h, self.d_kv]) if self.mixed or self.kind == "dense" else None
 
@@ -69,7 +71,7 @@ class Synthesizer(Attention):
         if self.kind == "dense":
             assert q is not None
             made = weight("made", [self.d_kv, keys], 1 / math.sqrt(self.d_kv.size))
-            synthetic = einsum([relu(q), made], dims)
+            synthetic = einsum([relu(q), made], dims, needed=share)
         elif self.kind == "random":
             synthetic = weight("made", [length, keys], 1.0)
         else:
@@ -79,6 +81,7 @@ class Synthesizer(Attention):
         if not self.mixed:
             return synthetic
         assert q is not None
-        products = einsum([q, project(memory, "k", [d], [h, self.d_kv])], dims) * self.d_kv.size**-0.5
+        products = einsum([q, project(memory, "k", [d], [h, self.d_kv])], dims, needed=share)
+        products = products * self.d_kv.size**-0.5
         part = sigmoid(g.variable("alpha", [], ZEROS, activation_dtype=x.dtype))
         return products * (1.0 - part) + synthetic * part

@@ -69,13 +69,16 @@ class TalkingHeadsAttention(Attention):
                 q = self.rotary(q, self.length, self.d_kv.name)
                 k = self.rotary(k, self.memory_length, self.d_kv.name)
             pairs = [x.dim(self.length), memory.dim(self.memory_length)]
-            products = einsum([q, k], [*others, self.heads, self.key_heads, *pairs]) * self.d_kv.size**-0.5
+            share = self.visible(q, pairs[0], pairs[1].size)
+            products = einsum([q, k], [*others, self.heads, self.key_heads, *pairs], needed=share)
+            products = products * self.d_kv.size**-0.5
             logits = self._talk("logits", products, self.key_heads, self.softmax_heads, x, memory)
             logits = logits if bias is None else logits + bias.cast(logits.dtype)
             weights = self.weights(logits, self.seen(x, given.mask, given.segments), self.memory_length)
             weights = self._talk("weights", weights, self.softmax_heads, self.value_heads, x, memory)
             inner = [self.heads, self.value_heads, self.d_kv]
-            mixed = einsum([dropout(weights, self.dropout), v], [*x.shape.without(self.d_model), *inner])
+            made = [*x.shape.without(self.d_model), *inner]
+            mixed = einsum([dropout(weights, self.dropout), v], made, needed=share)
             return project(mixed, "o", inner, [x.dim(self.d_model)])
 
     def projections(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
