@@ -14,6 +14,8 @@ from reports.reader import PlanLike, plan_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+SEARCH = "to include this section, run `layoutopt search MODEL --report FILE.html`"
+
 
 @dataclass(frozen=True)
 class Chart:
@@ -33,7 +35,7 @@ class Chart:
     draw: Callable[[PlanFile, str], Figure]
     find: Callable[[PlanFile], str]
     tell: Callable[[PlanFile], str]
-    missing: Callable[[PlanFile], str]
+    missing: Callable[[PlanFile], str] = lambda plan: ""
 
     def __call__(self, plan: PlanLike, titled: bool = True) -> Figure:
         """The figure, 400 points wide; `titled` writes its finding above it.

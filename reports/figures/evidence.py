@@ -18,6 +18,7 @@ from layoutopt.plan.units import (
     signed_percent,
 )
 from reports.evidence import typical, typical_of
+from reports.figures.chart import Chart
 from reports.figures.scales import log_steps, padded
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, label, ticks
 from reports.theme import LIGHT
@@ -26,13 +27,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+VALIDATE = (
+    "to measure step times, run `layoutopt validate MODEL --out V.json`; to show them, run `layoutopt "
+    "report PLAN.json --validation V.json`"
+)
+CALIBRATE = (
+    "to include this section, run `layoutopt calibrate --out PROFILE.json`, then search with "
+    "`--hardware PROFILE.json`"
+)
 SQUARE = 316.0
 BAND = 0.2
 PANEL = 128.0
 MOST_PANELS = 6
 
 
-def draw_predicted_measured(plan: PlanFile, title: str = "") -> Figure:
+def _draw_predicted_measured(plan: PlanFile, title: str = "") -> Figure:
     """One dot per layout on two equal logarithmic scales; on the line the prediction is exact."""
     rows = (plan.details.validation or Validation()).timed
     sheet = FigureSheet(SQUARE + 74, title)
@@ -88,7 +97,7 @@ def _mark_chosen(ax: Axes, plan: PlanFile, rows: Sequence[MeasuredLayout]) -> No
             return
 
 
-def find_predicted_measured(plan: PlanFile) -> str:
+def _find_predicted_measured(plan: PlanFile) -> str:
     """The error, and the time lost by choosing by prediction."""
     found = plan.details.validation
     if found is None or not found.timed:
@@ -110,7 +119,7 @@ def find_predicted_measured(plan: PlanFile) -> str:
     return "; ".join(parts)
 
 
-def tell_predicted_measured(plan: PlanFile) -> str:
+def _tell_predicted_measured(plan: PlanFile) -> str:
     """The summary and the first rows in words."""
     rows = (plan.details.validation or Validation()).timed
     told = [
@@ -118,10 +127,10 @@ def tell_predicted_measured(plan: PlanFile) -> str:
         f"{seconds_text(r.measured_seconds)} measured"
         for r in rows[:24]
     ]
-    return f"{find_predicted_measured(plan)}. {'; '.join(told)}."
+    return f"{_find_predicted_measured(plan)}. {'; '.join(told)}."
 
 
-def draw_calibration(plan: PlanFile, title: str = "") -> Figure:
+def _draw_calibration(plan: PlanFile, title: str = "") -> Figure:
     """A panel per kind of measurement: the fit's error at every size."""
     groups = _groups(plan)
     sheet = FigureSheet((PANEL + 16) * len(groups), title)
@@ -178,7 +187,7 @@ def _size(value: float) -> str:
     return f"{rounded(digits(value))}{names[power]}"
 
 
-def find_calibration(plan: PlanFile) -> str:
+def _find_calibration(plan: PlanFile) -> str:
     """The errors of the fit on its measurements."""
     found = plan.details.calibration
     if found is None or not found.samples:
@@ -194,10 +203,28 @@ def find_calibration(plan: PlanFile) -> str:
     )
 
 
-def tell_calibration(plan: PlanFile) -> str:
+def _tell_calibration(plan: PlanFile) -> str:
     """Every panel in words."""
     told = [
         f"{what}: {plural(len(s), 'measurement')}, median error {percent(typical(s) or 0.0)}"
         for what, s in _groups(plan)
     ]
-    return f"{find_calibration(plan)}. {'; '.join(told)}."
+    return f"{_find_calibration(plan)}. {'; '.join(told)}."
+
+
+predicted_measured = Chart(
+    "predicted_measured",
+    "Predicted against measured",
+    _draw_predicted_measured,
+    _find_predicted_measured,
+    _tell_predicted_measured,
+    lambda plan: "" if plan.details.validation and plan.details.validation.timed else VALIDATE,
+)
+calibration = Chart(
+    "calibration",
+    "Calibration",
+    _draw_calibration,
+    _find_calibration,
+    _tell_calibration,
+    lambda plan: "" if plan.details.calibration and plan.details.calibration.samples else CALIBRATE,
+)

@@ -17,6 +17,7 @@ from layoutopt.plan.units import (
     times_text,
 )
 from reports.figures.bars import Bar, Bars, BarSegment, cut_scale
+from reports.figures.chart import SEARCH, Chart
 from reports.figures.scales import byte_steps, round_steps
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, label, text_width, ticks
 from reports.theme import LIGHT
@@ -34,7 +35,7 @@ TOLD = 100
 PLOT = 190.0
 
 
-def draw_memory_by_layout(plan: PlanFile, title: str = "") -> Figure:
+def _draw_memory_by_layout(plan: PlanFile, title: str = "") -> Figure:
     """One bar per layout, its peak memory on a device, against the limit."""
     rows = ranked(plan)[:MOST_LAYOUTS]
     limit = plan.memory_limit
@@ -69,7 +70,7 @@ def _memory_bar(row: Ranked, limit: float | None) -> Bar:
     )
 
 
-def find_memory_by_layout(plan: PlanFile) -> str:
+def _find_memory_by_layout(plan: PlanFile) -> str:
     """The finding in one sentence."""
     limit, peak = plan.memory_limit, plan.predicted.peak_memory_bytes
     if limit is None:
@@ -88,7 +89,7 @@ def find_memory_by_layout(plan: PlanFile) -> str:
     return f"{text}; {some(over, 3, 30)} {verb} not fit" if over else text
 
 
-def tell_memory_by_layout(plan: PlanFile) -> str:
+def _tell_memory_by_layout(plan: PlanFile) -> str:
     """Every bar in words."""
     told = [
         f"{'this plan' if r.is_answer else r.names}: {bytes_text(r.choice.predicted.peak_memory_bytes)}"
@@ -99,7 +100,7 @@ def tell_memory_by_layout(plan: PlanFile) -> str:
     return f"Peak memory on one device by layout. {'; '.join(told)}.{limit}"
 
 
-def draw_memory_timeline(plan: PlanFile, title: str = "") -> Figure:
+def _draw_memory_timeline(plan: PlanFile, title: str = "") -> Figure:
     """Bytes held while the program runs, the variables at the bottom, and the tensors at the peak."""
     found = plan.details.memory or MemoryTimeline()
     holdings = holdings_at_peak(found)[:MOST_HOLDINGS]
@@ -209,7 +210,7 @@ def _holdings(sheet: FigureSheet, found: MemoryTimeline, y: float) -> None:
         sheet.rect(MARGIN, top + 17, (WIDTH - 2 * MARGIN) * min(holding.bytes / peak, 1.0), 6, token)
 
 
-def find_memory_timeline(plan: PlanFile) -> str:
+def _find_memory_timeline(plan: PlanFile) -> str:
     """The peak, and its largest tensors."""
     found = plan.details.memory
     if found is None or not found.points:
@@ -225,7 +226,7 @@ def find_memory_timeline(plan: PlanFile) -> str:
     return text
 
 
-def tell_memory_timeline(plan: PlanFile) -> str:
+def _tell_memory_timeline(plan: PlanFile) -> str:
     """The timeline's phases and the peak in words."""
     found = plan.details.memory
     if found is None or not found.points:
@@ -237,6 +238,23 @@ def tell_memory_timeline(plan: PlanFile) -> str:
     held = "; ".join(f"{h.name} {bytes_text(h.bytes)}" for h in holdings_at_peak(found)[:MOST_HOLDINGS])
     return (
         f"Memory on one device over {len(found.points):,} instructions: "
-        f"{', '.join(parts) or 'one phase'}. {find_memory_timeline(plan)}. Largest tensors at the peak: "
+        f"{', '.join(parts) or 'one phase'}. {_find_memory_timeline(plan)}. Largest tensors at the peak: "
         f"{held or 'not recorded'}."
     )
+
+
+memory_by_layout = Chart(
+    "memory_by_layout",
+    "Memory by layout",
+    _draw_memory_by_layout,
+    _find_memory_by_layout,
+    _tell_memory_by_layout,
+)
+memory_timeline = Chart(
+    "memory_timeline",
+    "Memory during the step",
+    _draw_memory_timeline,
+    _find_memory_timeline,
+    _tell_memory_timeline,
+    lambda plan: "" if plan.details.memory and plan.details.memory.points else SEARCH,
+)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import bytes_text, plural, shorten, some
+from reports.figures.chart import Chart
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, text_width
 from reports.plan import dims_on, lies_on
 from reports.theme import axis_token
@@ -66,7 +67,7 @@ def _shown(sizes: Sequence[tuple[str, int]], turns: Sequence[bool]) -> dict[str,
     return shown
 
 
-def draw_mesh(plan: PlanFile, title: str = "") -> Figure:
+def _draw_mesh(plan: PlanFile, title: str = "") -> Figure:
     """Devices as squares; those that the first device talks to along an axis have the axis's colour."""
     axes = _arrange(plan)
     across = sum((a.shown - 1) * a.step for a in axes if not a.down) + 1
@@ -144,7 +145,7 @@ def _legend(sheet: FigureSheet, plan: PlanFile, axis: _Axis, y: float) -> None:
         sheet.text(WIDTH - MARGIN, y + 32, lies, "muted", SMALL, "right")
 
 
-def find_mesh(plan: PlanFile) -> str:
+def _find_mesh(plan: PlanFile) -> str:
     """The uses of the mesh's axes."""
     if not plan.mesh:
         return "With one device, nothing is split"
@@ -155,7 +156,7 @@ def find_mesh(plan: PlanFile) -> str:
     return "; ".join(parts)
 
 
-def tell_mesh(plan: PlanFile) -> str:
+def _tell_mesh(plan: PlanFile) -> str:
     """The mesh in words."""
     axes = []
     for axis, size in plan.mesh.items():
@@ -166,3 +167,6 @@ def tell_mesh(plan: PlanFile) -> str:
             f"axis {axis} of {size}{lies}, splitting {some(dims_on(plan, axis), 8) or 'nothing'}{said}"
         )
     return f"A mesh of {plural(plan.devices, 'device')}: {'; '.join(axes) or 'no axes'}."
+
+
+mesh = Chart("mesh", "The mesh", _draw_mesh, _find_mesh, _tell_mesh)

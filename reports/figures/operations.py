@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import percent, seconds_text, shorten
 from reports.figures.bars import Bar, Bars, BarSegment
+from reports.figures.chart import SEARCH, Chart
 from reports.figures.time import key_of
 from reports.views.work import OperationWork, work
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 MOST = 12
 
 
-def draw_operations(plan: PlanFile, title: str = "") -> Figure:
+def _draw_operations(plan: PlanFile, title: str = "") -> Figure:
     """One bar per operation and phase: computation and the communication that the step waits for."""
     rows = work(plan)[:MOST]
     high = max((w.seconds for w in rows), default=1.0) or 1.0
@@ -33,7 +34,7 @@ def _bar(one: OperationWork) -> Bar:
     )
 
 
-def find_operations(plan: PlanFile) -> str:
+def _find_operations(plan: PlanFile) -> str:
     """The concentration of the time on few operations."""
     rows = work(plan)
     total = sum(w.seconds for w in rows)
@@ -48,7 +49,7 @@ def find_operations(plan: PlanFile) -> str:
     )
 
 
-def tell_operations(plan: PlanFile) -> str:
+def _tell_operations(plan: PlanFile) -> str:
     """Every bar in words."""
     told = [
         f"{w.name} {w.phase}: {seconds_text(w.compute)} compute, "
@@ -56,3 +57,13 @@ def tell_operations(plan: PlanFile) -> str:
         for w in work(plan)[:MOST]
     ]
     return f"Slowest operations. {'; '.join(told)}."
+
+
+operations = Chart(
+    "operations",
+    "Slowest operations",
+    _draw_operations,
+    _find_operations,
+    _tell_operations,
+    lambda plan: "" if plan.details.lines else SEARCH,
+)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import bytes_text, percent, plural, shorten
+from reports.figures.chart import SEARCH, Chart
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, text_width
 from reports.theme import axis_token
 from reports.views.dims import dimension_rows
@@ -18,7 +19,7 @@ MOST_DIMS = 24
 MOST_VARIABLES = 10
 
 
-def draw_matrix(plan: PlanFile, title: str = "") -> Figure:
+def _draw_matrix(plan: PlanFile, title: str = "") -> Figure:
     """Rows are dimensions, columns mesh axes; a filled cell is a split; the right column is the size on a
     device."""
     rows = dimension_rows(plan)[:MOST_DIMS]
@@ -50,7 +51,7 @@ def draw_matrix(plan: PlanFile, title: str = "") -> Figure:
     return sheet.figure
 
 
-def find_matrix(plan: PlanFile) -> str:
+def _find_matrix(plan: PlanFile) -> str:
     """The number of dimensions that are split."""
     rows = dimension_rows(plan)
     split = [r for r in rows if r.axes]
@@ -60,7 +61,7 @@ def find_matrix(plan: PlanFile) -> str:
     return f"{text}, {whole:,} not split" if plan.details.dims else text
 
 
-def tell_matrix(plan: PlanFile) -> str:
+def _tell_matrix(plan: PlanFile) -> str:
     """Every split in words."""
     rows = dimension_rows(plan)
     split = [f"{r.name} over {' and '.join(r.axes)}" for r in rows if r.axes][:40]
@@ -70,7 +71,7 @@ def tell_matrix(plan: PlanFile) -> str:
     )
 
 
-def draw_pieces(plan: PlanFile, title: str = "") -> Figure:
+def _draw_pieces(plan: PlanFile, title: str = "") -> Figure:
     """A box for each variable; its filled corner is the part that one device holds."""
     rows = grouped(plan)[:MOST_VARIABLES]
     sheet = FigureSheet(46 * len(rows) + 2, title)
@@ -96,7 +97,7 @@ def _piece(sheet: FigureSheet, variable: VariableGroup, plan: PlanFile, x: float
     sheet.frame(x, y, width, height, "rule")
 
 
-def find_pieces(plan: PlanFile) -> str:
+def _find_pieces(plan: PlanFile) -> str:
     """The fraction of all variables that a device holds."""
     whole, local = totals(plan)
     if not whole:
@@ -107,7 +108,7 @@ def find_pieces(plan: PlanFile) -> str:
     )
 
 
-def tell_pieces(plan: PlanFile) -> str:
+def _tell_pieces(plan: PlanFile) -> str:
     """Every drawn variable in words."""
     told = [
         f"{v.name}{f' (× {v.alike})' if v.alike > 1 else ''}, {shape_text(v)}, {split_text(v)}: "
@@ -115,3 +116,21 @@ def tell_pieces(plan: PlanFile) -> str:
         for v in grouped(plan)[:MOST_VARIABLES]
     ]
     return f"The shard of each variable on one device. {'; '.join(told)}."
+
+
+matrix = Chart(
+    "matrix",
+    "Dimensions and axes",
+    _draw_matrix,
+    _find_matrix,
+    _tell_matrix,
+    lambda plan: "" if plan.layout or plan.details.dims else SEARCH,
+)
+pieces = Chart(
+    "pieces",
+    "Shards of the variables",
+    _draw_pieces,
+    _find_pieces,
+    _tell_pieces,
+    lambda plan: "" if plan.details.variables else SEARCH,
+)

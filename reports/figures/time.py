@@ -10,6 +10,7 @@ from layoutopt.plan.details import TimeShares
 from layoutopt.plan.schema import PlanFile, Predicted
 from layoutopt.plan.units import percent, plural, seconds_text, shorten, times_text
 from reports.figures.bars import Bar, Bars, BarSegment, cut_scale
+from reports.figures.chart import SEARCH, Chart
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet
 from reports.views.choices import Ranked, best_alternative, ranked
 from reports.views.work import collective_name, is_collective, shares
@@ -29,7 +30,7 @@ TWIN = "same layout"
 UNFIT = "does not fit"
 
 
-def draw_step_time(plan: PlanFile, title: str = "") -> Figure:
+def _draw_step_time(plan: PlanFile, title: str = "") -> Figure:
     """One bar per layout: compute, the compute that hides communication, and exposed communication add up."""
     rows = ranked(plan)[:MOST_LAYOUTS]
     possible = [r.choice.predicted.step_seconds for r in rows if r.choice.predicted and r.choice.feasible]
@@ -72,7 +73,7 @@ def _time_bar(row: Ranked) -> Bar:
     )
 
 
-def find_step_time(plan: PlanFile) -> str:
+def _find_step_time(plan: PlanFile) -> str:
     """The finding in one sentence."""
     p = plan.predicted
     share = percent(p.exposed_communication_seconds / p.step_seconds) if p.step_seconds else percent(0)
@@ -86,7 +87,7 @@ def find_step_time(plan: PlanFile) -> str:
     return f"{text}; {name} is predicted to be faster, at {times_text(other.ratio)} the time"
 
 
-def tell_step_time(plan: PlanFile) -> str:
+def _tell_step_time(plan: PlanFile) -> str:
     """Every bar in words."""
     told = []
     for row in ranked(plan)[:MOST_LAYOUTS]:
@@ -112,7 +113,7 @@ def _kinds(plan: PlanFile) -> list[str]:
     return sorted(names, key=lambda k: (-first.get(k, 0.0), -max(s.kinds.get(k, 0.0) for s in found), k))
 
 
-def draw_time_by_kind(plan: PlanFile, title: str = "") -> Figure:
+def _draw_time_by_kind(plan: PlanFile, title: str = "") -> Figure:
     """A table of bars: a row per kind of work, a column per layout, one scale."""
     columns = _columns(plan)
     kinds = _kinds(plan)[:MOST_KINDS]
@@ -172,7 +173,7 @@ def _header(sheet: FigureSheet, x: float, width: float, name: str, bold: bool) -
         sheet.text(x + 3, 28 - 14 * position, line, "ink" if bold else "muted", SMALL, bold=bold)
 
 
-def find_time_by_kind(plan: PlanFile) -> str:
+def _find_time_by_kind(plan: PlanFile) -> str:
     """The largest kinds of the answer."""
     found = shares(plan)
     if "answer" not in found:
@@ -190,7 +191,7 @@ def find_time_by_kind(plan: PlanFile) -> str:
     )
 
 
-def tell_time_by_kind(plan: PlanFile) -> str:
+def _tell_time_by_kind(plan: PlanFile) -> str:
     """Every layout's kinds in words."""
     told = []
     for name, share in _columns(plan):
@@ -199,3 +200,14 @@ def tell_time_by_kind(plan: PlanFile) -> str:
         ]
         told.append(f"{'this plan' if name == 'answer' else name}: {', '.join(parts) or 'nothing'}")
     return f"Time by kind of work for {plural(len(told), 'layout')}. " + "; ".join(told) + "."
+
+
+step_time = Chart("step_time", "Step time by layout", _draw_step_time, _find_step_time, _tell_step_time)
+time_by_kind = Chart(
+    "time_by_kind",
+    "Time by kind of work",
+    _draw_time_by_kind,
+    _find_time_by_kind,
+    _tell_time_by_kind,
+    lambda plan: "" if any(s.kinds for s in shares(plan).values()) else SEARCH,
+)

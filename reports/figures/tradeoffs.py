@@ -17,23 +17,29 @@ from layoutopt.plan.units import (
     signed_percent,
     times_text,
 )
+from reports.figures.chart import Chart
 from reports.figures.scales import byte_steps, log_steps, padded, round_steps
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, label, ticks
 from reports.theme import LIGHT
-from reports.views.choices import OnFrontier, frontier
+from reports.views import choices
+from reports.views.choices import OnFrontier
 from reports.views.curves import FACTORS, factor_value, layout_letters
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+COMPARE = (
+    "to compare searches with other hardware, memory or numbers of devices, run `layoutopt report A.json "
+    "B.json`"
+)
 PLOT = 210.0
 PANEL = 152.0
 
 
-def draw_frontier(plan: PlanFile, title: str = "") -> Figure:
+def _draw_frontier(plan: PlanFile, title: str = "") -> Figure:
     """Step time against peak memory; the line joins the layouts that no other beats in both."""
-    points = frontier(plan)
+    points = choices.frontier(plan)
     sheet = FigureSheet(PLOT + 74, title)
     sheet.text(MARGIN, 11, "step time", "muted", SMALL)
     ax = sheet.axes(58, 24, WIDTH - 70, PLOT)
@@ -119,9 +125,9 @@ def _name(ax: Axes, point: OnFrontier, position: int, points: Sequence[OnFrontie
     )
 
 
-def find_frontier(plan: PlanFile) -> str:
+def _find_frontier(plan: PlanFile) -> str:
     """The cost of the knees of the frontier."""
-    points = frontier(plan)
+    points = choices.frontier(plan)
     if not points:
         return "Time against memory"
     knees = [p for p in points if p.knee]
@@ -150,10 +156,10 @@ def _against(point: OnFrontier, plan: PlanFile) -> str:
     )
 
 
-def tell_frontier(plan: PlanFile) -> str:
+def _tell_frontier(plan: PlanFile) -> str:
     """Every point in words."""
     told = []
-    for p in frontier(plan)[:30]:
+    for p in choices.frontier(plan)[:30]:
         mark = " (this plan)" if p.is_answer else ""
         told.append(
             f"{bytes_text(p.predicted.peak_memory_bytes)} and {seconds_text(p.predicted.step_seconds)}"
@@ -162,7 +168,7 @@ def tell_frontier(plan: PlanFile) -> str:
     return f"Peak memory and step time of the Pareto-optimal layouts: {'; '.join(told)}."
 
 
-def draw_sensitivity(plan: PlanFile, title: str = "") -> Figure:
+def _draw_sensitivity(plan: PlanFile, title: str = "") -> Figure:
     """One panel per factor; a letter where the best layout changes."""
     found = plan.details.sensitivity
     sheet = FigureSheet((PANEL + 20) * len(found), title)
@@ -222,7 +228,7 @@ def _panel(sheet: FigureSheet, ax: Axes, one: FactorCurve, letters: dict[str, st
             label(ax, trial.value, ax.get_ylim()[0], words, role, (-6, 14))
 
 
-def find_sensitivity(plan: PlanFile) -> str:
+def _find_sensitivity(plan: PlanFile) -> str:
     """The effect of the largest change of each factor."""
     parts = []
     for one in plan.details.sensitivity:
@@ -238,7 +244,7 @@ def find_sensitivity(plan: PlanFile) -> str:
     return "; ".join(parts) or "How the best step time depends on the hardware"
 
 
-def tell_sensitivity(plan: PlanFile) -> str:
+def _tell_sensitivity(plan: PlanFile) -> str:
     """Every point in words."""
     letters = layout_letters(plan)
     told = []
@@ -251,3 +257,24 @@ def tell_sensitivity(plan: PlanFile) -> str:
             points.append(f"{factor_value(one.factor, t.value)} {step}{layout}")
         told.append(f"{one.factor}: {', '.join(points)}")
     return f"Step time of the best layout. {'; '.join(told)}."
+
+
+def _no_frontier(plan: PlanFile) -> str:
+    if len(choices.frontier(plan)) > 1:
+        return ""
+    if plan.frontier:
+        return "there is no trade-off: the fastest layout also needs the least memory"
+    return "to include this section, run `layoutopt search MODEL --objective pareto --out PLAN.json`"
+
+
+frontier = Chart(
+    "frontier", "Time against memory", _draw_frontier, _find_frontier, _tell_frontier, _no_frontier
+)
+sensitivity = Chart(
+    "sensitivity",
+    "Sensitivity",
+    _draw_sensitivity,
+    _find_sensitivity,
+    _tell_sensitivity,
+    lambda plan: "" if any(s.trials for s in plan.details.sensitivity) else COMPARE,
+)
