@@ -245,6 +245,7 @@ class Variable:
       slot_of: for an optimizer's state, the name of the variable that it belongs to.
       order: order of its first dimension on the devices; None: the model's order.
       even: its shards have equal sizes without padding, as another library holds them.
+      members: for a stack of arrays that another library holds one by one, their names, in order.
     """
 
     name: str
@@ -256,6 +257,7 @@ class Variable:
     slot_of: str | None = None
     order: Interleaved | None = None
     even: bool = False
+    members: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def bytes(self) -> int:

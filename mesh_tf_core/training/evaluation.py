@@ -48,12 +48,14 @@ from mesh_tf_core.ops.reduce import reduce_any, reduce_max, reduce_mean
 from mesh_tf_core.optimizers.base import EMA
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.pipeline import pipelined
+from mesh_tf_core.training.members import VariablePlace, places, read_elsewhere
 from mesh_tf_core.training.prefetch import Prefetch
 from mesh_tf_core.training.rows import Rows
 
 EvaluationBatches = Iterable[Mapping[str, Any]] | Callable[[Any], Iterable[Mapping[str, Any]]]
 """Whole batches, or a function that makes batches of given rows."""
 NO_MEANS: Mapping[str, Variable] = {}
+NO_PLACES: Mapping[str, VariablePlace] = {}
 ABOVE, BELOW = "{} (rows)", "{} (weights of rows)"
 """Names of a result's sums in the program: of the sum itself or a quotient's dividend, and of its divisor."""
 
@@ -82,7 +84,8 @@ class EvaluationPass:
         cluster: Cluster | None = None,
     ) -> None:
         self.cluster = cluster
-        graph = forward(model.graph, means)
+        held = (stored.variable for stored in training.program.variables.values())
+        graph = forward(model.graph, means, places(v for v in held if v.slot_of is None))
         self.size, self.batched = _batch(model)
         self.wanted = tuple(dict.fromkeys(("loss", *model.metrics)))
         self.least: dict[str, float] = {}
@@ -221,15 +224,20 @@ def _true(value: Any, count: int) -> Any:
     return value[:count] if value.ndim else [value]
 
 
-def forward(graph: Graph, means: Mapping[str, Variable] = NO_MEANS) -> Graph:
+def forward(
+    graph: Graph,
+    means: Mapping[str, Variable] = NO_MEANS,
+    held: Mapping[str, VariablePlace] = NO_PLACES,
+) -> Graph:
     """A copy of a graph's forward operations that stores nothing and drops nothing out.
 
     Args:
       means: variable -> the one to read in its place.
+      held: where the training holds its arrays.
     """
     found = copy.deepcopy(graph)
     kept = [n for n in found.nodes if n.phase == Phase.FORWARD and not isinstance(n.op, Assign)]
-    found.nodes[:] = [new for node in kept for new in _read(found, node, means)]
+    found.nodes[:] = [new for node in kept for new in _read(found, node, means, held)]
     for block in found.blocks:
         block.saved.clear()
         for at, node in enumerate(block.nodes):
@@ -257,17 +265,25 @@ def running_means(program: Program, steps: int, what: str) -> Mapping[str, Varia
     return found
 
 
-def _read(graph: Graph, node: Node, means: Mapping[str, Variable]) -> Iterator[Node]:
-    """A node, or if it reads a variable, the reading of the mean in its place, in the variable's dtype."""
-    mean = means.get(node.op.variable.name) if isinstance(node.op, Read) else None
-    if mean is None:
+def _read(
+    graph: Graph, node: Node, means: Mapping[str, Variable], held: Mapping[str, VariablePlace]
+) -> Iterator[Node]:
+    """A node, or if it reads a variable that has a mean, or that the training holds in another way, what
+    reads that in its place, in the variable's dtype."""
+
+    def read(variable: Variable) -> Tensor:
+        found = graph.apply(Read(graph.declare(means.get(variable.name, variable))))
+        return _of_all(found) if REPLICA in found.shape.names else found
+
+    before, found = len(graph.nodes), None
+    if isinstance(node.op, Read):
+        with graph.phase(node.phase, node.scope):
+            found = read_elsewhere(node.op.variable, held, read)
+            if found is None and node.op.variable.name in means:
+                found = read(node.op.variable)
+    if found is None:
         yield node
         return
-    before = len(graph.nodes)
-    with graph.phase(node.phase, node.scope):
-        found = graph.apply(Read(graph.declare(mean)))
-        if REPLICA in found.shape.names:
-            found = _of_all(found)
     made = graph.nodes[before:]
     del graph.nodes[before:]
     yield from made

@@ -50,14 +50,14 @@ def arguments(
                 f"{leaf.path}: the loss does not depend on this parameter, so the model stores the "
                 "parameter but does not train it"
             )
-        w.values[id(v)] = _variable(
-            w, v, leaf.path or "params", leaf, learns, id(v) in stacked, id(v) in scales
-        )
+        members = arrays.stacks.get(v, ())
+        w.values[id(v)] = _variable(w, v, leaf, learns, id(v) in stacked, id(v) in scales, members)
     for v, leaf in arrays.state:
         if v.dtype == KEY:
             w.values[id(v)] = replace(root(f"state/{v.path}", v.shape), stepped=id(v) in changed)
         elif id(v) in used:
-            w.values[id(v)] = _variable(w, v, f"state/{leaf.path}", leaf, False, id(v) in stacked, False)
+            members = arrays.stacks.get(v, ())
+            w.values[id(v)] = _variable(w, v, leaf, False, id(v) in stacked, False, members, "state/")
     for v, leaf in arrays.batch:
         if v.dtype == KEY:
             w.values[id(v)] = root(f"batch/{v.path}", v.shape)
@@ -76,8 +76,17 @@ def _checked(dtype: str, path: str) -> str:
     return our_dtype(dtype)
 
 
-def _variable(w: Writer, v: Var, name: str, leaf: Leaf, trained: bool, stacked: bool, scales: bool) -> Tensor:
-    shape = Shape(w.shape(v))
+def _variable(
+    w: Writer,
+    v: Var,
+    leaf: Leaf,
+    trained: bool,
+    stacked: bool,
+    scales: bool,
+    members: Sequence[Leaf],
+    role: str = "",
+) -> Tensor:
+    name, shape = role + (leaf.path or "params"), Shape(w.shape(v))
     lead = int(stacked and len(v.shape) > 0 and len(w.dims(v, 0)) == 1)
     variable = Variable(
         name,
@@ -87,6 +96,7 @@ def _variable(w: Writer, v: Var, name: str, leaf: Leaf, trained: bool, stacked: 
         trained,
         lead,
         even=True,
+        members=tuple(role + member.path for member in members),
     )
     if name in w.graph.variables:
         raise UserError(f"from_jax: two parameters have the path {name!r}; rename one of the two")

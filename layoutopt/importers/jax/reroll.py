@@ -108,9 +108,8 @@ class _Rerolling:
             ins = [v for v in self.ins if id(v) not in stacked]
             for v, n in self.program.state.items():
                 if id(v) in self.program.member and n >= 0:
-                    self.program.outs[n] = made.left.get(
-                        id(self.program.traced_outs[n]), self.program.outs[n]
-                    )
+                    new, stack = self.program.traced_outs[n], self.program.member[id(v)][0]
+                    self.program.outs[n] = stack if new is v else made.left.get(id(new), self.program.outs[n])
             made.block = EquationBlock([*ins, *made.stacks], self._live(), self.program.outs)
         return made
 

@@ -7,6 +7,7 @@ carried out), because operations broadcast by name. A number represents an array
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -112,7 +113,6 @@ class Writer:
         self.sources: dict[int, str] = {}
         self.notes: list[str] = []
         self.weights: set[int] = set()
-        self._constants = 0
         self.drawn_with: list[Draw] = []
         self._taken = set(names.values())
         self.refusals = Refusals()
@@ -301,12 +301,14 @@ class Writer:
         return total if total is not None else mtf.constant(self.graph, 0, (), dtype)
 
     def stored(self, array: Any, dtype: str, dims: Sequence[Dim]) -> Tensor:
-        """An array of the function as a variable of the graph."""
-        self._constants += 1
+        """An array of the function as a variable of the graph, named by its content: builds of the model with
+        other hyperparameters have other arrays, and share variables by name."""
         shape = Shape(dims)
-        name = f"constants/{self._constants}"
+        content = repr((dtype, shape.sizes)).encode() + np.asarray(array).tobytes()
+        name = f"constants/{zlib.crc32(content):08x}"
         variable = Variable(name, shape, dtype, beginning(array, shape), False)
-        return self.graph.read(self.graph.declare(variable))
+        found = self.graph.variables.get(name) or self.graph.declare(variable)
+        return mtf.rename(self.graph.read(found), **dict(zip(found.shape.names, shape.names, strict=True)))
 
     # -- blocks --------------------------------------------------------------------------------------------
 

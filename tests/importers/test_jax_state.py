@@ -1,0 +1,131 @@
+"""State of a JAX function: in one variable or many, evaluated by another build, and in microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import layoutopt
+import mesh_tf_core as mtf
+
+LAYERS, WIDTH, ROWS = 3, 16, 8
+RATES: dict[str, tuple[float, ...]] = {
+    "alike": (0.25, 0.25, 0.25),
+    "rising": (0.1, 0.2, 0.3),
+    "first": (0.25, 0.0, 0.0),
+    "last": (0.0, 0.0, 0.25),
+}
+"""Rates of dropout: which layers become a loop depends on them."""
+
+
+def numbers(*shape: int, seed: int = 0) -> Any:
+    return (np.random.default_rng(seed).normal(size=shape) * 0.3).astype(np.float32)
+
+
+TABLES = numbers(WIDTH, seed=8), numbers(WIDTH, seed=9)
+BATCH = {"x": numbers(ROWS, WIDTH, seed=7)}
+PARAMS = {
+    "blocks": [
+        {"up": numbers(WIDTH, 24, seed=i), "down": numbers(24, WIDTH, seed=10 + i)} for i in range(LAYERS)
+    ]
+}
+STATE = [{"count": np.zeros((), np.uint32), "mean": numbers(WIDTH, seed=20 + i)} for i in range(LAYERS)]
+
+
+def dropping(rates: tuple[float, ...]) -> Callable[..., Any]:
+    """A loss of layers that count their draws, with a table that only training reads, before another."""
+
+    def loss(params: Any, state: Any, batch: Any, key: Any) -> Any:
+        h, new = batch["x"], []
+        for p, s, rate in zip(params["blocks"], state, rates, strict=True):
+            u = jnp.tanh(h @ p["up"]) @ p["down"]
+            if rate:
+                key, own = jax.random.split(key)
+                u = jnp.where(jax.random.bernoulli(own, 1 - rate, u.shape), u / (1 - rate), 0.0)
+                s = {"count": s["count"] + 1, "mean": s["mean"]}
+            h = h + u + s["mean"]
+            new.append(s)
+        h = (h + TABLES[0] if any(rates) else h) * TABLES[1]
+        return (h**2).mean(), new
+
+    return loss
+
+
+def built(rates: tuple[float, ...]) -> layoutopt.JaxModel:
+    given = {"state": STATE, "rng": jax.random.key(0), "optimizer": "sgd"}
+    return layoutopt.from_jax(dropping(rates), PARAMS, BATCH, **given)
+
+
+def held(trainer: mtf.Trainer, of: Any) -> Any:
+    """One of the user's arrays, of the variable that holds it."""
+    found = np.asarray(trainer.engine.read(of.variable))
+    return (found if of.layer is None else found[of.layer]).reshape(of.shape)
+
+
+@pytest.mark.parametrize("rates", RATES)
+def test_another_build_of_a_model_evaluates_the_arrays_of_the_training(rates: str) -> None:
+    """Whatever layers are a loop in one of the two, and whatever tables only one of them has."""
+    model, still = built(RATES[rates]), built((0.0,) * LAYERS)
+    trainer = mtf.Trainer(model, mtf.Mesh("a:2"), mtf.Layout("batch:a"), engine="lockstep")
+    trainer.step(BATCH)
+    blocks = [
+        {k: held(trainer, model.origin.parameters[f"blocks/{i}/{k}"]) for k in ("up", "down")}
+        for i in range(LAYERS)
+    ]
+    wanted, _ = dropping((0.0,) * LAYERS)({"blocks": blocks}, STATE, BATCH, jax.random.key(0))
+    assert trainer.evaluate([BATCH], model=still)["loss"] == pytest.approx(float(wanted), rel=1e-5)
+
+
+class Block(nnx.Module):
+    """A layer of Flax that counts its draws."""
+
+    def __init__(self, rate: float, rngs: nnx.Rngs) -> None:
+        self.up, self.down = nnx.Linear(WIDTH, 24, rngs=rngs), nnx.Linear(24, WIDTH, rngs=rngs)
+        self.drop = nnx.Dropout(rate, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return x + self.drop(self.down(jax.nn.gelu(self.up(x))))
+
+
+class Net(nnx.Module):
+    """Such layers, one after the other."""
+
+    def __init__(self, layers: int, rate: float) -> None:
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List([Block(rate, rngs) for _ in range(layers)])
+
+    def __call__(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def flax(layers: int, rate: float) -> tuple[Callable[..., Any], Any, Any]:
+    """Loss, parameters and state of a network of Flax."""
+    definition, params, rest = nnx.split(Net(layers, rate), nnx.Param, ...)
+
+    def loss(params: Any, rest: Any, batch: Any) -> Any:
+        net = nnx.merge(definition, params, rest)
+        value = jnp.square(net(batch["x"])).mean()
+        return value, nnx.state(net, nnx.Not(nnx.Param))
+
+    return loss, params, rest
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4])
+def test_a_network_of_flax_is_evaluated_without_dropout(layers: int) -> None:
+    models = []
+    for rate in (0.5, 0.0):
+        loss, params, rest = flax(layers, rate)
+        models.append(layoutopt.from_jax(loss, params, BATCH, state=rest, optimizer="sgd"))
+    trainer = mtf.Trainer(models[0], mtf.Mesh("a:1"), mtf.Layout(""), engine="lockstep")
+    wanted = float(loss(params, rest, BATCH)[0])
+    assert trainer.evaluate([BATCH], model=models[1])["loss"] == pytest.approx(wanted, rel=1e-5)
+    dropped = trainer.step(BATCH)["loss"]
+    assert abs(float(dropped) - wanted) > 0.01 * wanted
