@@ -1,8 +1,9 @@
-"""What the stored results say of predictions for each preset, in short: `costmodels/hardware/known.json`.
+"""The errors of predictions by kind of run: `costmodels/hardware/known.json`.
 
     python -m benchmarks.known
 
-writes it anew from `results/published.json` and `results/verify.json`; who writes these calls `write`.
+writes it anew from `results/`; who writes these calls `write`. Every run that was predicted is a row; rows of
+one kind (hardware, software, pipeline stages, mixture of experts, part in a fit) are stored together.
 """
 
 from __future__ import annotations
@@ -11,49 +12,164 @@ import json
 import math
 import statistics
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.one_gpu import STEPS
+from benchmarks.published_rows import read
 from costmodels.calibration.tpus import GENERATIONS
-from costmodels.hardware import split_name
+from costmodels.hardware import load_hardware, split_name
 from costmodels.hardware.known import FILE
+from costmodels.pricing.compilers import compiler_of
+from costmodels.pricing.compilers.base import Compiler
+from costmodels.pricing.compilers.xla import XlaGpu
 
 RESULTS = Path(__file__).parent / "results"
+FUSED = "TransformerEngine", "torch.compile", "OneFlow graph", "JAX"
+"""In the names of frameworks whose kernels are compiled, or large and written by hand: a preset of the
+profile `xla-gpu` stands for these (`benchmarks.published_gpu.COMPILED`)."""
+
+
+@dataclass(frozen=True)
+class KnownRow:
+    """A run that was predicted.
+
+    Attributes:
+      hardware: the preset that priced it.
+      software: what ran it (`Compiler.software`).
+      priced: the software that the prediction assumed.
+      stages, mixture: whether it had pipeline stages, and experts.
+      fitted: it had a part in a constant.
+      seconds, memory: predicted over published, less 1; None: not published.
+    """
+
+    table: str
+    run: str
+    hardware: str
+    software: str
+    priced: str
+    stages: bool
+    mixture: bool
+    fitted: bool
+    seconds: float | None
+    memory: float | None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        return self.hardware, self.software, self.priced, self.stages, self.mixture, self.fitted
+
+
+def rows() -> Iterator[KnownRow]:
+    """Every judged run of the result pages, once."""
+    yield from _published()
+    yield from _pipelined()
+    yield from _unseen()
+    yield from _own()
+
+
+def _published() -> Iterator[KnownRow]:
+    for table, found in _read("published")["tables"].items():
+        listed = {row.get("case", ""): row.get("memory_gib") for row in read(table)}
+        for row in found["rows"]:
+            if row["not_judged"]:
+                continue
+            name = split_name(row["hardware"])[0]
+            ran = profile(name).software if row["compiled"] else Compiler.software
+            held, gib = row["predicted_bytes"] / 2**30, listed.get(row["run"])
+            yield KnownRow(
+                table.removeprefix("published/").removesuffix(".csv"),
+                row["run"],
+                name,
+                ran,
+                ran,
+                False,
+                False,
+                row["fitted"],
+                row["predicted_seconds"] / row["published_seconds"] - 1,
+                held / float(gib) - 1 if gib else None,
+            )
+
+
+def _pipelined() -> Iterator[KnownRow]:
+    """vTrain's, by one program for all stages, as plans are."""
+    for row in _read("published_pipelines")["rows"]:
+        name, table = "a100-eager", row["table"].removeprefix("published/").removesuffix(".csv")
+        ran, error = profile(name).software, row["one_program_seconds"] / row["published_seconds"] - 1
+        yield KnownRow(table, row["run"], name, ran, ran, True, False, False, error, None)
+
+
+def _unseen() -> Iterator[KnownRow]:
+    for table, found in _read("unseen")["tables"].items():
+        listed = {row["case"]: row["framework"] for row in read(f"unseen/{table}.csv")}
+        for row in found["found"]:
+            priced = profile(row["hardware"]).software
+            fused = any(word in listed[row["name"]] for word in FUSED)
+            predicted, gib = row.get("predicted_seconds"), row.get("predicted_gib")
+            yield KnownRow(
+                table,
+                row["name"],
+                row["hardware"],
+                priced if fused else Compiler.software,
+                priced,
+                "layers:" in row["layout"],
+                row["family"] == "moe",
+                False,
+                predicted / row["seconds"] - 1 if predicted and row["seconds"] else None,
+                gib / row["gib"] - 1 if gib and row["gib"] else None,
+            )
+
+
+def _own() -> Iterator[KnownRow]:
+    """Steps of our own on one GPU."""
+    stored = _read("one_gpu")
+    for name, row in stored["steps"].items():
+        off = {k: row["predicted"][k] / row["measured"][k] - 1 for k in row["measured"]}
+        ran, mixture = XlaGpu.software, "moe" in STEPS[name][0]
+        errors = off["step_seconds"], off["peak_memory_bytes"]
+        yield KnownRow("one_gpu", name, stored["hardware"], ran, ran, False, mixture, False, *errors)
 
 
 def known() -> dict[str, Any]:
     """The content of the file."""
-    published, verified = (_read(name) for name in ("published", "verify"))
-    found: dict[str, dict[str, Any]] = defaultdict(dict)
-    for name, rows in _by_hardware(published).items():
-        errors = [abs(r["predicted_seconds"] / r["published_seconds"] - 1) for r in rows]
-        found[name]["steps"] = {
-            "rows": len(rows),
-            "fitted": sum(r["fitted"] for r in rows),
-            "mean": round(statistics.fmean(errors), 4),
-            "worst": round(max(errors), 4),
-        }
-    for name, compiled in _by_topology(verified).items():
-        found[name]["compiler"] = {
+    kinds = defaultdict(list)
+    for row in rows():
+        kinds[row.kind].append(row)
+    names = "hardware", "software", "priced", "stages", "mixture", "fitted"
+    compilers = {
+        name: {
             "rows": len(compiled),
             "compute": _typical(compiled, "compute_seconds"),
             "memory": _typical(compiled, "peak_memory_bytes"),
         }
-    dates = {"published": published["date"], "verify": verified["date"]}
-    return {"made_of": dates, "hardware": dict(sorted(found.items()))}
+        for name, compiled in sorted(_by_topology(_read("verify")).items())
+    }
+    sources = ("published", "published_pipelines", "unseen", "one_gpu", "verify")
+    return {
+        "made_of": {name: _read(name)["date"] for name in sources},
+        "kinds": [
+            {
+                **dict(zip(names, kind, strict=True)),
+                "seconds": [round(r.seconds, 4) for r in found if r.seconds is not None],
+                "memory": [round(r.memory, 4) for r in found if r.memory is not None],
+            }
+            for kind, found in sorted(kinds.items())
+        ],
+        "compiler": compilers,
+    }
 
 
+@cache
+def profile(hardware: str) -> Compiler:
+    """The profile that a preset is priced by."""
+    return compiler_of(load_hardware(hardware))
+
+
+@cache
 def _read(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return found
-
-
-def _by_hardware(published: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    found = defaultdict(list)
-    for table in published["tables"].values():
-        for row in table["rows"]:
-            if not row["not_judged"]:
-                found[split_name(row["hardware"])[0]].append(row)
     return found
 
 
@@ -73,7 +189,11 @@ def _typical(rows: list[dict[str, Any]], what: str) -> float:
 
 def write() -> None:
     """Writes the file."""
-    FILE.write_text(json.dumps(known(), indent=1) + "\n", encoding="utf-8")
+    _read.cache_clear()
+    found = known()
+    kinds = ",\n  ".join(map(json.dumps, found.pop("kinds")))
+    rest = json.dumps(found, indent=1).removesuffix("\n}")
+    FILE.write_text(f'{rest},\n "kinds": [\n  {kinds}\n ]\n}}\n', encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ import mesh_tf_core as mtf
 from benchmarks.unseen_memory import RULES, by_rule
 from costmodels.pricing.lines import Cost
 from examples import bert, moe_lm, transformer_lm
-from layoutopt.plan.machine_details import errors_known
 from mesh_tf_core.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -204,7 +203,7 @@ def priced(row: Row) -> dict[str, Any]:
         found["seconds_by_kind"] = by_kind(answers[0].evaluation.cost)
     if row.table == NANOTRON:
         held = by_rule(answers[0].evaluation, row.sizes)
-        known, limit = errors_known(answers[0].evaluation.prices.hardware), answers[0].limit
+        known, limit = answers[0].evaluation.known, answers[0].limit
         found["held"] = {
             words: {"gib": gib, "fits": known.fits(gib * 2**30, limit)} for words, gib in held.items()
         }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.pages.tables import caption, prose, ratio, share, span, stored, table
+from costmodels.hardware.known import FILE
 
 HEAD = """\
 # Accuracy
@@ -34,6 +36,17 @@ fit.
 NEMO = """\
 **NeMo's interleaved pipelines.** The {runs} runs without recomputation are predicted {least} to {most}
 too slow.
+"""
+KIND = """\
+## By kind of run
+
+`search`, `cost`, `explain` and reports show the errors of the plan's kind: its preset, its software, with or
+without pipeline stages, a dense model or a mixture of experts. The rows are all runs of this page and
+of [our own measurements](gpu.md) that had no part in a fit (`benchmarks/known.py`). A preset of a GPU
+stands for compiled or fused kernels (XLA, torch.compile, TransformerEngine), one that ends in `-eager`
+for kernels launched one by one. Where runs of other software were predicted with the preset, the
+answer shows their errors too. *Memory* is the mean by which predicted peaks were too low; a plan that
+leaves less memory free *barely* fits.
 """
 EARLIER_TABLES = """\
 ## Earlier runs
@@ -98,6 +111,7 @@ REASONS = """\
   neither, so they are predicted too fast.
 """
 ERRORS = ("runs", "mean error", "bias", "worst")
+KIND_ERRORS = (*ERRORS, "memory (peaks)")
 
 
 def page() -> Iterator[str]:
@@ -108,6 +122,8 @@ def page() -> Iterator[str]:
     yield from table(("program and hardware", "table", *ERRORS), _unseen())
     yield _held(unseen["nanotron_llama1b_h100"])
     yield _nemo(unseen["dgxc_pipelines_h100"])
+    yield prose(KIND)
+    yield from table(("preset", "predicted for", "model", "pipeline", "run by", *KIND_ERRORS), _by_kind())
     yield prose(EARLIER_TABLES)
     yield caption("python -m benchmarks.published", "published")
     free, rest = _rows(found["tables"], NO_PART), _rows(found["tables"], PARTS.keys() - NO_PART.keys())
@@ -142,6 +158,26 @@ def _unseen() -> Iterator[tuple[object, ...]]:
         found = tables[name]
         read = ", *read*" if found["looked_at"] else ""
         yield f"{what}{read}", f"`{name}`", found["time"]["rows"], *_signed(found["time"])
+
+
+def _by_kind() -> Iterator[tuple[object, ...]]:
+    for kind in json.loads(FILE.read_text(encoding="utf-8"))["kinds"]:
+        if kind["fitted"]:
+            continue
+        errors, low = kind["seconds"], [max(0.0, -e) for e in kind["memory"]]
+        same = kind["software"] == kind["priced"]
+        yield (
+            f"`{kind['hardware']}`",
+            kind["priced"],
+            "mixture of experts" if kind["mixture"] else "dense",
+            "yes" if kind["stages"] else "no",
+            "the same" if same else kind["software"],
+            len(errors),
+            share(statistics.fmean(map(abs, errors))),
+            f"{100 * statistics.fmean(errors):+.1f} %",
+            share(max(map(abs, errors))),
+            f"{share(statistics.fmean(low))} ({len(low)})" if low else "",
+        )
 
 
 def _held(found: Mapping[str, Any]) -> str:

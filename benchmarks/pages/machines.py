@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import fmean
 
 from benchmarks.pages.tables import prose, share, table
 from costmodels.hardware import Hardware, hardware_names, load_hardware
-from costmodels.hardware.known import known_errors
+from costmodels.hardware.known import known_kinds
+from costmodels.pricing.compilers import compiler_of
 from layoutopt.plan.units import bytes_text, rate_text
 
 HEAD = """\
@@ -19,8 +21,8 @@ layoutopt shows how to [add a chip](../guides/extending.md#a-chip).
 Besides the presets of the table, `cpu-local` is your machine after
 [calibration](../explanation/calibration.md), and `cpu-jax` describes XLA on virtual CPU devices.
 
-The mean error is that of predicted step times, compared with [published ones](../results/accuracy.md).
-Fitted runs helped to set a constant of the preset.
+The mean error is that of predicted step times of runs that had no part in a fit
+([by kind](../results/accuracy.md#by-kind-of-run)).
 """
 HEADS = (
     "name",
@@ -53,8 +55,7 @@ def _row(machine: Hardware) -> tuple[object, ...]:
 
 
 def _error(machine: Hardware) -> str:
-    steps = known_errors(machine).get("steps")
-    if not steps:
-        return "not compared"
-    fitted = f", {steps['fitted']} fitted" if steps["fitted"] else ""
-    return f"{share(steps['mean'])} ({steps['rows']}{fitted})"
+    software = compiler_of(machine).software
+    own = (k for k in known_kinds(machine) if k["software"] == k["priced"] == software and not k["fitted"])
+    errors = [abs(e) for k in own for e in k["seconds"]]
+    return f"{share(fmean(errors))} ({len(errors)})" if errors else "not compared"

@@ -30,7 +30,6 @@ from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.plan.build import Plan
 from layoutopt.plan.details import Robustness
-from layoutopt.plan.machine_details import hardware_details
 from layoutopt.plan.notebook import Shown, table
 from layoutopt.plan.results import (
     Against,
@@ -333,9 +332,8 @@ def peak_text(memory: MemoryProfile) -> str:
 
 def _other_numbers(plan: Plan, machine: Hardware) -> list[str]:
     """Numbers of the hardware that are not those that the plan was made with, as far as it says these."""
-    said, now = plan.data.details.hardware, hardware_details(machine, plan.mesh)
-    before = {n.path: n.value for n in said.numbers} if said else {}
-    return [n.path for n in now.numbers if n.path in before and before[n.path] != n.value]
+    said, now = plan.data.details.hardware, {path: n.given for path, n in machine.numbers()}
+    return [n.path for n in said.numbers if n.path in now and now[n.path] != n.value] if said else []
 
 
 def _checked(

@@ -17,7 +17,6 @@ from layoutopt.optimize.entry import search
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import check_limit, evaluate
 from layoutopt.plan.build import Plan, axes_of, given_fields
-from layoutopt.plan.machine_details import errors_known
 from layoutopt.plan.notebook import Shown, table
 from layoutopt.plan.results import Best, CostResult, Finding, LintResult
 from layoutopt.plan.schema import Predicted
@@ -76,7 +75,7 @@ class PricedLayout(Shown):
     def notes(self) -> tuple[str, ...]:
         """Notes on the predicted time and memory."""
         of, said = self.evaluation, {found.message for found in self.findings}
-        doubt = errors_known(of.prices.hardware).barely(self.predicted.peak_memory_bytes, self.limit)
+        doubt = of.known.barely(self.predicted.peak_memory_bytes, self.limit)
         notes = [n for n in (*of.model.notes(self.options), *of.notes) if n not in said]
         return (*notes, *_idle(of, self.options), *([doubt] if doubt else []))
 
@@ -101,8 +100,8 @@ class PricedLayout(Shown):
         """A doubt about the memory; '' where there is none."""
         if not self.fits:
             return ", does not fit"
-        known = errors_known(self.evaluation.prices.hardware)
-        return ", barely fits" if known.barely(self.predicted.peak_memory_bytes, self.limit) else ""
+        known, peak = self.evaluation.known, self.predicted.peak_memory_bytes
+        return ", barely fits" if known.barely(peak, self.limit) else ""
 
     def to_frame(self) -> Any:
         """One row per instruction, in the order of the program. Times are those of one of its `runs`."""

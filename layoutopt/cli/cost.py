@@ -153,7 +153,7 @@ def _show(
     )
     from layoutopt.cli.plan_tables import decided_rows
     from layoutopt.plan.build import decided
-    from layoutopt.plan.machine_details import errors_known, sure
+    from layoutopt.plan.machine_details import sure
     from layoutopt.plan.trade_names import trade_names
     from reports.views import facts as told
 
@@ -161,7 +161,7 @@ def _show(
     said = decided(found.decided, found.layout, found.pipeline)
     forms = trade_names(loaded.model, found.program.mesh, found.layout, said)
     peak = held.points[held.at].origin if held.points else None
-    fits = errors_known(machine).fits(held.peak, limit)
+    fits = found.known.fits(held.peak, limit)
     rows = [
         ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
         ("mesh", f"{found.program.mesh} ({found.program.mesh.devices} devices)"),
@@ -179,7 +179,7 @@ def _show(
             + (f", peak in {peak.scope or 'the model'} ({peak.phase})" if peak else ""),
         ),
         *([("host", found.predicted.host)] if found.predicted.host else []),
-        ("accuracy", sure(machine)),
+        ("accuracy", sure(machine, found.known)),
         ("fits", fits if reason is None else f"no: {reason}"),
     ]
     tables = [

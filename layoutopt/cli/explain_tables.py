@@ -15,7 +15,7 @@ from layoutopt.cli.terminal import Terminal, facts, layout_text
 from layoutopt.cli.ways import show_turning, show_ways
 from layoutopt.plan.build import decided
 from layoutopt.plan.covered import listed
-from layoutopt.plan.machine_details import errors_known, sure
+from layoutopt.plan.machine_details import sure
 from layoutopt.plan.units import bytes_text, seconds_text, share_text
 from layoutopt.space.undivided import few
 from mesh_tf_core.lower.placement import KEEP
@@ -151,9 +151,9 @@ def show_explained(terminal: Terminal, planned: Planned, found: Explained) -> No
         checks += [("recheck", str(proof)), ("allowed", allowed_text(proof.allowed) or "what is usual")]
     held = [("idle", words) for words in evaluation.waits]
     held += [("peak", peak_text(evaluation.memory)), ("binds", _binds(found))]
-    known = errors_known(found.hardware)
+    known = evaluation.known
     fits = partial(known.fits, limit=limit)
-    rows = [*summary(found.plan, fits, limit, sure(found.hardware)), *checks, *held]
+    rows = [*summary(found.plan, fits, limit, sure(found.hardware, known)), *checks, *held]
     terminal.show(facts(rows, verdicts(found.plan, fits)))
     worths = (
         ("What each split is worth", found.splits, "without it"),

@@ -31,9 +31,10 @@ Fits = Callable[[float], str]
 
 def show_plan(terminal: Terminal, plan: Plan, limit: int, machine: Hardware) -> None:
     """Prints a plan; `limit` is the memory of a device that it was searched for, on this machine."""
-    known = errors_known(machine)
+    assert plan.model is not None
+    known = errors_known(machine, plan.model, plan.data.pipeline)
     fits = partial(known.fits, limit=limit)
-    answer = facts(summary(plan, fits, limit, sure(machine)), verdicts(plan, fits))
+    answer = facts(summary(plan, fits, limit, sure(machine, known)), verdicts(plan, fits))
     terminal.show(answer, "", alternatives_table(plan, fits))
     if plan.data.frontier:
         terminal.show("", frontier_table(plan.data, fits))

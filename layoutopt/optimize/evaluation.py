@@ -12,6 +12,8 @@ from costmodels.pipeline_bubble import waiting
 from costmodels.pricing.pricer import Cost, Line, Pricer
 from costmodels.pricing.refused import sentences
 from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
+from layoutopt.plan.known import Known
+from layoutopt.plan.machine_details import errors_known
 from layoutopt.plan.schema import Predicted
 from layoutopt.plan.units import seconds_text, share_text, size_text
 from layoutopt.space.undivided import Undivided, split_stages, stored_at, undivided
@@ -123,6 +125,11 @@ class Evaluation:
     def pipeline(self) -> Mapping[str, int]:
         """Dimensions of layers that are pipeline stages -> number of stages."""
         return self.model.stages(self.program.mesh, self.program.layout)
+
+    @cached_property
+    def known(self) -> Known:
+        """The known errors of predictions of its kind."""
+        return errors_known(self.prices.hardware, self.model, self.pipeline)
 
     @property
     def predicted(self) -> Predicted:

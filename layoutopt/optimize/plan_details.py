@@ -53,7 +53,7 @@ def with_details(
     return plan.with_details(
         source=source,
         source_sha256=dict(hashes),
-        hardware=hardware_details(hardware, plan.mesh),
+        hardware=hardware_details(hardware, plan.mesh, found.known),
         parallelism=trade_names(model, plan.mesh, plan.layout, plan.data),
         dims={name: max(sizes) for name, sizes in model.graph.dims().items()},
         variables=tuple(_variables(found.program)),

@@ -34,7 +34,6 @@ from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.build import Plan, axes_of, decided, model_info
-from layoutopt.plan.machine_details import errors_known
 from layoutopt.plan.schema import Alternative, PlanFile, ProofStatus, SolverInfo
 from layoutopt.plan.trade_names import trade_names
 from layoutopt.plan.units import bytes_text, memory_option, percent, some
@@ -297,7 +296,7 @@ def _uneven(name: str, size: int, ways: int, split: int, microbatches: int) -> s
 
 def _tight(request: Request, of: Evaluation, others: Sequence[Alternative]) -> list[str]:
     """That a plan barely fits, why that may not be enough, and what leaves more memory."""
-    known, limit, step = errors_known(request.hardware), request.limit, of.cost.step_seconds
+    known, limit, step = of.known, request.limit, of.cost.step_seconds
     doubt = known.barely(of.memory.peak, limit)
     if not doubt or request.objective == Objective.MEMORY:
         return [doubt] if doubt else []

@@ -1,26 +1,31 @@
-"""The errors of predictions for a piece of hardware against published steps and its compiler, and the memory
+"""The errors of predictions of a plan's kind against real steps and the hardware's compiler, and the memory
 that a plan should leave free."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from pydantic import Field
 
 from layoutopt.plan.fields import Data, WholeNumber
 from layoutopt.plan.units import percent, plural
 
 
-class PublishedSteps(Data):
-    """Steps that were published for the hardware.
+class Runs(Data):
+    """Runs that were predicted, none of which had a part in a fit.
 
     Attributes:
-      fitted: number of those that helped to fit a constant.
-      mean, worst: error of a predicted step, as a share of the published one.
+      mean, worst: error of a predicted step, as a share of the real one.
     """
 
     rows: WholeNumber
-    fitted: WholeNumber = 0
     mean: float
     worst: float
+
+    def __str__(self) -> str:
+        return f"mean error {percent(self.mean)}, worst {percent(self.worst)}"
 
 
 class Compiled(Data):
@@ -41,10 +46,12 @@ class Margin(Data):
     Attributes:
       share: of the usable memory.
       source: where that is from.
+      runs: number of the measured peaks of the plan's kind that say it; 0: it is assumed.
     """
 
     share: float
     source: str = ""
+    runs: WholeNumber = 0
 
 
 LEAST_MARGIN = 0.05
@@ -53,15 +60,56 @@ for fragmentation alone, after GPUs ran out of memory with less."""
 
 
 class Known(Data):
-    """All known errors; None for unknown ones."""
+    """The known errors of a plan's predictions; None for unknown ones.
 
-    steps: PublishedSteps | None = None
+    Attributes:
+      kind: of the plan: dense or a mixture of experts, pipeline stages, software.
+      runs: of this kind.
+      others: software -> runs by it that were predicted for the plan's, of a kind that is else the same.
+      memory: the memory that runs of this kind needed beyond their predicted peak, or that is assumed.
+    """
+
+    kind: str = ""
+    runs: Runs | None = None
+    others: dict[str, Runs] = Field(default_factory=dict)
     compiler: Compiled | None = None
     memory: Margin | None = None
 
+    @classmethod
+    def of(
+        cls,
+        kinds: Iterable[Mapping[str, Any]],
+        software: str,
+        *,
+        stages: bool,
+        mixture: bool,
+        compiler: Compiled | None = None,
+        doubt: Margin | None = None,
+    ) -> Known:
+        """What rows of known kinds say of a plan.
+
+        Args:
+          kinds: those of the plan's hardware (`costmodels.hardware.known.known_kinds`).
+          software: what the plan is priced for.
+          doubt: the memory margin that is assumed.
+        """
+        model = "mixture of experts" if mixture else "dense"
+        words = f"{model}, {'pipeline' if stages else 'no pipeline'}, {software}"
+        alike = [
+            k
+            for k in kinds
+            if (k["priced"], k["stages"], k["mixture"], k["fitted"]) == (software, stages, mixture, False)
+        ]
+        runs = {k["software"]: _runs(k["seconds"]) for k in alike if k["seconds"]}
+        held = [error for k in alike if k["software"] == software for error in k["memory"]]
+        margins = [m for m in (doubt, _margin(held)) if m is not None]
+        memory = max(margins, key=lambda m: m.share, default=None)
+        own = runs.pop(software, None)
+        return cls(kind=words, runs=own, others=runs, compiler=compiler, memory=memory)
+
     @property
     def words(self) -> str:
-        """All that is known of times, in a sentence, and of the compiler's peaks."""
+        """All that is known of times, in a sentence, and of the compiler's peaks; '' where no hardware is."""
         return "; ".join(self._parts())
 
     @property
@@ -82,21 +130,37 @@ class Known(Data):
         if self.fits(peak, limit) != "barely":
             return ""
         asks = "" if self.compiler is None else "; check with the compiler: `layoutopt verify`"
-        return (
-            f"{percent(1 - peak / limit)} of the memory is free, but a step may need "
-            f"{percent(self.margin)} more than predicted (fragmentation, libraries, prediction error) "
-            f"and may not fit{asks}"
+        why = (
+            f"a step may need {percent(self.margin)} more than predicted (fragmentation, libraries, "
+            "prediction error) and"
         )
+        if self.memory is not None and self.memory.runs and self.memory.share == self.margin:
+            measured = f"{plural(self.memory.runs, 'measured peak')} of this kind"
+            why = f"predictions were {percent(self.margin)} below {measured} on average, so the step"
+        return f"{percent(1 - peak / limit)} of the memory is free, but {why} may not fit{asks}"
 
     def _parts(self) -> Iterator[str]:
-        if (s := self.steps) is not None:
-            fitted = f", {s.fitted} of them used in the fit" if s.fitted else ""
-            yield (
-                f"{plural(s.rows, 'published step')} on this hardware: mean error {percent(s.mean)}, worst "
-                f"{percent(s.worst)}{fitted}"
-            )
+        if self.runs is not None:
+            count = plural(self.runs.rows, "run")
+            yield f"{count} of this kind ({self.kind}), none used in a fit: {self.runs}"
+        elif self.kind:
+            yield f"no published run of this kind ({self.kind})"
+        for software, runs in self.others.items():
+            yield f"the same with {software}, {plural(runs.rows, 'run')}: {runs}"
         if (c := self.compiler) is not None:
             yield (
                 f"against the compiler's estimates, {plural(c.rows, 'program')}: median error "
                 f"{percent(c.compute)} in compute time, {percent(c.memory)} in memory"
             )
+
+
+def _runs(errors: Sequence[float]) -> Runs:
+    sizes = [abs(e) for e in errors]
+    return Runs(rows=len(sizes), mean=fmean(sizes), worst=max(sizes))
+
+
+def _margin(errors: Sequence[float]) -> Margin | None:
+    """The memory that runs needed beyond their predicted peak, on average, as a share of what they needed."""
+    if not errors:
+        return None
+    return Margin(share=fmean(max(0.0, -e) for e in errors), source="benchmarks/known.py", runs=len(errors))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from layoutopt.plan.evidence import CalibrationEvidence
     from layoutopt.plan.known import Known
     from mesh_tf_core import Mesh
+    from mesh_tf_core.model import Model
 
 LEVELS = {
     "core": "{} cores of a chip",
@@ -23,12 +24,11 @@ LEVELS = {
 """Levels of hardware in words; a torus axis is marked if it is a ring."""
 
 
-def hardware_details(machine: Hardware, mesh: Mesh) -> HardwareInfo:
+def hardware_details(machine: Hardware, mesh: Mesh, known: Known) -> HardwareInfo:
     """The part `hardware` of a plan's details."""
     from costmodels.network.topology import place
     from layoutopt.plan.details import HardwareInfo, HardwareNumber
 
-    known = errors_known(machine)
     placed = place(machine, mesh)
     return HardwareInfo(
         name=machine.name,
@@ -46,31 +46,40 @@ def hardware_details(machine: Hardware, mesh: Mesh) -> HardwareInfo:
     )
 
 
-def errors_known(machine: Hardware) -> Known:
-    """The known errors of predictions for a machine, and the memory that plans should leave free."""
-    from costmodels.hardware.known import known_errors
-    from layoutopt.plan.known import Known, Margin
+def errors_known(machine: Hardware, model: Model, stages: Collection[str]) -> Known:
+    """The known errors of predictions of a plan's kind, and the memory that plans should leave free.
 
-    found, doubt = Known.model_validate(known_errors(machine)), machine.chip.memory_doubt
-    if doubt is None:
-        return found
-    return found.model_copy(update={"memory": Margin(share=doubt.value, source=doubt.source)})
+    Args:
+      stages: dimensions of layers that are pipeline stages.
+    """
+    from costmodels.hardware.known import compared, known_kinds
+    from costmodels.pricing.compilers import compiler_of
+    from layoutopt.plan.known import Compiled, Known, Margin
+    from layoutopt.space.parallelism import parallelism
+
+    said, found = machine.chip.memory_doubt, compared(machine)
+    doubt = None if said is None else Margin(share=said.value, source=said.source)
+    compiler = None if found is None else Compiled.model_validate(found)
+    if machine.kind == "cpu":  # a user measures his own
+        return Known(memory=doubt, compiler=compiler)
+    software, mixture = compiler_of(machine).software, bool(parallelism(model).experts)
+    kinds = known_kinds(machine)
+    return Known.of(kinds, software, stages=bool(stages), mixture=mixture, compiler=compiler, doubt=doubt)
 
 
-def sure(machine: Hardware) -> str:
+def sure(machine: Hardware, known: Known) -> str:
     """The evidence behind a predicted step on this machine, in words."""
     from layoutopt.plan.details import HardwareNumber, sources_text
 
     if machine.calibrated:
         return "calibrated on this hardware; run `layoutopt validate MODEL` to check whole steps"
-    known = errors_known(machine)
-    if known.words:
+    if known.runs or known.others or known.compiler:
         return known.words
     numbers = [HardwareNumber(path=path, value=n.given, source=n.source) for path, n in machine.numbers()]
     sources = sources_text(numbers)
     if machine.kind == "cpu":
         return f"not calibrated ({sources}); run `layoutopt calibrate` to measure this machine"
-    return f"not compared with published steps; {sources}"
+    return f"{known.words}; {sources}"
 
 
 def _shape(placed: MeshPlacement) -> str:

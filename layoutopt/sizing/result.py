@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from layoutopt.plan.machine_details import errors_known
 from layoutopt.plan.schema import ProofStatus
 from layoutopt.plan.size_results import LawInfo, SizedCandidate, SizeResult
 from layoutopt.plan.units import gap_text, percent
@@ -61,7 +60,7 @@ def result_of(answering: Answering, best: SizeRow) -> SizeResult:
         critical_batch_tokens=batch,
         least=summary.least(answering, best),
         courses=summary.courses(answering, best),
-        accuracy=[*summary.accuracy(answering)],
+        accuracy=[*summary.accuracy(answering, best)],
         notes=[*_notes(answering, best, answer, batch)],
     )
 
@@ -91,11 +90,12 @@ def _notes(answering: Answering, best: SizeRow, answer: SizedCandidate, batch: f
             f"{suits:,.0f} tokens (Charles et al. 2025, table 10); the model's batch is "
             f"{answer.batch_tokens:,} tokens"
         )
-    steps = errors_known(best.timing.machine.hardware).steps
-    if steps is not None and best.days * (1 + steps.mean) > question.deadline:
+    known = summary.known(best)
+    runs = known.runs if known is not None else None
+    if runs is not None and best.days * (1 + runs.mean) > question.deadline:
         notes.append(
             f"training takes {best.days:.3g} of the {question.deadline:g} days; the margin is smaller "
-            f"than the mean error of predictions for {best.timing.machine.name} ({percent(steps.mean)})"
+            f"than the mean error of predictions for {best.timing.machine.name} ({percent(runs.mean)})"
         )
     hardware = {row.timing.machine.name: row.timing.machine for row in answering.rows}
     if len(hardware) > 1 and any(machine.price is None for machine in hardware.values()):

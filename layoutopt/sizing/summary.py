@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from layoutopt.plan.decided import Decided
+from layoutopt.plan.known import Known
 from layoutopt.plan.machine_details import errors_known, sure
 from layoutopt.plan.size_results import PAYS, Accuracy, Beaten, Course, Flat, Optimum, SizedCandidate, Sweep
 from layoutopt.sizing.answer import Answering
@@ -52,17 +53,25 @@ def sweeps(answering: Answering, best: SizeRow) -> Iterator[Sweep]:
             )
 
 
-def accuracy(answering: Answering) -> Iterator[Accuracy]:
-    """The accuracy of the times of each machine with a row."""
+def accuracy(answering: Answering, best: SizeRow) -> Iterator[Accuracy]:
+    """The accuracy of the times of each machine with a row: those of the best size there."""
     for machine in answering.machines:
-        if any(r.timing.machine is machine for r in answering.rows):
-            steps = errors_known(machine.hardware).steps
+        own = [r for r in (best, *answering.rows) if r.timing.machine is machine]
+        if own and (errors := known(own[0])) is not None:
             yield Accuracy(
                 hardware=machine.name,
-                words=sure(machine.hardware),
-                steps=steps.rows if steps else 0,
-                mean=steps.mean if steps else None,
+                words=sure(machine.hardware, errors),
+                steps=errors.runs.rows if errors.runs else 0,
+                mean=errors.runs.mean if errors.runs else None,
             )
+
+
+def known(row: SizeRow) -> Known | None:
+    """The known errors of predictions of the kind of a row's plan."""
+    plan = row.timing.plan
+    if plan is None:
+        return None
+    return errors_known(row.timing.machine.hardware, row.candidate.model, plan.data.pipeline)
 
 
 def least(answering: Answering, best: SizeRow) -> list[tuple[float, float]]:

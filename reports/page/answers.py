@@ -201,11 +201,12 @@ def _measured(plan: PlanFile) -> PageAnswer:
 
 def _known(known: Known) -> PageAnswer:
     """What is known of predictions for this hardware, where no step of this model was measured."""
-    question, steps = "How accurate", known.steps
-    if steps is None:
-        return PageAnswer(question, "Only compiled", f"{known.words}; no training step was measured", "warn")
-    good = steps.rows >= ENOUGH and steps.mean <= GOOD_ERROR
-    return PageAnswer(question, f"±{percent(steps.mean)}", known.words, "good" if good else "warn")
+    question, runs = "How accurate", known.runs
+    if runs is None:
+        value = "Only compiled" if known.compiler is not None else "No run alike"
+        return PageAnswer(question, value, known.words, "warn")
+    good = runs.rows >= ENOUGH and runs.mean <= GOOD_ERROR
+    return PageAnswer(question, f"±{percent(runs.mean)}", known.words, "good" if good else "warn")
 
 
 def _validated(plan: PlanFile, checked: Validation, error: float) -> PageAnswer:

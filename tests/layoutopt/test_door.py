@@ -84,7 +84,7 @@ def test_a_plan_has_a_frame_a_card_a_page_and_figures(plan: Plan, tmp_path: Path
     assert "optimal under this cost model" in card and "batch" in card and "<script" not in card
     assert (
         "--check: the plan does not record its search; search again with --out" not in card
-        and "published steps on this hardware" in card
+        and "runs of this kind" in card
     )  # as on the page
     page = tmp_path / "report.html"
     html = plan.report(page)

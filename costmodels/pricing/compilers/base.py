@@ -26,6 +26,7 @@ class Compiler:
 
     Attributes:
       name: in hardware files.
+      software: what it is the compiler of, in words; known errors are told by it.
       fuses: several operations may be one kernel.
       tiles: arrays are stored in tiles, whose lanes are filled up (`costmodels.kernels.quantities.tiling`).
       apart: the values of one all-reduce are sent one by one.
@@ -34,6 +35,7 @@ class Compiler:
     """
 
     name: ClassVar[str] = "none"
+    software: ClassVar[str] = "eager kernels"
     fuses: ClassVar[bool] = False
     tiles: ClassVar[bool] = False
     apart: ClassVar[bool] = False

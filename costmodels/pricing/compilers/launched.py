@@ -43,6 +43,7 @@ class Launched(Joining, Xla):
     """Kernels fuse as in XLA, written by hand (Megatron-LM's), or made by a compiler one by one."""
 
     name: ClassVar[str] = "launched"
+    software: ClassVar[str] = "eager kernels"
 
     def kernel(self, kernel: FusedKernel, local: Types) -> Iterator[Computed]:
         if not all(counts(instr, local) for instr in kernel.instrs):

@@ -45,6 +45,7 @@ class Xla(Compiler):
     """
 
     name: ClassVar[str] = "xla"
+    software: ClassVar[str] = "compiled kernels"
     fuses: ClassVar[bool] = True
 
     def kernels(self, program: Program) -> Fused | None:
@@ -109,6 +110,7 @@ class XlaTpu(Xla):
     """
 
     name: ClassVar[str] = "xla-tpu"
+    software: ClassVar[str] = "TPU compiler"
     tiles: ClassVar[bool] = True
     library: ClassVar[str] = "tpu"
 
