@@ -9,11 +9,14 @@ from typing import Any
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block, Half, Node
 from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.kernel import PartRows
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import StepCopies, renames
 from mesh_tf_core.ops.basic import scale
+from mesh_tf_core.ops.binary import where
+from mesh_tf_core.ops.math import equal
 from mesh_tf_core.tracing.batch_linearity import BatchLinearity
 from mesh_tf_core.tracing.graph import Graph
 
@@ -227,12 +230,20 @@ class PartCopy(Copy):
         """The copies of a node's operands; shares of what every part would add whole."""
         found = super()._operands(node)
         shared = self.linearity.shared.get(node.index, ()) if self.number is not None else ()
-        return [scale(x, 1 / self.parts) if n in shared else x for n, x in enumerate(found)]
+        return [self._share(x) if n in shared else x for n, x in enumerate(found)]
 
     def _ends(self, node: Node, body: Block) -> list[Tensor]:
         found = super()._ends(node, body)
         shared = self.linearity.shared_out[node.index] if self.number is not None else ()
-        return [scale(x, 1 / self.parts) if n in shared else x for n, x in enumerate(found)]
+        return [self._share(x) if n in shared else x for n, x in enumerate(found)]
+
+    def _share(self, x: Tensor) -> Tensor:
+        """What a part adds of a value that is the same in all parts. A whole number, as a counter, cannot be
+        divided: the first part adds it."""
+        if is_float(x.dtype):
+            return scale(x, 1 / self.parts)
+        assert self.number is not None
+        return where(equal(self.number, 0), x, 0)
 
     def _shape(self, shape: Shape) -> Shape:
         return Shape(self.smaller.get(d, d) for d in shape)

@@ -23,7 +23,7 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.basic import Cast, scale
+from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.tracing.batch_linearity import BatchLinearity, Linearity, outer_reads
 from mesh_tf_core.tracing.copying import PartCopy, StepCopy
 from mesh_tf_core.tracing.graph import Graph
@@ -217,7 +217,7 @@ class Accumulation(StepCopy, PartCopy):
             for old in sums:
                 inner = self._delivered(old, old)
                 if self.linearity.of(old).kind is Linearity.REPLICATED:
-                    inner = scale(inner, 1 / self.parts)
+                    inner = self._share(inner)
                 made[old] = self.new.sum_output(body, inner)
                 if old in self.old.gradient_of:
                     self.new.deliver([(inner, self.old.gradient_of[old])])

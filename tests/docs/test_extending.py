@@ -1,5 +1,5 @@
-"""The code of docs/guides/extending.md runs, block after block, and prints what stands below it; the tables
-that the page names are whole."""
+"""The code of docs/guides/extending.md and jax.md runs, block after block, and prints what stands below it;
+the tables that the pages name are whole."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ def kept() -> Iterator[None]:
         yield
 
 
-def test_the_page_is_true(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page, blocks", [("extending.md", 9), ("jax.md", 6)])
+def test_the_page_is_true(page: str, blocks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": __name__}
-    found = steps(PAGE.read_text(encoding="utf-8"))
-    assert len(found) == 9
+    found = steps((PAGE.parent / page).read_text(encoding="utf-8"))
+    assert len(found) == blocks
     for step in found:
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
-            exec(compile(step.source, "docs/guides/extending.md", "exec"), names)
+            exec(compile(step.source, f"docs/guides/{page}", "exec"), names)
         assert output.getvalue().splitlines() == list(step.shown), step.source
 
 

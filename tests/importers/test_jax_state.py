@@ -13,6 +13,7 @@ from flax import nnx
 
 import layoutopt
 import mesh_tf_core as mtf
+from tests.importers.jax_plans import plan_of
 
 LAYERS, WIDTH, ROWS = 3, 16, 8
 RATES: dict[str, tuple[float, ...]] = {
@@ -129,3 +130,84 @@ def test_a_network_of_flax_is_evaluated_without_dropout(layers: int) -> None:
     assert trainer.evaluate([BATCH], model=models[1])["loss"] == pytest.approx(wanted, rel=1e-5)
     dropped = trainer.step(BATCH)["loss"]
     assert abs(float(dropped) - wanted) > 0.01 * wanted
+
+
+# -- microbatches --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rates", RATES | {"none": (0.0,) * LAYERS})
+def test_microbatches_count_the_draws_of_a_step_once(rates: str) -> None:
+    """Draws are those of the rows in the whole batch, so a step in parts is the same as a whole one."""
+    model = built((RATES | {"none": (0.0,) * LAYERS})[rates])
+    found = []
+    for parts in (1, 4):
+        options = mtf.Options(microbatches=parts)
+        trainer = mtf.Trainer(model, mtf.Mesh("a:2"), mtf.Layout("batch:a"), options, engine="lockstep")
+        losses = [float(trainer.step(BATCH)["loss"]) for _ in range(2)]
+        counts = [held(trainer, of) for path, of in model.origin.state.items() if path.endswith("count")]
+        found.append((losses, [int(n) for n in counts]))
+    assert found[1][1] == found[0][1]
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+
+
+class Descent:
+    """The least of an optimizer, as optax has them."""
+
+    def init(self, params: Any) -> Any:
+        return ()
+
+    def update(self, grads: Any, state: Any, params: Any) -> Any:
+        return jax.tree.map(jnp.negative, grads), state
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_step_of_flax_in_microbatches_counts_its_draws_once(layers: int, rate: float) -> None:
+    loss, params, rest = flax(layers, rate)
+    model = layoutopt.from_jax(loss, params, BATCH, state=rest, optimizer="sgd")
+    found = []
+    for parts in (1, 4):
+        step = plan_of(model, "data:1", "batch:data", microbatches=parts).jax.train_step(loss, Descent())
+        own, kept, state = step.init(params, rest)
+        _, _, (value, state) = step(own, kept, state, BATCH)
+        assert jax.tree.structure(state) == jax.tree.structure(rest)
+        counts = [int(x) for x in jax.tree.leaves(state) if x.dtype == jnp.uint32]
+        assert counts == [int(rate > 0)] * layers
+        found.append(float(value))
+    assert found[1] == pytest.approx(found[0], rel=0.5 if rate else 1e-5)
+
+
+KEYS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "typed": (jax.random.key(1), lambda key: key),
+    "raw": (jax.random.PRNGKey(1), lambda key: key),
+    "of layers": (jax.random.split(jax.random.key(1), 2), lambda keys: keys[1]),
+}
+
+
+@pytest.mark.parametrize("role", ["state", "rng"])
+@pytest.mark.parametrize("kind", KEYS)
+def test_each_microbatch_draws_its_own_numbers(kind: str, role: str) -> None:
+    """One row each: with the same numbers in all, an element would be dropped in all rows or in none."""
+    keys, one = KEYS[kind]
+
+    def loss(params: Any, keys: Any, batch: Any) -> Any:
+        new, own = jax.random.split(one(keys["key"]))
+        mask = jax.random.bernoulli(own, 0.5, batch["x"].shape)
+        value = (batch["x"] * params["w"] * mask).mean()
+        return value, {"elements": mask.sum(), "rate": jnp.float32(0.5), "state": keys, "next": new}
+
+    def drawn(params: Any, batch: Any, keys: Any) -> Any:
+        return loss(params, keys, batch)
+
+    params, batch = {"w": jnp.ones(WIDTH)}, {"x": np.ones((ROWS, WIDTH), np.float32)}
+    given = {"key": keys}
+    function, rest = (loss, (given, batch)) if role == "state" else (drawn, (batch, given))
+    model = layoutopt.from_jax(function, params, batch, **{role: given}, optimizer="sgd")
+    step = plan_of(model, "data:1", "batch:data", microbatches=ROWS).jax.train_step(function, Descent())
+    own, kept, *_ = step.init(params)
+    new, _, (value, found) = step(own, kept, *rest)
+    dropped = (np.asarray(new["w"]) - 1) * ROWS * WIDTH
+    assert set(np.round(-dropped)) - {0, ROWS}
+    assert int(found["elements"]) == round(float(value) * ROWS * WIDTH) and float(found["rate"]) == 0.5
+    for array, wanted in ((found["state"]["key"], keys), (found["next"], jax.random.split(one(keys))[0])):
+        assert (jax.random.key_data(array) == jax.random.key_data(wanted)).all()

@@ -21,7 +21,7 @@ from layoutopt.importers.jax.equations import (
 from layoutopt.importers.jax.factors import Factors, factors
 from layoutopt.importers.jax.jax_plan import JaxPlan
 from layoutopt.importers.jax.keys import Keys
-from layoutopt.importers.jax.leaves import Leaf, leaves, leaves_of, new_state, stacked_leaf
+from layoutopt.importers.jax.leaves import Leaf, flat, leaves, leaves_of, new_state, stacked_leaf
 from layoutopt.importers.jax.logical import logical_axes, said_of, same_dimensions
 from layoutopt.importers.jax.names import ArgumentArrays
 from layoutopt.importers.jax.naming import named
@@ -226,6 +226,7 @@ def from_jax(
         _in_order(given_arrays.parameters, _axes(writer, arrays, arrays.parameters)),
         _in_order(given_arrays.state, _axes(writer, arrays, arrays.state, "state/")),
         _axes(writer, arrays, arrays.batch),
+        tuple(path for path, _, _ in flat(trace.results)),
         writer.sources,
         (*notes, *writer.notes),
         trace.block,

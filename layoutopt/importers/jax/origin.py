@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from layoutopt.importers.jax.classes import Classes, FactorNode
-from layoutopt.importers.jax.equations import Equation, EquationBlock
+from layoutopt.importers.jax.equations import KEY, Equation, EquationBlock
 from layoutopt.importers.jax.layers import PRODUCTS
 from layoutopt.importers.jax.reroll import Rerolled
 
@@ -49,6 +49,7 @@ class ImportedFunction:
       loss: the user's function; `arguments`: its pytrees of types, in its order, and `roles` their roles:
         params, state, batch or rng.
       parameters, state, batch: path -> its dimensions.
+      results: the paths of the arrays that it returns, the loss first.
       sources: number of a node of the graph -> file and line of the user's code.
       notes: parts that were left out.
       block, classes, names: the traced function, and the class and name of every factor of every axis.
@@ -62,6 +63,7 @@ class ImportedFunction:
     parameters: Mapping[str, ArrayAxes]
     state: Mapping[str, ArrayAxes]
     batch: Mapping[str, ArrayAxes]
+    results: tuple[str, ...]
     sources: Mapping[int, str] = field(repr=False)
     notes: tuple[str, ...]
     block: EquationBlock = field(repr=False)
@@ -75,6 +77,12 @@ class ImportedFunction:
         carry = loop.params["carry"]
         stacks = [*loop.ins[loop.params["consts"] + carry :], *loop.outs[carry:]]
         return frozenset(self.names[c] for x in stacks if x.shape for c in self.classes.of(x, 0))
+
+    @property
+    def keys(self) -> list[bool]:
+        """Of each array of the arguments, whether it is of random keys."""
+        wrapped = {id(e.ins[0]) for e in self.block.walk() if e.prim == "random_wrap"}
+        return [v.dtype == KEY or id(v) in wrapped for v in self.block.ins]
 
     @property
     def recomputed(self) -> frozenset[str]:

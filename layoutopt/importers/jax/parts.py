@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from layoutopt.importers.jax.origin import ImportedFunction
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.tracing.batch_linearity import BatchLinearity, Linearity
@@ -16,35 +20,50 @@ def why_whole(loss: Tensor, origin: ImportedFunction, batch: str) -> str:
     Args:
       batch: the dimension that is cut.
     """
-    return _auxiliary(origin) or _loss(loss, batch) or _inputs(origin, batch)
+    try:
+        added_results(loss, origin, batch)
+    except UserError as error:
+        return str(error)
+    return _inputs(origin, batch)
 
 
-def _auxiliary(origin: ImportedFunction) -> str:
-    if len(origin.block.outs) == 1:
-        return ""
-    return "the loss returns auxiliary values, which cannot be summed over microbatches"
+def added_results(loss: Tensor, origin: ImportedFunction, batch: str) -> tuple[bool, ...]:
+    """For each array that the function returns, whether the parts' values of it add up to that of the whole
+    batch; else it does not depend on the batch, as a counter of draws.
 
-
-def _loss(loss: Tensor, batch: str) -> str:
+    Raises:
+      UserError: neither, with the line that is why.
+    """
     graph = graph_of(loss)
     nodes = [n for n in graph.nodes if n.phase == Phase.FORWARD]
     linearity = BatchLinearity(graph, batch_names(graph, batch), nodes)
-    found = linearity.of(loss.id)
-    if found.kind is not Linearity.REDUCIBLE or found.after:
-        why = linearity.why.get(loss.id, "its operations")
-        return f"the loss is not a sum over the examples of the batch (see {why})"
-    needed = {loss.id}
+    tensors = [origin.tensors.get(id(x), -1) for x in origin.rerolled.block.outs]
+    tensors[0] = loss.id
+    added: list[bool] = []
+    for name, tensor in zip(origin.results, tensors, strict=True):
+        found, what = linearity.of(tensor), f"the auxiliary value {name!r}" if added else "the loss"
+        added.append(found.kind is Linearity.REDUCIBLE or not added)
+        if found.after or found.kind is not (Linearity.REDUCIBLE if added[-1] else Linearity.REPLICATED):
+            why = linearity.why.get(tensor, "its operations")
+            raise UserError(f"{what} is not a sum over the examples of the batch (see {why})")
+        if added[-1] and (term := _shared(linearity, nodes, tensor)):
+            raise UserError(
+                f"{what} has a term that does not depend on the batch, which every microbatch would add "
+                f"again ({term})"
+            )
+    return tuple(added)
+
+
+def _shared(linearity: BatchLinearity, nodes: Sequence[Node], tensor: int) -> str:
+    """The operation of a sum that adds what is the same in every part; '' if there is none."""
+    needed = {tensor}
     for node in reversed(nodes):
         if needed.isdisjoint(node.outputs):
             continue
         needed.update(node.inputs)
         for each in (node, *(inner for inner, _ in node.body.walk())) if node.body else (node,):
             if linearity.shared.get(each.index):
-                place = f" in {each.scope}" if each.scope else ""
-                return (
-                    "the loss has a term that does not depend on the batch, which every microbatch would "
-                    f"add again ({each.op.describe()}{place})"
-                )
+                return f"{each.op.describe()}{f' in {each.scope}' if each.scope else ''}"
     return ""
 
 

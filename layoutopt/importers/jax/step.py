@@ -7,6 +7,7 @@ from typing import Any
 
 from layoutopt.importers.jax.internals import jax_module
 from layoutopt.importers.jax.leaves import new_state
+from layoutopt.importers.jax.parts import added_results
 from layoutopt.importers.jax.shardings import Shardings
 
 
@@ -113,29 +114,43 @@ class OptimizerStep:
         if self.parts == 1:
             (_, found), grads = of(params, *rest)
             return found, grads
-        roles = self.plan.origin.roles[1:]
+        origin, batch = self.plan.origin, self.plan.model.batch_dim
+        added = added_results(self.plan.model.loss, origin, str(batch))
+        flat, tree = jax.tree_util.tree_flatten(rest)
+        counts = [len(jax.tree_util.tree_leaves(given)) for given in rest]
+        roles = [role for role, n in zip(origin.roles[1:], counts, strict=True) for _ in range(n)]
+        keys = origin.keys[len(origin.keys) - len(flat) :]
         # Every device keeps its rows: part i has every parts-th row of it.
-        parts = [
-            jax.tree_util.tree_map(self._in_parts, tree) if role == "batch" else tree
-            for role, tree in zip(roles, rest, strict=True)
-        ]
-        zero = jax.tree_util.tree_map(jax.numpy.zeros_like, params)
+        cut = [self._in_parts(x) if role == "batch" else x for x, role in zip(flat, roles, strict=True)]
+
+        def part(i: Any, drawn: Callable[[Any, Any], Any]) -> Any:
+            own = [
+                x[i] if role == "batch" else drawn(x, i) if key or role == "rng" else x
+                for x, role, key in zip(cut, roles, keys, strict=True)
+            ]
+            return jax.tree_util.tree_unflatten(tree, own)
 
         def add(total: Any, i: Any) -> tuple[Any, Any]:
-            own = [
-                jax.tree_util.tree_map(lambda x: x[i], tree)
-                if role == "batch"
-                else jax.random.fold_in(tree, i)
-                if role == "rng"
-                else tree
-                for role, tree in zip(roles, parts, strict=True)
-            ]
-            (_, found), grads = of(params, *own)
+            (_, found), grads = of(params, *part(i, self._drawn))
             grads = jax.tree_util.tree_map(jax.numpy.add, total, grads)
-            return self._placed(grads, self.plan.gradient_shardings(params)), found
+            leaves = zip(jax.tree_util.tree_leaves(found), added, strict=True)
+            return self._placed(grads, self.plan.gradient_shardings(params)), [x for x, sum in leaves if sum]
 
-        grads, found = jax.lax.scan(add, zero, jax.numpy.arange(self.parts))
-        return jax.tree_util.tree_map(lambda x: x.sum(0), found), grads
+        zero = jax.tree_util.tree_map(jax.numpy.zeros_like, params)
+        grads, parts = jax.lax.scan(add, zero, jax.numpy.arange(self.parts))
+        sums = iter(x.sum(0) for x in parts)
+        # What does not depend on the batch is that of one call of the function, with the keys as they are.
+        once, form = jax.tree_util.tree_flatten(self.applied(params, *part(0, lambda key, _: key)))
+        found = [next(sums) if sum else x for x, sum in zip(once, added, strict=True)]
+        return jax.tree_util.tree_unflatten(form, found), grads
+
+    def _drawn(self, keys: Any, i: Any) -> Any:
+        """The random keys of a part."""
+        jax = jax_module()
+        typed = jax.dtypes.issubdtype(keys.dtype, jax.dtypes.prng_key)
+        lead = keys.shape if typed else keys.shape[:-1]
+        folded = jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1, *keys.shape[len(lead) :]), i)
+        return folded.reshape(keys.shape)
 
     def _placed(self, tree: Any, shardings: Any) -> Any:
         return jax_module().lax.with_sharding_constraint(tree, shardings)
