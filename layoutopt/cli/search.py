@@ -95,13 +95,6 @@ def search(
     allowed: Allowed = OnMesh(),  # noqa: B008
     accept_loss: AcceptLossOption = None,
     top: Annotated[int, typer.Option(metavar="K", help="List the K best layouts.")] = 1,
-    refine: Annotated[
-        bool,
-        typer.Option(
-            "--refine",
-            help="After the search, try different splits for individual operations and report the gain.",
-        ),
-    ] = False,
     tokens: TokensOption = None,
     price: PriceOption = None,
     time_limit: TimeLimitOption = None,
@@ -150,7 +143,6 @@ def search(
                     "objective": objective.value,
                     "top": top,
                     "time_limit": clock,
-                    "refine": refine,
                     "on_progress": bounds.show,
                     "on_better": lambda words, seconds, peak: terminal.say(
                         f"best so far: {seconds_text(seconds)}, {bytes_text(peak)}: {words}"

@@ -23,7 +23,6 @@ from layoutopt.plan.fields import LARGEST
 from layoutopt.runtime.clock import Clock
 from layoutopt.space.allow import resolved
 from layoutopt.space.decisions import ARGUMENTS, SearchSpace
-from layoutopt.space.exclusions import MEMORY, REFINE, refuse
 from layoutopt.space.keywords import from_python, gathered
 from layoutopt.space.kind import Target
 from layoutopt.space.mesh_shapes import meshes
@@ -49,7 +48,6 @@ class Limits:
       top: number of best layouts to list.
       time_limit: seconds, or a running clock (None: no limit). The search ends at most two seconds later with
         the best layout found and its lower bound.
-      refine: try other splits of single operations after the search, for at most 40 s.
       alternatives: also find named layouts, such as data parallel, and simpler layouts, to compare with.
       keep_best: Ctrl-C ends the search with the best layout found, without a proof, instead of raising
         KeyboardInterrupt. `Plan.stopped` is then True.
@@ -64,7 +62,6 @@ class Limits:
     max_axes: int = 2
     top: int = 1
     time_limit: float | Clock | None = None
-    refine: bool = False
     alternatives: bool = True
     keep_best: bool = False
 
@@ -182,10 +179,6 @@ def search(
     try:
         clock.within(SEARCHED, rank)
         found = plan()
-        if limits.refine and not looked.stopped:
-            from layoutopt.optimize.refine.answer import refined
-
-            found = refined(found, request, keep_best)
         return Plan(found.data, found.stopped, model, full)
     except KeyboardInterrupt:
         if not keep_best:
@@ -233,8 +226,6 @@ def _check(
         )
     if mesh is not None and not str(mesh).strip():
         raise UserError("--mesh is empty; give its axes, e.g. --mesh 'data:2;model:4'")
-    other = "" if objective == Objective.TIME else f"--objective {objective}"
-    refuse({REFINE: "--refine" if limits.refine else "", MEMORY: other})
     if (mesh is None) == (devices is None):
         raise UserError("give either a mesh (--mesh 'data:2;model:4') or a number of devices (--devices 8)")
     top = limits.top

@@ -32,7 +32,7 @@ class Refined(Data):
 
     Attributes:
       refined: operation, variable or scope to the dimensions that are placed otherwise there, as if they had
-        other names (`search --refine`), each with its axes; `elsewhere` to those that are split further where
+        other names, each with its axes; `elsewhere` to those that are split further where
         the axes split nothing else (sequence parallelism).
     """
 

@@ -54,7 +54,7 @@ def export(what: Exported, to: str) -> str:
         path, rules = next(iter(refined.items()))
         raise UserError(
             f"{to} splits a dimension in the same way everywhere, but this plan splits "
-            f"{rules_in(rules)} in {path!r}; search without --refine, or rename these dimensions in "
+            f"{rules_in(rules)} in {path!r}; remove these rules, or rename these dimensions in "
             "that part of the model"
         )
     return form.write(what)

@@ -192,34 +192,6 @@ class Alternative(Decided, PricedAlternative):
     """Another layout with its other decisions, predicted in the same way."""
 
 
-class Renaming(Data):
-    """Dimensions that are placed otherwise in places next to each other, as if they had other names.
-
-    Attributes:
-      where: operations, variables and scopes.
-      names: other name to the dimension that has it there.
-      saves_seconds: seconds that a step would take longer without it; None: unknown for lack of time.
-    """
-
-    where: Names
-    names: dict[str, str] = Field(default_factory=dict)
-    saves_seconds: float | None = None
-    words: str = ""
-
-
-class Refinement(Data):
-    """The gain of `search --refine` over the best layout in which a name has one placement.
-
-    Attributes:
-      plain_seconds, plain_status: seconds of a step in that layout, and its proof.
-    """
-
-    plain_seconds: Amount
-    plain_status: str = ""
-    saves_seconds: Amount = 0.0
-    renamings: list[Renaming] = Field(default_factory=list)
-
-
 HEAD = ("format", "model", "mesh", "layout")
 """The fields that a plan file begins with."""
 
@@ -231,7 +203,6 @@ class PlanFile(Decided):
       layout: dimension to the mesh axes it is split over, the outermost first.
       slices: mesh axis to number of slices that it spans; left out for one.
       training: time and cost of training, on request.
-      refinement: of a layout that is `refined`.
       space: the space that `solver` is about.
     """
 
@@ -247,7 +218,6 @@ class PlanFile(Decided):
     space: CoveredSpace | None = None
     alternatives: list[Alternative] = Field(default_factory=list)
     frontier: list[Alternative] | None = None
-    refinement: Refinement | None = None
     notes: Names = Field(default_factory=list)
     details: Details = Details()
 
@@ -262,7 +232,7 @@ class PlanFile(Decided):
     def to_json(self) -> dict[str, Any]:
         """The plan file's object; `details` are unchanged."""
         found = self.model_dump(mode="json", exclude={"details"})
-        for absent in ("frontier", "notes", "refinement", "slices", "space", "training"):
+        for absent in ("frontier", "notes", "slices", "space", "training"):
             if not found.get(absent):
                 found.pop(absent, None)
         if self.details.model_fields_set:

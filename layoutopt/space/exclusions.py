@@ -8,9 +8,8 @@ from layoutopt.space.objective import Objective
 from mesh_tf_core.exclusions import REPLICAS, Exclusion
 from mesh_tf_core.exclusions import refuse as refuse_pairs
 
-MEMORY, REFINE, CHECK, SENSITIVITY, VERIFY = "memory", "refine", "check", "sensitivity", "verify"
+MEMORY, CHECK, SENSITIVITY, VERIFY = "memory", "check", "sensitivity", "verify"
 EXCLUDED = (
-    Exclusion(REFINE, MEMORY, "refining reduces time, not memory"),
     Exclusion(CHECK, MEMORY, "the check proves that no layout is faster"),
     Exclusion(SENSITIVITY, MEMORY, "the sensitivity analysis compares step times"),
     Exclusion(VERIFY, REPLICAS, "`verify` compiles one program, but steps and synchronisations are two"),

@@ -134,7 +134,7 @@ class Split(Decision):
             what = f"{cls.label} into {UNEQUAL}: {first_of(uneven)}"
             yield LeftOut(cls.label, what, finer=True)
         if target.axes:
-            yield LeftOut(cls.label, f"{cls.label} of single operations", "--refine", finer=True)
+            yield LeftOut(cls.label, f"{cls.label} of single operations", finer=True)
 
     @classmethod
     def check(cls, allowed: Space) -> None:

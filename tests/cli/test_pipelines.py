@@ -65,7 +65,6 @@ def test_a_plan_with_stages(
         ),
         (("--schedule", "gpipe,circular:2"), "circular:2 needs --pipeline; add"),
         (("--pipeline", "layers", "--schedule", "interleaved:1"), "e.g. interleaved:2"),
-        (("--refine", "--objective", "memory"), "--refine cannot be combined with --objective memory"),
         (
             ("--pipeline", "layers", "--pin", "layers:pipe", "--pin", "batch:pipe"),
             "pipeline stages use these axes",

@@ -10,11 +10,11 @@ import pytest
 
 import mesh_tf_core as mtf
 from examples import moe_lm, resnet, transformer_lm
-from layoutopt.optimize.refine.model_places import places
 from layoutopt.space.decisions import SearchSpace
 from mesh_tf_core.ir.program import AllGather, AllReduce, AllToAll, Local, Program, ReduceScatter
 from mesh_tf_core.training.trainer import Trainer
 from tests.core import test_replicas as replicas
+from tests.core.places import places
 from tests.examples.helper import SMALL
 from tests.examples.hunt import MESH, Hunt, Legal
 from tests.marks import by_day

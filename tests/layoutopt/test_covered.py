@@ -117,7 +117,7 @@ def test_words() -> None:
             kind="offloading", what="offloading of the optimizer's state", allow="--offload optimizer"
         ),
         UncoveredChoices(kind="offloading", what="offloading of single variables", finer=True),
-        UncoveredChoices(kind="splits", what="splits of single operations", allow="--refine", finer=True),
+        UncoveredChoices(kind="splits", what="splits of single operations", finer=True),
     )
     space = CoveredSpace(layouts=1_859_000_000_000, not_looked_at=left)
     assert space.count == "1.9e12 layouts" and count_text(98_304) == "98,304"

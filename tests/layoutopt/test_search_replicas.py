@@ -145,7 +145,6 @@ def test_the_proof_holds_without_a_solver(evaluator: Evaluator) -> None:
         ({"pins": "batch:sites"}, "pins batch: axis 'sites' is the axis of the"),
         ({"storage": ["zero3@sites"]}, "storage zero3@sites: axis 'sites' is the axis of the"),
         ({"mesh": None, "devices": 8}, "diloco refers to mesh axes by name"),
-        ({"refine": True, "objective": "memory"}, "refine cannot be combined with objective memory"),
     ],
 )
 def test_errors(evaluator: Evaluator, asked: dict[str, object], error: str) -> None:

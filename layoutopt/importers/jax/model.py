@@ -71,8 +71,8 @@ class JaxModel(mtf.Model):
         if plan.layout.refined:
             path = plan.layout.refined[0][0]
             raise UserError(
-                f"plan.jax: the plan places {path!r} by rules for single operations (--refine), which "
-                "cannot be applied to a JAX function; search again without --refine"
+                f"plan.jax: the plan places {path!r} by rules for single operations, which cannot be "
+                "applied to a JAX function; remove the field `refined` from the plan, or search again"
             )
         for dim, count in self.stages(plan.mesh, plan.layout).items():
             raise UserError(
