@@ -308,9 +308,11 @@ def lower_base(
         if state.values[id].tensor != tensor:
             state.values[id] = state.values[id].of(tensor)
     state.env.update(state.masters)
-    # A part of a graph returns what it has.
-    wanted = {n: t.id for n, t in (results or {}).items() if t.id in state.env or not state.part.alone}
-    returned = {name: state.to_natural(state.value_of(tensor)) for name, tensor in wanted.items()}
+    if state.part.alone:
+        # A part returns what it has where that lies: it may be of a loop's body, whose layout is another.
+        returned = {n: state.env[t.id] for n, t in (results or {}).items() if t.id in state.env}
+    else:
+        returned = {n: state.to_natural(state.value_of(t.id)) for n, t in (results or {}).items()}
     return Program(
         oracle.mesh,
         oracle.layout,

@@ -87,10 +87,15 @@ def records(target: Target, wide: SearchSpace) -> list[Decisions]:
     for number in numbers(target.model, wide.microbatches):
         for way in ways(target.model, target.mesh, wide):
             with suppress(UserError):
-                stages = count(target.mesh, way)
-                graph = target.model.training_step(number, stages, way.schedule[0], way.again).graph
-                found.append(space.decisions(graph, target.mesh, replace(way, microbatches=(number,))))
+                found.append(record(target, number, way))
     return found
+
+
+def record(target: Target, number: int, way: SearchSpace) -> Decisions:
+    """The decisions of all kinds with a number of microbatches, in one of the `ways` to have stages."""
+    stages = count(target.mesh, way)
+    graph = target.model.training_step(number, stages, way.schedule[0], way.again).graph
+    return space.decisions(graph, target.mesh, replace(way, microbatches=(number,)))
 
 
 def _stages(target: Target, graph: Graph, rng: random.Random) -> dict[str, int | Stage]:

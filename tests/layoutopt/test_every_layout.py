@@ -1,0 +1,104 @@
+"""Tables and memory rows of all layouts are those of their programs (`tests.layoutopt.every_layout`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
+from examples.transformer_lm import model as transformer
+from layoutopt.formulation.tables import Entry, Tabler
+from layoutopt.optimize.subproblems import subproblems
+from layoutopt.solver import ResourceRow
+from layoutopt.space.decisions import SearchSpace
+from tests.layoutopt.every_layout import Compared, Drawn, hunt
+from tests.searching import search
+
+SLOW = "tpu-v4, memory_bandwidth=100GB/s, link_bandwidth=1GB/s, hop_latency=1us"
+SIZES = {
+    "layers": 2,
+    "d_model": 512,
+    "d_kv": 16,
+    "heads": 2,
+    "d_ff": 1024,
+    "vocab": 64,
+    "batch": 4,
+    "length": 128,
+}
+UNSPLIT = ("batch", "length", "vocab", "d_model", "positions", "memory_length", "d_kv")
+STAGES: dict[str, Any] = {
+    "pipeline": ("layers",),
+    "elsewhere": ("d_ff", "length"),
+    "microbatches": (2,),
+    "recompute": (False,),
+    "storage": ("layout",),
+    "context": ("gather",),
+    "pins": {"layers": ("x",), "d_ff@elsewhere": ("x", "z"), **dict.fromkeys(UNSPLIT, ())},
+}
+"""Stages, and splits of the residual that also name the axis of the stages."""
+
+
+def staged() -> mtf.Model:
+    return transformer(**SIZES, optimizer="sgd")
+
+
+def compared() -> Compared:
+    """Some splits of the residual, those over the axis of the stages among them."""
+    model, mesh, hardware = staged(), mtf.Mesh("x:2;z:2"), load_hardware(SLOW)
+    found = Compared()
+    for each in subproblems(model, [mesh], SearchSpace(**STAGES)):
+        decided = each.decided.within(dict.fromkeys(("heads", "d_ff"), ((),)))
+        Drawn(model, mesh, hardware, decided).compare(decided, found)
+    return found
+
+
+def test_what_splits_further_over_the_axis_of_stages() -> None:
+    found = compared()
+    assert found.layouts == 4 and not found.faults
+
+
+def test_a_proof_about_stages_rules_out_no_better_layout() -> None:
+    plan = search(staged(), mesh="x:2;z:2", hardware=SLOW, memory=32035340, **STAGES)
+    assert plan.solver.status == "OPTIMAL"
+    assert plan.layout == mtf.Layout("layers:x;d_ff@elsewhere:x+z;length@elsewhere:z")
+
+
+@pytest.mark.parametrize("seed", [6, 8])
+def test_layouts_of_every_kind(seed: int) -> None:
+    found = hunt([seed], 1)
+    assert found.layouts and not found.faults
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(0, 240, 12))
+def test_layouts_of_every_kind_in_many_models(first: int) -> None:
+    found = hunt(range(first, first + 12))
+    assert found.layouts > 60
+    assert not found.faults, "\n".join(found.faults)
+
+
+# -- planted faults --
+
+
+@pytest.mark.parametrize("more", [1e-6, -1e-6])
+def test_seconds_that_are_not_those_of_the_program_are_found(
+    more: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Tabler._entry
+
+    def wrong(self: Tabler, *args: Any) -> Entry | None:
+        found = made(self, *args)
+        return found and replace(found, seconds=found.seconds * (1 + more))
+
+    monkeypatch.setattr(Tabler, "_entry", wrong)
+    faults = compared().faults
+    assert len(faults) == 4 and all(fault.startswith("time") for fault in faults)
+
+
+def test_rows_that_hold_more_than_the_program_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = ResourceRow.use
+    monkeypatch.setattr(ResourceRow, "use", lambda self, choices: used(self, choices) * 1.1)
+    assert any(fault.startswith("memory") for fault in compared().faults)
