@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Values = dict[str, Any]
 """Parameter -> its value, as the command line has it."""
 FILE = "layoutopt.toml"
+START = "layoutopt.start"
+"""Key of the plan of `--like` in the context's `meta`: a search predicts its layout first."""
 TARGETS = "targets"
 """The table of `FILE` with one table for each target."""
 NAMES = {name for panel in COMMANDS.values() for name in panel}
@@ -231,6 +233,7 @@ def of_plan(ctx: typer.Context, path: str, known: Mapping[str, Any]) -> Values:
     from layoutopt.plan.build import load_plan
 
     plan, file = load_plan(path, say_damage), Path(path)
+    ctx.meta[START] = plan
     found = {**_where(plan), **_chosen(plan)}
     if known.get("model") is None:
         found["model"] = trusted_model(plan, file, "search MODEL --like PLAN")

@@ -81,7 +81,7 @@ class Bounds(Display):
 
     def show(self, now: SearchStatus) -> None:
         """How far a search of several meshes is."""
-        where = f"{self.what}, {now.looked} ({now.number} of {now.count})"
+        where = f"{self.what}, {now.looked} ({now.number:,} of {now.count:,})"
         left = "" if now.left is None else f", about {duration_text(max(round(now.left), 1))} left"
         self._show(where, now.best, now.bound, left)
 

@@ -10,6 +10,7 @@ import typer
 
 from layoutopt.cli.again import command_line
 from layoutopt.cli.allowed import Allowed, MaxAxesOption, OnMesh
+from layoutopt.cli.defaults import START
 from layoutopt.cli.exits import tell
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
@@ -157,7 +158,7 @@ def search(
                     kept.plan = choose_replicas(shares, **where, **asked, **more)
                     loaded = shares.of(kept.plan)
                 else:
-                    kept.plan = find(loaded.model, **where, **asked, **more)
+                    kept.plan = find(loaded.model, **where, **asked, **more, start=typed.meta.get(START))
         except InfeasibleError as error:
             from layoutopt.cli.repairs import refusal, repairs_of, show_repairs
 

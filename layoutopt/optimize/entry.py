@@ -17,6 +17,7 @@ from layoutopt.optimize.request import SEARCHED, Better, OnSearchStatus, Request
 from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import subproblems
+from layoutopt.optimize.warm_start import WarmStart
 from layoutopt.plan.build import Plan, parse_plan
 from layoutopt.plan.details import Searched
 from layoutopt.plan.fields import LARGEST
@@ -51,6 +52,7 @@ class Limits:
       alternatives: also find named layouts, such as data parallel, and simpler layouts, to compare with.
       keep_best: Ctrl-C ends the search with the best layout found, without a proof, instead of raising
         KeyboardInterrupt. `Plan.stopped` is then True.
+      start: a plan, such as an earlier answer. Its layout is predicted first, if the search space has it.
 
     Example:
       >>> import layoutopt
@@ -64,6 +66,7 @@ class Limits:
     time_limit: float | Clock | None = None
     alternatives: bool = True
     keep_best: bool = False
+    start: Plan | None = None
 
 
 def search(
@@ -149,7 +152,8 @@ def search(
     full = partial(with_details, model=model, hardware=chosen, limit=int(min(request.limit, LARGEST)))
     looked = LayoutSearch(request, renames=mesh is None)
     try:
-        best = looked.run(subproblems(model, shapes, allowed, request.evaluator.near), keep_best)
+        first = WarmStart(request, shapes, limits.start)
+        best = looked.run(subproblems(model, shapes, allowed, request.evaluator.near), keep_best, first)
     except InfeasibleError as error:
         if (nearest := nearest_plan(request, looked)) is not None:
             error.nearest = nearest.with_details(search=question)
@@ -233,6 +237,8 @@ def _check(
         if number is not None and not is_whole(number):
             raise UserError(f"{name} is {number!r}; give a whole number")
     check_limit(limits.memory)
+    if not isinstance(limits.start, Plan | None):
+        raise UserError(f"start is {limits.start!r}; pass a Plan, e.g. of layoutopt.load_plan")
     if top < 1:
         raise UserError(f"--top is {top}; give a whole number of at least 1")
     if top > MOST_LISTED:

@@ -1,26 +1,27 @@
 """Every layout that was priced so far, and the best of them: the answer of a search, whenever it ends.
 
-Named layouts (`baselines`) are predicted before anything is solved if time is short, and beside every answer,
-so no plan is slower than the plan of an expert.
+Layouts that are known before the search (`warm_start`) are predicted first, and named ones (`baselines`)
+beside every answer, so no plan is slower than the plan of an expert.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 
 from layoutopt.optimize.baselines import axis_names, by_name
 from layoutopt.optimize.heuristics import greedy
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblem import EvaluatedLayout
-from layoutopt.optimize.subproblems import Subproblem, key_of
+from layoutopt.optimize.subproblems import Spec, Subproblem, key_of
+from layoutopt.optimize.warm_start import FirstLayout, WarmStart, named
 from layoutopt.plan.build import decided
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.solver import Solution, Status
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.objective import Objective
-from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -31,15 +32,18 @@ class Incumbents:
 
     Args:
       renames: a plan gives the axes of its mesh other names.
-      subproblems: a layout that none of them allows is rejected; the search adds to them.
 
     Attributes:
       found: in the order in which they were found.
+      subproblems: by their keys; a layout that none of them allows is rejected.
+      specs: of further subproblems, which are made once a layout of them is offered.
     """
 
-    def __init__(self, request: Request, renames: bool, subproblems: Sequence[Subproblem]) -> None:
-        self.request, self.renames, self.subproblems = request, renames, subproblems
+    def __init__(self, request: Request, renames: bool) -> None:
+        self.request, self.renames = request, renames
         self.found: list[EvaluatedLayout] = []
+        self.subproblems: dict[Hashable, Subproblem] = {}
+        self.specs: dict[Hashable, Spec] = {}
 
     def order(self, found: EvaluatedLayout) -> tuple[float, float]:
         """The sort key of results: the better one is less."""
@@ -77,10 +81,16 @@ class Incumbents:
 
     def subproblem_of(self, found: EvaluatedLayout) -> Subproblem:
         """The decisions of the subproblem where a layout was found."""
-        own = key_of(self.request.model, found.mesh, found.layout, found.options)
-        return next(s for s in self.subproblems if s.key == own)
+        return self.subproblems[key_of(self.request.model, found.mesh, found.layout, found.options)]
 
-    def offer(self, mesh: Mesh, layout: Layout, options: Options) -> EvaluatedLayout | None:
+    def subproblem(self, key: Hashable) -> Subproblem | None:
+        """The subproblem with this key; None if there is none."""
+        if key not in self.subproblems and (spec := self.specs.pop(key, None)) is not None:
+            with suppress(UserError):
+                self.subproblems[key] = spec.made(self.request.model)
+        return self.subproblems.get(key)
+
+    def offer(self, mesh: Mesh, layout: Layout, options: Options, origin: str = "") -> EvaluatedLayout | None:
         """Prices a layout; None if it is not one that may be chosen."""
         options = self.request.meeting(options)
         asked = mesh, layout, options
@@ -88,9 +98,8 @@ class Incumbents:
             known := next((f for f in self.found if (f.mesh, f.layout, f.options) == asked), None)
         ) is not None:
             return known
-        own = key_of(self.request.model, mesh, layout, options)
-        here = (s for s in self.subproblems if s.key == own)
-        if not any(_allows(subproblem.decided, layout, options) for subproblem in here):
+        here = self.subproblem(key_of(self.request.model, mesh, layout, options))
+        if here is None or not _allows(here.decided, layout, options):
             return None
         try:
             evaluation = self.request.evaluator(mesh, layout, options)
@@ -100,43 +109,50 @@ class Incumbents:
             return None
         seconds = evaluation.cost.step_seconds
         solution = Solution(Status.FEASIBLE, (), seconds, -math.inf, 0.0, "by name")
-        found = EvaluatedLayout(mesh, layout, options, evaluation, solution)
+        found = EvaluatedLayout(mesh, layout, options, evaluation, solution, origin)
         self.add(found)
         return found
 
     # -- layouts by name -------------------------------------------------------------------------------------
 
-    def price_named(self, clock: Clock = UNLIMITED) -> None:
-        """Predicts layouts that experts would write, to have an early answer: with the least memory until
-        something fits, then as written, and with less memory if that does not fit; until the time of `clock`
-        is over."""
-        for lean in (True, False):
-            # More microbatches need less memory.
-            for subproblem in self.subproblems[::-1] if lean else self.subproblems:
-                if lean and self.fitting(self.request.limit):
-                    break
-                whole, *split = self._named(subproblem.mesh, {})
-                # What splits nothing comes first, and needs the most memory.
-                for mesh, layout, options in (*split, whole) if lean else (whole, *split):
-                    if clock.over:
-                        return
-                    parts = subproblem.microbatches
-                    wanted = subproblem.decided.least_memory if lean else replace(options, microbatches=parts)
-                    known = len(self.fitting(self.request.limit))
-                    self.offer(mesh, layout, wanted)
-                    if not lean and len(self.fitting(self.request.limit)) == known and not clock.over:
-                        self.offer(mesh, layout, subproblem.decided.least_memory)
+    def know(self, start: WarmStart) -> None:
+        """Predicts the layout of an earlier plan; from now on, layouts of all subproblems may be offered."""
+        self.specs = {spec.key: spec for spec in start.specs}
+        for each in start.earlier():
+            self._offer(each)
 
-    def price_on(self, subproblem: Subproblem) -> None:
-        """Predicts named layouts on the mesh of a problem, with less memory if none fits as written. They are
-        alternatives of the answer in any case, and slower layouts need no table."""
-        mesh, parts, decided = subproblem.mesh, subproblem.microbatches, subproblem.decided
-        for lean in (False, True):
-            for _, layout, options in self._named(mesh, {}):
-                if not self.fitting(self.request.limit) or not lean:
-                    self.offer(
-                        mesh, layout, decided.least_memory if lean else replace(options, microbatches=parts)
-                    )
+    def price_named(self, start: WarmStart, clock: Clock, told: Callable[[str, int, int], None]) -> None:
+        """Predicts what experts would write: with the least memory until something fits, then as written
+        until the time of `clock` is over. If it is over already, an answer is all that is missing.
+
+        Args:
+          told: called with what is done, the number of a problem, and their count.
+        """
+        limit, count, late = self.request.limit, len(start.specs), clock.over
+        for lean, order in ((True, start.leanest_first), (False, start.least_idle_first)):
+            for number, spec in enumerate(order(), 1):
+                enough = lean or clock.over if self.fitting(limit) else clock.over and not late
+                if enough:
+                    break
+                told("named strategies", number, count)
+                if (subproblem := self.subproblem(spec.key)) is not None:
+                    self.price_on(subproblem, lean, UNLIMITED if late else clock)
+
+    def price_on(self, subproblem: Subproblem, lean: bool = False, clock: Clock = UNLIMITED) -> None:
+        """Predicts the named layouts of a problem as written, and with the least memory if none of these
+        fits, or if `lean`. They are alternatives of the answer in any case, and slower layouts need no table.
+        """
+        fits = False
+        for each in named(self.request.model, subproblem, lean):
+            if clock.over:
+                return
+            found = self._offer(each)
+            fits |= found is not None and found.peak <= self.request.limit
+        if not lean and not fits:
+            self.price_on(subproblem, lean=True, clock=clock)
+
+    def _offer(self, first: FirstLayout) -> EvaluatedLayout | None:
+        return self.offer(first.mesh, first.layout, first.options, first.origin)
 
     def beat_named(self, limit: float) -> None:
         """Searches the named layouts on the mesh of the fastest one, and the greedy one, which are listed
@@ -144,16 +160,11 @@ class Incumbents:
         seen: list[EvaluatedLayout] = []
         while (best := self.fastest(limit)) is not None and best not in seen:
             seen.append(best)
-            for found in self._named(best.mesh, self._names(best)):
-                self.offer(*found)
+            for name, mesh, layout, options in by_name(self.request.model, best.mesh, self._names(best)):
+                if mesh == best.mesh:
+                    self.offer(mesh, layout, options, name)
             if not self.request.late:
-                self.offer(best.mesh, *greedy(self.request, self.subproblem_of(best)))
-
-    def _named(self, mesh: Mesh, names: Mapping[str, str]) -> Iterator[tuple[Mesh, Layout, Options]]:
-        """Layouts by name on a mesh whose axes are called otherwise in a plan."""
-        for _, its, layout, options in by_name(self.request.model, mesh, names):
-            if its == mesh:
-                yield mesh, layout, options
+                self.offer(best.mesh, *greedy(self.request, self.subproblem_of(best)), "greedy")
 
 
 def _in_words(found: EvaluatedLayout, names: Mapping[str, str]) -> str:

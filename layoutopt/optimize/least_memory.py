@@ -10,10 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from layoutopt.optimize.request import Request, left_whole
 from layoutopt.optimize.subproblem import ROUNDING, EvaluatedLayout, SubproblemSearch, go_on, listed
-from layoutopt.plan.covered import CoveredSpace
-from layoutopt.plan.units import size_text
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.solver import (
     ChoiceVariable,
@@ -168,18 +165,3 @@ def _legal(term: Term) -> Term:
     if isinstance(term.table, Sparse):
         return Term(term.scope, Sparse(term.table.assignments, np.zeros(len(term.table.values))), term.name)
     return Term(term.scope, np.where(np.isinf(term.table), term.table, 0.0), term.name)
-
-
-def too_much(request: Request, leanest: EvaluatedLayout, low: float, advice: str, space: CoveredSpace) -> str:
-    """The bytes that a layout needs beyond a limit that no layout satisfies, the remedy, and the searched
-    space; `low`: bytes that are proven necessary."""
-    limit = request.limit
-    whole = "".join(f"; {each}" for each in left_whole(request, leanest.evaluation))
-    looked = f"; the search considered {space.count} ({space.limits})" if space.limits else ""
-    held = ", ".join(f"{h.what} ({size_text(h.bytes)})" for h in leanest.evaluation.memory.holdings[:3])
-    sure = f"; no layout needs less than {size_text(low)} (proven)" if low < leanest.peak else ""
-    return (
-        f": the layout with the least memory ({str(leanest.layout) or 'replicated'} on {leanest.mesh}) "
-        f"needs {size_text(leanest.peak)}, which is {size_text(leanest.peak - limit)} over the limit; its "
-        f"largest tensors: {held}{sure}{whole}{advice}{looked}"
-    )

@@ -101,6 +101,7 @@ def make_plan(
         *left_whole(request, best.evaluation),
         *_tight(request, best.evaluation, beside.found),
         *_notes(proof, missing, tuple(search.unsplit)),
+        *_origin(proof, best),
         *beside.notes(),
         *repeats,
         *_unsplit(request),
@@ -256,6 +257,14 @@ def _notes(proof: _Proof, missing: Sequence[str], unsplit: Sequence[str]) -> lis
             f"{100 * (1 - likely / tables.program):.2g} %"
         )
     return notes
+
+
+def _origin(proof: _Proof, best: EvaluatedLayout) -> list[str]:
+    """Where an answer comes from that was known without the search, which did not end."""
+    if proof.proven or not best.origin:
+        return []
+    found = "within the time limit, the search found no layout that is faster than the one it began with"
+    return [f"{found}: {best.origin}"]
 
 
 def repeated_work(request: Request, of: Evaluation, microbatches: int, names: Mapping[str, str]) -> list[str]:

@@ -30,14 +30,17 @@ from layoutopt.formulation.extract import count_layouts
 from layoutopt.optimize.bounds import Bound, Source, State
 from layoutopt.optimize.fixing import ClusterWeights, faster, option_costs
 from layoutopt.optimize.incumbents import Incumbents
-from layoutopt.optimize.least_memory import leanest, least_memory, too_much
+from layoutopt.optimize.least_memory import least_memory
 from layoutopt.optimize.merging import simplest
+from layoutopt.optimize.needed import ADVICE, EXCLUDED, nearest_of, needed
 from layoutopt.optimize.pace import Pace, looked_at
-from layoutopt.optimize.request import ANSWERED, BESIDE, SEARCHED, Request, SearchStatus, space_of, uneven
-from layoutopt.optimize.restricted import held, lean
+from layoutopt.optimize.request import ANSWERED, SEARCHED, Request, SearchStatus, uneven
+from layoutopt.optimize.restricted import held
 from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem, related
+from layoutopt.optimize.warm_start import WarmStart
 from layoutopt.plan.units import size_text
+from layoutopt.runtime.clock import Clock
 from layoutopt.space.objective import Objective
 from mesh_tf_core.errors import InfeasibleError, LimitError
 from mesh_tf_core.ir.layout import Layout
@@ -45,9 +48,9 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import Stage
 
 NAMED_SHARE = 0.25
-"""Part of a time limit in which layouts by name are priced before anything is solved."""
+"""Part of a time limit in which named layouts are predicted before anything is listed or solved."""
 STOPPING = 5.0
-"""Seconds after Ctrl-C in which layouts by name are priced, if nothing that fits was found yet."""
+"""Seconds after Ctrl-C in which named layouts are predicted, if nothing that fits was found yet."""
 EVENLY = " with equal shards"
 """Note about layouts with equal shards if other layouts could split further."""
 MOST_POINTS = 200
@@ -69,6 +72,7 @@ class LayoutSearch:
       nearest: the layout that was found to need least memory, where none fits.
       unsplit: dimensions that had to stay whole (`Extraction.unsplit`).
       weights: approximate costs of clusters, for `faster`.
+      start: what is predicted before the problems are listed.
     """
 
     request: Request
@@ -85,14 +89,15 @@ class LayoutSearch:
     pace: Pace = field(default_factory=Pace)
     unsplit: dict[str, None] = field(default_factory=dict)
     weights: ClusterWeights = field(default_factory=dict)
+    start: WarmStart | None = None
 
     def __post_init__(self) -> None:
-        self.incumbents = Incumbents(self.request, self.renames, self.problems)
+        self.incumbents = Incumbents(self.request, self.renames)
 
     @property
     def considered(self) -> int:
         """The number of combinations of decisions."""
-        return sum(count_layouts(each.decided.options) for each in self.problems)
+        return sum(count_layouts(each.decided.options) for each in self.incumbents.subproblems.values())
 
     @property
     def least(self) -> float:
@@ -102,7 +107,8 @@ class LayoutSearch:
     def lower(self, limit: float) -> Bound:
         """No layout that holds at most `limit` bytes takes fewer seconds."""
         if not self.listed:
-            return Bound()
+            meshes = (each.mesh.devices for each in self.incumbents.subproblems.values())
+            return Bound(self.request.evaluator.alone() / next(meshes, 1), Source.SHARE)
         bounds = (each.bounds.lower(limit) for each in self.problems)
         return min(bounds, key=lambda bound: bound.value, default=Bound(math.inf))
 
@@ -117,13 +123,16 @@ class LayoutSearch:
             best = min((found.peak for found in incumbents.fitting(limit)), default=math.inf)
         return replace(lower, value=min(lower.value, best))
 
-    def run(self, subproblems: Iterable[Subproblem], keep_best: bool = False) -> EvaluatedLayout:
+    def run(
+        self, subproblems: Iterable[Subproblem], keep_best: bool = False, start: WarmStart | None = None
+    ) -> EvaluatedLayout:
         """The best layout over all subproblems, or the error with the reason why there is none.
 
         Args:
+          start: what is predicted before the subproblems are listed.
           keep_best: Ctrl-C ends the search with the best so far; KeyboardInterrupt if there is none.
         """
-        clock = self.request.clock
+        clock, self.start = self.request.clock, start
         try:
             # Where loading took all the time, the problems are listed all the same.
             ended = clock.within(ANSWERED if clock.over else SEARCHED, lambda: self._look(subproblems))
@@ -145,11 +154,17 @@ class LayoutSearch:
     def _look(self, subproblems: Iterable[Subproblem]) -> None:
         """Sets `best`, or `none`."""
         request = self.request
+        if self.start is not None:
+            self.incumbents.know(self.start)
+            if request.clock.limit is not None:
+                part = request.clock.part(NAMED_SHARE)
+                self.incumbents.price_named(self.start, part, self._tell_first)
         for each in related(subproblems):
             self.problems.append(each)
+            self.incumbents.subproblems[each.key] = each
+            if self.start is not None:
+                self._tell_first("listing subproblems", len(self.problems), len(self.start.specs))
         self.listed = True
-        if request.clock.left is not None:
-            self.incumbents.price_named(request.clock.part(NAMED_SHARE))
         if request.objective == Objective.MEMORY:
             self._leanest(request.limit)
             best = self.incumbents.best()
@@ -166,7 +181,7 @@ class LayoutSearch:
             self.none = (
                 f"no layout of {request.model.name!r}{even} fits into {size_text(request.limit)} per device"
             )
-            self.none += self._needed() if request.explains else ""
+            self.none += self._why() if request.explains else ""
 
     def _conclude(self) -> None:
         """Makes the best so far the answer of a search that was ended, or came to its end with none for want
@@ -191,8 +206,8 @@ class LayoutSearch:
         evaluated = self.asked.every_evaluated() if self.asked is not None else ()
         for found in sorted(evaluated, key=lambda f: (f.peak > self.request.limit, *incumbents.order(f))):
             incumbents.add(found)  # the best first
-        if incumbents.best() is None:
-            incumbents.price_named()
+        if incumbents.best() is None and self.start is not None:
+            incumbents.price_named(self.start, Clock(0.0), self._tell_first)
         if self.request.objective != Objective.MEMORY:
             incumbents.beat_named(self.request.limit)
         self.best = incumbents.best()
@@ -301,6 +316,14 @@ class LayoutSearch:
         # Without an answer it is proven that nothing here is faster than the best.
         subproblem.bounds.prove(min(outcome.bound, best), Source.SOLVER, limit)
 
+    def _tell_first(self, looked: str, number: int, count: int) -> None:
+        """Tells what is done before the first problem is looked at."""
+        request, known = self.request, self.incumbents.best()
+        if request.on_progress is not None:
+            best = math.inf if known is None else self.incumbents.order(known)[0]
+            left = request.clock.left
+            request.on_progress(SearchStatus(looked, number, count, best, self.bound.value, left))
+
     def _tell(self, subproblem: Subproblem, bound: float, part: float = 0.0) -> None:
         """Tells how far the whole search is.
 
@@ -366,32 +389,10 @@ class LayoutSearch:
             self._fastest(least)
         self.proven = self.least >= min(least, limit + 1)
 
-    def _needed(self) -> str:
-        """The least memory that a layout needs, what of it is proven, and what fills it."""
-        request = self.request
-        self.nearest = min(self.incumbents.found, key=lambda f: f.peak, default=None)
-
-        def look() -> None:
-            for each in sorted(
-                self.problems, key=lambda p: -p.microbatches
-            ):  # small pieces mostly hold least
-                if self.nearest is None and each.bounds.least > request.limit:
-                    self.nearest = lean(request, each)  # without tables, which may take long
-                if self.nearest is None or each.bounds.least < self.nearest.peak:
-                    self.nearest, low = leanest(self.opened(each), request.clock, best=self.nearest)
-                    each.bounds.hold_at_least(low)
-
-        with request.clock.at_most(BESIDE):
-            ended = request.clock.within(0.0, look)
-        nearest = self.nearest
-        advice = "; use more devices or more memory, or a smaller batch"
-        if nearest is None:
-            return (
-                ": --pin and --forbid together exclude every layout; remove one of their rules"
-                if ended
-                else advice
-            )
-        low = max(request.limit, self.least)
-        shapes = {each.mesh.shape for each in self.problems} if self.renames else None
-        space = space_of(request, nearest.mesh, self.considered, shapes)
-        return too_much(request, nearest, low, advice, space)
+    def _why(self) -> str:
+        """What the layout with the least memory needs; sets `nearest`."""
+        known = min(self.incumbents.found, key=lambda f: f.peak, default=None)
+        self.nearest, ended = nearest_of(self.request, self.problems, known, self.opened)
+        if self.nearest is None:
+            return EXCLUDED if ended else ADVICE
+        return needed(self.request, self.nearest, self.least, self.renames)

@@ -61,13 +61,18 @@ EQUAL = 1e-12
 
 @dataclass(frozen=True)
 class EvaluatedLayout:
-    """A layout with the evaluator's price and the solver's claim."""
+    """A layout with the evaluator's price and the solver's claim.
+
+    Attributes:
+      origin: where it comes from, in words, if it was known before the search (`warm_start`).
+    """
 
     mesh: Mesh
     layout: Layout
     options: Options
     evaluation: Evaluation
     solution: Solution
+    origin: str = ""
 
     @property
     def seconds(self) -> float:

@@ -22,6 +22,7 @@ from layoutopt.optimize.bounds import SLACK, ProvenBounds, Source
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.runtime.clock import UNLIMITED, Clock
+from layoutopt.space.argument import Space
 from layoutopt.space.decisions import Decisions, SearchSpace, decisions
 from layoutopt.space.kind import HYBRID
 from layoutopt.space.microbatches import numbers
@@ -128,6 +129,56 @@ def key_of(model: Model, mesh: Mesh, layout: Layout, options: Options) -> Hashab
     return (mesh, frozenset(stages), options.schedule, again), options.microbatches
 
 
+@dataclass(frozen=True)
+class Spec:
+    """A subproblem whose graph is not built yet.
+
+    Attributes:
+      allowed: the space, with one use of pipelines.
+      near: axes of `HYBRID`.
+    """
+
+    mesh: Mesh
+    allowed: Space
+    microbatches: int
+    near: Axes
+
+    @property
+    def stages(self) -> dict[str, int]:
+        """Dimensions of layers -> number of stages."""
+        return count(self.mesh, self.allowed)
+
+    @property
+    def key(self) -> Hashable:
+        """That of its subproblem."""
+        stages, (schedule,) = frozenset(self.allowed.stages.items()), self.allowed.schedule
+        return (self.mesh, stages, schedule, self.allowed.again), self.microbatches
+
+    def made(self, model: Model) -> Subproblem:
+        """The subproblem.
+
+        Raises:
+          UserError: the model cannot be split like that, or pins or prohibitions do not suit it.
+        """
+        number, (schedule,) = self.microbatches, self.allowed.schedule
+        graph = model.training_step(number, self.stages, schedule, self.allowed.again).graph
+        here = self.allowed.but(microbatches=(number,), near=self.near)
+        return Subproblem(self.mesh, decisions(graph, self.mesh, here))
+
+
+def specs(
+    model: Model,
+    shapes: Sequence[Mesh],
+    allowed: SearchSpace,
+    near: Callable[[Mesh], Axes],
+    parts: Iterable[int],
+) -> list[Spec]:
+    """The problems with these numbers of microbatches; other arguments as of `subproblems`."""
+    inner = {mesh: near_axes(mesh, allowed, near) for mesh in shapes}
+    each = [(mesh, way) for mesh in shapes for way in ways(model, mesh, allowed)]
+    return [Spec(mesh, way, number, inner[mesh]) for number in parts for mesh, way in each]
+
+
 def subproblems(
     model: Model, shapes: Sequence[Mesh], allowed: SearchSpace, near: Callable[[Mesh], Axes] = lambda _: ()
 ) -> Iterator[Subproblem]:
@@ -143,25 +194,20 @@ def subproblems(
       UserError: the model cannot be split into any of these numbers, pins or prohibitions do not suit even
         the smallest, or pipelines are required and none is possible.
     """
+    refused, piped = dict[str, str](), False
     parts = numbers(model, allowed.microbatches)
     check_named(model.step_graph, allowed.recompute)
-    refused, piped = dict[str, str](), False
-    for number in parts:
-        for mesh in shapes:
-            inner = near_axes(mesh, allowed, near)
-            for way in ways(model, mesh, allowed):
-                here = way.but(microbatches=(number,), near=inner)
-                try:
-                    graph = model.training_step(number, count(mesh, way), way.schedule[0], way.again).graph
-                    found = Subproblem(mesh, decisions(graph, mesh, here))
-                except UserError as error:
-                    if number == parts[0] and not way.stages:
-                        raise
-                    if way.stages:
-                        refused.setdefault(way.schedule[0], str(error))
-                    continue
-                piped = piped or bool(way.stages)
-                yield found
+    for spec in specs(model, shapes, allowed, near, parts):
+        try:
+            found = spec.made(model)
+        except UserError as error:
+            if spec.microbatches == parts[0] and not spec.stages:
+                raise
+            if spec.stages:
+                refused.setdefault(spec.allowed.schedule[0], str(error))
+            continue
+        piped = piped or bool(spec.stages)
+        yield found
     dims = ",".join(dim for dim in allowed.pipeline if allowed.pins.get(dim) != ())
     if dims and not piped:
         raise UserError(

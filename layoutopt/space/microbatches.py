@@ -130,7 +130,7 @@ class Microbatches(Decision):
 
 def numbers(model: Model, allowed: Sequence[int]) -> list[int]:
     """The numbers of microbatches that the model can be split into, in order; UserError if there is none."""
-    found = _dividing(model, allowed)
+    found = dividing(model, allowed)
     refused = _impossible(model, found)
     if len(refused) == len(found):
         raise UserError(
@@ -142,7 +142,7 @@ def numbers(model: Model, allowed: Sequence[int]) -> list[int]:
 
 def impossible(model: Model, allowed: Sequence[int]) -> dict[int, str]:
     """Those numbers that divide the batch, but that the model cannot be split into, each with why."""
-    return _impossible(model, _dividing(model, allowed))
+    return _impossible(model, dividing(model, allowed))
 
 
 def _impossible(model: Model, numbers: Sequence[int]) -> dict[int, str]:
@@ -155,7 +155,8 @@ def _impossible(model: Model, numbers: Sequence[int]) -> dict[int, str]:
     return found
 
 
-def _dividing(model: Model, allowed: Sequence[int]) -> list[int]:
+def dividing(model: Model, allowed: Sequence[int]) -> list[int]:
+    """The numbers of microbatches that divide the batch, in order; UserError if there is none."""
     size = _size(model)
     found = [m for m in sorted(set(allowed)) if size % m == 0]
     if not found:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Self
 
 from layoutopt.space.argument import Space, argument
@@ -208,12 +209,17 @@ def domains(graph: Graph, mesh: Mesh, allowed: Space) -> dict[str, tuple[Axes, .
 def inside(graph: Graph, stages: Mapping[str, Axes]) -> dict[str, Axes]:
     """Dimensions of values of stages -> the axes of the stages, which cannot split them."""
     found: dict[str, Axes] = {}
-    for block in graph.blocks if stages else ():
-        axes = stages.get(block.dim.name, ()) if block.spread and block.dim is not None else ()
-        for node, _ in block.walk() if axes else ():
-            for t in (*node.inputs, *node.outputs):
-                found.update((n, (*found.get(n, ()), *axes)) for n in graph.tensor(t).shape.names)
+    for dim, axes in stages.items():
+        names = graph.remembered((_spread, dim), partial(_spread, graph, dim))
+        found |= {name: (*found.get(name, ()), *axes) for name in names}
     return found
+
+
+def _spread(graph: Graph, dim: str) -> set[str]:
+    """The dimensions of all values in the stages of some layers."""
+    blocks = (b for b in graph.blocks if b.spread and b.dim is not None and b.dim.name == dim)
+    held = {t for block in blocks for node, _ in block.walk() for t in (*node.inputs, *node.outputs)}
+    return {name for t in held for name in graph.tensor(t).shape.names}
 
 
 def _uneven(target: Target) -> Iterator[str]:

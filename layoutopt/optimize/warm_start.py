@@ -1,0 +1,122 @@
+"""Layouts that a search predicts before it lists its subproblems: an earlier plan's, the pinned one, and
+those that experts would write (`baselines`), with stages and microbatches where the space has them.
+
+Each takes milliseconds, and no table. So a search has an answer soon, however many subproblems there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from layoutopt.optimize.baselines import by_name
+from layoutopt.optimize.request import Request
+from layoutopt.optimize.subproblems import Spec, Subproblem, specs
+from layoutopt.plan.build import Plan
+from layoutopt.space.microbatches import dividing
+from layoutopt.space.splits import Split
+from mesh_tf_core.ir.layout import Axes, Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.schedules import PipelineSchedule
+from mesh_tf_core.lower import Options
+from mesh_tf_core.model import Model
+
+EARLIER, PINS, LEAN = "the given plan", "the pins", "with the least memory"
+"""The origin of a layout, in words, if it is not a named strategy."""
+
+
+@dataclass(frozen=True)
+class FirstLayout:
+    """A layout that is known before a search.
+
+    Attributes:
+      origin: where it comes from, in words.
+    """
+
+    origin: str
+    mesh: Mesh
+    layout: Layout
+    options: Options
+
+
+class WarmStart:
+    """The layouts that a search predicts first.
+
+    Args:
+      shapes: meshes of the search.
+      start: an earlier plan; it counts if its mesh has one of these shapes.
+    """
+
+    def __init__(self, request: Request, shapes: Sequence[Mesh], start: Plan | None = None) -> None:
+        self.request, self.shapes, self.start = request, shapes, start
+
+    @cached_property
+    def specs(self) -> list[Spec]:
+        """The problems of the search, and those of numbers of microbatches that the model may refuse."""
+        request, model = self.request, self.request.model
+        parts = dividing(model, request.allowed.microbatches)
+        return specs(model, self.shapes, request.allowed, request.evaluator.near, parts)
+
+    def earlier(self) -> Iterator[FirstLayout]:
+        """The layout of the earlier plan, on the mesh of the same shape."""
+        if (plan := self.start) is None:
+            return
+        for mesh in self.shapes:
+            if mesh.shape == plan.mesh.shape:
+                names = dict(zip(plan.mesh.names, mesh.names, strict=True))
+                yield FirstLayout(EARLIER, mesh, plan.layout.renamed(names), plan.options.renamed(names))
+
+    def leanest_first(self) -> list[Spec]:
+        """The problems in which a device has the fewest examples at a time first."""
+        model = self.request.model
+        size = model.examples if model.batch_dim is not None else 1
+
+        def pieces(spec: Spec) -> int:
+            others = spec.mesh.devices // math.prod(spec.stages.values())
+            return spec.microbatches * math.gcd(others, size // spec.microbatches)
+
+        return sorted(self.specs, key=lambda spec: -pieces(spec))
+
+    def least_idle_first(self) -> list[Spec]:
+        """The problems whose pipelines idle least first, then those of fewer microbatches."""
+
+        def idle(spec: Spec) -> float:
+            schedule, number = spec.allowed.schedule[0], spec.microbatches
+            plans = (PipelineSchedule.named(schedule, n, number) for n in spec.stages.values())
+            return max((plan.ticks / plan.works for plan in plans), default=1.0)
+
+        return sorted(self.specs, key=lambda spec: (idle(spec), spec.microbatches))
+
+
+def named(model: Model, subproblem: Subproblem, lean: bool) -> Iterator[FirstLayout]:
+    """Layouts by name in a problem: its stages and pins, and what a name splits over the other axes.
+
+    Args:
+      lean: with the options that hold least; else as written.
+    """
+    mesh, decided = subproblem.mesh, subproblem.decided
+    fixed, plain = decided.read({})
+    splits = {name: decided.options[name] for name in decided.of(Split)}
+    pinned = [n for n, options in splits.items() if options != ((),) and len(options) == 1]
+    taken = {axis for name in pinned for axis in fixed.axes(name)}  # by stages, too
+
+    def within(dim: str, axes: Axes) -> Axes:
+        """The widest option over these axes."""
+        free = {*axes} - taken
+        return max((o for o in splits.get(dim, ((),)) if {*o} <= free), key=mesh.group_size, default=())
+
+    staged = {axis for axes in decided.stages.values() for axis in axes}
+    rest = Mesh([(axis, n) for axis, n in mesh.axes if axis not in staged])
+    whole, *split = (found for found in by_name(model, rest) if found[1] == rest)
+    # Without any split a layout is legal soonest, and holds most.
+    for name, _, layout, options in (*split, whole) if lean else (whole, *split):
+        wide = Layout({dim: within(dim, axes) for dim, axes in layout.written.items()} | dict(fixed.written))
+        storage = {**plain.storage, **options.storage}
+        yield FirstLayout(
+            (PINS if wide == fixed and {*pinned} - {*decided.stages} else name) + f", {LEAN}" * lean,
+            mesh,
+            wide,
+            decided.least_memory if lean else replace(plain, storage=storage),
+        )
