@@ -11,8 +11,12 @@ permutations.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,12 +29,15 @@ from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.plan.build import given_fields
 from layoutopt.plan.notebook import Shown, table
 from layoutopt.plan.results import Collectives, Compared, Moved, VerifyResult
-from layoutopt.plan.units import bytes_text, seconds_text
-from mesh_tf_core.engines.jax.compile import CompilerRefusal, compile_for
+from layoutopt.plan.units import bytes_text, duration_text, seconds_text
+from layoutopt.runtime.clock import UNLIMITED, Clock
+from mesh_tf_core.engines.jax.compile import CompilerRefusal, Executable, compile_for
 from mesh_tf_core.engines.jax.hlo import HloCollective, read
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.program import Collective, Permute, Program
 
+EVERY = 15.0
+"""Seconds between reports of a compilation."""
 SAME = 0.01
 """Bytes that differ by less than this part are the same: the compiler pads."""
 
@@ -184,12 +191,19 @@ class Verified(Shown):
 
 
 def verify(
-    evaluation: Evaluation, topology: str, hardware: Hardware, own: Callable[[Any], Any] | None = None
+    evaluation: Evaluation,
+    topology: str,
+    hardware: Hardware,
+    own: Callable[[Any], Any] | None = None,
+    clock: Clock = UNLIMITED,
+    tell: Callable[[str], object] = lambda text: None,
 ) -> Verified:
     """Compiles an evaluated program for a TPU that need not be there.
 
     Args:
       own: mesh of JAX -> the user's own step, traced for it, which is compiled in the program's place.
+      clock: ends the compilation; the result then has the predictions only.
+      tell: called with what begins, and then from time to time with how long it has taken.
 
     Raises:
       UserError: no JAX or libtpu, an unknown topology, or one of another number of devices than the mesh's.
@@ -197,7 +211,7 @@ def verify(
     program = evaluation.program
     tpu = generation(topology)
     predicted = collectives(program)
-    made = compile_for(program, topology, own)
+    made = _in_time(lambda begins: compile_for(program, topology, own, begins), clock, tell)
     if isinstance(made, CompilerRefusal):
         return Verified(topology, evaluation.cost.compute_seconds, predicted, None, made, (), evaluation)
     said = read(made.text)
@@ -216,6 +230,35 @@ def verify(
     )
     seconds = estimated(evaluation.cost, hardware, said.libraries)
     return Verified(topology, seconds, predicted, compiled, None, moved(predicted, found), evaluation)
+
+
+def _in_time(
+    work: Callable[[Callable[[str], object]], Executable | CompilerRefusal],
+    clock: Clock,
+    tell: Callable[[str], object],
+) -> Executable | CompilerRefusal:
+    """What `work` returns, or that the time is over. The compiler is one call into C, which nothing ends: it
+    runs in a thread that is left alone."""
+    ended: Future[Executable | CompilerRefusal] = Future()
+    began, now = time.monotonic(), ["the compiler starts"]
+
+    def begins(what: str) -> None:
+        now[0] = what
+        tell(what)
+
+    def run() -> None:
+        try:
+            ended.set_result(work(begins))
+        except BaseException as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    while not clock.over:
+        with contextlib.suppress(TimeoutError):
+            return ended.result(EVERY if clock.left is None else min(EVERY, clock.left))
+        tell(f"{now[0]}: {duration_text(time.monotonic() - began)} so far")
+    why = f"the time limit of {clock.limit:g} s passed ({now[0]}); raise the time limit"
+    return CompilerRefusal(why, False, late=True)
 
 
 def estimated(cost: Cost, hardware: Hardware, libraries: int) -> float:

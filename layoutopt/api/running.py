@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from layoutopt.plan.evidence import Validation
 from layoutopt.plan.notebook import Shown, table
 from layoutopt.plan.results import ValidateResult
 from layoutopt.plan.units import plural, share_text
+from layoutopt.runtime.clock import Clock
 from layoutopt.space.exclusions import VERIFY, refuse
 from layoutopt.space.keywords import gathered
 from mesh_tf_core.errors import UserError
@@ -81,13 +82,20 @@ def validate(
     return Validated(ValidateResult.model_validate(found))
 
 
-def verify(priced: Plan | PricedLayout, topology: str) -> Verified:
+def verify(
+    priced: Plan | PricedLayout,
+    topology: str,
+    time_limit: float | Clock | None = None,
+    on_progress: Callable[[str], object] = lambda text: None,
+) -> Verified:
     """Compiles a layout with the TPU compiler and compares collectives, peak memory and step time with the
     prediction. No TPU is needed.
 
     Args:
       priced: a result of `cost` or `search`.
       topology: the compiler's name for a slice with as many devices as the mesh, such as "v5e:2x4".
+      time_limit: seconds for the compilation (None: no limit); after it, the result has the predictions only.
+      on_progress: called with what begins, and every 15 seconds with how long it has taken.
 
     Raises:
       UserError: JAX or libtpu is missing, the topology is unknown or its number of devices differs from
@@ -107,7 +115,10 @@ def verify(priced: Plan | PricedLayout, topology: str) -> Verified:
     options, own = priced.options, getattr(model, "step_on", None)
     refuse({VERIFY: "verify", REPLICAS: "" if options.diloco is None else f"--diloco {options.diloco}"})
     step = own and (lambda devices: own(mesh, layout, options, devices))
-    return compiled(evaluate(model, mesh, layout, machine, options), topology, machine, step)
+    clock = time_limit if isinstance(time_limit, Clock) else Clock(time_limit)
+    return compiled(
+        evaluate(model, mesh, layout, machine, options), topology, machine, step, clock, on_progress
+    )
 
 
 def model_of(plan: Plan) -> Model:

@@ -217,17 +217,27 @@ def kept(terminal: Terminal, partial: Path | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hushed() -> Iterator[None]:
+def hushed() -> Iterator[Callable[[Callable[[str], object]], Callable[[str], None]]]:
     """Holds back the output of TensorFlow's libraries to stderr while they start; shows it if starting
-    fails."""
+    fails. Yields a function that makes a function heard meanwhile."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     sys.stderr.flush()
     saved = os.dup(2)
     with tempfile.TemporaryFile() as kept:
         os.dup2(kept.fileno(), 2)
+
+        def aloud(tell: Callable[[str], object]) -> Callable[[str], None]:
+            def heard(text: str) -> None:
+                os.dup2(saved, 2)
+                tell(text)
+                sys.stderr.flush()
+                os.dup2(kept.fileno(), 2)
+
+            return heard
+
         try:
             with signals.put_right(lambda: os.dup2(saved, 2)):
-                yield
+                yield aloud
         except ImportError:
             kept.seek(0)
             os.write(2, kept.read())

@@ -15,10 +15,12 @@ from layoutopt.cli.options import (
     MeshOption,
     Output,
     SetOption,
+    TimeLimitOption,
     check_out,
     examples,
     path_option,
     read_hardware,
+    time_limited,
 )
 from layoutopt.cli.plans import ModelOption, open_plan, say_damage
 from layoutopt.cli.terminal import Terminal, facts, layout_text
@@ -66,6 +68,7 @@ def verify(
         Path | None,
         path_option("FILE", "Write the compiled program (HLO) to this file."),
     ] = None,
+    time_limit: TimeLimitOption = None,
     output: Output = OUTPUT,
 ) -> None:
     """Compile with the TPU compiler and compare collectives, memory and compute time with the prediction."""
@@ -73,24 +76,26 @@ def verify(
     from layoutopt.api.pricing import cost
     from layoutopt.api.running import verify as compiled
     from layoutopt.cli.running import hushed
-    from mesh_tf_core.errors import InfeasibleError
+    from mesh_tf_core.errors import InfeasibleError, LimitError
     from mesh_tf_core.files import write_file
 
-    terminal = output.terminal
+    terminal, clock = output.terminal, time_limited(time_limit)
     check_out(text, "--text", [source, model])
     machine = read_hardware(generation(topology).hardware)
     loaded, given = _asked(source, model, settings, mesh, layout, decided)
     priced = cost(loaded.model, given.mesh, given.layout, machine, options=given.options)
     evaluation = priced.evaluation
     terminal.say(f"compiling for {topology}, which takes minutes for large models")
-    with hushed():
-        found = compiled(priced, topology)
+    with hushed() as aloud:
+        found = compiled(priced, topology, clock, aloud(terminal.say))
     program = found.compiled.text if found.compiled is not None else None
     out = text if program is not None else None
     with terminal.saved(out, lambda path: write_file(path, program or "", "--text"), "the program"):
         terminal.result(found.data)
         if not output.as_json:
             _show(terminal, loaded, given, evaluation, found)
+    if found.refusal is not None and found.refusal.late:
+        raise LimitError(f"--topology {topology}: {found.refusal.reason}")
     if found.refusal is not None:
         raise InfeasibleError(_verdict(found))
 

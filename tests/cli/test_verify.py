@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
+import layoutopt
 from layoutopt.analysis.verify import GENERATIONS, collectives, counted, generation, moved
 from layoutopt.models.loading import load_model
 from layoutopt.optimize.evaluator import evaluate
@@ -43,6 +44,22 @@ def test_people_read_a_table(run: Callable[..., Result]) -> None:
     assert "all as predicted" in done.stdout
     assert "all-reduce, reduce-scatter" in done.stdout
     assert done.stderr == ""
+
+
+def test_a_time_limit_ends_the_compiler_with_the_prediction(run: Callable[..., Result]) -> None:
+    on = ("--topology", "v6e:2x2", "--mesh", "data:4", "--layout", "batch:data", "--time-limit", "0.001")
+    done = run(*MLP, *on, "--json")
+    found = json.loads(done.stdout)
+    assert done.exit_code == 4 and found["compiled"] is False and found["out_of_memory"] is False
+    assert "the time limit of 0.001 s passed" in found["reason"] and found["reason"] in done.stderr
+    assert found["predicted_collectives"] and found["peak_memory_bytes"]["predicted"] > 0
+
+
+def test_the_stages_of_a_compilation_are_told() -> None:
+    told: list[str] = []
+    priced = layoutopt.cost(load_model("examples/mlp.py").model, "data:4", "batch:data", "tpu-v6e")
+    assert layoutopt.verify(priced, "v6e:2x2", on_progress=told.append).compiled is not None
+    assert told[:2] == ["tracing the step", "compiling the step"]
 
 
 def test_a_plan_says_everything(result: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

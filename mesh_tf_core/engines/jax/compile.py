@@ -19,12 +19,14 @@ class CompilerRefusal:
     Attributes:
       reason: one line.
       used, limit: bytes, if the compiler reports them.
+      late: the time limit passed before the compiler ended.
     """
 
     reason: str
     out_of_memory: bool
     used: int | None = None
     limit: int | None = None
+    late: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,17 @@ class Executable:
 
 
 def compile_for(
-    program: Program, topology: str, instead: Callable[[Any], Any] | None = None
+    program: Program,
+    topology: str,
+    instead: Callable[[Any], Any] | None = None,
+    begins: Callable[[str], object] = lambda what: None,
 ) -> Executable | CompilerRefusal:
     """The program compiled by the real TPU compiler, ahead of time, no TPU needed.
 
     Args:
       topology: chips by the compiler's name, as v5e:2x4; as many devices as the program's mesh has.
       instead: mesh of JAX -> another function, traced for it (`jax.stages.Lowered`), that is compiled.
+      begins: called with what begins.
 
     Raises:
       UserError: no JAX or libtpu, an unknown topology, another number of devices.
@@ -64,8 +70,10 @@ def compile_for(
     from mesh_tf_core.engines.jax.program import JaxProgram
 
     start = time.perf_counter()
+    begins("tracing the step")
     devices = jax_compat.topology_mesh(topology, program.mesh)
     lowered = JaxProgram(program, devices, "tpu").lowered() if instead is None else instead(devices)
+    begins("compiling the step")
     try:
         made = lowered.compile()
     except jax_compat.compile_errors() as error:
