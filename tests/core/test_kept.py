@@ -168,6 +168,15 @@ def test_a_pattern_is_of_products_in_the_order_of_the_program(pattern: str) -> N
     assert memory(found).peak == memory(same).peak
 
 
+def test_a_pattern_is_an_option_of_a_search() -> None:
+    allowed = SearchSpace(recompute=("keep=attention+products/2",))
+    free = decisions(made("fused").training_step(1).graph, mtf.Mesh(MESH), allowed)
+    (keeps,) = (options for name, options in free.options.items() if name == "recompute layers")
+    assert keeps == (("on", "products/2", "attention"),)
+    chosen = free.read({name: options[0] for name, options in free.options.items()})[1]
+    assert {*map(str, chosen.recompute)} == {"layers:keep=products/2+attention"}
+
+
 def test_a_pattern_leaves_out_what_it_names() -> None:
     graph = mixture(layers=2, **SIZES, experts=4).step_graph
     (block,) = (b for b in graph.blocks if loop_name(b, graph) == "layers" and b.saved)
