@@ -50,6 +50,7 @@ class Model:
         with its answer.
       token_dims: names of dimensions of an input whose elements are the tokens of a step; empty if the model
         has no tokens.
+      assumed: hyperparameters that nobody set -> why they have their value, '' for an ordinary default.
       network: network(graph) builds the model in another graph and returns the function that computes logits
         there (see `decoding`); None for models that do not generate text.
 
@@ -70,6 +71,7 @@ class Model:
     hparams: Mapping[str, Any] = field(default_factory=dict)
     layouts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     token_dims: Sequence[Dim | str] = ()
+    assumed: Mapping[str, str] = field(default_factory=dict)
     network: Callable[[Graph], Callable[..., Tensor]] | None = field(default=None, repr=False)
     _whole: TrainingStep | None = field(default=None, repr=False, compare=False)
     _others: dict[Hashable, tuple[int, TrainingStep]] = field(default_factory=dict, repr=False, compare=False)
@@ -109,9 +111,27 @@ class Model:
         return max((t.shape.sizes[0] for t in self.graph.inputs.values() if len(t.shape)), default=1)
 
     @property
+    def batch_setting(self) -> str | None:
+        """The hyperparameter that is the size of the batch; None if none is."""
+        name = self.batch_dim
+        sizes = self.graph.dims().get(name, set()) if name is not None else set()
+        return name if len(sizes) == 1 and self.hparams.get(str(name)) in sizes else None
+
+    @property
+    def batch(self) -> dict[str, int]:
+        """The sizes of what a step reads: of the batch, and of its tokens."""
+        names = dict.fromkeys((*filter(None, (self.batch_dim,)), *self._token_names))
+        shapes = [t.shape for t in self.graph.inputs.values()]
+        return {n: next(s.dim(n).size for s in shapes if n in s.names) for n in names}
+
+    @property
+    def _token_names(self) -> tuple[str, ...]:
+        return tuple(d.name if isinstance(d, Dim) else d for d in self.token_dims)
+
+    @property
     def tokens(self) -> int | None:
         """The number of tokens in a step; None if `token_dims` is empty."""
-        names = tuple(d.name if isinstance(d, Dim) else d for d in self.token_dims)
+        names = self._token_names
         shapes = [t.shape for t in self.graph.inputs.values()]
         found = next((s for s in shapes if set(names) <= set(s.names)), None)
         if found is None and names:

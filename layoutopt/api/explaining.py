@@ -139,6 +139,7 @@ class Explained(Shown):
         step, peak = self.evaluation.cost.step_seconds, self.evaluation.memory.peak
         more = {**self.details, **({} if self.turning is None else {"turning": self.turning})}
         return ExplainResult(
+            model=self.plan.data.model,
             layout=self.plan.data.layout,
             step_seconds=step,
             agrees=not self.disagreements,

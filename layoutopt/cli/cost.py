@@ -152,7 +152,7 @@ def _show(
         phase_table,
     )
     from layoutopt.cli.plan_tables import decided_rows
-    from layoutopt.plan.build import decided
+    from layoutopt.plan.build import decided, model_info
     from layoutopt.plan.machine_details import sure
     from layoutopt.plan.trade_names import trade_names
     from reports.views import facts as told
@@ -163,7 +163,7 @@ def _show(
     peak = held.points[held.at].origin if held.points else None
     fits = found.known.fits(held.peak, limit)
     rows = [
-        ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
+        *told.model(model_info(loaded.model)),
         ("mesh", f"{found.program.mesh} ({found.program.mesh.devices} devices)"),
         ("layout", layout_text(found.layout.plain)),
         ("parallel", told.forms(forms)),

@@ -33,7 +33,7 @@ class ByHand:
         Raises:
           UserError: as `load_with_plan` and `read`.
         """
-        loaded, plan = load_with_plan(model, settings, layout)
+        loaded, plan = load_with_plan(model, settings, layout, mesh)
         return loaded, self.read(loaded, mesh, layout, plan)
 
     def read(

@@ -61,10 +61,11 @@ def lint(
 ) -> None:
     """Find likely mistakes in a layout, or in your own shardings, and predict their cost."""
     from layoutopt.api.pricing import lint as linted
+    from reports.views import facts as told
 
     terminal = output.terminal
     machine = read_hardware(hardware, set_hardware)
-    loaded, plan = load_with_plan(model, settings, layout)
+    loaded, plan = load_with_plan(model, settings, layout, mesh)
     unlike: list[str] = []
     if layout is None and loaded.function("shardings") is not None:
         given, unlike = own_shardings(loaded, mesh, decided.options(loaded))
@@ -82,7 +83,7 @@ def lint(
     terminal.show(
         facts(
             [
-                ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
+                *told.model(found.data.model),
                 ("mesh", f"{given.mesh} ({given.mesh.devices} devices), {machine.name}"),
                 ("layout", _text(given, of.pipeline)),
                 ("step", f"{seconds_text(now)} predicted"),

@@ -31,6 +31,7 @@ from layoutopt.cli.running import COMPILING, Session, Timed, batches, items_of, 
 from layoutopt.cli.terminal import Terminal, facts, layout_text
 from layoutopt.cli.tracing import Trace, TraceOption
 from layoutopt.plan.units import bytes_text, seconds_text, throughput_text
+from reports.views import facts as told
 
 if TYPE_CHECKING:
     from layoutopt.models.loading import Loaded
@@ -128,6 +129,8 @@ def _show(
     trainer: Trainer,
     hardware: str,
 ) -> None:
+    from layoutopt.plan.build import model_info
+
     seconds, step, engine = timed.seconds, timed.median, trainer.engine
     items, name = items_of(loaded.model, given)
     said = predicted.cost.step_seconds
@@ -139,7 +142,7 @@ def _show(
     session.terminal.show(
         facts(
             [
-                ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
+                *told.model(model_info(loaded.model)),
                 (
                     "mesh",
                     f"{trainer.mesh} ({trainer.mesh.devices} devices of {session.where})",

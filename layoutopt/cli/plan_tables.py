@@ -47,10 +47,10 @@ def show_plan(terminal: Terminal, plan: Plan, limit: int, machine: Hardware) -> 
 
 def summary(plan: Plan, fits: Fits, limit: int, behind: str) -> list[tuple[str, str]]:
     """Names and values of the answer; `behind`: the source of its numbers."""
-    info, p = plan.data.model, plan.predicted
+    p = plan.predicted
     peak = p.peak_memory_bytes
     return [
-        ("model", f"{info.name}, {info.parameters:,} parameters"),
+        *told.model(plan.data.model),
         ("mesh", f"{plan.mesh} ({plan.mesh.devices} devices)"),
         ("layout", rules_text(plan.data.layout)),
         *([("parallel", told.forms(plan.data.details.parallelism))] if plan.data.details.parallelism else []),

@@ -115,7 +115,7 @@ def say_damage(text: str) -> None:
 
 
 def load_with_plan(
-    source: str, settings: Sequence[str] | None, layout: str | None
+    source: str, settings: Sequence[str] | None, layout: str | None, mesh: str | None = None
 ) -> tuple[Loaded, Plan | None]:
     """The model of a file and the plan that `--layout` names, if it names one.
 
@@ -125,7 +125,7 @@ def load_with_plan(
       UserError: as `load_model` and `load_plan`, or the plan was made for another model.
     """
     plan = named_plan(layout)
-    return load_planned(source, settings, str(layout), plan), plan
+    return load_planned(source, settings, str(layout), plan, mesh), plan
 
 
 def named_plan(layout: str | None) -> Plan | None:
@@ -135,15 +135,18 @@ def named_plan(layout: str | None) -> Plan | None:
     return load_plan(layout, say_damage) if layout is not None and is_plan(layout) else None
 
 
-def load_planned(source: str, settings: Sequence[str] | None, path: str, plan: Plan | None) -> Loaded:
+def load_planned(
+    source: str, settings: Sequence[str] | None, path: str, plan: Plan | None, mesh: str | None = None
+) -> Loaded:
     """The model of a file, with the hyperparameters of a plan, if there is one; `path`: the plan's."""
+    from layoutopt.cli.options import read_mesh
     from layoutopt.models.hparams import parse_settings
     from layoutopt.models.loading import hyperparameters, load_model
     from layoutopt.plan.build import check_plan_model
     from mesh_tf_core import UserError
 
     if plan is None:
-        return load_model(source, settings or ())
+        return load_model(source, settings or (), None if mesh is None else read_mesh(mesh).devices)
     changed = parse_settings(settings or (), hyperparameters(source), source)
     try:
         loaded = load_model(source, {**plan.data.model.hparams, **changed})

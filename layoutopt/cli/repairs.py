@@ -61,16 +61,15 @@ def smaller_batch(loaded: Loaded) -> Smaller | None:
     """The models of a file with less in a batch; None where no hyperparameter is the batch's size."""
     from layoutopt.models.loading import load_model
 
-    name = loaded.model.batch_dim
-    sizes = loaded.model.graph.dims().get(name, set()) if name is not None else set()
-    if len(sizes) != 1 or loaded.hparams.get(str(name)) not in sizes:
+    name = loaded.model.batch_setting
+    if name is None:
         return None
-    (size,) = sizes
+    size = loaded.hparams[name]
 
     def made(parts: int) -> tuple[str, Model] | None:
         if size % parts or size == parts:
             return None
-        hparams = {**loaded.hparams, str(name): size // parts}
+        hparams = {**loaded.hparams, name: size // parts}
         return f"--set {name}={size // parts}", load_model(loaded.source, hparams).model
 
     return made

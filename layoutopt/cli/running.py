@@ -66,7 +66,7 @@ class Session:
             elif self.plan is not None:
                 self.start(self.plan.mesh.devices)
         with self.terminal.waiting("building the model"):
-            return load_planned(source, settings, str(layout), self.plan)
+            return load_planned(source, settings, str(layout), self.plan, mesh)
 
     def start(self, count: int) -> None:
         """Sets up this process's devices before another library uses JAX, and connects to the other

@@ -123,10 +123,12 @@ def search(
     machine = read_hardware(hardware, set_hardware)
     limit = read_memory(memory, machine)
     count, prices = read_tokens(tokens), read_prices(price or (), [machine.name])
-    loaded = in_time(clock, model, lambda: load_model(model, settings or ()))
+    on = None if mesh is None else read_mesh(mesh)
+    many = devices if on is None else on.devices
+    loaded = in_time(clock, model, lambda: load_model(model, settings or (), many))
     check_tokens(count, loaded.model.tokens)
     where: dict[str, Any] = {
-        "mesh": None if mesh is None else read_mesh(mesh),
+        "mesh": on,
         "devices": devices,
         "max_axes": max_axes,
         "hardware": machine,

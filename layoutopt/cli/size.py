@@ -193,7 +193,7 @@ def size(
     prices = read_prices(price or (), [machine.name for machine in machines])
     numbers = _devices(devices or ())
     limit = None if memory is None else float(parse_bytes(memory))
-    loaded = in_time(clock, model, lambda: load_model(model, settings or ()))
+    loaded = in_time(clock, model, lambda: load_model(model, settings or (), max(numbers, default=None)))
     with StepProgress(terminal, "sizing", 1) as bar:
         found = answer(
             lambda **hparams: load_model(model, hparams).model,

@@ -17,6 +17,7 @@ from layoutopt.plan.units import (
     share_text,
 )
 from reports.tables.sizes import candidates, changed, loss_text
+from reports.views import facts as told
 from reports.views.view import View
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def _answer(found: SizeResult, best: SizedCandidate) -> list[tuple[str, str]]:
         ("asked", found.asked()),
         ("train", f"{found.model}, {best.parameters:,} parameters ({changed(best)})"),
         ("on", f"{number(best.tokens)} tokens, {digits(per)} per parameter: {best.flops:.3g} FLOP"),
+        ("per step", told.batch(best.batch)),
         ("loss", f"{loss_text(best)} nats per token"),
         (
             "with",

@@ -254,13 +254,14 @@ class TrainingRun:
 
     def show(self) -> None:
         """The end of a run, for people."""
-        from layoutopt.plan.build import decided
+        from layoutopt.plan.build import decided, model_info
+        from reports.views import facts as told
 
         step, given = self.step_seconds, self.given
         stages = self.loaded.model.stages(given.mesh, given.layout)
         said = decided(given.options, given.layout, stages).listed()
         rows = [
-            ("model", f"{self.loaded.model.name}, {self.loaded.model.parameters:,} parameters"),
+            *told.model(model_info(self.loaded.model)),
             ("mesh", f"{self.given.mesh} ({self.given.mesh.devices} devices of {self.session.where})"),
             ("layout", layout_text(self.given.layout)),
             *((name, words) for name, words in said.items() if words),

@@ -25,6 +25,7 @@ from layoutopt.cli.options import (
 from layoutopt.cli.plans import ModelOption, open_plan, say_damage
 from layoutopt.cli.terminal import Terminal, facts, layout_text
 from layoutopt.plan.units import bytes_text, duration_text, seconds_text, times_text
+from reports.views import facts as told
 from reports.views.view import BYTES, WHOLE, Cell, Column, Kind, View
 
 if TYPE_CHECKING:
@@ -137,9 +138,11 @@ def _verdict(found: Verified) -> str:
 def _show(
     terminal: Terminal, loaded: Loaded, given: GivenOptions, evaluation: Evaluation, found: Verified
 ) -> None:
+    from layoutopt.plan.build import model_info
+
     peak, own = evaluation.memory.peak, getattr(loaded.model, "step_on", None) is not None
     rows = [
-        ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
+        *told.model(model_info(loaded.model)),
         ("mesh", f"{given.mesh} on {found.topology}"),
         ("layout", layout_text(given.layout)),
     ]

@@ -220,11 +220,14 @@ class Batches(Iterator[dict[str, Any]]):
         return user_errors(f"{self._loaded.source}: data()", self._loaded.module)
 
 
-def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) -> Loaded:
+def load_model(
+    source: str, settings: Sequence[str] | Mapping[str, Any] = (), devices: int | None = None
+) -> Loaded:
     """Builds the model that `source` names, with hyperparameters changed by `settings`.
 
     Args:
       settings: texts `name=value`, or a mapping of values.
+      devices: that will train it, for what a configuration leaves open; None: not known.
 
     Raises:
       UserError: no such file or function, an unknown hyperparameter, a file that raises, a function that
@@ -235,7 +238,10 @@ def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) ->
     defaults = _defaults(function, source, module)
     changed = dict(settings) if isinstance(settings, Mapping) else parse_settings(settings, defaults, source)
     defaults.check(changed, source)
-    hparams = {**{n: d.value for n, d in defaults.items() if d.given}, **changed}
+    open_ = module.assumed(devices) if hasattr(module, "assumed") else {}
+    kept = {n: open_.get(n, (d.value, "")) for n, d in defaults.items() if d.given and n not in changed}
+    hparams = {n: kept[n][0] if n in kept else changed[n] for n in defaults if n in kept or n in changed}
+    hparams |= changed
     missing = [n for n in defaults if n not in hparams]
     if missing:
         raise UserError(
@@ -248,7 +254,7 @@ def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) ->
     if not isinstance(model, Model):
         must = TORCH if is_torch(model) else "return a mesh_tf_core.Model(loss, optimizer)"
         raise UserError(f"{source}: {name}() returned {typed(model)}; {must}")
-    model.hparams = hparams
+    model.hparams, model.assumed = hparams, {n: why for n, (_, why) in kept.items()}
     return Loaded(model, source, hparams, module, loaded_files(before))
 
 

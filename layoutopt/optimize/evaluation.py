@@ -170,6 +170,7 @@ class Evaluation:
         """Notes on the prediction: differences of kind, known underestimates, and results above every
         published one."""
         own = (
+            *self._assumed(),
             *map(str, self.undivided),
             *self._offloads(),
             *self._meets(),
@@ -191,6 +192,26 @@ class Evaluation:
             "exposed communication, and the prediction does not model input pipelines, host overhead and "
             "stragglers",
         )
+
+    def _assumed(self) -> Iterator[str]:
+        """The batch and the length, if nobody chose them."""
+        model, devices, name = self.model, self.program.mesh.devices, self.model.batch_setting
+        why = {n: said for n, said in model.assumed.items() if said and n in model.batch}
+        if why:
+            told = " and ".join(f"{n} is {model.batch[n]:,} ({said})" for n, said in why.items())
+            yield f"{told} by default; set {'them' if len(why) > 1 else 'it'}, e.g. " + " ".join(
+                f"--set {n}={2 * model.batch[n]}" for n in why
+            )
+        if (
+            name is not None
+            and name in model.assumed
+            and self.replicas is None
+            and model.batch[name] < devices
+        ):
+            yield (
+                f"{name} is {model.batch[name]:,} by default, less than the {devices:,} devices; set the "
+                f"batch that you train with, e.g. --set {name}={devices}"
+            )
 
     def _meets(self) -> Iterator[str]:
         """What replicas send, at once and in the mean, and what of it a delay hides."""

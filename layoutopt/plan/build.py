@@ -237,12 +237,14 @@ class Plan:
 
 
 def model_info(model: Model) -> ModelInfo:
-    """The model's identity: name, fingerprint of its step, hyperparameters, number of trained parameters."""
+    """The model's identity: name, fingerprint of its step, hyperparameters, number of trained parameters,
+    batch."""
     return ModelInfo(
         name=model.name,
         fingerprint=model.fingerprint,
         hparams=dict(model.hparams),
         parameters=model.parameters,
+        batch=model.batch,
     )
 
 

@@ -271,6 +271,7 @@ class ExplainResult(CommandResult):
     plan of several ways."""
 
     command = "explain"
+    model: ModelInfo
     layout: LayoutAxes
     step_seconds: Figure
     agrees: Flag

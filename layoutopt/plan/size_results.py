@@ -55,6 +55,7 @@ class SizedCandidate(Decided):
     non_embedding: int = 0
     loss_interval: tuple[Figure, Figure] | None = None
     tokens_per_second: Figure = None
+    batch: dict[str, int] = Field(default_factory=dict)
     batch_tokens: int = 0
     peak_memory_bytes: int = 0
     status: str = ""

@@ -134,6 +134,7 @@ def sized(row: SizeRow, forecast: Forecast, on_frontier: bool) -> SizedCandidate
         non_embedding=int(candidate.size.non_embedding),
         loss_interval=interval,
         tokens_per_second=row.timing.tokens_per_second,
+        batch=found.model.batch,
         batch_tokens=candidate.tokens,
         peak_memory_bytes=plan.predicted.peak_memory_bytes,
         status=plan.solver.status,

@@ -213,6 +213,7 @@ def _record(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
         ("Fingerprint", plan.model.fingerprint),
         ("Parameters", f"{plan.model.parameters:,}" if plan.model.parameters else ""),
         ("Hyperparameters", words_of({name: words(value) for name, value in plan.model.hparams.items()})),
+        ("Batch", told.batch(plan.model.batch)),
         ("Made from", plan.details.source),
         ("Rules of the search", rules(plan)),
         ("Proof checked again", plan.details.proof.words if plan.details.proof else ""),

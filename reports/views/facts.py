@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from layoutopt.plan.covered import count_text
 from layoutopt.plan.details import Robustness
-from layoutopt.plan.schema import PlanFile, Predicted, ProofStatus
+from layoutopt.plan.schema import ModelInfo, PlanFile, Predicted, ProofStatus
 from layoutopt.plan.units import (
     bytes_text,
     duration_text,
@@ -79,6 +79,17 @@ def considered(text: str) -> str:
     plain = text.replace(",", "").replace("_", "").strip()
     counted = plain.isdecimal() and len(plain) < LONGEST
     return f"{count_text(int(plain))} layouts" if counted else shorten(text, 60)
+
+
+def model(info: ModelInfo) -> list[tuple[str, str]]:
+    """The model, and what it reads in a step."""
+    rows = [("model", f"{info.name}, {info.parameters:,} parameters"), ("per step", batch(info.batch))]
+    return [(name, said) for name, said in rows if said]
+
+
+def batch(sizes: Mapping[str, int]) -> str:
+    """'batch 8, length 2,048'."""
+    return ", ".join(f"{name} {size:,}" for name, size in sizes.items())
 
 
 def step(p: Predicted) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import Result
 
+import layoutopt
 from layoutopt.cli.plans import open_plan
+from layoutopt.models.loading import load_model
 
 SMALL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -60,6 +63,57 @@ def test_other_commands(run: Callable[..., Result], place: Path, command: str) -
         command, "config.json", "--mesh", "data:2;model:2", "--layout", "batch:data;heads:model", *SETTINGS
     )
     assert done.exit_code == 0, done.stderr
+
+
+@pytest.mark.parametrize(("devices", "batch"), [(1, 8), (3, 9), (8, 8), (64, 64)])
+def test_the_batch_that_nobody_chose_follows_the_devices(place: Path, devices: int, batch: int) -> None:
+    """At least one sequence per device; what is set wins."""
+    model = load_model("config.json", (), devices).model
+    assert model.batch == {"batch": batch, "length": 2048}
+    (note,) = layoutopt.cost(model, f"data:{devices}", "batch:data", hardware="h100").notes
+    assert note.startswith(f"batch is {batch} ({batch // devices} example") and "--set batch=" in note
+    chosen = load_model("config.json", ["batch=2", "length=16"], devices).model
+    assert chosen.batch == {"batch": 2, "length": 16}
+    assert not any("by default" in note for note in layoutopt.cost(chosen, "a:1", hardware="h100").notes)
+
+
+def test_batch_and_length_stand_with_every_answer(run: Callable[..., Result], place: Path) -> None:
+    """In text and JSON; a plan records them for the commands that take it."""
+    small, machine = ("--set", "num_hidden_layers=1"), ("--hardware", "h100", "--quiet")
+    searched = ("search", "config.json", "--mesh", "data:10", *machine, *small, "--time-limit", "20")
+    commands = (
+        (*searched, "--out", "plan.json"),
+        ("lint", "config.json", "--mesh", "data:10", "--layout", "batch:data", *machine, *small),
+        ("cost", "config.json", "--layout", "plan.json", *machine),
+        ("cost", "config.json", "--layout", "plan.json", *machine, "--json"),
+        ("explain", "plan.json", "--quiet"),
+        ("size", "config.json", "--devices", "10", "--days", "1", "--candidates", "1", *machine, *small),
+    )
+    for command in commands:
+        found = run(*command)
+        assert found.exit_code == 0, found.stderr
+        said = (
+            r'"batch": *10,\s*"length": *2048'
+            if "--json" in command
+            else r"per step +batch 10, length 2,048\n"
+        )
+        assert re.search(said, found.stdout), command
+
+
+def test_a_default_batch_below_the_devices_is_a_note(run: Callable[..., Result], tmp_path: Path) -> None:
+    command = (
+        "cost",
+        "examples/transformer_lm.py",
+        "--mesh",
+        "data:64",
+        "--set",
+        "layers=1",
+        "--hardware",
+        "h100",
+    )
+    note = "batch is 16 by default, less than the 64 devices; set the batch that you train with"
+    assert note in run(*command).stdout
+    assert "by default" not in run(*command, "--set", "batch=16").stdout
 
 
 def test_errors_are_one_line(run: Callable[..., Result], place: Path) -> None:

@@ -17,6 +17,7 @@ from layoutopt.importers.huggingface.decoder import LanguageModel
 from layoutopt.importers.huggingface.fields import Fields, read
 from layoutopt.importers.huggingface.training import ConfiguredTraining
 from layoutopt.importers.huggingface.weights import decoder_names, encoder_names
+from layoutopt.plan.units import plural
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import graph_of
@@ -41,6 +42,8 @@ FAMILIES: dict[str, tuple[str, ReadConfiguration]] = {
 """model_type -> the architecture and its reader."""
 LENGTH = 2048
 """Default number of tokens of a text; fewer if the model has fewer positions."""
+OURS = "layoutopt's choice"
+"""Why a hyperparameter has its value, where a configuration has none."""
 _COUNTS = {"tokens": "vocab", "targets": "vocab", "segments": "segment_kinds", "label": "classes"}
 """Input -> the dimension whose elements it names."""
 _OWN_DTYPES = ("float32", "bfloat16", "float16")
@@ -72,6 +75,7 @@ def from_huggingface(config: str | Path | Mapping[str, Any], **changes: Any) -> 
     given = {**known, **changes}
     model = _built(values, source, given)
     model.hparams = given
+    model.assumed = {n: OURS if n in ("batch", "length") else "" for n in known if n not in changes}
     return model
 
 
@@ -117,8 +121,15 @@ def module_of(path: Path, shown: str) -> ModuleType:
     def data(split: str = "train", **hparams: Any) -> Iterator[dict[str, np.ndarray]]:
         return _random(_built(values, shown, hparams), split)
 
+    def assumed(devices: int | None) -> dict[str, tuple[Any, str]]:
+        """What no configuration says: hyperparameter -> its value on so many devices, and why."""
+        ways = max(1, devices or 1)
+        batch = -(-known["batch"] // ways) * ways
+        each = f"{plural(batch // ways, 'example')} per device" if devices else OURS
+        return {"batch": (batch, each), "length": (known["length"], OURS)}
+
     made = ModuleType("configuration", f"The model of {shown}.")
-    made.model, made.data = model, data  # type: ignore[attr-defined]
+    made.model, made.data, made.assumed = model, data, assumed  # type: ignore[attr-defined]
     return made
 
 
