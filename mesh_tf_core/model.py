@@ -51,6 +51,7 @@ class Model:
       token_dims: names of dimensions of an input whose elements are the tokens of a step; empty if the model
         has no tokens.
       assumed: hyperparameters that nobody set -> why they have their value, '' for an ordinary default.
+      remarks: notes for every plan of the model, such as on what its file leaves open.
       network: network(graph) builds the model in another graph and returns the function that computes logits
         there (see `decoding`); None for models that do not generate text.
 
@@ -72,6 +73,7 @@ class Model:
     layouts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     token_dims: Sequence[Dim | str] = ()
     assumed: Mapping[str, str] = field(default_factory=dict)
+    remarks: Sequence[str] = ()
     network: Callable[[Graph], Callable[..., Tensor]] | None = field(default=None, repr=False)
     _whole: TrainingStep | None = field(default=None, repr=False, compare=False)
     _others: dict[Hashable, tuple[int, TrainingStep]] = field(default_factory=dict, repr=False, compare=False)
@@ -250,9 +252,10 @@ class Model:
         """Notes for readers of a plan with these options: float16 without a loss scale, and for an imported
         model, where it differs from its author's."""
         if self.optimizer.loss_scale is not None or not self._backward_in("float16"):
-            return ()
+            return (*self.remarks,)
         how = "--set dtype=bfloat16" if "dtype" in self.hparams else "bfloat16"
         return (
+            *self.remarks,
             "gradients are float16 and the loss is not scaled, so gradients below 6e-8 become 0 "
             f"(Micikevicius et al. 2018, section 3.2); train in {how}, or give the optimizer a loss_scale",
         )

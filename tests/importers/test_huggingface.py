@@ -3,8 +3,11 @@ field honoured or refused by name."""
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from layoutopt.importers.huggingface import from_huggingface, is_configuration, names_of
+from layoutopt.importers.huggingface.configuration import FAMILIES, class_defaults
 from layoutopt.importers.huggingface.decoder import LayerKind, runs
 from layoutopt.models.loading import load_model
 from mesh_tf_core.engines.lockstep import LockstepEngine
@@ -142,66 +146,194 @@ def changed(**more: Any) -> dict[str, Any]:
     return {**TINY, **more}
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        (
-            {**TINY, "model_type": "mamba2"},
-            "model_type 'mamba2' is not supported; known: bert, .* vit; write this model with",
-        ),
-        ({"hidden_size": 4}, r"model_type 'None' is not supported; known: bert"),
-        (
-            changed(architectures=["LlamaForSequenceClassification"]),
-            r"for model_type 'llama' layoutopt builds only LlamaForCausalLM",
-        ),
-        (
-            changed(model_type="gemma3", text_config={}),
-            r"combines several models; save the configuration of one model \(text_config\)",
-        ),
-        (
-            changed(strange_gate=True, other=3),
-            r"unknown fields .*: strange_gate, other; .* --set ignore=strange_gate,other",
-        ),
-        (changed(quantization_config={"quant_method": "fp8"}), r"unknown fields .*: quantization_config"),
-        (changed(hidden_size="4096"), r"hidden_size is '4096'; give a whole number of at least 1"),
-        (changed(num_hidden_layers=True), r"num_hidden_layers is 'True'; give a whole number"),
-        (changed(rms_norm_eps=float("nan")), r"rms_norm_eps is 'nan'; give a number"),
-        (changed(hidden_act="xielu"), r"hidden_act is 'xielu'; did you mean 'silu'|known: gelu"),
-        (
-            changed(rope_scaling={"rope_type": "longrope"}),
-            r"rope_type is 'longrope'; known: default, linear, llama3",
-        ),
-        (
-            changed(rope_scaling={"rope_type": "linear", "factor": 2.0, "fast": 1}),
-            r"rope_scaling: unknown fields: fast",
-        ),
-        (changed(partial_rotary_factor=0.5), r"partial_rotary_factor is '0.5'; only 1 or 1.0 is supported"),
-        (
-            changed(torch_dtype="float8_e4m3fn"),
-            r"torch_dtype 'float8_e4m3fn'; did you mean 'float32'|known: bfloat16",
-        ),
-        (changed(head_dim=None, hidden_size=18), r"hidden_size is '18'; give a multiple of"),
-        (
-            {k: v for k, v in TINY.items() if k != "vocab_size"},
-            r"has no field 'vocab_size'; add the field with a whole number",
-        ),
-        (
-            {**LOSSES["gemma2"]["config"], "layer_types": ["full_attention"]},
-            r"layer_types .* 1 entries for 4 layers",
-        ),
-        (
-            {**LOSSES["gemma2"]["config"], "query_pre_attn_scalar": 0},
-            r"query_pre_attn_scalar is '0'; give a number above 0",
-        ),
-        (
-            {**LOSSES["mixtral"]["config"], "output_router_logits": True},
-            r"output_router_logits is 'True'; only false",
-        ),
-    ],
-)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {**TINY, "model_type": "mamba2", "architectures": None},
+        "model_type 'mamba2' is not supported; known: bert, .* vit; write this model with",
+    ),
+    ({"hidden_size": 4}, r"model_type 'None' is not supported; known: bert"),
+    (
+        changed(architectures=["LlamaForSequenceClassification"]),
+        r"for model_type 'llama' layoutopt builds only LlamaForCausalLM",
+    ),
+    (
+        {
+            "model_type": "qwen3_vl",
+            "text_config": {**TINY, "model_type": "qwen3_vl_text", "architectures": None},
+        },
+        r"'qwen3_vl' is not supported, nor is its text_config \('qwen3_vl_text'\); known: bert, .*; write",
+    ),
+    (
+        changed(strange_gate=True, other=3),
+        r"unknown fields .*: strange_gate, other; .* --set ignore=strange_gate,other",
+    ),
+    (changed(hidden_size="4096"), r"hidden_size is '4096'; give a whole number of at least 1"),
+    (changed(num_hidden_layers=True), r"num_hidden_layers is 'True'; give a whole number"),
+    (changed(rms_norm_eps=float("nan")), r"rms_norm_eps is 'nan'; give a number"),
+    (changed(hidden_act="xielu"), r"hidden_act is 'xielu'; did you mean 'silu'|known: gelu"),
+    (
+        changed(rope_scaling={"rope_type": "longrope"}),
+        r"rope_type is 'longrope'; known: default, linear, llama3",
+    ),
+    (
+        changed(rope_scaling={"type": "dynamic", "factor": 2.0}),
+        r"rope_scaling: type is 'dynamic'; known: default, linear, llama3",
+    ),
+    (
+        {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "novel": 1}},
+        r"text_config: unknown fields for model_type 'gemma3_text': novel",
+    ),
+    (
+        changed(rope_scaling={"rope_type": "linear", "factor": 2.0, "fast": 1}),
+        r"rope_scaling: unknown fields: fast",
+    ),
+    (changed(partial_rotary_factor=0.5), r"partial_rotary_factor is '0.5'; only 1 or 1.0 is supported"),
+    (
+        changed(torch_dtype="float8_e4m3fn"),
+        r"torch_dtype 'float8_e4m3fn'; did you mean 'float32'|known: bfloat16",
+    ),
+    (changed(head_dim=None, hidden_size=18), r"hidden_size is '18'; give a multiple of"),
+    (
+        {k: v for k, v in LOSSES["deepseek_v2"]["config"].items() if k != "num_experts_per_tok"},
+        r"has no field 'num_experts_per_tok'; add the field with a whole number",
+    ),
+    (
+        {**LOSSES["gemma2"]["config"], "layer_types": ["full_attention"]},
+        r"layer_types .* 1 entries for 4 layers",
+    ),
+    (
+        {**LOSSES["gemma2"]["config"], "query_pre_attn_scalar": 0},
+        r"query_pre_attn_scalar is '0'; give a number above 0",
+    ),
+    (
+        {**LOSSES["mixtral"]["config"], "output_router_logits": True},
+        r"output_router_logits is 'True'; only false",
+    ),
+    ({**LOSSES["qwen3_moe"]["config"], "use_qk_norm": False}, r"use_qk_norm is 'False'; only true"),
+]
+
+
+@pytest.mark.parametrize(("config", "said"), REFUSED)
 def test_what_cannot_be_honoured_is_refused_by_name(config: dict[str, Any], said: str) -> None:
     with pytest.raises(mtf.UserError, match=said):
         from_huggingface(config)
+
+
+FINAL = ("write this model with mesh_tf_core.layers", "one entry per layer")
+"""Remedies that are no change of a value."""
+
+
+def followed(said: str, config: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Does what a message advises."""
+    config = config["text_config"] if ": text_config: " in said else config
+    if found := re.search(r"add hyperparameter ignore=(\S+)|add --set ignore=(\S+)", said):
+        changes["ignore"] = found[1] or found[2]
+    elif found := re.search(r'write ("architectures": .*\])', said):
+        config |= json.loads(f"{{{found[1]}}}")
+    elif found := re.search(r"has no field '(\w+)'; add the field with a whole number", said):
+        config[found[1]] = 2
+    else:
+        found = re.search(r"(?:: (rope_\w+))?: (\w+) (?:is )?'.*?'; (.*)", said)
+        assert found is not None, said
+        inner = config[found[1]] if found[1] else config
+        inner[found[2]] = advised(found[3])
+
+
+def advised(text: str) -> Any:
+    """The first value that a message offers."""
+    forms: tuple[tuple[str, Callable[[str], Any]], ...] = (
+        (r"did you mean '(\w+)'", str),
+        (r"known: (\w+)", str),
+        (r"only (\S+) ", json.loads),
+        (r"give a multiple of \w+ \((\d+)\)", lambda n: 8 * int(n)),
+        (r"give a whole number of at least (\d+)", int),
+        (r"give a number above (0)", lambda _: 1.0),
+        (r"give a number of at least (\d+)", float),
+    )
+    return next(value(found[1]) for form, value in forms if (found := re.search(form, text)))
+
+
+def refusal(config: dict[str, Any], changes: dict[str, Any]) -> str:
+    """The message about a configuration; '' if it is built."""
+    try:
+        from_huggingface(config, **changes)
+    except mtf.UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_every_remedy_leads_on(number: int) -> None:
+    """To a model, or to another message, until one that says that the model cannot be built."""
+    config, changes, heard = copy.deepcopy(REFUSED[number][0]), dict[str, Any](), set[str]()
+    while (said := refusal(config, changes)) and not any(final in said for final in FINAL):
+        assert said not in heard, "the advice leads to the same message"
+        heard.add(said)
+        followed(said, config, changes)
+
+
+def test_the_text_part_of_a_file_is_planned_with_what_the_whole_says() -> None:
+    """It has the dtype of the whole, and what it omits, its class has."""
+    sparse = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "model_type": "gemma3_text",
+    }
+    whole = {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "torch_dtype": "bfloat16",
+        "text_config": sparse,
+        "vision_config": {"hidden_size": 8},
+    }
+    heads = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+    made = from_huggingface(whole, length=16)
+    assert made.hparams["dtype"] == "bfloat16"
+    assert (
+        made.fingerprint == from_huggingface({**sparse, **heads, "dtype": "bfloat16"}, length=16).fingerprint
+    )
+    assert made.notes(mtf.Options())[:2] == (
+        "only text_config of the configuration is planned, without its vision_config",
+        "the file omits vocab_size 262,208, num_attention_heads 8, num_key_value_heads 4, head_dim 256: the "
+        "defaults of Gemma3TextConfig (transformers 5.24.0)",
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_may_omit_the_sizes_of_its_class(family: str) -> None:
+    sizes = {n: v for n, v in class_defaults()["families"][family].items() if n != "class"}
+    least: dict[str, Any] = {"model_type": family, "num_hidden_layers": 2}
+    least |= {"num_experts_per_tok": 2} if family == "deepseek_v2" else {}
+    assert from_huggingface(least).parameters == from_huggingface({**sizes, **least}).parameters
+
+
+def test_an_architecture_that_is_known_is_built_under_any_name() -> None:
+    config = LOSSES["deepseek_v3"]["config"]
+    renamed = {**config, "model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    made = from_huggingface(renamed)
+    assert made.fingerprint == from_huggingface(config).fingerprint
+    assert (
+        "'kimi_k2' is built as DeepseekV3ForCausalLM, the architecture that the file names" in made.remarks[0]
+    )
+
+
+def test_fields_of_published_files_that_training_does_not_read() -> None:
+    """Their weights may be quantised; old fields have no reader in transformers either."""
+    more = {"is_llama_config": True, "quantization_config": {"quant_method": "fp8"}}
+    made = from_huggingface(changed(**more))
+    assert made.fingerprint == from_huggingface(TINY).fingerprint
+    assert any("quantization_config is ignored" in remark for remark in made.remarks)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    both = [from_huggingface(changed(rope_scaling={**yarn, **more})) for more in ({}, {"attn_factor": 0.9})]
+    assert both[0].fingerprint == both[1].fingerprint
+
+
+def test_a_field_inside_a_field_is_ignored_by_the_same_option() -> None:
+    scaled = {"rope_type": "linear", "factor": 2.0}
+    strange = changed(rope_scaling={**scaled, "comment": "see card"})
+    found = from_huggingface(strange, ignore="comment")
+    assert found.fingerprint == from_huggingface(changed(rope_scaling=scaled)).fingerprint
 
 
 def test_hyperparameters() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from dataclasses import fields as fields_of
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +16,7 @@ import numpy as np
 
 from layoutopt.importers.huggingface import encoders, families
 from layoutopt.importers.huggingface.decoder import LanguageModel
-from layoutopt.importers.huggingface.fields import Fields, read
+from layoutopt.importers.huggingface.fields import NOTHING, Fields, read
 from layoutopt.importers.huggingface.training import ConfiguredTraining
 from layoutopt.importers.huggingface.weights import decoder_names, encoder_names
 from layoutopt.plan.units import plural
@@ -40,6 +42,12 @@ FAMILIES: dict[str, tuple[str, ReadConfiguration]] = {
     "vit": ("ViTForImageClassification", encoders.vit),
 }
 """model_type -> the architecture and its reader."""
+TEXT = "text_config"
+PARTS = ("vision_config", "audio_config")
+"""Parts of a model of several media, where `TEXT` is the language model."""
+DTYPES = ("dtype", "torch_dtype")
+INHERITED = (*DTYPES, "tie_word_embeddings", "quantization_config")
+"""Fields of the whole that hold for its text part, unless that says otherwise."""
 LENGTH = 2048
 """Default number of tokens of a text; fewer if the model has fewer positions."""
 OURS = "layoutopt's choice"
@@ -67,13 +75,13 @@ def from_huggingface(config: str | Path | Mapping[str, Any], **changes: Any) -> 
       >>> layoutopt.from_huggingface({**config, "max_position_embeddings": 128}, batch=8).parameters
       115008
     """
-    values, source = _read(config)
-    known = _hyperparameters(values, source)
+    found = _read(config)
+    known = _hyperparameters(found)
     for name in changes:
         if name not in known:
-            raise UserError(f"{source} has no hyperparameter {name!r}; {known_names(name, known)}")
+            raise UserError(f"{found.source} has no hyperparameter {name!r}; {known_names(name, known)}")
     given = {**known, **changes}
-    model = _built(values, source, given)
+    model = _built(found, given)
     model.hparams = given
     model.assumed = {n: OURS if n in ("batch", "length") else "" for n in known if n not in changes}
     return model
@@ -87,15 +95,13 @@ def names_of(config: str | Path | Mapping[str, Any], **changes: Any) -> dict[str
       UserError: the checkpoints of the family are not supported.
     """
     model = from_huggingface(config, **changes)
-    values, source = _read(config)
+    found = _read(config)
     variables = {n: v for n, v in graph_of(model.loss).variables.items() if v.trainable}
-    fields = Fields({**values, **model.hparams}, source)
-    name, reads = _family(fields)
-    made = reads(fields, ConfiguredTraining(batch=1, length=1))
+    name, made = found.family, found.reads(found.fields(model.hparams), ConfiguredTraining(batch=1, length=1))
     if isinstance(made, LanguageModel) and made.latent:
         raise UserError(
-            f"{source}: checkpoints of model_type {name!r} combine arrays that are separate variables in "
-            "layoutopt, so their weights cannot be mapped; split the arrays and load them by the names "
+            f"{found.source}: checkpoints of model_type {name!r} combine arrays that are separate variables "
+            "in layoutopt, so their weights cannot be mapped; split the arrays and load them by the names "
             "of the variables"
         )
     if not isinstance(made, LanguageModel):
@@ -109,17 +115,17 @@ def module_of(path: Path, shown: str) -> ModuleType:
     Args:
       shown: the file's name in errors.
     """
-    values = read(path, shown)
-    known = _hyperparameters(values, shown)
+    found = chosen(read(path, shown), shown)
+    known = _hyperparameters(found)
 
     def model(**hparams: Any) -> Model:
-        return _built(values, shown, hparams)
+        return _built(found, hparams)
 
     parameters = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=v) for n, v in known.items()]
     model.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
 
     def data(split: str = "train", **hparams: Any) -> Iterator[dict[str, np.ndarray]]:
-        return _random(_built(values, shown, hparams), split)
+        return _random(_built(found, hparams), split)
 
     def assumed(devices: int | None) -> dict[str, tuple[Any, str]]:
         """What no configuration says: hyperparameter -> its value on so many devices, and why."""
@@ -133,63 +139,141 @@ def module_of(path: Path, shown: str) -> ModuleType:
     return made
 
 
-def _read(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """What is in a configuration, and its name in errors."""
+def _read(config: str | Path | Mapping[str, Any]) -> Configuration:
     if isinstance(config, Mapping):
-        return dict(config), "the configuration"
-    return read(Path(config).expanduser(), str(config)), str(config)
+        return chosen(config, "the configuration")
+    return chosen(read(Path(config).expanduser(), str(config)), str(config))
 
 
-def _hyperparameters(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Configuration:
+    """What a file says of the model that is built.
+
+    Attributes:
+      values: the fields, of the whole file or of its text part.
+      source: the file, and the part, for errors.
+      family: of `FAMILIES`; remarks: where the model is not what the file calls itself, in words.
+    """
+
+    values: Mapping[str, Any]
+    source: str
+    family: str
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def reads(self) -> ReadConfiguration:
+        return FAMILIES[self.family][1]
+
+    def fields(self, changed: Mapping[str, Any] = NOTHING) -> Fields:
+        """The fields, some with other values."""
+        return Fields(
+            {**self.values, **changed}, self.source, class_defaults()["families"].get(self.family, NOTHING)
+        )
+
+
+def chosen(values: Mapping[str, Any], source: str) -> Configuration:
+    """The model that a file describes, or its text part, if only that can be built.
+
+    Raises:
+      UserError: neither can be built.
+    """
+    text = values.get(TEXT)
+    parts = [n for n, v in values.items() if n.endswith("_config") and isinstance(v, Mapping) and n != TEXT]
+    if (family := _family(values)) is not None:
+        return Configuration(values, source, _checked(values, source, family), (*_renamed(values, family),))
+    if isinstance(text, Mapping) and (family := _family(text)) is not None:
+        inherited = {n: values[n] for n in INHERITED if n in values}
+        inner = {**inherited, **{n: v for n, v in text.items() if v is not None or n not in inherited}}
+        others = [n for n in parts if n in PARTS]
+        left = f", without its {' and '.join(others)}" if others else ""
+        said = f"only {TEXT} of {source} is planned{left}"
+        where = f"{source}: {TEXT}"
+        return Configuration(inner, where, _checked(inner, where, family), (said, *_renamed(inner, family)))
+    also = f", nor is its {TEXT} ({str(text.get('model_type'))[:60]!r})" if isinstance(text, Mapping) else ""
+    raise UserError(
+        f"{source}: model_type {str(values.get('model_type'))[:60]!r} is not supported{also}; known: "
+        f"{', '.join(FAMILIES)}; write this model with mesh_tf_core.layers (layoutopt init), or import it "
+        "from JAX"
+    )
+
+
+def _family(values: Mapping[str, Any]) -> str | None:
+    """The family that a configuration's `model_type`, or else the class that it names, is."""
+    name, classes = values.get("model_type"), values.get("architectures")
+    if isinstance(name, str) and name in FAMILIES:
+        return name
+    listed = classes if isinstance(classes, list) else []
+    return next((n for n, (wanted, _) in FAMILIES.items() if wanted in listed), None)
+
+
+def _checked(values: Mapping[str, Any], source: str, family: str) -> str:
+    """The family; UserError if the file names another class of it."""
+    classes, wanted = values.get("architectures") or [], FAMILIES[family][0]
+    if not isinstance(classes, list) or (classes and wanted not in classes):
+        raise UserError(
+            f"{source}: architectures is {str(classes)[:100]}, but for model_type {family!r} "
+            f'layoutopt builds only {wanted}; to plan {wanted}, write "architectures": ["{wanted}"]'
+        )
+    return family
+
+
+def _renamed(values: Mapping[str, Any], family: str) -> Iterator[str]:
+    """Where a file calls itself something else, or stores weights that training has not."""
+    if values.get("model_type") != family:
+        said = str(values.get("model_type"))[:60]
+        yield f"model_type {said!r} is built as {FAMILIES[family][0]}, the architecture that the file names"
+    if values.get("quantization_config"):
+        yield (
+            "quantization_config is ignored, because it describes the published weights; training is planned "
+            "without quantised weights"
+        )
+
+
+@cache
+def class_defaults() -> dict[str, Any]:
+    """Sizes that the classes of transformers have where a file omits them, by family, with their source."""
+    found: dict[str, Any] = json.loads((Path(__file__).parent / "defaults.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _hyperparameters(found: Configuration) -> dict[str, Any]:
     """What may be set: of training, and the plain fields of the configuration that its family reads."""
-    fields = Fields(values, source)
-    _, reads = _family(fields)
+    fields = found.fields()
     own = asdict(ConfiguredTraining(length=_length(fields), dtype=_dtype(fields)))
-    reads(fields, ConfiguredTraining(batch=1, length=1))
-    plain = {n: v for n, v in fields.asked.items() if isinstance(v, bool | int | float | str) and n in values}
+    found.reads(fields, ConfiguredTraining(batch=1, length=1))
+    plain = {
+        n: v for n, v in fields.asked.items() if isinstance(v, bool | int | float | str) and n in found.values
+    }
     return {**own, **{n: v for n, v in plain.items() if n not in own}}
 
 
-def _built(values: Mapping[str, Any], source: str, hparams: Mapping[str, Any]) -> Model:
+def _built(found: Configuration, hparams: Mapping[str, Any]) -> Model:
     """The model of a configuration with changed values."""
     names = {f.name for f in fields_of(ConfiguredTraining)}
-    own = {n: v for n, v in hparams.items() if n in names}
-    training = ConfiguredTraining(**own)
-    fields = Fields({**values, **{n: v for n, v in hparams.items() if n not in names}}, source)
-    name, reads = _family(fields)
-    made = reads(fields, training)
-    for other in ("torch_dtype", "dtype"):
+    training = ConfiguredTraining(**{n: v for n, v in hparams.items() if n in names})
+    fields = found.fields({n: v for n, v in hparams.items() if n not in names})
+    made = found.reads(fields, training)
+    for other in DTYPES:
         fields.raw(other)
     fields.finish(training.ignore.replace(" ", "").split(","))
-    return made.model(name, training) if isinstance(made, LanguageModel) else made
+    model = made.model(found.family, training) if isinstance(made, LanguageModel) else made
+    model.remarks = (*found.remarks, *_omitted(fields, found.family, training.dtype))
+    return model
 
 
-def _family(fields: Fields) -> tuple[str, ReadConfiguration]:
-    """The family's name, and what reads its configurations; UserError for another architecture."""
-    name, classes = fields.values.get("model_type"), fields.values.get("architectures") or []
-    parts = [p for p in ("text_config", "vision_config", "audio_config") if p in fields.values]
-    if parts and name not in FAMILIES:
-        raise UserError(
-            f"{fields.source}: model_type {name!r} combines several models; save the configuration of one "
-            f"model ({', '.join(parts)}) as a file of its own and give that file"
-        )
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise UserError(
-            f"{fields.source}: model_type {str(name)[:60]!r} is not supported; "
-            f"{known_names(str(name)[:60], FAMILIES)}; write this model with mesh_tf_core.layers "
-            "(layoutopt init), or import it from JAX"
-        )
-    wanted, reads = FAMILIES[name]
-    if not isinstance(classes, list) or (classes and wanted not in classes):
-        raise UserError(
-            f"{fields.source}: architectures is {str(classes)[:100]}, but for model_type {name!r} "
-            f'layoutopt builds only {wanted}; to plan {wanted}, write "architectures": ["{wanted}"]'
-        )
-    return name, reads
+def _omitted(fields: Fields, family: str, dtype: str) -> Iterator[str]:
+    """What a file leaves to its class."""
+    sizes = {n: v for n, v in fields.sizes.items() if n in fields.asked and n not in fields.values}
+    if sizes:
+        told, library = ", ".join(f"{n} {v:,}" for n, v in sizes.items()), class_defaults()["library"]
+        yield f"the file omits {told}: the defaults of {fields.sizes['class']} ({library})"
+    if not any(map(fields.has, DTYPES)):
+        yield f"the file names no torch_dtype, so activations are {dtype}; set e.g. --set dtype=bfloat16"
 
 
 def _length(fields: Fields) -> int:
-    longest = fields.values.get("max_position_embeddings")
+    name = "max_position_embeddings"
+    longest = fields.values.get(name, fields.sizes.get(name))
     return min(LENGTH, longest) if isinstance(longest, int) and longest > 0 else LENGTH
 
 

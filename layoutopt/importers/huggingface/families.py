@@ -62,6 +62,7 @@ def qwen2(fields: Fields, training: ConfiguredTraining) -> LanguageModel:
 
 def qwen3(fields: Fields, training: ConfiguredTraining) -> LanguageModel:
     """Qwen 3: Llama with normalised queries and keys."""
+    fields.only("use_qk_norm", True)
     biases = "all" if fields.flag("attention_bias") else "none"
     windows = _qwen_windows(fields)
     return _decoder(fields, biases=biases, head_norm=True, windows=windows, d_kv=128, kv_heads=32)

@@ -12,6 +12,7 @@ from mesh_tf_core.files import read_file
 
 LARGEST_FILE = 4_000_000
 """Bytes: published configurations have a few thousand."""
+NOTHING: Mapping[str, int] = {}
 LARGEST, MOST_LAYERS = 2**40, 10_000
 """The largest whole number, and the largest number of layers: a larger one is taken for a typing error."""
 # fmt: off
@@ -20,15 +21,16 @@ WITHOUT_EFFECT = frozenset((
     "begin_suppress_tokens", "bos_token_id", "cache_implementation", "chunk_size_feed_forward",
     "decoder_start_token_id", "early_stopping", "eoi_token_index", "eos_token_id",
     "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
-    "gradient_checkpointing", "id2label", "label2id", "length_penalty", "max_length",
+    "gradient_checkpointing", "id2label", "is_llama_config", "label2id", "length_penalty", "max_length",
     "max_position_embeddings", "min_length", "model_type", "no_repeat_ngram_size", "num_beam_groups",
     "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores",
-    "pad_token_id", "prefix", "pretraining_tp", "problem_type", "repetition_penalty", "return_dict",
+    "pad_token_id", "prefix", "pretraining_tp", "problem_type", "quantization_config",
+    "repetition_penalty", "return_dict",
     "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature",
     "tokenizer_class", "top_k", "top_p", "transformers_version", "typical_p", "use_cache",
 ))
 # fmt: on
-"""Fields of every configuration that change nothing of a training step."""
+"""Fields of every configuration that change nothing of a training step, whose weights are not quantised."""
 
 
 class Fields:
@@ -36,12 +38,15 @@ class Fields:
 
     Attributes:
       source: the file, for errors.
+      sizes: of the family's class, for fields that a file omits.
       asked: names of the fields that were read, and their values.
+      parts: fields inside fields, by name.
     """
 
-    def __init__(self, values: Mapping[str, Any], source: str) -> None:
-        self.values, self.source = dict(values), source
+    def __init__(self, values: Mapping[str, Any], source: str, sizes: Mapping[str, int] = NOTHING) -> None:
+        self.values, self.source, self.sizes = dict(values), source, sizes
         self.asked: dict[str, Any] = {}
+        self.parts: dict[str, Fields] = {}
 
     def wrong(self, name: str, what: str) -> UserError:
         """The error for an unsupported value of a field."""
@@ -60,11 +65,9 @@ class Fields:
 
     def count(self, name: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
         """A whole number from `least` to `most`; without a default it must be there."""
+        default = default if name in self.values else self.sizes.get(name, default)
         if default is None and not self.has(name):
-            near = known_names(name, self.values)
-            raise UserError(
-                f"{self.source} has no field {name!r}; add the field with a whole number ({near})"
-            )
+            raise UserError(f"{self.source} has no field {name!r}; add the field with a whole number")
         found = self.raw(name, default)
         if not isinstance(found, int) or isinstance(found, bool) or found < least:
             raise self.wrong(name, f"give a whole number of at least {least}")
@@ -121,10 +124,11 @@ class Fields:
 
     def part(self, name: str, values: Mapping[str, Any]) -> Fields:
         """The fields inside a field."""
-        return Fields(values, f"{self.source}: {name}")
+        return self.parts.setdefault(name, Fields(values, f"{self.source}: {name}"))
 
     def finish(self, ignored: Sequence[str] = ()) -> None:
-        """UserError for fields that no reader used, unless they are off (null, false, 0 or empty)."""
+        """UserError for fields that no reader used, here or inside others, unless they are off (null, false,
+        0 or empty)."""
         left = [n for n, v in self.values.items() if n not in self.asked and n not in WITHOUT_EFFECT and v]
         strange = [n for n in left if n not in ignored]
         if strange:
@@ -132,8 +136,10 @@ class Fields:
             of = f" for model_type {kind!r}" if kind else ""
             raise UserError(
                 f"{self.source}: unknown fields{of}: {', '.join(strange[:5])}; if they do not affect the "
-                f"training step, add --set ignore={','.join(strange[:5])}"
+                f"training step, add --set ignore={','.join([*filter(None, ignored), *strange])}"
             )
+        for part in self.parts.values():
+            part.finish(ignored)
 
 
 def read(path: Path, shown: str) -> dict[str, Any]:

@@ -79,21 +79,21 @@ def rotary(fields: Fields, base: float = 10000.0, kind: str = "") -> nn.Rotary:
     base = inner.number("rope_theta", fields.number("rope_theta", base))
     fields.only("partial_rotary_factor", 1, 1.0)
     inner.only("partial_rotary_factor", 1, 1.0)
-    name = inner.text("rope_type", str(inner.raw("type", "default")), _KINDS)
-    made = _KINDS[name](inner, base, fields)
-    inner.finish()
-    return made
+    inner.raw("attn_factor")  # which transformers does not read either; it reads attention_factor
+    said = "type" if inner.raw("rope_type") is None and inner.raw("type") is not None else "rope_type"
+    inner.raw("type")
+    return _KINDS[inner.text(said, "default", _KINDS)](inner, base, fields)
 
 
 def stretched(fields: Fields, kind: str = "") -> Fields:
     """The frequencies of a configuration's rotary embedding; `kind`: the kind of layer, if kinds differ."""
     name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
     fields.raw("rope_scaling")
-    said = fields.raw(name, {})
-    said = said.get(kind, said) if isinstance(said, dict) else said
+    found = fields.raw(name, {})
+    said = found.get(kind, found) if isinstance(found, dict) else found
     if not isinstance(said, dict):
         raise fields.wrong(name, "give an object")
-    return fields.part(name, said)
+    return fields.part(f"{name}: {kind}" if kind in found else name, said)
 
 
 def _default(inner: Fields, base: float, fields: Fields) -> nn.Rotary:
