@@ -356,7 +356,8 @@ class Tabler:
         program: Program | None = None
         try:
             program = lower_part(self.graph, subgraph, oracle, options, cut)
-            every = self.cache.templates.itemised(program)
+            # What others read of it, `Fusion` knows of the whole graph.
+            every = self.cache.templates.itemised(replace(program, results={}))
             cost = tuple([each for each in every if not each[0].loads_or_stores])  # rows see to these
             found = cost, waiting(program), totalled(program, cluster.totalled)
         except LayoutError:

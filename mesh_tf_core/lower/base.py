@@ -225,15 +225,16 @@ class Lowering(Placing):
         return [self.to_natural(o) for o in joined]
 
     def _unread(self, tensor: int) -> bool:
-        """Whether a tensor is only for a second run of what makes it now, which makes it again. (The whole
-        program drops as dead what would be done for it.)"""
+        """Whether nothing reads a tensor, as in the first run of what runs again. (The whole program drops as
+        dead what would be done for it.)"""
         if tensor < 0:
             return False
         block = self.graph.blocks[self.graph.tensor(tensor).block]
         remat = self.loops.remat
-        if not remat.inside(block, self.loops.running) or not remat.again(block):
-            return False
-        if tensor in remat.kept(block, self.part.unread, self.part.alone):
+        if remat.inside(block, self.loops.running) and remat.again(block):
+            if tensor in remat.kept(block, self.part.unread, self.part.alone):
+                return False
+        elif tensor in block.saved and block.saved[tensor] not in self.part.unread:
             return False
         leaving = (*block.carry_out, *(i for i, _ in (*block.stacked, *block.summed)))
         return tensor not in leaving and not any(tensor in node.inputs for node in block.nodes)

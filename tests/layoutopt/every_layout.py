@@ -171,9 +171,10 @@ def drawn(seed: int) -> Drawn:
     target = Target(model, mesh, hosts=True)
     for _ in range(20):
         with suppress(UserError):
-            allowed = some(space.everything(target), mesh, rng)
+            allowed = space.everything(target)
             if rarely:
                 allowed = replace(allowed, **_apart(rng, model))
+            allowed = some(allowed, [axis for axis in mesh.names if axis not in allowed.apart], rng)
             way = rng.choice([*ways(model, mesh, allowed)])
             return Drawn(
                 model, mesh, hardware, record(target, rng.choice(numbers(model, allowed.microbatches)), way)
@@ -187,9 +188,9 @@ def _apart(rng: random.Random, model: mtf.Model) -> dict[str, Any]:
     return own | {"offload": (), "pipeline": (), "schedule": ("gpipe",)}
 
 
-def some(every: SearchSpace, mesh: mtf.Mesh, rng: random.Random) -> SearchSpace:
+def some(every: SearchSpace, axes: Sequence[str], rng: random.Random) -> SearchSpace:
     """All of a space, or some of each of its fields; storage also over some axes."""
-    storage = [*every.storage, *(f"zero{rng.randint(1, 3)}@{axis}" for axis in mesh.names)]
+    storage = [*every.storage, *(f"zero{rng.randint(1, 3)}@{axis}" for axis in axes)]
     every = replace(every, storage=tuple(storage))
     found = dict[str, Any]()
     for each in fields(SearchSpace):
