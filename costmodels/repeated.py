@@ -39,7 +39,7 @@ def repeated(program: Program) -> dict[str, Repeated]:
     """Mesh axis -> the products that are not split over it, if they are significant."""
     axes, apart = [a for a in program.mesh.names if program.mesh.size(a) > 1], _apart(program)
     found, total = {a: Repeated() for a in axes}, 0.0
-    for instr, times in program.walk():
+    for instr, times in program.expected():
         if not isinstance(instr, Local) or instr.op.kind not in MATMUL_CLASSES:
             continue
         values = [program.values[i] for i in (*instr.inputs, *instr.outputs)]

@@ -7,6 +7,9 @@
   repeated memory    variables and optimizer state that every device of an axis stores
   axis of one        a rule names an axis of one device: it splits nothing
   no kernel          attention without a library kernel runs in blocks and is slower
+  placed unlike      an array lies otherwise than operations read it
+  does not fit       the peak is above the memory
+  unnecessary        a decision that saves memory costs time, and the layout fits without it
   slower             the operations with most of the time that the best layout saves
 
 A fix is a layout that was lowered and priced; it is only given if it is faster (or, for memory, leaner).
@@ -14,20 +17,22 @@ A fix is a layout that was lowered and priced; it is only given if it is faster 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.hardware import Hardware
 from costmodels.pricing.lines import Cost, Line
 from costmodels.pricing.refused import sentences
 from costmodels.repeated import Repeated, near_sizes, repeated
+from layoutopt.analysis.changes import SingleChange
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import evaluate
-from layoutopt.plan.units import seconds_text, size_text
+from layoutopt.plan.units import seconds_text, size_text, step_change, used_text
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.options import DEFAULT
 from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.model import Model
 
@@ -54,6 +59,21 @@ class LikelyMistake:
     layout: str | None = None
 
 
+@dataclass(frozen=True)
+class UnlikeArray:
+    """An array that a user places otherwise than operations read it.
+
+    Attributes:
+      message, mend: what is placed how, and a placement without the conflict.
+      layout, options: of the mended step; None: its cost is unknown.
+    """
+
+    message: str
+    mend: str
+    layout: Layout | None = None
+    options: Options = DEFAULT
+
+
 def lint(model: Model, evaluation: Evaluation, hardware: Hardware, options: Options) -> list[LikelyMistake]:
     """The findings about a layout, the costliest kind first; none if nothing looks like a mistake.
 
@@ -78,6 +98,44 @@ def slower(found: Cost, best: Cost) -> LikelyMistake | None:
         f"{seconds_text(least)} in the best layout; the largest difference is in {what} "
         f"({seconds_text(part)})",
     )
+
+
+def placed_unlike(odd: UnlikeArray, of: Evaluation, mended: Evaluation | None) -> LikelyMistake:
+    """A conflict of a user's own shardings, with its largest message and the price of its mend."""
+    if mended is None:
+        return LikelyMistake("placed unlike", odd.message, odd.mend)
+    sent, least = (Cost(tuple(x for x in e.cost.lines if x.axes)) for e in (of, mended))
+    more = _more(sent, least, _words) if sent.lines else ""
+    takes = sent.by(_words)[more] - least.by(_words).get(more, 0.0) if more else 0.0
+    moved = f"; {more} takes {seconds_text(takes)} more per step" if takes > 0 else ""
+    change = step_change(mended.cost.step_seconds, of.cost.step_seconds)
+    held, before = size_text(mended.memory.peak), size_text(of.memory.peak)
+    fix = f"{odd.mend}: step {change}" + (f", {held} instead of {before}" if held != before else "")
+    return LikelyMistake("placed unlike", odd.message + moved, fix, str(mended.layout))
+
+
+def in_memory(
+    of: Evaluation, limit: float, changes: Sequence[SingleChange], best: Evaluation | None
+) -> Iterator[LikelyMistake]:
+    """That a layout does not fit, and what does; or what it does to fit that it need not do.
+
+    Args:
+      changes: of the layout; those that fit, the fastest first.
+      best: the best layout that fits, if one is known.
+    """
+    reason, fits = of.reason(limit), of.known.fits
+    if reason is not None:
+        fix = changes[0].words(of, limit) if changes else None
+        if fix is None and best is not None:
+            fix = f"no single change fits; {best.layout} does: {used_text(best.memory.peak, limit)}"
+        yield LikelyMistake("does not fit", reason, fix)
+        return
+    for found in changes:
+        later = found.evaluation
+        faster = later.cost.step_seconds * SLOWER <= of.cost.step_seconds
+        if found.plain and faster and fits(later.memory.peak, limit) == "yes":
+            message = f"{found.kind.label} is not needed: the layout uses {used_text(of.memory.peak, limit)}"
+            yield LikelyMistake("unnecessary", message, found.words(of, limit))
 
 
 def _more(found: Cost, best: Cost, key: Callable[[Line], str]) -> str:
@@ -117,9 +175,12 @@ class _Lint:
             return LikelyMistake("wasted axis", message, fix, layout)
         where = sorted(found.flops, key=lambda s: -found.flops[s])
         most = ", ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
+        staged = any(axis in self.layout.axes(dim) for dim in self.evaluation.pipeline)
+        alone = " (a program per stage computes this on one stage, in the same time)" if staged else ""
         return LikelyMistake(
             "repeated work",
-            f"the {ways} devices of {axis!r} repeat {100 * found.share:.0f}% of the matmuls' FLOPs: {most}",
+            f"the {ways} devices of {axis!r} repeat {100 * found.share:.0f}% of the matmuls' FLOPs: {most}"
+            f"{alone}",
             fix,
             layout,
         )
@@ -199,10 +260,9 @@ class _Lint:
             except LayoutError:
                 continue
             if found.memory.peak < (1 - MEMORY_SHARE) * peak:
-                change = found.cost.step_seconds / self.evaluation.cost.step_seconds - 1
                 return (
-                    f"--storage {STAGES[stage]}: peak memory {size_text(found.memory.peak)} instead "
-                    f"of {size_text(peak)}, and {abs(100 * change):.1f}% "
-                    f"{'more' if change > 0 else 'less'} step time"
+                    f"--storage {STAGES[stage]}: peak memory {size_text(found.memory.peak)} instead of "
+                    f"{size_text(peak)}, step "
+                    f"{step_change(found.cost.step_seconds, self.evaluation.cost.step_seconds)}"
                 )
         return None

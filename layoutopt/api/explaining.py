@@ -41,7 +41,7 @@ from layoutopt.plan.results import (
     Worth,
 )
 from layoutopt.plan.schema import ProofStatus
-from layoutopt.plan.units import bytes_text, share_text, some
+from layoutopt.plan.units import bytes_text, some, step_change
 from layoutopt.plan.ways import Turning
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.space.exclusions import CHECK, MEMORY, SENSITIVITY, memory_words, refuse
@@ -217,8 +217,7 @@ class Explained(Shown):
     def __repr__(self) -> str:
         step = self.plan.predicted.step_seconds
         said = [
-            f"without {a.condition} costs "
-            f"{'' if a.proven else 'at most '}{share_text(a.seconds - step, step)}"
+            f"without {a.condition} {'' if a.proven else 'at most '}{step_change(a.seconds, step)}"
             for a in self.splits
             if a.seconds
         ]

@@ -13,18 +13,20 @@ from typing import Any
 
 from costmodels.hardware import Hardware, machine_of
 from layoutopt.analysis import lint as linting
+from layoutopt.analysis.changes import single_changes
+from layoutopt.optimize.bounds import EXACT
 from layoutopt.optimize.entry import search
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import check_limit, evaluate
 from layoutopt.plan.build import Plan, axes_of, given_fields
 from layoutopt.plan.notebook import Shown, table
 from layoutopt.plan.results import Best, CostResult, Finding, LintResult
-from layoutopt.plan.schema import Predicted
+from layoutopt.plan.schema import Predicted, ProofStatus
 from layoutopt.plan.training import TrainingForecast, check_tokens, training
 from layoutopt.plan.units import seconds_text, times_text, used_text
 from layoutopt.runtime.clock import Clock
 from layoutopt.space.decisions import BY_HAND, typed
-from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.errors import InfeasibleError, LimitError, UserError, known_names
 from mesh_tf_core.ir.instructions import STEP
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -34,7 +36,9 @@ from mesh_tf_core.model import Model
 
 HARDWARE = "cpu-local"
 LOOKING = 60.0
-"""Seconds that `lint` looks for the best layout."""
+"""Seconds that `lint` looks for the best layout, and for changes of the layout."""
+SEARCHING = 0.8
+"""The share of these for the search."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -133,27 +137,44 @@ class PricedLayout(Shown):
 
 @dataclass(frozen=True, repr=False)
 class Linted(Shown):
-    """Likely mistakes in a layout, and the best layout of its mesh."""
+    """Likely mistakes in a layout, and the best layout of its mesh.
+
+    Attributes:
+      best: the answer of the search; None if it found nothing that fits.
+      fastest: the fastest layout that fits: that answer, the layout itself, or a change of it that was
+        predicted too.
+      status: of it; the search's proof is about its own answer.
+    """
 
     priced: PricedLayout
-    best: Plan
+    best: Plan | None
+    fastest: Evaluation | None
+    status: ProofStatus
     findings: tuple[linting.LikelyMistake, ...]
 
     @property
     def data(self) -> LintResult:
         """The result that `layoutopt lint --json` prints."""
-        of, best = self.priced.evaluation, self.best
+        of, best, fastest = self.priced.evaluation, None, self.fastest
+        if fastest is not None:
+            seconds = fastest.cost.step_seconds
+            best = Best(layout=axes_of(fastest.layout), step_seconds=seconds, status=self.status)
         return LintResult(
             **given_fields(of.model, of.program.mesh, of.layout, of.decided),
             hardware=of.prices.hardware.name,
             predicted=self.priced.predicted,
+            feasible=self.priced.fits,
             findings=[Finding(**asdict(found)) for found in self.findings],
-            best=Best(
-                layout=axes_of(best.layout),
-                step_seconds=best.predicted.step_seconds,
-                status=best.solver.status,
-            ),
+            best=best,
         )
+
+    @property
+    def costs(self) -> str:
+        """What the layout costs against the fastest one that fits."""
+        if self.fastest is None:
+            return "it does not fit, and no layout that fits was found"
+        loses = times_text(self.priced.predicted.step_seconds, self.fastest.cost.step_seconds)
+        return f"{loses} the best step" + ("" if self.priced.fits else ", but it does not fit")
 
     def to_frame(self) -> Any:
         """A pandas DataFrame with one row per finding."""
@@ -161,8 +182,7 @@ class Linted(Shown):
 
     def __repr__(self) -> str:
         kinds = ", ".join(found.kind for found in self.findings) or "no likely mistake"
-        loses = times_text(self.priced.predicted.step_seconds, self.best.predicted.step_seconds)
-        return f"Linted({kinds}; {loses} of the best)"
+        return f"Linted({kinds}; {self.costs})"
 
 
 def cost(
@@ -230,7 +250,7 @@ def lint(
     hardware: str | Hardware | None = None,
     options: Options | None = None,
     time_limit: float | Clock | None = LOOKING,
-    odd: Sequence[str] = (),
+    odd: Sequence[linting.UnlikeArray] = (),
     **decided: Any,
 ) -> Linted:
     """Finds likely mistakes in a layout, and the time that they cost against the best layout of the mesh.
@@ -238,7 +258,7 @@ def lint(
     Args:
       model, mesh, layout, hardware, options, decided: as in `cost`.
       time_limit: seconds for the search for the best layout.
-      odd: further findings to report, about how the layout was written.
+      odd: arrays that the user's own shardings place otherwise than operations read them.
 
     Raises:
       UserError: the layout is illegal.
@@ -248,13 +268,42 @@ def lint(
       >>> from examples import mlp
       >>> found = layoutopt.lint(mlp.model(), "data:4", "", hardware="tpu-v5e")
     """
+    clock = time_limit if isinstance(time_limit, Clock) else Clock(time_limit)
     priced = cost(model, mesh, layout, hardware, options=options, **decided)
-    of = priced.evaluation
-    best = search(model, mesh=of.program.mesh, hardware=of.prices.hardware, time_limit=time_limit)
-    least = evaluate(model, best.mesh, best.layout, of.prices.hardware, best.options)
-    loss = linting.slower(of.cost, least.cost)
-    findings = [*(linting.LikelyMistake("placed unlike", text) for text in odd), *priced.findings]
-    return Linted(priced, best, (*findings, *([loss] if loss is not None else [])))
+    of, limit = priced.evaluation, priced.limit
+    mesh, machine = of.program.mesh, of.prices.hardware
+    answer = None
+    try:
+        best = search(
+            model, mesh=mesh, hardware=machine, time_limit=clock.part(SEARCHING), alternatives=False
+        )
+        answer = evaluate(model, best.mesh, best.layout, machine, best.options)
+    except (InfeasibleError, LimitError):
+        best = None
+    mended = [
+        None if each.layout is None else evaluate(model, mesh, each.layout, machine, each.options)
+        for each in odd
+    ]
+    changes = [c for c in single_changes(of, clock.again()) if c.evaluation.reason(limit) is None]
+    changes.sort(key=lambda c: c.evaluation.cost.step_seconds)
+    more = [of, *(each for each in mended if each), *(change.evaluation for change in changes)]
+    known = [answer] if answer else []
+    known += [each for each in more if each.reason(limit) is None]
+    fastest = min(
+        known,
+        key=lambda each: each.cost.step_seconds * (1 - EXACT if each is answer else 1),
+        default=None,
+    )
+    findings = [
+        *(linting.placed_unlike(each, of, less) for each, less in zip(odd, mended, strict=True)),
+        *linting.in_memory(of, limit, changes, answer),
+        *priced.findings,
+    ]
+    if fastest is not None and priced.fits and (loss := linting.slower(of.cost, fastest.cost)):
+        findings.append(loss)
+    proven = best is not None and fastest is answer and best.solver.proven
+    status = ProofStatus.OPTIMAL if proven else ProofStatus.FEASIBLE
+    return Linted(priced, best, fastest, status, tuple(findings))
 
 
 def layout_of(said: Layout | str) -> Layout:

@@ -26,10 +26,12 @@ from layoutopt.cli.options import (
     read_mesh,
 )
 from layoutopt.cli.plans import load_with_plan
-from layoutopt.cli.terminal import facts, layout_text
-from layoutopt.plan.units import seconds_text, times_text
+from layoutopt.cli.terminal import FITS, facts, layout_text
+from layoutopt.plan.units import seconds_text, used_text
 
 if TYPE_CHECKING:
+    from layoutopt.analysis.lint import UnlikeArray
+    from layoutopt.api.pricing import Linted
     from layoutopt.models.loading import Loaded
     from mesh_tf_core import Options
 
@@ -66,38 +68,55 @@ def lint(
     terminal = output.terminal
     machine = read_hardware(hardware, set_hardware)
     loaded, plan = load_with_plan(model, settings, layout, mesh)
-    unlike: list[str] = []
     if layout is None and loaded.function("shardings") is not None:
         given, unlike = own_shardings(loaded, mesh, decided.options(loaded))
     else:
-        given = decided.read(loaded, mesh, layout, plan)
+        given, unlike = decided.read(loaded, mesh, layout, plan), []
     terminal.say("searching for the best layout on this mesh")
     found = linted(loaded.model, given.mesh, given.layout, machine, given.options, time_limit, unlike)
-    of, best = found.priced.evaluation, found.best
-    given, its = replace(given, options=of.decided), GivenOptions(best.mesh, best.layout, best.options)
-    now, least = of.cost.step_seconds, best.predicted.step_seconds
+    of = found.priced.evaluation
+    given = replace(given, options=of.decided)
     terminal.result(found.data)
     if output.as_json:
         return
-    proof = "proven best" if best.solver.proven else "best found"
-    terminal.show(
-        facts(
-            [
-                *told.model(found.data.model),
-                ("mesh", f"{given.mesh} ({given.mesh.devices} devices), {machine.name}"),
-                ("layout", _text(given, of.pipeline)),
-                ("step", f"{seconds_text(now)} predicted"),
-                (
-                    proof,
-                    f"{seconds_text(least)} with {_text(its, loaded.model.stages(its.mesh, its.layout))}",
-                ),
-                ("this costs", f"{times_text(now, least)} the best step"),
-            ]
-        )
-    )
+    fits = of.known.fits(of.memory.peak, found.priced.limit)
+    rows = [
+        *told.model(found.data.model),
+        ("mesh", f"{given.mesh} ({given.mesh.devices} devices), {machine.name}"),
+        ("layout", _text(given, of.pipeline)),
+        ("step", f"{seconds_text(of.cost.step_seconds)} predicted"),
+        ("memory", f"{used_text(of.memory.peak, found.priced.limit)} per device"),
+        ("fits", fits),
+        *_best(found, loaded),
+        ("this costs", found.costs),
+    ]
+    terminal.show(facts(rows, {"fits": FITS[fits]}))
     show_doubts(terminal, found.findings)
     if not found.findings:
         terminal.show("", "no likely mistake was found")
+
+
+def _best(found: Linted, loaded: Loaded) -> list[tuple[str, str]]:
+    """The fastest layout that fits, and the answer of the search if that is another one."""
+    from layoutopt.optimize.bounds import EXACT
+    from layoutopt.plan.schema import ProofStatus
+
+    best, fastest = found.best, found.fastest
+
+    def row(seconds: float, given: GivenOptions) -> str:
+        stages = loaded.model.stages(given.mesh, given.layout)
+        return f"{seconds_text(seconds)} with {_text(given, stages)}"
+
+    if fastest is None:
+        return []
+    its = GivenOptions(fastest.program.mesh, fastest.layout, fastest.decided)
+    label = "proven best" if found.status == ProofStatus.OPTIMAL else "best found"
+    rows = [(label, row(fastest.cost.step_seconds, its))]
+    if best is not None and best.predicted.step_seconds > fastest.cost.step_seconds * (1 + EXACT):
+        given = GivenOptions(best.mesh, best.layout, best.options)
+        limits = best.data.space.limits if best.data.space else ""
+        rows.append(("of the search", f"{row(best.predicted.step_seconds, given)} ({limits})"))
+    return rows
 
 
 def _text(given: GivenOptions, pipeline: Mapping[str, int]) -> str:
@@ -108,9 +127,11 @@ def _text(given: GivenOptions, pipeline: Mapping[str, int]) -> str:
     return f"{layout_text(given.layout)}{'; ' if more else ''}{more}"
 
 
-def own_shardings(loaded: Loaded, mesh: str | None, options: Options) -> tuple[GivenOptions, list[str]]:
-    """The results of the file's `shardings()`, (PartitionSpecs of parameters, of the batch), and a note on
-    oddities.
+def own_shardings(
+    loaded: Loaded, mesh: str | None, options: Options
+) -> tuple[GivenOptions, list[UnlikeArray]]:
+    """The results of the file's `shardings()`, (PartitionSpecs of parameters, of the batch), and the arrays
+    that lie otherwise than operations read them.
 
     Args:
       options: what else is decided; a parameter that its sharding stores split is stored so all the same.
@@ -118,13 +139,11 @@ def own_shardings(loaded: Loaded, mesh: str | None, options: Options) -> tuple[G
     Raises:
       UserError: a model that is not from JAX, or shardings that do not fit it.
     """
-    from dataclasses import replace
-
     from layoutopt.importers.jax.written import written
     from mesh_tf_core.errors import UserError
 
-    origin: Any = getattr(loaded.model, "origin", None)
-    if origin is None:
+    model: Any = loaded.model
+    if getattr(model, "origin", None) is None:
         raise UserError(
             f"{loaded.source} defines shardings(), but its model is not built from JAX; add --layout, "
             "or build the model with layoutopt.from_jax"
@@ -137,6 +156,5 @@ def own_shardings(loaded: Loaded, mesh: str | None, options: Options) -> tuple[G
             f"but returned {kind}"
         )
     chosen = read_mesh(mesh)
-    found = written(origin, chosen, *said)
-    stages = {**options.storage, **found.options.storage}
-    return GivenOptions(chosen, found.layout, replace(options, storage=stages)), found.doubts
+    found = written(model, chosen, *said, options)
+    return GivenOptions(chosen, found.layout, found.options), found.unlike

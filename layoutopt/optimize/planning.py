@@ -36,7 +36,7 @@ from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.build import Plan, axes_of, decided, model_info
 from layoutopt.plan.schema import Alternative, PlanFile, ProofStatus, SolverInfo
 from layoutopt.plan.trade_names import trade_names
-from layoutopt.plan.units import bytes_text, memory_option, percent, some
+from layoutopt.plan.units import bytes_text, memory_option, some, step_change
 from layoutopt.solver import TOLERANCE
 from layoutopt.space.microbatches import impossible
 from layoutopt.space.objective import Objective
@@ -316,7 +316,7 @@ def _tight(request: Request, of: Evaluation, others: Sequence[Alternative]) -> l
         found, name = min(roomy, key=lambda each: each[0].step_seconds)
         ease += (
             f" ({name} has enough headroom: peak memory {bytes_text(found.peak_memory_bytes)}, step "
-            f"{percent(found.step_seconds / step - 1)} longer)"
+            f"{step_change(found.step_seconds, step)})"
         )
     return [f"{doubt}; {ease}"]
 

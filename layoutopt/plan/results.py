@@ -98,13 +98,14 @@ class Best(Data):
 
 
 class LintResult(Decided, LayoutResult):
-    """`lint`: likely mistakes, and the best layout of the mesh."""
+    """`lint`: likely mistakes, and the best layout of the mesh that fits; null if none was found."""
 
     command = "lint"
     hardware: str
     predicted: Predicted
+    feasible: Flag
     findings: list[Finding]
-    best: Best
+    best: Best | None
 
 
 class MeasureResult(Refined, CommandResult):

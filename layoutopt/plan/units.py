@@ -112,6 +112,16 @@ def signed_percent(share: float) -> str:
     return ("+" if share > 0 else "−") + percent(abs(share))
 
 
+def step_change(seconds: float, before: float) -> str:
+    """A duration beside another: '8.3 % longer', '4.0 % shorter', 'as long'."""
+    change = seconds / before - 1
+    return (
+        f"{percent(abs(change))} {'longer' if change > 0 else 'shorter'}"
+        if abs(change) >= 5e-4
+        else "as long"
+    )
+
+
 def against(value: float, base: float) -> str:
     """A value relative to another: '+8.3 %', from twice on '2.1×'; '' without a base."""
     if base <= 0:

@@ -15,8 +15,8 @@ from layoutopt.plan.units import (
     mesh_text,
     plural,
     seconds_text,
-    signed_percent,
     some,
+    step_change,
     throughput_text,
 )
 from reports.figures.plans import plans_memory, plans_time, tell_plans_memory, tell_plans_time
@@ -49,7 +49,7 @@ def verdict(plans: Sequence[PlanFile]) -> str:
             return (
                 f"Plans {letter(first)} and {letter(second)} are equally fast: {seconds_text(best)} per step."
             )
-        return f"{text}; plan {letter(second)} takes {signed_percent(time / best - 1).lstrip('+')} longer."
+        return f"{text}; plan {letter(second)} takes {step_change(time, best)}."
     return f"{text}."
 
 

@@ -46,9 +46,73 @@ def test_a_layout_that_wastes_an_axis(result: Callable[..., dict[str, Any]]) -> 
 def test_shardings_that_disagree_about_a_dimension(run: Callable[..., Result], jax_file: Path) -> None:
     done = run("lint", str(jax_file), "--mesh", "data:2;model:2", "--hardware", "tpu-v5e")
     said = " ".join(done.stdout.split())
-    assert "placed unlike: 'up' is split over model in 'up', but whole in 'down'" in said
-    assert "layout batch:data;up:model" in said
+    assert "placed unlike: 'down': placed P(None, None), but train.py:8 reads it as P('model', None)" in said
+    assert "place it P('model', None): step " in said
+    assert "layout batch:data;up:model;up@down:none" in said
     assert "proven best" in said
+
+
+@pytest.mark.parametrize(
+    "down, rules, storage, reads",
+    [
+        ('P(None, "fsdp")', {"down": {"up": [], "y": ["fsdp"]}}, {}, "P('fsdp', None)"),
+        ('P("dp", "fsdp")', {"down": {"up": [], "y": ["fsdp"]}}, {"down": "zero3"}, "P('fsdp', None)"),
+        ('P(("dp", "fsdp"), None)', {}, {"down": "zero3"}, ""),
+    ],
+)
+def test_an_array_that_lies_otherwise_is_priced_where_it_lies(
+    result: Callable[..., dict[str, Any]],
+    jax_file: Path,
+    down: str,
+    rules: dict[str, Any],
+    storage: dict[str, str],
+    reads: str,
+) -> None:
+    """No rule is refused that the user did not write."""
+    text = MODEL.replace('P(None, "model"), "down": P()', f'P(None, "fsdp"), "down": {down}')
+    jax_file.write_text(text.replace('P("data")', 'P("dp")'))
+    found = result("lint", str(jax_file), "--mesh", "dp:2;fsdp:2", "--hardware", "tpu-v5e")
+    assert found.get("refined", {}) == rules and found.get("storage", {}) == storage
+    unlike = [f for f in found["findings"] if f["kind"] == "placed unlike"]
+    assert len(unlike) == bool(reads) and all(
+        f["message"].endswith(reads) or reads in f["message"] for f in unlike
+    )
+    assert all("reads it as" in f["message"] and "train.py:8" in f["message"] for f in unlike)
+
+
+def test_weights_over_some_of_the_batchs_axes_are_hybrid(
+    result: Callable[..., dict[str, Any]], jax_file: Path
+) -> None:
+    split = MODEL.replace('P(None, "model"), "down": P()', 'P("fsdp", None), "down": P("fsdp", None)')
+    jax_file.write_text(split.replace('P("data")', 'P(("dp", "fsdp"))'))
+    found = result("lint", str(jax_file), "--mesh", "dp:2;fsdp:2", "--hardware", "tpu-v5e")
+    assert found["storage"] == {"up": "zero3@fsdp", "down": "zero3@fsdp"}
+    assert not [f for f in found["findings"] if f["kind"] == "placed unlike"]
+
+
+def test_layers_that_are_not_placed_alike_are_named(run: Callable[..., Result], tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(
+        CHECKPOINTED
+        + """
+def shardings(**_):
+    from jax.sharding import PartitionSpec as P
+    one, other = {"up": P(None, "model"), "down": P("model")}, {"up": P(), "down": P("model")}
+    return {"blocks": [one, other]}, {"x": P("data")}
+"""
+    )
+    done = run("lint", str(file), "--mesh", "data:2;model:2", "--hardware", "tpu-v5e")
+    said = " ".join(done.stdout.split())
+    assert "placed unlike: 'blocks/1/up': placed P(None, None), but 'blocks/0/up' P(None, 'model')" in said
+
+
+def test_a_layout_that_does_not_fit_says_what_does(run: Callable[..., Result]) -> None:
+    asked = ("lint", "examples/mlp.py", "--mesh", "data:2", "--layout", "batch:data", "--hardware")
+    done = run(*asked, "tpu-v5e, memory_reserve=0B, memory=380KiB")
+    said = " ".join(done.stdout.split())
+    assert "fits no" in said and "but it does not fit" in said and "no likely mistake" not in said
+    assert "does not fit: peak memory " in said and "largest tensors: " in said
+    assert "does: " in said or "; zero" in said or "; recompute" in said or "on hosts: " in said
 
 
 @pytest.mark.parametrize(
@@ -58,6 +122,15 @@ def test_shardings_that_disagree_about_a_dimension(run: Callable[..., Result], j
         (('P(None, "model")', 'P(None, "modal")'), "modal"),
         (('"down": P()', '"down": 7'), "give a PartitionSpec or a NamedSharding"),
         (("return {", "return [], {"), "shardings() must return two pytrees"),
+        (
+            ('down": P()', "down\": P('data', 'data')"),
+            "parameter 'down' has P('data', 'data'), which names mesh",
+        ),
+        (
+            ('down": P()', "down\": P(None, None, 'data')"),
+            "with 3 entries, but its shape (2048, 256) has 2 axes",
+        ),
+        (("batch=64", "batch=63"), "size 63, which the 2 devices of data do not divide"),
     ],
 )
 def test_shardings_that_do_not_fit(
@@ -73,9 +146,9 @@ def test_options_beside_shardings_are_priced_too(
     """What shardings store split (FSDP) is said, and what they do not say is taken from the options."""
     jax_file.write_text(MODEL.replace('"down": P()', '"down": P("data", None)').replace("sgd", "adam"))
     given = ("lint", str(jax_file), "--mesh", "data:2;model:2", "--hardware", "tpu-v5e")
-    assert result(*given)["storage"] == {"down": "zero3"}
+    assert result(*given)["storage"] == {"down": "zero3@data"}
     found = result(*given, "--storage", "zero1", "--microbatches", "2")
-    assert found["storage"] == {"up": "zero1", "down": "zero3"} and found["microbatches"] == 2
+    assert found["storage"] == {"up": "zero1", "down": "zero3@data"} and found["microbatches"] == 2
 
 
 def test_a_layout_that_takes_longer_says_where(run: Callable[..., Result], jax_file: Path) -> None:

@@ -73,7 +73,7 @@ def test_lint(printed: Callable[..., Any], model: mtf.Model) -> None:
     assert printed("lint", MLP, "--mesh", MESH, "--layout", "batch:data", "--hardware", "tpu-v3") == said(
         found
     )
-    assert "slower" in {each.kind for each in found.findings} and "of the best" in repr(found)
+    assert "slower" in {each.kind for each in found.findings} and "the best step" in repr(found)
     assert found.to_frame()["kind"].tolist() == [each.kind for each in found.findings]
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
 from costmodels.kernels.compute import MATMUL_CLASSES
 from costmodels.kernels.quantities import flops_of
 from costmodels.repeated import repeated
 from examples.transformer_lm import model
+from layoutopt.optimize.evaluator import evaluate
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.program import Local
 
@@ -33,3 +35,14 @@ def test_attention_that_is_not_split_counts() -> None:
     assert share == pytest.approx(flops[False] / sum(flops.values()))
     without = (flops[False] - attention) / (sum(flops.values()) - attention)
     assert attention and share > without + 0.05
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved:2"])
+def test_ticks_of_a_pipeline_count_as_often_as_the_cost_counts_them(schedule: str) -> None:
+    """A branch that few ticks take is not counted in every tick."""
+    options = mtf.Options(microbatches=4, schedule=schedule)
+    mesh, layout = mtf.Mesh("pipe:2"), mtf.Layout("layers:pipe")
+    of = evaluate(model(layers=4, batch=8), mesh, layout, load_hardware("h100"), options)
+    lines = [x for x in of.cost.lines if x.origin.scope == "output" and x.kind in MATMUL_CLASSES]
+    counted = repeated(of.program)["pipe"].flops["output"]
+    assert counted == pytest.approx(sum(x.flops * x.times for x in lines), rel=0.01)

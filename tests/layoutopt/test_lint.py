@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+import layoutopt
 from costmodels.hardware import load_hardware
 from costmodels.pricing.lines import Cost
 from layoutopt.analysis.lint import LikelyMistake, lint, slower
 from layoutopt.optimize.evaluator import evaluate
+from layoutopt.plan.units import step_change
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -89,3 +91,43 @@ def test_a_slow_layout_names_where_it_loses() -> None:
     }
     assert found.message.startswith(f"{max(lost, key=lambda place: lost[place])} takes ")
     assert slower(best, best) is None
+
+
+STEPS = {
+    "plain": (0.6, "data:4", "batch:data", {}),
+    "recomputed": (2.0, "data:4", "batch:data", {"recompute": "always", "storage": "zero3"}),
+    "staged": (2.0, "pipe:2;data:2", "batch:data;layers:pipe", {"microbatches": "4"}),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_nothing_contradicts_the_best_layout(name: str) -> None:
+    """Neither the layout itself nor a change of it that fits is faster than what is called the best; the
+    first number is the memory, as a share of the peak."""
+    share, mesh, layout, decided = STEPS[name]
+    model, v3 = transformer(**WIDE), load_hardware("tpu-v3")
+    peak = layoutopt.cost(model, mesh, layout, v3, **decided).predicted.peak_memory_bytes
+    needs = int(share * peak * v3.devices_per_chip + v3.chip.memory_reserve.value)
+    found = layoutopt.lint(model, mesh, layout, f"tpu-v3, memory={needs}B", **decided)
+    kinds, fits = [f.kind for f in found.findings], share >= 1
+    assert found.priced.fits == fits and ("does not fit" in kinds) != fits
+    assert found.fastest is not None and found.data.best is not None and found.best is not None
+    assert found.fastest.reason(found.priced.limit) is None
+    best = found.data.best.step_seconds * (1 - 1e-6)
+    assert best <= found.best.predicted.step_seconds
+    assert not fits or best <= found.priced.predicted.step_seconds
+    assert found.status != "OPTIMAL" or found.fastest.layout == found.best.layout
+    assert "0." not in found.costs.split("×")[0] or not fits
+
+
+def test_a_decision_that_nothing_needs_is_named() -> None:
+    model = transformer(**SMALL)
+    found = layoutopt.lint(model, "data:2", "batch:data", "tpu-v3", recompute="always")
+    (said,) = [f for f in found.findings if f.kind == "unnecessary"]
+    assert said.message.startswith("recomputation is not needed: the layout uses ")
+    assert said.fix is not None and "without recomputation: " in said.fix and "% shorter" in said.fix
+
+
+@pytest.mark.parametrize("after, said", [(1.051, "5.1 % longer"), (0.949, "5.1 % shorter"), (1.0, "as long")])
+def test_changes_of_time_have_no_sign(after: float, said: str) -> None:
+    assert step_change(after, 1.0) == said
