@@ -6,7 +6,8 @@ Every message is one line: what was asked, what was found, what to do.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 
@@ -31,10 +32,21 @@ class InfeasibleError(UserError):
     Attributes:
       nearest: the `layoutopt.Plan` with the least memory that a search found, although it does not fit; None
         if there is none.
+      diagnose: searches for what conflicts and what helps (`layoutopt.optimize.infeasible.diagnose`).
     """
 
     exit_code = 3
     nearest: Any = None
+    diagnose: Callable[..., Any] | None = None
+
+    @cached_property
+    def repairs(self) -> tuple[Any, ...]:
+        """Changes of the search under which a layout fits, the cheapest first, each with the plan that was
+        found. They are searched for at the first use, for at most two minutes.
+
+        For example, `layoutopt.search(model, **error.repairs[0].asked)` returns a plan.
+        """
+        return () if self.diagnose is None else self.diagnose().repairs
 
 
 class LimitError(UserError):

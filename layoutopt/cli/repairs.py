@@ -13,8 +13,8 @@ from layoutopt.cli.terminal import Terminal
 if TYPE_CHECKING:
     import typer
 
-    from layoutopt.analysis.infeasible import Diagnosis, Smaller
     from layoutopt.models.loading import Loaded
+    from layoutopt.optimize.infeasible import Diagnosis, Smaller
     from layoutopt.plan.details import Repair
     from mesh_tf_core.errors import InfeasibleError
     from mesh_tf_core.model import Model

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from costmodels.hardware import Hardware
-    from layoutopt.analysis.infeasible import Diagnosis
     from layoutopt.models.loading import Loaded
+    from layoutopt.optimize.infeasible import Diagnosis
     from layoutopt.plan.build import Plan
     from mesh_tf_core.errors import InfeasibleError
 
@@ -262,9 +262,9 @@ def _diagnosed(
     terminal: Terminal, clock: Clock, loaded: Loaded, asked: dict[str, Any], error: InfeasibleError
 ) -> Diagnosis:
     """Why nothing fits, and what would help, as far as that is known in time."""
-    from layoutopt.analysis.infeasible import Diagnosis, diagnose
     from layoutopt.cli.repairs import smaller_batch
     from layoutopt.optimize.entry import search as find
+    from layoutopt.optimize.infeasible import Diagnosis, diagnose
 
     found = [Diagnosis((), ())]
     with terminal.waiting("no layout fits; searching for changes that help"), suppress(KeyboardInterrupt):

@@ -11,6 +11,7 @@ from typing import Any
 
 from costmodels.hardware import Hardware, machine_of
 from layoutopt.optimize.evaluator import check_limit
+from layoutopt.optimize.infeasible import diagnose
 from layoutopt.optimize.plan_details import with_details
 from layoutopt.optimize.planning import make_plan, nearest_plan
 from layoutopt.optimize.request import SEARCHED, Better, OnSearchStatus, Request, SearchStatus
@@ -99,8 +100,9 @@ def search(
 
     Raises:
       InfeasibleError: it is proven that no layout fits in memory. The message names the largest tensors, and
-        the error's attribute `nearest` is the plan with the least memory. With `alternatives=False` the
-        message is short and there is no `nearest`.
+        the error's attribute `nearest` is the plan with the least memory. Its attribute `repairs` lists
+        changes under which a layout fits, the cheapest first: `search(model, **error.repairs[0].asked)`
+        returns a plan. With `alternatives=False` the message is short, and the error has neither.
       LimitError: the time limit ended the search before it found a layout.
       UserError: an argument is wrong.
 
@@ -157,6 +159,10 @@ def search(
     except InfeasibleError as error:
         if (nearest := nearest_plan(request, looked)) is not None:
             error.nearest = nearest.with_details(search=question)
+        if limits.alternatives:
+            own = {"mesh": mesh, "devices": devices, "max_axes": limits.max_axes, "hardware": chosen}
+            own |= {"memory": limits.memory, **allowed.keywords}
+            error.diagnose = partial(diagnose, search, model, own, least=looked.least)
         raise
     best = _waiting(request, best, shapes, keep_best)
     if looked.stopped:

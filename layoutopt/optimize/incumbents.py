@@ -14,17 +14,19 @@ from layoutopt.optimize.baselines import axis_names, by_name
 from layoutopt.optimize.heuristics import greedy
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblem import EvaluatedLayout
-from layoutopt.optimize.subproblems import Spec, Subproblem, key_of
+from layoutopt.optimize.subproblems import Spec, Subproblem, key_of, specs
 from layoutopt.optimize.warm_start import FirstLayout, WarmStart, named
-from layoutopt.plan.build import decided
+from layoutopt.plan.build import Plan, decided
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.solver import Solution, Status
-from layoutopt.space.decisions import Decisions
+from layoutopt.space.decisions import Decisions, SearchSpace
+from layoutopt.space.microbatches import dividing
 from layoutopt.space.objective import Objective
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
+from mesh_tf_core.model import Model
 
 
 class Incumbents:
@@ -180,3 +182,15 @@ def _allows(decisions: Decisions, layout: Layout, options: Options) -> bool:
     wanted = decisions.write(layout, options)
     legal = all(wanted[name] in found for name, found in decisions.options.items())
     return legal and decisions.read(wanted) == (layout, options)
+
+
+def covers(space: SearchSpace, model: Model, plan: Plan) -> bool:
+    """Whether a space has the layout of a plan."""
+    mesh, layout, options = plan.mesh, plan.layout, plan.options
+    wanted = key_of(model, mesh, layout, options)
+    try:
+        found = specs(model, [mesh], space, lambda _: (), dividing(model, space.microbatches))
+        here = next((spec.made(model) for spec in found if spec.key == wanted), None)
+    except UserError:
+        return False
+    return here is not None and _allows(here.decided, layout, options)

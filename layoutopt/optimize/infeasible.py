@@ -4,10 +4,12 @@ times.
 The request is a set of conditions: the pins, the prohibitions, the memory, and the allowed stages,
 recomputation and microbatches. They are dropped one after the other while still nothing fits (a deletion
 filter, Chinneck and Dravnieks 1991). The remaining conditions contradict each other, and every smaller set of
-them can be satisfied. Then single changes are searched: dropping one of them, more microbatches, attention
-and sequences that hold less, more and more devices until something fits, a smaller and smaller batch,
-hardware with more memory. Where none helps, all conditions but the memory are dropped together, and there are
-more devices again.
+them can be satisfied. Then changes are searched: dropping one of them, the choices of every kind of decision
+that were left out, more and more devices until something fits, a smaller and smaller batch, hardware with
+more memory. Where none helps, all conditions but the memory are dropped together, and there are more devices
+again.
+
+A change lists only the left-out choices that its plan uses.
 """
 
 from __future__ import annotations
@@ -18,23 +20,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from costmodels.hardware import Hardware, hardware_names, machine_of
+from layoutopt.optimize.incumbents import covers
 from layoutopt.plan.build import Plan
 from layoutopt.plan.schema import ProofStatus
 from layoutopt.plan.units import size_text
-from layoutopt.space.context import WAYS
-from layoutopt.space.decisions import ARGUMENTS, SearchSpace
-from layoutopt.space.kind import GATHER
-from layoutopt.space.microbatches import USUAL
+from layoutopt.space.decisions import ARGUMENTS, KINDS, SearchSpace
+from layoutopt.space.kind import Decision, Target
+from layoutopt.space.mesh_shapes import meshes
 from layoutopt.space.splits import parse_forbid, parse_rules
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.lower.nodes import crossed
 from mesh_tf_core.model import Model
 
 USUAL_SPACE = SearchSpace()
 PARSED = {"pins": parse_rules, "forbid": parse_forbid}
-MORE_PARTS = (16, 32, 64, 128)
 MOST_TIMES = 64
 """As many devices are looked at."""
 SMALLER = (2, 4, 8, 16, 32)
@@ -43,6 +43,8 @@ MACHINES = 3
 """Other pieces of hardware that are looked at."""
 PATIENCE = 20.0
 """Seconds for one search of a change."""
+SHORT = 6.0
+"""Seconds for one search with more choices, which need not be proven."""
 MEMORY = "memory"
 Asked = Mapping[str, Any]
 """Arguments of `layoutopt.search`."""
@@ -62,6 +64,7 @@ class FoundRepair:
       limit: bytes that a device may hold there.
       note: a remark about a smaller change.
       parts: a step uses 1/parts of the requested examples.
+      free: it only allows more choices, on the same devices.
     """
 
     change: str
@@ -70,6 +73,13 @@ class FoundRepair:
     limit: float
     note: str = ""
     parts: int = 1
+    free: bool = False
+
+    @property
+    def cost(self) -> tuple[bool, float]:
+        """The order of repairs: those that need nothing first, then by device-seconds for the same
+        examples."""
+        return not self.free, self.seconds * self.parts * self.plan.mesh.devices
 
     @property
     def seconds(self) -> float:
@@ -91,7 +101,7 @@ class FoundRepair:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The conditions that cannot hold together, and repairs, the fastest first.
+    """The conditions that cannot hold together, and repairs, the cheapest first.
 
     Attributes:
       conflict: the conditions in words; empty if nothing fits whatever is allowed.
@@ -160,6 +170,9 @@ class _Diagnosing:
         held, minimal = self._conditions(), True
         needed: list[str] = []
         for name in list(held):
+            if len(held) == 1:  # without any condition, some layout fits
+                needed += held
+                break
             without = {n: drop for n, drop in held.items() if n != name}
             trial = self._trial(self._dropped([n for n in self._conditions() if n not in without]))
             if trial.none:
@@ -180,7 +193,7 @@ class _Diagnosing:
             words, free = f"without {', '.join(names)}", self._dropped(names)
             self._try(words, free)
             self._look(free, f"{words}, and ")
-        repairs = sorted(self.repairs, key=lambda r: r.seconds * r.parts)
+        repairs = sorted(self.repairs, key=lambda repair: repair.cost)
         return Diagnosis(tuple(needed), tuple(repairs), minimal)
 
     # -- what was asked --------------------------------------------------------------------------------------
@@ -222,8 +235,8 @@ class _Diagnosing:
     def _look(self, asked: Asked, words: str = "", least: float = 0.0) -> None:
         """Tries what needs no condition to go; `words`: what is changed already. Devices of which each would
         have to hold less than its part of `least` are not tried."""
-        for change, changed in self._changes(asked):
-            self._try(words + change, changed)
+        if not words:
+            self._left_out(asked)
         small = f"{asked['devices']} devices are too few" if asked.get("devices") else ""
         for wider in self._larger(asked, least / self._limit(asked)):
             trials = [self._try(words + change, changed, small) for change, changed in wider]
@@ -248,19 +261,60 @@ class _Diagnosing:
                 return
             small = f"1/{parts} does not fit" if trial.none else ""
 
-    def _changes(self, asked: Asked) -> Iterator[RepairChange]:
-        parts = tuple(asked.get("microbatches", USUAL))
-        if self.model.batch_dim is not None:
-            for more in MORE_PARTS:
-                if more > max(parts):
-                    yield f"--microbatches {more}", {**asked, "microbatches": (more,)}
-        if crossed(self.model.graph) and set(asked.get("context") or WAYS) == {GATHER}:
-            forms = (GATHER, "zigzag")
-            yield f"--context {','.join(forms)}", {**asked, "context": forms}
-        dims = (d if isinstance(d, str) else d.name for d in self.model.token_dims)
-        long = next((d for d in dims if d != self.model.batch_dim), None)
-        if long is not None and not asked.get("elsewhere"):
-            yield f"--elsewhere {long}", {**asked, "elsewhere": (long,)}
+    def _left_out(self, asked: Asked) -> None:
+        """Tries the choices that were left out: what `--allow everything` allows, then all that there are."""
+        for found in (lambda kind, target: kind.widest(target), lambda kind, target: kind.everything(target)):
+            if (wider := self._wider(asked, found)) and self._allow(wider, asked).plan is not None:
+                return
+
+    def _wider(
+        self, asked: Asked, found_by: Callable[[type[Decision], Target], dict[str, Any]]
+    ) -> dict[str, tuple[Any, ...]]:
+        """Every field of the space that has choices beside the allowed ones, with all of them."""
+        found: dict[str, tuple[Any, ...]] = {}
+        space, machine = self._space(asked), _machine(asked)
+        hosts = machine.host_link is not None and not machine.is_host
+        for mesh in meshes(asked.get("mesh"), asked.get("devices"), asked.get("max_axes", 2), machine):
+            for kind in KINDS:
+                for name, every in found_by(kind, Target(self.model, mesh, hosts)).items():
+                    known = found.get(name, space.said(name) or ())
+                    if isinstance(every, tuple):
+                        found[name] = tuple(dict.fromkeys((*known, *every)))
+        return {name: value for name, value in found.items() if {*value} != {*(space.said(name) or ())}}
+
+    def _allow(self, wider: Mapping[str, tuple[Any, ...]], asked: Asked) -> _Trial:
+        """Searches with more choices, and keeps the fields that are needed, with the values that are used."""
+        trial = self._trial({**asked, **wider}, patience=SHORT)
+        if trial.plan is None:
+            return trial
+        kept, plan = self._used(dict(wider), asked, trial.plan), trial.plan
+        for name in [*kept]:
+            fewer = {other: value for other, value in kept.items() if other != name}
+            again = self._trial({**asked, **fewer}, patience=SHORT) if fewer else _Trial(None, True)
+            if again.plan is not None:
+                kept, plan = self._used(fewer, asked, again.plan), again.plan
+        if kept:
+            texts = {o: t for name in kept for o, t in ARGUMENTS[name].texts(kept[name]).items() if t}
+            change = " ".join(f"{option} {text}" for option, text in texts.items())
+            self.repairs.append(FoundRepair(change, {**asked, **kept}, plan, self._limit(asked), free=True))
+        return trial
+
+    def _used(self, wider: Mapping[str, tuple[Any, ...]], asked: Asked, plan: Plan) -> dict[str, Any]:
+        """Fields with more choices, without the values that a plan does not use."""
+        kept = dict(wider)
+        for name, every in wider.items():
+            said = self._space(asked).said(name) or ()
+            for value in (v for v in every if v not in said):
+                less = {**kept, name: tuple(v for v in kept[name] if v != value)}
+                if covers(self._space({**asked, **less}), self.model, plan):
+                    kept = less
+            if {*kept[name]} == {*said}:
+                del kept[name]
+        return kept
+
+    def _space(self, asked: Asked) -> SearchSpace:
+        """The space of a question."""
+        return SearchSpace(**{name: asked[name] for name in ARGUMENTS if name in asked})
 
     def _larger(self, asked: Asked, least: float) -> Iterator[list[RepairChange]]:
         """More and more devices, at least so many times as many: of a given mesh, along each axis. Twice as
@@ -300,8 +354,8 @@ class _Diagnosing:
         for machine in larger[:MACHINES]:
             yield f"--hardware {machine.name}", {**self.asked, "hardware": machine}
 
-    def _trial(self, asked: Asked, model: Model | None = None) -> _Trial:
-        left = min(PATIENCE, self.deadline - time.monotonic())
+    def _trial(self, asked: Asked, model: Model | None = None, patience: float = PATIENCE) -> _Trial:
+        left = min(patience, self.deadline - time.monotonic())
         if left <= 0:
             return _Trial(None, False)
         given = {**asked, "time_limit": left, "on_progress": None, "alternatives": False}
