@@ -28,6 +28,7 @@ from layoutopt.analysis.changes import SingleChange
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.plan.units import seconds_text, size_text, step_change, used_text
+from layoutopt.space.undivided import stored_at
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.program import Program
@@ -252,16 +253,16 @@ class _Lint:
 
     def _stored_split(self, peak: int) -> str | None:
         """The lowest stage that saves memory, and what it costs."""
-        trained = [v.name for v in self.model.graph.variables.values() if v.trainable and len(v.shape)]
-        for stage in range(1, len(STAGES)):
-            options = replace(self.options, storage=dict.fromkeys(trained, stage))
+        for stage in STAGES[1:]:
+            stages = stored_at(self.model.graph.variables.values(), stage)
+            options = replace(self.options, storage=stages)
             try:
                 found = evaluate(self.model, self.mesh, self.layout, self.hardware, options)
             except LayoutError:
                 continue
             if found.memory.peak < (1 - MEMORY_SHARE) * peak:
                 return (
-                    f"--storage {STAGES[stage]}: peak memory {size_text(found.memory.peak)} instead of "
+                    f"--storage {stage}: peak memory {size_text(found.memory.peak)} instead of "
                     f"{size_text(peak)}, step "
                     f"{step_change(found.cost.step_seconds, self.evaluation.cost.step_seconds)}"
                 )

@@ -81,8 +81,8 @@ def decided_rows(said: Decided, model: Model | None) -> list[tuple[str, str]]:
     from layoutopt.space.undivided import few
 
     found = said.listed()
-    trained = model.graph.variables.items() if model is not None and said.storage else ()
-    whole = [name for name, v in trained if v.trainable and name not in said.storage]
+    known = model.graph.variables.items() if model is not None and said.storage else ()
+    whole = [name for name, v in known if (v.trainable or v.own_storage) and name not in said.storage]
     if whole:
         found["storage"] += f"; layout: {few(whole)}"
     return [(name, words) for name, words in found.items() if words]

@@ -16,6 +16,7 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.lower import Subgraph
+from mesh_tf_core.lower.nodes import assigned
 from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.lower.subgraph import Access
 
@@ -27,10 +28,10 @@ class Accesses:
         self.graph, self.dependencies, self.runs = dependencies.graph, dependencies, runs
 
     def clusters(self) -> list[Cluster]:
-        """For every trained variable: its casts, and the gather in every block that reads it."""
+        """For every variable with its own storage: its casts, and the gather in every block that reads it."""
         merged: dict[Hashable, list[Cluster]] = defaultdict(list)
         for variable in self.graph.variables.values():
-            if variable.trainable and len(variable.shape):
+            if variable.own_storage:
                 found = self._access(variable)
                 if found is not None:
                     key, cluster = found
@@ -60,6 +61,8 @@ class Accesses:
         key = (
             variable.type,
             variable.stacked,
+            switches,
+            variable.name in assigned(self.graph),
             tuple(sorted((self.dependencies.block_of[n.index].id, n.op.describe()) for n in casts)),
             _places(accesses),
             tuple(

@@ -152,9 +152,10 @@ class _Builder:
         return found + [block] * any(o in block.saved for o in node.outputs)
 
     def _updated(self, node: Node) -> Variable | None:
-        """The variable that a node of the update belongs to."""
-        found = self.graph.variables.get(node.scope) if node.phase == Phase.UPDATE else None
-        return found if found is not None and found.trainable and len(found.shape) else None
+        """The variable that a node of the update belongs to, or that a node gives its new value."""
+        updates = self.graph.variables.get(node.scope) if node.phase == Phase.UPDATE else None
+        found = node.op.variable if updates is None and isinstance(node.op, Assign) else updates
+        return found if found is not None and found.own_storage else None
 
     def cluster(self, nodes: list[Node], multiplicity: int) -> Cluster:
         inside = {node.index for node in nodes}

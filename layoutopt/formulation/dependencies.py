@@ -97,7 +97,7 @@ class Dependencies:
         for tensor, name in self.owner.items():
             self.chain[name].append(tensor)
         for node in self.live:
-            if isinstance(node.op, Read) and node.op.variable.trainable:
+            if isinstance(node.op, Read) and node.op.variable.own_storage:
                 self.reads[node.op.variable.name].append(node)
 
     def variable_of(self, cast: Node) -> str | None:

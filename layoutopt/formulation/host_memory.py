@@ -4,8 +4,8 @@
 
 H_c is read off the cluster as it was lowered for its price, so the row counts just the bytes that the program
 has there (`Program.host_bytes`), and forbids a layout if and only if the hardware's hosts have less. Of
-variables a cluster has those that it writes: others may read them too; of an outer step, those that no step
-before it writes.
+variables a cluster has those that it writes: others may read them too; of what nobody writes, those that it
+reads; of an outer step, those that no step before it writes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from layoutopt.formulation.tables import Index, Table
 from layoutopt.solver import ResourceRow, RowTerm, Sparse
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program, WriteVariable
+from mesh_tf_core.lower.nodes import assigned
 
 
 def host_row(
@@ -41,7 +42,8 @@ def host_row(
         key = id(program), mesh, only
         if key not in known:
             own = {only} if only else {i.variable for i in program.code if isinstance(i, WriteVariable)}
-            variables = {name: s for name, s in program.variables.items() if name in own}
+            others = () if only or program.outline is None else assigned(program.outline)
+            variables = {n: s for n, s in program.variables.items() if n in own or not (only or n in others)}
             known[key] = replace(program, variables=variables, mesh=mesh).host_bytes
         return known[key]
 

@@ -27,8 +27,8 @@ from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import GPIPE
-from mesh_tf_core.ir.structure import Assign
 from mesh_tf_core.lower import Options, lower
+from mesh_tf_core.lower.nodes import assigned
 from mesh_tf_core.lower.padding import paddable_with
 from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.lower.replicas import replica_graphs, rules_about
@@ -78,7 +78,7 @@ class OuterStepContext(SharedContext):
         super().__init__(_Meets(TrainingStep(graph, {}, ())), structure)
         self.period, self.narrow, self.padded = by.period, narrow_reads(step.graph), padded
         self.divided = step.graph.dims()
-        self.kept = tuple(name for name in _written(graph) if name not in known)
+        self.kept = tuple(name for name in assigned(graph) if name not in known)
         self.clusters = tuple(replace(c, multiplicity=c.multiplicity / by.period) for c in self.clusters)
 
     def kept_of(self, cluster: int) -> Counter[str]:
@@ -111,8 +111,4 @@ def _meetings(step: TrainingStep, structure: Structure, count: int, by: DiLoCo) 
     padded = paddable_with(inner, graphs)
     for graph in graphs:
         yield OuterStepContext(step, structure, by, graph, known, padded)
-        known |= _written(graph).keys()
-
-
-def _written(graph: Graph) -> dict[str, None]:
-    return dict.fromkeys(n.op.variable.name for n in graph.nodes if isinstance(n.op, Assign))
+        known |= assigned(graph).keys()

@@ -29,12 +29,12 @@ from layoutopt.space.parallelism import parallelism
 from layoutopt.space.sequence_parallel import Elsewhere
 from layoutopt.space.splits import Split, domains
 from layoutopt.space.stages import runs_again
-from layoutopt.space.undivided import mostly_split, storage_of
+from layoutopt.space.undivided import mostly_split, storage_of, stored_at
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import AT, Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.storage import BETWEEN, SPLIT, STAGES, VARIABLE, stage_number
+from mesh_tf_core.lower.storage import BETWEEN, SPLIT, STAGES, VARIABLE
 from mesh_tf_core.model import Model
 
 STORED_SPLIT = tuple(stage for stage in STAGES if (VARIABLE, BETWEEN) in SPLIT[stage])
@@ -131,9 +131,8 @@ class NamedStrategy(Plans):
             taken = {a for n, axes in rules.items() if not dims.apart(name, (n,)) for a in axes}
             free = [axes for axes in options.get(name, ()) if not taken & set(axes)]
             rules[name] = max(free, key=self.mesh.group_size, default=())
-        trained = (v.name for v in self.model.graph.variables.values() if v.trainable and len(v.shape))
-        stage = stage_number(self.stages[0]) if self.stages else 0
-        return Layout(rules), Options(dict.fromkeys(trained, stage) if stage else {})
+        stage = self.stages[0] if self.stages else STAGES[0]
+        return Layout(rules), Options(stored_at(self.model.graph.variables.values(), stage))
 
     @property
     def is_split(self) -> bool:

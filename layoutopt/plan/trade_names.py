@@ -63,12 +63,12 @@ def _forms(model: Model, mesh: Mesh, axis: str, layout: Layout, decided: Decided
 
 
 def _stored(model: Model, mesh: Mesh, axis: str, layout: Layout, decided: Decided) -> str:
-    """How most parameters are stored along an axis; '' if most are whole there, or split by the layout."""
-    trained = {n: v for n, v in model.graph.variables.items() if v.trainable}
+    """How most variables are stored along an axis; '' if most are whole there, or split by the layout."""
+    sizes = {n: v.shape.size for n, v in model.graph.variables.items() if v.own_storage}
     storage = storage_of(model.step_graph, mesh, layout, decided.storage)
     found: Counter[str] = Counter()
     for name, stage in storage.stages.items():
         if axis in storage.further(name)[0]:
-            found[STORED.get(STAGES[stage.number], STAGES[stage.number])] += trained[name].shape.size
-    most = sum(v.shape.size for v in trained.values()) / 2
+            found[STORED.get(STAGES[stage.number], STAGES[stage.number])] += sizes[name]
+    most = sum(sizes.values()) / 2
     return found.most_common(1)[0][0] if found.total() > most else ""

@@ -28,10 +28,9 @@ from layoutopt.space.kind import (
     not_allowed,
 )
 from layoutopt.space.option import Option
-from layoutopt.space.storage import stored_classes
+from layoutopt.space.storage import class_of, stored_classes
 from layoutopt.space.undivided import few, first_of
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -145,7 +144,7 @@ class OffloadDecision(Decision):
     @classmethod
     def class_of(cls, variable: Variable) -> str:
         """Name of the decision about a variable; copies for replicas share it."""
-        return cls.prefix + " ".join(name for name in variable.shape.names if name != REPLICA)
+        return cls.prefix + class_of(variable)
 
     @classmethod
     def changing(cls, touched: Affects) -> list[str]:

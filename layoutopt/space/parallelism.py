@@ -51,8 +51,7 @@ def parallelism(model: Model) -> Parallelism:
 
 def _parallelism(model: Model, graph: Graph) -> Parallelism:
     links = _links(graph)
-    trained = [v for v in graph.variables.values() if v.trainable]
-    variables = Counter(n for v in trained for n in v.shape.names)
+    variables = Counter(n for v in graph.variables.values() if v.own_storage for n in v.shape.names)
     counted = {b.dim.name for b in graph.blocks if b.dim is not None}
     data = _closed([model.batch_dim] if model.batch_dim else [], links)
     given = [n for t in graph.inputs.values() for n in t.shape.names]

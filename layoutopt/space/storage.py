@@ -1,7 +1,7 @@
 """The storage of variables: with the splits of the layout, or split further (see
 `mesh_tf_core.lower.storage`).
 
-Variables of the same dimensions are one class, and one decision.
+Variables of the same dimensions, trained or not, are one class, and one decision.
 """
 
 from __future__ import annotations
@@ -47,9 +47,12 @@ from mesh_tf_core.lower.storage import (
     Stage,
     read_stage,
     splits,
+    splits_some,
 )
 from mesh_tf_core.tracing.graph import Graph
 
+FROZEN = "not trained"
+"""What the class of a variable that is not trained is called beside its dimensions."""
 _SAID = f"{STAGES[0]} (no ZeRO), {', '.join(STAGES[1:])} (ZeRO stages)"
 
 
@@ -158,7 +161,10 @@ class Storage(Decision):
         late = allowed.stages if any(map(alternates, allowed.schedule)) else ()
         for name, variables in stored_classes(graph).items():
             own = not late or any(n in late for v in variables for n in v.shape.names)
-            yield cls(name.removeprefix(cls.prefix), stages if own else few, tuple(v.name for v in variables))
+            # Stages that split nothing are one option.
+            options = [s if splits_some(stage_of(s), variables[0]) else () for s in (stages if own else few)]
+            names = tuple(v.name for v in variables)
+            yield cls(name.removeprefix(cls.prefix), tuple(dict.fromkeys(options)), names)
 
     @property
     def least_memory(self) -> Choice:
@@ -189,16 +195,24 @@ class Storage(Decision):
     @classmethod
     def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:
         variables = about.model.graph.variables
-        trained = {name: v for name, v in variables.items() if v.trainable and len(v.shape)}
+        known = {name: v for name, v in variables.items() if v.own_storage}
         stages: dict[str, int | Stage] = {}
-        for variable, (text, stage) in about_each("--storage", texts).items():
-            if variable and variable not in trained:
+        for variable, (text, said) in about_each("--storage", texts).items():
+            stage = read_stage(said)
+            if not variable:
+                stages |= stored_at(known.values(), said)
+            elif variable not in known:
                 raise UserError(
-                    f"--storage {text}: the model trains no variable {variable!r}; "
-                    f"{known_names(variable, trained)}"
+                    f"--storage {text}: the model stores no array {variable!r}; "
+                    f"{known_names(variable, known)}"
                 )
-            for name in [variable] if variable else trained:
-                stages[name] = read_stage(stage).short
+            elif stage.number and not splits_some(stage, known[variable]):
+                raise UserError(
+                    f"--storage {text}: {variable!r} is not trained, so it has no gradient and no optimizer "
+                    f"state that {stage} could split; use {MOST_SPLIT} or {STAGES[0]}"
+                )
+            else:
+                stages[variable] = stage.short
         return {"storage": stages}
 
     @classmethod
@@ -244,13 +258,19 @@ def _holds_less(choice: Choice) -> tuple[int, float]:
 
 def storage_class(variable: Variable) -> str:
     """Name of the decision about a variable's storage; its copies for replicas share it."""
-    return Storage.prefix + " ".join(name for name in variable.shape.names if name != REPLICA)
+    return Storage.prefix + class_of(variable)
+
+
+def class_of(variable: Variable) -> str:
+    """Name of the class of a variable: its dimensions, and whether it is trained."""
+    names = " ".join(name for name in variable.shape.names if name != REPLICA)
+    return names if variable.trainable else f"{names} ({FROZEN})"
 
 
 def stored_classes(graph: Graph) -> dict[str, list[Variable]]:
-    """Name of the decision -> its trained variables; scalars have none."""
+    """Name of the decision -> its variables; scalars and optimizer state have none."""
     out: dict[str, list[Variable]] = {}
     for v in graph.variables.values():
-        if v.trainable and len(v.shape):
+        if v.own_storage:
             out.setdefault(storage_class(v), []).append(v)
     return out

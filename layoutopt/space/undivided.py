@@ -16,11 +16,11 @@ from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.options import Options
 from mesh_tf_core.lower.placement import Placement, placement
-from mesh_tf_core.lower.storage import Stage, StageByVariable, read_stage
+from mesh_tf_core.lower.storage import Stage, StageByVariable, read_stage, splits_some
 from mesh_tf_core.tracing.graph import Graph
 
 MENTIONED = 0.01
-"""Share of the trained bytes below which whole variables are not mentioned: scales, biases."""
+"""Share of the bytes of variables below which whole variables are not mentioned: scales, biases."""
 FEW = 4
 """Variables that are named one by one."""
 NAMED = 3
@@ -37,7 +37,7 @@ class Undivided:
       ways: number of devices that share one replica's storage.
       parts: into which they are split all the same; 1: they are stored whole.
       variables: their names, the largest first.
-      share: of the bytes of all trained variables.
+      share: of the bytes of all variables.
       below, above: the nearest numbers of devices that divide them; 0: none is near.
       inside: the largest divisor of `ways` that divides them; 1: none.
     """
@@ -81,9 +81,8 @@ def storage_of(
     stages: Mapping[str, str | int | Stage],
 ) -> Placement:
     """The storage of the variables of a graph with its update, as lowering has it; stages of those that it
-    does not train are left out."""
-    trained = {n for n, v in graph.variables.items() if v.trainable}
-    held = {n: read_stage(s) for n, s in stages.items() if n in trained}
+    does not have are left out."""
+    held = {n: read_stage(s) for n, s in stages.items() if n in graph.variables}
     return placement(graph, mesh, layout, Options(held))
 
 
@@ -95,15 +94,15 @@ def split_stages(storage: Placement) -> dict[str, str]:
 def undivided(storage: Placement) -> list[Undivided]:
     """The dimensions that stages leave whole, or split over fewer devices than required, the largest part
     first; negligible ones are left out."""
-    trained = {n: v for n, v in storage.variables.items() if v.trainable}
-    total = sum(v.bytes for v in trained.values())
+    known = {n: v for n, v in storage.variables.items() if v.own_storage}
+    total = sum(v.bytes for v in known.values())
     groups: dict[tuple[str, int, int], list[Variable]] = {}
-    for name in (n for n in storage.stages if n in trained):
+    for name in (n for n in storage.stages if n in known):
         done, left = storage.further(name)
-        if left and len(trained[name].shape):
+        if left:
             ways = storage.mesh.group_size((*done, *left))
             key = str(storage.stages[name]), ways, storage.mesh.group_size(done)
-            groups.setdefault(key, []).append(trained[name])
+            groups.setdefault(key, []).append(known[name])
     found = []
     for (stage, ways, parts), some_of in groups.items():
         some_of.sort(key=lambda v: (-v.bytes, v.name))
@@ -135,15 +134,16 @@ def _pieces(storage: Placement, variable: Variable) -> Iterator[int]:
 
 
 def mostly_split(storage: Placement) -> bool:
-    """True if most parameters are split further than in the layout."""
-    trained = {n: v.shape.size for n, v in storage.variables.items() if v.trainable}
-    split = sum(size for name, size in trained.items() if storage.further(name)[0])
-    return split > math.fsum(trained.values()) / 2
+    """True if most of what stays between steps is split further than in the layout."""
+    sizes = {n: v.shape.size for n, v in storage.variables.items() if v.own_storage}
+    split = sum(size for name, size in sizes.items() if storage.further(name)[0])
+    return split > math.fsum(sizes.values()) / 2
 
 
 def stored_at(variables: Iterable[Variable], stage: str) -> StageByVariable:
-    """All trained variables at one stage; scalars have none."""
-    return {v.name: read_stage(stage).short for v in variables if v.trainable and len(v.shape)}
+    """All variables of whose storage a stage splits something at this stage; scalars have none."""
+    found = read_stage(stage)
+    return {v.name: found.short for v in variables if v.own_storage and splits_some(found, v)}
 
 
 def few(names: Sequence[str]) -> str:

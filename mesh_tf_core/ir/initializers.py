@@ -264,6 +264,12 @@ class Variable:
         return self.shape.size * itemsize(self.dtype)
 
     @property
+    def own_storage(self) -> bool:
+        """True for an array whose storage is a question of its own, trained or not: it has dimensions and is
+        no optimizer's state."""
+        return self.slot_of is None and len(self.shape) > 0
+
+    @property
     def type(self) -> TensorType:
         return TensorType(self.shape, self.dtype)
 

@@ -150,8 +150,6 @@ class Lowering(Placing):
     def _half(self, variable: Variable, master: int) -> int:
         """What forward and backward read of a variable: as it is stored, or of a split master copy (stages 1
         and 2) its half-precision values, made once, before all loops."""
-        if not variable.trainable:
-            return master
         dtype, v = self.oracle.row(VARIABLE, variable.name, FORWARD).dtype, self.values[master]
         if dtype is None:
             return master

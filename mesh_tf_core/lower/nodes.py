@@ -63,8 +63,8 @@ def converts_variable(node: Node) -> bool:
 
 @per_graph
 def weights(graph: Graph | Outline) -> Mapping[int, str]:
-    """Tensors that are the value of a trained variable, or parts or casts of it before the update -> its
-    name."""
+    """Tensors that are the value of a variable with its own storage, or parts or casts of it before the
+    update -> its name."""
     parts: dict[int, list[int]] = defaultdict(list)
     found: dict[int, str] = {}
     for block in graph.blocks:
@@ -77,11 +77,17 @@ def weights(graph: Graph | Outline) -> Mapping[int, str]:
             add(inner, name)
 
     for node, _ in graph.walk():
-        if isinstance(node.op, Read) and node.op.variable.trainable:
+        if isinstance(node.op, Read) and node.op.variable.own_storage:
             add(node.outputs[0], node.op.variable.name)
         elif converts_variable(node) and node.inputs[0] in found:
             add(node.outputs[0], found[node.inputs[0]])
     return found
+
+
+@per_graph
+def assigned(graph: Graph | Outline) -> Mapping[str, int]:
+    """Variables that the step gives new values -> the tensors of these."""
+    return {n.op.variable.name: n.inputs[0] for n, _ in graph.walk() if isinstance(n.op, Assign)}
 
 
 def pass_of(phase: Phase) -> Phase:

@@ -28,11 +28,11 @@ OffloadSet = frozenset[tuple[str, str]]
 """(kind, name of the variable or the state's variable, or dimension of the loops)."""
 
 
-def place_of(variable: Variable) -> tuple[str, str] | None:
-    """The entry of `OffloadSet` that puts a variable or an optimizer's slot on the hosts; None: none can."""
+def place_of(variable: Variable) -> tuple[str, str]:
+    """The entry of `OffloadSet` that puts a variable or an optimizer's slot on the hosts."""
     if variable.slot_of is not None:
         return OPTIMIZER, variable.slot_of
-    return (WEIGHTS, variable.name) if variable.trainable else None
+    return WEIGHTS, variable.name
 
 
 def check_offload(offload: OffloadSet, variables: Mapping[str, Variable]) -> None:
@@ -51,10 +51,9 @@ def check_offload(offload: OffloadSet, variables: Mapping[str, Variable]) -> Non
                 f"offload {kind}: the model has no variable {name!r}; {known_names(name, variables)}"
             )
         if kind == WEIGHTS:
-            if not variables[name].trainable:
+            if (owner := variables[name].slot_of) is not None:
                 raise UserError(
-                    f"offload {kind}: {name!r} is not trainable; name a trainable variable, or remove "
-                    "this one"
+                    f"offload {kind}: {name!r} is optimizer state; name its variable: {OPTIMIZER}={owner}"
                 )
             continue
         if not any(v.slot_of == name for v in variables.values()):
@@ -67,14 +66,15 @@ def check_offload(offload: OffloadSet, variables: Mapping[str, Variable]) -> Non
 def offload_of(
     words: Iterable[str], variables: Mapping[str, Variable], recompute: Iterable[str | Recomputed] = ()
 ) -> OffloadSet:
-    """Parses `KIND` or `KIND=NAME`; a kind alone means all trained variables that have dimensions, or all
-    recomputed loops."""
-    trained = [name for name, v in variables.items() if v.trainable and len(v.shape)]
+    """Parses `KIND` or `KIND=NAME`; a kind alone means all variables that have dimensions (optimizer: all
+    trained ones), or all recomputed loops."""
+    stored = [v for v in variables.values() if v.own_storage]
     again = sorted(each.dim for each in policies(recompute))
     found: set[tuple[str, str]] = set()
     for word in words:
         kind, _, name = (part.strip() for part in word.partition("="))
-        every = again if kind == ACTIVATIONS else trained
+        own = [v.name for v in stored if v.trainable or kind == WEIGHTS]
+        every = again if kind == ACTIVATIONS else own
         if kind == ACTIVATIONS and not (name or every):
             raise UserError(
                 "offload activations: only loops that are recomputed are offloaded, and there are none; "

@@ -21,12 +21,17 @@ from mesh_tf_core.tracing.graph import Graph
 
 @per_graph
 def paddable(graph: Graph) -> Mapping[str, frozenset[str]]:
-    """Trained variable -> its dimensions that may be padded where it is stored."""
+    """Variable -> its dimensions that may be padded where it is stored. Nothing is computed on the stored
+    part of one that is not trained."""
     nodes = _updates(graph)
     gradients = {name: tensor for tensor, name in graph.gradient_of.items()}
     found = {}
     for name, variable in graph.variables.items():
-        if variable.trainable and variable.slot_of is None and not variable.even and name in gradients:
+        if variable.even or not variable.own_storage:
+            continue
+        if not variable.trainable:
+            found[name] = frozenset(variable.shape.names)
+        elif name in gradients:
             zero = {gradients[name]}
             found[name] = _alone(nodes[name], zero, frozenset(variable.shape.names), graph)
     return found

@@ -49,6 +49,7 @@ from mesh_tf_core.lower.storage import (
     read_stage,
     shard_layout,
     splits,
+    splits_some,
 )
 from mesh_tf_core.tracing.graph import Graph
 
@@ -91,7 +92,7 @@ class Placement:
       paddable: see `padding.paddable`.
 
     Attributes:
-      stages: those but of stage 0.
+      stages: those that split something of the variable (`storage.splits_some`).
     """
 
     def __init__(
@@ -111,7 +112,9 @@ class Placement:
                 raise UserError(
                     f"storage: the model has no variable {name!r}; {known_names(name, variables)}"
                 )
-        self.stages = {n: s for n, said in options.storage.items() if (s := read_stage(said)).number}
+        self.stages = {
+            n: s for n, said in options.storage.items() if splits_some(s := read_stage(said), variables[n])
+        }
         for name, stage in self.stages.items():
             for axis in stage.over or ():
                 if axis not in mesh.names:
@@ -142,12 +145,14 @@ class Placement:
           loops: dimensions of loops that save something for their backward.
         """
         trained = [n for n, v in self.variables.items() if v.trainable]
+        others = [n for n, v in self.variables.items() if v.own_storage and not v.trainable]
         remembered = {v.slot_of for v in self.variables.values()}
-        names = {STATE: [n for n in trained if n in remembered], SAVED: loops}
+        names = {VARIABLE: [*trained, *others], STATE: [n for n in trained if n in remembered], SAVED: loops}
         for what, phases in PHASES.items():
             for name in names.get(what, trained):
                 for phase in phases:
-                    yield what, name, phase, self.row(what, name, phase)
+                    if phase != UPDATE or self.variables[name].trainable:
+                        yield what, name, phase, self.row(what, name, phase)
 
     def stored(self, storage: StageByVariable) -> Placement:
         """The table under other stages of storage."""

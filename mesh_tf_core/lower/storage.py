@@ -11,6 +11,9 @@ sharding of weight update"):
 Of a variable that forward and backward read in half precision only (`narrow_reads`), what is stored is the
 master copy that the update works on. It belongs to the state: from stage 1 on it is split, and its half is
 gathered whole, in half precision, as a step begins (their section 3: 2 + 2 + 12 / N bytes for stage 1).
+An array that stays between steps and is not trained (frozen weights, running statistics) has neither gradient
+nor optimizer state, so stages 1 and 2 split nothing of it; stage 3 splits it as a variable. Where the step
+gives it a new value, a device keeps its shard of that.
 
 A stage may name the axes that it splits over; the others hold copies (`zero3@node`; Zhao et al. 2023,
 "PyTorch FSDP", section 3.2.2, hybrid sharding: gathered within a node, and gradients scattered within a node
@@ -113,6 +116,12 @@ def splits(stage: int, what: str, phase: str, master: bool = False) -> bool:
     """
     kept = STATE if master and (what, phase) == (VARIABLE, BETWEEN) else what
     return (kept, phase) in SPLIT[STAGES[stage]]
+
+
+def splits_some(stage: Stage, variable: Variable) -> bool:
+    """True if a stage splits something of a variable further: of one that is not trained, itself or nothing,
+    for it has neither gradient nor optimizer state."""
+    return stage.number > 0 and (variable.trainable or splits(stage.number, VARIABLE, BETWEEN))
 
 
 StageByVariable = Mapping[str, int | Stage]

@@ -308,7 +308,7 @@ def test_planted_faults_are_caught() -> None:
         (["optimiser"], "offload: unknown kind 'optimiser'; did you mean 'optimizer'?"),
         (["optimizer=v"], "the model has no variable 'v'"),
         (["weights=v"], "the model has no variable 'v'"),
-        (["weights=w/adam_m"], "is not trainable; name a trainable variable, or remove this one"),
+        (["weights=w/adam_m"], "is optimizer state; name its variable: optimizer=w"),
         (
             ["activations=layer"],
             "no loop over 'layer' saves values for a backward pass; did you mean 'layers'?",

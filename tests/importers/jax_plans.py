@@ -54,7 +54,7 @@ class Momentum:
 def plan_of(model: mtf.Model, mesh: str, layout: str, stage: str = "", **decided: Any) -> Plan:
     seconds = dict.fromkeys(("step_seconds", "compute_seconds"), 1.0)
     sent = dict.fromkeys(("communication_seconds", "exposed_communication_seconds"), 0.0)
-    storage = {n: stage for n, v in model.graph.variables.items() if v.trainable} if stage else {}
+    storage = {n: stage for n, v in model.graph.variables.items() if v.own_storage} if stage else {}
     return parse_plan(
         {
             "format": "layoutopt-plan/1",
@@ -152,6 +152,49 @@ def stateful() -> dict[str, Any]:
     }
 
 
+def keeping(params: Any, state: Any, batch: Any) -> Any:
+    """Layers with frozen parameters, and state that is frozen, a running mean or a moving average."""
+
+    def block(h: Any, layer: Any) -> tuple[Any, Any]:
+        own, kept = layer
+        y = jnp.tanh(h @ own["trained"] + h @ jax.lax.stop_gradient(own["frozen"]))
+        moved = {"mean": y.mean(0), "average": jax.lax.stop_gradient(own["trained"])}
+        new = {name: 0.9 * kept[name] + 0.1 * x for name, x in moved.items()}
+        return h + (y - kept["mean"] + h @ kept["average"]) @ kept["fixed"], new
+
+    h, new = jax.lax.scan(block, batch["x"], (params, state))
+    return jnp.square(h).mean(), {**state, **new}
+
+
+def kept() -> dict[str, Any]:
+    """Compiled steps with all arrays that stay split over the devices: how far parameters and state are from
+    those without a plan, where they lie, what a device holds of them, and the sizes of all gathers."""
+    f = numbers()
+    params = {"trained": f(2, 8, 16), "frozen": f(2, 8, 16)}
+    state = {"fixed": f(2, 16, 8), "mean": f(2, 16), "average": f(2, 8, 16)}
+    batch = {"x": f(8, 8)}
+    model = layoutopt.from_jax(keeping, params, batch, state=state)
+    step = plan_of(model, "data:4", "batch:data", "zero3").jax.train_step(keeping, Momentum())
+    own, trace, placed = step.init(jax.tree.map(jnp.copy, params), state)
+    wanted, whole, remembered, kept = params, Momentum().init(params), own, state
+    of = jax.jit(jax.value_and_grad(keeping, has_aux=True))
+    text = step.jitted(own, trace, placed, batch).lower(own, trace, placed, batch).compile().as_text()
+    for _ in range(STEPS):
+        own, trace, (_, placed) = step(own, trace, placed, batch)
+        (_, kept), grads = of(wanted, kept, batch)
+        updates, whole = Momentum().update(grads, whole, wanted)
+        wanted = jax.tree.map(jnp.add, wanted, updates)
+    arrays = {**own, **placed}
+    return {
+        "numbers": off((own, placed), (wanted, kept)),
+        "moved": off((remembered, state), (wanted, kept)),
+        "placed": {name: str(x.sharding.spec) for name, x in arrays.items()},
+        "held": {name: x.size // x.addressable_shards[0].data.size for name, x in arrays.items()},
+        "gathers": [c.kind for c in read(text).collectives].count("all_gather"),
+        "whole stacks": text.count("f32[2,8,16]") + text.count("f32[2,16,8]"),
+    }
+
+
 def pairs() -> dict[str, float]:
     """Steps of losses that return their auxiliary without arrays: what they give, against the loss."""
     f = numbers()
@@ -225,6 +268,7 @@ if __name__ == "__main__":
                 "trained": found,
                 "stateful": stateful(),
                 "pairs": pairs(),
+                "kept": kept(),
                 **({"further": further()} if sys.argv[1:] == ["all"] else {}),
             }
         )

@@ -50,10 +50,11 @@ class Constrained:
       placing, mesh: how values lie, on which mesh of JAX.
       recompute: dimensions of loops that backward recomputes.
       split: ids of parameters that are stored otherwise than operations read them.
-      shared: those of them that loops slice: each layer's part is gathered inside the loop.
+      shared: those of them that loops slice, their layers' parts, and casts of these: gathered where they are
+        read otherwise.
       saved: ids of values that are saved though their layer runs again.
       met: members of `recompute` for which a loop was found; `named`: members of `saved` that were computed.
-      gathers: PartitionSpecs that parameters were gathered to.
+      gathers: PartitionSpecs that parameters were gathered to, and shapes in which they were cast before.
     """
 
     placing: ArrayPlacing
@@ -165,21 +166,30 @@ class Constrained:
         )
         left = [y for y in made if y in later]
 
-        gathers = {ref for ref in given if id(self.values.get(ref)) in self.shared}
+        gathers = any(id(self.values.get(ref)) in self.shared for ref in given)
 
         def run(*xs: Any) -> list[Any]:
             inside = dict(zip(given, xs, strict=True))
-            inside.update((ref, self.gathered(inside[ref], self.values[ref])) for ref in gathers)
             self._run(part, inside)
             return [inside[y] for y in left]
 
-        saving = self._saving(run, again, bool(gathers))
+        saving = self._saving(run, again, gathers)
         known.update(zip(left, saving(*(known[x] for x in given)), strict=True))
 
     def _run(self, steps: Sequence[ReplayedEquation], known: dict[Ref, Any]) -> None:
         for step in steps:
-            ins = [x.value if isinstance(x, KnownValue) else known[x] for x in step.ins]
+            waits = all(e.prim in (*_PASSING, "scan") for e in step.equations)
+            ins = [
+                x.value if isinstance(x, KnownValue) else known[x] if waits else self._read(known[x], x)
+                for x in step.ins
+            ]
             known.update(zip(step.outs, self._step(step, ins), strict=True))
+
+    def _read(self, x: Any, ref: Ref) -> Any:
+        """A value as operations read it: gathered only there, since what is computed of a gathered parameter
+        before (a cast) would be saved for backward whole."""
+        v = self.values.get(ref)
+        return x if v is None or id(v) not in self.shared else self.gathered(x, v)
 
     def _step(self, step: ReplayedEquation, ins: list[Any]) -> Sequence[Any]:
         if step.site.own:
@@ -188,6 +198,7 @@ class Constrained:
         outs = self._scan(step.site, ins, e) if e.prim == "scan" else bind(step.site.eqn, ins)
         if any(id(x) in self.shared for x in e.ins) and e.prim in _PASSING:
             self.shared.update(map(id, e.outs))
+            self.gathers.update(x.shape for x in outs)
             return outs
         outs = [self.placed(x, v) if self._unsure(e, v) else x for x, v in zip(outs, e.outs, strict=True)]
         return [self._named(x, v) if id(v) in self.saved else x for x, v in zip(outs, e.outs, strict=True)]
@@ -203,20 +214,22 @@ class Constrained:
         assert body is not None
         inner, whole = (without_dead(x.params["jaxpr"]) for x in (site.eqn, site.whole))
         first, last = e.params["consts"], e.params["consts"] + e.params["carry"]
-        places = [
-            self.placed
-            if first <= i < last
-            else self.gathered
-            if i >= last and id(x) in self.shared
-            else _as_it_is
-            for i, x in enumerate(e.ins)
+        sliced = zip(e.ins[last:], body.ins[last:], strict=True)
+        parts = {id(v) for x, v in sliced if id(x) in self.shared}
+        self.shared |= parts
+        ins = [
+            self.gathered(x, v) if i < last and id(v) in self.shared else x
+            for i, (x, v) in enumerate(zip(ins, e.ins, strict=True))
         ]
 
         def run(*xs: Any) -> list[Any]:
-            placed = [place(x, v) for place, x, v in zip(places, xs, body.ins, strict=True)]
+            placed = [
+                self.placed(x, v) if first <= i < last else x
+                for i, (x, v) in enumerate(zip(xs, body.ins, strict=True))
+            ]
             return self._results(inner, whole, placed, body, {})
 
-        run = self._saving(run, self._again(e), self.gathered in places)
+        run = self._saving(run, self._again(e), bool(parts))
         return bind_scan(site.eqn, inner, run, ins)
 
     def _saving(self, run: Callable[..., Any], again: bool, gathers: bool) -> Callable[..., Any]:
@@ -242,20 +255,17 @@ class Constrained:
 
 
 def _all_but(gathers: set[Any]) -> Callable[..., bool]:
-    """What is saved for backward: all but what constraints to these specs give."""
+    """What is saved for backward: all but what constraints to these specs and casts of these shapes give."""
 
-    def saved(prim: Any, *_: Any, **params: Any) -> bool:
-        constrains = str(prim) == "sharding_constraint"
-        return not constrains or getattr(params["sharding"], "spec", None) not in gathers
+    def saved(prim: Any, *given: Any, **params: Any) -> bool:
+        if str(prim) in _PASSING:
+            return given[0].shape not in gathers
+        return str(prim) != "sharding_constraint" or getattr(params["sharding"], "spec", None) not in gathers
 
     return saved
 
 
-def _as_it_is(x: Any, _: Operand) -> Any:
-    return x
-
-
-_PASSING = ("convert_element_type", "copy", "reduce_precision")
+_PASSING = ("convert_element_type", "copy", "reduce_precision", "stop_gradient")
 
 
 def _split(spec: Spec) -> bool:

@@ -88,9 +88,9 @@ class JaxModel(mtf.Model):
         assert origin is not None
         lies = ArrayPlacing(plan.mesh, plan.layout, origin, self.lower(plan.mesh, plan.layout, plan.options))
         found = {
-            "PARAMETERS": [(a, lies.stored(a.path)) for a in origin.parameters.values()],
-            "OPTIMIZER": [(a, lies.stored(a.path, slot=True)) for a in origin.parameters.values()],
-            "STATE": [(a, lies.argument(a)) for a in origin.state.values()],
+            "PARAMETERS": [(a, lies.stored(a)) for a in origin.parameters.values()],
+            "OPTIMIZER": [(a, lies.stored(a, slot=True)) for a in origin.parameters.values()],
+            "STATE": [(a, lies.stored(a)) for a in origin.state.values()],
             "INPUTS": [(a, lies.argument(a)) for a in origin.batch.values()],
         }
         return {

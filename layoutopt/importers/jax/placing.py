@@ -68,40 +68,34 @@ class ArrayPlacing:
             for names, sizes in zip(found.axes, found.sizes, strict=True)
         )
 
-    def stored(self, path: str, slot: bool = False) -> Spec:
-        """The placement of a parameter between steps, or of its optimizer state.
+    def stored(self, array: ArrayAxes, slot: bool = False) -> Spec:
+        """The placement of a parameter or of state between steps, or of a parameter's optimizer state.
 
         Raises:
           UserError: no PartitionSpec expresses it.
         """
-        return self._stored[path, slot]
+        # Storage splits what a layer has, never the layers.
+        first = int(array.layer is not None)
+        found = self.program.variables.get(array.variable)
+        if found is None:
+            own: Sequence[Axes] = ((),) * (first + sum(map(len, array.axes)))
+            return self._said(array, own[first:], 0)
+        own = self._slots.get(array.variable, found.splits) if slot else found.splits
+        return self._said(array, own[first:], found.variable.stacked - first)
 
     @cached_property
     def split_stored(self) -> frozenset[int]:
-        """ids of the function's parameters that are stored otherwise than operations read them."""
-        own = zip(self.origin.block.ins, self.origin.parameters, strict=False)  # its first arguments
-        return frozenset(id(v) for v, path in own if self.stored(path) != self.value(v))
+        """ids of the function's parameters and state that are stored otherwise than operations read them."""
+        kept = (*self.origin.parameters.values(), *self.origin.state.values())
+        own = zip(self.origin.block.ins, kept, strict=False)  # its first arguments
+        return frozenset(id(v) for v, array in own if self.stored(array) != self.value(v))
 
     @cached_property
-    def _stored(self) -> Mapping[tuple[str, bool], Spec]:
-        found: dict[tuple[str, bool], Spec] = {}
-        splits = {name: s.splits for name, s in self.program.variables.items()}
-        stacked = {name: s.variable.stacked for name, s in self.program.variables.items()}
-        slots = {
-            s.variable.slot_of: s.splits
-            for s in self.program.variables.values()
-            if s.variable.slot_of and len(s.splits) == len(splits.get(s.variable.slot_of, ()))
-        }
-        for path, array in self.origin.parameters.items():
-            # Storage splits what a layer has, never the layers.
-            first = int(array.layer is not None)
-            own = splits.get(array.variable)
-            if own is None:
-                own = ((),) * (first + sum(map(len, array.axes)))
-            layers = stacked.get(array.variable, first) - first
-            found[path, False] = self._said(array, own[first:], layers)
-            found[path, True] = self._said(array, slots.get(array.variable, own)[first:], layers)
-        return found
+    def _slots(self) -> Mapping[str, Sequence[Axes]]:
+        """Variable -> the splits of its optimizer state, where that has its dimensions."""
+        known = self.program.variables
+        kept = ((s.variable.slot_of or "", s.splits) for s in known.values())
+        return {of: splits for of, splits in kept if of in known and len(splits) == len(known[of].splits)}
 
     def _said(self, array: ArrayAxes, splits: Sequence[Axes], layers: int) -> Spec:
         """How an array is stored: as operations read it, and then over the axes that storage alone adds.

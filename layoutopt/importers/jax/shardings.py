@@ -49,16 +49,16 @@ class Shardings:
         Raises:
           UserError: arrays that the model does not have, or that JAX's shardings cannot place so.
         """
-        return self._tree(params, self.origin.parameters, lambda a: self.placing.stored(a.path), "parameter")
+        return self._tree(params, self.origin.parameters, self.placing.stored, "parameter")
 
     def batch_shardings(self, batch: Any) -> Any:
         """`NamedSharding`s of the loss's batch: a pytree like it."""
         return self._tree(batch, self.origin.batch, self.placing.argument, "input")
 
     def stored_shardings(self, state: Any) -> Any:
-        """`NamedSharding`s of values that the loss stores and does not train (`state`): a pytree of the same
-        structure."""
-        return self._tree(state, self.origin.state, self.placing.argument, "state")
+        """`NamedSharding`s of values that the loss stores and does not train (`state`) between steps: a
+        pytree of the same structure."""
+        return self._tree(state, self.origin.state, self.placing.stored, "state")
 
     def state_shardings(self, state: Any, params: Any) -> Any:
         """`NamedSharding`s of an optimizer's state: arrays with a parameter's path and shape are placed as
@@ -82,20 +82,20 @@ class Shardings:
         """The shardings of parameters while they are updated: as the optimizer's state, so that a device adds
         to its share and the sum is gathered."""
         return self._tree(
-            params, self.origin.parameters, lambda a: self.placing.stored(a.path, slot=True), "parameter"
+            params, self.origin.parameters, lambda a: self.placing.stored(a, slot=True), "parameter"
         )
 
     def _gradient(self, of: ArrayAxes) -> Spec:
         trained = of.variable in self.where.variables
         split = trained and self.where.row(GRADIENT, of.variable, BACKWARD).layout is not None
-        return self.placing.stored(of.path, slot=split)
+        return self.placing.stored(of, slot=split)
 
     def _slot(self, leaf: Leaf, params: Mapping[str, Leaf]) -> Spec:
         parts = leaf.path.split("/")
         for first in range(len(parts) + 1):
             path = "/".join(parts[first:])
             if path in params and path in self.origin.parameters and params[path].shape == leaf.shape:
-                return self.placing.stored(path, slot=True)
+                return self.placing.stored(self.origin.parameters[path], slot=True)
         return ((),) * len(leaf.shape)
 
     def _tree(
