@@ -23,6 +23,7 @@ from mesh_tf_core.ir.program import Loop, Program
 from mesh_tf_core.ir.schedules import SCHEDULES
 from tests.core import (
     test_kept,
+    test_kept_arrays,
     test_offload,
     test_padded_storage,
     test_pipelines,
@@ -270,6 +271,10 @@ CASES: dict[str, Callable[[], None]] = {
     "unequal stages": unequal,
     "replicas": replicas,
     **{f"kept {seed}": lambda seed=seed: kept(seed) for seed in range(8)},
+    **{
+        f"stored split: {kind}": lambda k=kind: test_kept_arrays.compare(k, "zero3", "jax")
+        for kind in test_kept_arrays.KINDS
+    },
     "sequence, context and hybrid parallelism": jax_layouts.all_at_once,
     "messages in chunks beside products": jax_layouts.in_chunks,
     **{f"half stage {stage}": lambda stage=stage: half(stage) for stage in (1, 2, 3)},

@@ -77,6 +77,13 @@ def test_a_step_with_a_state_of_its_own_is_compiled_once(runs: Any) -> None:
     assert found["placed"] == ["P('model',)", "P('model',)"]
 
 
+def test_every_array_that_stays_is_stored_split_and_gathered_layer_by_layer(runs: Any) -> None:
+    found = runs["kept"]
+    assert found["numbers"] <= 1e-6 < 1e-2 < found["moved"]
+    assert {*found["held"].values()} == {4} and len(found["held"]) == 5
+    assert found["gathers"] >= 5 and not found["gathered stacks"]
+
+
 def test_a_pair_whose_auxiliary_has_no_arrays_is_given_back(runs: Any) -> None:
     assert {name: by for name, by in runs["pairs"].items() if not by <= 1e-6} == {}
 
