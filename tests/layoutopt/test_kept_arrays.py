@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import pytest
 
+import layoutopt
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
+from costmodels.liveness import memory
+from layoutopt.space.decisions import typed
 from tests.kept_arrays import KINDS, model
 from tests.layoutopt.test_tables import compare
 
@@ -18,3 +25,51 @@ def test_tables_and_rows(kind: str, parts: int) -> None:
     compare(
         model(kind, "float32"), mtf.Mesh("data:2;model:2"), parts, load_hardware("tpu-v4"), 1, 12, **asked
     )
+
+
+def frozen_weights(layers: int, width: int, inner: int) -> mtf.Model:
+    """A low-rank adapter beside frozen weights, in bfloat16."""
+
+    def loss(params: Any, state: Any, batch: Any) -> Any:
+        def block(x: Any, w: Any) -> Any:
+            frozen, small = w
+            return x + jax.nn.gelu(x @ frozen) @ frozen.T + (x @ small[0]) @ small[1], None
+
+        x, _ = jax.lax.scan(jax.checkpoint(block), batch["x"], (state["w"], (params["a"], params["b"])))
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    def of(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    return layoutopt.from_jax(
+        loss,
+        {"a": of(layers, width, 16), "b": of(layers, 16, width)},
+        {"x": of(64, width), "y": of(64, width)},
+        state={"w": of(layers, width, inner)},
+    )
+
+
+def test_devices_hold_their_shards_and_one_layer_of_frozen_weights() -> None:
+    found = frozen_weights(64, 8192, 32768)
+    options = typed(found, {"--storage": ["zero3"]})
+    program = found.lower(mtf.Mesh("data:8"), mtf.Layout("batch:data"), options)
+    shard, layer = 2 * 64 * 8192 * 32768 // 8, 2 * 8192 * 32768
+    assert shard + layer < memory(program, fuses=True).peak < shard + 1.1 * layer
+
+
+def test_fully_sharded_plans_of_frozen_weights_fit() -> None:
+    found = frozen_weights(16, 512, 2048)
+    whole = sum(v.bytes for v in found.graph.variables.values())
+    plan = layoutopt.search(found, "data:4", hardware="tpu-v4", memory=whole / 2)
+    (named,) = [a for a in plan.alternatives if "fully sharded" in a.name]
+    assert named.feasible and named.storage["state/w"] == "zero3"
+
+
+def test_stages_that_split_nothing_of_an_array_are_refused_for_it() -> None:
+    found = model("frozen", "float32")
+    assert typed(found, {"--storage": ["zero2"]}).storage.keys() == {"w"}
+    assert typed(found, {"--storage": ["zero3"]}).storage.keys() == {"w", "other"}
+    with pytest.raises(mtf.UserError, match="'other' is not trained, so it has no gradient"):
+        typed(found, {"--storage": ["other=zero1"]})
+    with pytest.raises(mtf.UserError, match="the model stores no array 'others'"):
+        typed(found, {"--storage": ["others=zero3"]})
