@@ -156,8 +156,8 @@ BY_HAND = [kind.by_hand for kind in sorted(KINDS, key=lambda kind: kind.place) i
 def typed(model: Model, texts: Mapping[str, Sequence[str]]) -> Options:
     """Reads the options of `BY_HAND` as options of a model's program.
 
-    A stage without a variable is for all of whose storage it splits something; weights on hosts are all. A form of attention
-    without a dimension is for all keys.
+    A stage without a variable is for all of which it splits something, weights on hosts are all. A form of
+    attention without a dimension is for all keys.
 
     Raises:
       UserError: a text that means nothing to this model.

@@ -52,7 +52,7 @@ from mesh_tf_core.lower.storage import (
 from mesh_tf_core.tracing.graph import Graph
 
 FROZEN = "not trained"
-"""What the class of a variable that is not trained is called beside its dimensions."""
+"""Word for the class of a variable that is not trained, beside its dimensions."""
 _SAID = f"{STAGES[0]} (no ZeRO), {', '.join(STAGES[1:])} (ZeRO stages)"
 
 
