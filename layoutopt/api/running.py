@@ -116,9 +116,10 @@ def verify(
     refuse({VERIFY: "verify", REPLICAS: "" if options.diloco is None else f"--diloco {options.diloco}"})
     step = own and (lambda devices: own(mesh, layout, options, devices))
     clock = time_limit if isinstance(time_limit, Clock) else Clock(time_limit)
-    return compiled(
-        evaluate(model, mesh, layout, machine, options), topology, machine, step, clock, on_progress
-    )
+    known = priced.evaluation if isinstance(priced, PricedLayout) else None
+    if known is None or known.prices.hardware != machine:
+        known = evaluate(model, mesh, layout, machine, options)
+    return compiled(known, topology, machine, step, clock, on_progress)
 
 
 def model_of(plan: Plan) -> Model:

@@ -166,14 +166,14 @@ def time_limited(seconds: float | None) -> Clock:
 OptionInput = TypeVar("OptionInput")
 
 
-def in_time(clock: Clock, what: str, load: Callable[[], OptionInput]) -> OptionInput:
+def in_time(clock: Clock, what: str, load: Callable[[], OptionInput], doing: str = "loading") -> OptionInput:
     """The result of `load`; LimitError if the time limit passes first."""
     from mesh_tf_core.errors import LimitError
 
     found: list[OptionInput] = []
     if not clock.within(LOADED, lambda: found.append(load())):
         raise LimitError(
-            f"{what}: loading took longer than the time limit; raise --time-limit {clock.limit:g}"
+            f"{what}: {doing} took longer than the time limit; raise --time-limit {clock.limit:g}"
         )
     return found[0]
 

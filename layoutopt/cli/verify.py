@@ -18,6 +18,7 @@ from layoutopt.cli.options import (
     TimeLimitOption,
     check_out,
     examples,
+    in_time,
     path_option,
     read_hardware,
     time_limited,
@@ -83,8 +84,14 @@ def verify(
     terminal, clock = output.terminal, time_limited(time_limit)
     check_out(text, "--text", [source, model])
     machine = read_hardware(generation(topology).hardware)
-    loaded, given = _asked(source, model, settings, mesh, layout, decided)
-    priced = cost(loaded.model, given.mesh, given.layout, machine, options=given.options)
+    loaded, given = in_time(clock, source, lambda: _asked(source, model, settings, mesh, layout, decided))
+    terminal.say("predicting the step")
+    priced = in_time(
+        clock,
+        source,
+        lambda: cost(loaded.model, given.mesh, given.layout, machine, options=given.options),
+        "predicting the step",
+    )
     evaluation = priced.evaluation
     terminal.say(f"compiling for {topology}, which takes minutes for large models")
     with hushed() as aloud:
