@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from layoutopt.optimize.baselines import axis_names
 from layoutopt.optimize.least_memory import leanest
-from layoutopt.optimize.request import BESIDE, Request
+from layoutopt.optimize.request import BESIDE, Request, left_whole
 from layoutopt.optimize.restricted import lean
 from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
@@ -47,7 +47,8 @@ def nearest_of(
 
 
 def needed(request: Request, nearest: EvaluatedLayout, least: float, renames: bool) -> str:
-    """The bytes that the nearest layout needs, and its largest tensors; axes have their names in plans.
+    """The bytes that the nearest layout needs, its largest tensors, and what its storage cannot split; axes
+    have their names in plans.
 
     Args:
       least: bytes that no layout needs less than.
@@ -57,7 +58,8 @@ def needed(request: Request, nearest: EvaluatedLayout, least: float, renames: bo
     layout, low = str(nearest.layout.renamed(names)) or "replicated", max(request.limit, least)
     sure = f" (no layout needs less than {size_text(low)})" if low < nearest.peak else ""
     held = ", ".join(f"{h.what} ({size_text(h.bytes)})" for h in nearest.evaluation.memory.holdings[:NAMED])
+    whole = "".join(f"; {each}" for each in left_whole(request, nearest.evaluation))
     return (
         f": the layout with the least memory ({layout} on {mesh}) needs {size_text(nearest.peak)}{sure}; "
-        f"its largest tensors: {held}{ADVICE}"
+        f"its largest tensors: {held}{whole}{ADVICE}"
     )
