@@ -170,7 +170,7 @@ class Linted(Shown):
 
     @property
     def costs(self) -> str:
-        """What the layout costs against the fastest one that fits."""
+        """The cost of the layout against the fastest one that fits."""
         if self.fastest is None:
             return "it does not fit, and no layout that fits was found"
         loses = times_text(self.priced.predicted.step_seconds, self.fastest.cost.step_seconds)

@@ -14,7 +14,7 @@ from layoutopt.optimize.baselines import axis_names, by_name
 from layoutopt.optimize.heuristics import greedy
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblem import EvaluatedLayout
-from layoutopt.optimize.subproblems import Spec, Subproblem, key_of, specs
+from layoutopt.optimize.subproblems import SubproblemSpec, Subproblem, key_of, specs
 from layoutopt.optimize.warm_start import FirstLayout, WarmStart, named
 from layoutopt.plan.build import Plan, decided
 from layoutopt.runtime.clock import UNLIMITED, Clock
@@ -45,7 +45,7 @@ class Incumbents:
         self.request, self.renames = request, renames
         self.found: list[EvaluatedLayout] = []
         self.subproblems: dict[Hashable, Subproblem] = {}
-        self.specs: dict[Hashable, Spec] = {}
+        self.specs: dict[Hashable, SubproblemSpec] = {}
 
     def order(self, found: EvaluatedLayout) -> tuple[float, float]:
         """The sort key of results: the better one is less."""
@@ -185,7 +185,7 @@ def _allows(decisions: Decisions, layout: Layout, options: Options) -> bool:
 
 
 def covers(space: SearchSpace, model: Model, plan: Plan) -> bool:
-    """Whether a space has the layout of a plan."""
+    """True if a space has the layout of a plan."""
     mesh, layout, options = plan.mesh, plan.layout, plan.options
     wanted = key_of(model, mesh, layout, options)
     try:

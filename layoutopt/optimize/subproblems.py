@@ -130,7 +130,7 @@ def key_of(model: Model, mesh: Mesh, layout: Layout, options: Options) -> Hashab
 
 
 @dataclass(frozen=True)
-class Spec:
+class SubproblemSpec:
     """A subproblem whose graph is not built yet.
 
     Attributes:
@@ -172,11 +172,11 @@ def specs(
     allowed: SearchSpace,
     near: Callable[[Mesh], Axes],
     parts: Iterable[int],
-) -> list[Spec]:
+) -> list[SubproblemSpec]:
     """The problems with these numbers of microbatches; other arguments as of `subproblems`."""
     inner = {mesh: near_axes(mesh, allowed, near) for mesh in shapes}
     each = [(mesh, way) for mesh in shapes for way in ways(model, mesh, allowed)]
-    return [Spec(mesh, way, number, inner[mesh]) for number in parts for mesh, way in each]
+    return [SubproblemSpec(mesh, way, number, inner[mesh]) for number in parts for mesh, way in each]
 
 
 def subproblems(

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from layoutopt.optimize.baselines import by_name
 from layoutopt.optimize.request import Request
-from layoutopt.optimize.subproblems import Spec, Subproblem, specs
+from layoutopt.optimize.subproblems import SubproblemSpec, Subproblem, specs
 from layoutopt.plan.build import Plan
 from layoutopt.space.microbatches import dividing
 from layoutopt.space.splits import Split
@@ -53,7 +53,7 @@ class WarmStart:
         self.request, self.shapes, self.start = request, shapes, start
 
     @cached_property
-    def specs(self) -> list[Spec]:
+    def specs(self) -> list[SubproblemSpec]:
         """The problems of the search, and those of numbers of microbatches that the model may refuse."""
         request, model = self.request, self.request.model
         parts = dividing(model, request.allowed.microbatches)
@@ -68,21 +68,21 @@ class WarmStart:
                 names = dict(zip(plan.mesh.names, mesh.names, strict=True))
                 yield FirstLayout(EARLIER, mesh, plan.layout.renamed(names), plan.options.renamed(names))
 
-    def leanest_first(self) -> list[Spec]:
+    def leanest_first(self) -> list[SubproblemSpec]:
         """The problems in which a device has the fewest examples at a time first."""
         model = self.request.model
         size = model.examples if model.batch_dim is not None else 1
 
-        def pieces(spec: Spec) -> int:
+        def pieces(spec: SubproblemSpec) -> int:
             others = spec.mesh.devices // math.prod(spec.stages.values())
             return spec.microbatches * math.gcd(others, size // spec.microbatches)
 
         return sorted(self.specs, key=lambda spec: -pieces(spec))
 
-    def least_idle_first(self) -> list[Spec]:
+    def least_idle_first(self) -> list[SubproblemSpec]:
         """The problems whose pipelines idle least first, then those of fewer microbatches."""
 
-        def idle(spec: Spec) -> float:
+        def idle(spec: SubproblemSpec) -> float:
             schedule, number = spec.allowed.schedule[0], spec.microbatches
             plans = (PipelineSchedule.named(schedule, n, number) for n in spec.stages.values())
             return max((plan.ticks / plan.works for plan in plans), default=1.0)

@@ -86,7 +86,7 @@ class Known(Data):
         compiler: Compiled | None = None,
         doubt: Margin | None = None,
     ) -> Known:
-        """What rows of known kinds say of a plan.
+        """The errors that rows of known kinds give for a plan.
 
         Args:
           kinds: those of the plan's hardware (`costmodels.hardware.known.known_kinds`).

@@ -44,7 +44,7 @@ SETS: Sets = (
 last."""
 
 
-class Kind(NamedTuple):
+class KeptKind(NamedTuple):
     """A word that means a kind of values: every `step`-th one of those that `without` does not name."""
 
     name: str
@@ -53,7 +53,7 @@ class Kind(NamedTuple):
 
     @classmethod
     @lru_cache(maxsize=1 << 12)
-    def of(cls, word: str) -> Kind | None:
+    def of(cls, word: str) -> KeptKind | None:
         """The kind that a word means; None for a name."""
         found = _KIND.fullmatch(word)
         return found and cls(found[1], int(found[2] or 1), tuple(filter(None, found[3].split("-"))))
@@ -92,14 +92,14 @@ class Recomputed(NamedTuple):
 
 
 def _implied(word: str, keep: Set[str]) -> bool:
-    kind = Kind.of(word)
+    kind = KeptKind.of(word)
     return kind is not None and (
         (kind.name != word and kind.name in keep) or (kind.name == OUTPUTS and PRODUCTS in keep)
     )
 
 
 def _order(word: str) -> tuple[int, str]:
-    kind = Kind.of(word)
+    kind = KeptKind.of(word)
     return KINDS.index(kind.name) if kind else len(KINDS), word
 
 
@@ -141,13 +141,13 @@ def kept_values(words: Iterable[str], block: Block, graph: Graph) -> set[int]:
     """The tensors of a loop's body that some words mean."""
     found: set[int] = set()
     for word in words:
-        kind = Kind.of(word)
+        kind = KeptKind.of(word)
         found |= _leaving(word, block, graph) if kind is None else _of_kind(kind, block, graph)
     found = {t for t in found if not graph.is_free(graph.tensor(t), block)}
     return {_reduced(t, block, graph) for t in found} if found else found
 
 
-def _of_kind(kind: Kind, block: Block, graph: Graph) -> set[int]:
+def _of_kind(kind: KeptKind, block: Block, graph: Graph) -> set[int]:
     """The values of a kind: those of an operation count as one."""
     if kind.name == OTHERS:
         made: Iterable[tuple[int, ...]] = ((t,) for t in sorted(block.saved))
@@ -257,7 +257,7 @@ def check_kept(recompute: Policies, loops: Set[str], blocks: Iterable[Block], gr
 
 
 def _check_without(text: str, word: str, blocks: Iterable[Block], graph: Graph) -> None:
-    kind, names = Kind.of(word), {n for b in blocks for node in b.nodes for n in _names(node, graph)}
+    kind, names = KeptKind.of(word), {n for b in blocks for node in b.nodes for n in _names(node, graph)}
     for name in kind.without if kind is not None else ():
         if name not in names:
             raise UserError(

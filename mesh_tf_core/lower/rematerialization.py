@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import TICK, Block, Node
 from mesh_tf_core.lower.offload import ACTIVATIONS, OffloadSet
-from mesh_tf_core.lower.remat_policy import SETS, Kind, Policies, Recomputed, Sets, check_kept, kept_values
+from mesh_tf_core.lower.remat_policy import (
+    SETS,
+    KeptKind,
+    Policies,
+    Recomputed,
+    Sets,
+    check_kept,
+    kept_values,
+)
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.stage_layers import loop_name
 
@@ -257,7 +265,7 @@ def _keep_sets(graph: Graph, dim: str, sets: Sets) -> list[tuple[str, ...]]:
     blocks = [b for b in graph.blocks if loop_name(b, graph) == dim and has_backward(b, graph)]
     found: dict[tuple[frozenset[int], ...], tuple[str, ...]] = {}
     for keep in sets:
-        names = [word for word in keep if Kind.of(word) is None]
+        names = [word for word in keep if KeptKind.of(word) is None]
         if not all(any(kept_values((name,), b, graph) for b in blocks) for name in names):
             continue
         remat = rematerialization(graph, frozenset({Recomputed(dim, keep)}))

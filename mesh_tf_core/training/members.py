@@ -30,7 +30,7 @@ def places(variables: Iterable[Variable]) -> dict[str, VariablePlace]:
 def read_elsewhere(
     variable: Variable, held: Mapping[str, VariablePlace], read: Callable[[Variable], Tensor]
 ) -> Tensor | None:
-    """What a variable is, of what is held under other names or dimensions; None if it is not.
+    """The value of a variable, from what is held under other names or dimensions; None if it is not held.
 
     Args:
       read: reads a variable that is held.

@@ -147,7 +147,7 @@ def _read(config: str | Path | Mapping[str, Any]) -> Configuration:
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a file says of the model that is built.
+    """The content of a file about the model that is built.
 
     Attributes:
       values: the fields, of the whole file or of its text part.

@@ -80,7 +80,7 @@ class ImportedFunction:
 
     @property
     def keys(self) -> list[bool]:
-        """Of each array of the arguments, whether it is of random keys."""
+        """True for each array of the arguments that holds random keys."""
         wrapped = {id(e.ins[0]) for e in self.block.walk() if e.prim == "random_wrap"}
         return [v.dtype == KEY or id(v) in wrapped for v in self.block.ins]
 
