@@ -16,7 +16,7 @@ from layoutopt.optimize.evaluator import evaluate
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.remat_policy import OTHERS, Kind, Recomputed, words_of
+from mesh_tf_core.lower.remat_policy import OTHERS, KeptKind, Recomputed, words_of
 from mesh_tf_core.lower.rematerialization import has_backward, rematerialization
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import Graph
@@ -78,4 +78,4 @@ def _said(word: str) -> str:
     """A word of `keep=` in a sentence: 'products', 'all other values', 'what feed_forward makes'."""
     if word == OTHERS:
         return "all other values"
-    return word if Kind.of(word) else f"what {word} makes"
+    return word if KeptKind.of(word) else f"what {word} makes"

@@ -14,7 +14,7 @@ from layoutopt.optimize.baselines import axis_names, by_name
 from layoutopt.optimize.heuristics import greedy
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblem import EvaluatedLayout
-from layoutopt.optimize.subproblems import SubproblemSpec, Subproblem, key_of, specs
+from layoutopt.optimize.subproblems import Subproblem, SubproblemSpec, key_of, specs
 from layoutopt.optimize.warm_start import FirstLayout, WarmStart, named
 from layoutopt.plan.build import Plan, decided
 from layoutopt.runtime.clock import UNLIMITED, Clock

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from layoutopt.optimize.baselines import by_name
 from layoutopt.optimize.request import Request
-from layoutopt.optimize.subproblems import SubproblemSpec, Subproblem, specs
+from layoutopt.optimize.subproblems import Subproblem, SubproblemSpec, specs
 from layoutopt.plan.build import Plan
 from layoutopt.space.microbatches import dividing
 from layoutopt.space.splits import Split
