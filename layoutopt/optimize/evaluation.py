@@ -9,6 +9,7 @@ from functools import cached_property
 from costmodels.kernels.fused import Fused
 from costmodels.liveness import MemoryProfile, memory
 from costmodels.pipeline_bubble import waiting
+from costmodels.pricing.items import Computed
 from costmodels.pricing.pricer import Cost, Line, Pricer
 from costmodels.pricing.refused import sentences
 from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
@@ -21,14 +22,17 @@ from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.instructions import HOST
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.program import Local, Program
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.placement import Placement, placement
 from mesh_tf_core.lower.replicas import ReplicaPrograms
 from mesh_tf_core.model import Model
+from mesh_tf_core.ops.einsum import Einsum
 from mesh_tf_core.tracing.diloco import DiLoCo
 
 DEFAULT = Options()
+CHOOSING = 0.05
+"""The share of a step from which products that only choose are mentioned."""
 ONE_DEVICE = Mesh("all:1")
 
 
@@ -173,6 +177,7 @@ class Evaluation:
             *self._assumed(),
             *map(str, self.undivided),
             *self._offloads(),
+            *self._one_hot(),
             *self._meets(),
             *self.waits,
             *self.cost.notes,
@@ -254,6 +259,23 @@ class Evaluation:
             yield (
                 f"the host memory of {machine.name} is unknown, so {size_text(self.program.host_bytes)} "
                 "per device may not fit there; set the size, e.g. --set-hardware host_memory=64GB"
+            )
+
+    def _one_hot(self) -> Iterator[str]:
+        """The time of products that only choose, which other programs of the same model do not run."""
+        nodes = {
+            instr.origin.node
+            for instr, _ in self.program.walk()
+            if isinstance(instr, Local) and isinstance(instr.op, Einsum) and not instr.op.needed
+        }
+        lines = [x for x in self.cost.lines if isinstance(x.item, Computed) and x.origin.node in nodes]
+        total, step = sum(x.seconds * x.times for x in lines), self.cost.step_seconds
+        if total >= CHOOSING * step:
+            longest = max(lines, key=lambda x: x.seconds * x.times)
+            yield (
+                f"products with one-hot tensors, most of them in {longest.origin.scope or 'the model'}, take "
+                f"{share_text(total, step)} of the step; a trainer that sorts or gathers tokens instead does "
+                "not run them, so its step is shorter and its best layout may differ"
             )
 
     @cached_property

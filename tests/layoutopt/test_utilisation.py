@@ -325,3 +325,18 @@ def test_what_runs_again_counts_as_the_hardwares() -> None:
     assert found.hfu / found.mfu == pytest.approx(1 + (twice + hidden) / total(model), rel=1e-3)
     assert found.tokens_per_second_per_chip == pytest.approx(TOKENS / found.step_seconds)
     assert found.model_flops_per_second_per_chip == pytest.approx(total(model) / found.step_seconds)
+
+
+def test_products_that_only_choose_are_said() -> None:
+    """Trainers sort tokens by expert; the share of one-hot products stands with a price, and grows with the
+    length at the same number of tokens."""
+
+    def shares(made: mtf.Model) -> list[float]:
+        of = evaluate(made, mtf.Mesh("data:2"), LAYOUT_DATA, load_hardware("h100"))
+        return [float(f[1]) for note in of.notes if (f := re.search("one-hot.* take ([0-9.]+)% of", note))]
+
+    sizes = {**SIZES, "d_model": 512, "experts": 16, "layers": 1}
+    (short,) = shares(mixture(**{**sizes, "batch": 64, "length": 512}))
+    (long,) = shares(mixture(**{**sizes, "batch": 16, "length": 2048}))
+    assert 5 < short < long < 100
+    assert not shares(transformer(**SIZES))
