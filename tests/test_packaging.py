@@ -41,7 +41,10 @@ def run(*words):
     except SystemExit as end:
         return end.code
 
-found = run("search", "--recompute", "never", "--report", {page!r}), run("cost"), run("measure")
+found = run("search", "--recompute", "never", "--report", {page!r}), run("cost")
+from layoutopt.models import loading
+loading.load_model = None  # a missing library is said before any work
+found += tuple(run(*words) for words in {running!r})
 print("exit codes", *found)
 """
 """TensorFlow and JAX are not there."""
@@ -102,13 +105,13 @@ def test_solver_and_tensorflow_share_a_process(imports: tuple[str, str]) -> None
 
 def test_the_base_needs_no_engine(tmp_path: Path) -> None:
     """A search, a price and a report, with TensorFlow and JAX hidden; what runs asks for its extra."""
-    code = BASE.format(page=str(tmp_path / "r.html"))
+    running = [("measure",), *(("train", "--engine", kind) for kind in ("auto", "local", "jax"))]
+    code = BASE.format(page=str(tmp_path / "r.html"), running=running)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert "exit codes 0 0 2" in done.stdout
-    assert done.stderr.splitlines()[-1] == (
-        "error: the engine 'local' needs TensorFlow, which is not installed; run: pip install "
-        "'layoutopt[tensorflow]'"
-    )
+    assert "exit codes 0 0 2 2 2 2" in done.stdout
+    local = "error: the engine 'local' needs TensorFlow, which is not installed; run: pip install "
+    jax = "error: this needs jax, which is not installed; run: pip install 'layoutopt[jax]'"
+    assert done.stderr.splitlines()[-4:] == [f"{local}'layoutopt[tensorflow]'"] * 3 + [jax]
     assert (tmp_path / "r.html").is_file() and re.search(r"^proof +optimal", done.stdout, re.MULTILINE)
     assert re.search(r"^fits +yes", done.stdout, re.MULTILINE)
 

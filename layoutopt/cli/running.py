@@ -195,7 +195,6 @@ def _keep_compiled() -> None:
     from costmodels.hardware.profiles import cache_directory
     from mesh_tf_core.engines.jax import compat
 
-    compat.require()
     place = cache_directory("compiled")
     if place is not None:
         compat.keep_compiled(place)

@@ -78,11 +78,6 @@ def trusted(source: str, recorded: Hashes) -> dict[Path, bytes]:
     if named is None:
         raise UserError(f"the plan's model {source[:MOST]!r} is not a .py or .json file")
     file, function = str(named[0])[:MOST], named[1]
-    if function != FUNCTION:
-        raise UserError(
-            f"the plan's model is the function {function[:MOST]!r} of {file!r}, and only {FUNCTION!r} is "
-            "executed"
-        )
     if not os.path.isfile(named[0]):
         raise UserError(f"the plan's model file {file!r} does not exist")
     path = named[0].resolve()
@@ -103,7 +98,38 @@ def trusted(source: str, recorded: Hashes) -> dict[Path, bytes]:
                 "from the one in the plan"
             )
         texts[place_of(each)] = text
+    if function not in _builders(texts.get(place_of(path), b"")):
+        raise UserError(
+            f"the plan's model is the function {function[:MOST]!r} of {file!r}, and only {FUNCTION!r}, "
+            "functions annotated with '-> Model', and partials of these are executed"
+        )
     return texts
+
+
+def _builders(text: bytes) -> set[str]:
+    """The names in a model file that build models, as its text says: a plan must not choose another one."""
+    found = {FUNCTION}
+    for node in _parsed(text).body:
+        if isinstance(node, ast.FunctionDef) and _ends(node.returns, "Model"):
+            found.add(node.name)
+        if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):
+            continue
+        if _ends(node.value.func, "partial") and {*map(ast.unparse, node.value.args[:1])} & found:
+            found.update(map(ast.unparse, node.targets))
+    return found
+
+
+def _ends(name: ast.expr | None, word: str) -> bool:
+    """Whether a name, perhaps with its module's before it, is this word."""
+    return name is not None and ast.unparse(name).rpartition(".")[2] == word
+
+
+def _parsed(text: bytes) -> ast.Module:
+    """The syntax of a file; without statements if it is not Python."""
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return ast.Module([], [])
 
 
 def closure(path: Path) -> list[Path]:
@@ -123,11 +149,7 @@ def _imported(file: Path, folders: Sequence[Path]) -> Iterator[Path]:
     """Local files that a file's text imports."""
     if file.suffix != ".py":
         return
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError, RecursionError, OSError):
-        return
-    for node in ast.walk(tree):
+    for node in ast.walk(_parsed(_text(file) or b"")):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 for folder in folders:

@@ -8,7 +8,7 @@ from mesh_tf_core.engines.jax import compat as jax_compat
 from mesh_tf_core.engines.jax.cluster import Cluster
 from mesh_tf_core.engines.protocol import Engine
 from mesh_tf_core.engines.tf import devices as tf_devices
-from mesh_tf_core.engines.tf.loading import installed
+from mesh_tf_core.engines.tf.loading import installed, require
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.program import Program
 
@@ -20,7 +20,7 @@ def chosen(kind: str, cluster: Cluster | None = None) -> str:
     where it is installed without TensorFlow; else `local`.
 
     Raises:
-      UserError: an unknown kind, or one that runs in one process alone.
+      UserError: an unknown kind, one that runs in one process alone, or one whose library is not installed.
     """
     if kind not in KINDS:
         raise UserError(f"unknown engine {kind!r}; {known_names(kind, KINDS)}")
@@ -29,10 +29,14 @@ def chosen(kind: str, cluster: Cluster | None = None) -> str:
             raise UserError(
                 f"engine '{kind}' runs in one process only; use the engine 'jax' for several processes"
             )
-        return "jax"
-    if kind != "auto":
-        return kind
-    return "jax" if jax_compat.accelerated() or jax_compat.installed() > installed() else "local"
+        kind = "jax"
+    if kind == "auto":
+        kind = "jax" if jax_compat.accelerated() or jax_compat.installed() > installed() else "local"
+    if kind == "jax":
+        jax_compat.require()
+    elif kind == "local":
+        require()
+    return kind
 
 
 def running(kind: str, cluster: Cluster | None = None) -> bool:
@@ -87,7 +91,6 @@ def open_engine(
 
         return LockstepEngine(program)
     if kind == "jax":
-        jax_compat.require()
         from mesh_tf_core.engines.jax.engine import JaxEngine
 
         return JaxEngine(program, cluster=cluster, slices=slices)

@@ -21,6 +21,8 @@ from layoutopt.models.recorded import closure, hashes
 from tests.cli.conftest import ROOT
 
 MODEL = """
+from functools import partial
+
 import mesh_tf_core as mtf
 from parts import WIDTH
 
@@ -36,6 +38,12 @@ def model(batch: int = 8):
 def remove(path: str = "."):
     with open("ran", "a") as ran:
         ran.write("removed ")
+
+def wide(batch: int = 16) -> mtf.Model:
+    return model(batch)
+
+small = partial(model, batch=4)
+removal = partial(remove, "here")
 """
 
 
@@ -161,6 +169,20 @@ def test_the_same_file_is_run_and_a_changed_one_is_not(
     assert place.times == 0
 
 
+@pytest.mark.parametrize("function", ["wide", "small"])
+def test_a_function_that_builds_a_model_is_run_as_model_is(
+    run: Callable[..., Result], refused: Callable[..., str], place: Place, function: str
+) -> None:
+    done = run("search", f"model.py:{function}", "--mesh", "data:2", "--out", "other.json")
+    assert "next: layoutopt explain" not in done.stderr or "--model" not in done.stderr
+    assert place.times > 0
+    assert run("explain", "other.json", "--quiet").exit_code == 0
+    assert place.times > 0
+    place.model.write_text(place.model.read_text() + "\n")
+    assert "has changed: its SHA-256" in refused("explain", "other.json")
+    assert place.times == 0
+
+
 def test_a_file_that_is_imported_and_not_recorded_is_not_run(
     refused: Callable[..., str], place: Place
 ) -> None:
@@ -179,6 +201,8 @@ def test_a_file_that_is_imported_and_not_recorded_is_not_run(
     ("source", "said"),
     [
         ("model.py:remove", "the plan's model is the function 'remove' of 'model.py', and only 'model'"),
+        ("model.py:removal", "the plan's model is the function 'removal' of 'model.py', and only 'model'"),
+        ("model.py:WIDTH", "the plan's model is the function 'WIDTH' of 'model.py', and only 'model'"),
         ("gone.py", "the plan's model file 'gone.py' does not exist"),
         ("../outside.py", "the plan's model file '../outside.py' is not below the current folder"),
         ("link.py", "the plan's model file 'link.py' is not below the current folder"),

@@ -22,10 +22,15 @@ def installed() -> bool:
     return importlib.util.find_spec("tensorflow") is not None
 
 
-def tensorflow() -> Any:
-    """The module; the loaded one, if there is one. UserError where it is not installed."""
+def require() -> None:
+    """UserError unless TensorFlow is installed; loads nothing."""
     if not installed():
         raise not_installed("TensorFlow", "tensorflow", "the engine 'local'")
+
+
+def tensorflow() -> Any:
+    """The module; the loaded one, if there is one. UserError where it is not installed."""
+    require()
     if "tensorflow" not in sys.modules:
         absent = [name for name in UNASKED if name not in sys.modules]
         sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
