@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from costmodels.kernels.fused import Fused, fused, made_by_kernels, unwritten
-from costmodels.kernels.fusion import fusion_of
+from costmodels.kernels.fusion import casts_variable, fusion_of
 from costmodels.kernels.quantities import tiling
 from mesh_tf_core.ir.liveness import Held, Liveness
 from mesh_tf_core.ir.mesh import Mesh
@@ -242,7 +242,7 @@ def _casts(program: Program) -> Iterator[tuple[int, Local, int, int]]:
                 part.update({s.inner: (s.outer, program.local(s.outer).shape.sizes[0]) for s in instr.sliced})
             elif isinstance(instr, HostLoad):
                 loaded.update(instr.outputs)
-            elif isinstance(instr, Local) and _casts_variable(instr, program):
+            elif isinstance(instr, Local) and casts_variable(instr, program):
                 if loaded.issuperset(instr.inputs):
                     continue
                 (source,), times = instr.inputs, 1
@@ -250,10 +250,6 @@ def _casts(program: Program) -> Iterator[tuple[int, Local, int, int]]:
                     source, n = part[source]
                     times *= n
                 yield position, instr, source, times
-
-
-def _casts_variable(instr: Local, program: Program) -> bool:
-    return instr.op.converts and program.values[instr.outputs[0]].tensor in fusion_of(program).stored
 
 
 def _twice(loop: Loop) -> Iterator[tuple[int, int]]:

@@ -46,10 +46,16 @@ def _average(g: mtf.Graph, h: mtf.Tensor, y: mtf.Tensor, w: mtf.Tensor) -> mtf.T
     return mtf.einsum([mtf.tanh(mtf.einsum([h, average], [BATCH, F])) - y, w], [BATCH, D])
 
 
+def _behind_stops(g: mtf.Graph, h: mtf.Tensor, y: mtf.Tensor, w: mtf.Tensor) -> mtf.Tensor:
+    stopped = mtf.stop_gradient(mtf.stop_gradient(_variable(g, [F, D], "bfloat16")).cast(h.dtype))
+    return mtf.einsum([y, stopped], [BATCH, D])
+
+
 KINDS: dict[str, Callable[..., mtf.Tensor]] = {
     "trained": _trained,
     "frozen": _frozen,
     "frozen in half precision": _in_half,
+    "frozen behind stop_gradient": _behind_stops,
     "running statistics": _statistics,
     "statistics that are only written": _unread,
     "moving average": _average,

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from costmodels.kernels.fusion import ALONE, PRODUCT
+from costmodels.kernels.fusion import ALONE, PRODUCT, casts_variable
 from costmodels.kernels.groups import Group, GroupContext, VariableCast
 from costmodels.kernels.partition import FusedKernel
 from mesh_tf_core.ir.instructions import STEP
@@ -157,7 +157,7 @@ class _Fuser:
         """What is not in a group, and what becomes of casts by rules (5) and (6)."""
         if isinstance(instr, Local) and self._is_remade(instr):
             return
-        if not (isinstance(instr, Local) and instr.op.converts and self._of_variable(instr)):
+        if not isinstance(instr, Local) or not casts_variable(instr, self.program):
             yield instr
         elif not looped and not self._is_half(instr):
             self.casts[instr.outputs[0]] = instr.inputs[0]
@@ -179,9 +179,6 @@ class _Fuser:
         """Whether a cast is what the layout's whole copy of a variable is gathered from."""
         made, read = (self.program.values[i].tensor for i in (cast.outputs[0], cast.inputs[0]))
         return made == read
-
-    def _of_variable(self, cast: Local) -> bool:
-        return self.program.values[cast.outputs[0]].tensor in self.context.fusion.stored
 
     def _group(self, instr: Instr, groups: dict[tuple[int, bool], list[Group]]) -> Group | None:
         """The group that an instruction belongs to, with it in it: of a node that is several products, one

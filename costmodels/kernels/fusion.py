@@ -31,7 +31,7 @@ from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.program import Instr, Local, Program
 from mesh_tf_core.ir.structure import Connection, Read
 from mesh_tf_core.ir.traits import in_place, read_operands
 from mesh_tf_core.lower.nodes import converts_variable, repeated, updated
@@ -93,6 +93,12 @@ def fusion(graph: Outline) -> Fusion:
 def fusion_of(program: Program) -> Fusion:
     """The groups of a lowered program's graph; none for a program that was written by hand."""
     return Fusion() if program.outline is None else fusion(program.outline)
+
+
+def casts_variable(instr: Instr, program: Program) -> bool:
+    """Whether an instruction casts a variable, or a part of one, before the update."""
+    casts = isinstance(instr, Local) and instr.op.converts and not instr.op.free
+    return casts and program.values[instr.outputs[0]].tensor in fusion_of(program).stored
 
 
 class _Groups:

@@ -184,9 +184,9 @@ class Op:
     linear: ClassVar[bool] = False
     """True if a sum of partial inputs may wait until after the operation (jointly in all its inputs)."""
     converts: ClassVar[bool] = False
-    """True if it represents the same numbers in another element type. It runs on any shard of its operand,
-    whatever the layout. Its result of a variable still counts as this variable, and a pending sum may be
-    taken after it except for rounding."""
+    """True if it represents the same numbers, perhaps in another element type. It runs on any shard of its
+    operand, whatever the layout. Its result of a variable still counts as this variable, and a pending sum
+    may be taken after it except for rounding."""
     regroups: ClassVar[bool] = False
     """True if an axis may split one dimension of an input and another of the output."""
 

@@ -153,6 +153,7 @@ class StopGradient(Move):
 
     linear: ClassVar[bool] = True
     free: ClassVar[bool] = True
+    converts: ClassVar[bool] = True
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         return slices[0]

@@ -133,6 +133,23 @@ def local_names() -> list[str]:
     return [*attention().origin.parameters, *attention().origin.batch]  # type: ignore[union-attr]
 
 
+def test_fully_sharded_arrays_are_stored_so_trained_or_not() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        hidden = jax.nn.relu(batch["x"] @ jax.lax.stop_gradient(params["frozen"]))
+        return jnp.mean((hidden @ params["trained"]) ** 2)
+
+    shapes = {"frozen": (16, 32), "trained": (32, 16)}
+    params = {name: jax.ShapeDtypeStruct(shape, f32) for name, shape in shapes.items()}
+    model = layoutopt.from_jax(loss, params, {"x": jax.ShapeDtypeStruct((8, 16), f32)})
+    assert {v.name: v.trainable for v in model.graph.variables.values() if v.shape} == {
+        "frozen": False,
+        "trained": True,
+    }
+    found = written(model, mtf.Mesh("data:4"), dict.fromkeys(shapes, P("data")), {"x": P("data")}, Options())
+    assert found.options.storage == dict.fromkeys(shapes, 3)
+    assert not found.unlike
+
+
 def test_random_shardings_are_read_as_jax_reads_them() -> None:
     seen = compared(12, seed=1)
     assert seen["read"] > 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,30 +28,47 @@ def test_tables_and_rows(kind: str, parts: int) -> None:
     )
 
 
-def frozen_weights(layers: int, width: int, inner: int) -> mtf.Model:
+def _as_it_is(w: Any) -> Any:
+    return w
+
+
+FROZEN: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "state": ("state", _as_it_is, _as_it_is),
+    "stopped in each layer": ("params", _as_it_is, jax.lax.stop_gradient),
+    "stopped before the loop": ("params", jax.lax.stop_gradient, _as_it_is),
+    "stopped twice": ("params", jax.lax.stop_gradient, jax.lax.stop_gradient),
+}
+"""Where frozen weights are given, what is done to all layers of them, and to each."""
+
+
+def frozen_weights(layers: int, width: int, inner: int, how: str = "state") -> mtf.Model:
     """A low-rank adapter beside frozen weights, in bfloat16."""
+    given, before, inside = FROZEN[how]
 
     def loss(params: Any, state: Any, batch: Any) -> Any:
         def block(x: Any, w: Any) -> Any:
-            frozen, small = w
+            frozen, small = inside(w[0]), w[1]
             return x + jax.nn.gelu(x @ frozen) @ frozen.T + (x @ small[0]) @ small[1], None
 
-        x, _ = jax.lax.scan(jax.checkpoint(block), batch["x"], (state["w"], (params["a"], params["b"])))
+        frozen = before({"state": state, "params": params}[given]["w"])
+        x, _ = jax.lax.scan(jax.checkpoint(block), batch["x"], (frozen, (params["a"], params["b"])))
         return jnp.mean((x - batch["y"]) ** 2)
 
     def of(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
-    return layoutopt.from_jax(
-        loss,
-        {"a": of(layers, width, 16), "b": of(layers, 16, width)},
-        {"x": of(64, width), "y": of(64, width)},
-        state={"w": of(layers, width, inner)},
-    )
+    arrays = {
+        "params": {"a": of(layers, width, 16), "b": of(layers, 16, width)},
+        "state": {"other": of(8)},
+    }
+    arrays[given]["w"] = of(layers, width, inner)
+    batch = {"x": of(64, width), "y": of(64, width)}
+    return layoutopt.from_jax(loss, arrays["params"], batch, state=arrays["state"])
 
 
-def test_devices_hold_their_shards_and_one_layer_of_frozen_weights() -> None:
-    found = frozen_weights(64, 8192, 32768)
+@pytest.mark.parametrize("how", FROZEN)
+def test_devices_hold_their_shards_and_one_layer_of_frozen_weights(how: str) -> None:
+    found = frozen_weights(64, 8192, 32768, how)
     options = typed(found, {"--storage": ["zero3"]})
     program = found.lower(mtf.Mesh("data:8"), mtf.Layout("batch:data"), options)
     shard, layer = 2 * 64 * 8192 * 32768 // 8, 2 * 8192 * 32768

@@ -192,7 +192,7 @@ class _Reading:
 
     def _storable(self, variable: Variable, rules: Mapping[str, Axes], over: Axes) -> bool:
         """Whether storage can split a variable over all of these axes."""
-        if not variable.trainable:
+        if not variable.own_storage:
             return False
         layout = Layout({**self.base, **rules})
         view = shard_layout(variable, layout, self.mesh, over)
