@@ -81,13 +81,22 @@ class ClockNoise:
 
 def sample(run: Callable[[], object], steps: int = 1) -> TimingSample:
     """Runs `steps` steps."""
-    busy, own, wall = _busy(), time.process_time(), time.perf_counter()
+    ended = started()
     for _ in range(steps):
         run()
-    wall, own = time.perf_counter() - wall, time.process_time() - own
-    now = _busy()
-    foreign = 0.0 if busy is None or now is None else max(0.0, now - busy - own)
-    return TimingSample(wall, own, foreign, cores(), steps)
+    return ended(steps)
+
+
+def started() -> Callable[[int], TimingSample]:
+    """Starts a sample; the returned function ends it, after so many steps."""
+    busy, own, wall = _busy(), time.process_time(), time.perf_counter()
+
+    def ended(steps: int) -> TimingSample:
+        took, used, now = time.perf_counter() - wall, time.process_time() - own, _busy()
+        foreign = 0.0 if busy is None or now is None else max(0.0, now - busy - used)
+        return TimingSample(took, used, foreign, cores(), steps)
+
+    return ended
 
 
 def combined(samples: Sequence[TimingSample], hosts: Sequence[str]) -> TimingSample:

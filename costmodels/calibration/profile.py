@@ -98,6 +98,7 @@ def profile(
             "processes": team.processes,
             "devices_per_process": len(team.devices),
             "noisy": noise.noisy,
+            "foreign": noise.foreign,
             "noise": noise.words,
         },
         "versions": versions(team.engine),

@@ -28,6 +28,7 @@ from costmodels.calibration import (
 from costmodels.calibration.runner import OnProbe
 from costmodels.hardware import Hardware, machine_of
 from costmodels.pricing.pricer import Pricer, pricer
+from layoutopt.analysis.difference import difference_notes
 from layoutopt.analysis.validation import ValidationRow, sample_layouts, summary
 from layoutopt.optimize.baselines import by_name
 from mesh_tf_core.engines import Cluster
@@ -91,7 +92,7 @@ def validate(
     Returns:
       rows (layout, predicted_seconds, measured_seconds, name, spread), mape, kendall_tau, spearman, regret,
       and `noise`: whether other processes disturbed the measurement, and `drift`, the time that the
-      calibration's own reference takes now relative to then (None: the profile has none).
+      calibration's own reference takes now relative to then (None: the profile has none), and `notes`.
 
     Raises:
       UserError: fewer than two layouts, or one that is not legal.
@@ -114,7 +115,10 @@ def validate(
     watched = open_drift(mesh, machine, team.engine) if runs.cluster is None else nullcontext(Drift((), ()))
     with watched as drift:
         samples = run(model, team, chosen, runs.steps, runs.batch, on_progress, drift.measure)
-        return result(chosen, samples, drift.ratio)
+        found = result(chosen, samples, drift.ratio)
+    times = [(row["predicted_seconds"], row["measured_seconds"]) for row in found["rows"]]
+    load = found["noise"]["foreign"]
+    return {**found, "notes": difference_notes(times, mesh, team.engine, machine, load, drift.ratio)}
 
 
 def _chosen(

@@ -64,6 +64,7 @@ def measure(
     output: Output = OUTPUT,
 ) -> None:
     """Time a layout's step on this machine and count the bytes that devices send."""
+    from layoutopt.analysis.difference import difference_notes
     from layoutopt.plan.build import axes_of, refined_of
     from layoutopt.plan.results import MeasureResult
 
@@ -76,7 +77,8 @@ def measure(
         predicted = given.priced(loaded, machine)
         trainer = session.trainer(loaded, given)
         timed = _timed(terminal, loaded, trainer, warm_up, steps, lambda run: traced.record(run, predicted))
-        ran = trainer.engine
+        ran, times = trainer.engine, [(predicted.cost.step_seconds, timed.median)]
+        notes = difference_notes(times, given.mesh, session.kind, machine, timed.load)
         terminal.result(
             MeasureResult(
                 mesh=given.mesh.as_dict(),
@@ -88,10 +90,12 @@ def measure(
                 loss=list(timed.losses),
                 communication_bytes_per_device=ran.communication_bytes,
                 peak_memory_bytes=ran.peak_memory_bytes,
+                notes=notes,
             )
         )
         if not output.as_json:
             _show(session, loaded, given, predicted, timed, trainer, machine.name)
+            terminal.show(*(f"\nnote: {note}" for note in notes))
 
 
 def _timed(

@@ -52,15 +52,20 @@ class Session:
     cluster: Cluster | None = None
     plan: Plan | None = None
 
+    @property
+    def kind(self) -> str:
+        """The engine that `engine` means."""
+        from mesh_tf_core.engines import chosen
+
+        return chosen(self.engine, self.cluster)
+
     def load(
         self, source: str, settings: Sequence[str] | None, mesh: str | None, layout: str | None = None
     ) -> Loaded:
         """The model of a file. JAX's devices are set up first if the options name a mesh, because the file
         may use JAX, whose devices are fixed at its start."""
-        from mesh_tf_core.engines import chosen
-
         self.plan = named_plan(layout)
-        if chosen(self.engine, self.cluster) == "jax":
+        if self.kind == "jax":
             if mesh is not None:
                 self.start(read_mesh(mesh).devices)
             elif self.plan is not None:
@@ -71,9 +76,9 @@ class Session:
     def start(self, count: int) -> None:
         """Sets up this process's devices before another library uses JAX, and connects to the other
         processes."""
-        from mesh_tf_core.engines import chosen, prepare, running
+        from mesh_tf_core.engines import prepare, running
 
-        cluster, terminal, kind = self.cluster, self.terminal, chosen(self.engine, self.cluster)
+        cluster, terminal, kind = self.cluster, self.terminal, self.kind
         say = terminal.say if not running(kind, cluster) else lambda _: None
         starting = STARTING[kind].format(plural(count, "device"))
         if cluster is not None:
@@ -114,30 +119,18 @@ class Session:
         return "this machine" if count == 1 else f"{count} processes"
 
 
-def runs_on(session: Session, machine: Hardware) -> bool:
-    """True if the devices of a run are such a machine's: accelerators, or virtual devices of a host on the
-    engine that the machine describes (XLA compiles a whole program on some, `Hardware.compiler`)."""
-    from mesh_tf_core.engines import chosen
-    from mesh_tf_core.engines.jax import compat
-
-    engine = chosen(session.engine, session.cluster)
-    accelerated = engine == "jax" and compat.accelerated()
-    if accelerated or not machine.is_host:
-        return accelerated and not machine.is_host
-    return engine != "lockstep" and (machine.compiler == "xla-cpu") == (engine == "jax")
-
-
 def machine_of_run(
     session: Session, given: GivenOptions, hardware: str | None, settings: Sequence[str] | None
 ) -> Hardware:
     """The hardware that predicts a run: the named one; else the plan's own, if the run uses such devices;
     else that of this run's devices."""
+    from layoutopt.analysis.difference import runs_on
     from mesh_tf_core.errors import UserError
 
     if hardware is None and given.plan is not None:
         with contextlib.suppress(UserError):  # a file that is not here
             machine = read_hardware(hardware_of(given.plan), settings)
-            if runs_on(session, machine):
+            if runs_on(session.kind, machine):
                 return machine
     return machine_here(session, hardware, settings)
 
@@ -146,10 +139,9 @@ def machine_here(session: Session, hardware: str | None, settings: Sequence[str]
     """The machine that is named; else the preset of the accelerators that JAX runs on here; else this
     machine's CPU."""
     from costmodels.hardware.load import preset_of_device
-    from mesh_tf_core.engines import chosen
     from mesh_tf_core.engines.jax import compat
 
-    if hardware is None and chosen(session.engine, session.cluster) == "jax" and compat.running():
+    if hardware is None and session.kind == "jax" and compat.running():
         kind, platform = compat.device_kind()
         hardware = THIS_MACHINE if platform == "cpu" else preset_of_device(kind)
         if hardware is None:
@@ -247,10 +239,12 @@ def hushed() -> Iterator[Callable[[Callable[[str], object]], Callable[[str], Non
 
 @dataclass(frozen=True)
 class Timed:
-    """Steps from the initial values on, and the seconds of each."""
+    """Steps from the initial values on, the seconds of each, and the share of the cores that other processes
+    used."""
 
     seconds: tuple[float, ...]
     losses: tuple[float, ...]
+    load: float | None
 
     @property
     def median(self) -> float:
@@ -272,18 +266,24 @@ def timed_steps(
       warm_up: steps before, not timed and forgotten: the first one compiles.
       on_step: called with the number of steps done and the seconds of a timed step.
     """
+    from costmodels.calibration.clock import started
+
     seconds, losses = [], []
     for n in range(warm_up):
         trainer.step(fed[n % len(fed)])
         on_step(n + 1, None)
     trainer.engine.initialize()
+    ended = started()
     for n in range(steps):
         batch = fed[n % len(fed)]
         began = time.perf_counter()
         losses.append(float(trainer.step(batch)["loss"]))
         seconds.append(time.perf_counter() - began)
         on_step(warm_up + n + 1, seconds[-1])
-    return Timed(tuple(seconds), tuple(losses))
+    # The processes of a cluster would count as others.
+    return Timed(
+        tuple(seconds), tuple(losses), ended(steps).foreign_share if trainer.cluster is None else None
+    )
 
 
 def evaluated_model(loaded: Loaded) -> Model:

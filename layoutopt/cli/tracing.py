@@ -39,12 +39,10 @@ class Trace:
         self._begun = False
         if directory is None:
             return
-        from mesh_tf_core.engines import chosen
         from mesh_tf_core.errors import UserError
         from mesh_tf_core.files import unwritable
 
-        kind = chosen(session.engine, session.cluster)
-        if kind != "jax":
+        if (kind := session.kind) != "jax":
             raise UserError(
                 f"--trace records only what JAX runs, but the engine is '{kind}'; add --engine jax"
             )

@@ -21,7 +21,6 @@ from layoutopt.cli.running import (
     evaluated_model,
     items_of,
     restored,
-    runs_on,
     warnings_said,
 )
 from layoutopt.cli.terminal import facts, layout_text
@@ -61,6 +60,7 @@ class TrainingRun:
     losses: array[float] = field(default_factory=lambda: array("d"))  # eight bytes a step, in the longest
     seconds: array[float] = field(default_factory=lambda: array("d"))
     waited: float = 0.0
+    load: float | None = None
     held_out: dict[str, float] = field(default_factory=dict)
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     references: dict[str, float] = field(default_factory=dict)
@@ -68,12 +68,14 @@ class TrainingRun:
     def __post_init__(self) -> None:
         self.terminal = self.session.terminal
         self.evaluation = self.given.priced(self.loaded, self.machine)
+        from layoutopt.analysis.difference import runs_on
+
         plan = self.given.plan
         self.predicted = self.evaluation.predicted
         if plan is not None and plan.data.hardware == self.machine.name:
             self.predicted = plan.predicted
         # A number for other devices than those of the run says so wherever it stands.
-        self.elsewhere = "" if runs_on(self.session, self.machine) else f" for {self.machine.name}"
+        self.elsewhere = "" if runs_on(self.session.kind, self.machine) else f" for {self.machine.name}"
         self.notes = self.loaded.model.notes(self.given.options)
         for note in self.notes:
             self.terminal.say(f"note: {note}")
@@ -83,6 +85,8 @@ class TrainingRun:
 
     def train(self, every: int, held_out: int, evaluate_every: int, meet: Decoupled | None = None) -> None:
         """Trains; a signal ends the run after the current step and saves the progress."""
+        from costmodels.calibration.clock import started
+
         for each in self.evaluation.undivided:
             self.terminal.say(f"note: {each}")
         trainer = self.trainer = self.session.trainer(self.loaded, self.given, self.checkpoint_mode)
@@ -133,6 +137,7 @@ class TrainingRun:
             data = self.loaded.data(rows=trainer.rows)
             try:
                 asked = self.steps, checkpoint, every, tell, ended, judging, max(1, evaluate_every)
+                sampled = started()
                 with warnings_said(self.terminal):
                     trainer.fit(data, *asked, keep=False, meet=meet and replace(meet, on_met=told_of))
             except KeyboardInterrupt:  # the second one, or the data's own
@@ -140,6 +145,8 @@ class TrainingRun:
                     self._save(trainer, checkpoint)
                 raise
             self.waited = trainer.waited
+            if cluster is None:  # whose processes would count as others
+                self.load = sampled(len(self.losses)).foreign_share
             self.trace.end(self.evaluation)
         if cluster is not None and trainer.step_number < self.steps:
             cluster.close()  # once all are here: the checkpoint is written
@@ -226,6 +233,15 @@ class TrainingRun:
             f"{duration_text(left)} left"
         )
 
+    @cached_property
+    def differing(self) -> tuple[str, ...]:
+        """The note where steps took another time than predicted."""
+        from layoutopt.analysis.difference import difference_notes
+
+        times, only = [(self.predicted.step_seconds, self.step_seconds)], len(self.seconds) == 1
+        where = self.given.mesh, self.session.kind, self.machine
+        return difference_notes(times, *where, self.load, compiled=only)
+
     # -- results ---------------------------------------------------------------------------------------------
 
     def result(self) -> TrainResult:
@@ -248,7 +264,7 @@ class TrainingRun:
             held_out=self.held_out,
             evaluations={str(step): found for step, found in self.evaluations.items()},
             reference_losses=self.references,
-            notes=list(self.notes),
+            notes=[*self.notes, *self.differing],
             **rate,
         )
 
@@ -291,7 +307,7 @@ class TrainingRun:
         rows += self._met()
         rows += [(f"held-out {name}", f"{value:.4f}") for name, value in self.held_out.items()]
         rows += [(name, f"{value:.4f}") for name, value in self.references.items()]
-        self.terminal.show(facts(rows))
+        self.terminal.show(facts(rows), *(f"\nnote: {note}" for note in self.differing))
 
     def _met(self) -> list[tuple[str, str]]:
         """What replicas that meet rarely did and have not in common: held-out data does not see it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -121,6 +120,7 @@ def _show(terminal: Terminal, found: dict[str, Any], machine: Hardware) -> None:
                 ),
             ]
         ),
+        *(f"\nnote: {note}" for note in found["notes"]),
     )
 
 
@@ -148,5 +148,5 @@ def _layouts(found: list[dict[str, Any]]) -> View:
     return View("Layouts, by predicted rank", columns, rows)
 
 
-def _number(value: float) -> str:
-    return f"{value:.3f}" if math.isfinite(value) else "unknown"
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3f}"

@@ -108,6 +108,7 @@ class Validation(Data):
     spearman: Score = None
     regret: Score = None
     noise: Noise = Noise()
+    notes: TextTuple = ()
 
     @property
     def timed(self) -> tuple[MeasuredLayout, ...]:

@@ -120,6 +120,7 @@ class MeasureResult(Refined, CommandResult):
     loss: Sequence[Figure]
     communication_bytes_per_device: Mapping[str, Figure]
     peak_memory_bytes: Figure
+    notes: Sequence[str] = ()
 
 
 class ValidateResult(Validation, CommandResult):

@@ -26,6 +26,7 @@ def test_the_measured_json_is_the_contracts(result: Callable[..., dict[str, Any]
         "loss",
         "communication_bytes_per_device",
         "peak_memory_bytes",
+        "notes",
     ]
     assert found["mesh"] == {"data": 2, "model": 2}
     assert found["layout"] == {"batch": ["data"], "hidden": ["model"]}

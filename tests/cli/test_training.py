@@ -17,8 +17,9 @@ from typer.testing import Result
 
 import mesh_tf_core as mtf
 from costmodels import hardware_names, load_hardware
+from layoutopt.analysis.difference import runs_on
 from layoutopt.cli.given import GivenOptions
-from layoutopt.cli.running import Session, machine_here, machine_of_run, runs_on
+from layoutopt.cli.running import Session, machine_here, machine_of_run
 from layoutopt.cli.terminal import Terminal
 from mesh_tf_core.engines.jax import compat
 from mesh_tf_core.training import Trainer
@@ -308,7 +309,7 @@ def test_the_machine_of_a_run(
     given = GivenOptions(mtf.Mesh("a:2"), mtf.Layout(), mtf.Options(), planned)  # type: ignore[arg-type]
     session = Session(Terminal(False, True), engine)
     assert machine_of_run(session, given, asked, None).name == found
-    assert runs_on(session, load_hardware(found)) == ((engine, found) in ON_ITS_OWN)
+    assert runs_on(session.kind, load_hardware(found)) == ((engine, found) in ON_ITS_OWN)
 
 
 def test_training_on_text_tells_the_unigram_entropy(result: Callable[..., dict[str, Any]]) -> None:

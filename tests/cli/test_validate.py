@@ -84,6 +84,7 @@ def test_a_machine_that_is_not_calibrated_is_told_so(capsys: pytest.CaptureFixtu
         **found,
         "rows": [{**row, "name": "random"} for row in found["rows"]],
         "noise": {"words": "quiet"},
+        "notes": (),
     }
     for calibrated in (False, True):
         _show(Terminal(), named, replace(load_hardware("cpu-local"), calibrated=calibrated))
