@@ -96,6 +96,12 @@ class Model:
         return sum(v.shape.size for v in self.graph.variables.values() if v.trainable)
 
     @property
+    def frozen(self) -> int:
+        """The number of elements of untrained arrays that stay: frozen weights, averages, statistics."""
+        variables = self.graph.variables.values()
+        return sum(v.shape.size for v in variables if v.own_storage and not v.trainable)
+
+    @property
     def fingerprint(self) -> str:
         """Changes when an operation, a shape, a dtype or a variable of the training step changes."""
         graph = self.step_graph

@@ -237,13 +237,13 @@ class Plan:
 
 
 def model_info(model: Model) -> ModelInfo:
-    """The model's identity: name, fingerprint of its step, hyperparameters, number of trained parameters,
-    batch."""
+    """The model's identity: name, fingerprint of its step, hyperparameters, size, batch."""
     return ModelInfo(
         name=model.name,
         fingerprint=model.fingerprint,
         hparams=dict(model.hparams),
         parameters=model.parameters,
+        frozen=model.frozen,
         batch=model.batch,
     )
 

@@ -46,12 +46,19 @@ AGAIN = "make it again with `layoutopt search MODEL --out PLAN.json`"
 
 
 class ModelInfo(Data):
-    """The model of a plan; no `parameters`: not known. `batch`: sizes of the dimensions of a step's batch."""
+    """The model of a plan.
+
+    Attributes:
+      parameters: number of trained parameters; 0: not known.
+      frozen: number of elements of arrays that stay and are not trained.
+      batch: sizes of the dimensions of a step's batch.
+    """
 
     name: str
     fingerprint: str = ""
     hparams: dict[str, Any] = Field(default_factory=dict)
     parameters: WholeNumber = 0
+    frozen: WholeNumber = 0
     batch: dict[str, PositiveInteger] = Field(default_factory=dict)
 
 

@@ -19,6 +19,8 @@ from layoutopt.plan.units import (
 )
 from reports.plan import rules
 
+NAMED = 0.01
+"""Share of the trained parameters from which untrained ones are named: statistics of norms are below it."""
 LONGEST = 300
 """Digits of a number of layouts, which a float still holds."""
 
@@ -83,7 +85,9 @@ def considered(text: str) -> str:
 
 def model(info: ModelInfo) -> list[tuple[str, str]]:
     """The model, and what it reads in a step."""
-    rows = [("model", f"{info.name}, {info.parameters:,} parameters"), ("per step", batch(info.batch))]
+    more = f" and {info.frozen:,} that are not trained" if info.frozen > NAMED * info.parameters else ""
+    size = f"{info.name}, {info.parameters:,} parameters{more}"
+    rows = [("model", size), ("per step", batch(info.batch))]
     return [(name, said) for name, said in rows if said]
 
 

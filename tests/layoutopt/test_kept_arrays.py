@@ -69,6 +69,7 @@ def frozen_weights(layers: int, width: int, inner: int, how: str = "state") -> m
 @pytest.mark.parametrize("how", FROZEN)
 def test_devices_hold_their_shards_and_one_layer_of_frozen_weights(how: str) -> None:
     found = frozen_weights(64, 8192, 32768, how)
+    assert (found.parameters, found.frozen - 64 * 8192 * 32768) in ((2 * 64 * 8192 * 16, n) for n in (0, 8))
     options = typed(found, {"--storage": ["zero3"]})
     program = found.lower(mtf.Mesh("data:8"), mtf.Layout("batch:data"), options)
     shard, layer = 2 * 64 * 8192 * 32768 // 8, 2 * 8192 * 32768
