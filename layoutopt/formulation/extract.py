@@ -170,7 +170,8 @@ class Draft:
         self.meetings = meetings(model, mesh, decided)
         # What meets is updated by the meetings, too, so less of it may be padded.
         padded = self.meetings[0].padded if self.meetings else None
-        self.tabler = self.context.tabler(mesh, pricer, padded)
+        apart = (decided.diloco.axis,) if decided.diloco is not None else ()
+        self.tabler = self.context.tabler(mesh, pricer, padded, apart)
         self._met = {id(cluster): each for each in self.meetings for cluster in each.clusters}
         self.left = [*self.context.clusters, *(c for each in self.meetings for c in each.clusters)]
         self.tables: list[Table] = []

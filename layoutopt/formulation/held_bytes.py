@@ -3,12 +3,14 @@ matter."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from layoutopt.formulation.lifetimes import ByteRule
+from mesh_tf_core.ir.liveness import Liveness
 from mesh_tf_core.ir.program import Instr, Loop, Program
 
 PointKey = tuple[str, int]
@@ -41,6 +43,18 @@ class Counted(NamedTuple):
     thing: HeldBytes
 
 
+class Fading(NamedTuple):
+    """A value that may die before its last reader, which reads a copy that was moved for an earlier one.
+
+    Attributes:
+      since: the first point at which every cluster that reads the value has begun to.
+      readers: the readers of the last one's cluster, and their points.
+    """
+
+    since: int
+    readers: tuple[tuple[int, Instr], ...]
+
+
 def last_reads(program: Program) -> dict[int, int]:
     """A value -> the last point that computes or reads it; inputs of a loop are read until it ends."""
     found, position = dict[int, int](), 0
@@ -53,6 +67,35 @@ def last_reads(program: Program) -> dict[int, int]:
             if isinstance(instr, Loop):
                 visit(instr.body)
                 found.update(dict.fromkeys((*instr.inputs, *instr.outside), position - 1))
+
+    visit(program.code)
+    return found
+
+
+def fading(program: Program, own: Liveness, runs: Mapping[int, tuple[int, int]]) -> dict[int, Fading]:
+    """The values that an instruction of a cluster frees.
+
+    Args:
+      own: the memory of the program, with every name counted for itself.
+      runs: node -> its cluster, and the node that represents it there.
+    """
+    found, position = dict[int, Fading](), 0
+
+    def visit(code: Sequence[Instr]) -> None:
+        nonlocal position
+        reads: dict[int, list[tuple[int, int, Instr]]] = defaultdict(list)
+        for instr in code:
+            at, position = position, position + 1
+            if isinstance(instr, Loop):
+                visit(instr.body)
+            other = isinstance(instr, Loop) or instr.origin.node not in runs
+            cluster = -position if other else runs[instr.origin.node][0]
+            for i in dict.fromkeys(instr.inputs):
+                reads[i].append((position if other else at, cluster, instr))
+            for i in () if other else {*instr.inputs}.intersection(own.span(instr).frees):
+                first = {c: p for p, c, _ in reversed(reads[i])}
+                readers = tuple((p, each) for p, c, each in reads[i] if c == cluster)
+                found[i] = Fading(max(first.values()), readers)
 
     visit(program.code)
     return found

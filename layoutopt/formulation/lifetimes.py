@@ -46,7 +46,8 @@ class ByteRule(Enum):
     host. ONCE: as OWN, but 0 where a loop may stack it under another name. RESULT: as OWN while the node that
     makes it runs; 0 where it takes the place of a dying operand, or is
       made after the node's main instruction.
-    OPERAND: as the node that reads it last is given it; 0 where only a moved copy is read.
+    OPERAND: as a node that reads it is given it; 0 where only a moved copy is read from there on.
+    LATER: the same after that node.
     GIVEN: as the cluster is given it.
     COPY: of its gathered copy in a block.
     UNCOPIED: as OWN, but 0 where there is such a copy.
@@ -64,6 +65,7 @@ class ByteRule(Enum):
     ONCE = auto()
     RESULT = auto()
     OPERAND = auto()
+    LATER = auto()
     GIVEN = auto()
     COPY = auto()
     UNCOPIED = auto()
@@ -224,12 +226,12 @@ class Lifetimes:
         ]
         return {n: tuple(v for v, a, b in spans if a <= at <= b) for n, at in self.main.items()}
 
-    def read(self, tensor: int, node: int) -> int | None:
-        """The value of a tensor that a node's main instruction holds, if it still does."""
+    def read(self, tensor: int, node: int, later: bool) -> int | None:
+        """The value of a tensor that a node's main instruction, or what is `later`, still reads."""
         value = self.given.get(tensor, self._last.get(tensor))
         if value is None or node not in self.main:
             return None
-        return value if self._read_at.get(self.live.memory(value), -1) >= self.main[node] else None
+        return value if self._read_at.get(self.live.memory(value), -1) >= self.main[node] + later else None
 
 
 def stacks_of(program: Program, tensor: Sequence[int]) -> dict[int, tuple[int, int]]:
@@ -305,9 +307,9 @@ class ClusterMemory:
                 return self.bytes(reading, what, more) if what in found.stacked else 0
             case ByteRule.GIVEN:
                 return self._size(found.given.get(what))
-            case ByteRule.OPERAND:
+            case ByteRule.OPERAND | ByteRule.LATER:
                 assert isinstance(more, int)
-                return self._size(found.read(what, more))
+                return self._size(found.read(what, more, reading is ByteRule.LATER))
             case ByteRule.COPY:
                 assert isinstance(more, int)
                 return self._size(found.copies.get((what, more)))

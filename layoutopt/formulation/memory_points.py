@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 
 from costmodels.liveness import kernel_memory
-from layoutopt.formulation.held_bytes import Counted, HeldBytes, PointKey, last_reads
+from layoutopt.formulation.held_bytes import Counted, HeldBytes, PointKey, fading, last_reads
 from layoutopt.formulation.lifetimes import ByteRule, stacks_of, sums_of
 from layoutopt.formulation.makers import Makers, TensorMaker
 from mesh_tf_core.ir.blocks import Block
@@ -53,8 +53,12 @@ class ProgramPoints:
         self._twice = {*kernels.twice, *kernels.twice.values()}
         self._maker = {o: instr.origin.node for instr, _ in program.walk() for o in instr.outputs}
         self._readers = self._read()
+        self._fading = fading(program, self._own, makers.runs)
         self._ends: dict[int, set[int]] = defaultdict(set)
-        self._last_readers(program.code)
+        for value, found in self._fading.items():
+            self._edges[found.since].add(value)
+            for _, instr in (reader for reader in found.readers if reader[0] >= found.since):
+                self._ends[id(instr)].add(value)
         # What a value is called: state by its tensor in the loop, stacks and parts by what they are of.
         self._enters: dict[int, int] = {}
         self._stacked: dict[int, tuple[int, int]] = {}
@@ -194,10 +198,25 @@ class ProgramPoints:
         """What a value counts as where nothing is done with it."""
         if self._outer(value) in self._stacked:
             return self._thing(value, ByteRule.STACK, self._stacked[self._outer(value)][1])
-        found = self._around(value, point)
+        found = self._left(value, point, self._around(value, point))
         if found is None or point <= self._kept.get(value, point):
             return found
         return found._replace(reading=ByteRule.KEPT, more=(found.reading, found.more))
+
+    def _left(self, value: int, point: int, found: HeldBytes | None) -> HeldBytes | None:
+        """The same once every cluster has read it: 0 if the last one goes on with a copy of its own."""
+        fades = self._fading.get(value)
+        if fades is None or found is None or found.reading not in (ByteRule.OWN, ByteRule.ANY):
+            return found
+        before = [instr for at, instr in fades.readers if fades.since <= point and at < point]
+        if not before or any(map(self._again.get, before[-1].outputs)):
+            return found
+        node, tensor = before[-1].origin.node, self._tensor(value)
+        (cluster, like), what = self.makers.runs[node], self.makers.given[node].get(tensor)
+        if what is None:
+            return found
+        thing = HeldBytes(ByteRule.LATER, cluster, what, like, "", 1.0)
+        return thing if self._weighs(value) else None
 
     def _around(self, value: int, point: int) -> HeldBytes | None:
         """The same, whatever keeps it alive."""
@@ -300,25 +319,6 @@ class ProgramPoints:
                 t = self._saved[self.makers.parts[t][0]]
         found = self.makers.source(t)
         return None if found is None else found._replace(share=found.share * share)
-
-    def _last_readers(self, code: Sequence[Instr]) -> None:
-        """Instruction -> the operands that die in it, or in one that its cluster lowers with it: if all of
-        these read moved copies, the operand has died before."""
-        dies: dict[int, int] = {}
-        for instr in reversed(code):
-            runs = self.makers.runs.get(instr.origin.node)
-            if isinstance(instr, Loop) or runs is None:
-                for i in instr.inputs:
-                    dies.pop(i, None)
-                self._last_readers(instr.body if isinstance(instr, Loop) else ())
-                continue
-            cluster, frees = runs[0], set(self._own.span(instr).frees)
-            for i in instr.inputs:
-                if i in frees or dies.get(i) == cluster:
-                    dies[i] = cluster
-                    self._ends[id(instr)].add(i)
-                else:
-                    dies.pop(i, None)
 
     # -- copies ----------------------------------------------------------------------------------------------
 

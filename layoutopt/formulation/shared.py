@@ -16,7 +16,7 @@ from layoutopt.formulation.memory_points import ProgramPoints
 from layoutopt.formulation.tables import Tabler
 from layoutopt.space.decisions import Decisions, HasTrainingStep, Structure
 from layoutopt.space.recompute import RunsAgain, options_of
-from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options
@@ -105,17 +105,22 @@ class SharedContext:
         return self._programs[again]
 
     def tabler(
-        self, mesh: Mesh, pricer: Pricer, padded: Mapping[str, frozenset[str]] | None = None
+        self,
+        mesh: Mesh,
+        pricer: Pricer,
+        padded: Mapping[str, frozenset[str]] | None = None,
+        apart: Axes = (),
     ) -> Tabler:
         """Makes its tables on a mesh; the tables for the last pricer are cached.
 
         Args:
-          padded: see `Tabler`; None: the context's own.
+          padded, apart: see `Tabler`; `padded` None: the context's own.
         """
         padded = self.padded if padded is None else padded
         padded, known = paddable(self.graph) if padded is None else padded, self._tabler
-        if known is None or known.pricer is not pricer or known.padded != padded:
-            self._tabler = known = Tabler(self.graph, mesh, pricer, self.narrow, padded, self.divided)
+        if known is None or known.pricer is not pricer or (known.padded, known.apart) != (padded, apart):
+            more = self.narrow, padded, self.divided, apart
+            self._tabler = known = Tabler(self.graph, mesh, pricer, *more)
         return known
 
     @cached_property

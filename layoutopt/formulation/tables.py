@@ -193,6 +193,7 @@ class Tabler:
     Args:
       narrow, padded: see `storage.narrow_reads` and `padding.paddable`; None: of this graph.
       divided: name -> sizes of dimensions that their splits are known to divide; None: all sizes here.
+      apart: axes of replicas, which the graph does not name.
     """
 
     def __init__(
@@ -203,8 +204,9 @@ class Tabler:
         narrow: Mapping[str, str] | None = None,
         padded: Mapping[str, frozenset[str]] | None = None,
         divided: Mapping[str, Set[int]] | None = None,
+        apart: Axes = (),
     ) -> None:
-        self.graph, self.mesh, self.pricer = graph, mesh, pricer
+        self.graph, self.mesh, self.pricer, self.apart = graph, mesh, pricer, apart
         self.narrow = narrow_reads(graph) if narrow is None else narrow
         self.padded = paddable(graph) if padded is None else padded
         self.cache, self.namings = lowering_cache(graph, pricer), Namings(pricer)
@@ -317,7 +319,8 @@ class Tabler:
         oracle = self._oracles.get(key)
         if oracle is None:
             where = placement(self.graph, naming.mesh, layout, options, self.narrow, self.padded)
-            oracle = self._oracles[key] = Oracle(where, self.divided, naming.real)
+            apart = tuple(naming.number[axis] for axis in self.apart)
+            oracle = self._oracles[key] = Oracle(where, self.divided, naming.real, apart)
         return oracle
 
     def _numbered(self, options: Options, naming: Naming) -> Options:

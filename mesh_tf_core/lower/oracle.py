@@ -32,6 +32,7 @@ class Oracle:
       placement: where values live.
       known: name -> sizes of dimensions that the layout is known to divide; these need no query.
       real: the real names of the mesh's axes, which decide between equally cheap moves.
+      apart: axes of replicas, which nothing is moved over.
 
     Attributes:
       asked: every query so far, with its answer.
@@ -43,8 +44,9 @@ class Oracle:
         placement: Placement,
         known: Mapping[str, Set[int]] | None = None,
         real: Mapping[str, str] | None = None,
+        apart: Axes = (),
     ) -> None:
-        self.placement, self.known, self.real = placement, known or {}, real
+        self.placement, self.known, self.real, self.apart = placement, known or {}, real, apart
         self.mesh, self.layout = placement.mesh, placement.layout
         self.shards = bool(placement.stages)
         self.asked: dict[Question, Any] = {}
@@ -73,7 +75,7 @@ class Oracle:
         if what == "divides":
             return about[0] % self.mesh.group_size(about[1]) == 0
         if what == "spare":
-            return tuple(a for a, n in self.mesh.axes if n > 1 and a not in about[0])
+            return tuple(a for a, n in self.mesh.axes if n > 1 and a not in {*about[0], *self.apart})
         if what == "ordered":
             return tuple(a for a in self.mesh.names if a in about[0])
         return self._moves(*about)
@@ -82,7 +84,7 @@ class Oracle:
         self, have: Splits, want: Splits, sizes: tuple[int, ...], within: Axes
     ) -> tuple[Relayout, ...]:
         named = {a for splits in (have, want) for split in splits for a in split}
-        own = tuple((a, n) for a, n in self.mesh.axes if a in named or a not in within)
+        own = tuple((a, n) for a, n in self.mesh.axes if a in named or a not in (*within, *self.apart))
         if self.real is None:
             return plan_moves(have, want, sizes, own)
         real = self.real
