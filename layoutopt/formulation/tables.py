@@ -359,8 +359,9 @@ class Tabler:
         program: Program | None = None
         try:
             program = lower_part(self.graph, subgraph, oracle, options, cut)
-            # What others read of it, `Fusion` knows of the whole graph.
-            every = self.cache.templates.itemised(replace(program, results={}))
+            # What others read of a first run, `Fusion` knows of the whole graph; of a second one it does not.
+            read = program if subgraph.again else replace(program, results={})
+            every = self.cache.templates.itemised(read)
             cost = tuple([each for each in every if not each[0].loads_or_stores])  # rows see to these
             found = cost, waiting(program), totalled(program, cluster.totalled)
         except LayoutError:
