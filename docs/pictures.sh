@@ -4,8 +4,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p build docs/images
-.venv/bin/layoutopt search examples/transformer_lm.py:llama3_70b --devices 128 --hardware h100 --set batch=64 \
-    --allow +sequence --recompute selective --memory 72GiB --report build/readme.html --quiet > build/readme.txt
+.venv/bin/layoutopt search examples/transformer_lm.py:llama3_8b --devices 128 --hardware h100 --set batch=64 \
+    --allow +sequence --report build/readme.html --quiet > build/readme.txt
 profile=$(mktemp -d)
 trap 'rm -rf "$profile"' EXIT
 chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --user-data-dir="$profile" \

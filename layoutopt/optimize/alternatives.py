@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from layoutopt.optimize.baselines import FSDP, Baselines, Pinned, axis_names, by_name, chosen_by_name
+from layoutopt.optimize.baselines import CONTEXT, FSDP, Baselines, Pinned, axis_names, by_name, chosen_by_name
 from layoutopt.optimize.bounds import EXACT
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.heuristics import HEURISTICS
@@ -61,7 +61,7 @@ class Alternatives:
         request, best = self.request, self.best
         quick = {name: (m, x, o) for name, m, x, o in by_name(request.model, best.mesh, self.names)}
         plans = Baselines(request.model, best.mesh, self.shapes).restrictions()
-        self.none = [name for name in (FSDP,) if name not in plans]
+        self.none = [] if {FSDP, CONTEXT} & plans.keys() else [FSDP]
         search = BestPlans(request, best.seconds)
         self.missing += dict.fromkeys([*plans, *quick, *HEURISTICS])  # until they are found
         for name, some in plans.items():

@@ -2,17 +2,19 @@
 
   data parallel           data dimensions over all axes, weights whole between uses (ZeRO up to stage 2)
   fully sharded (FSDP)    the same, with every variable stored split (ZeRO stage 3)
-  tensor parallel         dimensions of weights over all axes, the batch whole (Megatron-LM, Shoeybi et al.
-                          2019, section 3)
-  data + tensor parallel  data over the first axes, weights over the others (Shazeer et al. 2018, section 5;
-                          GSPMD, Xu et al. 2021, section 5)
+  data + context parallel, FSDP + context parallel
+                          the same where all devices do not divide the batch: the others split a sequence or
+                          an image
+  tensor parallel         inner dimensions of weights, and perhaps others, over all axes, the batch whole
+                          (Megatron-LM, Shoeybi et al. 2019, section 3)
+  data + tensor parallel  data over the first axes, the same of weights over the others (Shazeer et al. 2018,
+                          section 5; GSPMD, Xu et al. 2021, section 5)
   expert parallel         data over all axes, experts over the same, with all-to-alls between (GShard,
                           Lepikhin et al. 2021); of mixtures of experts alone
 
 `parallelism` decides the role of each dimension. A name covers many plans: the split dimensions of weights,
 the shape of the mesh, storage, recomputation and microbatches are searched (`restricted`), and if weights are
-split, also further splits over their axes elsewhere (sequence parallelism, Korthikanti et al. 2022). If all
-devices do not divide the batch, the remaining ones split a sequence or an image.
+split, also further splits over their axes elsewhere (sequence parallelism, Korthikanti et al. 2022).
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ from mesh_tf_core.model import Model
 STORED_SPLIT = tuple(stage for stage in STAGES if (VARIABLE, BETWEEN) in SPLIT[stage])
 """Stages at which a variable is split between its updates."""
 WHOLE = tuple(stage for stage in STAGES if stage not in STORED_SPLIT)
-FSDP = "fully sharded (FSDP)"
-"""The name of plans in which most parameters are stored split."""
+FSDP, CONTEXT = "fully sharded (FSDP)", "FSDP + context parallel"
+"""The names of plans in which most parameters are stored split: over devices that all split the batch, or
+not."""
 
 
 def chosen_by_name(allowed: SearchSpace) -> SearchSpace:
@@ -57,7 +60,7 @@ class Plans(ABC):
 
     Attributes:
       data: axes that the data dimensions are split over, all of them.
-      rest: axes over which other dimensions may be split, of which at least one must be: `split`, if it names
+      rest: axes over which other dimensions may be split: `also`, and at least one of `split`, if it names
         any.
     """
 
@@ -65,6 +68,7 @@ class Plans(ABC):
     data: Axes = ()
     rest: Axes = ()
     split: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
 
     @abstractmethod
     def decided(self, allowed: SearchSpace, microbatches: int) -> Decisions | None:
@@ -89,6 +93,7 @@ class NamedStrategy(Plans):
     rest: Axes
     split: tuple[str, ...]
     stages: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
 
     def decided(self, allowed: SearchSpace, microbatches: int) -> Decisions | None:
         stages = tuple(s for s in allowed.storage if s in self.stages) or self.stages[:1] or allowed.storage
@@ -104,7 +109,7 @@ class NamedStrategy(Plans):
         dims = parallelism(self.model)
         options: dict[str, tuple[Axes, ...]] = dict.fromkeys(every, ((),))
         shared = set(self.rest) & set(self.data)
-        for name in every.keys() & {*self.split}:
+        for name in every.keys() & {*self.split, *self.also}:
             found = _within(every[name], self.rest)
             # As one axis, unless data dimensions may have some of them.
             options[name] = tuple(o for o in found if shared or len(o) in (0, len(self.rest)))
@@ -127,7 +132,7 @@ class NamedStrategy(Plans):
         if options is None:
             return None
         rules: dict[str, Axes] = {}
-        for name in dict.fromkeys((*dims.data[:1], *self.split, *dims.data)):
+        for name in dict.fromkeys((*dims.data[:1], *self.split, *self.also, *dims.data)):
             taken = {a for n, axes in rules.items() if not dims.apart(name, (n,)) for a in axes}
             free = [axes for axes in options.get(name, ()) if not taken & set(axes)]
             rules[name] = max(free, key=self.mesh.group_size, default=())
@@ -191,8 +196,10 @@ class Baselines:
     def restrictions(self) -> dict[str, list[NamedStrategy]]:
         """Name -> where its plans are."""
         found = {
-            "data parallel": [*self._data(WHOLE)],
-            FSDP: [*self._data(STORED_SPLIT)],
+            "data parallel": [p for p in self._data(WHOLE) if not p.rest],
+            FSDP: [p for p in self._data(STORED_SPLIT) if not p.rest],
+            "data + context parallel": [p for p in self._data(WHOLE) if p.split],
+            CONTEXT: [p for p in self._data(STORED_SPLIT) if p.split],
             "tensor parallel": [*self._tensor()],
             "data + tensor parallel": [*self._both()],
             "expert parallel": [*self._experts()],
@@ -217,16 +224,16 @@ class Baselines:
 
     def _tensor(self) -> Iterator[NamedStrategy]:
         for mesh in self._meshes([(("model", self.devices),)]):
-            yield NamedStrategy(self.model, mesh, (), _axes(mesh), self.dims.weights)
+            yield NamedStrategy(self.model, mesh, (), _axes(mesh), self.dims.inner, also=self.dims.weights)
             break
 
     def _both(self) -> Iterator[NamedStrategy]:
-        ways = self._ways(self.dims.weights)
+        ways = self._ways(self.dims.inner)
         for mesh in self._meshes((("data", self.devices // n), ("model", n)) for n in ways):
             for data in self._parts(mesh):
                 rest = tuple(a for a in _axes(mesh) if a not in data)
                 if rest:
-                    yield NamedStrategy(self.model, mesh, data, rest, self.dims.weights)
+                    yield NamedStrategy(self.model, mesh, data, rest, self.dims.inner, also=self.dims.weights)
 
     def _experts(self) -> Iterator[NamedStrategy]:
         ways = self._ways(self.dims.experts)

@@ -5,6 +5,8 @@ sequence  other dimensions of inputs that no trained variable has (length, heigh
 weights   dimensions of trained variables that are neither: split, they make tensor parallelism. If there are
           others, not those that an operation needs whole (the size of a head) or that inputs have (an image's
           pixels): nobody splits them
+inner     those of the weights over which a product of activations with a weight sums, and that layers do not
+          carry on (d_ff, heads; neither vocab nor d_model); all of the weights if there are none
 experts   those of the weights that never stand beside the batch, but under another name do: tokens are sent
           to them
 """
@@ -16,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from mesh_tf_core.ir.op import PRODUCTS
 from mesh_tf_core.ir.structure import Connection
 from mesh_tf_core.model import Model
 from mesh_tf_core.ops.shape import SliceDim, groups
@@ -35,6 +38,7 @@ class Parallelism:
     data: tuple[str, ...]
     sequence: tuple[str, ...]
     weights: tuple[str, ...]
+    inner: tuple[str, ...]
     experts: tuple[str, ...]
     beside: frozenset[frozenset[str]]
 
@@ -70,7 +74,23 @@ def _parallelism(model: Model, graph: Graph) -> Parallelism:
         if frozenset((n, model.batch_dim)) not in beside
         and any(frozenset((other, model.batch_dim)) in beside for other in links.get(n, ()))
     ]
-    return Parallelism(tuple(data), tuple(sequence), tuple(weights), tuple(experts), frozenset(beside))
+    summed = _summed(model, {*data, *sequence})
+    inner = [n for n in weights if n in summed] or weights
+    return Parallelism(
+        tuple(data), tuple(sequence), tuple(weights), tuple(inner), tuple(experts), frozenset(beside)
+    )
+
+
+def _summed(model: Model, rows: set[str]) -> set[str]:
+    """Dimensions over which products of weights with what has rows sum on the way to the loss, but those that
+    layers carry on."""
+    found, graph = set[str](), model.graph
+    for node, _ in graph.walk():
+        if node.op.kind in PRODUCTS and node.outputs[0] < model.loss.id:  # gradients come after it
+            shapes = [{*graph.tensor(t).shape.names} for t in node.inputs]
+            sums = {*node.op.roles(*(graph.tensor(t).type for t in node.inputs)).reduced}
+            found.update(*(sums & shape for shape in shapes if not shape & rows))
+    return found - {n for b in graph.blocks for t in b.carry_in for n in graph.tensor(t).shape.names}
 
 
 def cut(graph: Graph) -> set[str]:

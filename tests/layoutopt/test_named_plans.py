@@ -64,6 +64,7 @@ def test_the_graph_says_what_a_dimension_is() -> None:
     assert (text.data, text.experts) == (("batch",), ())
     # Attention needs all of d_kv, and nobody splits what the inputs have.
     assert {"vocab", "d_ff", "heads", "d_model"} == set(text.weights)
+    assert {"d_ff", "heads"} == set(text.inner) == set(moe.inner)  # neither the ends nor the residual
     assert {"length", "memory_length", "positions"} == set(text.sequence)
     assert (moe.data, moe.experts) == (("batch", "expert_batch"), ("experts",))
     assert images.sequence == ("height", "width") and "channels" in images.weights
@@ -154,11 +155,13 @@ def test_every_plan_is_legal_within_its_definition_and_not_better(name: str, whe
             assert stages == {"zero3"} if each.name == LABELS[1] else "zero3" not in stages
         if each.name == "tensor parallel":
             assert own and own.keys() <= {*dims.weights} and set(own.values()) == {mesh.names}
+            assert own.keys() & {*dims.inner}
         if each.name == "data + tensor parallel":
             data, rest = own.pop(dims.data[0]), {axes for n, axes in own.items() if n not in dims.data}
             assert {own.pop(n) for n in dims.data[1:]} <= {data}
             assert rest and not {*data} & {a for axes in rest for a in axes}
             assert {*data} | {a for axes in rest for a in axes} == {*mesh.names}
+            assert own.keys() & {*dims.inner}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -182,12 +185,15 @@ def test_one_axis_is_rearranged_for_what_needs_two() -> None:
 
 def test_a_batch_for_half_the_devices_leaves_the_rest_to_the_sequence() -> None:
     model = transformer(**{**SMALL, "layers": 2, "batch": 2})
-    found = named(search(model, mesh="x:2;y:2", hardware=V3, **ASKED), "fully sharded (FSDP)")
-    own = split(found)
-    assert len(own["batch"]) == 1
-    assert {a for n, axes in own.items() if n in parallelism(model).sequence for a in axes} == {
-        *found.mesh
-    } - {*own["batch"]}
+    plan = search(model, mesh="x:2;y:2", hardware=V3, **ASKED)
+    assert not {*LABELS[:2]} & {a.name for a in plan.alternatives}
+    for label in ("data + context parallel", "FSDP + context parallel"):
+        found = named(plan, label)
+        own = split(found)
+        assert len(own["batch"]) == 1
+        assert {a for n, axes in own.items() if n in parallelism(model).sequence for a in axes} == {
+            *found.mesh
+        } - {*own["batch"]}
 
 
 def test_a_plan_on_another_mesh_that_is_faster_is_pointed_out() -> None:
