@@ -1,5 +1,4 @@
-"""Files are whole or unchanged: they are written under a temporary name, flushed to the disk, and renamed.
-Files are read up to a size."""
+"""Files are whole or unchanged: they are written under a temporary name, flushed to the disk, and renamed."""
 
 from __future__ import annotations
 
@@ -23,8 +22,6 @@ OPEN = ("/dev/fd/", "/dev/std", "/proc/")
 KEPT = 32
 """Characters of a file's name that its temporary name has too; a name has at most 255 bytes."""
 PIPE = "it is a named pipe"
-MOST_BYTES = 1 << 28
-"""The largest file, in bytes, that is read whole."""
 LONGEST = 200
 """Characters of a path that an error repeats."""
 Content = str | bytes | Callable[[BinaryIO], object]
@@ -199,24 +196,3 @@ def sync_names(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def read_file(path: str | Path, most: int = MOST_BYTES) -> bytes:
-    """The whole content of a file, or of an open file of this process, such as /dev/stdin.
-
-    Raises:
-      OSError: it cannot be read, has more than `most` bytes, or is a named pipe or a device, which may never
-        end.
-    """
-    check("reading", path=(path, PATH))
-    try:
-        mode = os.stat(path).st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or os.path.abspath(path).startswith(OPEN)):
-            raise OSError(errno.ESPIPE, PIPE if stat.S_ISFIFO(mode) else "it is a device, not a regular file")
-        with open(path, "rb") as file:
-            data = file.read(most + 1)
-    except ValueError:
-        raise OSError(errno.EINVAL, "it is not a valid file name") from None
-    if len(data) > most:
-        raise OSError(errno.EFBIG, f"it is larger than {most:,} bytes")
-    return data

@@ -17,7 +17,6 @@ import importlib
 import sys
 from collections.abc import Iterable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 
@@ -52,7 +51,9 @@ def no_attribute(package: str, name: str, known: Iterable[str]) -> AttributeErro
 @cache
 def _homes(file: str) -> dict[str, str]:
     """Name -> module, of the imports that a type checker executes."""
-    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    from mesh_tf_core.reading import read_text  # itself of a package that is lazy
+
+    tree = ast.parse(read_text(file))
     blocks = (s for s in tree.body if isinstance(s, ast.If) and ast.unparse(s.test) == "TYPE_CHECKING")
     imports = (i for block in blocks for i in block.body if isinstance(i, ast.ImportFrom))
     return {alias.name: str(i.module) for i in imports for alias in i.names}

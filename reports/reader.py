@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 from layoutopt.plan.evidence import Validation
 from layoutopt.plan.fields import refusal
-from layoutopt.plan.json_files import check_depth, load_json
 from layoutopt.plan.schema import AGAIN, FORMAT, PlanFile, plan_file
 from layoutopt.plan.units import clean
+from mesh_tf_core.reading import check_depth, read_json, reading
 
 
 class HasPlan(Protocol):
@@ -39,7 +39,8 @@ def read_plan(path: str | Path) -> dict[str, Any]:
         version.
     """
     what = f"plan {str(path)!r}"
-    found = load_json(path, what, AGAIN)
+    with reading(what, AGAIN):
+        found = read_json(path)
     plan_file(found, what)
     return dict(found)
 
@@ -55,14 +56,16 @@ def plan_of(found: Any, name: str = "the plan") -> PlanFile:
     if isinstance(getattr(found, "data", None), PlanFile):
         full: PlanFile = found.full().data
         return full
-    check_depth(found, name, AGAIN)
+    with reading(name, AGAIN):
+        check_depth(found)
     return plan_file(_shown(found), name)
 
 
 def validation_of(found: Any) -> Validation:
     """The object that `layoutopt validate --json` prints."""
     what, again = "the validation", "write the file again with `layoutopt validate MODEL --json`"
-    check_depth(found, what, again)
+    with reading(what, again):
+        check_depth(found)
     try:
         return Validation.model_validate(_shown(found))
     except ValidationError as error:

@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from mesh_tf_core.cores import cores
+from mesh_tf_core.reading import read_text
 
 _STAT = Path("/proc/stat")
 QUIET = 0.02
@@ -165,7 +166,7 @@ def noise(groups: Sequence[Sequence[TimingSample]]) -> ClockNoise:
 def _busy() -> float | None:
     """CPU seconds that all processes of this machine have used; None where the system does not tell."""
     try:
-        words = _STAT.read_text(encoding="ascii").split("\n", 1)[0].split()
+        words = read_text(_STAT).split("\n", 1)[0].split()
     except OSError:
         return None
     ticks = [int(w) for w in words[1:9]]

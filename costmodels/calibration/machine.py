@@ -6,10 +6,10 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from mesh_tf_core.cores import cores
+from mesh_tf_core.reading import read_text
 
 
 def machine() -> dict[str, Any]:
@@ -56,7 +56,7 @@ def accelerator_memory_bytes() -> int:
 
 def _processor() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        lines = read_text("/proc/cpuinfo").splitlines()
     except OSError:
         lines = []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

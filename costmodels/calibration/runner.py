@@ -15,6 +15,7 @@ from costmodels.calibration.probes import LAUNCH, Probe
 from costmodels.calibration.team import Team
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.files import write_file
+from mesh_tf_core.reading import read_json, reading
 
 OnProbe = Callable[[str, int, int], None]
 """on_progress(what, done, total)."""
@@ -120,13 +121,13 @@ class Partial:
             self._load(path)
 
     def _load(self, path: Path) -> None:
+        what, again = f"the partial results in {str(path)!r}", "delete the file to start again"
+        with reading(what, again):
+            content = read_json(path)
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
             key, done = dict(content["key"]), {m["name"]: m for m in content["measurements"]}
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(
-                f"the partial results in {str(path)!r} cannot be read; delete the file to start again"
-            ) from None
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{what} are not those of a calibration; {again}") from None
         if key != self.key:
             raise UserError(
                 f"the partial results in {str(path)!r} are of {_words(key)}, not of {_words(self.key)}; "

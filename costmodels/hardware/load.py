@@ -13,7 +13,8 @@ from costmodels.hardware.model import Hardware
 from costmodels.hardware.profiles import profiles_directory
 from costmodels.hardware.settings import HardwareError, changed, split_name, with_settings
 from mesh_tf_core.errors import known_names
-from mesh_tf_core.files import read_file, write_file
+from mesh_tf_core.files import write_file
+from mesh_tf_core.reading import read_json, reading
 
 _PRESETS = Path(__file__).parent / "data"
 
@@ -90,21 +91,8 @@ def read_hardware(path: Path, settings: Sequence[str] = ()) -> Hardware:
     """The hardware in the file at `path` with some numbers set; HardwareError names every fault."""
     from costmodels.hardware.schema import read
 
-    try:
-        content = _completed(json.loads(read_file(path).decode("utf-8-sig")), path)
-    except HardwareError:
-        raise
-    except OSError as error:
-        raise HardwareError(f"hardware file {str(path)!r} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise HardwareError(f"hardware file {str(path)!r} is not UTF-8 text") from None
-    except json.JSONDecodeError as error:
-        raise HardwareError(
-            f"hardware file {str(path)!r} is not valid JSON: {error.msg} (line {error.lineno}, column "
-            f"{error.colno})"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise HardwareError(f"hardware file {str(path)!r} is invalid: {error}") from None
+    with reading(f"hardware file {str(path)!r}", error=HardwareError):
+        content = _completed(read_json(path), path)
     hardware, faults = read(content)
     if hardware is not None and settings:
         hardware, faults = read(changed(content, settings))
@@ -130,7 +118,7 @@ def preset_content(name: str) -> dict[str, Any]:
     if name not in hardware_names():
         raise HardwareError(f"hardware {name!r} is not known; {_known(name)}")
     path = _PRESETS / f"{name}.json"
-    content: dict[str, Any] = _completed(json.loads(path.read_text(encoding="utf-8")), path)
+    content: dict[str, Any] = _completed(read_json(path), path)
     return content
 
 

@@ -5,6 +5,7 @@ A command reads these options first and uses their content as defaults, so typed
 
 from __future__ import annotations
 
+import os
 import shlex
 import tomllib
 from collections.abc import Callable, Mapping
@@ -28,6 +29,8 @@ Values = dict[str, Any]
 FILE = "layoutopt.toml"
 START = "layoutopt.start"
 """Key of the plan of `--like` in the context's `meta`: a search predicts its layout first."""
+LARGEST_FILE = 1 << 20
+"""Bytes of `FILE`."""
 TARGETS = "targets"
 """The table of `FILE` with one table for each target."""
 NAMES = {name for panel in COMMANDS.values() for name in panel}
@@ -165,24 +168,24 @@ def _option(key: str) -> str:
 
 def _file_beside(model: object) -> Path:
     """The file beside a model file; where MODEL is a module's name or left out, in the current folder."""
-    folder = Path(str(model or "").partition(":")[0]).expanduser().parent
+    folder = Path(os.path.expanduser(str(model or "").partition(":")[0])).parent
     beside = folder / FILE
-    return beside if beside.is_file() else Path(FILE)
+    return beside if os.path.lexists(beside) else Path(FILE)
 
 
 def _read(path: Path) -> dict[str, Any]:
     """The targets of a file."""
     from mesh_tf_core.errors import UserError
+    from mesh_tf_core.reading import check_depth, read_text, reading
 
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         raise UserError(
             f"--target: no file {FILE} beside the model or in the current folder; write this file "
             f"with a table [{TARGETS}.NAME] of options, e.g. devices = 64"
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not a valid TOML file: {error}") from None
+        )
+    with reading(str(path), "correct this file"):
+        content = tomllib.loads(read_text(path, LARGEST_FILE))
+        check_depth(content)
     targets = content.get(TARGETS)
     if content.keys() != {TARGETS} or not isinstance(targets, dict):
         other = ", ".join(name for name in content if name != TARGETS)
@@ -277,7 +280,11 @@ def _chosen(plan: Plan) -> Values:
 
 def _settings(command: str) -> list[str]:
     """The hyperparameters that a command line set."""
-    return [value for option, value in pairwise(shlex.split(command)) if option == "--set"]
+    from mesh_tf_core.reading import reading
+
+    with reading("--like: the plan's search command", "give MODEL, and its options, instead of --like"):
+        words = shlex.split(command)
+    return [value for option, value in pairwise(words) if option == "--set"]
 
 
 SOURCES = {"like": OptionSource(of_plan, "search"), "target": OptionSource(of_target)}

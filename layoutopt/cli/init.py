@@ -51,13 +51,14 @@ def init(
     from layoutopt.plan.results import InitResult
     from mesh_tf_core.errors import UserError
     from mesh_tf_core.files import write_file
+    from mesh_tf_core.reading import read_text
 
     terminal = output.terminal
     if example is None:
         if path.suffix != ".py":
             raise UserError(f"{str(path)!r} does not end in .py; write for example `layoutopt init model.py`")
         starter = Path(__file__).with_name("starter_jax.py" if jax else "starter.py")
-        texts = {path: starter.read_text(encoding="utf-8")}
+        texts = {path: read_text(starter)}
     else:
         if jax or path != USUAL:
             raise UserError(
@@ -80,11 +81,14 @@ def init(
 
 def _is(file: Path, text: str) -> bool:
     """Whether a file is there with exactly this text."""
-    return file.is_file() and file.read_bytes() == text.encode()
+    from mesh_tf_core.reading import read_file
+
+    return file.is_file() and read_file(file) == text.encode()
 
 
 def _of_example(name: str) -> dict[Path, str]:
     """Where the files of an example go, the example first, and what is in them."""
     from layoutopt.models import shipped
+    from mesh_tf_core.reading import read_text
 
-    return {Path(shipped.FOLDER, file.name): file.read_text(encoding="utf-8") for file in shipped.files(name)}
+    return {Path(shipped.FOLDER, file.name): read_text(file) for file in shipped.files(name)}

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layoutopt.plan.units import clean
+
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from layoutopt.models.loading import Loaded
@@ -111,7 +113,7 @@ def is_plan(layout: str | None) -> bool:
 
 def say_damage(text: str) -> None:
     """Warns on stderr about a fault of a plan that can still be used."""
-    typer.echo(f"warning: {text}", err=True)
+    typer.echo(f"warning: {clean(text)}", err=True)
 
 
 def load_with_plan(

@@ -128,11 +128,12 @@ def _billed(plan: Plan, tokens: float | None, price: float | None) -> Plan:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    from layoutopt.plan.json_files import load_json
     from mesh_tf_core.errors import UserError
+    from mesh_tf_core.reading import read_json, reading
 
     what, again = f"--validation {str(path)!r}", "write it with `layoutopt validate MODEL --out FILE.json`"
-    found = load_json(path, what, again)
+    with reading(what, again):
+        found = read_json(path)
     if not isinstance(found, dict):
         raise UserError(f"{what} is not a result of `layoutopt validate`; {again}")
     return found

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
 from layoutopt.cli.sheet import Facts, Sheet
 from layoutopt.cli.streams import has_unicode
+from layoutopt.plan.units import clean
 from reports.views.view import View
 
 if TYPE_CHECKING:
@@ -35,6 +37,12 @@ PLAIN: Mapping[str, str] = {}
 
 
 class _Console(Console):
+    def render(self, renderable: RenderableType, options: Any = None) -> Iterator[Segment]:
+        """Names of files and models must not control the terminal."""
+        for each in super().render(renderable, options):
+            text = "\n".join(map(clean, each.text.split("\n")))
+            yield each if each.control or text == each.text else Segment(text, each.style)
+
     def on_broken_pipe(self) -> None:
         """A reader that has gone is handled at the door, for all kinds of output alike."""
         raise BrokenPipeError

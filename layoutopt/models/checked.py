@@ -18,6 +18,7 @@ from types import CodeType, ModuleType
 
 from layoutopt.models.recorded import file_and_function, is_local, local_folders, place_of
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.reading import read_file, reading
 
 
 class _FromText(SourceFileLoader):
@@ -91,6 +92,9 @@ def leave() -> None:
     _checked.folders, _checked.texts = [], {}
 
 
-def loader_of(name: str, path: Path) -> SourceFileLoader | None:
-    """The loader of a model file from the text that was checked; None for a file that a user names."""
-    return _checked.loader(name, str(path)) if _checked in sys.meta_path else None
+def loader_of(name: str, path: Path, shown: str) -> SourceFileLoader:
+    """The loader of a model file from the text that was checked, or of a file that a user names."""
+    if _checked in sys.meta_path and (known := _checked.loader(name, str(path))) is not None:
+        return known
+    with reading(f"model file {shown}", "give a readable .py file"):
+        return _FromText(name, str(path), read_file(path))

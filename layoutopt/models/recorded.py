@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.files import read_file
+from mesh_tf_core.reading import read_file
 
 Hashes = Mapping[str, str]
 """Path from the folder of the model file, with '/', to SHA-256."""
@@ -233,5 +233,4 @@ def _text(file: Path) -> bytes | None:
 
 
 def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return hashlib.sha256(read_file(file)).hexdigest()

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.reading import read_text
 
 FOLDER = "examples"
 
@@ -25,7 +26,7 @@ def home() -> Path:
 
 def names() -> list[str]:
     """Files with a function `model`; the others are helpers."""
-    return [file.stem for file in sorted(home().glob("*.py")) if "\ndef model(" in _text(file)]
+    return [file.stem for file in sorted(home().glob("*.py")) if "\ndef model(" in read_text(file)]
 
 
 def files(name: str) -> list[Path]:
@@ -39,7 +40,7 @@ def files(name: str) -> list[Path]:
         raise UserError(f"--example {name!r} is not a known example; {known_names(name, known)}")
     found = [home() / f"{name}.py"]
     for file in found:  # grows
-        for helper in _imports(_text(file)):
+        for helper in _imports(read_text(file)):
             path = home() / f"{helper}.py"
             if path.is_file() and path not in found:
                 found.append(path)
@@ -50,7 +51,3 @@ def _imports(text: str) -> list[str]:
     """Names of the examples that a text imports from."""
     modules = [node.module or "" for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
     return [m.removeprefix(f"{FOLDER}.") for m in modules if m.startswith(f"{FOLDER}.")]
-
-
-def _text(file: Path) -> str:
-    return file.read_text(encoding="utf-8")

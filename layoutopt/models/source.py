@@ -71,7 +71,7 @@ def _import(source: str) -> tuple[ModuleType, str]:
     """The module that `source` names, and the name of the function in it."""
     if (named := file_and_function(source)) is not None:
         path, function = named
-        if not os.path.isfile(path):
+        if not os.path.exists(path):
             kind = f"*{path.suffix}"
             if os.path.islink(path):
                 raise UserError(
@@ -123,7 +123,7 @@ def _import_file(path: Path, shown: str) -> ModuleType:
     with user_errors(f"model file {shown}", None, path):
         if not _is_ours(name, path):
             name = f"_model_{sha256(str(path).encode()).hexdigest()[:12]}"
-        spec = importlib.util.spec_from_file_location(name, path, loader=loader_of(name, path))
+        spec = importlib.util.spec_from_file_location(name, path, loader=loader_of(name, path, shown))
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module

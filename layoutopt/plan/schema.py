@@ -35,11 +35,11 @@ from layoutopt.plan.fields import (
     refusal,
     wrong,
 )
-from layoutopt.plan.json_files import check_depth, load_json
 from layoutopt.plan.known import Known
 from layoutopt.plan.training import TrainingForecast
 from layoutopt.plan.units import bytes_text, clean, rate_text, share_text, throughput_text
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.reading import check_depth, read_json, reading
 
 FORMAT = "layoutopt-plan/1"
 AGAIN = "make it again with `layoutopt search MODEL --out PLAN.json`"
@@ -300,7 +300,9 @@ Told = Callable[[str], object]
 def read_plan_file(path: str | Path, on_damage: Told | None = None) -> PlanFile:
     """The plan in a file; UserError in one line if it is none. `on_damage` as in `plan_file`."""
     what = f"plan {str(path)!r}"
-    return plan_file(load_json(path, what, AGAIN), what, on_damage)
+    with reading(what, AGAIN):
+        found = read_json(path)
+    return plan_file(found, what, on_damage)
 
 
 def plan_file(found: Any, what: str = "the plan", on_damage: Told | None = None) -> PlanFile:
@@ -319,7 +321,8 @@ def plan_file(found: Any, what: str = "the plan", on_damage: Told | None = None)
         raise UserError(
             f"{clean(what)} is not a plan: it must be a JSON object, but is {type(found).__name__}; {AGAIN}"
         )
-    check_depth(found, what, AGAIN)
+    with reading(what, AGAIN):
+        check_depth(found)
     version = found.get("format")
     if version != FORMAT:
         said = f"format {clean(str(version))[:60]!r}" if version is not None else "no 'format'"

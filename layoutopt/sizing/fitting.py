@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from layoutopt.plan.units import shorten
 from layoutopt.sizing.laws import Additive
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.files import read_file
+from mesh_tf_core.reading import read_file, reading
 
 FloatArray = npt.NDArray[np.float64]
 DELTA = 1e-3
@@ -245,13 +246,8 @@ def read_runs(path: str | Path) -> Any:
     import pandas as pd
 
     what = f"--fit {str(path)!r}"
-    try:
+    with reading(what, "give a CSV file with the columns N, D and loss"):
         content = io.BytesIO(read_file(path))
-    except OSError as error:
-        raise UserError(
-            f"{what} cannot be read: {error.strerror or error}; give a CSV file with the columns N, D and "
-            "loss"
-        ) from None
     try:
         frame = pd.read_csv(content, comment="#", skipinitialspace=True)
     except ValueError as error:  # also of what is not a text, and of rows that do not agree
@@ -265,7 +261,7 @@ def read_runs(path: str | Path) -> Any:
         if known is None:
             raise UserError(
                 f"{what} has no column {column!r}; name the columns N (parameters), D (tokens) and loss; "
-                f"{known_names(column, map(str, frame.columns))}"
+                f"{known_names(column, (shorten(str(c), 40) for c in frame.columns))}"
             )
         numbers = pd.to_numeric(frame[known], errors="coerce")
         if numbers.isna().any():

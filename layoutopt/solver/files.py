@@ -15,11 +15,11 @@ Our own form, format "layoutopt-problem/1" (null is a forbidden cost; scopes are
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
 import math
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,7 +41,8 @@ from layoutopt.solver.form import (
     Usage,
 )
 from layoutopt.solver.numbers import amount, field, listed, numbers, whole
-from mesh_tf_core.files import read_file, write_file
+from mesh_tf_core.files import write_file
+from mesh_tf_core.reading import check_depth, read_file, reading
 
 FORMAT = "layoutopt-problem/1"
 LARGEST_FILE = 2 << 30
@@ -52,8 +53,9 @@ MOST_CHOICES = 20_000_000
 
 def load(path: str | Path) -> Problem:
     """Reads a problem in our form or the contest's; raises `ProblemError` naming the path and fault."""
+    with reading(f"problem file {str(path)!r}", error=ProblemError):
+        data = _parsed(_bytes(Path(path)))
     try:
-        data = _parse(_bytes(Path(path)))
         if isinstance(data, dict) and "format" in data:
             return problem_from(data)
         if isinstance(data, dict) and "problem" in data:
@@ -63,42 +65,26 @@ def load(path: str | Path) -> Problem:
         )
     except ProblemError as error:
         raise ProblemError(f"{path}: {error}") from None
-    except OSError as error:
-        raise ProblemError(f"cannot read {path}: {error.strerror or error}") from None
 
 
 def _bytes(path: Path) -> bytes:
     data = read_file(path, LARGEST_FILE)
     if not data.startswith(b"\x1f\x8b"):
         return data
-    try:
-        with gzip.GzipFile(fileobj=io.BytesIO(data)) as stream:
-            data = stream.read(LARGEST_FILE + 1)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ProblemError(f"the gzip data is damaged or truncated ({error})") from None
+    with gzip.GzipFile(fileobj=io.BytesIO(data)) as stream:
+        data = stream.read(LARGEST_FILE + 1)
     if len(data) > LARGEST_FILE:
-        raise ProblemError(f"the file has more than {LARGEST_FILE:,} bytes when uncompressed")
+        raise OSError(errno.EFBIG, f"it is larger than {LARGEST_FILE:,} bytes when uncompressed")
     return data
 
 
-def _parse(data: bytes) -> Any:
+def _parsed(data: bytes) -> Any:
     def refuse(word: str) -> NoReturn:
-        raise ProblemError(f"the file contains {word}, which is not a JSON number")
+        raise ValueError(f"it contains {word}, which is not a JSON number")
 
-    try:
-        return json.loads(data, parse_constant=refuse)
-    except ProblemError:
-        raise
-    except RecursionError:
-        raise ProblemError("the JSON is nested too deeply") from None
-    except UnicodeDecodeError as error:
-        raise ProblemError(f"the file is not UTF-8 text (invalid byte at position {error.start})") from None
-    except json.JSONDecodeError as error:
-        raise ProblemError(
-            f"the file is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})"
-        ) from None
-    except ValueError:
-        raise ProblemError("the file contains a number with too many digits") from None
+    found = json.loads(data, parse_constant=refuse)
+    check_depth(found)
+    return found
 
 
 def problem_from(data: dict[str, Any]) -> Problem:

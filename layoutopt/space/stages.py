@@ -171,6 +171,7 @@ def on_mesh(model: Model, mesh: Mesh, allowed: S) -> S:
     meshes."""
     found = []
     for dim in allowed.pipeline:
+        _check(model, dim)
         banned = {*allowed.forbid.get(dim, ()), *allowed.apart}
         found += [dim] * any(_ways_to_split(model, mesh, dim, banned, allowed.orders))
     if len(found) == len(allowed.pipeline):

@@ -128,8 +128,10 @@ class _Warmup(Schedule):
     def __post_init__(self) -> None:
         if not self.peak > 0:
             raise UserError(f"{type(self).__name__}: peak must be positive, found {self.peak}")
-        if self.warmup < 1:
-            raise UserError(f"{type(self).__name__}: warmup must be at least 1 step, found {self.warmup}")
+        if not 1 <= self.warmup < 1 << 63:
+            raise UserError(
+                f"{type(self).__name__}: warmup must be 1 to 2^63 - 1 steps, found {str(self.warmup)[:40]}"
+            )
 
     def at(self, t: Tensor) -> Tensor:
         return minimum(t * (1.0 / self.warmup), self.decayed(t)) * self.peak

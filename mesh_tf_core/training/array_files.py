@@ -14,7 +14,7 @@ import io
 import json
 import math
 import os
-import stat
+import weakref
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from mesh_tf_core.engines.pieces import VariablePiece
 from mesh_tf_core.files import create
 from mesh_tf_core.ir.dtypes import check_dtype, itemsize
 from mesh_tf_core.kernels.array_kernel import np_dtype
+from mesh_tf_core.reading import opened
 
 SAFE = {
     "F64": "float64",
@@ -78,11 +79,12 @@ class ArrayLocation:
         dtype = np_dtype(self.dtype)
         if not self.bytes:
             return np.zeros(self.shape, dtype)
-        return np.memmap(self.path, dtype, "r", self.offset, self.shape)
+        with opened(self.path) as file:
+            return np.memmap(file, dtype, "r", self.offset, self.shape)
 
     def sha256(self) -> str:
         """The SHA-256 of the bytes that the checksum covers."""
-        with self.path.open("rb") as file:
+        with opened(self.path) as file:
             file.seek(self.hashed)
             return digest(file, self.offset + self.bytes - self.hashed)
 
@@ -106,13 +108,7 @@ def places(path: Path) -> dict[str, ArrayLocation]:
       OSError: it cannot be read.
       ValueError: it is no such file, or its arrays are not all there; in one line.
     """
-    _check_file(path)
     return {"": _npy(path)} if path.suffix == ".npy" else _safetensors(path)
-
-
-def _check_file(path: Path) -> None:
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError(f"{path.name} is not a regular file")
 
 
 @contextlib.contextmanager
@@ -127,7 +123,7 @@ def _parsing(what: str) -> Iterator[None]:
 
 
 def _safetensors(path: Path) -> dict[str, ArrayLocation]:
-    with path.open("rb") as file:
+    with opened(path) as file:
         length = path.stat().st_size
         size = int.from_bytes(file.read(8), "little")
         if size > min(HEADER, length - 8):
@@ -180,7 +176,7 @@ def _place(path: Path, name: str, begin: int, said: Mapping[str, Any]) -> ArrayL
 
 def _npy(path: Path) -> ArrayLocation:
     """bfloat16, which the format lacks, is stored as uint16."""
-    with path.open("rb") as file, _parsing(path.name):
+    with opened(path) as file, _parsing(path.name):
         shape, turned, dtype, offset = _npy_header(file)
         found = ArrayLocation(
             path, offset, 0, "bfloat16" if dtype == np.uint16 else check_dtype(str(dtype)), shape
@@ -226,16 +222,16 @@ def zipped(path: Path) -> dict[str, Zipped]:
       OSError: it cannot be read.
       ValueError: it is no such file, or its arrays are not all there; in one line.
     """
-    _check_file(path)
-    found = {}
-    with _parsing(path.name):
-        archive = zipfile.ZipFile(path)
+    found, file = {}, opened(path)
+    with _parsing(path.name), contextlib.ExitStack() as failed:
+        failed.callback(file.close)
+        archive = zipfile.ZipFile(file)
         if min(entry.header_offset for entry in archive.infolist()) != 0:
             raise ValueError("the first array does not start at byte 0")
         entries = [entry for entry in archive.infolist() if entry.filename.endswith(".npy")]
         for name, entry in _once([(entry.filename.removesuffix(".npy"), entry) for entry in entries]).items():
-            with archive.open(entry) as file:
-                shape, _, dtype, offset = _npy_header(file)
+            with archive.open(entry) as stored:
+                shape, _, dtype, offset = _npy_header(stored)
             # Then reading the array reads all of the entry, which checks its checksum.
             if not dtype.hasobject and offset + dtype.itemsize * math.prod(shape) != entry.file_size:
                 raise ValueError(
@@ -243,6 +239,7 @@ def zipped(path: Path) -> dict[str, Zipped]:
                     f"{dtype}{list(shape)}"
                 )
             found[name] = Zipped(archive, entry, dtype, shape)
+        weakref.finalize(archive, failed.pop_all().close)
     return found
 
 

@@ -18,6 +18,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.faults import at_path
 from mesh_tf_core.files import create
 from mesh_tf_core.ir.dtypes import DTYPES
+from mesh_tf_core.reading import read_file
 
 FORMAT = "layoutopt-checkpoint/3"
 FORMATS = (FORMAT, "layoutopt-checkpoint/2")
@@ -136,13 +137,10 @@ def read(path: Path) -> Manifest:
       OSError: it cannot be read.
       ValueError: it is damaged, or of another format; in one line.
     """
-    found = path.lstat()
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(path.lstat().st_mode):
         raise ValueError(f"{path.name} is not a regular file")
-    if found.st_size > LARGEST:
-        raise ValueError(f"{path.name} has {found.st_size} bytes, more than a manifest can have")
     try:
-        plain = json.loads(path.read_bytes())
+        plain = json.loads(read_file(path, LARGEST))
         if not isinstance(plain, Mapping):
             raise ValueError(f"{path.name} must contain a JSON object, found {type(plain).__name__}")
         said = plain.get("format", FORMAT)

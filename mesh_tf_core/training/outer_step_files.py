@@ -349,7 +349,7 @@ def _opened(path: Path) -> Mapping[str, array_files.Zipped]:
             raise UnusablePost("the file is a broken symbolic link") from None
         raise
     except (OSError, ValueError) as error:
-        raise UnusablePost(str(error)) from None
+        raise UnusablePost(getattr(error, "strerror", None) or str(error)) from None
 
 
 def _about(arrays: Mapping[str, array_files.Zipped], kind: type[About]) -> About:

@@ -30,6 +30,7 @@ from mesh_tf_core.files import write_file
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.kernels.array_kernel import np_dtype
+from mesh_tf_core.reading import reading
 from mesh_tf_core.training import array_files, checkpoint
 
 GivenWeights = Mapping[str, Any] | str | Path | Sequence[str | Path]
@@ -232,7 +233,7 @@ def _arrays(weights: GivenWeights) -> dict[str, Any]:
     if isinstance(weights, Iterable) and not isinstance(weights, str):
         return {name: array for path in weights for name, array in _arrays(path).items()}
     path = Path(weights)
-    try:
+    with reading(f"load: {str(path)!r}", "give a complete file"):
         if path.is_dir():
             files = sorted(path.glob("*.safetensors"))
             return _arrays(files) if files else _checkpointed(path)
@@ -242,10 +243,6 @@ def _arrays(weights: GivenWeights) -> dict[str, Any]:
         if path.suffix == ".safetensors":
             found = array_files.places(path)
             return {name: _Array(p.shape, np_dtype(p.dtype), p.mapped) for name, p in found.items()}
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        raise UserError(f"load: {str(path)!r} cannot be read: {error}; give a complete file") from None
     raise UserError(f"load: {str(path)!r} is neither a .npz or .safetensors file nor a directory")
 
 

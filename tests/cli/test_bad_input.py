@@ -113,7 +113,7 @@ def test_model_files_that_fail(refused: Callable[..., str], tmp_path: Path) -> N
         ("{", "is not valid JSON"),
         ("{}", "has "),
         (json.dumps({"format": "layoutopt-hardware/1", "name": "mine"}), "chip is missing"),
-        ("[" * 100_000, "is invalid"),
+        ("[" * 100_000, "is nested too deeply"),
     ],
 )
 def test_a_malformed_profile(refused: Callable[..., str], tmp_path: Path, content: str, message: str) -> None:

@@ -88,7 +88,7 @@ def test_wrong_input(refused: Callable[..., str], tmp_path: Path) -> None:
     partial = tmp_path / "mine.partial.json"
     partial.write_text("{}", encoding="utf-8")
     line = refused("calibrate", "--mesh", "data:2", "--out", str(tmp_path / "mine.json"), "--quiet")
-    assert f"the partial results in {str(partial)!r} cannot be read; delete the file to start again" in line
+    assert f"the partial results in {str(partial)!r} are not those of a calibration; delete" in line
 
 
 def test_wrong_input_about_several_processes(

@@ -167,7 +167,7 @@ def test_an_infeasible_problem_names_its_rows(refused: Callable[..., str], tmp_p
 
 
 def test_other_problems_are_refused(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert "cannot read" in refused("solve-problem", str(tmp_path / "none.json"))
+    assert "cannot be read" in refused("solve-problem", str(tmp_path / "none.json"))
     assert "--time-limit is -1.0; give a positive number of seconds" in refused(
         "solve-problem", problem(tmp_path), "--time-limit", "-1"
     )

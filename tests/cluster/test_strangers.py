@@ -71,7 +71,7 @@ def test_the_secret_comes_from_a_variable_or_a_private_file(
     with pytest.raises(mtf.UserError, match="and mode 0640, so other users can read or change it; make"):
         given_secret()
     os.mkfifo(tmp_path / "pipe", 0o600)
-    for name, said in (("pipe", "is not a regular file"), ("none", "cannot be read: No such file")):
+    for name, said in (("pipe", "it is a named pipe"), ("none", "cannot be read: No such file")):
         monkeypatch.setenv(SECRET_FILE, str(tmp_path / name))
         with pytest.raises(mtf.UserError, match=said):
             given_secret()

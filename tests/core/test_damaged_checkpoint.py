@@ -156,8 +156,9 @@ def test_a_manifest_is_believed_only_when_all_of_it_is_right(lie: str, tmp_path:
 
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     checkpoint.write(tmp_path, 1, whole(VALUES), {})
-    for name in (FILE, manifest.MANIFEST):
+    words = {FILE: r"cannot be read \(it is a named pipe", manifest.MANIFEST: "is not a regular file"}
+    for name, said in words.items():
         (tmp_path / "step-000000001" / name).unlink()
         os.mkfifo(tmp_path / "step-000000001" / name)
-        with pytest.raises(UserError, match=f"step-000000001: {name} is not a regular file"):
+        with pytest.raises(UserError, match=f"step-000000001: {name} {said}"):
             checkpoint.newest(tmp_path)

@@ -15,7 +15,8 @@ import pytest
 
 from mesh_tf_core import files
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.files import check_writable, read_file, write_file
+from mesh_tf_core.files import check_writable, write_file
+from mesh_tf_core.reading import read_file
 
 
 @pytest.fixture

@@ -120,10 +120,10 @@ NAN = put("wi", lambda x: np.where(x == x.flat[3], np.nan, x))
 BOTH: dict[str, tuple[Callable[[Path], None], str]] = {
     "torn": (lambda p: p.write_bytes(p.read_bytes()[:-40]), "cannot be read"),
     "nothing": (lambda p: p.write_bytes(b""), "cannot be read"),
-    "a pipe": (pipe, "is not a regular file"),
-    "a device": (device, "is not a regular file"),
+    "a pipe": (pipe, "it is a named pipe"),
+    "a device": (device, "it is a device, not a regular file"),
     "a link to nothing": (nowhere, "the file is a broken symbolic link"),
-    "a folder": (folder, "is not a regular file"),
+    "a folder": (folder, "Is a directory"),
     "an array of 8 GiB": (bomb, "which do not fit an array float32[2147483648]"),
     "not finite": (edited(NAN), "contains NaN or infinite numbers"),
     "infinite": (edited(put("wi", lambda x: x + np.inf)), "contains NaN or infinite numbers"),

@@ -16,10 +16,10 @@ from costmodels.hardware import preset_content, read_hardware
 from layoutopt.cli.terminal import plain
 from layoutopt.importers.huggingface import from_huggingface
 from layoutopt.plan.build import load_plan
-from layoutopt.plan.json_files import load_json
 from layoutopt.solver import load
 from layoutopt.solver.files import to_json
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.reading import read_json, reading
 from mesh_tf_core.training import checkpoint
 from reports.page.answers import answers
 from reports.reader import plan_of, validation_of
@@ -71,7 +71,9 @@ def read_plan_without_details(path: Path) -> None:
 
 
 def read_validation(path: Path) -> None:
-    validation_of(load_json(path, "the validation", "write it again"))
+    with reading("the validation", "write it again"):
+        found = read_json(path)
+    validation_of(found)
 
 
 def read_checkpoint(path: Path) -> None:

@@ -388,7 +388,7 @@ def test_a_file_is_a_model(tmp_path: Path) -> None:
         ("{", "config.json is not valid JSON: "),
         ("[1]", "config.json is a JSON list, not an object"),
         ('{"format": "layoutopt-plan/1"}', "is a layoutopt-plan/1 file, not a model"),
-        ("[" * 100_000, "config.json is not valid JSON: "),
+        ("[" * 100_000, "config.json is nested too deeply"),
         ('{"a": "\\ud800"}', "model_type 'None'"),
     ],
 )

@@ -177,7 +177,7 @@ def test_float16_gradients_survive_with_a_scale() -> None:
     ("make", "message"),
     [
         (lambda: mtf.WarmupRsqrt(0.0, 3), "WarmupRsqrt: peak must be positive, found 0"),
-        (lambda: mtf.WarmupRsqrt(0.1, 0), "warmup must be at least 1 step, found 0"),
+        (lambda: mtf.WarmupRsqrt(0.1, 0), r"warmup must be 1 to 2\^63 - 1 steps, found 0"),
         (lambda: mtf.WarmupCosine(0.1, 5, 5), "total=5 steps must be more than warmup=5"),
         (lambda: mtf.WarmupLinear(0.1, 5, 9, 2.0), "floor must be from 0 to 1"),
         (lambda: mtf.SGD(0.1, clip_norm=-1.0), "clip_norm must be at least 0"),

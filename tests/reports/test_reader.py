@@ -43,7 +43,10 @@ def test_file_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (json.dumps(sample.plain_plan())[:700], r"is not valid JSON \(.*; the file has 700 characters\)"),
+        (
+            json.dumps(sample.plain_plan())[:700],
+            r"is not valid JSON: .* \(line 1, column \d+\)",
+        ),
         ("", "is not valid JSON"),
         ("[1, 2]", "it must be a JSON object, but is list"),
         (
@@ -67,7 +70,7 @@ def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"plan .* cannot be read: No such file"):
         reports.read_plan(tmp_path / "none.json")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(UserError, match="not a text file"):
+    with pytest.raises(UserError, match="is not UTF-8 text"):
         reports.read_plan(tmp_path / "bytes.json")
 
 

@@ -187,7 +187,7 @@ def test_hostile_contest_files_are_one_line_that_names_path_and_fault(
 ) -> None:
     path = tmp_path / "instance.json"
     path.write_text(json.dumps(instance(**changes)))
-    with pytest.raises(UserError, match=f"instance.json: .*{text}") as caught:
+    with pytest.raises(UserError, match=f"instance.json.*{text}") as caught:
         load(path)
     assert "\n" not in str(caught.value)
 
@@ -268,21 +268,21 @@ def test_hostile_problem_files_are_one_line_too(data: object, text: str, tmp_pat
         (b"\xff\xfe\x00{", "is not valid JSON|is not UTF-8 text"),
         (b"[" * 100_000, "is nested too deeply"),
         (b'{"problem": ' + b"9" * 5000 + b"}", "contains a number with too many digits"),
-        (gzip.compress(json.dumps(instance()).encode())[:-20], "the gzip data is damaged or truncated"),
-        (b"\x1f\x8b" + b"garbage" * 9, "the gzip data is damaged or truncated"),
+        (gzip.compress(json.dumps(instance()).encode())[:-20], "is damaged or truncated gzip data"),
+        (b"\x1f\x8b" + b"garbage" * 9, "is damaged or truncated gzip data"),
     ],
 )
 def test_damaged_files_are_named(data: bytes, text: str, tmp_path: Path) -> None:
     path = tmp_path / "damaged.json"
     path.write_bytes(data)
-    with pytest.raises(UserError, match=f"damaged.json: .*({text})"):
+    with pytest.raises(UserError, match=f"damaged.json' .*({text})"):
         load(path)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot read .*nowhere.json: No such file or directory"):
+    with pytest.raises(UserError, match=r"nowhere.json' cannot be read: No such file or directory"):
         load(tmp_path / "nowhere.json")
-    with pytest.raises(UserError, match=r"cannot read .*: Is a directory"):
+    with pytest.raises(UserError, match=r"cannot be read: Is a directory"):
         load(tmp_path)
 
 

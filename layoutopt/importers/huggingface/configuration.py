@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from dataclasses import fields as fields_of
@@ -142,7 +143,7 @@ def module_of(path: Path, shown: str) -> ModuleType:
 def _read(config: str | Path | Mapping[str, Any]) -> Configuration:
     if isinstance(config, Mapping):
         return chosen(config, "the configuration")
-    return chosen(read(Path(config).expanduser(), str(config)), str(config))
+    return chosen(read(Path(os.path.expanduser(config)), str(config)), str(config))
 
 
 @dataclass(frozen=True)

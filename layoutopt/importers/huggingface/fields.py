@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.files import read_file
+from mesh_tf_core.reading import read_json, reading
 
 LARGEST_FILE = 4_000_000
+LARGEST_NUMBER = 1e38
+"""The largest number of a field; float32 holds it."""
 """Bytes: published configurations have a few thousand."""
 NOTHING: Mapping[str, int] = {}
 LARGEST, MOST_LAYERS = 2**40, 10_000
@@ -89,8 +92,8 @@ class Fields:
     def number(self, name: str, default: float = 0.0) -> float:
         """A number of at least 0."""
         found = self.raw(name, default)
-        if not isinstance(found, int | float) or isinstance(found, bool) or not 0 <= found < float("inf"):
-            raise self.wrong(name, "give a number of at least 0")
+        if not isinstance(found, int | float) or isinstance(found, bool) or not 0 <= found <= LARGEST_NUMBER:
+            raise self.wrong(name, f"give a number from 0 to {LARGEST_NUMBER:g}")
         return float(found)
 
     def positive(self, name: str, default: float) -> float:
@@ -148,12 +151,8 @@ def read(path: Path, shown: str) -> dict[str, Any]:
     Args:
       shown: the file's name in errors.
     """
-    try:
-        found = json.loads(read_file(path, LARGEST_FILE).decode())
-    except OSError as error:
-        raise UserError(f"{shown} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{shown} is not valid JSON: {' '.join(str(error).split())[:200]}") from None
+    with reading(shown):
+        found = read_json(path, LARGEST_FILE)
     if not isinstance(found, dict):
         raise UserError(
             f"{shown} is a JSON {type(found).__name__}, not an object; give a JSON object with the "
@@ -169,7 +168,7 @@ def read(path: Path, shown: str) -> dict[str, Any]:
 
 def is_configuration(source: str) -> bool:
     """True if a file is the configuration of a model, and not a plan or anything else."""
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if path.suffix != ".json" or not path.is_file():
         return False
     try:

@@ -15,6 +15,7 @@ import stat
 from collections.abc import Sequence
 
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.reading import opened
 
 SECRET, SECRET_FILE = "LAYOUTOPT_JOB_SECRET", "LAYOUTOPT_JOB_SECRET_FILE"
 SHORTEST, LONGEST = 16, 4096
@@ -81,9 +82,8 @@ def _read_private(path: str) -> bytes:
     """All of a file that nobody else can read, without white space around it."""
     called = f"cluster: {SECRET_FILE} {path[:200]!r}"
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(handle, "rb") as file:
-            found = os.fstat(handle)
+        with opened(path) as file:
+            found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise UserError(f"{called} is not a regular file; name a file that contains the secret")
             if found.st_mode & 0o077 or found.st_uid not in (os.geteuid(), 0):

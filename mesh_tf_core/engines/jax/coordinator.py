@@ -17,6 +17,8 @@ import signal
 import sys
 import time
 
+from mesh_tf_core.reading import read_file
+
 LINGER = 20.0
 """Seconds that the service outlives the first process, at most."""
 HEARTBEAT = 100_000_000
@@ -46,9 +48,9 @@ def connected(address: str) -> bool:
 
     known = [table for table in tables if os.path.exists(table)]
     for table in known:
-        with open(table, encoding="utf-8", errors="surrogateescape") as file:
-            if any(here(line.rstrip("\n").split(None, 7)) for line in file):
-                return True
+        lines = read_file(table).decode(errors="surrogateescape").split("\n")
+        if any(here(line.split(None, 7)) for line in lines if line):
+            return True
     return not known
 
 

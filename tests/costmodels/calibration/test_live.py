@@ -106,7 +106,7 @@ def test_partial_results_of_another_mesh_are_refused(tmp_path):
         calibrate(MESH, resume=file, wanted=[])
     for content in ("{", '{"key": 1, "measurements": []}', "[" * 5000):
         file.write_text(content)
-        with pytest.raises(UserError, match="cannot be read; delete the file"):
+        with pytest.raises(UserError, match="; delete the file to start again"):
             calibrate(MESH, resume=file, wanted=[])
     file.write_text(json.dumps({"key": {"a\nb": "c"}, "measurements": []}))
     with pytest.raises(UserError, match="are of a b c, not of mesh"):
