@@ -156,7 +156,10 @@ def test_recorded_texts_and_numbers_that_nobody_wrote_are_refused() -> None:
     """A plan's command with an open quotation; a field of 10**59; a warm-up of 10**400 steps."""
     for use, said in (
         (lambda: _settings("layoutopt search 'x --set"), "give MODEL, and its options, instead of --like"),
-        (lambda: Fields({"rope_theta": 1e59}, "config.json").number("rope_theta"), "a number from 0 to 1e"),
+        (
+            lambda: Fields({"rope_theta": 1e59}, "config.json").number("rope_theta"),
+            r"a number of at most 1e\+38",
+        ),
         (lambda: mtf.WarmupRsqrt(0.1, 10**400), "warmup must be 1 to"),
         (
             lambda: on_mesh(mlp.model(), mtf.Mesh("x:2"), SearchSpace(pipeline=("none",))),

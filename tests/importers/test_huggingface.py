@@ -249,6 +249,7 @@ def advised(text: str) -> Any:
         (r"give a whole number of at least (\d+)", int),
         (r"give a number above (0)", lambda _: 1.0),
         (r"give a number of at least (\d+)", float),
+        (r"give a number of at most (\S+)", float),
     )
     return next(value(found[1]) for form, value in forms if (found := re.search(form, text)))
 

@@ -12,9 +12,9 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.reading import read_json, reading
 
 LARGEST_FILE = 4_000_000
+"""Bytes: published configurations have a few thousand."""
 LARGEST_NUMBER = 1e38
 """The largest number of a field; float32 holds it."""
-"""Bytes: published configurations have a few thousand."""
 NOTHING: Mapping[str, int] = {}
 LARGEST, MOST_LAYERS = 2**40, 10_000
 """The largest whole number, and the largest number of layers: a larger one is taken for a typing error."""
@@ -90,10 +90,12 @@ class Fields:
         return found
 
     def number(self, name: str, default: float = 0.0) -> float:
-        """A number of at least 0."""
+        """A number from 0 to LARGEST_NUMBER."""
         found = self.raw(name, default)
-        if not isinstance(found, int | float) or isinstance(found, bool) or not 0 <= found <= LARGEST_NUMBER:
-            raise self.wrong(name, f"give a number from 0 to {LARGEST_NUMBER:g}")
+        if not isinstance(found, int | float) or isinstance(found, bool) or not found >= 0:
+            raise self.wrong(name, "give a number of at least 0")
+        if found > LARGEST_NUMBER:
+            raise self.wrong(name, f"give a number of at most {LARGEST_NUMBER:g}")
         return float(found)
 
     def positive(self, name: str, default: float) -> float:
