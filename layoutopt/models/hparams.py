@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,9 +102,9 @@ def parse_settings(settings: Sequence[str], defaults: Defaults, source: str) -> 
 _ASKED = {
     "bool": "true or false",
     "int": "a whole number",
-    "float": "a number",
+    "float": "a finite number",
     "str": "text",
-    "any": "a value",
+    "any": "a finite value",
 }
 
 
@@ -112,7 +113,10 @@ def _value(text: str, default: Default) -> Any:
         raise ValueError(text)
     if text.lower() == "none" and (default.value is None or "None" in default.annotation):
         return None
-    return _READ[default.kind](text)
+    found = _READ[default.kind](text)
+    if isinstance(found, float) and not math.isfinite(found):
+        raise ValueError(text)
+    return found
 
 
 def _bool(text: str) -> bool:

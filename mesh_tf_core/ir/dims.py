@@ -12,8 +12,8 @@ from mesh_tf_core.errors import UserError, known_names
 
 NAME = re.compile(r"[^\s:;,+\[\]\x00-\x1f\x7f-\x9f]+")
 """The names that dimensions and mesh axes may have: those that rules can contain and terminals can show."""
-LARGEST = 2**63 - 1
-"""Largest size of a dimension: the range of an index."""
+LARGEST = 2**48
+"""Largest size of a dimension; a larger one is taken for a typing error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,10 @@ class Dim:
         if type(self.size) is not int or self.size < 1:
             raise UserError(f"dimension {self.name!r}: size must be a positive integer, found {self.size!r}")
         if self.size > LARGEST:
-            raise UserError(f"dimension {self.name!r}: size must be less than 2^63, found {self.size}")
+            raise UserError(
+                f"dimension {self.name!r}: size must be at most 2^48, found about "
+                f"2^{self.size.bit_length() - 1}"
+            )
 
     def __str__(self) -> str:
         return f"{self.name}:{self.size}"

@@ -225,13 +225,7 @@ class AnyAttention(StepCopies, ContextParallel, abstract=True):
         ahead = 0 if self.causal else back - 1
         if blocks and queries % BLOCKS[-1] == 0 == m % BLOCKS[-1]:
             q, kv = (next(b for b in BLOCKS if size % b == 0) for size in (queries, m))
-
-            def seen(row: int) -> int:
-                """Keys of the blocks that a block of queries sees."""
-                last = min(m, row + q + ahead)
-                return max(0, last + -last % kv - max(0, row - back + 1) // kv * kv)
-
-            return max(q * sum(map(seen, range(start, start + queries, q))) for start in starts)
+            return max(visible_blocks(start, queries, m, back, ahead, q, kv) for start in starts)
         return max(visible_pairs(start, queries, m, back, ahead) for start in starts)
 
     def _blocked(self, *local: TensorType) -> tuple[float, float, float]:
@@ -276,6 +270,27 @@ def visible_pairs(start: int, queries: int, keys: int, back: int, ahead: int) ->
         return below(max(0, start + queries + shift)) - below(max(0, start + shift))
 
     return summed(ahead + 1) - summed(1 - back)
+
+
+def visible_blocks(start: int, queries: int, keys: int, back: int, ahead: int, q: int, kv: int) -> int:
+    """Pairs of the blocks of q queries and kv keys that contain a pair of `visible_pairs`."""
+    count = queries // q
+
+    def summed(first: int) -> int:
+        """Over the blocks of queries, of how many whole blocks of keys lie before a position; `first`: the
+        position of the first block."""
+        low, high = (min(count, max(0, -((first - edge) // q))) for edge in (0, keys))
+        return _quotients(high - low, q, first + low * q, kv) + (count - high) * (keys // kv)
+
+    return q * kv * (summed(start + q + ahead + kv - 1) - summed(start + 1 - back))
+
+
+def _quotients(count: int, step: int, first: int, by: int) -> int:
+    """Sum over i < count of (first + i * step) // by, as Euclid's algorithm counts it."""
+    whole = count * (count - 1) // 2 * (step // by) + count * (first // by)
+    step, first = step % by, first % by
+    top = step * count + first
+    return whole + (_quotients(top // by, by, top % by, step) if top >= by else 0)
 
 
 def ordered(k: Kernel, x: Any, t: TensorType, names: Sequence[str]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,8 +59,8 @@ class Optimizer:
         )
         for rate in (self.learning_rate, *self.rates.values()):
             check(name, learning_rate=(rate, RATE))
-            if not isinstance(rate, Schedule) and not rate > 0:
-                raise UserError(f"{name}: learning_rate must be positive, found {rate}")
+            if not isinstance(rate, Schedule) and not 0 < rate < math.inf:
+                raise UserError(f"{name}: learning_rate must be positive and finite, found {rate}")
         for pattern in self.rates:
             try:
                 re.compile(pattern)

@@ -30,7 +30,7 @@ from mesh_tf_core.tracing.residuals import Residuals
 from mesh_tf_core.tracing.source_locations import caller
 
 T = TypeVar("T")
-MOST_OPERATIONS = 250_000
+MOST_OPERATIONS = 100_000
 """The largest number of operations in one graph, built in seconds: work on a larger one would not end in a
 day."""
 

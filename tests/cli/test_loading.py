@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from layoutopt.models.loading import Loaded, load_model
+from layoutopt.models.loading import Loaded, hyperparameters, load_model
 from mesh_tf_core.errors import LayoutError, UserError
 
 MODEL = """
@@ -114,6 +114,21 @@ def test_values_are_read_by_the_type_of_the_default(tmp_path: Path) -> None:
     assert found.model.parameters == 16
 
 
+@pytest.mark.parametrize("example", ["mlp", "transformer_lm", "moe_lm"])
+def test_every_number_has_a_limit(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes, layers and rates of 400 digits are refused by name or by the hyperparameter's meaning, at once;
+    no size of 10**18 is taken."""
+    monkeypatch.setattr("mesh_tf_core.tracing.graph.MOST_OPERATIONS", 200)
+    source = f"examples/{example}.py"
+    for name, default in hyperparameters(source).items():
+        if default.kind in ("int", "float"):
+            with pytest.raises(UserError, match=r" must be | is not a finite | more than 200 op"):
+                load_model(source, [f"{name}={'9' * 400}"])
+        if default.kind == "int" and name != "warmup":
+            with pytest.raises(UserError, match=r" must be | more than 200 operations"):
+                load_model(source, [f"{name}=1e18"])
+
+
 @pytest.mark.parametrize(("text", "value"), [("True", True), ("1", True), ("false", False), ("0", False)])
 def test_truth_values(tmp_path: Path, text: str, value: bool) -> None:
     assert loaded(tmp_path, "", f"wide={text}").hparams["wide"] is value
@@ -128,7 +143,7 @@ def test_truth_values(tmp_path: Path, text: str, value: bool) -> None:
         ),
         ("wide=maybe", r"'maybe' is not true or false, which 'wide' requires \(default: False"),
         ("batch=2.5", r"'2.5' is not a whole number, which 'batch' requires \(default: 4"),
-        ("rate=fast", r"'fast' is not a number, which 'rate' requires \(default: 0.1"),
+        ("rate=fast", r"'fast' is not a finite number, which 'rate' requires \(default: 0.1"),
         ("batch", "--set 'batch' is not NAME=VALUE; write for example --set layers=12"),
     ],
 )

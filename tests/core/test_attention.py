@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -178,6 +179,8 @@ def test_blocks_with_a_pair_that_sees_each_other_count_whole(
     q, kv = (next(b for b in (512, 256, 128) if size % b == 0) for size in (n, m))
     blocks = brute(n, m, causal, window).reshape(n // q, q, m // kv, kv).any((1, 3))
     assert op.pairs(n, blocks=True) == blocks.sum() * q * kv
+    large = replace(op, length=mtf.Dim("l", 2**40), memory=mtf.Dim("m", 2**40))
+    assert op.pairs(n) <= large.pairs(2**40) <= large.pairs(2**40, blocks=True)  # at once, and in bounds
 
 
 @pytest.mark.parametrize("causal", [False, True])

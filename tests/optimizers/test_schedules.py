@@ -211,7 +211,7 @@ def test_bad_rates() -> None:
         engine_of(mtf.SGD(0.1, rates={"offset": 0.5}))
     with pytest.raises(mtf.UserError, match="in `rates` is not a valid regular expression"):
         mtf.SGD(0.1, rates={"(": 0.5})
-    with pytest.raises(mtf.UserError, match="learning_rate must be positive, found 0"):
+    with pytest.raises(mtf.UserError, match="learning_rate must be positive and finite, found 0"):
         mtf.SGD(0.1, rates={"w": 0.0})
     with pytest.raises(mtf.UserError, match="only schedules and positive numbers can be added to a schedule"):
         mtf.LinearWarmup(3) * -1
