@@ -107,11 +107,17 @@ def search(
       UserError: an argument is wrong.
 
     Example:
-      >>> import layoutopt
+      >>> import layoutopt, mesh_tf_core
       >>> from examples import mlp
       >>> plan = layoutopt.search(mlp.model(), mesh="data:4", hardware="tpu-v5e", pins="batch:data")
       >>> plan.solver.status, plan.layout["batch"]
       ('OPTIMAL', ('data',))
+      >>> try:
+      ...     layoutopt.search(mlp.model(), mesh="data:1", hardware="tpu-v5e", memory=4e5, microbatches="1")
+      ... except mesh_tf_core.InfeasibleError as error:
+      ...     first = error.repairs[0]
+      >>> first.change, layoutopt.search(mlp.model(), **first.asked).solver.status
+      ('--offload optimizer', 'OPTIMAL')
     """
     if not isinstance(model, Model):
         raise UserError(

@@ -30,15 +30,20 @@ MODELS: dict[str, Callable[[], mtf.Model]] = {
     "experts": lambda: mixture(**TINY, layers=2, experts=4),
     "stages": lambda: transformer(**TINY, layers=4),
 }
-WAYS: list[tuple[str, dict[str, Any]]] = [
+WAYS: list[Any] = [
     ("mlp", {}),
-    ("experts", {}),
     *(
-        ("stages", {"pipeline": "layers", "pins": "layers:a", "schedule": (schedule,)})
-        for schedule in SCHEDULES
+        pytest.param(name, asked, marks=pytest.mark.nightly)
+        for name, asked in [
+            ("experts", {}),
+            *(
+                ("stages", {"pipeline": "layers", "pins": "layers:a", "schedule": (schedule,)})
+                for schedule in SCHEDULES
+            ),
+        ]
     ),
 ]
-"""A model, and what may be chosen."""
+"""A model, and what may be chosen; the longer hunts run nightly."""
 
 
 @pytest.fixture(autouse=True)
