@@ -130,7 +130,7 @@ class Model:
         """The sizes of what a step reads: of the batch, and of its tokens."""
         names = dict.fromkeys((*filter(None, (self.batch_dim,)), *self._token_names))
         shapes = [t.shape for t in self.graph.inputs.values()]
-        return {n: next(s.dim(n).size for s in shapes if n in s.names) for n in names}
+        return {n: s.dim(n).size for n in names for s in reversed(shapes) if n in s.names}
 
     @property
     def _token_names(self) -> tuple[str, ...]:

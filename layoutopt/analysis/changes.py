@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from layoutopt.optimize.evaluation import Evaluation
@@ -14,7 +14,6 @@ from layoutopt.runtime.clock import Clock
 from layoutopt.space.decisions import KINDS, SearchSpace
 from layoutopt.space.kind import Chosen, Decision, Target
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.options import DEFAULT
 
 
@@ -70,5 +69,4 @@ def _choices(kind: type[Decision], target: Target) -> tuple[dict[str, Any], list
                 each.apply(choice, to)
         if not to.splits:
             found.append(to.options)
-    plain = {f.name: getattr(DEFAULT, f.name) for f in fields(Options)}
-    return {name: plain[name] for options in found for name in options}, found
+    return {name: getattr(DEFAULT, name) for options in found for name in options}, found

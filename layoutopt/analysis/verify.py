@@ -11,12 +11,11 @@ permutations.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -243,6 +242,8 @@ def _in_time(
     began, now = time.monotonic(), ["the compiler starts"]
 
     def begins(what: str) -> None:
+        if clock.over:  # nobody waits for it, and who listened is gone
+            raise TimeoutError(what)
         now[0] = what
         tell(what)
 
@@ -254,8 +255,8 @@ def _in_time(
 
     threading.Thread(target=run, daemon=True).start()
     while not clock.over:
-        with contextlib.suppress(TimeoutError):
-            return ended.result(EVERY if clock.left is None else min(EVERY, clock.left))
+        if wait([ended], EVERY if clock.left is None else min(EVERY, clock.left)).done:
+            return ended.result()
         tell(f"{now[0]}: {duration_text(time.monotonic() - began)} so far")
     why = f"the time limit of {clock.limit:g} s passed ({now[0]}); raise the time limit"
     return CompilerRefusal(why, False, late=True)

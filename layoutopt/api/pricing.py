@@ -257,8 +257,8 @@ def lint(
 
     Args:
       model, mesh, layout, hardware, options, decided: as in `cost`.
-      time_limit: seconds for the search for the best layout.
-      odd: arrays that the user's own shardings place otherwise than operations read them.
+      time_limit: seconds for the search for the best layout (four fifths) and for single changes.
+      odd: arrays of the user's own shardings to report, each with the placement that avoids its move.
 
     Raises:
       UserError: the layout is illegal.

@@ -227,7 +227,7 @@ def load_model(
 
     Args:
       settings: texts `name=value`, or a mapping of values.
-      devices: that will train it, for what a configuration leaves open; None: not known.
+      devices: number of devices; the default batch of a config.json is a multiple of it. None: unknown.
 
     Raises:
       UserError: no such file or function, an unknown hyperparameter, a file that raises, a function that
@@ -238,10 +238,9 @@ def load_model(
     defaults = _defaults(function, source, module)
     changed = dict(settings) if isinstance(settings, Mapping) else parse_settings(settings, defaults, source)
     defaults.check(changed, source)
-    open_ = module.assumed(devices) if hasattr(module, "assumed") else {}
-    kept = {n: open_.get(n, (d.value, "")) for n, d in defaults.items() if d.given and n not in changed}
-    hparams = {n: kept[n][0] if n in kept else changed[n] for n in defaults if n in kept or n in changed}
-    hparams |= changed
+    open_: dict[str, tuple[Any, str]] = getattr(function, "assumed", lambda _: {})(devices)
+    kept = {n: open_.get(n, (d.value, "")) for n, d in defaults.items() if d.given}
+    hparams = {**{n: value for n, (value, _) in kept.items()}, **changed}
     missing = [n for n in defaults if n not in hparams]
     if missing:
         raise UserError(
@@ -254,7 +253,8 @@ def load_model(
     if not isinstance(model, Model):
         must = TORCH if is_torch(model) else "return a mesh_tf_core.Model(loss, optimizer)"
         raise UserError(f"{source}: {name}() returned {typed(model)}; {must}")
-    model.hparams, model.assumed = hparams, {n: why for n, (_, why) in kept.items()}
+    model.hparams = hparams
+    model.assumed = {n: why for n, (_, why) in kept.items() if n not in changed}
     return Loaded(model, source, hparams, module, loaded_files(before))
 
 

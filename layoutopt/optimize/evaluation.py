@@ -207,14 +207,10 @@ class Evaluation:
             yield f"{told} by default; set {'them' if len(why) > 1 else 'it'}, e.g. " + " ".join(
                 f"--set {n}={2 * model.batch[n]}" for n in why
             )
-        if (
-            name is not None
-            and name in model.assumed
-            and self.replicas is None
-            and model.batch[name] < devices
-        ):
+        size = model.batch.get(name or "", devices)
+        if name in model.assumed and self.replicas is None and size < devices:
             yield (
-                f"{name} is {model.batch[name]:,} by default, less than the {devices:,} devices; set the "
+                f"{name} is {size:,} by default, less than the {devices:,} devices; set the "
                 f"batch that you train with, e.g. --set {name}={devices}"
             )
 
@@ -273,7 +269,7 @@ class Evaluation:
         if total >= CHOOSING * step:
             longest = max(lines, key=lambda x: x.seconds * x.times)
             yield (
-                f"products with one-hot tensors, most of them in {longest.origin.scope or 'the model'}, take "
+                f"products with one-hot tensors, the longest in {longest.origin.scope or 'the model'}, take "
                 f"{share_text(total, step)} of the step; a trainer that sorts or gathers tokens instead does "
                 "not run them, so its step is shorter and its best layout may differ"
             )

@@ -108,7 +108,7 @@ class LayoutSearch:
         """No layout that holds at most `limit` bytes takes fewer seconds."""
         if not self.listed:
             meshes = (each.mesh.devices for each in self.incumbents.subproblems.values())
-            return Bound(self.request.evaluator.alone() / next(meshes, 1), Source.SHARE)
+            return Bound(self.request.evaluator.alone() / next(meshes, math.inf), Source.SHARE)
         bounds = (each.bounds.lower(limit) for each in self.problems)
         return min(bounds, key=lambda bound: bound.value, default=Bound(math.inf))
 

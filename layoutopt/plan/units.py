@@ -115,11 +115,9 @@ def signed_percent(share: float) -> str:
 def step_change(seconds: float, before: float) -> str:
     """A duration beside another: '8.3 % longer', '4.0 % shorter', 'as long'."""
     change = seconds / before - 1
-    return (
-        f"{percent(abs(change))} {'longer' if change > 0 else 'shorter'}"
-        if abs(change) >= 5e-4
-        else "as long"
-    )
+    if abs(change) < 5e-4:
+        return "as long"
+    return f"{percent(abs(change))} {'longer' if change > 0 else 'shorter'}"
 
 
 def against(value: float, base: float) -> str:

@@ -50,10 +50,6 @@ class ResidualProblem:
             found[v] = int(self.kept[v][choice])
         return tuple(found)
 
-    def holds(self, choices: Sequence[int]) -> bool:
-        """True if these choices of the other problem remain."""
-        return all(choice in kept for kept, choice in zip(self.kept, choices, strict=True))
-
     def project(self, choices: Sequence[int]) -> Choices:
         """The choices here that are nearest to the other problem's."""
         pairs = ((self.kept[v], choices[v]) for v in self.free)

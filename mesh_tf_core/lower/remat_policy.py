@@ -56,10 +56,12 @@ class KeptKind(NamedTuple):
     def of(cls, word: str) -> KeptKind | None:
         """The kind that a word means; None for a name."""
         found = _KIND.fullmatch(word)
-        return found and cls(found[1], int(found[2] or 1), tuple(filter(None, found[3].split("-"))))
+        return found and cls(found[1], int(found[2] or 1), tuple(filter(None, re.split(DASH, found[3]))))
 
 
-_KIND = re.compile(rf"({'|'.join(KINDS)})(?:/([1-9]\d*))?((?:-[^-]+)*)")
+DASH = r"-(?!\d)"
+"""Begins a name that a kind leaves out; in blocks/0-3, the scope of layers of a JAX model, it does not."""
+_KIND = re.compile(rf"({'|'.join(KINDS)})(?:/([1-9]\d{{0,8}}))?((?:{DASH}(?:[^-]|-(?=\d))+)*)")
 
 
 class Recomputed(NamedTuple):

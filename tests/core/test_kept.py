@@ -20,7 +20,7 @@ from mesh_tf_core.engines import open_engine
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Loop, Program
 from mesh_tf_core.lower import loops
-from mesh_tf_core.lower.remat_policy import KINDS, Recomputed, kept_values
+from mesh_tf_core.lower.remat_policy import KINDS, KeptKind, Recomputed, kept_values
 from mesh_tf_core.lower.verify import verify
 from mesh_tf_core.tracing.stage_layers import loop_name
 from tests.marks import by_day
@@ -271,3 +271,17 @@ def test_texts_have_one_form() -> None:
     )
     assert Recomputed.parse("layers:keep=products/2+products").keep == ("products",)
     assert Recomputed.parse("layers") == Recomputed("layers") and len(KINDS) == 4
+
+
+@pytest.mark.parametrize(
+    ("word", "without"),
+    [
+        ("products-experts", ("experts",)),
+        ("products/2-blocks/0-3", ("blocks/0-3",)),
+        ("attention-a-b/0-31-c", ("a", "b/0-31", "c")),
+    ],
+)
+def test_numbers_of_layers_belong_to_the_name_that_is_left_out(word: str, without: tuple[str, ...]) -> None:
+    kind = KeptKind.of(word)
+    assert kind is not None and kind.without == without
+    assert KeptKind.of(f"products/{'1' * 5000}") is None

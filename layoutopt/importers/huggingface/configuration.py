@@ -136,7 +136,8 @@ def module_of(path: Path, shown: str) -> ModuleType:
         return {"batch": (batch, each), "length": (known["length"], OURS)}
 
     made = ModuleType("configuration", f"The model of {shown}.")
-    made.model, made.data, made.assumed = model, data, assumed  # type: ignore[attr-defined]
+    model.assumed = assumed  # type: ignore[attr-defined]
+    made.model, made.data = model, data  # type: ignore[attr-defined]
     return made
 
 

@@ -7,10 +7,10 @@ carried out), because operations broadcast by name. A number represents an array
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -305,7 +305,7 @@ class Writer:
         other hyperparameters have other arrays, and share variables by name."""
         shape = Shape(dims)
         content = repr((dtype, shape.sizes)).encode() + np.asarray(array).tobytes()
-        name = f"constants/{zlib.crc32(content):08x}"
+        name = f"constants/{sha256(content).hexdigest()[:16]}"
         variable = Variable(name, shape, dtype, beginning(array, shape), False)
         found = self.graph.variables.get(name) or self.graph.declare(variable)
         return mtf.rename(self.graph.read(found), **dict(zip(found.shape.names, shape.names, strict=True)))
