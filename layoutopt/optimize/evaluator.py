@@ -76,6 +76,7 @@ class Evaluator:
       tight: the fastest layout of some mesh did not fit, so those of others may not fit either.
       again: sets of loops (`again_in`) that ran again in a layout that did not fit: their rows are needed on
         other meshes too.
+      rows_over: the most bytes that rows counted more than the program of an evaluated layout.
     """
 
     def __init__(self, model: Model, hardware: Hardware) -> None:
@@ -85,6 +86,7 @@ class Evaluator:
         self._known: dict[Hashable, Evaluation | str] = {}
         self._prices: dict[Mesh, Pricer] = {}
         self._table_prices: TablePrices | None = None
+        self.rows_over = 0.0
         self._computed: dict[Collection[str] | None, float] = {}
 
     def prices(self, mesh: Mesh) -> Pricer:

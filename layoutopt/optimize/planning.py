@@ -73,11 +73,12 @@ def make_plan(
       ProgramError: the program of the layout is not well-formed; a defect of lowering.
     """
     subproblem = search.subproblem_of(best)
-    searched = search.bound if bound is None else bound
+    exact = not request.evaluator.rows_over
+    searched = (search.bound if bound is None else bound) if exact else NO_SHARE
     verify(best.evaluation.program)
     names = axis_names(best.layout, best.mesh, request.model) if search.renames else {}
     # A bound is known of all: then so is a device's share of the work, which needs no time that is left.
-    proof, beside = _Proof(search.proven, searched), Alternatives(request, best, names, shapes)
+    proof, beside = _Proof(search.proven and exact, searched), Alternatives(request, best, names, shapes)
     limited = request.clock.limit is not None or not proof.proven
     if request.objective != Objective.MEMORY and limited and 0 < searched.value < math.inf:
         proof.share = share_bound(request, best.mesh)
@@ -105,6 +106,7 @@ def make_plan(
         *beside.notes(),
         *repeats,
         *_unsplit(request),
+        *_rows_over(request),
         *_fewer(request, len(others) + 1),
     )
     data = PlanFile(
@@ -319,6 +321,16 @@ def _tight(request: Request, of: Evaluation, others: Sequence[Alternative]) -> l
             f"{step_change(found.step_seconds, step)})"
         )
     return [f"{doubt}; {ease}"]
+
+
+def _rows_over(request: Request) -> list[str]:
+    """That the rows count more than a program holds, if any evaluated layout shows it."""
+    if not (over := request.evaluator.rows_over):
+        return []
+    return [
+        f"the search's memory rows count {bytes_text(over)} more than the lowered program of a layout "
+        "holds, so they may have ruled out layouts that fit; their bound therefore proves nothing"
+    ]
 
 
 def _unsplit(request: Request) -> list[str]:

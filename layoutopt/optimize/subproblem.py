@@ -255,6 +255,9 @@ class SubproblemSearch:
                 return SubproblemOutcome(None, math.inf if proven else bound, proven)
             choices = canonical(problem, self.extraction, solution.choices)
             evaluation = self.evaluate(choices)
+            over = max(row.use(choices) for row in self.rows) - evaluation.memory.peak
+            if over > max(ROUNDING, self._evaluator.rows_over):
+                self._evaluator.rows_over = over
             if evaluation.memory.peak <= limit:
                 layout, options = self.extraction.read(choices)
                 best = EvaluatedLayout(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import layoutopt.optimize.planning as planning
 import mesh_tf_core as mtf
 from costmodels.pricing.pricer import Pricer
+from layoutopt.formulation.memory_constraints import MemoryConstraints
 from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.plan.build import Plan
-from layoutopt.solver import TOLERANCE
+from layoutopt.solver import TOLERANCE, ResourceRow
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower.verify import ProgramError
 from tests.layoutopt.models import EXAMPLES
@@ -67,6 +69,23 @@ def test_tables_above_the_program_of_a_layout_that_nobody_evaluated_prove_nothin
     assert plan.solver.status == "FEASIBLE" and plan.solver.gap > 0.1
     assert plan.solver.likely_gap == pytest.approx(1 - 1 / 1.01)
     assert any("more time than the lowered program of another layout" in note for note in plan.data.notes)
+
+
+def test_memory_rows_above_the_program_of_an_evaluated_layout_prove_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = {**ASKED, "memory": search(EXAMPLES["mlp"](), **ASKED).predicted.peak_memory_bytes - 1}
+    assert search(EXAMPLES["mlp"](), **asked).solver.status == "OPTIMAL"
+    rows = MemoryConstraints._row
+
+    def more(self: MemoryConstraints, *about: Any) -> ResourceRow:
+        found = rows(self, *about)
+        return replace(found, entries=(*found.entries, *found.entries[:1]))
+
+    monkeypatch.setattr(MemoryConstraints, "_row", more)
+    plan = search(EXAMPLES["mlp"](), **asked)
+    assert plan.solver.status == "FEASIBLE" and plan.solver.gap > 0
+    assert any("memory rows count" in note for note in plan.data.notes)
 
 
 def test_within_the_tolerance_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
