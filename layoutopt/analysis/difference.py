@@ -92,5 +92,5 @@ def _causes(
         then = made.get("foreign", 0.0)
         before = f" and {then:.0%} during calibration" if "foreign" in made else ""
         again = "calibrate and measure" if then > FOREIGN else "measure"
-        remedy = f": close them and {again} again" if max(load, then) > FOREIGN else ""
+        remedy = f": close them, then {again} again" if max(load, then) > FOREIGN else ""
         yield f"Other processes used {load:.0%} of the cores during the steps{before}{remedy}"

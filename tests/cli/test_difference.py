@@ -59,10 +59,10 @@ CAUSES: dict[str, tuple[dict[str, Any], str]] = {
         {"load": 0.02},
         "Other processes used 2% of the cores during the steps and 3% during calibration",
     ),
-    "load": ({"load": 0.8}, "80% of the cores during the steps and 3% during calibration: close them and"),
+    "load": ({"load": 0.8}, "80% of the cores during the steps and 3% during calibration: close them, then"),
     "load then": (
         {"load": 0.0, "hardware": calibrated(foreign=0.8)},
-        "0% of the cores during the steps and 80% during calibration: close them and calibrate and measure",
+        "0% of the cores during the steps and 80% during calibration: close them, then calibrate and measure",
     ),
     "preset": (
         {"hardware": load_hardware("cpu-local")},
@@ -117,4 +117,4 @@ def test_commands_say_it_in_text_and_json(
     (found,) = json.loads(run(command, *RUN, *COMMANDS[command], "--json").stdout)["notes"]
     assert f"note: {found}" in " ".join(printed.stdout.split())
     assert "cpu-local is not calibrated for this machine" in found
-    assert "Other processes used 80% of the cores during the steps: close them and measure again" in found
+    assert "Other processes used 80% of the cores during the steps: close them, then measure again" in found
