@@ -26,6 +26,7 @@ from mesh_tf_core.lower.rematerialization import check_saved, layer_again
 from mesh_tf_core.lower.replicas import ReplicaPrograms, check_whole, lower_replicas
 from mesh_tf_core.optimizers import SGD, Optimizer, by_name
 from mesh_tf_core.optimizers.base import apply_updates
+from mesh_tf_core.tracing.assigning import as_updates
 from mesh_tf_core.tracing.gradients import gradients, unwidened
 from mesh_tf_core.tracing.graph import Graph, graph_of
 from mesh_tf_core.tracing.microbatch import accumulate
@@ -204,6 +205,7 @@ class Model:
             )
         # The update widens what it reads; until then a gradient lies and travels in the width it is made in.
         pairs = [(v, unwidened(g)) for v, g in zip(trained, grads, strict=True) if g is not None]
+        as_updates(graph)
         apply_updates(graph, self.optimizer, pairs)
         return TrainingStep(graph, {"loss": loss, **metrics}, tuple(pairs))
 

@@ -8,8 +8,12 @@ import numpy as np
 
 import mesh_tf_core as mtf
 from mesh_tf_core.optimizers import by_name
+from mesh_tf_core.tracing.graph import graph_of
 
 BATCH, D, F, LAYERS = mtf.Dim("batch", 8), mtf.Dim("d", 8), mtf.Dim("f", 16), mtf.Dim("layers", 3)
+
+AFTER = "moving average of all layers"
+"""It has its new value outside of the loop."""
 
 
 def _variable(g: mtf.Graph, dims: list[mtf.Dim], dtype: str, trainable: bool = False) -> mtf.Tensor:
@@ -51,6 +55,11 @@ def _behind_stops(g: mtf.Graph, h: mtf.Tensor, y: mtf.Tensor, w: mtf.Tensor) -> 
     return mtf.einsum([y, stopped], [BATCH, D])
 
 
+def _after(g: mtf.Graph, h: mtf.Tensor, y: mtf.Tensor, w: mtf.Tensor) -> mtf.Tensor:
+    average = _variable(g, [D, F], h.dtype)
+    return mtf.einsum([mtf.tanh(mtf.einsum([h, average], [BATCH, F])) - y, w], [BATCH, D])
+
+
 KINDS: dict[str, Callable[..., mtf.Tensor]] = {
     "trained": _trained,
     "frozen": _frozen,
@@ -59,11 +68,12 @@ KINDS: dict[str, Callable[..., mtf.Tensor]] = {
     "running statistics": _statistics,
     "statistics that are only written": _unread,
     "moving average": _average,
+    AFTER: _after,
 }
 """How a layer uses `other`: g, its input, its hidden values, its trained weight."""
 
 
-def model(kind: str, dtype: str = "float64", d: int = D.size) -> mtf.Model:
+def model(kind: str, dtype: str = "float64", layers: mtf.Dim = LAYERS) -> mtf.Model:
     g = mtf.Graph(kind)
 
     def layer(h: mtf.Tensor) -> mtf.Tensor:
@@ -71,7 +81,10 @@ def model(kind: str, dtype: str = "float64", d: int = D.size) -> mtf.Model:
         y = mtf.tanh(mtf.einsum([h, w], [BATCH, F]))
         return h + KINDS[kind](g, h, y, w)
 
-    h = mtf.scan(layer, g.input("x", [BATCH, D], dtype), LAYERS)
+    h = mtf.scan(layer, g.input("x", [BATCH, D], dtype), layers)
+    if kind == AFTER:
+        trained, average = (graph_of(h).read(graph_of(h).variables[n]) for n in ("w", "other"))
+        graph_of(h).assign(graph_of(h).variables["other"], average * 0.9 + mtf.stop_gradient(trained) * 0.1)
     return mtf.Model(mtf.reduce_mean(mtf.square(h)), by_name("adam", 0.01), name=kind)
 
 

@@ -136,6 +136,9 @@ class _Builder:
         ]
         variables = [self.graph.variables[self.delivered[t]] for t in made]
         own = [] if updated is None else [updated]
+        makers = (self.graph.producer.get(i) for i in node.inputs if node.phase == Phase.UPDATE)
+        reads = (maker.op.variable for maker in makers if maker is not None and isinstance(maker.op, Read))
+        variables += [v for v in reads if v.own_storage and v not in own]
         products = sorted(self.products.get(node.index, frozenset()) & self.dependencies.products)
         keys = crosses(node.op)[:1]
         return changing(Affects(self._recomputed(node), [*own, *variables], keys, own, products=products))

@@ -152,12 +152,17 @@ class Placing(ProgramBuilder):
         if not v.host:
             return id
         updates = self.origin.phase == Phase.UPDATE
-        key = id, v.splits, Phase.UPDATE if updates else pass_of(self.origin.phase)
+        key = id, v.splits, self._pass()
         if key not in self.moved:
             # What reads the variable brings it to all who read it before the update.
             brings = updates or self._weights.get(v.tensor) in (None, *self.stored)
             self.moved[key] = self.loaded(id) if brings else self._brought(v)
         return self.moved[key]
+
+    def _pass(self) -> str:
+        """For what a weight is moved once: forward, backward, or the update of one variable."""
+        phase, scope = self.origin.phase, self.origin.scope
+        return f"{phase} of {scope}" if phase == Phase.UPDATE else pass_of(phase)
 
     def _brought(self, v: Value) -> int:
         """A weight that others bring, gathered as its readers want it."""
@@ -179,8 +184,9 @@ class Placing(ProgramBuilder):
         t, maker = self.graph.tensor(tensor), self.graph.producer.get(tensor)
         stored = maker.op.variable if maker is not None and isinstance(maker.op, Read) else None
         row = None if stored is None else self.oracle.stored(stored)
-        if row is not None and row.host:
-            return self.new(*self.held(row, t.type), (), tensor, host=True)
+        other = stored is not None and self.origin.scope not in (stored.name, stored.slot_of)
+        if row is not None and (row.host or (other and self.origin.phase == Phase.UPDATE)):
+            return self.new(*self.held(row, t.type), (), tensor, host=row.host)
         layout = self.oracle.layout if self._around_stages(t) else self.layout
         if row is not None and row.layout is not None and layout.padded is not None:
             layout = row.layout  # An update pads its own copy of what is stored whole.
@@ -218,7 +224,7 @@ class Placing(ProgramBuilder):
         if self.values[id].splits == splits:
             return id
         tensor = self.values[id].tensor
-        way = pass_of(self.origin.phase) if tensor in self._weights else ""
+        way = self._pass() if tensor in self._weights else ""
         again = self.chunked and self.origin.phase == Phase.RECOMPUTE
         key = id, splits, way or (Phase.RECOMPUTE if again else "")
         if key not in self.moved:

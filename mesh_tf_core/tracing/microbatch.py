@@ -24,6 +24,7 @@ from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Cast
+from mesh_tf_core.tracing.assigning import averages
 from mesh_tf_core.tracing.batch_linearity import BatchLinearity, Linearity, outer_reads
 from mesh_tf_core.tracing.copying import PartCopy, StepCopy
 from mesh_tf_core.tracing.graph import Graph
@@ -60,7 +61,7 @@ class Accumulation(StepCopy, PartCopy):
     def __init__(self, graph: Graph, batch: str, parts: int) -> None:
         super().__init__(graph, batch, parts)
         self.check_batch(graph.tensors)
-        self.kept = [n for n in graph.nodes if n.phase != Phase.UPDATE]
+        self.kept = [n for n in graph.nodes if n.phase != Phase.UPDATE or averages(n, graph)]
         self.makers = {o: n for n in self.kept for o in self.made_by(n)}
         self.linearity = BatchLinearity(graph, self.names, self.kept)
         self.fed: dict[int, Tensor] = {}

@@ -47,6 +47,7 @@ from mesh_tf_core.ops.neighbours import shift
 from mesh_tf_core.ops.reduce import reduce_sum
 from mesh_tf_core.ops.shape import reshape, slice_dim, transpose
 from mesh_tf_core.ops.ticks import FromTicks, ToTicks
+from mesh_tf_core.tracing.assigning import averages
 from mesh_tf_core.tracing.batch_linearity import BatchLinearity, Linearity, outer_reads
 from mesh_tf_core.tracing.copying import PartCopy
 from mesh_tf_core.tracing.gradients import depends_on
@@ -107,8 +108,8 @@ class _Pipelines(PartCopy):
         for dim, count in stages.items():
             check_stages(graph, dim, count, rounds)
         self.raw: dict[int, Tensor] = {}
-        forward = (n for n in graph.nodes if n.phase == Phase.FORWARD)
-        self.lying = lying(graph, forward, stages, rounds)
+        self.kept = [n for n in graph.nodes if n.phase == Phase.FORWARD or averages(n, graph)]
+        self.lying = lying(graph, self.kept, stages, rounds)
         for tensor, (order, _) in self.lying.items():
             variable = graph.producer[tensor].op.variable  # type: ignore[attr-defined]
             self.new.variables[variable.name] = replace(variable, order=order)
@@ -117,10 +118,9 @@ class _Pipelines(PartCopy):
 
     def run(self, wanted: Mapping[str, Tensor]) -> tuple[Graph, dict[str, Tensor]]:
         """Copies what leads to the tensors that are wanted, and what the forward pass stores."""
-        kept = [n for n in self.old.nodes if n.phase == Phase.FORWARD]
         needed = {t.id for t in wanted.values()}
         found: list[Node] = []
-        for node in reversed(kept):
+        for node in reversed(self.kept):
             made = {*node.outputs}
             if isinstance(node.op, Feed | Assign) or made & needed:
                 found.append(node)

@@ -10,9 +10,10 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.liveness import memory
 from mesh_tf_core.engines import open_engine
-from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.program import AllGather, Program
+from mesh_tf_core.ir.schedules import SCHEDULES
 from mesh_tf_core.lower.storage import read_stage
-from tests.kept_arrays import KINDS, batch, model
+from tests.kept_arrays import AFTER, KINDS, batch, model
 
 MESH, OTHER = "data:2;pod:2", "other"
 STORED = {"zero3": {"storage": {OTHER: 3}}, "zero3@pod": {"storage": {OTHER: read_stage("zero3@pod")}}}
@@ -66,6 +67,22 @@ def compare(kind: str, how: str, engine_name: str) -> None:
     assert {axis: n for axis, n in engine.communication_bytes.items() if n} == pytest.approx(sent)
     held = sum(s.value.local_bytes(program.mesh) for s in program.variables.values() if not s.host)
     assert engine.variable_bytes == held
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_device_gathers_all_layers(kind: str) -> None:
+    code = lowered(kind, MESH, storage={"w": 3, OTHER: 3}).code
+    assert not [instr for instr in code if isinstance(instr, AllGather)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_averages_of_stages(schedule: str) -> None:
+    found, layers = model(AFTER, layers=mtf.Dim("layers", 4)), {"storage": {"w": 3, OTHER: 3}}
+    one = found.lower(mtf.Mesh("data:1"), mtf.Layout(""), mtf.Options(microbatches=4))
+    options = mtf.Options(**layers, microbatches=4, schedule=schedule)
+    staged = found.lower(mtf.Mesh(MESH), mtf.Layout("batch:data;layers:pod"), options)
+    losses = [learned(program, "lockstep")[0]["loss"] for program in (one, staged)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
 
 
 @pytest.mark.parametrize("kind", KINDS)
