@@ -23,7 +23,7 @@ from layoutopt.space.decisions import Decisions, SearchSpace
 from layoutopt.space.microbatches import dividing
 from layoutopt.space.objective import Objective
 from mesh_tf_core.errors import LayoutError, UserError
-from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
@@ -184,12 +184,12 @@ def _allows(decisions: Decisions, layout: Layout, options: Options) -> bool:
     return legal and decisions.read(wanted) == (layout, options)
 
 
-def covers(space: SearchSpace, model: Model, plan: Plan) -> bool:
-    """True if a space has the layout of a plan."""
+def covers(space: SearchSpace, model: Model, plan: Plan, near: Callable[[Mesh], Axes]) -> bool:
+    """True if a space has the layout of a plan; `near`: as of `Evaluator`."""
     mesh, layout, options = plan.mesh, plan.layout, plan.options
     wanted = key_of(model, mesh, layout, options)
     try:
-        found = specs(model, [mesh], space, lambda _: (), dividing(model, space.microbatches))
+        found = specs(model, [mesh], space, near, dividing(model, space.microbatches))
         here = next((spec.made(model) for spec in found if spec.key == wanted), None)
     except UserError:
         return False

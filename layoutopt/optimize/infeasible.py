@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from costmodels.hardware import Hardware, hardware_names, machine_of
+from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.incumbents import covers
 from layoutopt.plan.build import Plan
 from layoutopt.plan.schema import ProofStatus
@@ -301,12 +302,12 @@ class _Diagnosing:
 
     def _used(self, wider: Mapping[str, tuple[Any, ...]], asked: Asked, plan: Plan) -> dict[str, Any]:
         """Fields with more choices, without the values that a plan does not use."""
-        kept = dict(wider)
+        kept, near = dict(wider), Evaluator(self.model, _machine(asked)).near
         for name, every in wider.items():
             said = self._space(asked).said(name) or ()
             for value in (v for v in every if v not in said):
                 less = {**kept, name: tuple(v for v in kept[name] if v != value)}
-                if covers(self._space({**asked, **less}), self.model, plan):
+                if covers(self._space({**asked, **less}), self.model, plan, near):
                     kept = less
             if {*kept[name]} == {*said}:
                 del kept[name]
