@@ -7,7 +7,7 @@ partial result, which is all-reduced at once. `passes` then moves those sums.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -54,12 +54,20 @@ class Lowering(Placing):
     Attributes:
       context: dimension of keys -> the form of attention to them (`Options`).
       collective_matmul: dimensions of products that overlap messages (`Options`).
+      returned: tensors that a whole program returns.
     """
 
     def __init__(
-        self, graph: Graph, oracle: Oracle, options: Options = DEFAULT, part: GraphPart | None = None
+        self,
+        graph: Graph,
+        oracle: Oracle,
+        options: Options = DEFAULT,
+        part: GraphPart | None = None,
+        results: Collection[Tensor] = (),
     ) -> None:
         super().__init__(graph, oracle, part)
+        # The results of a part are all that it makes, whether anything reads them or not.
+        self.returned = frozenset(t.id for t in results if not self.part.alone)
         self.context, self.collective_matmul = dict(options.context), options.collective_matmul
         self.feeds: dict[str, int] = {}
         self.loops = Loops(self, options.recompute, self.node, self.nodes)
@@ -225,7 +233,7 @@ class Lowering(Placing):
     def _unread(self, tensor: int) -> bool:
         """Whether nothing reads a tensor, as in the first run of what runs again. (The whole program drops as
         dead what would be done for it.)"""
-        if tensor < 0:
+        if tensor < 0 or tensor in self.returned:
             return False
         block = self.graph.blocks[self.graph.tensor(tensor).block]
         remat = self.loops.remat
@@ -301,7 +309,7 @@ def lower_base(
 ) -> Program:
     """Lowers every node alone; see the module's text. LayoutError if the layout is not legal for the
     graph."""
-    state = Lowering(graph, oracle, options, part)
+    state = Lowering(graph, oracle, options, part, (results or {}).values())
     state.nodes(state.part.root)
     for tensor, id in state.env.items():
         if state.values[id].tensor != tensor:
