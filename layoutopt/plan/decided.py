@@ -6,6 +6,7 @@ words. `layoutopt.space` has the record of each kind.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -68,9 +69,30 @@ class Decided(Refined):
         found += [f"refined in {some([*places], NAMED)}"] if (places := self.places()) else []
         return "; ".join(found)
 
+    def as_options(self) -> str:
+        """All that is not plain as options of commands that take one layout: '--storage w=zero3 --recompute
+        layers --microbatches 2'."""
+        found = []
+        for kind in KINDS:
+            values: list[str] = []
+            for name, (_, plain) in kind.says.items():
+                value = getattr(self, name)
+                values += [] if value == (plain() if callable(plain) else plain) else _texts(value)
+            if kind.by_hand is not None and values:
+                parts = values if kind.by_hand.several else [",".join(values)]
+                found += [f"{kind.by_hand.name} {shlex.quote(part)}" for part in parts]
+        return " ".join(found)
+
     def places(self) -> dict[str, dict[str, Names]]:
         """The decisions refined at single places."""
         return {path: rules for path, rules in self.refined.items() if path != ELSEWHERE}
+
+
+def _texts(value: Any) -> list[str]:
+    """The values of a field as an option has them: 'zero3', or 'w=zero3'."""
+    if isinstance(value, Mapping):
+        return [f"{name}={text}" for name, texts in value.items() for text in _texts(texts)]
+    return [str(each) for each in value] if isinstance(value, list | tuple) else [str(value)]
 
 
 def rules_in(rules: Mapping[str, Sequence[str]]) -> str:

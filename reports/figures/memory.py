@@ -59,11 +59,7 @@ def _memory_bar(row: Ranked, limit: float | None) -> Bar:
         name=name,
         value=bytes_text(peak),
         parts=(BarSegment(peak, "bad" if over else "memory", bytes_text(peak)),),
-        note=f"{bytes_text(peak - limit)} over the limit"
-        if over and limit
-        else "same layout"
-        if row.twin
-        else "",
+        note=f"{bytes_text(peak - limit)} over the limit" if over and limit else "",
         note_token="bad" if over else "muted",
         bold=row.is_answer,
         faint=over and not row.is_answer,

@@ -26,7 +26,6 @@ KEY = (
     ("hidden", "compute overlapped with communication"),
     ("exposed", "exposed communication"),
 )
-TWIN = "same layout"
 UNFIT = "does not fit"
 
 
@@ -60,13 +59,13 @@ def _time_bar(row: Ranked) -> Bar:
     if predicted is None:
         return Bar(name, "", note="no predicted time", faint=True)
     value = seconds_text(predicted.step_seconds)
-    if row.ratio is not None and not (row.is_answer or row.twin):
+    if row.ratio is not None and not row.is_answer:
         value += f" · {times_text(row.ratio)}"
     return Bar(
         name=name,
         value=value,
         parts=time_parts(predicted),
-        note="" if row.choice.feasible and not row.twin else TWIN if row.choice.feasible else UNFIT,
+        note="" if row.choice.feasible else UNFIT,
         note_token="muted" if row.choice.feasible else "bad",
         bold=row.is_answer,
         faint=not row.choice.feasible,
@@ -154,9 +153,8 @@ def _draw_time_by_kind(plan: PlanFile, title: str = "") -> Figure:
 def _columns(plan: PlanFile) -> list[tuple[str, TimeShares]]:
     """The layouts to compare: the answer, those that fit, then the others."""
     order = {r.choice.name: i for i, r in enumerate(ranked(plan))}
-    twins = {r.choice.name for r in ranked(plan) if r.twin}
     known = {"answer", *order} | (shares(plan).keys() - {a.name for a in plan.alternatives})
-    found = [(name, share) for name, share in shares(plan).items() if name in known - twins]
+    found = [(name, share) for name, share in shares(plan).items() if name in known]
     return sorted(found, key=lambda x: (x[0] != "answer", order.get(x[0], len(order))))[:MOST_COLUMNS]
 
 

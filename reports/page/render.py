@@ -123,8 +123,14 @@ def _context(plans: list[PlanFile], written: str) -> dict[str, Any]:
 def _typed(plan: PlanFile) -> list[tuple[str, str]]:
     """What readers take from the page to type it elsewhere."""
     command = plan.details.search.command if plan.details.search else ""
-    rules = layout_text(plan.layout)
-    said = [("Mesh", mesh_option(plan.mesh)), ("Layout", rules), ("Command", command)]
+    places = (
+        f"{dim}@{path}:{'+'.join(axes) or 'none'}"
+        for path, rules in plan.refined.items()
+        for dim, axes in rules.items()
+    )
+    layout = ";".join(filter(None, (layout_text(plan.layout), *places)))
+    said = [("Mesh", mesh_option(plan.mesh)), ("Layout", layout), ("Options", plan.as_options())]
+    said.append(("Command", command))
     return [(name, text) for name, text in said if text and len(text) <= LONGEST]
 
 

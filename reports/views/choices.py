@@ -16,14 +16,12 @@ class Ranked:
 
     Attributes:
       ratio: its step time over the answer's; None when it has no price.
-      twin: it is the answer's own layout.
-      others: its further names.
+      others: its further names; of the answer, the names of alternatives with its layout.
     """
 
     choice: Alternative
     ratio: float | None
     is_answer: bool = False
-    twin: bool = False
     others: tuple[str, ...] = ()
 
     @property
@@ -43,11 +41,15 @@ def ranked(plan: PlanFile) -> tuple[Ranked, ...]:
             return 2, 0.0
         return (0 if choice.feasible else 1), choice.predicted.step_seconds
 
-    rows = [Ranked(answer_of(plan), 1.0, is_answer=True)]
+    own: list[str] = []
+    rows: list[Ranked] = []
     for choice, *alike in grouped(sorted(_placed(plan, plan.alternatives), key=order), plan.mesh):
-        ratio, others = _ratio(choice.predicted, plan.predicted), tuple(each.name for each in alike)
-        rows.append(Ranked(choice, ratio, twin=same_layout(plan, choice), others=others))
-    return tuple(rows)
+        others = tuple(each.name for each in alike)
+        if same_layout(plan, choice):
+            own += (choice.name, *others)
+        else:
+            rows.append(Ranked(choice, _ratio(choice.predicted, plan.predicted), others=others))
+    return Ranked(answer_of(plan), 1.0, is_answer=True, others=tuple(own)), *rows
 
 
 def _placed(plan: PlanFile, choices: Sequence[Alternative]) -> list[Alternative]:
@@ -61,9 +63,7 @@ def _ratio(one: Predicted | None, other: Predicted) -> float | None:
 
 def best_alternative(plan: PlanFile) -> Ranked | None:
     """The fastest alternative that fits and is not the answer itself."""
-    usable = [
-        r for r in ranked(plan) if not (r.is_answer or r.twin) and r.choice.feasible and r.ratio is not None
-    ]
+    usable = [r for r in ranked(plan) if not r.is_answer and r.choice.feasible and r.ratio is not None]
     return usable[0] if usable else None
 
 

@@ -29,7 +29,7 @@ STATES = {"barely": "warn", "no": "bad", "not legal": "bad"}
 """The marks on pages of layouts that do not fit well."""
 
 
-TYPED = ("Mesh", "Layout", "Command")
+TYPED = ("Mesh", "Layout", "Options", "Command")
 """Facts that readers type elsewhere."""
 
 
@@ -56,12 +56,10 @@ def layouts(
       own: name of the answer.
       lean: the search minimised memory.
     """
-    every = choices.ranked(plan)
-    rows = [r for r in every if not r.twin]
+    rows = [*choices.ranked(plan)]
     if lean:
         rows.sort(key=lambda r: (not r.is_answer, _bytes(r.choice)))
-    twins = [name for r in every if r.twin for name in (r.choice.name, *r.others)]
-    named = [(r.choice, *((own, twins) if r.is_answer else (r.choice.name, r.others))) for r in rows]
+    named = [(r.choice, own if r.is_answer else r.choice.name, r.others) for r in rows]
     return layout_table("Alternatives", "layout", named, plan, fits or plan.fit_of, lean)
 
 

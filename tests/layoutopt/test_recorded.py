@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import fields, replace
 from typing import Any
 
@@ -235,6 +236,9 @@ def test_what_is_typed_by_hand_comes_back_from_a_plan_and_is_said(kind: type[Dec
     assert options != mtf.Options()
     said = Decided.model_validate(json.loads(json.dumps(decided(options, mtf.Layout()).to_json())))
     assert options_of(said) == options
+    words = shlex.split(said.as_options())
+    assert {*words[::2]} == {kind.by_hand.name}
+    assert typed(model, {kind.by_hand.name: words[1::2]}) == options
     assert kind is ScheduleDecision or (
         kind.in_words(said)[1] in said.in_short() and kind.in_words(said) != PLAIN
     )
