@@ -96,7 +96,7 @@ def fusion_of(program: Program) -> Fusion:
 
 
 def casts_variable(instr: Instr, program: Program) -> bool:
-    """Whether an instruction casts a variable, or a part of one, before the update."""
+    """True if an instruction casts a variable, or a part of one, before the update."""
     casts = isinstance(instr, Local) and instr.op.converts and not instr.op.free
     return casts and program.values[instr.outputs[0]].tensor in fusion_of(program).stored
 

@@ -16,7 +16,7 @@ FAR = 1.5
 SLOWER = 1.1
 """Ratio of the calibration's reference, now to then, from which the machine counts as slower."""
 CONDITIONS = ("processor", "cores", "mesh", "engine")
-"""What a calibration depends on, as its profile records it."""
+"""The conditions of a calibration, as its profile records them."""
 
 
 def runs_on(engine: str, hardware: Hardware) -> bool:

@@ -180,8 +180,10 @@ class Placing(ProgramBuilder):
         first = repeated(self.graph).get(tensor)
         if first is not None:
             return self.lying(first)
-        self.given.add(tensor)
         t, maker = self.graph.tensor(tensor), self.graph.producer.get(tensor)
+        if maker is not None and maker.op.converts and maker.op.free:
+            return self.lying(maker.inputs[0])  # the same value: a kernel that reads both reads it once
+        self.given.add(tensor)
         stored = maker.op.variable if maker is not None and isinstance(maker.op, Read) else None
         row = None if stored is None else self.oracle.stored(stored)
         other = stored is not None and self.origin.scope not in (stored.name, stored.slot_of)

@@ -20,7 +20,7 @@ from mesh_tf_core.tracing.graph import Graph
 
 
 def averages(node: Node, graph: Graph) -> bool:
-    """Whether a node is of the model's own update of an array that is not trained (`as_updates`)."""
+    """True if a node is of the model's own update of an array that is not trained (`as_updates`)."""
     variable = graph.variables.get(node.scope) if node.phase == Phase.UPDATE else None
     return variable is not None and variable.own_storage and not variable.trainable
 

@@ -127,7 +127,7 @@ def test_an_explanation_says_what_each_split_is_worth(plan: Plan) -> None:
     ]
     assert (found.to_frame()["costs_seconds"] >= -1e-12).all()
     worth = max(a.seconds or 0.0 for a in found.splits) / plan.predicted.step_seconds - 1
-    assert f"costs {100 * worth:.1f}%" in repr(found)  # of the plan's step, as in the terminal
+    assert f"{100 * worth:.1f} % longer" in repr(found)  # of the plan's step, as in the terminal
     assert not found.binds and found.limit is not None and found.limit.seconds == plan.predicted.step_seconds
     assert found.against is not None
     assert found.against.predicted.step_seconds >= plan.predicted.step_seconds
