@@ -21,6 +21,8 @@ from mesh_tf_core.files import OPEN, PIPE
 
 MOST_BYTES = 1 << 28
 """The largest file, in bytes, that is read whole."""
+PIECE = 1 << 20
+"""Bytes that are read at once."""
 DEEPEST = 64
 """Levels of nesting that are read; a plan has at most ten."""
 MOST_WORDS = 300
@@ -57,10 +59,17 @@ def read_file(path: str | Path, most: int = MOST_BYTES) -> bytes:
     """The whole content of a file; OSError as `opened`, and if it has more than `most` bytes."""
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
-        data = file.read(most + 1) if size <= most else b""
+        data = b"".join(_pieces(file, most + 1)) if size <= most else b""
     if max(size, len(data)) > most:
         raise OSError(errno.EFBIG, f"it is larger than {most:,} bytes", str(path))
     return data
+
+
+def _pieces(file: BinaryIO, most: int) -> Iterator[bytes]:
+    """At most so many bytes; read in pieces, because reading at once holds memory for all that may come."""
+    while most and (piece := file.read(min(most, PIECE))):
+        most -= len(piece)
+        yield piece
 
 
 def read_text(path: str | Path, most: int = MOST_BYTES) -> str:

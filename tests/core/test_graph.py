@@ -272,7 +272,7 @@ def test_optimizers_by_name() -> None:
     assert by_name("adam", 0.5) == mtf.Adam(0.5)
     with pytest.raises(mtf.UserError, match="unknown optimizer 'adm'; did you mean 'adam'"):
         by_name("adm", 0.5)
-    with pytest.raises(mtf.UserError, match="SGD: learning_rate must be positive, found 0"):
+    with pytest.raises(mtf.UserError, match="SGD: learning_rate must be positive and finite, found 0"):
         mtf.SGD(0)
 
 
