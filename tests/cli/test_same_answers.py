@@ -100,7 +100,7 @@ def test_validate(printed: Callable[..., Any], model: mtf.Model, monkeypatch: py
     """Measured times differ: the measurements are given."""
     row = {"layout": "batch:data", "predicted_seconds": 1.0, "measured_seconds": 2.0, "name": "given"}
     noise = {"noisy": False, "foreign": 0.0, "spread": 0.0, "words": "quiet", "drift": None}
-    summary = {"mape": 0.5, "kendall_tau": 1.0, "spearman": 1.0, "regret": 0.0, "noise": noise}
+    summary = {"mape": 0.5, "kendall_tau": 1.0, "spearman": 1.0, "regret": 0.0, "noise": noise, "notes": []}
     asked: list[Any] = []
 
     def measured(model: Any, mesh: Any, machine: Any, layouts: Any, runs: Any, *_: Any) -> dict[str, Any]:
