@@ -31,7 +31,6 @@ from layoutopt.cli.running import COMPILING, Session, Timed, batches, items_of, 
 from layoutopt.cli.terminal import Terminal, facts, layout_text
 from layoutopt.cli.tracing import Trace, TraceOption
 from layoutopt.plan.units import bytes_text, seconds_text, throughput_text
-from reports.views import facts as told
 
 if TYPE_CHECKING:
     from layoutopt.models.loading import Loaded
@@ -134,6 +133,7 @@ def _show(
     hardware: str,
 ) -> None:
     from layoutopt.plan.build import model_info
+    from reports.views import facts as told
 
     seconds, step, engine = timed.seconds, timed.median, trainer.engine
     items, name = items_of(loaded.model, given)

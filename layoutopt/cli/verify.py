@@ -26,7 +26,6 @@ from layoutopt.cli.options import (
 from layoutopt.cli.plans import ModelOption, open_plan, say_damage
 from layoutopt.cli.terminal import Terminal, facts, layout_text
 from layoutopt.plan.units import bytes_text, duration_text, seconds_text, times_text
-from reports.views import facts as told
 from reports.views.view import BYTES, WHOLE, Cell, Column, Kind, View
 
 if TYPE_CHECKING:
@@ -146,6 +145,7 @@ def _show(
     terminal: Terminal, loaded: Loaded, given: GivenOptions, evaluation: Evaluation, found: Verified
 ) -> None:
     from layoutopt.plan.build import model_info
+    from reports.views import facts as told
 
     peak, own = evaluation.memory.peak, getattr(loaded.model, "step_on", None) is not None
     rows = [

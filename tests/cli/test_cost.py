@@ -52,7 +52,7 @@ def test_the_json_is_the_contracts(result: Callable[..., dict[str, Any]]) -> Non
         "reason",
         "findings",
     ]
-    assert list(found["model"]) == ["name", "fingerprint", "hparams", "parameters", "batch"]
+    assert list(found["model"]) == ["name", "fingerprint", "hparams", "parameters", "frozen", "batch"]
     assert found["model"]["hparams"]["layers"] == 2
     assert (found["mesh"], found["hardware"]) == ({"data": 2, "model": 4}, "tpu-v2")
     assert found["layout"] == {"batch": ["data"], "d_ff": ["model"], "heads": ["model"]}
