@@ -223,6 +223,11 @@ class Hardware:
         """True if its devices are cores of the host and share its memory."""
         return self.chip.host_cores is not None
 
+    @property
+    def hosts_apart(self) -> bool:
+        """True if something may lie in the hosts' memory: its link is known, and it is another memory."""
+        return self.host_link is not None and not self.is_host
+
     @cached_property
     def host_link(self) -> float | None:
         """Bytes/s between one device and its host's memory, in one direction; None: unknown."""

@@ -38,8 +38,7 @@ class SingleChange:
 def single_changes(of: Evaluation, clock: Clock) -> Iterator[SingleChange]:
     """Every change that can be lowered, until the time is over."""
     machine = of.prices.hardware
-    hosts = machine.host_link is not None and not machine.is_host
-    target = Target(of.model, of.program.mesh, hosts)
+    target = Target(of.model, of.program.mesh, machine.hosts_apart)
     for kind in KINDS:
         own, choices = _choices(kind, target)
         for changed in choices:

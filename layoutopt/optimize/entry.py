@@ -128,8 +128,7 @@ def search(
     chosen = machine_of(hardware)
     _check(mesh, devices, objective, limits, clock.limit, allowed)
     shapes = meshes(mesh, devices, limits.max_axes, chosen)
-    hosts = chosen.host_link is not None and not chosen.is_host
-    allowed = resolved(allowed, [Target(model, shape, hosts) for shape in shapes])
+    allowed = resolved(allowed, [Target(model, shape, chosen.hosts_apart) for shape in shapes])
     objective = Objective(objective)
     allowed = allowed.settled(objective)
     if allowed.offload:
@@ -158,10 +157,9 @@ def search(
 
     # No function of its own: a plan goes to other processes (pickle) with what completes it.
     full = partial(with_details, model=model, hardware=chosen, limit=int(min(request.limit, LARGEST)))
-    looked = LayoutSearch(request, renames=mesh is None)
+    looked = LayoutSearch(request, mesh is None, start=WarmStart(request, shapes, limits.start))
     try:
-        first = WarmStart(request, shapes, limits.start)
-        best = looked.run(subproblems(model, shapes, allowed, request.evaluator.near), keep_best, first)
+        best = looked.run(subproblems(model, shapes, allowed, request.evaluator.near), keep_best)
     except InfeasibleError as error:
         if (nearest := nearest_plan(request, looked)) is not None:
             error.nearest = nearest.with_details(search=question)

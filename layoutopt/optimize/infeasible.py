@@ -25,8 +25,9 @@ from layoutopt.optimize.incumbents import covers
 from layoutopt.plan.build import Plan
 from layoutopt.plan.schema import ProofStatus
 from layoutopt.plan.units import size_text
-from layoutopt.space.decisions import ARGUMENTS, KINDS, SearchSpace
-from layoutopt.space.kind import Decision, Target
+from layoutopt.space import allow
+from layoutopt.space.decisions import ARGUMENTS, SearchSpace
+from layoutopt.space.kind import Target
 from layoutopt.space.mesh_shapes import meshes
 from layoutopt.space.splits import parse_forbid, parse_rules
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
@@ -264,24 +265,21 @@ class _Diagnosing:
 
     def _left_out(self, asked: Asked) -> None:
         """Tries the choices that were left out: what `--allow everything` allows, then all that there are."""
-        for found in (lambda kind, target: kind.widest(target), lambda kind, target: kind.everything(target)):
-            if (wider := self._wider(asked, found)) and self._allow(wider, asked).plan is not None:
+        for everything in (False, True):
+            if (wider := self._wider(asked, everything)) and self._allow(wider, asked).plan is not None:
                 return
 
-    def _wider(
-        self, asked: Asked, found_by: Callable[[type[Decision], Target], dict[str, Any]]
-    ) -> dict[str, tuple[Any, ...]]:
+    def _wider(self, asked: Asked, everything: bool) -> dict[str, tuple[Any, ...]]:
         """Every field of the space that has choices beside the allowed ones, with all of them."""
-        found: dict[str, tuple[Any, ...]] = {}
         space, machine = self._space(asked), _machine(asked)
-        hosts = machine.host_link is not None and not machine.is_host
-        for mesh in meshes(asked.get("mesh"), asked.get("devices"), asked.get("max_axes", 2), machine):
-            for kind in KINDS:
-                for name, every in found_by(kind, Target(self.model, mesh, hosts)).items():
-                    known = found.get(name, space.said(name) or ())
-                    if isinstance(every, tuple):
-                        found[name] = tuple(dict.fromkeys((*known, *every)))
-        return {name: value for name, value in found.items() if {*value} != {*(space.said(name) or ())}}
+        shapes = meshes(asked.get("mesh"), asked.get("devices"), asked.get("max_axes", 2), machine)
+        targets = [Target(self.model, mesh, machine.hosts_apart) for mesh in shapes]
+        found: dict[str, tuple[Any, ...]] = {}
+        for name, every in allow.found(targets, everything).items():
+            known = space.said(name) or ()
+            if isinstance(every, tuple) and not {*every} <= {*known}:
+                found[name] = tuple(dict.fromkeys((*known, *every)))
+        return found
 
     def _allow(self, wider: Mapping[str, tuple[Any, ...]], asked: Asked) -> _Trial:
         """Searches with more choices, and keeps the fields that are needed, with the values that are used."""

@@ -15,7 +15,6 @@ from layoutopt.space.decisions import KINDS, SearchSpace, left_out
 from layoutopt.space.kind import UNEQUAL, LeftOut, Target
 from layoutopt.space.mesh_shapes import of_shape, other_meshes
 from layoutopt.space.objective import Objective
-from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import STAGES
@@ -84,15 +83,6 @@ class Request:
         """The evaluator of this request: no layout is evaluated twice."""
         return Evaluator(self.model, self.hardware)
 
-    @property
-    def hosts(self) -> bool:
-        """True if something may lie in the hosts' memory: its link is known, and it is another memory."""
-        try:
-            self.hardware.host_seconds(0.0)
-        except UserError:
-            return False
-        return not self.hardware.is_host
-
     def meeting(self, options: Options) -> Options:
         """Options with the requested replicas."""
         return options if self.allowed.diloco is None else replace(options, diloco=self.allowed.diloco)
@@ -139,7 +129,7 @@ def _left_out(request: Request, meshes: Sequence[Mesh]) -> list[LeftOut]:
     of a pipeline that would be faster, and others may have some."""
     found: dict[tuple[str, str, str], LeftOut] = {}
     for mesh in meshes:
-        for left in left_out(Target(request.model, mesh, request.hosts), request.allowed):
+        for left in left_out(Target(request.model, mesh, request.hardware.hosts_apart), request.allowed):
             key = left.kind, left.what.partition(":")[0], left.allow.partition(" ")[0]
             found[key] = max(found.get(key, left), left, key=lambda x: (not x.finer, x.allow.count(",")))
     order = [kind.label for kind in KINDS]

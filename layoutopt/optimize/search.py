@@ -123,16 +123,13 @@ class LayoutSearch:
             best = min((found.peak for found in incumbents.fitting(limit)), default=math.inf)
         return replace(lower, value=min(lower.value, best))
 
-    def run(
-        self, subproblems: Iterable[Subproblem], keep_best: bool = False, start: WarmStart | None = None
-    ) -> EvaluatedLayout:
+    def run(self, subproblems: Iterable[Subproblem], keep_best: bool = False) -> EvaluatedLayout:
         """The best layout over all subproblems, or the error with the reason why there is none.
 
         Args:
-          start: what is predicted before the subproblems are listed.
           keep_best: Ctrl-C ends the search with the best so far; KeyboardInterrupt if there is none.
         """
-        clock, self.start = self.request.clock, start
+        clock = self.request.clock
         try:
             # Where loading took all the time, the problems are listed all the same.
             ended = clock.within(ANSWERED if clock.over else SEARCHED, lambda: self._look(subproblems))

@@ -42,12 +42,12 @@ def resolved(space: SearchSpace, targets: Sequence[Target]) -> SearchSpace:
     return space.but(allow=(), **{name: value for name, value in chosen.items() if name not in said})
 
 
-def found(targets: Sequence[Target]) -> dict[str, Any]:
-    """Field -> the values that `Decision.widest` finds on any of the meshes."""
+def found(targets: Sequence[Target], everything: bool = False) -> dict[str, Any]:
+    """Field -> the values that `Decision.widest`, or `Decision.everything`, finds on any of the meshes."""
     every: dict[str, Any] = {}
     for target in targets:
         for kind in KINDS:
-            for name, widest in kind.widest(target).items():
+            for name, widest in (kind.everything if everything else kind.widest)(target).items():
                 known = every.get(name, ())
                 together = isinstance(widest, tuple)
                 every[name] = tuple(dict.fromkeys((*known, *widest))) if together else widest
