@@ -252,7 +252,7 @@ class Lowering(Placing):
     def _converted(self, op: Op, input: int, plan: NodePlan, tensor: int) -> int:
         """Done on whatever piece there is: a variable stored split is converted before it is gathered, to
         half the bytes. Once for all who ask before the update; that converts for itself."""
-        if self.values[input].dtype == plan.types[0].dtype and not op.free:
+        if self.values[input].dtype == plan.types[0].dtype and (not op.free or tensor in self._weights):
             return input
         known = {} if self.origin.phase == Phase.UPDATE else self.converted
         if (input, op) not in known:

@@ -181,8 +181,8 @@ class Placing(ProgramBuilder):
         if first is not None:
             return self.lying(first)
         t, maker = self.graph.tensor(tensor), self.graph.producer.get(tensor)
-        if maker is not None and maker.op.converts and maker.op.free:
-            return self.lying(maker.inputs[0])  # the same value: a kernel that reads both reads it once
+        if maker is not None and maker.op.converts and maker.op.free and tensor in self._weights:
+            return self.lying(maker.inputs[0])  # the same value of a variable under another name
         self.given.add(tensor)
         stored = maker.op.variable if maker is not None and isinstance(maker.op, Read) else None
         row = None if stored is None else self.oracle.stored(stored)
