@@ -15,7 +15,7 @@ from layoutopt.optimize.heuristics import greedy
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem, SubproblemSpec, key_of, specs
-from layoutopt.optimize.warm_start import FirstLayout, WarmStart, named
+from layoutopt.optimize.warm_start import WarmStart, named
 from layoutopt.plan.build import Plan, decided
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.solver import Solution, Status
@@ -121,7 +121,7 @@ class Incumbents:
         """Predicts the layout of an earlier plan; from now on, layouts of all subproblems may be offered."""
         self.specs = {spec.key: spec for spec in start.specs}
         for each in start.earlier():
-            self._offer(each)
+            self.offer(*each)
 
     def price_named(self, start: WarmStart, clock: Clock, told: Callable[[str, int, int], None]) -> None:
         """Predicts what experts would write: with the least memory until something fits, then as written
@@ -148,13 +148,10 @@ class Incumbents:
         for each in named(self.request.model, subproblem, lean):
             if clock.over:
                 return
-            found = self._offer(each)
+            found = self.offer(*each)
             fits |= found is not None and found.peak <= self.request.limit
         if not lean and not fits:
             self.price_on(subproblem, lean=True, clock=clock)
-
-    def _offer(self, first: FirstLayout) -> EvaluatedLayout | None:
-        return self.offer(first.mesh, first.layout, first.options, first.origin)
 
     def beat_named(self, limit: float) -> None:
         """Searches the named layouts on the mesh of the fastest one, and the greedy one, which are listed

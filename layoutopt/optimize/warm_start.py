@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 from layoutopt.optimize.baselines import by_name
 from layoutopt.optimize.request import Request
@@ -27,18 +28,17 @@ EARLIER, PINS, LEAN = "the given plan", "the pins", "with the least memory"
 """The origin of a layout, in words, if it is not a named strategy."""
 
 
-@dataclass(frozen=True)
-class FirstLayout:
-    """A layout that is known before a search.
+class FirstLayout(NamedTuple):
+    """A layout that is known before a search, as `Incumbents.offer` takes it.
 
     Attributes:
       origin: where it comes from, in words.
     """
 
-    origin: str
     mesh: Mesh
     layout: Layout
     options: Options
+    origin: str
 
 
 class WarmStart:
@@ -66,7 +66,7 @@ class WarmStart:
         for mesh in self.shapes:
             if mesh.shape == plan.mesh.shape:
                 names = dict(zip(plan.mesh.names, mesh.names, strict=True))
-                yield FirstLayout(EARLIER, mesh, plan.layout.renamed(names), plan.options.renamed(names))
+                yield FirstLayout(mesh, plan.layout.renamed(names), plan.options.renamed(names), EARLIER)
 
     def leanest_first(self) -> list[SubproblemSpec]:
         """The problems in which a device has the fewest examples at a time first."""
@@ -114,9 +114,6 @@ def named(model: Model, subproblem: Subproblem, lean: bool) -> Iterator[FirstLay
     for name, _, layout, options in (*split, whole) if lean else (whole, *split):
         wide = Layout({dim: within(dim, axes) for dim, axes in layout.written.items()} | dict(fixed.written))
         storage = {**plain.storage, **options.storage}
-        yield FirstLayout(
-            (PINS if wide == fixed and {*pinned} - {*decided.stages} else name) + f", {LEAN}" * lean,
-            mesh,
-            wide,
-            decided.least_memory if lean else replace(plain, storage=storage),
-        )
+        origin = PINS if wide == fixed and {*pinned} - {*decided.stages} else name
+        how = decided.least_memory if lean else replace(plain, storage=storage)
+        yield FirstLayout(mesh, wide, how, origin + f", {LEAN}" * lean)

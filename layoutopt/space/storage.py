@@ -203,7 +203,7 @@ class Storage(Decision):
                 stages |= stored_at(known.values(), said)
             elif variable not in known:
                 raise UserError(
-                    f"--storage {text}: the model stores no array {variable!r}; "
+                    f"--storage {text}: the model has no variable {variable!r}; "
                     f"{known_names(variable, known)}"
                 )
             elif stage.number and not splits_some(stage, known[variable]):

@@ -90,5 +90,5 @@ def test_stages_that_split_nothing_of_an_array_are_refused_for_it() -> None:
     assert typed(found, {"--storage": ["zero3"]}).storage.keys() == {"w", "other"}
     with pytest.raises(mtf.UserError, match="'other' is not trained, so it has no gradient"):
         typed(found, {"--storage": ["other=zero1"]})
-    with pytest.raises(mtf.UserError, match="the model stores no array 'others'"):
+    with pytest.raises(mtf.UserError, match="the model has no variable 'others'"):
         typed(found, {"--storage": ["others=zero3"]})
