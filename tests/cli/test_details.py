@@ -12,9 +12,16 @@ from costmodels.calibration.clock import ClockNoise
 from costmodels.calibration.profile import profile
 from costmodels.calibration.team import assemble
 from costmodels.hardware import load_hardware, write_profile
-from layoutopt.plan.machine_details import calibration_details, hardware_details
+from examples.mlp import model as mlp
+from layoutopt.plan.details import HardwareInfo
+from layoutopt.plan.machine_details import calibration_details, errors_known, hardware_details
 from mesh_tf_core import Mesh
 from tests.costmodels.calibration import test_fit
+
+
+def details(hardware: str, mesh: str) -> HardwareInfo:
+    machine = load_hardware(hardware)
+    return hardware_details(machine, Mesh(mesh), errors_known(machine, mlp(), ()))
 
 
 @pytest.mark.parametrize(
@@ -35,15 +42,15 @@ from tests.costmodels.calibration import test_fit
     ],
 )
 def test_where_mesh_axes_lie(hardware: str, mesh: str, lies: dict[str, str]) -> None:
-    assert hardware_details(load_hardware(hardware), Mesh(mesh)).lies == lies
+    assert details(hardware, mesh).lies == lies
 
 
 def test_the_shape_and_what_it_assumes() -> None:
-    found = hardware_details(load_hardware("tpu-v2"), Mesh("data:32;model:16"))
+    found = details("tpu-v2", "data:32;model:16")
     assert found.placement == "The mesh uses 16 × 16 chips of a torus."
-    open_ends = hardware_details(load_hardware("tpu-v2"), Mesh("data:16"))
+    open_ends = details("tpu-v2", "data:16")
     assert any("no wraparound links on torus axis" in a for a in open_ends.assumptions)
-    assert hardware_details(load_hardware("a100"), Mesh("data:8")).placement == ""
+    assert details("a100", "data:8").placement == ""
 
 
 def test_a_calibrated_profile_brings_its_measurements(tmp_path: Path) -> None:
