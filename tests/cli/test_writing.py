@@ -52,6 +52,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, profile_content: Any) -> None:
     for row in validation["rows"]:
         row |= {"name": "x", "spread": 0.0}
     validation["noise"] = {"noisy": False, "words": "quiet machine"}
+    validation["notes"] = []
     monkeypatch.setattr("layoutopt.analysis.validate.validate", lambda *_, **__: validation)
 
 
