@@ -37,7 +37,10 @@ class CommandResult(Data):
     @model_validator(mode="before")
     @classmethod
     def _named(cls, found: Any) -> Any:
-        return {"format": f"layoutopt-{cls.command}/1", **found} if isinstance(found, Mapping) else found
+        """Gives its own format to an output that has none; a null, as in every field, is a missing value."""
+        if not isinstance(found, Mapping) or found.get("format") is not None:
+            return found
+        return {**found, "format": f"layoutopt-{cls.command}/1"}
 
 
 class LayoutResult(CommandResult):
