@@ -10,6 +10,7 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from examples.transformer_lm import model as transformer
+from examples.transformer_seq2seq import model as translator
 from layoutopt.formulation.tables import Entry, Tabler
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.solver import ResourceRow
@@ -47,10 +48,15 @@ def staged() -> mtf.Model:
 
 def compared() -> Compared:
     """Some splits of the residual, those over the axis of the stages among them."""
-    model, mesh, hardware = staged(), mtf.Mesh("x:2;z:2"), load_hardware(SLOW)
-    found = Compared()
-    for each in subproblems(model, [mesh], SearchSpace(**STAGES)):
-        decided = each.decided.within(dict.fromkeys(("heads", "d_ff"), ((),)))
+    return elsewhere(staged(), "x:2;z:2", **STAGES)
+
+
+def elsewhere(model: mtf.Model, axes: str, **asked: Any) -> Compared:
+    """All that splits a model's dimensions further, and nothing else that is open."""
+    mesh, hardware, found = mtf.Mesh(axes), load_hardware(SLOW), Compared()
+    for each in subproblems(model, [mesh], SearchSpace(**asked)):
+        plain = {n: o[:1] for n, o in each.decided.options.items() if "@" not in n}
+        decided = each.decided.within(plain)
         Drawn(model, mesh, hardware, decided).compare(decided, found)
     return found
 
@@ -66,8 +72,14 @@ def test_a_proof_about_stages_rules_out_no_better_layout() -> None:
     assert plan.layout == mtf.Layout("layers:x;d_ff@elsewhere:x+z;length@elsewhere:z")
 
 
-# 24: readers of a moved copy; 48: unread statistics; 50: a stack of a renamed value; 55: moves of replicas
-@pytest.mark.parametrize("seed", [6, 8, 24, 48, 50, 55])
+def test_rows_of_a_value_that_several_readers_move() -> None:
+    asked = {"elsewhere": ("d_kv", "memory_length"), "microbatches": (2,), "recompute": (False,)}
+    found = elsewhere(translator(**SIZES, optimizer="sgd"), "x:4", **asked, storage=("layout",))
+    assert found.layouts == 4 and not found.faults
+
+
+# 48: unread statistics; 50: a stack of a renamed value; 55: moves of replicas
+@pytest.mark.parametrize("seed", [6, 8, 48, 50, 55])
 def test_layouts_of_every_kind(seed: int) -> None:
     found = hunt([seed], 1)
     assert found.layouts and not found.faults
