@@ -20,21 +20,16 @@ if TYPE_CHECKING:
     from mesh_tf_core.model import Model
 
 
-def repairs_of(found: Diagnosis, asked: Mapping[str, Any], context: typer.Context) -> tuple[Repair, ...]:
-    """The repairs as plans list them.
-
-    Args:
-      asked: the arguments of the failed search.
-      context: of the command that was typed.
-    """
+def repairs_of(found: Diagnosis, context: typer.Context) -> tuple[Repair, ...]:
+    """The repairs as plans list them; `context`: of the command that was typed."""
     from layoutopt.plan.build import axes_of
     from layoutopt.plan.details import Repair
     from layoutopt.plan.units import layout_text
 
     made = []
     for each in found.repairs:
-        data, changed = each.plan.data, _changed(asked, each.asked)
-        if each.change.startswith("--set "):
+        data, changed = each.plan.data, _changed(found.asked, each.asked)
+        if each.parts > 1:
             changed["--set"] = settings_with(context.params.get("settings") or (), each.change)
         if "--hardware" in changed:
             changed["--set-hardware"] = None  # numbers of another machine

@@ -164,8 +164,8 @@ def search(
         except InfeasibleError as error:
             from layoutopt.cli.repairs import refusal, repairs_of, show_repairs
 
-            diagnosis = _diagnosed(terminal, clock, loaded, {**where, **asked}, error)
-            found = repairs_of(diagnosis, {**where, **asked}, typed)
+            diagnosis = _diagnosed(terminal, clock, loaded, error)
+            found = repairs_of(diagnosis, typed)
             refused = refusal(error, diagnosis, found, output.as_json)
             tell(str(refused), refused.exit_code, output.as_json, refused.more)
             if report is not None and error.nearest is not None:
@@ -258,20 +258,17 @@ def _detailed(
     return full
 
 
-def _diagnosed(
-    terminal: Terminal, clock: Clock, loaded: Loaded, asked: dict[str, Any], error: InfeasibleError
-) -> Diagnosis:
+def _diagnosed(terminal: Terminal, clock: Clock, loaded: Loaded, error: InfeasibleError) -> Diagnosis:
     """Why nothing fits, and what would help, as far as that is known in time."""
     from layoutopt.cli.repairs import smaller_batch
-    from layoutopt.optimize.entry import search as find
-    from layoutopt.optimize.infeasible import Diagnosis, diagnose
+    from layoutopt.optimize.infeasible import Diagnosis
 
-    found = [Diagnosis((), ())]
-    with terminal.waiting("no layout fits; searching for changes that help"), suppress(KeyboardInterrupt):
+    found, diagnose = [Diagnosis((), ())], error.diagnose
+    if diagnose is not None:
         more: dict[str, Any] = {} if clock.left is None else {"seconds": clock.left}
-        more |= {} if error.nearest is None else {"least": error.nearest.solver.bound}
         more |= {"smaller": smaller_batch(loaded)}
-        clock.within(DETAILED, lambda: found.append(diagnose(find, loaded.model, asked, **more)))
+        with terminal.waiting("no layout fits; searching for changes that help"), suppress(KeyboardInterrupt):
+            clock.within(DETAILED, lambda: found.append(diagnose(**more)))
     return found[-1]
 
 

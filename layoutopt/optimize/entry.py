@@ -51,8 +51,8 @@ class Limits:
       time_limit: seconds, or a running clock (None: no limit). The search ends at most two seconds later with
         the best layout found and its lower bound.
       alternatives: also find named layouts, such as data parallel, and simpler layouts, to compare with.
-      keep_best: Ctrl-C ends the search with the best layout found, without a proof, instead of raising
-        KeyboardInterrupt. `Plan.stopped` is then True.
+      keep_best: Ctrl-C, or KeyboardInterrupt raised by `on_better`, ends the search with the best layout
+        found, without a proof. `Plan.stopped` is then True.
       start: a plan, such as an earlier answer. Its layout is predicted first, if the search space has it.
 
     Example:
@@ -165,7 +165,7 @@ def search(
             error.nearest = nearest.with_details(search=question)
         if limits.alternatives:
             own = {"mesh": mesh, "devices": devices, "max_axes": limits.max_axes, "hardware": chosen}
-            own |= {"memory": limits.memory, **allowed.keywords}
+            own |= {"memory": limits.memory, "objective": objective, **allowed.keywords}
             error.diagnose = partial(diagnose, search, model, own, least=looked.least)
         raise
     best = _waiting(request, best, shapes, keep_best)

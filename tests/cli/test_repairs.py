@@ -100,7 +100,7 @@ QUESTIONS: dict[type[Decision], Question] = {
         "x:2",
     ),
     StageSplit: Question(
-        {"length": 15, "f": 1, "d": 63, "layers": 6, "loop": True}, {"pipeline": ("layers",)}, mesh="x:2"
+        {"f": 31, "d": 63, "layers": 6, "loop": True}, {"pipeline": ("layers",)}, mesh="x:2"
     ),
     ScheduleDecision: Question(
         {"batch": 4, "d": 65, "f": 1, "layers": 4, "loop": True},
@@ -146,11 +146,13 @@ def test_what_was_left_out_of_a_kind_is_offered(
     limit = wide.predicted.peak_memory_bytes
     with pytest.raises(mtf.InfeasibleError) as caught:
         layoutopt.search(model, memory=limit, **asked)
-    repair = caught.value.repairs[0]
+    repair, *others = caught.value.repairs
+    assert all("without" not in each.change for each in (repair, *others) if each.free)
     plan = layoutopt.search(model, **repair.asked)
     assert plan.predicted.peak_memory_bytes <= limit
     own = kind.everything(Target(model, mtf.Mesh(question.mesh)))
     assert {*repair.change.split()[::2]} <= {f"--{name}" for name in own}
+    assert not [each for each in others if {*repair.change.split()[::2]} & {*each.change.split()}]
     texts: dict[str, str | None] = {}
     for name in ARGUMENTS.keys() & asked.keys():
         texts |= ARGUMENTS[name].texts(ARGUMENTS[name].parse(asked[name]))

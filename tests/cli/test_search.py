@@ -257,7 +257,7 @@ def test_the_mesh_is_searched_too(result: Callable[..., dict[str, Any]]) -> None
 
 
 def test_nothing_fits(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layoutopt.optimize.infeasible.PATIENCE", 0.0)  # what would help is tested below
+    monkeypatch.setattr("layoutopt.optimize.infeasible.SHARE", 0.0)  # what would help is tested below
     line = refused(*SMALLEST, "--memory", "5KiB", "--json", code=3)  # with `repairs`, too
     assert "no layout of 'mlp' fits into 5 KiB per device" in line
     assert re.search(r"largest tensors: \S+.* \([\d.]+ [KM]iB\), .*; use more devices or more memory", line)

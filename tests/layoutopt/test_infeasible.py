@@ -13,7 +13,6 @@ from layoutopt.cli.repairs import settings_with, smaller_batch
 from layoutopt.models.loading import load_model as loaded
 from layoutopt.optimize.infeasible import Diagnosis, diagnose
 from layoutopt.plan.build import Plan
-from layoutopt.space.kind import STORED
 from mesh_tf_core.errors import InfeasibleError, LimitError
 from tests.layoutopt.models import EXAMPLES
 
@@ -48,7 +47,7 @@ def diagnosis(model: mtf.Model, asked: dict[str, Any]) -> Diagnosis:
 
 @pytest.mark.slow
 def test_the_conflict_is_in_the_users_words(diagnosis: Diagnosis) -> None:
-    assert diagnosis.minimal
+    assert diagnosis.complete
     assert "--pin classes:none" not in diagnosis.conflict
     assert diagnosis.conflict[-1].startswith("--memory ")
     assert diagnosis.conflict[:2] == ("--pin batch:data+model", "--storage layout")
@@ -79,28 +78,55 @@ def plan(model: mtf.Model) -> Plan:
     return search(model, **PLAIN)
 
 
-def test_where_no_single_change_helps_all_conditions_go(model: mtf.Model, plan: Plan) -> None:
+@pytest.mark.parametrize("pinned", [False, True])
+def test_where_no_single_change_helps_all_are_made_and_the_needless_are_not(
+    model: mtf.Model, pinned: bool
+) -> None:
+    """A pin goes only if nothing fits under it."""
+    used = {"storage": ["zero3"], "microbatches": [4]}
+    plan = search(model, **{**PLAIN, **used})
+
     def find(_: mtf.Model, **asked: Any) -> Plan:
-        if (
-            set(asked["storage"]) == set(STORED)
-            and True in asked["recompute"]
-            and len(asked["microbatches"]) > 1
-        ):
+        allowed = all({*values} <= {*asked[name]} for name, values in used.items())
+        if allowed and not (pinned and asked["pins"]) and asked["mesh"] == PLAIN["mesh"]:
             return plan
         raise InfeasibleError("nothing fits")
 
-    (first, *_) = diagnose(find, model, {**PLAIN, "memory": 1000.0}).repairs
-    assert first.change == "without --storage layout, --recompute never, --microbatches 1"
-    assert first.seconds == plan.predicted.step_seconds
+    pins = "classes:model" if pinned else "classes:none"
+    (repair,) = diagnose(find, model, {**PLAIN, "pins": pins, "memory": 1000.0}).repairs
+    rest = "--storage zero3 --microbatches 4"
+    assert repair.change == (f"without --pin classes:model, and {rest}" if pinned else rest)
+    assert repair.asked["microbatches"] == (4,) and repair.asked["storage"] == ("zero3",)
+    assert repair.free is not pinned
 
 
-def test_a_conflict_that_may_be_smaller_says_so(model: mtf.Model) -> None:
+def test_a_search_for_a_change_ends_with_the_first_layout_that_fits(model: mtf.Model, plan: Plan) -> None:
+    """However slow the machine is: the rest of the time is for better layouts under the same changes."""
+    seen: list[str] = []
+
+    def find(_: mtf.Model, **asked: Any) -> Plan:
+        if asked["microbatches"] == (1,):
+            raise InfeasibleError("nothing fits")
+        if "start" in asked:
+            seen.append("better")
+            raise LimitError("no time")
+        with pytest.raises(KeyboardInterrupt):
+            asked["on_better"]("a layout", 1.0, 1)
+        return Plan(plan.data, stopped=True)
+
+    found = diagnose(find, model, {**PLAIN, "memory": 1000.0})
+    assert found.repairs and found.complete and seen == ["better"]
+    no_time = diagnose(find, model, {**PLAIN, "memory": 1000.0}, seconds=0.0)
+    assert not no_time.repairs and not no_time.complete
+
+
+def test_a_search_that_the_time_limit_ended_is_mentioned(model: mtf.Model) -> None:
     def find(_: mtf.Model, **asked: Any) -> Plan:
         raise LimitError("no time")
 
     found = diagnose(find, model, {**PLAIN, "memory": 1000.0})
-    assert not found.minimal
-    assert str(found).endswith("(the time limit was reached before smaller conflicts were checked)")
+    assert not found.complete
+    assert str(found).endswith("; the time limit was reached before every change was tried")
 
 
 def test_the_nearest_plan_needs_what_is_proven_least(model: mtf.Model) -> None:
