@@ -133,10 +133,7 @@ def numbers(model: Model, allowed: Sequence[int]) -> list[int]:
     found = dividing(model, allowed)
     refused = _impossible(model, found)
     if len(refused) == len(found):
-        raise UserError(
-            f"--microbatches {_listed(allowed)}: the model cannot be split into these microbatches "
-            f"({refused[found[0]]}); use --microbatches 1"
-        )
+        raise UserError(refused[found[0]])
     return [number for number in found if number not in refused]
 
 

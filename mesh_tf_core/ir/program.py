@@ -125,6 +125,11 @@ class Program:
         """Every instruction once (loops before their bodies), with how often it runs at most."""
         return _visited(self.code, 1, lambda loop: loop.dim.size)
 
+    @property
+    def used(self) -> set[str]:
+        """The variables that a step reads or writes."""
+        return {each.variable for each, _ in self.walk() if isinstance(each, ReadVariable | WriteVariable)}
+
     def expected(self) -> Iterator[tuple[Instr, float]]:
         """As `walk`, with how often a price counts it (see `Loop.times`)."""
         exact = _visited(self.code, Fraction(1), lambda loop: Fraction(loop.dim.size) * (loop.branch or 1))

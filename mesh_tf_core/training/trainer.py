@@ -343,12 +343,16 @@ class Trainer:
         said += [f"checkpoint {text}" for text in found.aside]
         for text in said:
             warnings.warn(text, checkpoints.CheckpointWarning, stacklevel=2)
-        found.check_variables(stored.variable for stored in self.program.variables.values())
+        every = self.program.variables
+        # What no step uses, as a counter of dropout at rate 0, another build may not have saved.
+        needed = {name: stored for name, stored in every.items() if name in found.variables}
+        needed |= {name: every[name] for name in self.program.used}
+        found.check_variables(stored.variable for stored in needed.values())
         if self._replicas is not None and "diloco" in found.extra:
             self._replicas.check_flight(str(directory), found.step, found.extra["diloco"])
         reading = contextlib.nullcontext() if self.cluster is None else self.cluster.doing("reading it", True)
         with reading:
-            for name in self.program.variables:
+            for name in needed:
                 self.engine.fill(name, partial(found.part, name))
         self.step_number, self.position = found.step, found.extra.get("data")
         self._restored, self._meetings = found, None

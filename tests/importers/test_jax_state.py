@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -130,6 +131,26 @@ def test_a_network_of_flax_is_evaluated_without_dropout(layers: int) -> None:
     assert trainer.evaluate([BATCH], model=models[1])["loss"] == pytest.approx(wanted, rel=1e-5)
     dropped = trainer.step(BATCH)["loss"]
     assert abs(float(dropped) - wanted) > 0.01 * wanted
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_training_of_a_network_of_flax_resumes_without_dropout(layers: int, tmp_path: Path) -> None:
+    """What no step uses, such as counters at rate 0, need not be in the checkpoint; the rest must be."""
+    trainers = []
+    for rate in (0.5, 0.25, 0.0):
+        loss, params, rest = flax(layers, rate)
+        model = layoutopt.from_jax(loss, params, BATCH, state=rest, optimizer="sgd")
+        trainers.append(mtf.Trainer(model, mtf.Mesh("a:1"), mtf.Layout(""), engine="lockstep"))
+    first, *others = trainers
+    first.step(BATCH)
+    first.save(tmp_path / "dropped")
+    for other in others:
+        assert other.restore(tmp_path / "dropped") and other.step_number == 1
+        name = next(n for n in other.program.variables if n.endswith("kernel"))
+        assert np.array_equal(other.engine.read(name), first.engine.read(name))
+    others[-1].save(tmp_path / "still")
+    with pytest.raises(mtf.UserError, match=r"has no variable '.*': it was saved by another model"):
+        first.restore(tmp_path / "still")
 
 
 # -- microbatches --------------------------------------------------------------------------------------------

@@ -45,7 +45,10 @@ def added_results(loss: Tensor, origin: ImportedFunction, batch: str) -> tuple[b
         added.append(found.kind is Linearity.REDUCIBLE or not added)
         if found.after or found.kind is not (Linearity.REDUCIBLE if added[-1] else Linearity.REPLICATED):
             why = linearity.why.get(tensor, "its operations")
-            raise UserError(f"{what} is not a sum over the examples of the batch (see {why})")
+            raise UserError(
+                f"{what} is not a sum over the examples of the batch (see {why}): a count of unmasked "
+                "examples, or a statistic of BatchNorm (not of LayerNorm or GroupNorm), needs all of them"
+            )
         if added[-1] and (term := _shared(linearity, nodes, tensor)):
             raise UserError(
                 f"{what} has a term that does not depend on the batch, which every microbatch would add "
