@@ -43,7 +43,7 @@ from layoutopt.plan.results import (
 from layoutopt.plan.schema import ProofStatus
 from layoutopt.plan.units import bytes_text, some, step_change
 from layoutopt.plan.ways import Turning
-from layoutopt.runtime.clock import UNLIMITED, Clock
+from layoutopt.runtime.clock import Clock
 from layoutopt.space.exclusions import CHECK, MEMORY, SENSITIVITY, memory_words, refuse
 from layoutopt.space.objective import Objective
 from mesh_tf_core.errors import UserError
@@ -276,7 +276,7 @@ def explain(
         named = isinstance(against, str) and against.strip() and ":" not in against
         which = plan.alternative(str(against).strip()) if named else layout_of(against)
         other, alike = compared(model, plan, machine, which)
-    clock = time_limit if isinstance(time_limit, Clock) else Clock(time_limit) if time_limit else UNLIMITED
+    clock = Clock.of(time_limit)
 
     questions: list[tuple[str, str, float, str | None, str | None]] = []
     questions += [] if least else [("limit", "any memory", math.inf, None, None)]

@@ -268,7 +268,7 @@ def lint(
       >>> from examples import mlp
       >>> found = layoutopt.lint(mlp.model(), "data:4", "", hardware="tpu-v5e")
     """
-    clock = time_limit if isinstance(time_limit, Clock) else Clock(time_limit)
+    clock = Clock.of(time_limit)
     priced = cost(model, mesh, layout, hardware, options=options, **decided)
     of, limit = priced.evaluation, priced.limit
     mesh, machine = of.program.mesh, of.prices.hardware

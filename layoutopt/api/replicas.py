@@ -80,7 +80,7 @@ def choose_replicas(
     machine = machine_of(hardware)
     if accept_loss is not None and not accept_loss >= 0:
         raise UserError(f"--accept-loss {accept_loss!r}: write a fraction of at least 0, e.g. 0.02")
-    clock = time_limit if isinstance(time_limit, Clock) else Clock(time_limit)
+    clock = Clock.of(time_limit)
     whole = build(1)
     found: list[_WayResult] = []
     every = [*ways_of(ways, mesh, machine)]

@@ -115,7 +115,7 @@ def verify(
     options, own = priced.options, getattr(model, "step_on", None)
     refuse({VERIFY: "verify", REPLICAS: "" if options.diloco is None else f"--diloco {options.diloco}"})
     step = own and (lambda devices: own(mesh, layout, options, devices))
-    clock = time_limit if isinstance(time_limit, Clock) else Clock(time_limit)
+    clock = Clock.of(time_limit)
     known = priced.evaluation if isinstance(priced, PricedLayout) else None
     if known is None or known.prices.hardware != machine:
         known = evaluate(model, mesh, layout, machine, options)

@@ -1,24 +1,29 @@
 """Agreement of the tables with lowered programs, as far as a plan can check it.
 
-A search proves seconds of the tables. A proof about programs assumes that the tables exceed the program of no
-layout, including those that were not evaluated. Tests hold that. Here a few layouts that differ little from
-the answer are lowered whole and compared, because these could be better: one that is faster than its tables
-invalidates the proof.
+A search proves seconds of the tables, within bytes of the memory rows. A proof about programs assumes that
+neither exceeds the program of any layout, including those that were not evaluated. Tests hold that. Here a
+few layouts that differ little from the answer are lowered whole and compared, because these could be better:
+one that is faster than its tables, or holds less than its rows, invalidates the proof. Rows are also held
+against every layout that was evaluated before they were used (`SubproblemSearch.hold_rows`).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from layoutopt.optimize.baselines import by_name
 from layoutopt.optimize.bounds import EXACT
 from layoutopt.optimize.request import Request
-from layoutopt.optimize.subproblem import EvaluatedLayout
+from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
+from layoutopt.plan.units import bytes_text
 from layoutopt.solver import TOLERANCE
+from layoutopt.space.decisions import Decisions
+from layoutopt.space.recompute import Recompute
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -74,18 +79,15 @@ def summed(
 ) -> TableAgreement:
     """The tables' sum for the answer, however it was found."""
     of = request.evaluator.table_prices(best.mesh, subproblem.decided).seconds
-    found = TableAgreement(of(best.layout, best.options), best.seconds, 0.0, 1)
+    seconds = of(best.layout, best.options)
+    found = TableAgreement(seconds, best.seconds, 0.0, 1)
     if not found.dearer:
         return found
-    ratios = [found.seconds / found.program]
     named = [(n.layout, n.options) for n in others]
     named += [(layout, options) for _, mesh, layout, options in by_name(request.model, best.mesh)]
-    for layout, options in named:
-        options = request.meeting(replace(options, microbatches=best.options.microbatches))
-        seconds = of(layout, options)
-        if seconds < math.inf:
-            ratios.append(seconds / _program_seconds(request, best.mesh, layout, options))
-    return replace(found, over=max(ratios) - 1, count=len(ratios))
+    parts = best.options.microbatches
+    layouts = ((x, request.meeting(replace(options, microbatches=parts))) for x, options in named)
+    return _beside(request, best, subproblem, replace(found, over=seconds / best.seconds - 1), layouts)
 
 
 def compared(
@@ -93,19 +95,60 @@ def compared(
 ) -> TableAgreement:
     """The same with a few layouts that differ from the answer in some decisions; the fastest there is, if not
     the answer, is likely one of them."""
-    decided, evaluator, rng = subproblem.decided, request.evaluator, random.Random(0)
-    of, own = evaluator.table_prices(best.mesh, decided).seconds, decided.write(best.layout, best.options)
-    free = [name for name, options in decided.options.items() if len(options) > 1]
-    for _ in range(COMPARED if free else 0):
-        names = rng.sample(free, min(rng.randint(1, CHANGED), len(free)))
-        layout, options = decided.read({**own, **{n: rng.choice(decided.options[n]) for n in names}})
-        seconds = math.inf if request.late else of(layout, options)
-        if seconds < math.inf:
+    return _beside(request, best, subproblem, tables, _near(request, best, subproblem.decided))
+
+
+def _beside(
+    request: Request,
+    best: EvaluatedLayout,
+    subproblem: Subproblem,
+    tables: TableAgreement,
+    layouts: Iterable[tuple[Layout, Options]],
+) -> TableAgreement:
+    """The same with further layouts on the answer's mesh."""
+    of = request.evaluator.table_prices(best.mesh, subproblem.decided).seconds
+    for layout, options in layouts:
+        if (seconds := of(layout, options)) < math.inf:
             over = seconds / _program_seconds(request, best.mesh, layout, options) - 1
             if over > max(tables.over, TOLERANCE):
                 tables = replace(tables, over=over, where=str(layout) or "nothing is split")
             tables = replace(tables, count=tables.count + 1)
     return tables
+
+
+def hold_rows(request: Request, best: EvaluatedLayout, subproblem: Subproblem) -> None:
+    """Holds rows against the programs of the answer and of the same layouts, if the search needed any."""
+    evaluator, decided = request.evaluator, subproblem.decided
+    if evaluator.rows_over is None:
+        return
+    for layout, options in itertools.chain([(best.layout, best.options)], _near(request, best, decided)):
+        if _program_seconds(request, best.mesh, layout, options) < math.inf:
+            own = decided.write(layout, options)
+            # Which loops run again by themselves decides which rows there are.
+            plain = {n: decided.options[n][:1] for n in decided.of(Recompute)}
+            alone = decided.within({n: {*plain.get(n, ()), choice} for n, choice in own.items()})
+            SubproblemSearch.whole(evaluator, best.mesh, alone).hold_rows()
+
+
+def rows_said(request: Request) -> str:
+    """That rows count more than a program holds; "" if none is known to."""
+    if not (over := request.evaluator.rows_over):
+        return ""
+    return (
+        f"the search's memory rows count {bytes_text(over)} more than the lowered program of a layout "
+        "holds, so they may have ruled out layouts that fit"
+    )
+
+
+def _near(request: Request, best: EvaluatedLayout, decided: Decisions) -> Iterator[tuple[Layout, Options]]:
+    """A few layouts that differ from the answer in some decisions, until the time is over."""
+    rng, own = random.Random(0), decided.write(best.layout, best.options)
+    free = [name for name, options in decided.options.items() if len(options) > 1]
+    for _ in range(COMPARED if free else 0):
+        names = rng.sample(free, min(rng.randint(1, CHANGED), len(free)))
+        if request.late:
+            return
+        yield decided.read({**own, **{n: rng.choice(decided.options[n]) for n in names}})
 
 
 def _program_seconds(request: Request, mesh: Mesh, layout: Layout, options: Options) -> float:

@@ -124,7 +124,7 @@ def search(
             f"search: {model!r} is not a Model; pass what the function model() of a model file returns"
         )
     allowed, limits = gathered("search", asked, (SearchSpace, space), (Limits, limits))
-    clock = limits.time_limit.again() if isinstance(limits.time_limit, Clock) else Clock(limits.time_limit)
+    clock = Clock.of(limits.time_limit).again()
     chosen = machine_of(hardware)
     _check(mesh, devices, objective, limits, clock.limit, allowed)
     shapes = meshes(mesh, devices, limits.max_axes, chosen)

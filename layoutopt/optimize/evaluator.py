@@ -6,7 +6,7 @@ solver.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterator
 from typing import Any
 
 from costmodels.hardware import Hardware
@@ -76,17 +76,18 @@ class Evaluator:
       tight: the fastest layout of some mesh did not fit, so those of others may not fit either.
       again: sets of loops (`again_in`) that ran again in a layout that did not fit: their rows are needed on
         other meshes too.
-      rows_over: the most bytes that rows counted more than the program of an evaluated layout.
+      rows_over: the most bytes that rows count more than the program of an evaluated layout; None: no row was
+        needed.
     """
 
     def __init__(self, model: Model, hardware: Hardware) -> None:
         self.model, self.hardware = model, hardware
         self.tight = False
         self.again: dict[RunsAgain, None] = {}
-        self._known: dict[Hashable, Evaluation | str] = {}
+        self._known: dict[tuple[Mesh, Layout, Hashable], Evaluation | str] = {}
         self._prices: dict[Mesh, Pricer] = {}
         self._table_prices: TablePrices | None = None
-        self.rows_over = 0.0
+        self.rows_over: float | None = None
         self._computed: dict[Collection[str] | None, float] = {}
 
     def prices(self, mesh: Mesh) -> Pricer:
@@ -122,6 +123,12 @@ class Evaluator:
                 Draft(self.model, mesh, decided, self.prices(mesh), whole=True)
             )
         return found
+
+    def evaluated(self, mesh: Mesh) -> Iterator[tuple[Layout, Evaluation]]:
+        """All layouts that were evaluated on a mesh."""
+        for (on, layout, _), found in self._known.items():
+            if on == mesh and isinstance(found, Evaluation):
+                yield layout, found
 
     def knows(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT) -> bool:
         """True if asking takes no time."""

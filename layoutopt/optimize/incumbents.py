@@ -7,19 +7,19 @@ beside every answer, so no plan is slower than the plan of an expert.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from layoutopt.optimize.baselines import axis_names, by_name
 from layoutopt.optimize.heuristics import greedy
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblem import EvaluatedLayout
-from layoutopt.optimize.subproblems import Subproblem, SubproblemSpec, key_of, specs
+from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, SubproblemSpec, specs
 from layoutopt.optimize.warm_start import WarmStart, named
 from layoutopt.plan.build import Plan, decided
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.solver import Solution, Status
-from layoutopt.space.decisions import Decisions, SearchSpace
+from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.microbatches import dividing
 from layoutopt.space.objective import Objective
 from mesh_tf_core.errors import LayoutError, UserError
@@ -44,8 +44,8 @@ class Incumbents:
     def __init__(self, request: Request, renames: bool) -> None:
         self.request, self.renames = request, renames
         self.found: list[EvaluatedLayout] = []
-        self.subproblems: dict[Hashable, Subproblem] = {}
-        self.specs: dict[Hashable, SubproblemSpec] = {}
+        self.subproblems: dict[SubproblemKey, Subproblem] = {}
+        self.specs: dict[SubproblemKey, SubproblemSpec] = {}
 
     def order(self, found: EvaluatedLayout) -> tuple[float, float]:
         """The sort key of results: the better one is less."""
@@ -83,9 +83,9 @@ class Incumbents:
 
     def subproblem_of(self, found: EvaluatedLayout) -> Subproblem:
         """The decisions of the subproblem where a layout was found."""
-        return self.subproblems[key_of(self.request.model, found.mesh, found.layout, found.options)]
+        return self.subproblems[SubproblemKey.of(self.request.model, found.mesh, found.layout, found.options)]
 
-    def subproblem(self, key: Hashable) -> Subproblem | None:
+    def subproblem(self, key: SubproblemKey) -> Subproblem | None:
         """The subproblem with this key; None if there is none."""
         if key not in self.subproblems and (spec := self.specs.pop(key, None)) is not None:
             with suppress(UserError):
@@ -100,8 +100,8 @@ class Incumbents:
             known := next((f for f in self.found if (f.mesh, f.layout, f.options) == asked), None)
         ) is not None:
             return known
-        here = self.subproblem(key_of(self.request.model, mesh, layout, options))
-        if here is None or not _allows(here.decided, layout, options):
+        here = self.subproblem(SubproblemKey.of(self.request.model, mesh, layout, options))
+        if here is None or not here.decided.allows(layout, options):
             return None
         try:
             evaluation = self.request.evaluator(mesh, layout, options)
@@ -174,20 +174,13 @@ def _in_words(found: EvaluatedLayout, names: Mapping[str, str]) -> str:
     return "; ".join(filter(None, (f"{str(layout) or 'nothing split'} on {mesh}", more)))
 
 
-def _allows(decisions: Decisions, layout: Layout, options: Options) -> bool:
-    """Whether a layout and its options are among what may be chosen."""
-    wanted = decisions.write(layout, options)
-    legal = all(wanted[name] in found for name, found in decisions.options.items())
-    return legal and decisions.read(wanted) == (layout, options)
-
-
 def covers(space: SearchSpace, model: Model, plan: Plan, near: Callable[[Mesh], Axes]) -> bool:
     """True if a space has the layout of a plan; `near`: as of `Evaluator`."""
     mesh, layout, options = plan.mesh, plan.layout, plan.options
-    wanted = key_of(model, mesh, layout, options)
+    wanted = SubproblemKey.of(model, mesh, layout, options)
     try:
         found = specs(model, [mesh], space, near, dividing(model, space.microbatches))
         here = next((spec.made(model) for spec in found if spec.key == wanted), None)
     except UserError:
         return False
-    return here is not None and _allows(here.decided, layout, options)
+    return here is not None and here.decided.allows(layout, options)

@@ -20,7 +20,7 @@ from layoutopt.optimize.merging import ordered
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblem import Box, EvaluatedLayout, SubproblemSearch
-from layoutopt.optimize.subproblems import Subproblem, key_of
+from layoutopt.optimize.subproblems import Subproblem, SubproblemKey
 from layoutopt.solver import cost
 from layoutopt.space.objective import Objective
 from mesh_tf_core.ir.layout import Layout
@@ -62,7 +62,7 @@ def k_best(search: LayoutSearch, best: EvaluatedLayout) -> Iterator[EvaluatedLay
             program.extraction.choices(x, f.options)
             for f in here
             for x in _copies(request, f)
-            if key_of(request.model, f.mesh, x, f.options) == problem.key
+            if SubproblemKey.of(request.model, f.mesh, x, f.options) == problem.key
         )
         excluded = tuple(_box(program, choices) for choices in {*copies} if choices is not None)
         other = program.fastest(limit, clock=request.clock, excluded=excluded).found

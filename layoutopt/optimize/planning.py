@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from costmodels.hardware import Hardware
 from costmodels.network.topology import place
 from costmodels.repeated import near_sizes, repeated
-from layoutopt.optimize.agreement import TableAgreement, compared, summed
+from layoutopt.optimize.agreement import TableAgreement, compared, hold_rows, rows_said, summed
 from layoutopt.optimize.alternatives import (
     Alternatives,
     Shapes,
@@ -72,19 +72,22 @@ def make_plan(
     Raises:
       ProgramError: the program of the layout is not well-formed; a defect of lowering.
     """
-    subproblem = search.subproblem_of(best)
-    exact = not request.evaluator.rows_over
-    searched = (search.bound if bound is None else bound) if exact else NO_SHARE
+    subproblem = search.incumbents.subproblem_of(best)
+    searched = search.bound if bound is None else bound
     verify(best.evaluation.program)
     names = axis_names(best.layout, best.mesh, request.model) if search.renames else {}
     # A bound is known of all: then so is a device's share of the work, which needs no time that is left.
-    proof, beside = _Proof(search.proven and exact, searched), Alternatives(request, best, names, shapes)
+    proof, beside = _Proof(search.proven, searched), Alternatives(request, best, names, shapes)
+    proof.doubt(request)
     limited = request.clock.limit is not None or not proof.proven
-    if request.objective != Objective.MEMORY and limited and 0 < searched.value < math.inf:
+    if request.objective != Objective.MEMORY and limited and 0 < proof.searched.value < math.inf:
         proof.share = share_bound(request, best.mesh)
     repeats: list[str] = []
 
     def look() -> None:
+        if proof.proven:
+            hold_rows(request, best, subproblem)
+            proof.doubt(request)
         if request.objective != Objective.MEMORY:
             proof.look(request, best, subproblem, [f for f in others if f.mesh == best.mesh])
         repeats.extend(repeated_work(request, best.evaluation, best.options.microbatches, names))
@@ -191,6 +194,11 @@ class _Proof:
         if self.tables is None or not self.refuted or searched <= 0:
             return None
         return min(searched / (1 + self.tables.over), self.tables.program)
+
+    def doubt(self, request: Request) -> None:
+        """Takes back what is proven within memory rows, if any exceeds a program."""
+        if request.evaluator.rows_over:
+            self.proven, self.searched = False, NO_SHARE
 
     def look(
         self,
@@ -325,12 +333,7 @@ def _tight(request: Request, of: Evaluation, others: Sequence[Alternative]) -> l
 
 def _rows_over(request: Request) -> list[str]:
     """That the rows count more than a program holds, if any evaluated layout shows it."""
-    if not (over := request.evaluator.rows_over):
-        return []
-    return [
-        f"the search's memory rows count {bytes_text(over)} more than the lowered program of a layout "
-        "holds, so they may have ruled out layouts that fit; their bound therefore proves nothing"
-    ]
+    return [f"{said}; their bound therefore proves nothing"] if (said := rows_said(request)) else []
 
 
 def _unsplit(request: Request) -> list[str]:

@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from layoutopt.formulation.extract import count_layouts
+from layoutopt.optimize.agreement import hold_rows, rows_said
 from layoutopt.optimize.bounds import Bound, Source, State
 from layoutopt.optimize.fixing import ClusterWeights, faster, option_costs
 from layoutopt.optimize.incumbents import Incumbents
@@ -179,6 +180,7 @@ class LayoutSearch:
                 f"no layout of {request.model.name!r}{even} fits into {size_text(request.limit)} per device"
             )
             self.none += self._why() if request.explains else ""
+            self.none += f" ({said}: this is not proven)" if (said := rows_said(request)) else ""
 
     def _conclude(self) -> None:
         """Makes the best so far the answer of a search that was ended, or came to its end with none for want
@@ -344,10 +346,6 @@ class LayoutSearch:
         low = self.bound.value if self.frontier else low
         request.on_progress(SearchStatus(looked, count - len(others), count, best, min(low, best), left))
 
-    def subproblem_of(self, found: EvaluatedLayout) -> Subproblem:
-        """The decisions of the subproblem where a layout was found."""
-        return self.incumbents.subproblem_of(found)
-
     # -- time against memory ---------------------------------------------------------------------------------
 
     def _trade(self, found: EvaluatedLayout) -> EvaluatedLayout:
@@ -392,4 +390,5 @@ class LayoutSearch:
         self.nearest, ended = nearest_of(self.request, self.problems, known, self.opened)
         if self.nearest is None:
             return EXCLUDED if ended else ADVICE
+        hold_rows(self.request, self.nearest, self.incumbents.subproblem_of(self.nearest))
         return needed(self.request, self.nearest, self.least, self.renames)

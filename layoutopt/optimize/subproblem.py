@@ -106,6 +106,7 @@ class SubproblemSearch:
         self.evaluations: dict[tuple[int, ...], Evaluation] = {}
         self.again = [*dict.fromkeys((frozenset(), *self._again_elsewhere()))]
         self.cuts: dict[str, ResourceRow] = {}
+        self._held: dict[tuple[int, ...], int] = {}  # choices -> number of rows that they were held against
 
     @classmethod
     def whole(cls, evaluator: Evaluator, mesh: Mesh, decided: Decisions) -> SubproblemSearch:
@@ -219,7 +220,10 @@ class SubproblemSearch:
           tries: answers that are evaluated before the limit is lowered (default: the more the smaller the
             tables, and one more per set of recomputed loops).
         """
-        found = self._fastest(limit, upper, clock, listener, excluded, pinned, tries)
+        found = None if excluded else self._roomy(limit, listener, pinned or {})
+        if found is None:
+            found = self._fastest(limit, upper, clock, listener, excluded, pinned, tries)
+            self.hold_rows()
         return replace(found, bound=0.0, proven=False) if self.extraction.unsplit else found
 
     def _fastest(
@@ -232,8 +236,6 @@ class SubproblemSearch:
         pinned: Mapping[str, Choice] | None,
         most: int | None,
     ) -> SubproblemOutcome:
-        if not excluded and (found := self._roomy(limit, listener, pinned or {})) is not None:
-            return found
         bound, share, tries, attempt = 0.0, 1.0, most or self._tries(), 0
         sums = self.extraction.decided.of(PendingSum)
         own = [i for i, name in enumerate(self.extraction.names) if name not in sums]
@@ -255,9 +257,6 @@ class SubproblemSearch:
                 return SubproblemOutcome(None, math.inf if proven else bound, proven)
             choices = canonical(problem, self.extraction, solution.choices)
             evaluation = self.evaluate(choices)
-            over = max(row.use(choices) for row in self.rows) - evaluation.memory.peak
-            if over > max(ROUNDING, self._evaluator.rows_over):
-                self._evaluator.rows_over = over
             if evaluation.memory.peak <= limit:
                 layout, options = self.extraction.read(choices)
                 best = EvaluatedLayout(
@@ -270,6 +269,18 @@ class SubproblemSearch:
             other = self.learn(choices)
             attempt += not (exact and other and most is None)  # there are few sets of loops
         return SubproblemOutcome(None, bound, False)
+
+    def hold_rows(self) -> None:
+        """Holds the rows against the program of each of its layouts that was evaluated, by any search."""
+        over = self._evaluator.rows_over or 0.0
+        for layout, found in self._evaluator.evaluated(self.mesh):
+            allowed = self.extraction.decided.allows(layout, found.options)
+            choices = self.extraction.choices(layout, found.options) if allowed else None
+            if choices is not None and self._held.get(choices) != len(self.rows):
+                self._held[choices] = len(self.rows)
+                more = max(row.use(choices) for row in self.rows) - found.memory.peak
+                over = max(over, more) if more > ROUNDING else over
+        self._evaluator.rows_over = over
 
     def _tries(self) -> int:
         cells = sum(int(listed(term).size) for term in self.extraction.problem.terms)

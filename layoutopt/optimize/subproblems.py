@@ -14,8 +14,9 @@ and in a circular schedule likewise with its ticks (`mesh_tf_core.ir.schedules`)
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from layoutopt.formulation.extract import count_layouts
 from layoutopt.optimize.bounds import SLACK, ProvenBounds, Source
@@ -33,8 +34,31 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.schedules import PipelineSchedule, alternates
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.remat_policy import of_stages
+from mesh_tf_core.lower.remat_policy import Policies, of_stages
 from mesh_tf_core.model import Model
+
+
+class SubproblemKey(NamedTuple):
+    """Distinguishes the subproblems of a search.
+
+    Attributes:
+      stages: dimensions of layers, each with its axes.
+      again: recomputed parts of stages where that makes another graph.
+    """
+
+    mesh: Mesh
+    stages: frozenset[tuple[str, Axes]]
+    schedule: str
+    again: Policies
+    microbatches: int
+
+    @classmethod
+    def of(cls, model: Model, mesh: Mesh, layout: Layout, options: Options) -> SubproblemKey:
+        """That of the problem which a layout is an answer of."""
+        stages = model.stages(mesh, layout)
+        again = of_stages(options.recompute, stages, alternates(options.schedule))
+        split = frozenset((dim, layout.axes(dim)) for dim in stages)
+        return cls(mesh, split, options.schedule, again, options.microbatches)
 
 
 @dataclass(eq=False)
@@ -69,14 +93,17 @@ class Subproblem:
         return min((ticks / (times * fewer) for ticks, fewer in pairs), default=1.0)
 
     @property
-    def place(self) -> Hashable:
-        """The key that it shares with the same problem with other numbers of microbatches."""
-        return self.mesh, frozenset(self.decided.stages.items()), self.decided.schedule, self.decided.again
+    def key(self) -> SubproblemKey:
+        """That of its layouts."""
+        its = self.decided
+        return SubproblemKey(
+            self.mesh, frozenset(its.stages.items()), its.schedule, its.again, its.microbatches
+        )
 
     @property
-    def key(self) -> Hashable:
-        """The key that distinguishes subproblems: `key_of` their layouts."""
-        return self.place, self.microbatches
+    def place(self) -> SubproblemKey:
+        """The key that it shares with the same problem with other numbers of microbatches."""
+        return self.key._replace(microbatches=0)
 
     @property
     def rank(self) -> tuple[float, int, int]:
@@ -114,19 +141,12 @@ class Subproblem:
 
 def related(problems: Iterable[Subproblem]) -> Iterator[Subproblem]:
     """Subproblems, the fewest microbatches first, each with its `fewer`."""
-    known = defaultdict[Hashable, list[Subproblem]](list)
+    known = defaultdict[SubproblemKey, list[Subproblem]](list)
     for each in problems:
         others = known[each.place]
         each.fewer = tuple(o for o in others if each.microbatches % o.microbatches == 0)
         others.append(each)
         yield each
-
-
-def key_of(model: Model, mesh: Mesh, layout: Layout, options: Options) -> Hashable:
-    """The `Subproblem.key` of the problem that a layout is an answer of."""
-    stages = ((dim, layout.axes(dim)) for dim in model.stages(mesh, layout))
-    again = of_stages(options.recompute, model.stages(mesh, layout), alternates(options.schedule))
-    return (mesh, frozenset(stages), options.schedule, again), options.microbatches
 
 
 @dataclass(frozen=True)
@@ -149,10 +169,10 @@ class SubproblemSpec:
         return count(self.mesh, self.allowed)
 
     @property
-    def key(self) -> Hashable:
+    def key(self) -> SubproblemKey:
         """That of its subproblem."""
         stages, (schedule,) = frozenset(self.allowed.stages.items()), self.allowed.schedule
-        return (self.mesh, stages, schedule, self.allowed.again), self.microbatches
+        return SubproblemKey(self.mesh, stages, schedule, self.allowed.again, self.microbatches)
 
     def made(self, model: Model) -> Subproblem:
         """The subproblem.

@@ -50,6 +50,11 @@ class Clock:
         self.start = time.monotonic() if start is None else start
         self.limit = limit
 
+    @classmethod
+    def of(cls, limit: float | Clock | None) -> Clock:
+        """A running clock as it is, or one that starts now."""
+        return limit if isinstance(limit, Clock) else cls(limit)
+
     @property
     def elapsed(self) -> float:
         """Seconds since the start."""

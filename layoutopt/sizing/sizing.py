@@ -226,8 +226,7 @@ def _sized(
     told = scaling.unique, scaling.pretrained, scaling.characters, scaling.replicas
     forecast = Forecast(_law(scaling.law, scaling.runs), *told)
     family = Family(model, _all_hparams(model, hparams), sizes.scale)
-    limit = limits.time_limit
-    clock = limit.again() if isinstance(limit, Clock) else Clock(limit)
+    clock = Clock.of(limits.time_limit).again()
     may = {name: value for name, value in chosen.keywords.items() if name in (*LAYOUTS, "allow")}
     timer = Timer(limits.max_axes, clock, may)
     which = sizes.candidates, sizes.sizes, sizes.every

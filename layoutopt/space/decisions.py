@@ -287,6 +287,12 @@ class Decisions:
         """The choices that mean a layout and options."""
         return {d.name: d.read(layout, options) for d in self.every}
 
+    def allows(self, layout: Layout, options: Options) -> bool:
+        """Whether a layout and options are among what may be chosen."""
+        wanted = self.write(layout, options)
+        legal = all(wanted[name] in found for name, found in self.options.items())
+        return legal and self.read(wanted) == (layout, options)
+
     @cached_property
     def least_memory(self) -> Options:
         """The options with which a device holds least, whatever the layout."""

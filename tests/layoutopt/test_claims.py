@@ -6,6 +6,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import pytest
 
 import layoutopt.optimize.planning as planning
@@ -14,7 +15,10 @@ from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.memory_constraints import MemoryConstraints
 from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.plan.build import Plan
-from layoutopt.solver import TOLERANCE, ResourceRow
+from layoutopt.solver import TOLERANCE, ResourceRow, RowTerm
+from layoutopt.space.kind import Decision
+from layoutopt.space.splits import Split
+from layoutopt.space.storage import Storage
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower.verify import ProgramError
 from tests.layoutopt.models import EXAMPLES
@@ -71,21 +75,57 @@ def test_tables_above_the_program_of_a_layout_that_nobody_evaluated_prove_nothin
     assert any("more time than the lowered program of another layout" in note for note in plan.data.notes)
 
 
-def test_memory_rows_above_the_program_of_an_evaluated_layout_prove_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = {**ASKED, "memory": search(EXAMPLES["mlp"](), **ASKED).predicted.peak_memory_bytes - 1}
-    assert search(EXAMPLES["mlp"](), **asked).solver.status == "OPTIMAL"
+def counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows count twice what they should."""
     rows = MemoryConstraints._row
 
     def more(self: MemoryConstraints, *about: Any) -> ResourceRow:
         found = rows(self, *about)
-        return replace(found, entries=(*found.entries, *found.entries[:1]))
+        return replace(found, entries=found.entries * 2)
 
     monkeypatch.setattr(MemoryConstraints, "_row", more)
+
+
+@pytest.mark.parametrize("objective", ["time", "memory"])
+def test_memory_rows_above_the_program_of_an_evaluated_layout_prove_nothing(
+    monkeypatch: pytest.MonkeyPatch, objective: str
+) -> None:
+    asked = {**ASKED, "memory": search(EXAMPLES["mlp"](), **ASKED).predicted.peak_memory_bytes - 1}
+    asked["objective"] = objective
+    assert search(EXAMPLES["mlp"](), **asked).solver.status == "OPTIMAL"
+    counted_twice(monkeypatch)
     plan = search(EXAMPLES["mlp"](), **asked)
     assert plan.solver.status == "FEASIBLE" and plan.solver.gap > 0
     assert any("memory rows count" in note for note in plan.data.notes)
+
+
+@pytest.mark.parametrize("kind", [Split, Storage])
+def test_rows_are_held_against_layouts_that_no_solver_proposes(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Decision]
+) -> None:
+    asked = {**ASKED, "memory": search(EXAMPLES["mlp"](), **ASKED).predicted.peak_memory_bytes - 1}
+    asked |= {"storage": ("layout", "zero1"), "alternatives": False}
+    best = search(EXAMPLES["mlp"](), **asked)
+    rows = MemoryConstraints._row
+
+    def more(self: MemoryConstraints, *about: Any) -> ResourceRow:
+        """What differs from the answer in a decision counts as too large, so no solver proposes it."""
+        found, own = rows(self, *about), self.decided.write(best.layout, best.options)
+        more = [
+            RowTerm((i,), np.array([1e9 * (o != own[n]) for o in self.decided.options[n]]))
+            for i, n in enumerate(self.names)
+            if n in self.decided.of(kind)
+        ]
+        return replace(found, entries=(*found.entries, *more))
+
+    monkeypatch.setattr(MemoryConstraints, "_row", more)
+    assert search(EXAMPLES["mlp"](), **asked).solver.status == "FEASIBLE"
+
+
+def test_that_nothing_fits_is_not_proven_by_rows_above_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted_twice(monkeypatch)
+    with pytest.raises(mtf.InfeasibleError, match=r"memory rows count .* not proven"):
+        search(EXAMPLES["mlp"](), **ASKED, memory=9e3, alternatives=True)
 
 
 def test_within_the_tolerance_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
