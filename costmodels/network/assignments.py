@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 
+from mesh_tf_core.ir.dims import divisors
+
 AxisSizes = tuple[tuple[str, int], ...]
 Levels = tuple[tuple[str, int], ...]
 """Names and capacities of levels, innermost first; the last one (the network) has capacity 0: unlimited."""
@@ -70,7 +72,7 @@ def contiguous_assignment(axes: AxisSizes, node_size: int) -> tuple[AxisAssignme
     """Ranks fill nodes in order: the last mesh axes lie inside a node, the rest over the network."""
     room, out = node_size, []
     for name, size in reversed(axes):
-        inside = max(d for d in range(1, min(size, room) + 1) if size % d == 0)
+        inside = max(d for d in divisors(size) if d <= room)
         room //= inside
         factors = (("node", inside), ("network", size // inside))
         out.append((name, tuple((level, n) for level, n in factors if n > 1)))
@@ -121,8 +123,5 @@ def _splits(size: int, room: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     if len(room) == 1:
         return ((size,),) if size <= room[0] else ()
     return tuple(
-        (n, *rest)
-        for n in range(min(size, room[0]), 0, -1)
-        if size % n == 0
-        for rest in _splits(size // n, room[1:])
+        (n, *rest) for n in reversed(divisors(size)) if n <= room[0] for rest in _splits(size // n, room[1:])
     )

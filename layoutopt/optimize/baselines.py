@@ -33,6 +33,7 @@ from layoutopt.space.splits import Split, domains
 from layoutopt.space.stages import runs_again
 from layoutopt.space.undivided import mostly_split, storage_of, stored_at
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import divisors
 from mesh_tf_core.ir.layout import AT, Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -254,7 +255,7 @@ class Baselines:
     def _ways(self, names: Iterable[str]) -> list[int]:
         """Into how many pieces one of these dimensions can be split, more than one."""
         found = {math.gcd(self.devices, *self.sizes[n]) for n in names}
-        return [n for n in range(2, self.devices + 1) if any(most % n == 0 for most in found)]
+        return sorted({n for most in found for n in divisors(most) if n > 1})
 
     def _parts(self, mesh: Mesh) -> list[Axes]:
         """Axes that the batch may be split over, the most first: any of the given mesh, else `data`."""

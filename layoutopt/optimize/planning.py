@@ -40,6 +40,7 @@ from layoutopt.plan.units import bytes_text, memory_option, some, step_change
 from layoutopt.solver import TOLERANCE
 from layoutopt.space.microbatches import impossible
 from layoutopt.space.objective import Objective
+from mesh_tf_core.ir.dims import divisors
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.verify import verify
 
@@ -301,10 +302,8 @@ def repeated_work(request: Request, of: Evaluation, microbatches: int, names: Ma
 def _uneven(name: str, size: int, ways: int, split: int, microbatches: int) -> str:
     """The nearest sizes of a dimension, and of an axis, that would divide; `size`: in one microbatch."""
     parts, own = ways * split, size // split
-    axes = [
-        max(n for n in range(1, ways) if own % n == 0),
-        next((n for n in range(ways, own) if own % n == 0), own),
-    ]
+    known = divisors(own)
+    axes = [max(n for n in known if n < ways), next((n for n in known if n >= ways), own)]
     would = " or ".join(map(str, near_sizes(size * microbatches, parts * microbatches)))
     each = f" in each of {microbatches} microbatches" if microbatches > 1 else ""
     return (

@@ -11,6 +11,7 @@ from costmodels.hardware import GpuCluster, Hardware
 from costmodels.network.topology import one_slice
 from layoutopt.space.kind import LeftOut
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import divisors
 from mesh_tf_core.ir.mesh import MOST_DEVICES, Mesh
 
 MOST_AXES = 8
@@ -50,13 +51,9 @@ def other_meshes(mesh: Mesh, shapes: Set[tuple[int, ...]] | None) -> Iterator[Le
     if shapes is None and mesh.devices > 1:
         yield LeftOut("meshes", "other meshes", f"--devices {mesh.devices}", finer=True)
     elif shapes is not None and any(
-        not _prime(size) for shape in shapes for size in shape if len(shape) == axes
+        len(divisors(size)) > 2 for shape in shapes for size in shape if len(shape) == axes
     ):
         yield LeftOut("meshes", f"meshes of more than {axes} axes", f"--max-axes {axes + 1}", finer=True)
-
-
-def _prime(size: int) -> bool:
-    return all(size % n for n in range(2, int(size**0.5) + 1))
 
 
 def mesh_shapes(devices: int, max_axes: int, ordered: bool) -> list[tuple[int, ...]]:
@@ -73,7 +70,6 @@ def mesh_shapes(devices: int, max_axes: int, ordered: bool) -> list[tuple[int, .
         raise UserError(f"--max-axes {max_axes}: write at least 1")
     if max_axes > MOST_AXES:
         raise UserError(f"--max-axes {max_axes}: a search supports at most {MOST_AXES} axes")
-    divisors = [n for n in range(2, devices + 1) if devices % n == 0]
     found: set[tuple[int, ...]] = set()
 
     def split(left: int, sizes: tuple[int, ...]) -> None:
@@ -82,7 +78,7 @@ def mesh_shapes(devices: int, max_axes: int, ordered: bool) -> list[tuple[int, .
             return
         if len(sizes) == max_axes:
             return
-        for size in divisors:
+        for size in divisors(devices)[1:]:
             if left % size == 0:
                 split(left // size, (*sizes, size))
 

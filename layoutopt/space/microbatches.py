@@ -14,6 +14,7 @@ from layoutopt.space.argument import Space, argument, names
 from layoutopt.space.kind import PLAIN, Choice, Chosen, Decision, Feature, Target, Typed, Words
 from layoutopt.space.option import Option
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import divisors
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -79,8 +80,7 @@ class Microbatches(Decision):
 
     @classmethod
     def everything(cls, target: Target) -> dict[str, Any]:
-        size = _size(target.model)
-        return {"microbatches": tuple(number for number in range(1, size + 1) if size % number == 0)}
+        return {"microbatches": divisors(_size(target.model))}
 
     @classmethod
     def widest(cls, target: Target) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 
 from mesh_tf_core.arguments import is_whole
 from mesh_tf_core.errors import UserError, known_names
@@ -14,6 +15,14 @@ NAME = re.compile(r"[^\s:;,+\[\]\x00-\x1f\x7f-\x9f]+")
 """The names that dimensions and mesh axes may have: those that rules can contain and terminals can show."""
 LARGEST = 2**48
 """Largest size of a dimension; a larger one is taken for a typing error."""
+
+
+@cache
+def divisors(size: int) -> tuple[int, ...]:
+    """The divisors of a size, in order. Finding them takes no longer than the root of the size: it may be as
+    large as `LARGEST`."""
+    small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
+    return tuple(dict.fromkeys((*small, *(size // n for n in reversed(small)))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mesh_tf_core.ir.dims import divisors
 from mesh_tf_core.ir.kernel import Attending, Kernel
 from mesh_tf_core.ops.common import dtype_name
 from mesh_tf_core.ops.random import uniform
@@ -41,14 +42,10 @@ def _cuts(a: Attending) -> list[tuple[int, int]]:
     left, cuts = math.prod(sizes) * a.key.shape[-2], []
     for axis in (*range(a.shared), len(sizes) - 1):
         if left > MOST:
-            n = next((n for n in _divisors(sizes[axis]) if left <= n * MOST), sizes[axis])
+            n = next((n for n in divisors(sizes[axis]) if left <= n * MOST), sizes[axis])
             left //= n
             cuts.append((axis, n))
     return [(axis, n) for axis, n in cuts if n > 1]
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _part(k: Kernel, x: Any, axis: int, number: Any, count: int) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block, Node
-from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.dims import Dim, divisors
 from mesh_tf_core.ir.outline import per_graph
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.stored_order import Interleaved
@@ -100,7 +100,7 @@ def reordered(x: Tensor, order: Interleaved, layers: Dim, *, lies: bool) -> Tens
     """
     name, rest, parts = layers.name, x.shape.dims[1:], order.stages * order.rounds
     if order.size(layers.size) != layers.size:
-        known = ", ".join(str(n) for n in range(2, layers.size + 1) if layers.size % n == 0)
+        known = ", ".join(map(str, divisors(layers.size)[1:]))
         raise UserError(
             f"pipeline over {name!r}: {parts} {'virtual ' * (order.rounds > 1)}stages do not divide the "
             f"{layers.size} layers, which is required because an operation outside the loop reads the "

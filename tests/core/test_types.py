@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mesh_tf_core import Dim, Layout, LayoutError, Mesh, Shape, UserError
 from mesh_tf_core.errors import known_names
-from mesh_tf_core.ir.dims import union
+from mesh_tf_core.ir.dims import LARGEST, divisors, union
 from mesh_tf_core.ir.dtypes import check_dtype, itemsize, promote
 
 A, B = Dim("a", 4), Dim("b", 6)
@@ -26,6 +26,13 @@ def test_dim_names(name: Any) -> None:
 def test_dim_sizes(size: Any) -> None:
     with pytest.raises(UserError, match="size must be a positive integer, found"):
         Dim("a", size)
+
+
+def test_divisors_of_every_size_up_to_the_largest() -> None:
+    """A loop over all numbers up to the largest would not end."""
+    for size in range(1, 200):
+        assert divisors(size) == tuple(n for n in range(1, size + 1) if size % n == 0)
+    assert divisors(LARGEST) == tuple(2**n for n in range(49))
 
 
 def test_shape() -> None:

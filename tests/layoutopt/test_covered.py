@@ -16,6 +16,7 @@ from layoutopt.plan.covered import CoveredSpace, UncoveredChoices, count_text
 from layoutopt.space.decisions import ARGUMENTS, KINDS, SearchSpace, everything, left_out
 from layoutopt.space.diloco import Rarely
 from layoutopt.space.kind import Decision, Target
+from mesh_tf_core.ir.dims import LARGEST
 from tests.layoutopt.models import EXAMPLES, SMALL
 from tests.searching import search
 
@@ -36,6 +37,14 @@ def test_every_kind_says_what_it_can_choose_and_what_was_left_out() -> None:
         assert kind.everything is not Decision.everything
     said = {name for kind in KINDS for name in kind.everything(TARGET)}
     assert said == ASKED - NOT_CHOSEN
+
+
+def test_every_kind_finds_its_choices_for_the_largest_sizes() -> None:
+    """Without a loop over all numbers up to a size, which would not end."""
+    huge = Target(transformer(**{**SMALL, "layers": LARGEST, "batch": LARGEST, "length": LARGEST}), MESH)
+    for kind in KINDS:
+        assert {*kind.everything(huge)} == {*kind.everything(TARGET)}
+    assert left_out(huge, SearchSpace())
 
 
 def test_with_everything_allowed_only_what_no_search_chooses_is_left_out() -> None:
