@@ -124,11 +124,11 @@ class Evaluator:
             )
         return found
 
-    def evaluated(self, mesh: Mesh) -> Iterator[tuple[Layout, Evaluation]]:
-        """All layouts that were evaluated on a mesh."""
-        for (on, layout, _), found in self._known.items():
-            if on == mesh and isinstance(found, Evaluation):
-                yield layout, found
+    def evaluated(self) -> Iterator[tuple[Mesh, Layout, Evaluation]]:
+        """All layouts that were evaluated."""
+        for (mesh, layout, _), found in [*self._known.items()]:
+            if isinstance(found, Evaluation):
+                yield mesh, layout, found
 
     def knows(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT) -> bool:
         """True if asking takes no time."""

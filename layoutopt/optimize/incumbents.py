@@ -18,7 +18,6 @@ from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, Subproblem
 from layoutopt.optimize.warm_start import WarmStart, named
 from layoutopt.plan.build import Plan, decided
 from layoutopt.runtime.clock import UNLIMITED, Clock
-from layoutopt.solver import Solution, Status
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.microbatches import dividing
 from layoutopt.space.objective import Objective
@@ -109,9 +108,7 @@ class Incumbents:
             return None
         if evaluation.beyond_hosts is not None:
             return None
-        seconds = evaluation.cost.step_seconds
-        solution = Solution(Status.FEASIBLE, (), seconds, -math.inf, 0.0, "by name")
-        found = EvaluatedLayout(mesh, layout, options, evaluation, solution, origin)
+        found = EvaluatedLayout(mesh, layout, options, evaluation, origin)
         self.add(found)
         return found
 

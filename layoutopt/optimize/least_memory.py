@@ -17,7 +17,6 @@ from layoutopt.solver import (
     Problem,
     ResourceRow,
     RowTerm,
-    Solution,
     Sparse,
     Status,
     Term,
@@ -51,8 +50,7 @@ def lean(
             return best
         evaluation = search.evaluate(choices)
         if best is None or evaluation.memory.peak < best.peak:
-            solution = Solution(Status.FEASIBLE, choices, evaluation.memory.peak, 0.0, 0.0, "elimination")
-            best = EvaluatedLayout(search.mesh, *search.extraction.read(choices), evaluation, solution)
+            best = search.evaluated(choices)
         largest = _largest(search.rows, partial(RowTerm.use, choices=choices))
         row = None if done or clock.over or largest is row else largest
         done = True
@@ -95,7 +93,7 @@ def leanest(
             low = float(levels[level - 1])
         evaluation = search.evaluate(tuple(choices))
         if best is None or evaluation.memory.peak < best.peak:
-            best = EvaluatedLayout(search.mesh, *search.extraction.read(choices), evaluation, solution)
+            best = search.evaluated(tuple(choices))
         go_on(solution)
         high = float(best.peak)
         if high <= low * (1 + CLOSE):

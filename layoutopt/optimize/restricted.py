@@ -21,7 +21,6 @@ from layoutopt.optimize.fixing import ClusterWeights, faster, fill
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
-from layoutopt.solver import Solution, Status
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.microbatches import numbers
 from layoutopt.space.objective import Objective
@@ -208,8 +207,8 @@ class _StrategySearch:
         above = None if math.isinf(upper) else upper
         outcome = search.fastest(request.limit, above, request.clock, tries=TRIES)
         self.proven = self.proven and (outcome.proven or bool(outcome.found and not request.late))
-        seen = sorted(search.every_evaluated(), key=lambda f: f.seconds)
-        return outcome.found or next(iter(seen), None)
+        seen = map(search.evaluated, search.evaluations)
+        return outcome.found or min(seen, key=lambda f: f.seconds, default=None)
 
     def choose_options(self, subproblem: Subproblem) -> None:
         """Keeps the fastest storage with no loop recomputed, or with all of them, or what holds least."""
@@ -276,8 +275,7 @@ def lean(request: Request, subproblem: Subproblem) -> EvaluatedLayout | None:
             evaluation = evaluator(mesh, layout, options)
             if evaluation.beyond_hosts is not None:
                 return None
-            solution = Solution(Status.FEASIBLE, (), evaluation.memory.peak, 0.0, 0.0, "by name")
-            return EvaluatedLayout(mesh, layout, options, evaluation, solution)
+            return EvaluatedLayout(mesh, layout, options, evaluation)
         return None
     known = legal_problem(evaluator.model, mesh, decided, evaluator.prices(mesh))
     search = SubproblemSearch(evaluator, known)

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from layoutopt.formulation.extract import count_layouts
 from layoutopt.optimize.agreement import hold_rows, rows_said
 from layoutopt.optimize.bounds import Bound, Source, State
+from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.fixing import ClusterWeights, faster, option_costs
 from layoutopt.optimize.incumbents import Incumbents
 from layoutopt.optimize.least_memory import least_memory
@@ -45,6 +46,7 @@ from layoutopt.runtime.clock import Clock
 from layoutopt.space.objective import Objective
 from mesh_tf_core.errors import InfeasibleError, LimitError
 from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import Stage
 
@@ -68,7 +70,6 @@ class LayoutSearch:
       proven: all problems were looked at to the end.
       stopped: Ctrl-C ended it.
       listed: the problems are all there.
-      asked: the current problem.
       none: why there is no answer, if that is proven.
       nearest: the layout that was found to need least memory, where none fits.
       unsplit: dimensions that had to stay whole (`Extraction.unsplit`).
@@ -84,7 +85,6 @@ class LayoutSearch:
     proven: bool = True
     stopped: bool = False
     listed: bool = False
-    asked: SubproblemSearch | None = None
     none: str = ""
     nearest: EvaluatedLayout | None = None
     pace: Pace = field(default_factory=Pace)
@@ -201,14 +201,17 @@ class LayoutSearch:
 
     def _last_look(self) -> None:
         """Adds evaluated layouts that are no incumbents yet, any layout that fits, and simpler meshes."""
-        incumbents = self.incumbents
-        evaluated = self.asked.every_evaluated() if self.asked is not None else ()
-        for found in sorted(evaluated, key=lambda f: (f.peak > self.request.limit, *incumbents.order(f))):
-            incumbents.add(found)  # the best first
+        incumbents, limit = self.incumbents, self.request.limit
+
+        def best_first(known: tuple[Mesh, Layout, Evaluation]) -> tuple[bool, float]:
+            return known[2].memory.peak > limit, known[2].cost.step_seconds
+
+        for mesh, layout, found in sorted(self.request.evaluator.evaluated(), key=best_first):
+            incumbents.offer(mesh, layout, found.options)
         if incumbents.best() is None and self.start is not None:
             incumbents.price_named(self.start, Clock(0.0), self._tell_first)
         if self.request.objective != Objective.MEMORY:
-            incumbents.beat_named(self.request.limit)
+            incumbents.beat_named(limit)
         self.best = incumbents.best()
         if self.best is not None:
             self.best = self.simpler(self.best)
@@ -303,13 +306,13 @@ class LayoutSearch:
     def _ask(self, subproblem: Subproblem, search: SubproblemSearch, limit: float) -> None:
         """Looks in one problem for something faster than the best so far."""
         best = self.incumbents.seconds(limit)
-        upper, self.asked = best if math.isfinite(best) else None, search
+        upper = best if math.isfinite(best) else None
         outcome = search.fastest(
             limit, upper, self.request.clock, lambda _, bound: self._tell(subproblem, min(bound, best))
         )
         if outcome.found is not None:
             self.incumbents.add(outcome.found)
-            if outcome.found.solution.stopped:
+            if outcome.stopped:
                 raise KeyboardInterrupt
             subproblem.bounds.best = outcome.found if outcome.proven else None
         # Without an answer it is proven that nothing here is faster than the best.
@@ -372,8 +375,7 @@ class LayoutSearch:
             self.pace.begin()
             self._tell(each, 0.0)
             below = min((f.peak for f in incumbents.found), default=math.inf)
-            self.asked = self.opened(each)
-            found, low = least_memory(self.asked, min(below, limit + 1), clock)
+            found, low = least_memory(self.opened(each), min(below, limit + 1), clock)
             each.bounds.hold_at_least(low)
             self._hold([each])
             for layout in found:

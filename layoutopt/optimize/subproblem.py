@@ -61,7 +61,7 @@ EQUAL = 1e-12
 
 @dataclass(frozen=True)
 class EvaluatedLayout:
-    """A layout with the evaluator's price and the solver's claim.
+    """A layout with the evaluator's price.
 
     Attributes:
       origin: where it comes from, in words, if it was known before the search (`warm_start`).
@@ -71,7 +71,6 @@ class EvaluatedLayout:
     layout: Layout
     options: Options
     evaluation: Evaluation
-    solution: Solution
     origin: str = ""
 
     @property
@@ -91,11 +90,13 @@ class SubproblemOutcome:
       found: the best layout (None: there is none, or none was found in time).
       bound: no layout of the space takes fewer seconds.
       proven: `found` is the best, or its absence is certain.
+      stopped: Ctrl-C ended the solver that found it.
     """
 
     found: EvaluatedLayout | None
     bound: float
     proven: bool
+    stopped: bool = False
 
 
 class SubproblemSearch:
@@ -126,12 +127,9 @@ class SubproblemSearch:
             self.evaluations[choices] = self._evaluator(self.mesh, *self.extraction.read(choices))
         return self.evaluations[choices]
 
-    def every_evaluated(self) -> Iterator[EvaluatedLayout]:
-        """All layouts that were evaluated so far."""
-        for choices, evaluation in self.evaluations.items():
-            seconds = evaluation.cost.step_seconds
-            solution = Solution(Status.FEASIBLE, choices, seconds, -math.inf, 0.0, "stopped")
-            yield EvaluatedLayout(self.mesh, *self.extraction.read(choices), evaluation, solution)
+    def evaluated(self, choices: tuple[int, ...]) -> EvaluatedLayout:
+        """The layout of some choices, with its price."""
+        return EvaluatedLayout(self.mesh, *self.extraction.read(choices), self.evaluate(choices))
 
     @cached_property
     def eliminated(self) -> Elimination:
@@ -182,11 +180,7 @@ class SubproblemSearch:
         bound = eliminated.bound
         if listener is not None:
             listener(evaluation.cost.step_seconds, bound)
-        solution = Solution(Status.OPTIMAL, choices, bound, bound, 0.0, "elimination")
-        layout, options = self.extraction.read(choices)
-        return SubproblemOutcome(
-            EvaluatedLayout(self.mesh, layout, options, evaluation, solution), bound, True
-        )
+        return SubproblemOutcome(self.evaluated(choices), bound, True)
 
     def refused(self, choices: tuple[int, ...]) -> bool:
         """True if the hosts lack memory for their values, or their link lacks time to move them."""
@@ -258,11 +252,8 @@ class SubproblemSearch:
             choices = canonical(problem, self.extraction, solution.choices)
             evaluation = self.evaluate(choices)
             if evaluation.memory.peak <= limit:
-                layout, options = self.extraction.read(choices)
-                best = EvaluatedLayout(
-                    self.mesh, layout, options, evaluation, replace(solution, choices=choices)
-                )
-                return SubproblemOutcome(best, bound, exact and solution.status is Status.OPTIMAL)
+                proven = exact and solution.status is Status.OPTIMAL
+                return SubproblemOutcome(self.evaluated(choices), bound, proven, solution.stopped)
             go_on(solution)
             counted = max(row.use(choices) for row in self.rows)
             share = min(share, counted / evaluation.memory.peak)
@@ -273,8 +264,8 @@ class SubproblemSearch:
     def hold_rows(self) -> None:
         """Holds the rows against the program of each of its layouts that was evaluated, by any search."""
         over = self._evaluator.rows_over or 0.0
-        for layout, found in self._evaluator.evaluated(self.mesh):
-            allowed = self.extraction.decided.allows(layout, found.options)
+        for mesh, layout, found in self._evaluator.evaluated():
+            allowed = mesh == self.mesh and self.extraction.decided.allows(layout, found.options)
             choices = self.extraction.choices(layout, found.options) if allowed else None
             if choices is not None and self._held.get(choices) != len(self.rows):
                 self._held[choices] = len(self.rows)
