@@ -27,7 +27,7 @@ from layoutopt.space.objective import Objective
 from layoutopt.space.recompute import Recompute
 from layoutopt.space.sequence_parallel import Elsewhere
 from layoutopt.space.splits import Split
-from layoutopt.space.storage import stage_of, stored_classes
+from layoutopt.space.storage import Storage, stage_of, stored_classes
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import AT
 from mesh_tf_core.ir.mesh import Mesh
@@ -287,7 +287,7 @@ def held(model: Model, mesh: Mesh, decided: Decisions) -> float:
     graph, stages = model.step_graph, dict[str, set[int]]()
     masters, there = narrow_reads(graph), decided.least_memory.offload
     for name, variables in stored_classes(graph).items():
-        found = {stage_of(choice).number for choice in decided.options[name]}
+        found = {stage_of(choice).number for choice in decided.options[Storage.prefix + name]}
         stages.update(dict.fromkeys((v.name for v in variables), found))
     most = {n: max(map(mesh.group_size, decided.options[n])) for n in decided.of(Split)}
     most.update(dict.fromkeys((n.partition(AT)[0] for n in decided.of(Elsewhere)), mesh.devices))

@@ -30,7 +30,7 @@ from layoutopt.space.context import Context, Forms
 from layoutopt.space.diloco import Rarely, Replicas
 from layoutopt.space.kind import Affects, Choice, Chosen, Decision, Feature, LeftOut, Target, Typed
 from layoutopt.space.microbatches import Microbatches, MicrobatchesSpace
-from layoutopt.space.offload import Hosted, OffloadDecision, Weights
+from layoutopt.space.offload import Hosted, OptimizerOffload, Weights
 from layoutopt.space.option import Option
 from layoutopt.space.recompute import Recompute, RecomputeSpace
 from layoutopt.space.schedule import Scheduled, ScheduleDecision
@@ -66,7 +66,7 @@ KINDS: tuple[type[Decision], ...] = (
     ScheduleDecision,
     Elsewhere,
     Storage,
-    OffloadDecision,
+    OptimizerOffload,
     Weights,
     Recompute,
     Context,

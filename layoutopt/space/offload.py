@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Self
 from layoutopt.space.argument import Space, argument, names
 from layoutopt.space.kind import (
     OFFLOADING,
-    PLAIN,
     Affects,
     Beyond,
     Choice,
@@ -60,28 +59,16 @@ class Hosted(Space):
 
 @dataclass(frozen=True)
 class OffloadDecision(Decision):
-    """The placement of the optimizer's state of one class of variables on the host: (), or ("optimizer",)."""
+    """The placement of values of one class of variables on the host: (), or their kind.
+
+    Attributes:
+      kind: of these values (`mesh_tf_core.lower.offload.KINDS`); held: in words.
+    """
 
     variables: tuple[str, ...] = ()
-    prefix = "offload of "
     label = OFFLOADING
-    asks: ClassVar[type[Space] | None] = Hosted
-    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"offload": (dict[str, list[str]], dict)}
-    by_hand: ClassVar[Option | None] = Option(
-        "--offload",
-        "KIND[=NAME]",
-        "Tensors to keep in host memory between uses: optimizer (its state), weights, or activations "
-        "that recomputed loops save (repeatable).",
-        usual="nothing",
-        several=True,
-    )
-    word: ClassVar[str] = "offload"
-    place = 3
-    held: ClassVar[str] = "the optimizer's state"
-    kind: ClassVar[str] = OPTIMIZER
-    features: ClassVar[tuple[Feature, ...]] = (
-        Feature("offload", "offload", lambda kind: True, lambda _, options: bool(options.offload)),
-    )
+    kind: ClassVar[str]
+    held: ClassVar[str]
 
     @classmethod
     def everything(cls, target: Target) -> dict[str, Any]:
@@ -101,6 +88,57 @@ class OffloadDecision(Decision):
             yield LeftOut(cls.label, f"{cls.label} of {cls.held}, variable by variable", finer=True)
 
     @classmethod
+    def about(cls, graph: Graph, mesh: Mesh, allowed: Space) -> Iterator[Self]:
+        if cls.kind not in allowed.offload:
+            return
+        found = 0
+        for name, variables in stored_classes(graph).items():
+            if names := cls.having(variables, graph):
+                found += 1
+                yield cls(name, ((), (cls.kind,)), names)
+        if not found:
+            raise UserError(
+                "--offload optimizer: this optimizer has no state; remove --offload optimizer, or use an "
+                "optimizer with state, e.g. Adam"
+            )
+
+    @classmethod
+    def having(cls, variables: Sequence[Variable], graph: Graph) -> tuple[str, ...]:
+        """The variables of a class with values that may be in host memory."""
+        return tuple(v.name for v in variables)
+
+    def apply(self, choice: Choice, to: Chosen) -> None:
+        pairs = {(kind, name) for kind in choice for name in self.variables}
+        if pairs:
+            to.options["offload"] = to.options.get("offload", frozenset()) | pairs
+
+    def read(self, layout: Layout, options: Options) -> Choice:
+        there = all((self.kind, name) in options.offload for name in self.variables)
+        return (self.kind,) if there else ()
+
+
+@dataclass(frozen=True)
+class OptimizerOffload(OffloadDecision):
+    """That of the optimizer's state. Options, plans and words are about all kinds together, here."""
+
+    prefix = "offload of "
+    asks = Hosted
+    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"offload": (dict[str, list[str]], dict)}
+    by_hand = Option(
+        "--offload",
+        "KIND[=NAME]",
+        "Tensors to keep in host memory between uses: optimizer (its state), weights, or activations "
+        "that recomputed loops save (repeatable).",
+        usual="nothing",
+        several=True,
+    )
+    word = "offload"
+    place = 3
+    held = "the optimizer's state"
+    kind = OPTIMIZER
+    features = (Feature("offload", "offload", lambda kind: True, lambda _, options: bool(options.offload)),)
+
+    @classmethod
     def check(cls, allowed: Space) -> None:
         for kind in allowed.offload:
             if kind not in KINDS:
@@ -112,43 +150,13 @@ class OffloadDecision(Decision):
             )
 
     @classmethod
-    def about(cls, graph: Graph, mesh: Mesh, allowed: Space) -> Iterator[Self]:
-        if cls.kind not in allowed.offload:
-            return
-        found = 0
-        for variables in stored_classes(graph).values():
-            if names := cls.having(variables, graph):
-                found += 1
-                yield cls(cls.class_of(variables[0]).removeprefix(cls.prefix), ((), (cls.kind,)), names)
-        if not found:
-            raise UserError(
-                "--offload optimizer: this optimizer has no state; remove --offload optimizer, or use an "
-                "optimizer with state, e.g. Adam"
-            )
-
-    @classmethod
     def having(cls, variables: Sequence[Variable], graph: Graph) -> tuple[str, ...]:
-        """The variables of a class with values that may be in host memory."""
         with_state = {v.slot_of for v in graph.variables.values()}
         return tuple(v.name for v in variables if v.name in with_state)
 
-    def apply(self, choice: Choice, to: Chosen) -> None:
-        pairs = {(kind, name) for kind in choice for name in self.variables}
-        if pairs:
-            to.options["offload"] = to.options.get("offload", frozenset()) | pairs
-
-    def read(self, layout: Layout, options: Options) -> Choice:
-        there = all((self.kind, name) in options.offload for name in self.variables)
-        return (self.kind,) if there else ()
-
-    @classmethod
-    def class_of(cls, variable: Variable) -> str:
-        """Name of the decision about a variable; copies for replicas share it."""
-        return cls.prefix + class_of(variable)
-
     @classmethod
     def changing(cls, touched: Affects) -> list[str]:
-        return [cls.class_of(v) for v in touched.updated]
+        return [cls.prefix + class_of(v) for v in touched.updated]
 
     @classmethod
     def written(cls, options: Options) -> dict[str, Any]:
@@ -183,50 +191,12 @@ class OffloadDecision(Decision):
 
 @dataclass(frozen=True)
 class Weights(OffloadDecision):
-    """The placement of one class of variables itself on the host: (), or ("weights",)."""
+    """That of the variables themselves."""
 
     prefix = "weights of "
-    asks = None
-    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {}
-    by_hand = None
-    word = ""
-    held: ClassVar[str] = "weights"
-    features: ClassVar[tuple[Feature, ...]] = ()
-    kind: ClassVar[str] = WEIGHTS
-
-    @classmethod
-    def check(cls, allowed: Space) -> None:
-        """Nothing: `OffloadDecision` has seen to all kinds."""
-
-    @classmethod
-    def having(cls, variables: Sequence[Variable], graph: Graph) -> tuple[str, ...]:
-        return tuple(v.name for v in variables)
+    held = "weights"
+    kind = WEIGHTS
 
     @classmethod
     def changing(cls, touched: Affects) -> list[str]:
-        return [cls.class_of(v) for v in (*touched.updated, *touched.read)]
-
-    @classmethod
-    def written(cls, options: Options) -> dict[str, Any]:
-        """Nothing: `OffloadDecision` writes all kinds."""
-        return {}
-
-    @classmethod
-    def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
-        """Nothing: `OffloadDecision` reads all kinds."""
-        return {}
-
-    @classmethod
-    def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:
-        """Nothing: `OffloadDecision` reads all kinds."""
-        return {}
-
-    @classmethod
-    def in_words(cls, said: Any) -> Words:
-        """Empty: `OffloadDecision` has the words of all kinds."""
-        return PLAIN
-
-    @classmethod
-    def beyond(cls, said: Any) -> Iterator[Beyond]:
-        """Empty: `OffloadDecision` has those of all kinds."""
-        yield from ()
+        return [cls.prefix + class_of(v) for v in (*touched.updated, *touched.read)]

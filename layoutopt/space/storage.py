@@ -164,7 +164,7 @@ class Storage(Decision):
             # Stages that split nothing are one option.
             options = [s if splits_some(stage_of(s), variables[0]) else () for s in (stages if own else few)]
             names = tuple(v.name for v in variables)
-            yield cls(name.removeprefix(cls.prefix), tuple(dict.fromkeys(options)), names)
+            yield cls(name, tuple(dict.fromkeys(options)), names)
 
     @property
     def least_memory(self) -> Choice:
@@ -181,7 +181,7 @@ class Storage(Decision):
 
     @classmethod
     def changing(cls, touched: Affects) -> list[str]:
-        return [storage_class(v) for v in touched.variables]
+        return [cls.prefix + class_of(v) for v in touched.variables]
 
     @classmethod
     def written(cls, options: Options) -> dict[str, Any]:
@@ -256,21 +256,16 @@ def _holds_less(choice: Choice) -> tuple[int, float]:
     return len(SPLIT[stage]), len(choice) if choice[1:] else math.inf
 
 
-def storage_class(variable: Variable) -> str:
-    """Name of the decision about a variable's storage; its copies for replicas share it."""
-    return Storage.prefix + class_of(variable)
-
-
 def class_of(variable: Variable) -> str:
-    """Name of the class of a variable: its dimensions, and whether it is trained."""
+    """Name of the class of a variable, and of its copies for replicas: its dimensions, and if trained."""
     names = " ".join(name for name in variable.shape.names if name != REPLICA)
     return names if variable.trainable else f"{names} ({FROZEN})"
 
 
 def stored_classes(graph: Graph) -> dict[str, list[Variable]]:
-    """Name of the decision -> its variables; scalars and optimizer state have none."""
+    """Name of the class -> its variables; scalars and optimizer state have none."""
     out: dict[str, list[Variable]] = {}
     for v in graph.variables.values():
         if v.own_storage:
-            out.setdefault(storage_class(v), []).append(v)
+            out.setdefault(class_of(v), []).append(v)
     return out

@@ -22,7 +22,7 @@ from layoutopt.space.decisions import ARGUMENTS, KINDS
 from layoutopt.space.diloco import Rarely
 from layoutopt.space.kind import Decision, Target
 from layoutopt.space.microbatches import Microbatches
-from layoutopt.space.offload import OffloadDecision, Weights
+from layoutopt.space.offload import OptimizerOffload, Weights
 from layoutopt.space.recompute import Recompute
 from layoutopt.space.schedule import ScheduleDecision
 from layoutopt.space.sequence_parallel import Elsewhere
@@ -79,7 +79,7 @@ class Question:
 
 
 QUESTIONS: dict[type[Decision], Question] = {
-    OffloadDecision: Question({"momentum": 0.9}, {"offload": ("optimizer",)}, hardware=HOST),
+    OptimizerOffload: Question({"momentum": 0.9}, {"offload": ("optimizer",)}, hardware=HOST),
     Weights: Question({}, {"offload": ("weights",)}, hardware=HOST),
     Recompute: Question(
         {"batch": 8, "length": 4, "layers": 8, "loop": True},

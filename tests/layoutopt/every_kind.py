@@ -28,7 +28,7 @@ from layoutopt.space.decisions import KINDS, Decisions, SearchSpace
 from layoutopt.space.diloco import Rarely
 from layoutopt.space.kind import HYBRID, Choice, Decision
 from layoutopt.space.microbatches import Microbatches
-from layoutopt.space.offload import OffloadDecision, Weights
+from layoutopt.space.offload import OptimizerOffload, Weights
 from layoutopt.space.recompute import Recompute
 from layoutopt.space.schedule import ScheduleDecision
 from layoutopt.space.sequence_parallel import Elsewhere
@@ -112,7 +112,7 @@ OPENED: dict[type[Decision], Opens] = {
     Storage: lambda rng, _: {
         "storage": ("layout", *rng.sample(["zero1", "zero2", "zero3", "zero3@x", HYBRID], rng.choice([1, 2])))
     },
-    OffloadDecision: lambda *_: {"offload": ("optimizer", "weights", "activations")},
+    OptimizerOffload: lambda *_: {"offload": ("optimizer", "weights", "activations")},
     Weights: lambda *_: {"offload": ("optimizer", "weights", "activations")},
     Recompute: lambda rng, _: {
         "recompute": rng.choice([(False, True), (False, "selective", True), (True, "selective", False)])

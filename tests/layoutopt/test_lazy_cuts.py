@@ -29,7 +29,7 @@ from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.context import Context
 from layoutopt.space.decisions import KINDS, SearchSpace, decisions
 from layoutopt.space.kind import Choice, Decision
-from layoutopt.space.offload import OffloadDecision, Weights
+from layoutopt.space.offload import OptimizerOffload, Weights
 from layoutopt.space.recompute import Recompute, again_in
 from layoutopt.space.sequence_parallel import Elsewhere
 from layoutopt.space.splits import Split, parse_rules
@@ -159,7 +159,7 @@ FINDS: dict[type[Decision], Callable[[], None]] = {
     Split: partial(check_alone, Split, 1),
     Elsewhere: partial(check_alone, Elsewhere, 5),
     Storage: partial(check_alone, Storage, 1),
-    OffloadDecision: partial(check_alone, OffloadDecision, 5),
+    OptimizerOffload: partial(check_alone, OptimizerOffload, 11),
     Weights: partial(check_alone, Weights, 4),
     Context: partial(check_alone, Context, 23),
     Recompute: partial(check_whole, 3),  # alone, rows say themselves which loops run again

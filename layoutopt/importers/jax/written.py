@@ -246,7 +246,8 @@ class _Reading:
     def _readers(self, each: ReadArray) -> str:
         """The lines of the operations that read an array."""
         graph, name = self.model.graph, self._path(each)
-        waiting = [n.outputs[0] for n in graph.nodes if _holds(n.op, name) or n.path == name]
+        reads = {n.index for n in graph.nodes if isinstance(n.op, Read) and n.op.variable.name == name}
+        waiting = [n.outputs[0] for n in graph.nodes if n.index in reads or n.path == name]
         parts: dict[int, list[int]] = defaultdict(list)
         for block in graph.blocks:
             for outer, inner in block.sliced:
@@ -286,10 +287,6 @@ class _Reading:
             (*own, *(a for a in axes if a in self.rows - taken))
             for own, axes in zip(read, each.spec, strict=True)
         )
-
-
-def _holds(op: object, variable: str) -> bool:
-    return isinstance(op, Read) and op.variable.name == variable
 
 
 def _read(tree: Any, known: Mapping[str, ArrayAxes], mesh: Mesh, what: str) -> Iterator[ReadArray]:
