@@ -79,7 +79,7 @@ class PricedLayout(Shown):
     def notes(self) -> tuple[str, ...]:
         """Notes on the predicted time and memory."""
         of, said = self.evaluation, {found.message for found in self.findings}
-        doubt = of.known.barely(self.predicted.peak_memory_bytes, self.limit)
+        doubt = of.doubt(self.limit)
         notes = [n for n in (*of.model.notes(self.options), *of.notes) if n not in said]
         return (*notes, *_idle(of, self.options), *([doubt] if doubt else []))
 
@@ -104,8 +104,7 @@ class PricedLayout(Shown):
         """A doubt about the memory; '' where there is none."""
         if not self.fits:
             return ", does not fit"
-        known, peak = self.evaluation.known, self.predicted.peak_memory_bytes
-        return ", barely fits" if known.barely(peak, self.limit) else ""
+        return ", barely fits" if self.evaluation.doubt(self.limit) else ""
 
     def to_frame(self) -> Any:
         """One row per instruction, in the order of the program. Times are those of one of its `runs`."""

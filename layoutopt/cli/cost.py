@@ -161,7 +161,7 @@ def _show(
     said = decided(found.decided, found.layout, found.pipeline)
     forms = trade_names(loaded.model, found.program.mesh, found.layout, said)
     peak = held.points[held.at].origin if held.points else None
-    fits = found.known.fits(held.peak, limit)
+    fits = found.known.fits(held.peak, limit, machine.usable_memory_bytes)
     rows = [
         *told.model(model_info(loaded.model)),
         ("mesh", f"{found.program.mesh} ({found.program.mesh.devices} devices)"),

@@ -152,7 +152,7 @@ def show_explained(terminal: Terminal, planned: Planned, found: Explained) -> No
     held = [("idle", words) for words in evaluation.waits]
     held += [("peak", peak_text(evaluation.memory)), ("binds", _binds(found))]
     known = evaluation.known
-    fits = partial(known.fits, limit=limit)
+    fits = partial(known.fits, limit=limit, usable=found.hardware.usable_memory_bytes)
     rows = [*summary(found.plan, fits, limit, sure(found.hardware, known)), *checks, *held]
     terminal.show(facts(rows, verdicts(found.plan, fits)))
     worths = (
@@ -181,7 +181,7 @@ def show_explained(terminal: Terminal, planned: Planned, found: Explained) -> No
     if own.space is not None and own.space.not_looked_at:
         left = listed(own.space.not_looked_at)
         terminal.show("", View("Not searched", texts("choices", "searched with"), left))
-    doubt = known.barely(found.plan.predicted.peak_memory_bytes, limit)
+    doubt = evaluation.doubt(limit)
     whole = map(str, _whole(planned, evaluation))
     for note in (*planned.loaded.model.notes(found.plan.options), *whole, *([doubt] if doubt else [])):
         terminal.show("", f"note: {note}")

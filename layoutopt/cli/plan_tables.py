@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from layoutopt.cli.terminal import DOUBT, FITS, GOOD, Terminal, facts
 from layoutopt.plan.machine_details import errors_known, sure
+from layoutopt.plan.schema import Alternative
 from layoutopt.plan.units import (
     layout_text,
     used_text,
@@ -20,24 +21,25 @@ if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from layoutopt.plan.build import Plan
     from layoutopt.plan.decided import Decided
-    from layoutopt.plan.schema import Alternative, PlanFile
     from mesh_tf_core.model import Model
     from reports.views.view import View
 
 ANSWER = "the answer"
 Fits = Callable[[float], str]
 """fits(peak memory) -> 'yes', 'barely' or 'no'."""
+FitOf = Callable[[Alternative], str]
 
 
 def show_plan(terminal: Terminal, plan: Plan, limit: int, machine: Hardware) -> None:
     """Prints a plan; `limit` is the memory of a device that it was searched for, on this machine."""
     assert plan.model is not None
     known = errors_known(machine, plan.model, plan.data.pipeline)
-    fits = partial(known.fits, limit=limit)
+    fits = partial(known.fits, limit=limit, usable=machine.usable_memory_bytes)
     answer = facts(summary(plan, fits, limit, sure(machine, known)), verdicts(plan, fits))
-    terminal.show(answer, "", alternatives_table(plan, fits))
+    fit: FitOf = partial(Alternative.fit, known=known, limit=limit)
+    terminal.show(answer, "", alternatives_table(plan, fit))
     if plan.data.frontier:
-        terminal.show("", frontier_table(plan.data, fits))
+        terminal.show("", frontier(plan.data, fit))
     reasons = [(a.name, a.reason) for a in plan.alternatives if a.reason is not None]
     if reasons:
         terminal.show("", facts(reasons))
@@ -93,15 +95,6 @@ def rules_text(layout: Mapping[str, Sequence[str]]) -> str:
     return layout_text(layout).replace(";", "; ") or "nothing is split"
 
 
-def alternatives_table(plan: Plan, fits: Fits = lambda peak: "yes") -> View:
+def alternatives_table(plan: Plan, fit: FitOf | None = None) -> View:
     """The answer and every alternative with the same numbers, the best by the objective first."""
-    return layouts(plan.data, _fits(fits), ANSWER, plan.question.objective == Objective.MEMORY)
-
-
-def frontier_table(plan: PlanFile, fits: Fits = lambda peak: "yes") -> View:
-    """Time against memory: the cost of less memory."""
-    return frontier(plan, _fits(fits))
-
-
-def _fits(fits: Fits) -> Callable[[Alternative], str]:
-    return lambda a: fits(a.predicted.peak_memory_bytes) if a.predicted and a.feasible else "no"
+    return layouts(plan.data, fit, ANSWER, plan.question.objective == Objective.MEMORY)

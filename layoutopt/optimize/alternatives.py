@@ -3,17 +3,28 @@ results of simpler searches, the next best layouts, the points of a frontier."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from layoutopt.optimize.baselines import CONTEXT, FSDP, Baselines, Pinned, axis_names, by_name, chosen_by_name
+from layoutopt.optimize.baselines import (
+    CONTEXT,
+    FSDP,
+    Baselines,
+    NamedStrategy,
+    Pinned,
+    axis_names,
+    by_name,
+    chosen_by_name,
+)
 from layoutopt.optimize.bounds import EXACT
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.heuristics import HEURISTICS
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.restricted import FAR, BestPlans, StrategyAnswer
+from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
-from layoutopt.optimize.subproblems import Subproblem, near_axes
+from layoutopt.optimize.subproblems import near_axes
 from layoutopt.plan.build import axes_of, decided
 from layoutopt.plan.schema import Alternative, Predicted
 from layoutopt.space.decisions import FEATURES, SearchSpace
@@ -27,6 +38,12 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.nodes import crossed
 from mesh_tf_core.lower.storage import MOST_SPLIT, STAGES
 from mesh_tf_core.ops.context import FORMS
+
+HEADROOM, TIED = "with memory headroom", "half the memory, time within 0.2 %"
+"""The names of the fastest layout that surely fits, if the answer barely does, and of one that is as fast as
+the answer, as far as predictions can tell."""
+TIE = 0.002
+"""Relative difference of times below that of any two measurements of one layout."""
 
 Shapes = Set[tuple[int, ...]] | None
 NamedLayout = tuple[Mesh, Layout, Options]
@@ -44,6 +61,8 @@ class Alternatives:
       missing: names that were skipped for lack of time.
       over, far: names whose plans are all too large, or all so slow that no fitting one was searched.
       none: names that no plan has, as storage splits too little.
+      full: it is proven that none of the layouts surely fits.
+      plans: of each name.
     """
 
     request: Request
@@ -55,15 +74,18 @@ class Alternatives:
     over: list[str] = field(default_factory=list)
     far: list[str] = field(default_factory=list)
     none: list[str] = field(default_factory=list)
+    full: bool = False
+    plans: Mapping[str, Sequence[NamedStrategy]] = field(default_factory=dict)
 
-    def look(self, subproblem: Subproblem) -> None:
-        """Fills them in; `subproblem`: the decisions of the answer's problem."""
-        request, best = self.request, self.best
+    def look(self, searched: LayoutSearch) -> None:
+        """Fills them in; `searched` has found the answer."""
+        request, best, subproblem = self.request, self.best, searched.subproblem_of(self.best)
         quick = {name: (m, x, o) for name, m, x, o in by_name(request.model, best.mesh, self.names)}
-        plans = Baselines(request.model, best.mesh, self.shapes).restrictions()
+        self.plans = plans = Baselines(request.model, best.mesh, self.shapes).restrictions()
         self.none = [] if {FSDP, CONTEXT} & plans.keys() else [FSDP]
         search = BestPlans(request, best.seconds)
         self.missing += dict.fromkeys([*plans, *quick, *HEURISTICS])  # until they are found
+        self._with_less_memory(searched)
         for name, some in plans.items():
             answer = StrategyAnswer(proven=False) if request.late else search.of(some)
             self._add(name, answer, quick.pop(name, None))
@@ -78,12 +100,43 @@ class Alternatives:
             elif not request.late:
                 self.missing.remove(name)
 
+    def retry(self) -> None:
+        """Predicts the layouts with the least memory of names whose search did not end with one that fits."""
+        search, fits = BestPlans(self.request, self.best.seconds), {a.name for a in self.found if a.feasible}
+        for name in [n for n in self.plans if n in self.missing and n not in fits]:
+            found = search.lean(self.plans[name])
+            if found is not None and found.peak <= self.request.limit:
+                self.found = [a for a in self.found if a.name != name]
+                names = self.names if found.mesh == self.best.mesh else {}
+                self.found.append(priced(self.request, name, found.mesh, found.layout, found.options, names))
+
+    def _with_less_memory(self, searched: LayoutSearch) -> None:
+        """Adds layouts that need less memory than the answer, where that has a use."""
+        best, limit = self.best, self.request.limit
+        if self.request.objective == Objective.MEMORY:
+            return
+        room, half = best.evaluation.room(limit), best.peak / 2
+        if best.peak > room:
+            found, proven = _within(searched, room)
+            self.full = proven and found is None
+            self._put_found(HEADROOM, found, searched.renames)
+            self.missing += [] if proven else [HEADROOM]
+        if best.peak > limit / 2:
+            found, _ = _within(searched, half, best.seconds * (1 + TIE))
+            self._put_found(TIED, found, searched.renames)
+
+    def _put_found(self, name: str, found: EvaluatedLayout | None, renames: bool) -> None:
+        if found is not None:
+            self.found.append(_called(self.request, name, found, renames))
+
     def _add(self, name: str, answer: StrategyAnswer, quick: NamedLayout | None) -> None:
         """The best of some plans, else the one that is known without a search."""
         found = answer.found
         chosen = quick if found is None else (found.mesh, found.layout, found.options)
         if chosen is not None:
             put = self._put(name, chosen, self.names if chosen[0] == self.best.mesh else {})
+            if put and not self.found[-1].feasible and (answer.far or not answer.proven):
+                self.found[-1] = self.found[-1].undecided
             if put and answer.proven and not self.found[-1].feasible:
                 (self.far if answer.far else self.over).append(name)
         if answer.proven:
@@ -186,13 +239,32 @@ class Alternatives:
         return " and ".join(found)
 
 
+def _within(
+    searched: LayoutSearch, limit: float, most: float = math.inf
+) -> tuple[EvaluatedLayout | None, bool]:
+    """The fastest layout that holds at most `limit` bytes and takes at most `most` seconds, after a search
+    with more memory, and whether that is proven. Without time, it is one that was priced."""
+    late, incumbents, proven = searched.request.late, searched.incumbents, searched.proven
+    searched.proven, incumbents.most = not late, most
+    try:
+        found = incumbents.fastest(limit) if late else searched.fastest(limit)
+        if found is None or found.seconds > most:
+            return None, searched.proven
+        return found if searched.request.late else searched.simpler(found), searched.proven
+    finally:
+        searched.proven, incumbents.most = proven, math.inf
+
+
 def ranked(request: Request, others: Sequence[EvaluatedLayout], searched_mesh: bool) -> list[Alternative]:
     """The second best layout, the third, and so on, each with names for its own axes."""
-    out = []
-    for number, other in enumerate(others, start=2):
-        names = axis_names(other.layout, other.mesh, request.model) if searched_mesh else {}
-        out.append(priced(request, f"number {number}", other.mesh, other.layout, other.options, names))
-    return out
+    every = enumerate(others, start=2)
+    return [_called(request, f"number {number}", other, searched_mesh) for number, other in every]
+
+
+def _called(request: Request, name: str, found: EvaluatedLayout, searched_mesh: bool) -> Alternative:
+    """A layout that was searched, with names for its own axes."""
+    names = axis_names(found.layout, found.mesh, request.model) if searched_mesh else {}
+    return priced(request, name, found.mesh, found.layout, found.options, names)
 
 
 def point(request: Request, found: EvaluatedLayout, number: int, searched_mesh: bool) -> Alternative:

@@ -135,6 +135,14 @@ class Evaluation:
         """The known errors of predictions of its kind."""
         return errors_known(self.prices.hardware, self.model, self.pipeline)
 
+    def room(self, limit: float) -> float:
+        """The largest peak within a limit that surely fits."""
+        return self.known.room(limit, self.prices.hardware.usable_memory_bytes)
+
+    def doubt(self, limit: float) -> str:
+        """Why it may not fit, if it barely does."""
+        return self.known.barely(self.memory.peak, limit, self.prices.hardware.usable_memory_bytes)
+
     @property
     def predicted(self) -> Predicted:
         model, seconds, mesh = self.model, self.cost.step_seconds, self.program.mesh

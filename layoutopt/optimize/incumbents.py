@@ -36,6 +36,7 @@ class Incumbents:
 
     Attributes:
       found: in the order in which they were found.
+      most: seconds; nothing slower is looked for.
       subproblems: by their keys; a layout that none of them allows is rejected.
       specs: of further subproblems, which are made once a layout of them is offered.
     """
@@ -43,6 +44,7 @@ class Incumbents:
     def __init__(self, request: Request, renames: bool) -> None:
         self.request, self.renames = request, renames
         self.found: list[EvaluatedLayout] = []
+        self.most = math.inf
         self.subproblems: dict[SubproblemKey, Subproblem] = {}
         self.specs: dict[SubproblemKey, SubproblemSpec] = {}
 
@@ -76,9 +78,9 @@ class Incumbents:
         return min(self.fitting(limit), key=lambda f: (f.seconds, f.peak), default=None)
 
     def seconds(self, limit: float) -> float:
-        """The seconds of the fastest within a limit; inf if there is none."""
+        """The seconds of the fastest within a limit, at most `most`; inf if there is none."""
         found = self.fastest(limit)
-        return math.inf if found is None else found.seconds
+        return self.most if found is None else min(self.most, found.seconds)
 
     def subproblem_of(self, found: EvaluatedLayout) -> Subproblem:
         """The decisions of the subproblem where a layout was found."""
@@ -138,17 +140,19 @@ class Incumbents:
                     self.price_on(subproblem, lean, UNLIMITED if late else clock)
 
     def price_on(self, subproblem: Subproblem, lean: bool = False, clock: Clock = UNLIMITED) -> None:
-        """Predicts the named layouts of a problem as written, and with the least memory if none of these
-        fits, or if `lean`. They are alternatives of the answer in any case, and slower layouts need no table.
+        """Predicts the named layouts of a problem as written, and those with the least memory that do not fit
+        as written, or all if `lean`. They are alternatives of the answer in any case, and slower layouts need
+        no table.
         """
-        fits = False
+        large = []
         for each in named(self.request.model, subproblem, lean):
             if clock.over:
                 return
             found = self.offer(*each)
-            fits |= found is not None and found.peak <= self.request.limit
-        if not lean and not fits:
-            self.price_on(subproblem, lean=True, clock=clock)
+            large += [each.layout] if found is None or found.peak > self.request.limit else []
+        for each in named(self.request.model, subproblem, lean=True) if not lean else ():
+            if each.layout in large and not clock.over:
+                self.offer(*each)
 
     def beat_named(self, limit: float) -> None:
         """Searches the named layouts on the mesh of the fastest one, and the greedy one, which are listed

@@ -19,6 +19,7 @@ from costmodels.network.topology import place
 from costmodels.repeated import near_sizes, repeated
 from layoutopt.optimize.agreement import TableAgreement, compared, hold_rows, rows_said, summed
 from layoutopt.optimize.alternatives import (
+    HEADROOM,
     Alternatives,
     Shapes,
     called_mesh,
@@ -34,7 +35,7 @@ from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.build import Plan, axes_of, decided, model_info
-from layoutopt.plan.schema import Alternative, PlanFile, ProofStatus, SolverInfo
+from layoutopt.plan.schema import PlanFile, ProofStatus, SolverInfo
 from layoutopt.plan.trade_names import trade_names
 from layoutopt.plan.units import bytes_text, memory_option, some, step_change
 from layoutopt.solver import TOLERANCE
@@ -89,11 +90,14 @@ def make_plan(
         if proof.proven:
             hold_rows(request, best, subproblem)
             proof.doubt(request)
+        if alternatives and request.late:  # only what is predicted already
+            beside.look(search)
         if request.objective != Objective.MEMORY:
             proof.look(request, best, subproblem, [f for f in others if f.mesh == best.mesh])
         repeats.extend(repeated_work(request, best.evaluation, best.options.microbatches, names))
-        if alternatives:
-            beside.look(subproblem)
+        if alternatives and not beside.missing and not beside.found:
+            beside.look(search)
+        beside.retry()
 
     with request.clock.at_most(max(BESIDE, BESIDE_SHARE * request.clock.elapsed)):
         request.clock.within(PLANNED, look)
@@ -104,7 +108,7 @@ def make_plan(
         *request.model.notes(best.options),
         *best.evaluation.notes,
         *left_whole(request, best.evaluation),
-        *_tight(request, best.evaluation, beside.found),
+        *_tight(request, best.evaluation, beside),
         *_notes(proof, missing, tuple(search.unsplit)),
         *_origin(proof, best),
         *beside.notes(),
@@ -312,19 +316,20 @@ def _uneven(name: str, size: int, ways: int, split: int, microbatches: int) -> s
     )
 
 
-def _tight(request: Request, of: Evaluation, others: Sequence[Alternative]) -> list[str]:
+def _tight(request: Request, of: Evaluation, beside: Alternatives) -> list[str]:
     """That a plan barely fits, why that may not be enough, and what leaves more memory."""
-    known, limit, step = of.known, request.limit, of.cost.step_seconds
-    doubt = known.barely(of.memory.peak, limit)
+    room, step, doubt = of.room(request.limit), of.cost.step_seconds, of.doubt(request.limit)
     if not doubt or request.objective == Objective.MEMORY:
         return [doubt] if doubt else []
-    ease = f"for more headroom, search with --memory {memory_option(limit * (1 - known.margin))}"
-    priced = [(a.predicted, a.name) for a in others if a.predicted is not None and a.feasible]
-    roomy = [(p, name) for p, name in priced if known.fits(p.peak_memory_bytes, limit) == "yes"]
+    ease = f"for more headroom, search with --memory {memory_option(room)}"
+    if beside.full:
+        ease = "no layout searched leaves enough, so use more devices or --allow everything"
+    priced = [(a.predicted, a.name) for a in beside.found if a.predicted is not None and a.feasible]
+    roomy = [(p, name) for p, name in priced if p.peak_memory_bytes <= room]
     if roomy:
-        found, name = min(roomy, key=lambda each: each[0].step_seconds)
+        found, name = min(roomy, key=lambda each: (each[1] != HEADROOM, each[0].step_seconds))
         ease += (
-            f" ({name} has enough headroom: peak memory {bytes_text(found.peak_memory_bytes)}, step "
+            f" ({name}: peak memory {bytes_text(found.peak_memory_bytes)}, step "
             f"{step_change(found.step_seconds, step)})"
         )
     return [f"{doubt}; {ease}"]

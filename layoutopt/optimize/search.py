@@ -167,7 +167,7 @@ class LayoutSearch:
             self._leanest(request.limit)
             best = self.incumbents.best()
         else:
-            best = self._fastest(request.limit)
+            best = self.fastest(request.limit)
         if best is not None and request.objective == Objective.PARETO:
             best = self._trade(best)
             self.frontier = [self.simpler(found) for found in self.frontier]
@@ -228,7 +228,7 @@ class LayoutSearch:
 
     # -- the fastest -----------------------------------------------------------------------------------------
 
-    def _fastest(self, limit: float) -> EvaluatedLayout | None:
+    def fastest(self, limit: float) -> EvaluatedLayout | None:
         """The fastest layout that holds at most `limit` bytes; sets `proven`."""
         request, incumbents = self.request, self.incumbents
         if len(self.problems) > 1 or request.clock.limit is not None:
@@ -355,7 +355,7 @@ class LayoutSearch:
         """The frontier: the fastest within less than what the last one holds, and so on; its first point."""
         self.frontier = [found]
         while len(self.frontier) < MOST_POINTS and not self.request.late:
-            point = self._fastest(self.frontier[-1].peak - 1)
+            point = self.fastest(self.frontier[-1].peak - 1)
             if point is None:
                 break
             # A point may hold less in the same time.
@@ -383,7 +383,7 @@ class LayoutSearch:
             self.pace.end()
         least = min((f.peak for f in incumbents.fitting(limit)), default=math.inf)
         if math.isfinite(least):
-            self._fastest(least)
+            self.fastest(least)
         self.proven = self.least >= min(least, limit + 1)
 
     def _why(self) -> str:

@@ -118,16 +118,25 @@ class Known(Data):
         compiled = self.compiler.memory if self.compiler else 0.0
         return max(LEAST_MARGIN, compiled, self.memory.share if self.memory else 0.0)
 
-    def fits(self, peak: float, limit: float) -> str:
-        """The fit of a peak in the limit: 'yes', 'no', or 'barely' if it leaves less than the margin."""
+    def room(self, limit: float, usable: float | None = None) -> float:
+        """The largest peak within a limit that leaves the margin free.
+
+        Args:
+          usable: bytes of the device: a lower limit leaves some of them free by itself. None: the limit.
+        """
+        return min(limit, max(limit, usable or 0.0) * (1 - self.margin))
+
+    def fits(self, peak: float, limit: float, usable: float | None = None) -> str:
+        """The fit of a peak in the limit: 'yes', 'no', or 'barely' if it leaves less than the margin of the
+        device's usable bytes."""
         if peak > limit:
             return "no"
-        return "yes" if peak <= limit * (1 - self.margin) else "barely"
+        return "yes" if peak <= self.room(limit, usable) else "barely"
 
-    def barely(self, peak: float, limit: float) -> str:
+    def barely(self, peak: float, limit: float, usable: float | None = None) -> str:
         """A warning where a peak barely fits the limit, with the reason; '' if the margin is enough, or if
         the peak does not fit."""
-        if self.fits(peak, limit) != "barely":
+        if self.fits(peak, limit, usable) != "barely":
             return ""
         asks = "" if self.compiler is None else "; check with the compiler: `layoutopt verify`"
         why = (
@@ -137,7 +146,8 @@ class Known(Data):
         if self.memory is not None and self.memory.runs and self.memory.share == self.margin:
             measured = f"{plural(self.memory.runs, 'measured peak')} of this kind"
             why = f"predictions were {percent(self.margin)} below {measured} on average, so the step"
-        return f"{percent(1 - peak / limit)} of the memory is free, but {why} may not fit{asks}"
+        free = percent(1 - peak / max(limit, usable or 0.0))
+        return f"{free} of the memory is free, but {why} may not fit{asks}"
 
     def _parts(self) -> Iterator[str]:
         if self.runs is not None:

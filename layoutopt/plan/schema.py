@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -186,14 +186,30 @@ def _priced(found: Any) -> Any:
 
 
 class PricedAlternative(Data):
-    """A named layout with its predicted cost; without a mesh of its own it is on the answer's."""
+    """A named layout with its predicted cost; without a mesh of its own it is on the answer's.
+
+    Attributes:
+      feasible: whether it fits; None if it does not, and not every layout of its name was searched.
+    """
 
     name: str = "unnamed"
     mesh: dict[str, PositiveInteger] = Field(default_factory=dict)
     layout: dict[str, Names] = Field(default_factory=dict)
     predicted: Annotated[Predicted | None, BeforeValidator(_priced)] = None
-    feasible: Flag = True
+    feasible: Flag | None = True
     reason: str | None = None
+
+    def fit(self, known: Known, limit: float | None) -> str:
+        """'yes', 'barely', 'no', or 'undecided'."""
+        if limit is None or self.predicted is None or not self.feasible:
+            return {True: "yes", False: "no", None: "undecided"}[self.feasible]
+        return known.fits(self.predicted.peak_memory_bytes, limit, self.predicted.usable_memory_bytes)
+
+    @property
+    def undecided(self) -> Self:
+        """The same where others of its name may fit."""
+        why = f"not every layout of this name was searched; of this one, {self.reason}"
+        return self.model_copy(update={"feasible": None, "reason": why})
 
 
 class Alternative(Decided, PricedAlternative):
@@ -269,11 +285,8 @@ class PlanFile(Decided):
         return self.details.hardware.known if self.details.hardware else Known()
 
     def fit_of(self, choice: PricedAlternative) -> str:
-        """The fit of a layout beside it: 'yes', 'barely' or 'no'."""
-        limit, predicted = self.memory_limit, choice.predicted
-        if limit is None or predicted is None or not choice.feasible:
-            return "yes" if choice.feasible else "no"
-        return self.known.fits(predicted.peak_memory_bytes, limit)
+        """The fit of a layout beside it."""
+        return choice.fit(self.known, self.memory_limit)
 
     @property
     def fits(self) -> bool | None:

@@ -164,7 +164,7 @@ def fit(plan: PlanFile) -> PageAnswer:
         note = f"the plan needs {bytes_text(peak)}, but a device has {bytes_text(limit)}{helps}"
         return PageAnswer(question, "No", note, "bad", share)
     used = f"{bytes_text(peak)} of {bytes_text(limit)} ({percent(share)}) on the fullest device"
-    if doubt := plan.known.barely(peak, limit):
+    if doubt := plan.known.barely(peak, limit, plan.predicted.usable_memory_bytes):
         return PageAnswer(question, "Barely", f"{used}; {doubt}", "warn", share)
     return PageAnswer(question, "Yes", used, "good", share)
 

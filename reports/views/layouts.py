@@ -25,7 +25,7 @@ from reports.views.view import (
     ViewRow,
 )
 
-STATES = {"barely": "warn", "no": "bad", "not legal": "bad"}
+STATES = {"barely": "warn", "undecided": "warn", "no": "bad", "not legal": "bad"}
 """The marks on pages of layouts that do not fit well."""
 
 
@@ -52,7 +52,7 @@ def layouts(
     """The answer and its alternatives with their prices; a layout of several names is there once.
 
     Args:
-      fits: 'yes', 'barely' or 'no' for each layout; None: decided by the plan's own limit.
+      fits: the fit of each layout in words; None: decided by the plan's own limit.
       own: name of the answer.
       lean: the search minimised memory.
     """

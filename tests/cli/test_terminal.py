@@ -24,7 +24,6 @@ from rich.console import Console
 from typer.testing import Result
 
 from layoutopt.cli.options import complete_setting
-from layoutopt.cli.plan_tables import frontier_table
 from layoutopt.cli.progress import Bounds, StepProgress, bounds_text
 from layoutopt.cli.sheet import Sheet
 from layoutopt.cli.terminal import GOOD, Terminal, facts, plain
@@ -32,6 +31,7 @@ from layoutopt.optimize.entry import SearchStatus
 from layoutopt.plan.build import load_plan
 from layoutopt.plan.units import seconds_text
 from reports.reader import plan_of
+from reports.views.layouts import frontier
 from reports.views.view import BYTES, SECONDS, TIMES, Cell, Column, Kind, View, texts
 from tests.reports import sample
 
@@ -376,7 +376,7 @@ def test_settings_are_completed(tmp_path: Path) -> None:
 
 
 def test_a_frontier_names_its_knees() -> None:
-    lines = drawn(frontier_table(plan_of(sample.full_plan())), 200)
+    lines = drawn(frontier(plan_of(sample.full_plan()), lambda a: "yes"), 200)
     assert [line.split(" ┃")[0].split(" │")[0].strip() for line in lines if "knee" in line] == [
         "point 2, knee"
     ]

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 import layoutopt.optimize.evaluator as evaluator_module
 import mesh_tf_core as mtf
-from costmodels.hardware import load_hardware
+from costmodels.hardware import Hardware, load_hardware
 from layoutopt.cli.units import parse_bytes
 from layoutopt.formulation.shared import SharedContext
-from layoutopt.optimize import planning
+from layoutopt.optimize import alternatives, planning
+from layoutopt.optimize.alternatives import HEADROOM, TIED
 from layoutopt.optimize.entry import search
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import Evaluator, evaluate
 from layoutopt.optimize.heuristics import HEURISTICS
 from layoutopt.optimize.request import Request
 from layoutopt.plan.build import options_of
+from layoutopt.plan.schema import Alternative
 from mesh_tf_core.lower.uses import compact
 from tests.layoutopt.every_kind import opened, some_machine, whole_model
 from tests.layoutopt.models import EXAMPLES
@@ -42,19 +46,60 @@ def test_baselines_of_a_searched_mesh_come_to_what_their_layouts_do() -> None:
         assert each.reason == own.reason((peaks[0] + peaks[-1]) / 2)
 
 
-def test_an_answer_that_barely_fits_names_one_with_room() -> None:
-    model = EXAMPLES["transformer"]()
-    limit = search(model, devices=4, hardware=V3).predicted.peak_memory_bytes * 1.001
-    plan = search(model, devices=4, hardware=V3, memory=limit)
+QUESTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mesh": ("mlp", {"mesh": "x:4"}),
+    "devices, microbatches": ("mlp", {"devices": 2, "microbatches": (1, 2), "storage": ("layout", "zero3")}),
+    "recompute": ("transformer", {"mesh": "x:2", "storage": ("layout",), "microbatches": (1,)}),
+}
+
+
+def with_memory(usable: float) -> Hardware:
+    """A device with so many usable bytes, two of which are a chip."""
+    return load_hardware(f"tpu-v3,memory={2 * math.floor(usable)}B,memory_reserve=0B")
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_what_barely_fits_has_a_remedy_that_helps(name: str) -> None:
+    """The fastest layout with headroom is offered, and a search with the advised limit finds it."""
+    model, asked = EXAMPLES[QUESTIONS[name][0]](), QUESTIONS[name][1]
+    roomy = search(model, hardware=V3, alternatives=False, **asked)
+    machine = with_memory(1.001 * roomy.predicted.peak_memory_bytes)
+    plan = search(model, hardware=machine, **asked)
     (note,) = [n for n in plan.data.notes if "for more headroom" in n]
-    said = re.search(
-        r"for more headroom, search with --memory (\S+?)(?: \((.+) has enough headroom: .* longer\))?$", note
-    )
-    assert said is not None
-    roomy = [a for a in plan.alternatives if a.feasible and plan.data.fit_of(a) == "yes"]
-    assert bool(said[2]) == bool(roomy) and (not roomy or plan.alternative(said[2]) in roomy)
-    eased = search(model, devices=4, hardware=V3, memory=parse_bytes(said[1]))
-    assert eased.predicted.peak_memory_bytes <= limit * (1 - plan.data.known.margin)
+    advised = re.search(r"for more headroom, search with --memory (\S+) \(with memory headroom: ", note)
+    assert advised is not None
+    eased = search(model, hardware=machine, memory=parse_bytes(advised[1]), **asked)
+    assert not [n for n in eased.data.notes if "of the memory is free" in n]
+    offered = plan.alternative(HEADROOM)
+    assert offered.predicted is not None and plan.solver.proven and eased.solver.proven
+    assert offered.predicted.step_seconds == pytest.approx(eased.predicted.step_seconds, rel=1e-9)
+
+
+def test_no_remedy_is_advised_that_nothing_fits() -> None:
+    """The layout with the least memory leaves nothing free either."""
+    model, asked = EXAMPLES["mlp"](), {"mesh": "x:2", "microbatches": (1,)}
+    least = search(model, hardware=V3, objective="memory", alternatives=False, **asked)
+    plan = search(model, hardware=with_memory(1.001 * least.predicted.peak_memory_bytes), **asked)
+    (note,) = [n for n in plan.data.notes if "of the memory is free" in n]
+    assert note.endswith("; no layout searched leaves enough, so use more devices or --allow everything")
+
+
+@pytest.mark.parametrize("tie", [alternatives.TIE, 0.5])
+def test_half_the_memory_is_offered_where_it_takes_no_longer(
+    tie: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If and only if the fastest layout with half the memory is within the tie."""
+    model, asked = EXAMPLES["mlp"](), {"mesh": "x:4", "microbatches": (1,)}
+    roomy = search(model, hardware=V3, alternatives=False, **asked)
+    step, peak = roomy.predicted.step_seconds, roomy.predicted.peak_memory_bytes
+    lean = search(model, hardware=V3, alternatives=False, memory=peak / 2, **asked)
+    monkeypatch.setattr(alternatives, "TIE", tie)
+    plan = search(model, hardware=with_memory(1.5 * peak), **asked)
+    offered = [a for a in plan.alternatives if a.name == TIED]
+    assert bool(offered) == (lean.predicted.step_seconds <= step * (1 + tie))
+    for each in offered:
+        assert each.predicted is not None and each.predicted.peak_memory_bytes <= peak / 2
+        assert each.predicted.step_seconds == pytest.approx(lean.predicted.step_seconds, rel=1e-9)
 
 
 def check_whole(seed: int) -> None:
@@ -85,6 +130,28 @@ def test_without_time_only_the_layouts_by_name_stay(monkeypatch: pytest.MonkeyPa
         n for n in plan.data.notes if "the searches of some named layouts reached their time limit" in n
     ]
     assert all(name in note for name in HEURISTICS)
+
+
+@pytest.mark.parametrize("part", [0.6, 1.0])
+def test_a_name_fits_not_only_where_all_of_it_was_searched(
+    part: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without time, a name whose layout as written is too large is tried with the options that hold least;
+    if that is too large too, it is undecided."""
+    model, asked = EXAMPLES["transformer"](), {"mesh": "x:2", "storage": ("layout", "zero3")}
+    roomy = named_without_time(monkeypatch, model, **asked)
+    peaks = {a.name: a.predicted.peak_memory_bytes for a in roomy if a.predicted is not None}
+    limit = part * peaks["fully sharded (FSDP)"]
+    found = named_without_time(monkeypatch, model, memory=limit, **asked)
+    ends = {a.name: a.feasible for a in found}
+    assert False not in {ends[name] for name in ("data parallel", "fully sharded (FSDP)", "tensor parallel")}
+    assert not ends["replicated"] and ends["fully sharded (FSDP)"]
+    assert all("not every layout of this name" in (a.reason or "") for a in found if a.feasible is None)
+
+
+def named_without_time(patch: pytest.MonkeyPatch, model: mtf.Model, **asked: Any) -> list[Alternative]:
+    patch.setattr(Request, "late", True)
+    return search(model, hardware=V3, time_limit=1e6, **asked).alternatives
 
 
 def test_what_stands_beside_an_answer_does_not_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
