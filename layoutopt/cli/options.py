@@ -173,7 +173,8 @@ def in_time(clock: Clock, what: str, load: Callable[[], OptionInput], doing: str
     found: list[OptionInput] = []
     if not clock.within(LOADED, lambda: found.append(load())):
         raise LimitError(
-            f"{what}: {doing} took longer than the time limit; raise --time-limit {clock.limit:g}"
+            f"{what}: the time limit of {clock.limit:g} s, which counts from the start of the command, "
+            f"passed while {doing}; raise it, e.g. --time-limit {10 * (clock.limit or 0.0):g}"
         )
     return found[0]
 

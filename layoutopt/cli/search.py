@@ -151,6 +151,7 @@ def search(
                         f"best so far: {seconds_text(seconds)}, {bytes_text(peak)}: {words}"
                     ),
                     "keep_best": True,
+                    "start": typed.meta.get(START),
                 }
                 if ways:
                     from layoutopt.api.replicas import choose_replicas
@@ -160,7 +161,7 @@ def search(
                     kept.plan = choose_replicas(shares, **where, **asked, **more)
                     loaded = shares.of(kept.plan)
                 else:
-                    kept.plan = find(loaded.model, **where, **asked, **more, start=typed.meta.get(START))
+                    kept.plan = find(loaded.model, **where, **asked, **more)
         except InfeasibleError as error:
             from layoutopt.cli.repairs import refusal, repairs_of, show_repairs
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from layoutopt.plan.evidence import Validation
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import (
     digits,
@@ -167,8 +168,8 @@ def _operations(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
 
 def _evidence(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     block = _chart(figures.predicted_measured, plan, name, rows.validation(plan))
-    noise = plan.details.validation.noise.words if plan.details.validation else ""
-    return (replace(block, notes=(noise,) if noise else ()),)
+    found = plan.details.validation or Validation()
+    return (replace(block, notes=(*filter(None, (found.noise.words,)), *found.notes)),)
 
 
 def _calibration(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:

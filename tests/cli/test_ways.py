@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
+from layoutopt.optimize.incumbents import Incumbents
+
 MLP = ("examples/mlp.py", "--set", "batch=16")
 HERE = ("--mesh", "sites:2;data:2", "--hardware", "tpu-v5e", "--microbatches", "1", "--recompute", "never")
 
@@ -26,6 +28,19 @@ def test_ways_are_compared_and_the_plan_says_them(
     assert ways[0]["step_seconds"] == found["predicted"]["step_seconds"] <= ways[1]["step_seconds"]
     said = result("explain", out)["turning"]
     assert said["axis"] == "sites" and len(said["at"]) == 9
+
+
+@pytest.mark.parametrize("ways", [("never",), ("never", "sites:period=30")])
+def test_every_way_starts_with_the_given_plan(
+    ways: tuple[str, ...], run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = str(tmp_path / "plan.json")
+    assert run("search", *MLP, *HERE, "--out", out).exit_code == 0
+    offered: list[bool] = []
+    monkeypatch.setattr(Incumbents, "know", lambda self, start: offered.append(start.start is not None))
+    asked = [word for way in ways for word in ("--diloco", way)]
+    assert run("search", "--like", out, *asked).exit_code == 0
+    assert offered == [True] * len(ways)
 
 
 @pytest.mark.nightly

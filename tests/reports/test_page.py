@@ -409,6 +409,8 @@ def test_validation_is_added_where_it_is_missing() -> None:
     plan = sample.full_plan()
     del plan["details"]["validation"]
     assert "24 measured layouts" in hero(reports.report_html([plan], sample.validation()))
+    noted = sample.validation() | {"notes": ["measured steps take 2.1 times as long as predicted"]}
+    assert noted["notes"][0] in reports.report_html([plan], noted)
     with pytest.raises(UserError, match=r"the validation: 'rows\[0\].measured_seconds' is missing"):
         reports.report_html([plan], {"rows": [{"layout": "x", "predicted_seconds": 1.0}]})
 
