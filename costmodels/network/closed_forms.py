@@ -225,7 +225,7 @@ def _cost(
     seconds: float, algorithm: str, size: float, route: Route, rate: float, latency: float
 ) -> CollectiveCost:
     where = " x ".join(f"{level.size} {level.name}" for level in route.levels)
-    words = f"{amount(size)} over {route.size} ({where}) at {_rate(rate)} + {latency * 1e6:.3g} us"
+    words = f"{amount(size)} over {route.size} ({where}) at {_rate(rate)} + {latency * 1e6:.3g} µs"
     return CollectiveCost(seconds, algorithm, words)
 
 

@@ -113,10 +113,12 @@ def signed_percent(share: float) -> str:
 
 
 def step_change(seconds: float, before: float) -> str:
-    """A duration beside another: '8.3 % longer', '4.0 % shorter', 'as long'."""
+    """A duration beside another: '8.3 % longer', '4.0 % shorter', 'as long', from twice on '2.1× as long'."""
     change = seconds / before - 1
     if abs(change) < 5e-4:
         return "as long"
+    if change >= 1:
+        return f"{times_text(seconds, before)} as long"
     return f"{percent(abs(change))} {'longer' if change > 0 else 'shorter'}"
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from layoutopt.plan.details import TimeShares
 from layoutopt.plan.schema import PlanFile, Predicted
-from layoutopt.plan.units import percent, plural, seconds_text, shorten, times_text
+from layoutopt.plan.units import percent, plural, seconds_text, shorten, step_change, times_text
 from reports.figures.bars import Bar, Bars, BarSegment, cut_scale
 from reports.figures.chart import SEARCH, Chart
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet
@@ -82,7 +82,7 @@ def _find_step_time(plan: PlanFile) -> str:
         return text
     name = shorten(other.names, 40)
     if other.ratio >= 1:
-        return f"{text}; the best alternative that fits, {name}, takes {times_text(other.ratio)} as long"
+        return f"{text}; the best alternative that fits, {name}, takes {step_change(other.ratio, 1.0)}"
     return f"{text}; {name} is predicted to be faster, at {times_text(other.ratio)} the time"
 
 

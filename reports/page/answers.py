@@ -19,6 +19,7 @@ from layoutopt.plan.units import (
     seconds_text,
     shorten,
     some,
+    step_change,
     times_text,
 )
 from reports.evidence import typical_of
@@ -133,7 +134,7 @@ def speed(plan: PlanFile) -> PageAnswer:
     if other is not None and other.ratio is not None:
         name = shorten(other.names, 36)
         note = (
-            f"{said}; the next best layout, {name}, takes {times_text(other.ratio)} as long"
+            f"{said}; the next best layout, {name}, takes {step_change(other.ratio, 1.0)}"
             if other.ratio >= 1
             else f"{said}; {name} is predicted to take only {times_text(other.ratio)} this time"
         )

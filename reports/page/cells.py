@@ -57,6 +57,8 @@ def grid(view: View, longest: int = LONGEST) -> PageTable:
         made = column.cell(row[i])  # type: ignore[arg-type]
         under = (u.cell(row[j]).text for j, u in over[column.key])  # type: ignore[arg-type]
         text = made.text if made.code else shorten(made.text, longest)
+        if text == "+".join(chip.text for chip in made.chips):
+            text = ""  # its chips are read
         blank = not (text or made.chips or made.piece or made.fill or made.sub or column.named)
         return replace(
             made,

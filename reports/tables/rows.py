@@ -158,7 +158,7 @@ def operations(plan: PlanFile) -> View:
         *data("scope", "op", "phase", "runs", "compute_seconds", "hidden_seconds", "exposed_seconds"),
         Column("step_seconds", "adds to the step", SECONDS),
         *data("flops", "bytes"),
-        Column("work", "work", on="page"),
+        Column("work", "work", on="page", share="15%"),
         Column("collectives", "collectives", on="page"),
     )
     found = work.work(plan)

@@ -102,7 +102,7 @@ def layout_table(
     columns = (
         Column("name", first, lead=True, share="20%"),
         Column("others", "other names", on="data"),
-        Column("mesh", "mesh", RULES, on=EVERYWHERE if len(meshes) > 1 else "data"),
+        Column("mesh", "mesh", RULES, on=EVERYWHERE if len(meshes) > 1 else "data", share="13%"),
         Column("layout", "splits", RULES, share="30%"),
         Column("beside", "storage and recompute", rank=4, beside="layout", under="layout"),
         Column("step_seconds", "step", SECONDS),

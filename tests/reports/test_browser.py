@@ -85,6 +85,26 @@ def test_nothing_is_wider_than_the_screen(
     assert sum(map(int, re.findall(r"\d+", ground)[:3])) < 150 if dark else 600
 
 
+def test_no_number_or_short_word_is_broken(tmp_path: Path) -> None:
+    """Where other columns have much to say, too."""
+    plan = sample.full_plan()
+    for each in plan["alternatives"]:
+        each["mesh"] = {"data": 64, "model": 8}
+        each["reason"] = (
+            "peak memory is over the limit; largest tensors: " + "variable of a layer (70 GiB), " * 9
+        )
+    script = f"""{TELL}{ALL}
+    const broken = [], range = document.createRange();
+    for (const text of all('main td .text, main td .sub').map((x) => x.firstChild).filter((x) => x && x.data))
+      for (const word of text.data.matchAll(/[^\\s-]+/g)) {{
+        range.setStart(text, word.index); range.setEnd(text, word.index + word[0].length);
+        const lines = new Set([...range.getClientRects()].map((box) => box.top));
+        if (word[0].length < 17 && lines.size > 1) broken.push(word[0]);
+      }}
+    tell(broken);"""
+    assert found(tmp_path, reports.report_html([plan], written=""), script, "--window-size=1400,1000") == []
+
+
 def test_the_policy_lets_the_pages_own_script_run(page: str, tmp_path: Path) -> None:
     """And the page says nothing on the console, which `chromium` asserts."""
     shown = chromium(tmp_path, page, "--dump-dom", "--virtual-time-budget=3000")

@@ -134,7 +134,7 @@ def test_first_screen_answers(pages: dict[str, str]) -> None:
         "data 16 splits batch",
         "model 32 splits vocab, heads and d_ff",
         "How fast 412 ms",
-        "second best: d_model split too, takes 1.11× as long",
+        "second best: d_model split too, takes 11 % longer",
         "Does it fit Yes 6.12 GiB of 6.96 GiB",
         "How accurate ±10 %",
         "Proven optimal under this cost model, of 1.3e9 layouts on 10 meshes; gap 0%, 2 s",
