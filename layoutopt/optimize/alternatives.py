@@ -79,7 +79,7 @@ class Alternatives:
 
     def look(self, searched: LayoutSearch) -> None:
         """Fills them in; `searched` has found the answer."""
-        request, best, subproblem = self.request, self.best, searched.subproblem_of(self.best)
+        request, best, subproblem = self.request, self.best, searched.incumbents.subproblem_of(self.best)
         quick = {name: (m, x, o) for name, m, x, o in by_name(request.model, best.mesh, self.names)}
         self.plans = plans = Baselines(request.model, best.mesh, self.shapes).restrictions()
         self.none = [] if {FSDP, CONTEXT} & plans.keys() else [FSDP]
