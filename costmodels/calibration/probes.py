@@ -33,6 +33,7 @@ from mesh_tf_core.ir.program import Program, WriteVariable
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.ops.binary import Binary, Where
 from mesh_tf_core.ops.conv import Conv
+from mesh_tf_core.ops.convgrid import Grid
 from mesh_tf_core.ops.cumulative import CumSum
 from mesh_tf_core.ops.einsum import Broadcast, Einsum
 from mesh_tf_core.ops.index import Gather, OneHot, Pick, ScatterAdd
@@ -260,7 +261,7 @@ def products(quick: bool) -> Iterator[Probe]:
         x = tensor(batch, image, image, channels, names="byxi")
         w = tensor(window, window, channels, made, names="vuio")
         windows = (Window("y", window, 1, 1, 0, 0), Window("x", window, 1, 1, 0, 0))
-        yield _local("matmul.conv", text, Conv(windows, ("v", "u"), "i"), x, w)
+        yield _local("matmul.conv", text, Conv(Grid(windows, ("v", "u"), "i")), x, w)
 
 
 def _product(target: str, text: str) -> Probe:

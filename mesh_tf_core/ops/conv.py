@@ -8,7 +8,6 @@ Google TPUs", section 3.1). Elsewhere the dimension is gathered.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -31,23 +30,13 @@ class Conv(Op):
     out].
 
     Attributes:
-      taps: w's dimensions that the windows slide over, one per window.
-      channel: summed out.
-      groups: dimensions of both, and of the output: every group has weights of its own.
       base: per window, the input at which this device's piece of x begins, relative to its piece of the
         whole.
     """
 
-    windows: tuple[Window, ...]
-    taps: tuple[str, ...]
-    channel: str
+    grid: Grid
     base: tuple[int, ...] | None = None
-    groups: tuple[str, ...] = ()
     kind: ClassVar[str] = "matmul"
-
-    @property
-    def grid(self) -> Grid:
-        return Grid(self.windows, self.taps, self.channel, self.groups)
 
     def roles(self, *inputs: TensorType) -> Roles:
         return self.grid.roles(*inputs)
@@ -55,21 +44,21 @@ class Conv(Op):
     def infer(self, *inputs: TensorType) -> TensorType:
         x, w = inputs
         self.grid.check("conv", x, w)
-        sizes = {v.dim: v.outputs(x.shape.dim(v.dim).size) for v in self.windows}
+        sizes = {v.dim: v.outputs(x.shape.dim(v.dim).size) for v in self.grid.windows}
         return TensorType(self.grid.output(x.shape, w.shape, sizes), same_dtype("conv", inputs))
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         (x, w), (xs, ws), grid = slices, (t.shape for t in at.inputs), self.grid
         out, outs = at.outputs[0].shape, grid.outs(ws)
-        x = grid.images(k, x, xs, [self.channel])
-        w = grid.filters(k, w, ws, [self.channel], outs)
-        edges = _edges(self.windows, self.base, out)
-        y = correlated(k, x, w, [v.stride for v in self.windows], [v.dilation for v in self.windows], edges)
+        x = grid.images(k, x, xs, [grid.channel])
+        w = grid.filters(k, w, ws, [grid.channel], outs)
+        edges = _edges(grid.windows, self.base, out)
+        y = correlated(k, x, w, grid.strides, grid.dilations, edges)
         return grid.restored(k, y, out, outs)
 
     def flops(self, *local: TensorType) -> float:
         x, w = local
-        sizes = {v.dim: max(1, x.shape.dim(v.dim).size // v.stride) for v in self.windows}
+        sizes = {v.dim: max(1, x.shape.dim(v.dim).size // v.stride) for v in self.grid.windows}
         return 2.0 * self.grid.output(x.shape, w.shape, sizes).size * self.grid.weights_per_output(w.shape)
 
     def work(self, *local: TensorType) -> Work:
@@ -79,9 +68,9 @@ class Conv(Op):
         return Work(self.grid.product(flops, w), added=added)
 
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
-        x, w = inputs[0], low.without(inputs[1], self.taps)
+        x, w = inputs[0], low.without(inputs[1], self.grid.taps)
         base = []
-        for v in self.windows:
+        for v in self.grid.windows:
             here = low.values[x]
             count = low.oracle.ways(here.split_of(v.dim))
             inside, outside = here.shape.dim(v.dim).size, types[0].shape.dim(v.dim).size
@@ -96,9 +85,9 @@ class Conv(Op):
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         x, w = inputs
-        sizes = tuple(x.shape.dim(v.dim).size for v in self.windows)
-        back = ConvInputGrad(self.windows, self.taps, self.channel, sizes, groups=self.groups)
-        weight = ConvFilterGrad(self.windows, self.taps, self.channel, w.shape, groups=self.groups)
+        sizes = tuple(x.shape.dim(v.dim).size for v in self.grid.windows)
+        back = ConvInputGrad(self.grid, sizes)
+        weight = ConvFilterGrad(self.grid, w.shape)
         return dy.graph.apply(back, dy, w), dy.graph.apply(weight, x, dy)
 
 
@@ -112,39 +101,32 @@ class ConvInputGrad(Op):
         whole.
     """
 
-    windows: tuple[Window, ...]
-    taps: tuple[str, ...]
-    channel: str
+    grid: Grid
     sizes: tuple[int, ...]
     base: tuple[int, ...] | None = None
-    groups: tuple[str, ...] = ()
     kind: ClassVar[str] = "matmul"
-
-    @property
-    def grid(self) -> Grid:
-        return Grid(self.windows, self.taps, self.channel, self.groups)
 
     def roles(self, *inputs: TensorType) -> Roles:
         dy, w = inputs
         grid = self.grid
         outs = grid.outs(w.shape)
         kept = tuple(n for n in dy.shape.names if n not in outs)
-        return Roles(parallel=(*kept, self.channel), reduced=outs, whole=grid.whole_taps())
+        return Roles(parallel=(*kept, grid.channel), reduced=outs, whole=grid.whole_taps())
 
     def infer(self, *inputs: TensorType) -> TensorType:
         dy, w = inputs
         outs = self.grid.outs(w.shape)
-        for name in (*outs, *(v.dim for v in self.windows)):
+        for name in (*outs, *(v.dim for v in self.grid.windows)):
             dy.shape.index(name)
-        for v, size in zip(self.windows, self.sizes, strict=True):
+        for v, size in zip(self.grid.windows, self.sizes, strict=True):
             if v.outputs(size) != dy.shape.dim(v.dim).size:
                 raise UserError(
                     f"transposed conv of {listing(inputs)}: a size of {size} for {v.dim!r} needs "
                     f"{v.outputs(size)} windows in the input, found {dy.shape.dim(v.dim).size}"
                 )
         others = [dy.shape.dim(n) for n in self.grid.images_of(dy.shape.without(*outs))]
-        spatial = [Dim(v.dim, s) for v, s in zip(self.windows, self.sizes, strict=True)]
-        ends = [w.shape.dim(n) for n in (*self.groups, self.channel)]
+        spatial = [Dim(v.dim, s) for v, s in zip(self.grid.windows, self.sizes, strict=True)]
+        ends = [w.shape.dim(n) for n in (*self.grid.groups, self.grid.channel)]
         return TensorType(Shape([*others, *spatial, *ends]), same_dtype("conv", inputs))
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
@@ -152,29 +134,29 @@ class ConvInputGrad(Op):
         out, outs = at.outputs[0].shape, grid.outs(ws)
         dy = grid.images(k, dy, ds, outs)
         edges = []
-        for v, base in zip(self.windows, self.base or [0] * len(self.windows), strict=True):
+        for v, base in zip(grid.windows, self.base or [0] * len(grid.windows), strict=True):
             before = v.reach - 1 - v.before + base * v.stride
             edges.append(Edge(v.stride, before, out.dim(v.dim).size + v.reach - 1))
-        w = grid.filters(k, w, ws, outs, [self.channel])
-        for i in range(len(self.windows)):
+        w = grid.filters(k, w, ws, outs, [grid.channel])
+        for i in range(len(grid.windows)):
             w = k.flip(w, i)
-        dx = correlated(k, dy, w, [1] * len(self.windows), [v.dilation for v in self.windows], edges)
-        return grid.restored(k, dx, out, [self.channel])
+        dx = correlated(k, dy, w, [1] * len(grid.windows), grid.dilations, edges)
+        return grid.restored(k, dx, out, [grid.channel])
 
     def flops(self, *local: TensorType) -> float:
         dy, w = local
-        return 2.0 * dy.shape.size * math.prod(w.shape.dim(n).size for n in (*self.taps, self.channel))
+        return 2.0 * dy.shape.size * self.grid.weights_per_output(w.shape)
 
     def work(self, *local: TensorType) -> Work:
         """Every output's row of gradients times the weights, transposed."""
         w, flops = local[1].shape, self.flops(*local)
         batch, m, n, k = self.grid.product(flops, w)
-        return Work((batch, m, k, n), added=self.grid.added(flops, w, w.dim(self.channel).size))
+        return Work((batch, m, k, n), added=self.grid.added(flops, w, w.dim(self.grid.channel).size))
 
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
-        dy, w = inputs[0], low.without(inputs[1], self.taps)
+        dy, w = inputs[0], low.without(inputs[1], self.grid.taps)
         base, split = [], {}
-        for v, inside in zip(self.windows, self.sizes, strict=True):
+        for v, inside in zip(self.grid.windows, self.sizes, strict=True):
             here = low.values[dy]
             axes = here.split_of(v.dim)
             count, outside = low.oracle.ways(axes), here.shape.dim(v.dim).size
@@ -190,8 +172,8 @@ class ConvInputGrad(Op):
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         y, w = inputs
-        forward = Conv(self.windows, self.taps, self.channel, groups=self.groups)
-        weight = ConvFilterGrad(self.windows, self.taps, self.channel, w.shape, groups=self.groups)
+        forward = Conv(self.grid)
+        weight = ConvFilterGrad(self.grid, w.shape)
         return dy.graph.apply(forward, dy, w), dy.graph.apply(weight, dy, y)
 
 
@@ -203,22 +185,15 @@ class ConvFilterGrad(Op):
       base: as of `Conv`.
     """
 
-    windows: tuple[Window, ...]
-    taps: tuple[str, ...]
-    channel: str
+    grid: Grid
     filters: Shape
     base: tuple[int, ...] | None = None
-    groups: tuple[str, ...] = ()
     kind: ClassVar[str] = "matmul"
 
-    @property
-    def grid(self) -> Grid:
-        return Grid(self.windows, self.taps, self.channel, self.groups)
-
     def roles(self, *inputs: TensorType) -> Roles:
-        summed = tuple(n for n in inputs[0].shape.names if n not in (self.channel, *self.groups))
+        summed = tuple(n for n in inputs[0].shape.names if n not in (self.grid.channel, *self.grid.groups))
         return Roles(
-            parallel=(self.channel, *self.groups, *self.grid.outs(self.filters)),
+            parallel=(self.grid.channel, *self.grid.groups, *self.grid.outs(self.filters)),
             reduced=summed,
             whole=self.grid.whole_taps(),
         )
@@ -230,35 +205,34 @@ class ConvFilterGrad(Op):
         (x, dy), (xs, ds), grid = slices, (t.shape for t in at.inputs), self.grid
         out, outs = at.outputs[0].shape, grid.outs(self.filters)
         images = list(grid.images_of(xs))
-        x = grid.images(k, x, xs, [self.channel])
+        x = grid.images(k, x, xs, [grid.channel])
         # The images of both in the same order.
-        same = Shape(ds.dim(n) for n in (*images, *grid.names, *self.groups, *outs))
+        same = Shape(ds.dim(n) for n in (*images, *grid.names, *grid.groups, *outs))
         dy = grid.images(k, ordered(k, dy, ds, same.names), same, outs)
-        taps, edges = [out.dim(t).size for t in self.taps], _edges(self.windows, self.base, ds)
-        strides, dilations = [v.stride for v in self.windows], [v.dilation for v in self.windows]
-        dw = taps_met(k, x, dy, taps, strides, dilations, edges)
-        made = Shape(out.dim(n) for n in (*self.taps, *self.groups, self.channel, *outs))
+        taps, edges = [out.dim(t).size for t in grid.taps], _edges(grid.windows, self.base, ds)
+        dw = taps_met(k, x, dy, taps, grid.strides, grid.dilations, edges)
+        made = Shape(out.dim(n) for n in (*grid.taps, *grid.groups, grid.channel, *outs))
         return ordered(k, k.reshape(dw, made.sizes), made, out.names)
 
     def flops(self, *local: TensorType) -> float:
         x, dy = local
-        taps = math.prod(self.filters.dim(t).size for t in self.taps)
-        return 2.0 * dy.shape.size * taps * x.shape.dim(self.channel).size
+        taps = self.grid.count(self.filters, self.grid.taps)
+        return 2.0 * dy.shape.size * taps * x.shape.dim(self.grid.channel).size
 
     def work(self, *local: TensorType) -> Work:
         """Windows' inputs, transposed, times their outputs."""
         x, dy = local
         outs = [name for name in dy.shape.names if name in self.grid.outs(self.filters)]
-        n, batch = self.grid.count(dy.shape, outs), self.grid.count(dy.shape, self.groups)
-        weights = self.grid.count(self.filters, self.taps) * x.shape.dim(self.channel).size
+        n, batch = self.grid.count(dy.shape, outs), self.grid.count(dy.shape, self.grid.groups)
+        weights = self.grid.count(self.filters, self.grid.taps) * x.shape.dim(self.grid.channel).size
         places = dy.shape.size // (n * batch)
-        added = batch * places * self.grid.count(self.filters, self.taps), n
+        added = batch * places * self.grid.count(self.filters, self.grid.taps), n
         return Work((batch, weights, n, places), added=added)
 
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         x, dy = inputs
         base = []
-        for v in self.windows:
+        for v in self.grid.windows:
             here = low.values[x]
             count = low.oracle.ways(here.split_of(v.dim))
             inside, outside = here.shape.dim(v.dim).size, low.values[dy].shape.dim(v.dim).size
@@ -287,6 +261,10 @@ def _edges(windows: Sequence[Window], base: Sequence[int] | None, outputs: Shape
 
 
 _SINGLE = Dim("_single", 1)
+
+
+def _grid(found: tuple[Window, ...], taps: Sequence[Dim], channel: Dim, groups: Sequence[Dim]) -> Grid:
+    return Grid(found, tuple(t.name for t in taps), channel.name, tuple(g.name for g in groups))
 
 
 def conv(
@@ -318,7 +296,7 @@ def conv(
     if channel is None:
         channel = _SINGLE
         x, w = reshape(x, [*x.shape, _SINGLE]), reshape(w, [*w.shape, _SINGLE])
-    op = Conv(found, tuple(t.name for t in taps), channel.name, groups=tuple(g.name for g in groups))
+    op = Conv(_grid(found, taps, channel, groups))
     return x.graph.apply(op, x, w)
 
 
@@ -345,7 +323,6 @@ def conv_transpose(
     found = windows(dims, [t.size for t in taps], steps, gaps, pads)
     inner = channel or _SINGLE
     w = w if channel else reshape(w, [*w.shape, _SINGLE])
-    sizes, names = tuple(d.size for d in dims), tuple(g.name for g in groups)
-    op = ConvInputGrad(found, tuple(t.name for t in taps), inner.name, sizes, groups=names)
+    op = ConvInputGrad(_grid(found, taps, inner, groups), tuple(d.size for d in dims))
     x = y.graph.apply(op, y, w)
     return x if channel else reshape(x, x.shape.without(_SINGLE.name))

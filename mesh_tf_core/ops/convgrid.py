@@ -21,8 +21,8 @@ class Grid:
     """The parts of the dimensions of one convolution.
 
     Attributes:
-      taps: the weights' dimensions that the windows slide over.
-      channel: dimensions of input and weights that the output lacks.
+      taps: the weights' dimensions that the windows slide over, one per window.
+      channel: the dimension of input and weights that the output lacks.
       groups: dimensions of all three: every group has separate weights.
     """
 
@@ -31,10 +31,22 @@ class Grid:
     channel: str
     groups: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        slides = "; ".join(f"{v} ({tap})" for v, tap in zip(self.windows, self.taps, strict=True))
+        return f"{slides}; channel {self.channel}{''.join(f'; group {name}' for name in self.groups)}"
+
     @property
     def names(self) -> tuple[str, ...]:
         """Dimensions that windows slide along."""
         return tuple(v.dim for v in self.windows)
+
+    @property
+    def strides(self) -> list[int]:
+        return [v.stride for v in self.windows]
+
+    @property
+    def dilations(self) -> list[int]:
+        return [v.dilation for v in self.windows]
 
     def outs(self, w: Shape) -> tuple[str, ...]:
         """The weights' dimensions that the output has."""

@@ -14,6 +14,7 @@ from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ops.basic import Scale
 from mesh_tf_core.ops.binary import Binary, Where
 from mesh_tf_core.ops.conv import Conv
+from mesh_tf_core.ops.convgrid import Grid
 from mesh_tf_core.ops.einsum import Einsum
 from mesh_tf_core.ops.grouped import GroupedProduct
 from mesh_tf_core.ops.norm import Normalize
@@ -149,7 +150,7 @@ def test_every_call_pays_a_launch_and_one_of_scalars_nothing_else():
 
 def test_a_convolution_packs_its_windows():
     x, w = tensor(B, Dim("y", 10), Dim("x", 11), C), tensor(Dim("v", 3), Dim("u", 5), C, Dim("o", 7))
-    op = Conv((Window("y", 3, 1, 1, 0, 0), Window("x", 5, 2, 1, 0, 0)), ("v", "u"), C.name)
+    op = Conv(Grid((Window("y", 3, 1, 1, 0, 0), Window("x", 5, 2, 1, 0, 0)), ("v", "u"), C.name))
     (found,) = calls(op, (x, w), (op.infer(x, w),), frozenset())
     places, taken = B.size * 8 * 4, 3 * 5 * C.size
     assert found.op_class == "kernel.matmul.conv"
@@ -159,7 +160,7 @@ def test_a_convolution_packs_its_windows():
 @pytest.mark.parametrize(("made", "counted"), [(2, 16), (16, 16), (17, 32)])
 def test_a_convolution_makes_whole_vectors_of_channels(made, counted):
     x, w = tensor(B, Dim("y", 10), C), tensor(Dim("v", 3), C, Dim("o", made))
-    op = Conv((Window("y", 3, 1, 1, 0, 0),), ("v",), C.name)
+    op = Conv(Grid((Window("y", 3, 1, 1, 0, 0),), ("v",), C.name))
     (found,) = calls(op, (x, w), (op.infer(x, w),), frozenset())
     assert found.flops == 2.0 * B.size * 8 * 3 * C.size * counted
 
