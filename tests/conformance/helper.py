@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,9 @@ MESHES = {
 """Meshes and the dtypes tried on each by day."""
 BY_NIGHT = {"x:2;y:2": ("float32",), "x:2;y:4": ("float64",)}
 """The others: what a kernel does in a dtype was tried on the smallest mesh."""
+SOME = 2
+"""Layouts that are tried in further dtypes: what splits was compared in the first, what a kernel does in a
+dtype differs little among them."""
 TOLERANCE = {"float64": 1e-10, "float32": 3e-5, "bfloat16": 0.06}
 REASONS = r"both .* split over mesh axis|do not divide|not divisible|its iterations"
 ILLEGAL_TRIED = 60
@@ -177,8 +181,12 @@ class Built:
         check_bytes(program, engine.communication_bytes)
         return out
 
+    @cached_property
+    def undivided(self) -> Program:
+        return self.program(mtf.Mesh("one:1"), mtf.Layout())
+
     def dense(self, batch: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-        return self.run(self.program(mtf.Mesh("one:1"), mtf.Layout()), batch)
+        return self.run(self.undivided, batch)
 
 
 # -- layouts --
@@ -223,6 +231,19 @@ def legal_layouts(built: Built, mesh: mtf.Mesh) -> Iterator[Table]:
                 yield from extend(more, rest[1:])
 
     return extend({}, names_of(built))
+
+
+def distinct_layouts(built: Built, mesh: mtf.Mesh) -> Iterator[Table]:
+    """The legal layouts; of two that differ only in which of equal axes is which, the first."""
+    seen = set[tuple[tuple[str, ...], ...]]()
+    orders = (
+        c for c in itertools.permutations(mesh.names) if [*map(mesh.size, c)] == [n for _, n in mesh.axes]
+    )
+    renamed = [dict(zip(mesh.names, order, strict=True)) for order in orders]
+    for table in legal_layouts(built, mesh):
+        if tuple(table.values()) not in seen:
+            seen.update(tuple(tuple(to[axis] for axis in axes) for axes in table.values()) for to in renamed)
+            yield table
 
 
 def illegal_layouts(built: Built, mesh: mtf.Mesh) -> list[Table]:
@@ -280,13 +301,23 @@ def check_close(name: str, got: np.ndarray, want: np.ndarray, tolerance: float, 
     )
 
 
-def conform(sample: Sample, mesh_text: str, number: str) -> Counts:
-    """Runs a sample under every legal layout of one mesh; AssertionError at the first difference."""
-    import pytest
+def conform(sample: Sample, mesh_text: str, *numbers: str) -> Counts:
+    """Runs a sample under every legal layout of one mesh; in further dtypes under those that split most.
 
-    mesh, built, counts = mtf.Mesh(mesh_text), Built(sample, number), Counts()
-    want = built.dense()
-    for table in legal_layouts(built, mesh):
+    AssertionError at the first difference.
+    """
+    mesh, first, counts = mtf.Mesh(mesh_text), numbers[0], Counts()
+    for number in numbers:
+        built = Built(sample, number)
+        tables = [*distinct_layouts(built, mesh)]
+        counts += compared(built, mesh, number, tables if number == first else tables[-SOME:])
+    return counts + refused(Built(sample, first), mesh)
+
+
+def compared(built: Built, mesh: mtf.Mesh, number: str, tables: Iterable[Table]) -> Counts:
+    """Runs a sample under legal layouts."""
+    sample, counts, want = built.sample, Counts(), built.dense()
+    for table in tables:
         layout = mtf.Layout(table)
         where = f"{sample.name} {number} on [{mesh}] under [{layout}]"
         try:
@@ -298,6 +329,14 @@ def conform(sample: Sample, mesh_text: str, number: str) -> Counts:
         counts.legal += 1
         counts.comparisons += len(got)
         counts.layouts.append(str(layout))
+    return counts
+
+
+def refused(built: Built, mesh: mtf.Mesh) -> Counts:
+    """Lowers a sample under illegal layouts; AssertionError if one is not refused."""
+    import pytest
+
+    counts = Counts()
     for table in illegal_layouts(built, mesh):
         with pytest.raises(mtf.LayoutError, match=REASONS):
             built.program(mesh, mtf.Layout(table))
@@ -322,17 +361,17 @@ def check_dense(sample: Sample) -> int:
     for i, name in built.gradients.items():
         if i in sample.stops:
             continue
-        for _ in range(3):
-            direction, step = rng.normal(size=built.batch[f"in{i}"].shape), 1e-6
-            ends = []
-            for sign in (1, -1):
-                moved = built.batch[f"in{i}"] + sign * step * direction
-                ends.append(float(built.dense({**built.batch, f"in{i}": moved})["loss"]))
-            slope = (ends[0] - ends[1]) / (2 * step)
-            given = float((out[name] * direction).sum()) if name else 0.0
-            assert abs(slope - given) <= 1e-6 * max(1.0, abs(slope)), (
-                f"{sample.name}: the gradient of input {i} gives slope {given:.8g}, "
-                f"finite differences {slope:.8g}"
-            )
-            done += 1
+        # A wrong gradient is wrong along almost every direction.
+        direction, step = rng.normal(size=built.batch[f"in{i}"].shape), 1e-6
+        ends = []
+        for sign in (1, -1):
+            moved = built.batch[f"in{i}"] + sign * step * direction
+            ends.append(float(built.dense({**built.batch, f"in{i}": moved})["loss"]))
+        slope = (ends[0] - ends[1]) / (2 * step)
+        given = float((out[name] * direction).sum()) if name else 0.0
+        assert abs(slope - given) <= 1e-6 * max(1.0, abs(slope)), (
+            f"{sample.name}: the gradient of input {i} gives slope {given:.8g}, "
+            f"finite differences {slope:.8g}"
+        )
+        done += 1
     return done

@@ -12,7 +12,7 @@ from tests.jax_process import printed
 @pytest.mark.parametrize(
     ("mesh", "kinds", "every", "processes"),
     [
-        ("x:2", 1, 12, 1),
+        ("x:2", 1, 24, 1),
         pytest.param("x:2;y:2", 0, 1, 1, marks=pytest.mark.nightly),
         pytest.param("x:2;y:4", 0, 1, 1, marks=pytest.mark.nightly),
         pytest.param("x:2;y:4", 2, 1, 2, marks=pytest.mark.nightly),

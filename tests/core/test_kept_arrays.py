@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from mesh_tf_core.ir.program import AllGather, Program
 from mesh_tf_core.ir.schedules import SCHEDULES
 from mesh_tf_core.lower.storage import read_stage
 from tests.kept_arrays import AFTER, KINDS, batch, model
+from tests.marks import by_day
 
 MESH, OTHER = "data:2;pod:2", "other"
 STORED = {"zero3": {"storage": {OTHER: 3}}, "zero3@pod": {"storage": {OTHER: read_stage("zero3@pod")}}}
@@ -38,8 +40,7 @@ def learned(program: Program, engine: str, dtype: str = "float64") -> tuple[dict
     return {"loss": losses, **{n: np.asarray(running.read(n)) for n in program.variables}}, running
 
 
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "how"), by_day(itertools.product(KINDS, WAYS), every=5))
 def test_numbers_and_bytes(kind: str, how: str) -> None:
     compare(kind, how, "lockstep")
 

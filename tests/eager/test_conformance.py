@@ -41,19 +41,17 @@ def results(g: mtf.Graph, sample: Sample, number: str) -> dict[str, Any]:
 
 
 def conform(sample: Sample, engine: str, unroll: bool = True, number: str = "float32") -> None:
-    """Under a layout from the middle of the list of legal ones, and under the last, which splits most."""
+    """Under a legal layout that splits as many dimensions as any does."""
     built = Built(sample, number)
     # Nobody stages an eager program, so nobody asks whether its ids name anything.
     want = {name: x for name, x in built.dense().items() if not name.startswith("inside")}
-    tables = list(legal_layouts(built, MESH))
-    for table in (tables[len(tables) // 2], tables[-1]):
-        layout = mtf.Layout(table)
-        with mtf.Eager(MESH, layout, engine).step(built.batch, unroll) as g:
-            got = results(g, sample, number)
-        assert set(got) == set(want)
-        for name, value in got.items():
-            where = f"{sample.name} run eagerly under [{layout}]"
-            check_close(name, value.numpy(), want[name], TOLERANCE[number], where)
+    layout = mtf.Layout(max(legal_layouts(built, MESH), key=lambda table: sum(map(bool, table.values()))))
+    with mtf.Eager(MESH, layout, engine).step(built.batch, unroll) as g:
+        got = results(g, sample, number)
+    assert set(got) == set(want)
+    for name, value in got.items():
+        where = f"{sample.name} run eagerly under [{layout}]"
+        check_close(name, value.numpy(), want[name], TOLERANCE[number], where)
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=NAMES)
@@ -62,7 +60,7 @@ def test_numpy(sample: Sample) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sample", by_day(SAMPLES, every=10, first=1), ids=NAMES)
+@pytest.mark.parametrize("sample", by_day(SAMPLES, every=24, first=1), ids=NAMES)
 def test_tensorflow(sample: Sample) -> None:
     conform(sample, "local")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from layoutopt.importers.jax.keys import Keys
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ops.random import FoldIn, folded
+from tests.marks import by_day
 
 SHAPE = (64, 24)
 ONES = {"x": np.ones(SHAPE, np.float32)}
@@ -181,8 +183,7 @@ DRAWN: tuple[Callable[[Any, Any], Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("count", range(1, 9))
-@pytest.mark.parametrize("keys", KEYS_OF_LAYERS)
+@pytest.mark.parametrize(("keys", "count"), by_day(itertools.product(KEYS_OF_LAYERS, range(1, 9)), every=5))
 def test_unrolled_layers_draw_with_the_keys_that_they_are_given(keys: str, count: int) -> None:
     """The loop that they become has in every iteration the numbers of its layer."""
     kind = list(KEYS_OF_LAYERS).index(keys) + count

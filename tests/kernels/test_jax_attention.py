@@ -21,7 +21,7 @@ from mesh_tf_core.ops import blockwise
 from tests.marks import by_day
 
 RNG = np.random.default_rng(0)
-BATCH, HEADS, GROUP, QUERIES, KEYS, WIDTH = 2, 2, 2, 128, 256, 32
+BATCH, HEADS, GROUP, QUERIES, KEYS, WIDTH = 1, 2, 2, 128, 256, 32
 
 
 def normal(*sizes: int) -> Any:
@@ -50,7 +50,7 @@ SEEN: list[dict[str, Any]] = [{}, {"causal": True}, {"causal": True, "window": 9
 )
 def test_by_blocks_as_jax_itself(how: dict[str, Any], bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in blocks of a part of the queries."""
-    monkeypatch.setattr(blockwise, "MOST", 8 * KEYS * GROUP)
+    monkeypatch.setattr(blockwise, "MOST", 48 * KEYS * GROUP)
     added = normal(1, HEADS, GROUP, QUERIES, KEYS) if bias else None
     a = operands(bias=added, **how)
     dresult = normal(*a.query.shape)

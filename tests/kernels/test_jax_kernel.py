@@ -189,8 +189,7 @@ def test_padded_conv(
     assert "conv_general_dilated" in said and " pad[" not in said
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize(("dtype", "axis"), by_day(itertools.product(FLOATS, range(3)), every=4))
 def test_softmax_and_logsumexp(dtype: str, axis: int) -> None:
     both("softmax", sample(dtype), axis)
     both("logsumexp", sample(dtype), axis)
@@ -205,14 +204,17 @@ def test_exp_less_and_add_at(axis: int) -> None:
     both("add_at", x, sample("float32", others, 1), ids, axis)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "uint32"])
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("exclusive", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "exclusive", "reverse"),
+    by_day(
+        itertools.product(["float32", "float64", "int32", "uint32"], (False, True), (False, True)), every=5
+    ),
+)
 def test_cumsum(dtype: str, exclusive: bool, reverse: bool) -> None:
     both("cumsum", sample(dtype), 1, exclusive, reverse)
 
 
-@pytest.mark.parametrize("dtype", [*NUMBERS, "bool"])
+@pytest.mark.parametrize("dtype", by_day([*NUMBERS, "bool"], every=3, first=2))
 def test_moving_data(dtype: str) -> None:
     x = sample(dtype)
     both("reshape", x, (12, 5), exact=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -28,8 +27,8 @@ class EagerKernel(TfKernel):
 def test_operation(sample: Sample) -> None:
     built, mesh = Built(sample, "float32"), mtf.Mesh("x:2;y:2")
     tables = list(legal_layouts(built, mesh))
-    # The first layout splits nothing; the others lie all over the rest.
-    for table in islice(tables, 0, None, max(1, len(tables) // 3)):
+    # The first layout splits nothing; one in the middle splits most of what can be split.
+    for table in (tables[0], tables[len(tables) // 2]):
         program = built.program(mesh, mtf.Layout(table))
         want = built.run(program)
         got = LockstepEngine(program, EagerKernel()).step(built.batch)

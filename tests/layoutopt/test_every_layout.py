@@ -79,7 +79,7 @@ def test_rows_of_a_value_that_several_readers_move() -> None:
 
 
 # 48: unread statistics; 50: a stack of a renamed value; 55: moves of replicas
-@pytest.mark.parametrize("seed", [6, 8, 48, 50, 55])
+@pytest.mark.parametrize("seed", [48, 50, 55])
 def test_layouts_of_every_kind(seed: int) -> None:
     found = hunt([seed], 1)
     assert found.layouts and not found.faults

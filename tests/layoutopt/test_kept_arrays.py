@@ -16,10 +16,12 @@ from costmodels.liveness import memory
 from layoutopt.space.decisions import typed
 from tests.kept_arrays import KINDS, model
 from tests.layoutopt.test_tables import compare
+from tests.marks import by_day
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "parts"), by_day([(k, 1 + (n + more) % 2) for n, k in enumerate(KINDS) for more in (0, 1)])
+)
 def test_tables_and_rows(kind: str, parts: int) -> None:
     stages = ("layout", "zero1", "zero3", "zero3@data")
     asked = {"storage": stages, "recompute": (False, True), "offload": ("weights",)}

@@ -36,6 +36,7 @@ from layoutopt.space.splits import Split, parse_rules
 from layoutopt.space.storage import Storage
 from tests.layoutopt.every_kind import alone, question_of
 from tests.layoutopt.models import EXAMPLES, HARDWARE, SMALL, crossed, random_model, some_choices
+from tests.marks import by_day
 
 ROUNDING = 1e-3
 """Bytes."""
@@ -97,10 +98,10 @@ def test_a_cut_about_a_transformer_holds_for_others() -> None:
     """Rows do not count the piece that a gradient is scattered to while all of it is there."""
     scattered = {"storage": ("zero2", "zero3"), "recompute": (True,)}
     search = opened(EXAMPLES["transformer"](), "data:2;model:2", 2, "tpu-v3", **scattered)
-    assert check(search, 1, cuts=20, others=4) > 0
+    assert check(search, 1, cuts=8, others=4) > 0
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", by_day(range(6), every=3, first=2))
 def test_random_models(seed: int) -> None:
     hardware = HARDWARE[seed % len(HARDWARE)]
     check(opened(random_model(seed), ("x:2;y:2", "x:4")[seed % 2], 1 + seed % 2, hardware), seed, 10, 4)
@@ -116,8 +117,7 @@ def test_many_random_models(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "hardware"), crossed(["tpu-v5e", "a100"], MODELS, every=16))
 def test_examples(name: str, hardware: str) -> None:
-    for parts, mesh in ((2, "data:2;model:2"), (1, "data:2;model:4")):
-        check(opened(MODELS[name](), mesh, parts, hardware), 3, cuts=8, others=4)
+    check(opened(MODELS[name](), "data:2;model:2", 2, hardware), 3, cuts=4, others=4)
 
 
 # -- every kind of decision --
@@ -134,7 +134,8 @@ def whole_space() -> SubproblemSearch:
     return SubproblemSearch.whole(Evaluator(model, load_hardware("tpu-v4")), mesh, decided)
 
 
-def test_a_cut_does_not_forbid_what_is_done_in_chunks() -> None:
+def check_chunks() -> None:
+    """A cut does not forbid what is done in chunks."""
     found = whole_space().fastest(85384)
     assert found.found is not None and found.proven and found.found.peak <= 85384
     assert found.found.options.collective_matmul == {"heads"}
@@ -163,7 +164,7 @@ FINDS: dict[type[Decision], Callable[[], None]] = {
     Weights: partial(check_alone, Weights, 4),
     Context: partial(check_alone, Context, 23),
     Recompute: partial(check_whole, 3),  # alone, rows say themselves which loops run again
-    CollectiveMatmul: test_a_cut_does_not_forbid_what_is_done_in_chunks,
+    CollectiveMatmul: check_chunks,
 }
 """What finds out that cuts forget a kind."""
 
