@@ -82,7 +82,7 @@ def test_an_alternative_is_compared_by_its_name(
 ) -> None:
     plan = json.loads(plan_file.read_text(encoding="utf-8"))
     priced = [each for each in plan["alternatives"] if each["predicted"]]
-    for each in priced:
+    for each in (priced[0], priced[-1]):
         other = result("explain", str(plan_file), "--against", each["name"])["against"]
         assert other["step_seconds"] == pytest.approx(each["predicted"]["step_seconds"], rel=1e-9)
         assert other["step_seconds_with_the_plans_options"] is None

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from layoutopt.cli import app
 from reports import figures
 
-SEARCH = ("search", "examples/mlp.py", "--mesh", "data:2;model:2", "--quiet")
+SEARCH = ("search", "examples/mlp.py", "--mesh", "data:2;model:2", "--microbatches", "1", "--quiet")
 
 
 @pytest.fixture(scope="module")

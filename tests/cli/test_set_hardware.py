@@ -25,7 +25,7 @@ def test_a_slower_network_makes_a_slower_step(run: Callable[..., Result]) -> Non
 
 def test_a_plan_is_opened_again_with_what_was_set(run: Callable[..., Result], tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    searched = run("search", *SMALL, *SLOW, "--out", str(out), "--json")
+    searched = run("search", *SMALL, *SLOW, "--microbatches", "1", "--out", str(out), "--json")
     assert searched.exit_code == 0, searched.stderr
     assert json.loads(out.read_text())["hardware"] == "a100, node_egress=1GB/s"
     explained = run("explain", str(out), "--check", "--json")
@@ -41,7 +41,7 @@ def test_a_plan_priced_on_other_hardware_than_its_own_says_so(
     result: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     out = tmp_path / "plan.json"
-    result("search", *SMALL, "--hardware", "a100", "--out", str(out))
+    result("search", *SMALL, "--hardware", "a100", "--microbatches", "1", "--out", str(out))
     asked = ("cost", "examples/mlp.py", "--set", "batch=64", "--layout", str(out))
     note = (
         "the plan is for a100, but this prediction is for cpu-local; add --hardware a100 to predict for the "

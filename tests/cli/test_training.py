@@ -253,12 +253,12 @@ def test_the_table_says_what_else_was_decided(run: Callable[..., Result]) -> Non
 def test_training_searches_its_layout(
     run: Callable[..., Result], result: Callable[..., dict[str, Any]]
 ) -> None:
-    done = run("train", MLP, "--mesh", "data:2;model:2", "--steps", "3", "--held-out", "1")
+    done = run("train", MLP, "--mesh", "data:2", "--steps", "3", "--held-out", "1")
     assert done.exit_code == 0, done.stderr
     assert "(optimal)" in done.stderr
     assert "step 3/3: loss " in done.stderr
     assert "held-out loss" in done.stdout
-    plan = result("search", MLP, "--mesh", "data:2;model:2")
+    plan = result("search", MLP, "--mesh", "data:2")
     layout = ";".join(f"{name}:{'+'.join(axes)}" for name, axes in plan["layout"].items())
     assert layout in done.stdout
 
@@ -267,7 +267,7 @@ def test_training_under_a_plan(
     run: Callable[..., Result], result: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     plan = str(tmp_path / "plan.json")
-    assert run("search", MLP, "--mesh", "data:2;model:2", "--out", plan, "--quiet").stderr == ""
+    assert run("search", MLP, "--mesh", "data:2", "--out", plan, "--quiet").stderr == ""
     found = result("train", MLP, "--layout", plan, "--steps", "2", "--held-out", "0")
     assert found["layout"] == json.loads(Path(plan).read_text(encoding="utf-8"))["layout"]
     assert found["predicted"] == result("cost", MLP, "--layout", plan)["predicted"]
@@ -278,7 +278,7 @@ def test_a_plan_is_held_against_its_own_prediction(
 ) -> None:
     """What the plan said, not what its hardware's profile would say now; of other hardware, by name."""
     plan = tmp_path / "plan.json"
-    result("search", MLP, "--mesh", "data:2;model:2", "--out", str(plan))
+    result("search", MLP, "--mesh", "data:2", "--out", str(plan))
     said = json.loads(plan.read_text())
     said["predicted"]["step_seconds"] = 123.0
     plan.write_text(json.dumps(said))

@@ -65,7 +65,8 @@ def test_the_stages_of_a_compilation_are_told() -> None:
 def test_a_plan_says_everything(result: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     plan = str(tmp_path / "plan.json")
     searched = result(
-        "search", "examples/mlp.py", "--mesh", "data:2;model:4", "--hardware", "tpu-v5e", "--out", plan
+        *("search", "examples/mlp.py", "--mesh", "data:2;model:4", "--hardware", "tpu-v5e"),
+        *("--microbatches", "1", "--storage", "layout", "--out", plan),
     )
     found = result("verify", plan, "--topology", "v5e:2x4")
     assert found["compiled"] is True

@@ -80,7 +80,7 @@ def check(model: mtf.Model, space: Subproblem, hardware: Hardware, above: float,
 
 
 @pytest.mark.parametrize(
-    ("seed", "above"), by_day(itertools.product(range(5), [1.0, 1.05, 2.0, math.inf]), every=3)
+    ("seed", "above"), by_day(itertools.product(range(5), [1.0, 1.05, 2.0, math.inf]), every=5)
 )
 def test_random_models(seed: int, above: float) -> None:
     model, hardware = random_model(seed), load_hardware(HARDWARE[seed % len(HARDWARE)])
@@ -94,7 +94,7 @@ def check_whole(seed: int) -> None:
         check(question.model, each, question.hardware, above, few=True)
 
 
-@pytest.mark.parametrize("seed", [2, 5])
+@pytest.mark.parametrize("seed", by_day([5, 2]))
 def test_every_kind(seed: int) -> None:
     check_whole(seed)
 
@@ -108,7 +108,7 @@ def test_every_kind_in_many_models(first: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "above"),
-    by_day(itertools.product(["transformer", "nested", "branching"], [1.0, 1.2, math.inf]), first=1),
+    by_day(itertools.product(["transformer", "nested", "branching"], [1.0, 1.2, math.inf]), every=4, first=3),
 )
 def test_examples(name: str, above: float) -> None:
     model = EXAMPLES["loops in loops" if name == "nested" else name]()
@@ -158,7 +158,7 @@ def test_no_time_is_said() -> None:
     assert space.bounds.lower() == Bound()
 
 
-@pytest.mark.parametrize("name", ["transformer in bfloat16", "branching", "loops in loops"])
+@pytest.mark.parametrize("name", ["branching", "loops in loops"])
 def test_what_is_legal_follows_from_dimensions_alone(name: str) -> None:
     model, hardware = EXAMPLES[name](), load_hardware("tpu-v4")
     space = subproblem_of(model, "data:2;model:2")

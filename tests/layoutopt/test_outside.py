@@ -12,6 +12,7 @@ from layoutopt.space.storage import Storage
 from mesh_tf_core.lower import Options
 from tests.layoutopt.models import HARDWARE
 from tests.layoutopt.outside import CHANGES, MESHES, Hunt, setting, thin
+from tests.marks import by_day
 
 
 def look(hunt: Hunt, seed: int, many: int, forgets: type[Decision] | None = None) -> None:
@@ -23,7 +24,7 @@ def test_every_field_of_options_is_changed() -> None:
     assert set(CHANGES) == {f.name for f in fields(Options)}
 
 
-@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("seed", by_day([3, 0]))
 def test_nothing_outside_is_faster(seed: int) -> None:
     hunt = Hunt()
     look(hunt, seed, 60)
