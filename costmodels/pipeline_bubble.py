@@ -7,7 +7,7 @@ forward, some only backward).
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from costmodels.pricing.lines import Cost, Line
@@ -15,7 +15,6 @@ from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.instructions import GRADIENT
 from mesh_tf_core.ir.outline import Outline
-from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import StageAction
 from mesh_tf_core.ops.neighbours import ShiftAlong
@@ -51,15 +50,9 @@ def waiting(program: Program, cost: Cost) -> list[PipelineBubble]:
     schedules = {n.op.stage: n.op.schedule for n, _ in graph.walk() if isinstance(n.op, ScheduleColumn)}
     ops = (n.op for n, _ in graph.walk() if isinstance(n.op, LayerNumbers))
     lacking = {op.stage: (op.order.size(op.layers), op.order.size(op.layers) - op.layers) for op in ops}
-    for dim, loops in _ticking(graph).items():
-        both = any(len(phases) > 1 for phases in loops.values())
-        passes = [graph.blocks[i].dim.size for i, phases in loops.items() if Phase.FORWARD in phases]  # type: ignore[union-attr]
-        ticks, seconds = sum(passes) if both else max(passes), 0.0
-        for i in loops:
-            own = _slots(graph, graph.blocks[i], both)
-            times = graph.blocks[i].dim.size  # type: ignore[union-attr]
-            seconds += sum(x.exposed * x.times for x in cost.lines if _stays(x, own, times))
-        waits = ticks - schedules[dim].works
+    for dim, slots in _slots(graph).items():
+        ticks, waits = schedules[dim].ticks, schedules[dim].ticks - schedules[dim].works
+        seconds = sum(x.exposed * x.times for x in cost.lines if _stays(x, slots))
         places, empty = lacking.get(dim, (0, 0))
         found[dim.name] = PipelineBubble(
             dim.name, dim.size, ticks, waits, seconds * waits / ticks, places, empty
@@ -67,45 +60,39 @@ def waiting(program: Program, cost: Cost) -> list[PipelineBubble]:
     return list(found.values())
 
 
-def _ticking(graph: Outline) -> dict[Dim, dict[int, set[str]]]:
-    """Stages -> the loops over ticks that they work in, and in which phases there."""
-    found: dict[Dim, dict[int, set[str]]] = {}
-    for node, _ in graph.walk():
-        body = node.body
-        if body is not None and body.spread and body.parent and body.dim is not None and _is_slot(body):
-            found.setdefault(body.dim, {}).setdefault(body.parent, set()).add(node.phase)
+def _slots(graph: Outline) -> dict[Dim, dict[int, float]]:
+    """Stages -> the nodes of their slots, but for slots of weights, in which none is idle; each with the
+    number of runs of its slot."""
+    found: dict[Dim, dict[int, float]] = {}
+    weights = {
+        n.outputs[0]
+        for n in graph.nodes
+        if isinstance(n.op, ScheduleColumn) and n.op.slot is StageAction.WEIGHTS
+    }
+    for block in graph.blocks:
+        of_weights = {inner for outer, inner in block.sliced if outer in weights}
+        for node in block.nodes:
+            body = node.body
+            if body is None or not body.spread or body.dim is None or not any(n.body for n in body.nodes):
+                continue  # Without layers it only says what has left a stage.
+            if any(outer in of_weights for outer, _ in body.sliced):
+                continue
+            around = [n for n in block.nodes if n is node or isinstance(n.op, ShiftAlong)]
+            inside = {n.index for n, _ in body.walk()} | {n.index for n in around}
+            found.setdefault(body.dim, {}).update(dict.fromkeys(inside, _runs(graph, block)))
     return found
 
 
-def _is_slot(body: Block) -> bool:
-    """Whether stages run layers there, and do not only say what has left one of them."""
-    return any(node.body is not None for node in body.nodes)
+def _runs(graph: Outline, block: Block) -> float:
+    """How often a block in loops runs."""
+    times = 1.0
+    while block.dim is not None:
+        times *= block.dim.size * float(block.branch or 1)
+        block = graph.blocks[block.parent or 0]
+    return times
 
 
-def _is_of_weights(body: Block, loop: Block, graph: Outline) -> bool:
-    """Whether a slot of a loop over ticks is one of weights, by the columns of the schedule that it reads."""
-    columns = {n.outputs[0]: n.op for n in graph.nodes if isinstance(n.op, ScheduleColumn)}
-    of_tick = {inner: columns[outer] for outer, inner in loop.sliced if outer in columns}
-    return any(of_tick[outer].slot is StageAction.WEIGHTS for outer, _ in body.sliced if outer in of_tick)
-
-
-def _slots(graph: Outline, loop: Block, both: bool) -> set[int]:
-    """The nodes of a loop over ticks that are the stages', but for slots of weights, in which none is idle;
-    `both`: beside work of all devices together."""
-    if not both:
-        return {n.index for n, _ in loop.walk()} | {n.index for n in graph.nodes if n.body is loop}
-    spread = [n for n in loop.nodes if n.body is not None and n.body.spread and _is_slot(n.body)]
-    stages = [n for n in spread if n.body is not None and not _is_of_weights(n.body, loop, graph)]
-    inside = {n.index for each in stages if each.body is not None for n, _ in each.body.walk()}
-    return inside | {
-        n.index for n in loop.nodes if any(n is s for s in stages) or isinstance(n.op, ShiftAlong)
-    }
-
-
-def _stays(line: Line, nodes: Container[int], ticks: int) -> bool:
+def _stays(line: Line, slots: Mapping[int, float]) -> bool:
     """Whether a line is what stages do in ticks; what waits behind the loop runs once."""
-    return (
-        line.origin.node in nodes
-        and line.times >= ticks
-        and not (line.times == 1 and line.purpose == GRADIENT)
-    )
+    runs = slots.get(line.origin.node)
+    return runs is not None and line.times >= runs and not (line.times == 1 and line.purpose == GRADIENT)

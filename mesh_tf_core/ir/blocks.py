@@ -13,6 +13,8 @@ from mesh_tf_core.ir.traits import read_operands
 
 MICROBATCH = "microbatch"
 """Name of the dimension that counts the parts of a batch (see `microbatch`)."""
+IN_FLIGHT = "in_flight"
+"""Name of the dimension that counts the microbatches between the slots of a stage."""
 TICK = "tick"
 """Name of the dimension that counts the steps of a pipeline (see `tracing.pipeline`)."""
 

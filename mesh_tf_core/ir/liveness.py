@@ -159,13 +159,14 @@ class Liveness:
 
 def _written(loop: Loop) -> Iterator[tuple[int, int]]:
     """Rule (10): a carry and what becomes of it in an iteration -> its value after the loop."""
-    makers = {i.outputs[0]: i for i in loop.body if isinstance(i, Local) and i.inputs}
+    over = dict(_written_over(loop.body))
     chains = []
     for carry in loop.carried:
         chain, last = [carry.leave], -1
-        while (maker := makers.get(chain[-1])) is not None and (maker.op.free or in_place(maker.op)):
-            chain.append(maker.inputs[0])
-            last = len(chain) - 1 if in_place(maker.op) and last < 0 else last
+        while chain[-1] in over:
+            source, writes = over[chain[-1]]
+            chain.append(source)
+            last = len(chain) - 1 if writes and last < 0 else last
         if last > 0 and chain[-1] == carry.enter:
             chains.append((carry.final, chain, chain[last:]))
     if chains:
@@ -173,6 +174,16 @@ def _written(loop: Loop) -> Iterator[tuple[int, int]]:
         for final, chain, before in chains:
             if all(reads[i] == 1 for i in before):
                 yield from ((i, final) for i in chain)
+
+
+def _written_over(code: Iterable[Instr]) -> Iterator[tuple[int, tuple[int, bool]]]:
+    """Values that may lie in the memory of another one -> that one, and whether parts of it are written."""
+    for instr in code:
+        if isinstance(instr, Local) and instr.inputs and (instr.op.free or in_place(instr.op)):
+            yield instr.outputs[0], (instr.inputs[0], in_place(instr.op))
+        elif isinstance(instr, Loop):
+            finals = {final for _, final in _written(instr)}
+            yield from ((c.final, (c.init, True)) for c in instr.carried if c.final in finals)
 
 
 def _inside(loop: Loop) -> Iterator[Instr]:

@@ -190,7 +190,7 @@ class Program:
 
 def _added(loop: Loop) -> Iterator[tuple[int, int]]:
     """`Program.added` of one loop and those directly in it."""
-    if not loop.summed or loop.stops:
+    if not loop.summed or (loop.stops and loop.branch is None):
         return
     inner = [i for i in loop.body if isinstance(i, Loop)]
     plain = [i for i in inner if not i.stops]

@@ -180,14 +180,16 @@ class PipelineSchedule:
         return (self.ticks - self.works) / self.ticks
 
     @cached_property
-    def loops(self) -> tuple[tuple[range, frozenset[StageAction]], ...]:
-        """Runs of ticks in which the same slots are in use, in order: a program has a loop for each."""
-        found: list[tuple[range, frozenset[StageAction]]] = []
-        for tick, row in enumerate(self.busy):
-            slots = frozenset(slot for slot in StageAction if row[slot])
-            begin = found.pop()[0].start if found and found[-1][1] == slots else tick
-            found.append((range(begin, tick + 1), slots))
-        return tuple(found)
+    def loops(self) -> tuple[range, ...]:
+        """The ticks in parts, in order: a program has a loop for each. A loop begins where a kind of slots
+        does, so that the gradients of one kind are added up in one loop, in one place in memory."""
+        begins = sorted({found.start for slot in StageAction if (found := self.done(slot))})
+        ends = (*begins[1:], len(self.table))
+        return tuple(range(begin, end) for begin, end in zip(begins, ends, strict=True))
+
+    def works_in(self, slot: StageAction, ticks: range) -> int:
+        """For how many of the ticks of a loop, the first ones, any stage has a slot."""
+        return len(range(max(self.done(slot).start, ticks.start), min(self.done(slot).stop, ticks.stop)))
 
     def passing(self, slot: StageAction, end: bool) -> np.ndarray:
         """[tick]: the microbatch at the first virtual stage, or at the last one at the `end`; IDLE where none
@@ -216,6 +218,18 @@ class PipelineSchedule:
         """Positions for saved values of forward: the largest number of virtual stages of microbatches in
         flight at a stage."""
         return self.ring(StageAction.FORWARD)
+
+    @property
+    def in_flight_apart(self) -> int:
+        """The same for the first stage, which has most, if each stage has a program of its own: it goes
+        forward P - 1 times before it goes backward, and with R chunks 2 (P - 1) + (R - 1) P times (Narayanan
+        et al. 2021, section 2.2; `get_pp_rank_microbatches` of Megatron-Core's
+        pipeline_parallel/schedules.py)."""
+        stages, before = self.stages, self.stages - 1
+        if self.chunks > 1:
+            before = 2 * (stages - 1) + (self.chunks - 1) * stages
+        every = self.microbatches * self.chunks
+        return min(every, before + 1) if KINDS[self.kind].at_once else every
 
     @property
     def held(self) -> np.ndarray:

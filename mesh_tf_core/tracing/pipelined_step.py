@@ -5,12 +5,13 @@ a stage has several virtual stages, it is interleaved (there: section 2.2.2).
 
 One SPMD program: in a tick a device runs a forward slot and a backward slot, of one virtual stage each, as in
 the table of the schedule (`ir.schedules`). A step in M microbatches is a loop over these (`microbatch`: sums
-over them, and which sums have to be whole before). It is split into a loop for each run of ticks with the
-same slots: with P stages of R virtual stages, and a pass of T ticks,
+over them, and which sums have to be whole before). It is split into loops where a kind of slots begins, so
+that a gradient is added up in one loop, in one place in memory: with P stages of R virtual stages, and a pass
+of T ticks,
 
-  P R - 1 ticks        before the layers of a microbatch, forward
-  T - (P R - 1) ticks  the same; behind the layers, the loss and its gradient of a microbatch; backward
-  P R - 1 ticks        backward
+  P R - 1 ticks  before the layers of a microbatch, forward
+  T ticks        the same, in the first T - (P R - 1); behind the layers, the loss and its gradient of a
+                 microbatch; backward
 
 so that there are T slots of each kind. With one virtual stage per stage, microbatches enter and leave at
 every tick; with several, at P of P R ticks, and operations before and after the layers run only at these

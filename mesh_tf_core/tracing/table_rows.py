@@ -59,6 +59,12 @@ class TableRows:
         """The same in the loop's body."""
         return replace(self, block=block)
 
+    @property
+    def number(self) -> Tensor:
+        """The number of the tick among the loop's."""
+        assert self.block is not None and self.block.index is not None
+        return self.new.tensors[self.block.index]
+
     def at(self, slot: StageAction, stages: Block) -> SlotWork:
         """The action, in a slot, of the stage whose part of the tick is being built."""
         item = self._column(slot, MICROBATCH, stages)
@@ -84,11 +90,12 @@ class TableRows:
 
     def passing(self, slot: StageAction, end: bool) -> tuple[Tensor, Fraction]:
         """The microbatch at the first virtual stage, or at the last one at the `end`, IDLE if none is; and in
-        which share of the ticks one is."""
+        which share of the ticks with such slots one is."""
         with self.new.at_root():
             column = self.new.apply(Passing(self.schedule, slot, end, self.dim, self.ticks.start))
         found = self.schedule.passing(slot, end)[self.ticks.start : self.ticks.stop]
-        return self._part(column), Fraction(int(np.count_nonzero(found != IDLE)), len(self.ticks))
+        works = self.schedule.works_in(slot, self.ticks)
+        return self._part(column), Fraction(int(np.count_nonzero(found != IDLE)), works)
 
 
 def layer_numbers(new: Graph, order: Interleaved, layers: Dim, stages: Block, own: Dim) -> Tensor | None:

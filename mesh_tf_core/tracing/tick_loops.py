@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from fractions import Fraction
+from functools import partial
 
 from mesh_tf_core.exclusions import SPLIT_BACKWARD, STAGE_AGAIN, refuse
-from mesh_tf_core.ir.blocks import TICK, Block, Node
+from mesh_tf_core.ir.blocks import IN_FLIGHT, TICK, Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.phase import Phase
@@ -21,11 +23,15 @@ from mesh_tf_core.tracing.backward_halves import HalfBackward, halves
 from mesh_tf_core.tracing.batch_linearity import Linearity
 from mesh_tf_core.tracing.microbatch_order import MicrobatchOrder, When
 from mesh_tf_core.tracing.table_rows import TableRows, TickState
-from mesh_tf_core.tracing.virtual_stages import IN_FLIGHT, RecomputeLayer, VirtualStageCopy
+from mesh_tf_core.tracing.virtual_stages import RecomputeLayer, VirtualStageCopy
+
+SlotMade = tuple[TickState, list[Tensor], dict[int, Tensor]]
+"""The state after a slot, what it hands to the next one, and terms of sums."""
+MakeSlot = Callable[[TickState], SlotMade]
 
 
 class TickLoops:
-    """The loops over the ticks of a schedule, one for each run of ticks with the same slots.
+    """The loops over the ticks of a schedule (`PipelineSchedule.loops`).
 
     Args:
       copy: of the step whose layers become virtual stages.
@@ -301,8 +307,7 @@ class TickLoops:
         sums = [o for o in self.order.sums if self.order.when(o) is When.AFTER]
 
         def make(number: Tensor) -> list[Tensor]:
-            with self.new.phase(Phase.BACKWARD, ""):
-                left = self._left(handed, end=False)
+            left = self._left(handed, end=False)
             known = dict(zip((*carried, *self.order.rows), left, strict=True))
             self.copy.take(self.order, number, known, sums, When.AFTER)
             return [self.copy._delivered(o, o) for o in sums]
@@ -313,18 +318,19 @@ class TickLoops:
     # -- the loops over ticks --------------------------------------------------------------------------------
 
     def build(self) -> dict[int, Tensor]:
-        """Builds a loop over every run of ticks with the same slots; the sums over the whole batch."""
+        """Builds the loops of the schedule (`PipelineSchedule.loops`); the sums over the whole batch."""
         new, order, of, chunk = self.new, self.order, self.schedule, self.copy.chunk
         rings = [self._zeros(i, self.ring) for i in self.held]
         rings += [self._zeros(i, self.ring, chunk) for i in self.keeps]
         state = TickState([self._zeros(i) for i in self.flows], rings, [], [])
-        for ticks, slots in of.loops:
+        for ticks in of.loops:
+            slots = {slot for slot in StageAction if of.works_in(slot, ticks)}
             if StageAction.BACKWARD in slots and not state.back:
                 back = [self._zeros(i) for i in (*order.seeds, *order.rows)]
                 between = self.halves[0].between if self.halves else ()
                 late = [self._zeros(i, Dim(IN_FLIGHT, of.ring(StageAction.BACKWARD)), chunk) for i in between]
                 state = TickState(state.flow, state.rings, back, late)
-            with new.phase(Phase.FORWARD if StageAction.FORWARD in slots else "backward", ""):
+            with new.phase(Phase.FORWARD if StageAction.FORWARD in slots else Phase.BACKWARD, ""):
                 state = self._loop(ticks, slots, state)
         with new.phase(Phase.BACKWARD, ""):
             self.copy.number = None
@@ -338,34 +344,59 @@ class TickLoops:
         carried = [x for part, goes in zip(state, carries, strict=True) if goes for x in part]
         with new.loop(rows.dim) as block:
             inside, rows = [new.body_input(block, x) for x in carried], rows.inside(block)
-            flow, rings, back, late = state.of(inside, carries)
-            entering, moved, terms = list[Tensor](), list[Tensor](), dict[int, Tensor]()
+            now = state.of(inside, carries)
+            entering, terms = list[Tensor](), dict[int, Tensor]()
             if forward:
-                handed, rings, terms = self._forward_slot(rows, flow, rings)
-                moved = self._handed_on(ticks, StageAction.FORWARD, flow, handed)
-            if forward and backward:
-                entering, more = self._head(rows, handed[: len(self.order.states)])
-                terms.update(more)
+                make = partial(self._forward, rows, backward)
+                now, entering, terms = self._while(rows, StageAction.FORWARD, now, make)
             if backward:
-                handed, late, more = self._backward_slot(rows, back, rings, late, entering)
-                terms = {**terms, **more, **self._after(rows, handed)}
+                make = partial(self._backward, rows, entering)
+                now, _, more = self._while(rows, StageAction.BACKWARD, now, make)
+                terms = {**terms, **more}
             if StageAction.WEIGHTS in slots:
-                terms.update(self._weights_slot(rows, rings, late))
-            with new.phase(Phase.BACKWARD if backward else "forward", ""):
-                moved += rings if forward else []
-                if backward:
-                    moved += [*self._handed_on(ticks, StageAction.BACKWARD, back, handed), *late]
+                terms.update(self._weights_slot(rows, now.rings, now.late))
+            moved = [x for part, goes in zip(now, carries, strict=True) if goes for x in part]
             self._close(block, inside, moved, terms)
         return state.of(new.close_loop(block, carried), carries)
 
-    def _handed_on(
-        self, ticks: range, slot: StageAction, held: Sequence[Tensor], handed: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """What stages hand on to the next one; what they held, if nobody reads it: in a loop of one tick,
-        behind which no other has this slot."""
-        if len(ticks) == 1 and ticks.stop == self.schedule.done(slot).stop:
-            return [*held]
-        return self._moved(handed, 1 if slot is StageAction.FORWARD else -1)
+    def _while(self, rows: TableRows, slot: StageAction, now: TickState, make: MakeSlot) -> SlotMade:
+        """The slots of a kind in the ticks of a loop that have them, the first ones."""
+        new, works = self.new, self.schedule.works_in(slot, rows.ticks)
+        if works == len(rows.ticks):
+            return make(now)
+        forward = slot is StageAction.FORWARD
+        carries = (forward, forward, not forward, not forward)
+        before = [x for part, goes in zip(now, carries, strict=True) if goes for x in part]
+        phase = Phase.FORWARD if forward else Phase.BACKWARD
+        runs = rows.number < works
+        with new.phase(phase, ""), new.loop(Dim(f"branch_{len(new.blocks)}", 1)) as block:
+            block.single, block.runs, block.branch = True, runs.id, Fraction(works, len(rows.ticks))
+            inside = [new.body_input(block, x) for x in before]
+            after, found, terms = make(now.of(inside, carries))
+            block.carry_in = tuple(x.id for x in inside)
+            block.carry_out = tuple(
+                x.id for part, goes in zip(after, carries, strict=True) if goes for x in part
+            )
+            found = [new.sum_output(block, new.visible(x)) for x in found]
+            terms = {o: new.sum_output(block, new.visible(x)) for o, x in terms.items()}
+        with new.phase(phase, ""):
+            return now.of(new.close_loop(block, before), carries), found, terms
+
+    def _forward(self, rows: TableRows, head: bool, now: TickState) -> SlotMade:
+        """A forward slot, and with the `head` what follows behind the layers: the gradient that enters
+        them."""
+        handed, rings, terms = self._forward_slot(rows, now.flow, now.rings)
+        flow = self._moved(handed, 1)
+        entering, more = self._head(rows, handed[: len(self.order.states)]) if head else ([], {})
+        return now._replace(flow=flow, rings=rings), entering, {**terms, **more}
+
+    def _backward(self, rows: TableRows, entering: Sequence[Tensor], now: TickState) -> SlotMade:
+        """A backward slot, and what is before the layers, backward."""
+        handed, late, terms = self._backward_slot(rows, now.back, now.rings, now.late, entering)
+        with self.new.phase(Phase.BACKWARD, ""):
+            terms = {**terms, **self._after(rows, handed)}
+            back = self._moved(handed, -1)
+        return now._replace(back=back, late=late), [], terms
 
     def _zeros(self, tensor: int, *dims: Dim) -> Tensor:
         """What the stages hold before the first tick."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.blocks import MICROBATCH, Block, Node, reads
+from mesh_tf_core.ir.blocks import IN_FLIGHT, MICROBATCH, Block, Node, reads
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.phase import Phase
@@ -27,9 +27,6 @@ from mesh_tf_core.tracing.microbatch import Accumulation
 from mesh_tf_core.tracing.microbatch_order import MicrobatchOrder, When
 from mesh_tf_core.tracing.stage_layers import check_stages, layers_of_stage, lying, reordered
 from mesh_tf_core.tracing.table_rows import layer_numbers
-
-IN_FLIGHT = "in_flight"
-"""Name of the dimension that counts the microbatches between the two slots of a stage."""
 
 
 @dataclass(frozen=True)
