@@ -7,7 +7,8 @@ A kept value is stacked as in a loop without recomputation. What may be kept:
     products   results of products with weights, convolutions among them
     outputs    of these alone what has the dimensions of the loop's state, and is mostly added to it: where a
                weight's rows are split, devices add it up, and need not again
-    attention  results of attention with the statistics of its rows, and of other products of two activations
+    attention  results of attention with the statistics of its rows, and of other products of two activations;
+               what is between two of these (the softmax of plain attention)
     others     of everything else (norms, activation functions, loops inside), what backward reads
 or by name: a scope (`attention`), of which what is read outside of it is kept, an operation of one
 (`attention/einsum`), a weight (`wi`, `feed_forward/wi`), whose products are.
@@ -133,10 +134,39 @@ def kind_of(tensor: int, block: Block, graph: Graph) -> str:
     node = graph.producer.get(tensor)
     while node is not None and node.inputs and (node.op.free or node.op.converts):
         node = graph.producer.get(node.inputs[0])
-    if node is None or node.body is not None or node.op.kind not in ("matmul", "attention"):
-        return OTHERS
-    weighs = any(graph.is_free(graph.tensor(i), block) for i in node.inputs)
-    return PRODUCTS if node.op.kind == "matmul" and weighs else ATTENTION
+    if node is not None and _is_product(node):
+        return ATTENTION if _of_activations(node, block, graph) else PRODUCTS
+    return ATTENTION if tensor in _between(block, graph) else OTHERS
+
+
+def _is_product(node: Node) -> bool:
+    return node.body is None and node.op.kind in ("matmul", "attention")
+
+
+def _of_activations(node: Node, block: Block, graph: Graph) -> bool:
+    """Whether a product has no weight among its operands."""
+    return node.op.kind == "attention" or not any(graph.is_free(graph.tensor(i), block) for i in node.inputs)
+
+
+def _between(block: Block, graph: Graph) -> frozenset[int]:
+    """The values of a body that come of a product of two activations, and go to another one, with no other
+    products in between."""
+
+    def found() -> frozenset[int]:
+        after, before = set[int](), set[int]()
+        for node in block.nodes:
+            if not _is_product(node):
+                after.update(node.outputs if not after.isdisjoint(reads(node)) else ())
+            elif _of_activations(node, block, graph):
+                after.update(node.outputs)
+        for node in reversed(block.nodes):
+            if not _is_product(node):
+                before.update(reads(node) if not before.isdisjoint(node.outputs) else ())
+            elif _of_activations(node, block, graph):
+                before.update(reads(node))
+        return frozenset(after & before)
+
+    return graph.remembered(("between products", block.id), found)
 
 
 def kept_values(words: Iterable[str], block: Block, graph: Graph) -> set[int]:

@@ -34,6 +34,22 @@ FORMS: dict[str, dict[str, Any]] = {
 MESH, SPLIT = "x:2;y:2", "batch:x;heads:y;d_ff:y;vocab:y"
 
 
+def test_what_is_between_the_products_of_attention_is_attention() -> None:
+    """Megatron-LM's "selective" keeps everything but attention: no score, and nothing that is made of it."""
+    model = transformer(layers=2, **SIZES, attention="plain", dropout=0.3)
+    program = model.lower(
+        mtf.Mesh("all:1"), mtf.Layout(), mtf.Options(recompute={"layers:keep=products+others"})
+    )
+    loops = [instr for instr, _ in program.walk() if isinstance(instr, Loop)]
+    stacked = [program.values[r.outer].shape.names for loop in loops for r in loop.stacked]
+    assert stacked and not any({"length", "memory_length"} <= {*names} for names in stacked)
+    whole = model.lower(mtf.Mesh("all:1"), mtf.Layout(), mtf.Options())
+    kept = [
+        whole.values[r.outer].shape.names for i, _ in whole.walk() if isinstance(i, Loop) for r in i.stacked
+    ]
+    assert any({"length", "memory_length"} <= {*names} for names in kept)
+
+
 @cache
 def made(form: str) -> mtf.Model:
     return transformer(layers=2, **SIZES, **FORMS[form])
