@@ -117,7 +117,7 @@ def _local(program: mtf.Program, value: int) -> int:
 
 def peak(hardware: Hardware, program: mtf.Program) -> int:
     """Bytes that a device holds at the fullest point of a step."""
-    return memory(program, compiler_of(hardware).fuses).peak
+    return memory(program, compiler_of(hardware).memory).peak
 
 
 def read(name: str) -> list[dict[str, str]]:

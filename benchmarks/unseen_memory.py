@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from costmodels.kernels.fused import fused
-from costmodels.liveness import memory
+from costmodels.liveness import MemoryRules, memory
 from layoutopt.optimize.evaluation import Evaluation
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.program import Local, Program
@@ -89,7 +89,12 @@ class NanotronHeld:
         }
         kernels = fused(program)
         kernels = replace(kernels, inner=kernels.inner | self.nowhere)
-        return memory(replace(program, values=values, variables=variables), True, kernels).peak + self.more
+        return (
+            memory(
+                replace(program, values=values, variables=variables), MemoryRules(fuses=True), kernels
+            ).peak
+            + self.more
+        )
 
 
 def own_programs(run: NanotronRun, held: NanotronHeld) -> NanotronHeld:

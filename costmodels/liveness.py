@@ -14,21 +14,29 @@ Where the compiler fuses (`costmodels.kernels.fused`)
   (6) the casts that loops make of a variable's parts are made at once, and held from the first loop to the
       last; of parts that are loaded from the host as each iteration needs them;
   (7) a TPU lays arrays out in tiles, whose lanes are filled up (`costmodels.kernels.quantities.tiling`).
+
+Where each stage of a pipeline is a program of its own
+  (8) what backward reads stays where it was made, and the first stage, the fullest one, has fewer
+      microbatches in flight (`PipelineSchedule.in_flight_apart`) than one program of all stages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field, replace
 
 from costmodels.kernels.fused import Fused, fused, made_by_kernels, unwritten
 from costmodels.kernels.fusion import casts_variable, fusion_of
 from costmodels.kernels.quantities import tiling
+from mesh_tf_core.ir.blocks import IN_FLIGHT
+from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.liveness import Held, Liveness
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.program import HostLoad, Instr, Local, Loop, Origin, Program
 from mesh_tf_core.ir.values import Value
+from mesh_tf_core.ops.dynamic import DynamicSlice, DynamicUpdate
+from mesh_tf_core.ops.ticks import ScheduleColumn
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,35 +75,79 @@ class MemoryProfile:
     variables: int
 
 
-def memory(
-    program: Program, fuses: bool = False, kernels: Fused | None = None, tiles: bool = False
-) -> MemoryProfile:
+@dataclass(frozen=True, slots=True)
+class MemoryRules:
+    """What memory depends on besides the program.
+
+    Attributes:
+      fuses: the compiler makes kernels of several operations: rules (4) to (6).
+      tiles: arrays lie in tiles: rule (7).
+      stage_programs: each stage of a pipeline is a program of its own: rule (8).
+    """
+
+    fuses: bool = False
+    tiles: bool = False
+    stage_programs: bool = False
+
+    def sizes(self, program: Program) -> ValueSizes:
+        """The sizes of a program's values."""
+        rings = _rings(program.outline) if self.stage_programs and program.outline is not None else {}
+        return ValueSizes(fusion_of(program).regrouped if self.tiles else None, rings)
+
+
+PLAIN = MemoryRules()
+
+
+def memory(program: Program, rules: MemoryRules = PLAIN, kernels: Fused | None = None) -> MemoryProfile:
     """Walks the program once; bytes of one device.
 
     Args:
-      fuses: the compiler makes kernels of several operations (`Hardware.fuses`).
       kernels: those of `fused(program)`, if known.
-      tiles: arrays lie in tiles (`Hardware.tiles`).
     """
-    return _Walk(program, fuses, kernels, tiles).run()
+    return _Walk(program, rules, kernels).run()
 
 
 SMALL = 1 << 16
 """Bytes of arrays whose tiles are not counted: they do not affect a peak."""
 
-Tiles: TypeAlias = "frozenset[frozenset[str]] | None"
-"""`Fusion.regrouped` where arrays lie in tiles, None where they do not."""
+
+@dataclass(frozen=True, slots=True)
+class ValueSizes:
+    """Bytes that values of a program take on a device, rules (7) and (8).
+
+    Attributes:
+      regrouped: `Fusion.regrouped` where arrays lie in tiles, None where they do not.
+      rings: places of a ring -> those that a stage of its own needs.
+    """
+
+    regrouped: frozenset[frozenset[str]] | None = None
+    rings: Mapping[int, int] = field(default_factory=dict)
+
+    def of(self, value: Value, mesh: Mesh) -> int:
+        """Bytes of one device's piece of a value."""
+        size = self._held(value).local_bytes(mesh)
+        if self.regrouped is None or size < SMALL:
+            return size
+        return round(size * tiling(value.local(mesh).shape, self.regrouped))
+
+    def _held(self, value: Value) -> Value:
+        """A value with the places that a ring has, rule (8)."""
+        if not self.rings or IN_FLIGHT not in value.shape.names:
+            return value
+        dims = (
+            Dim(d.name, self.rings.get(d.size, d.size)) if d.name == IN_FLIGHT else d for d in value.shape
+        )
+        return replace(value, shape=Shape(dims))
+
+    def text(self, value: Value) -> str:
+        """What a value is called."""
+        return str(self._held(value))
 
 
-def tiles_of(program: Program, tiles: bool) -> Tiles:
-    """The facts about a program that `held_bytes` needs."""
-    return fusion_of(program).regrouped if tiles else None
-
-
-def held_bytes(value: Value, mesh: Mesh, tiles: Tiles) -> int:
-    """Bytes that one device's piece of a value takes, rule (7)."""
-    size = value.local_bytes(mesh)
-    return size if tiles is None or size < SMALL else round(size * tiling(value.local(mesh).shape, tiles))
+@per_graph
+def _rings(graph: Outline) -> Mapping[int, int]:
+    schedules = {n.op.schedule for n in graph.nodes if isinstance(n.op, ScheduleColumn)}
+    return {of.in_flight: min(of.in_flight, of.in_flight_apart) for of in schedules}
 
 
 @dataclass
@@ -137,26 +189,27 @@ class KernelMemory:
 
 def kernel_memory(
     program: Program,
-    fuses: bool,
+    rules: MemoryRules,
     kernels: Fused | None = None,
     anyhow: bool = False,
 ) -> KernelMemory:
-    """Rules (4) to (6).
+    """Rules (4) to (6), and (8).
 
     Args:
       kernels: those of `fused(program)`, if known.
       anyhow: values without memory under some sizes have none, so that the result holds for every layout with
         the same instructions.
     """
-    if not fuses:
-        return KernelMemory({}, {}, frozenset(), ())
+    stays = frozenset(_staying(program)) if rules.stage_programs else frozenset()
+    if not rules.fuses:
+        return KernelMemory({}, {}, stays, ())
     if anyhow:
         inside, made_of = unwritten(program)
     else:
         kernels = kernels or fused(program)
         inside, made_of = set(kernels.inner), kernels.casts
     twice: dict[int, int] = {}
-    nowhere = inside | made_of.keys()
+    nowhere = inside | made_of.keys() | stays
     for instr, _ in program.walk():
         if isinstance(instr, Loop):
             nowhere.update(part.inner for part in instr.sliced)
@@ -168,10 +221,10 @@ def kernel_memory(
 
 
 class _Walk:
-    def __init__(self, program: Program, fuses: bool, kernels: Fused | None, tiles: bool) -> None:
-        self.program, self.tiles = program, tiles_of(program, tiles)
+    def __init__(self, program: Program, rules: MemoryRules, kernels: Fused | None) -> None:
+        self.program, self.sizes = program, rules.sizes(program)
         self.stored = {
-            name: held_bytes(stored.value, program.mesh, self.tiles)
+            name: self.sizes.of(stored.value, program.mesh)
             for name, stored in program.variables.items()
             if not stored.host
         }
@@ -181,7 +234,7 @@ class _Walk:
         self.peak = self.resident
         self.at = 0
         self.held: dict[int, int] = {}
-        found = kernel_memory(program, fuses, kernels)
+        found = kernel_memory(program, rules, kernels)
         self.liveness = Liveness(program, found.shared, found.nowhere)
         self.now = Held(self.liveness)
         self.copies = self._copies(found.casts)
@@ -193,7 +246,10 @@ class _Walk:
             self.kept = {i: self.copies[i].times * self._size(i) for i in there}
             self._runs(instr, 0)
         variables = [Holding(f"variable {n}", b, None) for n, b in self.stored.items()]
-        values = (Holding(str(self.program.values[i]), b, self.born.get(i), i) for i, b in self.held.items())
+        values = (
+            Holding(self.sizes.text(self.program.values[i]), b, self.born.get(i), i)
+            for i, b in self.held.items()
+        )
         found = sorted([*variables, *values], key=lambda h: -h.bytes)
         return MemoryProfile(
             tuple(self.points), self.peak, self.at, tuple(h for h in found if h.bytes), self.resident
@@ -217,7 +273,7 @@ class _Walk:
         now.ends(instr)
 
     def _size(self, id: int) -> int:
-        return held_bytes(self.program.values[id], self.program.mesh, self.tiles)
+        return self.sizes.of(self.program.values[id], self.program.mesh)
 
     def _copies(self, casts: Iterable[tuple[int, Local, int, int]]) -> dict[int, _Copies]:
         """What rule (6) holds, by the first cast of every variable."""
@@ -229,6 +285,18 @@ class _Walk:
             one = first.setdefault(self.liveness.memory(source), out)
             found.setdefault(one, _Copies(times, position, position)).last = position
         return found
+
+
+def of_ring(instr: Local) -> bool:
+    """Whether an instruction puts a value into a ring of a stage, or reads one out of it."""
+    return isinstance(instr.op, DynamicUpdate | DynamicSlice) and instr.op.dim == IN_FLIGHT
+
+
+def _staying(program: Program) -> Iterator[int]:
+    """What is put into a ring, and what is read out of one, rule (8)."""
+    for instr, _ in program.walk():
+        if isinstance(instr, Local) and of_ring(instr):
+            yield instr.inputs[1] if isinstance(instr.op, DynamicUpdate) else instr.outputs[0]
 
 
 def _casts(program: Program) -> Iterator[tuple[int, Local, int, int]]:

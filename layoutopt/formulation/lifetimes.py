@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
 
-from costmodels.liveness import Tiles, held_bytes, kernel_memory
+from costmodels.liveness import MemoryRules, ValueSizes, kernel_memory
 from costmodels.pricing.templates import structural_key
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.liveness import Liveness
@@ -80,7 +80,7 @@ class Lifetimes:
 
     Args:
       nodes: of the graph, by their index.
-      fuses: the compiler makes kernels of several operations.
+      rules: of the compiler.
 
     Attributes:
       value: tensor -> its value, before it is moved.
@@ -92,9 +92,11 @@ class Lifetimes:
       main: node -> number of its last instruction before its sums are reduced.
     """
 
-    def __init__(self, program: Program, nodes: Mapping[int, Node], subgraph: Subgraph, fuses: bool) -> None:
+    def __init__(
+        self, program: Program, nodes: Mapping[int, Node], subgraph: Subgraph, rules: MemoryRules
+    ) -> None:
         self.program, self._nodes = program, nodes
-        kernels = kernel_memory(program, fuses, anyhow=True)
+        kernels = kernel_memory(program, rules, anyhow=True)
         self.live = Liveness(program, kernels.shared, kernels.nowhere)
         self.instrs: list[Instr] = []
         self.born: dict[int, int] = {}
@@ -280,7 +282,7 @@ class ClusterMemory:
     lifetimes: Lifetimes
     program: Program
     mesh: Mesh
-    tiles: Tiles
+    sizes: ValueSizes
 
     def bytes(self, reading: ByteRule, what: int, more: Hashable) -> int:
         """Bytes of a tensor on one device (INSIDE: of the internal values of a node).
@@ -294,7 +296,7 @@ class ClusterMemory:
                 stored = self.program.variables.get(str(more))
                 if stored is None or stored.host:
                     return 0
-                return held_bytes(stored.value, self.mesh, self.tiles)
+                return self.sizes.of(stored.value, self.mesh)
             case ByteRule.INSIDE:
                 assert isinstance(more, frozenset)
                 values = (v for v in found.inside.get(what, ()) if not self._over(v, found.main[what], more))
@@ -354,7 +356,7 @@ class ClusterMemory:
     def _size(self, value: int | None) -> int:
         if value is None or self._value(value).host:
             return 0
-        return held_bytes(self._value(value), self.mesh, self.tiles)
+        return self.sizes.of(self._value(value), self.mesh)
 
     def _value(self, value: int) -> Value:
         return self.program.values[value]
@@ -367,12 +369,14 @@ class LifetimesCache:
     _known: dict[Hashable, Lifetimes] = field(default_factory=dict)
     _of: dict[int, tuple[Program, Lifetimes]] = field(default_factory=dict)
 
-    def of(self, program: Program, nodes: Mapping[int, Node], subgraph: Subgraph, fuses: bool) -> Lifetimes:
+    def of(
+        self, program: Program, nodes: Mapping[int, Node], subgraph: Subgraph, rules: MemoryRules
+    ) -> Lifetimes:
         known = self._of.get(id(program))
         if known is None:
-            key = subgraph, fuses, structural_key(program)[0]
+            key = subgraph, rules, structural_key(program)[0]
             if key not in self._known:
-                self._known[key] = Lifetimes(program, nodes, subgraph, fuses)
+                self._known[key] = Lifetimes(program, nodes, subgraph, rules)
             # The program is kept, so that its id stays its own.
             known = self._of[id(program)] = program, self._known[key]
         return known[1]

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from costmodels.liveness import tiles_of
 from layoutopt.formulation.held_bytes import HeldBytes, PointKey, undominated
 from layoutopt.formulation.lifetimes import ClusterMemory
 from layoutopt.formulation.memory_points import ProgramPoints
@@ -52,7 +51,7 @@ class MemoryConstraints:
         self.context, self.dependencies = context, context.dependencies
         self.decided, self.names = decided, tuple(names)
         self.always = again_in(decided.read({})[1])
-        self.fuses = tabler.pricer.itemiser.compiler.fuses
+        self.rules = tabler.pricer.itemiser.compiler.memory
         self._bytes = _Bytes(context, decided, self.names, tables, tabler)
         self.met = Counter[RowTerm]()
         for meeting in meetings:
@@ -66,7 +65,7 @@ class MemoryConstraints:
         of `again` does not run again, or keeps something else. No limits are set."""
         again |= self.always
         if again not in self._made:
-            points = self.context.points(again, self.fuses)
+            points = self.context.points(again, self.rules)
             base = self._entries(points.variables()) + self.met
             entries, counts = self._counts(points)
             found = []
@@ -81,7 +80,7 @@ class MemoryConstraints:
     ) -> tuple[ResourceRow, dict[PointKey, float]] | None:
         """The row of the point at which a node runs, and its bytes under some choices besides the variables;
         None if there is no such point. (Of several, the one that holds most.)"""
-        points = self.context.points(again | self.always, self.fuses)
+        points = self.context.points(again | self.always, self.rules)
         found = []
         for point in points.running(node, phase):
             things = [*points.variables(), *(thing for _, thing in points.at(point))]
@@ -225,10 +224,10 @@ class _Bytes:
                 memories = dict[str, ClusterMemory]()
                 for lowered in entry.lowered:
                     assert lowered.program is not None and entry.mesh is not None
-                    found = lifetimes.of(lowered.program, makers.nodes, lowered.subgraph, compiler.fuses)
-                    tiles = tiles_of(lowered.program, compiler.tiles)
+                    found = lifetimes.of(lowered.program, makers.nodes, lowered.subgraph, compiler.memory)
+                    sizes = compiler.memory.sizes(lowered.program)
                     run = lowered.subgraph.again
-                    memories[run] = ClusterMemory(found, lowered.program, entry.mesh, tiles)
+                    memories[run] = ClusterMemory(found, lowered.program, entry.mesh, sizes)
                 parts.append(memories)
             which.append(numbers[key])
         scope = tuple(self._number[n] for n in table.names)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 
-from costmodels.liveness import kernel_memory
+from costmodels.liveness import MemoryRules, kernel_memory
 from layoutopt.formulation.held_bytes import Counted, HeldBytes, PointKey, fading, last_reads
 from layoutopt.formulation.lifetimes import ByteRule, stacks_of, sums_of
 from layoutopt.formulation.makers import Makers, TensorMaker
@@ -32,7 +32,7 @@ class ProgramPoints:
 
     Args:
       recompute: the loops that run again in it.
-      fuses: the compiler makes kernels of several operations.
+      rules: of the compiler.
 
     Attributes:
       instrs: the instruction at each point.
@@ -40,14 +40,14 @@ class ProgramPoints:
     """
 
     def __init__(
-        self, makers: Makers, program: Program, fuses: bool, recompute: Policies = frozenset()
+        self, makers: Makers, program: Program, rules: MemoryRules, recompute: Policies = frozenset()
     ) -> None:
         self.makers, self.program = makers, program
         self._second = [cluster.second_runs(recompute) for cluster in makers.clusters]
         self._backward: list[Block] = []
         self.instrs: list[Instr] = []
         self.counted: list[Counted] = []
-        kernels = kernel_memory(program, fuses, anyhow=True)
+        kernels = kernel_memory(program, rules, anyhow=True)
         self._full = Liveness(program, kernels.shared, kernels.nowhere)
         self._own = Liveness(program, kernels.made_of, kernels.nowhere, renames=False)
         self._twice = {*kernels.twice, *kernels.twice.values()}

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Set
 from functools import cached_property
 from typing import Protocol
 
+from costmodels.liveness import MemoryRules
 from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.clusters import clusters
@@ -59,7 +60,7 @@ class SharedContext:
         self.model, self.structure, self.graph = model, structure, step.graph
         self._programs: dict[RunsAgain, Program] = {}
         self._tabler: Tabler | None = None
-        self._points: dict[tuple[RunsAgain, bool], ProgramPoints] = {}
+        self._points: dict[tuple[RunsAgain, MemoryRules], ProgramPoints] = {}
         self.cut = cut
         self._more: dict[frozenset[int], SharedContext] = {}
         returned = [t.id for t in step.results.values()]
@@ -128,14 +129,13 @@ class SharedContext:
         """The cluster that makes each tensor."""
         return Makers(self.dependencies, self.clusters)
 
-    def points(self, again: RunsAgain, fuses: bool) -> ProgramPoints:
-        """The points of the step and the values at each; `fuses`: the compiler makes kernels of several
-        operations."""
-        if (again, fuses) not in self._points:
-            self._points[again, fuses] = ProgramPoints(
-                self.makers, self.program(again), fuses, options_of(again).get("recompute", frozenset())
+    def points(self, again: RunsAgain, rules: MemoryRules) -> ProgramPoints:
+        """The points of the step and the values at each, by the compiler's rules."""
+        if (again, rules) not in self._points:
+            self._points[again, rules] = ProgramPoints(
+                self.makers, self.program(again), rules, options_of(again).get("recompute", frozenset())
             )
-        return self._points[again, fuses]
+        return self._points[again, rules]
 
 
 def shared_context(model: Model, structure: Structure) -> SharedContext:

@@ -102,13 +102,13 @@ class Evaluation:
     @cached_property
     def memory(self) -> MemoryProfile:
         compiler = self.prices.itemiser.compiler
-        step = memory(self.program, compiler.fuses, self._kernels, compiler.tiles)
+        step = memory(self.program, compiler.memory, self._kernels)
         return max((step, *map(self._met, self._outer)), key=lambda found: found.peak)
 
     def _met(self, outer: Program) -> MemoryProfile:
         """What a device holds while replicas meet: what the step keeps lies there too."""
         met, compiler = replace(outer, variables=self.program.variables), self.prices.itemiser.compiler
-        return memory(met, compiler.fuses, compiler.kernels(met), compiler.tiles)
+        return memory(met, compiler.memory, compiler.kernels(met))
 
     @property
     def sent(self) -> dict[str, float]:

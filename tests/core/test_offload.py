@@ -13,7 +13,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
-from costmodels.liveness import memory
+from costmodels.liveness import MemoryRules, memory
 from costmodels.pricing.pricer import price
 from examples import transformer_lm
 from mesh_tf_core.engines import open_engine
@@ -210,8 +210,10 @@ def test_casts_of_weights_there_are_of_one_layer(stage: int) -> None:
     loads = [any(isinstance(i, HostLoad) for i in loop.body) for loop in loops]
     assert loads == [stage != 1] * 2
     half = 2 * D.size**2 * LAYERS.size
-    kept = [h for h in memory(there, fuses=True).holdings if h.bytes >= half and "bfloat16" in h.what]
-    plain = memory(lowered(False, stage), fuses=True).holdings
+    kept = [
+        h for h in memory(there, MemoryRules(fuses=True)).holdings if h.bytes >= half and "bfloat16" in h.what
+    ]
+    plain = memory(lowered(False, stage), MemoryRules(fuses=True)).holdings
     assert any(h.bytes >= half and "bfloat16" in h.what for h in plain)
     assert bool(kept) is (stage == 1)
 

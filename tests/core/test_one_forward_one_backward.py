@@ -11,13 +11,15 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
+from costmodels.hardware.model import CompilerName
 from costmodels.liveness import memory
 from costmodels.pipeline_bubble import waiting
+from costmodels.pricing.compilers import COMPILERS
 from costmodels.pricing.pricer import pricer
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.instructions import Instr, Local, Permute
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.program import Loop, Program
 from mesh_tf_core.ir.schedules import ONE_F_ONE_B, PipelineSchedule
 from mesh_tf_core.lower.verify import verify
 from mesh_tf_core.ops.dynamic import DynamicSlice, DynamicUpdate
@@ -87,7 +89,7 @@ def test_stages_work_and_wait_as_the_schedule_says(
     program = lowered(plain, f"pipe:{stages}", "layers:pipe", parts, recompute={again} if again else ())
     done = {"forward": 0, "recompute": 0}
     sent = {"forward": 0, "backward": 0}
-    for instr, times in program.walk():
+    for instr, times in program.expected():
         phase = instr.origin.phase
         if isinstance(instr, Local) and instr.op.name == "einsum" and phase in done:
             names = {n for i in (*instr.inputs, *instr.outputs) for n in program.values[i].shape.names}
@@ -98,8 +100,38 @@ def test_stages_work_and_wait_as_the_schedule_says(
     useful = 2 * parts * (4 // stages)
     assert 1 - useful / done["forward"] == pytest.approx(schedule.bubble)
     assert done["recompute"] == (done["forward"] if again else 0)
-    # The state and what is read of each example; after the last of two stages nobody reads it.
-    assert sent == {"forward": 2 * schedule.ticks, "backward": 2 * (schedule.ticks - (stages == 2))}
+    # The state and what is read of each example.
+    assert sent == {"forward": 2 * schedule.ticks, "backward": 2 * schedule.ticks}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved:2", "zb-h1"])
+def test_a_gradient_is_added_up_in_one_loop(schedule: str, plain: mtf.Model) -> None:
+    """Two loops with a sum each would hold every gradient of a stage twice."""
+    options = mtf.Options(microbatches=4, schedule=schedule)
+    program = plain.lower(mtf.Mesh("pipe:2"), mtf.Layout("layers:pipe"), options)
+    loops = [instr for instr, _ in program.walk() if isinstance(instr, Loop) and instr.dim.name == "tick"]
+    sums = [{program.values[r.outer].shape for r in loop.summed} for loop in loops]
+    weights = {shape for found in sums for shape in found if {"d", "e"} <= {*shape.names}}
+    assert weights and all(sum(shape in found for found in sums) == 1 for shape in weights)
+
+
+@pytest.mark.parametrize("profile", COMPILERS)
+def test_memory_of_a_program_for_each_stage(profile: CompilerName) -> None:
+    """PyTorch's stages keep what backward reads where it was made, of P microbatches; one program of all
+    stages keeps it of 2 P - 1."""
+    program = wide(32).lower(
+        mtf.Mesh("pipe:4"), mtf.Layout("layers:pipe"), mtf.Options(microbatches=32, schedule=ONE_F_ONE_B)
+    )
+    rules = COMPILERS[profile].memory
+    (ring,) = {
+        rules.sizes(program).of(v, program.mesh) // (4 * 4096)
+        for v in program.values
+        if v.shape.names[1:3] == ("in_flight", "layers_of_stage")
+    }
+    assert ring == (4 if rules.stage_programs else 7)
+    assert rules.stage_programs == (profile in ("launched", "eager"))
+    found = {r: memory(program, replace(rules, stage_programs=r)).peak for r in (False, True)}
+    assert found[False] - found[True] >= 3 * 4 * 4096
 
 
 def test_how_long_stages_wait(plain: mtf.Model) -> None:

@@ -63,7 +63,7 @@ def test_what_was_written_is_priced_to_the_last_digit(name: str) -> None:
         mine, its = price(program, machine), price(read, machine)
         assert its.lines == mine.lines
         made = compiler_of(machine)
-        held = [memory(p, made.fuses, tiles=made.tiles).points for p in (program, read)]
+        held = [memory(p, made.memory).points for p in (program, read)]
         assert held[0] == held[1]
         assert waiting(read, its) == waiting(program, mine)
     assert repeated(read) == repeated(program)

@@ -8,7 +8,7 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.kernels.fused import fused
 from costmodels.kernels.groups import FusedKernel
-from costmodels.liveness import memory
+from costmodels.liveness import MemoryRules, memory
 from costmodels.pricing.pricer import pricer
 from mesh_tf_core import Dim, Layout, Mesh
 from mesh_tf_core.ir.phase import Phase
@@ -99,7 +99,7 @@ def test_a_cast_in_a_loop_runs_once_in_a_step() -> None:
 
 def test_casts_of_all_layers_are_held_from_loop_to_loop() -> None:
     program = step(layers=True)
-    found = memory(program, fuses=True)
+    found = memory(program, MemoryRules(fuses=True))
     held = [h for h in found.holdings if h.what in ("bfloat16[d:32 f:128]", "bfloat16[f:128 d:32]")]
     assert [h.bytes for h in held] == [2 * SIZE * LAYERS.size] * 2
     assert {h.origin.phase for h in held if h.origin} == {"forward"}
@@ -121,7 +121,7 @@ def test_a_part_of_a_stack_has_no_memory_and_a_stack_under_two_names_lies_once()
     x = g.input("x", [B, s, D], "float32")
     loss = mtf.reduce_mean(mtf.scan(block, x * g.variable("scale", [D], mtf.ONES), LAYERS))
     program = mtf.Model(loss, by_name("sgd", 0.1), name="m").lower(Mesh("x:2"), Layout("batch:x"))
-    held = {fuses: memory(program, fuses).holdings for fuses in (False, True)}
+    held = {fuses: memory(program, MemoryRules(fuses)).holdings for fuses in (False, True)}
     stack = LAYERS.size * x.type.bytes // 2
     stacks = {fuses: [h.what for h in found if h.bytes == stack] for fuses, found in held.items()}
     assert any("queries" in what for what in stacks[False]) and any(
@@ -161,7 +161,7 @@ def test_logits_are_widened_where_the_loss_and_its_gradient_read_them(microbatch
     rows = b.size // 2 // microbatches
     once, (read, *_) = 2 * rows * v.size, [x.bytes for x in priced.lines if "crossentropygrad" in x.text]
     assert read == pytest.approx(2 * once, rel=0.1)
-    held = [[h.what for h in memory(program, fuses).holdings] for fuses in (False, True)]
+    held = [[h.what for h in memory(program, MemoryRules(fuses)).holdings] for fuses in (False, True)]
     assert [any("float32[batch" in what and "vocab" in what for what in found) for found in held] == [
         True,
         False,

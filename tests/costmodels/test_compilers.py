@@ -54,7 +54,7 @@ def test_profiles_differ_as_they_say() -> None:
 
     found = {name: lines(name) for name in COMPILERS}  # type: ignore[arg-type]
     count = {name: sum(not isinstance(i, Sent) for i in items) for name, items in found.items()}
-    assert all(count[name] < count["none"] for name, made in COMPILERS.items() if made.fuses)
+    assert all(count[name] < count["none"] for name, made in COMPILERS.items() if made.memory.fuses)
     joined = {n for n, items in found.items() if any(isinstance(i, Sent) and i.joined for i in items)}
     assert joined == {name for name, made in COMPILERS.items() if issubclass(made, Joining)}
 

@@ -13,7 +13,7 @@ from costmodels.kernels.fused import fused
 from costmodels.kernels.fusion import fusion
 from costmodels.kernels.groups import FusedKernel
 from costmodels.kernels.quantities import of_local
-from costmodels.liveness import memory
+from costmodels.liveness import MemoryRules, memory
 from costmodels.pricing.pricer import price, pricer
 from mesh_tf_core import Dim, Layout, Mesh
 from mesh_tf_core.ir.initializers import Variable
@@ -212,7 +212,7 @@ def test_fused_work_costs_no_more_and_holds_no_more() -> None:
     assert together.compute_seconds < alone.compute_seconds
     assert together.communication_seconds == pytest.approx(alone.communication_seconds, rel=1e-12)
     assert together.flops == pytest.approx(alone.flops, rel=1e-12)
-    assert memory(program, fuses=True).peak <= memory(program).peak
+    assert memory(program, MemoryRules(fuses=True)).peak <= memory(program).peak
 
 
 def test_kernels_are_those_of_the_graph_when_a_program_was_lowered() -> None:

@@ -40,7 +40,7 @@ from mesh_tf_core.ir.schedules import GPIPE, SCHEDULES
 from mesh_tf_core.optimizers import by_name
 
 PIPED = [s for s in SCHEDULES if s != GPIPE]
-MACHINES = ("tpu-v3", "a100", "h100", "tpu-v4", "tpu-v5e")
+MACHINES = ("tpu-v3", "a100-eager", "h100", "tpu-v4", "tpu-v5e")
 Kinds = tuple[type[Decision], ...]
 
 

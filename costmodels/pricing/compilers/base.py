@@ -12,6 +12,7 @@ from costmodels.kernels.fused import Fused
 from costmodels.kernels.groups import Group, VariableCast
 from costmodels.kernels.partition import FusedKernel, Types
 from costmodels.kernels.quantities import of_copy, of_local
+from costmodels.liveness import MemoryRules
 from costmodels.pricing.items import Called, Computed, Started
 from costmodels.pricing.units import Find, PlacedValue, Sending, Stack, Unit
 from mesh_tf_core.ir.mesh import Mesh
@@ -27,8 +28,7 @@ class Compiler:
     Attributes:
       name: in hardware files.
       software: what it is the compiler of, in words; known errors are told by it.
-      fuses: several operations may be one kernel.
-      tiles: arrays are stored in tiles, whose lanes are filled up (`costmodels.kernels.quantities.tiling`).
+      memory: the rules of its memory.
       apart: the values of one all-reduce are sent one by one.
       library: owner of the attention kernels that run ("tpu", "gpu"; `mesh_tf_core.kernels.libraries`);
         empty: not known.
@@ -36,8 +36,7 @@ class Compiler:
 
     name: ClassVar[str] = "none"
     software: ClassVar[str] = "eager kernels"
-    fuses: ClassVar[bool] = False
-    tiles: ClassVar[bool] = False
+    memory: ClassVar[MemoryRules] = MemoryRules()
     apart: ClassVar[bool] = False
     library: ClassVar[str] = ""
 

@@ -5,6 +5,8 @@
     (pytorch/pytorch aten/src/ATen/cuda/CUDAGeneratorImpl.cpp @03e68c4b).
 (2) FSDP stores a layer's weights end to end, so small messages travel together with large ones (Zhao et al.
 2023, section 3.2).
+(3) Each stage of a pipeline is a program of its own (Narayanan et al. 2021, section 2.2), and autograd keeps
+what backward reads where it was made: nothing is copied into a ring, or out of one.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from costmodels.kernels.partition import FusedKernel, Types
+from costmodels.liveness import MemoryRules, of_ring
 from costmodels.pricing.compilers.xla import Joining, Xla
 from costmodels.pricing.items import Called, Computed
 from costmodels.pricing.units import Find
@@ -21,10 +24,10 @@ from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.program import Local
 
 
-def counts(instr: Local, local: Types) -> bool:
-    """Rule (1): whether an instruction is the host's."""
-    types = [local(i) for i in (*instr.inputs, *instr.outputs)]
-    return all(not t.shape.dims and not is_float(t.dtype) for t in types)
+def is_no_kernel(instr: Local, local: Types) -> bool:
+    """Rules (1) and (3): whether an instruction is the host's, or moves nothing."""
+    types = (local(i) for i in (*instr.inputs, *instr.outputs))
+    return of_ring(instr) or all(not t.shape.dims and not is_float(t.dtype) for t in types)
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,10 @@ class EagerLaunch(Joining):
     """Every operation is a kernel."""
 
     name: ClassVar[str] = "eager"
+    memory: ClassVar[MemoryRules] = MemoryRules(stage_programs=True)
 
     def local(self, instr: Local, find: Find, local: Types) -> Iterator[Computed | Called]:
-        if not counts(instr, local):
+        if not is_no_kernel(instr, local):
             yield from super().local(instr, find, local)
 
 
@@ -44,11 +48,12 @@ class Launched(Joining, Xla):
 
     name: ClassVar[str] = "launched"
     software: ClassVar[str] = "eager kernels"
+    memory: ClassVar[MemoryRules] = MemoryRules(fuses=True, stage_programs=True)
 
     def kernel(self, kernel: FusedKernel, local: Types) -> Iterator[Computed]:
-        if not all(counts(instr, local) for instr in kernel.instrs):
+        if not all(is_no_kernel(instr, local) for instr in kernel.instrs):
             yield from super().kernel(kernel, local)
 
     def local(self, instr: Local, find: Find, local: Types) -> Iterator[Computed | Called]:
-        if not counts(instr, local):
+        if not is_no_kernel(instr, local):
             yield from super().local(instr, find, local)

@@ -12,6 +12,7 @@ from costmodels.kernels.fused import Fused, fused, grouped, made_by_kernels
 from costmodels.kernels.groups import Group, VariableCast
 from costmodels.kernels.partition import FusedKernel, Types
 from costmodels.kernels.quantities import of_copy, of_kernel, of_local
+from costmodels.liveness import MemoryRules
 from costmodels.pricing.compilers.base import Compiler
 from costmodels.pricing.items import Called, Computed
 from costmodels.pricing.units import Sending, Stack, Unit
@@ -46,7 +47,7 @@ class Xla(Compiler):
 
     name: ClassVar[str] = "xla"
     software: ClassVar[str] = "compiled kernels"
-    fuses: ClassVar[bool] = True
+    memory: ClassVar[MemoryRules] = MemoryRules(fuses=True)
 
     def kernels(self, program: Program) -> Fused | None:
         return fused(program)
@@ -111,7 +112,7 @@ class XlaTpu(Xla):
 
     name: ClassVar[str] = "xla-tpu"
     software: ClassVar[str] = "TPU compiler"
-    tiles: ClassVar[bool] = True
+    memory: ClassVar[MemoryRules] = MemoryRules(fuses=True, tiles=True)
     library: ClassVar[str] = "tpu"
 
     def computes(self, instr: Local) -> bool:
