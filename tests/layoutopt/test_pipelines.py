@@ -140,7 +140,7 @@ def built(name: str) -> mtf.Model:
     return makers[name]()
 
 
-@pytest.mark.parametrize("case", by_day(range(len(CASES)), every=6))
+@pytest.mark.parametrize("case", by_day(range(len(CASES)), every=12))
 def test_tables_and_rows(case: int) -> None:
     name, mesh, parts, hardware, axes, more = CASES[case]
     compare(built(name), mesh, parts, hardware, axes, 8, **more)

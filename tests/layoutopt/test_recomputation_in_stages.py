@@ -24,6 +24,7 @@ from layoutopt.space.splits import parse_rules
 from mesh_tf_core.errors import InfeasibleError
 from mesh_tf_core.ir.schedules import alternates
 from mesh_tf_core.lower.remat_policy import SETS, Recomputed
+from tests.marks import by_day
 from tests.searching import search
 
 SAME = 1e-9
@@ -120,7 +121,7 @@ def deep() -> mtf.Model:
     )
 
 
-@pytest.fixture(scope="module", params=["gpipe", "1f1b"])
+@pytest.fixture(scope="module", params=by_day(["gpipe", "1f1b"]))
 def stages(request: pytest.FixtureRequest) -> Case:
     return Case(_deep(), "pipe:4;data:2", "tpu-v4", "layers:pipe;batch:data", request.param, 8)
 
