@@ -16,8 +16,9 @@ Where the compiler fuses (`costmodels.kernels.fused`)
   (7) a TPU lays arrays out in tiles, whose lanes are filled up (`costmodels.kernels.quantities.tiling`).
 
 Where each stage of a pipeline is a program of its own
-  (8) what backward reads stays where it was made, and the first stage, the fullest one, has fewer
-      microbatches in flight (`PipelineSchedule.in_flight_apart`) than one program of all stages.
+  (8) what backward reads stays where it was made; a stage has fewer microbatches in flight
+      (`PipelineSchedule.in_flight_apart`) than one program of all stages; and only the first or last one has
+      the layers before or behind the stages (`costmodels.stage_ends`). The fuller of these two counts.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from costmodels.kernels.fused import Fused, fused, made_by_kernels, unwritten
 from costmodels.kernels.fusion import casts_variable, fusion_of
 from costmodels.kernels.quantities import tiling
+from costmodels.stage_ends import EndWork, StageEnd, end_work
 from mesh_tf_core.ir.blocks import IN_FLIGHT
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.liveness import Held, Liveness
@@ -66,13 +68,15 @@ class Holding:
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """The timeline of one step, its peak, and the values there (largest first)."""
+    """The timeline of one step, its peak, and the values there (largest first); `stage`: of which stage, if
+    each is a program of its own."""
 
     points: tuple[MemoryPoint, ...]
     peak: int
     at: int
     holdings: tuple[Holding, ...]
     variables: int
+    stage: StageEnd | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +93,19 @@ class MemoryRules:
     tiles: bool = False
     stage_programs: bool = False
 
-    def sizes(self, program: Program) -> ValueSizes:
-        """The sizes of a program's values."""
-        rings = _rings(program.outline) if self.stage_programs and program.outline is not None else {}
+    def sizes(self, program: Program, end: StageEnd = StageEnd.FIRST) -> ValueSizes:
+        """The sizes of a program's values, at one of the two stages."""
+        rings = _rings(program.outline)[end] if self.stage_programs and program.outline is not None else {}
         return ValueSizes(fusion_of(program).regrouped if self.tiles else None, rings)
+
+    def work(self, program: Program) -> EndWork:
+        """The work of single stages in a program."""
+        outline = program.outline if self.stage_programs else None
+        return NO_ENDS if outline is None else end_work(outline)
 
 
 PLAIN = MemoryRules()
+NO_ENDS = EndWork()
 
 
 def memory(program: Program, rules: MemoryRules = PLAIN, kernels: Fused | None = None) -> MemoryProfile:
@@ -104,7 +114,8 @@ def memory(program: Program, rules: MemoryRules = PLAIN, kernels: Fused | None =
     Args:
       kernels: those of `fused(program)`, if known.
     """
-    return _Walk(program, rules, kernels).run()
+    ends = StageEnd if rules.work(program).nodes else (StageEnd.FIRST,)
+    return max((_Walk(program, rules, kernels, end).run() for end in ends), key=lambda found: found.peak)
 
 
 SMALL = 1 << 16
@@ -145,9 +156,13 @@ class ValueSizes:
 
 
 @per_graph
-def _rings(graph: Outline) -> Mapping[int, int]:
+def _rings(graph: Outline) -> Mapping[StageEnd, Mapping[int, int]]:
     schedules = {n.op.schedule for n in graph.nodes if isinstance(n.op, ScheduleColumn)}
-    return {of.in_flight: min(of.in_flight, of.in_flight_apart) for of in schedules}
+    stages = {StageEnd.FIRST: 0, StageEnd.LAST: -1}
+    return {
+        end: {of.in_flight: min(of.in_flight, of.in_flight_apart(at % of.stages)) for of in schedules}
+        for end, at in stages.items()
+    }
 
 
 @dataclass
@@ -192,6 +207,7 @@ def kernel_memory(
     rules: MemoryRules,
     kernels: Fused | None = None,
     anyhow: bool = False,
+    end: StageEnd = StageEnd.FIRST,
 ) -> KernelMemory:
     """Rules (4) to (6), and (8).
 
@@ -199,10 +215,11 @@ def kernel_memory(
       kernels: those of `fused(program)`, if known.
       anyhow: values without memory under some sizes have none, so that the result holds for every layout with
         the same instructions.
+      end: the stage, where each is a program of its own.
     """
-    stays = frozenset(_staying(program)) if rules.stage_programs else frozenset()
+    stays = {*_staying(program), *rules.work(program).absent(program, end)} if rules.stage_programs else set()
     if not rules.fuses:
-        return KernelMemory({}, {}, stays, ())
+        return KernelMemory({}, {}, frozenset(stays), ())
     if anyhow:
         inside, made_of = unwritten(program)
     else:
@@ -215,18 +232,19 @@ def kernel_memory(
             nowhere.update(part.inner for part in instr.sliced)
             nowhere.update(made_by_kernels(instr))
             twice.update(_twice(instr))
-    casts = tuple(_casts(program))
+    casts = tuple(each for each in _casts(program) if each[1].outputs[0] not in stays)
     nowhere.update(cast.outputs[0] for _, cast, _, _ in casts)
     return KernelMemory(made_of, twice, frozenset(nowhere), casts)
 
 
 class _Walk:
-    def __init__(self, program: Program, rules: MemoryRules, kernels: Fused | None) -> None:
-        self.program, self.sizes = program, rules.sizes(program)
+    def __init__(self, program: Program, rules: MemoryRules, kernels: Fused | None, end: StageEnd) -> None:
+        self.program, self.sizes, others = program, rules.sizes(program, end), rules.work(program)
+        self.stage = end if others.nodes else None
         self.stored = {
             name: self.sizes.of(stored.value, program.mesh)
             for name, stored in program.variables.items()
-            if not stored.host
+            if not stored.host and name not in others.of_others(end)
         }
         self.resident = sum(self.stored.values())
         self.born: dict[int, Origin] = {}
@@ -234,7 +252,7 @@ class _Walk:
         self.peak = self.resident
         self.at = 0
         self.held: dict[int, int] = {}
-        found = kernel_memory(program, rules, kernels)
+        found = kernel_memory(program, rules, kernels, end=end)
         self.liveness = Liveness(program, found.shared, found.nowhere)
         self.now = Held(self.liveness)
         self.copies = self._copies(found.casts)
@@ -252,7 +270,12 @@ class _Walk:
         )
         found = sorted([*variables, *values], key=lambda h: -h.bytes)
         return MemoryProfile(
-            tuple(self.points), self.peak, self.at, tuple(h for h in found if h.bytes), self.resident
+            tuple(self.points),
+            self.peak,
+            self.at,
+            tuple(h for h in found if h.bytes),
+            self.resident,
+            self.stage,
         )
 
     def _runs(self, instr: Instr, depth: int) -> None:

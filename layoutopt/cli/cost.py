@@ -176,6 +176,7 @@ def _show(
         (
             "memory",
             f"{used_text(held.peak, limit)} per device"
+            + (f" of the {held.stage.value} stage" if held.stage else "")
             + (f", peak in {peak.scope or 'the model'} ({peak.phase})" if peak else ""),
         ),
         *([("host", found.predicted.host)] if found.predicted.host else []),

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 
 from costmodels.liveness import MemoryRules, kernel_memory
+from costmodels.stage_ends import StageEnd
 from layoutopt.formulation.held_bytes import Counted, HeldBytes, PointKey, fading, last_reads
 from layoutopt.formulation.lifetimes import ByteRule, stacks_of, sums_of
 from layoutopt.formulation.makers import Makers, TensorMaker
@@ -47,7 +48,8 @@ class ProgramPoints:
         self._backward: list[Block] = []
         self.instrs: list[Instr] = []
         self.counted: list[Counted] = []
-        kernels = kernel_memory(program, rules, anyhow=True)
+        kernels, self._single = kernel_memory(program, rules, anyhow=True), rules.work(program)
+        self._runs_of = {n: run for n, run in makers.runs.items() if self._single.has(n, StageEnd.FIRST)}
         self._full = Liveness(program, kernels.shared, kernels.nowhere)
         self._own = Liveness(program, kernels.made_of, kernels.nowhere, renames=False)
         self._twice = {*kernels.twice, *kernels.twice.values()}
@@ -81,7 +83,8 @@ class ProgramPoints:
 
     def variables(self) -> Iterator[HeldBytes]:
         """The variables: every point holds them."""
-        for name in self.program.variables:
+        others = self._single.of_others(StageEnd.FIRST)
+        for name in (name for name in self.program.variables if name not in others):
             cluster, like = self.makers.variable[name]
             yield HeldBytes(ByteRule.VARIABLE, cluster, 0, like, "", 1.0)
 
@@ -167,7 +170,7 @@ class ProgramPoints:
             if v in self._last:
                 self._note(v, point, special[v] if v in special else self._steady(v, point))
         self._changing = set(special)
-        runs = self.makers.runs.get(instr.origin.node)
+        runs = self._runs_of.get(instr.origin.node)
         if runs is not None and isinstance(instr, Local):
             thing = HeldBytes(ByteRule.INSIDE, *runs, self._dying(instr), self._run(instr), 1.0)
             self.counted.append(Counted(point, point, ("inside", instr.origin.node), thing))
@@ -241,7 +244,7 @@ class ProgramPoints:
     def _touched(self, instr: Instr) -> Iterator[tuple[int, HeldBytes | None]]:
         """The values that a point treats otherwise, and what they count as there."""
         node = instr.origin.node
-        runs, given = self.makers.runs.get(node), self.makers.given.get(node, {})
+        runs, given = self._runs_of.get(node), self.makers.given.get(node, {})
         if isinstance(instr, Local):
             dying = self._dying(instr)
             made = runs if self._sums.keys().isdisjoint(instr.inputs) else None
@@ -335,6 +338,8 @@ class ProgramPoints:
                 at, position = position, position + 1
                 if isinstance(instr, Loop):
                     visit(instr.body, instr.origin.node)
+                elif not self._single.has(instr.origin.node, StageEnd.FIRST):
+                    continue
                 elif isinstance(instr, Local) and instr.origin.phase != Phase.UPDATE:
                     casts = instr.op.converts and self._tensor(instr.outputs[0]) in structure.owner
                     way, node = pass_of(instr.origin.phase), self.makers.nodes[instr.origin.node]

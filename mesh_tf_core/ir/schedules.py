@@ -219,16 +219,13 @@ class PipelineSchedule:
         flight at a stage."""
         return self.ring(StageAction.FORWARD)
 
-    @property
-    def in_flight_apart(self) -> int:
-        """The same for the first stage, which has most, if each stage has a program of its own: it goes
-        forward P - 1 times before it goes backward, and with R chunks 2 (P - 1) + (R - 1) P times (Narayanan
-        et al. 2021, section 2.2; `get_pp_rank_microbatches` of Megatron-Core's
-        pipeline_parallel/schedules.py)."""
-        stages, before = self.stages, self.stages - 1
+    def in_flight_apart(self, stage: int) -> int:
+        """The same at one stage, if each has a program of its own: with s stages behind it, it goes forward s
+        times before it goes backward, and with R chunks 2 s + (R - 1) P times (Narayanan et al. 2021, section
+        2.2; `get_pp_rank_microbatches` of Megatron-Core's pipeline_parallel/schedules.py)."""
+        before, every = self.stages - 1 - stage, self.microbatches * self.chunks
         if self.chunks > 1:
-            before = 2 * (stages - 1) + (self.chunks - 1) * stages
-        every = self.microbatches * self.chunks
+            before = 2 * before + (self.chunks - 1) * self.stages
         return min(every, before + 1) if KINDS[self.kind].at_once else every
 
     @property

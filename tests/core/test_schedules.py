@@ -117,13 +117,13 @@ def test_stages_idle_as_long_as_closed_forms_say(
 
 def test_a_stage_with_its_own_program_has_fewer_microbatches_in_flight() -> None:
     """Those of Megatron-LM's first stage: its warm-up, and one more."""
-    found = {(name, m): PipelineSchedule(name, 8, m).in_flight_apart for name in KINDS for m in (4, 32)}
+    found = {(name, m): PipelineSchedule(name, 8, m).in_flight_apart(0) for name in KINDS for m in (4, 32)}
     assert found["1f1b", 32] == found["zb-h1", 32] == 8 and found["1f1b", 4] == 4
-    assert found["gpipe", 32] == 32
-    assert PipelineSchedule("interleaved", 8, 32, 6).in_flight_apart == 2 * 7 + 5 * 8 + 1
+    assert found["gpipe", 32] == 32 and PipelineSchedule("1f1b", 8, 32).in_flight_apart(7) == 1
+    assert PipelineSchedule("interleaved", 8, 32, 6).in_flight_apart(0) == 2 * 7 + 5 * 8 + 1
     for of in cases():
         if of.kind in ("1f1b", "interleaved", "zb-h1"):
-            assert of.in_flight_apart <= of.in_flight
+            assert of.in_flight_apart(0) <= of.in_flight
 
 
 def test_what_no_program_does_is_refused_with_what_to_do() -> None:

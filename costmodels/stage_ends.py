@@ -1,0 +1,160 @@
+"""What only the first or the last stage of a pipeline does, where each stage is a program of its own: the
+layers before the stages (embedding), and those behind them (output layer, loss), with their weights.
+
+One program for all stages (`mesh_tf_core.tracing.tick_loops`) has their work beside the stages' in its loops
+over ticks. What depends on what stages hand on forward is the last stage's; what depends on what they hand on
+backward, and what enters the stages, is the first one's. A sum is theirs whose terms it adds up, an update
+theirs whose gradient it reads, and a variable theirs who update it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from mesh_tf_core.ir.blocks import TICK, Block, Node, reads
+from mesh_tf_core.ir.outline import Outline, per_graph
+from mesh_tf_core.ir.program import Instr, Loop, Program
+from mesh_tf_core.ir.schedules import KINDS, StageAction
+from mesh_tf_core.ir.structure import Assign
+from mesh_tf_core.ops.neighbours import ShiftAlong
+from mesh_tf_core.ops.ticks import ScheduleColumn
+
+
+class StageEnd(Enum):
+    """The first stage, or the last one."""
+
+    FIRST = "first"
+    LAST = "last"
+
+
+Ends = frozenset[StageEnd]
+EVERY: Ends = frozenset()
+"""Of what all stages do."""
+
+
+@dataclass
+class EndWork:
+    """The work of single stages.
+
+    Attributes:
+      nodes: node -> the stages that do it; others are all stages'.
+      variables: the same of their variables.
+    """
+
+    nodes: dict[int, Ends] = field(default_factory=dict)
+    variables: dict[str, Ends] = field(default_factory=dict)
+
+    def has(self, node: int, end: StageEnd) -> bool:
+        """True if a stage does the work of a node."""
+        ends = self.nodes.get(node, EVERY)
+        return not ends or end in ends
+
+    def of_others(self, end: StageEnd) -> frozenset[str]:
+        """The variables that a stage lacks."""
+        return frozenset(name for name, ends in self.variables.items() if ends and end not in ends)
+
+    def absent(self, program: Program, end: StageEnd) -> set[int]:
+        """The values of a program that a stage lacks."""
+        found = set[int]()
+
+        def visit(code: Iterable[Instr]) -> None:
+            for instr in code:
+                if isinstance(instr, Loop):
+                    visit(instr.body)
+                    found.update(r.outer for r in instr.results if r.inner in found)
+                if not self.has(instr.origin.node, end):
+                    found.update(instr.outputs)
+
+        visit(program.code)
+        return found
+
+
+@per_graph
+def end_work(graph: Outline) -> EndWork:
+    """The work of single stages in a step whose microbatches go backward at once; none in others."""
+    columns = {n.outputs[0]: n.op for n in graph.nodes if isinstance(n.op, ScheduleColumn)}
+    if not any(KINDS[op.schedule.kind].at_once for op in columns.values()):
+        return EndWork()
+    return _Ends(graph, {tensor: op.slot for tensor, op in columns.items()}).found
+
+
+class _Ends:
+    """Finds the work of single stages.
+
+    Attributes:
+      own: tensor -> the stages that make it; `after`: results of slots -> the stage that they go to.
+      open: nodes whose stages depend on who reads them.
+      entering: what the stages read.
+    """
+
+    def __init__(self, graph: Outline, columns: Mapping[int, StageAction]) -> None:
+        self.graph, self.found = graph, EndWork()
+        self.own: dict[int, Ends] = {}
+        self.after: dict[int, Ends] = {}
+        self.open: list[Node] = []
+        self.entering = set[int]()
+        for node in graph.nodes:
+            body = node.body
+            if body is not None and body.dim is not None and body.dim.name == TICK:
+                self._visit(body, columns)
+            else:
+                # A scalar, as the norm of all gradients, goes to all.
+                read = (i for i in reads(node) if graph.tensor(i).shape.dims)
+                self._takes(node, EVERY.union(*(self.own.get(i, EVERY) for i in read)))
+        self._read()
+        for node in graph.nodes:
+            if isinstance(node.op, Assign):
+                self.found.variables[node.op.variable.name] = self.found.nodes.get(node.index, EVERY)
+
+    def _visit(self, block: Block, columns: Mapping[int, StageAction]) -> None:
+        columns = {**columns, **{inner: columns[outer] for outer, inner in block.sliced if outer in columns}}
+        for node in block.nodes:
+            slot = _slot(node, columns)
+            if slot is not None:
+                self.entering |= reads(node)
+                if slot is not StageAction.WEIGHTS:
+                    end = StageEnd.LAST if slot is StageAction.FORWARD else StageEnd.FIRST
+                    self.after.update((o, frozenset({end})) for o in node.outputs)
+            elif node.body is not None and node.body.single:
+                self._visit(node.body, columns)
+            elif not isinstance(node.op, ShiftAlong):
+                found = (known.get(i, EVERY) for i in reads(node) for known in (self.own, self.after))
+                self._takes(node, EVERY.union(*found))
+        results = (*block.summed, *block.stacked)
+        self.own.update((outer, self.own[inner]) for inner, outer in results if inner in self.own)
+
+    def _takes(self, node: Node, ends: Ends) -> None:
+        """A node, and what it makes, is the work of some stages, if these are known."""
+        if not ends:
+            self.open.append(node)
+            return
+        inner = (n for n, _ in node.body.walk()) if node.body is not None else ()
+        self.found.nodes.update((n.index, ends) for n in (node, *inner))
+        self.own.update((o, ends) for o in node.outputs)
+
+    def _read(self) -> None:
+        """What enters the stages is made by the first one; what only single stages read, by these."""
+        inside = {n.index for block in self.graph.blocks[1:] for n in block.nodes}
+        readers: dict[int, set[int]] = {}
+        for node in (n for block in self.graph.blocks for n in block.nodes):
+            for i in reads(node) if node.body is None or node.body.dim is None else ():
+                readers.setdefault(i, set()).add(node.index)
+        for node in (n for block in self.graph.blocks for n in block.nodes if n.body is not None):
+            for i in reads(node) - {i for n, _ in node.body.walk() for i in reads(n)}:
+                readers.setdefault(i, set()).add(node.index)
+        for node in reversed(self.open):
+            read = set[int]().union(*(readers.get(o, ()) for o in node.outputs))
+            if node.index in inside and not self.entering.isdisjoint(node.outputs):
+                self._takes(node, frozenset({StageEnd.FIRST}))
+            elif read and read <= self.found.nodes.keys():
+                self._takes(node, EVERY.union(*(self.found.nodes[r] for r in read)))
+
+
+def _slot(node: Node, columns: Mapping[int, StageAction]) -> StageAction | None:
+    """The slot in which stages run layers, if a node is one."""
+    body = node.body
+    if body is None or not body.spread or not any(n.body is not None for n in body.nodes):
+        return None
+    return next((columns[outer] for outer, _ in body.sliced if outer in columns), None)
