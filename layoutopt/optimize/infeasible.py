@@ -297,14 +297,8 @@ class _Diagnosing:
         return covers(space_of(asked), self.model, plan, near)
 
     def _repair(self, change: _Change, others: int) -> FoundRepair:
-        """A change with the best layout that is found in its part of the time left, without what that does
-        not use."""
-        left = min(POLISH, (self.deadline - time.monotonic()) / others)
-        wide = {**lifted(self.asked, change.without), **change.more, "alternatives": False}
-        with suppress(LimitError, UserError):
-            model, first = change.model or self.model, change.plan
-            plan = self.find(model, **wide, time_limit=left, start=first) if left > 0 else first
-            change = replace(change, plan=plan)
+        """A change without what its first layout does not use, so that its words do not depend on the time,
+        and the best layout under it that is found in its part of the time left."""
         used = self._used(change)
         rules = ", ".join(each.said for each in used if each.rule)
         fields = {each.field: values for each, values in used.items() if not each.rule}
@@ -312,6 +306,11 @@ class _Diagnosing:
         words = ", and ".join(filter(None, (f"without {rules}" * bool(rules), texts, change.words)))
         asked = {**lifted(self.asked, used), **fields, **change.more}
         free = not rules and not change.words
+        left = min(POLISH, (self.deadline - time.monotonic()) / others)
+        with suppress(LimitError, UserError):
+            model, wide = change.model or self.model, {**asked, "alternatives": False}
+            plan = self.find(model, **wide, time_limit=left, start=change.plan) if left > 0 else change.plan
+            change = replace(change, plan=plan)
         return FoundRepair(words, asked, change.plan, limit_in(asked), change.note, change.parts, free)
 
     def _larger(self, least: float) -> Iterator[list[RepairChange]]:
