@@ -101,6 +101,7 @@ def make_plan(
 
     with request.clock.at_most(max(BESIDE, BESIDE_SHARE * request.clock.elapsed)):
         request.clock.within(PLANNED, look)
+    proof.doubt(request)  # Layouts that the alternatives searched may show it, too.
     missing = [*beside.missing]
     if request.late:
         missing += [f"number {n}" for n in range(len(others) + 2, request.top + 1)]

@@ -27,6 +27,8 @@ KEY = (
     ("exposed", "exposed communication"),
 )
 UNFIT = "does not fit"
+FIT = {True: "", False: UNFIT, None: "undecided"}
+"""What is said of `feasible`."""
 
 
 def _draw_step_time(plan: PlanFile, title: str = "") -> Figure:
@@ -65,7 +67,7 @@ def _time_bar(row: Ranked) -> Bar:
         name=name,
         value=value,
         parts=time_parts(predicted),
-        note="" if row.choice.feasible else UNFIT,
+        note=FIT[row.choice.feasible],
         note_token="muted" if row.choice.feasible else "bad",
         bold=row.is_answer,
         faint=not row.choice.feasible,
@@ -95,7 +97,7 @@ def _tell_step_time(plan: PlanFile) -> str:
         if p is None:
             told.append(f"{name}: no predicted time")
             continue
-        fit = "" if row.choice.feasible else ", does not fit"
+        fit = "".join(f", {said}" for said in [FIT[row.choice.feasible]] if said)
         told.append(
             f"{name}: {seconds_text(p.step_seconds)} = {seconds_text(p.compute_seconds)} compute "
             f"({seconds_text(p.hidden_seconds)} overlapped with communication) + "

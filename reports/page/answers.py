@@ -138,7 +138,7 @@ def speed(plan: PlanFile) -> PageAnswer:
             if other.ratio >= 1
             else f"{said}; {name} is predicted to take only {times_text(other.ratio)} this time"
         )
-    elif plan.alternatives and not any(a.feasible for a in plan.alternatives):
+    elif plan.alternatives and all(a.feasible is False for a in plan.alternatives):
         note = f"{said}; no alternative fits in memory"
     state = "warn" if other is not None and other.ratio is not None and other.ratio < 0.999 else ""
     return PageAnswer("How fast", seconds_text(step), note, state)
