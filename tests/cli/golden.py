@@ -47,7 +47,8 @@ LINES: dict[str, tuple[str, ...]] = {
         f"model.py {ON}",
         "model.py --target pod --objective memory --storage layout --microbatches 1",
         "--like plan.json --pin batch:data",
-        "model.py --mesh data:2 --set batch=4 --memory 120KiB --storage layout --microbatches 1 --hardware tpu-v3",
+        "model.py --mesh data:2 --set batch=4 --memory 120KiB --storage layout --microbatches 1 "
+        "--hardware tpu-v3",
         "model.py --gpus 4",
         "model.py --devices four",
         "model.py --devices 4 --pin batch:data",
