@@ -17,11 +17,10 @@ from costmodels.kernels.fused import fused
 from costmodels.liveness import MemoryRules, memory
 from layoutopt.optimize.evaluation import Evaluation
 from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.program import Local, Program
-from mesh_tf_core.ir.schedules import PipelineSchedule
-from mesh_tf_core.ops.dynamic import DynamicSlice, DynamicUpdate
+from mesh_tf_core.ir.program import Program
 
-STAGES, TENSOR, RING = "pipe", "model", "in_flight"
+STAGES, TENSOR = "pipe", "model"
+FUSED = MemoryRules(fuses=True)
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,13 @@ class NanotronHeld:
       sizes: dimensions that are longer or shorter: name and size -> size.
       nowhere: values that take no memory.
       more: bytes besides.
+      rules: of memory.
     """
 
     sizes: Mapping[tuple[str, int], int] = field(default_factory=dict)
     nowhere: frozenset[int] = frozenset()
     more: int = 0
+    rules: MemoryRules = FUSED
 
     def peak(self, run: NanotronRun) -> int:
         """Bytes of the fullest moment on the first stage."""
@@ -89,39 +90,20 @@ class NanotronHeld:
         }
         kernels = fused(program)
         kernels = replace(kernels, inner=kernels.inner | self.nowhere)
-        return (
-            memory(
-                replace(program, values=values, variables=variables), MemoryRules(fuses=True), kernels
-            ).peak
-            + self.more
-        )
+        resized_program = replace(program, values=values, variables=variables)
+        return memory(resized_program, self.rules, kernels).peak + self.more
 
 
 def own_programs(run: NanotronRun, held: NanotronHeld) -> NanotronHeld:
-    """Each stage is a program of its own: the first runs P - 1 microbatches forward before it goes forward
-    and back in turn (`pipeline_parallel/engine.py`; Narayanan et al. 2021, section 2.2.1), so that it has P
-    in flight, where one program has 2 P - 1."""
-    stages = run.ways(STAGES)
-    if stages == 1:
-        return held
-    ring = PipelineSchedule("1f1b", stages, run.of.options.microbatches).in_flight
-    return replace(held, sizes={**held.sizes, (RING, ring): stages})
-
-
-def kept_where_made(run: NanotronRun, held: NanotronHeld) -> NanotronHeld:
-    """Autograd keeps values where they were made: none is copied into a ring of places, or out of one."""
-    found = set[int]()
-    for instr, _ in run.program.walk():
-        if isinstance(instr, Local) and isinstance(instr.op, DynamicUpdate) and instr.op.dim == RING:
-            found.add(instr.inputs[1])
-        if isinstance(instr, Local) and isinstance(instr.op, DynamicSlice) and instr.op.dim == RING:
-            found.update(instr.outputs)
-    return replace(held, nowhere=held.nowhere | found)
+    """Each stage is a program of its own, as layoutopt predicts for PyTorch (`costmodels.liveness`, rule 8):
+    the first stage has P microbatches in flight, which lie where autograd keeps them, and no head
+    (`pipeline_parallel/engine.py`; Narayanan et al. 2021, section 2.2.1)."""
+    return replace(held, rules=replace(FUSED, stage_programs=True))
 
 
 def head_and_loss(run: NanotronRun, held: NanotronHeld) -> NanotronHeld:
-    """The head is on the last stage. Its logits are cast to float32, and these and their softmax lie there at
-    once (`models/llama.py`, `cast_to_fp32`; `tensor_parallel/functional.py`, `_ShardedCrossEntropy`)."""
+    """Logits are cast to float32, and these and their softmax lie on the last stage at once
+    (`models/llama.py`, `cast_to_fp32`; `tensor_parallel/functional.py`, `_ShardedCrossEntropy`)."""
     logits = {v.id for v in run.program.values if {"vocab", "length"} <= set(v.shape.names)}
     one = run.state // 2 // int(run.sizes["d_model"]) * int(run.sizes["vocab"]) // run.ways(TENSOR)
     more = 2 * 4 * one if run.ways(STAGES) == 1 else 0
@@ -148,9 +130,8 @@ def gathered_inputs(run: NanotronRun, held: NanotronHeld) -> NanotronHeld:
 
 
 RULES: dict[str, Callable[[NanotronRun, NanotronHeld], NanotronHeld]] = {
-    "each stage a program of its own, P microbatches in flight": own_programs,
-    "values kept where they were made": kept_where_made,
-    "head on the last stage; logits and softmax in float32": head_and_loss,
+    "each stage a program of its own": own_programs,
+    "logits and softmax in float32": head_and_loss,
     "stages of blocks of equal cost, the head among them": unequal_stages,
     "gathered inputs of products kept": gathered_inputs,
 }
