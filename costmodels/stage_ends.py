@@ -139,10 +139,8 @@ class _Ends:
         inside = {n.index for block in self.graph.blocks[1:] for n in block.nodes}
         readers: dict[int, set[int]] = {}
         for node in (n for block in self.graph.blocks for n in block.nodes):
-            for i in reads(node) if node.body is None or node.body.dim is None else ():
-                readers.setdefault(i, set()).add(node.index)
-        for node in (n for block in self.graph.blocks for n in block.nodes if n.body is not None):
-            for i in reads(node) - {i for n, _ in node.body.walk() for i in reads(n)}:
+            inner = set[int]().union(*map(reads, node.body.nodes)) if node.body is not None else set()
+            for i in reads(node) - inner:
                 readers.setdefault(i, set()).add(node.index)
         for node in reversed(self.open):
             read = set[int]().union(*(readers.get(o, ()) for o in node.outputs))

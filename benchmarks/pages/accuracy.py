@@ -27,7 +27,7 @@ errors include the differences between these models and the published programs. 
 not held out: we knew their errors while we chose rules of the cost model.
 """
 HELD = """\
-**Memory of nanotron.** nanotron runs one program per stage, but layoutopt runs one program on all
+**Memory of nanotron.** nanotron runs one program per stage, but the preset `h100` is of one program on all
 stages. `benchmarks/unseen_memory.py` adds {rules} rules from nanotron's source about the values that
 its stages store. These rules reduce the mean error of {rows} memory peaks from {mean} to {last}.
 nanotron ran out of memory with {lost} other layouts; with the rules, {fitting} of them is predicted to

@@ -291,7 +291,7 @@ class Evaluation:
             share = f"{share_text(found.seconds, self.cost.step_seconds)} of the step"
             said.append(
                 f"{stages} {found.ticks} ticks; this pipeline bubble takes {seconds_text(found.seconds)} "
-                f"({share}); more microbatches shorten it"
+                f"({share})"
             )
             if found.empty:
                 said[-1] += (

@@ -71,9 +71,8 @@ def proof(plan: PlanFile, limits: str) -> ProofWords:
             status, "warn", "the fastest layout is proven optimal, but the frontier is not complete", more
         )
     likely = "" if s.likely_gap is None else f", likely {gap_text(s.likely_gap)} (see the note)"
-    return ProofWords(
-        status, "warn", f"not proven: at most {gap_text(s.gap)} slower than the optimum{likely}", more
-    )
+    words = f"not proven: another layout saves at most {gap_text(s.gap)} of this{likely}"
+    return ProofWords(status, "warn", words, more)
 
 
 def considered(text: str) -> str:

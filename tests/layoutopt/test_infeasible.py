@@ -105,11 +105,11 @@ def test_a_search_for_a_change_ends_with_the_first_layout_that_fits(model: mtf.M
     seen: list[str] = []
 
     def find(_: mtf.Model, **asked: Any) -> Plan:
-        if asked["microbatches"] == (1,):
-            raise InfeasibleError("nothing fits")
         if "start" in asked:
             seen.append("better")
             raise LimitError("no time")
+        if asked["microbatches"] == (1,):
+            raise InfeasibleError("nothing fits")
         with pytest.raises(KeyboardInterrupt):
             asked["on_better"]("a layout", 1.0, 1)
         return Plan(plan.data, stopped=True)
