@@ -81,7 +81,7 @@ class MemoryProfile:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRules:
-    """What memory depends on besides the program.
+    """The rules of memory that hold for a compiler or engine.
 
     Attributes:
       fuses: the compiler makes kernels of several operations: rules (4) to (6).
@@ -151,7 +151,7 @@ class ValueSizes:
         return replace(value, shape=Shape(dims))
 
     def text(self, value: Value) -> str:
-        """What a value is called."""
+        """The name of a value."""
         return str(self._held(value))
 
 
@@ -311,7 +311,7 @@ class _Walk:
 
 
 def of_ring(instr: Local) -> bool:
-    """Whether an instruction puts a value into a ring of a stage, or reads one out of it."""
+    """True if an instruction puts a value into a ring of a stage, or reads one out of it."""
     return isinstance(instr.op, DynamicUpdate | DynamicSlice) and instr.op.dim == IN_FLIGHT
 
 

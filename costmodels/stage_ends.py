@@ -1,4 +1,4 @@
-"""What only the first or the last stage of a pipeline does, where each stage is a program of its own: the
+"""The work that only the first or the last stage of a pipeline does, where each is a program of its own: the
 layers before the stages (embedding), and those behind them (output layer, loss), with their weights.
 
 One program for all stages (`mesh_tf_core.tracing.tick_loops`) has their work beside the stages' in its loops
@@ -31,7 +31,7 @@ class StageEnd(Enum):
 
 Ends = frozenset[StageEnd]
 EVERY: Ends = frozenset()
-"""Of what all stages do."""
+"""The ends of work that all stages do."""
 
 
 @dataclass

@@ -46,8 +46,7 @@ class ProgramPoints:
         self.makers, self.program = makers, program
         self._second = [cluster.second_runs(recompute) for cluster in makers.clusters]
         self._backward: list[Block] = []
-        self.instrs: list[Instr] = []
-        self.counted: list[Counted] = []
+        self.instrs, self.counted = list[Instr](), list[Counted]()
         kernels, self._single = kernel_memory(program, rules, anyhow=True), rules.work(program)
         self._runs_of = {n: run for n, run in makers.runs.items() if self._single.has(n, StageEnd.FIRST)}
         self._full = Liveness(program, kernels.shared, kernels.nowhere)
@@ -83,8 +82,7 @@ class ProgramPoints:
 
     def variables(self) -> Iterator[HeldBytes]:
         """The variables: every point holds them."""
-        others = self._single.of_others(StageEnd.FIRST)
-        for name in (name for name in self.program.variables if name not in others):
+        for name in sorted(self.program.variables.keys() - self._single.of_others(StageEnd.FIRST)):
             cluster, like = self.makers.variable[name]
             yield HeldBytes(ByteRule.VARIABLE, cluster, 0, like, "", 1.0)
 
@@ -394,8 +392,8 @@ class ProgramPoints:
             thing = self._thing(value, ByteRule.CASTS)
             if thing is not None:
                 thing = thing._replace(share=thing.share * times)
-                last = self._starts[end + 1] - 1
-                self.counted.append(Counted(self._starts[begin], last, self._key(value), thing))
+                span = self._starts[begin], self._starts[end + 1] - 1
+                self.counted.append(Counted(*span, self._key(value), thing))
 
 
 def _one(_: int) -> int:

@@ -277,8 +277,9 @@ class _Diagnosing:
                 return
             small = f"1/{parts} does not fit" if trial.none else ""
 
-    def _used(self, change: _Change) -> dict[Restriction, Any]:
-        """The restrictions that a plan needs lifted, each with the values of the plan."""
+    def _used(self, change: _Change) -> tuple[dict[Restriction, Any], Plan]:
+        """The restrictions that have to be lifted, each with as few values as a layout that fits needs, and
+        this layout."""
         base, kept = {**self.asked, **change.more}, change.without
         for each in change.without:
             fewer = [other for other in kept if other is not each]
@@ -287,9 +288,12 @@ class _Diagnosing:
         for each in (k for k in kept if not k.rule):
             for value in each.values:
                 rest = tuple(other for other in wide[each.field] if other != value)
-                if rest and self._covers({**wide, each.field: rest}, change.plan):
-                    wide[each.field] = rest
-        return {each: wide[each.field] for each in kept}
+                narrow = {**wide, each.field: rest}
+                if rest and self._covers(narrow, change.plan):
+                    wide = narrow
+                elif rest and (other := self._trial(narrow, change.model).plan) is not None:
+                    wide, change = narrow, replace(change, plan=other)
+        return {each: wide[each.field] for each in kept}, change.plan
 
     def _covers(self, asked: Asked, plan: Plan) -> bool:
         """Whether a question allows the layout of a plan."""
@@ -299,7 +303,7 @@ class _Diagnosing:
     def _repair(self, change: _Change, others: int) -> FoundRepair:
         """A change without what its first layout does not use, so that its words do not depend on the time,
         and the best layout under it that is found in its part of the time left."""
-        used = self._used(change)
+        used, first = self._used(change)
         rules = ", ".join(each.said for each in used if each.rule)
         fields = {each.field: values for each, values in used.items() if not each.rule}
         texts = " ".join(option_text(name, values) for name, values in fields.items())
@@ -309,9 +313,8 @@ class _Diagnosing:
         left = min(POLISH, (self.deadline - time.monotonic()) / others)
         with suppress(LimitError, UserError):
             model, wide = change.model or self.model, {**asked, "alternatives": False}
-            plan = self.find(model, **wide, time_limit=left, start=change.plan) if left > 0 else change.plan
-            change = replace(change, plan=plan)
-        return FoundRepair(words, asked, change.plan, limit_in(asked), change.note, change.parts, free)
+            first = self.find(model, **wide, time_limit=left, start=first) if left > 0 else first
+        return FoundRepair(words, asked, first, limit_in(asked), change.note, change.parts, free)
 
     def _larger(self, least: float) -> Iterator[list[RepairChange]]:
         """More and more devices, at least so many times as many: of a given mesh, along each axis. Twice as

@@ -1,5 +1,5 @@
-"""What left choices out of a search: rules of the user's about splits, fields of the space with fewer values
-than there are, and the memory. `infeasible` allows what they left out."""
+"""The reasons why choices were left out of a search: rules of the user's about splits, fields of the space
+with fewer values than there are, and the memory. `infeasible` allows what they left out."""
 
 from __future__ import annotations
 

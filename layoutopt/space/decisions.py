@@ -288,7 +288,7 @@ class Decisions:
         return {d.name: d.read(layout, options) for d in self.every}
 
     def allows(self, layout: Layout, options: Options) -> bool:
-        """Whether a layout and options are among what may be chosen."""
+        """True if a layout and options are among what may be chosen."""
         wanted = self.write(layout, options)
         legal = all(wanted[name] in found for name, found in self.options.items())
         return legal and self.read(wanted) == (layout, options)

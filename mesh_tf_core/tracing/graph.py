@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any, TypeVar
 
 from mesh_tf_core.errors import UserError
@@ -310,6 +311,13 @@ class Graph(Residuals, Remembering):
             yield block
         finally:
             self._stack.pop()
+
+    @contextmanager
+    def branch(self, runs: Tensor, share: Fraction) -> Iterator[Block]:
+        """Opens a block that runs if a predicate holds: in `share` of the times, as a price counts it."""
+        with self.loop(Dim(f"branch_{len(self.blocks)}", 1)) as block:
+            block.single, block.runs, block.branch = True, runs.id, share
+            yield block
 
     def runs_if(self, predicate: Tensor) -> None:
         """The iteration whose body is being built runs only if `predicate`, part of its state, is True."""

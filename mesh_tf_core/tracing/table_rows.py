@@ -3,7 +3,7 @@ between ticks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
@@ -88,14 +88,30 @@ class TableRows:
         assert self.block is not None
         return self.new.slice_into(self.block, column)
 
-    def passing(self, slot: StageAction, end: bool) -> tuple[Tensor, Fraction]:
-        """The microbatch at the first virtual stage, or at the last one at the `end`, IDLE if none is; and in
-        which share of the ticks with such slots one is."""
-        with self.new.at_root():
-            column = self.new.apply(Passing(self.schedule, slot, end, self.dim, self.ticks.start))
-        found = self.schedule.passing(slot, end)[self.ticks.start : self.ticks.stop]
-        works = self.schedule.works_in(slot, self.ticks)
-        return self._part(column), Fraction(int(np.count_nonzero(found != IDLE)), works)
+    def passing(
+        self, slot: StageAction, end: bool, make: Callable[[Tensor], Sequence[Tensor]]
+    ) -> list[Tensor] | None:
+        """The values made of the microbatch that is at the first virtual stage, or at the last one at the
+        `end`; with several virtual stages a stage, in the ticks in which one is, and zeros in others. None if
+        none ever is.
+
+        Args:
+          make: of the number of a microbatch.
+        """
+        new, of = self.new, self.schedule
+        with new.at_root():
+            column = new.apply(Passing(of, slot, end, self.dim, self.ticks.start))
+        item = self._part(column)
+        number = maximum(item, 0)
+        if of.chunks == 1:
+            return [*make(number)]
+        found = of.passing(slot, end)[self.ticks.start : self.ticks.stop]
+        if not (count := int(np.count_nonzero(found != IDLE))):
+            return None
+        with new.branch(item > IDLE, Fraction(count, of.works_in(slot, self.ticks))) as block:
+            made = [new.sum_output(block, new.visible(x)) for x in make(number)]
+        new.close_loop(block, [])
+        return made
 
 
 def layer_numbers(new: Graph, order: Interleaved, layers: Dim, stages: Block, own: Dim) -> Tensor | None:
@@ -124,6 +140,10 @@ class TickState(NamedTuple):
     rings: list[Tensor]
     back: list[Tensor]
     late: list[Tensor]
+
+    def taken(self, carries: Sequence[bool]) -> list[Tensor]:
+        """The tensors of the parts that are carried."""
+        return [x for part, goes in zip(self, carries, strict=True) if goes for x in part]
 
     def of(self, found: Sequence[Tensor], carries: Sequence[bool]) -> TickState:
         """The same with other tensors for the parts that are carried."""

@@ -11,13 +11,13 @@ from mesh_tf_core.ir.blocks import IN_FLIGHT, TICK, Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.schedules import IDLE, StageAction
+from mesh_tf_core.ir.schedules import StageAction
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Constant, add_n, scale
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.einsum import broadcast
-from mesh_tf_core.ops.math import logical_and, maximum
+from mesh_tf_core.ops.math import logical_and
 from mesh_tf_core.ops.neighbours import shift
 from mesh_tf_core.tracing.backward_halves import HalfBackward, halves
 from mesh_tf_core.tracing.batch_linearity import Linearity
@@ -123,32 +123,6 @@ class TickLoops:
                 found[o] = self.new.sum_output(stages, x) if stack is None else stack
         return found
 
-    # -- what is when ----------------------------------------------------------------------------------------
-
-    def _passing(
-        self, rows: TableRows, slot: StageAction, end: bool, make: Callable[[Tensor], Sequence[Tensor]]
-    ) -> list[Tensor] | None:
-        """What is made of the microbatch that is at the first virtual stage, or at the last one at the `end`;
-        with several virtual stages a stage, in the ticks in which one is, and zeros in others. None if none
-        ever is.
-
-        Args:
-          make: of the number of a microbatch.
-        """
-        new = self.new
-        item, share = rows.passing(slot, end)
-        number = maximum(item, 0)
-        if self.schedule.chunks == 1:
-            return [*make(number)]
-        if not share:
-            return None
-        works = item > IDLE
-        with new.loop(Dim(f"branch_{len(new.blocks)}", 1)) as block:
-            block.single, block.runs, block.branch = True, works.id, share
-            made = [new.sum_output(block, new.visible(x)) for x in make(number)]
-        new.close_loop(block, [])
-        return made
-
     # -- one tick --------------------------------------------------------------------------------------------
 
     def _entering(self, number: Tensor) -> list[Tensor]:
@@ -161,7 +135,7 @@ class TickLoops:
     ) -> tuple[list[Tensor], list[Tensor], dict[int, Tensor]]:
         """Every stage forward: what the stages hand on; the rings; terms of sums."""
         new = self.new
-        entering = self._passing(rows, StageAction.FORWARD, False, self._entering)
+        entering = rows.passing(StageAction.FORWARD, False, self._entering)
         with new.loop(self.stage, spread=True) as stages:
             stage, work = self._stage(stages), rows.at(StageAction.FORWARD, stages)
             works, number, chunk = work.works, work.number, work.chunk
@@ -298,7 +272,7 @@ class TickLoops:
             self.copy.take(self.order, number, known, (*sums, *self.order.seeds), When.HEAD)
             return [*self.copy._operands(self.order.backward), *(self.copy._delivered(o, o) for o in sums)]
 
-        made, count = self._passing(rows, StageAction.FORWARD, True, make) or [], len(self.order.seeds)
+        made, count = rows.passing(StageAction.FORWARD, True, make) or [], len(self.order.seeds)
         return made[:count], dict(zip(sums, made[count:], strict=False))
 
     def _after(self, rows: TableRows, handed: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -312,7 +286,7 @@ class TickLoops:
             self.copy.take(self.order, number, known, sums, When.AFTER)
             return [self.copy._delivered(o, o) for o in sums]
 
-        made = self._passing(rows, StageAction.BACKWARD, False, make) if sums else None
+        made = rows.passing(StageAction.BACKWARD, False, make) if sums else None
         return dict(zip(sums, made or [], strict=False))
 
     # -- the loops over ticks --------------------------------------------------------------------------------
@@ -341,7 +315,7 @@ class TickLoops:
         new, forward, backward = self.new, StageAction.FORWARD in slots, StageAction.BACKWARD in slots
         rows = TableRows(new, self.schedule, self.stage, ticks)
         carries = (forward, forward, backward, backward)  # What others do not change they only read.
-        carried = [x for part, goes in zip(state, carries, strict=True) if goes for x in part]
+        carried = state.taken(carries)
         with new.loop(rows.dim) as block:
             inside, rows = [new.body_input(block, x) for x in carried], rows.inside(block)
             now = state.of(inside, carries)
@@ -355,8 +329,7 @@ class TickLoops:
                 terms = {**terms, **more}
             if StageAction.WEIGHTS in slots:
                 terms.update(self._weights_slot(rows, now.rings, now.late))
-            moved = [x for part, goes in zip(now, carries, strict=True) if goes for x in part]
-            self._close(block, inside, moved, terms)
+            self._close(block, inside, now.taken(carries), terms)
         return state.of(new.close_loop(block, carried), carries)
 
     def _while(self, rows: TableRows, slot: StageAction, now: TickState, make: MakeSlot) -> SlotMade:
@@ -366,17 +339,14 @@ class TickLoops:
             return make(now)
         forward = slot is StageAction.FORWARD
         carries = (forward, forward, not forward, not forward)
-        before = [x for part, goes in zip(now, carries, strict=True) if goes for x in part]
+        before = now.taken(carries)
         phase = Phase.FORWARD if forward else Phase.BACKWARD
         runs = rows.number < works
-        with new.phase(phase, ""), new.loop(Dim(f"branch_{len(new.blocks)}", 1)) as block:
-            block.single, block.runs, block.branch = True, runs.id, Fraction(works, len(rows.ticks))
+        with new.phase(phase, ""), new.branch(runs, Fraction(works, len(rows.ticks))) as block:
             inside = [new.body_input(block, x) for x in before]
             after, found, terms = make(now.of(inside, carries))
             block.carry_in = tuple(x.id for x in inside)
-            block.carry_out = tuple(
-                x.id for part, goes in zip(after, carries, strict=True) if goes for x in part
-            )
+            block.carry_out = tuple(x.id for x in after.taken(carries))
             found = [new.sum_output(block, new.visible(x)) for x in found]
             terms = {o: new.sum_output(block, new.visible(x)) for o, x in terms.items()}
         with new.phase(phase, ""):

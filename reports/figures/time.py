@@ -28,7 +28,7 @@ KEY = (
 )
 UNFIT = "does not fit"
 FIT = {True: "", False: UNFIT, None: "undecided"}
-"""What is said of `feasible`."""
+"""The words for `feasible`."""
 
 
 def _draw_step_time(plan: PlanFile, title: str = "") -> Figure:
