@@ -147,7 +147,9 @@ class LayoutSearch:
             return self.best
         if self.stopped:
             raise KeyboardInterrupt
-        raise LimitError("no layout was found within the time limit; raise --time-limit")
+        raise LimitError(
+            "no layout was found within the time limit, so one may or may not fit; raise --time-limit"
+        )
 
     def _look(self, subproblems: Iterable[Subproblem]) -> None:
         """Sets `best`, or `none`."""

@@ -143,7 +143,7 @@ def ways(model: Model, mesh: Mesh, allowed: Space) -> Iterator[Space]:
 
 def runs_again(model: Model, stages: Collection[str], schedule: str, allowed: Space) -> Iterator[Policies]:
     """The recomputed parts of stages where that makes another graph."""
-    if not alternates(schedule):
+    if not stages or not alternates(schedule):
         yield frozenset()
         return
     if False in allowed.recompute:

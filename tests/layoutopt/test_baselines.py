@@ -14,10 +14,12 @@ import layoutopt.optimize.evaluator as evaluator_module
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from costmodels.liveness import MemoryRules
+from examples.transformer_lm import model as transformer
 from layoutopt.cli.units import parse_bytes
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.optimize import alternatives, planning
 from layoutopt.optimize.alternatives import HEADROOM, TIED
+from layoutopt.optimize.baselines import Pinned
 from layoutopt.optimize.entry import search
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import Evaluator, evaluate
@@ -25,6 +27,8 @@ from layoutopt.optimize.heuristics import HEURISTICS
 from layoutopt.optimize.request import Request
 from layoutopt.plan.build import options_of
 from layoutopt.plan.schema import Alternative
+from layoutopt.space.decisions import SearchSpace
+from mesh_tf_core.ir.schedules import SCHEDULES, alternates
 from mesh_tf_core.lower.uses import compact
 from tests.layoutopt.every_kind import opened, some_machine, whole_model
 from tests.layoutopt.models import EXAMPLES
@@ -207,6 +211,18 @@ def test_no_point_counts_a_tensor_twice(name: str) -> None:
     for point in range(len(points.instrs)):
         keys = [key for key, _ in points.at(point) if key[0] == "tensor"]
         assert len(keys) == len(set(keys)), points.instrs[point].text()
+
+
+@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if alternates(s)])
+def test_splits_without_stages_recompute_no_ticks(schedule: str) -> None:
+    """A simple search may find a layout without stages, where all that is allowed is about stages."""
+    model, mesh = transformer(layers=2, batch=8, d_model=8, d_ff=16, vocab=16, length=8), mtf.Mesh("x:2")
+    allowed = SearchSpace(schedule=(schedule,), recompute=(True,), pipeline=("layers",))
+    decided = Pinned(model, mesh, mtf.Layout()).decided(allowed, 2)
+    assert decided is not None
+    layout, options = decided.read({n: found[-1] for n, found in decided.options.items()})
+    assert {each.dim for each in options.recompute} == {"layers"} and options.schedule == "gpipe"
+    assert evaluate(model, mesh, layout, load_hardware("tpu-v3"), options).memory.peak
 
 
 def test_greedy_has_the_microbatches_it_was_searched_with() -> None:
