@@ -193,6 +193,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"torch_dtype 'float8_e4m3fn'; did you mean 'float32'|known: bfloat16",
     ),
     (changed(head_dim=None, hidden_size=18), r"hidden_size is '18'; give a multiple of"),
+    (changed(num_key_value_heads=3), r"num_key_value_heads is '3'; give a divisor of num_attention_heads \("),
     (
         {k: v for k, v in LOSSES["deepseek_v2"]["config"].items() if k != "num_experts_per_tok"},
         r"has no field 'num_experts_per_tok'; add the field with a whole number",
@@ -246,6 +247,7 @@ def advised(text: str) -> Any:
         (r"known: (\w+)", str),
         (r"only (\S+) ", json.loads),
         (r"give a multiple of \w+ \((\d+)\)", lambda n: 8 * int(n)),
+        (r"give a divisor of \w+ \((\d+)\)", int),
         (r"give a whole number of at least (\d+)", int),
         (r"give a number above (0)", lambda _: 1.0),
         (r"give a number of at least (\d+)", float),

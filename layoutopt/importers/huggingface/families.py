@@ -208,6 +208,8 @@ def _decoder(
     d_model = fields.count("hidden_size")
     if not fields.has("head_dim") and not d_kv and d_model % heads:
         raise fields.wrong("hidden_size", f"give a multiple of num_attention_heads ({heads})")
+    if heads % (of_keys := fields.count("num_key_value_heads", kv_heads or heads)):
+        raise fields.wrong("num_key_value_heads", f"give a divisor of num_attention_heads ({heads})")
     turned = rotary(fields, base, _FULL)
     each = [windows] * count if isinstance(windows, int) else windows
     stated = {
@@ -222,7 +224,7 @@ def _decoder(
         d_model=d_model,
         d_ff=fields.count("intermediate_size"),
         heads=heads,
-        kv_heads=fields.count("num_key_value_heads", kv_heads or heads),
+        kv_heads=of_keys,
         d_kv=fields.count("head_dim", d_kv or d_model // heads),
         stddev=fields.number("initializer_range", 0.02),
         dropout=fields.number("attention_dropout"),
