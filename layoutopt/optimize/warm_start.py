@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import NamedTuple
 
 from layoutopt.optimize.baselines import by_name
@@ -80,14 +81,18 @@ class WarmStart:
         return sorted(self.specs, key=lambda spec: -pieces(spec))
 
     def least_idle_first(self) -> list[SubproblemSpec]:
-        """The problems whose pipelines idle least first, then those of fewer microbatches."""
+        """The problems of each number of stages in turn, so that no number has to wait for all others; of one
+        number, those whose pipelines idle least first, then those of fewer microbatches."""
 
         def idle(spec: SubproblemSpec) -> float:
             schedule, number = spec.allowed.schedule[0], spec.microbatches
             plans = (PipelineSchedule.named(schedule, n, number) for n in spec.stages.values())
             return max((plan.ticks / plan.works for plan in plans), default=1.0)
 
-        return sorted(self.specs, key=lambda spec: (idle(spec), spec.microbatches))
+        found: dict[int, list[SubproblemSpec]] = {}
+        for spec in sorted(self.specs, key=lambda spec: (idle(spec), spec.microbatches)):
+            found.setdefault(math.prod(spec.stages.values()), []).append(spec)
+        return [spec for turn in zip_longest(*found.values()) for spec in turn if spec is not None]
 
 
 def named(model: Model, subproblem: Subproblem, lean: bool) -> Iterator[FirstLayout]:
