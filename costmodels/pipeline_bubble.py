@@ -7,7 +7,7 @@ forward, some only backward).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from costmodels.pricing.lines import Cost, Line
@@ -16,7 +16,7 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.instructions import GRADIENT
 from mesh_tf_core.ir.outline import Outline
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.ir.schedules import StageAction
+from mesh_tf_core.ir.schedules import KINDS, StageAction
 from mesh_tf_core.ops.neighbours import ShiftAlong
 from mesh_tf_core.ops.ticks import LayerNumbers, ScheduleColumn
 
@@ -50,7 +50,8 @@ def waiting(program: Program, cost: Cost) -> list[PipelineBubble]:
     schedules = {n.op.stage: n.op.schedule for n, _ in graph.walk() if isinstance(n.op, ScheduleColumn)}
     ops = (n.op for n, _ in graph.walk() if isinstance(n.op, LayerNumbers))
     lacking = {op.stage: (op.order.size(op.layers), op.order.size(op.layers) - op.layers) for op in ops}
-    for dim, slots in _slots(graph).items():
+    beside = {dim for dim, of in schedules.items() if KINDS[of.kind].at_once}
+    for dim, slots in _slots(graph, beside).items():
         ticks, waits = schedules[dim].ticks, schedules[dim].ticks - schedules[dim].works
         seconds = sum(x.exposed * x.times for x in cost.lines if _stays(x, slots))
         places, empty = lacking.get(dim, (0, 0))
@@ -60,9 +61,13 @@ def waiting(program: Program, cost: Cost) -> list[PipelineBubble]:
     return list(found.values())
 
 
-def _slots(graph: Outline) -> dict[Dim, dict[int, float]]:
+def _slots(graph: Outline, beside: Set[Dim]) -> dict[Dim, dict[int, float]]:
     """Stages -> the nodes of their slots, but for slots of weights, in which none is idle; each with the
-    number of runs of its slot."""
+    number of runs of its slot.
+
+    Args:
+      beside: stages whose loops over ticks have work of all devices, too.
+    """
     found: dict[Dim, dict[int, float]] = {}
     weights = {
         n.outputs[0]
@@ -77,8 +82,12 @@ def _slots(graph: Outline) -> dict[Dim, dict[int, float]]:
                 continue  # Without layers it only says what has left a stage.
             if any(outer in of_weights for outer, _ in body.sliced):
                 continue
-            around = [n for n in block.nodes if n is node or isinstance(n.op, ShiftAlong)]
-            inside = {n.index for n, _ in body.walk()} | {n.index for n in around}
+            own = [n for n in block.nodes if n is node or isinstance(n.op, ShiftAlong)]
+            inside = {n.index for n, _ in body.walk()} | {n.index for n in own}
+            if body.dim not in beside:
+                inside |= {n.index for n, _ in block.walk()} | {
+                    n.index for n in graph.nodes if n.body is block
+                }
             found.setdefault(body.dim, {}).update(dict.fromkeys(inside, _runs(graph, block)))
     return found
 

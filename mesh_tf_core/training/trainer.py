@@ -344,9 +344,9 @@ class Trainer:
         for text in said:
             warnings.warn(text, checkpoints.CheckpointWarning, stacklevel=2)
         every = self.program.variables
-        # What no step uses, as a counter of dropout at rate 0, another build may not have saved.
-        needed = {name: stored for name, stored in every.items() if name in found.variables}
-        needed |= {name: every[name] for name in self.program.used}
+        # Unused ones, as a counter of dropout at rate 0, may not be saved. Replicas use all when they meet.
+        used = self.program.used if self._replicas is None else every.keys()
+        needed = {name: stored for name, stored in every.items() if name in found.variables or name in used}
         found.check_variables(stored.variable for stored in needed.values())
         if self._replicas is not None and "diloco" in found.extra:
             self._replicas.check_flight(str(directory), found.step, found.extra["diloco"])
