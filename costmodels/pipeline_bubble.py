@@ -52,6 +52,8 @@ def waiting(program: Program, cost: Cost) -> list[PipelineBubble]:
     lacking = {op.stage: (op.order.size(op.layers), op.order.size(op.layers) - op.layers) for op in ops}
     beside = {dim for dim, of in schedules.items() if KINDS[of.kind].at_once}
     for dim, slots in _slots(graph, beside).items():
+        if dim not in schedules:  # Replicas are no stages.
+            continue
         ticks, waits = schedules[dim].ticks, schedules[dim].ticks - schedules[dim].works
         seconds = sum(x.exposed * x.times for x in cost.lines if _stays(x, slots))
         places, empty = lacking.get(dim, (0, 0))
@@ -85,9 +87,8 @@ def _slots(graph: Outline, beside: Set[Dim]) -> dict[Dim, dict[int, float]]:
             own = [n for n in block.nodes if n is node or isinstance(n.op, ShiftAlong)]
             inside = {n.index for n, _ in body.walk()} | {n.index for n in own}
             if body.dim not in beside:
-                inside |= {n.index for n, _ in block.walk()} | {
-                    n.index for n in graph.nodes if n.body is block
-                }
+                inside |= {n.index for n, _ in block.walk()}
+                inside |= {n.index for n in graph.nodes if n.body is block}
             found.setdefault(body.dim, {}).update(dict.fromkeys(inside, _runs(graph, block)))
     return found
 

@@ -196,7 +196,7 @@ class PricedAlternative(Data):
     mesh: dict[str, PositiveInteger] = Field(default_factory=dict)
     layout: dict[str, Names] = Field(default_factory=dict)
     predicted: Annotated[Predicted | None, BeforeValidator(_priced)] = None
-    feasible: Flag | None = True
+    feasible: Flag | None = None
     reason: str | None = None
 
     def fit(self, known: Known, limit: float | None) -> str:

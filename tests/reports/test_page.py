@@ -207,7 +207,8 @@ def test_a_full_memory_is_no_plain_yes_whatever_is_known() -> None:
 
 def shown_as(plan: PlanFile, share: float) -> PricedAlternative:
     peak = int(share * (plan.memory_limit or 0.0))
-    return PricedAlternative(predicted=plan.predicted.model_copy(update={"peak_memory_bytes": peak}))
+    predicted = plan.predicted.model_copy(update={"peak_memory_bytes": peak})
+    return PricedAlternative(predicted=predicted, feasible=True)
 
 
 def test_first_screen_says_what_is_trained_for_how_long_and_for_how_much(pages: dict[str, str]) -> None:
