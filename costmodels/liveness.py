@@ -239,12 +239,12 @@ def kernel_memory(
 
 class _Walk:
     def __init__(self, program: Program, rules: MemoryRules, kernels: Fused | None, end: StageEnd) -> None:
-        self.program, self.sizes, others = program, rules.sizes(program, end), rules.work(program)
-        self.stage = end if others.nodes else None
+        self.program, self.sizes, work = program, rules.sizes(program, end), rules.work(program)
+        self.stage, others = end if work.nodes else None, work.of_others(end)
         self.stored = {
             name: self.sizes.of(stored.value, program.mesh)
             for name, stored in program.variables.items()
-            if not stored.host and name not in others.of_others(end)
+            if not stored.host and name not in others
         }
         self.resident = sum(self.stored.values())
         self.born: dict[int, Origin] = {}

@@ -9,10 +9,12 @@ branch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from fractions import Fraction
 from typing import Any
 
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.binary import where
@@ -45,15 +47,13 @@ def cond(
 
 def _branch(graph: Graph, runs: Tensor, fn: Callable[[], Any]) -> Any:
     """What fn() gives if `runs` holds, else zeros: a loop of one iteration that may not run."""
-    return _once(graph, Dim(f"branch_{len(graph.blocks)}", 1), fn, runs)
+    return _once(graph, graph.branch(runs, HALF), fn)
 
 
-def _once(graph: Graph, dim: Dim, fn: Callable[[], Any], runs: Tensor | None) -> Any:
-    """fn() as a loop of one iteration; `runs`: it is a branch, and this decides."""
-    with graph.loop(dim) as block:
+def _once(graph: Graph, opened: AbstractContextManager[Block], fn: Callable[[], Any]) -> Any:
+    """fn() as a loop of one iteration, which is opened here."""
+    with opened as block:
         block.single = True
-        if runs is not None:
-            block.runs, block.branch = runs.id, HALF
         made = fn()
         listed = list(made) if isinstance(made, tuple) else [made]
         for t in listed:
@@ -61,7 +61,8 @@ def _once(graph: Graph, dim: Dim, fn: Callable[[], Any], runs: Tensor | None) ->
                 raise UserError(f"a branch or block must return a tensor or a tuple of tensors, found {t!r}")
         stacks = [graph.stack_output(block, graph.visible(t, "block")) for t in listed]
     graph.close_loop(block, [])
-    found = [reshape(t, t.shape.without(dim.name)) for t in stacks]
+    assert block.dim is not None
+    found = [reshape(t, t.shape.without(block.dim.name)) for t in stacks]
     return tuple(found) if isinstance(made, tuple) else found[0]
 
 
@@ -73,7 +74,8 @@ def recomputable(fn: Callable[..., Any], *xs: Tensor, name: str = "block") -> An
     """
     if not xs:
         raise UserError("recomputable: found no tensor argument; pass at least one")
-    return _once(graph_of(xs[0]), Dim(name, 1), lambda: fn(*xs), None)
+    graph = graph_of(xs[0])
+    return _once(graph, graph.loop(Dim(name, 1)), lambda: fn(*xs))
 
 
 def _chosen(predicate: Tensor, yes: Tensor, no: Tensor) -> Tensor:

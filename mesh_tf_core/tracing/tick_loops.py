@@ -322,17 +322,17 @@ class TickLoops:
             entering, terms = list[Tensor](), dict[int, Tensor]()
             if forward:
                 make = partial(self._forward, rows, backward)
-                now, entering, terms = self._while(rows, StageAction.FORWARD, now, make)
+                now, entering, terms = self._in_first_ticks(rows, StageAction.FORWARD, now, make)
             if backward:
                 make = partial(self._backward, rows, entering)
-                now, _, more = self._while(rows, StageAction.BACKWARD, now, make)
+                now, _, more = self._in_first_ticks(rows, StageAction.BACKWARD, now, make)
                 terms = {**terms, **more}
             if StageAction.WEIGHTS in slots:
                 terms.update(self._weights_slot(rows, now.rings, now.late))
             self._close(block, inside, now.taken(carries), terms)
         return state.of(new.close_loop(block, carried), carries)
 
-    def _while(self, rows: TableRows, slot: StageAction, now: TickState, make: MakeSlot) -> SlotMade:
+    def _in_first_ticks(self, rows: TableRows, slot: StageAction, now: TickState, make: MakeSlot) -> SlotMade:
         """The slots of a kind in the ticks of a loop that have them, the first ones."""
         new, works = self.new, self.schedule.works_in(slot, rows.ticks)
         if works == len(rows.ticks):

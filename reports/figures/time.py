@@ -97,11 +97,11 @@ def _tell_step_time(plan: PlanFile) -> str:
         if p is None:
             told.append(f"{name}: no predicted time")
             continue
-        fit = "".join(f", {said}" for said in [FIT[row.choice.feasible]] if said)
+        fit = FIT[row.choice.feasible]
         told.append(
             f"{name}: {seconds_text(p.step_seconds)} = {seconds_text(p.compute_seconds)} compute "
             f"({seconds_text(p.hidden_seconds)} overlapped with communication) + "
-            f"{seconds_text(p.exposed_communication_seconds)} exposed communication{fit}"
+            f"{seconds_text(p.exposed_communication_seconds)} exposed communication{fit and f', {fit}'}"
         )
     return "Step time by layout. " + "; ".join(told) + "."
 
