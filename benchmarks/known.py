@@ -59,7 +59,14 @@ class KnownRow:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        return self.hardware, self.software, self.priced, self.stages, self.mixture, self.fitted
+        return (
+            load_hardware(self.hardware).name,
+            self.software,
+            self.priced,
+            self.stages,
+            self.mixture,
+            self.fitted,
+        )
 
 
 def rows() -> Iterator[KnownRow]:

@@ -1,5 +1,6 @@
 """Cost models: hardware descriptions and the seconds, bytes and peak memory of a lowered program."""
 
+from costmodels.frameworks import Framework, FrameworkError, framework_names, load_framework
 from costmodels.hardware import Hardware, HardwareError, hardware_names, load_hardware
 from costmodels.kernels.compute import ComputeCost, Quantity, compute_cost, compute_seconds
 from costmodels.network.closed_forms import CollectiveCost
@@ -16,6 +17,8 @@ __all__ = [
     "COLLECTIVES",
     "CollectiveCost",
     "ComputeCost",
+    "Framework",
+    "FrameworkError",
     "Hardware",
     "HardwareError",
     "MeshPlacement",
@@ -25,8 +28,10 @@ __all__ = [
     "collective_seconds",
     "compute_cost",
     "compute_seconds",
+    "framework_names",
     "full_bytes",
     "hardware_names",
+    "load_framework",
     "load_hardware",
     "place",
 ]

@@ -53,6 +53,7 @@ class Model:
         has no tokens.
       assumed: hyperparameters that nobody set -> why they have their value, '' for an ordinary default.
       remarks: notes for every plan of the model, such as on what its file leaves open.
+      framework: the training software that runs it where a question names none.
       network: network(graph) builds the model in another graph and returns the function that computes logits
         there (see `decoding`); None for models that do not generate text.
 
@@ -75,6 +76,7 @@ class Model:
     token_dims: Sequence[Dim | str] = ()
     assumed: Mapping[str, str] = field(default_factory=dict)
     remarks: Sequence[str] = ()
+    framework: str = "layoutopt"
     network: Callable[[Graph], Callable[..., Tensor]] | None = field(default=None, repr=False)
     _whole: TrainingStep | None = field(default=None, repr=False, compare=False)
     _others: dict[Hashable, tuple[int, TrainingStep]] = field(default_factory=dict, repr=False, compare=False)

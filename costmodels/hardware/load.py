@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from costmodels.frameworks import DEFAULT, KINDS, framework_names, load_framework, merged
 from costmodels.hardware.model import Hardware
 from costmodels.hardware.profiles import profiles_directory
 from costmodels.hardware.settings import HardwareError, changed, split_name, with_settings
@@ -35,31 +36,42 @@ def preset_of_device(kind: str) -> str | None:
     return next((name for name in hardware_names() if kind in load_hardware(name).jax_devices), None)
 
 
-def load_hardware(name_or_path: str | Path, *, profiles: Path | None = None) -> Hardware:
-    """Reads the hardware of a preset or of a file.
+def load_hardware(
+    name_or_path: str | Path, framework: str | None = None, *, profiles: Path | None = None
+) -> Hardware:
+    """Reads the hardware of a preset or of a file, as the software of a framework uses it.
 
     Args:
       name_or_path: a name of `hardware_names()`, or the path of a hardware file (`calibrate` writes such
-        files). Settings of numbers may follow, as in "a100, node_egress=100GB/s".
+        files). Settings of numbers may follow, as in "a100, node_egress=100GB/s". NAME-eager is NAME under
+        the framework `torch`.
+      framework: as in `costmodels.load_framework` (None: `layoutopt`). A file that names its compiler keeps
+        its own numbers.
       profiles: a directory of calibrated profiles, in which `NAME.json` replaces the preset NAME.
 
     Raises:
       HardwareError: the name is unknown, the file cannot be read or is invalid (the message lists every
-        fault), or a setting names a number that does not exist.
+        fault), a setting names a number that does not exist, or the framework does not run on such chips.
+      FrameworkError: as `costmodels.load_framework`.
 
     Example:
       >>> import costmodels
       >>> costmodels.load_hardware("a100, node_egress=100GB/s").name
       'a100, node_egress=100GB/s'
+      >>> costmodels.load_hardware("h100", "torch").compiler
+      'launched'
     """
     text, settings = split_name(str(name_or_path))
+    text, framework = _without_software(text, framework)
     if profiles is not None and text in hardware_names() and (profile := profiles / f"{text}.json").is_file():
-        return read_hardware(profile, settings)
+        return read_hardware(profile, settings, framework)
     if text in hardware_names():
-        return read_hardware(_PRESETS / f"{text}.json", settings) if settings else _preset(text)
+        if settings:
+            return read_hardware(_PRESETS / f"{text}.json", settings, framework)
+        return _preset(text, framework)
     path = Path(text)
     if os.path.isfile(path):
-        return read_hardware(path, settings)
+        return read_hardware(path, settings, framework)
     if path.suffix == ".json" or len(path.parts) > 1:
         raise HardwareError(
             f"hardware file {text!r} does not exist; give an existing file, or the name of a preset "
@@ -71,28 +83,58 @@ def load_hardware(name_or_path: str | Path, *, profiles: Path | None = None) -> 
     )
 
 
-def machine_of(hardware: str | Path | Hardware) -> Hardware:
+EAGER = "-eager"
+"""The end of names of chips under PyTorch, as `--hardware` has taken them since before `--framework`."""
+
+
+def _without_software(name: str, framework: str | None) -> tuple[str, str | None]:
+    """The chip of a name, and its framework."""
+    chip = name.removesuffix(EAGER)
+    if chip == name or chip not in hardware_names():
+        return name, framework
+    if framework is not None:
+        raise HardwareError(
+            f"hardware {name!r} is {chip} under the framework torch; with --framework {framework} give "
+            f"--hardware {chip}"
+        )
+    return chip, "torch"
+
+
+def machine_of(hardware: str | Path | Hardware, framework: str | None = None, own: str = DEFAULT) -> Hardware:
     """The hardware that a user names: `load_hardware` of a name or a file, where a profile that the user
     calibrated replaces its preset; a Hardware itself.
 
+    Args:
+      framework: as in `load_hardware`.
+      own: the framework of the model, where neither the user nor the hardware's name says one.
+
     Raises:
-      HardwareError: as `load_hardware`, and for values of other types.
+      HardwareError: as `load_hardware`, for values of other types, and for a Hardware under another
+        framework.
     """
     if isinstance(hardware, Hardware):
+        if framework not in (None, hardware.framework):
+            raise HardwareError(
+                f"the hardware {hardware.name} is loaded under the framework {hardware.framework}, but "
+                f"framework is {framework!r}; pass its name, or load it under {framework!r}"
+            )
         return hardware
     if not isinstance(hardware, str | Path):
         raise HardwareError(
             f"hardware is {hardware!r}; give the name of a preset, the path of a hardware file, or a Hardware"
         )
-    return load_hardware(hardware, profiles=profiles_directory())
+    if framework is None and own != DEFAULT and not split_name(str(hardware))[0].endswith(EAGER):
+        framework = own
+    return load_hardware(hardware, framework, profiles=profiles_directory())
 
 
-def read_hardware(path: Path, settings: Sequence[str] = ()) -> Hardware:
-    """The hardware in the file at `path` with some numbers set; HardwareError names every fault."""
+def read_hardware(path: Path, settings: Sequence[str] = (), framework: str | None = None) -> Hardware:
+    """The hardware in the file at `path` under a framework, with some numbers set; HardwareError names every
+    fault."""
     from costmodels.hardware.schema import read
 
     with reading(f"hardware file {str(path)!r}", error=HardwareError):
-        content = _completed(read_json(path), path)
+        content = _described(read_json(path), path, framework)
     hardware, faults = read(content)
     if hardware is not None and settings:
         hardware, faults = read(changed(content, settings))
@@ -105,8 +147,8 @@ def read_hardware(path: Path, settings: Sequence[str] = ()) -> Hardware:
 
 
 @lru_cache
-def _preset(name: str) -> Hardware:
-    return read_hardware(_PRESETS / f"{name}.json")
+def _preset(name: str, framework: str | None) -> Hardware:
+    return read_hardware(_PRESETS / f"{name}.json", framework=framework)
 
 
 def _known(asked: str) -> str:
@@ -114,35 +156,48 @@ def _known(asked: str) -> str:
 
 
 def preset_content(name: str) -> dict[str, Any]:
-    """The parsed file of a preset, from which a calibration starts (a copy)."""
+    """The parsed file of a preset under the default framework, from which a calibration starts (a copy)."""
     if name not in hardware_names():
         raise HardwareError(f"hardware {name!r} is not known; {_known(name)}")
     path = _PRESETS / f"{name}.json"
-    content: dict[str, Any] = _completed(read_json(path), path)
+    content: dict[str, Any] = _described(read_json(path), path, None)
     return content
 
 
-def _completed(content: Any, path: Path) -> Any:
-    """The content of a file; one that is `like` a preset has all of that preset that it does not say itself.
+def _described(content: Any, path: Path, framework: str | None) -> Any:
+    """The content of a file with what a framework changes.
 
-    Numbers and curves are replaced whole, with their sources.
+    A file that is `like` a preset has all of that preset, under the framework, that it does not say itself.
+    Numbers and curves are replaced whole, with their sources. A file that names its compiler has the numbers
+    of that software already, as a machine's that was calibrated; a framework changes none of them.
     """
-    if not isinstance(content, dict) or "like" not in content:
+    if not isinstance(content, dict):
         return content
-    like, own = content["like"], {k: v for k, v in content.items() if k != "like"}
-    if like not in hardware_names():
+    like, own = content.get("like"), {k: v for k, v in content.items() if k != "like"}
+    if like is None:
+        base, own = own, {}
+    elif like not in hardware_names():
         found = f'hardware file {str(path)!r} has "like": {like!r}, which is not a preset'
         raise HardwareError(f"{found}; {_known(str(like))}")
-    if own.get("name", like) == like:  # the errors of predictions are known by name
+    elif own.get("name", like) == like:  # the errors of predictions are known by name
         raise HardwareError(
             f'hardware file {str(path)!r} is "like" {like!r}, but has no name of its own; add "name"'
         )
-    return _merged(preset_content(like), own)
-
-
-def _merged(base: Any, own: Any) -> Any:
-    whole = not isinstance(base, dict) or not isinstance(own, dict) or {"value", "points"} & own.keys()
-    return own if whole else {**base, **{k: _merged(base.get(k), v) for k, v in own.items()}}
+    else:
+        base = read_json(_PRESETS / f"{like}.json")
+    software = load_framework(framework or str(base.get("framework", DEFAULT)))
+    kind, chips = base.get("kind"), [str(base.get("name")), str(own.get("name"))]
+    if kind in KINDS and kind not in software.kinds:
+        runs = [name for name in framework_names() if kind in load_framework(name).kinds]
+        raise HardwareError(
+            f"framework {software.name} does not run on {chips[0]}, a {kind}; give other --hardware, or one "
+            f"of the frameworks that do: {', '.join(runs)}"
+        )
+    if "compiler" not in base:
+        for overlay in software.overlays():
+            for part in overlay.parts(str(kind), chips):
+                base = merged(base, part)
+    return merged({**base, "framework": software.text}, own)
 
 
 def profile_of(content: Mapping[str, Any], path: Path) -> Hardware:

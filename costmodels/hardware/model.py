@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, get_args
 
+from costmodels.frameworks import DEFAULT
 from costmodels.hardware.curve import Curve
 from costmodels.hardware.links import GpuCluster, SharedMemory, Torus
 from costmodels.hardware.numbers import (
@@ -165,6 +166,7 @@ class Hardware:
 
     Attributes:
       compiler: the profile of the compiler or engine of its programs (`costmodels.pricing.compilers`).
+      framework: the software whose overlays its numbers have (`costmodels.load_framework`).
       jax_devices: JAX's names of such a device (`jax.Device.device_kind`).
 
     Example:
@@ -182,6 +184,7 @@ class Hardware:
     chip: Chip
     topology: Torus | GpuCluster | SharedMemory
     compiler: CompilerName = "none"
+    framework: str = DEFAULT
     jax_devices: tuple[str, ...] = ()
     overlap: NamedPairs[Fraction] = ()
     collective_curves: tuple[CollectiveCurve, ...] = ()

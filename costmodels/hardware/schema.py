@@ -27,6 +27,8 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from costmodels.frameworks import DEFAULT
+from costmodels.frameworks.framework import Kind
 from costmodels.hardware import links, model, numbers
 from costmodels.hardware.curve import Curve, curve_fault
 from costmodels.hardware.peaks import peaks_fault
@@ -231,12 +233,13 @@ class _HardwareFile(_Form):
     frozen_as = model.Hardware
     format: Literal["layoutopt-hardware/1"]
     name: Text
-    kind: Literal["tpu", "gpu", "cpu"]
+    kind: Kind
     summary: Text
     device: Text
     jax_devices: list[Text] = []
     calibrated: bool
     compiler: model.CompilerName = "none"
+    framework: Text = DEFAULT
     chip: _ChipForm
     topology: _TopologyForm
     overlap: dict[Purpose, _Fraction] = {}
@@ -255,34 +258,9 @@ class _HardwareFile(_Form):
 def read(content: Any) -> tuple[model.Hardware | None, list[str]]:
     """The hardware in parsed JSON `content`, and its faults as 'path: fault'; one of the two is empty."""
     try:
-        return _freeze(_HardwareFile.model_validate(_with_compiler(content))), []
+        return _freeze(_HardwareFile.model_validate(content)), []
     except ValidationError as error:
         return None, [_fault(e) for e in error.errors()]
-
-
-_BY_TOPOLOGY: dict[str, tuple[model.CompilerName, model.CompilerName]] = {
-    "torus": ("xla-tpu", "none"),
-    "cluster": ("xla-gpu", "eager"),
-    "shared_memory": ("xla-cpu", "local"),
-}
-"""What compiles programs of a file that says only whether operations fuse, by its topology: if so, if not."""
-
-
-def _with_compiler(content: Any) -> Any:
-    """The content of a file with the name of its compiler profile: a host that launches kernels runs no
-    program of XLA's, and files may say `fuses` alone."""
-    if not isinstance(content, dict) or not isinstance(content.get("chip"), dict):
-        return content
-    found = {k: v for k, v in content.items() if k != "fuses"}
-    if "fuses" in content or "compiler" not in content:
-        topology = content.get("topology")
-        kind = topology.get("kind") if isinstance(topology, dict) else None
-        by_kind = _BY_TOPOLOGY.get(kind, ("xla", "none")) if isinstance(kind, str) else ("xla", "none")
-        found["compiler"] = by_kind[not content.get("fuses", False)]
-    launched = content["chip"].get("launch_interval") is not None
-    if launched and str(found["compiler"]).startswith("xla"):
-        found["compiler"] = "launched"
-    return found
 
 
 NUMBER = '{"value": 80, "unit": "GB", "source": "…", "date": "2026-01"}'

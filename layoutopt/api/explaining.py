@@ -235,6 +235,7 @@ def explain(
     sensitivity: bool = False,
     check: bool = False,
     on_progress: Progress = lambda *_: None,
+    framework: str | None = None,
 ) -> Explained:
     """Explains a plan's layout: searches again with each of its splits undone, and without the memory limit.
 
@@ -249,6 +250,7 @@ def explain(
       sensitivity: also search with half and twice the bandwidth, memory and devices, and vary the hardware's
         numbers within their uncertainties.
       check: prove without a solver that no layout of the search space is faster.
+      framework: the training software (None: the plan's).
 
     Raises:
       UserError: the plan's model is not loaded, `without` names a decision that the plan's search could not
@@ -262,7 +264,9 @@ def explain(
     """
     if not isinstance(plan, Plan):
         raise UserError(f"explain {plan!r}: pass a result of layoutopt.search, or load_plan(path).of(model)")
-    model, machine = model_of(plan), machine_of(hardware or plan.data.hardware)
+    if not isinstance(hardware, Hardware):
+        hardware, framework = hardware or plan.data.hardware, framework or plan.data.framework
+    model, machine = model_of(plan), machine_of(hardware, framework)
     asked, rules, memory = plan.question, plan.allowed, float(plan.limit(machine))
     features = forbidden(plan, rules, without)
     found = evaluate(model, plan.mesh, plan.layout, machine, plan.options)

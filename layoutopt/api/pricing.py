@@ -91,6 +91,7 @@ class PricedLayout(Shown):
         return CostResult(
             **given_fields(of.model, of.program.mesh, of.layout, of.decided),
             hardware=of.prices.hardware.name,
+            framework=of.prices.hardware.framework,
             predicted=self.predicted,
             training=self.training,
             feasible=self.fits,
@@ -161,6 +162,7 @@ class Linted(Shown):
         return LintResult(
             **given_fields(of.model, of.program.mesh, of.layout, of.decided),
             hardware=of.prices.hardware.name,
+            framework=of.prices.hardware.framework,
             predicted=self.priced.predicted,
             feasible=self.priced.fits,
             findings=[Finding(**asdict(found)) for found in self.findings],
@@ -193,6 +195,7 @@ def cost(
     options: Options | None = None,
     tokens: float | None = None,
     price: float | None = None,
+    framework: str | None = None,
     **decided: Any,
 ) -> PricedLayout:
     """Predicts the time and memory of a layout.
@@ -206,6 +209,8 @@ def cost(
       memory: memory of a device in bytes (None: the hardware's memory).
       options: the decisions other than the layout.
       tokens, price: also report days and cost of training on this many tokens at this price per chip-hour.
+      framework: the training software, `NAME[@VERSION][:variant=option,…]` (None: the plan's, else the
+        model's own).
       decided: instead of `options`, any of storage, recompute, microbatches, context, offload, schedule,
         collective_matmul and diloco, written as on the command line or as lists of texts.
 
@@ -231,8 +236,9 @@ def cost(
             raise UserError("cost: the plan sets the layout and the options; remove the arguments for them")
         plan = mesh
         mesh, layout, options = plan.mesh, plan.layout, plan.options
-        hardware = plan.data.hardware if hardware is None else hardware
-    machine = machine_of(HARDWARE if hardware is None else hardware)
+        if hardware is None:
+            hardware, framework = plan.data.hardware, framework or plan.data.framework
+    machine = machine_of(HARDWARE if hardware is None else hardware, framework, model.framework)
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     options = options_of(model, options, decided)
     found = evaluate(model, mesh, layout_of(layout), machine, options)
@@ -250,12 +256,13 @@ def lint(
     options: Options | None = None,
     time_limit: float | Clock | None = LOOKING,
     odd: Sequence[linting.UnlikeArray] = (),
+    framework: str | None = None,
     **decided: Any,
 ) -> Linted:
     """Finds likely mistakes in a layout, and the time that they cost against the best layout of the mesh.
 
     Args:
-      model, mesh, layout, hardware, options, decided: as in `cost`.
+      model, mesh, layout, hardware, options, framework, decided: as in `cost`.
       time_limit: seconds for the search for the best layout (four fifths) and for single changes.
       odd: arrays of the user's own shardings to report, each with the placement that avoids its move.
 
@@ -268,7 +275,7 @@ def lint(
       >>> found = layoutopt.lint(mlp.model(), "data:4", "", hardware="tpu-v5e")
     """
     clock = Clock.of(time_limit)
-    priced = cost(model, mesh, layout, hardware, options=options, **decided)
+    priced = cost(model, mesh, layout, hardware, options=options, framework=framework, **decided)
     of, limit = priced.evaluation, priced.limit
     mesh, machine = of.program.mesh, of.prices.hardware
     answer = None

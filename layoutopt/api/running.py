@@ -58,6 +58,7 @@ def validate(
     layouts: Sequence[Layout | str] | None = None,
     runs: ValidationRuns | None = None,
     on_progress: OnProbe | None = None,
+    framework: str | None = None,
     **more: Any,
 ) -> Validated:
     """Runs layouts of a model on this machine and compares measured with predicted times.
@@ -70,6 +71,7 @@ def validate(
       layouts: at least two layouts to run (None: the best layout, named layouts and random layouts).
       runs: the number of layouts and steps, the engine and the input.
       on_progress: called before each layout.
+      framework: the training software that is predicted (None: the model's own).
       more: fields of `ValidationRuns`, such as `steps=20`, which override `runs`.
 
     Raises:
@@ -78,7 +80,9 @@ def validate(
     if isinstance(layouts, str):
         raise UserError(f"layouts {layouts!r}: pass a list of at least two layouts")
     (how,) = gathered("validate", more, (ValidationRuns, runs))
-    found = validation.validate(model, mesh, machine_of(hardware), layouts, how, on_progress)
+    found = validation.validate(
+        model, mesh, machine_of(hardware, framework, model.framework), layouts, how, on_progress
+    )
     return Validated(ValidateResult.model_validate(found))
 
 

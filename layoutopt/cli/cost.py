@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING, Any
 from layoutopt.cli.given import UNDECIDED, ByHand
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
+    ON,
     OUTPUT,
     THIS_MACHINE,
-    HardwareOption,
     LayoutOption,
     LinesOption,
     MemoryOption,
     MeshOption,
     ModelArgument,
+    OnHardware,
     Output,
-    SetHardwareOption,
     SetOption,
     examples,
-    read_hardware,
     read_memory,
 )
 from layoutopt.cli.terminal import BAD, FITS, Terminal, facts, layout_text
@@ -54,8 +53,7 @@ def cost(
     layout: LayoutOption = None,
     decided: ByHand = UNDECIDED,
     settings: SetOption = None,
-    hardware: HardwareOption = THIS_MACHINE,
-    set_hardware: SetHardwareOption = None,
+    machine_on: OnHardware = ON,
     memory: MemoryOption = None,
     tokens: TokensOption = None,
     price: PriceOption = None,
@@ -66,10 +64,11 @@ def cost(
     from layoutopt.api.pricing import cost as priced
 
     terminal = output.terminal
-    machine = read_hardware(hardware, set_hardware)
+    machine = machine_on.read()  # refused before anything takes time
     limit = read_memory(memory, machine)
     count, prices = read_tokens(tokens), read_prices(price or (), [machine.name])
     loaded, given = decided.load(model, settings, mesh, layout)
+    machine = machine_on.read(loaded.model)
     found = priced(
         loaded.model,
         given.mesh,
@@ -82,7 +81,7 @@ def cost(
     )
     of, notes = found.evaluation, list(found.notes)
     opened = opened_lines(of) if lines else []
-    if given.plan is not None and hardware == THIS_MACHINE != given.plan.data.hardware:
+    if given.plan is not None and machine_on.hardware == THIS_MACHINE != given.plan.data.hardware:
         its = given.plan.data.hardware
         notes.append(
             f"the plan is for {its}, but this prediction is for {THIS_MACHINE}; add --hardware {its} "
@@ -169,6 +168,7 @@ def _show(
         ("parallel", told.forms(forms)),
         *decided_rows(said, loaded.model),
         ("hardware", f"{machine.name}: a device is {machine.device}"),
+        ("framework", machine.framework),
         ("step", f"{told.step(p)} (of {seconds_text(p.communication_seconds)})"),
         *told.achieved(p),
         *([("training", total.words)] if total else []),

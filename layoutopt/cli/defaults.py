@@ -247,16 +247,17 @@ def of_plan(ctx: typer.Context, path: str, known: Mapping[str, Any]) -> Values:
 
 def _where(plan: Plan) -> Values:
     """What the plan is for: devices, hardware, memory."""
-    from layoutopt.cli.options import read_hardware
-    from layoutopt.cli.plans import hardware_of
+    from layoutopt.cli.plans import hardware_of, machine_of_plan
 
     question, machine = plan.question, hardware_of(plan)
     found: Values = {"hardware": machine, "objective": question.objective}
+    if plan.data.framework is not None:
+        found["framework"] = plan.data.framework
     if question.devices is None:
         found["mesh"] = str(plan.mesh)
     else:
         found |= {"devices": question.devices, "max_axes": question.max_axes}
-    if question.memory_bytes not in (None, int(read_hardware(machine).usable_memory_bytes)):
+    if question.memory_bytes not in (None, int(machine_of_plan(plan).usable_memory_bytes)):
         found["memory"] = f"{question.memory_bytes}B"
     return found
 

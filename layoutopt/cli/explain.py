@@ -11,6 +11,7 @@ import typer
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
     OUTPUT,
+    FrameworkOption,
     Output,
     TimeLimitOption,
     check_out,
@@ -88,6 +89,7 @@ def explain(
         ),
     ] = None,
     model: ModelOption = None,
+    framework: FrameworkOption = None,
     time_limit: TimeLimitOption = None,
     output: Output = OUTPUT,
 ) -> None:
@@ -99,7 +101,7 @@ def explain(
     clock = time_limited(time_limit)
     terminal = output.terminal
     check_out(out, read=[model])
-    planned = open_plan(plan, model)
+    planned = open_plan(plan, model, framework=framework)
     with StepProgress(terminal, "searching", 1) as bar:
         found = explained(
             planned.plan.of(planned.loaded.model),

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layoutopt.cli.options import JsonOption, SetHardwareOption, complete_hardware, examples, read_hardware
+from layoutopt.cli.options import (
+    FrameworkOption,
+    JsonOption,
+    SetHardwareOption,
+    complete_hardware,
+    examples,
+    read_hardware,
+)
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.plan.units import bytes_text, rate_text
 from reports.views.view import BYTES, Column, Kind, View
@@ -29,6 +36,7 @@ def hardware(
         ),
     ] = None,
     set_hardware: SetHardwareOption = None,
+    framework: FrameworkOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the hardware presets, or show one with the source of each number."""
@@ -36,7 +44,7 @@ def hardware(
     if name is None:
         _list(terminal)
     else:
-        _one(terminal, read_hardware(name, set_hardware))
+        _one(terminal, read_hardware(name, set_hardware, framework))
 
 
 def _list(terminal: Terminal) -> None:
@@ -83,6 +91,7 @@ def _one(terminal: Terminal, machine: Hardware) -> None:
         ("name", machine.name),
         ("", machine.summary),
         ("a device is", machine.device),
+        ("framework", machine.framework),
         ("memory", f"{bytes_text(machine.usable_memory_bytes)} of {bytes_text(machine.memory_bytes)} usable"),
         ("calibrated", _calibration(machine)),
         *(("note", note) for note in machine.notes),

@@ -12,17 +12,15 @@ from layoutopt.cli.cost import show_doubts
 from layoutopt.cli.given import UNDECIDED, ByHand, GivenOptions
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
+    ON,
     OUTPUT,
-    THIS_MACHINE,
-    HardwareOption,
     LayoutOption,
     MeshOption,
     ModelArgument,
+    OnHardware,
     Output,
-    SetHardwareOption,
     SetOption,
     examples,
-    read_hardware,
     read_mesh,
 )
 from layoutopt.cli.plans import load_with_plan
@@ -48,8 +46,7 @@ def lint(
     layout: LayoutOption = None,
     decided: ByHand = UNDECIDED,
     settings: SetOption = None,
-    hardware: HardwareOption = THIS_MACHINE,
-    set_hardware: SetHardwareOption = None,
+    machine_on: OnHardware = ON,
     time_limit: Annotated[
         float,
         typer.Option(
@@ -66,8 +63,9 @@ def lint(
     from reports.views import facts as told
 
     terminal = output.terminal
-    machine = read_hardware(hardware, set_hardware)
+    machine_on.read()  # refused before anything takes time
     loaded, plan = load_with_plan(model, settings, layout, mesh)
+    machine = machine_on.read(loaded.model)
     if layout is None and loaded.function("shardings") is not None:
         given, unlike = own_shardings(loaded, mesh, decided.options(loaded))
     else:
@@ -82,7 +80,7 @@ def lint(
     fits = of.known.fits(of.memory.peak, found.priced.limit)
     rows = [
         *told.model(found.data.model),
-        ("mesh", f"{given.mesh} ({given.mesh.devices} devices), {machine.name}"),
+        ("mesh", f"{given.mesh} ({given.mesh.devices} devices), {machine.name} under {machine.framework}"),
         ("layout", _text(given, of.pipeline)),
         ("step", f"{seconds_text(of.cost.step_seconds)} predicted"),
         ("memory", f"{used_text(of.memory.peak, found.priced.limit)} per device"),

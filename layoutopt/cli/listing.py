@@ -40,6 +40,7 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
     "More": {
         "init": "Write a commented model.py to start from, or an example.",
         "hardware": "List the hardware presets, or show one with the source of each number.",
+        "frameworks": "List the training software that can be predicted, or show one with its sources.",
         "solve-problem": "Solve a problem in layoutopt's format, or in that of the ASPLOS 2025 contest.",
     },
 }

@@ -22,13 +22,20 @@ from layoutopt.runtime.clock import Clock
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from layoutopt.cli.terminal import Terminal
-    from mesh_tf_core import Mesh
+    from mesh_tf_core import Mesh, Model
 
 THIS_MACHINE = "cpu-local"
 LONGEST = 1e7
 """Seconds that anything waits: some months."""
 LOADED = 1.0
 """Seconds after the time limit in which what a command is about is loaded."""
+
+
+def complete_framework(incomplete: str) -> list[str]:
+    """Names of frameworks that begin so."""
+    from costmodels.frameworks import framework_names
+
+    return [name for name in framework_names() if name.startswith(incomplete)]
 
 
 def complete_hardware(incomplete: str) -> list[str]:
@@ -132,6 +139,17 @@ SetHardwareOption = Annotated[
         metavar="NAME=VALUE",
         help="Override a number of the hardware, e.g. node_egress=100GB/s (repeatable).",
         show_default=False,
+    ),
+]
+FrameworkOption = Annotated[
+    str | None,
+    typer.Option(
+        "--framework",
+        metavar="NAME_OR_FILE",
+        help="Training software to predict for, NAME[@VERSION][:variant=option,…], or a file (see "
+        "`layoutopt frameworks`).",
+        autocompletion=complete_framework,
+        show_default="the model's own: jax for a JAX program, else layoutopt",
     ),
 ]
 MemoryOption = Annotated[
@@ -259,11 +277,31 @@ def examples(*lines: str) -> str:
     return "\n\n".join(["Examples:" if len(lines) > 1 else "Example:", *lines])
 
 
-def read_hardware(name: str, settings: Sequence[str] | None = None) -> Hardware:
-    """Hardware by name or file, with numbers set."""
+def read_hardware(
+    name: str, settings: Sequence[str] | None = None, framework: str | None = None, model: Model | None = None
+) -> Hardware:
+    """Hardware by name or file under a framework, the model's own if none is named, with numbers set."""
+    from costmodels.frameworks import DEFAULT
     from costmodels.hardware import machine_of, with_settings
 
-    return machine_of(with_settings(name, settings or ()))
+    own = DEFAULT if model is None else model.framework
+    return machine_of(with_settings(name, settings or ()), framework, own)
+
+
+@dataclass(frozen=True)
+class OnHardware:
+    """The hardware and the software that a command predicts for."""
+
+    hardware: HardwareOption = THIS_MACHINE
+    set_hardware: SetHardwareOption = None
+    framework: FrameworkOption = None
+
+    def read(self, model: Model | None = None) -> Hardware:
+        """The hardware, under the model's own framework if none is named."""
+        return read_hardware(self.hardware, self.set_hardware, self.framework, model)
+
+
+ON = OnHardware()
 
 
 def read_memory(text: str | None, hardware: Hardware) -> int:

@@ -43,6 +43,15 @@ class Planned:
     limit: int
 
 
+def machine_of_plan(
+    plan: Plan, settings: Sequence[str] | None = None, framework: str | None = None
+) -> Hardware:
+    """The hardware and software that the plan was made for; a framework that is named replaces the plan's."""
+    from layoutopt.cli.options import read_hardware
+
+    return read_hardware(hardware_of(plan), settings, framework or plan.data.framework)
+
+
 def hardware_of(plan: Plan) -> str:
     """The hardware file that the plan was made for, if it is there; else the hardware's name."""
     from costmodels.hardware import split_name
@@ -51,12 +60,15 @@ def hardware_of(plan: Plan) -> str:
     return given if given is not None and os.path.isfile(split_name(given)[0]) else plan.data.hardware
 
 
-def open_plan(path: Path, model: str | None, on_damage: Told | None = None) -> Planned:
+def open_plan(
+    path: Path, model: str | None, on_damage: Told | None = None, framework: str | None = None
+) -> Planned:
     """A plan file with its model, built with the plan's hyperparameters.
 
     Args:
       model: value of `--model`; None: the file that the plan was made from, if it is unchanged.
       on_damage: as in `load_plan`.
+      framework: as in `machine_of_plan`.
 
     Raises:
       UserError: the plan or the model does not exist, only the plan names the model, or the model has
@@ -64,12 +76,11 @@ def open_plan(path: Path, model: str | None, on_damage: Told | None = None) -> P
     """
     from layoutopt.plan.build import load_plan
 
-    return with_model(load_plan(path, on_damage), path, model)
+    return with_model(load_plan(path, on_damage), path, model, framework)
 
 
-def with_model(plan: Plan, path: Path, model: str | None) -> Planned:
+def with_model(plan: Plan, path: Path, model: str | None, framework: str | None = None) -> Planned:
     """The same of a plan that is read already."""
-    from layoutopt.cli.options import read_hardware
     from layoutopt.models.checked import leave
 
     if model is None:
@@ -77,7 +88,7 @@ def with_model(plan: Plan, path: Path, model: str | None) -> Planned:
     else:
         leave()
     loaded = load_planned(model, None, str(path), plan)
-    machine = read_hardware(hardware_of(plan))
+    machine = machine_of_plan(plan, framework=framework)
     return Planned(plan, loaded, machine, plan.limit(machine))
 
 

@@ -10,7 +10,7 @@ import typer
 
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import OUTPUT, Output, check_out, examples, path_option
-from layoutopt.cli.plans import ModelOption, hardware_of, with_model
+from layoutopt.cli.plans import ModelOption, machine_of_plan, with_model
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.training_cost import PriceOption, TokensOption, read_prices, read_tokens, training_cost
 from layoutopt.optimize.plan_details import with_details
@@ -119,11 +119,9 @@ def _complete(terminal: Terminal, path: Path, model: str | None) -> Plan:
 
 def _billed(plan: Plan, tokens: float | None, price: float | None) -> Plan:
     """The plan with what training takes; as it is where nothing of that is asked."""
-    from layoutopt.cli.options import read_hardware
-
     if tokens is None and price is None:
         return plan
-    machine = read_hardware(hardware_of(plan), None)
+    machine = machine_of_plan(plan)
     return plan.with_training(training_cost(plan.predicted, machine, plan.mesh.devices, tokens, price))
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from layoutopt.cli.given import GivenOptions
 from layoutopt.cli.options import THIS_MACHINE, read_hardware, read_mesh
-from layoutopt.cli.plans import hardware_of, load_planned, named_plan
+from layoutopt.cli.plans import load_planned, machine_of_plan, named_plan
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import plural
 from layoutopt.runtime import signals
@@ -129,7 +129,7 @@ def machine_of_run(
 
     if hardware is None and given.plan is not None:
         with contextlib.suppress(UserError):  # a file that is not here
-            machine = read_hardware(hardware_of(given.plan), settings)
+            machine = machine_of_plan(given.plan, settings)
             if runs_on(session.kind, machine):
                 return machine
     return machine_here(session, hardware, settings)

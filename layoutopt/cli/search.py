@@ -14,21 +14,19 @@ from layoutopt.cli.defaults import START
 from layoutopt.cli.exits import tell
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
+    ON,
     OUTPUT,
-    THIS_MACHINE,
-    HardwareOption,
     MemoryOption,
     MeshOption,
     ModelArgument,
+    OnHardware,
     Output,
-    SetHardwareOption,
     SetOption,
     TimeLimitOption,
     check_out,
     examples,
     in_time,
     path_option,
-    read_hardware,
     read_memory,
     read_mesh,
     time_limited,
@@ -81,8 +79,7 @@ def search(
     ] = None,
     max_axes: MaxAxesOption = 2,
     settings: SetOption = None,
-    hardware: HardwareOption = THIS_MACHINE,
-    set_hardware: SetHardwareOption = None,
+    machine_on: OnHardware = ON,
     memory: MemoryOption = None,
     objective: Annotated[
         Objective,
@@ -120,13 +117,14 @@ def search(
     terminal = output.terminal
     check_out(out, read=[model])
     check_out(report, "--report", [model, out])
-    machine = read_hardware(hardware, set_hardware)
+    machine = machine_on.read()  # refused before anything takes time
     limit = read_memory(memory, machine)
     count, prices = read_tokens(tokens), read_prices(price or (), [machine.name])
     on = None if mesh is None else read_mesh(mesh)
     many = devices if on is None else on.devices
     loaded = in_time(clock, model, lambda: load_model(model, settings or (), many))
     check_tokens(count, loaded.model.tokens)
+    machine = machine_on.read(loaded.model)
     where: dict[str, Any] = {
         "mesh": on,
         "devices": devices,
@@ -178,7 +176,7 @@ def search(
                 write_report(terminal, [_detailed(terminal, clock, nearest, loaded, machine, limit)], report)
             show_repairs(terminal, found)
             raise typer.Exit(refused.exit_code) from None
-        named = with_settings(hardware, set_hardware or ())
+        named = with_settings(machine_on.hardware, machine_on.set_hardware or ())
         question = kept.plan.question.model_copy(
             update={"hardware": named, "command": command_line(typed, {})}
         )

@@ -14,6 +14,7 @@ from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
     OUTPUT,
     THIS_MACHINE,
+    FrameworkOption,
     HardwaresOption,
     MemoryOption,
     ModelArgument,
@@ -165,6 +166,7 @@ def size(
     allowed: Allowed = OnAnyMesh(),  # noqa: B008
     settings: SetOption = None,
     set_hardware: SetHardwareOption = None,
+    framework: FrameworkOption = None,
     memory: MemoryOption = None,
     time_limit: TimeLimitOption = None,
     out: Annotated[
@@ -189,11 +191,12 @@ def size(
         "inference": _count(inference, "--inference", "1T") or 0.0,
     }
     names = hardware or [THIS_MACHINE]
-    machines = [read_hardware(name, set_hardware) for name in names]
+    machines = [read_hardware(name, set_hardware, framework) for name in names]
     prices = read_prices(price or (), [machine.name for machine in machines])
     numbers = _devices(devices or ())
     limit = None if memory is None else float(parse_bytes(memory))
     loaded = in_time(clock, model, lambda: load_model(model, settings or (), max(numbers, default=None)))
+    machines = [read_hardware(name, set_hardware, framework, loaded.model) for name in names]
     with StepProgress(terminal, "sizing", 1) as bar:
         found = answer(
             lambda **hparams: load_model(model, hparams).model,

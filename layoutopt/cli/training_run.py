@@ -255,6 +255,7 @@ class TrainingRun:
             mesh=self.given.mesh.as_dict(),
             layout=axes_of(self.given.layout),
             hardware=self.machine.name,
+            framework=self.machine.framework,
             predicted=self.predicted,
             first_step=self.began_at,
             steps=self.began_at + len(self.losses),

@@ -11,20 +11,18 @@ import typer
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.job import ALONE, Job
 from layoutopt.cli.options import (
+    ON,
     OUTPUT,
-    THIS_MACHINE,
     EngineName,
     EngineOption,
-    HardwareOption,
     MeshOption,
     ModelArgument,
+    OnHardware,
     Output,
-    SetHardwareOption,
     SetOption,
     check_out,
     examples,
     path_option,
-    read_hardware,
     read_mesh,
 )
 from layoutopt.cli.progress import StepProgress
@@ -54,8 +52,7 @@ def validate(
     steps: Annotated[int, typer.Option(min=1, help="Number of timing samples per layout.")] = 7,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the random layouts.")] = 0,
     settings: SetOption = None,
-    hardware: HardwareOption = THIS_MACHINE,
-    set_hardware: SetHardwareOption = None,
+    machine_on: OnHardware = ON,
     engine: EngineOption = EngineName.auto,
     out: Annotated[
         Path | None,
@@ -69,7 +66,7 @@ def validate(
     from mesh_tf_core.files import write_file
 
     check_out(out, read=[model])
-    machine = read_hardware(hardware, set_hardware)
+    machine = machine_on.read()
     devices = read_mesh(mesh)
     with job.open(engine, output) as session:
         terminal = session.terminal

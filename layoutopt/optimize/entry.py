@@ -80,6 +80,7 @@ def search(
     objective: Objective | str = Objective.TIME,
     on_progress: OnSearchStatus | None = None,
     on_better: Better | None = None,
+    framework: str | None = None,
     **asked: Any,
 ) -> Plan:
     """Finds the best layout of a model and proves that no layout in the search space is better.
@@ -92,6 +93,7 @@ def search(
       space: the search space: splits, storage, recomputation, microbatches, pipelines and so on.
       limits: limits of memory, time and output.
       objective: `time` (fastest that fits), `memory` (least peak), or `pareto` (adds the frontier of both).
+      framework: the training software, `NAME[@VERSION][:variant=option,…]` (None: the model's own).
       asked: fields of `SearchSpace` and of `Limits`, such as `pins="batch:data"` or `memory=16e9`; they
         override `space` and `limits`.
 
@@ -125,7 +127,7 @@ def search(
         )
     allowed, limits = gathered("search", asked, (SearchSpace, space), (Limits, limits))
     clock = Clock.of(limits.time_limit).again()
-    chosen = machine_of(hardware)
+    chosen = machine_of(hardware, framework, model.framework)
     _check(mesh, devices, objective, limits, clock.limit, allowed)
     shapes = meshes(mesh, devices, limits.max_axes, chosen)
     allowed = resolved(allowed, [Target(model, shape, chosen.hosts_apart) for shape in shapes])

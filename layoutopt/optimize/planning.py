@@ -127,6 +127,7 @@ def make_plan(
             best.evaluation.decided.renamed(names), best.layout.renamed(names), best.evaluation.pipeline
         ).model_dump(),
         hardware=request.hardware.name,
+        framework=request.hardware.framework,
         slices={names.get(axis, axis): n for axis, n in _slices(request.hardware, best.mesh)},
         predicted=predicted_of(best.evaluation, names),
         solver=_solver(request, best, proof, search.considered),

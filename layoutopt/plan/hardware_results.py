@@ -90,3 +90,56 @@ class CalibrateTpuResult(CommandResult):
     held_out_error: Figure
     typical_error: dict[str, Mapping[str, Figure]]
     measurements: int
+
+
+class FrameworkVariant(Data):
+    """A choice of a framework's user: option -> what it is."""
+
+    summary: str
+    default: str
+    options: Mapping[str, str]
+
+
+class FrameworkSummary(Data):
+    """Training software in short.
+
+    Attributes:
+      chips: kinds of chips that it runs on.
+    """
+
+    name: str
+    summary: str
+    chips: list[str]
+    variants: Mapping[str, FrameworkVariant]
+
+
+class FrameworkList(CommandResult):
+    """`frameworks`."""
+
+    command = "frameworks"
+    frameworks: list[FrameworkSummary]
+
+
+class FrameworkNumber(Data):
+    """A number or a name that a framework, or an option of a variant, sets in place of a chip's own.
+
+    Attributes:
+      chip: a chip, or a kind of chips.
+      option: the variant and its option, as `attention=flash2`; '' for the framework itself.
+    """
+
+    option: str
+    chip: str
+    path: str
+    value: str
+    source: str = ""
+    date: str = ""
+    uncertainty: Figure | None = None
+
+
+class FrameworkResult(FrameworkSummary, CommandResult):
+    """`frameworks NAME`: what it sets, with the source of each number."""
+
+    command = "frameworks"
+    notes: list[str]
+    numbers: list[FrameworkNumber]

@@ -83,6 +83,7 @@ class CostResult(Decided, LayoutResult):
 
     command = "cost"
     hardware: str
+    framework: str
     predicted: Predicted
     training: TrainingForecast | None = Field(default=None, exclude_if=lambda value: value is None)
     feasible: Flag
@@ -105,6 +106,7 @@ class LintResult(Decided, LayoutResult):
 
     command = "lint"
     hardware: str
+    framework: str
     predicted: Predicted
     feasible: Flag
     findings: list[Finding]
@@ -337,6 +339,7 @@ class TrainResult(LayoutResult):
 
     command = "train"
     hardware: str
+    framework: str
     predicted: Predicted
     first_step: int
     steps: int

@@ -225,6 +225,7 @@ class PlanFile(Decided):
 
     Attributes:
       layout: dimension to the mesh axes it is split over, the outermost first.
+      framework: the software that it is predicted for; None in plans of releases before frameworks.
       slices: mesh axis to number of slices that it spans; left out for one.
       training: time and cost of training, on request.
       space: the space that `solver` is about.
@@ -235,6 +236,7 @@ class PlanFile(Decided):
     mesh: dict[str, PositiveInteger]
     layout: dict[str, Names]
     hardware: str = ""
+    framework: str | None = None
     slices: dict[str, PositiveInteger] = Field(default_factory=dict)
     predicted: Predicted
     training: TrainingForecast | None = None

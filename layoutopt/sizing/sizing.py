@@ -150,6 +150,7 @@ def size(
     space: SearchSpace | None = None,
     limits: Limits | None = None,
     on_progress: Tell | None = None,
+    framework: str | None = None,
     **asked: Any,
 ) -> Sizing:
     """Finds the best size of a model to train, the chips, their number and the days of training.
@@ -158,6 +159,7 @@ def size(
       model: a function from hyperparameters to a model, like model() in a model file.
       hparams: hyperparameters with other values than their defaults.
       price: the price of a chip-hour: one number, or a mapping from the name of the hardware.
+      framework: the training software (None: the hardware's own).
       space: the search space of the layouts, without decisions that name axes of a mesh.
       limits: `memory` and `max_axes` apply to each search, `time_limit` and `keep_best` to all together.
       asked: fields of `Goal`, `Scaling`, `SizeRange`, `SearchSpace` and `Limits`; they override `goal`,
@@ -189,7 +191,8 @@ def size(
                 f"size: {f.name!r} applies only to a single search of a layout, not to size; "
                 f"{known_names(f.name, LIMITS)}"
             )
-    return _sized(model, hparams, goal, scaling, sizes, chosen, limits, (hardware, price), on_progress)
+    machines = machines_of(hardware, price, limits.memory, framework)
+    return _sized(model, hparams, goal, scaling, sizes, chosen, limits, machines, on_progress)
 
 
 def _sized(
@@ -200,7 +203,7 @@ def _sized(
     sizes: SizeRange,
     chosen: SearchSpace,
     limits: Limits,
-    on: tuple[Any, Any],
+    machines: list[OfferedHardware],
     on_progress: Tell | None,
 ) -> Sizing:
     served = {name: value for name, value in vars(goal).items() if name not in ("devices", "inference")}
@@ -215,7 +218,6 @@ def _sized(
         raise UserError(
             "--law (a published law) and --fit (a law fitted to your runs) cannot be combined; remove one"
         )
-    machines = machines_of(*on, limits.memory)
     if question.money is not None:
         for machine in machines:
             if machine.price is None:
@@ -257,10 +259,11 @@ def machines_of(
     hardware: str | Hardware | Sequence[str | Hardware],
     price: float | Mapping[str, float] | None,
     memory: float | None = None,
+    framework: str | None = None,
 ) -> list[OfferedHardware]:
     """The machines of a question, each once, with their prices."""
     asked: list[Any] = [*hardware] if isinstance(hardware, list | tuple) else [hardware]
-    loaded = [machine_of(each) for each in asked]
+    loaded = [machine_of(each, framework) for each in asked]
     names = [machine.name for machine in loaded]
     prices = price if isinstance(price, Mapping) else dict.fromkeys(names, price)
     for name, value in prices.items():

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import mesh_tf_core as mtf
-from costmodels.hardware import hardware_names, load_hardware, preset_content, read_hardware, write_profile
+from costmodels.hardware import hardware_names, load_hardware
 from costmodels.hardware.model import CompilerName
 from costmodels.pricing.compilers import COMPILERS, compiler_of
 from costmodels.pricing.compilers.xla import Joining
@@ -57,29 +56,3 @@ def test_profiles_differ_as_they_say() -> None:
     assert all(count[name] < count["none"] for name, made in COMPILERS.items() if made.memory.fuses)
     joined = {n for n, items in found.items() if any(isinstance(i, Sent) and i.joined for i in items)}
     assert joined == {name for name, made in COMPILERS.items() if issubclass(made, Joining)}
-
-
-@pytest.mark.parametrize(
-    ("like", "says", "name"),
-    [
-        ("tpu-v4", {"fuses": True}, "xla-tpu"),
-        ("tpu-v4", {"fuses": False}, "none"),
-        ("h100", {"fuses": True}, "xla-gpu"),
-        ("h100", {"fuses": False}, "eager"),
-        ("a100-eager", {"fuses": True}, "launched"),
-        ("cpu-jax", {"fuses": True}, "xla-cpu"),
-        ("cpu-local", {"fuses": False}, "local"),
-        ("h100", {}, "eager"),
-        ("h100", {"compiler": "launched"}, "launched"),
-    ],
-)
-def test_a_file_may_say_only_whether_operations_fuse(
-    like: str, says: dict[str, Any], name: str, tmp_path: Path
-) -> None:
-    content = {k: v for k, v in preset_content(like).items() if k != "compiler"} | says
-    assert write_profile(content, tmp_path / "mine.json").compiler == name
-    assert read_hardware(tmp_path / "mine.json").compiler == name
-
-
-def test_a_host_that_launches_runs_no_program_of_xla() -> None:
-    assert load_hardware("h100, launch_interval=20 us").compiler == "launched"

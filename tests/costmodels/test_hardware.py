@@ -15,7 +15,7 @@ from costmodels import HardwareError, hardware_names, load_hardware
 from costmodels.hardware import Curve, monotone, preset_content, read_hardware, write_profile
 from mesh_tf_core.errors import UserError
 
-GPUS = ("a100", "a100-40", "a100-eager", "b200", "h100", "h100-hbm2e", "h200", "v100", "v100-eager")
+GPUS = ("a100", "a100-40", "b200", "h100", "h100-hbm2e", "h200", "v100")
 TPUS = ("tpu-v2", "tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7")
 PRESETS = sorted((*GPUS, *TPUS, "cpu-jax", "cpu-local"))
 
@@ -56,7 +56,7 @@ def test_numbers_are_per_device() -> None:
 
 @pytest.mark.parametrize(
     ("name", "sold"),
-    [("v100", 32), ("a100-40", 40), ("a100", 80), ("a100-eager", 80), ("h100", 80), ("h200", 141)],
+    [("v100", 32), ("a100-40", 40), ("a100", 80), ("h100", 80), ("h200", 141)],
 )
 def test_a_gpu_has_the_memory_that_cuda_reports(name: str, sold: int) -> None:
     """The number that it is sold by, in GiB, but for 1 or 2 %; the runtime takes its reserve of that."""

@@ -244,6 +244,7 @@ def from_jax(
         results.metrics(writer, block),
         title,
         token_dims=tokens,
+        framework="jax",
         origin=origin,
     )
 

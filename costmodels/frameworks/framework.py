@@ -1,0 +1,148 @@
+"""A framework as a record: what its software changes in the description of a chip.
+
+A chip's file is physics. The compiler profile, the share of its peaks that whole steps keep, overlap,
+launches and the memory that a process takes beside the step are the software's. A framework's file holds them
+as *overlays*: parts of a hardware file, which replace the chip's, as those of a file that is `like` another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+Kind = Literal["gpu", "tpu", "cpu"]
+KINDS: tuple[str, ...] = get_args(Kind)
+"""The kinds of chips."""
+VERSION = "version"
+"""The variant that `NAME@VERSION` chooses."""
+
+
+@dataclass(frozen=True)
+class OverlaidNumber:
+    """A number, or a name, that an overlay sets: its path in a hardware file, and its source.
+
+    Attributes:
+      option: the variant and its option, as `attention=flash2`; '' for the framework itself.
+      chip: a chip, or a kind of chips.
+    """
+
+    option: str
+    chip: str
+    path: str
+    value: str
+    source: str = ""
+    date: str = ""
+    uncertainty: float | None = None
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Overlay(_Record):
+    """What a framework, or one of its options, changes.
+
+    Attributes:
+      summary: in words, for who must choose.
+      kinds: kind of chip -> parts of the files of all chips of that kind.
+      on: chip -> parts of its file, and of files that are `like` it. They replace those of its kind.
+    """
+
+    summary: Text
+    kinds: Mapping[Kind, dict[str, Any]] = {}
+    on: Mapping[str, dict[str, Any]] = {}
+
+    def parts(self, kind: str, chips: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """The parts for a chip, each replacing what an earlier one says.
+
+        Args:
+          chips: the chip, after the one that it is `like`.
+        """
+        for found in (self.kinds.get(kind), *map(self.on.get, chips)):  # type: ignore[call-overload]
+            if found is not None:
+                yield found
+
+
+class Variant(_Record):
+    """One choice of a framework's user, such as the attention kernel; `default` is one of its options."""
+
+    summary: Text
+    default: Text
+    options: Mapping[str, Overlay]
+
+    @model_validator(mode="after")
+    def _known(self) -> Variant:
+        if self.default not in self.options:
+            raise ValueError(
+                f"the default {self.default!r} is not among the options: {', '.join(self.options)}"
+            )
+        return self
+
+
+class Framework(Overlay):
+    """Training software, with its variants chosen.
+
+    Attributes:
+      kinds: as in `Overlay`; it runs on these kinds of chips.
+      variants: name -> its options.
+      chosen: variant -> option, where the user said one.
+      file: the path, if it is a user's own.
+    """
+
+    format: Literal["layoutopt-framework/1"]
+    name: Text
+    variants: Mapping[str, Variant] = {}
+    notes: tuple[Text, ...] = ()
+    chosen: Mapping[str, str] = Field(default={}, exclude=True)
+    file: str = Field(default="", exclude=True)
+
+    @property
+    def text(self) -> str:
+        """How a user names it: `load_framework` returns the same framework for this text."""
+        said = dict(self.chosen)
+        version = f"@{said.pop(VERSION)}" if VERSION in said else ""
+        options = ",".join(f"{name}={option}" for name, option in said.items())
+        return f"{self.file or self.name}{version}{':' * bool(options)}{options}"
+
+    def options(self) -> dict[str, str]:
+        """Every variant with its option."""
+        return {name: self.chosen.get(name, each.default) for name, each in self.variants.items()}
+
+    def numbers(self) -> Iterator[OverlaidNumber]:
+        """What the framework sets, and every option of each variant."""
+        yield from self._of("", self)
+        for name, variant in self.variants.items():
+            for option, overlay in variant.options.items():
+                yield from self._of(f"{name}={option}", overlay)
+
+    def _of(self, option: str, overlay: Overlay) -> Iterator[OverlaidNumber]:
+        for chip, part in (*overlay.kinds.items(), *overlay.on.items()):
+            for path, found in _leaves(part, ""):
+                if isinstance(found, Mapping) and "points" in found:
+                    said = {k: found[k] for k in ("source", "date", "uncertainty") if k in found}
+                    yield OverlaidNumber(option, chip, path, "curve", **said)
+                elif isinstance(found, Mapping):
+                    unit = "" if found["unit"] in ("1", "count") else f" {found['unit']}"
+                    said = {k: v for k, v in found.items() if k not in ("value", "unit")}
+                    yield OverlaidNumber(option, chip, path, f"{found['value']:g}{unit}", **said)
+                else:
+                    yield OverlaidNumber(option, chip, path, str(found))
+
+    def overlays(self) -> Iterator[Overlay]:
+        """The framework itself, then the option of each variant."""
+        yield self
+        for name, option in self.options().items():
+            yield self.variants[name].options[option]
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """The numbers, curves and plain values of a part of a hardware file, each with its path."""
+    if isinstance(value, Mapping) and not {"value", "points"} & value.keys():
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{path}.{key}" if path else key)
+    else:
+        yield path, value

@@ -1,0 +1,94 @@
+"""`layoutopt frameworks`: the training software that can be predicted, and where its numbers come from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layoutopt.cli.options import JsonOption, complete_framework, examples
+from layoutopt.cli.terminal import Terminal, facts
+from reports.views.view import Column, Kind, View
+
+if TYPE_CHECKING:
+    from costmodels.frameworks import Framework
+
+EXAMPLES = examples(
+    "layoutopt frameworks", "layoutopt frameworks megatron", "layoutopt frameworks torchtitan --json"
+)
+
+
+def frameworks(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME_OR_FILE]",
+            help="Framework to show: NAME[@VERSION][:variant=option,…], or a framework file.",
+            autocompletion=complete_framework,
+            show_default=False,
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the training software that can be predicted, or show one with its sources."""
+    from costmodels.frameworks import framework_names, load_framework
+
+    terminal = Terminal(as_json)
+    if name is None:
+        _list(terminal, [load_framework(each) for each in framework_names()])
+    else:
+        _one(terminal, load_framework(name))
+
+
+def _list(terminal: Terminal, found: list[Framework]) -> None:
+    from layoutopt.plan.hardware_results import FrameworkList, FrameworkSummary
+
+    terminal.result(FrameworkList(frameworks=[FrameworkSummary(**_summary(each)) for each in found]))
+    columns = (
+        Column("name", "name"),
+        Column("chips", "chips"),
+        Column("variants", "variants"),
+        Column("summary", "software"),
+    )
+    rows = [(f.name, ", ".join(f.kinds), ", ".join(f.variants), f.summary) for f in found]
+    terminal.show(View("Training software", columns, rows))
+    terminal.show("", "layoutopt frameworks NAME shows every number with its source.")
+
+
+def _one(terminal: Terminal, found: Framework) -> None:
+    from layoutopt.plan.hardware_results import FrameworkNumber, FrameworkResult
+
+    numbers = [FrameworkNumber(**each.__dict__) for each in found.numbers()]
+    terminal.result(FrameworkResult(**_summary(found), notes=list(found.notes), numbers=numbers))
+    chosen = found.options()
+    rows = [
+        ("name", found.text),
+        ("", found.summary),
+        ("runs on", ", ".join(found.kinds)),
+        *((name, f"{chosen[name]} of {', '.join(each.options)}") for name, each in found.variants.items()),
+        *(("note", note) for note in found.notes),
+    ]
+    terminal.show(facts(rows), "")
+    columns = (
+        Column("option", "option"),
+        Column("chip", "chip"),
+        Column("number", "what"),
+        Column("value", "value"),
+        Column("uncertainty", "±", Kind(lambda share: f"{100 * share:.0f}%")),
+        Column("date", "date"),
+        Column("source", "source"),
+    )
+    shown = [(n.option, n.chip, n.path, n.value, n.uncertainty, n.date, n.source) for n in numbers]
+    terminal.show(View("Set in place of the chip's own", columns, shown))
+
+
+def _summary(found: Framework) -> dict[str, Any]:
+    variants = {
+        name: {
+            "summary": each.summary,
+            "default": each.default,
+            "options": {option: overlay.summary for option, overlay in each.options.items()},
+        }
+        for name, each in found.variants.items()
+    }
+    return {"name": found.name, "summary": found.summary, "chips": list(found.kinds), "variants": variants}

@@ -1,0 +1,149 @@
+"""Frameworks: chip files are physics, the software's numbers are overlays, and files of users win."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from costmodels import (
+    FrameworkError,
+    HardwareError,
+    framework_names,
+    hardware_names,
+    load_framework,
+    load_hardware,
+)
+from costmodels.frameworks import DEFAULT, Framework
+from costmodels.hardware import machine_of, preset_content
+from costmodels.hardware.load import _PRESETS
+from costmodels.pricing.compilers import COMPILERS
+
+SOFTWARE = (
+    "attention_efficiency", "launch_interval", "memory_doubt", "memory_reserve", "published_mfu", "sustained",
+    "unaligned_efficiency",
+)  # fmt: skip
+"""Numbers of a chip's file that depend on what runs on it."""
+CHIPS = [name for name in hardware_names() if load_hardware(name).kind != "cpu"]
+RUNS = [
+    (n, chip)
+    for n in framework_names()
+    for chip in CHIPS
+    if load_hardware(chip).kind in load_framework(n).kinds
+]
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_chip_file_is_physics(chip: str) -> None:
+    content = json.loads((_PRESETS / f"{chip}.json").read_text())
+    assert not {"compiler", "overlap"} & content.keys()
+    assert not set(SOFTWARE) & content["chip"].keys()
+
+
+@pytest.mark.parametrize(("name", "chip"), RUNS)
+def test_every_framework_completes_every_chip_that_it_runs_on(name: str, chip: str) -> None:
+    machine, software = load_hardware(chip, name), load_framework(name)
+    assert (machine.name, machine.framework) == (chip, name)
+    assert machine.compiler in COMPILERS and 0 < machine.usable_memory_bytes < machine.memory_bytes * 1.0001
+    for path, number in machine.numbers():
+        assert number.source.strip() and number.date[:2] == "20", path
+    for variant, each in software.variants.items():
+        for option in each.options:
+            found = load_hardware(chip, f"{name}:{variant}={option}")
+            assert load_framework(found.framework).options()[variant] == option
+
+
+@pytest.mark.parametrize("name", framework_names())
+def test_a_framework_is_found_again_by_its_text(name: str) -> None:
+    found = load_framework(name)
+    assert found.text == name == found.name and found.kinds
+    for number in found.numbers():
+        assert number.value and (number.source or "." not in number.path), number
+    for variant, each in found.variants.items():
+        for option in each.options:
+            said = load_framework(f"{name}:{variant}={option}")
+            assert load_framework(said.text) == said and said.options()[variant] == option
+
+
+def test_what_a_user_asks_is_answered_in_one_line(tmp_path: Path) -> None:
+    broken = tmp_path / "mine.json"
+    broken.write_text(json.dumps({"like": "torch", "name": "mine", "variant": {}}))
+    for asked, words in {
+        "troch": "framework 'troch' is not known; did you mean 'torch'? known: deepspeed",
+        "here/mine.json": "framework 'here/mine.json' does not exist; known:",
+        "torchtitan@9": "framework 'torchtitan@9': version has no option '9'; known: 0.2, 0.3, main",
+        "torchtitan:kernel=x": "torchtitan has no variant 'kernel'; known: ",
+        "torchtitan:version": "version has no option 'without a name'; known: ",
+        str(broken): "framework 'mine' is invalid: variant is not a known field",
+    }.items():
+        with pytest.raises(FrameworkError) as caught:
+            load_framework(asked)
+        assert words in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(
+        HardwareError, match=r"torch does not run on tpu-v4, a tpu; give other --hardware, or one "
+    ):
+        load_hardware("tpu-v4", "torch")
+
+
+def test_chips_under_pytorch_have_a_name_of_their_own() -> None:
+    for chip in CHIPS:
+        if load_hardware(chip).kind == "gpu":
+            assert load_hardware(f"{chip}-eager") == load_hardware(chip, "torch")
+    set_too = load_hardware("a100-eager, node_egress=100GB/s")
+    assert (set_too.name, set_too.framework) == ("a100, node_egress=100GB/s", "torch")
+    with pytest.raises(
+        HardwareError, match="'a100-eager' is a100 under the framework torch; with --framework jax"
+    ):
+        load_hardware("a100-eager", "jax")
+
+
+def test_a_model_brings_its_framework_where_nothing_else_is_said() -> None:
+    assert machine_of("h100", own="jax").framework == "jax"
+    assert machine_of("h100", "torch", own="jax").framework == "torch"
+    assert machine_of("h100-eager", own="jax").framework == "torch"
+    loaded = load_hardware("h100")
+    assert machine_of(loaded, own="jax") is loaded
+    with pytest.raises(HardwareError, match="loaded under the framework layoutopt, but framework is 'torch'"):
+        machine_of(loaded, "torch")
+
+
+def test_a_file_that_names_its_compiler_keeps_its_numbers(tmp_path: Path) -> None:
+    """A calibrated machine was measured with its software; a framework may say what runs there, no more."""
+    path, content = tmp_path / "mine.json", preset_content("h100") | {"name": "mine"}
+    path.write_text(json.dumps(content))
+    own, other = load_hardware(path), load_hardware(path, "torch")
+    assert other.framework == "torch" and own.framework == DEFAULT
+    assert (other.compiler, other.chip, other.overlap) == (own.compiler, own.chip, own.overlap)
+
+
+def test_a_file_that_is_like_a_preset_says_the_last_word(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    number = {"value": 0.5, "unit": "1", "source": "measured", "date": "2026-11"}
+    path.write_text(json.dumps({"like": "h100", "name": "mine", "chip": {"sustained": number}}))
+    for name in ("layoutopt", "torch", "megatron"):
+        found, preset = load_hardware(path, name), load_hardware("h100", name)
+        assert found.chip.sustained is not None and found.chip.sustained.value == 0.5
+        assert (found.compiler, found.overlap) == (preset.compiler, preset.overlap)
+
+
+def test_a_number_that_is_set_changes_no_other(tmp_path: Path) -> None:
+    assert load_hardware("h100, launch_interval=20 us").compiler == load_hardware("h100").compiler
+
+
+def test_a_framework_of_the_users_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    part: dict[str, Any] = {"value": 0.7, "unit": "1", "source": "our runs", "date": "2026-11"}
+    content = {
+        "format": "layoutopt-framework/1",
+        "like": "megatron",
+        "name": "mine",
+        "summary": "our fork",
+        "on": {"h100": {"chip": {"sustained": part}, "topology": None}},
+    }
+    path.write_text(json.dumps(content))
+    found = load_hardware("h100", str(path))
+    assert found.framework == str(path) and found.chip.sustained is not None
+    assert found.chip.sustained.value == 0.7 and found.compiler == load_hardware("h100", "megatron").compiler
+    assert isinstance(load_framework(found.framework), Framework)
