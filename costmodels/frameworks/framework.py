@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
-Kind = Literal["gpu", "tpu", "cpu"]
-KINDS: tuple[str, ...] = get_args(Kind)
+ChipKind = Literal["gpu", "tpu", "cpu"]
+KINDS: tuple[str, ...] = get_args(ChipKind)
 """The kinds of chips."""
 VERSION = "version"
 """The variant that `NAME@VERSION` chooses."""
@@ -44,7 +44,7 @@ class _Record(BaseModel):
 
 
 class Overlay(_Record):
-    """What a framework, or one of its options, changes.
+    """Parts of hardware files that a framework, or one of its options, changes.
 
     Attributes:
       summary: in words, for who must choose.
@@ -53,7 +53,7 @@ class Overlay(_Record):
     """
 
     summary: Text
-    kinds: Mapping[Kind, dict[str, Any]] = {}
+    kinds: Mapping[ChipKind, dict[str, Any]] = {}
     on: Mapping[str, dict[str, Any]] = {}
 
     def parts(self, kind: str, chips: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -113,7 +113,7 @@ class Framework(Overlay):
         return {name: self.chosen.get(name, each.default) for name, each in self.variants.items()}
 
     def numbers(self) -> Iterator[OverlaidNumber]:
-        """What the framework sets, and every option of each variant."""
+        """Everything that the framework and every option of each variant set."""
         yield from self._of("", self)
         for name, variant in self.variants.items():
             for option, overlay in variant.options.items():

@@ -28,7 +28,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from costmodels.frameworks import DEFAULT
-from costmodels.frameworks.framework import Kind
+from costmodels.frameworks.framework import ChipKind, Text
 from costmodels.hardware import links, model, numbers
 from costmodels.hardware.curve import Curve, curve_fault
 from costmodels.hardware.peaks import peaks_fault
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 else:
     Collective = Literal[tuple(COLLECTIVES)]
 Purpose = Literal["gradient", "parameter", "activation"]
-Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Date = Annotated[str, StringConstraints(pattern=r"^\d{4}(-\d{2}(-\d{2})?)?$")]
 CurvePoints = list[tuple[float, float]]
 
@@ -233,7 +232,7 @@ class _HardwareFile(_Form):
     frozen_as = model.Hardware
     format: Literal["layoutopt-hardware/1"]
     name: Text
-    kind: Kind
+    kind: ChipKind
     summary: Text
     device: Text
     jax_devices: list[Text] = []

@@ -71,6 +71,7 @@ def _list(terminal: Terminal) -> None:
     ]
     terminal.show(View("Hardware, per device", columns, rows))
     terminal.show("", "layoutopt hardware NAME shows every number with its source.")
+    terminal.show("NAME-eager, of a GPU, is NAME with --framework torch (see `layoutopt frameworks`).")
 
 
 def _one(terminal: Terminal, machine: Hardware) -> None:

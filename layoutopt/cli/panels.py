@@ -16,6 +16,7 @@ PANELS = {
         "settings",
         "hardware",
         "set_hardware",
+        "framework",
         "memory",
         "model",
         "target",

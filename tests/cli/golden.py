@@ -99,6 +99,7 @@ LINES: dict[str, tuple[str, ...]] = {
     ),
     "init": ("new.py", "model.py", "other.py --example nothing"),
     "hardware": ("", "tpu-v3", "tpu-v33"),
+    "frameworks": ("", "torchtitan@0.3", "torchtitan:kernel=x"),
     "solve-problem": ("problem.json", "broken.json"),
 }
 """Command -> what is typed behind it, beside -h."""

@@ -47,6 +47,7 @@ def test_the_json_is_the_contracts(result: Callable[..., dict[str, Any]]) -> Non
         "mesh",
         "layout",
         "hardware",
+        "framework",
         "predicted",
         "feasible",
         "reason",

@@ -49,6 +49,7 @@ PLAN = [
     "recompute",
     "microbatches",
     "hardware",
+    "framework",
     "predicted",
     "solver",
     "space",
