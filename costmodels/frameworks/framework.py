@@ -144,5 +144,5 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping) and not {"value", "points"} & value.keys():
         for key, inner in value.items():
             yield from _leaves(inner, f"{path}.{key}" if path else key)
-    else:
+    elif value is not None:  # null removes what the chip has
         yield path, value

@@ -1,0 +1,54 @@
+"""The reference of frameworks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.pages.tables import prose, table
+from costmodels.frameworks import Framework, framework_names, load_framework
+from costmodels.hardware import hardware_names, load_hardware
+
+HEAD = """\
+# Frameworks
+
+The same layout on the same chips takes up to twice as long in one training stack as in another, and holds
+other things in memory. `--framework NAME` names the stack that a prediction, a search or an explanation is
+for; a plan records it. Without it, a model from JAX is `jax`, and any other `layoutopt`, this project's own
+programs.
+
+A chip's file has its physics. A framework's file replaces numbers of it: the compiler profile, the share of
+the peak that whole steps keep, launches, overlap, and the memory that a process takes beside the step.
+`layoutopt frameworks NAME` prints them all with source and date; `NAME[@VERSION][:variant=option,…]` chooses
+options of its variants. A JSON file of your own takes `"like"` a framework and its differences
+([how](../guides/extending.md#a-framework)). A hardware file that names its compiler, as calibrated ones do,
+keeps its own numbers under any framework.
+"""
+
+
+def page() -> Iterator[str]:
+    """docs/reference/frameworks.md."""
+    found = [load_framework(name) for name in framework_names()]
+    yield prose(HEAD)
+    yield from table(("name", "software", "chips", "compiler profile"), map(_row, found))
+    variants = [each for each in found if each.variants]
+    if variants:
+        yield "\n## Variants\n"
+        yield from table(("framework", "variant", "options", "meaning"), _variants(variants))
+
+
+def _row(found: Framework) -> tuple[object, ...]:
+    kinds = [kind for kind in found.kinds if kind != "cpu"]  # a machine's own profile stays
+    profiles = [f"`{load_hardware(_chip(kind), found.name).compiler}`" for kind in kinds]
+    return f"`{found.name}`", found.summary, ", ".join(found.kinds), ", ".join(profiles)
+
+
+def _chip(kind: str) -> str:
+    """The first preset of a kind of chips."""
+    return next(name for name in hardware_names() if load_hardware(name).kind == kind)
+
+
+def _variants(found: list[Framework]) -> Iterator[tuple[object, ...]]:
+    for each in found:
+        for name, variant in each.variants.items():
+            options = ", ".join(f"`{o}`" + " (default)" * (o == variant.default) for o in variant.options)
+            yield f"`{each.name}`", f"`{name}`", options, variant.summary
