@@ -61,6 +61,7 @@ def cost(
     output: Output = OUTPUT,
 ) -> None:
     """Predict a layout's step time by operation, axis and phase, and its peak memory."""
+    from costmodels.frameworks import DEFAULT
     from layoutopt.api.pricing import cost as priced
 
     terminal = output.terminal
@@ -82,10 +83,11 @@ def cost(
     of, notes = found.evaluation, list(found.notes)
     opened = opened_lines(of) if lines else []
     if given.plan is not None and machine_on.hardware == THIS_MACHINE != given.plan.data.hardware:
-        its = given.plan.data.hardware
+        its, software = given.plan.data.hardware, given.plan.data.framework
+        its += f" --framework {software}" if software not in (None, DEFAULT) else ""
         notes.append(
-            f"the plan is for {its}, but this prediction is for {THIS_MACHINE}; add --hardware {its} "
-            "to predict for the plan's hardware"
+            f"the plan is for {given.plan.data.hardware}, but this prediction is for {THIS_MACHINE}; add "
+            f"--hardware {its} to predict for the plan's hardware"
         )
     more: dict[str, Any] = {"notes": notes} if notes else {}
     terminal.result(found.data.model_copy(update=more | ({"lines": opened} if lines else {})))

@@ -99,6 +99,7 @@ WORDS: tuple[tuple[str, Callable[[PlanFile], str]], ...] = (
     ("Mesh", lambda p: mesh_text(p.mesh)),
     ("Layout", lambda p: RULES.say(layout_text(p.layout))),
     ("Hardware", lambda p: p.hardware),
+    ("Framework", lambda p: p.framework or ""),
     ("Devices", lambda p: count(p.devices)),
     ("Speed", lambda p: p.predicted.speed),
     ("Per chip", lambda p: p.predicted.chip_speed),

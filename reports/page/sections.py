@@ -219,6 +219,7 @@ def _record(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
         ("Rules of the search", rules(plan)),
         ("Proof checked again", plan.details.proof.words if plan.details.proof else ""),
         ("Hardware", plan.hardware),
+        ("Framework", plan.framework or ""),
         ("Mesh", mesh_option(plan.mesh)),
         ("Layout", shorten(layout_text(plan.layout), LONGEST) or "replicated"),
         *((name.capitalize(), words) for name, words in (*plan.listed().items(), *told.costs(plan))),

@@ -57,6 +57,7 @@ def summary(plan: PlanFile) -> View:
         ("mesh", mesh_option(plan.mesh)),
         ("layout", layout_text(plan.layout)),
         ("hardware", plan.hardware),
+        *([("framework", plan.framework)] if plan.framework else []),
         *plan.listed().items(),
         ("step_seconds", p.step_seconds),
         ("compute_seconds", p.compute_seconds),
