@@ -8,7 +8,8 @@ from benchmarks.published_gpu import MEGATRON, SIZES, VOCAB_GPT, common_run, mes
 from benchmarks.published_megatron import gpt
 from benchmarks.published_rows import lowered, peak, read
 from costmodels import load_hardware
-from costmodels.liveness import MemoryProfile, MemoryRules, memory
+from costmodels.liveness import MemoryProfile, memory
+from costmodels.pricing.compilers.launched import Launched
 from mesh_tf_core.ir.phase import Phase
 
 
@@ -25,7 +26,7 @@ def memory_rows() -> list[dict[str, Any]]:
     found = {}
     for again in (False, True):
         program = lowered(gpt, sizes, mesh, layout, recompute=again)
-        found[again] = memory(program, MemoryRules(fuses=True))
+        found[again] = memory(program, Launched.memory)
     state = float(row["par_opt_GiB"])
     none = float(row["act_none_GiB"])
     full = none * float(row["act_pct_fullrecompute"]) / 100

@@ -13,7 +13,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 
 import layoutopt
 import mesh_tf_core as mtf
-from benchmarks.unseen_memory import RULES, by_rule
+from costmodels.hardware import load_hardware
 from costmodels.pricing.lines import Cost
 from examples import bert, moe_lm, transformer_lm
 from mesh_tf_core.errors import UserError
@@ -202,17 +202,31 @@ def priced(row: Row) -> dict[str, Any]:
     if row.decided.get("schedule"):
         found["seconds_by_kind"] = by_kind(answers[0].evaluation.cost)
     if row.table == NANOTRON:
-        held = by_rule(answers[0].evaluation, row.sizes)
-        known, limit = answers[0].evaluation.known, answers[0].limit
-        found["held"] = {
-            words: {"gib": gib, "fits": known.fits(gib * 2**30, limit)} for words, gib in held.items()
-        }
+        eager = replace(load_hardware(row.hardware), compiler="eager")
+        sizes = row.sizes | {"layers": _layers_of_first_stage(row)}
+        answer = layoutopt.cost(
+            _model(row.family, tuple(sizes.items())), row.mesh, row.layout, eager, **row.decided
+        )
+        peak = answer.evaluation.predicted.peak_memory_bytes
+        found["held"] = {"gib": peak / 2**30, "fits": answer.evaluation.known.fits(peak, answer.limit)}
     return {
         **found,
         "predicted_seconds": fmean(p.step_seconds for p in predicted),
         "predicted_gib": predicted[0].peak_memory_bytes / 2**30 if exact else None,
         "fits": predicted[0].peak_memory_bytes <= answers[0].limit if exact else None,
     }
+
+
+def _layers_of_first_stage(row: Row) -> int:
+    """The layers of a model in which every stage has as many as nanotron's first one, whose memory is logged:
+    that takes blocks until their cost passes its share; a layer costs its weights, the head its own, the
+    embedding nothing (huggingface/nanotron @f1adf520, `build_model` of src/nanotron/models/base.py and
+    `get_block_compute_costs` of llama.py)."""
+    layers, width, inner, vocab = (int(row.sizes[n]) for n in ("layers", "d_model", "d_ff", "vocab"))
+    stages = mtf.Mesh(row.mesh).size("pipe") if "pipe" in row.mesh else 1
+    one = 4 * width * width + 3 * inner * width
+    share = (layers * one + vocab * width) / stages
+    return min(int(share // one) + 1, layers) * stages if stages > 1 else layers
 
 
 def by_kind(cost: Cost) -> dict[str, float]:
@@ -250,24 +264,17 @@ def quality(found: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def as_held(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Memory of rows after each rule of `benchmarks.unseen_memory`: errors, and how many rows that ran out of
-    memory fit, plainly or barely."""
-    rows = []
-    for words in RULES:
-        errors = [r["held"][words]["gib"] / r["gib"] - 1 for r in found if r["gib"]]
-        lost = [r["held"][words]["fits"] for r in found if not r["ran"]]
-        ran = [r["held"][words]["fits"] for r in found if r["ran"]]
-        rows.append(
-            {
-                "rule": words,
-                "memory": _of(errors),
-                "out_of_memory_called_fitting": lost.count("yes"),
-                "out_of_memory_called_barely_fitting": lost.count("barely"),
-                "ran_called_too_large": ran.count("no"),
-            }
-        )
-    return rows
+def as_held(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Memory of rows under the profile `eager`: errors, and how many rows that ran out of memory fit, plainly
+    or barely."""
+    lost = [r["held"]["fits"] for r in found if not r["ran"]]
+    ran = [r["held"]["fits"] for r in found if r["ran"]]
+    return {
+        "memory": _of([r["held"]["gib"] / r["gib"] - 1 for r in found if r["gib"]]),
+        "out_of_memory_called_fitting": lost.count("yes"),
+        "out_of_memory_called_barely_fitting": lost.count("barely"),
+        "ran_called_too_large": ran.count("no"),
+    }
 
 
 def _of(errors: list[float]) -> dict[str, Any] | None:

@@ -19,13 +19,22 @@ Where each stage of a pipeline is a program of its own
   (8) what backward reads stays where it was made; a stage has fewer microbatches in flight
       (`PipelineSchedule.in_flight_apart`) than one program of all stages; and only the first or last one has
       the layers before or behind the stages (`costmodels.stage_ends`). The fuller of these two counts.
+
+Where PyTorch's autograd decides what stays for backward (`costmodels.kept`)
+  (9) fused kernels of backward make again what they can of other values that are kept
+  (10) logits are cast to float32 in memory, of which the loss is computed
+  (11) a product keeps its operands as it read them: gathered
+  (12) the result of an operation does not take the place of an operand
+  (13) dropout keeps its mask, a byte an element
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from costmodels.kept import gathered, kept_values, logits, masked, of_ring
 from costmodels.kernels.fused import Fused, fused, made_by_kernels, unwritten
 from costmodels.kernels.fusion import casts_variable, fusion_of
 from costmodels.kernels.quantities import tiling
@@ -35,9 +44,10 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.liveness import Held, Liveness
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.outline import Outline, per_graph
-from mesh_tf_core.ir.program import HostLoad, Instr, Local, Loop, Origin, Program
+from mesh_tf_core.ir.phase import Phase
+from mesh_tf_core.ir.program import AllReduce, HostLoad, Instr, Local, Loop, Origin, Program
 from mesh_tf_core.ir.values import Value
-from mesh_tf_core.ops.dynamic import DynamicSlice, DynamicUpdate
+from mesh_tf_core.ops.dynamic import DynamicUpdate
 from mesh_tf_core.ops.ticks import ScheduleColumn
 
 
@@ -87,16 +97,26 @@ class MemoryRules:
       fuses: the compiler makes kernels of several operations: rules (4) to (6).
       tiles: arrays lie in tiles: rule (7).
       stage_programs: each stage of a pipeline is a program of its own: rule (8).
+      remakes, wide_logits, gathers, masks: rules (9) to (11), and (13).
+      overwrites: rule (4) of `mesh_tf_core.ir.liveness` holds for element-wise operations; else rule (12).
     """
 
     fuses: bool = False
     tiles: bool = False
     stage_programs: bool = False
+    remakes: bool = False
+    wide_logits: bool = False
+    gathers: bool = False
+    masks: bool = False
+    overwrites: bool = True
 
     def sizes(self, program: Program, end: StageEnd = StageEnd.FIRST) -> ValueSizes:
         """The sizes of a program's values, at one of the two stages."""
         rings = _rings(program.outline)[end] if self.stage_programs and program.outline is not None else {}
-        return ValueSizes(fusion_of(program).regrouped if self.tiles else None, rings)
+        regrouped = fusion_of(program).regrouped if self.tiles else None
+        more = Counter[int](masked(program) if self.masks else {})
+        more.update({t: n - 1 for t, n in (gathered(program) if self.gathers else {}).items()})
+        return ValueSizes(regrouped, rings, more)
 
     def work(self, program: Program) -> EndWork:
         """The work of single stages in a program."""
@@ -124,19 +144,21 @@ SMALL = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class ValueSizes:
-    """Bytes that values of a program take on a device, rules (7) and (8).
+    """Bytes that values of a program take on a device, rules (7), (8), (11) and (13).
 
     Attributes:
       regrouped: `Fusion.regrouped` where arrays lie in tiles, None where they do not.
       rings: places of a ring -> those that a stage of its own needs.
+      more: kept tensor -> bytes that are kept besides for each of its own.
     """
 
     regrouped: frozenset[frozenset[str]] | None = None
     rings: Mapping[int, int] = field(default_factory=dict)
+    more: Mapping[int, float] = field(default_factory=dict)
 
     def of(self, value: Value, mesh: Mesh) -> int:
         """Bytes of one device's piece of a value."""
-        size = self._held(value).local_bytes(mesh)
+        size = round(self._held(value).local_bytes(mesh) * (1 + self.more.get(value.tensor, 0)))
         if self.regrouped is None or size < SMALL:
             return size
         return round(size * tiling(value.local(mesh).shape, self.regrouped))
@@ -209,7 +231,7 @@ def kernel_memory(
     anyhow: bool = False,
     end: StageEnd = StageEnd.FIRST,
 ) -> KernelMemory:
-    """Rules (4) to (6), and (8).
+    """Rules (4) to (6), and (8) to (10).
 
     Args:
       kernels: those of `fused(program)`, if known.
@@ -218,6 +240,9 @@ def kernel_memory(
       end: the stage, where each is a program of its own.
     """
     stays = {*_staying(program), *rules.work(program).absent(program, end)} if rules.stage_programs else set()
+    if rules.remakes and program.outline is not None:
+        remade = kept_values(program.outline).without_memory
+        stays |= {value.id for value in program.values if value.tensor in remade}
     if not rules.fuses:
         return KernelMemory({}, {}, frozenset(stays), ())
     if anyhow:
@@ -226,7 +251,7 @@ def kernel_memory(
         kernels = kernels or fused(program)
         inside, made_of = set(kernels.inner), kernels.casts
     twice: dict[int, int] = {}
-    nowhere = inside | made_of.keys() | stays
+    nowhere = (inside | made_of.keys()) - (logits(program) if rules.wide_logits else set()) | stays
     for instr, _ in program.walk():
         if isinstance(instr, Loop):
             nowhere.update(part.inner for part in instr.sliced)
@@ -254,7 +279,7 @@ class _Walk:
         self.held: dict[int, int] = {}
         found = kernel_memory(program, rules, kernels, end=end)
         self.liveness = Liveness(program, found.shared, found.nowhere)
-        self.now = Held(self.liveness)
+        self.now, self.overwrites = Held(self.liveness), rules.overwrites
         self.copies = self._copies(found.casts)
         self.kept: dict[int, int] = {}
 
@@ -281,6 +306,8 @@ class _Walk:
     def _runs(self, instr: Instr, depth: int) -> None:
         now = self.now
         over = now.begins(instr, self._size)
+        if not (self.overwrites or isinstance(instr, AllReduce) or instr.origin.phase == Phase.UPDATE):
+            over = []
         self.born.update((o, instr.origin) for o in instr.outputs if o in now.bytes)
         total = self.resident + sum(self.kept.values()) + now.total - sum(now.bytes[o] for o in over)
         self.points.append(MemoryPoint(instr.name, instr.origin, total, depth))
@@ -310,15 +337,10 @@ class _Walk:
         return found
 
 
-def of_ring(instr: Local) -> bool:
-    """True if an instruction puts a value into a ring of a stage, or reads one out of it."""
-    return isinstance(instr.op, DynamicUpdate | DynamicSlice) and instr.op.dim == IN_FLIGHT
-
-
 def _staying(program: Program) -> Iterator[int]:
     """What is put into a ring, and what is read out of one, rule (8)."""
     for instr, _ in program.walk():
-        if isinstance(instr, Local) and of_ring(instr):
+        if isinstance(instr, Local) and of_ring(instr.op):
             yield instr.inputs[1] if isinstance(instr.op, DynamicUpdate) else instr.outputs[0]
 
 

@@ -47,6 +47,7 @@ def model(
     kv_heads: int = 0,
     d_ff: int = 1024,
     gated: bool = False,
+    activation: str = "",
     vocab: int = 256,
     batch: int = 16,
     length: int = 128,
@@ -64,7 +65,8 @@ def model(
     Args:
       d_kv: size of one head.
       kv_heads: heads of keys and values (grouped-query attention); 0 means as many as `heads`.
-      gated: three feed-forward matrices, silu(x a) * (x b), instead of two with relu.
+      gated: three feed-forward matrices, activation(x a) * (x b), instead of two.
+      activation: e.g. gelu; by default silu if gated, else relu.
       positions: learned, relative (biases in buckets, as T5), rotary, none, or the number of learned ones.
       rotary_base: the slowest pair of elements turns by 1 / rotary_base per position.
       norm: layer (mean 0 and variance 1) or rms (root mean square 1), with learned scales.
@@ -86,7 +88,7 @@ def model(
         dropout=dropout,
         attention=attention,
     )
-    feed_forward = nn.FeedForward(f, "silu" if gated else "relu", gated, dropout=dropout)
+    feed_forward = nn.FeedForward(f, activation or ("silu" if gated else "relu"), gated, dropout=dropout)
     embedding = nn.Embedding(v, d, training.dtype)
 
     def network(g: mtf.Graph) -> decoding.Logits:

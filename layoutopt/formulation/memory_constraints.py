@@ -51,7 +51,7 @@ class MemoryConstraints:
         self.context, self.dependencies = context, context.dependencies
         self.decided, self.names = decided, tuple(names)
         self.always = again_in(decided.read({})[1])
-        self.rules = tabler.pricer.itemiser.compiler.memory
+        self.rules = tabler.pricer.memory_rules
         self._bytes = _Bytes(context, decided, self.names, tables, tabler)
         self.met = Counter[RowTerm]()
         for meeting in meetings:
@@ -214,7 +214,7 @@ class _Bytes:
         table = self._tables.get(id(cluster)) or self.tabler.table(cluster, self.decided)
         place = [{o: i for i, o in enumerate(self.decided.options[n])} for n in table.names]
         listed = [[p[o] for p, o in zip(place, assignment, strict=True)] for assignment in table.entries]
-        lifetimes, compiler = self.tabler.cache.lifetimes, self.tabler.pricer.itemiser.compiler
+        lifetimes, rules = self.tabler.cache.lifetimes, self.tabler.pricer.memory_rules
         numbers: dict[Hashable, int] = {}
         parts, which = [], []
         for entry in table.entries.values():
@@ -224,8 +224,8 @@ class _Bytes:
                 memories = dict[str, ClusterMemory]()
                 for lowered in entry.lowered:
                     assert lowered.program is not None and entry.mesh is not None
-                    found = lifetimes.of(lowered.program, makers.nodes, lowered.subgraph, compiler.memory)
-                    sizes = compiler.memory.sizes(lowered.program)
+                    found = lifetimes.of(lowered.program, makers.nodes, lowered.subgraph, rules)
+                    sizes = rules.sizes(lowered.program)
                     run = lowered.subgraph.again
                     memories[run] = ClusterMemory(found, lowered.program, entry.mesh, sizes)
                 parts.append(memories)

@@ -7,6 +7,14 @@
 2023, section 3.2).
 (3) Each stage of a pipeline is a program of its own (Narayanan et al. 2021, section 2.2), and autograd keeps
 what backward reads where it was made: nothing is copied into a ring, or out of one.
+(4) Memory (`costmodels.liveness`, rules 9 to 13). Fused kernels keep their operands alone: SwiGLU, GELU and
+norms with their statistics (NVIDIA/Megatron-LM @00caa53a, megatron/core/fusions/fused_bias_swiglu.py). The
+loss casts the logits to float32 and works on the copy in place (@00611e6e,
+megatron/core/tensor_parallel/cross_entropy.py). PyTorch's own kernels write results to new memory and keep
+what their derivatives read (pytorch/pytorch tools/autograd/derivatives.yaml); a product whose weight is split
+by columns keeps the gathered sequence (huggingface/nanotron @f1adf520, `column_linear` of
+src/nanotron/parallel/tensor_parallel/functional.py). Both keep the masks of dropout, a byte an element
+(Korthikanti et al. 2022, section 4.1).
 """
 
 from __future__ import annotations
@@ -15,8 +23,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from costmodels.kept import of_ring
 from costmodels.kernels.partition import FusedKernel, Types
-from costmodels.liveness import MemoryRules, of_ring
+from costmodels.liveness import MemoryRules
 from costmodels.pricing.compilers.xla import Joining, Xla
 from costmodels.pricing.items import Called, Computed
 from costmodels.pricing.units import Find
@@ -27,7 +36,7 @@ from mesh_tf_core.ir.program import Local
 def is_no_kernel(instr: Local, local: Types) -> bool:
     """Rules (1) and (3): whether an instruction is the host's, or moves nothing."""
     types = (local(i) for i in (*instr.inputs, *instr.outputs))
-    return of_ring(instr) or all(not t.shape.dims and not is_float(t.dtype) for t in types)
+    return of_ring(instr.op) or all(not t.shape.dims and not is_float(t.dtype) for t in types)
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,9 @@ class EagerLaunch(Joining):
     """Every operation is a kernel."""
 
     name: ClassVar[str] = "eager"
-    memory: ClassVar[MemoryRules] = MemoryRules(stage_programs=True)
+    memory: ClassVar[MemoryRules] = MemoryRules(
+        stage_programs=True, gathers=True, masks=True, overwrites=False
+    )
 
     def local(self, instr: Local, find: Find, local: Types) -> Iterator[Computed | Called]:
         if not is_no_kernel(instr, local):
@@ -48,7 +59,9 @@ class Launched(Joining, Xla):
 
     name: ClassVar[str] = "launched"
     software: ClassVar[str] = "eager kernels"
-    memory: ClassVar[MemoryRules] = MemoryRules(fuses=True, stage_programs=True)
+    memory: ClassVar[MemoryRules] = MemoryRules(
+        fuses=True, stage_programs=True, remakes=True, wide_logits=True, masks=True
+    )
 
     def kernel(self, kernel: FusedKernel, local: Types) -> Iterator[Computed]:
         if not all(is_no_kernel(instr, local) for instr in kernel.instrs):

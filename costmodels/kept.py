@@ -1,0 +1,244 @@
+"""The values that stay for backward, where a profile keeps others than the program's stacks and rings.
+
+A value that a loop over layers keeps has many names: its stack, the ring of a stage, the part that an
+iteration of backward reads. `kept_values` finds them in the graph, so that a rule is about values, not about
+names, and holds under every layout.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from costmodels.kernels.fusion import ALONE, FREE, MAP, REDUCE, role
+from mesh_tf_core.ir.blocks import IN_FLIGHT, Node
+from mesh_tf_core.ir.dtypes import TensorType, is_float, itemsize
+from mesh_tf_core.ir.op import PRODUCTS, Op
+from mesh_tf_core.ir.outline import Outline, per_graph
+from mesh_tf_core.ir.phase import Phase
+from mesh_tf_core.ir.program import AllGather, Local, Program
+from mesh_tf_core.ir.structure import Connection
+from mesh_tf_core.ir.traits import LabelOperand
+from mesh_tf_core.ops.dynamic import DynamicSlice, DynamicUpdate
+
+
+def of_ring(op: Op) -> bool:
+    """True if an operation puts a value into a ring of a stage, or reads one out of it."""
+    return isinstance(op, DynamicUpdate | DynamicSlice) and op.dim == IN_FLIGHT
+
+
+@dataclass
+class KeptValues:
+    """The values that loops keep for backward.
+
+    Attributes:
+      of: tensor -> the value that it is a name of, in or outside of the body that computes it.
+      names: value -> its tensors outside of that body: stacks, rings and their parts.
+      remade: values that kernels of backward make again from others.
+      masks: value -> masks of dropout, of its shape, that are kept as long.
+    """
+
+    of: dict[int, int] = field(default_factory=dict)
+    names: dict[int, frozenset[int]] = field(default_factory=dict)
+    remade: frozenset[int] = frozenset()
+    masks: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def without_memory(self) -> frozenset[int]:
+        """The tensors of `remade`."""
+        return frozenset[int]().union(*(self.names[value] for value in self.remade))
+
+
+@per_graph
+def kept_values(graph: Outline) -> KeptValues:
+    """The values that the loops of a graph keep."""
+    return _Finder(graph).found()
+
+
+class _Finder:
+    """Attributes:
+    same: tensor -> another name of its value, towards the one that stands for all.
+    makers: value -> the nodes that compute it; `read`: the roles of the operations that read it in backward.
+    """
+
+    def __init__(self, graph: Outline) -> None:
+        self.graph, self.same = graph, dict[int, int]()
+        for block in graph.blocks:
+            self._join((*block.sliced, *block.stacked, *block.saved.items()))
+            for node in block.nodes:
+                self._join(_moved(node))
+        self.makers: dict[int, list[Node]] = {}
+        self.read: dict[int, set[str]] = {}
+        for node in (n for block in graph.blocks for n in block.nodes if n.body is None):
+            moved = {o for _, o in _moved(node)}
+            for o in (o for o in node.outputs if o not in moved and not self._constant(node)):
+                self.makers.setdefault(self.value(o), []).append(node)
+            for i in node.inputs if not moved and node.phase != Phase.FORWARD else ():
+                self.read.setdefault(self.value(i), set()).add(self._role(node))
+        for block in graph.blocks:
+            pairs = zip(block.carry_in, block.carry_out, strict=False)
+            carried = (self.value(i) for i, o in pairs if self.value(i) != self.value(o))
+            for value in (*carried, *(self.value(inner) for inner, _ in block.summed)):
+                self.read.setdefault(value, set()).add(ALONE)
+
+    def value(self, tensor: int) -> int:
+        """The name that stands for a tensor's value."""
+        while tensor in self.same:
+            tensor = self.same[tensor]
+        return tensor
+
+    def _join(self, pairs: Iterable[tuple[int, int]]) -> None:
+        for a, b in pairs:
+            a, b = self.value(a), self.value(b)
+            if a != b:
+                self.same[max(a, b)] = min(a, b)
+
+    def _constant(self, node: Node) -> bool:
+        makers = (self.graph.producer.get(i) for i in node.inputs)
+        return bool(node.inputs) and all(m is not None and not m.inputs and m.body is None for m in makers)
+
+    def found(self) -> KeptValues:
+        graph = self.graph
+        stacks = {o for block in graph.blocks for o in block.saved.values()}
+        rings = {i for n, _ in graph.walk() if of_ring(n.op) for i in n.inputs[:1]}
+        self.kept = {self.value(i) for i in stacks | rings}
+        home = {
+            value: {graph.tensor(o).block for node in self.makers.get(value, ()) for o in node.outputs}
+            for value in self.kept
+        }
+        found = KeptValues()
+        names: dict[int, set[int]] = {value: set() for value in self.kept}
+        for tensor in range(len(graph.tensors)):
+            value = self.value(tensor)
+            if value in names:
+                found.of[tensor] = value
+                if tensor in stacks or graph.tensor(tensor).block not in home[value]:
+                    names[value].add(tensor)
+        found.names = {value: frozenset(tensors) for value, tensors in names.items()}
+        found.remade = frozenset(filter(self._remade, self.kept))
+        for block in graph.blocks:
+            here = Counter(v for node in block.nodes for v in self._like(node, found))
+            found.masks.update((v, max(n, found.masks.get(v, 0))) for v, n in here.items())
+        return found
+
+    def _like(self, node: Node, found: KeptValues) -> list[int]:
+        """Of dropout: a value of its body, and of its result's shape, that the loop over this body keeps."""
+        types = self._types(node)
+        draws = node.op.kind == "random" and node.phase == Phase.FORWARD and types[0] == types[-1]
+        made = self.graph.tensor(node.outputs[0]) if draws else None
+        dim = self.graph.blocks[made.block].dim if made is not None else None
+        if dim is None:
+            return []
+        like = (v for t, v in found.of.items() if self.graph.tensor(t) == made and v not in found.remade)
+        shapes = ((v, self.graph.tensor(t).shape.names) for v in like for t in found.names[v])
+        return [v for v, names in shapes if dim.name in names][:1]
+
+    def _types(self, node: Node) -> tuple[TensorType, ...]:
+        return tuple(self.graph.tensor(i).type for i in (*node.inputs, *node.outputs))
+
+    def _remade(self, value: int) -> bool:
+        makers = self.makers.get(value, ())
+        if not makers or not self.read.get(value, set()) <= {MAP, REDUCE}:
+            return False
+        return all(self._fused(node) and self._follows(node, node) for node in makers)
+
+    def _fused(self, node: Node) -> bool:
+        """Whether a kernel makes elements one by one, with statistics of their row at most."""
+        sizes = [type.shape.size for type in self._types(node)]
+        return self._role(node) in (MAP, REDUCE) and max(sizes) == sizes[-1]
+
+    def _follows(self, node: Node, last: Node) -> bool:
+        """Whether backward has the operands of a node: each is kept, is there for all iterations, lacks
+        dimensions of what the `last` node makes, so that keeping it takes little, or follows from such."""
+        made = self.graph.tensor(last.outputs[0])
+        for i in node.inputs:
+            operand, maker = self.graph.tensor(i), self.graph.producer.get(i)
+            known = self.value(i) in self.kept or operand.block != made.block
+            if known or maker is None or not {*made.shape.names} <= {*operand.shape.names}:
+                continue
+            if (
+                maker.body is not None
+                or self._role(maker) not in (FREE, MAP)
+                or not self._follows(maker, last)
+            ):
+                return False
+        return True
+
+    def _role(self, node: Node) -> str:
+        """The role of a node in a kernel; a product of which the model needs nothing only selects."""
+        if isinstance(node.op, Connection):
+            return ALONE
+        types = self._types(node)[: len(node.inputs)]
+        work = node.op.work(*types)
+        selects = work.product is not None and work.overhead == node.op.flops(*types)
+        return MAP if selects else role(node.op, types)
+
+
+def masked(program: Program) -> dict[int, float]:
+    """The kept tensors of a program beside which masks of dropout are kept, a byte an element, and the bytes
+    of these for each of theirs."""
+    kept = KeptValues() if program.outline is None else kept_values(program.outline)
+    return {
+        v.tensor: kept.masks[kept.of[v.tensor]] / itemsize(v.dtype)
+        for v in program.values
+        if kept.of.get(v.tensor) in kept.masks and v.tensor in kept.names[kept.of[v.tensor]]
+    }
+
+
+def gathered(program: Program) -> dict[int, int]:
+    """The kept tensors of a program that products read gathered, and over how many devices."""
+    if program.outline is None:
+        return {}
+    kept, found = kept_values(program.outline), dict[int, int]()
+    ways: dict[int, tuple[int, int]] = {}
+    for instr, _ in program.walk():
+        if instr.origin.phase != Phase.FORWARD:
+            continue
+        if isinstance(instr, AllGather):
+            n = program.mesh.group_size(instr.axes)
+            ways.update(
+                (o, (program.values[i].tensor, n)) for i, o in zip(instr.inputs, instr.outputs, strict=True)
+            )
+        elif isinstance(instr, Local) and instr.op.free:
+            ways.update((o, ways[i]) for i, o in zip(instr.inputs, instr.outputs, strict=False) if i in ways)
+        elif isinstance(instr, Local) and instr.op.kind in PRODUCTS:
+            for tensor, n in (ways[i] for i in instr.inputs if i in ways):
+                names = kept.names.get(kept.of.get(tensor, -1), frozenset())
+                found.update(dict.fromkeys(names, n))
+    return found
+
+
+def logits(program: Program) -> set[int]:
+    """The values that were cast to a wider type, of which labels pick elements, and their gradients."""
+    wider, found = set[int](), set[int]()
+    for instr in (instr for instr, _ in program.walk() if isinstance(instr, Local)):
+        read, made = ([program.values[i] for i in ids] for ids in (instr.inputs, instr.outputs))
+        if (
+            instr.op.converts
+            and is_float(read[0].dtype)
+            and itemsize(read[0].dtype) < itemsize(made[0].dtype)
+        ):
+            wider.add(made[0].id)
+        elif isinstance(instr.op, LabelOperand):
+            found |= wider.intersection(instr.inputs)
+        elif instr.origin.phase == Phase.BACKWARD and not found.isdisjoint(instr.inputs):
+            found.update(
+                y.id
+                for y in made
+                if (y.shape, y.dtype) in {(x.shape, x.dtype) for x in read if x.id in found}
+            )
+    return found
+
+
+def _moved(node: Node) -> Iterator[tuple[int, int]]:
+    """Pairs of names of one value: what a node reads, and what it only hands on."""
+    if node.body is not None:
+        yield from zip(node.inputs, node.body.carry_in, strict=False)
+        yield from zip(node.body.carry_out, node.outputs, strict=False)
+    elif of_ring(node.op):
+        yield node.inputs[0], node.outputs[0]
+        if isinstance(node.op, DynamicUpdate):
+            yield node.inputs[1], node.outputs[0]
+    elif node.op.free and node.inputs:
+        yield node.inputs[0], node.outputs[0]
