@@ -181,7 +181,7 @@ def _where(subproblem: Subproblem) -> str:
 
 def _ruled(subproblem: Subproblem, how: str = "", listed: int = 0, faster: str = "") -> Ruled:
     """What is shown of a problem; `how`: if not by its bound."""
-    bound, layouts = subproblem.bounds.lower(), count_layouts(subproblem.decided.options)
+    bound, layouts = subproblem.bounds.lower(), count_layouts(subproblem.decided)
     number = subproblem.microbatches
     return Ruled(_where(subproblem), number, layouts, how or bound.source, bound.value, listed, faster)
 

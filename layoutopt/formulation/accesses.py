@@ -54,7 +54,8 @@ class Accesses:
         nodes = [*reads, *casts]
         again = self._access_again(casts, accesses)
         loops = self._loops(again)
-        switches = changing(Affects(recomputed=loops, variables=[variable], read=[variable]))
+        granularity, it = self.dependencies.granularity, [variable]
+        switches = changing(Affects(loops, it, read=it, granularity=granularity))
         subgraph = subgraph_of(self.dependencies, nodes, frozenset(accesses))
         own = variable.shape.names
         dims = tuple(dict.fromkeys((*own, *stages_of(self.graph, (), subgraph))))

@@ -141,7 +141,10 @@ class _Builder:
         variables += [v for v in reads if v.own_storage and v not in own]
         products = sorted(self.products.get(node.index, frozenset()) & self.dependencies.products)
         keys = crosses(node.op)[:1]
-        return changing(Affects(self._recomputed(node), [*own, *variables], keys, own, products=products))
+        every, granularity = [*own, *variables], self.dependencies.granularity
+        return changing(
+            Affects(self._recomputed(node), every, keys, own, products=products, granularity=granularity)
+        )
 
     def _recomputed(self, node: Node) -> tuple[str, ...]:
         """Names of the loops whose recomputation makes a node run again, or changes what it saves."""

@@ -57,6 +57,7 @@ class Dependencies:
         cut: Set[int] = frozenset(),
     ) -> None:
         self.further, self.keeps, self.products = structure.further, structure.keeps, structure.products
+        self.granularity = dict(structure.granularity)
         self.graph, self.returned, self.fusion = graph, frozenset(returned), fusion(graph.outline())
         live = {instr.origin.node for instr, _ in program.walk()}
         loops = (instr for instr, _ in program.walk() if isinstance(instr, Loop))

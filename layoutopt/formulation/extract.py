@@ -17,6 +17,7 @@ Constraints
                                                                                             `memory_constraints`
   (6) sum_c m_c H_c(x) <= host memory, where some choice keeps more on the hosts            `host_memory`
   (7) what loops have there moves while their products run, or w_l says how long loop l waits `host_link`
+  (8) decisions that a restriction couples have one of its combinations of options           `_coupled`
 An option of x_d with which every layout is slower than one that is known leaves its domain       `fixing`
 """
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -90,6 +91,8 @@ class Extraction:
         wanted, every = self.decided.write(layout, options), self.decided.options
         sums = [n for n in self.decided.of(PendingSum) if n in self.names]
         if any(wanted[n] not in every[n] for n in self.names if n not in sums):
+            return None
+        if not all(each.allows(wanted) for each in self.decided.couplings):
             return None
         entries = self._entries(wanted, sums)
         if entries is None:
@@ -157,6 +160,7 @@ class Draft:
         whole: bool = False,
     ) -> None:
         self.model, self.mesh, self.decided, self.pricer = model, mesh, decided, pricer
+        self.together: Combinations | None = None
         if (
             decided.diloco is not None and decided.diloco.delay
         ):  # what does not fit beside them, see `outer_step_context`
@@ -165,7 +169,10 @@ class Draft:
         if not whole:
             self.context = self.context.bounded(decided)
             sums = (PendingSum.at(node, mesh) for node in sorted(self.context.cut))
-            self.decided = Decisions((*decided.every, *sums)) if self.context.cut else decided
+            if self.context.cut:
+                self.decided = decided = replace(decided, every=(*decided.every, *sums))
+        if decided.couplings:
+            self.together = self._agreeing()
         self.program = replace(self.context.program(), mesh=mesh)
         self.meetings = meetings(model, mesh, decided)
         # What meets is updated by the meetings, too, so less of it may be padded.
@@ -175,7 +182,6 @@ class Draft:
         self._met = {id(cluster): each for each in self.meetings for cluster in each.clusters}
         self.left = [*self.context.clusters, *(c for each in self.meetings for c in each.clusters)]
         self.tables: list[Table] = []
-        self.together: Combinations | None = None
         self.unsplit: list[str] = []
 
     def bound(self, cluster: Cluster) -> None:
@@ -224,11 +230,16 @@ class Draft:
             them.
         """
         if rows is not None:
-            self.together = Combinations(Index(self.decided.free, self.decided), tuple(rows))
+            self.together = self._agreeing(rows)
             self.tables = [self.together.of(t) for t in self.tables]
         lost = {n for n, found in self.decided.options.items() if len(decided.options[n]) < len(found)}
         self.tables = [t if lost.isdisjoint(t.names) else t.within(decided) for t in self.tables]
         self.decided = decided
+
+    def _agreeing(self, rows: Sequence[Relation] = ()) -> Combinations:
+        """What rows, and couplings, leave of combinations of options."""
+        index = Index(self.decided.free, self.decided)
+        return Combinations(index, (*rows, *_coupled(self.decided, index)))
 
     def times(self) -> Problem:
         """The problem with the existing tables, without shared latencies of messages."""
@@ -250,6 +261,8 @@ class Draft:
         if fixed := self.fixed_seconds:
             start = Sparse(np.zeros((1, 0), np.int64), np.array([fixed]))
             terms = [*terms, Term((), start, "the start of a step")]
+        for each in _coupled(self.decided, Index(self.decided.free, self.decided)):
+            terms = [*terms, Term(each.scope, Sparse(each.cells, np.zeros(len(each))), "what is coupled")]
         return Problem(f"{self.model.name} on {self.mesh}", tuple(variables), tuple(terms))
 
     def extraction(self, memory: NaturalMemory | None = None) -> Extraction:
@@ -349,6 +362,17 @@ def _time_terms(
     return terms
 
 
+def _coupled(decided: Decisions, index: Index) -> Iterator[Relation]:
+    """(8): the combinations that a restriction allows."""
+    free = {*decided.free}
+    for each in decided.couplings:
+        names = sorted((n for n in each.names if n in free), key=index.number.__getitem__)
+        places = [each.names.index(n) for n in names]
+        rows = {tuple(row[i] for i in places) for row in each.within(decided.options).rows}
+        cells = np.array(index.rows(names, sorted(rows)), np.int64).reshape(len(rows), len(names))
+        yield Relation(index.scope(names), cells)
+
+
 def _message_terms(
     tables: Sequence[Table], groups: Sequence[BucketKey], index: Index, pricer: Pricer
 ) -> list[Term]:
@@ -380,6 +404,12 @@ def _message_terms(
     return terms
 
 
-def count_layouts(options: Mapping[str, Sequence[Choice]]) -> int:
-    """The number of combinations of the options, legal or not."""
-    return math.prod(len(found) for found in options.values())
+def count_layouts(decided: Decisions) -> int:
+    """The number of combinations of the options, legal or not, that agree with couplings; of couplings that
+    share decisions, with the first one."""
+    left, count = dict(decided.options), 1
+    for each in decided.couplings:
+        if left.keys() >= {*each.names}:
+            count *= len(each.rows)
+            left = {name: options for name, options in left.items() if name not in each.names}
+    return count * math.prod(map(len, left.values()))

@@ -17,11 +17,11 @@ from layoutopt.optimize.baselines import (
     by_name,
     chosen_by_name,
 )
+from layoutopt.optimize.best_plans import FAR, BestPlans, StrategyAnswer
 from layoutopt.optimize.bounds import EXACT
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.heuristics import HEURISTICS
 from layoutopt.optimize.request import Request
-from layoutopt.optimize.restricted import FAR, BestPlans, StrategyAnswer
 from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import near_axes
@@ -81,7 +81,8 @@ class Alternatives:
         """Fills them in; `searched` has found the answer."""
         request, best, subproblem = self.request, self.best, searched.incumbents.subproblem_of(self.best)
         quick = {name: (m, x, o) for name, m, x, o in by_name(request.model, best.mesh, self.names)}
-        self.plans = plans = Baselines(request.model, best.mesh, self.shapes).restrictions()
+        quick = {name: own for name, own in quick.items() if searched.incumbents.may_express(*own)}
+        self.plans = plans = Baselines(request.model, best.mesh, self.shapes).plans()
         self.none = [] if {FSDP, CONTEXT} & plans.keys() else [FSDP]
         search = BestPlans(request, best.seconds)
         self.missing += dict.fromkeys([*plans, *quick, *HEURISTICS])  # until they are found
@@ -94,7 +95,7 @@ class Alternatives:
                 self.missing.remove(name)
         for name, heuristic in HEURISTICS.items():
             known = None if request.late else heuristic(request, subproblem)
-            if known is not None:
+            if known is not None and searched.incumbents.may_express(best.mesh, *known):
                 pinned = Pinned(request.model, best.mesh, known[0])
                 self._add(name, search.with_options(pinned), (best.mesh, *known))
             elif not request.late:

@@ -13,7 +13,7 @@
                           Lepikhin et al. 2021); of mixtures of experts alone
 
 `parallelism` decides the role of each dimension. A name covers many plans: the split dimensions of weights,
-the shape of the mesh, storage, recomputation and microbatches are searched (`restricted`), and if weights are
+the shape of the mesh, storage, recomputation and microbatches are searched (`best_plans`), and if weights are
 split, also further splits over their axes elsewhere (sequence parallelism, Korthikanti et al. 2022).
 """
 
@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from layoutopt.space.decisions import ANYTHING, ARGUMENTS, Decisions, SearchSpace, decisions
 from layoutopt.space.kind import HYBRID
 from layoutopt.space.parallelism import parallelism
+from layoutopt.space.restriction import RestrictionError
 from layoutopt.space.sequence_parallel import Elsewhere
 from layoutopt.space.splits import Split, domains
 from layoutopt.space.stages import runs_again
@@ -53,7 +54,7 @@ def chosen_by_name(allowed: SearchSpace) -> SearchSpace:
     pipeline stages, and the user's pins do not apply to them."""
     whole = tuple(stage for stage in allowed.storage if stage != HYBRID and AT not in stage)
     said = {name: getattr(allowed, name) for name, argument in ARGUMENTS.items() if argument.by_name}
-    return SearchSpace(**{**said, "storage": whole or STAGES[:1]})
+    return SearchSpace(**{**said, "storage": whole or STAGES[:1], "restriction": allowed.restriction})
 
 
 class Plans(ABC):
@@ -99,11 +100,14 @@ class NamedStrategy(Plans):
     def decided(self, allowed: SearchSpace, microbatches: int) -> Decisions | None:
         stages = tuple(s for s in allowed.storage if s in self.stages) or self.stages[:1] or allowed.storage
         wanted = replace(chosen_by_name(allowed), storage=stages, microbatches=(microbatches,))
-        every = decisions(self.model.training_step(microbatches).graph, self.mesh, wanted)
+        try:
+            every = decisions(self.model.training_step(microbatches).graph, self.mesh, wanted)
+        except RestrictionError:
+            return None
         further = {name: _within(every.options[name], self.rest) for name in every.of(Elsewhere)}
         every = every.within(further)
         options = self.options({n: every.options[n] for n in every.of(Split)})
-        return None if options is None else every.within(options)
+        return None if options is None else every.within(options).agreeing()
 
     def options(self, every: Mapping[str, tuple[Axes, ...]]) -> dict[str, tuple[Axes, ...]] | None:
         """The options left of the splits of every dimension; None if the name allows none."""
@@ -194,7 +198,7 @@ class Baselines:
         self.model, self.mesh, self.devices, self.shapes = model, mesh, mesh.devices, shapes
         self.dims, self.sizes = parallelism(model), model.graph.dims()
 
-    def restrictions(self) -> dict[str, list[NamedStrategy]]:
+    def plans(self) -> dict[str, list[NamedStrategy]]:
         """Name -> where its plans are."""
         found = {
             "data parallel": [p for p in self._data(WHOLE) if not p.rest],
@@ -277,7 +281,7 @@ def by_name(
       names: names of the mesh's axes in a plan, if they differ.
     """
     yield "replicated", mesh, Layout(), Options()
-    for name, plans in Baselines(model, mesh, frozenset()).restrictions().items():
+    for name, plans in Baselines(model, mesh, frozenset()).plans().items():
         found = next(filter(None, (plan.plain() for plan in plans)), None)
         if found is not None:
             yield name, mesh, *found

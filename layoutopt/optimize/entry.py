@@ -30,6 +30,7 @@ from layoutopt.space.kind import Target
 from layoutopt.space.mesh_shapes import meshes
 from layoutopt.space.objective import Objective
 from layoutopt.space.recorded import recorded
+from layoutopt.space.restriction import EVERYTHING
 from mesh_tf_core.arguments import is_number, is_whole
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.mesh import Mesh
@@ -130,9 +131,11 @@ def search(
     chosen = machine_of(hardware, framework, model.framework)
     _check(mesh, devices, objective, limits, clock.limit, allowed)
     shapes = meshes(mesh, devices, limits.max_axes, chosen)
+    restriction = allowed.restriction.of(model)
+    restriction.narrowed(allowed, SearchSpace())  # refuses what somebody set
     allowed = resolved(allowed, [Target(model, shape, chosen.hosts_apart) for shape in shapes])
     objective = Objective(objective)
-    allowed = allowed.settled(objective)
+    allowed = restriction.narrowed(allowed.settled(objective)).but(restriction=restriction)
     if allowed.offload:
         _check_host(chosen)
     keep_best, top = limits.keep_best, limits.top
@@ -168,6 +171,7 @@ def search(
         if limits.alternatives:
             own = {"mesh": mesh, "devices": devices, "max_axes": limits.max_axes, "hardware": chosen}
             own |= {"memory": limits.memory, "objective": objective, **allowed.keywords}
+            own |= {} if restriction is EVERYTHING else {"restriction": restriction}
             error.diagnose = partial(diagnose, search, model, own, least=looked.least)
         raise
     best = _waiting(request, best, shapes, keep_best)

@@ -3,7 +3,7 @@
   greedy        from nothing split: the one split more that saves most, as long as one saves anything
   least memory  the splits with the smallest peak, whatever they cost in time; what Mesh-TensorFlow's own
                 optimiser (`mesh_tensorflow/auto_mtf`) looks for
-Both decide about splits alone; storage, recomputation and microbatches are chosen after them (`restricted`).
+Both decide about splits alone; storage, recomputation and microbatches are chosen after them (`best_plans`).
 Neither needs tables: greedy predicts single layouts, and memory follows from the legal assignments.
 """
 

@@ -21,6 +21,7 @@ from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.microbatches import dividing
 from layoutopt.space.objective import Objective
+from layoutopt.space.restriction import EVERYTHING
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -92,6 +93,13 @@ class Incumbents:
             with suppress(UserError):
                 self.subproblems[key] = spec.made(self.request.model)
         return self.subproblems.get(key)
+
+    def may_express(self, mesh: Mesh, layout: Layout, options: Options) -> bool:
+        """True unless a restriction excludes a layout."""
+        if self.request.allowed.restriction is EVERYTHING:
+            return True
+        here = self.subproblem(SubproblemKey.of(self.request.model, mesh, layout, options))
+        return here is not None and here.decided.allows(layout, options)
 
     def offer(self, mesh: Mesh, layout: Layout, options: Options, origin: str = "") -> EvaluatedLayout | None:
         """Prices a layout; None if it is not one that may be chosen."""

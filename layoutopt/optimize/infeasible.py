@@ -1,7 +1,7 @@
 """Explains in the user's terms why nothing fits, and lists changes that would help with their predicted
 times.
 
-A restriction (`restrictions`) is a rule about splits, or a field of the space with fewer values than there
+A condition (`conditions`) is a rule about splits, or a field of the space with fewer values than there
 are, whether the user said it or not. Each is lifted alone, and if no single one helps, all are, and those
 that need not be are put back. Beside these are more and more devices until something fits, a smaller and
 smaller batch, and hardware with more memory.
@@ -24,20 +24,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from costmodels.hardware import hardware_names, machine_of
-from layoutopt.optimize.evaluator import Evaluator
-from layoutopt.optimize.incumbents import covers
-from layoutopt.optimize.restrictions import (
+from layoutopt.optimize.conditions import (
     MEMORY,
     Asked,
-    Restriction,
+    Condition,
+    conditions,
     lifted,
     limit_in,
     machine_in,
     of_memory,
     option_text,
-    restrictions,
     space_of,
 )
+from layoutopt.optimize.evaluator import Evaluator
+from layoutopt.optimize.incumbents import covers
 from layoutopt.plan.build import Plan
 from layoutopt.plan.schema import ProofStatus
 from layoutopt.plan.units import size_text
@@ -171,13 +171,13 @@ class _Change:
 
     Attributes:
       plan: the first one that was found.
-      without: restrictions that are lifted.
+      without: conditions that are lifted.
       words: what else changes, as options of `search`.
       more: those options as arguments.
     """
 
     plan: Plan
-    without: Sequence[Restriction] = ()
+    without: Sequence[Condition] = ()
     words: str = ""
     more: Asked = field(default_factory=dict)
     note: str = ""
@@ -201,7 +201,7 @@ class _Diagnosing:
         self.complete = True
 
     def diagnosis(self, least: float) -> Diagnosis:
-        every = restrictions(self.model, self.asked)
+        every = conditions(self.model, self.asked)
         conflict = self._conflict([*(each for each in every if each.said), of_memory(self.asked)])
         alone = [each for each in every if self._try([each]).plan is not None]
         self._look(least)
@@ -220,9 +220,9 @@ class _Diagnosing:
 
     # -- what was asked --------------------------------------------------------------------------------------
 
-    def _conflict(self, held: list[Restriction]) -> list[Restriction]:
+    def _conflict(self, held: list[Condition]) -> list[Condition]:
         """Those conditions that cannot hold together."""
-        conditions, needed = [*held], list[Restriction]()
+        conditions, needed = [*held], list[Condition]()
         for each in conditions:
             if len(held) == 1:  # without any condition, some layout fits
                 return [*needed, each]
@@ -235,9 +235,9 @@ class _Diagnosing:
 
     # -- what would help -------------------------------------------------------------------------------------
 
-    def _together(self, every: Sequence[Restriction]) -> None:
-        """Lifts all restrictions at once: first all but the rules, then all that there are."""
-        most = tuple(restrictions(self.model, self.asked, everything=True))
+    def _together(self, every: Sequence[Condition]) -> None:
+        """Lifts all conditions at once: first all but the rules, then all that there are."""
+        most = tuple(conditions(self.model, self.asked, everything=True))
         free = (tuple(each for each in found if not each.rule) for found in (every, most))
         for left in dict.fromkeys((*free, most)):
             if not left or (plan := self._trial(lifted(self.asked, left)).plan) is None:
@@ -251,7 +251,7 @@ class _Diagnosing:
             self.found.append(_Change(plan, left))
             return
 
-    def _look(self, least: float, without: Sequence[Restriction] = ()) -> None:
+    def _look(self, least: float, without: Sequence[Condition] = ()) -> None:
         """Tries more devices; not those of which each would have to hold less than its part of `least`."""
         asked = self.asked
         small = f"{asked['devices']} devices are too few" if asked.get("devices") else ""
@@ -277,8 +277,8 @@ class _Diagnosing:
                 return
             small = f"1/{parts} does not fit" if trial.none else ""
 
-    def _used(self, change: _Change) -> tuple[dict[Restriction, Any], Plan]:
-        """The restrictions that have to be lifted, each with as few values as a layout that fits needs, and
+    def _used(self, change: _Change) -> tuple[dict[Condition, Any], Plan]:
+        """The conditions that have to be lifted, each with as few values as a layout that fits needs, and
         this layout."""
         base, kept = {**self.asked, **change.more}, change.without
         for each in change.without:
@@ -381,7 +381,7 @@ class _Diagnosing:
         return _Trial(None, False)
 
     def _try(
-        self, without: Sequence[Restriction], words: str = "", more: Asked = NOTHING, note: str = ""
+        self, without: Sequence[Condition], words: str = "", more: Asked = NOTHING, note: str = ""
     ) -> _Trial:
         """Looks whether anything fits under a change, and keeps it if so."""
         trial = self._trial({**lifted(self.asked, without), **more})

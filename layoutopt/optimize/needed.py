@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from layoutopt.optimize.baselines import axis_names
+from layoutopt.optimize.best_plans import lean
 from layoutopt.optimize.least_memory import leanest
 from layoutopt.optimize.request import BESIDE, Request, left_whole
-from layoutopt.optimize.restricted import lean
 from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.units import size_text

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 
 from layoutopt.formulation.extract import count_layouts
 from layoutopt.optimize.agreement import hold_rows, rows_said
+from layoutopt.optimize.best_plans import held
 from layoutopt.optimize.bounds import Bound, Source, State
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.fixing import ClusterWeights, faster, option_costs
@@ -37,7 +38,6 @@ from layoutopt.optimize.merging import simplest
 from layoutopt.optimize.needed import ADVICE, EXCLUDED, nearest_of, needed
 from layoutopt.optimize.pace import Pace, looked_at
 from layoutopt.optimize.request import ANSWERED, SEARCHED, Request, SearchStatus, uneven
-from layoutopt.optimize.restricted import held
 from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem, related
 from layoutopt.optimize.warm_start import WarmStart
@@ -98,7 +98,7 @@ class LayoutSearch:
     @property
     def considered(self) -> int:
         """The number of combinations of decisions."""
-        return sum(count_layouts(each.decided.options) for each in self.incumbents.subproblems.values())
+        return sum(count_layouts(each.decided) for each in self.incumbents.subproblems.values())
 
     @property
     def least(self) -> float:

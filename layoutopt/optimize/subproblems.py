@@ -28,6 +28,7 @@ from layoutopt.space.decisions import Decisions, SearchSpace, decisions
 from layoutopt.space.kind import HYBRID
 from layoutopt.space.microbatches import numbers
 from layoutopt.space.recompute import check_named
+from layoutopt.space.restriction import RestrictionError
 from layoutopt.space.stages import count, ways, why_none
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Axes, Layout
@@ -110,7 +111,7 @@ class Subproblem:
         """The order of subproblems, least first: the most promising, then those that bound more microbatches,
         then small ones, whose answers larger meshes rarely beat."""
         highest = max(bound.value for bound in self.bounds.proven)
-        return highest, self.microbatches, count_layouts(self.decided.options)
+        return highest, self.microbatches, count_layouts(self.decided)
 
     def opened(self, evaluator: Evaluator, clock: Clock = UNLIMITED) -> SubproblemSearch:
         """Its integer program with all options, which bounds it."""
@@ -214,20 +215,25 @@ def subproblems(
       UserError: the model cannot be split into any of these numbers, pins or prohibitions do not suit even
         the smallest, or pipelines are required and none is possible.
     """
-    refused, piped = dict[str, str](), False
+    refused, piped, none = dict[str, str](), False, list[RestrictionError]()
     parts = numbers(model, allowed.microbatches)
     check_named(model.step_graph, allowed.recompute)
     for spec in specs(model, shapes, allowed, near, parts):
         try:
             found = spec.made(model)
+        except RestrictionError as error:
+            none.append(error)
+            continue
         except UserError as error:
             if spec.microbatches == parts[0] and not spec.stages:
                 raise
             if spec.stages:
                 refused.setdefault(spec.allowed.schedule[0], str(error))
             continue
-        piped = piped or bool(spec.stages)
+        piped, none = piped or bool(spec.stages), []
         yield found
+    if none:  # nowhere is anything else
+        raise none[0]
     dims = ",".join(dim for dim in allowed.pipeline if allowed.pins.get(dim) != ())
     if dims and not piped:
         raise UserError(

@@ -3,7 +3,7 @@ space that consists of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -28,6 +28,8 @@ class Argument:
       usual: makes the value for an objective where the given one is None.
       names_axes: it is about a mesh that is given: no question about other meshes has it.
       by_name: named plans choose it as a search does (`optimize.baselines`).
+      within: the values of a list that a restriction allows, of those that it names; None: the field is a
+        rule, which no restriction narrows.
     """
 
     parse: Callable[[Any], Any]
@@ -38,6 +40,14 @@ class Argument:
     usual: Callable[[str], Any] | None = None
     names_axes: bool = False
     by_name: bool = True
+    within: Callable[[Any, Sequence[Any]], Any] | None = lambda value, said: tuple(
+        each for each in (value if isinstance(value, tuple) else (value,)) if each in said
+    )
+
+    def plain(self, default: Any) -> Any:
+        """The value with which nothing is chosen; `default`: of the field."""
+        value = self.unsaid() if default is None and self.unsaid is not None else default
+        return value[:1] if isinstance(value, tuple) else value
 
     def texts(self, value: Any) -> OptionTexts:
         """A value as its options have it."""

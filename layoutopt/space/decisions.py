@@ -20,6 +20,7 @@ layers (`stages`); in a subproblem they are the single option of a dimension.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -33,11 +34,13 @@ from layoutopt.space.microbatches import Microbatches, MicrobatchesSpace
 from layoutopt.space.offload import Hosted, OptimizerOffload, Weights
 from layoutopt.space.option import Option
 from layoutopt.space.recompute import Recompute, RecomputeSpace
+from layoutopt.space.restriction import EVERYTHING, Coupling, Restriction, RestrictionError
 from layoutopt.space.schedule import Scheduled, ScheduleDecision
 from layoutopt.space.sequence_parallel import Elsewhere, Further
 from layoutopt.space.splits import Split, SplitsSpace
 from layoutopt.space.stages import Piped, StageSplit
 from layoutopt.space.storage import Storage, StorageSpace
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.schedules import GPIPE, alternates
@@ -109,6 +112,7 @@ class SearchSpace(
     Attributes:
       allow: names of decisions to allow or forbid (`layoutopt.space.allow`). A field that is set overrides
         `allow`.
+      restriction: what couples the decisions; not for users.
 
     Raises:
       UserError: a value is invalid.
@@ -123,6 +127,7 @@ class SearchSpace(
         (),
         parse=lambda value: names(value, "allow"),
         plan=tuple[str, ...],
+        within=None,
         options=(
             Option(
                 "--allow",
@@ -134,6 +139,8 @@ class SearchSpace(
             ),
         ),
     )
+
+    restriction: Restriction = EVERYTHING
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -185,6 +192,7 @@ class Structure:
       further: dimensions that may be split further elsewhere.
       keeps: values that recomputed loops may keep (`remat_policy.Recomputed`).
       products: dimensions; messages may overlap products with one of them in chunks.
+      granularity: that of kinds of decisions, where it is not by class (`Affects.granularity`).
     """
 
     microbatches: int = 1
@@ -194,6 +202,7 @@ class Structure:
     further: frozenset[str] = frozenset()
     keeps: Sets = ()
     products: frozenset[str] = frozenset()
+    granularity: tuple[tuple[str, str], ...] = ()
 
     def step_of(self, model: HasTrainingStep) -> TrainingStep:
         """The step of a model."""
@@ -202,9 +211,16 @@ class Structure:
 
 @dataclass(frozen=True)
 class Decisions:
-    """All decisions of one subproblem."""
+    """All decisions of one subproblem.
+
+    Attributes:
+      couplings: combinations of options that a restriction allows.
+      granularity: see `Structure`.
+    """
 
     every: tuple[Decision, ...]
+    couplings: tuple[Coupling, ...] = ()
+    granularity: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def named(self) -> dict[str, Decision]:
@@ -265,6 +281,7 @@ class Decisions:
             frozenset(d.dim for d in self.every if isinstance(d, Elsewhere)),
             tuple(dict.fromkeys(keep for d in self.every if isinstance(d, Recompute) for keep in d.kept)),
             frozenset(d.subject for d in self.every if isinstance(d, CollectiveMatmul)),
+            self.granularity,
         )
 
     def of(self, kind: type[Decision]) -> tuple[str, ...]:
@@ -273,7 +290,39 @@ class Decisions:
 
     def within(self, options: Mapping[str, Iterable[Choice]]) -> Decisions:
         """With other options for the decisions that are named."""
-        return Decisions(tuple(replace(d, options=tuple(options.get(d.name, d.options))) for d in self.every))
+        every = tuple(replace(d, options=tuple(options.get(d.name, d.options))) for d in self.every)
+        return replace(self, every=every)
+
+    def under(self, restriction: Restriction, mesh: Mesh) -> Decisions:
+        """With the couplings of a restriction, and without options that no row of theirs has.
+
+        Raises:
+          RestrictionError: nothing is left.
+        """
+        found = self
+        for relation in restriction.relations:
+            found = found.within(relation.options(found.named, restriction.about, mesh))
+        couplings = tuple(restriction.couplings(found.named, mesh))
+        agreed = replace(found, couplings=couplings).agreeing()
+        if agreed is None:
+            raise RestrictionError(f"{restriction.name or 'the restriction'} has no such layout on {mesh}")
+        return agreed
+
+    def agreeing(self) -> Decisions | None:
+        """Without options that agree with no row of a coupling; None if a decision or a coupling has nothing
+        left."""
+        found = self
+        while found.couplings:
+            couplings = tuple(each.within(found.options) for each in found.couplings)
+            left = found.options
+            for own in (each.options() for each in couplings):
+                left = {n: tuple(o for o in left[n] if n not in own or o in own[n]) for n in left}
+            if not (all(each.rows for each in couplings) and all(left.values())):
+                return None
+            if left == found.options:
+                return replace(found, couplings=tuple(c for c in couplings if len(c.names) > 1))
+            found = replace(found.within(left), couplings=couplings)
+        return found
 
     def read(self, chosen: Mapping[str, Choice]) -> tuple[Layout, Options]:
         """The layout and options of some choices; a decision without a choice has its only or its plain
@@ -291,6 +340,7 @@ class Decisions:
         """True if a layout and options are among what may be chosen."""
         wanted = self.write(layout, options)
         legal = all(wanted[name] in found for name, found in self.options.items())
+        legal = legal and all(each.allows(wanted) for each in self.couplings)
         return legal and self.read(wanted) == (layout, options)
 
     @cached_property
@@ -301,7 +351,10 @@ class Decisions:
 
 def decisions(graph: Graph, mesh: Mesh, allowed: Space = ANYTHING) -> Decisions:
     """The decisions about a graph on a mesh; UserError if the space does not suit it."""
-    return Decisions(tuple(d for kind in KINDS for d in kind.about(graph, mesh, allowed)))
+    restriction: Restriction = allowed.restriction
+    every = tuple(d for kind in KINDS for d in kind.about(graph, mesh, allowed))
+    found = Decisions(every, granularity=tuple(sorted(restriction.granularity.items())))
+    return found if restriction is EVERYTHING else found.under(restriction, mesh)
 
 
 def everything(target: Target) -> SearchSpace:
@@ -315,8 +368,22 @@ def everything(target: Target) -> SearchSpace:
 
 
 def left_out(target: Target, allowed: Space) -> list[LeftOut]:
-    """The choices that `layoutopt.cost` prices and a search did not cover, in the order of the kinds."""
-    return [left for kind in KINDS for left in kind.left_out(target, allowed)]
+    """The choices that `layoutopt.cost` prices and a search did not cover, in the order of the kinds; of
+    those that options allow, those that a restriction leaves."""
+    every = (left for kind in KINDS for left in kind.left_out(target, allowed))
+    return [left for left in every if _adds(left.allow, allowed)]
+
+
+def _adds(options: str, allowed: Space) -> bool:
+    """True if options, such as "--storage layout,zero1", would add to what is allowed."""
+    option, _, text = options.partition(" ")
+    name = next((n for n, a in ARGUMENTS.items() if text and a.options[0].name == option), None)
+    if name is None or allowed.restriction.says is None:
+        return True
+    with suppress(UserError):  # a placeholder, such as AXIS, is no value
+        more = getattr(allowed.restriction.narrowed(allowed.but(**{name: text})), name)
+        return not {*more} <= {*allowed.said(name)} if isinstance(more, tuple) else more is not None
+    return allowed.restriction.says.get(name, ()) != ()
 
 
 def changing(touched: Affects) -> tuple[str, ...]:

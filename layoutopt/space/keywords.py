@@ -44,7 +44,11 @@ def gathered(call: str, asked: Mapping[str, Any], *groups: tuple[Any, Any]) -> l
 
 def names_of(kind: Any) -> list[str]:
     """The fields that a caller may set."""
-    return [*ARGUMENTS, "allow"] if issubclass(kind, SearchSpace) else [f.name for f in fields(kind)]
+    return (
+        [*ARGUMENTS, "allow", "restriction"]
+        if issubclass(kind, SearchSpace)
+        else [f.name for f in fields(kind)]
+    )
 
 
 P = ParamSpec("P")

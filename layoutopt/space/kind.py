@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 from layoutopt.space.argument import Space
 from layoutopt.space.option import Option
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -32,6 +33,8 @@ HYBRID = "hybrid"
 meshes that have others too."""
 STORED = (*STAGES, HYBRID)
 """The stages that are allowed by default."""
+ALL, CLASS, VARIABLE = "all", "class", "variable"
+"""Granularities: one decision for everything of a kind, for each class of variables, for each variable."""
 UNEQUAL = "unequal shards"
 """Feature that left-out choices would need, in words (`Storage`, `Split`)."""
 OFFLOADING = "offloading"
@@ -40,6 +43,12 @@ ALWAYS, NEVER = "always", "never"
 """Words of --recompute, for all loops."""
 GATHER = "gather"
 """Attention to keys that lie split, if nothing else is chosen."""
+FROZEN = "not trained"
+"""Word for the class of a variable that is not trained, beside its dimensions."""
+EVERY_VARIABLE = "all variables"
+"""The name of the group of all variables."""
+MIXED: Choice = ("mixed",)
+"""The option that a layout has taken where it differs within a group: none that a decision offers."""
 Words = tuple[str, str]
 PLAIN: Words = ("", "")
 """The words of a decision that is plain."""
@@ -136,6 +145,7 @@ class Affects:
       updated: the trained variable that it updates.
       read: the trained variable that it brings to those who read it.
       products: dimensions of the product that it is, or whose renamed result it reads.
+      granularity: field of `SearchSpace` -> granularity of its decisions; `CLASS` where it is missing.
     """
 
     recomputed: Sequence[str] = ()
@@ -144,6 +154,12 @@ class Affects:
     updated: Sequence[Variable] = ()
     read: Sequence[Variable] = ()
     products: Collection[str] = ()
+    granularity: Mapping[str, str] = field(default_factory=dict)
+
+    def named(self, kind: type[Decision], variables: Sequence[Variable]) -> list[str]:
+        """The names of a kind's decisions about some variables."""
+        granularity = self.granularity.get(kind.granular, CLASS)
+        return [kind.prefix + group_of(v, granularity) for v in variables]
 
 
 @dataclass(frozen=True)
@@ -214,6 +230,7 @@ class Decision(ABC):
       word: its name in plans; "": plans do not mention it.
       place: position of its words among those of others.
       needs: a field of `SearchSpace` without which its own mean nothing.
+      granular: the field of `SearchSpace` whose granularity its decisions about variables have.
     """
 
     subject: str
@@ -228,6 +245,7 @@ class Decision(ABC):
     word: ClassVar[str] = ""
     place: ClassVar[int] = 99
     needs: ClassVar[str] = ""
+    granular: ClassVar[str] = ""
 
     @property
     def name(self) -> str:
@@ -307,6 +325,24 @@ class Decision(ABC):
         plain."""
         if words := cls.in_words(said)[0]:
             yield Beyond(cls.word, f"the plan decides on {cls.label}: {words}", "search without it")
+
+
+def group_of(variable: Variable, granularity: str) -> str:
+    """The name of the variables that are decided on together with one, and with its copies for replicas: by
+    class, those with its dimensions that are trained as it is."""
+    if granularity != CLASS:
+        return variable.name if granularity == VARIABLE else EVERY_VARIABLE
+    names = " ".join(name for name in variable.shape.names if name != REPLICA)
+    return names if variable.trainable else f"{names} ({FROZEN})"
+
+
+def grouped(graph: Graph, granularity: str = CLASS) -> dict[str, list[Variable]]:
+    """Name of the group -> its variables; scalars and optimizer state are in none."""
+    out: dict[str, list[Variable]] = {}
+    for v in graph.variables.values():
+        if v.own_storage:
+            out.setdefault(group_of(v, granularity), []).append(v)
+    return out
 
 
 def not_allowed(kind: type[Decision], target: Target, allowed: Space) -> Iterator[LeftOut]:

@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Self
 
 from layoutopt.space.argument import Space, argument, names
 from layoutopt.space.kind import (
+    CLASS,
+    MIXED,
     OFFLOADING,
     Affects,
     Beyond,
@@ -24,10 +26,10 @@ from layoutopt.space.kind import (
     Target,
     Typed,
     Words,
+    grouped,
     not_allowed,
 )
 from layoutopt.space.option import Option
-from layoutopt.space.storage import class_of, stored_classes
 from layoutopt.space.undivided import few, first_of
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.initializers import Variable
@@ -66,6 +68,7 @@ class OffloadDecision(Decision):
     """
 
     variables: tuple[str, ...] = ()
+    granular = "offload"
     label = OFFLOADING
     kind: ClassVar[str]
     held: ClassVar[str]
@@ -73,7 +76,7 @@ class OffloadDecision(Decision):
     @classmethod
     def everything(cls, target: Target) -> dict[str, Any]:
         graph = target.model.step_graph
-        found = target.hosts and any(cls.having(alike, graph) for alike in stored_classes(graph).values())
+        found = target.hosts and any(cls.having(alike, graph) for alike in grouped(graph).values())
         return {"offload": (cls.kind,) if found else ()}
 
     @classmethod
@@ -84,7 +87,7 @@ class OffloadDecision(Decision):
             yield LeftOut(
                 cls.label, f"{cls.label} of {cls.held} on hardware without separate host memory", finer=True
             )
-        elif any(len(alike) > 1 for alike in stored_classes(target.model.graph).values()):
+        elif any(len(alike) > 1 for alike in grouped(target.model.graph).values()):
             yield LeftOut(cls.label, f"{cls.label} of {cls.held}, variable by variable", finer=True)
 
     @classmethod
@@ -92,7 +95,8 @@ class OffloadDecision(Decision):
         if cls.kind not in allowed.offload:
             return
         found = 0
-        for name, variables in stored_classes(graph).items():
+        granularity = allowed.restriction.granularity.get(cls.granular, CLASS)
+        for name, variables in grouped(graph, granularity).items():
             if names := cls.having(variables, graph):
                 found += 1
                 yield cls(name, ((), (cls.kind,)), names)
@@ -113,8 +117,8 @@ class OffloadDecision(Decision):
             to.options["offload"] = to.options.get("offload", frozenset()) | pairs
 
     def read(self, layout: Layout, options: Options) -> Choice:
-        there = all((self.kind, name) in options.offload for name in self.variables)
-        return (self.kind,) if there else ()
+        there = [(self.kind, name) in options.offload for name in self.variables]
+        return (self.kind,) if all(there) else MIXED if any(there) else ()
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,7 @@ class OptimizerOffload(OffloadDecision):
 
     @classmethod
     def changing(cls, touched: Affects) -> list[str]:
-        return [cls.prefix + class_of(v) for v in touched.updated]
+        return touched.named(cls, touched.updated)
 
     @classmethod
     def written(cls, options: Options) -> dict[str, Any]:
@@ -199,4 +203,4 @@ class Weights(OffloadDecision):
 
     @classmethod
     def changing(cls, touched: Affects) -> list[str]:
-        return [cls.prefix + class_of(v) for v in (*touched.updated, *touched.read)]
+        return touched.named(cls, (*touched.updated, *touched.read))

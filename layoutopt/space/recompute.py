@@ -77,6 +77,11 @@ def _again_text(value: Sequence[bool | str]) -> str | None:
     return ",".join([*([word] if word else []), *own]) or None
 
 
+def _again_within(value: Sequence[bool | str], said: Sequence[bool | str]) -> tuple[bool | str, ...]:
+    own = [f"{KEEP}{'+'.join(keep)}" for keep in SETS] if SELECTIVE not in said else [SELECTIVE]
+    return tuple(each for one in value for each in (own if one == SELECTIVE else [one]) if each in said)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecomputeSpace(Space):
     """Loops that may (both), must or must not be recomputed in backward; "selective": or may while they keep
@@ -87,6 +92,7 @@ class RecomputeSpace(Space):
         parse=_again,
         plan=tuple[bool | str, ...],
         text=_again_text,
+        within=_again_within,
         options=(
             Option(
                 "--recompute",
@@ -115,6 +121,7 @@ class Recompute(Decision):
     """
 
     kept: Sets = ()
+    granular = "recompute"
     prefix = "recompute "
     label = "recomputation"
     asks = RecomputeSpace

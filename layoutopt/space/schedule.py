@@ -36,6 +36,7 @@ class Scheduled(Space):
         parse=lambda value: names(value, "schedule"),
         plan=tuple[str, ...],
         by_name=False,
+        within=lambda value, said: tuple(each for each in value if kind_name(each) in said),
         options=(
             Option(
                 "--schedule",

@@ -78,6 +78,7 @@ class SplitsSpace(Space):
         text=rules_text,
         names_axes=True,
         by_name=False,
+        within=None,
         options=(
             Option(
                 "--pin",
@@ -94,6 +95,7 @@ class SplitsSpace(Space):
         text=rules_text,
         names_axes=True,
         by_name=False,
+        within=None,
         options=(
             Option("--forbid", "RULES", 'Forbid a split, e.g. "vocab:model" (repeatable).', several=True),
         ),
@@ -103,6 +105,7 @@ class SplitsSpace(Space):
         parse=lambda value: value,
         plan=str,
         text=str,
+        within=None,
         options=(
             Option(
                 "--orders",

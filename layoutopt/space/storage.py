@@ -1,19 +1,22 @@
 """The storage of variables: with the splits of the layout, or split further (see
 `mesh_tf_core.lower.storage`).
 
-Variables of the same dimensions, trained or not, are one class, and one decision.
+Variables of the same dimensions, trained or not, are one class, and one decision, unless a search decides for
+all of them together, or for each (`layoutopt.space.restriction`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from layoutopt.space.argument import Space, argument, names
 from layoutopt.space.kind import (
+    CLASS,
     HYBRID,
+    MIXED,
     STORED,
     UNEQUAL,
     Affects,
@@ -27,23 +30,24 @@ from layoutopt.space.kind import (
     Typed,
     Words,
     about_each,
+    grouped,
     not_allowed,
 )
 from layoutopt.space.option import Option
 from layoutopt.space.undivided import few, first_of, storage_of, stored_at, undivided
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.blocks import REPLICA
-from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import AT, Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.schedules import KINDS, alternates
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import (
     BACKWARD,
+    BETWEEN,
     GRADIENT,
     MOST_SPLIT,
     SPLIT,
     STAGES,
+    VARIABLE,
     Stage,
     read_stage,
     splits,
@@ -51,8 +55,6 @@ from mesh_tf_core.lower.storage import (
 )
 from mesh_tf_core.tracing.graph import Graph
 
-FROZEN = "not trained"
-"""Word for the class of a variable that is not trained, beside its dimensions."""
 _SAID = f"{STAGES[0]} (no ZeRO), {', '.join(STAGES[1:])} (ZeRO stages)"
 
 
@@ -72,6 +74,7 @@ class StorageSpace(Space):
         STORED,
         parse=_named,
         plan=tuple[str, ...],
+        within=lambda value, said: tuple(s for s in value if (HYBRID if AT in s else s) in said),
         options=(
             Option(
                 "--storage",
@@ -86,10 +89,19 @@ class StorageSpace(Space):
 
 @dataclass(frozen=True)
 class Storage(Decision):
-    """The stage of one class of variables: (), ("zero1",), ("zero2",), ("zero3",), or with the axes that it
-    is over, ("zero3", "data", "pod")."""
+    """The stage of some variables: (), ("zero1",), ("zero2",), ("zero3",), or with the axes that it is over,
+    ("zero3", "data", "pod").
+
+    Attributes:
+      frozen: those of them that are not trained.
+      late: those outside of stages that are stored together with some inside, whose gradient is not scattered
+        as it is made.
+    """
 
     variables: tuple[str, ...] = ()
+    frozen: frozenset[str] = frozenset()
+    late: frozenset[str] = frozenset()
+    granular = "storage"
     prefix = "storage of "
     label = "storage (ZeRO)"
     asks = StorageSpace
@@ -117,7 +129,7 @@ class Storage(Decision):
     @classmethod
     def everything(cls, target: Target) -> dict[str, Any]:
         stages = STORED if len(target.axes) > 1 else STAGES
-        return {"storage": stages if target.axes and stored_classes(target.model.graph) else ()}
+        return {"storage": stages if target.axes and grouped(target.model.graph) else ()}
 
     @classmethod
     def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:
@@ -127,7 +139,7 @@ class Storage(Decision):
             yield LeftOut(
                 cls.label, f"{cls.label} over other axes", f"--storage {MOST_SPLIT}@AXIS", finer=True
             )
-        if target.axes and any(len(alike) > 1 for alike in stored_classes(graph).values()):
+        if target.axes and any(len(alike) > 1 for alike in grouped(graph).values()):
             yield LeftOut(cls.label, f"{cls.label} of single variables", finer=True)
         if allowed.pipeline and any(map(alternates, allowed.schedule)):
             named = [name for name, kind in KINDS.items() if kind.at_once and kind.lowers]
@@ -158,13 +170,25 @@ class Storage(Decision):
         # In 1F1B the gradient of what is not of a stage is added up in several loops. Scattered there, from
         # zero2 on, it costs less than tables say: no search chooses that.
         few = tuple(s for s in stages if not splits(stage_of(s).number, GRADIENT, BACKWARD)) or ((),)
-        late = allowed.stages if any(map(alternates, allowed.schedule)) else ()
-        for name, variables in stored_classes(graph).items():
-            own = not late or any(n in late for v in variables for n in v.shape.names)
+        within = allowed.stages if any(map(alternates, allowed.schedule)) else ()
+        granularity = allowed.restriction.granularity.get(cls.granular, CLASS)
+        for name, variables in grouped(graph, granularity).items():
+            every = tuple(v.name for v in variables)
+            late = frozenset(v.name for v in variables if within and not {*v.shape.names} & {*within})
+            frozen = frozenset(v.name for v in variables if not v.trainable)
+            alone = len(late) == len(every)
+            own = cls(name, few if alone else stages, every, frozen, frozenset() if alone else late)
             # Stages that split nothing are one option.
-            options = [s if splits_some(stage_of(s), variables[0]) else () for s in (stages if own else few)]
-            names = tuple(v.name for v in variables)
-            yield cls(name, tuple(dict.fromkeys(options)), names)
+            options = dict.fromkeys(s if own.stored(s) else () for s in own.options)
+            yield replace(own, options=tuple(options))
+
+    def stored(self, choice: Choice) -> dict[str, Stage]:
+        """The stage of each variable that an option stores split."""
+        stage = stage_of(choice)
+        deepest = max(n for n in range(stage.number + 1) if not splits(n, GRADIENT, BACKWARD))
+        found = {v: stage._replace(number=deepest) if v in self.late else stage for v in self.variables}
+        itself = {n for n in range(len(STAGES)) if splits(n, VARIABLE, BETWEEN)}
+        return {v: s for v, s in found.items() if s.number in itself or (s.number and v not in self.frozen)}
 
     @property
     def least_memory(self) -> Choice:
@@ -173,15 +197,17 @@ class Storage(Decision):
     def apply(self, choice: Choice, to: Chosen) -> None:
         if choice:
             stages = to.options.setdefault("storage", {})
-            stages.update(dict.fromkeys(self.variables, stage_of(choice).short))
+            stages.update((v, stage.short) for v, stage in self.stored(choice).items())
 
     def read(self, layout: Layout, options: Options) -> Choice:
-        stages = {read_stage(options.storage.get(v, 0)) for v in self.variables}
-        return _choice(stages.pop()) if len(stages) == 1 else ()
+        stages = {v: read_stage(options.storage.get(v, 0)) for v in self.variables}
+        said = {v: stage for v, stage in stages.items() if stage.number}
+        every = (*self.options, *map(_choice, dict.fromkeys(said.values())))
+        return next((choice for choice in every if self.stored(choice) == said), MIXED)
 
     @classmethod
     def changing(cls, touched: Affects) -> list[str]:
-        return [cls.prefix + class_of(v) for v in touched.variables]
+        return touched.named(cls, touched.variables)
 
     @classmethod
     def written(cls, options: Options) -> dict[str, Any]:
@@ -254,18 +280,3 @@ def _holds_less(choice: Choice) -> tuple[int, float]:
     """Orders options by what a device holds: less where more is split, and over more axes."""
     stage = STAGES[stage_of(choice).number]
     return len(SPLIT[stage]), len(choice) if choice[1:] else math.inf
-
-
-def class_of(variable: Variable) -> str:
-    """Name of the class of a variable, and of its copies for replicas: its dimensions, and if trained."""
-    names = " ".join(name for name in variable.shape.names if name != REPLICA)
-    return names if variable.trainable else f"{names} ({FROZEN})"
-
-
-def stored_classes(graph: Graph) -> dict[str, list[Variable]]:
-    """Name of the class -> its variables; scalars and optimizer state have none."""
-    out: dict[str, list[Variable]] = {}
-    for v in graph.variables.values():
-        if v.own_storage:
-            out.setdefault(class_of(v), []).append(v)
-    return out

@@ -26,10 +26,11 @@ from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.context import Context
 from layoutopt.space.decisions import KINDS, Decisions, SearchSpace
 from layoutopt.space.diloco import Rarely
-from layoutopt.space.kind import HYBRID, Choice, Decision
+from layoutopt.space.kind import ALL, CLASS, HYBRID, VARIABLE, Choice, Decision
 from layoutopt.space.microbatches import Microbatches
 from layoutopt.space.offload import OptimizerOffload, Weights
 from layoutopt.space.recompute import Recompute
+from layoutopt.space.restriction import EVERYTHING, Coupling, Relation, Restriction, Roles
 from layoutopt.space.schedule import ScheduleDecision
 from layoutopt.space.sequence_parallel import Elsewhere
 from layoutopt.space.splits import Split
@@ -178,7 +179,9 @@ class Whole:
         """All combinations."""
         for each in self.problems:
             for picked in itertools.product(*each.decided.options.values()):
-                yield each, dict(zip(each.decided.options, picked, strict=True))
+                chosen = dict(zip(each.decided.options, picked, strict=True))
+                if all(coupling.allows(chosen) for coupling in each.decided.couplings):
+                    yield each, chosen
 
     def evaluated(self) -> Iterator[Evaluation]:
         """Every legal layout, as the evaluator sees it; what the hosts have no room for is none."""
@@ -219,13 +222,39 @@ class Whole:
         raise AssertionError(f"{layout}, {options}: in none of the problems")
 
 
-def whole_question(seed: int, most: int, rarely: bool = False) -> Whole:
+@dataclass(frozen=True)
+class Random(Relation):
+    """Random combinations of options of random pairs of decisions, whatever their kinds."""
+
+    seed: int
+
+    def couplings(self, every: Mapping[str, Decision], roles: Roles, mesh: mtf.Mesh) -> Iterator[Coupling]:
+        rng = random.Random(self.seed)
+        free = [d for d in every.values() if len(d.options) > 1]
+        for _ in range(3 if len(free) > 1 else 0):
+            pair = rng.sample(free, 2)
+            plain, *rows = itertools.product(*(d.options for d in pair))
+            yield Coupling(
+                tuple(d.name for d in pair), frozenset((plain, *(row for row in rows if rng.random() < 0.6)))
+            )
+
+
+def some_restriction(rng: random.Random) -> Restriction:
+    """A random granularity of each field that has some, and random relations."""
+    fields = dict.fromkeys(kind.granular for kind in KINDS if kind.granular)
+    granularity = {name: rng.choice([ALL, ALL, CLASS, VARIABLE]) for name in fields}
+    return Restriction("random", relations=(Random(rng.randrange(99)),), granularity=granularity)
+
+
+def whole_question(
+    seed: int, most: int, rarely: bool = False, restriction: Restriction = EVERYTHING
+) -> Whole:
     """A random model and question with at most `most` combinations: options leave at random, but the last two
     of a kind stay as long as others have more."""
     rng, model = random.Random(seed), whole_model(seed)
     mesh = mtf.Mesh(rng.choice(["x:2;y:2", "x:2;y:2", "x:4", "x:2"]) + (";sites:2" if rarely else ""))
     hardware = some_machine(rng)
-    allowed = opened(rng, model, rarely)
+    allowed = replace(opened(rng, model, rarely), restriction=restriction)
     evaluator = Evaluator(model, hardware)
     found = [*subproblems(model, [mesh], allowed, evaluator.near)]
     found = _some(found, rng)

@@ -165,7 +165,7 @@ def opened_space() -> Callable[[type[Decision] | None], Certificate]:
     model, mesh, machine = whole_model(3), mtf.Mesh("x:2"), load_hardware("tpu-v4")
     evaluator, allowed = Evaluator(model, machine), opened(random.Random(1), model)
     problems = [*subproblems(model, [mesh], allowed, evaluator.near)]
-    considered = sum(count_layouts(each.decided.options) for each in problems)
+    considered = sum(count_layouts(each.decided) for each in problems)
 
     def certificate(without: type[Decision] | None) -> Certificate:
         of = problems if without is None else forgotten(problems, without)

@@ -15,8 +15,8 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt.formulation.extract import Draft
 from layoutopt.formulation.table_prices import TablePrices
+from layoutopt.optimize.best_plans import held
 from layoutopt.optimize.evaluator import Evaluator
-from layoutopt.optimize.restricted import held
 from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.collective_matmul import CollectiveMatmul
@@ -34,7 +34,12 @@ AGREE, PROVEN = 1e-9, 1e-6
 def check(seed: int, most: int) -> Counter[str]:
     """A question about one model, mostly under a memory limit that binds; returns what came of it, with which
     kinds were free, and which are in the answer."""
-    question, rng = question_of(seed, most), random.Random(seed)
+    return checked(question_of(seed, most), seed)
+
+
+def checked(question: Whole, seed: int) -> Counter[str]:
+    """What comes of one question."""
+    rng = random.Random(seed)
     points = [(each.cost.step_seconds, each.memory.peak) for each in question.evaluated()]
     peaks = sorted({peak for _, peak in points})
     found = Counter[str](models=1, layouts=len(points))

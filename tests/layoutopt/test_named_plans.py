@@ -16,9 +16,9 @@ from examples.moe_lm import model as mixture
 from examples.resnet import model as resnet
 from layoutopt.analysis.lint import lint
 from layoutopt.optimize.baselines import Baselines
+from layoutopt.optimize.best_plans import FAR
 from layoutopt.optimize.entry import search
 from layoutopt.optimize.evaluator import evaluate
-from layoutopt.optimize.restricted import FAR
 from layoutopt.plan.build import Plan, options_of
 from layoutopt.plan.schema import Alternative
 from layoutopt.space.decisions import SearchSpace
@@ -86,7 +86,7 @@ def every_plan(
 ) -> list[tuple[float, int]]:
     """Seconds and peaks of all plans of a name with one microbatch, stored as the layout says or split."""
     points = []
-    for each in Baselines(model, mesh).restrictions()[label]:
+    for each in Baselines(model, mesh).plans()[label]:
         decided = each.decided(SearchSpace(**asked), 1)
         if decided is None:
             continue

@@ -93,7 +93,7 @@ def test_options_that_help_reads_are_those_of_the_records() -> None:
 
 def test_every_door_has_every_field() -> None:
     options = {option.name for argument in ARGUMENTS.values() for option in argument.options}
-    assert {*ARGUMENTS} == {f.name for f in fields(SearchSpace)} - {"near", "stages", "again", "allow"}
+    assert {*ARGUMENTS} == {f.name for f in fields(SearchSpace)} - {"near", "stages", "again", "allow", "restriction"}
     parameters = {name.removeprefix("--").replace("-", "_") for name in options}
     assert parameters | {"allow"} == {*OnMesh.__dataclass_fields__}
     assert OnMesh.__dataclass_fields__.keys() - OnAnyMesh.__dataclass_fields__ == {"pin", "forbid", "diloco"}
@@ -155,7 +155,7 @@ def test_a_field_that_a_check_forgets_is_another_space(field: str) -> None:
 
     def layouts(asked: SearchSpace) -> int:
         found = subproblems(model, [mesh], asked, Evaluator(model, load_hardware("tpu-v4")).near)
-        return sum(count_layouts(each.decided.options) for each in found)
+        return sum(count_layouts(each.decided) for each in found)
 
     assert said.keys() == {*LAYOUTS}
     whole, usual = SearchSpace(**said), SearchSpace(microbatches=(1,), recompute=(False, True))

@@ -21,8 +21,8 @@ from layoutopt.formulation.extract import Draft, Extraction, extract, legal_prob
 from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.space.decisions import Decisions, SearchSpace, decisions
+from layoutopt.space.kind import grouped
 from layoutopt.space.recompute import again_in
-from layoutopt.space.storage import stored_classes
 from mesh_tf_core.ops.context import FORMS
 from tests.layoutopt.every_kind import MACHINES, question_of, whole_model
 from tests.layoutopt.every_layout import Compared, evaluated
@@ -240,7 +240,7 @@ def test_rows_reach_the_peak(
     layout, stage, recomputed, parts, piece = REACHED[name]
     (model, found), hardware = of_transformer(parts), load_hardware("tpu-v3")
     mesh = found.mesh
-    classes = stored_classes(model.training_step(parts).graph).values()
+    classes = grouped(model.training_step(parts).graph).values()
     stages = {v.name: stage for members in classes for v in members if stage}
     again = {"layers"} if recomputed else ()
     options = mtf.Options(storage=stages, recompute=frozenset(again), microbatches=parts)

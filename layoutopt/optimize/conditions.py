@@ -18,13 +18,13 @@ from mesh_tf_core.model import Model
 USUAL_SPACE = SearchSpace()
 RULES = tuple(name for name in ARGUMENTS if isinstance(getattr(USUAL_SPACE, name), Mapping))
 """The fields of the space that are rules about splits."""
-MEMORY = "memory"
+MEMORY, RESTRICTION = "memory", "restriction"
 Asked = Mapping[str, Any]
 """Arguments of `layoutopt.search`."""
 
 
 @dataclass(frozen=True)
-class Restriction:
+class Condition:
     """Something that left choices out of a search.
 
     Attributes:
@@ -46,38 +46,39 @@ class Restriction:
         return {**asked, self.field: {dim: a for dim, a in asked[self.field].items() if dim != self.rule}}
 
 
-def lifted(asked: Asked, which: Iterable[Restriction]) -> dict[str, Any]:
-    """The arguments with all that some restrictions left out."""
+def lifted(asked: Asked, which: Iterable[Condition]) -> dict[str, Any]:
+    """The arguments with all that some conditions left out."""
     found = dict(asked)
     for each in which:
         found = each.lifted(found)
     return found
 
 
-def restrictions(model: Model, asked: Asked, everything: bool = False) -> list[Restriction]:
+def conditions(model: Model, asked: Asked, everything: bool = False) -> list[Condition]:
     """Those of the choices that `--allow everything` allows, or of all that there are."""
     found = []
     for name in RULES:
         for dim, axes in (asked.get(name) or {}).items():
             said = f"{ARGUMENTS[name].options[0].name} {dim}:{'+'.join(axes) or 'none'}"
-            found.append(Restriction(name, None, said, dim))
+            found.append(Condition(name, None, said, dim))
     space, machine = space_of(asked), machine_in(asked)
     shapes = meshes(asked.get("mesh"), asked.get("devices"), asked.get("max_axes", 2), machine)
     targets = [Target(model, mesh, machine.hosts_apart) for mesh in shapes]
     for name, every in allow.found(targets, everything).items():
         known = space.said(name) or ()
+        every = getattr(space.restriction.narrowed(space.but(**{name: every})), name)
         if isinstance(every, tuple) and not {*every} <= {*known}:
             own = {*(getattr(USUAL_SPACE, name) or ())} - {*known}
             said = option_text(name, known) if own else ""
-            found.append(Restriction(name, tuple(dict.fromkeys((*known, *every))), said))
+            found.append(Condition(name, tuple(dict.fromkeys((*known, *every))), said))
     return found
 
 
-def of_memory(asked: Asked) -> Restriction:
+def of_memory(asked: Asked) -> Condition:
     """The condition that it fits."""
     limit, machine = asked.get(MEMORY), machine_in(asked)
     own = f"the memory of a {machine.name} device ({size_text(machine.usable_memory_bytes)})"
-    return Restriction(MEMORY, float("1e30"), own if limit is None else f"--memory {size_text(limit)}")
+    return Condition(MEMORY, float("1e30"), own if limit is None else f"--memory {size_text(limit)}")
 
 
 def option_text(name: str, value: Any) -> str:
@@ -87,7 +88,7 @@ def option_text(name: str, value: Any) -> str:
 
 def space_of(asked: Asked) -> SearchSpace:
     """The space of a question."""
-    return SearchSpace(**{name: asked[name] for name in ARGUMENTS if name in asked})
+    return SearchSpace(**{name: asked[name] for name in (*ARGUMENTS, RESTRICTION) if name in asked})
 
 
 def machine_in(asked: Asked) -> Hardware:

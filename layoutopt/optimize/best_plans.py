@@ -8,6 +8,7 @@ plan that fits will do.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
@@ -27,14 +28,15 @@ from layoutopt.space.objective import Objective
 from layoutopt.space.recompute import Recompute
 from layoutopt.space.sequence_parallel import Elsewhere
 from layoutopt.space.splits import Split
-from layoutopt.space.storage import Storage, stage_of, stored_classes
+from layoutopt.space.storage import Storage
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import AT, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.offload import place_of
-from mesh_tf_core.lower.storage import BETWEEN, STATE, VARIABLE, narrow_reads, splits
+from mesh_tf_core.lower.storage import BETWEEN, STATE, VARIABLE, Stage, narrow_reads, splits
 from mesh_tf_core.model import Model
 
+PLAIN = Stage(0)
 FAR, NEAR = 4.0, 1.2
 """Times the seconds of the best layout from which on any plan will do; from which on more microbatches are
 not looked at where fewer fit."""
@@ -302,9 +304,9 @@ def held(model: Model, mesh: Mesh, decided: Decisions) -> float:
     """Bytes of variables that a device holds at least between steps, whatever is chosen."""
     graph, stages = model.step_graph, dict[str, set[int]]()
     masters, there = narrow_reads(graph), decided.least_memory.offload
-    for name, variables in stored_classes(graph).items():
-        found = {stage_of(choice).number for choice in decided.options[Storage.prefix + name]}
-        stages.update(dict.fromkeys((v.name for v in variables), found))
+    for each in (d for d in decided.every if isinstance(d, Storage)):
+        for choice, name in itertools.product(each.options, each.variables):
+            stages.setdefault(name, set()).add(each.stored(choice).get(name, PLAIN).number)
     most = {n: max(map(mesh.group_size, decided.options[n])) for n in decided.of(Split)}
     most.update(dict.fromkeys((n.partition(AT)[0] for n in decided.of(Elsewhere)), mesh.devices))
     total = 0.0

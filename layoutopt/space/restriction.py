@@ -1,0 +1,236 @@
+"""Restrictions: what may be decided, and together with what.
+
+A restriction states
+  - the values of each field of the search space that may be searched, so also the kinds of decision,
+  - relations over named decisions ("heads, d_ff and vocab over the same axes"), which are combinations of
+    their options and cost nothing in the integer program,
+  - granularity: one decision for all variables, for each class of them, or for each variable. "All variables
+    alike" is granularity, not a relation: the integer program gets smaller.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from layoutopt.space.argument import ARGUMENT, Space
+from layoutopt.space.kind import ALL, Choice, Decision
+from layoutopt.space.parallelism import parallelism
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.model import Model
+
+S = TypeVar("S", bound=Space)
+OptionsByName = Mapping[str, tuple[Choice, ...]]
+ANY = None
+"""All values of a field."""
+
+
+class Role(StrEnum):
+    """Dimensions by the parallelism that splitting them gives (`layoutopt.space.parallelism`)."""
+
+    DATA = "data"
+    SEQUENCE = "sequence"
+    INNER = "inner"
+    """Dimensions of weights inside layers, such as heads and d_ff."""
+    OUTER = "outer"
+    """Dimensions of weights outside layers alone, such as vocab."""
+    EXPERTS = "experts"
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The dimensions of a model by role.
+
+    Attributes:
+      named: role -> its dimensions.
+      weights: of each trained variable, its dimensions of the roles `INNER` and `EXPERTS`.
+    """
+
+    named: Mapping[Role, tuple[str, ...]]
+    weights: frozenset[frozenset[str]]
+
+    @classmethod
+    def of(cls, model: Model) -> Roles:
+        """Those of a model."""
+        own, graph = parallelism(model), model.step_graph
+        variables = [v for v in graph.variables.values() if v.own_storage and v.trainable]
+        layers = {n for v in variables if v.stacked for n in v.shape.names}
+        inner = tuple(n for n in own.inner if n not in own.experts)
+        outer = tuple(n for n in own.weights if n not in {*layers, *inner, *own.experts})
+        named = {
+            Role.DATA: own.data,
+            Role.SEQUENCE: own.sequence,
+            Role.INNER: inner,
+            Role.OUTER: outer,
+            Role.EXPERTS: own.experts,
+        }
+        weights = ({*v.shape.names} & {*inner, *own.experts} for v in variables)
+        return cls(named, frozenset(frozenset(names) for names in weights if names))
+
+    def names(self, *of: str) -> tuple[str, ...]:
+        """The dimensions of roles, and those that are named."""
+        found = ((self.named[each] if isinstance(each, Role) else (each,)) for each in of)
+        return tuple(dict.fromkeys(name for names in found for name in names))
+
+
+NO_ROLES = Roles(dict.fromkeys(Role, ()), frozenset())
+
+
+class RestrictionError(UserError):
+    """No combination of options in one subproblem agrees with a restriction."""
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """A relation over the decisions of one subproblem: the combinations of their options that it allows."""
+
+    names: tuple[str, ...]
+    rows: frozenset[tuple[Choice, ...]]
+
+    def within(self, options: OptionsByName) -> Coupling:
+        """The rows of some options."""
+        own = [{*options[name]} for name in self.names]
+        rows = (row for row in self.rows if all(c in found for c, found in zip(row, own, strict=True)))
+        return Coupling(self.names, frozenset(rows))
+
+    def options(self) -> dict[str, set[Choice]]:
+        """The options that some row has."""
+        return dict(zip(self.names, map(set, zip(*self.rows, strict=True)), strict=True))
+
+    def allows(self, chosen: Mapping[str, Choice]) -> bool:
+        """True if choices of all decisions agree with a row."""
+        return tuple(chosen[name] for name in self.names) in self.rows
+
+
+class Relation(ABC):
+    """A relation over named decisions, whatever the model and the mesh."""
+
+    def options(
+        self, every: Mapping[str, Decision], roles: Roles, mesh: Mesh
+    ) -> dict[str, tuple[Choice, ...]]:
+        """Other options of decisions, before any are coupled."""
+        return {}
+
+    @abstractmethod
+    def couplings(self, every: Mapping[str, Decision], roles: Roles, mesh: Mesh) -> Iterator[Coupling]:
+        """What it allows in one subproblem."""
+
+
+@dataclass(frozen=True)
+class Together(Relation):
+    """One choice for several decisions: each has it, or where it is none of its options, the plain one.
+
+    Attributes:
+      about: names of decisions, or roles.
+      strictly: all have it.
+    """
+
+    about: tuple[str, ...]
+    strictly: bool = False
+
+    def couplings(self, every: Mapping[str, Decision], roles: Roles, mesh: Mesh) -> Iterator[Coupling]:
+        names = tuple(name for name in roles.names(*self.about) if name in every)
+        options = [every[name].options for name in names]
+        rows = set()
+        for choice in dict.fromkeys(c for found in options for c in found):
+            row = tuple(choice if choice in found else () for found in options)
+            if all(c in found for c, found in zip(row, options, strict=True)):
+                rows.add(row if not self.strictly or len({*row}) == 1 else None)
+        if names:
+            yield Coupling(names, frozenset(row for row in rows if row is not None))
+
+
+@dataclass(frozen=True)
+class Only(Relation):
+    """The options of single decisions that pass a test.
+
+    Attributes:
+      passes: of a decision and one of its options.
+    """
+
+    passes: Callable[[Decision, Choice], bool]
+
+    def couplings(self, every: Mapping[str, Decision], roles: Roles, mesh: Mesh) -> Iterator[Coupling]:
+        for name, decision in every.items():
+            kept = frozenset((c,) for c in decision.options if self.passes(decision, c))
+            if len(kept) < len(decision.options):
+                yield Coupling((name,), kept)
+
+
+@dataclass(frozen=True)
+class Restriction:
+    """What a search may decide.
+
+    Attributes:
+      name: of who restricts it, in messages.
+      says: field of `SearchSpace` -> the values that may be searched, `ANY` for all; of fields without an
+        entry, the plain value alone. None: everything.
+      granularity: field of `SearchSpace` -> `kind.ALL`, `CLASS` or `VARIABLE`; by default, classes.
+      roles: those of the model (`of`).
+    """
+
+    name: str = ""
+    says: Mapping[str, tuple[Any, ...] | None] | None = None
+    relations: tuple[Relation, ...] = ()
+    granularity: Mapping[str, str] = field(default_factory=dict)
+    roles: Roles | None = None
+
+    @property
+    def about(self) -> Roles:
+        """The roles of the model; none if it is about no model."""
+        return self.roles or NO_ROLES
+
+    def of(self, model: Model) -> Restriction:
+        """The same, about one model."""
+        return replace(self, roles=Roles.of(model)) if self.relations else self
+
+    def expresses(self, name: str, value: Any) -> bool:
+        """True if a value of a field of `SearchSpace` may be searched."""
+        said = ANY if self.says is None else self.says.get(name, ())
+        return said is ANY or value in said
+
+    def narrowed(self, space: S, usual: S | None = None) -> S:
+        """A space without the values that may not be searched.
+
+        Args:
+          usual: what a field has that nobody set: values that somebody set are refused if none is left.
+
+        Raises:
+          UserError: a field that somebody set has no value left.
+        """
+        found: dict[str, Any] = {}
+        for f in fields(space) if self.says is not None else ():
+            value, argument = getattr(space, f.name), f.metadata.get(ARGUMENT)
+            said = (self.says or {}).get(f.name, ())
+            if argument is None or argument.within is None or value is None or said is ANY:
+                continue
+            left = argument.within(value, said)
+            if not left and usual is not None and value != getattr(usual, f.name):
+                raise UserError(self._refused(argument, value, said))
+            found[f.name] = left or argument.plain(f.default)
+        return space.but(**found)
+
+    def _refused(self, argument: Any, value: Any, said: Sequence[Any]) -> str:
+        asked = " ".join(f"{option} {text}" for option, text in argument.texts(value).items() if text)
+        can = f"it can express {', '.join(map(str, said))}" if said else f"remove {argument.options[0].name}"
+        return f"{asked}: {self.name} cannot express this; {can}"
+
+    def couplings(self, every: Mapping[str, Decision], mesh: Mesh) -> Iterator[Coupling]:
+        """Its relations over the decisions of one subproblem."""
+        roles = self.about
+        for relation in self.relations:
+            yield from relation.couplings(every, roles, mesh)
+        for name, granularity in self.granularity.items():
+            kinds = dict.fromkeys(type(d) for d in every.values() if d.granular == name)
+            for kind in kinds if granularity == ALL else ():
+                alike = tuple(n for n, d in every.items() if type(d) is kind)
+                if len(alike) > 1:  # a kind that has no decision about all at once
+                    yield from Together(alike, strictly=True).couplings(every, roles, mesh)
+
+
+EVERYTHING = Restriction()
+"""No restriction."""
