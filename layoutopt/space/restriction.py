@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from layoutopt.space.argument import ARGUMENT, Space
 from layoutopt.space.kind import ALL, Choice, Decision
 from layoutopt.space.parallelism import parallelism
+from layoutopt.space.storage import Storage
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
@@ -48,16 +49,19 @@ class Roles:
     Attributes:
       named: role -> its dimensions.
       weights: of each trained variable, its dimensions of the roles `INNER` and `EXPERTS`.
+      sizes: of each variable that is stored, the sizes of the dimensions that storage may split.
     """
 
     named: Mapping[Role, tuple[str, ...]]
-    weights: frozenset[frozenset[str]]
+    weights: frozenset[frozenset[str]] = frozenset()
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: Model) -> Roles:
         """Those of a model."""
         own, graph = parallelism(model), model.step_graph
-        variables = [v for v in graph.variables.values() if v.own_storage and v.trainable]
+        stored = [v for v in graph.variables.values() if v.own_storage]
+        variables = [v for v in stored if v.trainable]
         layers = {n for v in variables if v.stacked for n in v.shape.names}
         inner = tuple(n for n in own.inner if n not in own.experts)
         outer = tuple(n for n in own.weights if n not in {*layers, *inner, *own.experts})
@@ -69,7 +73,8 @@ class Roles:
             Role.EXPERTS: own.experts,
         }
         weights = ({*v.shape.names} & {*inner, *own.experts} for v in variables)
-        return cls(named, frozenset(frozenset(names) for names in weights if names))
+        sizes = {v.name: v.shape.sizes[v.stacked :] for v in stored}
+        return cls(named, frozenset(frozenset(names) for names in weights if names), sizes)
 
     def names(self, *of: str) -> tuple[str, ...]:
         """The dimensions of roles, and those that are named."""
@@ -77,7 +82,7 @@ class Roles:
         return tuple(dict.fromkeys(name for names in found for name in names))
 
 
-NO_ROLES = Roles(dict.fromkeys(Role, ()), frozenset())
+NO_ROLES = Roles(dict.fromkeys(Role, ()))
 
 
 class RestrictionError(UserError):
@@ -159,6 +164,18 @@ class Only(Relation):
             kept = frozenset((c,) for c in decision.options if self.passes(decision, c))
             if len(kept) < len(decision.options):
                 yield Coupling((name,), kept)
+
+
+@dataclass(frozen=True)
+class Even(Relation):
+    """Storage in shards of equal size: each variable has a dimension that all devices divide."""
+
+    def couplings(self, every: Mapping[str, Decision], roles: Roles, mesh: Mesh) -> Iterator[Coupling]:
+        def even(decision: Decision, choice: Choice) -> bool:
+            stored = decision.stored(choice) if isinstance(decision, Storage) else ()
+            return all(any(size % mesh.devices == 0 for size in roles.sizes[name]) for name in stored)
+
+        yield from Only(even).couplings(every, roles, mesh)
 
 
 @dataclass(frozen=True)

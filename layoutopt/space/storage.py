@@ -96,11 +96,13 @@ class Storage(Decision):
       frozen: those of them that are not trained.
       late: those outside of stages that are stored together with some inside, whose gradient is not scattered
         as it is made.
+      near: the axes of hybrid sharding.
     """
 
     variables: tuple[str, ...] = ()
     frozen: frozenset[str] = frozenset()
     late: frozenset[str] = frozenset()
+    near: Axes = ()
     granular = "storage"
     prefix = "storage of "
     label = "storage (ZeRO)"
@@ -177,7 +179,9 @@ class Storage(Decision):
             late = frozenset(v.name for v in variables if within and not {*v.shape.names} & {*within})
             frozen = frozenset(v.name for v in variables if not v.trainable)
             alone = len(late) == len(every)
-            own = cls(name, few if alone else stages, every, frozen, frozenset() if alone else late)
+            own = cls(
+                name, few if alone else stages, every, frozen, frozenset() if alone else late, allowed.near
+            )
             # Stages that split nothing are one option.
             options = dict.fromkeys(s if own.stored(s) else () for s in own.options)
             yield replace(own, options=tuple(options))

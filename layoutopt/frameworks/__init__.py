@@ -1,0 +1,27 @@
+"""What training software can express: one file per framework, with a `SAYS` of its name.
+
+A framework's prices are in `costmodels.frameworks`. A search under a framework is over its `SAYS` alone, so
+its plan can be written in the framework's own configuration, and its proof is about no other plans.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from layoutopt.space.restriction import EVERYTHING, Restriction
+
+
+def says(name: str) -> Restriction:
+    """What a framework can express; everything if nobody says what.
+
+    Example:
+      >>> from layoutopt.frameworks import says
+      >>> says("maxtext").expresses("storage", "zero2")
+      False
+    """
+    module = name.replace("-", "_")
+    if module not in {each.name for each in iter_modules(__path__)}:
+        return EVERYTHING
+    found: Restriction = import_module(f"{__name__}.{module}").SAYS
+    return found

@@ -1,0 +1,25 @@
+"""PyTorch with FSDP2, tensor-parallel plans of DTensor, and its pipelines, in eager execution.
+
+`fully_shard` stores all parameters alike: whole (DDP), gathered from forward to backward
+(`reshard_after_forward=False`, ZeRO-2), or split (ZeRO-3), over the data ranks or those of a node (HSDP).
+There is no ZeRO-1. Checkpoints (`checkpoint_wrapper`) are of whole layers, all of them or none.
+"""
+
+from layoutopt.space.degrees import Degrees
+from layoutopt.space.kind import ALL
+from layoutopt.space.restriction import ANY, Restriction
+
+SAYS = Restriction(
+    "torch",
+    says={
+        "storage": ("layout", "zero2", "zero3", "hybrid"),
+        "elsewhere": ANY,
+        "recompute": (False, True),
+        "context": ("gather", "ring", "zigzag"),
+        "microbatches": ANY,
+        "pipeline": ANY,
+        "schedule": ("gpipe", "1f1b", "circular", "interleaved"),
+    },
+    relations=(Degrees(),),
+    granularity={"storage": ALL, "recompute": ALL},
+)

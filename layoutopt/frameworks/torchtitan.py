@@ -1,0 +1,12 @@
+"""torchtitan: degrees of data (replicate, shard), tensor, context, pipeline and expert parallelism.
+
+Heads, key-value heads, d_ff and vocab are split over the tensor axis together, with sequence parallelism
+beside them (`enable_sequence_parallel`). `fsdp_reshard_after_forward` chooses between ZeRO-2 and ZeRO-3.
+Context parallelism needs flex attention, balanced (`headtail`) or not.
+"""
+
+from dataclasses import replace
+
+from layoutopt.frameworks import torch
+
+SAYS = replace(torch.SAYS, name="torchtitan")

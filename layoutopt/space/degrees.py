@@ -1,0 +1,163 @@
+"""Parallelism degrees: the relation of frameworks in which each mesh axis has one use.
+
+Such a framework multiplies degrees: data, tensor and context (sequence) ways, and shards what it stores over
+the ranks that hold the same weights. Each axis of a mesh then splits
+
+  data     the batch, and what the batch is called elsewhere
+  tensor   in every weight of a layer one dimension (heads, d_ff), and vocab where it divides
+  context  the sequence
+
+and nothing else is split. Experts may lie over any of these axes. What is stored split (ZeRO) is split over
+all axes but the tensor ones, or in hybrid sharding over those of a node among them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from layoutopt.space.diloco import Rarely
+from layoutopt.space.kind import Choice, Decision
+from layoutopt.space.restriction import Coupling, Relation, Role, Roles
+from layoutopt.space.sequence_parallel import Elsewhere
+from layoutopt.space.splits import Split
+from layoutopt.space.stages import StageSplit
+from layoutopt.space.storage import Storage
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.mesh import Mesh
+
+Every = Mapping[str, Decision]
+NONE: list[Choice] = []
+
+
+class Use(NamedTuple):
+    """The axes of a mesh by use."""
+
+    data: Axes
+    tensor: Axes
+    context: Axes
+
+
+@dataclass(frozen=True)
+class Degrees(Relation):
+    """Each axis of a mesh splits the batch, the weights or the sequence.
+
+    Attributes:
+      copies: tensor ways may exceed the key-value heads, which are then copied; else each weight of a layer
+        with such a dimension has all of them.
+      stored_over_context: storage is over the ranks of the sequence, too.
+      experts_apart: experts may lie over some of the axes of the batch, or over axes of several uses.
+    """
+
+    copies: bool = False
+    stored_over_context: bool = True
+    experts_apart: bool = True
+
+    def options(self, every: Every, roles: Roles, mesh: Mesh) -> dict[str, tuple[Choice, ...]]:
+        """Stages of storage over the axes of ranks with the same weights, in every use of the mesh."""
+        axes = _axes(every, mesh)
+        found = {n: dict[Choice, None]() for n, d in every.items() if isinstance(d, Storage)}
+        for use in _uses(axes):
+            for name, options in found.items():
+                options.update(dict.fromkeys(self._stored(every[name], use, axes)))
+        return {name: tuple(options) for name, options in found.items()}
+
+    def couplings(self, every: Every, roles: Roles, mesh: Mesh) -> Iterator[Coupling]:
+        axes = _axes(every, mesh)
+        splits = {n: d for n, d in every.items() if isinstance(d, Split) and not isinstance(d, StageSplit)}
+        further = {n: d for n, d in every.items() if isinstance(d, Elsewhere)}
+        stored = {n: d for n, d in every.items() if isinstance(d, Storage)}
+        # These tell the use of every axis, as far as storage depends on it.
+        leaders = [n for n in splits if n in (*roles.named[Role.DATA][:1], *roles.named[Role.INNER])]
+        rows, over = set[tuple[Choice, ...]](), {name: set[tuple[Choice, ...]]() for name in stored}
+        for use in _uses(axes):
+            beside = [self._further(d, roles, use.tensor) for d in further.values()]
+            for experts in self._experts(splits, roles, use):
+                for picked in self._picked(self._options(splits, roles, use, experts), roles, use.tensor):
+                    rows.update((*picked, *more) for more in itertools.product(*beside))
+                    leading = tuple(c for n, c in zip(splits, picked, strict=True) if n in leaders)
+                    for name, own in over.items():
+                        own.update((*leading, c) for c in self._stored(every[name], use, axes))
+        yield Coupling((*splits, *further), frozenset(rows))
+        for name, own in over.items():
+            yield Coupling((*leaders, name), frozenset(own))
+
+    def _experts(self, splits: Every, roles: Roles, use: Use) -> list[Axes]:
+        names = [n for n in roles.named[Role.EXPERTS] if n in splits]
+        every = dict.fromkeys(o for n in names for o in splits[n].options) or {(): None}
+        return [o for o in every if self.experts_apart or {*o} in ({*()}, {*use.data}, {*use.tensor})]
+
+    def _options(self, splits: Every, roles: Roles, use: Use, experts: Axes) -> dict[str, list[Choice]]:
+        """The choices of each dimension under one use of the axes; none of the batch, or of the sequence, if
+        it cannot have its axes."""
+        own = {role: [n for n in roles.named[role] if n in splits] for role in Role}
+        sequence = [n for n in own[Role.SEQUENCE] if _having(splits[n], use.context)]
+        if (use.data and not own[Role.DATA]) or (use.context and not sequence):
+            return dict.fromkeys(splits, NONE)
+        found: dict[str, list[Choice]] = {name: [()] for name in splits}
+        rest = tuple(a for a in use.data if a not in experts)
+        found |= {n: [*_having(splits[n], rest), ()] for n in own[Role.DATA]}
+        found |= {n: _having(splits[n], use.data) for n in own[Role.DATA][:1]}
+        found |= {n: [*_having(splits[n], use.context), ()] for n in sequence}
+        found |= {n: _having(splits[n], use.context) for n in sequence[:1]}
+        found |= {n: _having(splits[n], use.tensor) or [()] for n in own[Role.OUTER]}
+        found |= {n: [o for o in splits[n].options if {*o} <= {*use.tensor}] for n in own[Role.INNER]}
+        return found | {n: _having(splits[n], experts) for n in own[Role.EXPERTS]}
+
+    def _picked(
+        self, options: Mapping[str, list[Choice]], roles: Roles, tensor: Axes
+    ) -> Iterator[tuple[Choice, ...]]:
+        """Combinations in which weights have the tensor axes."""
+        experts = {*roles.named[Role.EXPERTS]}
+        weights = [{*names} for names in roles.weights if not names & experts]
+        if self.copies:
+            weights = [own for own in weights if not any(own < other for other in weights)]
+        if tensor and not weights:
+            return
+        for picked in itertools.product(*options.values()):
+            chosen = dict(zip(options, picked, strict=True))
+            used = ([a for n in own for a in chosen.get(n, ())] for own in weights)
+            if all(sorted(own) == sorted(tensor) for own in used):
+                yield picked
+
+    def _stored(self, decision: Decision, use: Use, axes: Axes) -> list[Choice]:
+        """The stages over all ranks with the same weights; of hybrid sharding, over the near ones of them."""
+        assert isinstance(decision, Storage)
+        ranks = (*use.data, *use.context) if self.stored_over_context else use.data
+        every = tuple(a for a in axes if a in ranks)
+        near, found = tuple(a for a in decision.near if a in every), dict[Choice, None]()
+        for choice in decision.options:
+            own = near if choice[1:] and choice[1:] == decision.near else every
+            if not choice:
+                found[choice] = None
+            elif own:
+                found[choice[0], *(own if len(own) < len(axes) else ())] = None
+        return [*found]
+
+    @staticmethod
+    def _further(decision: Elsewhere, roles: Roles, tensor: Axes) -> list[Choice]:
+        """What may be split further elsewhere: the sequence, over the tensor axes."""
+        own = _having(decision, tensor) if tensor and decision.dim in roles.named[Role.SEQUENCE] else []
+        return [(), *own]
+
+
+def _axes(every: Every, mesh: Mesh) -> Axes:
+    """The axes that can split something: neither those of stages nor those of replicas."""
+    taken = {a for d in every.values() if isinstance(d, StageSplit) for a in d.options[0]}
+    taken |= {a for d in every.values() if isinstance(d, Rarely) for a in d.options[0]}
+    return tuple(a for a, size in mesh.axes if size > 1 and a not in taken)
+
+
+def _uses(axes: Axes) -> Iterator[Use]:
+    """Each axis for the data, the weights or the sequence."""
+    for uses in itertools.product(range(len(Use._fields)), repeat=len(axes)):
+        each = tuple(zip(axes, uses, strict=True))
+        yield Use(*(tuple(a for a, use in each if use == i) for i in range(len(Use._fields))))
+
+
+def _having(decision: Decision | None, axes: Axes) -> list[Choice]:
+    """The options over just these axes, in any order."""
+    options = ((),) if decision is None else decision.options
+    return [o for o in options if {*o} == {*axes}]
