@@ -29,7 +29,7 @@ from layoutopt.space.argument import ARGUMENT, Argument, Space, argument, names
 from layoutopt.space.collective_matmul import Chunked, CollectiveMatmul
 from layoutopt.space.context import Context, Forms
 from layoutopt.space.diloco import Rarely, Replicas
-from layoutopt.space.kind import Affects, Choice, Chosen, Decision, Feature, LeftOut, Target, Typed
+from layoutopt.space.kind import MIXED, Affects, Choice, Chosen, Decision, Feature, LeftOut, Target, Typed
 from layoutopt.space.microbatches import Microbatches, MicrobatchesSpace
 from layoutopt.space.offload import Hosted, OptimizerOffload, Weights
 from layoutopt.space.option import Option
@@ -329,7 +329,8 @@ class Decisions:
         option."""
         found = Chosen()
         for name, choice in {**self.fixed, **chosen}.items():
-            self.named[name].apply(choice, found)
+            if choice != MIXED:
+                self.named[name].apply(choice, found)
         return found.done()
 
     def write(self, layout: Layout, options: Options) -> dict[str, Choice]:
