@@ -93,7 +93,8 @@ def test_options_that_help_reads_are_those_of_the_records() -> None:
 
 def test_every_door_has_every_field() -> None:
     options = {option.name for argument in ARGUMENTS.values() for option in argument.options}
-    assert {*ARGUMENTS} == {f.name for f in fields(SearchSpace)} - {"near", "stages", "again", "allow", "restriction"}
+    others = {"near", "stages", "again", "allow", "restriction"}
+    assert {*ARGUMENTS} == {f.name for f in fields(SearchSpace)} - others
     parameters = {name.removeprefix("--").replace("-", "_") for name in options}
     assert parameters | {"allow"} == {*OnMesh.__dataclass_fields__}
     assert OnMesh.__dataclass_fields__.keys() - OnAnyMesh.__dataclass_fields__ == {"pin", "forbid", "diloco"}
