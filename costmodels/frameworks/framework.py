@@ -88,6 +88,7 @@ class Framework(Overlay):
 
     Attributes:
       kinds: as in `Overlay`; it runs on these kinds of chips.
+      says: the framework whose layouts it can express: for a file that is `like` another, that one's.
       variants: name -> its options.
       chosen: variant -> option, where the user said one.
       file: the path, if it is a user's own.
@@ -95,6 +96,7 @@ class Framework(Overlay):
 
     format: Literal["layoutopt-framework/1"]
     name: Text
+    says: Text
     variants: Mapping[str, Variant] = {}
     notes: tuple[Text, ...] = ()
     chosen: Mapping[str, str] = Field(default={}, exclude=True)

@@ -86,6 +86,8 @@ def _content(name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise FrameworkError(f"framework file {str(path)!r} is not a JSON object")
     like = content.pop("like", None)
+    own = content.get("name", name) if like is None or path.parent == _DATA else None
+    content = {**({} if own is None else {"says": own}), **content}
     return content if like is None else merged(_content(str(like)), content)
 
 

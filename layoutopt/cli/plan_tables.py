@@ -64,6 +64,7 @@ def summary(plan: Plan, fits: Fits, limit: int, behind: str) -> list[tuple[str, 
         *([("host", p.host)] if p.host else []),
         ("accuracy", behind),
         ("proof", proof(plan)),
+        *told.left(plan.data),
     ]
 
 

@@ -127,6 +127,7 @@ def search(
     machine = machine_on.read(loaded.model)
     where: dict[str, Any] = {
         "mesh": on,
+        "framework": machine_on.framework,
         "devices": devices,
         "max_axes": max_axes,
         "hardware": machine,

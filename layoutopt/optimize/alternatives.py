@@ -128,7 +128,7 @@ class Alternatives:
 
     def _put_found(self, name: str, found: EvaluatedLayout | None, renames: bool) -> None:
         if found is not None:
-            self.found.append(_called(self.request, name, found, renames))
+            self.found.append(called(self.request, name, found, renames))
 
     def _add(self, name: str, answer: StrategyAnswer, quick: NamedLayout | None) -> None:
         """The best of some plans, else the one that is known without a search."""
@@ -259,10 +259,10 @@ def _within(
 def ranked(request: Request, others: Sequence[EvaluatedLayout], searched_mesh: bool) -> list[Alternative]:
     """The second best layout, the third, and so on, each with names for its own axes."""
     every = enumerate(others, start=2)
-    return [_called(request, f"number {number}", other, searched_mesh) for number, other in every]
+    return [called(request, f"number {number}", other, searched_mesh) for number, other in every]
 
 
-def _called(request: Request, name: str, found: EvaluatedLayout, searched_mesh: bool) -> Alternative:
+def called(request: Request, name: str, found: EvaluatedLayout, searched_mesh: bool) -> Alternative:
     """A layout that was searched, with names for its own axes."""
     names = axis_names(found.layout, found.mesh, request.model) if searched_mesh else {}
     return priced(request, name, found.mesh, found.layout, found.options, names)

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from costmodels.frameworks import load_framework
 from costmodels.hardware import Hardware, machine_of
+from layoutopt.frameworks import says
 from layoutopt.optimize.evaluator import check_limit
 from layoutopt.optimize.infeasible import diagnose
 from layoutopt.optimize.plan_details import with_details
@@ -18,6 +20,7 @@ from layoutopt.optimize.request import SEARCHED, Better, OnSearchStatus, Request
 from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import subproblems
+from layoutopt.optimize.unrestricted import unrestricted
 from layoutopt.optimize.warm_start import WarmStart
 from layoutopt.plan.build import Plan, parse_plan
 from layoutopt.plan.details import Searched
@@ -131,11 +134,15 @@ def search(
     chosen = machine_of(hardware, framework, model.framework)
     _check(mesh, devices, objective, limits, clock.limit, allowed)
     shapes = meshes(mesh, devices, limits.max_axes, chosen)
-    restriction = allowed.restriction.of(model)
+    restriction = allowed.restriction
+    if framework is not None and restriction is EVERYTHING:
+        restriction = says(load_framework(framework).says)
+    restriction = restriction.of(model)
     restriction.narrowed(allowed, SearchSpace())  # refuses what somebody set
     allowed = resolved(allowed, [Target(model, shape, chosen.hosts_apart) for shape in shapes])
     objective = Objective(objective)
-    allowed = restriction.narrowed(allowed.settled(objective)).but(restriction=restriction)
+    whole = allowed.settled(objective).but(restriction=EVERYTHING)
+    allowed = restriction.narrowed(whole).but(restriction=restriction)
     if allowed.offload:
         _check_host(chosen)
     keep_best, top = limits.keep_best, limits.top
@@ -199,6 +206,11 @@ def search(
     try:
         clock.within(SEARCHED, rank)
         found = plan()
+        aside = limits.alternatives and not (found.stopped or request.late or allowed.diloco)
+        if aside and objective == Objective.TIME and restriction is not EVERYTHING:
+            more = unrestricted(request, whole, shapes, best, mesh is None)
+            notes = [*found.data.notes, *more.pop("notes", ())]
+            found = Plan(found.data.model_copy(update={**more, "notes": notes}))
         return Plan(found.data, found.stopped, model, full)
     except KeyboardInterrupt:
         if not keep_best:

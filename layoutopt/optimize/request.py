@@ -118,6 +118,7 @@ def space_of(
     left = _left_out(request, [mesh, *(of_shape(s) for s in sorted(shapes or ()) if s != mesh.shape)])
     return CoveredSpace(
         layouts=considered,
+        expressed_by=request.allowed.restriction.name,
         not_looked_at=tuple(
             UncoveredChoices(**asdict(each)) for each in (*left, *other_meshes(mesh, shapes))
         ),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from layoutopt.frameworks import says
 from layoutopt.plan.decided import SAID, Decided
 from layoutopt.plan.details import Searched
 from layoutopt.plan.schema import (
@@ -142,8 +143,11 @@ class Plan:
 
     @property
     def allowed(self) -> SearchSpace:
-        """The search space of the plan's search."""
-        return allowed_by(self.question)
+        """The search space of the plan's search, under its framework if the model is there."""
+        found, space = allowed_by(self.question), self.data.space
+        if self.model is None or space is None or not space.expressed_by:
+            return found
+        return found.but(restriction=says(space.expressed_by).of(self.model))
 
     def limit(self, hardware: Hardware) -> int:
         """The memory limit of the plan's search, in bytes per device."""

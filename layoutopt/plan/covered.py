@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pydantic import Field
+
 from layoutopt.plan.fields import Data, Flag, WholeNumber
 
 EVERYTHING = "--allow everything"
@@ -35,15 +37,18 @@ class CoveredSpace(Data):
     Attributes:
       layouts: how many.
       not_looked_at: choices outside the space.
+      expressed_by: the framework that can express them; "": all layouts of the kinds that were searched.
     """
 
     layouts: WholeNumber
     not_looked_at: tuple[UncoveredChoices, ...] = ()
+    expressed_by: str = Field(default="", exclude_if=lambda value: not value)
 
     @property
     def count(self) -> str:
-        """The number in words: '6,144 layouts', '1.9e12 layouts'."""
-        return f"{count_text(self.layouts)} layout{'s' * (self.layouts != 1)}"
+        """The number in words: '6,144 layouts', '1.9e12 layouts that torch can express'."""
+        by = f" that {self.expressed_by} can express" * bool(self.expressed_by)
+        return f"{count_text(self.layouts)} layout{'s' * (self.layouts != 1)}{by}"
 
     @property
     def unseen(self) -> str:

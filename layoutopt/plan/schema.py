@@ -229,6 +229,8 @@ class PlanFile(Decided):
       slices: mesh axis to number of slices that it spans; left out for one.
       training: time and cost of training, on request.
       space: the space that `solver` is about.
+      unrestricted: the best layout if the framework could express every layout; None if it is no faster.
+      left: the share of the step that it saves; None if nobody searched for it.
     """
 
     format: Literal["layoutopt-plan/1"]
@@ -244,13 +246,19 @@ class PlanFile(Decided):
     space: CoveredSpace | None = None
     alternatives: list[Alternative] = Field(default_factory=list)
     frontier: list[Alternative] | None = None
+    unrestricted: Alternative | None = Field(default=None, exclude_if=lambda value: value is None)
+    left: Amount | None = Field(default=None, exclude_if=lambda value: value is None)
     notes: Names = Field(default_factory=list)
     details: Details = Details()
 
     @model_validator(mode="after")
     def _axes_of_the_mesh(self) -> PlanFile:
         _known_axes(self, self.mesh)
-        for name, choices in (("alternatives", self.alternatives), ("frontier", self.frontier or ())):
+        for name, choices in (
+            ("alternatives", self.alternatives),
+            ("frontier", self.frontier or ()),
+            ("unrestricted", [self.unrestricted] if self.unrestricted else ()),
+        ):
             for i, choice in enumerate(choices):
                 _known_axes(choice, choice.mesh or self.mesh, name, i)
         return self

@@ -75,6 +75,17 @@ def proof(plan: PlanFile, limits: str) -> ProofWords:
     return ProofWords(status, "warn", words, more)
 
 
+def left(plan: PlanFile) -> list[tuple[str, str]]:
+    """What the framework leaves, as far as a search for it ended."""
+    if plan.left is None or plan.space is None:
+        return []
+    if plan.unrestricted is None:
+        return [("left", "nothing: no layout is faster that the framework cannot express")]
+    here, there = ({"splits": plan_.layout, **plan_.listed()} for plan_ in (plan, plan.unrestricted))
+    differs = ", ".join(name for name in here if here[name] != there[name]) or "mesh"
+    return [("left", f"{100 * plan.left:.2g}% of the step: the unrestricted layout differs in {differs}")]
+
+
 def considered(text: str) -> str:
     """'1,234' is a number of layouts; any other text is shown unchanged."""
     plain = text.replace(",", "").replace("_", "").strip()

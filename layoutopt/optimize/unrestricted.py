@@ -1,0 +1,53 @@
+"""What a framework leaves: the best layout if it could express every layout, with the same prices.
+
+This is one more search, over all that was allowed, for a layout that is faster than the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from layoutopt.optimize.alternatives import called
+from layoutopt.optimize.request import Request
+from layoutopt.optimize.search import LayoutSearch
+from layoutopt.optimize.subproblem import EvaluatedLayout
+from layoutopt.optimize.subproblems import subproblems
+from layoutopt.space.decisions import SearchSpace
+from mesh_tf_core.errors import InfeasibleError, LimitError
+from mesh_tf_core.ir.mesh import Mesh
+
+UNRESTRICTED = "unrestricted"
+"""The name of the layout."""
+
+
+def unrestricted(
+    request: Request, allowed: SearchSpace, shapes: Sequence[Mesh], best: EvaluatedLayout, renames: bool
+) -> dict[str, Any]:
+    """Fields of `PlanFile`: the best layout of a space, if it is faster than the answer of a restricted one,
+    and the share of the step that it saves.
+
+    Args:
+      allowed: the space without the restriction.
+      shapes, renames: the meshes of the search, and whether plans give their axes other names.
+    """
+    wide = replace(request, allowed=allowed, on_progress=None, on_better=None, explains=False, top=1)
+    vars(wide)["evaluator"] = request.evaluator  # what is predicted is not predicted again
+    search = LayoutSearch(wide, renames)
+    search.incumbents.most = best.seconds
+    found = best
+    try:
+        other = search.run(subproblems(request.model, shapes, allowed, request.evaluator.near))
+        found = min(best, other, key=lambda f: f.seconds)
+    except InfeasibleError:  # nothing is faster
+        pass
+    except LimitError:
+        return {}
+    said: dict[str, Any] = {"left": 1 - found.seconds / best.seconds}
+    if found is not best:
+        said |= {UNRESTRICTED: called(request, UNRESTRICTED, found, renames)}
+    if not search.proven:
+        most = 1 - search.bound.value / best.seconds
+        said |= {"notes": [f"the search for unrestricted layouts did not end; they save at most {most:.1%}"]}
+    return said
