@@ -1,11 +1,77 @@
-"""MaxText: logical axes over mesh axes, one storage for all matrices, one `remat_policy` for all layers."""
+"""MaxText: logical axes over mesh axes, one storage for all matrices, one `remat_policy` for all layers.
 
-from layoutopt.plan.maxtext import MAXTEXT_REMAT, MAXTEXT_ROWS, MAXTEXT_STORED
+Names are those of its base.yml (github.com/AI-Hypercomputer/maxtext, src/MaxText/configs/base.yml).
+"""
+
+from collections.abc import Mapping, Sequence
+
 from layoutopt.space.degrees import Degrees
 from layoutopt.space.kind import ALL
 from layoutopt.space.recompute import KEEP
 from layoutopt.space.restriction import ANY, Even, Only, Restriction
 from layoutopt.space.splits import Split
+from mesh_tf_core.lower.offload import OPTIMIZER, WEIGHTS
+
+# Dimension -> the logical axes that mean it, of activations and of weights (`logical_axis_rules`).
+MAXTEXT_DIMS: Mapping[str, Sequence[str]] = {
+    "batch": (
+        "activation_batch",
+        "activation_batch_no_exp",
+        "activation_embed_and_logits_batch",
+        "activation_kv_batch",
+        "activation_kv_batch_no_exp",
+    ),
+    "length": (
+        "activation_length",
+        "activation_length_no_exp",
+        "activation_attn_length",
+        "activation_attn_length_no_exp",
+        "activation_norm_length",
+        "activation_q_length",
+        "activation_q_length_no_exp",
+    ),
+    "memory_length": ("activation_kv_length",),
+    "d_model": ("embed", "embed_no_exp", "norm", "activation_embed"),
+    "d_ff": ("mlp", "mlp_no_fsdp", "activation_mlp"),
+    "heads": ("heads", "q_heads", "kv_heads", "activation_heads", "activation_kv_heads"),
+    "d_kv": ("kv", "kv_head_dim", "activation_kv", "activation_kv_head_dim"),
+    "vocab": ("vocab", "activation_vocab"),
+    "experts": ("exp", "activation_exp"),
+}
+# MaxText's mesh axes are fixed names (`mesh_axes` of the same file); ours take the first one that is free.
+MAXTEXT_AXES = (
+    "data",
+    "tensor",
+    "fsdp",
+    "tensor_transpose",
+    "fsdp_transpose",
+    "sequence",
+    "context",
+    "expert",
+)
+MAXTEXT_ALIKE = {"batch": "data", "model": "tensor", "experts": "expert"}
+
+
+MAXTEXT_ROWS: Mapping[str, Sequence[str]] = {
+    **{each: row for row in MAXTEXT_DIMS.values() for each in row},
+    **MAXTEXT_DIMS,
+}
+"""The same, with MaxText's own names for a model with its parameters."""
+MAXTEXT_WEIGHTS = ("embed", "embed_no_exp")
+"""The logical axes of every matrix, which MaxText splits for FSDP; `d_model` here."""
+MAXTEXT_BETWEEN = "activation_norm_length"
+"""The length in the residual stream and norms."""
+MAXTEXT_HOST = {OPTIMIZER: "optimizer_memory_host_offload", WEIGHTS: "parameter_memory_host_offload"}
+"""The kind of values on the hosts -> its name in MaxText."""
+MAXTEXT_STORED = {"zero1": "data", "zero3": "fsdp"}
+"""Stage -> the axis of MaxText that splits the batch, and at this stage the state too, or the weights too."""
+MAXTEXT_REMAT: Mapping[tuple[str, ...], str] = {
+    (): "full",
+    ("products",): "minimal",
+    ("products", "attention"): "minimal_with_context",
+}
+"""The values that a recomputed layer keeps -> the `remat_policy` that keeps them. (The last one saves the
+most.)"""
 
 SAYS = Restriction(
     "maxtext",
