@@ -141,7 +141,7 @@ def recorded(plan: Plan, to: str) -> tuple[tuple[ExportedTensor, ...], tuple[Exp
     from layoutopt.plan.exported import ExportedTensor
     from mesh_tf_core.errors import UserError
 
-    if "storage" not in FORMATS[to].says:
+    if not FORMATS[to].says.expresses("storage", None):
         return (), ()
     details = plan.data.details
     if not {"variables", "inputs"} <= details.model_fields_set or (details.applies and to == Library.JAX):

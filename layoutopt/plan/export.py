@@ -17,10 +17,12 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from layoutopt.frameworks import says
 from layoutopt.plan.decided import ELSEWHERE, rules_in
 from layoutopt.plan.exported import Exported, ExportedTensor, comment
 from layoutopt.plan.maxtext import maxtext
-from layoutopt.space.decisions import KINDS
+from layoutopt.space.decisions import beyond
+from layoutopt.space.restriction import ANY, Restriction
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
@@ -43,13 +45,11 @@ def export(what: Exported, to: str) -> str:
                     f"padded, because its {name!r} of size {size} is not divisible by {ways} devices; "
                     "search with --storage layout, or train with layoutopt"
                 )
-    for kind in KINDS:
-        for beyond in kind.beyond(what.decided):
-            if beyond.what not in form.says:
-                raise UserError(
-                    f"{to} cannot express this plan, in which {beyond.words}; train with layoutopt, "
-                    f"{beyond.instead}, or choose another format"
-                )
+    if lost := beyond(form.says, what.decided):
+        raise UserError(
+            f"{to} cannot express this plan, in which {lost.words}; train with layoutopt, {lost.instead}, "
+            "or choose another format"
+        )
     if (refined := what.decided.places()) and not form.every_variable:
         path, rules = next(iter(refined.items()))
         raise UserError(
@@ -191,22 +191,22 @@ class ExportForm:
     """A library's form.
 
     Attributes:
-      says: decisions that it can express (`space.kind.Beyond.what`); plans with others are refused.
+      says: what it can express; plans with other decisions are refused.
       every_variable: the form has the placement of each variable and its state.
     """
 
     write: Callable[[Exported], str]
-    says: frozenset[str]
+    says: Restriction
     every_variable: bool = False
 
 
-PLAIN = frozenset({"recompute", "microbatches"})
-"""Decisions that every form expresses, in comments at least."""
-TENSORS = PLAIN | {"storage", ELSEWHERE}
+PLAIN: Mapping[str, tuple[bool, ...] | None] = {"recompute": (False, True), "microbatches": ANY}
+"""What every form expresses, in comments at least."""
+TENSORS = Restriction("dtensor", {**PLAIN, "storage": ANY, ELSEWHERE: ANY})
 FORMATS: Mapping[str, ExportForm] = {
-    "mesh-tensorflow": ExportForm(_mesh_tensorflow, PLAIN),
+    "mesh-tensorflow": ExportForm(_mesh_tensorflow, says("mesh-tensorflow")),
     "dtensor": ExportForm(_dtensor, TENSORS, every_variable=True),
-    "jax": ExportForm(_jax, TENSORS | {"keep"}, every_variable=True),
-    "haliax": ExportForm(_haliax, PLAIN),
-    "maxtext": ExportForm(maxtext, TENSORS | {"keep", "offload"}),
+    "jax": ExportForm(_jax, says("jax"), every_variable=True),
+    "haliax": ExportForm(_haliax, Restriction("haliax", PLAIN)),
+    "maxtext": ExportForm(maxtext, says("maxtext")),
 }

@@ -27,7 +27,6 @@ from layoutopt.space.storage import by_stage
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.lower.offload import ACTIVATIONS
 from mesh_tf_core.lower.remat_policy import Recomputed
 from mesh_tf_core.lower.storage import STAGES, read_stage
 
@@ -46,7 +45,7 @@ def _maxtext_stage(what: Exported) -> tuple[str, Axes]:
         stages.setdefault(STAGES[read_stage(said).number], []).extend(its)
     if whole := [name for name, axes in spare.items() if axes and name not in what.decided.storage]:
         stages["layout"] = whole
-    if len(stages) > 1 or not stages.keys() <= MAXTEXT_STORED.keys():
+    if len(stages) > 1:
         listed = " and ".join(f"{stage} for {some(names, NAMED)}" for stage, names in sorted(stages.items()))
         raise UserError(
             "maxtext needs one storage (layout, zero1 or zero3) for all matrices, but this plan uses "
@@ -102,12 +101,6 @@ def maxtext(what: Exported) -> str:
                     "choose another format"
                 )
     for name, extra in what.decided.refined.get(ELSEWHERE, {}).items():
-        if name != "length":
-            raise UserError(
-                "maxtext can split only length elsewhere, but this plan splits "
-                f"{name}:{'+'.join(extra)} elsewhere; search without --elsewhere {name}, or choose "
-                "another format"
-            )
         logical[MAXTEXT_BETWEEN] = _renamed((*what.layout.axes(name), *extra), names)
     if stage == "zero3":
         for each in MAXTEXT_WEIGHTS:
@@ -141,14 +134,7 @@ def _maxtext_policy(what: Exported) -> str:
     """The `remat_policy` of a plan; where nothing runs again, the one that saves the most."""
     policies = {}
     for text in what.decided.recompute:
-        kept = Recomputed.parse(text).keep
-        if kept not in MAXTEXT_REMAT:
-            known = ", ".join("+".join(keep) or "nothing" for keep in MAXTEXT_REMAT)
-            raise UserError(
-                f"maxtext has no remat_policy for {text}: its policies keep {known}; search without "
-                "--recompute selective and --keep, or choose another format"
-            )
-        policies[MAXTEXT_REMAT[kept]] = text
+        policies[MAXTEXT_REMAT[Recomputed.parse(text).keep]] = text
     if len(policies) > 1:
         raise UserError(
             "maxtext has one remat_policy for all layers, but this plan recomputes "
@@ -172,11 +158,6 @@ def _stacks(what: Exported) -> list[str]:
 
 def _maxtext_offload(what: Exported) -> list[str]:
     """MaxText keeps all weights on the hosts, or none; so the optimizer's state."""
-    if loops := what.decided.offload.get(ACTIVATIONS):
-        raise UserError(
-            "maxtext offloads activations by name, but this plan offloads all activations that "
-            f"{some(loops, NAMED)} save; search without --offload activations, or train with layoutopt"
-        )
     said = []
     for kind, word in MAXTEXT_HOST.items():
         names = what.decided.offload.get(kind, [])

@@ -152,4 +152,4 @@ class CollectiveMatmul(Decision):
     def beyond(cls, said: Any) -> Iterator[Beyond]:
         for dim in said.collective_matmul:
             words = f"matmuls with {dim!r} overlap their collectives in chunks"
-            yield Beyond("collective_matmul", words, "search without --collective-matmul")
+            yield Beyond("collective_matmul", dim, words, "search without --collective-matmul")

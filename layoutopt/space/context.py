@@ -148,4 +148,4 @@ class Context(Decision):
     @classmethod
     def beyond(cls, said: Any) -> Iterator[Beyond]:
         for dim, form in said.context.items():
-            yield Beyond("context", f"attention to {dim!r} is {form}", "search with --context gather")
+            yield Beyond("context", form, f"attention to {dim!r} is {form}", "search with --context gather")

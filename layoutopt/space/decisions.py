@@ -29,7 +29,18 @@ from layoutopt.space.argument import ARGUMENT, Argument, Space, argument, names
 from layoutopt.space.collective_matmul import Chunked, CollectiveMatmul
 from layoutopt.space.context import Context, Forms
 from layoutopt.space.diloco import Rarely, Replicas
-from layoutopt.space.kind import MIXED, Affects, Choice, Chosen, Decision, Feature, LeftOut, Target, Typed
+from layoutopt.space.kind import (
+    MIXED,
+    Affects,
+    Beyond,
+    Choice,
+    Chosen,
+    Decision,
+    Feature,
+    LeftOut,
+    Target,
+    Typed,
+)
 from layoutopt.space.microbatches import Microbatches, MicrobatchesSpace
 from layoutopt.space.offload import Hosted, OptimizerOffload, Weights
 from layoutopt.space.option import Option
@@ -385,6 +396,12 @@ def _adds(options: str, allowed: Space) -> bool:
         more = getattr(allowed.restriction.narrowed(allowed.but(**{name: text})), name)
         return not {*more} <= {*allowed.said(name)} if isinstance(more, tuple) else more is not None
     return allowed.restriction.says.get(name, ()) != ()
+
+
+def beyond(says: Restriction, said: Any) -> Beyond | None:
+    """The first decision of a `layoutopt.plan.decided.Decided` that a restriction excludes."""
+    every = (each for kind in KINDS for each in kind.beyond(said))
+    return next((each for each in every if not says.expresses(each.field, each.value)), None)
 
 
 def changing(touched: Affects) -> tuple[str, ...]:

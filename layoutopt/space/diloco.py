@@ -152,4 +152,4 @@ class Rarely(Decision):
     def beyond(cls, said: Any) -> Iterator[Beyond]:
         if how := said.diloco:
             alone = f"replicas along {how.partition(':')[0]!r} train separately for some steps"
-            yield Beyond("diloco", alone, "search without --diloco")
+            yield Beyond("diloco", how, alone, "search without --diloco")

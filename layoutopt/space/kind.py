@@ -90,12 +90,13 @@ class Beyond:
     """A decision that another library may not be able to express.
 
     Attributes:
-      what: the name by which export forms declare that they support it (`plan.export.ExportForm`).
+      field: of `SearchSpace`; `value`: the element of it that the decision needs, None for any.
       words: in a sentence: "that ...".
       instead: a search whose plan the library can express.
     """
 
-    what: str
+    field: str
+    value: Any
     words: str
     instead: str
 
@@ -324,7 +325,7 @@ class Decision(ABC):
         """The parts that another library must be able to express: by default the whole decision, unless it is
         plain."""
         if words := cls.in_words(said)[0]:
-            yield Beyond(cls.word, f"the plan decides on {cls.label}: {words}", "search without it")
+            yield Beyond(cls.word, None, f"the plan decides on {cls.label}: {words}", "search without it")
 
 
 def group_of(variable: Variable, granularity: str) -> str:

@@ -190,7 +190,7 @@ class OptimizerOffload(OffloadDecision):
     def beyond(cls, said: Any) -> Iterator[Beyond]:
         for kind, its in said.offload.items():
             lie = f"{kind} offload applies to {first_of(its)}"
-            yield Beyond("offload", lie, "search without --offload")
+            yield Beyond("offload", kind, lie, "search without --offload")
 
 
 @dataclass(frozen=True)

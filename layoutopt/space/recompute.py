@@ -224,10 +224,12 @@ class Recompute(Decision):
     @classmethod
     def beyond(cls, said: Any) -> Iterator[Beyond]:
         for text in said.recompute:
-            yield Beyond("recompute", f"the loop over {text} is recomputed", "search with --recompute never")
-            if Recomputed.parse(text).keep:
-                words = f"some values of a recomputed block are kept ({text})"
-                yield Beyond("keep", words, "search without --recompute selective and --keep")
+            if keep := Recomputed.parse(text).keep:
+                value, words = KEEP + "+".join(keep), f"some values of a recomputed block are kept ({text})"
+                yield Beyond("recompute", value, words, "search without --recompute selective and --keep")
+            else:
+                words = f"the loop over {text} is recomputed"
+                yield Beyond("recompute", True, words, "search with --recompute never")
 
 
 def kept_sets(allowed: Iterable[bool | str]) -> Sets:

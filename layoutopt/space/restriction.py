@@ -206,9 +206,9 @@ class Restriction:
         return replace(self, roles=Roles.of(model)) if self.relations else self
 
     def expresses(self, name: str, value: Any) -> bool:
-        """True if a value of a field of `SearchSpace` may be searched."""
+        """True if a value of a field of `SearchSpace` may be searched; None: if any but the plain one may."""
         said = ANY if self.says is None else self.says.get(name, ())
-        return said is ANY or value in said
+        return said is ANY or (bool(said) if value is None else value in said)
 
     def narrowed(self, space: S, usual: S | None = None) -> S:
         """A space without the values that may not be searched.

@@ -136,11 +136,10 @@ class Elsewhere(Decision):
 
     @classmethod
     def beyond(cls, said: Any) -> Iterator[Beyond]:
-        if words := _rules(said):
-            what = (
-                f"dimensions are also split in operations where an axis splits no other dimension ({words})"
-            )
-            yield Beyond(ELSEWHERE, what, "search without --elsewhere")
+        for dim, axes in said.refined.get(ELSEWHERE, {}).items():
+            rule = f"{dim}:{'+'.join(axes) or 'none'}"
+            what = f"dimensions are also split in operations where an axis splits no other dimension ({rule})"
+            yield Beyond(ELSEWHERE, dim, what, f"search without --elsewhere {dim}")
 
 
 def _rules(said: Any) -> str:

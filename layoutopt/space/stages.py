@@ -97,7 +97,7 @@ class StageSplit(Split):
     def beyond(cls, said: Any) -> Iterator[Beyond]:
         for dim, n in said.pipeline.items():
             stages = f"{dim!r} is split into {n} pipeline stages"
-            yield Beyond("pipeline", stages, f"search without --pipeline {dim}")
+            yield Beyond("pipeline", dim, stages, f"search without --pipeline {dim}")
 
 
 def ways(model: Model, mesh: Mesh, allowed: Space) -> Iterator[Space]:

@@ -35,7 +35,7 @@ def test_maxtext_stores_all_matrices_alike(stage: str, said: str) -> None:
             "uses zero1 for wi and zero3 for wo; search with --storage layout",
         ),
         (matrices("", "zero3"), "uses layout for wi and zero3 for wo"),
-        (matrices("zero2", "zero2"), "uses zero2 for wi and wo"),
+        (matrices("zero2", "zero2"), "cannot express this plan, in which the storage of wi, wo is zero2"),
         (
             matrices("zero1", "zero1", layout="batch:a;d_ff:c"),
             r"only over the batch's axes \(a\), but this plan stores wi over a\+b",

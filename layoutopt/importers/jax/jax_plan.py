@@ -7,7 +7,7 @@ Every decision of the plan is applied, or refused by name:
   recompute     jax.checkpoint of a loop's body, or of each layer that is written out, with a policy
                 that saves what they keep; refused where that is not a value of the function
   microbatches  a loop over parts of the batch that adds up gradients
-  others        refused (`Decision.beyond`): no sharding says them
+  others        refused (`layoutopt.frameworks.jax`): no sharding says them
 """
 
 from __future__ import annotations
@@ -15,18 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from layoutopt.frameworks import says
 from layoutopt.importers.jax.constrain import constrained
 from layoutopt.importers.jax.saved import saved_values
 from layoutopt.importers.jax.shardings import Shardings
 from layoutopt.importers.jax.step import OptimizerStep
 from layoutopt.plan.build import decided
-from layoutopt.space.decisions import KINDS
+from layoutopt.space.decisions import beyond
 from layoutopt.space.keywords import in_keywords
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.layout import ELSEWHERE
-
-SAYS = frozenset({"storage", ELSEWHERE, "recompute", "keep", "microbatches"})
-"""The part of each decision that is applied (`space.kind.Beyond.what`)."""
 
 
 class JaxPlan(Shardings):
@@ -45,14 +42,9 @@ class JaxPlan(Shardings):
         saved = saved_values(self.model.step_graph, self.origin, again)
         mesh, layout = self.placing.mesh, self.placing.layout
         said = decided(self.options, layout, self.model.stages(mesh, layout))
-        for kind in KINDS:
-            for beyond in kind.beyond(said):
-                if beyond.what not in SAYS:
-                    why = (
-                        "plan.jax: JAX shardings cannot express this plan, in which "
-                        f"{beyond.words}; {beyond.instead}"
-                    )
-                    raise UserError(in_keywords(why))
+        if lost := beyond(says("jax"), said):
+            why = f"plan.jax: JAX shardings cannot express this plan, in which {lost.words}; {lost.instead}"
+            raise UserError(in_keywords(why))
         return constrained(
             loss or self.origin.loss,
             self.placing,
