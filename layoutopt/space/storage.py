@@ -255,7 +255,7 @@ class Storage(Decision):
     def beyond(cls, said: Any) -> Iterator[Beyond]:
         for stage, its in by_stage(said.storage).items():
             words = f"the storage of {first_of(its)} is {stage}"
-            yield Beyond("storage", HYBRID if AT in stage else stage, words, "search with --storage layout")
+            yield Beyond("storage", stage.partition(AT)[0], words, "search with --storage layout")
 
 
 def by_stage(storage: Mapping[str, str]) -> dict[str, list[str]]:

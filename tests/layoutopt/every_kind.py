@@ -254,7 +254,7 @@ def whole_question(
     rng, model = random.Random(seed), whole_model(seed)
     mesh = mtf.Mesh(rng.choice(["x:2;y:2", "x:2;y:2", "x:4", "x:2"]) + (";sites:2" if rarely else ""))
     hardware = some_machine(rng)
-    allowed = replace(opened(rng, model, rarely), restriction=restriction)
+    allowed = replace(opened(rng, model, rarely), restriction=restriction.of(model))
     evaluator = Evaluator(model, hardware)
     found = [*subproblems(model, [mesh], allowed, evaluator.near)]
     found = _some(found, rng)

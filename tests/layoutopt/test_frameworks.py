@@ -1,0 +1,104 @@
+"""Frameworks: what they can express holds of every plan under them, which their export then writes."""
+
+from __future__ import annotations
+
+from pkgutil import iter_modules
+
+import pytest
+
+import layoutopt
+import layoutopt.frameworks
+import mesh_tf_core as mtf
+from costmodels.frameworks import DEFAULT, framework_names
+from costmodels.hardware import load_hardware
+from examples import moe_lm, transformer_lm
+from layoutopt.frameworks import says
+from layoutopt.plan.build import decided
+from layoutopt.plan.export import FORMATS, export
+from layoutopt.plan.exported import Exported, placed
+from layoutopt.space.decisions import SearchSpace, beyond, decisions
+from layoutopt.space.restriction import EVERYTHING
+from tests.layoutopt.every_kind import whole_question
+from tests.layoutopt.test_every_kind import checked
+from tests.marks import by_day
+
+NAMED = [name for name in framework_names() if name != DEFAULT]
+SIZES = {"layers": 2, "d_model": 32, "d_kv": 8, "heads": 4, "d_ff": 64, "vocab": 64, "batch": 16, "length": 8}
+MODELS = {
+    "dense": lambda: transformer_lm.model(**SIZES, kv_heads=2),
+    "experts": lambda: moe_lm.model(**SIZES, experts=4),
+}
+
+
+def test_each_framework_has_a_file_of_its_name() -> None:
+    assert {each.name.replace("_", "-") for each in iter_modules(layoutopt.frameworks.__path__)} == {
+        *framework_names()
+    }
+    assert [says(name).name for name in NAMED] == NAMED
+    assert says(DEFAULT) is EVERYTHING is says("mine")
+
+
+@pytest.mark.parametrize("objective", ["time", "memory"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("framework", by_day(NAMED, every=4))
+def test_a_plan_under_a_framework_is_one_that_it_can_express(
+    framework: str, model: str, objective: str
+) -> None:
+    """Also the plan with the least memory, in which all is stored split and recomputed."""
+    built = MODELS[model]()
+    hardware = "tpu-v4" if framework == "mesh-tensorflow" else "h100"
+    asked = {"mesh": "a:2;b:2", "microbatches": "1,2", "alternatives": False}
+    plan = layoutopt.search(built, hardware=hardware, framework=framework, objective=objective, **asked)
+    assert plan.data.framework == framework
+    assert plan.data.space is not None and plan.data.space.expressed_by == framework
+    said = decided(plan.options, plan.layout, built.stages(plan.mesh, plan.layout))
+    assert beyond(says(framework), said) is None
+    if framework in FORMATS:
+        tensors = placed(built.lower(plan.mesh, plan.layout, plan.options))
+        export(Exported("", plan.mesh, plan.layout, *tensors, said), framework)
+
+
+def test_what_a_framework_leaves_is_the_best_of_all_layouts() -> None:
+    """With the framework's prices; the share is of the answer's step."""
+    built, asked = MODELS["dense"](), {"mesh": "a:2;b:2", "hardware": "h100", "microbatches": "1,2"}
+    plan = layoutopt.search(built, framework="maxtext", **asked)
+    machine = load_hardware("h100", "maxtext")
+    every = layoutopt.search(built, **{**asked, "hardware": machine}, alternatives=False)
+    whole, own = every.predicted.step_seconds, plan.predicted.step_seconds
+    assert plan.data.left is not None and plan.data.left == pytest.approx(1 - whole / own)
+    if plan.data.left:
+        assert plan.data.unrestricted is not None and plan.data.unrestricted.predicted is not None
+        assert plan.data.unrestricted.predicted.step_seconds == whole
+
+
+@pytest.mark.parametrize("framework", by_day(NAMED, every=3, first=1))
+def test_an_answer_under_a_framework_is_the_best_of_all(framework: str) -> None:
+    for seed in (3, 10):
+        checked(whole_question(seed, 24, restriction=says(framework)), seed)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("framework", NAMED)
+def test_many_answers_under_a_framework_are_the_best_of_all(framework: str) -> None:
+    for seed in range(4000, 4030):
+        checked(whole_question(seed, 24, restriction=says(framework)), seed)
+
+
+def tensor_splits(framework: str) -> set[tuple[tuple[str, ...], ...]]:
+    """The splits of key-value heads, the queries of each, d_ff and vocab that a framework has."""
+    model, mesh = MODELS["dense"](), mtf.Mesh("a:2;b:2")
+    space = SearchSpace(microbatches=(1,), restriction=says(framework).of(model))
+    coupled = decisions(model.training_step().graph, mesh, space).couplings
+    (each,) = (c for c in coupled if {"heads", "group", "d_ff", "vocab"} <= {*c.names})
+    places = [each.names.index(name) for name in ("heads", "group", "d_ff", "vocab")]
+    return {tuple(row[i] for i in places) for row in each.rows}
+
+
+def test_heads_and_d_ff_and_vocab_are_split_together() -> None:
+    """Two key-value heads cannot be split over four devices, unless they are copied (Megatron)."""
+    one = {((axis,), (), (axis,), (axis,)) for axis in "ab"} | {((), (), (), ())}
+    assert tensor_splits("torchtitan") == one
+    four = ("a", "b")
+    assert tensor_splits("megatron") - one == {((x,), (y,), four, four) for x, y in ("ab", "ba")} | {
+        ((), (axis,), (axis,), (axis,)) for axis in "ab"
+    }
