@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from benchmarks.pages.tables import prose, table
 from costmodels.frameworks import Framework, framework_names, load_framework
 from costmodels.hardware import hardware_names, load_hardware
+from layoutopt.frameworks import says
+from layoutopt.space.kind import ALL
 
 HEAD = """\
 # Frameworks
@@ -25,11 +27,28 @@ keeps its own numbers under any framework.
 """
 
 
+EXPRESSED = """
+## What each can express
+
+A search under a framework considers only what the framework can express; its proof names it, and its plan
+can be written in the framework's form where `export` has one. The plan also has `unrestricted`, the best
+layout with the same prices if the framework could express every layout, and `left`, the share of the step
+that it saves.
+
+In PyTorch's frameworks, Megatron-LM, DeepSpeed and MaxText each axis of the mesh splits the batch, the
+weights (heads, d_ff and vocab together) or the sequence; experts may lie over any of these axes. What is
+stored split is split over the axes that do not split weights.
+"""
+FIELDS = ("storage", "recompute", "offload", "context", "pipeline")
+
+
 def page() -> Iterator[str]:
     """docs/reference/frameworks.md."""
     found = [load_framework(name) for name in framework_names()]
     yield prose(HEAD)
     yield from table(("name", "software", "chips", "compiler profile"), map(_row, found))
+    yield EXPRESSED
+    yield from table(("framework", "alike for all variables", *FIELDS), map(_expressed, found))
     variants = [each for each in found if each.variants]
     if variants:
         yield "\n## Variants\n"
@@ -40,6 +59,18 @@ def _row(found: Framework) -> tuple[object, ...]:
     kinds = [kind for kind in found.kinds if kind != "cpu"]  # a machine's own profile stays
     profiles = [f"`{load_hardware(_chip(kind), found.name).compiler}`" for kind in kinds]
     return f"`{found.name}`", found.summary, ", ".join(found.kinds), ", ".join(profiles)
+
+
+def _expressed(found: Framework) -> tuple[object, ...]:
+    own = says(found.name)
+    alike = ", ".join(name for name, granularity in own.granularity.items() if granularity == ALL)
+    return f"`{found.name}`", alike, *(_values(own.says, name) for name in FIELDS)
+
+
+def _values(said: Mapping[str, tuple[object, ...] | None] | None, name: str) -> str:
+    values = None if said is None else said.get(name, ())
+    words = {True: "always", False: "never"}
+    return "any" if values is None else ", ".join(str(words.get(v, v)) for v in values) or "no"
 
 
 def _chip(kind: str) -> str:
