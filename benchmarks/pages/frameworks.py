@@ -36,8 +36,8 @@ layout with the same prices if the framework could express every layout, and `le
 that it saves.
 
 In PyTorch's frameworks, Megatron-LM, DeepSpeed and MaxText each axis of the mesh splits the batch, the
-weights (heads, d_ff and vocab together) or the sequence; experts may lie over any of these axes. What is
-stored split is split over the axes that do not split weights.
+weights (heads, d_ff and vocab together) or the sequence; experts may lie over any of these axes. ZeRO shards
+over the axes that do not split weights.
 """
 FIELDS = ("storage", "recompute", "offload", "context", "pipeline")
 

@@ -325,10 +325,12 @@ class Decisions:
         found = self
         while found.couplings:
             couplings = tuple(each.within(found.options) for each in found.couplings)
+            if not all(each.rows for each in couplings):
+                return None
             left = found.options
             for own in (each.options() for each in couplings):
                 left = {n: tuple(o for o in left[n] if n not in own or o in own[n]) for n in left}
-            if not (all(each.rows for each in couplings) and all(left.values())):
+            if not all(left.values()):
                 return None
             if left == found.options:
                 return replace(found, couplings=tuple(c for c in couplings if len(c.names) > 1))
