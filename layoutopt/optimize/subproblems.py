@@ -215,7 +215,7 @@ def subproblems(
       UserError: the model cannot be split into any of these numbers, pins or prohibitions do not suit even
         the smallest, or pipelines are required and none is possible.
     """
-    refused, piped, none = dict[str, str](), False, list[RestrictionError]()
+    refused, piped, none, some = dict[str, str](), False, list[RestrictionError](), False
     parts = numbers(model, allowed.microbatches)
     check_named(model.step_graph, allowed.recompute)
     for spec in specs(model, shapes, allowed, near, parts):
@@ -230,9 +230,9 @@ def subproblems(
             if spec.stages:
                 refused.setdefault(spec.allowed.schedule[0], str(error))
             continue
-        piped, none = piped or bool(spec.stages), []
+        piped, some = piped or bool(spec.stages), True
         yield found
-    if none:  # nowhere is anything else
+    if none and not some:
         raise none[0]
     dims = ",".join(dim for dim in allowed.pipeline if allowed.pins.get(dim) != ())
     if dims and not piped:
