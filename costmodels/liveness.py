@@ -26,6 +26,7 @@ Where PyTorch's autograd decides what stays for backward (`costmodels.kept`)
   (11) a product keeps its operands as it read them: gathered
   (12) the result of an operation does not take the place of an operand
   (13) dropout keeps its mask, a byte an element
+  (14) the casts of rule (6) are the model's parameters, and are held
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class MemoryRules:
       fuses: the compiler makes kernels of several operations: rules (4) to (6).
       tiles: arrays lie in tiles: rule (7).
       stage_programs: each stage of a pipeline is a program of its own: rule (8).
-      remakes, wide_logits, gathers, masks: rules (9) to (11), and (13).
+      remakes, wide_logits, gathers, masks, parameters: rules (9) to (11), (13) and (14).
       overwrites: rule (4) of `mesh_tf_core.ir.liveness` holds for element-wise operations; else rule (12).
     """
 
@@ -108,6 +109,7 @@ class MemoryRules:
     wide_logits: bool = False
     gathers: bool = False
     masks: bool = False
+    parameters: bool = False
     overwrites: bool = True
 
     def sizes(self, program: Program, end: StageEnd = StageEnd.FIRST) -> ValueSizes:
@@ -243,8 +245,10 @@ def kernel_memory(
     if rules.remakes and program.outline is not None:
         remade = kept_values(program.outline).without_memory
         stays |= {value.id for value in program.values if value.tensor in remade}
+    casts = tuple(each for each in _casts(program) if each[1].outputs[0] not in stays)
     if not rules.fuses:
-        return KernelMemory({}, {}, frozenset(stays), ())
+        casts = casts if rules.parameters else ()
+        return KernelMemory({}, {}, frozenset({*stays, *(cast.outputs[0] for _, cast, _, _ in casts)}), casts)
     if anyhow:
         inside, made_of = unwritten(program)
     else:
@@ -257,7 +261,6 @@ def kernel_memory(
             nowhere.update(part.inner for part in instr.sliced)
             nowhere.update(made_by_kernels(instr))
             twice.update(_twice(instr))
-    casts = tuple(each for each in _casts(program) if each[1].outputs[0] not in stays)
     nowhere.update(cast.outputs[0] for _, cast, _, _ in casts)
     return KernelMemory(made_of, twice, frozenset(nowhere), casts)
 

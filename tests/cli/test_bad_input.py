@@ -68,7 +68,7 @@ ON = (LM, "--mesh", "data:2;model:4")
         ),
         pytest.param(
             [*ON, "--set", "layer=3"],
-            f"--set layer=3: {LM} has no hyperparameter 'layer'; did you mean 'layers'? known: attention,",
+            f"--set layer=3: {LM} has no hyperparameter 'layer'; did you mean 'layers'? known: activation,",
             id="unknown hyperparameter",
         ),
         pytest.param(

@@ -127,3 +127,11 @@ def test_dropout_keeps_a_byte_of_an_element(layout: str) -> None:
     runs = program(mesh, rules, tuple(options.items()), dropout=0.1)
     with_masks, without = (kept(memory(runs, replace(LAUNCHED, masks=m))) for m in (True, False))
     assert with_masks - without == times * LENGTH * (2 * D + FF)
+
+
+@pytest.mark.parametrize("recompute", [(), ("layers",)])
+def test_the_casts_of_weights_are_the_parameters_of_eager_models(recompute: tuple[str, ...]) -> None:
+    runs = program("data:1", "", (("recompute", frozenset(recompute)),), batch=1, length=8)
+    held = memory(runs, EAGER).peak - memory(runs, replace(EAGER, parameters=False)).peak
+    weights = 2 * LAYERS * (2 * D * FF + 4 * D * KV * HEADS)
+    assert 0.95 * weights < held < 1.05 * weights

@@ -7,14 +7,15 @@
 2023, section 3.2).
 (3) Each stage of a pipeline is a program of its own (Narayanan et al. 2021, section 2.2), and autograd keeps
 what backward reads where it was made: nothing is copied into a ring, or out of one.
-(4) Memory (`costmodels.liveness`, rules 9 to 13). Fused kernels keep their operands alone: SwiGLU, GELU and
+(4) Memory (`costmodels.liveness`, rules 9 to 14). Fused kernels keep their operands alone: SwiGLU, GELU and
 norms with their statistics (NVIDIA/Megatron-LM @00caa53a, megatron/core/fusions/fused_bias_swiglu.py). The
 loss casts the logits to float32 and works on the copy in place (@00611e6e,
 megatron/core/tensor_parallel/cross_entropy.py). PyTorch's own kernels write results to new memory and keep
 what their derivatives read (pytorch/pytorch tools/autograd/derivatives.yaml); a product whose weight is split
 by columns keeps the gathered sequence (huggingface/nanotron @f1adf520, `column_linear` of
 src/nanotron/parallel/tensor_parallel/functional.py). Both keep the masks of dropout, a byte an element
-(Korthikanti et al. 2022, section 4.1).
+(Korthikanti et al. 2022, section 4.1), and weights in the type of the computation as the model's parameters
+(Rajbhandari et al. 2020, section 3.1).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class EagerLaunch(Joining):
 
     name: ClassVar[str] = "eager"
     memory: ClassVar[MemoryRules] = MemoryRules(
-        stage_programs=True, gathers=True, masks=True, overwrites=False
+        stage_programs=True, gathers=True, masks=True, parameters=True, overwrites=False
     )
 
     def local(self, instr: Local, find: Find, local: Types) -> Iterator[Computed | Called]:
