@@ -19,7 +19,8 @@ for; a plan records it. Without it, a model from JAX is `jax`, and any other `la
 programs.
 
 A chip's file has its physics. A framework's file replaces numbers of it: the compiler profile, the share of
-the peak that whole steps keep, launches, overlap, and the memory that a process takes beside the step.
+the peak that whole steps keep, launches, overlap, the memory that a process takes beside the step, and the
+rules of what stays for the backward pass ([list](../explanation/cost_model.md#memory)).
 `layoutopt frameworks NAME` prints them all with source and date; `NAME[@VERSION][:variant=option,…]` chooses
 options of its variants. A JSON file of your own takes `"like"` a framework and its differences
 ([how](../guides/extending.md#a-framework)). A hardware file that names its compiler, as calibrated ones do,
