@@ -34,6 +34,9 @@ class Library(StrEnum):
     JAX = "jax"
     HALIAX = "haliax"
     MAXTEXT = "maxtext"
+    TORCHTITAN = "torchtitan"
+    MEGATRON = "megatron"
+    DEEPSPEED = "deepspeed"
     PERFETTO = "perfetto"
 
 
@@ -41,12 +44,12 @@ class Library(StrEnum):
 def export(
     plan: PlanArgument,
     to: Annotated[
-        Library,
+        Library | None,
         typer.Option(
             help="Output format: that of a library, or perfetto (the predicted step as a trace).",
-            show_default=False,
+            show_default="that of the plan's framework",
         ),
-    ],
+    ] = None,
     model: ModelOption = None,
     out: Annotated[
         Path | None,
@@ -65,6 +68,7 @@ def export(
     terminal = output.terminal
     check_out(out, read=[plan, model])
     own = load_plan(plan, say_damage)
+    to = to or _own_form(own)
     if to is Library.PERFETTO:
         _write_step(terminal, own, plan, model, out)
         return
@@ -79,7 +83,10 @@ def export(
             arrays = found.arrays(own)
     title = f"Layout of {own.data.model.name} on {own.mesh}, searched by layoutopt for {own.data.hardware}."
     beside = decided(own.options, own.layout, stages)
-    text = written(Exported(title, own.mesh, own.layout, *tensors, beside, arrays, own.slices), to.value)
+    what = Exported(
+        title, own.mesh, own.layout, *tensors, beside, arrays, own.slices, own.data.framework or ""
+    )
+    text = written(what, to.value)
     more: dict[str, Any] = {}
     unsaid = {} if to is Library.MAXTEXT else beside.refined
     if unsaid:
@@ -99,6 +106,18 @@ def export(
             f"not expressed in this format: axis {axis} spans {number} slices; order the devices of "
             "the mesh accordingly"
         )
+
+
+def _own_form(plan: Plan) -> Library:
+    """The form of a plan's framework."""
+    from costmodels.frameworks import DEFAULT, load_framework
+    from mesh_tf_core.errors import UserError
+
+    name = load_framework(plan.data.framework or DEFAULT).name
+    if name not in {*Library}:
+        known = ", ".join(Library)
+        raise UserError(f"the plan's framework {name} has no format of its own; add --to with one of {known}")
+    return Library(name)
 
 
 def _write_step(terminal: Terminal, plan: Plan, path: Path, model: str | None, out: Path | None) -> None:

@@ -8,6 +8,7 @@ attention alone (selective), everywhere alike. Optimizer state may be on the hos
 
 from layoutopt.space.degrees import Degrees
 from layoutopt.space.kind import ALL
+from layoutopt.space.recompute import KEEP
 from layoutopt.space.restriction import ANY, Restriction
 
 SAYS = Restriction(
@@ -15,7 +16,7 @@ SAYS = Restriction(
     says={
         "storage": ("layout", "zero1"),
         "elsewhere": ANY,
-        "recompute": (False, True),
+        "recompute": (False, True, f"{KEEP}products+others"),
         "offload": ("optimizer",),
         "context": ("gather", "ring", "zigzag", "all_to_all"),
         "collective_matmul": ANY,

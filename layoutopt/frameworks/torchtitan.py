@@ -8,5 +8,12 @@ Context parallelism needs flex attention, balanced (`headtail`) or not.
 from dataclasses import replace
 
 from layoutopt.frameworks import torch
+from layoutopt.space.recompute import KEEP
 
-SAYS = replace(torch.SAYS, name="torchtitan")
+SELECTIVE = f"{KEEP}products/2+attention"
+"""Selective recomputation of single operations (`SelectiveAC`)."""
+SAYS = replace(
+    torch.SAYS,
+    name="torchtitan",
+    says={**(torch.SAYS.says or {}), "recompute": (False, True, SELECTIVE)},
+)

@@ -5,6 +5,9 @@
     jax              `jax.sharding.PartitionSpec` per variable and input
     haliax           axis mapping (`haliax.axis_mapping`)
     maxtext          `logical_axis_rules` and mesh sizes of MaxText's base.yml
+    torchtitan       its configuration: TOML up to 0.2, Python from 0.3 on
+    megatron         arguments of Megatron-LM
+    deepspeed        its JSON file
 
 Python and YAML are texts that can be pasted or imported. A layout that a library cannot express is refused
 with a reason. So is storage (ZeRO) in forms without single variables, and mixed storage in MaxText. Only
@@ -18,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from layoutopt.frameworks import says
+from layoutopt.plan import degrees
 from layoutopt.plan.decided import ELSEWHERE, rules_in
 from layoutopt.plan.exported import Exported, ExportedTensor, comment
 from layoutopt.plan.maxtext import maxtext
@@ -209,4 +213,7 @@ FORMATS: Mapping[str, ExportForm] = {
     "jax": ExportForm(_jax, says("jax"), every_variable=True),
     "haliax": ExportForm(_haliax, Restriction("haliax", PLAIN)),
     "maxtext": ExportForm(maxtext, says("maxtext")),
+    "torchtitan": ExportForm(degrees.torchtitan, says("torchtitan")),
+    "megatron": ExportForm(degrees.megatron, says("megatron")),
+    "deepspeed": ExportForm(degrees.deepspeed, says("deepspeed")),
 }

@@ -37,6 +37,7 @@ class Exported:
     Attributes:
       arrays: of a model from JAX, by the name of a section: its arrays as the user's program has them.
       slices: mesh axis -> number of slices that it spans, if more than one.
+      framework: as the plan has it, with its version.
     """
 
     title: str
@@ -47,6 +48,7 @@ class Exported:
     decided: Decided = field(default_factory=Decided)
     arrays: Mapping[str, tuple[ExportedTensor, ...]] = field(default_factory=dict)
     slices: Mapping[str, int] = field(default_factory=dict)
+    framework: str = ""
 
 
 def placed(program: Program) -> tuple[tuple[ExportedTensor, ...], tuple[ExportedTensor, ...]]:

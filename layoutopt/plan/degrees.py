@@ -1,0 +1,244 @@
+"""A plan as degrees of parallelism, and these as settings of torchtitan, Megatron-LM and DeepSpeed.
+
+These three multiply degrees: a mesh axis splits the batch, the weights, the sequence or the stages, and no
+other dimension. A plan found under one of them has this form (`layoutopt.space.degrees`); of other plans, the
+first decision that does not is refused.
+
+Names are those of torchtitan (torchtitan/config, at 0.2.2, 0.3.0 and b5bcd76), of Megatron-LM
+(megatron/training/arguments.py at d98e8a6) and of DeepSpeed (deepspeed/runtime/constants.py at edaa722).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from layoutopt.plan.decided import ELSEWHERE, Decided
+from layoutopt.plan.exported import NAMED, Exported, comment
+from layoutopt.plan.units import some
+from layoutopt.space.storage import by_stage
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.blocks import MICROBATCH
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.schedules import kind_name, rounds_of
+from mesh_tf_core.lower.offload import OPTIMIZER, WEIGHTS
+from mesh_tf_core.lower.remat_policy import Recomputed
+from mesh_tf_core.lower.storage import STAGES, read_stage
+
+EXPERTS = "experts"
+
+
+@dataclass(frozen=True)
+class ParallelDegrees:
+    """The degrees of a plan.
+
+    Attributes:
+      data, tensor, context, stages: ways in which the batch, the weights, the sequence and the layers are
+        split; their product is the number of devices.
+      shards: of the data and context ways, those over which storage is split.
+      experts: ways of the experts, among the data ways.
+      sequence: the sequence is split over the tensor ways outside of the products.
+      stage: of storage, of `STAGES`.
+      batch, length: examples of a step and tokens of an example; 0 if the model has none.
+    """
+
+    data: int
+    tensor: int
+    context: int
+    stages: int
+    shards: int
+    experts: int
+    sequence: bool
+    stage: str
+    batch: int
+    length: int
+
+    @classmethod
+    def of(cls, what: Exported, to: str) -> ParallelDegrees:
+        """The degrees of a plan.
+
+        Raises:
+          UserError: `to`, a form that has degrees alone, cannot express the plan.
+        """
+        sizes = [{d: s for d, s in zip(t.dims, t.sizes, strict=True) if d != MICROBATCH} for t in what.inputs]
+        batch = dict.fromkeys(name for own in sizes for name in [*own][:1])
+        sequence = dict.fromkeys([*(name for own in sizes for name in [*own][1:2]), *what.decided.context])
+        whole = {dim: size for own in sizes for dim, size in own.items()}
+        uses: dict[str, dict[str, str]] = {}
+        for dim, axes in what.layout.items():
+            use = "stages" if dim in what.decided.pipeline else "context" if dim in sequence else "tensor"
+            for axis in axes:
+                uses.setdefault(axis, {}).setdefault("data" if dim in batch else use, dim)
+        experts = tuple(a for a in what.layout.axes(EXPERTS) if "data" in uses.get(a, {}))
+        for axis, found in uses.items():
+            if len(found) > 1 and not (axis in experts and {*found} == {"data", "tensor"}):
+                dims = " and ".join(repr(dim) for dim in found.values())
+                raise UserError(
+                    f"{to} gives each mesh axis one use, but this plan splits {dims} over {axis!r}; search "
+                    f"with --framework {to}"
+                )
+        idle = [a for a, size in what.mesh.axes if size > 1 and a not in uses]
+        if idle:
+            raise UserError(
+                f"{to} has no use for mesh axis {idle[0]!r}, over which this plan splits no dimension; "
+                f"search with --framework {to}"
+            )
+
+        def axes_of(use: str) -> Axes:
+            return tuple(a for a in what.mesh.names if use in uses.get(a, {}))
+
+        ways = {use: what.mesh.group_size(axes_of(use)) for use in ("data", "context", "stages")}
+        tensor = what.mesh.group_size(tuple(a for a in axes_of("tensor") if a not in experts))
+        stage, over = _stored(what, (*axes_of("data"), *axes_of("context")), to)
+        return cls(
+            **ways,
+            tensor=tensor,
+            shards=what.mesh.group_size(over),
+            experts=what.mesh.group_size(experts),
+            sequence=bool(what.decided.refined.get(ELSEWHERE)),
+            stage=stage,
+            batch=next((whole[dim] for dim in batch), 0) * what.decided.microbatches,
+            length=next((whole[dim] for dim in sequence if dim in whole), 0),
+        )
+
+    def examples(self, parts: int) -> int:
+        """Examples of a data rank in one of the parts of a step."""
+        return self.batch // (self.data * parts)
+
+
+def _stored(what: Exported, ranks: Axes, to: str) -> tuple[str, Axes]:
+    """The stage of storage of all variables, and the axes that it splits over."""
+    found = by_stage(what.decided.storage)
+    if len(found) > 1:
+        listed = " and ".join(f"{stage} for {some(names, NAMED)}" for stage, names in found.items())
+        raise UserError(
+            f"{to} stores all variables alike, but this plan uses {listed}; search with --framework {to}"
+        )
+    if not found:
+        return STAGES[0], ()
+    stage = read_stage(next(iter(found)))
+    return STAGES[stage.number], tuple(a for a in ranks if a in (stage.over or ranks))
+
+
+def _recomputed(decided: Decided) -> str:
+    """`full`, or `selective` if the recomputed layers keep something; '' if nothing is recomputed."""
+    kept = [Recomputed.parse(text).keep for text in decided.recompute]
+    return "selective" if any(kept) else "full" if kept else ""
+
+
+def torchtitan(what: Exported) -> str:
+    """The settings as a configuration file of releases up to 0.2, or as Python for later ones."""
+    found, decided = ParallelDegrees.of(what, "torchtitan"), what.decided
+    parts, version = decided.microbatches, what.framework.partition("@")[2].partition(":")[0]
+    staged = found.stages > 1
+    sharded = found.stage != STAGES[0]
+    shards = found.shards // found.context if sharded else 1
+    parallelism: dict[str, Any] = {
+        "data_parallel_replicate_degree": found.data // shards,
+        "data_parallel_shard_degree": shards,
+        "fsdp_reshard_after_forward": "always" if found.stage == "zero3" else "never",
+        "tensor_parallel_degree": found.tensor,
+        "context_parallel_degree": found.context,
+        "pipeline_parallel_degree": found.stages,
+        "expert_parallel_degree": found.experts,
+    }
+    if staged:
+        names = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B", "circular": "LoopedBFS"}
+        parallelism["pipeline_parallel_schedule"] = names[kind_name(decided.schedule or "gpipe")]
+    if version != "0.2" and found.tensor > 1:
+        parallelism["enable_sequence_parallel"] = found.sequence
+    rank = found.examples(1 if staged else parts)
+    training = {"local_batch_size": rank, "global_batch_size": found.batch, "seq_len": found.length}
+    if version in ("0.2", "0.3"):
+        parallelism |= {"pipeline_parallel_microbatch_size": found.examples(parts)} if staged else {}
+    else:
+        parallelism |= {"num_pp_microbatches": parts} if staged else {}
+        training = {
+            "num_tokens_per_microbatch_per_dp_rank": rank * found.length,
+            "num_tokens_per_train_step": found.batch * found.length,
+            "max_context_length": found.length,
+        }
+    mode = _recomputed(decided) or "none"
+    sections: dict[str, dict[str, Any]] = {"parallelism": parallelism, "training": training}
+    if version == "0.2":
+        checkpoint = {"mode": mode, **({"selective_ac_option": "op"} if mode == "selective" else {})}
+        sections["activation_checkpoint"] = checkpoint
+        return "\n".join([comment(what.title), *_toml(sections)])
+    classes = {"selective": "SelectiveAC.Config()", "full": "FullAC.Config()", "none": None}
+    lines = [
+        line
+        for name, own in sections.items()
+        for line in (f"{name} = dict(", *(f"    {key}={value!r}," for key, value in own.items()), ")")
+    ]
+    lines.append(f"activation_checkpoint = {classes[mode]}")
+    return "\n".join([comment(what.title), "# Fields of torchtitan's Trainer.Config.", *lines, ""])
+
+
+def _toml(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    for name, own in sections.items():
+        yield f"[{name}]"
+        yield from (f"{key} = {json.dumps(value)}" for key, value in own.items())
+        yield ""
+
+
+_CONTEXT = {"gather": "all_gather", "ring": "p2p", "zigzag": "p2p", "all_to_all": "a2a"}
+"""The form of context parallelism -> Megatron's `--cp-comm-type`."""
+
+
+def megatron(what: Exported) -> str:
+    """The settings as arguments of Megatron-LM's pretraining scripts."""
+    found, decided = ParallelDegrees.of(what, "megatron"), what.decided
+    schedule = decided.schedule or "1f1b"
+    flags: list[tuple[str, Any]] = [
+        ("tensor-model-parallel-size", found.tensor),
+        ("pipeline-model-parallel-size", found.stages),
+        ("context-parallel-size", found.context),
+        ("expert-model-parallel-size", found.experts),
+        ("micro-batch-size", found.examples(decided.microbatches)),
+        ("global-batch-size", found.batch),
+        ("seq-length", found.length),
+    ]
+    if (rounds := rounds_of(schedule)) > 1:
+        flags.append(("num-virtual-stages-per-pipeline-rank", rounds))
+    flags += [("cp-comm-type", _CONTEXT[form]) for form in list(decided.context.values())[:1]]
+    if mode := _recomputed(decided):
+        flags.append(("recompute-granularity", mode))
+    if mode == "full":
+        flags += [("recompute-method", "uniform"), ("recompute-num-layers", 1)]
+    switches = {
+        "sequence-parallel": found.sequence,
+        "use-distributed-optimizer": found.stage == "zero1",
+        "tp-comm-overlap": bool(decided.collective_matmul),
+        "optimizer-cpu-offload": OPTIMIZER in decided.offload,
+        "use-precision-aware-optimizer": OPTIMIZER in decided.offload,
+    }
+    lines = [f"--{name} {value}" for name, value in flags]
+    lines += [f"--{name}" for name, on in switches.items() if on]
+    return "\n".join([comment(what.title), *lines, ""])
+
+
+def deepspeed(what: Exported) -> str:
+    """The settings as DeepSpeed's JSON file; a title is no part of one."""
+    found, parts = ParallelDegrees.of(what, "deepspeed"), what.decided.microbatches
+    if found.stages > 1:
+        raise UserError(
+            "deepspeed decides pipeline stages in model code, but this plan splits the layers into "
+            f"{found.stages}; search with --framework deepspeed"
+        )
+    offload = {"offload_optimizer": OPTIMIZER, "offload_param": WEIGHTS}
+    content: dict[str, Any] = {
+        "train_batch_size": found.batch,
+        "train_micro_batch_size_per_gpu": found.examples(parts),
+        "gradient_accumulation_steps": parts,
+        "zero_optimization": {
+            "stage": STAGES.index(found.stage),
+            **{name: {"device": "cpu"} for name, kind in offload.items() if kind in what.decided.offload},
+        },
+    }
+    if found.tensor > 1:
+        content["tensor_parallel"] = {"autotp_size": found.tensor}
+    if found.context > 1:
+        content["sequence_parallel_size"] = found.context
+    return json.dumps(content, indent=1) + "\n"
