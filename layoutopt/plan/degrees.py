@@ -66,11 +66,13 @@ class ParallelDegrees:
         batch = dict.fromkeys(name for own in sizes for name in [*own][:1])
         sequence = dict.fromkeys([*(name for own in sizes for name in [*own][1:2]), *what.decided.context])
         whole = {dim: size for own in sizes for dim, size in own.items()}
+        weights = {name for v in what.variables if v.trained for name in v.dims}
+        known = dict.fromkeys(weights, "tensor") | dict.fromkeys(sequence, "context")
+        known |= dict.fromkeys(batch, "data") | dict.fromkeys(what.decided.pipeline, "stages")
         uses: dict[str, dict[str, str]] = {}
         for dim, axes in what.layout.items():
-            use = "stages" if dim in what.decided.pipeline else "context" if dim in sequence else "tensor"
-            for axis in axes:
-                uses.setdefault(axis, {}).setdefault("data" if dim in batch else use, dim)
+            for axis in axes:  # what is no weight's dimension, as `expert_batch`, is the batch elsewhere
+                uses.setdefault(axis, {}).setdefault(known.get(dim, "data"), dim)
         experts = tuple(a for a in what.layout.axes(EXPERTS) if "data" in uses.get(a, {}))
         for axis, found in uses.items():
             if len(found) > 1 and not (axis in experts and {*found} == {"data", "tensor"}):

@@ -294,10 +294,13 @@ def test_unknown_forms(refused: Callable[..., str], plan_file: str) -> None:
     assert "is not one of 'mesh-tensorflow', 'dtensor', 'jax'" in refused(
         "export", plan_file, "--to", "pytorch"
     )
-    assert "Missing option '--to'" in refused("export", plan_file)
+    assert "framework layoutopt has no format of its own; add --to with one of" in refused(
+        "export", plan_file
+    )
     with pytest.raises(mtf.UserError, match="no such format; did you mean 'jax'"):
         export(two_axes(), "jaxx")
-    assert set(FORMATS) == {"mesh-tensorflow", "dtensor", "jax", "haliax", "maxtext"}
+    own = {"maxtext", "torchtitan", "megatron", "deepspeed"}
+    assert set(FORMATS) == {"mesh-tensorflow", "dtensor", "jax", "haliax", *own}
 
 
 def test_the_model_of_a_plan(refused: Callable[..., str], plan_file: str, tmp_path: Path) -> None:
