@@ -3,7 +3,7 @@
     python -m benchmarks.known
 
 writes it anew from `results/`; who writes these calls `write`. Every run that was predicted is a row; rows of
-one kind (hardware, software, pipeline stages, mixture of experts, part in a fit) are stored together.
+one kind (hardware, framework, pipeline stages, mixture of experts, part in a fit) are stored together.
 """
 
 from __future__ import annotations
@@ -19,18 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.one_gpu import STEPS
+from benchmarks.published_gpu import MEGATRON_2022
 from benchmarks.published_rows import read
 from costmodels.calibration.tpus import GENERATIONS
-from costmodels.hardware import load_hardware, split_name
+from costmodels.frameworks import DEFAULT
+from costmodels.hardware import split_name
 from costmodels.hardware.known import FILE
-from costmodels.pricing.compilers import compiler_of
-from costmodels.pricing.compilers.base import Compiler
-from costmodels.pricing.compilers.xla import XlaGpu
 
 RESULTS = Path(__file__).parent / "results"
-FUSED = "TransformerEngine", "torch.compile", "OneFlow graph", "JAX"
-"""In the names of frameworks whose kernels are compiled, or large and written by hand: a preset of the
-profile `xla-gpu` stands for these (`benchmarks.published_gpu.COMPILED`)."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +34,8 @@ class KnownRow:
     """A run that was predicted.
 
     Attributes:
-      hardware: the preset that priced it.
-      software: what ran it (`Compiler.software`).
-      priced: the software that the prediction assumed.
+      hardware: the preset that priced it, without settings.
+      framework: that it was priced under.
       stages, mixture: whether it had pipeline stages, and experts.
       fitted: it had a part in a constant.
       seconds, memory: predicted over published, less 1; None: not published.
@@ -49,8 +44,7 @@ class KnownRow:
     table: str
     run: str
     hardware: str
-    software: str
-    priced: str
+    framework: str
     stages: bool
     mixture: bool
     fitted: bool
@@ -59,39 +53,30 @@ class KnownRow:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        return (
-            load_hardware(self.hardware).name,
-            self.software,
-            self.priced,
-            self.stages,
-            self.mixture,
-            self.fitted,
-        )
+        return self.hardware, self.framework, self.stages, self.mixture, self.fitted
 
 
 def rows() -> Iterator[KnownRow]:
     """Every judged run of the result pages, once."""
     yield from _published()
     yield from _pipelined()
-    yield from _unseen()
+    yield from unseen()
     yield from _own()
 
 
 def _published() -> Iterator[KnownRow]:
+    """Those that were priced as they ran: a framework whose kernels are compiled, or Megatron-LM's."""
     for table, found in _read("published")["tables"].items():
         listed = {row.get("case", ""): row.get("memory_gib") for row in read(table)}
         for row in found["rows"]:
-            if row["not_judged"]:
+            if row["not_judged"] or not (row["compiled"] or row["framework"] != DEFAULT):
                 continue
-            name = split_name(row["hardware"])[0]
-            ran = profile(name).software if row["compiled"] else Compiler.software
             held, gib = row["predicted_bytes"] / 2**30, listed.get(row["run"])
             yield KnownRow(
                 table.removeprefix("published/").removesuffix(".csv"),
                 row["run"],
-                name,
-                ran,
-                ran,
+                split_name(row["hardware"])[0],
+                row["framework"],
                 False,
                 False,
                 row["fitted"],
@@ -103,27 +88,24 @@ def _published() -> Iterator[KnownRow]:
 def _pipelined() -> Iterator[KnownRow]:
     """vTrain's, by one program for all stages, as plans are."""
     for row in _read("published_pipelines")["rows"]:
-        name, table = "a100-eager", row["table"].removeprefix("published/").removesuffix(".csv")
-        ran, error = profile(name).software, row["one_program_seconds"] / row["published_seconds"] - 1
-        yield KnownRow(table, row["run"], name, ran, ran, True, False, False, error, None)
+        table = row["table"].removeprefix("published/").removesuffix(".csv")
+        error = row["one_program_seconds"] / row["published_seconds"] - 1
+        yield KnownRow(table, row["run"], "a100", MEGATRON_2022, True, False, False, error, None)
 
 
-def _unseen() -> Iterator[KnownRow]:
+def unseen() -> Iterator[KnownRow]:
+    """Every row under its framework."""
     for table, found in _read("unseen")["tables"].items():
-        listed = {row["case"]: row["framework"] for row in read(f"unseen/{table}.csv")}
         for row in found["found"]:
-            priced = profile(row["hardware"]).software
-            fused = any(word in listed[row["name"]] for word in FUSED)
             predicted, gib = row.get("predicted_seconds"), row.get("predicted_gib")
             yield KnownRow(
                 table,
                 row["name"],
-                row["hardware"],
-                priced if fused else Compiler.software,
-                priced,
+                split_name(row["hardware"])[0],
+                row["framework"],
                 "layers:" in row["layout"],
                 row["family"] == "moe",
-                False,
+                row["half"] == "fitted",
                 predicted / row["seconds"] - 1 if predicted and row["seconds"] else None,
                 gib / row["gib"] - 1 if gib and row["gib"] else None,
             )
@@ -134,17 +116,18 @@ def _own() -> Iterator[KnownRow]:
     stored = _read("one_gpu")
     for name, row in stored["steps"].items():
         off = {k: row["predicted"][k] / row["measured"][k] - 1 for k in row["measured"]}
-        ran, mixture = XlaGpu.software, "moe" in STEPS[name][0]
         errors = off["step_seconds"], off["peak_memory_bytes"]
-        yield KnownRow("one_gpu", name, stored["hardware"], ran, ran, False, mixture, False, *errors)
+        mixture = "moe" in STEPS[name][0]
+        yield KnownRow("one_gpu", name, stored["hardware"], DEFAULT, False, mixture, False, *errors)
 
 
 def known() -> dict[str, Any]:
     """The content of the file."""
     kinds = defaultdict(list)
     for row in rows():
-        kinds[row.kind].append(row)
-    names = "hardware", "software", "priced", "stages", "mixture", "fitted"
+        if (row.seconds, row.memory) != (None, None):
+            kinds[row.kind].append(row)
+    names = "hardware", "framework", "stages", "mixture", "fitted"
     compilers = {
         name: {
             "rows": len(compiled),
@@ -166,12 +149,6 @@ def known() -> dict[str, Any]:
         ],
         "compiler": compilers,
     }
-
-
-@cache
-def profile(hardware: str) -> Compiler:
-    """The profile that a preset is priced by."""
-    return compiler_of(load_hardware(hardware))
 
 
 @cache

@@ -77,6 +77,7 @@ def report(table: str, rows: Sequence[Priced]) -> dict[str, Any]:
         {
             "run": p.run.name,
             "hardware": p.run.hardware,
+            "framework": p.run.framework,
             "published_seconds": p.run.seconds,
             "predicted_seconds": p.shipped,
             "predicted_bytes": p.peak,
@@ -98,11 +99,12 @@ def fits(rows: Sequence[Priced]) -> dict[str, Any]:
         own = [p for p in rows if p.run.stack == stack.name and stack.has_part(p.run) and not p.run.unjudged]
         if not own:
             continue
-        shipped = constants(load_hardware(stack.presets[0]))
+        shipped = constants(load_hardware(*stack.machines[0]))
         fitter = Fitter(stack, own, shipped)
         values, ends = fitter.fit(), fitter.intervals()
         models = list(dict.fromkeys(p.run.model for p in own))
-        print(f"\n{stack.name}: constants of {', '.join(stack.presets)}, fitted to {len(own)} rows")
+        machines = ", ".join(map(" under ".join, stack.machines))
+        print(f"\n{stack.name}: constants of {machines}, fitted to {len(own)} rows")
         found[stack.name] = {"rows": len(own), "models": models, "constants": {}}
         for name, value, low, high in zip(stack.names, values, *ends, strict=True):
             ships = shipped.get(name, shipped["gradient"])

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import minimize
 
-from benchmarks.published_gpu import COMPILED, LAUNCHED
+from benchmarks.published_gpu import COMPILED, LAUNCHED, MEGATRON_2022
 from benchmarks.published_rows import Prices, Run, copied_bytes, peak
 from benchmarks.published_tpu import TPU
 from costmodels import Hardware
+from costmodels.frameworks import DEFAULT
 from costmodels.hardware import GpuCluster
 from costmodels.kernels.compute import compute_cost
 from costmodels.pricing.items import Computed, Sent
@@ -108,7 +109,7 @@ class Stack:
     Attributes:
       names: of the constants that are fitted; `HIDDEN` stands for two classes of collectives alike.
       starts: where a fit starts.
-      presets: whose files hold the constants.
+      machines: that have the constants, each with its framework.
       has_part: whether a run has a part in the fit.
       looked_at: whether a run was looked at when a shipped number was set apart from its fit, or without one.
     """
@@ -116,18 +117,18 @@ class Stack:
     name: str
     names: tuple[str, ...]
     starts: tuple[float, ...]
-    presets: tuple[str, ...]
+    machines: tuple[tuple[str, str], ...]
     has_part: Callable[[Run], bool]
     looked_at: Callable[[Run], bool] = lambda run: False
 
 
 STACKS = (
-    Stack(TPU, (HIDDEN,), (0.5,), ("tpu-v3",), lambda run: run.table.startswith("gspmd")),
+    Stack(TPU, (HIDDEN,), (0.5,), (("tpu-v3", DEFAULT),), lambda run: run.table.startswith("gspmd")),
     Stack(
         COMPILED,
         (SUSTAINED,),
         (0.9,),
-        ("h100", "a100"),
+        (("h100", DEFAULT), ("a100", DEFAULT)),
         lambda run: "pax" in run.table or ("dgxc" in run.table and run.model == "llama3-8b"),
         lambda run: "dgxc" in run.table,  # how steps grow with the number of GPUs: what is hidden
     ),
@@ -135,7 +136,7 @@ STACKS = (
         LAUNCHED,
         (INTERVAL, EFFICIENCY, LAUNCH),
         (45e-6, 0.6, 100e-6),
-        ("a100-eager", "v100-eager"),
+        (("a100", MEGATRON_2022), ("v100", MEGATRON_2022)),
         lambda run: "vtrain" in run.table,
         lambda run: (
             "oneflow" in run.table

@@ -16,6 +16,7 @@ from benchmarks.published_rows import CUSTOM, PIPELINED, Run, lowered, read
 from mesh_tf_core.ir.instructions import GRADIENT
 from mesh_tf_core.ir.program import Collective
 
+MEGATRON_2022 = "megatron:kernels=2022"
 COMPILED, LAUNCHED = "GPUs, few large kernels", "GPUs, kernels launched from Python"
 MEGATRON = "batch:data;heads:model;d_ff:model;vocab:model;layers:pipe"
 VOCAB_GPT = 51200
@@ -235,9 +236,10 @@ def vtrain() -> Iterator[Run]:
                 workload,
                 float(row["iteration time (ms)"]) / 1e3,
                 program,
-                "a100-eager, node_egress=100GB/s" if gpus > 8 else "a100-eager",
+                "a100, node_egress=100GB/s" if gpus > 8 else "a100",
                 LAUNCHED,
                 PIPELINED if stages > 1 else "",
+                framework=MEGATRON_2022,
             )
 
 
@@ -265,9 +267,10 @@ def oneflow() -> Iterator[Run]:
             workload,
             batch / float(row["megatron_seq_s"]),
             program,
-            "v100-eager, node_egress=12.5GB/s",
+            "v100, node_egress=12.5GB/s",
             LAUNCHED,
             "" if row["pp"] == "1" else PIPELINED,
+            framework=MEGATRON_2022,
         )
 
 
@@ -287,7 +290,8 @@ def megatron() -> Iterator[Run]:
             "",
             float(row["time_full_s"]),
             program,
-            "a100-eager",
+            "a100",
             LAUNCHED,
             "" if row["pp"] == "1" else PIPELINED,
+            framework=MEGATRON_2022,
         )

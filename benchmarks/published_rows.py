@@ -15,6 +15,7 @@ from typing import Any
 
 import mesh_tf_core as mtf
 from costmodels import Hardware, load_hardware
+from costmodels.frameworks import DEFAULT
 from costmodels.liveness import memory
 from costmodels.pricing.compilers import memory_rules_of
 from costmodels.pricing.lines import Cost
@@ -40,6 +41,7 @@ class Run:
       seconds: published (or derived from published throughput), of one step.
       program: builds the program.
       hardware: a preset, with what the source says of its network (`load_hardware`).
+      framework: the software that priced it.
       stack: of software; constants are fitted per stack.
       unjudged: why it does not count; "" where it does.
       assumed: its recomputation or its attention is not stated by the source.
@@ -63,17 +65,18 @@ class Run:
     compiled: bool = True
     buffers: bool = False
     gib: float | None = None
+    framework: str = DEFAULT
 
     @property
     def machine(self) -> Hardware:
         """What it ran on, as it ran on it."""
-        return as_run(self.hardware, self.compiled)
+        return as_run(self.hardware, self.compiled, self.framework)
 
 
 @cache
-def as_run(hardware: str, compiled: bool) -> Hardware:
-    """A machine; without a compiler every operation is a kernel of its own."""
-    found = load_hardware(hardware)
+def as_run(hardware: str, compiled: bool, framework: str = DEFAULT) -> Hardware:
+    """A machine under a framework; without a compiler every operation is a kernel of its own."""
+    found = load_hardware(hardware, framework)
     return found if compiled else replace(found, compiler="eager")
 
 
@@ -81,11 +84,11 @@ def as_run(hardware: str, compiled: bool) -> Hardware:
 class Prices:
     """Prices of runs; what runs of one mesh on one machine share is priced once."""
 
-    known: dict[tuple[str, bool, str], Pricer] = field(default_factory=dict)
+    known: dict[tuple[str, bool, str, str], Pricer] = field(default_factory=dict)
 
     def by(self, run: Run, program: mtf.Program) -> tuple[Pricer, Cost]:
         """What prices a run, and the price of its program."""
-        key = (run.hardware, run.compiled, str(program.mesh))
+        key = (run.hardware, run.compiled, run.framework, str(program.mesh))
         if key not in self.known:
             self.known[key] = pricer(run.machine, program)
         prices = self.known[key]

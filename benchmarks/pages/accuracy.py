@@ -4,48 +4,48 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.pages.tables import caption, prose, ratio, share, span, stored, table
+from benchmarks.unseen import errors_of
 from costmodels.hardware.known import FILE
 
 HEAD = """\
 # Accuracy
 
-This page compares predicted step times and memory with published ones. The presets are used as they
-ship; only the bandwidth between nodes is set per run, where the source states it. `benchmarks/data`
-lists every run with its layout and source. [Our own measurements](gpu.md) are of one H100.
+This page compares predicted step times and memory with published ones. Each run is priced under the
+framework that ran it (`layoutopt frameworks`), as frameworks and presets ship; only the bandwidth
+between nodes is set per run, where the source states it. `benchmarks/data` lists every run with its
+layout and source. [Our own measurements](gpu.md) are of one H100.
 
 An error is (predicted − published) / published. *Mean* and *worst* ignore the sign of the errors;
-*bias* is the mean with the sign.
+*bias* is the mean with the sign. *Order* is Kendall's tau of predicted and published times per token,
+the mean over models with at least four runs on one chip.
 
-## Runs collected after the presets were fitted
+## By framework
 
-No constant was fitted to these runs. The predicted programs are the models of `examples/`, so the
-errors include the differences between these models and the published programs. Tables marked *read* are
-not held out: we knew their errors while we chose rules of the cost model.
+Frameworks have at most six fitted constants. The models of each framework are sorted by name. Every
+second one is *judged*: its runs had no part in a fit. The other models are *fitted*. Runs of *no part*
+are of fitted models, but have pipeline stages, which were left out of that fit. The programs are the
+models of `examples/`, so the errors include the differences between these models and the published
+programs.
 """
-HELD = """\
-**Memory of nanotron.** nanotron runs one program of eager PyTorch per stage, but the preset `h100` is of one
-compiled program on all stages. The compiler profile `eager` reduces the mean error of {rows} memory peaks
-from {mean} to {last}, where every stage has as many layers as nanotron's first one. nanotron ran out of
-memory with {lost} other layouts; under `eager`, {fitting} of them is predicted to fit.
-"""
-NEMO = """\
-**NeMo's interleaved pipelines.** The {runs} runs without recomputation are predicted {least} to {most}
-too slow.
+FITTED = """\
+## Constants of frameworks
+
+These constants were fitted to half of the models of each framework. The interval of 90 % is of fits to
+models drawn with replacement. A number that ships may be rounded within it, or lie nearer to what
+sources say.
 """
 KIND = """\
 ## By kind of run
 
-`search`, `cost`, `explain` and reports show the errors of the plan's kind: its preset, its software, with or
-without pipeline stages, a dense model or a mixture of experts. The rows are all runs of this page and
-of [our own measurements](gpu.md) that had no part in a fit (`benchmarks/known.py`). A preset of a GPU
-stands for compiled or fused kernels (XLA, torch.compile, TransformerEngine), one that ends in `-eager`
-for kernels launched one by one. Where runs of other software were predicted with the preset, the
-answer shows their errors too. *Memory* is the mean by which predicted peaks were too low; a plan that
-leaves less memory free *barely* fits.
+`search`, `cost`, `explain` and reports show the errors of the plan's kind: its chip, its framework, with
+or without pipeline stages, a dense model or a mixture of experts. The rows are all runs of this page and
+of [our own measurements](gpu.md) that had no part in a fit (`benchmarks/known.py`). *Memory* is the mean
+by which predicted peaks were too low; a plan that leaves less memory free *barely* fits.
 """
 EARLIER_TABLES = """\
 ## Earlier runs
@@ -115,14 +115,16 @@ KIND_ERRORS = (*ERRORS, "memory (peaks)")
 
 def page() -> Iterator[str]:
     """docs/results/accuracy.md."""
-    found, pipelines, unseen = stored("published"), stored("published_pipelines"), stored("unseen")["tables"]
+    found, pipelines = stored("published"), stored("published_pipelines")
     yield prose(HEAD)
     yield caption("python -m benchmarks.unseen", "unseen")
-    yield from table(("program and hardware", "table", *ERRORS), _unseen())
-    yield _held(unseen["nanotron_llama1b_h100"])
-    yield _nemo(unseen["dgxc_pipelines_h100"])
+    yield from table(("framework, chip", "half", *ERRORS, "order", "memory (peaks)"), _by_framework())
+    yield from table(("table", "framework", "half", *ERRORS), _by_table())
+    yield prose(FITTED)
+    yield caption("python -m benchmarks.framework_fit", "framework_fit")
+    yield from table(("framework", "chips", "constant", "fitted", "90 % interval"), _of_frameworks())
     yield prose(KIND)
-    yield from table(("preset", "predicted for", "model", "pipeline", "run by", *KIND_ERRORS), _by_kind())
+    yield from table(("chip", "framework", "model", "pipeline", *KIND_ERRORS), _by_kind())
     yield prose(EARLIER_TABLES)
     yield caption("python -m benchmarks.published", "published")
     free, rest = _rows(found["tables"], NO_PART), _rows(found["tables"], PARTS.keys() - NO_PART.keys())
@@ -138,39 +140,51 @@ def page() -> Iterator[str]:
     yield _reasons(found)
 
 
-LATER = {
-    "maxtext_multislice_tpu": "MaxText, 2 to 32 slices of TPU v5e and v5p",
-    "fms_fsdp_llama2": "PyTorch FSDP, Llama 2 on 96 to 128 A100 and H100",
-    "nemo_gpt3_a100": "NeMo Megatron, GPT-3 of 5B to 20B on A100",
-    "libai_megatron_v100": "LiBai and Megatron-LM, BERT and GPT on V100",
-    "dgxc_grok1_h100": "NeMo, Grok-1 (mixture of experts), some with pipelines, on H100",
-    "dgxc_pipelines_h100": "NeMo, interleaved pipelines of 70B to 405B on H100",
-    "nanotron_llama1b_h100": "nanotron, 1F1B pipelines of a 1.1B Llama on H100",
-}
-"""Table that came later -> what it is of; the first are of what layoutopt can say best."""
+HALVES = ("judged", "no part", "fitted")
+"""Parts of runs in the constants of frameworks, those that tell most first."""
 
 
-def _unseen() -> Iterator[tuple[object, ...]]:
-    tables = stored("unseen")["tables"]
-    assert LATER.keys() == tables.keys()
-    for name, what in LATER.items():
-        found = tables[name]
-        read = ", *read*" if found["looked_at"] else ""
-        yield f"{what}{read}", f"`{name}`", found["time"]["rows"], *_signed(found["time"])
+def _by_framework() -> Iterator[tuple[object, ...]]:
+    for half in HALVES:
+        for name, found in stored("unseen")["kinds"].items():
+            if half in found and found[half]["time"]:
+                q = found[half]
+                held = f"{share(q['memory']['mean'])} ({q['memory']['rows']})" if q["memory"] else ""
+                order = "" if q["order"] is None else f"{q['order']:.2f}"
+                yield name, half, q["time"]["rows"], *_signed(q["time"]), order, held
+
+
+def _by_table() -> Iterator[tuple[object, ...]]:
+    for name, found in stored("unseen")["tables"].items():
+        groups = defaultdict[tuple[str, str], list[float]](list)
+        for row in found["found"]:
+            if row["seconds"] and "predicted_seconds" in row:
+                error = row["predicted_seconds"] / row["seconds"] - 1
+                groups[row["framework"].partition(":")[0], row["half"]].append(error)
+        for (framework, half), errors in sorted(groups.items()):
+            q = errors_of(errors)
+            assert q is not None
+            yield f"`{name}`", framework, half, q["rows"], *_signed(q)
+
+
+def _of_frameworks() -> Iterator[tuple[object, ...]]:
+    for name, found in stored("framework_fit")["frameworks"].items():
+        for each in found["constants"]:
+            low, high = each["interval"]
+            constant = f"`{each['name'].partition('.')[2]}`" + (", s" if "interval" in each["name"] else "")
+            yield name, ", ".join(each["chips"]), constant, f"{each['value']:.3g}", f"{low:.3g} to {high:.3g}"
 
 
 def _by_kind() -> Iterator[tuple[object, ...]]:
     for kind in json.loads(FILE.read_text(encoding="utf-8"))["kinds"]:
-        if kind["fitted"]:
-            continue
         errors, low = kind["seconds"], [max(0.0, -e) for e in kind["memory"]]
-        same = kind["software"] == kind["priced"]
+        if kind["fitted"] or not errors:
+            continue
         yield (
             f"`{kind['hardware']}`",
-            kind["priced"],
+            f"`{kind['framework']}`",
             "mixture of experts" if kind["mixture"] else "dense",
             "yes" if kind["stages"] else "no",
-            "the same" if same else kind["software"],
             len(errors),
             share(statistics.fmean(map(abs, errors))),
             f"{100 * statistics.fmean(errors):+.1f} %",
@@ -179,64 +193,45 @@ def _by_kind() -> Iterator[tuple[object, ...]]:
         )
 
 
-def _held(found: Mapping[str, Any]) -> str:
-    """Memory of nanotron, by the preset and under the profile `eager`."""
-    last = found["as_held"]
-    return prose(
-        HELD,
-        rows=found["memory"]["rows"],
-        mean=share(found["memory"]["mean"]),
-        last=share(last["memory"]["mean"]),
-        lost=found["out_of_memory"],
-        fitting=last["out_of_memory_called_fitting"],
-    )
-
-
 def _signed(q: Mapping[str, Any]) -> tuple[str, str, str]:
     return share(q["mean"]), f"{100 * q['signed_mean']:+.1f} %", share(abs(q["worst"]))
 
 
-def _nemo(found: Mapping[str, Any]) -> str:
-    """NeMo's pipelines without recomputation, all of which are predicted too slow."""
-    runs = [run for run in found["found"] if run["name"].startswith(("nemotron4", "gpt3"))]
-
-    errors = [r["predicted_seconds"] / r["seconds"] - 1 for r in runs]
-    assert min(errors) > 0
-    ends = {"least": f"{100 * min(errors):.0f}", "most": share(max(errors), 0)}
-    return prose(NEMO, runs=len(runs), **ends)
-
-
 def readme() -> Iterator[str]:
-    """The table of README.md: tables that came later first."""
-    tables, held = stored("unseen")["tables"], stored("published")["tables"]
-    heads = "step time of", "runs", "mean error", "median", "worst", "used to build the model"
+    """The table of README.md: judged halves of frameworks first."""
+    held = stored("published")["tables"]
+    heads = "step time of", "runs", "mean error", "bias", "worst", "used to build the model"
 
     def rows() -> Iterator[tuple[object, ...]]:
-        for name, what in LATER.items():
-            q, read = tables[name]["time"], tables[name]["looked_at"]
-            part = "to choose a rule" if read else "no"
-            yield what, q["rows"], share(q["mean"]), share(q["median"]), share(abs(q["worst"])), part
+        judged = defaultdict[str, list[float]](list)
+        for row in (r for t in stored("unseen")["tables"].values() for r in t["found"]):
+            if row["half"] == "judged" and row["seconds"] and "predicted_seconds" in row:
+                stages = ", stages" * ("layers:" in row["layout"])
+                name = f"`--framework {row['framework'].partition(':')[0]}`{stages}"
+                judged[name].append(row["predicted_seconds"] / row["seconds"] - 1)
+        for name, errors in sorted(judged.items()):
+            yield name, len(errors), *_of(errors), "no"
         steps = stored("one_gpu")["steps"].values()
-        own = [abs(ratio({k: r[k]["step_seconds"] for k in r}, "measured") - 1) for r in steps]
-        middle = share(statistics.median(own))
-        yield OWN, len(own), share(statistics.fmean(own)), middle, share(max(own)), "no"
+        own = [ratio({k: r[k]["step_seconds"] for k in r}, "measured") - 1 for r in steps]
+        yield OWN, len(own), *_of(own), "no"
         for what, (names, part) in EARLIER.items():
-            found = (r for name in names for r in held[name]["rows"])
-            judged = [r for r in found if not r["not_judged"] and not r["keeps"]]
-            sizes = [abs(r["predicted_seconds"] / r["published_seconds"] - 1) for r in judged]
-            mean, middle = statistics.fmean(sizes), statistics.median(sizes)
-            yield what, len(sizes), share(mean), share(middle), share(max(sizes)), part
+            listed = (r for name in names for r in held[name]["rows"])
+            fair = [r for r in listed if not r["not_judged"] and not r["keeps"]]
+            errors = [r["predicted_seconds"] / r["published_seconds"] - 1 for r in fair]
+            yield what, len(errors), *_of(errors), part
 
     return table(heads, rows())
+
+
+def _of(errors: Sequence[float]) -> tuple[str, str, str]:
+    q = errors_of(errors)
+    assert q is not None
+    return _signed(q)
 
 
 OWN = "layoutopt's own training of 0.1B to 1.2B models on one H100"
 EARLIER = {
     "MaxText on TPU v4, v5e and v5p, one slice": (("maxtext_tpu.csv",), "to choose rules"),
-    "NeMo, Paxml and torchtitan on A100 and H100": (
-        tuple(f"published/{n}.csv" for n in ("dgxc_benchmarking_h100", "jax_toolbox_pax", "torchtitan")),
-        "54 of 60, to set constants",
-    ),
     "vTrain, GPT on one node of A100": (
         ("vtrain_a100_h1024.csv", "published/vtrain_a100_h2048.csv"),
         "to set constants",

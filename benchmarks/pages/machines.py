@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from statistics import fmean
 
 from benchmarks.pages.tables import prose, share, table
 from costmodels.hardware import Hardware, hardware_names, load_hardware
-from costmodels.hardware.known import known_kinds
-from costmodels.pricing.compilers import compiler_of
+from costmodels.hardware.known import FILE
 from layoutopt.plan.units import bytes_text, rate_text
 
 HEAD = """\
@@ -21,7 +21,7 @@ layoutopt shows how to [add a chip](../guides/extending.md#a-chip).
 Besides the presets of the table, `cpu-local` is your machine after
 [calibration](../explanation/calibration.md), and `cpu-jax` describes XLA on virtual CPU devices.
 
-The mean error is that of predicted step times of runs that had no part in a fit
+The mean error is that of predicted step times, under all frameworks, of runs that had no part in a fit
 ([by kind](../results/accuracy.md#by-kind-of-run)).
 """
 HEADS = (
@@ -55,7 +55,7 @@ def _row(machine: Hardware) -> tuple[object, ...]:
 
 
 def _error(machine: Hardware) -> str:
-    software = compiler_of(machine).software
-    own = (k for k in known_kinds(machine) if k["software"] == k["priced"] == software and not k["fitted"])
+    kinds = json.loads(FILE.read_text(encoding="utf-8"))["kinds"]
+    own = (k for k in kinds if k["hardware"] == machine.name and not k["fitted"])
     errors = [abs(e) for k in own for e in k["seconds"]]
     return f"{share(fmean(errors))} ({len(errors)})" if errors else "not compared"

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from costmodels.frameworks import DEFAULT
+from costmodels.hardware.load import load_hardware
 from costmodels.hardware.model import Hardware
 
 FILE = Path(__file__).parent / "known.json"
 
 
 def known_kinds(machine: Hardware) -> Sequence[Mapping[str, Any]]:
-    """The kinds of runs that were predicted for this hardware, with their errors; none of a machine that was
-    calibrated or has other numbers set."""
-    return [] if machine.calibrated else [k for k in _read()["kinds"] if k["hardware"] == machine.name]
+    """The kinds of runs that were predicted by this machine's numbers, under its framework or an equal one,
+    with their errors; none of a machine that was calibrated or has other numbers set."""
+    kinds = [] if machine.calibrated else _read()["kinds"]
+    return [k for k in kinds if k["hardware"] == machine.name and _numbers(k) == _numbers_of(machine)]
+
+
+def _numbers(kind: Mapping[str, Any]) -> Hardware:
+    return _numbers_of(load_hardware(kind["hardware"], kind["framework"]))
+
+
+def _numbers_of(machine: Hardware) -> Hardware:
+    return replace(machine, framework=DEFAULT)
 
 
 def compared(machine: Hardware) -> Mapping[str, Any] | None:

@@ -59,7 +59,7 @@ def load_hardware(
       >>> costmodels.load_hardware("a100, node_egress=100GB/s").name
       'a100, node_egress=100GB/s'
       >>> costmodels.load_hardware("h100", "torch").compiler
-      'launched'
+      'eager'
     """
     text, settings = split_name(str(name_or_path))
     text, framework = _without_software(text, framework)

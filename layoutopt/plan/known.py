@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from pydantic import Field
-
 from layoutopt.plan.fields import Data, WholeNumber
 from layoutopt.plan.units import percent, plural
 
@@ -63,15 +61,13 @@ class Known(Data):
     """The known errors of a plan's predictions; None for unknown ones.
 
     Attributes:
-      kind: of the plan: dense or a mixture of experts, pipeline stages, software.
+      kind: of the plan: dense or a mixture of experts, pipeline stages, framework.
       runs: of this kind.
-      others: software -> runs by it that were predicted for the plan's, of a kind that is else the same.
       memory: the memory that runs of this kind needed beyond their predicted peak, or that is assumed.
     """
 
     kind: str = ""
     runs: Runs | None = None
-    others: dict[str, Runs] = Field(default_factory=dict)
     compiler: Compiled | None = None
     memory: Margin | None = None
 
@@ -79,7 +75,7 @@ class Known(Data):
     def of(
         cls,
         kinds: Iterable[Mapping[str, Any]],
-        software: str,
+        framework: str,
         *,
         stages: bool,
         mixture: bool,
@@ -89,23 +85,17 @@ class Known(Data):
         """The errors that rows of known kinds give for a plan.
 
         Args:
-          kinds: those of the plan's hardware (`costmodels.hardware.known.known_kinds`).
-          software: what the plan is priced for.
+          kinds: those of the plan's hardware and framework (`costmodels.hardware.known.known_kinds`).
+          framework: what the plan is priced for.
           doubt: the memory margin that is assumed.
         """
         model = "mixture of experts" if mixture else "dense"
-        words = f"{model}, {'pipeline' if stages else 'no pipeline'}, {software}"
-        alike = [
-            k
-            for k in kinds
-            if (k["priced"], k["stages"], k["mixture"], k["fitted"]) == (software, stages, mixture, False)
-        ]
-        runs = {k["software"]: _runs(k["seconds"]) for k in alike if k["seconds"]}
-        held = [error for k in alike if k["software"] == software for error in k["memory"]]
+        words = f"{model}, {'pipeline' if stages else 'no pipeline'}, {framework}"
+        alike = [k for k in kinds if (k["stages"], k["mixture"], k["fitted"]) == (stages, mixture, False)]
+        seconds, held = ([error for k in alike for error in k[name]] for name in ("seconds", "memory"))
         margins = [m for m in (doubt, _margin(held)) if m is not None]
         memory = max(margins, key=lambda m: m.share, default=None)
-        own = runs.pop(software, None)
-        return cls(kind=words, runs=own, others=runs, compiler=compiler, memory=memory)
+        return cls(kind=words, runs=_runs(seconds), compiler=compiler, memory=memory)
 
     @property
     def words(self) -> str:
@@ -155,8 +145,6 @@ class Known(Data):
             yield f"{count} of this kind ({self.kind}), none used in a fit: {self.runs}"
         elif self.kind:
             yield f"no published run of this kind ({self.kind})"
-        for software, runs in self.others.items():
-            yield f"the same with {software}, {plural(runs.rows, 'run')}: {runs}"
         if (c := self.compiler) is not None:
             yield (
                 f"against the compiler's estimates, {plural(c.rows, 'program')}: median error "
@@ -164,7 +152,9 @@ class Known(Data):
             )
 
 
-def _runs(errors: Sequence[float]) -> Runs:
+def _runs(errors: Sequence[float]) -> Runs | None:
+    if not errors:
+        return None
     sizes = [abs(e) for e in errors]
     return Runs(rows=len(sizes), mean=fmean(sizes), worst=max(sizes))
 

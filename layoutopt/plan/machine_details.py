@@ -53,7 +53,6 @@ def errors_known(machine: Hardware, model: Model, stages: Collection[str]) -> Kn
       stages: dimensions of layers that are pipeline stages.
     """
     from costmodels.hardware.known import compared, known_kinds
-    from costmodels.pricing.compilers import compiler_of
     from layoutopt.plan.known import Compiled, Known, Margin
     from layoutopt.space.parallelism import parallelism
 
@@ -62,9 +61,10 @@ def errors_known(machine: Hardware, model: Model, stages: Collection[str]) -> Kn
     compiler = None if found is None else Compiled.model_validate(found)
     if machine.kind == "cpu":  # a user measures his own
         return Known(memory=doubt, compiler=compiler)
-    software, mixture = compiler_of(machine).software, bool(parallelism(model).experts)
-    kinds = known_kinds(machine)
-    return Known.of(kinds, software, stages=bool(stages), mixture=mixture, compiler=compiler, doubt=doubt)
+    kinds, mixture = known_kinds(machine), bool(parallelism(model).experts)
+    return Known.of(
+        kinds, machine.framework, stages=bool(stages), mixture=mixture, compiler=compiler, doubt=doubt
+    )
 
 
 def sure(machine: Hardware, known: Known) -> str:
@@ -73,7 +73,7 @@ def sure(machine: Hardware, known: Known) -> str:
 
     if machine.calibrated:
         return "calibrated on this hardware; run `layoutopt validate MODEL` to check whole steps"
-    if known.runs or known.others or known.compiler:
+    if known.runs or known.compiler:
         return known.words
     numbers = [HardwareNumber(path=path, value=n.given, source=n.source) for path, n in machine.numbers()]
     sources = sources_text(numbers)

@@ -156,15 +156,17 @@ def test_groups_are_those_of_the_graph_as_it_is_now() -> None:
     assert assigned.index not in fusion(g.outline()).group
 
 
-@pytest.mark.parametrize("hardware", ["tpu-v4", "a100", "a100-eager"])
+@pytest.mark.parametrize(("hardware", "framework"), [("tpu-v4", None), ("a100", None), ("a100", "megatron")])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_an_update_reads_and_writes_its_state_once(optimizer: str, hardware: str) -> None:
+def test_an_update_reads_and_writes_its_state_once(
+    optimizer: str, hardware: str, framework: str | None
+) -> None:
     """Launched from Python, too: frameworks have an optimizer's step as one kernel."""
     g = mtf.Graph("m")
     y = mtf.einsum([x(g), w(g, D, F)], [B, F])
     model = mtf.Model(mtf.reduce_mean(mtf.square(y)), by_name(optimizer, 0.1), name="m")
     program = model.lower(Mesh("x:1"), Layout())
-    kernels = pricer(load_hardware(hardware), program).itemiser.compiler.kernels(program)
+    kernels = pricer(load_hardware(hardware, framework), program).itemiser.compiler.kernels(program)
     assert kernels is not None
     updates = [
         k

@@ -13,10 +13,11 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.known import KnownRow, known, profile, rows
+from benchmarks.known import KnownRow, known, rows, unseen
+from benchmarks.published_gpu import MEGATRON_2022
+from costmodels import Hardware, framework_names, load_framework
 from costmodels.hardware import hardware_names, load_hardware
 from costmodels.hardware.known import FILE, compared, known_kinds
-from costmodels.pricing.compilers import COMPILERS
 from examples import moe_lm, transformer_lm
 from layoutopt.plan.known import LEAST_MARGIN, Known
 from layoutopt.plan.machine_details import errors_known, sure
@@ -24,6 +25,11 @@ from mesh_tf_core import Model
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "accuracy.md"
 PRESETS = [name for name in hardware_names() if not name.startswith("cpu-")]
+MACHINES = [
+    load_hardware(chip, name)
+    for chip, name in product(PRESETS, framework_names())
+    if load_hardware(chip).kind in load_framework(name).kinds
+]
 STAGES = {False: (), True: ("layers",)}
 
 
@@ -44,65 +50,63 @@ def test_the_file_is_of_the_stored_results() -> None:
 
 
 def test_every_run_of_the_page_is_in_exactly_one_kind() -> None:
-    """By table of the page, and whether it had a part in a fit."""
-    page = PAGE.read_text(encoding="utf-8")
-    shown = Counter[tuple[str, bool]]()
-    for table, count in re.findall(r"^\|[^|]*\| `(\w+)` \| (\d+) \|", page, re.MULTILINE):
-        shown[table, False] += int(count)
-    for table, part, count in re.findall(
-        r"^\| `(\w+)` \| (no|yes)(?: \(selective\))? \| (\d+) \|", page, re.MULTILINE
+    """By table of the page, and its part in a fit."""
+    page, shown = PAGE.read_text(encoding="utf-8"), Counter[tuple[str, bool]]()
+    for table, half, count in re.findall(
+        r"^\| `(\w+)` \| [\w-]+ \| (judged|no part|fitted) \| (\d+) \|", page, re.MULTILINE
     ):
-        shown[table, part == "yes"] += int(count)
-    timed = [row for row in every() if row.seconds is not None]
-    found = Counter((row.table, row.fitted) for row in timed if not row.stages or "vtrain" not in row.table)
-    assert found.pop(("one_gpu", False)) == 8 and found == shown and len(shown) > 15
+        shown[table, half == "fitted"] += int(count)
+    assert (
+        shown == Counter((r.table, r.fitted) for r in unseen() if r.seconds is not None) and len(shown) > 15
+    )
     (staged,) = re.findall(r"^\| all \| (\d+) \|", page, re.MULTILINE)
-    assert int(staged) == sum(row.stages and "vtrain" in row.table for row in every())
+    assert int(staged) == sum(row.stages and row.framework == MEGATRON_2022 for row in every())
     kinds = json.loads(FILE.read_text(encoding="utf-8"))["kinds"]
-    assert sum(len(kind["seconds"]) for kind in kinds) == len(timed)
+    assert sum(len(kind["seconds"]) for kind in kinds) == sum(r.seconds is not None for r in every())
 
 
-@pytest.mark.parametrize(("name", "stages", "mixture"), [*product(PRESETS, (False, True), (False, True))])
-def test_what_is_shown_is_of_the_rows_of_the_kind(name: str, stages: bool, mixture: bool) -> None:
+@pytest.mark.parametrize(("machine", "stages", "mixture"), [*product(MACHINES, (False, True), (False, True))])
+def test_what_is_shown_is_of_the_rows_of_the_kind(machine: Hardware, stages: bool, mixture: bool) -> None:
     """None of which had a part in a fit; where there is none, the answer says so."""
-    machine, software = load_hardware(name), profile(name).software
     found = errors_known(machine, model(mixture), STAGES[stages])
-    alike = [
+    kind, same = (stages, mixture, False), {k["framework"] for k in known_kinds(machine)}
+    own = [
         row
         for row in every()
-        if (row.hardware, row.priced, row.stages, row.mixture) == (name, software, stages, mixture)
-        and not row.fitted
+        if row.hardware == machine.name and row.framework in same and row.kind[2:] == kind
     ]
-    own = [row for row in alike if row.software == software]
     errors = [abs(row.seconds) for row in own if row.seconds is not None]
     if errors:
         assert found.runs is not None and found.runs.rows == len(errors)
         shown = found.runs.mean, found.runs.worst
         assert shown == pytest.approx((fmean(errors), max(errors)), abs=1e-4)
-        assert f"{len(errors)} run" in sure(machine, found).replace(" ", " ")
+        assert f"{len(errors)} run" in sure(machine, found).replace("\u00a0", " ")
     else:
         assert found.runs is None and "no published run of this kind" in sure(machine, found)
-    assert {*found.others} == {row.software for row in alike if row.seconds is not None} - {software}
     low = [max(0.0, -row.memory) for row in own if row.memory is not None]
     doubt = machine.chip.memory_doubt
     least = [LEAST_MARGIN, doubt.value if doubt else 0.0, (compared(machine) or {"memory": 0.0})["memory"]]
     assert found.margin == pytest.approx(max([*least, *([fmean(low)] if low else [])]), abs=1e-4)
 
 
-def test_the_rows_of_h100_are_those_of_the_pages() -> None:
-    """Grok's, NeMo's stages, nanotron's, a half of FSDP's and our own."""
-    count = Counter(row.table for row in every() if row.hardware == "h100" and row.seconds is not None)
-    assert count["dgxc_grok1_h100"] == 18 and count["dgxc_pipelines_h100"] == 55
-    assert count["nanotron_llama1b_h100"] == 23 and count["fms_fsdp_llama2"] == count["one_gpu"] == 8
-    dense = errors_known(load_hardware("h100"), model(False), ()).runs
-    assert dense is not None and dense.worst == pytest.approx(0.65, abs=0.01)
+def test_frameworks_of_equal_numbers_share_their_errors() -> None:
+    """A version, the default option of a variant, and one framework like another."""
+    for one, other in {
+        "torchtitan": "torchtitan@0.3",
+        "torch": "torch:attention=flash2",
+        "layoutopt": "jax",
+        "megatron": "megatron:kernels=core",
+    }.items():
+        assert known_kinds(load_hardware("h100", one)) == known_kinds(load_hardware("h100", other)) != []
+    for other in ("torch:attention=cudnn", "megatron"):
+        assert known_kinds(load_hardware("h100", "torch")) != known_kinds(load_hardware("h100", other))
 
 
-def test_every_kind_is_of_a_preset_and_a_profile() -> None:
+def test_every_kind_is_of_a_preset_and_a_framework() -> None:
     kinds = json.loads(FILE.read_text(encoding="utf-8"))["kinds"]
-    software = {profile.software for profile in COMPILERS.values()}
     assert {kind["hardware"] for kind in kinds} <= {*PRESETS}
-    assert {kind[name] for kind in kinds for name in ("software", "priced")} <= software
+    for text in {kind["framework"] for kind in kinds}:
+        assert load_framework(text).text == text
 
 
 def test_other_numbers_and_calibrated_machines_have_none() -> None:
@@ -116,16 +120,14 @@ def test_other_numbers_and_calibrated_machines_have_none() -> None:
 
 def test_words() -> None:
     said = {
-        "kind": "dense, no pipeline, compiled kernels",
+        "kind": "dense, no pipeline, torch",
         "runs": {"rows": 11, "mean": 0.08, "worst": 0.19},
-        "others": {"eager kernels": {"rows": 1, "mean": 0.5, "worst": 0.5}},
         "compiler": {"rows": 1, "compute": 0.15, "memory": 0.17},
     }
     words = Known.model_validate(said).words.replace(" ", " ")
     assert words == (
-        "11 runs of this kind (dense, no pipeline, compiled kernels), none used in a fit: mean error 8.0 %, "
-        "worst 19 %; the same with eager kernels, 1 run: mean error 50 %, worst 50 %; against the compiler's "
-        "estimates, 1 program: median error 15 % in compute time, 17 % in memory"
+        "11 runs of this kind (dense, no pipeline, torch), none used in a fit: mean error 8.0 %, worst 19 %; "
+        "against the compiler's estimates, 1 program: median error 15 % in compute time, 17 % in memory"
     )
 
 

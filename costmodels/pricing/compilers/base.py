@@ -27,7 +27,6 @@ class Compiler:
 
     Attributes:
       name: in hardware files.
-      software: what it is the compiler of, in words; known errors are told by it.
       memory: the rules of its memory.
       apart: the values of one all-reduce are sent one by one.
       library: owner of the attention kernels that run ("tpu", "gpu"; `mesh_tf_core.kernels.libraries`);
@@ -35,7 +34,6 @@ class Compiler:
     """
 
     name: ClassVar[str] = "none"
-    software: ClassVar[str] = "eager kernels"
     memory: ClassVar[MemoryRules] = MemoryRules()
     apart: ClassVar[bool] = False
     library: ClassVar[str] = ""

@@ -59,7 +59,6 @@ class Launched(Joining, Xla):
     """Kernels fuse as in XLA, written by hand (Megatron-LM's), or made by a compiler one by one."""
 
     name: ClassVar[str] = "launched"
-    software: ClassVar[str] = "eager kernels"
     memory: ClassVar[MemoryRules] = MemoryRules(
         fuses=True, stage_programs=True, remakes=True, wide_logits=True, masks=True
     )

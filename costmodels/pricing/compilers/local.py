@@ -45,7 +45,6 @@ class LocalEngine(Compiler):
     """Its array functions were not measured."""
 
     name: ClassVar[str] = "local"
-    software: ClassVar[str] = "layoutopt's engine"
 
     @classmethod
     def of(cls, hardware: Hardware) -> Compiler:

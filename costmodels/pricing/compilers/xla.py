@@ -46,7 +46,6 @@ class Xla(Compiler):
     """
 
     name: ClassVar[str] = "xla"
-    software: ClassVar[str] = "compiled kernels"
     memory: ClassVar[MemoryRules] = MemoryRules(fuses=True)
 
     def kernels(self, program: Program) -> Fused | None:
@@ -111,7 +110,6 @@ class XlaTpu(Xla):
     """
 
     name: ClassVar[str] = "xla-tpu"
-    software: ClassVar[str] = "TPU compiler"
     memory: ClassVar[MemoryRules] = MemoryRules(fuses=True, tiles=True)
     library: ClassVar[str] = "tpu"
 
