@@ -225,10 +225,11 @@ class Restriction:
             said = (self.says or {}).get(f.name, ())
             if argument is None or argument.within is None or value is None or said is ANY:
                 continue
-            left = argument.within(value, said)
+            plain = argument.plain(f.default)
+            left = argument.within(value, (*said, *(plain if isinstance(plain, tuple) else ())))
             if not left and usual is not None and value != getattr(usual, f.name):
                 raise UserError(self._refused(argument, value, said))
-            found[f.name] = left or argument.plain(f.default)
+            found[f.name] = left or plain
         return space.but(**found)
 
     def _refused(self, argument: Any, value: Any, said: Sequence[Any]) -> str:

@@ -11,12 +11,12 @@ import layoutopt.frameworks
 import mesh_tf_core as mtf
 from costmodels.frameworks import DEFAULT, framework_names
 from costmodels.hardware import load_hardware
-from examples import moe_lm, transformer_lm
+from examples import mlp, moe_lm, transformer_lm
 from layoutopt.frameworks import says
 from layoutopt.plan.build import decided
 from layoutopt.plan.export import FORMATS, export
 from layoutopt.plan.exported import Exported, placed
-from layoutopt.space.decisions import SearchSpace, beyond, decisions
+from layoutopt.space.decisions import ARGUMENTS, SearchSpace, beyond, decisions
 from layoutopt.space.restriction import EVERYTHING
 from tests.layoutopt.every_kind import whole_question
 from tests.layoutopt.test_every_kind import checked
@@ -56,6 +56,21 @@ def test_a_plan_under_a_framework_is_one_that_it_can_express(
     if framework in FORMATS:
         tensors = placed(built.lower(plan.mesh, plan.layout, plan.options))
         export(Exported("", plan.mesh, plan.layout, *tensors, said), framework)
+
+
+@pytest.mark.parametrize("framework", NAMED)
+def test_the_plain_value_of_every_field_is_allowed(framework: str) -> None:
+    """As a plan records the space of its search, which explain searches again."""
+    plain = {name: argument.plain(getattr(SearchSpace(), name)) for name, argument in ARGUMENTS.items()}
+    space = SearchSpace(**{name: value for name, value in plain.items() if isinstance(value, tuple)})
+    assert says(framework).narrowed(space, SearchSpace()) == space
+
+
+def test_a_plan_under_a_framework_is_explained_under_it() -> None:
+    built = mlp.model()
+    plan = layoutopt.search(built, "a:2;b:2", hardware="h100", framework="torch", microbatches="1,2")
+    explained = layoutopt.explain(plan, check=True)
+    assert explained.proof is not None and explained.proof.complete and not explained.disagreements
 
 
 def test_what_a_framework_leaves_is_the_best_of_all_layouts() -> None:
