@@ -316,7 +316,10 @@ class Decisions:
         couplings = tuple(restriction.couplings(found.named, mesh))
         agreed = replace(found, couplings=couplings).agreeing()
         if agreed is None:
-            raise RestrictionError(f"{restriction.name or 'the restriction'} has no such layout on {mesh}")
+            who = restriction.name or "the restriction"
+            raise RestrictionError(
+                f"{who} can express no layout on {mesh} with these choices; use another mesh, or remove pins"
+            )
         return agreed
 
     def agreeing(self) -> Decisions | None:

@@ -20,7 +20,7 @@ from layoutopt.space.argument import ARGUMENT, Space
 from layoutopt.space.kind import ALL, Choice, Decision
 from layoutopt.space.parallelism import parallelism
 from layoutopt.space.storage import Storage
-from mesh_tf_core.errors import UserError
+from mesh_tf_core.errors import InfeasibleError, UserError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
 
@@ -85,7 +85,7 @@ class Roles:
 NO_ROLES = Roles(dict.fromkeys(Role, ()))
 
 
-class RestrictionError(UserError):
+class RestrictionError(InfeasibleError):
     """No combination of options in one subproblem agrees with a restriction."""
 
 
