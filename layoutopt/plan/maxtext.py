@@ -30,6 +30,8 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.remat_policy import Recomputed
 from mesh_tf_core.lower.storage import STAGES, read_stage
 
+OTHER = "search with --framework maxtext, or choose another format"
+
 
 def _maxtext_stage(what: Exported) -> tuple[str, Axes]:
     """The stage of every matrix, and the axes that split it; '' if they are stored as the layout says.
@@ -49,7 +51,7 @@ def _maxtext_stage(what: Exported) -> tuple[str, Axes]:
         listed = " and ".join(f"{stage} for {some(names, NAMED)}" for stage, names in sorted(stages.items()))
         raise UserError(
             "maxtext needs one storage (layout, zero1 or zero3) for all matrices, but this plan uses "
-            f"{listed}; search with --storage layout, --storage zero1 or --storage zero3"
+            f"{listed}; {OTHER}"
         )
     batch = what.layout.axes("batch")
     if any(set(axes) & {*batch} not in (set(), {*batch}) for _, axes in what.layout.items()):
@@ -61,8 +63,7 @@ def _maxtext_stage(what: Exported) -> tuple[str, Axes]:
         if axes and {*axes} != {*stored}:
             raise UserError(
                 "maxtext shards the storage of variables only over the batch's axes "
-                f"({'+'.join(batch) or 'none'}), but this plan stores {name} over {'+'.join(axes)}; "
-                "search with --storage layout"
+                f"({'+'.join(batch) or 'none'}), but this plan stores {name} over {'+'.join(axes)}; {OTHER}"
             )
     return next(iter(stages)), stored
 
@@ -97,8 +98,7 @@ def maxtext(what: Exported) -> str:
             if logical.setdefault(each, _renamed(axes, names)) != _renamed(axes, names):
                 raise UserError(
                     f"maxtext has one logical axis {each!r} for {name!r} and another dimension, but "
-                    "this plan splits the two dimensions differently; pin both to the same axes, or "
-                    "choose another format"
+                    f"this plan splits the two dimensions differently; {OTHER}"
                 )
     for name, extra in what.decided.refined.get(ELSEWHERE, {}).items():
         logical[MAXTEXT_BETWEEN] = _renamed((*what.layout.axes(name), *extra), names)
@@ -138,14 +138,13 @@ def _maxtext_policy(what: Exported) -> str:
     if len(policies) > 1:
         raise UserError(
             "maxtext has one remat_policy for all layers, but this plan recomputes "
-            f"{', '.join(policies.values())}; search with --recompute always, or choose another format"
+            f"{', '.join(policies.values())}; {OTHER}"
         )
     again = {Recomputed.parse(text).dim for text in what.decided.recompute}
     if again and (left := [dim for dim in _stacks(what) if dim not in again]):
         raise UserError(
             "maxtext has one remat_policy for all layers, but this plan recomputes only "
-            f"{some(sorted(again), NAMED)}, not {some(left, NAMED)}; search with --recompute always "
-            "or --recompute never"
+            f"{some(sorted(again), NAMED)}, not {some(left, NAMED)}; {OTHER}"
         )
     return next(iter(policies), MAXTEXT_REMAT["products", "attention"])
 
@@ -164,7 +163,7 @@ def _maxtext_offload(what: Exported) -> list[str]:
         if here := [v.name for v in what.variables if _is_matrix(v) and v.name not in names] if names else []:
             raise UserError(
                 f"maxtext applies {word} to all matrices or to none, but this plan does not offload "
-                f"{some(here, NAMED)}; search without --offload, or choose another format"
+                f"{some(here, NAMED)}; {OTHER}"
             )
         said += [f"{word}: True"] if names else []
     return said

@@ -32,7 +32,7 @@ def test_maxtext_stores_all_matrices_alike(stage: str, said: str) -> None:
     [
         (
             matrices("zero1", "zero3"),
-            "uses zero1 for wi and zero3 for wo; search with --storage layout",
+            "uses zero1 for wi and zero3 for wo; search with --framework maxtext",
         ),
         (matrices("", "zero3"), "uses layout for wi and zero3 for wo"),
         (matrices("zero2", "zero2"), "cannot express this plan, in which the storage of wi, wo is zero2"),
