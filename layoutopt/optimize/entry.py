@@ -135,8 +135,9 @@ def search(
     _check(mesh, devices, objective, limits, clock.limit, allowed)
     shapes = meshes(mesh, devices, limits.max_axes, chosen)
     restriction = allowed.restriction
-    if framework is not None and restriction is EVERYTHING:
-        restriction = says(load_framework(framework).says)
+    its = model.framework if chosen.framework == model.framework else None
+    if restriction is EVERYTHING and (named := framework or its) is not None:
+        restriction = says(load_framework(named).says)
     restriction = restriction.of(model)
     restriction.narrowed(allowed, SearchSpace())  # refuses what somebody set
     allowed = resolved(allowed, [Target(model, shape, chosen.hosts_apart) for shape in shapes])
@@ -207,7 +208,7 @@ def search(
         clock.within(SEARCHED, rank)
         found = plan()
         aside = limits.alternatives and not (found.stopped or request.late or allowed.diloco)
-        if aside and objective == Objective.TIME and restriction is not EVERYTHING:
+        if aside and framework and objective == Objective.TIME and restriction is not EVERYTHING:
             more = unrestricted(request, whole, shapes, best, mesh is None)
             notes = [*found.data.notes, *more.pop("notes", ())]
             found = Plan(found.data.model_copy(update={**more, "notes": notes}))

@@ -226,16 +226,18 @@ class Restriction:
             if argument is None or argument.within is None or value is None or said is ANY:
                 continue
             plain = argument.plain(f.default)
-            left = argument.within(value, (*said, *(plain if isinstance(plain, tuple) else ())))
-            if not left and usual is not None and value != getattr(usual, f.name):
+            known = plain if isinstance(plain, tuple) else ()
+            more = tuple(v for v in (value if isinstance(value, tuple) else (value,)) if v not in known)
+            left = argument.within(more, said)
+            if more and not left and usual is not None and value != getattr(usual, f.name):
                 raise UserError(self._refused(argument, value, said))
-            found[f.name] = left or plain
+            found[f.name] = argument.within(value, (*said, *known)) or plain
         return space.but(**found)
 
     def _refused(self, argument: Any, value: Any, said: Sequence[Any]) -> str:
         asked = " ".join(f"{option} {text}" for option, text in argument.texts(value).items() if text)
         can = f"it can express {', '.join(map(str, said))}" if said else f"remove {argument.options[0].name}"
-        return f"{asked}: {self.name} cannot express this; {can}"
+        return f"{asked}: {self.name} cannot express this; {can}, or search with --framework layoutopt"
 
     def couplings(self, every: Mapping[str, Decision], mesh: Mesh) -> Iterator[Coupling]:
         """Its relations over the decisions of one subproblem."""
