@@ -20,6 +20,6 @@ SAYS = Restriction(
         "pipeline": ANY,
         "schedule": ("gpipe", "1f1b", "circular", "interleaved"),
     },
-    relations=(Degrees(),),
+    relations=(Degrees(hybrid=("zero2", "zero3")),),
     granularity={"storage": ALL, "recompute": ALL},
 )

@@ -27,6 +27,7 @@ from layoutopt.space.stages import StageSplit
 from layoutopt.space.storage import Storage
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower.storage import MOST_SPLIT
 
 Every = Mapping[str, Decision]
 NONE: list[Choice] = []
@@ -48,11 +49,13 @@ class Degrees(Relation):
       copies: tensor ways may exceed the key-value heads, which are then copied; else each weight of a layer
         with such a dimension has all of them.
       stored_over_context: storage is over the ranks of the sequence, too.
+      hybrid: the stages that may be over the axes of a node alone.
       experts_apart: experts may lie over some of the axes of the batch, or over axes of several uses.
     """
 
     copies: bool = False
     stored_over_context: bool = True
+    hybrid: tuple[str, ...] = (MOST_SPLIT,)
     experts_apart: bool = True
 
     def options(self, every: Every, roles: Roles, mesh: Mesh) -> dict[str, tuple[Choice, ...]]:
@@ -127,13 +130,11 @@ class Degrees(Relation):
         assert isinstance(decision, Storage)
         ranks = (*use.data, *use.context) if self.stored_over_context else use.data
         every = tuple(a for a in axes if a in ranks)
-        near, found = tuple(a for a in decision.near if a in every), dict[Choice, None]()
-        for choice in decision.options:
-            own = near if choice[1:] and choice[1:] == decision.near else every
-            if not choice:
-                found[choice] = None
-            elif own:
-                found[choice[0], *(own if len(own) < len(axes) else ())] = None
+        near = tuple(a for a in decision.near if a in every)
+        found: dict[Choice, None] = {choice: None for choice in decision.options if not choice}
+        for stage in dict.fromkeys(choice[0] for choice in decision.options if choice):
+            for own in filter(None, (every, near if stage in self.hybrid else ())):
+                found[stage, *(own if len(own) < len(axes) else ())] = None
         return [*found]
 
     @staticmethod

@@ -18,6 +18,7 @@ from layoutopt.plan.export import FORMATS, export
 from layoutopt.plan.exported import Exported, placed
 from layoutopt.space.decisions import ARGUMENTS, SearchSpace, beyond, decisions
 from layoutopt.space.restriction import EVERYTHING
+from layoutopt.space.storage import Storage
 from tests.layoutopt.every_kind import whole_question
 from tests.layoutopt.test_every_kind import checked
 from tests.marks import by_day
@@ -117,3 +118,15 @@ def test_heads_and_d_ff_and_vocab_are_split_together() -> None:
     assert tensor_splits("megatron") - one == {((x,), (y,), four, four) for x, y in ("ab", "ba")} | {
         ((), (axis,), (axis,), (axis,)) for axis in "ab"
     }
+
+
+def test_hybrid_sharding_is_of_the_stages_that_a_framework_has() -> None:
+    """MaxText stores over a part of the data axes at zero3 alone, PyTorch at zero2 too."""
+    model, mesh = MODELS["dense"](), mtf.Mesh("a:2;b:2")
+    for framework, hybrid in (("maxtext", {"zero3"}), ("torch", {"zero2", "zero3"})):
+        own = says(framework).of(model)
+        space = own.narrowed(SearchSpace(microbatches=(1,), near=("b",))).but(restriction=own)
+        decided = decisions(model.training_step().graph, mesh, space)
+        (each,) = (c for c in decided.couplings if any(name in c.names for name in decided.of(Storage)))
+        over = {row[-1][0] for row in each.rows if row[-1][1:] == ("b",) and row[0] == ("a", "b")}
+        assert each.names[0] == "batch" and over == hybrid
