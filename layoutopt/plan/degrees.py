@@ -11,6 +11,7 @@ Names are those of torchtitan (torchtitan/config, at 0.2.2, 0.3.0 and b5bcd76), 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,11 +67,14 @@ class ParallelDegrees:
         batch = dict.fromkeys(name for own in sizes for name in [*own][:1])
         sequence = dict.fromkeys([*(name for own in sizes for name in [*own][1:2]), *what.decided.context])
         whole = {dim: size for own in sizes for dim, size in own.items()}
-        weights = {name for v in what.variables if v.trained for name in v.dims}
+        weights = Counter(name for v in what.variables if v.trained for name in v.dims)
         known = dict.fromkeys(weights, "tensor") | dict.fromkeys(sequence, "context")
         known |= dict.fromkeys(batch, "data") | dict.fromkeys(what.decided.pipeline, "stages")
         uses: dict[str, dict[str, str]] = {}
         for dim, axes in what.layout.items():
+            over = {a for name in sequence for a in what.layout.axes(name)}
+            if dim not in sequence and {*axes} <= over and weights[dim] < 2:
+                continue  # keys and values, or a table of positions, lie as the sequence does
             for axis in axes:  # what is no weight's dimension, as `expert_batch`, is the batch elsewhere
                 uses.setdefault(axis, {}).setdefault(known.get(dim, "data"), dim)
         experts = tuple(a for a in what.layout.axes(EXPERTS) if "data" in uses.get(a, {}))

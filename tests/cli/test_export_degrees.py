@@ -19,7 +19,9 @@ from layoutopt.plan.exported import Exported, placed
 from mesh_tf_core import Layout, Mesh, Options
 from mesh_tf_core.errors import UserError
 
-MODEL = transformer(layers=4, d_model=32, d_kv=8, heads=4, d_ff=64, vocab=64, batch=32, length=16)
+MODEL = transformer(
+    positions="learned", layers=4, d_model=32, d_kv=8, heads=4, d_ff=64, vocab=64, batch=32, length=16
+)
 FORMS = ("torchtitan", "megatron", "deepspeed")
 TENSOR = "batch:data;heads:model;d_ff:model;vocab:model"
 MATRICES = [name for name, v in MODEL.graph.variables.items() if len(v.shape.dims) > 1]
@@ -95,6 +97,12 @@ def test_pipelines_and_recomputation() -> None:
     assert settings(what, "torchtitan")["pipeline_parallel_schedule"] == "Interleaved1F1B"
     with pytest.raises(UserError, match="deepspeed cannot express this plan"):
         export(what, "deepspeed")
+
+
+def test_a_table_of_positions_lies_as_the_sequence_does() -> None:
+    what = exported("data:4;seq:2", "batch:data;length:seq;memory_length:seq;positions:seq")
+    assert settings(what, "megatron")["context-parallel-size"] == "2"
+    assert settings(what, "torchtitan")["context_parallel_degree"] == 2
 
 
 def test_selective_recomputation_is_each_ones_own() -> None:
