@@ -170,15 +170,24 @@ def in_fit(row: Row, fit: Fit) -> bool:
     return bool(row.seconds) and row.ran and (fit.stages or not row.stages)
 
 
+def fitted_before() -> set[tuple[str, str]]:
+    """Rows, by table and name, that had a part in the fit of the presets (`benchmarks.published_fit`)."""
+    stored = json.loads(OUT.with_name("published.json").read_text(encoding="utf-8"))["tables"]
+    return {(Path(table).stem, r["run"]) for table, own in stored.items() for r in own["rows"] if r["fitted"]}
+
+
 def halves() -> Callable[[Row], str]:
     """Says of a row of any table whether it is judged, had a part in a fit, or had none though its model
     had."""
     timed = [r for t in tables() for r in rows(t) if r.seconds and r.ran]
     apart = {name: judged([r for r in timed if base_of(r) == name]) for name in FITS}
+    before = fitted_before()
 
     def half(row: Row) -> str:
         name = base_of(row)
-        if name not in FITS or family(row) in apart[name]:
+        if name not in FITS:  # it has layoutopt's own numbers
+            return "fitted" if (row.table, row.name) in before else "judged"
+        if family(row) in apart[name]:
             return "judged"
         return "fitted" if in_fit(row, FITS[name]) else "no part"
 

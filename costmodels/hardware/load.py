@@ -113,7 +113,7 @@ def machine_of(hardware: str | Path | Hardware, framework: str | None = None, ow
         framework.
     """
     if isinstance(hardware, Hardware):
-        if framework not in (None, hardware.framework):
+        if framework is not None and load_framework(framework).text != hardware.framework:
             raise HardwareError(
                 f"the hardware {hardware.name} is loaded under the framework {hardware.framework}, but "
                 f"framework is {framework!r}; pass its name, or load it under {framework!r}"
@@ -168,8 +168,8 @@ def _described(content: Any, path: Path, framework: str | None) -> Any:
     """The content of a file with what a framework changes.
 
     A file that is `like` a preset has all of that preset, under the framework, that it does not say itself.
-    Numbers and curves are replaced whole, with their sources. A file that names its compiler has the numbers
-    of that software already, as a machine's that was calibrated; a framework changes none of them.
+    Numbers and curves are replaced whole, with their sources. A whole file that names its compiler has the
+    numbers of that software already, as a machine's that was calibrated; a framework changes none of them.
     """
     if not isinstance(content, dict):
         return content
@@ -185,7 +185,7 @@ def _described(content: Any, path: Path, framework: str | None) -> Any:
         )
     else:
         base = read_json(_PRESETS / f"{like}.json")
-    software = load_framework(framework or str(base.get("framework", DEFAULT)))
+    software = load_framework(framework or str(own.pop("framework", base.get("framework", DEFAULT))))
     kind, chips = base.get("kind"), [str(base.get("name")), str(own.get("name"))]
     if kind in KINDS and kind not in software.kinds:
         runs = [name for name in framework_names() if kind in load_framework(name).kinds]
@@ -197,7 +197,7 @@ def _described(content: Any, path: Path, framework: str | None) -> Any:
         for overlay in software.overlays():
             for part in overlay.parts(str(kind), chips):
                 base = merged(base, part)
-    return merged({**base, "framework": software.text}, own)
+    return {**merged(base, own), "framework": software.text}
 
 
 def profile_of(content: Mapping[str, Any], path: Path) -> Hardware:

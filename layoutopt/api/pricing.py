@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
+from costmodels.frameworks import DEFAULT
 from costmodels.hardware import Hardware, machine_of
 from layoutopt.analysis import lint as linting
 from layoutopt.analysis.changes import single_changes
@@ -278,10 +279,15 @@ def lint(
     priced = cost(model, mesh, layout, hardware, options=options, framework=framework, **decided)
     of, limit = priced.evaluation, priced.limit
     mesh, machine = of.program.mesh, of.prices.hardware
-    answer = None
+    answer, software = None, machine.framework if machine.framework != DEFAULT else None
     try:
         best = search(
-            model, mesh=mesh, hardware=machine, time_limit=clock.part(SEARCHING), alternatives=False
+            model,
+            mesh=mesh,
+            hardware=machine,
+            framework=software,
+            time_limit=clock.part(SEARCHING),
+            alternatives=False,
         )
         answer = evaluate(model, best.mesh, best.layout, machine, best.options)
     except (InfeasibleError, LimitError):

@@ -113,7 +113,7 @@ def _own_form(plan: Plan) -> Library:
     from costmodels.frameworks import DEFAULT, load_framework
     from mesh_tf_core.errors import UserError
 
-    name = load_framework(plan.data.framework or DEFAULT).name
+    name = load_framework(plan.data.framework or DEFAULT).says
     if name not in {*Library}:
         known = ", ".join(Library)
         raise UserError(f"the plan's framework {name} has no format of its own; add --to with one of {known}")

@@ -30,8 +30,6 @@ FORMS = {
     "pytorch": "jax",
     "torch": "jax",
     "fsdp": "jax",
-    "megatron": "jax",
-    "deepspeed": "jax",
     "flax": "jax",
     "equinox": "jax",
     "haiku": "jax",

@@ -23,7 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from costmodels.hardware import hardware_names, machine_of
+from costmodels.frameworks import load_framework
+from costmodels.hardware import hardware_names, load_hardware, machine_of
 from layoutopt.optimize.conditions import (
     MEMORY,
     Asked,
@@ -349,7 +350,9 @@ class _Diagnosing:
         own = machine_in(self.asked)
         if self.asked.get(MEMORY) is not None or own.kind == "cpu":
             return
-        every = [machine_of(name) for name in hardware_names()]
+        runs = load_framework(own.framework).kinds
+        chips = [name for name in hardware_names() if load_hardware(name).kind in runs]
+        every = [machine_of(name, own.framework) for name in chips]
         larger = [m for m in every if m.kind != "cpu" and m.usable_memory_bytes > own.usable_memory_bytes]
         larger.sort(key=lambda m: (m.kind != own.kind, m.usable_memory_bytes))
         for machine in larger[:MACHINES]:

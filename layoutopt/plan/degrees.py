@@ -11,13 +11,15 @@ Names are those of torchtitan (torchtitan/config, at 0.2.2, 0.3.0 and b5bcd76), 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from costmodels.frameworks import load_framework
 from layoutopt.plan.decided import ELSEWHERE, Decided
-from layoutopt.plan.exported import NAMED, Exported, comment
+from layoutopt.plan.exported import NAMED, Exported, ExportedTensor, comment
 from layoutopt.plan.units import some
 from layoutopt.space.storage import by_stage
 from mesh_tf_core.errors import UserError
@@ -63,7 +65,9 @@ class ParallelDegrees:
         Raises:
           UserError: `to`, a form that has degrees alone, cannot express the plan.
         """
-        sizes = [{d: s for d, s in zip(t.dims, t.sizes, strict=True) if d != MICROBATCH} for t in what.inputs]
+        given = [dict(zip(t.dims, t.sizes, strict=True)) for t in what.inputs]
+        parts = max((own.get(MICROBATCH, 1) for own in given), default=1)  # the whole batch may be given
+        sizes = [{d: s for d, s in own.items() if d != MICROBATCH} for own in given]
         batch = dict.fromkeys(name for own in sizes for name in [*own][:1])
         sequence = dict.fromkeys([*(name for own in sizes for name in [*own][1:2]), *what.decided.context])
         whole = {dim: size for own in sizes for dim, size in own.items()}
@@ -71,9 +75,9 @@ class ParallelDegrees:
         known = dict.fromkeys(weights, "tensor") | dict.fromkeys(sequence, "context")
         known |= dict.fromkeys(batch, "data") | dict.fromkeys(what.decided.pipeline, "stages")
         uses: dict[str, dict[str, str]] = {}
+        along = {a for name in sequence for a in what.layout.axes(name)}
         for dim, axes in what.layout.items():
-            over = {a for name in sequence for a in what.layout.axes(name)}
-            if dim not in sequence and {*axes} <= over and weights[dim] < 2:
+            if dim not in sequence and {*axes} <= along and weights[dim] < 2:
                 continue  # keys and values, or a table of positions, lie as the sequence does
             for axis in axes:  # what is no weight's dimension, as `expert_batch`, is the batch elsewhere
                 uses.setdefault(axis, {}).setdefault(known.get(dim, "data"), dim)
@@ -95,6 +99,7 @@ class ParallelDegrees:
         def axes_of(use: str) -> Axes:
             return tuple(a for a in what.mesh.names if use in uses.get(a, {}))
 
+        _even(what, axes_of("tensor"), to)
         ways = {use: what.mesh.group_size(axes_of(use)) for use in ("data", "context", "stages")}
         tensor = what.mesh.group_size(tuple(a for a in axes_of("tensor") if a not in experts))
         stage, over = _stored(what, (*axes_of("data"), *axes_of("context")), to)
@@ -105,7 +110,7 @@ class ParallelDegrees:
             experts=what.mesh.group_size(experts),
             sequence=bool(what.decided.refined.get(ELSEWHERE)),
             stage=stage,
-            batch=next((whole[dim] for dim in batch), 0) * what.decided.microbatches,
+            batch=next((whole[dim] for dim in batch), 0) * parts,
             length=next((whole[dim] for dim in sequence if dim in whole), 0),
         )
 
@@ -117,6 +122,8 @@ class ParallelDegrees:
 def _stored(what: Exported, ranks: Axes, to: str) -> tuple[str, Axes]:
     """The stage of storage of all variables, and the axes that it splits over."""
     found = by_stage(what.decided.storage)
+    if found and (left := _left(what, what.decided.storage)):
+        found["layout"] = left
     if len(found) > 1:
         listed = " and ".join(f"{stage} for {some(names, NAMED)}" for stage, names in found.items())
         raise UserError(
@@ -128,6 +135,46 @@ def _stored(what: Exported, ranks: Axes, to: str) -> tuple[str, Axes]:
     return STAGES[stage.number], tuple(a for a in ranks if a in (stage.over or ranks))
 
 
+def _matrices(what: Exported) -> list[ExportedTensor]:
+    return [v for v in what.variables if v.trained and len(v.dims) > 1]
+
+
+def _left(what: Exported, named: Container[str]) -> list[str]:
+    """The matrices that are not among named ones, if they are the larger part: some cannot be split."""
+    own = {v.name: math.prod(v.sizes) for v in _matrices(what)}
+    left = [name for name in own if name not in named]
+    return left if 2 * sum(own[name] for name in left) > sum(own.values()) else []
+
+
+def _even(what: Exported, tensor: Axes, to: str) -> None:
+    """Raises UserError unless every matrix of the layers has a dimension over the tensor axes.
+
+    One whose dimensions another has, too, may be whole, as key-value heads that ranks copy; experts may lie
+    otherwise.
+    """
+    layers = [v for v in _matrices(what) if EXPERTS not in v.dims]
+    stacks = Counter(v.dims[0] for v in layers)
+    layers = [v for v in layers if stacks[v.dims[0]] > 1]
+    layers = [v for v in layers if not any({*v.dims} < {*other.dims} for other in layers)]
+    for v in layers:
+        if tensor and not any({*tensor} <= {*what.layout.axes(dim)} for dim in v.dims):
+            raise UserError(
+                f"{to} splits every matrix of the layers over its tensor ranks, but this plan does not split "
+                f"{v.name} over {'+'.join(tensor)}; search with --framework {to}"
+            )
+
+
+def _offloaded(what: Exported, kind: str, to: str) -> bool:
+    """True if values of a kind lie on the hosts; UserError if only a part of them does."""
+    names = what.decided.offload.get(kind, [])
+    if names and (left := _left(what, names)):
+        raise UserError(
+            f"{to} offloads all {kind} or nothing, but this plan keeps those of {some(left, NAMED)}; search "
+            f"with --framework {to}"
+        )
+    return bool(names)
+
+
 def _recomputed(decided: Decided) -> str:
     """`full`, or `selective` if the recomputed layers keep something; '' if nothing is recomputed."""
     kept = [Recomputed.parse(text).keep for text in decided.recompute]
@@ -137,7 +184,8 @@ def _recomputed(decided: Decided) -> str:
 def torchtitan(what: Exported) -> str:
     """The settings as a configuration file of releases up to 0.2, or as Python for later ones."""
     found, decided = ParallelDegrees.of(what, "torchtitan"), what.decided
-    parts, version = decided.microbatches, what.framework.partition("@")[2].partition(":")[0]
+    parts = decided.microbatches
+    version = load_framework(what.framework or "torchtitan").options().get("version", "main")
     staged = found.stages > 1
     sharded = found.stage != STAGES[0]
     shards = found.shards // found.context if sharded else 1
@@ -194,7 +242,10 @@ _CONTEXT = {"gather": "all_gather", "ring": "p2p", "zigzag": "p2p", "all_to_all"
 
 
 def megatron(what: Exported) -> str:
-    """The settings as arguments of Megatron-LM's pretraining scripts."""
+    """The settings as arguments of Megatron-LM's pretraining scripts.
+
+    GPipe's order has no argument; 1F1B, which runs without one, takes as long and holds less.
+    """
     found, decided = ParallelDegrees.of(what, "megatron"), what.decided
     schedule = decided.schedule or "1f1b"
     flags: list[tuple[str, Any]] = [
@@ -213,12 +264,13 @@ def megatron(what: Exported) -> str:
         flags.append(("recompute-granularity", mode))
     if mode == "full":
         flags += [("recompute-method", "uniform"), ("recompute-num-layers", 1)]
+    offloads = _offloaded(what, OPTIMIZER, "megatron")
     switches = {
         "sequence-parallel": found.sequence,
         "use-distributed-optimizer": found.stage == "zero1",
         "tp-comm-overlap": bool(decided.collective_matmul),
-        "optimizer-cpu-offload": OPTIMIZER in decided.offload,
-        "use-precision-aware-optimizer": OPTIMIZER in decided.offload,
+        "optimizer-cpu-offload": offloads,
+        "use-precision-aware-optimizer": offloads,
     }
     lines = [f"--{name} {value}" for name, value in flags]
     lines += [f"--{name}" for name, on in switches.items() if on]
@@ -227,12 +279,8 @@ def megatron(what: Exported) -> str:
 
 def deepspeed(what: Exported) -> str:
     """The settings as DeepSpeed's JSON file; a title is no part of one."""
-    found, parts = ParallelDegrees.of(what, "deepspeed"), what.decided.microbatches
-    if found.stages > 1:
-        raise UserError(
-            "deepspeed decides pipeline stages in model code, but this plan splits the layers into "
-            f"{found.stages}; search with --framework deepspeed"
-        )
+    to, parts = "deepspeed", what.decided.microbatches
+    found = ParallelDegrees.of(what, to)
     offload = {"offload_optimizer": OPTIMIZER, "offload_param": WEIGHTS}
     content: dict[str, Any] = {
         "train_batch_size": found.batch,
@@ -240,7 +288,11 @@ def deepspeed(what: Exported) -> str:
         "gradient_accumulation_steps": parts,
         "zero_optimization": {
             "stage": STAGES.index(found.stage),
-            **{name: {"device": "cpu"} for name, kind in offload.items() if kind in what.decided.offload},
+            **{
+                name: {"device": "cpu"}
+                for name, kind in offload.items()
+                if _offloaded(what, kind, "deepspeed")
+            },
         },
     }
     if found.tensor > 1:

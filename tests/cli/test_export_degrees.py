@@ -99,6 +99,25 @@ def test_pipelines_and_recomputation() -> None:
         export(what, "deepspeed")
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "circular:2", "interleaved:2"])
+def test_a_step_has_the_batch_of_the_model_under_every_schedule(schedule: str) -> None:
+    what = exported("pipe:2;data:4", "layers:pipe;batch:data", schedule=schedule, microbatches=8)
+    assert ParallelDegrees.of(what, "torchtitan").batch == 32
+    assert settings(what, "torchtitan")["num_tokens_per_train_step"] == 32 * 16
+
+
+def test_half_a_decision_is_no_setting() -> None:
+    for layout in ("batch:data;heads:model", "batch:data;d_ff:model"):
+        with pytest.raises(UserError, match="megatron splits every matrix of the layers"):
+            export(exported("data:4;model:2", layout), "megatron")
+    one = exported("data:8", "batch:data", storage={MATRICES[0]: "zero1"})
+    with pytest.raises(UserError, match="megatron stores all variables alike"):
+        export(one, "megatron")
+    hosted = exported("data:8", "batch:data", offload=frozenset({("optimizer", MATRICES[-1])}))
+    with pytest.raises(UserError, match="megatron offloads all optimizer or nothing"):
+        export(hosted, "megatron")
+
+
 def test_a_table_of_positions_lies_as_the_sequence_does() -> None:
     what = exported("data:4;seq:2", "batch:data;length:seq;memory_length:seq;positions:seq")
     assert settings(what, "megatron")["context-parallel-size"] == "2"
