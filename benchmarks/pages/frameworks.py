@@ -23,8 +23,8 @@ the peak that whole steps keep, launches, overlap, the memory that a process tak
 rules of what stays for the backward pass ([list](../explanation/cost_model.md#memory)).
 `layoutopt frameworks NAME` prints them all with source and date; `NAME[@VERSION][:variant=option,…]` chooses
 options of its variants. A JSON file of your own takes `"like"` a framework and its differences
-([how](../guides/extending.md#a-framework)). A hardware file that names its compiler, as calibrated ones do,
-keeps its own numbers under any framework.
+([how](../guides/extending.md#a-framework)). A whole hardware file that names its compiler, as calibrated
+ones do, keeps its own numbers under any framework: only what may be searched changes.
 """
 
 
@@ -40,7 +40,7 @@ In PyTorch's frameworks, Megatron-LM, DeepSpeed and MaxText each axis of the mes
 weights (heads, d_ff and vocab together) or the sequence; experts may lie over any of these axes. ZeRO shards
 over the axes that do not split weights.
 """
-FIELDS = ("storage", "recompute", "offload", "context", "pipeline")
+FIELDS = ("storage", "recompute", "offload", "context", "schedule")
 
 
 def page() -> Iterator[str]:

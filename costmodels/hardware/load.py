@@ -142,7 +142,8 @@ def read_hardware(path: Path, settings: Sequence[str] = (), framework: str | Non
             raise HardwareError(f"hardware {with_settings(path.stem, settings)!r}: {'; '.join(faults)}")
     if hardware is None:
         many = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-        raise HardwareError(f"hardware file {str(path)!r} has {many}: {'; '.join(faults)}")
+        under = "" if framework in (None, *framework_names()) else f" under framework {framework!r}"
+        raise HardwareError(f"hardware file {str(path)!r}{under} has {many}: {'; '.join(faults)}")
     return hardware
 
 

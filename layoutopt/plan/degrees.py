@@ -122,6 +122,8 @@ class ParallelDegrees:
 def _stored(what: Exported, ranks: Axes, to: str) -> tuple[str, Axes]:
     """The stage of storage of all variables, and the axes that it splits over."""
     found = by_stage(what.decided.storage)
+    if what.decided.pipeline and len(found) > 1:
+        found.pop("zero1", None)  # of variables outside the stages, whose gradients are whole at each tick
     if found and (left := _left(what, what.decided.storage)):
         found["layout"] = left
     if len(found) > 1:
@@ -189,6 +191,11 @@ def torchtitan(what: Exported) -> str:
     staged = found.stages > 1
     sharded = found.stage != STAGES[0]
     shards = found.shards // found.context if sharded else 1
+    if shards * found.context * found.tensor % found.experts:
+        raise UserError(
+            f"torchtitan splits experts over ranks that share the storage of weights, {shards} here, but this "
+            f"plan has {found.experts} ways of experts; search with --storage zero2 or --storage zero3"
+        )
     parallelism: dict[str, Any] = {
         "data_parallel_replicate_degree": found.data // shards,
         "data_parallel_shard_degree": shards,
@@ -210,7 +217,7 @@ def torchtitan(what: Exported) -> str:
     else:
         parallelism |= {"num_pp_microbatches": parts} if staged else {}
         training = {
-            "num_tokens_per_microbatch_per_dp_rank": rank * found.length,
+            "num_tokens_per_microbatch_per_dp_rank": found.examples(parts) * found.length,
             "num_tokens_per_train_step": found.batch * found.length,
             "max_context_length": found.length,
         }
@@ -297,6 +304,8 @@ def deepspeed(what: Exported) -> str:
     }
     if found.tensor > 1:
         content["tensor_parallel"] = {"autotp_size": found.tensor}
+    if found.experts > 1:
+        content["expert_parallel"] = {"enabled": True, "autoep_size": found.experts}
     if found.context > 1:
         content["sequence_parallel_size"] = found.context
     return json.dumps(content, indent=1) + "\n"

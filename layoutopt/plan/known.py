@@ -92,6 +92,9 @@ class Known(Data):
         model = "mixture of experts" if mixture else "dense"
         words = f"{model}, {'pipeline' if stages else 'no pipeline'}, {framework}"
         alike = [k for k in kinds if (k["stages"], k["mixture"], k["fitted"]) == (stages, mixture, False)]
+        names = dict.fromkeys(k["framework"] for k in alike if k["seconds"])
+        if names and not any(name.partition(":")[0] in framework for name in names):
+            words += f" as {' and '.join(names)}"  # frameworks with equal numbers share what is known
         seconds, held = ([error for k in alike for error in k[name]] for name in ("seconds", "memory"))
         margins = [m for m in (doubt, _margin(held)) if m is not None]
         memory = max(margins, key=lambda m: m.share, default=None)

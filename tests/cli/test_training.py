@@ -305,7 +305,7 @@ def test_a_plan_is_held_against_its_own_prediction(
 def test_the_machine_of_a_run(
     monkeypatch: pytest.MonkeyPatch, engine: str, planned: str, asked: str | None, found: str
 ) -> None:
-    monkeypatch.setattr("layoutopt.cli.running.hardware_of", lambda plan: plan)
+    monkeypatch.setattr("layoutopt.cli.running.machine_of_plan", lambda plan, _: load_hardware(plan))
     given = GivenOptions(mtf.Mesh("a:2"), mtf.Layout(), mtf.Options(), planned)  # type: ignore[arg-type]
     session = Session(Terminal(False, True), engine)
     assert machine_of_run(session, given, asked, None).name == found
