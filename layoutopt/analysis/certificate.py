@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from costmodels.hardware import Hardware
-from layoutopt.formulation.extract import count_layouts
+from layoutopt.formulation.couplings import count_layouts
 from layoutopt.optimize.bounds import EXACT, Source
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.fixing import faster

@@ -17,15 +17,14 @@ Constraints
                                                                                             `memory_constraints`
   (6) sum_c m_c H_c(x) <= host memory, where some choice keeps more on the hosts            `host_memory`
   (7) what loops have there moves while their products run, or w_l says how long loop l waits `host_link`
-  (8) decisions that a restriction couples have one of its combinations of options           `_coupled`
+  (8) decisions that a restriction couples have one of its combinations of options           `couplings`
 An option of x_d with which every layout is slower than one that is known leaves its domain       `fixing`
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -34,6 +33,7 @@ import numpy as np
 from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.combinations import Combinations
+from layoutopt.formulation.couplings import coupled
 from layoutopt.formulation.cuts import MOST_LOWERED, PendingSum, most_cells
 from layoutopt.formulation.default_memory import NaturalMemory
 from layoutopt.formulation.memory_constraints import MemoryConstraints
@@ -239,7 +239,7 @@ class Draft:
     def _agreeing(self, rows: Sequence[Relation] = ()) -> Combinations:
         """What rows, and couplings, leave of combinations of options."""
         index = Index(self.decided.free, self.decided)
-        return Combinations(index, (*rows, *_coupled(self.decided, index)))
+        return Combinations(index, (*rows, *coupled(self.decided, index)))
 
     def times(self) -> Problem:
         """The problem with the existing tables, without shared latencies of messages."""
@@ -261,7 +261,7 @@ class Draft:
         if fixed := self.fixed_seconds:
             start = Sparse(np.zeros((1, 0), np.int64), np.array([fixed]))
             terms = [*terms, Term((), start, "the start of a step")]
-        for each in _coupled(self.decided, Index(self.decided.free, self.decided)):
+        for each in coupled(self.decided, Index(self.decided.free, self.decided)):
             terms = [*terms, Term(each.scope, Sparse(each.cells, np.zeros(len(each))), "what is coupled")]
         return Problem(f"{self.model.name} on {self.mesh}", tuple(variables), tuple(terms))
 
@@ -362,17 +362,6 @@ def _time_terms(
     return terms
 
 
-def _coupled(decided: Decisions, index: Index) -> Iterator[Relation]:
-    """(8): the combinations that a restriction allows."""
-    free = {*decided.free}
-    for each in decided.couplings:
-        names = sorted((n for n in each.names if n in free), key=index.number.__getitem__)
-        places = [each.names.index(n) for n in names]
-        rows = {tuple(row[i] for i in places) for row in each.within(decided.options).rows}
-        cells = np.array(index.rows(names, sorted(rows)), np.int64).reshape(len(rows), len(names))
-        yield Relation(index.scope(names), cells)
-
-
 def _message_terms(
     tables: Sequence[Table], groups: Sequence[BucketKey], index: Index, pricer: Pricer
 ) -> list[Term]:
@@ -402,14 +391,3 @@ def _message_terms(
             table = Sparse(np.array(listed, np.int64), np.zeros(len(listed)))
             terms.append(Term((*index.scope(t.names), y), table, f"group {i} sent by {t.cluster.name}"))
     return terms
-
-
-def count_layouts(decided: Decisions) -> int:
-    """The number of combinations of the options, legal or not, that agree with couplings; of couplings that
-    share decisions, with the first one."""
-    left, count = dict(decided.options), 1
-    for each in decided.couplings:
-        if left.keys() >= {*each.names}:
-            count *= len(each.rows)
-            left = {name: options for name, options in left.items() if name not in each.names}
-    return count * math.prod(map(len, left.values()))

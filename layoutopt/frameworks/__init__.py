@@ -1,4 +1,4 @@
-"""What training software can express: one file per framework, with a `SAYS` of its name.
+"""The layouts that training software can express: one file per framework, with a `SAYS` of its name.
 
 A framework's prices are in `costmodels.frameworks`. A search under a framework is over its `SAYS` alone, so
 its plan can be written in the framework's own configuration, and its proof is about no other plans.
@@ -13,7 +13,7 @@ from layoutopt.space.restriction import EVERYTHING, Restriction
 
 
 def says(name: str) -> Restriction:
-    """What a framework can express; everything if nobody says what.
+    """The restriction to what a framework can express; none if nobody says what.
 
     Example:
       >>> from layoutopt.frameworks import says

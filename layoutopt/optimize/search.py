@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from layoutopt.formulation.extract import count_layouts
+from layoutopt.formulation.couplings import count_layouts
 from layoutopt.optimize.agreement import hold_rows, rows_said
 from layoutopt.optimize.best_plans import held
 from layoutopt.optimize.bounds import Bound, Source, State

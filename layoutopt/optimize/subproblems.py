@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from layoutopt.formulation.extract import count_layouts
+from layoutopt.formulation.couplings import count_layouts
 from layoutopt.optimize.bounds import SLACK, ProvenBounds, Source
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.subproblem import SubproblemSearch

@@ -1,4 +1,4 @@
-"""What a framework leaves: the best layout if it could express every layout, with the same prices.
+"""The gain that a framework leaves: the best layout if it could express every layout, with the same prices.
 
 This is one more search, over all that was allowed, for a layout that is faster than the answer.
 """

@@ -193,7 +193,7 @@ def torchtitan(what: Exported) -> str:
     shards = found.shards // found.context if sharded else 1
     if shards * found.context * found.tensor % found.experts:
         raise UserError(
-            f"torchtitan splits experts over ranks that share the storage of weights, {shards} here, but this "
+            f"torchtitan splits experts over ranks that shard the weights, {shards} here, but this "
             f"plan has {found.experts} ways of experts; search with --storage zero2 or --storage zero3"
         )
     parallelism: dict[str, Any] = {

@@ -205,7 +205,7 @@ class ExportForm:
 
 
 PLAIN: Mapping[str, tuple[bool, ...] | None] = {"recompute": (False, True), "microbatches": ANY}
-"""What every form expresses, in comments at least."""
+"""Fields that every form expresses, in comments at least."""
 TENSORS = Restriction("dtensor", {**PLAIN, "storage": ANY, ELSEWHERE: ANY})
 FORMATS: Mapping[str, ExportForm] = {
     "mesh-tensorflow": ExportForm(_mesh_tensorflow, says("mesh-tensorflow")),

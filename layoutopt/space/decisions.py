@@ -1,18 +1,10 @@
 """All that is decided for a model on a mesh, whatever its kinds.
 
-Every decision has a name and a finite list of options, each a tuple of words; `()` is the plain one:
-  a dimension's name         the mesh axes that it is split over                             `splits`
-  "<dimension>@elsewhere"    the mesh axes that split it further between layers     `sequence_parallel`
-  "storage of <class>"       (), ("zero1",), ("zero2",), ("zero3",)                          `storage`
-  "recompute <dim>"          (), ("on",): the loop over <dim> is recomputed in backward   `recompute`
-                             ("on", "products"): but for what it keeps
-                             ("on", "products", "host"): and that on the hosts          `recompute`
-  "offload of <class>"       (), ("optimizer",): what lies in the hosts' memory              `offload`
-  "weights of <class>"       (), ("weights",): whether they do themselves                    `offload`
-  "context of <dim>"         (), ("ring",), ("zigzag",), ("all_to_all",): of keys along <dim>  `context`
-  "collective matmul of <dim>" (), ("chunks",): beside products with <dim>          `collective_matmul`
-  "number of microbatches"   one number in each subproblem                                   `microbatches`
-  "schedule"                 (), ("1f1b",), ("circular:2",), …: of stages, one in a subproblem    `schedule`
+Every decision has a name and a finite list of options, each a tuple of words; `()` is the plain one. The
+record of each kind (`KINDS`) states its own, for example
+  a dimension's name       the mesh axes that it is split over                             `splits`
+  "storage of <class>"     (), ("zero1",), ("zero2",), ("zero3",)                          `storage`
+  "recompute <dim>"        (), ("on",), ("on", "products"): but for what it keeps        `recompute`
 The mesh's own shape (`mesh_shapes`) is decided outside: each is a subproblem of its own. So are the axes of
 layers (`stages`); in a subproblem they are the single option of a dimension.
 """
@@ -372,16 +364,6 @@ def decisions(graph: Graph, mesh: Mesh, allowed: Space = ANYTHING) -> Decisions:
     every = tuple(d for kind in KINDS for d in kind.about(graph, mesh, allowed))
     found = Decisions(every, granularity=tuple(sorted(restriction.granularity.items())))
     return found if restriction is EVERYTHING else found.under(restriction, mesh)
-
-
-def everything(target: Target) -> SearchSpace:
-    """All that a search can choose for a model on a mesh, of all kinds."""
-    found: dict[str, Any] = {}
-    for kind in KINDS:
-        for name, widest in kind.everything(target).items():
-            together = isinstance(widest, tuple)
-            found[name] = (*found.get(name, ()), *widest) if together else widest
-    return SearchSpace(**{name: widest for name, widest in found.items() if widest})
 
 
 def left_out(target: Target, allowed: Space) -> list[LeftOut]:

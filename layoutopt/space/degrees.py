@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from layoutopt.space.diloco import Rarely
 from layoutopt.space.kind import Choice, Decision
-from layoutopt.space.restriction import Coupling, Relation, Role, Roles
+from layoutopt.space.restriction import Coupling, DecisionRelation, DimRoles, Role
 from layoutopt.space.sequence_parallel import Elsewhere
 from layoutopt.space.splits import Split
 from layoutopt.space.stages import StageSplit
@@ -42,7 +42,7 @@ class Use(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Degrees(Relation):
+class Degrees(DecisionRelation):
     """Each axis of a mesh splits the batch, the weights or the sequence.
 
     Attributes:
@@ -58,7 +58,7 @@ class Degrees(Relation):
     hybrid: tuple[str, ...] = (MOST_SPLIT,)
     experts_apart: bool = True
 
-    def options(self, every: Every, roles: Roles, mesh: Mesh) -> dict[str, tuple[Choice, ...]]:
+    def options(self, every: Every, roles: DimRoles, mesh: Mesh) -> dict[str, tuple[Choice, ...]]:
         """Stages of storage over the axes of ranks with the same weights, in every use of the mesh."""
         axes = _axes(every, mesh)
         found = {n: dict[Choice, None]() for n, d in every.items() if isinstance(d, Storage)}
@@ -67,7 +67,7 @@ class Degrees(Relation):
                 options.update(dict.fromkeys(self._stored(every[name], use, axes)))
         return {name: tuple(options) for name, options in found.items()}
 
-    def couplings(self, every: Every, roles: Roles, mesh: Mesh) -> Iterator[Coupling]:
+    def couplings(self, every: Every, roles: DimRoles, mesh: Mesh) -> Iterator[Coupling]:
         axes = _axes(every, mesh)
         splits = {n: d for n, d in every.items() if isinstance(d, Split) and not isinstance(d, StageSplit)}
         further = {n: d for n, d in every.items() if isinstance(d, Elsewhere)}
@@ -87,12 +87,12 @@ class Degrees(Relation):
         for name, own in over.items():
             yield Coupling((*leaders, name), frozenset(own))
 
-    def _experts(self, splits: Every, roles: Roles, use: Use) -> list[Axes]:
+    def _experts(self, splits: Every, roles: DimRoles, use: Use) -> list[Axes]:
         names = [n for n in roles.named[Role.EXPERTS] if n in splits]
         every = dict.fromkeys(o for n in names for o in splits[n].options) or {(): None}
         return [o for o in every if self.experts_apart or {*o} in ({*()}, {*use.data}, {*use.tensor})]
 
-    def _options(self, splits: Every, roles: Roles, use: Use, experts: Axes) -> dict[str, list[Choice]]:
+    def _options(self, splits: Every, roles: DimRoles, use: Use, experts: Axes) -> dict[str, list[Choice]]:
         """The choices of each dimension under one use of the axes; none of the batch, or of the sequence, if
         it cannot have its axes."""
         own = {role: [n for n in roles.named[role] if n in splits] for role in Role}
@@ -110,7 +110,7 @@ class Degrees(Relation):
         return found | {n: _having(splits[n], experts) for n in own[Role.EXPERTS]}
 
     def _picked(
-        self, options: Mapping[str, list[Choice]], roles: Roles, tensor: Axes
+        self, options: Mapping[str, list[Choice]], roles: DimRoles, tensor: Axes
     ) -> Iterator[tuple[Choice, ...]]:
         """Combinations in which weights have the tensor axes."""
         experts = {*roles.named[Role.EXPERTS]}
@@ -138,7 +138,7 @@ class Degrees(Relation):
         return [*found]
 
     @staticmethod
-    def _further(decision: Elsewhere, roles: Roles, tensor: Axes) -> list[Choice]:
+    def _further(decision: Elsewhere, roles: DimRoles, tensor: Axes) -> list[Choice]:
         """What may be split further elsewhere: the sequence, over the tensor axes."""
         own = _having(decision, tensor) if tensor and decision.dim in roles.named[Role.SEQUENCE] else []
         return [(), *own]

@@ -43,7 +43,7 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True)
-class Roles:
+class DimRoles:
     """The dimensions of a model by role.
 
     Attributes:
@@ -57,7 +57,7 @@ class Roles:
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: Model) -> Roles:
+    def of(cls, model: Model) -> DimRoles:
         """Those of a model."""
         own, graph = parallelism(model), model.step_graph
         stored = [v for v in graph.variables.values() if v.own_storage]
@@ -82,7 +82,7 @@ class Roles:
         return tuple(dict.fromkeys(name for names in found for name in names))
 
 
-NO_ROLES = Roles(dict.fromkeys(Role, ()))
+NO_ROLES = DimRoles(dict.fromkeys(Role, ()))
 
 
 class RestrictionError(InfeasibleError):
@@ -111,22 +111,22 @@ class Coupling:
         return tuple(chosen[name] for name in self.names) in self.rows
 
 
-class Relation(ABC):
+class DecisionRelation(ABC):
     """A relation over named decisions, whatever the model and the mesh."""
 
     def options(
-        self, every: Mapping[str, Decision], roles: Roles, mesh: Mesh
+        self, every: Mapping[str, Decision], roles: DimRoles, mesh: Mesh
     ) -> dict[str, tuple[Choice, ...]]:
         """Other options of decisions, before any are coupled."""
         return {}
 
     @abstractmethod
-    def couplings(self, every: Mapping[str, Decision], roles: Roles, mesh: Mesh) -> Iterator[Coupling]:
-        """What it allows in one subproblem."""
+    def couplings(self, every: Mapping[str, Decision], roles: DimRoles, mesh: Mesh) -> Iterator[Coupling]:
+        """The combinations that it allows in one subproblem."""
 
 
 @dataclass(frozen=True)
-class Together(Relation):
+class Together(DecisionRelation):
     """One choice for several decisions: each has it, or where it is none of its options, the plain one.
 
     Attributes:
@@ -137,7 +137,7 @@ class Together(Relation):
     about: tuple[str, ...]
     strictly: bool = False
 
-    def couplings(self, every: Mapping[str, Decision], roles: Roles, mesh: Mesh) -> Iterator[Coupling]:
+    def couplings(self, every: Mapping[str, Decision], roles: DimRoles, mesh: Mesh) -> Iterator[Coupling]:
         names = tuple(name for name in roles.names(*self.about) if name in every)
         options = [every[name].options for name in names]
         rows = set()
@@ -150,7 +150,7 @@ class Together(Relation):
 
 
 @dataclass(frozen=True)
-class Only(Relation):
+class Only(DecisionRelation):
     """The options of single decisions that pass a test.
 
     Attributes:
@@ -159,7 +159,7 @@ class Only(Relation):
 
     passes: Callable[[Decision, Choice], bool]
 
-    def couplings(self, every: Mapping[str, Decision], roles: Roles, mesh: Mesh) -> Iterator[Coupling]:
+    def couplings(self, every: Mapping[str, Decision], roles: DimRoles, mesh: Mesh) -> Iterator[Coupling]:
         for name, decision in every.items():
             kept = frozenset((c,) for c in decision.options if self.passes(decision, c))
             if len(kept) < len(decision.options):
@@ -167,10 +167,10 @@ class Only(Relation):
 
 
 @dataclass(frozen=True)
-class Even(Relation):
+class Even(DecisionRelation):
     """Storage in shards of equal size: each variable has a dimension that all devices divide."""
 
-    def couplings(self, every: Mapping[str, Decision], roles: Roles, mesh: Mesh) -> Iterator[Coupling]:
+    def couplings(self, every: Mapping[str, Decision], roles: DimRoles, mesh: Mesh) -> Iterator[Coupling]:
         def even(decision: Decision, choice: Choice) -> bool:
             stored = decision.stored(choice) if isinstance(decision, Storage) else ()
             return all(any(size % mesh.devices == 0 for size in roles.sizes[name]) for name in stored)
@@ -180,7 +180,7 @@ class Even(Relation):
 
 @dataclass(frozen=True)
 class Restriction:
-    """What a search may decide.
+    """Limits of what a search may decide.
 
     Attributes:
       name: of who restricts it, in messages.
@@ -192,18 +192,18 @@ class Restriction:
 
     name: str = ""
     says: Mapping[str, tuple[Any, ...] | None] | None = None
-    relations: tuple[Relation, ...] = ()
+    relations: tuple[DecisionRelation, ...] = ()
     granularity: Mapping[str, str] = field(default_factory=dict)
-    roles: Roles | None = None
+    roles: DimRoles | None = None
 
     @property
-    def about(self) -> Roles:
+    def about(self) -> DimRoles:
         """The roles of the model; none if it is about no model."""
         return self.roles or NO_ROLES
 
     def of(self, model: Model) -> Restriction:
         """The same, about one model."""
-        return replace(self, roles=Roles.of(model)) if self.relations else self
+        return replace(self, roles=DimRoles.of(model)) if self.relations else self
 
     def expresses(self, name: str, value: Any) -> bool:
         """True if a value of a field of `SearchSpace` may be searched; None: if any but the plain one may."""

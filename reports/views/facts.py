@@ -76,7 +76,7 @@ def proof(plan: PlanFile, limits: str) -> ProofWords:
 
 
 def left(plan: PlanFile) -> list[tuple[str, str]]:
-    """What the framework leaves, as far as a search for it ended."""
+    """The share of the step that the framework leaves, as far as a search for it ended."""
     if plan.left is None or plan.space is None:
         return []
     if plan.unrestricted is None:

@@ -36,7 +36,7 @@ def test_how_sure_is_what_is_known_today() -> None:
         text = page.read_text(encoding="utf-8")
         for said in SURE.finditer(text):
             name = HARDWARE.findall(text, 0, said.start())[-1]
-            framework = re.findall(r"pipeline, ([^)]+)\)", plain(said[1]))[0]
+            framework = re.findall(r"pipeline, ([^) ]+)", plain(said[1]))[0]
             stages = ("layers",) if ", pipeline," in plain(said[1]) else ()
             machine = load_hardware(name, framework)
             known = errors_known(machine, mlp.model(), stages)

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 
 import mesh_tf_core as mtf
 from layoutopt.cli import app
-from layoutopt.space.decisions import ARGUMENTS, KINDS, everything
+from layoutopt.space.allow import found
+from layoutopt.space.decisions import ARGUMENTS, KINDS, SearchSpace
 from layoutopt.space.kind import Target
 from layoutopt.space.recompute import SHOWN
 from tests.fuzz import hostile
@@ -266,7 +267,7 @@ RIGHT = {
 def widest() -> dict[str, list[str]]:
     """Of what a search may choose, whatever its kinds: each value, and all of them."""
     model = whole_model(0)
-    wide = everything(Target(model, mtf.Mesh("data:2;model:2"))).keywords
+    wide = SearchSpace(**found([Target(model, mtf.Mesh("data:2;model:2"))], everything=True)).keywords
     values = {name: [*map(str, said)] for name, said in wide.items() if isinstance(said, tuple)}
     values["recompute"] = [*SHOWN]  # its words mean several values
     return {name: [*said, ",".join(said)] for name, said in values.items() if said}

@@ -30,7 +30,7 @@ from layoutopt.space.kind import ALL, CLASS, HYBRID, VARIABLE, Choice, Decision
 from layoutopt.space.microbatches import Microbatches
 from layoutopt.space.offload import OptimizerOffload, Weights
 from layoutopt.space.recompute import Recompute
-from layoutopt.space.restriction import EVERYTHING, Coupling, Relation, Restriction, Roles
+from layoutopt.space.restriction import EVERYTHING, Coupling, DecisionRelation, DimRoles, Restriction
 from layoutopt.space.schedule import ScheduleDecision
 from layoutopt.space.sequence_parallel import Elsewhere
 from layoutopt.space.splits import Split
@@ -223,12 +223,12 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Random(Relation):
+class Random(DecisionRelation):
     """Random combinations of options of random pairs of decisions, whatever their kinds."""
 
     seed: int
 
-    def couplings(self, every: Mapping[str, Decision], roles: Roles, mesh: mtf.Mesh) -> Iterator[Coupling]:
+    def couplings(self, every: Mapping[str, Decision], roles: DimRoles, mesh: mtf.Mesh) -> Iterator[Coupling]:
         rng = random.Random(self.seed)
         free = [d for d in every.values() if len(d.options) > 1]
         for _ in range(3 if len(free) > 1 else 0):

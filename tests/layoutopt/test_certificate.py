@@ -14,7 +14,7 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from layoutopt.analysis.certificate import Certificate, certify, considered_by, rule_out
-from layoutopt.formulation.extract import count_layouts
+from layoutopt.formulation.couplings import count_layouts
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.plan.build import Plan

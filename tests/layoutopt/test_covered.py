@@ -13,7 +13,8 @@ import mesh_tf_core as mtf
 from examples.transformer_lm import model as transformer
 from layoutopt.plan.build import parse_plan
 from layoutopt.plan.covered import CoveredSpace, UncoveredChoices, count_text
-from layoutopt.space.decisions import ARGUMENTS, KINDS, SearchSpace, everything, left_out
+from layoutopt.space.allow import found
+from layoutopt.space.decisions import ARGUMENTS, KINDS, SearchSpace, left_out
 from layoutopt.space.diloco import Rarely
 from layoutopt.space.kind import Decision, Target
 from mesh_tf_core.ir.dims import LARGEST
@@ -48,7 +49,7 @@ def test_every_kind_finds_its_choices_for_the_largest_sizes() -> None:
 
 
 def test_with_everything_allowed_only_what_no_search_chooses_is_left_out() -> None:
-    wide = everything(TARGET)
+    wide = SearchSpace(**found([TARGET], everything=True))
     assert names(wide) == {"DiLoCo replicas"}
     for name in ASKED - NOT_CHOSEN:
         assert getattr(wide, name) != getattr(
@@ -73,14 +74,17 @@ class Watched:
 
 def test_no_field_of_what_is_allowed_is_forgotten() -> None:
     """A new field that no kind reads when it says what was left out is a proof that says too much."""
-    watched: Any = Watched(replace(everything(TARGET), pins={}))
+    watched: Any = Watched(replace(SearchSpace(**found([TARGET], everything=True)), pins={}))
     list(left_out(TARGET, watched))
     assert watched.read >= ASKED
 
 
 @pytest.mark.parametrize("name", sorted(ASKED - NOT_CHOSEN))
 def test_less_allowed_is_said(name: str) -> None:
-    wide, plain = everything(TARGET), SearchSpace(context=("gather",), microbatches=(1,))
+    wide, plain = (
+        SearchSpace(**found([TARGET], everything=True)),
+        SearchSpace(context=("gather",), microbatches=(1,)),
+    )
     less = replace(wide, **{name: plain.__dict__[name] if name != "storage" else ("layout",)})
     if name == "recompute":
         less = replace(less, recompute=(False,))

@@ -16,7 +16,7 @@ from costmodels.hardware import load_hardware
 from layoutopt.analysis.certificate import Certificate, certify, considered_by
 from layoutopt.cli.allowed import OnAnyMesh, OnMesh
 from layoutopt.cli.repairs import _changed
-from layoutopt.formulation.extract import count_layouts
+from layoutopt.formulation.couplings import count_layouts
 from layoutopt.optimize.baselines import chosen_by_name
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.subproblems import subproblems
