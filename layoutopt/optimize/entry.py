@@ -58,6 +58,7 @@ class Limits:
       keep_best: Ctrl-C, or KeyboardInterrupt raised by `on_better`, ends the search with the best layout
         found, without a proof. `Plan.stopped` is then True.
       start: a plan, such as an earlier answer. Its layout is predicted first, if the search space has it.
+      on_better: called with every better layout: its words, seconds and bytes.
 
     Example:
       >>> import layoutopt
@@ -72,6 +73,7 @@ class Limits:
     alternatives: bool = True
     keep_best: bool = False
     start: Plan | None = None
+    on_better: Better | None = None
 
 
 def search(
@@ -83,7 +85,6 @@ def search(
     limits: Limits | None = None,
     objective: Objective | str = Objective.TIME,
     on_progress: OnSearchStatus | None = None,
-    on_better: Better | None = None,
     framework: str | None = None,
     **asked: Any,
 ) -> Plan:
@@ -156,7 +157,7 @@ def search(
         top,
         clock,
         on_progress,
-        on_better,
+        limits.on_better,
         limits.alternatives,
     )
     question = Searched(
