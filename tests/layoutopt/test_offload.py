@@ -241,8 +241,15 @@ def test_exports_say_it_or_refuse_it() -> None:
     weights = [ExportedTensor(n, ("d_model", "d_ff"), ((), ()), (8, 16), True) for n in ("wi", "wo")]
     decided = Decided(offload={"optimizer": ["wi", "wo"]})
     what = Exported("title", mtf.Mesh("a:2"), mtf.Layout("batch:a"), tuple(weights), (), decided)
-    assert "optimizer_memory_host_offload: True" in export(what, "maxtext")
-    for to in set(FORMATS) - {"maxtext"}:
+    said = {
+        "maxtext": "optimizer_memory_host_offload: True",
+        "megatron": "--optimizer-cpu-offload",
+        "deepspeed": "offload_optimizer",
+    }
+    assert said.keys() == {to for to, form in FORMATS.items() if form.says.expresses("offload", "optimizer")}
+    for to, words in said.items():
+        assert words in export(what, to)
+    for to in FORMATS.keys() - said.keys():
         with pytest.raises(
             mtf.UserError,
             match=f"^{to} cannot express this plan, in which optimizer offload applies to wi, wo",
