@@ -99,14 +99,14 @@ class ParallelDegrees:
         def axes_of(use: str) -> Axes:
             return tuple(a for a in what.mesh.names if use in uses.get(a, {}))
 
-        _even(what, axes_of("tensor"), to)
+        over = tuple(a for a in axes_of("tensor") if a not in experts)
+        _even(what, over, to)
         ways = {use: what.mesh.group_size(axes_of(use)) for use in ("data", "context", "stages")}
-        tensor = what.mesh.group_size(tuple(a for a in axes_of("tensor") if a not in experts))
-        stage, over = _stored(what, (*axes_of("data"), *axes_of("context")), to)
+        stage, shards = _stored(what, (*axes_of("data"), *axes_of("context")), to)
         return cls(
             **ways,
-            tensor=tensor,
-            shards=what.mesh.group_size(over),
+            tensor=what.mesh.group_size(over),
+            shards=what.mesh.group_size(shards),
             experts=what.mesh.group_size(experts),
             sequence=bool(what.decided.refined.get(ELSEWHERE)),
             stage=stage,
@@ -138,7 +138,8 @@ def _stored(what: Exported, ranks: Axes, to: str) -> tuple[str, Axes]:
 
 
 def _matrices(what: Exported) -> list[ExportedTensor]:
-    return [v for v in what.variables if v.trained and len(v.dims) > 1]
+    """The matrices but those of experts, which ways of experts may split already."""
+    return [v for v in what.variables if v.trained and len(v.dims) > 1 and EXPERTS not in v.dims]
 
 
 def _left(what: Exported, named: Container[str]) -> list[str]:
@@ -151,10 +152,9 @@ def _left(what: Exported, named: Container[str]) -> list[str]:
 def _even(what: Exported, tensor: Axes, to: str) -> None:
     """Raises UserError unless every matrix of the layers has a dimension over the tensor axes.
 
-    One whose dimensions another has, too, may be whole, as key-value heads that ranks copy; experts may lie
-    otherwise.
+    One whose dimensions another has, too, may be whole, as key-value heads that ranks copy.
     """
-    layers = [v for v in _matrices(what) if EXPERTS not in v.dims]
+    layers = _matrices(what)
     stacks = Counter(v.dims[0] for v in layers)
     layers = [v for v in layers if stacks[v.dims[0]] > 1]
     layers = [v for v in layers if not any({*v.dims} < {*other.dims} for other in layers)]
