@@ -17,7 +17,7 @@ import mesh_tf_core as mtf
 from costmodels import Hardware, load_hardware
 from costmodels.frameworks import DEFAULT
 from costmodels.liveness import memory
-from costmodels.pricing.compilers import memory_rules_of
+from costmodels.pricing.compilers import compiler_of
 from costmodels.pricing.lines import Cost
 from costmodels.pricing.pricer import Pricer, pricer
 from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER
@@ -120,7 +120,7 @@ def _local(program: mtf.Program, value: int) -> int:
 
 def peak(hardware: Hardware, program: mtf.Program) -> int:
     """Bytes that a device holds at the fullest point of a step."""
-    return memory(program, memory_rules_of(hardware)).peak
+    return memory(program, compiler_of(hardware).memory).peak
 
 
 def read(name: str) -> list[dict[str, str]]:

@@ -21,6 +21,10 @@ VERSION = "version"
 """The variant that `NAME@VERSION` chooses."""
 
 
+PLAIN = ("1", "count")
+"""Units that are not printed."""
+
+
 @dataclass(frozen=True)
 class OverlaidNumber:
     """A number, or a name, that an overlay sets: its path in a hardware file, and its source.
@@ -124,15 +128,11 @@ class Framework(Overlay):
     def _of(self, option: str, overlay: Overlay) -> Iterator[OverlaidNumber]:
         for chip, part in (*overlay.kinds.items(), *overlay.on.items()):
             for path, found in _leaves(part, ""):
-                if isinstance(found, Mapping) and "points" in found:
-                    said = {k: found[k] for k in ("source", "date", "uncertainty") if k in found}
-                    yield OverlaidNumber(option, chip, path, "curve", **said)
-                elif isinstance(found, Mapping):
-                    unit = "" if found["unit"] in ("1", "count") else f" {found['unit']}"
-                    said = {k: v for k, v in found.items() if k not in ("value", "unit")}
-                    yield OverlaidNumber(option, chip, path, f"{found['value']:g}{unit}", **said)
-                else:
-                    yield OverlaidNumber(option, chip, path, str(found))
+                said: Mapping[str, Any] = found if isinstance(found, Mapping) else {"value": found}
+                unit = said.get("unit", "1")  # files are checked with the chip that they change
+                value = "curve" if "points" in said else f"{said['value']}{f' {unit}' * (unit not in PLAIN)}"
+                sourced = {k: said[k] for k in ("source", "date", "uncertainty") if k in said}
+                yield OverlaidNumber(option, chip, path, value, **sourced)
 
     def overlays(self) -> Iterator[Overlay]:
         """The framework itself, then the option of each variant."""

@@ -166,7 +166,6 @@ class Hardware:
 
     Attributes:
       compiler: the profile of the compiler or engine of its programs (`costmodels.pricing.compilers`).
-      memory_rules: the profile whose rules of memory hold; None: the compiler's.
       framework: the software whose overlays its numbers have (`costmodels.load_framework`).
       jax_devices: JAX's names of such a device (`jax.Device.device_kind`).
 
@@ -185,7 +184,6 @@ class Hardware:
     chip: Chip
     topology: Torus | GpuCluster | SharedMemory
     compiler: CompilerName = "none"
-    memory_rules: CompilerName | None = None
     framework: str = DEFAULT
     jax_devices: tuple[str, ...] = ()
     overlap: NamedPairs[Fraction] = ()

@@ -238,7 +238,6 @@ class _HardwareFile(_Form):
     jax_devices: list[Text] = []
     calibrated: bool
     compiler: model.CompilerName = "none"
-    memory_rules: model.CompilerName | None = None
     framework: Text = DEFAULT
     chip: _ChipForm
     topology: _TopologyForm

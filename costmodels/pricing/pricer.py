@@ -23,10 +23,8 @@ from functools import cached_property
 from costmodels.hardware import Hardware, Torus
 from costmodels.kernels.compute import Quantity, compute_seconds
 from costmodels.kernels.fused import Fused
-from costmodels.liveness import MemoryRules
 from costmodels.network.collectives import collective_seconds, full_bytes
 from costmodels.network.topology import MeshPlacement, place
-from costmodels.pricing.compilers import memory_rules_of
 from costmodels.pricing.itemise import Itemiser
 from costmodels.pricing.items import Called, Computed, Item, Sent, Transferred
 from costmodels.pricing.lines import Cost, Line
@@ -82,11 +80,6 @@ class Pricer:
     def itemiser(self) -> Itemiser:
         """The division of programs into items on this hardware."""
         return Itemiser.of(self.hardware)
-
-    @property
-    def memory_rules(self) -> MemoryRules:
-        """The rules of the memory of programs on this hardware."""
-        return memory_rules_of(self.hardware)
 
     @cached_property
     def _op_by_op(self) -> OpByOp:

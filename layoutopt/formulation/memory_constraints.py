@@ -51,7 +51,7 @@ class MemoryConstraints:
         self.context, self.dependencies = context, context.dependencies
         self.decided, self.names = decided, tuple(names)
         self.always = again_in(decided.read({})[1])
-        self.rules = tabler.pricer.memory_rules
+        self.rules = tabler.pricer.itemiser.compiler.memory
         self._bytes = _Bytes(context, decided, self.names, tables, tabler)
         self.met = Counter[RowTerm]()
         for meeting in meetings:
@@ -214,7 +214,7 @@ class _Bytes:
         table = self._tables.get(id(cluster)) or self.tabler.table(cluster, self.decided)
         place = [{o: i for i, o in enumerate(self.decided.options[n])} for n in table.names]
         listed = [[p[o] for p, o in zip(place, assignment, strict=True)] for assignment in table.entries]
-        lifetimes, rules = self.tabler.cache.lifetimes, self.tabler.pricer.memory_rules
+        lifetimes, rules = self.tabler.cache.lifetimes, self.tabler.pricer.itemiser.compiler.memory
         numbers: dict[Hashable, int] = {}
         parts, which = [], []
         for entry in table.entries.values():

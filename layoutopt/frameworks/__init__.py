@@ -1,7 +1,7 @@
 """The layouts that training software can express: one file per framework, with a `SAYS` of its name.
 
 A framework's prices are in `costmodels.frameworks`. A search under a framework is over its `SAYS` alone, so
-its plan can be written in the framework's own configuration, and its proof is about no other plans.
+its plan is one that the framework can run, and its proof is about no other plans.
 """
 
 from __future__ import annotations

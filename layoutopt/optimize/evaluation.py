@@ -101,13 +101,13 @@ class Evaluation:
 
     @cached_property
     def memory(self) -> MemoryProfile:
-        step = memory(self.program, self.prices.memory_rules, self._kernels)
+        step = memory(self.program, self.prices.itemiser.compiler.memory, self._kernels)
         return max((step, *map(self._met, self._outer)), key=lambda found: found.peak)
 
     def _met(self, outer: Program) -> MemoryProfile:
         """What a device holds while replicas meet: what the step keeps lies there too."""
         met, compiler = replace(outer, variables=self.program.variables), self.prices.itemiser.compiler
-        return memory(met, self.prices.memory_rules, compiler.kernels(met))
+        return memory(met, compiler.memory, compiler.kernels(met))
 
     @property
     def sent(self) -> dict[str, float]:

@@ -10,8 +10,8 @@
     deepspeed        its JSON file
 
 Python and YAML are texts that can be pasted or imported. A layout that a library cannot express is refused
-with a reason. So is storage (ZeRO) in forms without single variables, and mixed storage in MaxText. Only
-rules for single operations are left out, in forms with single variables.
+with a reason. So is storage (ZeRO) in the forms of layout rules alone, and mixed storage in those with one
+stage for all variables. Only rules for single operations are left out, in forms with single variables.
 """
 
 from __future__ import annotations

@@ -132,6 +132,18 @@ def test_a_number_that_is_set_changes_no_other(tmp_path: Path) -> None:
     assert load_hardware("h100, launch_interval=20 us").compiler == load_hardware("h100").compiler
 
 
+def test_a_number_without_a_unit_is_listed_and_refused_with_its_chip(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    bare = {"on": {"h100": {"chip": {"sustained": {"value": "x", "why": 1}}}}}
+    path.write_text(json.dumps({"like": "torch", "name": "mine", "summary": "ours", **bare}))
+    found = {
+        n.path: n.value for n in load_framework(str(path)).numbers() if n.chip == "h100" and not n.option
+    }
+    assert found["chip.sustained"] == "x"
+    with pytest.raises(HardwareError, match=r"under framework '.*mine.json' has 5 faults: chip.sustained"):
+        load_hardware("h100", str(path))
+
+
 def test_a_framework_of_the_users_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     part: dict[str, Any] = {"value": 0.7, "unit": "1", "source": "our runs", "date": "2026-11"}

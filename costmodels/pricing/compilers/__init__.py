@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from costmodels.hardware import COMPILER_NAMES, Hardware
-from costmodels.liveness import MemoryRules
 from costmodels.pricing.compilers.base import Compiler
 from costmodels.pricing.compilers.launched import EagerLaunch, Launched
 from costmodels.pricing.compilers.local import LocalEngine
 from costmodels.pricing.compilers.xla import Xla, XlaCpu, XlaGpu, XlaTpu
 
-__all__ = ["COMPILERS", "Compiler", "compiler_of", "memory_rules_of"]
+__all__ = ["COMPILERS", "Compiler", "compiler_of"]
 
 COMPILERS: Mapping[str, type[Compiler]] = MappingProxyType(
     {c.name: c for c in (Compiler, Xla, XlaTpu, XlaGpu, XlaCpu, Launched, EagerLaunch, LocalEngine)}
@@ -34,8 +33,3 @@ if COMPILERS.keys() != {*COMPILER_NAMES}:
 def compiler_of(hardware: Hardware) -> Compiler:
     """The profile that a machine's programs are priced by."""
     return COMPILERS[hardware.compiler].of(hardware)
-
-
-def memory_rules_of(hardware: Hardware) -> MemoryRules:
-    """The rules of the memory of a machine's programs."""
-    return COMPILERS[hardware.memory_rules or hardware.compiler].memory
