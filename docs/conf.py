@@ -12,6 +12,8 @@ extensions = ["myst_parser"]
 root_doc = "README"
 myst_heading_anchors = 4
 highlight_language = "text"
+# What a command prints is no shell: the lexer fails on lines that begin with "%" or hold an apostrophe.
+suppress_warnings = ["misc.highlighting_failure"]
 html_theme = "furo"
 html_title = "layoutopt"
 html_show_copyright = False

@@ -25,7 +25,6 @@ from layoutopt.formulation.extract import Extraction, extract
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.solver import evaluate as value_of
-from layoutopt.space import decisions as space
 from layoutopt.space.decisions import Decisions, SearchSpace
 from layoutopt.space.kind import Choice, Target
 from layoutopt.space.microbatches import numbers
@@ -35,7 +34,7 @@ from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower import Options
 from tests.layoutopt.every_kind import APART, MACHINES, OPENED, waits, whole_model
-from tests.layoutopt.models import random_model
+from tests.layoutopt.models import everything, random_model
 from tests.layoutopt.outside import record, thin
 
 PRICE = 1e-9
@@ -171,7 +170,7 @@ def drawn(seed: int) -> Drawn:
     target = Target(model, mesh, hosts=True)
     for _ in range(20):
         with suppress(UserError):
-            allowed = space.everything(target)
+            allowed = everything(target)
             if rarely:
                 allowed = replace(allowed, **_apart(rng, model))
             allowed = some(allowed, [axis for axis in mesh.names if axis not in allowed.apart], rng)

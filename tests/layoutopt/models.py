@@ -18,8 +18,9 @@ from examples.mlp import model as mlp
 from examples.reformer_lm import model as reformer
 from examples.transformer_lm import model as transformer
 from layoutopt.optimize.evaluator import evaluate
+from layoutopt.space.allow import found
 from layoutopt.space.decisions import ANYTHING, Decisions, SearchSpace, decisions
-from layoutopt.space.kind import Choice
+from layoutopt.space.kind import Choice, Target
 from layoutopt.space.splits import domains
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.optimizers import by_name
@@ -34,6 +35,11 @@ SMALL = {
     "batch": 8,
     "length": 16,
 }
+
+
+def everything(target: Target) -> SearchSpace:
+    """All that the records of the kinds offer for a model on a mesh."""
+    return SearchSpace(**found([target], everything=True))
 
 
 def branching() -> mtf.Model:

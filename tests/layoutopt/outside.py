@@ -47,7 +47,7 @@ from mesh_tf_core.lower.storage import Stage
 from mesh_tf_core.ops.context import FORMS
 from mesh_tf_core.optimizers import by_name
 from mesh_tf_core.tracing.graph import Graph
-from tests.layoutopt.models import random_model, some_choices
+from tests.layoutopt.models import everything, random_model, some_choices
 
 AGREE = 1e-9
 SECONDS = 60.0
@@ -157,7 +157,7 @@ def changed(target: Target, layout: Layout, options: Options, rng: random.Random
 
 def prices(target: Target, hardware: Hardware, rng: random.Random, many: int) -> Iterator[Price]:
     """So many different settings that `cost` accepts, or fewer where it refuses most."""
-    known, priced = records(target, space.everything(target)), pricer(hardware, target.mesh)
+    known, priced = records(target, everything(target)), pricer(hardware, target.mesh)
     seen: set[Any] = set()
     for _ in range(6 * many):
         decided = rng.choice(known)
@@ -293,7 +293,7 @@ class Hunt:
             return
         peaks = sorted({price.peak for price in found})
         limit = rng.choice([float("inf"), rng.choice(peaks), peaks[len(peaks) // 4], peaks[0], peaks[0] - 1])
-        allowed = space.everything(target)
+        allowed = everything(target)
         if forgets is not None:
             limit = peaks[0]
             plain = {name: getattr(PLAIN, name) for name in forgets.everything(target)}
