@@ -61,6 +61,12 @@ class ClusterError(UserError):
     exit_code = 5
 
 
+class BrokenBoundError(UserError):
+    """A prediction is above a bound that the user set."""
+
+    exit_code = 6
+
+
 def known_names(asked: str, known: Iterable[str]) -> str:
     """The names that exist, the nearest first: the end of every 'unknown name' message."""
     names = sorted(known)

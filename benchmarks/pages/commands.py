@@ -34,6 +34,7 @@ HEAD = """\
 | 3 | no layout fits: proven, with the reason and repairs |
 | 4 | a limit ended the command before it found anything |
 | 5 | a process of a job was lost |
+| 6 | a bound of `check` is broken |
 | 130, 143, 129 | ended by Ctrl-C, SIGTERM, SIGHUP, after saving |
 """
 

@@ -2,7 +2,8 @@
 an object: {"error": message, "exit": code}; if nothing fits, it also has the repairs.
 
 0 done, 2 the user's input is wrong, 3 proven infeasible, 4 stopped at a limit with nothing found,
-5 a process of several was lost, 130 ended by Ctrl-C, 143 by SIGTERM and 129 by SIGHUP, after saving.
+5 a process of several was lost, 6 a bound of `check` is broken, 130 ended by Ctrl-C, 143 by SIGTERM and 129
+by SIGHUP, after saving.
 """
 
 from __future__ import annotations

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layoutopt.cli.allowed import options
 from layoutopt.cli.options import read_mesh
-from layoutopt.cli.plans import load_with_plan
+from layoutopt.cli.plans import load_with_plan, open_plan, say_damage
 from layoutopt.space.option import listed
 
 if TYPE_CHECKING:
@@ -92,3 +93,38 @@ class GivenOptions:
         from layoutopt.optimize.evaluator import evaluate
 
         return evaluate(loaded.model, self.mesh, self.layout, machine, self.options)
+
+
+def read_source(
+    source: str,
+    model: str | None,
+    settings: Sequence[str] | None,
+    mesh: str | None,
+    layout: str | None,
+    decided: ByHand,
+) -> tuple[Loaded, GivenOptions]:
+    """The model of MODEL_OR_PLAN, and what is decided about it: a plan decides everything, a model nothing.
+
+    Args:
+      model: value of `--model`, for a plan.
+
+    Raises:
+      UserError: as `open_plan` and `ByHand.load`; `--model` beside a model, or decisions beside a plan.
+    """
+    from layoutopt.importers.huggingface import is_configuration
+    from mesh_tf_core import UserError
+
+    if not source.endswith(".json") or is_configuration(source):
+        if model is not None:
+            raise UserError(
+                f"--model names the model of a plan, but {source!r} is not a PLAN.json; remove --model"
+            )
+        return decided.load(source, settings, mesh, layout)
+    if settings or mesh or layout or decided:
+        raise UserError(
+            f"the plan {source} sets the hyperparameters, the mesh, the layout and every decision; "
+            "remove the options for them, or name a MODEL instead of the plan"
+        )
+    planned = open_plan(Path(source), model, on_damage=say_damage)
+    plan = planned.plan
+    return planned.loaded, GivenOptions(plan.mesh, plan.layout, plan.options, plan)

@@ -22,7 +22,18 @@ PANELS = {
         "target",
         "like",
     ),
-    RULES: ("objective", "pin", "forbid", "top", "time_limit", "accept_loss", "tokens", "price"),
+    RULES: (
+        "objective",
+        "pin",
+        "forbid",
+        "top",
+        "time_limit",
+        "accept_loss",
+        "tokens",
+        "price",
+        "max_memory",
+        "max_step",
+    ),
     OUTPUT: ("out", "report", "text", "lines", "trace", "as_json", "quiet", "help"),
 }
 """Panel -> parameters of options; those of kinds of decisions are in `CHOICES`."""

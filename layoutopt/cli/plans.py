@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 PlanArgument = Annotated[
     Path, typer.Argument(metavar="PLAN", help="Plan file, made by `search --out`.", show_default=False)
 ]
+SourceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL_OR_PLAN",
+        help="Model (FILE.py, FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION, or a Hugging Face CONFIG.json), or "
+        "a plan file made by `search --out`.",
+        show_default=False,
+    ),
+]
 ModelOption = Annotated[
     str | None,
     typer.Option(

@@ -59,3 +59,19 @@ def parse_count(text: str, option: str, example: str) -> float:
     if not 0 < found < 1e40:
         raise UserError(f"{option} {text!r} must be a positive number, e.g. {option} {example}")
     return found
+
+
+SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def parse_seconds(text: str, option: str) -> float:
+    """Seconds of '2.5s', '380 ms' or '1min'; UserError otherwise."""
+    from mesh_tf_core.errors import UserError, known_names
+
+    match = _AMOUNT.fullmatch(text.strip().replace("µ", "u"))
+    if match is None or not match["unit"] or not 0 < float(match["number"]) < 1e12:
+        raise UserError(f"{option} {text!r} is not a positive time with a unit; write e.g. {option} 2.5s")
+    if match["unit"] not in SECONDS:
+        unit = match["unit"]
+        raise UserError(f"{option} {text!r}: {unit!r} is not a unit of time; {known_names(unit, SECONDS)}")
+    return float(match["number"]) * SECONDS[match["unit"]]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layoutopt.cli.given import UNDECIDED, ByHand, GivenOptions
+from layoutopt.cli.given import UNDECIDED, ByHand, GivenOptions, read_source
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
     OUTPUT,
@@ -23,7 +23,7 @@ from layoutopt.cli.options import (
     read_hardware,
     time_limited,
 )
-from layoutopt.cli.plans import ModelOption, open_plan, say_damage
+from layoutopt.cli.plans import ModelOption, SourceArgument
 from layoutopt.cli.terminal import Terminal, facts, layout_text
 from layoutopt.plan.units import bytes_text, duration_text, seconds_text, times_text
 from reports.views.view import BYTES, WHOLE, Cell, Column, Kind, View
@@ -42,15 +42,7 @@ EXAMPLES = examples(
 
 @grouped
 def verify(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL_OR_PLAN",
-            help="Model (FILE.py, FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION, or a Hugging Face "
-            "CONFIG.json), or a plan file made by `search --out`.",
-            show_default=False,
-        ),
-    ],
+    source: SourceArgument,
     topology: Annotated[
         str,
         typer.Option(
@@ -83,7 +75,9 @@ def verify(
     terminal, clock = output.terminal, time_limited(time_limit)
     check_out(text, "--text", [source, model])
     machine = read_hardware(generation(topology).hardware)
-    loaded, given = in_time(clock, source, lambda: _asked(source, model, settings, mesh, layout, decided))
+    loaded, given = in_time(
+        clock, source, lambda: read_source(source, model, settings, mesh, layout, decided)
+    )
     terminal.say("predicting the step")
     priced = in_time(
         clock,
@@ -105,34 +99,6 @@ def verify(
         raise LimitError(f"--topology {topology}: {found.refusal.reason}")
     if found.refusal is not None:
         raise InfeasibleError(_verdict(found))
-
-
-def _asked(
-    source: str,
-    model: str | None,
-    settings: list[str] | None,
-    mesh: str | None,
-    layout: str | None,
-    decided: ByHand,
-) -> tuple[Loaded, GivenOptions]:
-    """The model and what is decided about it: a plan gives everything, a model file nothing."""
-    from layoutopt.importers.huggingface import is_configuration
-    from mesh_tf_core import UserError
-
-    if not source.endswith(".json") or is_configuration(source):
-        if model is not None:
-            raise UserError(
-                f"--model names the model of a plan, but {source!r} is not a PLAN.json; remove --model"
-            )
-        return decided.load(source, settings, mesh, layout)
-    if settings or mesh or layout or decided:
-        raise UserError(
-            f"the plan {source} sets the hyperparameters, the mesh, the layout and every decision; "
-            "remove the options for them, or name a MODEL instead of the plan"
-        )
-    planned = open_plan(Path(source), model, on_damage=say_damage)
-    plan = planned.plan
-    return planned.loaded, GivenOptions(plan.mesh, plan.layout, plan.options, plan)
 
 
 def _verdict(found: Verified) -> str:

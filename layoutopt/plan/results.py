@@ -93,6 +93,25 @@ class CostResult(Decided, LayoutResult):
     lines: list[CostLine] = Field(default_factory=list)
 
 
+class CheckedBound(Data):
+    """A bound on a prediction: bytes of a device or seconds of a step."""
+
+    name: str
+    bound: float
+    found: float
+    ok: Flag
+
+
+class CheckResult(LayoutResult):
+    """`check`: whether every bound holds."""
+
+    command = "check"
+    hardware: str
+    framework: str
+    ok: Flag
+    bounds: list[CheckedBound]
+
+
 class Best(Data):
     """The best layout of the same mesh that a search found."""
 

@@ -74,6 +74,12 @@ LINES: dict[str, tuple[str, ...]] = {
         "model.py",
     ),
     "lint": (f"model.py {ON} --layout batch:data", f"model.py {ON} --layout batch:data;batch:model"),
+    "check": (
+        "plan.json --model model.py --max-memory 90% --max-step 1.05x=plan.json",
+        "plan.json --model model.py --max-step 0.5x=plan.json",
+        f"model.py {ON} {LAYOUT} --max-step 2.5",
+        "no_plan.json",
+    ),
     "size": ("model.py --budget 1e20", "model.py"),
     "train": (
         "model.py --mesh data:2 --layout batch:data --steps 2 --held-out 1 --engine lockstep",
