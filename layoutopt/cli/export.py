@@ -79,7 +79,7 @@ def export(
         found = with_model(own, plan, model).loaded.model
         stages = found.stages(own.mesh, own.layout)  # whatever the file says of them
         tensors = placed(found.lower(own.mesh, own.layout, own.options))
-        if to is Library.JAX and isinstance(found, AppliesPlans):
+        if isinstance(found, AppliesPlans) and found.front_end == to.value:
             arrays = found.arrays(own)
     title = f"Layout of {own.data.model.name} on {own.mesh}, searched by layoutopt for {own.data.hardware}."
     beside = decided(own.options, own.layout, stages)

@@ -137,22 +137,22 @@ def own_shardings(
     Raises:
       UserError: a model that is not from JAX, or shardings that do not fit it.
     """
-    from layoutopt.importers.jax.written import written
+    from layoutopt.front_ends import FRONT_ENDS
     from mesh_tf_core.errors import UserError
 
     model: Any = loaded.model
-    if getattr(model, "origin", None) is None:
+    front = FRONT_ENDS.get(getattr(model, "front_end", ""))
+    if front is None or not front.own:
+        able = [each for each in FRONT_ENDS.values() if each.own]
         raise UserError(
-            f"{loaded.source} defines shardings(), but its model is not built from JAX; add --layout, "
-            "or build the model with layoutopt.from_jax"
+            f"{loaded.source} defines shardings(), but its model is not built from "
+            f"{' or '.join(each.title for each in able)}; add --layout, or build the model with "
+            f"{' or '.join(each.made.partition('(')[0] for each in able)}"
         )
     said = loaded.call("shardings")
     if not isinstance(said, tuple) or len(said) != 2:
         kind = f"a tuple of length {len(said)}" if isinstance(said, tuple) else type(said).__name__
-        raise UserError(
-            f"{loaded.source}: shardings() must return two pytrees of PartitionSpec, (parameters, batch), "
-            f"but returned {kind}"
-        )
+        raise UserError(f"{loaded.source}: shardings() must return {front.said}, but returned {kind}")
     chosen = read_mesh(mesh)
-    found = written(model, chosen, *said, options)
+    found = front.written()(model, chosen, *said, options)
     return GivenOptions(chosen, found.layout, found.options), found.unlike

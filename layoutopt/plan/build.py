@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from layoutopt.frameworks import says
+from layoutopt.front_ends import FRONT_ENDS
 from layoutopt.plan.decided import SAID, Decided
 from layoutopt.plan.details import Searched
 from layoutopt.plan.schema import (
@@ -39,7 +40,13 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class AppliesPlans(Protocol):
-    """A model of another library's program."""
+    """A model of another library's program.
+
+    Attributes:
+      front_end: its name in `front_ends`.
+    """
+
+    front_end: str
 
     def applied(self, plan: Plan) -> Any:
         """The plan in that program."""
@@ -76,7 +83,7 @@ class Plan:
     ) -> None:
         self.data, self.stopped, self.model, self.complete = data, stopped, model, complete
         self._made = self._said()
-        self._jax: Any = None
+        self._own: Any = None
         self._full: Plan | None = None
 
     def _said(self) -> tuple[Mesh, Layout, Options]:
@@ -221,16 +228,32 @@ class Plan:
         Raises:
           UserError: the model was not imported with `from_jax`, or the plan has no model.
         """
+        return self._in("jax")
+
+    @property
+    def torch(self) -> Any:
+        """The plan as placements of the model's PyTorch module.
+
+        Raises:
+          UserError: the model was not imported with `from_torch`, or the plan has no model.
+        """
+        return self._in("torch")
+
+    def _in(self, library: str) -> Any:
+        """The plan in the user's own program."""
+        front = FRONT_ENDS[library]
         if self.model is None:
-            raise UserError("plan.jax: a plan from a file has no model; write load_plan(path).of(model).jax")
-        if not isinstance(self.model, AppliesPlans):
             raise UserError(
-                f"plan.jax: {self.model.name!r} is not built from JAX; build the model with "
-                "layoutopt.from_jax(loss, params, batch)"
+                f"plan.{library}: a plan from a file has no model; write load_plan(path).of(model).{library}"
             )
-        if self._jax is None:
-            self._jax = self.model.applied(self)
-        return self._jax
+        if not isinstance(self.model, AppliesPlans) or self.model.front_end != library:
+            raise UserError(
+                f"plan.{library}: {self.model.name!r} is not built from {front.title}; build the model with "
+                f"{front.made}"
+            )
+        if self._own is None:
+            self._own = self.model.applied(self)
+        return self._own
 
     def __repr__(self) -> str:
         p = self.predicted

@@ -14,9 +14,9 @@ from unittest.mock import patch
 
 import pytest
 
+from layoutopt.importers.arrays import relations
+from layoutopt.importers.arrays.build import TABLE
 from layoutopt.importers.huggingface.configuration import FAMILIES
-from layoutopt.importers.jax import relations
-from layoutopt.importers.jax.model import TABLE
 from mesh_tf_core.ir.array_functions import UNARY
 from mesh_tf_core.ops import unary
 from tests.conformance import samples_elementwise

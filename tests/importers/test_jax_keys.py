@@ -13,7 +13,7 @@ import pytest
 
 import layoutopt
 import mesh_tf_core as mtf
-from layoutopt.importers.jax.keys import Keys
+from layoutopt.importers.arrays.keys import Keys
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ops.random import FoldIn, folded

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from layoutopt.importers.jax.equations import EquationBlock, Operand
+from layoutopt.importers.arrays.contract import EquationBlock, Operand
 from layoutopt.importers.jax.interpreter import interpret
 from layoutopt.importers.jax.reader import traced
 from layoutopt.importers.jax.replay import Ref, ReplayVisitor, retraced

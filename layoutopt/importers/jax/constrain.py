@@ -23,12 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from layoutopt.importers.jax import elementwise
-from layoutopt.importers.jax.equations import Equation, EquationBlock, Operand, Var, layered
+from layoutopt.importers.arrays import elementwise
+from layoutopt.importers.arrays.contract import Equation, EquationBlock, Operand, Var, layered
+from layoutopt.importers.arrays.origin import ImportedFunction
+from layoutopt.importers.arrays.placing import ArrayPlacing, Spec
+from layoutopt.importers.arrays.saved import SAVED
 from layoutopt.importers.jax.internals import jax_module, without_dead
 from layoutopt.importers.jax.interpreter import Site, differs, interpret
-from layoutopt.importers.jax.origin import ImportedFunction
-from layoutopt.importers.jax.placing import ArrayPlacing, Spec, partition_spec
 from layoutopt.importers.jax.replay import (
     KnownValue,
     Ref,
@@ -38,7 +39,7 @@ from layoutopt.importers.jax.replay import (
     bind_scan,
     retraced,
 )
-from layoutopt.importers.jax.saved import SAVED
+from layoutopt.importers.jax.shardings import partition_spec
 from mesh_tf_core.errors import UserError
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from layoutopt.importers.jax.equations import KEY
+from layoutopt.importers.arrays.contract import KEY
 from mesh_tf_core.errors import UserError, not_installed
 
 _HERE = str(Path(__file__).resolve().parent)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from layoutopt.importers.jax.equations import KEY
+from layoutopt.importers.arrays.contract import KEY
 from layoutopt.importers.jax.internals import called, is_jax_own, is_literal, place_of, scope_of, type_of
 from mesh_tf_core.errors import UserError
 

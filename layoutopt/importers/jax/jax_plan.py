@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from layoutopt.frameworks import says
+from layoutopt.importers.arrays.saved import saved_values
 from layoutopt.importers.jax.constrain import constrained
-from layoutopt.importers.jax.saved import saved_values
 from layoutopt.importers.jax.shardings import Shardings
 from layoutopt.importers.jax.step import OptimizerStep
 from layoutopt.plan.build import decided

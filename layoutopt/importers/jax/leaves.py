@@ -8,42 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from layoutopt.importers.jax.equations import KEY, Var
+from layoutopt.importers.arrays.contract import KEY, Leaf, Noted
 from layoutopt.importers.jax.internals import dtype_of, jax_module
-from mesh_tf_core.errors import UserError
-
-
-@dataclass(frozen=True)
-class Noted:
-    """Names that a library noted for the axes of an array.
-
-    Attributes:
-      names: from the first axis on; None for one without a name.
-      logical: they are names of dimensions for sure; else they may be axes of a mesh.
-    """
-
-    names: tuple[str | None, ...]
-    logical: bool
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One array of a pytree.
-
-    Attributes:
-      value: the array itself, None if only its type was given.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    value: Any = None
-    noted: Noted | None = None
+from mesh_tf_core.errors import UserError, known_names
 
 
 def leaves_of(tree: Any) -> tuple[list[Leaf], Any]:
@@ -59,18 +30,6 @@ def leaves_of(tree: Any) -> tuple[list[Leaf], Any]:
         value = None if abstract or dtype == KEY else leaf
         leaves.append(Leaf(name, tuple(map(int, leaf.shape)), dtype, value, noted))
     return leaves, jax.tree_util.tree_unflatten(structure(tree), types)
-
-
-def stacked_leaf(v: Var, layers: Sequence[Leaf]) -> Leaf:
-    """The arrays of several layers, one behind the other."""
-    value = None
-    if all(leaf.value is not None for leaf in layers):
-        value = np.stack([np.asarray(leaf.value) for leaf in layers])
-        value.setflags(write=False)
-    noted = layers[0].noted
-    if noted is not None:
-        noted = Noted((None, *noted.names), noted.logical)
-    return Leaf(v.path, v.shape, v.dtype, value, noted)
 
 
 def _array(leaf: Any, name: str) -> Any:
@@ -168,3 +127,36 @@ def new_state(auxiliary: Any, state: Any) -> Any:
     parts = [auxiliary, *(auxiliary if isinstance(auxiliary, tuple | list) else ())]
     parts += auxiliary.values() if isinstance(auxiliary, Mapping) else ()
     return next((part for part in parts if structure(part) == wanted), None)
+
+
+def said_of(names: Any, known: Sequence[Leaf]) -> tuple[dict[str, Any], dict[str, Noted]]:
+    """Parses `names` of the user: names of axes of arrays, new names of dimensions, and pytrees of
+    PartitionSpecs (Flax's `get_partition_spec`) as logical axes by path.
+
+    Raises:
+      UserError: it is neither, or has a path that no array has.
+    """
+    if names is None:
+        return {}, {}
+    spec = jax_module().sharding.PartitionSpec
+    own: dict[str, Any] = {}
+    trees: Any = names
+    if isinstance(names, Mapping):
+        plain = [k for k, v in names.items() if isinstance(v, str | tuple | list | None)]
+        own = {k: names[k] for k in plain if not isinstance(names[k], spec)}
+        trees = {k: v for k, v in names.items() if k not in own}
+    paths = {leaf.path for leaf in known}
+    noted = {}
+    for path, leaf, _ in flat(trees, is_leaf=lambda x: isinstance(x, spec)):
+        if not isinstance(leaf, spec):
+            raise UserError(
+                f"from_jax: names has the value {leaf!r} at {path!r}; give a tuple of names for the axes "
+                "of an array, a new name for a dimension, or a pytree of PartitionSpec built like params"
+            )
+        if path not in paths:
+            hint = known_names(path, paths)
+            raise UserError(f"from_jax: names has an entry for {path!r}, but no array has this path; {hint}")
+        found = noted_names(leaf, logical=True)
+        if found is not None:
+            noted[path] = found
+    return own, noted

@@ -1,11 +1,11 @@
-"""Optimizers of the runtime by name, and as optimizers of optax."""
+"""Optimizers of the runtime as optimizers of optax."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from mesh_tf_core.errors import UserError, not_installed
-from mesh_tf_core.optimizers import SGD, Adafactor, Adam, Optimizer, by_name
+from mesh_tf_core.optimizers import SGD, Adafactor, Adam, Optimizer
 
 
 def optax_of(optimizer: Optimizer) -> Any:
@@ -40,17 +40,3 @@ def optax_of(optimizer: Optimizer) -> Any:
                 "no equivalent; use Adam, SGD or Adafactor"
             )
     return optax.chain(optax.clip_by_global_norm(optimizer.clip_norm), made) if optimizer.clip_norm else made
-
-
-def optimizer_of(optimizer: str | Optimizer) -> Optimizer:
-    """The optimizer of mesh_tf_core that a user of `from_jax` names."""
-    if isinstance(optimizer, Optimizer):
-        return optimizer
-    if optimizer == "adamw":
-        return Adam(1e-3, weight_decay=1e-4)
-    if not isinstance(optimizer, str):
-        raise UserError(
-            f"from_jax: optimizer {optimizer!r} is not supported; give adamw, adam, sgd, adafactor or an "
-            "optimizer of mesh_tf_core, e.g. mtf.Adam(1e-3)"
-        )
-    return by_name(optimizer, 1e-3)

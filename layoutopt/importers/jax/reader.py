@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from enum import Enum
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
 
-from layoutopt.importers.jax.equations import (
+from layoutopt.importers.arrays.contract import (
     FLAT,
     KEY,
     CapturedArray,
+    ConvNumbers,
     Equation,
     EquationBlock,
+    GatherNumbers,
     Operand,
+    RaggedNumbers,
+    ScatterNumbers,
     Var,
     constant,
 )
+from layoutopt.importers.arrays.model import KEEPS
 from layoutopt.importers.jax.internals import jax_module, type_of, without_dead
 from layoutopt.importers.jax.interpreter import RANDOM, Site, interpret
 
-KEEPS = "choose the values that recomputed layers keep with --recompute DIM:keep=KIND"
 REMAT = ("remat2", "checkpoint", "remat")
 
 
@@ -241,8 +246,26 @@ def _flattened(equations: Sequence[Equation]) -> None:
             e.params = {**e.params, FLAT: True}
 
 
+_NUMBERS = {
+    "GatherDimensionNumbers": GatherNumbers,
+    "ScatterDimensionNumbers": ScatterNumbers,
+    "ConvDimensionNumbers": ConvNumbers,
+    "RaggedDotDimensionNumbers": RaggedNumbers,
+}
+"""JAX's record of axes -> the contract's."""
+
+
 def _plain(x: Any) -> Any:
-    """Python's whole numbers for NumPy's, also in tuples."""
+    """A parameter as the contract has it: Python's whole numbers for NumPy's, also in tuples, text for enums,
+    the contract's records for JAX's."""
     if isinstance(x, np.integer):
         return int(x)
+    if isinstance(x, Enum):
+        return x.name
+    if record := _NUMBERS.get(type(x).__name__):
+        return record(*(_tuples(getattr(x, f.name)) for f in fields(record)))
     return tuple(map(_plain, x)) if type(x) is tuple else x
+
+
+def _tuples(x: Any) -> Any:
+    return tuple(map(_tuples, x)) if isinstance(x, tuple | list) else int(x)

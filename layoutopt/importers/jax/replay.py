@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from layoutopt.importers.jax.equations import Equation, Operand
+from layoutopt.importers.arrays.contract import Equation, Operand
 from layoutopt.importers.jax.internals import jax_module, without_dead
 from layoutopt.importers.jax.interpreter import Site, differs
 

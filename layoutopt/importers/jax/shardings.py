@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from layoutopt.importers.arrays.contract import Leaf
+from layoutopt.importers.arrays.origin import ArrayAxes, ImportedFunction
+from layoutopt.importers.arrays.placing import ArrayPlacing, Spec
 from layoutopt.importers.jax.internals import jax_module
-from layoutopt.importers.jax.leaves import Leaf, leaves_of
-from layoutopt.importers.jax.origin import ArrayAxes, ImportedFunction
-from layoutopt.importers.jax.placing import ArrayPlacing, Spec, partition_spec
+from layoutopt.importers.jax.leaves import leaves_of
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -16,6 +17,12 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.placement import placement
 from mesh_tf_core.lower.storage import BACKWARD, GRADIENT
 from mesh_tf_core.model import Model
+
+
+def partition_spec(spec: Spec) -> Any:
+    """The PartitionSpec; axes that it cannot express are left to XLA's propagation."""
+    P = jax_module().sharding.PartitionSpec
+    return P(*(P.UNCONSTRAINED if a is None else None if not a else a[0] if len(a) == 1 else a for a in spec))
 
 
 class Shardings:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from layoutopt.importers.arrays.parts import added_results
 from layoutopt.importers.jax.internals import jax_module
 from layoutopt.importers.jax.leaves import new_state
-from layoutopt.importers.jax.parts import added_results
 from layoutopt.importers.jax.shardings import Shardings
 
 

@@ -1,0 +1,216 @@
+"""A program as a graph: its loops, dimensions, names and operations."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mesh_tf_core as mtf
+from layoutopt.importers.arrays import drawing, elementwise, indexed, loops, products, reductions, shapes
+from layoutopt.importers.arrays.arguments import arguments
+from layoutopt.importers.arrays.classes import classes
+from layoutopt.importers.arrays.contract import KEY, Leaf, Operand, Program, Unimportable, Var, stacked_leaf
+from layoutopt.importers.arrays.factors import Factors, factors
+from layoutopt.importers.arrays.keys import Keys
+from layoutopt.importers.arrays.logical import logical_axes, same_dimensions
+from layoutopt.importers.arrays.names import ArgumentArrays
+from layoutopt.importers.arrays.naming import named
+from layoutopt.importers.arrays.origin import ArrayAxes, ImportedFunction
+from layoutopt.importers.arrays.placing import inner_dims
+from layoutopt.importers.arrays.relations import Axis
+from layoutopt.importers.arrays.reroll import Rerolled, rerolled
+from layoutopt.importers.arrays.roles import GIVEN_LENGTH
+from layoutopt.importers.arrays.writer import Handler, Writer
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.optimizers import Adam, Optimizer, by_name
+from mesh_tf_core.tracing.graph import Graph
+
+TABLE: Mapping[str, Handler] = {
+    **elementwise.TABLE,
+    **reductions.TABLE,
+    **drawing.TABLE,
+    **shapes.TABLE,
+    **products.TABLE,
+    **indexed.TABLE,
+    **loops.TABLE,
+}
+"""Primitive -> the function that writes it as operations of the graph."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What a program is as a model: arguments of `ImportedModel`."""
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor]
+    token_dims: tuple[str, ...]
+    origin: ImportedFunction
+
+
+def built(program: Program, names: Mapping[str, Any]) -> Imported:
+    """The graph of a program.
+
+    Args:
+      names: of axes of arrays by path, and new names of dimensions.
+
+    Raises:
+      UserError: all that cannot be imported.
+    """
+    try:
+        return _built(program, names)
+    except Unimportable as error:
+        raise UserError(f"{program.door.name}: {error}") from error
+
+
+def _built(program: Program, said: Mapping[str, Any]) -> Imported:
+    given = ArgumentArrays(program.parameters, program.state, program.batch)
+    again, arrays = _in_loops(program, given)
+    block, cut, notes = again.block, factors(again.block), [*program.notes, *again.notes]
+    logical = logical_axes(list(arrays.all()), notes)
+    parameters, inputs = [v for v, _ in arrays.parameters], [v for v, _ in arrays.batch]
+    named_alike = same_dimensions(logical, {v.path for leaf, v, _ in arrays.given() if leaf.path in said})
+    dims = classes(block, cut, parameters, inputs, _hints(said, arrays, cut), named_alike, again.stacks)
+    called = named(block, dims, arrays, said, logical, notes)
+    again.alias(dims)
+    writer = Writer(Graph(program.name), dims, called, TABLE)
+    changed = {id(v) for v, n in program.new_state.items() if program.block.outs[n] is not v}
+    arguments(writer, block, arrays, program.keys, changed)
+    writer.function(block)
+    for v, leaf in arrays.state:
+        member = again.stacks.get(v, (v,))[0]
+        if member in program.new_state:
+            _store(writer, v, leaf, block.outs[program.new_state[member]])
+    tokens = _tokens(writer, arrays)
+    origin = ImportedFunction(
+        program.function,
+        program.types,
+        program.roles,
+        _in_order(given.parameters, _axes(writer, arrays, arrays.parameters)),
+        _in_order(given.state, _axes(writer, arrays, arrays.state, "state/")),
+        _axes(writer, arrays, arrays.batch),
+        program.results,
+        writer.sources,
+        (*notes, *writer.notes),
+        program.block,
+        dims,
+        called,
+        again,
+        {number: found.id for number, found in writer.values.items() if isinstance(found, Tensor)},
+        program.door,
+    )
+    held = [*origin.parameters.values(), *origin.state.values(), *origin.batch.values()]
+    writer.graph.unsplit.update(inner_dims(held, program.door.splits))
+    metrics = {name: writer.tensor(block.outs[n]) for name, n in program.metrics.items()}
+    return Imported(writer.tensor(block.outs[program.loss]), metrics, tokens, origin)
+
+
+def optimizer_of(optimizer: str | Optimizer, door: str) -> Optimizer:
+    """The optimizer that a user names."""
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if optimizer == "adamw":
+        return Adam(1e-3, weight_decay=1e-4)
+    if not isinstance(optimizer, str):
+        raise UserError(
+            f"{door}: optimizer {optimizer!r} is not supported; give adamw, adam, sgd, adafactor or an "
+            "optimizer of mesh_tf_core, e.g. mtf.Adam(1e-3)"
+        )
+    return by_name(optimizer, 1e-3)
+
+
+def _in_loops(program: Program, arrays: ArgumentArrays) -> tuple[Rerolled, ArgumentArrays]:
+    """The block with its equal layers as loops, and its arguments then."""
+    state = {v: program.new_state.get(v, -1) for v, _ in arrays.state}
+    keys = [v for v, _ in program.keys]
+    again = rerolled(program.block, [v for v, _ in arrays.parameters], state, keys)
+    return again, _stacked(arrays, again)
+
+
+def _stacked(arrays: ArgumentArrays, again: Rerolled) -> ArgumentArrays:
+    """The arguments, with those of several layers as one."""
+    if not again.stacks:
+        return arrays
+    leaves = dict((*arrays.parameters, *arrays.state))
+    owns = {stack: [leaves[v] for v in members] for stack, members in again.stacks.items()}
+    gone = {v for members in again.stacks.values() for v in members}
+
+    def kept(listed: Sequence[tuple[Var, Leaf]]) -> list[tuple[Var, Leaf]]:
+        own = {v for v, _ in listed}
+        rest = [(v, leaf) for v, leaf in listed if v not in gone]
+        return rest + [(s, stacked_leaf(s, owns[s])) for s, m in again.stacks.items() if m[0] in own]
+
+    return ArgumentArrays(kept(arrays.parameters), kept(arrays.state), arrays.batch, owns)
+
+
+def _hints(names: Mapping[str, Any], arrays: ArgumentArrays, cut: Factors) -> Iterable[list[Axis]]:
+    """Axes to which the user gives one name; and arrays of whole numbers of one shape in the batch (tokens,
+    masks, labels) have the same axes."""
+    same: dict[tuple[str, int], list[Axis]] = defaultdict(list)
+    tables: dict[tuple[int, ...], list[Var]] = defaultdict(list)
+    for v, _ in arrays.batch:
+        if v.dtype.startswith("int"):
+            tables[v.shape].append(v)
+    for leaf, v, first in arrays.given():
+        said = names.get(leaf.path)
+        if not isinstance(said, tuple | list) or len(said) != len(leaf.shape):
+            continue
+        for a, text in enumerate(said, first):
+            if isinstance(text, str) and len(cut.of(v, a)) == 1:
+                same[text, v.shape[a]].append((v, a))
+    found = list(same.values())
+    for shape, listed in tables.items():
+        found += [[(v, a) for v in listed] for a in range(len(shape))]
+    return found
+
+
+def _store(w: Writer, v: Var, leaf: Leaf, value: Operand) -> None:
+    """Stores the new value of a state."""
+    variable = w.graph.variables.get(f"state/{leaf.path}")
+    if variable is None or value is v or isinstance(w.value(value), Keys):
+        return
+    if value.shape != v.shape:
+        raise Unimportable(
+            f"the new state of {leaf.path} has shape {value.shape}, but the state has shape "
+            f"{v.shape}; return new state of the same shape"
+        )
+    t = mtf.broadcast(w.drawn(w.elementwise(value, v), value), w.shape(v)).cast(variable.dtype)
+    w.graph.assign(variable, mtf.stop_gradient(t))
+
+
+def _tokens(w: Writer, arrays: ArgumentArrays) -> tuple[str, ...]:
+    for v, _ in arrays.batch:
+        names = [d.name for d in w.shape(v)]
+        known = len(names) > 1 and names[0] == "batch" and names[1] in ("length", GIVEN_LENGTH)
+        if v.dtype.startswith("int") and known and id(v) in w.values:
+            return ("batch", names[1])
+    return ()
+
+
+def _axes(
+    w: Writer, arrays: ArgumentArrays, listed: Sequence[tuple[Var, Leaf]], prefix: str = ""
+) -> dict[str, ArrayAxes]:
+    """The user's arrays by path, those of layers that became one too."""
+    found = {}
+    for v, whole in listed:
+        dims = [w.dims(v, a) if v.dtype != KEY else () for a in range(len(v.shape))]
+        stacked = v in arrays.stacks
+        own = dims[int(stacked) :]
+        for n, leaf in enumerate(arrays.stacks.get(v, (whole,))):
+            found[leaf.path] = ArrayAxes(
+                leaf.path,
+                leaf.shape,
+                v.dtype,
+                tuple(tuple(d.name for d in axis) for axis in own),
+                tuple(tuple(d.size for d in axis) for axis in own),
+                prefix + whole.path or "params",
+                n if stacked else None,
+            )
+    return found
+
+
+def _in_order(given: Sequence[tuple[Var, Leaf]], found: Mapping[str, ArrayAxes]) -> dict[str, ArrayAxes]:
+    """Arrays in the order of the function's arguments."""
+    return {leaf.path: found[leaf.path] for _, leaf in given}

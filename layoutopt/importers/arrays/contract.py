@@ -1,0 +1,286 @@
+"""What a front end hands to the importer: a traced function as plain data, and its arguments.
+
+A front end (`importers.jax`, `importers.torch`) reads its library's trace as a `Program`; `build` infers the
+dimensions and writes the graph. Nothing here knows a library: operations have the names of `relations` and of
+the tables of handlers, and their parameters are Python's numbers, strings and tuples, NumPy arrays, or the
+records below, so that two equations compute the same if the `repr` of their parameters is equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mesh_tf_core.errors import UserError
+
+KEY = "key"
+"""Dtype of random keys."""
+FLAT = "flat"
+"""Parameter of an equation in a function whose library wrote its derivative: its slope at corners is 0."""
+
+
+@dataclass(eq=False, slots=True)
+class Var:
+    """A value of the traced function.
+
+    Attributes:
+      dtype: a dtype of the runtime, "key", or NumPy's name.
+      path: its place among the arguments, for arguments.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    path: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class CapturedArray:
+    """An array that the function captures. A front end interns them: equal arrays are one object."""
+
+    value: Any
+    shape: tuple[int, ...]
+    dtype: str
+
+
+Operand = Var | CapturedArray
+
+
+def has_fractions(v: Operand) -> bool:
+    """True if an array's elements are no whole numbers, truth values or keys."""
+    return v.dtype.startswith(("float", "bfloat"))
+
+
+def is_empty(v: Operand) -> bool:
+    """True if an array has no elements, as arrays that `jnp.pad` inserts when it pads by 0."""
+    return 0 in v.shape
+
+
+@dataclass(eq=False, slots=True)
+class Equation:
+    """One operation.
+
+    Attributes:
+      prim: its name, as the tables of handlers have it.
+      where: file and line of the user's code.
+      scope: names that the model's library gave, from the outermost to the innermost.
+      body: of a loop (scan), or of a function with a custom derivative (custom).
+      backward: of the latter: operands, results, their gradients -> gradients of the operands.
+      recomputed: file and line of the user's own checkpoint that it is inside of.
+    """
+
+    prim: str
+    ins: list[Operand]
+    outs: list[Var]
+    params: dict[str, Any]
+    where: str = ""
+    scope: str = ""
+    body: EquationBlock | None = None
+    backward: EquationBlock | None = None
+    recomputed: str = ""
+
+    @property
+    def out(self) -> Var:
+        return self.outs[0]
+
+
+@dataclass(eq=False, slots=True)
+class EquationBlock:
+    """Equations from some variables to some results."""
+
+    ins: list[Var]
+    equations: list[Equation] = field(default_factory=list)
+    outs: list[Operand] = field(default_factory=list)
+
+    def walk(self) -> Iterator[Equation]:
+        """Every equation; those of a body follow its equation."""
+        for equation in self.equations:
+            yield equation
+            for inner in (equation.body, equation.backward):
+                if inner is not None:
+                    yield from inner.walk()
+
+
+# -- parameters of equations ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GatherNumbers:
+    """The axes of a gather, under XLA's names."""
+
+    offset_dims: tuple[int, ...]
+    collapsed_slice_dims: tuple[int, ...]
+    start_index_map: tuple[int, ...]
+    operand_batching_dims: tuple[int, ...] = ()
+    start_indices_batching_dims: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ScatterNumbers:
+    """The axes of a scatter, under XLA's names."""
+
+    update_window_dims: tuple[int, ...]
+    inserted_window_dims: tuple[int, ...]
+    scatter_dims_to_operand_dims: tuple[int, ...]
+    operand_batching_dims: tuple[int, ...] = ()
+    scatter_indices_batching_dims: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ConvNumbers:
+    """The axes of a convolution: batch and channels, or filters and channels, then those of space."""
+
+    lhs_spec: tuple[int, ...]
+    rhs_spec: tuple[int, ...]
+    out_spec: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RaggedNumbers:
+    """The axes of a product whose rows are in groups, under XLA's names."""
+
+    dot_dimension_numbers: tuple[Any, ...]
+    lhs_ragged_dimensions: tuple[int, ...]
+    rhs_group_dimensions: tuple[int, ...]
+
+
+# -- arguments and programs ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Names that a library noted for the axes of an array.
+
+    Attributes:
+      names: from the first axis on; None for one without a name.
+      logical: they are names of dimensions for sure; else they may be axes of a mesh.
+    """
+
+    names: tuple[str | None, ...]
+    logical: bool
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of the arguments.
+
+    Attributes:
+      value: the array itself, None if only its type was given.
+      trained: whether the user's optimizer updates it, if it is a parameter.
+      tied: other paths of the same array.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    value: Any = None
+    noted: Noted | None = None
+    trained: bool = True
+    tied: tuple[str, ...] = ()
+
+
+def stacked_leaf(v: Var, layers: Sequence[Leaf]) -> Leaf:
+    """The arrays of several layers, one behind the other."""
+    value = None
+    if all(leaf.value is not None for leaf in layers):
+        value = np.stack([np.asarray(leaf.value) for leaf in layers])
+        value.setflags(write=False)
+    noted = layers[0].noted
+    if noted is not None:
+        noted = Noted((None, *noted.names), noted.logical)
+    return Leaf(v.path, v.shape, v.dtype, value, noted, layers[0].trained)
+
+
+@dataclass(frozen=True)
+class Door:
+    """What messages call a front end's functions.
+
+    Attributes:
+      name: of the function that imports; `plan`: of what applies a plan.
+      program: what is imported; `splits`: what says how its arrays are split.
+      checkpoint: what recomputes a part of it.
+    """
+
+    name: str
+    plan: str
+    program: str
+    splits: str
+    checkpoint: str
+
+
+class Unimportable(UserError):
+    """What cannot be imported; the message gets the door's name in front."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A traced function with its arguments.
+
+    Attributes:
+      function: the user's; `types` and `roles`: of its arguments, in its order.
+      parameters, state, batch, keys: variables of the block with their arrays, in the order of `block.ins`.
+      loss: which result of the block is the loss.
+      new_state: variable of the state -> which result is its new value.
+      metrics: name -> which result it is; `results`: the paths of all results, the loss first.
+      notes: parts of the function that are not imported.
+    """
+
+    name: str
+    door: Door
+    block: EquationBlock
+    parameters: Sequence[tuple[Var, Leaf]]
+    state: Sequence[tuple[Var, Leaf]]
+    batch: Sequence[tuple[Var, Leaf]]
+    keys: Sequence[tuple[Var, Leaf]] = ()
+    loss: int = 0
+    new_state: Mapping[Var, int] = field(default_factory=dict)
+    metrics: Mapping[str, int] = field(default_factory=dict)
+    results: tuple[str, ...] = ("",)
+    notes: Sequence[str] = ()
+    function: Any = None
+    types: tuple[Any, ...] = ()
+    roles: tuple[str, ...] = ()
+
+
+def constant(value: Any, dtype: str) -> CapturedArray:
+    """An array as an operand."""
+    array = np.asarray(value)
+    return CapturedArray(array, tuple(array.shape), dtype)
+
+
+def layered(block: EquationBlock) -> set[int]:
+    """ids of parameters that loops slice, layer by layer."""
+    found: set[int] = set()
+    source: dict[int, Operand] = {}
+    for e in block.equations:
+        if e.prim == "convert_element_type":
+            source[id(e.out)] = e.ins[0]
+        if e.prim == "scan":
+            for x in e.ins[e.params["consts"] + e.params["carry"] :]:
+                found.add(id(source.get(id(x), x)))
+    return found
+
+
+_RESHAPED = {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze"}
+
+
+def factors_of_values(block: EquationBlock) -> set[int]:
+    """ids of arguments that multiply something else, element by element: a normalization's scale."""
+    found: set[int] = set()
+    source = {id(v): id(v) for v in block.ins}
+
+    def look(block: EquationBlock) -> None:
+        for e in block.equations:
+            own = [source.get(id(x)) for x in e.ins]
+            if e.prim in _RESHAPED and own[0] is not None:
+                source[id(e.out)] = own[0]
+            elif e.body is not None:
+                source.update((id(v), x) for v, x in zip(e.body.ins, own, strict=False) if x is not None)
+                look(e.body)
+            elif e.prim == "mul" and own[0] != own[1] and all(isinstance(x, Var) for x in e.ins):
+                found.update(x for x in own if x is not None)
+
+    look(block)
+    return found

@@ -1,0 +1,397 @@
+"""Primitives that work element by element, and reductions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+import mesh_tf_core as mtf
+from layoutopt.importers.arrays.contract import FLAT, Equation
+from layoutopt.importers.arrays.keys import key_of
+from layoutopt.importers.arrays.refusals import refuse
+from layoutopt.importers.arrays.writer import (
+    Handler,
+    Kept,
+    ScalarArray,
+    UndrawnUniform,
+    Writer,
+    WrittenValue,
+    our_dtype,
+)
+from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.corners import extreme, modulus
+from mesh_tf_core.ops.shape import Reshape
+
+# -- of numbers ----------------------------------------------------------------------------------------------
+
+
+def _divided(x: Any, y: Any) -> Any:
+    return np.divide(x, y) if np.result_type(x, y).kind == "f" else np.trunc(np.divide(x, y)).astype(x.dtype)
+
+
+_NUMBERS: dict[str, Callable[..., Any]] = {
+    "neg": np.negative,
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "log": np.log,
+    "log1p": np.log1p,
+    "expm1": np.expm1,
+    "sin": np.sin,
+    "cos": np.cos,
+    "tan": np.tan,
+    "tanh": np.tanh,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "logistic": lambda x: 1 / (1 + np.exp(-x)),
+    "square": np.square,
+    "abs": np.abs,
+    "sign": np.sign,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "not": np.invert,
+    "is_finite": np.isfinite,
+    "add": np.add,
+    "add_any": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": _divided,
+    "max": np.maximum,
+    "min": np.minimum,
+    "pow": np.power,
+    "rem": np.fmod,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+"""What primitives make of numbers that are known when the model is built."""
+
+# -- of tensors ----------------------------------------------------------------------------------------------
+
+
+def _int_div(x: Any, y: Any) -> Tensor:
+    """Rounded towards zero, as XLA does."""
+    quotient = mtf.floordiv(x, y)
+    short = mtf.logical_and(quotient < 0, mtf.not_equal(quotient * y, x))
+    return quotient + short.cast(quotient.dtype)
+
+
+def _rem(x: Any, y: Any) -> Tensor:
+    """With the sign of x, as XLA's."""
+    if isinstance(x, Tensor):
+        size = mtf.abs(y) if isinstance(y, Tensor) else abs(y)
+        return mtf.mod(mtf.abs(x), size) * mtf.sign(x)
+    return mtf.mod(abs(x), mtf.abs(y)) * (1 if x >= 0 else -1)
+
+
+def _power(x: Tensor, n: int) -> Tensor:
+    if n == 0:
+        return mtf.ones_like(x)
+    if n < 0:
+        return mtf.reciprocal(_power(x, -n))
+    half = mtf.square(_power(x, n // 2)) if n > 1 else None
+    return x if half is None else half * x if n % 2 else half
+
+
+_UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "neg": lambda x: -x,
+    "exp": mtf.exp,
+    "exp2": lambda x: mtf.exp(x * math.log(2)),
+    "log": mtf.log,
+    "log1p": mtf.log1p,
+    "expm1": mtf.expm1,
+    "sin": mtf.sin,
+    "cos": mtf.cos,
+    "tan": lambda x: mtf.sin(x) / mtf.cos(x),
+    "tanh": mtf.tanh,
+    # Differences of exponentials lose all digits near 0, also in the gradient of a sum of exponentials.
+    "sinh": lambda x: (mtf.expm1(x) - mtf.expm1(-x)) * 0.5,
+    "cosh": lambda x: mtf.square(mtf.expm1(x * 0.5) - mtf.expm1(x * -0.5)) * 0.5 + 1.0,
+    "logistic": mtf.sigmoid,
+    "sqrt": mtf.sqrt,
+    "rsqrt": mtf.rsqrt,
+    "cbrt": lambda x: mtf.sign(x) * mtf.pow(mtf.abs(x), 1 / 3),
+    "square": mtf.square,
+    "abs": modulus,
+    "sign": mtf.sign,
+    "floor": mtf.floor,
+    "ceil": lambda x: -mtf.floor(-x),
+    "erf": mtf.erf,
+    "erfc": mtf.erfc,
+    "not": lambda x: mtf.logical_not(x) if x.dtype == "bool" else -1 - x,
+    "is_finite": mtf.is_finite,
+    "stop_gradient": mtf.stop_gradient,
+}
+
+
+def _bitwise(name: str) -> Callable[[Any, Any], Tensor]:
+    def both(x: Any, y: Any) -> Tensor:
+        tensor: Tensor = x if isinstance(x, Tensor) else y
+        if tensor.dtype == "bool":
+            of = {"and": mtf.logical_and, "or": mtf.logical_or, "xor": mtf.logical_xor}[name]
+            return of(_tensor(x, tensor), _tensor(y, tensor))
+        binary = tensor.graph.binary
+        if name == "or":  # of bits that only one has, and of those that both have
+            return binary("bit_xor", binary("bit_xor", x, y), binary("bit_and", x, y))
+        return binary("bit_" + name, x, y)
+
+    return both
+
+
+def _tensor(x: Any, like: Tensor) -> Tensor:
+    return x if isinstance(x, Tensor) else mtf.constant(like.graph, x, (), like.dtype)
+
+
+def _extreme_of(fn: str) -> Callable[[Any, Any], Tensor]:
+    return lambda x, y: extreme(fn, x, y)
+
+
+def _flat(e: Equation, given: Sequence[Any]) -> Tensor | None:
+    """An extreme of a number and a tensor in a function whose derivative JAX wrote itself (`jax.nn.relu`):
+    where both are equal, its slope is 0."""
+    if FLAT not in e.params or e.prim not in ("max", "min"):
+        return None
+    numbers = [x for x in given if not isinstance(x, Tensor)]
+    if not numbers:
+        return None
+    (t,) = (x for x in given if isinstance(x, Tensor))
+    if e.prim == "max" and numbers[0] == 0:
+        return mtf.relu(t)
+    return (mtf.maximum if e.prim == "max" else mtf.minimum)(numbers[0], t)
+
+
+_BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
+    "add": mtf.add,
+    "add_any": mtf.add,
+    "sub": mtf.subtract,
+    "mul": mtf.multiply,
+    "div": mtf.divide,
+    "max": _extreme_of("max"),
+    "min": _extreme_of("min"),
+    "pow": mtf.pow,
+    "rem": _rem,
+    "eq": mtf.equal,
+    "ne": mtf.not_equal,
+    "lt": mtf.less,
+    "le": mtf.less_equal,
+    "gt": mtf.greater,
+    "ge": mtf.greater_equal,
+    "and": _bitwise("and"),
+    "or": _bitwise("or"),
+    "xor": _bitwise("xor"),
+}
+
+
+def _folded(e: Equation, values: list[WrittenValue]) -> ScalarArray | None:
+    """The result where all operands are known numbers."""
+    if e.prim not in _NUMBERS or not all(isinstance(v, ScalarArray) for v in values):
+        return None
+    plain = {"bfloat16": "float32", "float16": "float32"}
+    given = [np.asarray(v.value, plain.get(v.dtype, v.dtype)) for v in values if isinstance(v, ScalarArray)]
+    with np.errstate(all="ignore"):
+        found = _NUMBERS[e.prim](*given)
+    return ScalarArray(np.asarray(found).item(), e.out.dtype)
+
+
+def _unary(w: Writer, e: Equation) -> None:
+    values = [w.elementwise(e.ins[0], e.out)]
+    folded = _folded(e, values)
+    fn = mtf.abs if e.prim == "abs" and FLAT in e.params else _UNARY[e.prim]
+    w.put(e.out, folded or fn(w.drawn(values[0], e.ins[0])))
+
+
+def _binary(w: Writer, e: Equation) -> None:
+    values = [w.elementwise(x, e.out) for x in e.ins]
+    folded = _folded(e, values)
+    if folded is not None:
+        w.put(e.out, folded)
+        return
+    x, y = values
+    if (
+        e.prim == "lt"
+        and isinstance(x, UndrawnUniform)
+        and isinstance(y, ScalarArray)
+        and (x.low, x.high) == (0.0, 1.0)
+    ):
+        w.put(e.out, Kept(x, float(y.value)))
+        return
+    given = [
+        v.value if isinstance(v, ScalarArray) else w.drawn(v, op) for v, op in zip(values, e.ins, strict=True)
+    ]
+    fn = _int_div if e.prim == "div" and not is_float(our_dtype(e.ins[0].dtype)) else _BINARY[e.prim]
+    flat = _flat(e, given)
+    w.put(e.out, fn(*given) if flat is None else flat)
+
+
+def _integer_pow(w: Writer, e: Equation) -> None:
+    x, n = w.elementwise(e.ins[0], e.out), int(e.params["y"])
+    if isinstance(x, ScalarArray):
+        w.put(e.out, ScalarArray(x.value**n, e.out.dtype))
+    else:
+        w.put(e.out, _power(w.drawn(x, e.ins[0]), n))
+
+
+def _round(w: Writer, e: Equation) -> None:
+    x = w.drawn(w.elementwise(e.ins[0], e.out), e.ins[0])
+    up = mtf.floor(x + 0.5)
+    if "EVEN" in str(e.params["rounding_method"]):
+        # Halves go to the even neighbour.
+        odd = mtf.logical_and(mtf.equal(up - x, 0.5), mtf.not_equal(mtf.mod(up, 2.0), 0.0))
+        w.put(e.out, mtf.where(odd, up - 1.0, up))
+    else:
+        w.put(e.out, mtf.where(x < 0, -mtf.floor(0.5 - x), up))
+
+
+def _convert(w: Writer, e: Equation) -> None:
+    x, dtype = w.elementwise(e.ins[0], e.out), e.out.dtype
+    if isinstance(x, ScalarArray):
+        kind = np.dtype(our_dtype(dtype)) if our_dtype(dtype) != "bfloat16" else np.dtype("float32")
+        w.put(e.out, ScalarArray(np.asarray(x.value).astype(kind).item(), dtype))
+    elif isinstance(x, UndrawnUniform):
+        w.put(e.out, replace(x, dtype=dtype))
+    else:
+        w.put(e.out, w.drawn(x, e.ins[0]).cast(our_dtype(dtype)))
+
+
+def _narrowed(w: Writer, e: Equation) -> None:
+    """Rounded to a narrower element type, and back."""
+    kind = {(8, 7): "bfloat16", (5, 10): "float16"}
+    bits = e.params["exponent_bits"], e.params["mantissa_bits"]
+    if bits not in kind:
+        refuse(
+            e,
+            f"it rounds to {bits[0]} bits of exponent and {bits[1]} bits of mantissa, which no supported "
+            "type has",
+            "convert to bfloat16 or float16 and back",
+        )
+    x = w.drawn(w.elementwise(e.ins[0], e.out), e.ins[0])
+    w.put(e.out, x.cast(kind[bits]).cast(x.dtype))
+
+
+def _same(w: Writer, e: Equation) -> None:
+    for x, y in zip(e.ins, e.outs, strict=True):
+        w.put(y, w.elementwise(x, y))
+
+
+def _named(w: Writer, e: Equation) -> None:
+    """`jax.ad_checkpoint.checkpoint_name`: a scope of this name, by which a plan may keep the value."""
+    _same(w, e)
+    value, name = w.value(e.out), str(e.params.get("name", ""))
+    if isinstance(value, Tensor) and name.isidentifier():
+        with w.graph.scope(name):
+            w.put(e.out, w.graph.apply(Reshape(value.shape), value))
+
+
+def _constrained(w: Writer, e: Equation) -> None:
+    place = e.where.replace("\\", "/").rsplit("/", 1)[-1]
+    note = f"{place}: the sharding constraint is ignored, because the search decides the sharding"
+    if note not in w.notes:
+        w.notes.append(note)
+    _same(w, e)
+
+
+def _select(w: Writer, e: Equation) -> None:
+    which, *cases = (w.elementwise(x, e.out) for x in e.ins)
+    if isinstance(which, ScalarArray):
+        w.put(e.out, cases[int(which.value)])
+        return
+    if len(cases) == 1:
+        w.put(e.out, cases[0])
+        return
+    if len(cases) > 2 or e.ins[0].dtype != "bool":
+        refuse(
+            e,
+            "its condition is not boolean or it selects among more than two arrays",
+            "use jnp.where with a boolean condition",
+        )
+    no, yes = cases
+    if isinstance(which, Kept) and isinstance(no, ScalarArray) and no.value == 0 and isinstance(yes, Tensor):
+        dropped = _dropout(w, which, yes)
+        if dropped is not None:
+            w.put(e.out, dropped)
+            return
+    if isinstance(no, ScalarArray) and isinstance(yes, ScalarArray):
+        if no == yes:
+            w.put(e.out, no)
+            return
+        yes = w.drawn(yes, e.ins[2])
+    elif not isinstance(no, ScalarArray) and not isinstance(yes, ScalarArray):
+        no, yes = w.drawn(no, e.ins[1]), w.drawn(yes, e.ins[2])
+    given = [
+        v.value if isinstance(v, ScalarArray) else w.drawn(v, x) for v, x in ((yes, e.ins[2]), (no, e.ins[1]))
+    ]
+    w.put(e.out, mtf.where(w.drawn(which, e.ins[0]), *given))
+
+
+def _dropout(w: Writer, kept: Kept, x: Tensor) -> Tensor | None:
+    """Dropout as one operation, where what is kept of x is 1 / probability of what it was."""
+    from mesh_tf_core.ops.basic import Scale
+
+    maker = w.graph.producer.get(x.id)
+    if maker is None or not isinstance(maker.op, Scale) or not 0 < kept.probability <= 1:
+        return None
+    if not math.isclose(maker.op.factor, 1 / kept.probability, rel_tol=1e-4):
+        return None
+    source = w.graph.tensor(maker.inputs[0])
+    if kept.probability == 1:
+        return source
+    noise = [d for d in kept.of.dims if d in source.shape.dims]
+    if len(noise) < len(kept.of.dims):
+        source = mtf.broadcast(source, [*(d for d in kept.of.dims if d not in noise), *source.shape])
+        noise = list(kept.of.dims)
+    # In the order of JAX's array: what else the key draws has its numbers in this order.
+    order = [d for d in kept.of.dims if d in noise]
+    whole = len(noise) == len(source.shape)
+    if whole and list(source.shape) != order:
+        source = mtf.transpose(source, order)
+    return mtf.dropout(source, 1 - kept.probability, key_of(w.graph, kept.of.keys), None if whole else order)
+
+
+def _clamp(w: Writer, e: Equation) -> None:
+    low, x, high = (w.elementwise(v, e.out) for v in e.ins)
+    found: Any = x.value if isinstance(x, ScalarArray) else w.drawn(x, e.ins[1])
+    ends = [
+        v.value if isinstance(v, ScalarArray) else w.drawn(v, op)
+        for v, op in ((low, e.ins[0]), (high, e.ins[2]))
+    ]
+    if isinstance(found, Tensor) or any(isinstance(v, Tensor) for v in ends):
+        # At its ends the slope is 0: of equal operands `maximum` takes the first.
+        w.put(e.out, mtf.minimum(ends[1], mtf.maximum(ends[0], found)))
+    else:
+        w.put(e.out, ScalarArray(min(max(found, ends[0]), ends[1]), e.out.dtype))
+
+
+TABLE: Mapping[str, Handler] = {
+    **dict.fromkeys(_UNARY, _unary),
+    **dict.fromkeys(_BINARY, _binary),
+    "integer_pow": _integer_pow,
+    "round": _round,
+    "convert_element_type": _convert,
+    "reduce_precision": _narrowed,
+    **dict.fromkeys(
+        (
+            "copy",
+            "copy_p",
+            "optimization_barrier",
+            "device_put",
+            "pvary",
+            "real",
+            "with_xla_metadata",
+        ),
+        _same,
+    ),
+    "name": _named,
+    **dict.fromkeys(("sharding_constraint", "layout_constraint", "mesh_cast", "reshard"), _constrained),
+    "select_n": _select,
+    "clamp": _clamp,
+}

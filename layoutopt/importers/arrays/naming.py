@@ -1,0 +1,231 @@
+"""Names of dimensions, in this order: the user's, the library's, the role of the dimension, the path of a
+parameter, the size.
+
+Every dimension has one name, and every name one dimension (which may have several sizes, as along an image).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from layoutopt.importers.arrays.classes import Classes, FactorNode, template
+from layoutopt.importers.arrays.contract import EquationBlock, Leaf, Unimportable, Var
+from layoutopt.importers.arrays.logical import LogicalAxis, called
+from layoutopt.importers.arrays.names import ArgumentArrays, ClassNames, last
+from layoutopt.importers.arrays.relations import Copies
+from layoutopt.importers.arrays.roles import name_roles
+from mesh_tf_core.errors import known_names
+
+GivenNames = Mapping[str, object]
+"""Path of an array -> names of its axes (None: as inferred; a tuple where an axis has several factors); or
+the inferred name of a dimension -> another one."""
+
+
+def named(
+    block: EquationBlock,
+    classes: Classes,
+    arrays: ArgumentArrays,
+    given: GivenNames,
+    logical: Sequence[LogicalAxis],
+    notes: list[str],
+) -> dict[FactorNode, str]:
+    """Class -> its name; duplicates among logical names are reported in `notes`.
+
+    Raises:
+      UserError: names that do not fit the arrays, or that would give a dimension two names.
+    """
+    return _Naming(ClassNames(block, classes, arrays), given, logical, notes).all()
+
+
+class _Naming:
+    def __init__(
+        self, names: ClassNames, given: GivenNames, logical: Sequence[LogicalAxis], notes: list[str]
+    ) -> None:
+        self.names, self.given, self.logical, self.notes = names, given, logical, notes
+        self.block, self.classes, self.arrays = names.block, names.classes, names.arrays
+        self.fixed: dict[FactorNode, tuple[str, str]] = {}
+
+    def all(self) -> dict[FactorNode, str]:
+        self._given()
+        self._logical()
+        name_roles(self.names)
+        self._pieces()
+        self._paths()
+        self._parts()
+        free = self.classes.free()
+        for root in self.classes.members():
+            # Of positions and masks, which a user knows by their sizes alone.
+            kind = "constant" if root in free else "dim"
+            self.names.give(root, f"{kind}_{self.classes.size[root]}")
+        return self._renamed()
+
+    # -- what is said --------------------------------------------------------------------------------------
+
+    def _given(self) -> None:
+        leaves = {leaf.path: (leaf, v, first) for leaf, v, first in self.arrays.given()}
+        for path, said in self.given.items():
+            if isinstance(said, str):
+                continue
+            if path not in leaves:
+                raise Unimportable(
+                    f"names has an entry for {path!r}, but no array has this path; "
+                    f"{known_names(path, leaves)}"
+                )
+            leaf, v, first = leaves[path]
+            axes = list(said) if isinstance(said, tuple | list) else [said]
+            if len(axes) != len(leaf.shape):
+                raise Unimportable(
+                    f"names[{path!r}] has {len(axes)} entries, but the array's shape "
+                    f"{leaf.shape} has {len(leaf.shape)} axes; give one name per axis, and None for an "
+                    "axis without a name"
+                )
+            for a, name in enumerate(axes):
+                self._said(path, a, self.classes.of(v, a + first), name)
+
+    def _said(self, path: str, axis: int, nodes: Sequence[FactorNode], name: object) -> None:
+        if name is None:
+            return
+        parts = list(name) if isinstance(name, tuple | list) else [name]
+        if len(parts) != len(nodes):
+            sizes = " x ".join(str(self.classes.size[n]) for n in nodes) or "1 (no dimension)"
+            raise Unimportable(
+                f"names[{path!r}] gives axis {axis} the name {name!r}, but the function "
+                f"reshapes this axis into {len(nodes)} dimensions ({sizes}); give a tuple of {len(nodes)} "
+                "names, or None"
+            )
+        for node, part in zip(nodes, parts, strict=True):
+            if part is None:
+                continue
+            place = f"axis {axis} of {path!r}"
+            if node in self.fixed and self.fixed[node][0] != part:
+                raise Unimportable(
+                    f"names gives two names to one dimension: {part!r} to {place} and "
+                    f"{self.fixed[node][0]!r} to {self.fixed[node][1]}; give both axes the same name"
+                )
+            other = next((n for n, (m, _) in self.fixed.items() if m == part and n != node), None)
+            if other is not None:
+                raise Unimportable(
+                    f"names gives the name {part!r} to both {place} and {self.fixed[other][1]}, "
+                    "but these are different dimensions (both occur in one array, or their sizes "
+                    "differ); give the two axes different names"
+                )
+            self.fixed[node] = str(part), place
+            self.names.give(node, str(part))
+
+    def _renamed(self) -> dict[FactorNode, str]:
+        """With dimensions renamed as the user says."""
+        known = {name: root for root, name in self.names.found.items()}
+        for old, new in self.given.items():
+            if not isinstance(new, str):
+                continue
+            if old not in known:
+                raise Unimportable(
+                    f"names renames {old!r}, which is not a dimension; {known_names(old, known)}"
+                )
+            if new in known and new != old:
+                raise Unimportable(
+                    f"names renames {old!r} to {new!r}, which is already the name of another "
+                    "dimension; choose another name"
+                )
+            self.names.found[known[old]] = new
+        return self.names.found
+
+    def _logical(self) -> None:
+        """What libraries noted; one name of several dimensions is numbered."""
+        of = [(self.classes.of(*x.axis), x) for x in self.logical]
+        found, notes = called([(nodes[0], x) for nodes, x in of if len(nodes) == 1])
+        self.notes += notes
+        places = dict(self.fixed.values())
+        for node, (name, path) in found.items():
+            if node in self.names.found:
+                continue
+            if name in places:
+                raise Unimportable(
+                    f"names gives {places[name]} the name {name!r}, but the logical axes of "
+                    f"{path!r} give this name to another dimension; choose another name in names, or name "
+                    f"the axis of {path!r} too"
+                )
+            self.names.give(node, name)
+            if self.names.found[node] != name:
+                self.notes.append(
+                    f"the logical axis {name!r} stands for several dimensions (they occur in one array or "
+                    f"differ in size); the one in {path} is named {self.names.found[node]!r}"
+                )
+
+    # -- where it is ---------------------------------------------------------------------------------------
+
+    def _pieces(self) -> None:
+        """What counts the pieces that a parameter is cut into, as queries, keys and values of one matrix."""
+        for v, leaf in self.arrays.parameters:
+            for node in self.classes.all(v):
+                if node in self.names.counts:
+                    self.names.give(node, f"{last(leaf.path)}_parts")
+
+    def _paths(self) -> None:
+        alike: Counter[str] = Counter(template(leaf.path) for _, leaf in self.arrays.parameters)
+        for v, leaf in self.arrays.batch:
+            self._by_path(v, last(leaf.path))
+        made = list(self._made())
+        makers = Counter((node, template(leaf.path)) for leaf, nodes in made for node in set(nodes))
+        for leaf, nodes in made:
+            for node in reversed(nodes):
+                # What one layer alone makes is called by its number.
+                one = makers[node, template(leaf.path)] == 1 and alike[template(leaf.path)] > 1
+                self.names.give(node, last(leaf.path, one))
+        for v, leaf in (*self.arrays.parameters, *self.arrays.state):
+            self._by_path(v, last(leaf.path))
+
+    def _made(self) -> Iterator[tuple[Leaf, Sequence[FactorNode]]]:
+        """What parameters make: the axes that a product with them has and its other factor has not."""
+        weights = {id(v): (leaf, tuple(range(len(v.shape)))) for v, leaf in self.arrays.parameters}
+        for e in self.block.walk():
+            x = e.ins[0] if e.ins else None
+            if e.prim in ("transpose", "convert_element_type") and id(x) in weights:
+                leaf, axes = weights[id(x)]
+                order = e.params.get("permutation", range(len(axes)))
+                weights[id(e.out)] = leaf, tuple(axes[a] for a in order)
+            elif e.prim == "scan" and e.body is not None:
+                for outer, inner in zip(e.ins, e.body.ins, strict=True):
+                    if id(outer) in weights:
+                        weights[id(inner)] = weights[id(outer)][0], tuple(range(len(inner.shape)))
+            elif e.prim == "dot_general":
+                (lc, rc), (lb, rb) = e.params["dimension_numbers"]
+                for operand, used in ((e.ins[1], (*rc, *rb)), (e.ins[0], (*lc, *lb))):
+                    if id(operand) in weights:
+                        free = [a for a in range(len(operand.shape)) if a not in used]
+                        yield weights[id(operand)][0], [n for a in free for n in self.classes.of(operand, a)]
+            elif e.prim == "ragged_dot_general" and id(e.ins[1]) in weights:
+                numbers = e.params["ragged_dot_dimension_numbers"]
+                used = (*numbers.dot_dimension_numbers[0][1], *numbers.rhs_group_dimensions)
+                free = [a for a in range(len(e.ins[1].shape)) if a not in used]
+                yield weights[id(e.ins[1])][0], [n for a in free for n in self.classes.of(e.ins[1], a)]
+            elif e.prim == "conv_general_dilated" and id(e.ins[1]) in weights:
+                if e.params["feature_group_count"] > 1:
+                    continue
+                made = self.classes.of(e.ins[1], e.params["dimension_numbers"].rhs_spec[0])
+                yield weights[id(e.ins[1])][0], made
+
+    def _by_path(self, v: Var, name: str) -> None:
+        """Names what an array has: its last axis is what it makes, the one before what it takes."""
+        for a in reversed(range(len(v.shape))):
+            nodes = self.classes.of(v, a)
+            for i, node in enumerate(nodes):
+                self.names.give(node, name if len(nodes) == 1 else f"{name}_{'abcdefgh'[i % 8]}")
+
+    def _parts(self) -> None:
+        """What is a part of a dimension that has a name, and what counts copies of one."""
+        for _, relation in self.classes.factors.related:
+            if isinstance(relation, Copies):
+                whole, copied = self.classes.of(*relation.x), self.classes.of(*relation.y)
+                for node in whole[: len(whole) - len(copied)]:
+                    self.names.give(node, "copies")
+        for e in self.block.walk():
+            if e.prim not in ("slice", "dynamic_slice", "pad"):
+                continue
+            for a in range(len(e.out.shape)):
+                own, part = self.classes.of(e.ins[0], a), self.classes.of(e.out, a)
+                if len(own) == len(part) == 1 and own[0] != part[0] and own[0] in self.names.found:
+                    self.names.give(
+                        part[0], f"{self.names.found[own[0]]}_{'padded' if e.prim == 'pad' else 'part'}"
+                    )

@@ -1,0 +1,96 @@
+"""Refusals of an import: all of a function in one error, each operation with the user's lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from layoutopt.importers.arrays.contract import Equation, Unimportable
+
+OTHERWISE = "rewrite this line with other operations, or report the operation as an issue"
+
+
+class Refusal(Unimportable):
+    """An operation that cannot be imported: the user's line, its name, the reason, the remedy.
+
+    Attributes:
+      kind: refusals of one kind are one item of a list.
+    """
+
+    def __init__(self, equation: Equation, why: str, instead: str) -> None:
+        shapes = ", ".join(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in equation.ins)
+        self.place = equation.where or "unknown line"
+        self._scope = f" in {equation.scope}" if equation.scope else ""
+        self._what = f"cannot import {equation.prim} of {shapes}: {why}; {instead}"
+        self.kind = equation.prim, why, instead
+        super().__init__(self.at(self.place))
+
+    def at(self, places: str) -> str:
+        """The same of several lines."""
+        return f"{places}{self._scope}: {self._what}"
+
+
+def refuse(equation: Equation, why: str, instead: str) -> NoReturn:
+    """Raises the refusal of an operation."""
+    raise Refusal(equation, why, instead)
+
+
+class Refusals:
+    """The refusals while a function is written, and the values that are unknown because of them.
+
+    An operation that follows from a refused one may fail for that reason alone, so it is not listed.
+
+    Attributes:
+      found: in the order of the function.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Unimportable] = []
+        self._unknown: set[int] = set()
+
+    def follows(self, e: Equation) -> bool:
+        """True if an equation depends on a refused operation; then its results do too."""
+        if not any(id(x) in self._unknown for x in e.ins):
+            return False
+        self.lose(e)
+        for body in (e.body, e.backward):
+            if body is not None:
+                self._unknown.update(map(id, body.ins))
+        return True
+
+    def lose(self, e: Equation) -> None:
+        """Marks the results of an equation as unknown."""
+        self._unknown.update(map(id, e.outs))
+
+    def leave(self, e: Equation) -> None:
+        """Ends a body: its outputs are known if all their values are."""
+        if e.body is not None and any(id(x) in self._unknown for x in e.body.outs):
+            self.lose(e)
+
+    def add(self, e: Equation, error: Exception) -> None:
+        """An equation that could not be written."""
+        made = (
+            error
+            if isinstance(error, Unimportable)
+            else Refusal(e, str(error) or "the shapes of its operands do not match", OTHERWISE)
+        )
+        if made not in self.found:
+            self.found.append(made)
+        self.lose(e)
+
+
+def refused(found: Sequence[Unimportable]) -> Unimportable:
+    """One error for all that an import refuses, kind by kind, each with all of its lines."""
+    kinds: dict[object, list[Unimportable]] = {}
+    for error in found:
+        kinds.setdefault(error.kind if isinstance(error, Refusal) else str(error), []).append(error)
+    items = []
+    for first, *others in kinds.values():
+        if isinstance(first, Refusal):
+            places = (x.place for x in (first, *others) if isinstance(x, Refusal))
+            items.append(first.at(", ".join(dict.fromkeys(places))))
+        else:
+            items.append(str(first))
+    if len(items) == 1:
+        return Unimportable(items[0])
+    return Unimportable(" ".join(f"({n}) {text}" for n, text in enumerate(items, 1)))

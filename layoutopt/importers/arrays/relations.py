@@ -1,0 +1,357 @@
+"""The axes of an operation's operands and results that mean the same, primitive by primitive.
+
+The best description of these rules is Shardy's (openxla/shardy, `op_sharding_rule_registry.cc`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from layoutopt.importers.arrays.contract import KEY, Equation, Operand, has_fractions
+from layoutopt.importers.arrays.indexing import IndexedPiece, indexing
+
+# fmt: off
+ELEMENTWISE = frozenset((
+    "neg", "exp", "exp2", "log", "log1p", "expm1", "sin", "cos", "tan", "tanh", "sinh", "cosh", "asin",
+    "acos", "atan", "asinh", "acosh", "atanh", "logistic", "sqrt", "rsqrt", "cbrt", "square", "abs", "sign",
+    "floor",
+    "ceil", "round", "erf", "erfc", "erf_inv", "not", "is_finite", "integer_pow", "stop_gradient",
+    "convert_element_type", "copy", "copy_p", "real", "imag", "reduce_precision", "name", "lgamma", "digamma",
+    "sharding_constraint", "optimization_barrier", "device_put", "bitcast_convert_type", "population_count",
+    "add", "add_any", "sub", "mul", "div", "max", "min", "pow", "rem", "atan2", "eq", "ne", "lt", "le", "gt",
+    "ge", "and", "or", "xor", "nextafter", "shift_left", "shift_right_logical", "shift_right_arithmetic",
+    "select_n", "clamp", "mesh_cast", "reshard", "layout_constraint", "pvary", "with_xla_metadata",
+))
+# fmt: on
+REDUCTIONS = frozenset(
+    ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
+)
+ALONG = frozenset(("cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp", "sort", "rev"))
+
+Axis = tuple[Operand, int]
+
+
+@dataclass(frozen=True)
+class Same:
+    """Two axes are one.
+
+    Attributes:
+      kind: "ids" if both an index and its look-up have the axis; "sized" if the two may differ in size, as in
+        strided windows; "product" of a dot_general.
+    """
+
+    a: Axis
+    b: Axis
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Regroup:
+    """All elements of an array in row-major order, under other axes."""
+
+    x: Operand
+    y: Operand
+
+
+@dataclass(frozen=True)
+class AxisPart:
+    """Axis `y` is one of `count` equal pieces of axis `x`."""
+
+    x: Axis
+    y: Axis
+    count: int
+
+
+@dataclass(frozen=True)
+class Copies(AxisPart):
+    """Axis `x` is `count` copies of axis `y`, one behind the other."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """Axis `y` is axes of equal size one behind the other."""
+
+    xs: tuple[Axis, ...]
+    y: Axis
+
+
+AxisRelation = Same | Regroup | AxisPart | Join
+
+
+def relations(equation: Equation, pieces: dict[int, IndexedPiece]) -> Iterator[AxisRelation]:
+    """The relations of an equation; of a loop, those between its operands and its body."""
+    prim = equation.prim
+    if prim in ELEMENTWISE:
+        for x in equation.ins:
+            for y in equation.outs:
+                yield from _aligned(x, y)
+    elif prim in REDUCTIONS:
+        axes = set(equation.params["axes"])
+        kept = [a for a in range(len(equation.ins[0].shape)) if a not in axes]
+        yield from _mapped(equation.ins[0], equation.out, kept)
+    elif prim in ALONG:
+        for x, y in zip(equation.ins, equation.outs, strict=True):
+            yield from _aligned(x, y)
+            yield from _aligned(equation.ins[0], y)
+    elif prim in _RULES:
+        yield from _RULES[prim](equation)
+    elif prim == "slice":
+        yield from _slice(equation, pieces.get(id(equation)))
+
+
+def _is_plain(x: Operand) -> bool:
+    return x.dtype not in (KEY, "token")
+
+
+def _aligned(x: Operand, y: Operand) -> Iterator[AxisRelation]:
+    """Axes at equal positions; one of size 1 stands for none."""
+    if len(x.shape) == len(y.shape) and _is_plain(x) and _is_plain(y):
+        for a, (m, n) in enumerate(zip(x.shape, y.shape, strict=True)):
+            if m == n:
+                yield Same((x, a), (y, a))
+
+
+def _mapped(x: Operand, y: Operand, axes: Sequence[int], kind: str = "") -> Iterator[AxisRelation]:
+    """Axis axes[i] of x is axis i of y."""
+    for i, a in enumerate(axes):
+        if x.shape[a] == y.shape[i]:
+            yield Same((x, a), (y, i), kind)
+
+
+def _broadcast(e: Equation) -> Iterator[AxisRelation]:
+    for i, a in enumerate(e.params["broadcast_dimensions"]):
+        if e.ins[0].shape[i] == e.out.shape[a]:
+            yield Same((e.ins[0], i), (e.out, a))
+
+
+def _reshape(e: Equation) -> Iterator[AxisRelation]:
+    yield Regroup(e.ins[0], e.out)
+
+
+def _transpose(e: Equation) -> Iterator[AxisRelation]:
+    yield from _mapped(e.ins[0], e.out, e.params["permutation"])
+
+
+def _squeeze(e: Equation) -> Iterator[AxisRelation]:
+    rank = len(e.ins[0].shape)
+    gone = {d % rank for d in e.params["dimensions"]}
+    yield from _mapped(e.ins[0], e.out, [a for a in range(rank) if a not in gone])
+
+
+def _dot(e: Equation) -> Iterator[AxisRelation]:
+    (lc, rc), (lb, rb) = e.params["dimension_numbers"]
+    x, y = e.ins[:2]
+    # Values flow forward: the axes that a product keeps are more certain than those that it sums out.
+    for i, (a, b) in enumerate(zip(lb, rb, strict=True)):
+        yield Same((x, a), (e.out, i), "product")
+        yield Same((y, b), (e.out, i), "product")
+    yield from _product(e, (lc, rc), ((*lc, *lb), (*rc, *rb)), len(lb))
+
+
+def _product(
+    e: Equation,
+    summed: tuple[Sequence[int], Sequence[int]],
+    used: tuple[Sequence[int], Sequence[int]],
+    at: int,
+) -> Iterator[AxisRelation]:
+    """The axes that a product of two keeps, from the result's axis `at` on, and those that it sums out.
+
+    Args:
+      summed, used: axes of either factor, pair by pair; those that the result does not have in order.
+    """
+    for operand, gone in zip(e.ins, used, strict=False):
+        for a in range(len(operand.shape)):
+            if a not in gone:
+                yield Same((operand, a), (e.out, at), "product")
+                at += 1
+    for a, b in zip(*summed, strict=True):
+        yield Same((e.ins[0], a), (e.ins[1], b), "product")
+
+
+def _concatenate(e: Equation) -> Iterator[AxisRelation]:
+    dim = e.params["dimension"]
+    for x in e.ins:
+        for a in range(len(e.out.shape)):
+            if a != dim:
+                yield Same((x, a), (e.out, a))
+    if len(e.ins) > 1 and len({x.shape[dim] for x in e.ins}) == 1:
+        yield Join(tuple((x, dim) for x in e.ins), (e.out, dim))
+    elif len(e.ins) == 1:
+        yield Same((e.ins[0], dim), (e.out, dim))
+
+
+def _stack(e: Equation) -> Iterator[AxisRelation]:
+    """Also the other way round: rows with an axis more, and without it."""
+    axis = e.params["axis"]
+    whole, rows = (e.out, e.ins) if e.prim == "stack" else (e.ins[0], e.outs)
+    kept = [a for a in range(len(whole.shape)) if a != axis]
+    for row in rows:
+        yield from _mapped(whole, row, kept)
+
+
+def _pad(e: Equation) -> Iterator[AxisRelation]:
+    for a, widths in enumerate(e.params["padding_config"]):
+        if tuple(widths) == (0, 0, 0):
+            yield Same((e.ins[0], a), (e.out, a))
+
+
+def _tile(e: Equation) -> Iterator[AxisRelation]:
+    x, y = e.ins[0], e.out
+    for a, count in enumerate(e.params["reps"]):
+        yield Same((x, a), (y, a)) if count == 1 else Copies((y, a), (x, a), count)
+
+
+def _slice(e: Equation, piece: IndexedPiece | None) -> Iterator[AxisRelation]:
+    x, y = e.ins[0], e.out
+    for a, (m, n) in enumerate(zip(x.shape, y.shape, strict=True)):
+        if m == n:
+            yield Same((x, a), (y, a))
+        elif piece is not None and piece.axis == a:
+            yield AxisPart((x, a), (y, a), piece.count)
+
+
+def _split(e: Equation) -> Iterator[AxisRelation]:
+    axis, sizes = e.params["axis"], e.params["sizes"]
+    for y in e.outs:
+        for a in range(len(y.shape)):
+            if a != axis:
+                yield Same((e.ins[0], a), (y, a))
+            elif len(set(sizes)) == 1:
+                yield AxisPart((e.ins[0], a), (y, a), len(sizes))
+
+
+def _dynamic_slice(e: Equation) -> Iterator[AxisRelation]:
+    yield from _aligned(e.ins[0], e.out)
+
+
+def _dynamic_update(e: Equation) -> Iterator[AxisRelation]:
+    yield from _aligned(e.ins[0], e.out)
+    yield from _aligned(e.ins[1], e.out)
+
+
+def _gather(e: Equation) -> Iterator[AxisRelation]:
+    found, (x, ids) = indexing(e), e.ins[:2]
+    for a, o in found.kept:
+        yield Same((x, a), (e.out, o))
+    for a, i, o in found.common:
+        yield Same((x, a), (e.out, o))
+        yield Same((ids, i), (e.out, o))
+    for i, o in found.others:
+        yield Same((ids, i), (e.out, o), "ids")
+
+
+def _scatter(e: Equation) -> Iterator[AxisRelation]:
+    found, (x, ids, rows) = indexing(e), e.ins[:3]
+    yield from _aligned(x, e.out)
+    for a, o in found.kept:
+        yield Same((e.out, a), (rows, o))
+    for a, i, o in found.common:
+        yield Same((e.out, a), (rows, o))
+        yield Same((ids, i), (rows, o))
+    for i, o in found.others:
+        yield Same((ids, i), (rows, o), "ids")
+
+
+def _top_k(e: Equation) -> Iterator[AxisRelation]:
+    for y in e.outs:
+        yield from _mapped(e.ins[0], y, range(len(y.shape) - 1))
+    yield Same((e.outs[0], len(e.out.shape) - 1), (e.outs[1], len(e.out.shape) - 1))
+
+
+def _ragged(e: Equation) -> Iterator[AxisRelation]:
+    numbers = e.params["ragged_dot_dimension_numbers"]
+    (lc, rc), (lb, _) = numbers.dot_dimension_numbers
+    _, y, counts = e.ins[:3]
+    groups = list(numbers.rhs_group_dimensions)
+    if lb or len(groups) != 1 or len(counts.shape) != 1:
+        return
+    yield Same((counts, 0), (y, groups[0]), "ids")
+    yield from _product(e, (lc, rc), (lc, (*rc, *groups)), 0)
+
+
+def _conv(e: Equation) -> Iterator[AxisRelation]:
+    d, groups = e.params["dimension_numbers"], e.params["feature_group_count"]
+    (x, w), y = e.ins, e.out
+    yield Same((x, d.lhs_spec[0]), (y, d.out_spec[0]), "product")
+    if groups == 1:
+        yield Same((w, d.rhs_spec[0]), (y, d.out_spec[1]), "product")
+        yield Same((x, d.lhs_spec[1]), (w, d.rhs_spec[1]), "product")
+    elif w.shape[d.rhs_spec[1]] == 1 and w.shape[d.rhs_spec[0]] == groups:
+        yield Same((w, d.rhs_spec[0]), (y, d.out_spec[1]), "product")
+        yield Same((x, d.lhs_spec[1]), (y, d.out_spec[1]), "product")
+    for a, b in zip(d.lhs_spec[2:], d.out_spec[2:], strict=True):
+        yield Same((x, a), (y, b), "sized")
+
+
+def _window(e: Equation) -> Iterator[AxisRelation]:
+    for a, n in enumerate(e.params["window_dimensions"]):
+        yield Same((e.ins[0], a), (e.out, a), "" if n == 1 else "sized")
+
+
+def _scan(e: Equation) -> Iterator[AxisRelation]:
+    assert e.body is not None
+    consts, carry = e.params["consts"], e.params["carry"]
+    for i, (x, inner) in enumerate(zip(e.ins, e.body.ins, strict=True)):
+        if i < consts + carry:
+            yield from _aligned(x, inner)
+        else:
+            yield from _mapped_below(x, inner)
+    for i, y in enumerate(e.outs):
+        inner_out = e.body.outs[i]
+        if i < carry:
+            yield from _aligned(inner_out, e.body.ins[consts + i])
+            yield from _aligned(y, e.body.ins[consts + i])
+        else:
+            yield from _mapped_below(y, inner_out)
+    stacks = [x for x in (*e.ins[consts + carry :], *e.outs[carry:]) if _is_plain(x)]
+    for x in stacks[1:]:
+        yield Same((stacks[0], 0), (x, 0))
+
+
+def _mapped_below(outer: Operand, inner: Operand) -> Iterator[AxisRelation]:
+    if _is_plain(outer) and _is_plain(inner):
+        for a in range(len(inner.shape)):
+            yield Same((outer, a + 1), (inner, a))
+
+
+def _custom(e: Equation) -> Iterator[AxisRelation]:
+    assert e.body is not None and e.backward is not None
+    for x, inner in zip(e.ins, e.body.ins, strict=True):
+        yield from _aligned(x, inner)
+    for y, result in zip(e.outs, e.body.outs, strict=True):
+        yield from _aligned(y, result)
+    floats = [y for y in e.outs if has_fractions(y)]
+    for x, inner in zip((*e.ins, *floats), e.backward.ins, strict=True):
+        yield from _aligned(x, inner)
+    for i, dx in zip(e.params["real"], e.backward.outs, strict=True):
+        yield from _aligned(e.ins[i], dx)
+
+
+_RULES: dict[str, Callable[[Equation], Iterator[AxisRelation]]] = {
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "dot_general": _dot,
+    "ragged_dot_general": _ragged,
+    "concatenate": _concatenate,
+    "stack": _stack,
+    "unstack": _stack,
+    "pad": _pad,
+    "tile": _tile,
+    "split": _split,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update,
+    "gather": _gather,
+    "scatter": _scatter,
+    "scatter-add": _scatter,
+    "scatter_add": _scatter,
+    "top_k": _top_k,
+    "conv_general_dilated": _conv,
+    "reduce_window_max": _window,
+    "reduce_window_min": _window,
+    "reduce_window_sum": _window,
+    "scan": _scan,
+    "custom": _custom,
+}

@@ -1,0 +1,235 @@
+"""Names of dimensions by their use in the operations: a dimension looked up by token numbers is `vocab`, one
+summed out by a product of two activations and part of parameters is `d_kv`, and so on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from layoutopt.importers.arrays.classes import PARAMETER, FactorNode
+from layoutopt.importers.arrays.contract import Equation, Operand, Var
+from layoutopt.importers.arrays.indexing import indexing
+from layoutopt.importers.arrays.names import ClassNames, last
+
+GIVEN_LENGTH = "given_length"
+"""The axis of tokens [batch, length + 1] from which a loss cuts its inputs and its targets."""
+
+
+def name_roles(names: ClassNames) -> None:
+    """Names the axes of the batch, and the axes that products, look-ups, convolutions and loops identify."""
+    roles = _Roles(names)
+    roles.batch()
+    roles.operations()
+
+
+class _Roles:
+    def __init__(self, names: ClassNames) -> None:
+        self.names = names
+        self.block, self.classes, self.arrays = names.block, names.classes, names.arrays
+
+    def batch(self) -> None:
+        leaves = [(v, leaf) for v, leaf in self.arrays.batch if v.shape]
+        places = self._places()
+        for v, _ in sorted(leaves, key=lambda x: -len(x[0].shape)):
+            for node in self.classes.of(v, 0)[:1]:
+                if "batch" not in self.names.taken:
+                    self.names.give(node, "batch")
+        for v, leaf in leaves:
+            for node in self.classes.of(v, 0)[:1]:
+                self.names.give(node, f"{last(leaf.path)}_batch")
+            if v.dtype.startswith("int") and len(v.shape) >= 2 and id(v) not in places:
+                for part in self._shortened(v)[:1]:
+                    for node in self.classes.of(part, 1)[:1]:
+                        self.names.give(node, "length")
+                    for node in self.classes.of(v, 1)[:1]:
+                        self.names.give(node, GIVEN_LENGTH)
+                for node in self.classes.of(v, 1)[:1]:
+                    self.names.give(
+                        node, "length" if "length" not in self.names.taken else f"{last(leaf.path)}_length"
+                    )
+
+    def _shortened(self, v: Var) -> list[Var]:
+        """The parts of tokens [batch, length + 1] as inputs and targets; empty if anything reads them all."""
+        reads = [e for e in self.block.walk() if any(x is v for x in e.ins)]
+        cut = all(e.prim == "slice" and e.out.shape[1] < v.shape[1] for e in reads)
+        return [e.out for e in reads] if cut else []
+
+    def _places(self) -> set[int]:
+        """ids of inputs whose numbers are places in other values, as the ends of a graph's edges are: none of
+        tokens, which look up parameters."""
+        found, tokens = set[int](), set[int]()
+        for v, _ in self.arrays.batch:
+            numbers = {id(v)}
+            for e in self.block.walk() if v.dtype.startswith("int") else ():
+                if e.prim.startswith(("gather", "scatter")) and id(e.ins[1]) in numbers:
+                    at = indexing(e)
+                    rows = e.ins[0] if e.prim == "gather" else e.ins[2]
+                    made_of = self.classes.made_of.get(id(rows), 0)
+                    if len(at.looked_up) == 1 and at.others:
+                        (tokens if made_of == PARAMETER else found).add(id(v))
+                if any(id(x) in numbers for x in e.ins):
+                    numbers.update(id(y) for y in e.outs if y.dtype.startswith("int"))
+        return found - tokens
+
+    def operations(self) -> None:
+        equations = list(self.block.walk())
+        whole = {id(v) for v, leaf in self.arrays.batch if v.dtype.startswith("int")}
+        from_batch = _reached(equations, whole)
+        padded = {id(e.out): e.ins[0] for e in equations if e.prim == "pad"}
+        for e in equations:
+            if e.prim == "scan":
+                stacks = [*e.ins[e.params["consts"] + e.params["carry"] :], *e.outs[e.params["carry"] :]]
+                in_params = [n for x in stacks if x.shape for n in self.classes.of(x, 0)[:1]]
+                for node in in_params[:1]:
+                    self.names.give(node, "layers" if self.names.in_parameters[node] else "time")
+        for e in equations:
+            if e.prim == "gather":
+                self._lookup(e, from_batch)
+        for e in equations:
+            if e.prim == "dot_general":
+                self._attention(e)
+            elif e.prim == "conv_general_dilated":
+                self._convolution(e, padded)
+            elif e.prim == "top_k":
+                for node in self.classes.of(e.ins[0], len(e.ins[0].shape) - 1):
+                    if self.names.in_parameters[node]:
+                        self.names.give(node, "experts")
+                for node in self.classes.of(e.out, len(e.out.shape) - 1):
+                    self.names.give(node, "top_k")
+        for e in equations:
+            if e.prim == "dot_general":
+                self._heads(e)
+        self._feed_forward()
+        for a, b in self.classes.refused:
+            for x, y in ((a, b), (b, a)):
+                if (
+                    self.names.found.get(self.classes.find(x)) == "length"
+                    and not self.names.in_parameters[self.classes.find(y)]
+                ):
+                    self.names.give(y, "memory_length")
+
+    def _lookup(self, e: Equation, from_batch: set[int]) -> None:
+        """A table of parameters that numbers of the batch look up."""
+        found, table = indexing(e), e.ins[0]
+        if len(found.looked_up) != 1:
+            return
+        nodes = self.classes.of(table, found.looked_up[0][0])
+        if len(nodes) != 1:
+            return
+        if found.common:
+            if not self.names.in_parameters[nodes[0]]:
+                return
+            self.names.give(nodes[0], "vocab" if "length" in self.names.taken else "classes")
+        elif self.names.in_parameters[nodes[0]] and len(table.shape) == 2:
+            self.names.give(nodes[0], "vocab" if id(e.ins[1]) in from_batch else "positions")
+            for a, _ in found.kept if id(e.ins[1]) in from_batch else ():
+                for node in self.classes.of(table, a)[:1]:
+                    self.names.give(node, "d_model")
+
+    def _attention(self, e: Equation) -> None:
+        """A product of two activations over a dimension that parameters have too."""
+        (lc, _), (lb, _) = e.params["dimension_numbers"]
+        x, y = e.ins[:2]
+        if not lb or len(lc) != 1:
+            return
+        summed = self.classes.of(x, lc[0])
+        if any(self.classes.made_of.get(id(v)) == PARAMETER for v in (x, y)):
+            return
+        heads = [n for a in lb for n in self.classes.of(x, a) if self.names.in_parameters[n]]
+        shared = {n for a in lb for n in self.classes.of(x, a)}
+        groups = [
+            n
+            for operand in (x, y)
+            for n in self.classes.all(operand)
+            if n not in shared and n not in summed and any({n, *heads} <= nodes for nodes in self.names.held)
+        ]
+        if not heads or not summed:
+            return
+        if not any({summed[-1], *heads} <= nodes for nodes in self.names.held):
+            # The product of weights and values sums out positions.
+            left = [n for n in groups if n not in self.names.found]
+            for node in left if len(left) == 1 else ():
+                self.names.give(node, "d_v")
+            return
+        for node in summed[-1:]:
+            self.names.give(node, "d_kv")
+        for node in summed[:-1]:
+            self.names.give(node, "d_kv_parts")
+        if len(heads) == 2 and not groups:
+            # Keys were repeated for every group of queries: fewer parameters have the groups.
+            heads.sort(key=lambda n: -self.names.in_parameters[n])
+            groups = [heads.pop()]
+        for node in heads:
+            self.names.give(node, "kv_heads" if groups else "heads")
+        for node in groups:
+            self.names.give(node, "query_group")
+        ends = [n for n in self.classes.all(e.out) if n not in shared and n not in groups]
+        if len(ends) == 2:
+            ends.sort(key=lambda n: (n not in self.names.found, -self.names.in_parameters[n]))
+            self.names.give(ends[0], "length")
+            self.names.give(ends[1], "memory_length")
+        projections = (nodes for nodes in self.names.held if {*heads, *summed} <= nodes)
+        others = Counter(n for nodes in projections for n in nodes if n not in self.names.counts)
+        if others and not others.keys() & {n for n, name in self.names.found.items() if name == "d_model"}:
+            left = [n for n, _ in others.most_common() if n not in self.names.found]
+            for node in left[:1]:
+                self.names.give(node, "d_model")
+
+    def _heads(self, e: Equation) -> None:
+        """The batch dimension of a product of two activations, if parameters have it and it has no name yet.
+
+        `_attention` misses queries and keys whose last axis was taken apart and put together again, as
+        rotary positions on even and odd elements do: no parameter has the axis of the result.
+        """
+        _, (lb, _) = e.params["dimension_numbers"]
+        if any(self.classes.made_of.get(id(v)) == PARAMETER for v in e.ins[:2]):
+            return
+        shared = {n for a in lb for n in self.classes.of(e.ins[0], a) if self.names.in_parameters[n]}
+        unnamed = [n for n in shared if n not in self.names.found]
+        if len(shared) == len(unnamed) == 1:
+            self.names.give(unnamed[0], "heads")
+
+    def _convolution(self, e: Equation, padded: Mapping[int, Operand]) -> None:
+        d = e.params["dimension_numbers"]
+        (x, w), spatial = e.ins[:2], len(d.lhs_spec) - 2
+        names = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}.get(spatial, ())
+        for name, a, t in zip(names, d.lhs_spec[2:], d.rhs_spec[2:], strict=False):
+            # An image is called so before what pads it.
+            for operand in (padded.get(id(x), x), x):
+                for node in self.classes.of(operand, a)[:1]:
+                    self.names.give(node, name)
+            for node in self.classes.of(w, t)[:1]:
+                self.names.give(node, f"{name}_taps")
+        for node in self.classes.of(x, d.lhs_spec[1])[:1]:
+            if node in self.names.of_batch:
+                self.names.give(node, "channels")
+
+    def _feed_forward(self) -> None:
+        """What lies between two projections from and to d_model."""
+        model = next((n for n, name in self.names.found.items() if name in ("d_model", "embed")), None)
+        if model is None:
+            return
+        beside: Counter[FactorNode] = Counter()
+        for v, _ in self.arrays.parameters:
+            nodes = self.classes.all(v)
+            if model in nodes:
+                beside.update(
+                    n
+                    for n in nodes
+                    if n != model and n not in self.names.found and n not in self.names.counts
+                )
+        for node, count in beside.most_common():
+            if count >= 2:
+                self.names.give(node, "d_ff")
+
+
+def _reached(equations: Sequence[Equation], sources: set[int]) -> set[int]:
+    """ids of what follows from some variables."""
+    found = set(sources)
+    for e in equations:
+        if any(id(x) in found for x in e.ins):
+            found.update(map(id, e.outs))
+            for inner in (e.body, e.backward):
+                if inner is not None:
+                    found.update(id(v) for x, v in zip(e.ins, inner.ins, strict=False) if id(x) in found)
+    return found
