@@ -30,6 +30,7 @@ class Library(StrEnum):
     """The library whose form is written."""
 
     MESH_TENSORFLOW = "mesh-tensorflow"
+    TF_DTENSOR = "tf-dtensor"
     DTENSOR = "dtensor"
     JAX = "jax"
     HALIAX = "haliax"
@@ -37,6 +38,8 @@ class Library(StrEnum):
     TORCHTITAN = "torchtitan"
     MEGATRON = "megatron"
     DEEPSPEED = "deepspeed"
+    TRANSFORMERS = "transformers"
+    ACCELERATE = "accelerate"
     PERFETTO = "perfetto"
 
 
@@ -58,8 +61,9 @@ def export(
     output: Output = OUTPUT,
 ) -> None:
     """Write a plan's layout for another library, or its predicted step as a trace."""
-    from layoutopt.plan.build import AppliesPlans, decided, load_plan
+    from layoutopt.plan.build import AppliesPlans, NamesModules, decided, load_plan
     from layoutopt.plan.decided import Decided
+    from layoutopt.plan.export import FORMATS
     from layoutopt.plan.export import export as written
     from layoutopt.plan.exported import Exported, placed
     from layoutopt.plan.results import ExportResult
@@ -73,13 +77,21 @@ def export(
         _write_step(terminal, own, plan, model, out)
         return
     check_stages(own)
+    if to is Library.DTENSOR:
+        terminal.say(
+            "dtensor is tf-dtensor, that of TensorFlow's DTensor; for PyTorch, use torchtitan or transformers"
+        )
+        to = Library.TF_DTENSOR
     tensors, stages = None if model is not None else recorded(own, to.value), own.data.pipeline
     arrays: Mapping[str, tuple[ExportedTensor, ...]] = {}
     if tensors is None:
         found = with_model(own, plan, model).loaded.model
         stages = found.stages(own.mesh, own.layout)  # whatever the file says of them
         tensors = placed(found.lower(own.mesh, own.layout, own.options))
-        if isinstance(found, AppliesPlans) and found.front_end == to.value:
+        front = FORMATS[to.value].arrays
+        if front == "torch" and isinstance(found, NamesModules):
+            arrays = found.modules(own)
+        elif front and isinstance(found, AppliesPlans) and found.front_end == front:
             arrays = found.arrays(own)
     title = f"Layout of {own.data.model.name} on {own.mesh}, searched by layoutopt for {own.data.hardware}."
     beside = decided(own.options, own.layout, stages)
@@ -163,7 +175,7 @@ def recorded(plan: Plan, to: str) -> tuple[tuple[ExportedTensor, ...], tuple[Exp
     if not FORMATS[to].says.expresses("storage", None):
         return (), ()
     details = plan.data.details
-    if not {"variables", "inputs"} <= details.model_fields_set or (details.applies and to == Library.JAX):
+    if not {"variables", "inputs"} <= details.model_fields_set or (details.applies and FORMATS[to].arrays):
         return None
     for tensor in (*details.variables, *details.inputs):
         for axis in (a for axes in tensor.splits for a in axes):

@@ -27,15 +27,16 @@ OPTIONS = {
 }
 """Other tools' options by ours."""
 FORMS = {
-    "pytorch": "jax",
-    "torch": "jax",
-    "fsdp": "jax",
+    "pytorch": "torchtitan",
+    "torch": "torchtitan",
+    "fsdp": "accelerate",
+    "huggingface": "transformers",
     "flax": "jax",
     "equinox": "jax",
     "haiku": "jax",
     "keras": "jax",
-    "tensorflow": "dtensor",
-    "tf": "dtensor",
+    "tensorflow": "tf-dtensor",
+    "tf": "tf-dtensor",
     "mtf": "mesh-tensorflow",
     "mesh_tensorflow": "mesh-tensorflow",
     "levanter": "haliax",

@@ -1,15 +1,19 @@
 """transformers and accelerate: FSDP2 with a tensor or expert plan beside it, as PyTorch has them.
 
-FSDP cannot be combined with their pipelines, so no search under them has any.
+`DistributedConfig` has no context parallelism, and its sequence parallelism is not wired up. FSDP cannot be
+combined with pipelines. Experts lie over whole tensor groups, and over data axes only where these store the
+weights split (`ep_size` divides `fsdp_size` x `tp_size`).
 """
 
 from dataclasses import replace
 
 from layoutopt.frameworks import torch
+from layoutopt.space.degrees import Degrees
 
-PIPELINES = ("pipeline", "schedule")
+WITHOUT = ("pipeline", "schedule", "context", "elsewhere")
 SAYS = replace(
     torch.SAYS,
     name="transformers",
-    says={name: values for name, values in (torch.SAYS.says or {}).items() if name not in PIPELINES},
+    says={name: values for name, values in (torch.SAYS.says or {}).items() if name not in WITHOUT},
+    relations=(Degrees(hybrid=("zero2", "zero3"), sequence=False, whole_expert_groups=True),),
 )

@@ -39,7 +39,7 @@ def with_details(
       source, hashes: origin of the model, if it is a file.
     """
     from layoutopt.optimize.evaluator import Evaluator
-    from layoutopt.plan.build import AppliesPlans
+    from layoutopt.plan.build import AppliesPlans, NamesModules
     from layoutopt.plan.machine_details import calibration_details, hardware_details
     from layoutopt.plan.trade_names import trade_names
 
@@ -64,7 +64,7 @@ def with_details(
         sources=_code(shown),
         by_kind={"answer": _shares(found.cost), **_alternatives(plan, evaluator)},
         memory=_memory(found.memory, found.cost, limit),
-        **({"applies": True} if isinstance(model, AppliesPlans) else {}),
+        **({"applies": True} if isinstance(model, AppliesPlans | NamesModules) else {}),
         **({"calibration": calibration} if calibration is not None else {}),
     )
 

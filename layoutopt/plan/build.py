@@ -55,6 +55,14 @@ class AppliesPlans(Protocol):
         """The arrays of that program as the plan stores them, by the name of a section."""
 
 
+@runtime_checkable
+class NamesModules(Protocol):
+    """A model that stands for a PyTorch module."""
+
+    def modules(self, plan: Plan) -> Mapping[str, tuple[ExportedTensor, ...]]:
+        """The module's parameters as the plan splits them (`layoutopt.plan.exported.MODULES`)."""
+
+
 class Plan:
     """A layout with its proof, predicted cost and alternatives.
 

@@ -152,11 +152,13 @@ def _left(what: Exported, named: Container[str]) -> list[str]:
 def _even(what: Exported, tensor: Axes, to: str) -> None:
     """Raises UserError unless every matrix of the layers has a dimension over the tensor axes.
 
-    One whose dimensions another has, too, may be whole, as key-value heads that ranks copy.
+    One whose dimensions another has, too, may be whole, as key-value heads that ranks copy. So may a router,
+    whose outputs no other matrix has.
     """
     layers = _matrices(what)
     stacks = Counter(v.dims[0] for v in layers)
-    layers = [v for v in layers if stacks[v.dims[0]] > 1]
+    times = Counter(dim for v in layers for dim in v.dims)
+    layers = [v for v in layers if stacks[v.dims[0]] > 1 and all(times[dim] > 1 for dim in v.dims)]
     layers = [v for v in layers if not any({*v.dims} < {*other.dims} for other in layers)]
     for v in layers:
         if tensor and not any({*tensor} <= {*what.layout.axes(dim)} for dim in v.dims):

@@ -1,13 +1,15 @@
 """A plan in the form that other libraries take.
 
     mesh-tensorflow  mesh and layout strings (`mtf.convert_to_shape`, `mtf.convert_to_layout_rules`)
-    dtensor          `tf.experimental.dtensor.Layout` per variable and input
+    tf-dtensor       `tf.experimental.dtensor.Layout` per variable and input
     jax              `jax.sharding.PartitionSpec` per variable and input
     haliax           axis mapping (`haliax.axis_mapping`)
     maxtext          `logical_axis_rules` and mesh sizes of MaxText's base.yml
     torchtitan       its configuration: TOML up to 0.2, Python from 0.3 on
     megatron         arguments of Megatron-LM
     deepspeed        its JSON file
+    transformers     `DistributedConfig` with a style for each module, and `TrainingArguments`
+    accelerate       its YAML file
 
 Python and YAML are texts that can be pasted or imported. A layout that a library cannot express is refused
 with a reason. So is storage (ZeRO) in the forms of layout rules alone, and mixed storage in those with one
@@ -18,15 +20,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from layoutopt.frameworks import says
 from layoutopt.plan import degrees
 from layoutopt.plan.decided import ELSEWHERE, rules_in
 from layoutopt.plan.exported import Exported, ExportedTensor, comment
+from layoutopt.plan.huggingface import accelerate, transformers
 from layoutopt.plan.maxtext import maxtext
 from layoutopt.space.decisions import beyond
-from layoutopt.space.restriction import ANY, Restriction
+from layoutopt.space.restriction import ANY, Even, Restriction
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
@@ -38,10 +41,12 @@ def export(what: Exported, to: str) -> str:
     Raises:
       UserError: an unknown library, or a layout that it cannot express.
     """
+    to = RENAMED.get(to, to)
     if to not in FORMATS:
         raise UserError(f"--to {to!r}: no such format; {known_names(to, FORMATS)}")
     form = FORMATS[to]
-    for v in what.variables:
+    even = any(isinstance(relation, Even) for relation in form.says.relations)
+    for v in what.variables if even else ():
         for name, size, axes in zip(v.dims, v.sizes, v.splits, strict=True):
             if size % (ways := what.mesh.group_size(axes)):
                 raise UserError(
@@ -111,7 +116,7 @@ def _single(splits: Iterable[tuple[str, Axes]], to: str) -> None:
 
 def _dtensor(what: Exported) -> str:
     for tensor in (*what.variables, *what.inputs):
-        _single(zip(tensor.dims, tensor.splits, strict=True), "dtensor")
+        _single(zip(tensor.dims, tensor.splits, strict=True), "tf-dtensor")
     axes = ", ".join(f"({name!r}, {size})" for name, size in what.mesh.axes)
     lines = [
         comment(what.title),
@@ -197,23 +202,36 @@ class ExportForm:
     Attributes:
       says: what it can express; plans with other decisions are refused.
       every_variable: the form has the placement of each variable and its state.
+      arrays: the library whose arrays it names, '' for those of the model.
     """
 
     write: Callable[[Exported], str]
     says: Restriction
     every_variable: bool = False
+    arrays: str = ""
 
 
 PLAIN: Mapping[str, tuple[bool, ...] | None] = {"recompute": (False, True), "microbatches": ANY}
 """Fields that every form expresses, in comments at least."""
-TENSORS = Restriction("dtensor", {**PLAIN, "storage": ANY, ELSEWHERE: ANY})
+TENSORS = Restriction("tf-dtensor", {**PLAIN, "storage": ANY, ELSEWHERE: ANY}, (Even(),))
 FORMATS: Mapping[str, ExportForm] = {
     "mesh-tensorflow": ExportForm(_mesh_tensorflow, says("mesh-tensorflow")),
-    "dtensor": ExportForm(_dtensor, TENSORS, every_variable=True),
-    "jax": ExportForm(_jax, says("jax"), every_variable=True),
+    "tf-dtensor": ExportForm(_dtensor, TENSORS, every_variable=True),
+    "jax": ExportForm(_jax, says("jax"), every_variable=True, arrays="jax"),
     "haliax": ExportForm(_haliax, Restriction("haliax", PLAIN)),
     "maxtext": ExportForm(maxtext, says("maxtext")),
     "torchtitan": ExportForm(degrees.torchtitan, says("torchtitan")),
     "megatron": ExportForm(degrees.megatron, says("megatron")),
     "deepspeed": ExportForm(degrees.deepspeed, says("deepspeed")),
+    "transformers": ExportForm(transformers, says("transformers"), arrays="torch"),
+    "accelerate": ExportForm(
+        accelerate,
+        replace(
+            says("transformers"),
+            name="accelerate",
+            says={**(says("transformers").says or {}), "context": ("gather", "zigzag")},
+        ),
+    ),
 }
+RENAMED = {"dtensor": "tf-dtensor"}
+"""Other names of forms."""

@@ -17,17 +17,24 @@ if TYPE_CHECKING:
 
 NAMED = 3
 """Names that a refusal has."""
+MODULES = "MODULES"
+"""The section of `Exported.arrays` with the parameters of PyTorch modules; `*` is the number of a layer."""
 
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """A variable or an input: its dimensions, the axes that each is split over, and its size."""
+    """A variable or an input: its dimensions, the axes that each is split over, and its size.
+
+    Attributes:
+      table: its rows are looked up.
+    """
 
     name: str
     dims: tuple[str, ...]
     splits: tuple[Axes, ...]
     sizes: tuple[int, ...]
     trained: bool = False
+    table: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,8 @@ class Exported:
     """The written export: a layout, every tensor that is stored between steps, and the other decisions.
 
     Attributes:
-      arrays: of a model from JAX, by the name of a section: its arrays as the user's program has them.
+      arrays: by the name of a section, the arrays of the user's own program, or of the classes of a library
+        that the model stands for.
       slices: mesh axis -> number of slices that it spans, if more than one.
       framework: as the plan has it, with its version.
     """

@@ -31,6 +31,7 @@ from mesh_tf_core.lower.storage import MOST_SPLIT
 
 Every = Mapping[str, Decision]
 NONE: list[Choice] = []
+WHOLE: list[Choice] = [()]
 
 
 class Use(NamedTuple):
@@ -51,18 +52,23 @@ class Degrees(DecisionRelation):
       stored_over_context: storage is over the ranks of the sequence, too.
       hybrid: the stages that may be over the axes of a node alone.
       experts_apart: experts may lie over some of the axes of the batch, or over axes of several uses.
+      sequence: the sequence may be split.
+      whole_expert_groups: experts lie over the axes of the weights, if they lie over any axes, and over some
+        that split the storage of the weights.
     """
 
     copies: bool = False
     stored_over_context: bool = True
     hybrid: tuple[str, ...] = (MOST_SPLIT,)
     experts_apart: bool = True
+    sequence: bool = True
+    whole_expert_groups: bool = False
 
     def options(self, every: Every, roles: DimRoles, mesh: Mesh) -> dict[str, tuple[Choice, ...]]:
         """Stages of storage over the axes of ranks with the same weights, in every use of the mesh."""
         axes = _axes(every, mesh)
         found = {n: dict[Choice, None]() for n, d in every.items() if isinstance(d, Storage)}
-        for use in _uses(axes):
+        for use in self._uses(axes):
             for name, options in found.items():
                 options.update(dict.fromkeys(self._stored(every[name], use, axes)))
         return {name: tuple(options) for name, options in found.items()}
@@ -73,16 +79,19 @@ class Degrees(DecisionRelation):
         further = {n: d for n, d in every.items() if isinstance(d, Elsewhere)}
         stored = {n: d for n, d in every.items() if isinstance(d, Storage)}
         # These tell the use of every axis, as far as storage depends on it.
-        leaders = [n for n in splits if n in (*roles.named[Role.DATA][:1], *roles.named[Role.INNER])]
+        leading = (*roles.named[Role.DATA][:1], *roles.named[Role.INNER])
+        leading += roles.named[Role.EXPERTS] if self.whole_expert_groups else ()
+        leaders = [n for n in splits if n in leading]
         rows, over = set[tuple[Choice, ...]](), {name: set[tuple[Choice, ...]]() for name in stored}
-        for use in _uses(axes):
+        for use in self._uses(axes):
             beside = [self._further(d, roles, use.tensor) for d in further.values()]
             for experts in self._experts(splits, roles, use):
                 for picked in self._picked(self._options(splits, roles, use, experts), roles, use.tensor):
                     rows.update((*picked, *more) for more in itertools.product(*beside))
-                    leading = tuple(c for n, c in zip(splits, picked, strict=True) if n in leaders)
+                    first = tuple(c for n, c in zip(splits, picked, strict=True) if n in leaders)
                     for name, own in over.items():
-                        own.update((*leading, c) for c in self._stored(every[name], use, axes))
+                        stages = self._stored(every[name], use, axes)
+                        own.update((*first, c) for c in stages if self._holds(experts, c, use))
         yield Coupling((*splits, *further), frozenset(rows))
         for name, own in over.items():
             yield Coupling((*leaders, name), frozenset(own))
@@ -90,7 +99,18 @@ class Degrees(DecisionRelation):
     def _experts(self, splits: Every, roles: DimRoles, use: Use) -> list[Axes]:
         names = [n for n in roles.named[Role.EXPERTS] if n in splits]
         every = dict.fromkeys(o for n in names for o in splits[n].options) or {(): None}
+        if self.whole_expert_groups:
+            return [o for o in every if not o or {*use.tensor} <= {*o} <= {*use.tensor, *use.data}]
         return [o for o in every if self.experts_apart or {*o} in ({*()}, {*use.data}, {*use.tensor})]
+
+    def _holds(self, experts: Axes, stored: Choice, use: Use) -> bool:
+        """True if storage splits the weights over the data axes of the experts."""
+        if not self.whole_expert_groups or {*experts} <= {*use.tensor}:
+            return True
+        return bool(stored) and ({*experts} - {*use.tensor} <= {*(stored[1:] or use.data)})
+
+    def _uses(self, axes: Axes) -> Iterator[Use]:
+        return (use for use in _uses(axes) if self.sequence or not use.context)
 
     def _options(self, splits: Every, roles: DimRoles, use: Use, experts: Axes) -> dict[str, list[Choice]]:
         """The choices of each dimension under one use of the axes; none of the batch, or of the sequence, if
@@ -107,6 +127,9 @@ class Degrees(DecisionRelation):
         found |= {n: _having(splits[n], use.context) for n in sequence[:1]}
         found |= {n: _having(splits[n], use.tensor) or [()] for n in own[Role.OUTER]}
         found |= {n: [o for o in splits[n].options if {*o} <= {*use.tensor}] for n in own[Role.INNER]}
+        if self.whole_expert_groups and experts:
+            beside = {n for names in roles.weights if names & {*own[Role.EXPERTS]} for n in names}
+            found |= {n: WHOLE for n in own[Role.INNER] if n in beside}
         return found | {n: _having(splits[n], experts) for n in own[Role.EXPERTS]}
 
     def _picked(

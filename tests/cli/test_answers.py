@@ -57,7 +57,7 @@ TWENTY, MANY = "9" * 20, "9" * 5000
             ["export", "plan.json", "--to", "pytorch"], "the nearest format is --to jax; see", id="pytorch"
         ),
         pytest.param(
-            ["export", "plan.json", "--to=TF"], "the nearest format is --to dtensor; see", id="TensorFlow"
+            ["export", "plan.json", "--to=TF"], "the nearest format is --to tf-dtensor; see", id="TensorFlow"
         ),
     ],
 )
@@ -274,7 +274,7 @@ def model():
 """
 
 
-@pytest.mark.parametrize("to", ["mesh-tensorflow", "dtensor", "jax", "haliax"])
+@pytest.mark.parametrize("to", ["mesh-tensorflow", "tf-dtensor", "jax", "haliax"])
 def test_quotes_in_names_are_exported_as_they_are(
     run: Callable[..., Result], tmp_path: Path, to: str
 ) -> None:
@@ -288,7 +288,7 @@ def test_quotes_in_names_are_exported_as_they_are(
     exec(compile(text.replace("from tensorflow.experimental import dtensor", ""), to, "exec"), found)
     if to == "mesh-tensorflow":
         assert found["mesh_shape"] == f"{axis}:2" and f"d'\"\\:{axis}" in found["layout"]
-    elif to == "dtensor":
+    elif to == "tf-dtensor":
         assert found["MESH_AXES"] == [(axis, 2)]
     else:
         assert found["MESH_AXES"] == (axis,) and math.prod(found["MESH_SHAPE"]) == 2

@@ -116,7 +116,7 @@ print(json.dumps([list(piece.shape) for piece in dtensor.unpack(x)]))
 
 @pytest.mark.nightly
 def test_dtensor_takes_every_layout(run: Callable[..., Result], plan_file: str) -> None:
-    text = run("export", plan_file, "--to", "dtensor").stdout
+    text = run("export", plan_file, "--to", "tf-dtensor").stdout
     done = subprocess.run(
         [sys.executable, "-c", DTENSOR], input=text, capture_output=True, text=True, check=False
     )
@@ -172,7 +172,7 @@ def test_storage_that_a_form_cannot_say_is_refused(
     assert "is zero3" in line and "search with --storage layout" in line
 
 
-@pytest.mark.parametrize("to", ["jax", "dtensor", "haliax", "mesh-tensorflow"])
+@pytest.mark.parametrize("to", ["jax", "tf-dtensor", "haliax", "mesh-tensorflow"])
 def test_recompute_and_microbatches_are_names(to: str) -> None:
     decided = Decided(recompute=["layers"], microbatches=4)
     what = Exported("title", mtf.Mesh("a:2"), mtf.Layout("batch:a"), (), (), decided)
@@ -230,7 +230,7 @@ def test_what_is_kept_is_said_or_refused() -> None:
         exported("maxtext", "layers:keep=outputs")
     with pytest.raises(mtf.UserError, match="one remat_policy for all layers, but this plan recomputes a, b"):
         exported("maxtext", "a", "b:keep=products")
-    for to in ("haliax", "mesh-tensorflow", "dtensor"):
+    for to in ("haliax", "mesh-tensorflow", "tf-dtensor"):
         with pytest.raises(
             mtf.UserError, match=f"{to} cannot express this plan, in which some values of a recomputed block"
         ):
@@ -252,7 +252,7 @@ def test_stages_are_those_of_the_layout(run: Callable[..., Result], plan_file: s
     assert "cannot express this plan, in which 'layers' is split into 2 pipeline stages" in done.stderr
 
 
-@pytest.mark.parametrize("to", ["mesh-tensorflow", "dtensor"])
+@pytest.mark.parametrize("to", ["mesh-tensorflow", "tf-dtensor"])
 def test_what_a_library_cannot_say_is_refused(to: str) -> None:
     with pytest.raises(
         mtf.UserError,
@@ -272,7 +272,7 @@ def test_names_cannot_break_out_of_the_text() -> None:
     evil = 'x\'\n"""\nraise SystemExit'
     weight = ExportedTensor(evil, (evil,), ((),), (8,))
     what = Exported(evil, mtf.Mesh("a:2"), mtf.Layout(), (weight,), (weight,))
-    for to in ("jax", "dtensor", "haliax", "mesh-tensorflow"):
+    for to in ("jax", "tf-dtensor", "haliax", "mesh-tensorflow"):
         compile(export(what, to), to, "exec")
     assert set(names(export(what, "jax"))["VARIABLES"]) == {evil}
 
@@ -291,7 +291,7 @@ def test_the_predicted_step(
 
 
 def test_unknown_forms(refused: Callable[..., str], plan_file: str) -> None:
-    assert "is not one of 'mesh-tensorflow', 'dtensor', 'jax'" in refused(
+    assert "is not one of 'mesh-tensorflow', 'tf-dtensor', 'dtensor', 'jax'" in refused(
         "export", plan_file, "--to", "pytorch"
     )
     assert "framework layoutopt has no format of its own; add --to with one of" in refused(
@@ -299,8 +299,18 @@ def test_unknown_forms(refused: Callable[..., str], plan_file: str) -> None:
     )
     with pytest.raises(mtf.UserError, match="no such format; did you mean 'jax'"):
         export(two_axes(), "jaxx")
-    own = {"maxtext", "torchtitan", "megatron", "deepspeed"}
-    assert set(FORMATS) == {"mesh-tensorflow", "dtensor", "jax", "haliax", *own}
+    own = {"maxtext", "torchtitan", "megatron", "deepspeed", "transformers", "accelerate"}
+    assert set(FORMATS) == {"mesh-tensorflow", "tf-dtensor", "jax", "haliax", *own}
+
+
+def test_dtensor_is_another_name(run: Callable[..., Result], plan_file: str) -> None:
+    """With a note, as PyTorch has a DTensor too."""
+    old, new = (run("export", plan_file, "--to", to) for to in ("dtensor", "tf-dtensor"))
+    assert old.stdout == new.stdout
+    assert (old.stderr, new.stderr) == (
+        "dtensor is tf-dtensor, that of TensorFlow's DTensor; for PyTorch, use torchtitan or transformers\n",
+        "",
+    )
 
 
 def test_the_model_of_a_plan(refused: Callable[..., str], plan_file: str, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_a_plan_without_details_is_shown_as_far_as_it_goes(
     assert "--model MODEL, to add variables, operations and memory to the report" in done.stderr
     for to in ("mesh-tensorflow", "haliax"):
         assert run("export", "printed.json", "--to", to).exit_code == 0
-    for to in ("jax", "dtensor", "maxtext"):
+    for to in ("jax", "tf-dtensor", "maxtext"):
         assert "name the model yourself, with" in refused("export", "printed.json", "--to", to)
     assert place.times == 0
     assert run("report", "printed.json", "--model", "model.py").exit_code == 0
@@ -260,7 +260,7 @@ def test_the_form_with_what_it_leaves_out_needs_no_model(run: Callable[..., Resu
 def test_exports_from_the_plan_and_from_its_model_are_the_same(
     run: Callable[..., Result], place: Place
 ) -> None:
-    for to in ("mesh-tensorflow", "dtensor", "jax", "haliax"):
+    for to in ("mesh-tensorflow", "tf-dtensor", "jax", "haliax"):
         alone = run("export", "plan.json", "--to", to).stdout
         assert place.times == 0
         assert run("export", "plan.json", "--to", to, "--model", "model.py").stdout == alone

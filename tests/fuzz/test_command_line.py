@@ -214,7 +214,7 @@ RIGHT = {
     "keep": ["products", "others"],
     "diloco": ["never", "data:period=2", "free"],
     "accept_loss": ["0.1"],
-    "to": ["jax", "dtensor", "haliax", "maxtext", "mesh-tensorflow"],
+    "to": ["jax", "tf-dtensor", "haliax", "maxtext", "mesh-tensorflow"],
     "topology": ["v5e:2x2", "v5e:2x4"],
     "target": ["tpu-v5e"],
     "time_limit": ["5"],

@@ -6,25 +6,30 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from dataclasses import fields as fields_of
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from layoutopt.importers.huggingface import encoders, families
 from layoutopt.importers.huggingface.decoder import LanguageModel
 from layoutopt.importers.huggingface.fields import NOTHING, Fields, read
+from layoutopt.importers.huggingface.modules import module_tensors
 from layoutopt.importers.huggingface.training import ConfiguredTraining
 from layoutopt.importers.huggingface.weights import decoder_names, encoder_names
+from layoutopt.plan.exported import MODULES, ExportedTensor
 from layoutopt.plan.units import plural
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import graph_of
 from mesh_tf_core.training.weights import Source
+
+if TYPE_CHECKING:
+    from layoutopt.plan.build import Plan
 
 ReadConfiguration = Callable[[Fields, ConfiguredTraining], LanguageModel | Model]
 FAMILIES: dict[str, tuple[str, ReadConfiguration]] = {
@@ -95,19 +100,43 @@ def names_of(config: str | Path | Mapping[str, Any], **changes: Any) -> dict[str
     Raises:
       UserError: the checkpoints of the family are not supported.
     """
-    model = from_huggingface(config, **changes)
-    found = _read(config)
-    variables = {n: v for n, v in graph_of(model.loss).variables.items() if v.trainable}
-    name, made = found.family, found.reads(found.fields(model.hparams), ConfiguredTraining(batch=1, length=1))
-    if isinstance(made, LanguageModel) and made.latent:
+    model, found = from_huggingface(config, **changes), _read(config)
+    if (names := _sources(found, model)) is None:
         raise UserError(
-            f"{found.source}: checkpoints of model_type {name!r} combine arrays that are separate variables "
-            "in layoutopt, so their weights cannot be mapped; split the arrays and load them by the names "
-            "of the variables"
+            f"{found.source}: checkpoints of model_type {found.family!r} combine arrays that are separate "
+            "variables in layoutopt, so their weights cannot be mapped; split the arrays and load them by "
+            "the names of the variables"
         )
+    return names
+
+
+def _sources(found: Configuration, model: Model) -> dict[str, Source] | None:
+    """The weights of a model in checkpoints of its family; None if they are not arrays of their own there."""
+    variables = {n: v for n, v in graph_of(model.loss).variables.items() if v.trainable}
+    made = found.reads(found.fields(model.hparams), ConfiguredTraining(batch=1, length=1))
     if not isinstance(made, LanguageModel):
-        return dict(encoder_names(name, variables))
-    return dict(decoder_names(made, name, model.hparams["length"], variables))
+        return dict(encoder_names(found.family, variables))
+    if made.latent:
+        return None
+    return dict(decoder_names(made, found.family, model.hparams["length"], variables))
+
+
+@dataclass
+class ConfiguredModel(Model):
+    """The model of a configuration.
+
+    Attributes:
+      found: the configuration.
+    """
+
+    found: Configuration | None = field(default=None, repr=False, compare=False)
+
+    def modules(self, plan: Plan) -> dict[str, tuple[ExportedTensor, ...]]:
+        """The parameters of the modules of transformers, as a plan splits them; none if some have no array of
+        their own there."""
+        assert self.found is not None
+        names = _sources(self.found, self) or {}
+        return {MODULES: tuple(module_tensors(names, self.graph.variables, plan.layout))}
 
 
 def module_of(path: Path, shown: str) -> ModuleType:
@@ -259,8 +288,12 @@ def _built(found: Configuration, hparams: Mapping[str, Any]) -> Model:
         fields.raw(other)
     fields.finish(training.ignore.replace(" ", "").split(","))
     model = made.model(found.family, training) if isinstance(made, LanguageModel) else made
-    model.remarks = (*found.remarks, *_omitted(fields, found.family, training.dtype))
-    return model
+    remarks = (*found.remarks, *_omitted(fields, found.family, training.dtype))
+    given = {f.name: getattr(model, f.name) for f in fields_of(model)} | {
+        "hparams": hparams,
+        "remarks": remarks,
+    }
+    return ConfiguredModel(**given, found=found)
 
 
 def _omitted(fields: Fields, family: str, dtype: str) -> Iterator[str]:
