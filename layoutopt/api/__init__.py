@@ -6,6 +6,7 @@ TYPE_CHECKING = False  # typing's own takes longer to import than everything els
 if TYPE_CHECKING:
     from typing import Any
 
+    from layoutopt.api.comparing import candidates
     from layoutopt.api.explaining import explain
     from layoutopt.api.pricing import cost, lint
     from layoutopt.api.replicas import choose_replicas
@@ -22,6 +23,7 @@ __all__ = [
     "Limits",
     "Plan",
     "SearchSpace",
+    "candidates",
     "choose_replicas",
     "cost",
     "explain",

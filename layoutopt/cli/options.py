@@ -91,6 +91,15 @@ MeshOption = Annotated[
         show_default=False,
     ),
 ]
+DevicesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--devices",
+        metavar="N",
+        help="Number of devices; the search also chooses the shape of the mesh (instead of --mesh).",
+        show_default=False,
+    ),
+]
 LayoutOption = Annotated[
     str | None,
     typer.Option(

@@ -16,6 +16,7 @@ from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
     ON,
     OUTPUT,
+    DevicesOption,
     MemoryOption,
     MeshOption,
     ModelArgument,
@@ -69,14 +70,7 @@ def search(
     typed: typer.Context,
     model: ModelArgument,
     mesh: MeshOption = None,
-    devices: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Number of devices; the search also chooses the shape of the mesh (instead of --mesh).",
-            show_default=False,
-        ),
-    ] = None,
+    devices: DevicesOption = None,
     max_axes: MaxAxesOption = 2,
     settings: SetOption = None,
     machine_on: OnHardware = ON,

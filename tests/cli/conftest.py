@@ -54,6 +54,7 @@ SCHEMAS: dict[str, type[Data]] = {
     "search": PlanFile,
     "cost": results.CostResult,
     "lint": results.LintResult,
+    "candidates": results.CandidatesResult,
     "check": results.CheckResult,
     "explain": results.ExplainResult,
     "measure": results.MeasureResult,

@@ -74,6 +74,7 @@ LINES: dict[str, tuple[str, ...]] = {
         "model.py",
     ),
     "lint": (f"model.py {ON} --layout batch:data", f"model.py {ON} --layout batch:data;batch:model"),
+    "candidates": (f"model.py {ON} -n 3", "model.py --mesh data:2 -n 0"),
     "check": (
         "plan.json --model model.py --max-memory 90% --max-step 1.05x=plan.json",
         "plan.json --model model.py --max-step 0.5x=plan.json",

@@ -1,0 +1,105 @@
+"""`layoutopt candidates`: the layouts that are worth measuring."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from layoutopt.cli.allowed import Allowed, MaxAxesOption, OnMesh
+from layoutopt.cli.grouped import grouped
+from layoutopt.cli.options import (
+    ON,
+    OUTPUT,
+    DevicesOption,
+    MemoryOption,
+    MeshOption,
+    ModelArgument,
+    OnHardware,
+    Output,
+    SetOption,
+    TimeLimitOption,
+    examples,
+    in_time,
+    read_memory,
+    read_mesh,
+    time_limited,
+)
+from layoutopt.cli.plan_tables import rules_text
+from layoutopt.cli.terminal import facts
+from layoutopt.plan.units import percent
+from reports.views.view import RULES, SECONDS, WHOLE, Column, View
+
+if TYPE_CHECKING:
+    from layoutopt.api.comparing import Candidates
+
+EXAMPLES = examples(
+    "layoutopt candidates examples/transformer_lm.py --devices 8 --hardware h100 --framework torch",
+    'layoutopt candidates examples/mlp.py --mesh "data:4" --hardware tpu-v5e -n 3 --json',
+)
+
+
+@grouped
+def candidates(
+    model: ModelArgument,
+    number: Annotated[int, typer.Option("-n", "--number", metavar="N", help="Most layouts to list.")] = 4,
+    mesh: MeshOption = None,
+    devices: DevicesOption = None,
+    max_axes: MaxAxesOption = 2,
+    settings: SetOption = None,
+    machine_on: OnHardware = ON,
+    memory: MemoryOption = None,
+    allowed: Allowed = OnMesh(),  # noqa: B008
+    time_limit: TimeLimitOption = None,
+    output: Output = OUTPUT,
+) -> None:
+    """List the layouts worth measuring, and which of them predictions cannot tell apart."""
+    clock = time_limited(time_limit)
+    from layoutopt.api.comparing import candidates as find
+    from layoutopt.models.loading import load_model
+
+    terminal = output.terminal
+    limit = None if memory is None else read_memory(memory, machine_on.read())
+    machine_on.read()  # refused before anything takes time
+    on = None if mesh is None else read_mesh(mesh)
+    many = devices if on is None else on.devices
+    loaded = in_time(clock, model, lambda: load_model(model, settings or (), many))
+    with terminal.waiting(f"searching {loaded.model.name}"):
+        found = find(
+            loaded.model,
+            number,
+            mesh=on,
+            devices=devices,
+            max_axes=max_axes,
+            hardware=machine_on.read(loaded.model),
+            framework=machine_on.framework,
+            memory=limit,
+            time_limit=clock,
+            **allowed.space().keywords,
+        )
+    terminal.result(found.data)
+    if not output.as_json:
+        rows = [("hardware", found.data.hardware), ("framework", found.data.framework)]
+        terminal.show(facts(rows), "", _table(found), *(f"\nnote: {note}" for note in found.notes))
+
+
+def _table(found: Candidates) -> View:
+    columns = (
+        Column("group", "group", WHOLE),
+        Column("name", "layout", lead=True),
+        Column("mesh", "mesh"),
+        Column("splits", "splits", RULES),
+        Column("decided", "storage and recompute"),
+        Column("step", "step", SECONDS),
+        Column("error", "error"),
+    )
+    rows = [
+        (
+            *(each.group, each.name, ";".join(f"{axis}:{size}" for axis, size in each.mesh.items())),
+            *(rules_text(each.layout), each.in_short(), each.predicted.step_seconds),
+            "unknown" if each.error is None else f"±{percent(each.error)}",
+        )
+        for each in found.chosen
+        if each.predicted is not None
+    ]
+    return View("Layouts worth measuring", columns, rows)
