@@ -13,9 +13,9 @@ from layoutopt.api.pricing import HARDWARE
 from layoutopt.optimize.entry import search
 from layoutopt.plan.build import Plan
 from layoutopt.plan.known import Known
+from layoutopt.plan.layout_results import Candidate, CandidatesResult
 from layoutopt.plan.machine_details import errors_known
 from layoutopt.plan.notebook import Shown, table
-from layoutopt.plan.results import Candidate, CandidatesResult
 from layoutopt.plan.schema import Alternative
 from layoutopt.plan.units import percent, seconds_text, some
 from mesh_tf_core.errors import UserError
@@ -27,7 +27,7 @@ MOST = 100
 
 
 @dataclass(frozen=True, repr=False)
-class Candidates(Shown):
+class LayoutCandidates(Shown):
     """Layouts that are worth measuring, the fastest first.
 
     Attributes:
@@ -40,7 +40,7 @@ class Candidates(Shown):
 
     @property
     def notes(self) -> Iterator[str]:
-        """What the errors mean for the order."""
+        """Consequences of the errors for the order."""
         for number in dict.fromkeys(each.group for each in self.chosen):
             alike = [each for each in self.chosen if each.group == number]
             errors = [each.error for each in alike if each.error is not None]
@@ -82,10 +82,10 @@ class Candidates(Shown):
 
     def __repr__(self) -> str:
         fastest = self.plan.predicted.step_seconds
-        return f"Candidates({len(self.chosen)} layouts, the fastest {seconds_text(fastest)} a step)"
+        return f"LayoutCandidates({len(self.chosen)} layouts, the fastest {seconds_text(fastest)} a step)"
 
 
-def candidates(model: Model, n: int = 4, **asked: Any) -> Candidates:
+def candidates(model: Model, n: int = 4, **asked: Any) -> LayoutCandidates:
     """Finds the layouts of a model that are worth measuring on the machine.
 
     They are the best layout and the fastest that split or store the model differently: the named strategies
@@ -110,7 +110,7 @@ def candidates(model: Model, n: int = 4, **asked: Any) -> Candidates:
         raise UserError(f"candidates: n is {n!r}; give a number of layouts from 1 to {MOST}")
     machine = machine_of(asked.get("hardware", HARDWARE), asked.get("framework"), model.framework)
     plan = search(model, top=n, **asked)
-    return Candidates(plan, tuple(_grouped(_distinct(plan)[:n], partial(errors_known, machine, model))))
+    return LayoutCandidates(plan, tuple(_grouped(_distinct(plan)[:n], partial(errors_known, machine, model))))
 
 
 def _distinct(plan: Plan) -> list[Alternative]:

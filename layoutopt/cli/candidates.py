@@ -25,13 +25,12 @@ from layoutopt.cli.options import (
     read_mesh,
     time_limited,
 )
-from layoutopt.cli.plan_tables import rules_text
 from layoutopt.cli.terminal import facts
 from layoutopt.plan.units import percent
 from reports.views.view import RULES, SECONDS, WHOLE, Column, View
 
 if TYPE_CHECKING:
-    from layoutopt.api.comparing import Candidates
+    from layoutopt.api.comparing import LayoutCandidates
 
 EXAMPLES = examples(
     "layoutopt candidates examples/transformer_lm.py --devices 8 --hardware h100 --framework torch",
@@ -83,7 +82,9 @@ def candidates(
         terminal.show(facts(rows), "", _table(found), *(f"\nnote: {note}" for note in found.notes))
 
 
-def _table(found: Candidates) -> View:
+def _table(found: LayoutCandidates) -> View:
+    from layoutopt.cli.plan_tables import rules_text
+
     columns = (
         Column("group", "group", WHOLE),
         Column("name", "layout", lead=True),

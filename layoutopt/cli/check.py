@@ -25,7 +25,7 @@ from layoutopt.cli.units import parse_bytes, parse_seconds
 from layoutopt.plan.units import bytes_text, seconds_text, times_text
 
 if TYPE_CHECKING:
-    from layoutopt.plan.results import CheckedBound
+    from layoutopt.plan.layout_results import CheckedBound
 
 EXAMPLES = examples(
     "layoutopt check plan.json --max-memory 90%",
@@ -68,7 +68,7 @@ def check(
     """Check bounds on a plan's or layout's step time and memory; exit code 6 if one is broken."""
     from layoutopt.api.pricing import cost
     from layoutopt.plan.build import given_fields
-    from layoutopt.plan.results import CheckedBound, CheckResult
+    from layoutopt.plan.layout_results import CheckedBound, CheckResult
     from mesh_tf_core.errors import BrokenBoundError
 
     if machine_on.hardware != THIS_MACHINE:

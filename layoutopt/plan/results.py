@@ -15,7 +15,7 @@ from layoutopt.plan.decided import Decided, Refined
 from layoutopt.plan.details import FactorCurve, Proof, Robustness
 from layoutopt.plan.evidence import Validation
 from layoutopt.plan.fields import Data, Figure, Flag, PositiveInteger
-from layoutopt.plan.schema import Alternative, ModelInfo, Predicted
+from layoutopt.plan.schema import ModelInfo, Predicted
 from layoutopt.plan.training import TrainingForecast
 from layoutopt.plan.ways import Turning
 
@@ -91,48 +91,6 @@ class CostResult(Decided, LayoutResult):
     findings: list[Finding]
     notes: list[str] = Field(default_factory=list)
     lines: list[CostLine] = Field(default_factory=list)
-
-
-class Candidate(Alternative):
-    """A layout that is worth measuring.
-
-    Attributes:
-      error: mean error of predicted steps of its kind, as a share; None: no run of this kind is known.
-      group: number of the candidates whose predictions this error cannot tell apart.
-    """
-
-    error: Figure
-    group: PositiveInteger
-
-
-class CandidatesResult(CommandResult):
-    """`candidates`: the layouts worth measuring, the fastest first."""
-
-    command = "candidates"
-    model: ModelInfo
-    hardware: str
-    framework: str
-    candidates: list[Candidate]
-    notes: list[str] = Field(default_factory=list)
-
-
-class CheckedBound(Data):
-    """A bound on a prediction: bytes of a device or seconds of a step."""
-
-    name: str
-    bound: float
-    found: float
-    ok: Flag
-
-
-class CheckResult(LayoutResult):
-    """`check`: whether every bound holds."""
-
-    command = "check"
-    hardware: str
-    framework: str
-    ok: Flag
-    bounds: list[CheckedBound]
 
 
 class Best(Data):

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from layoutopt.cli import app
 from layoutopt.models import checked
-from layoutopt.plan import hardware_results, results, size_results
+from layoutopt.plan import hardware_results, layout_results, results, size_results
 from layoutopt.plan.fields import Data
 from layoutopt.plan.schema import PlanFile
 
@@ -54,8 +54,8 @@ SCHEMAS: dict[str, type[Data]] = {
     "search": PlanFile,
     "cost": results.CostResult,
     "lint": results.LintResult,
-    "candidates": results.CandidatesResult,
-    "check": results.CheckResult,
+    "candidates": layout_results.CandidatesResult,
+    "check": layout_results.CheckResult,
     "explain": results.ExplainResult,
     "measure": results.MeasureResult,
     "calibrate": hardware_results.CalibrateResult,

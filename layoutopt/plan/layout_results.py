@@ -1,0 +1,51 @@
+"""The schemas of the output of `candidates` and `check`, which compare predictions of layouts."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from layoutopt.plan.fields import Data, Figure, Flag, PositiveInteger
+from layoutopt.plan.results import CommandResult, LayoutResult
+from layoutopt.plan.schema import Alternative, ModelInfo
+
+
+class Candidate(Alternative):
+    """A layout that is worth measuring.
+
+    Attributes:
+      error: mean error of predicted steps of its kind, as a share; None: no run of this kind is known.
+      group: number of the candidates whose predictions this error cannot tell apart.
+    """
+
+    error: Figure
+    group: PositiveInteger
+
+
+class CandidatesResult(CommandResult):
+    """`candidates`: the layouts worth measuring, the fastest first."""
+
+    command = "candidates"
+    model: ModelInfo
+    hardware: str
+    framework: str
+    candidates: list[Candidate]
+    notes: list[str] = Field(default_factory=list)
+
+
+class CheckedBound(Data):
+    """A bound on a prediction: bytes of a device or seconds of a step."""
+
+    name: str
+    bound: float
+    found: float
+    ok: Flag
+
+
+class CheckResult(LayoutResult):
+    """`check`: whether every bound holds."""
+
+    command = "check"
+    hardware: str
+    framework: str
+    ok: Flag
+    bounds: list[CheckedBound]
