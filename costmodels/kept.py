@@ -166,13 +166,10 @@ class _Finder:
         return True
 
     def _role(self, node: Node) -> str:
-        """The role of a node in a kernel; a product of which the model needs nothing only selects."""
+        """The role of a node in a kernel."""
         if isinstance(node.op, Connection):
             return ALONE
-        types = self._types(node)[: len(node.inputs)]
-        work = node.op.work(*types)
-        selects = work.product is not None and work.overhead == node.op.flops(*types)
-        return MAP if selects else role(node.op, types)
+        return role(node.op, self._types(node)[: len(node.inputs)])
 
 
 def masked(program: Program) -> dict[int, float]:

@@ -35,7 +35,8 @@ def model(
     chosen: int = 2,
     shared: int = 1,
     d_expert: int = 128,
-    capacity_factor: float = 1.25,
+    capacity_factor: float = 0.0,
+    imbalance: float = 1.0,
     balance: float = 0.01,
     vocab: int = 256,
     batch: int = 16,
@@ -44,14 +45,15 @@ def model(
     *,
     training: Training,
 ) -> mtf.Model:
-    """Builds the model; the tokens of a sequence compete for the experts' capacity.
+    """Builds the model.
 
     Args:
       dense: number of layers without experts.
       d_kv, d_rotary: elements of a query or key that know no positions, and those that do; d_v: of a value.
       kv_rank, q_rank: of the vectors that keys and values, and queries (0: they have none), are made of.
       d_ff: of dense layers; d_expert: of one expert, of which `shared` are for all tokens.
-      capacity_factor: tokens that an expert can process, relative to its even share.
+      capacity_factor: what an expert can process, relative to its even share; 0: no token is dropped.
+      imbalance: tokens of the device with most of them over the mean, where devices share the experts.
       balance: weight of the load-balance loss.
       attention: "fused" (one operation that never stores all logits) or "plain" (products and a softmax).
     """
@@ -72,7 +74,7 @@ def model(
     mixture = nn.MixtureOfExperts(
         mtf.Dim("experts", experts),
         mtf.Dim("d_expert", d_expert),
-        nn.TopExperts(capacity_factor, chosen=chosen, normalized=False),
+        nn.TopExperts(capacity_factor, chosen=chosen, normalized=False, imbalance=imbalance),
         "silu",
         gated=True,
         shared=mtf.Dim("d_shared", shared * d_expert) if shared else None,

@@ -29,7 +29,8 @@ def model(
     gated: bool = False,
     experts: int = 8,
     chosen: int = 2,
-    capacity_factor: float = 1.25,
+    capacity_factor: float = 0.0,
+    imbalance: float = 1.0,
     balance: float = 0.01,
     vocab: int = 256,
     batch: int = 16,
@@ -41,14 +42,15 @@ def model(
     *,
     training: Training,
 ) -> mtf.Model:
-    """Builds the model; the tokens of a sequence compete for the experts' capacity.
+    """Builds the model.
 
     Args:
       d_kv: size of one head.
       kv_heads: heads of keys and values (grouped-query attention); 0 means as many as `heads`.
       gated: three matrices per expert, silu(x a) * (x b), instead of two with relu.
-      experts: feed-forward blocks per layer; each token uses `chosen` (1 or 2) of them.
-      capacity_factor: tokens that an expert can process, relative to its even share.
+      experts: feed-forward blocks per layer; each token uses `chosen` of them.
+      capacity_factor: what an expert can process, relative to its even share; 0: no token is dropped.
+      imbalance: tokens of the device with most of them over the mean, where devices share the experts.
       balance: weight of the load-balance loss.
       positions: learned, rotary, none, or the number of learned positions.
       tied: the output projection is the embedding.
@@ -69,10 +71,9 @@ def model(
     mixture = nn.MixtureOfExperts(
         mtf.Dim("experts", experts),
         mtf.Dim("d_ff", d_ff),
-        nn.TokenChoice(capacity_factor, chosen=chosen),
+        nn.TopExperts(capacity_factor, chosen=chosen, normalized=chosen > 1, imbalance=imbalance),
         "silu" if gated else "relu",
         gated,
-        dropout,
     )
     tokens, targets = g.input("tokens", text), g.input("targets", text)
     embedding = nn.Embedding(v, d, training.dtype)

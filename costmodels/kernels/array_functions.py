@@ -36,9 +36,10 @@ def calls(
       NoArrayFunctionError: the operation uses an array function that `Tally` does not have.
     """
     tally = Tally()
-    at = At(tuple(inputs), tuple(outputs), split, lambda name: 0)
+    given, made = (tuple(t.places for t in types) for types in (inputs, outputs))
+    at = At(given, made, split, lambda name: 0)
     try:
-        op.kernel(tally, at, *(Piece(t.shape.sizes, t.dtype) for t in inputs))
+        op.kernel(tally, at, *(Piece(t.shape.sizes, t.dtype) for t in given))
     except NoArrayFunctionError as error:
         raise NoArrayFunctionError(
             f"{op.name}: the cost model has no time for the array function {str(error)!r}"

@@ -75,7 +75,7 @@ class Instance:
                 between = between_of(template.unit, local)
                 types = types[: len(self.collective.inputs)]
             return itemiser.of_collective(self.collective, template.sending, types, mesh, between)
-        key = tuple([t.shape.sizes for t in types]), itemiser.compiler.known_by(self.values)
+        key = tuple([(t.shape.sizes, t.shape.size) for t in types]), itemiser.compiler.known_by(self.values)
         items = template.known.get(key)
         if items is None:
             local = dict(zip(template.values, types, strict=True)).__getitem__
@@ -165,7 +165,7 @@ def structural_key(program: Program) -> tuple[Hashable, list[Collective]]:
         rule = instr.rule if isinstance(instr, Message) else ""
         return type(instr), instr.inputs, instr.outputs, origin.phase, getattr(instr, "combine", ""), rule
 
-    values = tuple([(v.tensor, v.shape.names, v.shape.sizes, v.dtype) for v in program.values])
+    values = tuple([(v.tensor, v.shape, v.dtype) for v in program.values])
     return (block(program.code), values, tuple(program.results.values())), sent
 
 

@@ -122,7 +122,7 @@ def _links(graph: Graph) -> dict[str, dict[str, None]]:
     for node, _ in graph.walk():
         if not node.op.regroups or len(node.inputs) != 1 or len(node.outputs) != 1:
             continue
-        before, after = (graph.tensor(t).shape for t in (*node.inputs, *node.outputs))
+        before, after = (graph.tensor(t).shape.places for t in (*node.inputs, *node.outputs))
         for old, new in groups(before, after) if before.size == after.size else ():
             if old and new and old[0].name != new[0].name:
                 links.setdefault(old[0].name, {})[new[0].name] = None

@@ -41,6 +41,7 @@ from mesh_tf_core.ir.program import (
     Value,
     WriteVariable,
     count_sent,
+    scatters,
 )
 from mesh_tf_core.kernels.numpy_kernel import NumpyKernel
 
@@ -183,7 +184,7 @@ class LockstepEngine(Stepping):
                 new[instr.variable] = env[instr.inputs[0]]
             elif isinstance(instr, Transfer):
                 env[instr.outputs[0]] = env[instr.inputs[0]]
-                self.transfer_bytes[instr.name] += _bytes(env[instr.inputs[0]])
+                self.transfer_bytes[instr.name] += self._bytes(instr.inputs[0], env)
             elif isinstance(instr, Slice):
                 (i,), (o,) = instr.inputs, instr.outputs
                 env[o] = self.own_part(env[i], self.program.values[i], instr.dim, instr.axes)
@@ -196,7 +197,7 @@ class LockstepEngine(Stepping):
                     "this"
                 )
             if self._meter and not isinstance(instr, Loop):
-                unread = self._meter.ran(instr, lambda i: _bytes(env[i]))
+                unread = self._meter.ran(instr, lambda i: self._bytes(i, env))
             if around is not None:
                 around.add(instr.outputs, env)
             for i in unread:
@@ -230,13 +231,13 @@ class LockstepEngine(Stepping):
             self._meter.entered(loop, lambda i: self.program.local(i).bytes)
         iterations = Iterations(loop, env, body, self, self.program.added, self.program.longer(loop))
         in_turn(iterations, self)
-        return self._meter.left(loop, lambda i: _bytes(env[i])) if self._meter else ()
+        return self._meter.left(loop, lambda i: self._bytes(i, env)) if self._meter else ()
 
     def number(self, at: int) -> DevicePieces:
         return [self.k.scalar(at, "int32") for _ in self.devices]
 
     def zeros(self, id: int) -> DevicePieces:
-        type = self.program.local(id)
+        type = self.program.local(id).places
         return [self.k.full(type.shape.sizes, 0, type.dtype) for _ in self.devices]
 
     def add(self, total: DevicePieces, term: DevicePieces) -> DevicePieces:
@@ -271,12 +272,17 @@ class LockstepEngine(Stepping):
 
     # -- collectives -----------------------------------------------------------------------------------------
 
+    def _bytes(self, id: int, env: Mapping[int, DevicePieces]) -> int:
+        """Bytes of one device's piece: of a sparse dimension those of the elements that it expects."""
+        thin = self.program.values[id].shape.sparse
+        return _bytes(env[id]) if thin is None else self.program.local(id).bytes
+
     def own_part(self, pieces: DevicePieces, v: Value, dim: str, axes: Axes) -> DevicePieces:
         """Every device's part of `dim` among its group over `axes`."""
         return [place.part(x, v, dim, axes) for place, x in zip(self.places, pieces, strict=True)]
 
     def collective(self, instr: Collective, pieces: DevicePieces, v: Value) -> DevicePieces:
-        count_sent(self.communication_bytes, self.mesh, instr, _bytes(pieces))
+        count_sent(self.communication_bytes, self.mesh, instr, self._bytes(v.id, {v.id: pieces}))
         out: DevicePieces = [None] * len(pieces)
         for group in self.mesh.groups(instr.axes):
             members = [pieces[r] for r in group]
@@ -291,7 +297,7 @@ class LockstepEngine(Stepping):
     def exchanged(self, instr: Collective, members: DevicePieces, v: Value) -> DevicePieces:
         """The pieces that each member of one group holds after an exchange, before it takes its own part."""
         n = len(members)
-        if isinstance(instr, AllReduce | ReduceScatter):
+        if isinstance(instr, AllReduce) or scatters(instr, v) is not None:
             fn = {"sum": "add", "max": "max", "min": "min"}[getattr(instr, "combine", "sum")]
             total = members[0]
             for x in members[1:]:

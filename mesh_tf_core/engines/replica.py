@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+from mesh_tf_core.ir.dims import SparseDim
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
@@ -47,11 +48,12 @@ def at(program: Program, instr: Local) -> Callable[[Callable[[Axes], Any]], At]:
         name: axes for v in values for name, axes in zip(v.shape.names, v.splits, strict=True) if axes
     }
     size = {d.name: d.size for t in types for d in t.shape}
+    held = tuple(t.places for t in types)
     n, names = len(instr.inputs), frozenset(split)
     ways = {name: program.mesh.group_size(axes) for name, axes in split.items()}
 
     def placed(index: Callable[[Axes], Any]) -> At:
-        return At(types[:n], types[n:], names, lambda name: index(split[name]) * size[name], ways)
+        return At(held[:n], held[n:], names, lambda name: index(split[name]) * size[name], ways)
 
     return placed
 
@@ -81,7 +83,9 @@ class Device:
 
     def part(self, piece: Any, v: Value, dim: str, axes: Axes) -> Any:
         """This device's part of `dim`, of a piece of `v` that its group over `axes` shares out."""
-        sizes, axis = list(v.local(self.program.mesh).shape.sizes), v.shape.index(dim)
+        if isinstance(v.shape.dim(dim), SparseDim):  # other devices' experts leave their places empty
+            return piece
+        sizes, axis = list(v.local(self.program.mesh).shape.places.sizes), v.shape.index(dim)
         sizes[axis] //= self.program.mesh.group_size(axes)
         begin: list[Any] = [0] * len(sizes)
         begin[axis] = self.index(axes) * sizes[axis]

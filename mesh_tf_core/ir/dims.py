@@ -57,6 +57,39 @@ class Dim:
     def __str__(self) -> str:
         return f"{self.name}:{self.size}"
 
+    def part(self, ways: int) -> Dim:
+        """One of so many equal pieces."""
+        return Dim(self.name, self.size // ways)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseDim(Dim):
+    """A dimension of which every position of the others has few elements: of all experts those that a token
+    chose. An array holds these alone, in `filled` places: on a device with some of the experts too, whose
+    places of other devices' experts are then empty.
+
+    Attributes:
+      filled: elements at every position.
+      whole: the size on all devices.
+      imbalance: elements on the device with most of them over their mean, where devices share the dimension.
+    """
+
+    filled: int = 1
+    whole: int = 1
+    imbalance: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.filled}of{self.size}"
+
+    def part(self, ways: int) -> Dim:
+        return SparseDim(self.name, self.size // ways, self.filled, self.whole, self.imbalance)
+
+    @property
+    def share(self) -> float:
+        """How many of its elements there are on a device."""
+        even = self.filled / self.whole
+        return even if self.size == self.whole else min(1.0, even * self.imbalance, self.filled / self.size)
+
 
 @dataclass(frozen=True, slots=True)
 class PaddedDim(Dim):
@@ -87,7 +120,7 @@ class Shape:
 
     Attributes:
       names, sizes: names and sizes of the dimensions, in order.
-      size: number of elements.
+      size: number of elements; along a sparse dimension those that there are.
 
     Example:
       >>> import mesh_tf_core as mtf
@@ -110,7 +143,11 @@ class Shape:
         object.__setattr__(self, "dims", found)
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "sizes", sizes)
-        object.__setattr__(self, "size", math.prod(sizes))
+        size = math.prod(sizes)
+        for d in found:
+            if isinstance(d, SparseDim):
+                size = max(1, round(size * d.share))
+        object.__setattr__(self, "size", size)
         object.__setattr__(self, "_hash", hash((names, sizes)))
         if len(set(names)) < len(names):
             twice = next(n for n in names if names.count(n) > 1)
@@ -157,6 +194,20 @@ class Shape:
                 return d
         return None
 
+    @property
+    def sparse(self) -> SparseDim | None:
+        """The sparse dimension, if there is one."""
+        for d in self.dims:
+            if isinstance(d, SparseDim):
+                return d
+        return None
+
+    @property
+    def places(self) -> Shape:
+        """The shape of the array that holds it: of a sparse dimension its places."""
+        thin = self.sparse
+        return self if thin is None else self.resized(Dim(thin.name, thin.filled))
+
     def resized(self, dim: Dim) -> Shape:
         """With another dimension of its name, if it has one."""
         return Shape(dim if d.name == dim.name else d for d in self.dims)
@@ -171,7 +222,13 @@ def union(*shapes: Shape) -> Shape:
     seen: dict[str, Dim] = {}
     for shape in shapes:
         for d in shape:
-            if seen.setdefault(d.name, d).size != d.size:
+            first = seen.setdefault(d.name, d)
+            if isinstance(first, SparseDim) != isinstance(d, SparseDim):
+                raise UserError(
+                    f"dimension {d.name!r} has only the experts that each token chose in one operand, and "
+                    "all in the other; multiply by a matrix of each expert with ops.experts.expert_product"
+                )
+            if first.size != d.size:
                 listing = ", ".join(f"[{s}]" for s in shapes)
                 raise UserError(
                     f"dimension {d.name!r} has size {seen[d.name].size} in one operand and {d.size} in "

@@ -92,5 +92,11 @@ class TensorType:
     def bytes(self) -> int:
         return self.shape.size * itemsize(self.dtype)
 
+    @property
+    def places(self) -> TensorType:
+        """The type of the array that holds it."""
+        shape = self.shape.places
+        return self if shape is self.shape else TensorType(shape, self.dtype)
+
     def __str__(self) -> str:
         return f"{self.dtype}[{self.shape}]"

@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TypeVar
 
-from mesh_tf_core.ir.dims import PaddedDim
+from mesh_tf_core.ir.dims import PaddedDim, SparseDim
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.instructions import (
     COLLECTIVES,
@@ -221,6 +221,22 @@ def wire_bytes(kind: str, payload: int, n: int) -> float:
       payload: bytes of the piece that a device puts in.
     """
     return COLLECTIVES[kind].sent(n) * payload
+
+
+def scatters(instr: Instr, v: Value) -> str | None:
+    """The dimension of a value that an engine scatters as it adds arrays up. It does so, too, where an
+    all-to-all brings elements of a sparse dimension together: each device has other places filled."""
+    if isinstance(instr, AllToAll):
+        return instr.split if isinstance(v.shape.dim(instr.concat), SparseDim) else None
+    return instr.dim if isinstance(instr, ReduceScatter) else None
+
+
+def gathers(instr: Instr, v: Value) -> str | None:
+    """The dimension of a value that an engine gathers. It does so, too, where an all-to-all sends elements of
+    a sparse dimension to their devices: an engine's messages have one size whatever is chosen."""
+    if isinstance(instr, AllToAll):
+        return instr.concat if isinstance(v.shape.dim(instr.split), SparseDim) else None
+    return instr.dim if isinstance(instr, AllGather) else None
 
 
 def count_sent(

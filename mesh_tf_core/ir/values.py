@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.dtypes import TensorType, itemsize
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
@@ -19,10 +19,7 @@ Splits = tuple[Axes, ...]
 @lru_cache(maxsize=1 << 16)
 def local_type(shape: Shape, dtype: str, splits: tuple[Axes, ...], mesh: Mesh) -> TensorType:
     """Type of the piece on one device of a value."""
-    dims = [
-        Dim(d.name, d.size // mesh.group_size(axes)) if axes else d
-        for d, axes in zip(shape, splits, strict=True)
-    ]
+    dims = [d.part(mesh.group_size(axes)) if axes else d for d, axes in zip(shape, splits, strict=True)]
     return TensorType(Shape(dims), dtype)
 
 
@@ -56,6 +53,8 @@ class Value:
         return local_type(self.shape, self.dtype, self.splits, mesh)
 
     def local_bytes(self, mesh: Mesh) -> int:
+        if self.shape.sparse is not None:
+            return self.local(mesh).bytes
         return self.shape.size // _ways(self.splits, mesh) * itemsize(self.dtype)
 
     def begin(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
@@ -78,7 +77,7 @@ class Value:
 
     def __str__(self) -> str:
         dims = " ".join(
-            f"{d.name}:{d.size}" + (f"/{'+'.join(axes)}" if axes else "")
+            f"{d}" + (f"/{'+'.join(axes)}" if axes else "")
             for d, axes in zip(self.shape, self.splits, strict=True)
         )
         partial = f" partial({'+'.join(self.partial)})" if self.partial else ""

@@ -3,10 +3,11 @@
 Lepikhin et al. 2021, "GShard"; Fedus et al. 2022, "Switch Transformer"; as in Mesh-TensorFlow's `moe.py`.
 The routers and their equations are in `routing`.
 
-Tokens stay in the dimensions of the group until they are dispatched, then two dimensions are renamed: the
-group to `expert_<group>` and `router` to the experts' own. A layout that splits the group and the experts
-over one mesh axis makes this an all-to-all, as in GShard; one that splits the experts over an axis that does
-not split the group makes it a slice, and the results are gathered.
+Tokens stay in the dimensions of the group until they are dispatched; at the experts, the group is called
+`expert_<group>`. A layout that splits the group and the experts over one mesh axis makes this an all-to-all;
+one that splits the experts over an axis that does not split the group makes it a slice, and the results are
+added up. Of `TopExperts`, each expert multiplies the tokens that chose it (`ops.experts`). The other routers
+have buffers of a capacity, as GShard has: products with ones and zeros fill and empty them.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.dims import Dim, SparseDim
 from mesh_tf_core.ir.initializers import Normal
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import activation, check_rate, project, weighted
 from mesh_tf_core.layers.dense import FeedForward
 from mesh_tf_core.layers.routing import SWITCH, Router
+from mesh_tf_core.layers.top_experts import TopExperts
 from mesh_tf_core.ops.einsum import einsum
+from mesh_tf_core.ops.experts import expert_product, from_experts, to_experts
 from mesh_tf_core.ops.math import sigmoid
 from mesh_tf_core.ops.random import dropout
-from mesh_tf_core.ops.shape import rename
+from mesh_tf_core.ops.shape import rename, transpose
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,11 @@ class MixtureOfExperts:
         activation(self.activation)
         check_rate(self, self.dropout)
         self.router.check(self.experts.size)
+        if self.dropout and isinstance(self.router, TopExperts):
+            raise UserError(
+                "MixtureOfExperts: dropout inside the experts cannot be combined with TopExperts; set "
+                "dropout=0 and apply mtf.dropout to the result"
+            )
         if self.shared_gate and self.shared is None:
             raise UserError(
                 "MixtureOfExperts: shared_gate needs `shared`, the hidden dimension of the shared expert; "
@@ -80,7 +88,10 @@ class MixtureOfExperts:
                 f"[{x.shape}]; reshape or rename its dimensions"
             )
         with x.graph.scope(self.name):
-            y, loss = through(x, self.router, self.experts, self.feed_forward, names, importance)
+            if isinstance(self.router, TopExperts):
+                y, loss = self._chosen(x, self.router, importance)
+            else:
+                y, loss = through(x, self.router, self.experts, self.feed_forward, names, importance)
             return (y if self.shared is None else y + self._shared(x, self.shared)), loss
 
     def _shared(self, x: Tensor, d_ff: Dim) -> Tensor:
@@ -90,6 +101,26 @@ class MixtureOfExperts:
         if not self.shared_gate:
             return y
         return y * sigmoid(project(x, "shared_gate", [x.dim(self.d_model)], []))
+
+    def _chosen(self, x: Tensor, router: TopExperts, importance: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Every token through its experts. A gate multiplies hidden units instead of their product: there are
+        fewer."""
+        d, count = x.dim(self.d_model), self.experts.size
+        found = router.choices(x, Dim("router", count), self.token, d.name, importance)
+        few = SparseDim(self.experts.name, count, router.chosen, count, router.imbalance)
+        ids, gates = (
+            to_experts(each, few, found.choice, self.group) for each in (found.ids, found.gates.cast(x.dtype))
+        )
+        rows = to_experts(x, few, found.choice, self.group, [d.name])
+
+        def product(x: Tensor, name: str, inner: Dim, outer: Dim) -> Tensor:
+            return expert_product(x, expert_weight(x, name, [self.experts], inner, outer), ids)
+
+        h = activation(self.activation)(product(rows, "wi", d, self.d_ff))
+        if self.gated:
+            h = h * product(rows, "wg", d, self.d_ff)
+        y = product(h * gates, "wo", self.d_ff, d)
+        return transpose(from_experts(y, found.choice, self.group, [d.name]), x.shape), found.loss
 
     def feed_forward(self, x: Tensor, filled: float) -> Tensor:
         """Every expert's block on its buffers [expert_group, experts, capacity, d_model]."""
@@ -142,10 +173,15 @@ def blocks(
     rest = [n for n in x.shape if n != d]
 
     def weight(name: str, inner: Dim, outer: Dim) -> Tensor:
-        stddev = Normal(1 / math.sqrt(inner.size))
-        return x.graph.variable(name, [*experts, inner, outer], stddev, activation_dtype=x.dtype)
+        return expert_weight(x, name, experts, inner, outer)
 
     h = activation(act)(weighted(x, weight("wi", d, d_ff), [*rest, d_ff], filled))
     if gated:
         h = h * weighted(x, weight("wg", d, d_ff), [*rest, d_ff], filled)
     return weighted(dropout(h, rate), weight("wo", d_ff, d), x.shape, filled)
+
+
+def expert_weight(x: Tensor, name: str, experts: Sequence[Dim], inner: Dim, outer: Dim) -> Tensor:
+    """A variable [experts, inner, outer] for products with x."""
+    stddev = Normal(1 / math.sqrt(inner.size))
+    return x.graph.variable(name, [*experts, inner, outer], stddev, activation_dtype=x.dtype)

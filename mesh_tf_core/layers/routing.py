@@ -118,18 +118,40 @@ class Router:
           names: of the router's variable, and of the buffers' places.
           needed: the share of x that is tokens, where x is itself a buffer.
         """
-        self.check(router.size)
-        d, s = x.dim(d_model), x.dim(token)
-        w = x.graph.variable(names[0], [*per, d, router], Normal(1 / math.sqrt(d.size)))
-        seen = Jitter(self.jitter)(x.cast("float32"))
-        logits = einsum([seen, w], [*x.shape.without(token, d_model), s, router], needed=needed)
+        logits, s = self.logits(x, router, token, d_model, per, names[0], needed), x.dim(token)
         places = Dim(names[1], self.capacity(s.size, router.size))
         combine, dispatch, loss = self.assigned(self.scored(logits, router), router, s, places, importance)
-        if self.z_loss:
-            loss = loss + reduce_mean(square(logsumexp(logits, router))) * self.z_loss
         full = [*logits.shape, places]
         filled = needed * self.filled(s.size, router.size)
-        return Routed(transpose(combine, full), transpose(dispatch, full), loss, filled)
+        return Routed(
+            transpose(combine, full),
+            transpose(dispatch, full),
+            self.with_z_loss(loss, logits, router),
+            filled,
+        )
+
+    def logits(
+        self,
+        x: Tensor,
+        router: Dim,
+        token: str,
+        d_model: str,
+        per: Sequence[Dim] = (),
+        name: str = "router",
+        needed: float = 1.0,
+    ) -> Tensor:
+        """x w [others, token, router]; the parameters are those of a call."""
+        self.check(router.size)
+        d, s = x.dim(d_model), x.dim(token)
+        w = x.graph.variable(name, [*per, d, router], Normal(1 / math.sqrt(d.size)))
+        seen = Jitter(self.jitter)(x.cast("float32"))
+        return einsum([seen, w], [*x.shape.without(token, d_model), s, router], needed=needed)
+
+    def with_z_loss(self, loss: Tensor, logits: Tensor, router: Dim) -> Tensor:
+        """The loss and equation 7."""
+        if not self.z_loss:
+            return loss
+        return loss + reduce_mean(square(logsumexp(logits, router))) * self.z_loss
 
     def scored(self, logits: Tensor, router: Dim) -> Tensor:
         """Probabilities of the experts (equation 1)."""

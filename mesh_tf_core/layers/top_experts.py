@@ -6,7 +6,8 @@ With S tokens in a group, E experts, k choices, and x w the logits:
   (2)  a token's choices: the k experts of the largest p + b, where b is 0, or a bias that is not trained; of
        experts in groups, only those of the best groups are asked
   (3)  gate: scale p of the choice; normalised, p is divided by the sum over the choices first
-  (4)  places, capacity and what is dropped are those of `routing`: first choices come before second ones
+  (4)  nothing is dropped, or with a capacity the choices beyond it, as `routing` says: first choices come
+       before second ones
   (5)  balance loss: E sum over experts of (share of the choices that it got) (mean p / sum p), 1 if even
   (6)  after a step, b += balance_rate sign(mean load - load of the expert): no loss pulls at the gates
        (Wang et al. 2024, "Auxiliary-loss-free load balancing", algorithm 1)
@@ -26,8 +27,11 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import ZEROS
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.layers.noise import Jitter
 from mesh_tf_core.layers.routing import Router
+from mesh_tf_core.ops.along import take_along
 from mesh_tf_core.ops.basic import stop_gradient
+from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.cumulative import cumsum
 from mesh_tf_core.ops.index import one_hot
 from mesh_tf_core.ops.math import maximum, sigmoid, sign
@@ -43,22 +47,41 @@ _NOTHING = 1e-20
 
 
 @dataclass(frozen=True)
+class Choices:
+    """The experts of tokens.
+
+    Attributes:
+      ids: int32 [others, token, choice]; -1: no expert.
+      gates: float32 [others, token, choice].
+      loss: float32 scalar to be added, weighted, to the model's.
+      choice: its dimension.
+    """
+
+    ids: Tensor
+    gates: Tensor
+    loss: Tensor
+    choice: Dim
+
+
+@dataclass(frozen=True)
 class TopExperts(Router):
     """Every token chooses the `chosen` experts of its largest scores.
 
-    With `capacity_factor` of experts / chosen no token is ever dropped.
-
     Attributes:
+      capacity_factor: 0: every choice is used. Otherwise an expert leaves out choices beyond its capacity.
       chosen: k, at most the number of experts.
       scores: how p is made of the logits: `softmax` over all experts, or the `sigmoid` of each.
       normalized: a token's gates add up to `scale`.
       scale: of the gates (DeepSeek's routed_scaling_factor).
       groups, groups_chosen: number of groups of experts, and number of groups with a token's choices: those
         with the largest p (softmax), or the largest sums of two p + b (sigmoid).
+      imbalance: tokens of the device with most of them over the mean, where devices share the experts; time
+        and memory are predicted with it.
       balance_rate: change per step of the bias of (6), a variable `router_bias` [router] beside
         `router_load`, the choices of the previous step; 0: no bias.
     """
 
+    capacity_factor: float = 0.0
     chosen: int = 2
     scores: str = "softmax"
     normalized: bool = True
@@ -66,9 +89,14 @@ class TopExperts(Router):
     groups: int = 1
     groups_chosen: int = 1
     balance_rate: float = 0.0
+    imbalance: float = 1.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        if self.capacity_factor:
+            super().__post_init__()
+        Jitter(self.jitter)
+        if not self.imbalance >= 1:
+            raise UserError(f"TopExperts: imbalance must be at least 1, found {self.imbalance}")
         if self.scores not in SCORES:
             raise UserError(
                 f"TopExperts: scores={self.scores!r} is unknown; {known_names(self.scores, SCORES)}"
@@ -107,33 +135,30 @@ class TopExperts(Router):
         """Equation 1."""
         return sigmoid(logits) if self.scores == "sigmoid" else super().scored(logits, router)
 
-    def assigned(
-        self, p: Tensor, router: Dim, token: Dim, places: Dim, importance: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Combine, dispatch and the balance loss, from p [others, token, router].
-
-        Args:
-          importance: [others, token]; 0 leaves a token out.
-        """
-        best = Dim("choice", self.chosen)
+    def choices(self, x: Tensor, router: Dim, token: str, d_model: str, importance: Tensor | None) -> Choices:
+        """The experts of each token of x [others, token, d_model]."""
+        logits, s, best = self.logits(x, router, token, d_model), x.dim(token), Dim("choice", self.chosen)
+        p = self.scored(logits, router)
         scores = stop_gradient(p) + self._bias(p, router) if self.balance_rate else stop_gradient(p)
         _, ids = top_k(self._asked(scores, router), router, best)
-        masks = one_hot(ids, router)
+        masks, gates = one_hot(ids, router), take_along(p, ids, router)
         counted = None if importance is None else (importance > 0.0).cast("float32")
         if counted is not None:
-            masks = masks * counted
+            masks, gates = masks * counted, gates * counted
+            ids = where(counted > 0.0, ids, -1)
         taken = reduce_sum(masks, best)
         if self.balance_rate:
             load = reduce_sum(taken, [d for d in taken.shape if d != router])
             p.graph.assign(p.graph.lookup("router_load"), load)
-        gates = p * taken
         if self.normalized:
-            gates = gates / (reduce_sum(gates, router) + _NOTHING)
-        # Equation 4: earlier tokens of the same choice, and all tokens of the choices before.
-        before = cumsum(reduce_sum(masks, token), best, exclusive=True)
-        place = reduce_sum((cumsum(masks, token, exclusive=True) + before) * masks, best)
-        dispatch = one_hot(place.cast("int32"), places) * taken
-        return dispatch * (gates * self.scale), dispatch, self._loss(p, taken, router, token, counted)
+            gates = gates / (reduce_sum(gates, best) + _NOTHING)
+        if self.capacity_factor:
+            # Equation 4: earlier tokens of the same choice, and all tokens of the choices before.
+            before = cumsum(reduce_sum(masks, s), best, exclusive=True)
+            place = reduce_sum((cumsum(masks, s, exclusive=True) + before) * masks, router)
+            ids = where(place < float(self.capacity(s.size, router.size)), ids, -1)
+        loss = self.with_z_loss(self._loss(p, taken, router, s, counted), logits, router)
+        return Choices(ids, gates * self.scale, loss, best)
 
     def _bias(self, p: Tensor, router: Dim) -> Tensor:
         """Equation 6, as a step begins: then the load of the one before is whole, whatever its parts were."""

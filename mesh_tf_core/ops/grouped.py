@@ -30,7 +30,7 @@ def _own_groups(k: Kernel, at: At, ids: Any, group: Dim, count: int) -> Any:
     return k.binary("min", k.binary("max", own, k.scalar(-1, dtype)), k.scalar(count, dtype))
 
 
-def _matrix(k: Kernel, x: Any, type: TensorType, *parts: Sequence[str]) -> Any:
+def matrix(k: Kernel, x: Any, type: TensorType, *parts: Sequence[str]) -> Any:
     """x with one axis for each part of its dimensions."""
     order = [type.shape.index(name) for part in parts for name in part]
     x = k.transpose(x, order) if order != list(range(len(order))) else x
@@ -88,9 +88,9 @@ class GroupedProduct(Op):
         x, w, ids = slices
         rows, summed, made = self._parts(at.inputs)
         count = at.inputs[1].shape.dim(self.group.name).size
-        x = _matrix(k, x, at.inputs[0], rows, summed)
-        w = _matrix(k, w, at.inputs[1], (self.group.name,), summed, made)
-        own = _own_groups(k, at, _matrix(k, ids, at.inputs[2], rows), self.group, count)
+        x = matrix(k, x, at.inputs[0], rows, summed)
+        w = matrix(k, w, at.inputs[1], (self.group.name,), summed, made)
+        own = _own_groups(k, at, matrix(k, ids, at.inputs[2], rows), self.group, count)
         return k.reshape(k.grouped(x, w, own, self.group.size), at.outputs[0].shape.sizes)
 
     def flops(self, *local: TensorType) -> float:
@@ -157,8 +157,8 @@ class GroupedOuter(Op):
         x, y, ids, _ = slices
         rows, left, right = self._parts(at.inputs)
         count = at.outputs[0].shape.sizes[0]
-        x, y = _matrix(k, x, at.inputs[0], rows, left), _matrix(k, y, at.inputs[1], rows, right)
-        own = _own_groups(k, at, _matrix(k, ids, at.inputs[2], rows), self.group, count)
+        x, y = matrix(k, x, at.inputs[0], rows, left), matrix(k, y, at.inputs[1], rows, right)
+        own = _own_groups(k, at, matrix(k, ids, at.inputs[2], rows), self.group, count)
         return k.reshape(k.grouped_outer(x, y, own, count, self.group.size), at.outputs[0].shape.sizes)
 
     def flops(self, *local: TensorType) -> float:

@@ -95,7 +95,7 @@ class Residuals(Builder):
         """Whether x is another tensor under other names, which others read under its own. Alone, x is what is
         saved: where a name moves data, as tokens go to their experts, backward would move it again."""
         node = self.producer.get(x.id)
-        if node is None or not renames(node.op):
+        if node is None or not (node.op.free and renames(node.op)):
             return False
         (source,) = node.inputs
         return any(source in other.inputs and not renames(other.op) for other in forward.nodes)

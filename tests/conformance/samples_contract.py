@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 from scipy import special
 
 import mesh_tf_core as mtf
+from mesh_tf_core.ir.dims import SparseDim
+from mesh_tf_core.ops.experts import expert_product, from_experts, to_experts
 from tests.conformance.helper import Arg, Sample, dims
 
 AB = Arg("a:8 b:4")
@@ -42,6 +46,15 @@ def _grouped(x: np.ndarray, w: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return np.einsum("ab,cab->ac", x, w[:, np.sort(ids)])
 
 
+def _through_experts(g: mtf.Graph, x: Any, w: Any, ids: Any, gates: Any) -> Any:
+    """Two of eight experts, added up with gates; a second result has the name that tokens have there."""
+    few, k = SparseDim("e", 8, 2, 8), mtf.Dim("k", 2)
+    there = to_experts(ids, few, k, "b")
+    made = expert_product(to_experts(x, few, k, "b", ["d"]), w, there) * to_experts(gates, few, k, "b")
+    y = from_experts(made, k, "b", ["f"])
+    return y, mtf.rename(y, b="expert_b")
+
+
 EINSUM = (
     Sample(
         "matmul",
@@ -66,6 +79,14 @@ EINSUM = (
         (AB, Arg("c:2 e:4 b:4"), Arg("a:8", "int:5")),
         _grouped,
         together=("a b c e",),
+    ),
+    Sample(
+        "experts",
+        "einsum",
+        _through_experts,
+        (Arg("b:4 l:2 d:4"), Arg("e:8 d:4 f:2"), Arg("b:4 l:2 k:2", "int:8"), Arg("b:4 l:2 k:2")),
+        lambda x, w, ids, gates: (np.einsum("bld,blkdf,blk->blf", x, w[ids], gates),) * 2,
+        together=("expert_b l e d f",),
     ),
     Sample(
         "three operands",

@@ -73,21 +73,9 @@ def test_fused_kernels_keep_their_operands_alone(layout: str, gated: bool, activ
     assert more - less == times * LENGTH * 2 * REMADE[gated, activation]
 
 
-def test_masks_of_experts_are_places_of_tokens() -> None:
-    """Kernels move tokens by their places: neither ones and zeros nor weights of all places are kept."""
-    sizes = {"layers": 2, "d_model": 32, "d_kv": 8, "heads": 2, "d_ff": 64, "vocab": 64, "experts": 4}
-    runs = experts(**sizes, batch=4, length=128).lower(mtf.Mesh("data:1"), mtf.Layout(""))
-    found = {r: memory(runs, replace(LAUNCHED, remakes=r)).holdings for r in (True, False)}
-    masks = {
-        r: [h for h in held if "layers:" in h.what and "length" in h.what and "capacity" in h.what]
-        for r, held in found.items()
-    }
-    assert masks[False] and not masks[True]
-
-
 @pytest.mark.parametrize("build", [transformer, experts])
 def test_what_backward_multiplies_is_kept(build: Any) -> None:
-    """No product reads what is made again, but for one that only selects."""
+    """No product reads what is made again."""
     sizes = {"layers": 2, "d_model": 32, "d_kv": 8, "heads": 2, "d_ff": 64, "vocab": 64, "batch": 4}
     outline = build(**sizes, gated=True, length=16).lower(mtf.Mesh("data:1"), mtf.Layout("")).outline
     values = kept_values(outline)
@@ -96,7 +84,7 @@ def test_what_backward_multiplies_is_kept(build: Any) -> None:
     for node in (n for n in backward if n.op.kind in PRODUCTS):
         types = [outline.tensor(i).type for i in node.inputs]
         work = node.op.work(*types)
-        if work.overhead < node.op.flops(*types) and (work.product is None or min(work.product[1:]) > 1):
+        if work.product is None or min(work.product[1:]) > 1:
             assert values.without_memory.isdisjoint(node.inputs)
 
 

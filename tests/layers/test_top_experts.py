@@ -18,21 +18,17 @@ E, F, S = mtf.Dim("experts", 8), mtf.Dim("d_ff", 4), mtf.Dim("d_ff", 8)
 LAYOUTS = [
     ("x:2;y:2", "batch:x;experts:x;d_ff:y"),
     ("x:2;y:2", "batch:x+y;experts:x+y"),
-    ("x:2;y:2", "length:x;capacity:y"),
+    ("x:2;y:2", "length:x;experts:y"),
     ("x:2;y:2", "router:x;d_model:y"),
 ]
 LOAD = np.array([0, 9, 3, 12, 20, 1, 40, 11], np.float32)
 """Choices of a step before the first; their mean is 12."""
-ROOM = {"capacity_factor": 8.0}
-"""Nothing is dropped."""
 ROUTERS = {
-    "mixtral": layers.TopExperts(chosen=2, **ROOM),
-    "qwen": layers.TopExperts(chosen=4, normalized=False, **ROOM),
-    "deepseek v2": layers.TopExperts(
-        chosen=3, normalized=False, scale=16.0, groups=4, groups_chosen=2, **ROOM
-    ),
+    "mixtral": layers.TopExperts(chosen=2),
+    "qwen": layers.TopExperts(chosen=4, normalized=False),
+    "deepseek v2": layers.TopExperts(chosen=3, normalized=False, scale=16.0, groups=4, groups_chosen=2),
     "deepseek v3": layers.TopExperts(
-        chosen=3, scores="sigmoid", scale=2.5, groups=4, groups_chosen=2, balance_rate=0.01, **ROOM
+        chosen=3, scores="sigmoid", scale=2.5, groups=4, groups_chosen=2, balance_rate=0.01
     ),
     "full": layers.TopExperts(chosen=4, capacity_factor=0.5, z_loss=0.1),
 }
@@ -64,7 +60,7 @@ def routed(router: layers.TopExperts, logits: Any, bias: Any, counted: Any) -> t
                 taken[b, t, e] = 1
                 used[e] += 1
                 gate = p[b, t, e] / (p[b, t, pick].sum() if router.normalized else 1)
-                if used[e] <= router.capacity(p.shape[1], p.shape[-1]):
+                if not router.capacity_factor or used[e] <= router.capacity(p.shape[1], p.shape[-1]):
                     gates[b, t, e] = router.scale * gate
     n = counted.sum(1)[:, None]
     shares = (p / p.sum(-1, keepdims=True) * counted[..., None]).sum(1) / n
@@ -125,7 +121,7 @@ def test_importance() -> None:
 
 def test_small_sigmoids_are_normalised() -> None:
     """Gates add up to the scale where every sigmoid is far below 1, as those of logits of -30 are."""
-    router = layers.TopExperts(chosen=8, scores="sigmoid", **ROOM)
+    router = layers.TopExperts(chosen=8, scores="sigmoid")
     ones = {"x": ("batch:2 length:4 d_model:8", np.ones((2, 4, 8)))}
 
     def out(level: float) -> Any:
@@ -157,7 +153,7 @@ def test_the_bias_evens_the_load() -> None:
 
 def test_default_forms_agree() -> None:
     """Two choices with gates that add up to 1 are GShard's, but for the balance loss."""
-    top, gshard = layers.TopExperts(chosen=2), layers.TokenChoice(chosen=2)
+    top, gshard = layers.TopExperts(1.25, chosen=2), layers.TokenChoice(chosen=2)
 
     def out(router: Any) -> Any:
         layer = layers.MixtureOfExperts(E, F, router)

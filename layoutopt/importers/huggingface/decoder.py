@@ -11,7 +11,6 @@ from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import ONES, ZEROS, Initializer, Normal
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.layers.routing import Router
 from mesh_tf_core.model import Model
 from mesh_tf_core.ops.math import tanh
 from mesh_tf_core.ops.norm import rms_norm
@@ -45,13 +44,13 @@ class Mixture:
 
     Attributes:
       count, d_ff: number of experts, and hidden size of one.
-      router: chooses them, given a capacity factor.
+      router: chooses them; training gives it a capacity and an imbalance.
       shared: hidden size of shared experts, which every token passes through; 0: none.
     """
 
     count: int
     d_ff: int
-    router: Router
+    router: nn.TopExperts
     shared: int = 0
 
 
@@ -229,7 +228,7 @@ class LanguageModel:
             y = self._feed_forward(y)
             return x + (self.norm(y, "feed_forward_after_norm") if self.after else y), *losses
         assert self.mixture is not None
-        mixed, loss = self._experts(self.mixture)(y)
+        mixed, loss = self._experts(self.mixture, training)(y)
         return x + mixed, *(before + loss for before in losses)
 
     def _attention(self, layer: LayerKind, training: ConfiguredTraining) -> nn.Attention:
@@ -270,11 +269,11 @@ class LanguageModel:
             both = nn.DenseProduct((inner,), ("d_model",), (self.activation, "linear"), self.mlp_bias, "in")
             return nn.Dense((x.dim("d_model"),), ("d_ff",), self.mlp_bias, name="out")(both(x))
 
-    def _experts(self, mixture: Mixture) -> nn.MixtureOfExperts:
+    def _experts(self, mixture: Mixture, training: ConfiguredTraining) -> nn.MixtureOfExperts:
         return nn.MixtureOfExperts(
             Dim("experts", mixture.count),
             Dim("d_expert", mixture.d_ff),
-            mixture.router,
+            replace(mixture.router, capacity_factor=training.capacity_factor, imbalance=training.imbalance),
             self.activation,
             gated=True,
             shared=Dim("d_ff", mixture.shared) if mixture.shared else None,

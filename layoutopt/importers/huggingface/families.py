@@ -48,7 +48,7 @@ def mixtral(fields: Fields, training: ConfiguredTraining) -> LanguageModel:
     fields.only("router_jitter_noise", 0, 0.0)
     count, chosen = fields.count("num_local_experts", 8), fields.count("num_experts_per_tok", 2)
     _own_balance(fields)
-    router = nn.TopExperts(training.capacity_factor, chosen=chosen)
+    router = nn.TopExperts(chosen=chosen)
     mixture = Mixture(count, fields.count("intermediate_size"), router)
     made = _decoder(fields, windows=_window(fields), kv_heads=8, base=1e6, epsilon=1e-5)
     layers = tuple(replace(layer, experts=True) for layer in made.layers)
@@ -75,7 +75,7 @@ def qwen3_moe(fields: Fields, training: ConfiguredTraining) -> LanguageModel:
     count = fields.count("num_experts", fields.count("num_local_experts", 128))
     chosen = fields.count("num_experts_per_tok", 8)
     normalized = fields.flag("norm_topk_prob")
-    router = nn.TopExperts(training.capacity_factor, chosen=chosen, normalized=normalized)
+    router = nn.TopExperts(chosen=chosen, normalized=normalized)
     step, plain = fields.count("decoder_sparse_step", 1), fields.listed("mlp_only_layers")
     layers = tuple(
         replace(layer, experts=i not in plain and (i + 1) % step == 0) for i, layer in enumerate(made.layers)
@@ -131,7 +131,6 @@ def deepseek_v2(fields: Fields, training: ConfiguredTraining) -> LanguageModel:
     grouped = fields.raw("topk_method") == "group_limited_greedy"
     groups, asked = fields.count("n_group", 1), fields.count("topk_group", 1)
     router = nn.TopExperts(
-        training.capacity_factor,
         chosen=fields.count("num_experts_per_tok"),
         normalized=False,
         scale=fields.number("routed_scaling_factor", 1.0),
@@ -149,7 +148,6 @@ def deepseek_v3(fields: Fields, training: ConfiguredTraining) -> LanguageModel:
     fields.only("rope_interleave", True)
     fields.raw("num_nextn_predict_layers")
     router = nn.TopExperts(
-        training.capacity_factor,
         chosen=fields.count("num_experts_per_tok", 8),
         scores="sigmoid",
         normalized=fields.flag("norm_topk_prob", True),

@@ -16,8 +16,10 @@ class ConfiguredTraining(model.Training):
       batch: the number of sequences (images) per step.
       length: the number of tokens per sequence.
       attention: "fused" (one operation that never stores all logits) or "plain" (separate operations).
-      capacity_factor: the capacity of the experts, relative to an even distribution of tokens. Tokens beyond
-        the capacity are dropped; Hugging Face's own code drops none.
+      capacity_factor: 0: the experts drop no tokens, as in Hugging Face's own code; otherwise their capacity,
+        relative to an even distribution of tokens.
+      imbalance: tokens of the device with most of them over the mean, where devices share the experts; time
+        and memory are predicted with it.
       balance: the weight of the experts' load-balance loss (Fedus et al. 2022, equation 4).
       ignore: names of fields of the configuration to ignore, separated by commas.
     """
@@ -26,7 +28,8 @@ class ConfiguredTraining(model.Training):
     batch: int = 8
     length: int = 2048
     attention: str = "fused"
-    capacity_factor: float = 1.25
+    capacity_factor: float = 0.0
+    imbalance: float = 1.0
     balance: float = 0.0
     ignore: str = ""
 

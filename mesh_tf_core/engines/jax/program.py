@@ -35,6 +35,8 @@ from mesh_tf_core.ir.program import (
     ReduceScatter,
     Transfer,
     Value,
+    gathers,
+    scatters,
 )
 from mesh_tf_core.kernels.array_kernel import np_dtype
 from mesh_tf_core.kernels.jax_kernel import JaxKernel
@@ -210,7 +212,7 @@ class _Device(WholeReplica):
         iterations.end(state, [stack if total is None else total for total, stack in pairs])
 
     def zeros(self, id: int) -> Any:
-        type = self.program.local(id)
+        type = self.program.local(id).places
         made = jnp.zeros(type.shape.sizes, np_dtype(type.dtype))
         return jax_compat.transferred(made, True) if self.program.values[id].host else made
 
@@ -225,7 +227,9 @@ class _Device(WholeReplica):
             pieces = self._once_more((*instr.inputs, instr.axes, instr.dim), pieces, env)
         if self.orders_collectives:
             pieces = self.order.collective(pieces)
+        thin = any(self.program.values[i].shape.sparse is not None for i in instr.inputs)
         payload = sum(x.size * x.dtype.itemsize for x in pieces)
+        payload = sum(self.program.local(i).bytes for i in instr.inputs) if thin else payload
         self.sent[id(instr)] = instr, payload, times
         for o, i, x in zip(instr.outputs, instr.inputs, pieces, strict=True):
             env[o] = _exchanged(instr, x, self.program.values[i], self.program.mesh)
@@ -267,10 +271,10 @@ def _exchanged(instr: Collective, x: Any, v: Value, mesh: Mesh) -> Any:
     axes = instr.axes
     if isinstance(instr, AllReduce):
         return {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[instr.combine](x, axes)
-    if isinstance(instr, ReduceScatter):
-        return lax.psum_scatter(x, axes, scatter_dimension=v.shape.index(instr.dim), tiled=True)
-    if isinstance(instr, AllGather):
-        return lax.all_gather(x, axes, axis=v.shape.index(instr.dim), tiled=True)
+    if (dim := scatters(instr, v)) is not None:
+        return lax.psum_scatter(x, axes, scatter_dimension=v.shape.index(dim), tiled=True)
+    if (dim := gathers(instr, v)) is not None:
+        return lax.all_gather(x, axes, axis=v.shape.index(dim), tiled=True)
     if isinstance(instr, AllToAll):
         return lax.all_to_all(x, axes, v.shape.index(instr.split), v.shape.index(instr.concat), tiled=True)
     if isinstance(instr, Permute):

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from mesh_tf_core.cores import cores
 from mesh_tf_core.engines.tf.graph import GraphWriter, Wire
 from mesh_tf_core.ir.program import (
-    AllGather,
     AllReduce,
     AllToAll,
     Collective,
     Permute,
     Program,
-    ReduceScatter,
+    gathers,
+    scatters,
 )
 
 WirePieces = list[Wire]
@@ -40,17 +40,18 @@ class LocalExchange:
 
     def run(self, instr: Collective, id: int, pieces: WirePieces) -> WirePieces:
         """The pieces of one value after the collective."""
-        shape = self.program.values[id].shape
+        value = self.program.values[id]
+        shape = value.shape
         groups = self.mesh.groups(instr.axes)
         out = list(pieces)
         for group in groups:
             members = [pieces[r] for r in group]
             if isinstance(instr, AllReduce):
                 made = [self._sum(members, group, instr.combine, len(groups))] * len(group)
-            elif isinstance(instr, ReduceScatter):
-                made = self._scattered(members, group, shape.index(instr.dim))
-            elif isinstance(instr, AllGather):
-                joined = self.writer.concat(members, shape.index(instr.dim), self._next(group))
+            elif (dim := scatters(instr, value)) is not None:
+                made = self._scattered(members, group, shape.index(dim))
+            elif (dim := gathers(instr, value)) is not None:
+                joined = self.writer.concat(members, shape.index(dim), self._next(group))
                 made = [joined] * len(group)
             elif isinstance(instr, AllToAll):
                 made = self._exchanged(members, group, shape.index(instr.split), shape.index(instr.concat))

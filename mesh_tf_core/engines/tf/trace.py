@@ -135,7 +135,12 @@ class StepTrace:
 
     def measure(self, ids: Iterable[int], env: TensorsById) -> None:
         """Notes the sizes of values."""
-        self.sizes.update((id, _bytes(env[id])) for id in ids)
+        self.sizes.update((id, self._bytes(id, env[id])) for id in ids)
+
+    def _bytes(self, id: int, pieces: Any) -> int:
+        """Bytes of one device's piece: of a sparse dimension those of the elements that it expects."""
+        thin = self.program.values[id].shape.sparse
+        return _bytes(pieces) if thin is None else self.program.local(id).bytes
 
     # -- local work ------------------------------------------------------------------------------------------
 
@@ -172,7 +177,7 @@ class StepTrace:
         payload = 0
         for i, o in zip(instr.inputs, instr.outputs, strict=True):
             pieces = env[i]
-            payload += _bytes(pieces)
+            payload += self._bytes(i, pieces)
             if isinstance(pieces, StackedPieces) and instr.name == "all_reduce":
                 env[o] = StackedPieces(
                     [self.exchange.run(instr, i, part) for part in pieces.parts], pieces.join
@@ -202,7 +207,7 @@ class StepTrace:
         return [self.writer.constant(at, d) for d in self.devices]
 
     def zeros(self, id: int) -> list[Wire]:
-        type = self.program.local(id)
+        type = self.program.local(id).places
         zero = self.writer.zeros(tf.as_dtype(type.dtype), type.shape.sizes, self.devices[0])
         return [zero] * len(self.devices)
 
