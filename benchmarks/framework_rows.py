@@ -213,8 +213,9 @@ def _row(table: str, row: Mapping[str, str]) -> Row:
         rules["length@elsewhere"] = (tp, "model")
     if row["family"] == "moe":
         rules["experts"] = (ep, "data")
-        wide = {"replica": split.get("replica", 1), "context": cp}
-        rules["expert_batch"] = (max(wide.values()), "+".join(a for a, n in wide.items() if n > 1))
+        rules |= {"expert_batch": (split.get("replica", 1), "replica"), "expert_length": (cp, "context")}
+        if "length@elsewhere" in rules:
+            rules["expert_length@elsewhere"] = rules["length@elsewhere"]
     decided: dict[str, Any] = {}
     if int(stage) and data * cp > 1:
         decided["storage"] = (
@@ -334,10 +335,10 @@ def _sizes(row: Mapping[str, str], tp: int) -> dict[str, Any]:
     if row["gated"] == "1":
         found["gated"] = True
     if row["family"] == "moe":
-        experts = re.search(r"experts (\d+), chosen (\d+), capacity factor ([\d.]+)", row["note"])
+        experts = re.search(r"experts (\d+), chosen (\d+)", row["note"])
         if experts is None:
             raise CannotError("experts are not stated")
-        found |= {"experts": int(experts[1]), "chosen": int(experts[2]), "capacity_factor": float(experts[3])}
+        found |= {"experts": int(experts[1]), "chosen": int(experts[2])}
     elif row["gated"] == "1":
         found["norm"] = "rms"
     return found

@@ -105,13 +105,13 @@ class MixtureOfExperts:
     def _chosen(self, x: Tensor, router: TopExperts, importance: Tensor | None) -> tuple[Tensor, Tensor]:
         """Every token through its experts. A gate multiplies hidden units instead of their product: there are
         fewer."""
-        d, count = x.dim(self.d_model), self.experts.size
+        d, count, tokens = x.dim(self.d_model), self.experts.size, (self.group, self.token)
         found = router.choices(x, Dim("router", count), self.token, d.name, importance)
         few = SparseDim(self.experts.name, count, router.chosen, count, router.imbalance)
         ids, gates = (
-            to_experts(each, few, found.choice, self.group) for each in (found.ids, found.gates.cast(x.dtype))
+            to_experts(each, few, found.choice, tokens) for each in (found.ids, found.gates.cast(x.dtype))
         )
-        rows = to_experts(x, few, found.choice, self.group, [d.name])
+        rows = to_experts(x, few, found.choice, tokens, [d.name])
 
         def product(x: Tensor, name: str, inner: Dim, outer: Dim) -> Tensor:
             return expert_product(x, expert_weight(x, name, [self.experts], inner, outer), ids)
@@ -120,7 +120,7 @@ class MixtureOfExperts:
         if self.gated:
             h = h * product(rows, "wg", d, self.d_ff)
         y = product(h * gates, "wo", self.d_ff, d)
-        return transpose(from_experts(y, found.choice, self.group, [d.name]), x.shape), found.loss
+        return transpose(from_experts(y, found.choice, tokens, [d.name]), x.shape), found.loss
 
     def feed_forward(self, x: Tensor, filled: float) -> Tensor:
         """Every expert's block on its buffers [expert_group, experts, capacity, d_model]."""

@@ -47,7 +47,7 @@ _NOTHING = 1e-20
 
 
 @dataclass(frozen=True)
-class Choices:
+class ChosenExperts:
     """The experts of tokens.
 
     Attributes:
@@ -135,7 +135,9 @@ class TopExperts(Router):
         """Equation 1."""
         return sigmoid(logits) if self.scores == "sigmoid" else super().scored(logits, router)
 
-    def choices(self, x: Tensor, router: Dim, token: str, d_model: str, importance: Tensor | None) -> Choices:
+    def choices(
+        self, x: Tensor, router: Dim, token: str, d_model: str, importance: Tensor | None
+    ) -> ChosenExperts:
         """The experts of each token of x [others, token, d_model]."""
         logits, s, best = self.logits(x, router, token, d_model), x.dim(token), Dim("choice", self.chosen)
         p = self.scored(logits, router)
@@ -158,7 +160,7 @@ class TopExperts(Router):
             place = reduce_sum((cumsum(masks, s, exclusive=True) + before) * masks, router)
             ids = where(place < float(self.capacity(s.size, router.size)), ids, -1)
         loss = self.with_z_loss(self._loss(p, taken, router, s, counted), logits, router)
-        return Choices(ids, gates * self.scale, loss, best)
+        return ChosenExperts(ids, gates * self.scale, loss, best)
 
     def _bias(self, p: Tensor, router: Dim) -> Tensor:
         """Equation 6, as a step begins: then the load of the one before is whole, whatever its parts were."""

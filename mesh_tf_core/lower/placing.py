@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.builder import ProgramBuilder
-from mesh_tf_core.ir.dims import PaddedDim, Shape
+from mesh_tf_core.ir.dims import PaddedDim, Shape, SparseDim
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.layout import Axes, Layout, check_disjoint
 from mesh_tf_core.ir.op import Op
@@ -243,6 +243,11 @@ class Placing(ProgramBuilder):
                 out = self.like(v, tuple(now), v.partial)
                 self.emit(Slice((id,), (out,), self.origin, name, move.axes))
             elif move.kind == "gather":
+                if isinstance(v.shape.dims[move.dim], SparseDim):
+                    raise LayoutError(
+                        f"[{v.shape}]: the rows of all {name!r} do not divide between their tokens; split "
+                        "the tokens' dimensions over the same axes before and at the experts"
+                    )
                 now[move.dim] = now[move.dim][: -len(move.axes)]
                 out = self.like(v, tuple(now), v.partial)
                 self.emit(AllGather((id,), (out,), self.origin, move.axes, name))

@@ -27,21 +27,19 @@ from mesh_tf_core.ops.shape import transpose
 
 @dataclass(frozen=True)
 class _Exchange(DimensionNames, abstract=True):
-    """Rows between their tokens [group, tokens, rest] and the experts [sent, tokens, experts, rest], where
-    `sent` is the group under another name.
+    """Rows between their tokens [tokens, rest] and the experts [tokens, experts, rest].
 
     Attributes:
       choice: of a token's rows: there is one for each choice. If `alike`, the token's side lacks it.
+      tokens: names of the tokens' dimensions, and their names at the experts.
       rest: names of the dimensions behind.
     """
 
     experts: SparseDim
     choice: Dim
-    group: str
-    sent: str
+    tokens: tuple[tuple[str, str], ...]
     rest: tuple[str, ...]
     alike: bool
-    kind: ClassVar[str] = "gather"
     linear: ClassVar[bool] = True
     regroups: ClassVar[bool] = True
 
@@ -54,62 +52,77 @@ class _Exchange(DimensionNames, abstract=True):
         assert isinstance(made, TensorType)
         return Roles(parallel=tuple(dict.fromkeys((*inputs[0].shape.names, *made.shape.names))))
 
-    def _crossing(self, tokens: Axes, sent: Axes, experts: Axes) -> Axes:
-        """The axes over which rows travel: those of the tokens that the experts have instead."""
-        found = tokens[len(sent) :]
-        return found if found and (*sent, *found) == tokens and experts[-len(found) :] == found else ()
+    @property
+    def there(self) -> tuple[str, ...]:
+        """The dimensions at the experts, in order."""
+        return (*(new for _, new in self.tokens), self.experts.name, *self.rest)
 
-    def _travels(self, low: Emitter, crossing: Axes) -> bool:
-        """Whether sending rows is less than gathering tokens, or adding up their results."""
-        return bool(crossing) and not (self.alike and low.oracle.ways(crossing) <= self.experts.filled)
+    @property
+    def here(self) -> tuple[str, ...]:
+        """The dimensions at the tokens, in order."""
+        return (*(old for old, _ in self.tokens), *([] if self.alike else [self.choice.name]), *self.rest)
+
+    def _sent(self, low: Emitter, tokens: Mapping[str, Axes], experts: Mapping[str, Axes]) -> dict[str, Axes]:
+        """The splits of rows that lie as their tokens do, before or after they travel; those at the experts
+        if it is less to gather tokens, or to add up their results.
+
+        Args:
+          tokens, experts: the splits of the two sides.
+        """
+        own, moved = experts[self.experts.name], dict[str, Axes]()
+        for old, new in self.tokens:
+            n, axes = len(experts[new]), tokens[old]
+            if axes[:n] == experts[new] and {*axes[n:]} <= {*own}:
+                moved[new] = axes
+        crossing = {a for new, axes in moved.items() for a in axes[len(experts[new]) :]}
+        left = own[: len(own) - len(crossing)]
+        few = self.alike and low.oracle.ways(tuple(crossing)) <= self.experts.filled
+        if not crossing or few or {*own[len(left) :]} != crossing:
+            return {**experts}
+        return {**experts, **moved, self.experts.name: left}
+
+
+def _splits(low: Emitter, shape: Shape, id: int | None = None) -> dict[str, Axes]:
+    """The splits of a value by name, or those that the layout gives its shape."""
+    found = low.natural(shape) if id is None else low.values[id].splits
+    return dict(zip(shape.names, found, strict=True))
 
 
 @dataclass(frozen=True)
 class ToExperts(_Exchange):
     """x at the experts of its tokens."""
 
+    kind: ClassVar[str] = "gather"
+
     @property
     def renames(self) -> tuple[tuple[str, str], ...]:  # type: ignore[override]
-        return ((self.group, self.sent),)
+        return self.tokens
 
     def infer(self, *inputs: TensorType) -> TensorType:
         x = inputs[0].shape
-        first = [d for d in x if d.name not in (self.choice.name, *self.rest)]
-        first = [Dim(self.sent, d.size) if d.name == self.group else d for d in first]
-        dims = [*first, self.experts, *(x.dim(n) for n in self.rest)]
-        return TensorType(Shape(dims), inputs[0].dtype)
+        dims = [Dim(new, x.dim(old).size) for old, new in self.tokens]
+        return TensorType(Shape([*dims, self.experts, *(x.dim(n) for n in self.rest)]), inputs[0].dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        shape, sizes = at.inputs[0].shape, list(at.outputs[0].shape.sizes)
-        place = len(sizes) - len(self.rest) - 1
-        order = _order(shape, [d.name for d in shape if d.name not in (self.choice.name, *self.rest)], self)
-        x = k.transpose(slices[0], order) if order != list(range(len(order))) else slices[0]
-        return k.broadcast_to(
-            k.reshape(x, [*sizes[:place], 1 if self.alike else sizes[place], *sizes[place + 1 :]]), sizes
-        )
+        x, sizes, place = _ordered(k, slices[0], at, self.here), at.outputs[0].shape.sizes, len(self.tokens)
+        one = k.reshape(x, [*sizes[:place], 1, *sizes[place + 1 :]]) if self.alike else x
+        return k.broadcast_to(one, sizes)
 
     def flops(self, *local: TensorType) -> float:
         return 0.0
 
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         """Rows travel by all-to-all, or tokens are gathered if they go to fewer devices than experts."""
-        x = low.without(inputs[0], [self.choice.name])
-        v, names = low.values[x], types[0].shape.names
-        wanted = low.natural(types[0].shape)
-        there = dict(zip(names, wanted, strict=True))
-        tokens = v.split_of(self.group)
-        crossing = self._crossing(tokens, there[self.sent], there[self.experts.name])
-        if self._travels(low, crossing):
-            home: Mapping[str, Axes] = {**there, self.sent: tokens, self.experts.name: ()}
-        else:
-            home = there
-        before = {**home, self.group: home[self.sent], self.choice.name: ()}
-        x = low.placed(x, tuple(before[n] for n in v.shape.names))
+        x, names = low.without(inputs[0], [self.choice.name]), types[0].shape.names
+        shape, there = low.values[x].shape, _splits(low, types[0].shape)
+        home = self._sent(low, _splits(low, shape, x), there)
+        before = home | {old: home[new] for old, new in self.tokens} | {self.choice.name: ()}
+        x = low.placed(x, tuple(before[n] for n in shape.names))
         (rows,) = low.local(self, [x], types, [tuple(home[n] for n in names)])
-        return [low.placed(rows, wanted)]
+        return [low.placed(rows, tuple(there[n] for n in names))]
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        back = FromExperts(self.experts, self.choice, self.group, self.sent, self.rest, self.alike)
+        back = FromExperts(self.experts, self.choice, self.tokens, self.rest, self.alike)
         return (transpose(dy.graph.apply(back, dy), inputs[0].shape),)
 
 
@@ -122,50 +135,40 @@ class FromExperts(_Exchange):
 
     @property
     def renames(self) -> tuple[tuple[str, str], ...]:  # type: ignore[override]
-        return ((self.sent, self.group),)
+        return tuple((new, old) for old, new in self.tokens)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         x = inputs[0].shape
-        first = [d for d in x if d.name not in (self.experts.name, *self.rest)]
-        first = [Dim(self.group, d.size) if d.name == self.sent else d for d in first]
+        dims = [Dim(old, x.dim(new).size) for old, new in self.tokens]
         own = [] if self.alike else [self.choice]
-        return TensorType(Shape([*first, *own, *(x.dim(n) for n in self.rest)]), inputs[0].dtype)
+        return TensorType(Shape([*dims, *own, *(x.dim(n) for n in self.rest)]), inputs[0].dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        shape = at.inputs[0].shape
-        first = [d.name for d in shape if d.name not in (self.experts.name, *self.rest)]
-        order = [shape.index(n) for n in (*first, self.experts.name, *self.rest)]
-        x = k.transpose(slices[0], order) if order != list(range(len(order))) else slices[0]
-        return k.reduce("sum", x, [len(first)]) if self.alike else x
+        x = _ordered(k, slices[0], at, self.there)
+        return k.reduce("sum", x, [len(self.tokens)]) if self.alike else x
 
     def flops(self, *local: TensorType) -> float:
         return float(local[0].shape.size)
 
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         """Rows travel back, or the sums of a device's own experts are added up over devices."""
-        (x,) = inputs
-        v, names = low.values[x], types[0].shape.names
-        there = dict(zip(names, low.natural(types[0].shape), strict=True))
-        here = dict(zip(v.shape.names, v.splits, strict=True))
-        own = here[self.experts.name]
-        crossing = self._crossing(there[self.group], here[self.sent], own)
-        if self._travels(low, crossing):
-            own = own[: -len(crossing)]
-            here = {**here, self.sent: there[self.group], self.experts.name: own}
-            x = low.placed(x, tuple(here[n] for n in v.shape.names))
-        splits = {**here, self.group: here[self.sent], self.choice.name: ()}
-        (y,) = low.local(self, [x], types, [tuple(splits[n] for n in names)], [own])
+        (x,), shape = inputs, low.values[inputs[0]].shape
+        splits = self._sent(low, _splits(low, types[0].shape), _splits(low, shape, x))
+        x = low.placed(x, tuple(splits[n] for n in shape.names))
+        own = splits[self.experts.name]
+        splits |= {old: splits[new] for old, new in self.tokens} | {self.choice.name: ()}
+        (y,) = low.local(self, [x], types, [tuple(splits[n] for n in types[0].shape.names)], [own])
         return [low.joined(y, own, "sum") if own else y]
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        there = ToExperts(self.experts, self.choice, self.group, self.sent, self.rest, self.alike)
+        there = ToExperts(self.experts, self.choice, self.tokens, self.rest, self.alike)
         return (transpose(dy.graph.apply(there, dy), inputs[0].shape),)
 
 
-def _order(shape: Shape, first: Sequence[str], op: _Exchange) -> list[int]:
-    """The positions of the tokens' dimensions, of the choice, and of the rest."""
-    own = [] if op.alike else [op.choice.name]
-    return [shape.index(n) for n in (*first, *own, *op.rest)]
+def _ordered(k: Kernel, x: Any, at: At, names: Sequence[str]) -> Any:
+    """The first operand with its dimensions in another order."""
+    order = [at.inputs[0].shape.index(n) for n in names]
+    return k.transpose(x, order) if order != list(range(len(order))) else x
 
 
 @dataclass(frozen=True)
@@ -319,21 +322,25 @@ def _sorted(
     return order, k.segment_sum(k.iota(n, "int32"), order, n), k.binary("sub", far, falling)
 
 
-def to_experts(x: Tensor, experts: SparseDim, choice: Dim, group: str, rest: Sequence[str] = ()) -> Tensor:
-    """x [group, tokens, rest], or with a choice [group, tokens, choice, rest], at the experts:
-    [expert_<group>, tokens, experts, rest]."""
-    alike = choice.name not in x.shape.names
-    return x.graph.apply(ToExperts(experts, choice, group, f"expert_{group}", tuple(rest), alike), x)
+def to_experts(
+    x: Tensor, experts: SparseDim, choice: Dim, tokens: Sequence[str], rest: Sequence[str] = ()
+) -> Tensor:
+    """x [tokens, rest], or with a choice [tokens, choice, rest], at the experts: [tokens, experts, rest].
+
+    Each of `tokens` is called `expert_<name>` there.
+    """
+    names = tuple((n, f"expert_{n}") for n in tokens)
+    return x.graph.apply(ToExperts(experts, choice, names, tuple(rest), choice.name not in x.shape.names), x)
 
 
-def from_experts(x: Tensor, choice: Dim, group: str, rest: Sequence[str] = ()) -> Tensor:
-    """The sum of each token's rows [expert_<group>, tokens, experts, rest]: [group, tokens, rest].
+def from_experts(x: Tensor, choice: Dim, tokens: Sequence[str], rest: Sequence[str] = ()) -> Tensor:
+    """The sum of each token's rows, as `to_experts` made them: [tokens, rest].
 
     Places of other devices' experts must be zero, as `expert_product` leaves them.
     """
-    experts = x.shape.sparse
+    experts, names = x.shape.sparse, tuple((n, f"expert_{n}") for n in tokens)
     assert experts is not None, "rows that to_experts sent"
-    return x.graph.apply(FromExperts(experts, choice, group, f"expert_{group}", tuple(rest), True), x)
+    return x.graph.apply(FromExperts(experts, choice, names, tuple(rest), True), x)
 
 
 def expert_product(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:

@@ -47,12 +47,12 @@ def _grouped(x: np.ndarray, w: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 def _through_experts(g: mtf.Graph, x: Any, w: Any, ids: Any, gates: Any) -> Any:
-    """Two of eight experts, added up with gates; a second result has the name that tokens have there."""
+    """Two of eight experts, added up with gates; a second result has the names that tokens have there."""
     few, k = SparseDim("e", 8, 2, 8), mtf.Dim("k", 2)
-    there = to_experts(ids, few, k, "b")
-    made = expert_product(to_experts(x, few, k, "b", ["d"]), w, there) * to_experts(gates, few, k, "b")
-    y = from_experts(made, k, "b", ["f"])
-    return y, mtf.rename(y, b="expert_b")
+    there = to_experts(ids, few, k, "bl")
+    made = expert_product(to_experts(x, few, k, "bl", ["d"]), w, there) * to_experts(gates, few, k, "bl")
+    y = from_experts(made, k, "bl", ["f"])
+    return y, mtf.rename(y, b="expert_b", l="expert_l")
 
 
 EINSUM = (
@@ -86,7 +86,7 @@ EINSUM = (
         _through_experts,
         (Arg("b:4 l:2 d:4"), Arg("e:8 d:4 f:2"), Arg("b:4 l:2 k:2", "int:8"), Arg("b:4 l:2 k:2")),
         lambda x, w, ids, gates: (np.einsum("bld,blkdf,blk->blf", x, w[ids], gates),) * 2,
-        together=("expert_b l e d f",),
+        together=("expert_b expert_l e d f",),
     ),
     Sample(
         "three operands",

@@ -18,7 +18,9 @@ E, F, S = mtf.Dim("experts", 8), mtf.Dim("d_ff", 4), mtf.Dim("d_ff", 8)
 LAYOUTS = [
     ("x:2;y:2", "batch:x;experts:x;d_ff:y"),
     ("x:2;y:2", "batch:x+y;experts:x+y"),
-    ("x:2;y:2", "length:x;experts:y"),
+    ("x:2;y:2", "length:x;experts:y;expert_length:x"),
+    ("x:2;y:2", "batch:x;length:y;experts:x+y"),
+    ("x:2;y:2", "batch:x;length:y;experts:y;expert_batch:x"),
     ("x:2;y:2", "router:x;d_model:y"),
 ]
 LOAD = np.array([0, 9, 3, 12, 20, 1, 40, 11], np.float32)
