@@ -63,7 +63,7 @@ def _row(found: Framework) -> tuple[object, ...]:
 
 
 def _expressed(found: Framework) -> tuple[object, ...]:
-    own = says(found.name)
+    own = says(found.says)
     alike = ", ".join(name for name, granularity in own.granularity.items() if granularity == ALL)
     return f"`{found.name}`", alike, *(_values(own.says, name) for name in FIELDS)
 

@@ -7,11 +7,14 @@ as *overlays*: parts of a hardware file, which replace the chip's, as those of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+
+from costmodels.presets import hardware_names
+from mesh_tf_core.errors import known_names
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 ChipKind = Literal["gpu", "tpu", "cpu"]
@@ -53,20 +56,24 @@ class Overlay(_Record):
     Attributes:
       summary: in words, for who must choose.
       kinds: kind of chip -> parts of the files of all chips of that kind.
-      on: chip -> parts of its file, and of files that are `like` it. They replace those of its kind.
+      on: preset -> parts of its file, also for files that are `like` it. They replace those of its kind.
     """
 
     summary: Text
     kinds: Mapping[ChipKind, dict[str, Any]] = {}
     on: Mapping[str, dict[str, Any]] = {}
 
-    def parts(self, kind: str, chips: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """The parts for a chip, each replacing what an earlier one says.
+    @field_validator("on")
+    @classmethod
+    def _presets(cls, on: Mapping[str, dict[str, Any]]) -> Mapping[str, dict[str, Any]]:
+        for chip in on:
+            if chip not in (known := hardware_names()):
+                raise ValueError(f"{chip!r} is no hardware preset; {known_names(chip, known)}")
+        return on
 
-        Args:
-          chips: the chip, after the one that it is `like`.
-        """
-        for found in (self.kinds.get(kind), *map(self.on.get, chips)):  # type: ignore[call-overload]
+    def parts(self, kind: str, chip: str) -> Iterator[dict[str, Any]]:
+        """The parts for a chip, each replacing what an earlier one says."""
+        for found in (self.kinds.get(kind), self.on.get(chip)):  # type: ignore[call-overload]
             if found is not None:
                 yield found
 
@@ -95,7 +102,7 @@ class Framework(Overlay):
       says: the framework whose layouts it can express: for a file that is `like` another, that one's.
       variants: name -> its options.
       chosen: variant -> option, where the user said one.
-      file: the path, if it is a user's own.
+      file: the whole path, if it is a user's own.
     """
 
     format: Literal["layoutopt-framework/1"]
@@ -129,7 +136,7 @@ class Framework(Overlay):
         for chip, part in (*overlay.kinds.items(), *overlay.on.items()):
             for path, found in _leaves(part, ""):
                 said: Mapping[str, Any] = found if isinstance(found, Mapping) else {"value": found}
-                unit = said.get("unit", "1")  # files are checked with the chip that they change
+                unit = said.get("unit", "1")
                 value = "curve" if "points" in said else f"{said['value']}{f' {unit}' * (unit not in PLAIN)}"
                 sourced = {k: said[k] for k in ("source", "date", "uncertainty") if k in said}
                 yield OverlaidNumber(option, chip, path, value, **sourced)

@@ -52,12 +52,15 @@ def load_framework(text: str) -> Framework:
     head, _, tail = (text, "", "") if os.path.isfile(text) else text.partition(":")
     name, _, version = (head, "", "") if os.path.isfile(head) else map(str.strip, head.partition("@"))
     found = _parsed(_content(name))
+    if found.says not in (known := (found.name, *framework_names())):
+        raise FrameworkError(f"framework {name!r} says {found.says!r}; {known_names(found.says, known)}")
     asked = [each.partition("=") for each in tail.split(",") if each.strip()]
     chosen = {VERSION: version} if version else {}
     chosen |= {variant.strip(): option.strip() for variant, _, option in asked}
     for variant, option in chosen.items():
         _check(found, variant, option, text)
-    file = "" if name in framework_names() else name
+    # A plan that is opened in another folder finds it there.
+    file = "" if name in framework_names() else os.path.abspath(name)
     return found.model_copy(update={"chosen": chosen, "file": file})
 
 

@@ -3,7 +3,7 @@
 from costmodels.hardware.curve import Curve, monotone
 from costmodels.hardware.links import GpuCluster, Protocol, SharedMemory, SwitchReduce, Torus, Wraparound
 from costmodels.hardware.load import (
-    hardware_names,
+    check_framework,
     load_hardware,
     machine_of,
     preset_content,
@@ -25,6 +25,7 @@ from costmodels.hardware.model import (
 from costmodels.hardware.numbers import Number
 from costmodels.hardware.settings import HardwareError, split_name, with_settings
 from costmodels.hardware.vary import drawn, varied, with_bandwidth
+from costmodels.presets import hardware_names
 
 __all__ = [
     "COMPILER_NAMES",
@@ -45,6 +46,7 @@ __all__ = [
     "SwitchReduce",
     "Torus",
     "Wraparound",
+    "check_framework",
     "drawn",
     "hardware_names",
     "load_hardware",

@@ -9,26 +9,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from costmodels.frameworks import DEFAULT, KINDS, framework_names, load_framework, merged
+from costmodels.frameworks import DEFAULT, KINDS, Framework, framework_names, load_framework, merged
 from costmodels.hardware.model import Hardware
 from costmodels.hardware.profiles import profiles_directory
 from costmodels.hardware.settings import HardwareError, changed, split_name, with_settings
+from costmodels.presets import PRESETS, hardware_names
 from mesh_tf_core.errors import known_names
 from mesh_tf_core.files import write_file
 from mesh_tf_core.reading import read_json, reading
-
-_PRESETS = Path(__file__).parent / "data"
-
-
-def hardware_names() -> tuple[str, ...]:
-    """The names of the hardware presets, sorted.
-
-    Example:
-      >>> import costmodels
-      >>> "tpu-v5p" in costmodels.hardware_names()
-      True
-    """
-    return tuple(sorted(path.stem for path in _PRESETS.glob("*.json")))
 
 
 def preset_of_device(kind: str) -> str | None:
@@ -67,7 +55,7 @@ def load_hardware(
         return read_hardware(profile, settings, framework)
     if text in hardware_names():
         if settings:
-            return read_hardware(_PRESETS / f"{text}.json", settings, framework)
+            return read_hardware(PRESETS / f"{text}.json", settings, framework)
         return _preset(text, framework)
     path = Path(text)
     if os.path.isfile(path):
@@ -142,14 +130,16 @@ def read_hardware(path: Path, settings: Sequence[str] = (), framework: str | Non
             raise HardwareError(f"hardware {with_settings(path.stem, settings)!r}: {'; '.join(faults)}")
     if hardware is None:
         many = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-        under = "" if framework in (None, *framework_names()) else f" under framework {framework!r}"
-        raise HardwareError(f"hardware file {str(path)!r}{under} has {many}: {'; '.join(faults)}")
+        whose = f"hardware file {str(path)!r}"
+        if framework is not None and load_framework(framework).file:
+            whose = f"hardware {path.stem} under framework {framework!r}"
+        raise HardwareError(f"{whose} has {many}: {'; '.join(faults)}")
     return hardware
 
 
 @lru_cache
 def _preset(name: str, framework: str | None) -> Hardware:
-    return read_hardware(_PRESETS / f"{name}.json", framework=framework)
+    return read_hardware(PRESETS / f"{name}.json", framework=framework)
 
 
 def _known(asked: str) -> str:
@@ -160,7 +150,7 @@ def preset_content(name: str) -> dict[str, Any]:
     """The parsed file of a preset under the default framework, from which a calibration starts (a copy)."""
     if name not in hardware_names():
         raise HardwareError(f"hardware {name!r} is not known; {_known(name)}")
-    path = _PRESETS / f"{name}.json"
+    path = PRESETS / f"{name}.json"
     content: dict[str, Any] = _described(read_json(path), path, None)
     return content
 
@@ -185,20 +175,35 @@ def _described(content: Any, path: Path, framework: str | None) -> Any:
             f'hardware file {str(path)!r} is "like" {like!r}, but has no name of its own; add "name"'
         )
     else:
-        base = read_json(_PRESETS / f"{like}.json")
+        base = read_json(PRESETS / f"{like}.json")
     software = load_framework(framework or str(own.pop("framework", base.get("framework", DEFAULT))))
-    kind, chips = base.get("kind"), [str(base.get("name")), str(own.get("name"))]
+    kind, chip = base.get("kind"), str(base.get("name"))
     if kind in KINDS and kind not in software.kinds:
         runs = [name for name in framework_names() if kind in load_framework(name).kinds]
         raise HardwareError(
-            f"framework {software.name} does not run on {chips[0]}, a {kind}; give other --hardware, or one "
+            f"framework {software.name} does not run on {chip}, a {kind}; give other --hardware, or one "
             f"of the frameworks that do: {', '.join(runs)}"
         )
     if "compiler" not in base:
         for overlay in software.overlays():
-            for part in overlay.parts(str(kind), chips):
+            for part in overlay.parts(str(kind), chip):
                 base = merged(base, part)
     return {**merged(base, own), "framework": software.text}
+
+
+def check_framework(text: str) -> Framework:
+    """Reads a framework as `load_framework`, and every chip under it with each of its options.
+
+    Raises:
+      HardwareError: what it changes of a chip is not valid there.
+    """
+    found = load_framework(text)
+    texts = [f"{name}={option}" for name, each in found.variants.items() for option in each.options]
+    for chip in hardware_names() if found.file else ():
+        if load_hardware(chip).kind in found.kinds:
+            for each in ("", *texts):
+                load_hardware(chip, f"{found.file}{':' * bool(each)}{each}")
+    return found
 
 
 def profile_of(content: Mapping[str, Any], path: Path) -> Hardware:

@@ -41,6 +41,7 @@ from layoutopt.plan.results import (
     Worth,
 )
 from layoutopt.plan.schema import ProofStatus
+from layoutopt.plan.under import under
 from layoutopt.plan.units import bytes_text, some, step_change
 from layoutopt.plan.ways import Turning
 from layoutopt.runtime.clock import Clock
@@ -267,9 +268,11 @@ def explain(
     if not isinstance(hardware, Hardware):
         hardware, framework = hardware or plan.data.hardware, framework or plan.data.framework
     model, machine = model_of(plan), machine_of(hardware, framework)
+    found, given = evaluate(model, plan.mesh, plan.layout, machine, plan.options), plan
+    if plan.data.framework not in (None, machine.framework):
+        plan = under(plan, machine.framework, found.predicted)
     asked, rules, memory = plan.question, plan.allowed, float(plan.limit(machine))
     features = forbidden(plan, rules, without)
-    found = evaluate(model, plan.mesh, plan.layout, machine, plan.options)
     wrong = disagreements(plan, found)
     if wrong and (numbers := _other_numbers(plan, machine)):
         wrong.insert(0, f"the plan used other values for these hardware numbers: {some(numbers, LARGEST)}")
@@ -278,7 +281,7 @@ def explain(
     other = alike = None
     if against is not None:
         named = isinstance(against, str) and against.strip() and ":" not in against
-        which = plan.alternative(str(against).strip()) if named else layout_of(against)
+        which = given.alternative(str(against).strip()) if named else layout_of(against)
         other, alike = compared(model, plan, machine, which)
     clock = Clock.of(time_limit)
 

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from costmodels.frameworks import DEFAULT
 from costmodels.hardware import Hardware, machine_of
 from layoutopt.analysis import lint as linting
 from layoutopt.analysis.changes import single_changes
@@ -279,13 +278,12 @@ def lint(
     priced = cost(model, mesh, layout, hardware, options=options, framework=framework, **decided)
     of, limit = priced.evaluation, priced.limit
     mesh, machine = of.program.mesh, of.prices.hardware
-    answer, software = None, machine.framework if machine.framework != DEFAULT else None
+    answer = None
     try:
         best = search(
             model,
             mesh=mesh,
             hardware=machine,
-            framework=software,
             time_limit=clock.part(SEARCHING),
             alternatives=False,
         )

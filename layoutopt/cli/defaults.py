@@ -247,7 +247,7 @@ def of_plan(ctx: typer.Context, path: str, known: Mapping[str, Any]) -> Values:
 
 def _where(plan: Plan) -> Values:
     """What the plan is for: devices, hardware, memory."""
-    from layoutopt.cli.plans import hardware_of, machine_of_plan
+    from layoutopt.cli.plans import hardware_of
 
     question, machine = plan.question, hardware_of(plan)
     found: Values = {"hardware": machine, "objective": question.objective}
@@ -257,7 +257,7 @@ def _where(plan: Plan) -> Values:
         found["mesh"] = str(plan.mesh)
     else:
         found |= {"devices": question.devices, "max_axes": question.max_axes}
-    if question.memory_bytes not in (None, int(machine_of_plan(plan).usable_memory_bytes)):
+    if question.memory_bytes is not None:
         found["memory"] = f"{question.memory_bytes}B"
     return found
 
@@ -265,14 +265,16 @@ def _where(plan: Plan) -> Values:
 def _chosen(plan: Plan) -> Values:
     """What might be chosen, as far as it was not the usual."""
     from layoutopt.space.decisions import ARGUMENTS, SearchSpace
+    from layoutopt.space.recorded import allowed_by
 
+    asked = allowed_by(plan.question)  # of any framework
     usual, several = (
         SearchSpace().settled(plan.question.objective),
         {o.name for o in listed()["asked"] if o.several},
     )
     found: Values = {}
     for name, argument in ARGUMENTS.items():
-        value = getattr(plan.allowed, name)
+        value = getattr(asked, name)
         if value != getattr(usual, name):
             for option, text in argument.texts(value).items():
                 found[option.removeprefix("--").replace("-", "_")] = [text] if option in several else text

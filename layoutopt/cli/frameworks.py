@@ -32,12 +32,13 @@ def frameworks(
 ) -> None:
     """List the training software that can be predicted, or show one with its sources."""
     from costmodels.frameworks import framework_names, load_framework
+    from costmodels.hardware import check_framework
 
     terminal = Terminal(as_json)
     if name is None:
         _list(terminal, [load_framework(each) for each in framework_names()])
     else:
-        _one(terminal, load_framework(name))
+        _one(terminal, check_framework(name))
 
 
 def _list(terminal: Terminal, found: list[Framework]) -> None:
@@ -56,9 +57,9 @@ def _list(terminal: Terminal, found: list[Framework]) -> None:
 
 
 def _one(terminal: Terminal, found: Framework) -> None:
-    from layoutopt.plan.hardware_results import FrameworkNumber, FrameworkResult
+    from layoutopt.plan.hardware_results import FrameworkResult
 
-    numbers = [FrameworkNumber(**each.__dict__) for each in found.numbers()]
+    numbers = [*found.numbers()]
     terminal.result(FrameworkResult(**_summary(found), notes=list(found.notes), numbers=numbers))
     chosen = found.options()
     rows = [

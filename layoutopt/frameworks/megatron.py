@@ -22,7 +22,7 @@ SAYS = Restriction(
         "collective_matmul": ANY,
         "microbatches": ANY,
         "pipeline": ANY,
-        "schedule": ("gpipe", "1f1b", "interleaved"),
+        "schedule": ("1f1b", "interleaved"),
     },
     relations=(Degrees(copies=True),),
     granularity={"storage": ALL, "offload": ALL, "recompute": ALL},

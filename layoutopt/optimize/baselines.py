@@ -99,6 +99,8 @@ class NamedStrategy(Plans):
 
     def decided(self, allowed: SearchSpace, microbatches: int) -> Decisions | None:
         stages = tuple(s for s in allowed.storage if s in self.stages) or self.stages[:1] or allowed.storage
+        if not any(allowed.restriction.expresses("storage", stage) for stage in stages):
+            return None
         wanted = replace(chosen_by_name(allowed), storage=stages, microbatches=(microbatches,))
         try:
             every = decisions(self.model.training_step(microbatches).graph, self.mesh, wanted)
@@ -166,7 +168,7 @@ class Pinned(Plans):
         ways = self.model.stages(self.mesh, self.layout)
         stages = {dim: self.layout.axes(dim) for dim in ways}
         try:
-            schedule = allowed.schedule[:1]
+            schedule = allowed.restriction.among(allowed, "schedule")[:1]
             again = next(runs_again(self.model, stages, schedule[0], allowed), frozenset())
             graph = self.model.training_step(microbatches, ways, schedule[0], again).graph
             pins = {n: self.layout.axes(n) for n in graph.dims() if n not in stages}

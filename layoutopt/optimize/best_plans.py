@@ -100,7 +100,7 @@ class BestPlans:
         for number in dict.fromkeys((self.parts[0], self.parts[-1])):
             for each in plans[:TRIES]:
                 decided, plain = each.decided(self.request.allowed, number), each.plain()
-                if decided is not None and plain is not None:
+                if decided is not None and plain is not None and decided.agrees(plain[0]):
                     found += filter(None, [_priced(self.request, each.mesh, plain[0], decided)])
                 if found and found[-1].peak <= self.request.limit:
                     return found[-1]
@@ -283,7 +283,7 @@ def _cases(decided: Decisions, plans: Plans) -> Iterator[Decisions]:
 def lean(request: Request, subproblem: Subproblem) -> EvaluatedLayout | None:
     """A layout with little memory, without tables of seconds."""
     evaluator, (mesh, decided) = request.evaluator, (subproblem.mesh, subproblem.decided)
-    if not set(decided.free) & set(decided.of(Split)):
+    if not (set(decided.free) & set(decided.of(Split)) or decided.couplings):
         return _priced(request, mesh, decided.read({})[0], decided)
     known = legal_problem(evaluator.model, mesh, decided, evaluator.prices(mesh))
     search = SubproblemSearch(evaluator, known)

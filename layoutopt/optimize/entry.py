@@ -136,9 +136,8 @@ def search(
     _check(mesh, devices, objective, limits, clock.limit, allowed)
     shapes = meshes(mesh, devices, limits.max_axes, chosen)
     restriction = allowed.restriction
-    its = model.framework if chosen.framework == model.framework else None
-    if restriction is EVERYTHING and (named := framework or its) is not None:
-        restriction = says(load_framework(named).says)
+    if restriction is EVERYTHING:
+        restriction = says(load_framework(chosen.framework).says)
     restriction = restriction.of(model)
     restriction.narrowed(allowed, SearchSpace())  # refuses what somebody set
     allowed = resolved(allowed, [Target(model, shape, chosen.hosts_apart) for shape in shapes])
@@ -162,11 +161,11 @@ def search(
     )
     question = Searched(
         hardware=hardware if isinstance(hardware, str) else hardware.name,
-        memory_bytes=int(min(request.limit, LARGEST)),
+        memory_bytes=None if limits.memory is None else int(min(request.limit, LARGEST)),
         devices=None if devices is None else int(devices),
         max_axes=int(limits.max_axes),
         objective=objective,
-        **recorded(allowed),
+        **recorded(whole),
     )
 
     # No function of its own: a plan goes to other processes (pickle) with what completes it.
@@ -208,9 +207,9 @@ def search(
     try:
         clock.within(SEARCHED, rank)
         found = plan()
-        aside = limits.alternatives and not (found.stopped or request.late or allowed.diloco)
-        if aside and framework and objective == Objective.TIME and restriction is not EVERYTHING:
-            more = unrestricted(request, whole, shapes, best, mesh is None)
+        if limits.alternatives and not found.stopped and restriction is not EVERYTHING:
+            unnamed = framework is None and chosen.framework == model.framework
+            more = unrestricted(request, whole, shapes, best, mesh is None, unnamed)
             notes = [*found.data.notes, *more.pop("notes", ())]
             found = Plan(found.data.model_copy(update={**more, "notes": notes}))
         return Plan(found.data, found.stopped, model, full)

@@ -15,6 +15,7 @@ from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.decisions import SearchSpace
+from layoutopt.space.objective import Objective
 from mesh_tf_core.errors import InfeasibleError, LimitError
 from mesh_tf_core.ir.mesh import Mesh
 
@@ -23,15 +24,23 @@ UNRESTRICTED = "unrestricted"
 
 
 def unrestricted(
-    request: Request, allowed: SearchSpace, shapes: Sequence[Mesh], best: EvaluatedLayout, renames: bool
+    request: Request,
+    allowed: SearchSpace,
+    shapes: Sequence[Mesh],
+    best: EvaluatedLayout,
+    renames: bool,
+    unnamed: bool = False,
 ) -> dict[str, Any]:
     """Fields of `PlanFile`: the best layout of a space, if it is faster than the answer of a restricted one,
-    and the share of the step that it saves.
+    and the share of the step that it saves; or a note why it was not searched.
 
     Args:
       allowed: the space without the restriction.
       shapes, renames: the meshes of the search, and whether plans give their axes other names.
+      unnamed: the framework is the model's own.
     """
+    if why := _not_searched(request, unnamed):
+        return _note(request, why)
     wide = replace(request, allowed=allowed, on_progress=None, on_better=None, explains=False, top=1)
     vars(wide)["evaluator"] = request.evaluator  # what is predicted is not predicted again
     search = LayoutSearch(wide, renames)
@@ -43,7 +52,7 @@ def unrestricted(
     except InfeasibleError:  # nothing is faster
         pass
     except LimitError:
-        return {}
+        return _note(request, LATE)
     said: dict[str, Any] = {"left": 1 - found.seconds / best.seconds}
     if found is not best:
         said |= {UNRESTRICTED: called(request, UNRESTRICTED, found, renames)}
@@ -51,3 +60,22 @@ def unrestricted(
         most = 1 - search.bound.value / best.seconds
         said |= {"notes": [f"the search for unrestricted layouts did not end; they save at most {most:.1%}"]}
     return said
+
+
+LATE = "the time limit was reached"
+
+
+def _not_searched(request: Request, unnamed: bool) -> str:
+    """Why faster layouts are not searched; '' if they are."""
+    if request.objective != Objective.TIME:
+        return f"the objective is {request.objective}"
+    if request.allowed.diloco is not None:
+        return "replicas are synchronised rarely (--diloco)"
+    if request.late:
+        return LATE
+    return f"add --framework {request.hardware.framework} to search them" if unnamed else ""
+
+
+def _note(request: Request, why: str) -> dict[str, Any]:
+    name = request.allowed.restriction.name
+    return {"notes": [f"faster layouts that {name} cannot express were not searched: {why}"]}

@@ -160,9 +160,10 @@ class Plan:
     def allowed(self) -> SearchSpace:
         """The search space of the plan's search, under its framework if the model is there."""
         found, space = allowed_by(self.question), self.data.space
-        if self.model is None or space is None or not space.expressed_by:
+        if space is None or not space.expressed_by:
             return found
-        return found.but(restriction=says(space.expressed_by).of(self.model))
+        found = (restriction := says(space.expressed_by)).narrowed(found)
+        return found if self.model is None else found.but(restriction=restriction.of(self.model))
 
     def limit(self, hardware: Hardware) -> int:
         """The memory limit of the plan's search, in bytes per device."""

@@ -30,7 +30,7 @@ from mesh_tf_core.lower.offload import OPTIMIZER, WEIGHTS
 from mesh_tf_core.lower.remat_policy import Recomputed
 from mesh_tf_core.lower.storage import STAGES, read_stage
 
-EXPERTS = "experts"
+EXPERTS, VOCAB = "experts", "vocab"
 
 
 @dataclass(frozen=True)
@@ -150,21 +150,24 @@ def _left(what: Exported, named: Container[str]) -> list[str]:
 
 
 def _even(what: Exported, tensor: Axes, to: str) -> None:
-    """Raises UserError unless every matrix of the layers has a dimension over the tensor axes.
+    """Raises UserError unless every matrix of the layers has a dimension over the tensor axes, and vocab lies
+    over them if they divide it.
 
     One whose dimensions another has, too, may be whole, as key-value heads that ranks copy. So may a router,
     whose outputs no other matrix has.
     """
-    layers = _matrices(what)
-    stacks = Counter(v.dims[0] for v in layers)
-    times = Counter(dim for v in layers for dim in v.dims)
-    layers = [v for v in layers if stacks[v.dims[0]] > 1 and all(times[dim] > 1 for dim in v.dims)]
+    every = _matrices(what)
+    stacks = Counter(v.dims[0] for v in every)
+    times = Counter(dim for v in every for dim in v.dims)
+    layers = [v for v in every if stacks[v.dims[0]] > 1 and all(times[dim] > 1 for dim in v.dims)]
     layers = [v for v in layers if not any({*v.dims} < {*other.dims} for other in layers)]
-    for v in layers:
+    ways = what.mesh.group_size(tensor)
+    tables = [v for v in every if VOCAB in v.dims and v.sizes[v.dims.index(VOCAB)] % ways == 0]
+    for v in (*layers, *tables):
         if tensor and not any({*tensor} <= {*what.layout.axes(dim)} for dim in v.dims):
             raise UserError(
-                f"{to} splits every matrix of the layers over its tensor ranks, but this plan does not split "
-                f"{v.name} over {'+'.join(tensor)}; search with --framework {to}"
+                f"{to} splits every matrix of the layers, and vocab, over its tensor ranks, but this plan "
+                f"does not split {v.name} over {'+'.join(tensor)}; search with --framework {to}"
             )
 
 
@@ -189,7 +192,8 @@ def torchtitan(what: Exported) -> str:
     """The settings as a configuration file of releases up to 0.2, or as Python for later ones."""
     found, decided = ParallelDegrees.of(what, "torchtitan"), what.decided
     parts = decided.microbatches
-    version = load_framework(what.framework or "torchtitan").options().get("version", "main")
+    options = load_framework(what.framework or "torchtitan").options()
+    version = options.get("version", "main")
     staged = found.stages > 1
     sharded = found.stage != STAGES[0]
     shards = found.shards // found.context if sharded else 1
@@ -210,8 +214,13 @@ def torchtitan(what: Exported) -> str:
     if staged:
         names = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B", "circular": "LoopedBFS"}
         parallelism["pipeline_parallel_schedule"] = names[kind_name(decided.schedule or "gpipe")]
-    if version != "0.2" and found.tensor > 1:
-        parallelism["enable_sequence_parallel"] = found.sequence
+    compiled = {"enable": True}
+    asynchronous = {"enable_async_tensor_parallel": options.get("tensor_messages") == "async"}
+    if version == "0.2":
+        parallelism |= asynchronous
+    else:
+        compiled |= asynchronous
+        parallelism |= {"enable_sequence_parallel": found.sequence} if found.tensor > 1 else {}
     rank = found.examples(1 if staged else parts)
     training = {"local_batch_size": rank, "global_batch_size": found.batch, "seq_len": found.length}
     if version in ("0.2", "0.3"):
@@ -222,13 +231,21 @@ def torchtitan(what: Exported) -> str:
             "num_tokens_per_microbatch_per_dp_rank": found.examples(parts) * found.length,
             "num_tokens_per_train_step": found.batch * found.length,
             "max_context_length": found.length,
+            # Graphs of CUDA, on by default, exclude stages and ways of experts.
+            **({"disable_cuda_graphs": True} if staged or found.experts > 1 else {}),
         }
     mode = _recomputed(decided) or "none"
-    sections: dict[str, dict[str, Any]] = {"parallelism": parallelism, "training": training}
+    sections: dict[str, dict[str, Any]] = {
+        "parallelism": parallelism,
+        "training": training,
+        "compile": compiled,
+    }
     if version == "0.2":
         checkpoint = {"mode": mode, **({"selective_ac_option": "op"} if mode == "selective" else {})}
         sections["activation_checkpoint"] = checkpoint
-        return "\n".join([comment(what.title), *_toml(sections)])
+        always = "This release splits the sequence over the tensor ranks; this plan does not."
+        said = [comment(always)] if found.tensor > 1 and not found.sequence else []
+        return "\n".join([*_head(what, found), *said, *_toml(sections)])
     classes = {"selective": "SelectiveAC.Config()", "full": "FullAC.Config()", "none": None}
     lines = [
         line
@@ -236,7 +253,17 @@ def torchtitan(what: Exported) -> str:
         for line in (f"{name} = dict(", *(f"    {key}={value!r}," for key, value in own.items()), ")")
     ]
     lines.append(f"activation_checkpoint = {classes[mode]}")
-    return "\n".join([comment(what.title), "# Fields of torchtitan's Trainer.Config.", *lines, ""])
+    return "\n".join([*_head(what, found), "# Fields of torchtitan's Trainer.Config.", *lines, ""])
+
+
+def _head(what: Exported, found: ParallelDegrees) -> Iterator[str]:
+    """The title; and whether the tensor ways do not divide vocab, which the software pads or splits."""
+    yield comment(what.title)
+    sizes = {dim: size for v in _matrices(what) for dim, size in zip(v.dims, v.sizes, strict=True)}
+    if VOCAB in sizes and sizes[VOCAB] % found.tensor:
+        yield comment(
+            f"vocab of {sizes[VOCAB]} is whole in this plan: {found.tensor} ranks do not divide it."
+        )
 
 
 def _toml(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -251,10 +278,7 @@ _CONTEXT = {"gather": "all_gather", "ring": "p2p", "zigzag": "p2p", "all_to_all"
 
 
 def megatron(what: Exported) -> str:
-    """The settings as arguments of Megatron-LM's pretraining scripts.
-
-    GPipe's order has no argument; 1F1B, which runs without one, takes as long and holds less.
-    """
+    """The settings as arguments of Megatron-LM's pretraining scripts; stages run in 1F1B without one."""
     found, decided = ParallelDegrees.of(what, "megatron"), what.decided
     schedule = decided.schedule or "1f1b"
     flags: list[tuple[str, Any]] = [
@@ -283,7 +307,7 @@ def megatron(what: Exported) -> str:
     }
     lines = [f"--{name} {value}" for name, value in flags]
     lines += [f"--{name}" for name, on in switches.items() if on]
-    return "\n".join([comment(what.title), *lines, ""])
+    return "\n".join([*_head(what, found), *lines, ""])
 
 
 def deepspeed(what: Exported) -> str:

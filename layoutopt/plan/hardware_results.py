@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from costmodels.frameworks.framework import OverlaidNumber
 from layoutopt.plan.fields import Data, Figure, Flag
 from layoutopt.plan.results import CommandResult
 
@@ -120,26 +121,9 @@ class FrameworkList(CommandResult):
     frameworks: list[FrameworkSummary]
 
 
-class FrameworkNumber(Data):
-    """A number or a name that a framework, or an option of a variant, sets in place of a chip's own.
-
-    Attributes:
-      chip: a chip, or a kind of chips.
-      option: the variant and its option, as `attention=flash2`; '' for the framework itself.
-    """
-
-    option: str
-    chip: str
-    path: str
-    value: str
-    source: str = ""
-    date: str = ""
-    uncertainty: Figure | None = None
-
-
 class FrameworkResult(FrameworkSummary, CommandResult):
     """`frameworks NAME`: what it sets, with the source of each number."""
 
     command = "frameworks"
     notes: list[str]
-    numbers: list[FrameworkNumber]
+    numbers: list[OverlaidNumber]

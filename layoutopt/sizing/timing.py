@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from costmodels.frameworks import DEFAULT
 from costmodels.hardware import Hardware
 from layoutopt.optimize.entry import search
 from layoutopt.optimize.evaluator import computed_alone
@@ -93,7 +92,6 @@ class Timer:
                 candidate.model,
                 devices=devices,
                 hardware=machine.hardware,
-                framework=machine.hardware.framework if machine.hardware.framework != DEFAULT else None,
                 memory=machine.limit,
                 max_axes=self.max_axes,
                 time_limit=self.clock,

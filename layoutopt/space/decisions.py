@@ -345,6 +345,11 @@ class Decisions:
         """The choices that mean a layout and options."""
         return {d.name: d.read(layout, options) for d in self.every}
 
+    def agrees(self, layout: Layout) -> bool:
+        """True if a layout with the options that hold least agrees with a restriction."""
+        wanted = self.write(layout, self.least_memory) if self.couplings else {}
+        return all(each.allows(wanted) for each in self.couplings)
+
     def allows(self, layout: Layout, options: Options) -> bool:
         """True if a layout and options are among what may be chosen."""
         wanted = self.write(layout, options)

@@ -210,6 +210,13 @@ class Restriction:
         said = ANY if self.says is None else self.says.get(name, ())
         return said is ANY or (bool(said) if value is None else value in said)
 
+    def among(self, space: Space, name: str) -> tuple[Any, ...]:
+        """The values of a field of a space that may be searched; where none may, the first that may."""
+        value: tuple[Any, ...] = getattr(space, name)
+        said = ANY if self.says is None else self.says.get(name, ())
+        within = next(f.metadata[ARGUMENT].within for f in fields(space) if f.name == name)
+        return value if said is ANY else within(value, said) or said[:1] or value
+
     def narrowed(self, space: S, usual: S | None = None) -> S:
         """A space without the values that may not be searched.
 

@@ -10,7 +10,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from layoutopt.space.argument import Space, argument, names
-from layoutopt.space.kind import Choice, Chosen, Decision, Feature, LeftOut, Target, Typed, not_allowed
+from layoutopt.space.kind import (
+    Beyond,
+    Choice,
+    Chosen,
+    Decision,
+    Feature,
+    LeftOut,
+    Target,
+    Typed,
+    not_allowed,
+)
 from layoutopt.space.option import Option
 from layoutopt.space.stages import StageSplit
 from mesh_tf_core.ir.layout import Layout
@@ -98,6 +108,12 @@ class ScheduleDecision(Decision):
         if allowed.stages:
             (schedule,) = allowed.schedule
             yield cls("schedule", ((schedule,) if schedule != GPIPE else (),))
+
+    @classmethod
+    def beyond(cls, said: Any) -> Iterator[Beyond]:
+        if said.pipeline:
+            order = said.schedule or GPIPE
+            yield Beyond("schedule", kind_name(order), f"stages run in {order}", "use another --schedule")
 
     def apply(self, choice: Choice, to: Chosen) -> None:
         to.options["schedule"] = choice[0] if choice else GPIPE

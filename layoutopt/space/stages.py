@@ -136,7 +136,7 @@ def ways(model: Model, mesh: Mesh, allowed: Space) -> Iterator[Space]:
     for chosen in sorted(itertools.product(*options), key=lambda each: sum(map(len, each))):
         stages = {dim: axes for dim, axes in zip(allowed.pipeline, chosen, strict=True) if axes}
         if len({a for axes in stages.values() for a in axes}) == sum(map(len, stages.values())):
-            for schedule in allowed.schedule if stages else (GPIPE,):
+            for schedule in allowed.restriction.among(allowed, "schedule") if stages else (GPIPE,):
                 for again in runs_again(model, stages, schedule, allowed):
                     yield plain.but(stages=stages, schedule=(schedule,), again=again)
 

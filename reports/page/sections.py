@@ -222,7 +222,10 @@ def _record(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
         ("Framework", plan.framework or ""),
         ("Mesh", mesh_option(plan.mesh)),
         ("Layout", shorten(layout_text(plan.layout), LONGEST) or "replicated"),
-        *((name.capitalize(), words) for name, words in (*plan.listed().items(), *told.costs(plan))),
+        *(
+            (name.capitalize(), words)
+            for name, words in (*plan.listed().items(), *told.costs(plan), *told.left(plan))
+        ),
         ("Command", plan.details.search.command if plan.details.search else ""),
         *solver,
     ]

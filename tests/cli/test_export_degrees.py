@@ -107,7 +107,7 @@ def test_a_step_has_the_batch_of_the_model_under_every_schedule(schedule: str) -
 
 
 def test_half_a_decision_is_no_setting() -> None:
-    for layout in ("batch:data;heads:model", "batch:data;d_ff:model"):
+    for layout in ("batch:data;heads:model", "batch:data;d_ff:model", "batch:data;heads:model;d_ff:model"):
         with pytest.raises(UserError, match="megatron splits every matrix of the layers"):
             export(exported("data:4;model:2", layout), "megatron")
     one = exported("data:8", "batch:data", storage={MATRICES[0]: "zero1"})
@@ -132,6 +132,34 @@ def test_selective_recomputation_is_each_ones_own() -> None:
     for what, to in ((single, "megatron"), (core, "torchtitan"), (core, "deepspeed")):
         with pytest.raises(UserError, match=f"{to} cannot express this plan"):
             export(what, to)
+
+
+def test_what_a_form_cannot_say_it_says() -> None:
+    """A vocab that the tensor ways do not divide, and a sequence that a release always splits."""
+    uneven = Layout("batch:data;heads:model;d_ff:model")
+    what = replace(exported("data:4;model:2", TENSOR), layout=uneven)
+    odd = [
+        replace(v, sizes=tuple(n + (d == "vocab") for d, n in zip(v.dims, v.sizes, strict=True)))
+        for v in what.variables
+    ]
+    whole = [replace(v, splits=tuple(uneven.axes(d) for d in v.dims)) for v in odd]
+    for to in ("torchtitan", "megatron"):
+        said = export(replace(what, variables=tuple(whole)), to)
+        assert "# vocab of 65 is whole in this plan: 2 ranks do not divide it." in said
+    old = exported("data:4;model:2", TENSOR, "torchtitan@0.2")
+    always = "# This release splits the sequence over the tensor ranks; this plan does not."
+    assert always in export(old, "torchtitan")
+    assert settings(old, "torchtitan")["enable_async_tensor_parallel"] is False
+
+
+@pytest.mark.parametrize("release", ["0.2", "0.3", "main"])
+@pytest.mark.parametrize("messages", ["plain", "async"])
+def test_what_torchtitan_compiles_is_written(release: str, messages: str) -> None:
+    named = f"torchtitan@{release}:tensor_messages={messages}"
+    text = export(exported("data:4;model:2", TENSOR, named), "torchtitan")
+    written = {line.strip().rstrip(",").replace(" ", "").casefold() for line in text.split("\n")}
+    assert f"enable_async_tensor_parallel={str(messages == 'async').casefold()}" in written
+    assert "enable=true" in written
 
 
 def test_releases_of_torchtitan_have_other_names() -> None:

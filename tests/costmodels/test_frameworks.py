@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from costmodels import (
     FrameworkError,
@@ -18,8 +19,9 @@ from costmodels import (
 )
 from costmodels.frameworks import DEFAULT, Framework
 from costmodels.hardware import machine_of, preset_content
-from costmodels.hardware.load import _PRESETS
+from costmodels.presets import PRESETS
 from costmodels.pricing.compilers import COMPILERS
+from layoutopt.cli import app
 
 SOFTWARE = (
     "attention_efficiency", "launch_interval", "memory_doubt", "memory_reserve", "published_mfu", "sustained",
@@ -37,7 +39,7 @@ RUNS = [
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_chip_file_is_physics(chip: str) -> None:
-    content = json.loads((_PRESETS / f"{chip}.json").read_text())
+    content = json.loads((PRESETS / f"{chip}.json").read_text())
     assert not {"compiler", "overlap"} & content.keys()
     assert not set(SOFTWARE) & content["chip"].keys()
 
@@ -132,16 +134,56 @@ def test_a_number_that_is_set_changes_no_other(tmp_path: Path) -> None:
     assert load_hardware("h100, launch_interval=20 us").compiler == load_hardware("h100").compiler
 
 
-def test_a_number_without_a_unit_is_listed_and_refused_with_its_chip(tmp_path: Path) -> None:
+NUMBER = {"value": 0.5, "unit": "1", "source": "ours", "date": "2026-11"}
+
+
+def chip(**number: Any) -> dict[str, Any]:
+    """A file that sets one number of h100."""
+    return {"on": {"h100": {"chip": {"sustained": {**NUMBER, **number}}}}}
+
+
+def option(**own: Any) -> dict[str, Any]:
+    """The same in an option of a variant that is not its default."""
+    options = {"old": {"summary": "plain"}, "new": {"summary": "ours", **own}}
+    return {"variants": {"kernel": {"summary": "kernel", "default": "old", "options": options}}}
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"on": []}, "on must be a JSON object"),
+        ({"on": {"h10": {}}}, "on: 'h10' is no hardware preset; did you mean 'h100'?"),
+        (option(on={"h10": {}}), "variants.kernel.options.new.on: 'h10' is no hardware preset"),
+        ({"says": "torhc"}, "says 'torhc'; did you mean 'torch'?"),
+        ({"kinds": {"gqu": {}}}, "kinds.gqu"),
+        ({"on": {"h100": {"chip": {"sustaned": NUMBER}}}}, "chip.sustaned is not a known field"),
+        ({"on": {"h100": {"chip": 3}}}, "chip must be a JSON object"),
+        (chip(value="x"), "chip.sustained.value must be a number"),
+        (chip(unit=3), "chip.sustained.unit must be text"),
+        (chip(source=3), "chip.sustained.source must be text"),
+        (chip(uncertainty="much"), "chip.sustained.uncertainty must be a number"),
+        (option(**chip(value={"a": 1})), "chip.sustained.value must be a number"),
+        ({"like": "torhc"}, "framework 'torhc' is not known; did you mean 'torch'?"),
+    ],
+)
+def test_a_bad_file_is_one_clear_error(tmp_path: Path, own: dict[str, Any], words: str) -> None:
     path = tmp_path / "mine.json"
-    bare = {"on": {"h100": {"chip": {"sustained": {"value": "x", "why": 1}}}}}
-    path.write_text(json.dumps({"like": "torch", "name": "mine", "summary": "ours", **bare}))
-    found = {
-        n.path: n.value for n in load_framework(str(path)).numbers() if n.chip == "h100" and not n.option
-    }
-    assert found["chip.sustained"] == "x"
-    with pytest.raises(HardwareError, match=r"under framework '.*mine.json' has 5 faults: chip.sustained"):
-        load_hardware("h100", str(path))
+    path.write_text(json.dumps({"like": "torch", "name": "mine", "summary": "ours", **own}))
+    done = CliRunner().invoke(app, ["frameworks", str(path)])
+    said = " ".join(done.stderr.split())
+    assert done.exit_code == 2 and words in said and said.count("error:") == 1, done.stderr
+    assert not done.stdout
+
+
+def test_a_file_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.json").write_text(
+        json.dumps({"like": "torch", "name": "mine", "summary": "ours", **chip()})
+    )
+    monkeypatch.chdir(tmp_path)
+    named = load_hardware("h100", "mine.json").framework
+    monkeypatch.chdir("/")
+    found = load_hardware("h100", named).chip.sustained
+    assert found is not None and found.value == 0.5
 
 
 def test_a_framework_of_the_users_own(tmp_path: Path) -> None:

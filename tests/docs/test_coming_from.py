@@ -14,7 +14,11 @@ import pytest
 
 import layoutopt
 from examples import moe_lm, transformer_lm
+from layoutopt.frameworks import says
+from layoutopt.frameworks.maxtext import MAXTEXT_ROWS
 from layoutopt.optimize.evaluation import Evaluation
+from layoutopt.plan.build import decided
+from layoutopt.space.decisions import beyond
 from mesh_tf_core import Model
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
@@ -22,6 +26,8 @@ from tests.docs.console import run, steps, unlike
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "coming_from.md"
 ROW = re.compile(r"^\|(.*)\|$", re.MULTILINE)
+REFUSED = re.compile(r"\(.*\)")
+"""A setting that a search under its framework does not consider."""
 MESHES = {"replica": "replica:2;data:2", "pipe": "pipe:2", "model": "model:2", "seq": "seq:2"}
 MESHES |= {"data": "data:2;expert:2", "": "data:2"}
 """An axis that a right-hand side names -> a mesh to try it on; the first one that is named counts."""
@@ -36,18 +42,26 @@ def model(mixture: bool, **sizes: int) -> Model:
     return moe_lm.model(**own, experts=4) if mixture else transformer_lm.model(**own, gated=True)
 
 
-def rows() -> Iterator[tuple[str, str]]:
-    """The first cell of each row of a translation that is not empty, and the right-hand side."""
+def tables() -> Iterator[list[list[str]]]:
+    """The translations: the head, and the rows."""
     for table in PAGE.read_text(encoding="utf-8").split("\n\n"):
         found = [[cell.strip() for cell in row.split("|")] for row in ROW.findall(table)]
         if found and found[0][-1] in ("layoutopt", "in layoutopt"):
-            yield from ((next(filter(None, cells)), cells[-1]) for cells in found[2:])
+            yield [found[0], *found[2:]]
+
+
+def rows() -> Iterator[tuple[str, str]]:
+    """The first cell of each row of a translation that is not empty, and the right-hand side."""
+    for table in tables():
+        for cells in table[1:]:
+            left = next(filter(None, cells))
+            yield left[1:-1] if REFUSED.fullmatch(left) else left, cells[-1]
 
 
 @cache
 def priced(text: str) -> Evaluation:
     """A right-hand side with some numbers, for a small model on the mesh that it names."""
-    layout, sizes, decided = "", dict(SIZES), dict[str, Any]()
+    layout, sizes, chosen = "", dict(SIZES), dict[str, Any]()
     for code in re.findall(r"`([^`]+)`", text):
         word = re.sub(r"\b[NV]\b", lambda found: str(NUMBERS[found[0]]), code)
         if not word.startswith("--"):
@@ -60,11 +74,11 @@ def priced(text: str) -> Evaluation:
             sizes[hparam] = int(size)
         else:
             several = name in ("recompute", "offload")
-            decided[name] = int(value) if value.isdigit() else [value] if several else value
+            chosen[name] = int(value) if value.isdigit() else [value] if several else value
     axes = "+".join(re.findall(r":([a-z+]+)", layout))
     mesh = next(mesh for axis, mesh in MESHES.items() if axis in axes)
     built = model("expert" in text, **sizes)
-    return layoutopt.cost(built, mesh, layout, "h100", **decided).evaluation
+    return layoutopt.cost(built, mesh, layout, "h100", **chosen).evaluation
 
 
 def over(program: Program, name: str, trainable: bool) -> list[set[str]]:
@@ -225,6 +239,19 @@ def test_every_row_is_covered() -> None:
 @pytest.mark.parametrize(("left", "right"), [*rows()])
 def test_a_row_runs_and_means_what_it_says(left: str, right: str) -> None:
     assert MEANINGS[left](priced(right)), right
+
+
+def test_a_setting_is_searched_under_its_framework_unless_it_stands_in_parentheses() -> None:
+    _, (head, *found) = tables()
+    for cells in found:
+        of = priced(cells[-1])
+        said = decided(of.decided, of.layout, of.pipeline)
+        for name, cell in zip(head, cells[:-1], strict=False):
+            framework = {"MaxText": "maxtext", "Megatron-LM": "megatron"}.get(name, name)
+            if cell and cell != "(the remaining devices)":
+                refused = beyond(says(framework), said) is not None
+                refused |= framework == "maxtext" and not {*of.layout} <= {*MAXTEXT_ROWS, "layers"}
+                assert refused == bool(REFUSED.fullmatch(cell)), (cell, framework, refused)
 
 
 def test_a_wrong_translation_is_seen() -> None:

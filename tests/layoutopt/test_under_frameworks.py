@@ -1,0 +1,111 @@
+"""Answers under a framework: however it was named, and what they say where something was not searched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import layoutopt
+from costmodels.frameworks import DEFAULT
+from costmodels.hardware import load_hardware
+from layoutopt.cli import app
+from layoutopt.plan.build import Plan, layout_of, options_of
+from layoutopt.plan.export import export
+from layoutopt.plan.exported import Exported, placed
+from mesh_tf_core import Mesh
+from mesh_tf_core.errors import InfeasibleError
+from reports.views.facts import left
+from tests.layoutopt.test_frameworks import MODELS
+from tests.marks import by_day
+
+ON = {"mesh": "a:2;b:2", "microbatches": "1,2"}
+NOT_SEARCHED = "faster layouts that torch cannot express were not searched: "
+
+
+def searched(model: str = "dense", **asked: Any) -> Plan:
+    return layoutopt.search(MODELS[model](), **{**ON, "hardware": "h100", **asked})
+
+
+def test_a_search_is_restricted_however_the_framework_is_named() -> None:
+    every = [
+        searched(framework="torch"),
+        searched(hardware="h100-eager"),
+        searched(hardware=load_hardware("h100", "torch")),
+    ]
+    assert {plan.data.space.expressed_by for plan in every if plan.data.space} == {"torch"}
+    assert len({(str(plan.layout), plan.predicted.step_seconds, plan.data.left) for plan in every}) == 1
+    assert every[0].data.left is not None
+    free = searched()
+    assert free.data.space is not None and free.data.space.expressed_by == "" and free.data.left is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"objective": "memory"}, "the objective is memory"),
+        ({"objective": "pareto"}, "the objective is pareto"),
+        ({"time_limit": 1e-6}, "the time limit was reached"),
+    ],
+)
+def test_an_answer_says_why_nothing_faster_was_searched(asked: dict[str, Any], why: str) -> None:
+    plan = searched(framework="torch", **asked)
+    assert NOT_SEARCHED + why in plan.data.notes and plan.data.left is None
+
+
+def test_the_report_says_what_a_framework_leaves() -> None:
+    plan = searched(framework="maxtext")
+    ((name, words),) = left(plan.data)
+    page = plan.report()
+    assert name.capitalize() in page and words[:20] in page
+
+
+@pytest.mark.parametrize("asked", [{}, {"objective": "memory"}, {"memory": 70e3}])
+@pytest.mark.parametrize("framework", by_day(["torchtitan", "megatron", "deepspeed"], every=3))
+def test_every_alternative_is_one_that_the_framework_can_express(
+    framework: str, asked: dict[str, Any]
+) -> None:
+    try:
+        plan = searched(framework=framework, **asked)
+    except InfeasibleError as error:
+        assert error.nearest is not None
+        plan = error.nearest
+    model = MODELS["dense"]()
+    for each in plan.alternatives:
+        mesh, layout, options = Mesh(each.mesh), layout_of(each), options_of(each)
+        export(Exported("", mesh, layout, *placed(model.lower(mesh, layout, options)), each), framework)
+
+
+def test_a_plan_explained_under_another_framework_is_all_that_frameworks() -> None:
+    plan = searched(framework="torch")
+    found = layoutopt.explain(plan, framework="megatron")
+    own = layoutopt.cost(MODELS["dense"](), plan, hardware="h100", framework="megatron")
+    assert found.plan.data.framework == "megatron" and not found.disagreements
+    assert found.plan.predicted == own.evaluation.predicted != plan.predicted
+    assert found.plan.allowed.restriction.name == "megatron"
+    assert found.memory == int(load_hardware("h100", "megatron").usable_memory_bytes)
+    assert not found.plan.solver.proven and found.plan.data.left is None
+    same = layoutopt.explain(plan)
+    assert same.plan is plan
+
+
+def test_like_a_plan_under_another_framework(tmp_path: Path) -> None:
+    """What the first framework could not express is no option that the second is asked for."""
+    run, first = CliRunner(), tmp_path / "first.json"
+    asked = ["search", "examples/mlp.py", "--mesh", "data:4", "--hardware", "h100", "--quiet"]
+    assert run.invoke(app, [*asked, "--framework", "torch", "--out", str(first)]).exit_code == 0
+    for other in ("megatron", "maxtext", DEFAULT):
+        like = run.invoke(app, ["search", "--like", str(first), "--framework", other, "--json"])
+        typed = run.invoke(app, [*asked, "--framework", other, "--json"])
+        assert like.exit_code == 0, like.stderr
+        one, two = (json.loads(done.stdout) for done in (like, typed))
+        assert one["framework"] == other and one["layout"] == two["layout"]
+        assert one["predicted"] == two["predicted"] and one["space"] == two["space"]
+
+
+def test_stages_under_megatron_run_in_an_order_that_it_has() -> None:
+    plan = searched(framework="megatron", mesh="pipe:2;data:2", pins="layers:pipe", pipeline="layers")
+    assert plan.data.pipeline == {"layers": 2} and plan.data.schedule == "1f1b"
