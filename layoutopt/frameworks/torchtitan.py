@@ -1,13 +1,15 @@
 """torchtitan: degrees of data (replicate, shard), tensor, context, pipeline and expert parallelism.
 
 Heads, key-value heads, d_ff and vocab are split over the tensor axis together, with sequence parallelism
-beside them (`enable_sequence_parallel`). `fsdp_reshard_after_forward` chooses between ZeRO-2 and ZeRO-3.
+beside them (`enable_sequence_parallel`). Experts lie over ranks that store parts of the weights, or over
+those of tensors and sequences. `fsdp_reshard_after_forward` chooses between ZeRO-2 and ZeRO-3.
 Context parallelism needs flex attention, balanced (`headtail`) or not.
 """
 
 from dataclasses import replace
 
 from layoutopt.frameworks import torch
+from layoutopt.space.degrees import Degrees
 from layoutopt.space.recompute import KEEP
 
 SELECTIVE = f"{KEEP}products/2+attention"
@@ -16,4 +18,5 @@ SAYS = replace(
     torch.SAYS,
     name="torchtitan",
     says={**(torch.SAYS.says or {}), "recompute": (False, True, SELECTIVE)},
+    relations=(Degrees(hybrid=("zero2", "zero3"), experts_where_stored=True),),
 )

@@ -15,5 +15,9 @@ SAYS = replace(
     torch.SAYS,
     name="transformers",
     says={name: values for name, values in (torch.SAYS.says or {}).items() if name not in WITHOUT},
-    relations=(Degrees(hybrid=("zero2", "zero3"), sequence=False, whole_expert_groups=True),),
+    relations=(
+        Degrees(
+            hybrid=("zero2", "zero3"), sequence=False, whole_expert_groups=True, experts_where_stored=True
+        ),
+    ),
 )

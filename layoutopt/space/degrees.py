@@ -53,8 +53,8 @@ class Degrees(DecisionRelation):
       hybrid: the stages that may be over the axes of a node alone.
       experts_apart: experts may lie over some of the axes of the batch, or over axes of several uses.
       sequence: the sequence may be split.
-      whole_expert_groups: experts lie over the axes of the weights, if they lie over any axes, and over some
-        that split the storage of the weights.
+      whole_expert_groups: experts lie over the axes of the weights, if they lie over any axes.
+      experts_where_stored: experts lie over data axes only where these split the storage of the weights.
     """
 
     copies: bool = False
@@ -63,6 +63,7 @@ class Degrees(DecisionRelation):
     experts_apart: bool = True
     sequence: bool = True
     whole_expert_groups: bool = False
+    experts_where_stored: bool = False
 
     def options(self, every: Every, roles: DimRoles, mesh: Mesh) -> dict[str, tuple[Choice, ...]]:
         """Stages of storage over the axes of ranks with the same weights, in every use of the mesh."""
@@ -80,7 +81,7 @@ class Degrees(DecisionRelation):
         stored = {n: d for n, d in every.items() if isinstance(d, Storage)}
         # These tell the use of every axis, as far as storage depends on it.
         leading = (*roles.named[Role.DATA][:1], *roles.named[Role.INNER])
-        leading += roles.named[Role.EXPERTS] if self.whole_expert_groups else ()
+        leading += roles.named[Role.EXPERTS] if self.experts_where_stored else ()
         leaders = [n for n in splits if n in leading]
         rows, over = set[tuple[Choice, ...]](), {name: set[tuple[Choice, ...]]() for name in stored}
         for use in self._uses(axes):
@@ -105,9 +106,10 @@ class Degrees(DecisionRelation):
 
     def _holds(self, experts: Axes, stored: Choice, use: Use) -> bool:
         """True if storage splits the weights over the data axes of the experts."""
-        if not self.whole_expert_groups or {*experts} <= {*use.tensor}:
-            return True
-        return bool(stored) and ({*experts} - {*use.tensor} <= {*(stored[1:] or use.data)})
+        on_data = {*experts} & {*use.data}
+        return not (self.experts_where_stored and on_data) or (
+            bool(stored) and on_data <= {*(stored[1:] or use.data)}
+        )
 
     def _uses(self, axes: Axes) -> Iterator[Use]:
         return (use for use in _uses(axes) if self.sequence or not use.context)

@@ -13,7 +13,7 @@ import layoutopt
 from costmodels.frameworks import DEFAULT
 from costmodels.hardware import load_hardware
 from layoutopt.cli import app
-from layoutopt.plan.build import Plan, layout_of, options_of
+from layoutopt.plan.build import Plan, decided, layout_of, options_of
 from layoutopt.plan.export import export
 from layoutopt.plan.exported import Exported, placed
 from mesh_tf_core import Mesh
@@ -109,3 +109,14 @@ def test_like_a_plan_under_another_framework(tmp_path: Path) -> None:
 def test_stages_under_megatron_run_in_an_order_that_it_has() -> None:
     plan = searched(framework="megatron", mesh="pipe:2;data:2", pins="layers:pipe", pipeline="layers")
     assert plan.data.pipeline == {"layers": 2} and plan.data.schedule == "1f1b"
+
+
+@pytest.mark.parametrize("framework", ["torchtitan", "megatron", "deepspeed"])
+def test_experts_lie_where_the_framework_puts_them(framework: str) -> None:
+    """Ranks that store the weights whole are no home of torchtitan's experts."""
+    model = MODELS["experts"]()
+    asked = {"storage": "layout", "pins": "experts:b", "microbatches": "1", "alternatives": False}
+    plan = searched("experts", framework=framework, **asked)
+    said = decided(plan.options, plan.layout)
+    tensors = placed(model.lower(plan.mesh, plan.layout, plan.options))
+    export(Exported("", plan.mesh, plan.layout, *tensors, said), framework)
