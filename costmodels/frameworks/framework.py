@@ -7,7 +7,7 @@ as *overlays*: parts of a hardware file, which replace the chip's, as those of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
@@ -71,9 +71,13 @@ class Overlay(_Record):
                 raise ValueError(f"{chip!r} is no hardware preset; {known_names(chip, known)}")
         return on
 
-    def parts(self, kind: str, chip: str) -> Iterator[dict[str, Any]]:
-        """The parts for a chip, each replacing what an earlier one says."""
-        for found in (self.kinds.get(kind), self.on.get(chip)):  # type: ignore[call-overload]
+    def parts(self, kind: str, chips: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """The parts for a chip, each replacing what an earlier one says.
+
+        Args:
+          chips: the chip, after the one that it is `like`.
+        """
+        for found in (self.kinds.get(kind), *map(self.on.get, chips)):  # type: ignore[call-overload]
             if found is not None:
                 yield found
 

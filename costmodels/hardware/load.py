@@ -177,16 +177,16 @@ def _described(content: Any, path: Path, framework: str | None) -> Any:
     else:
         base = read_json(PRESETS / f"{like}.json")
     software = load_framework(framework or str(own.pop("framework", base.get("framework", DEFAULT))))
-    kind, chip = base.get("kind"), str(base.get("name"))
+    kind, chips = base.get("kind"), [str(base.get("name")), str(own.get("name"))]
     if kind in KINDS and kind not in software.kinds:
         runs = [name for name in framework_names() if kind in load_framework(name).kinds]
         raise HardwareError(
-            f"framework {software.name} does not run on {chip}, a {kind}; give other --hardware, or one "
+            f"framework {software.name} does not run on {chips[0]}, a {kind}; give other --hardware, or one "
             f"of the frameworks that do: {', '.join(runs)}"
         )
     if "compiler" not in base:
         for overlay in software.overlays():
-            for part in overlay.parts(str(kind), chip):
+            for part in overlay.parts(str(kind), chips):
                 base = merged(base, part)
     return {**merged(base, own), "framework": software.text}
 

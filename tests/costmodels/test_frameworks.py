@@ -58,6 +58,20 @@ def test_every_framework_completes_every_chip_that_it_runs_on(name: str, chip: s
 
 
 @pytest.mark.parametrize("name", framework_names())
+def test_what_a_framework_says_of_a_chip_is_there(name: str) -> None:
+    """Also of a chip that is `like` another one, and by each option of a variant."""
+    software = load_framework(name)
+    usual = {f"{variant}={option}" for variant, option in software.options().items()}
+    numbers = [*software.numbers()]
+    later = {(n.chip, n.path) for n in numbers if n.option in usual}
+    for each in numbers:
+        if each.chip in CHIPS and (each.option or (each.chip, each.path) not in later):
+            found = load_hardware(each.chip, f"{name}{':' * bool(each.option)}{each.option}")
+            known = {path: number.given for path, number in found.numbers()}
+            assert known.get(each.path, each.value) == each.value, each
+
+
+@pytest.mark.parametrize("name", framework_names())
 def test_a_framework_is_found_again_by_its_text(name: str) -> None:
     found = load_framework(name)
     assert found.text == name == found.name and found.kinds
