@@ -65,7 +65,7 @@ def test_what_a_framework_says_of_a_chip_is_there(name: str) -> None:
     numbers = [*software.numbers()]
     later = {(n.chip, n.path) for n in numbers if n.option in usual}
     for each in numbers:
-        if each.chip in CHIPS and (each.option or (each.chip, each.path) not in later):
+        if (name, each.chip) in RUNS and (each.option or (each.chip, each.path) not in later):
             found = load_hardware(each.chip, f"{name}{':' * bool(each.option)}{each.option}")
             known = {path: number.given for path, number in found.numbers()}
             assert known.get(each.path, each.value) == each.value, each
