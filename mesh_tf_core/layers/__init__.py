@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from mesh_tf_core.layers.noise import AnnealedDropout, Jitter
     from mesh_tf_core.layers.norm import LayerNorm, ReZero, RMSNorm, ScaleNorm
     from mesh_tf_core.layers.positions import RelativeBias, Rotary, Sinusoids
+    from mesh_tf_core.layers.recurrent import GatedDeltaNet, LightningAttention, Mamba2
     from mesh_tf_core.layers.routing import ExpertChoice, Router, TokenChoice
     from mesh_tf_core.layers.top_experts import TopExperts
 
@@ -70,6 +71,7 @@ __all__ = [
     "ExpertChoice",
     "ExpertsAttention",
     "FeedForward",
+    "GatedDeltaNet",
     "GroupNorm",
     "ImageTokens",
     "Jitter",
@@ -78,8 +80,10 @@ __all__ = [
     "LayerNorm",
     "LearnedPositions",
     "LightConv",
+    "LightningAttention",
     "LocalAttention",
     "LocalAttention2D",
+    "Mamba2",
     "Mixtape",
     "MixtureOfExperts",
     "MixtureOfExperts2D",

@@ -9,6 +9,7 @@ from typing import ClassVar
 from mesh_tf_core.decoding.cache import Cache
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.initializers import ZEROS
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import check_rate, project
 from mesh_tf_core.layers.caching import AtPosition, keys_at, last_positions, one_of_all, remembered
@@ -58,6 +59,7 @@ class Attention:
       dropout: rate on the weights.
       shared_kv: keys are the values: one projection for both.
       extra_logit: of a key without a value, so that the weights may add up to less than 1; None: no such key.
+      sinks: that logit is learned, per head (gpt-oss).
       biases: which projections add a learned bias: `none`, `qkv` (as Qwen 2), or `all` (as BERT, GPT-2, ViT).
       attention: `fused`, one operation that never holds all logits (`mtf.attention`); or `plain`, written out
         in products and a softmax. Attention with other logits or weights, and texts that grow position by
@@ -74,6 +76,7 @@ class Attention:
     dropout: float = 0.0
     shared_kv: bool = False
     extra_logit: float | None = None
+    sinks: bool = False
     biases: str = "none"
     attention: str = "fused"
     length: str = "length"
@@ -207,7 +210,7 @@ class Attention:
                 segments=segments,
                 causal=self.causal,
                 window=self.window,
-                extra_logit=self.extra_logit,
+                extra_logit=self.sink(x),
                 dropout=self.dropout,
             )
         seen = self.seen(x, mask, segments)
@@ -358,7 +361,13 @@ class Attention:
 
     def weights(self, logits: Tensor, mask: Tensor | None, memory: str) -> Tensor:
         """The fraction of every key's value that a query takes: the logits' dimensions."""
-        return masked_softmax(logits, mask, memory, self.extra_logit)
+        return masked_softmax(logits, mask, memory, self.sink(logits))
+
+    def sink(self, x: Tensor) -> Tensor | float | None:
+        """The logit of the key without a value."""
+        if not self.sinks:
+            return self.extra_logit
+        return x.graph.variable("sink", self.head_dims, ZEROS, activation_dtype=x.dtype)
 
     def joined(self, mixed: Tensor, x: Tensor) -> Tensor:
         """The heads' outputs projected to x's dimensions."""

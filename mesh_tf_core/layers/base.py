@@ -15,7 +15,15 @@ from mesh_tf_core.ops import math as functions
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.float8 import float8_einsum
 
+
+def _clamped_swish(x: Tensor) -> Tensor:
+    y = piecewise.clip(x, high=7.0)
+    return y * functions.sigmoid(y * 1.702)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "clamped_one": lambda x: piecewise.clip(x, -7.0, 7.0) + 1.0,
+    "clamped_swish": _clamped_swish,
     "elu": piecewise.elu,
     "gelu": functions.gelu,
     "gelu_exact": lambda x: functions.gelu(x, exact=True),
@@ -23,6 +31,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "linear": lambda x: x,
     "quick_gelu": lambda x: x * functions.sigmoid(x * 1.702),
     "relu": functions.relu,
+    "relu_squared": lambda x: functions.square(functions.relu(x)),
     "selu": piecewise.selu,
     "sigmoid": functions.sigmoid,
     "silu": functions.silu,

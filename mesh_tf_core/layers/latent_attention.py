@@ -76,12 +76,13 @@ class LatentAttention(Attention):
     def over_text(self, x: Tensor, given: Given) -> Tensor:
         """Attends to keys and values that grow from one vector per position."""
         with x.graph.scope(self.name):
-            q = self.queries(x)
+            low = self.low(x)
+            q, mask = self.chosen(self.high(low), low, x, given.mask)
             turned, latent = self._latent(rename(x, **{self.length: self.memory_length}), self.memory_length)
             if given.cache is not None:
                 self.remember(given.cache, turned, latent, False)
             k, v = self._grown(turned, latent)
-            return self.joined(self.attended(q, k, v, x, given.mask, given.bias, given.segments), x)
+            return self.joined(self.attended(q, k, v, x, mask, given.bias, given.segments), x)
 
     def at_position(
         self, x: Tensor, crosses: bool, mask: Tensor | None, bias: Tensor | None, cache: AtPosition
@@ -105,14 +106,24 @@ class LatentAttention(Attention):
 
     def queries(self, x: Tensor, position: Tensor | None = None) -> Tensor:
         """[others, d_model] -> [others, heads, d_kv + d_rotary], turned; `position`: of all of x."""
-        d, made = x.dim(self.d_model), [self.heads, self._both]
+        return self.high(self.low(x), position)
+
+    def low(self, x: Tensor) -> Tensor:
+        """What queries are made of: a vector of q_rank elements, or x."""
         if self.q_rank is None:
-            q = project(x, "q", [d], made)
-        else:
-            low = RMSNorm(self.q_rank.name, "q_norm", self.epsilon)(project(x, "q_down", [d], [self.q_rank]))
-            q = project(low, "q_up", [self.q_rank], made)
-        plain, rotary = self._parts(q)
+            return x
+        down = project(x, "q_down", [x.dim(self.d_model)], [self.q_rank])
+        return RMSNorm(self.q_rank.name, "q_norm", self.epsilon)(down)
+
+    def high(self, low: Tensor, position: Tensor | None = None) -> Tensor:
+        """The queries of `low`."""
+        dim, name = (self.d_model, "q") if self.q_rank is None else (self.q_rank.name, "q_up")
+        plain, rotary = self._parts(project(low, name, [low.dim(dim)], [self.heads, self._both]))
         return concat([plain, self.positions(rotary, self.length, self.d_kv.name, position)], self.d_kv.name)
+
+    def chosen(self, q: Tensor, low: Tensor, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The queries, and a mask of the keys that each may see, for layers that choose keys."""
+        return q, mask
 
     @property
     def _both(self) -> Dim:

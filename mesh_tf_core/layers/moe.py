@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, SparseDim
-from mesh_tf_core.ir.initializers import Normal
+from mesh_tf_core.ir.initializers import ZEROS, Normal
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import activation, check_rate, project, weighted
 from mesh_tf_core.layers.dense import FeedForward
@@ -28,7 +28,7 @@ from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.experts import expert_product, from_experts, to_experts
 from mesh_tf_core.ops.math import sigmoid
 from mesh_tf_core.ops.random import dropout
-from mesh_tf_core.ops.shape import rename, transpose
+from mesh_tf_core.ops.shape import rename, reshape, transpose
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,9 @@ class MixtureOfExperts:
       d_ff: hidden dimension of an expert.
       router: `TokenChoice`, `TopExperts` or `ExpertChoice`.
       activation, gated, dropout: of every expert, as of `FeedForward`.
+      up: with `TopExperts`, the activation of a gated expert's other product.
+      bias: with `TopExperts`, adds biases to the experts' products.
+      gates_first: with `TopExperts`, gates multiply the experts' inputs, not their results (Llama 4).
       shared: hidden dimension of a block for every token, in addition to its experts (DeepSeek-V2 2024,
         section 2.2: shared experts, side by side, are one block of their widths' sum); None: no such block.
       shared_gate: that block's output is multiplied by a sigmoid of a learned map of the token (Qwen-MoE).
@@ -59,6 +62,9 @@ class MixtureOfExperts:
     name: str = "experts"
     shared: Dim | None = None
     shared_gate: bool = False
+    up: str = "linear"
+    bias: bool = False
+    gates_first: bool = False
 
     def __post_init__(self) -> None:
         activation(self.activation)
@@ -69,6 +75,9 @@ class MixtureOfExperts:
                 "MixtureOfExperts: dropout inside the experts cannot be combined with TopExperts; set "
                 "dropout=0 and apply mtf.dropout to the result"
             )
+        more = self.bias or self.gates_first or self.up != "linear"
+        if more and not isinstance(self.router, TopExperts):
+            raise UserError("MixtureOfExperts: up, bias and gates_first need the router TopExperts")
         if self.shared_gate and self.shared is None:
             raise UserError(
                 "MixtureOfExperts: shared_gate needs `shared`, the hidden dimension of the shared expert; "
@@ -111,15 +120,21 @@ class MixtureOfExperts:
         ids, gates = (
             to_experts(each, few, found.choice, tokens) for each in (found.ids, found.gates.cast(x.dtype))
         )
-        rows = to_experts(x, few, found.choice, tokens, [d.name])
+        rows, one = to_experts(x, few, found.choice, tokens, [d.name]), Dim("bias", 1)
+        even = gates * 0.0 + 1.0
+        rows, gates = (rows * gates, even) if self.gates_first else (rows, gates)
 
-        def product(x: Tensor, name: str, inner: Dim, outer: Dim) -> Tensor:
-            return expert_product(x, expert_weight(x, name, [self.experts], inner, outer), ids)
+        def product(x: Tensor, name: str, inner: Dim, outer: Dim, times: Tensor) -> Tensor:
+            y = expert_product(x, expert_weight(x, f"w{name}", [self.experts], inner, outer), ids)
+            if not self.bias:
+                return y
+            b = x.graph.variable(f"b{name}", [self.experts, one, outer], ZEROS, activation_dtype=x.dtype)
+            return y + expert_product(reshape(times, [*times.shape, one]), b, ids)
 
-        h = activation(self.activation)(product(rows, "wi", d, self.d_ff))
+        h = activation(self.activation)(product(rows, "i", d, self.d_ff, even))
         if self.gated:
-            h = h * product(rows, "wg", d, self.d_ff)
-        y = product(h * gates, "wo", self.d_ff, d)
+            h = h * activation(self.up)(product(rows, "g", d, self.d_ff, even))
+        y = product(h if self.gates_first else h * gates, "o", self.d_ff, d, gates)
         return transpose(from_experts(y, found.choice, tokens, [d.name]), x.shape), found.loss
 
     def feed_forward(self, x: Tensor, filled: float) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from mesh_tf_core.decoding.cache import Cache
 from mesh_tf_core.errors import UserError
@@ -16,6 +16,7 @@ from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.index import gather, mtf_range
 from mesh_tf_core.ops.math import abs, cos, exp, log, maximum, minimum, sin
 from mesh_tf_core.ops.neighbours import shift
+from mesh_tf_core.ops.shape import concat, slice_dim
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,11 @@ class Rotary:
 
     Attributes:
       base: the slowest pair turns by 1 / base per position.
+      turned: elements that are rotated, the first ones; 0: all.
     """
 
     base: float = 10000.0
+    turned: int = field(default=0, kw_only=True)
 
     def __call__(self, x: Tensor, length: str, d_kv: str, position: Tensor | None = None) -> Tensor:
         """x [others, length, d_kv], rotated; d_kv has an even size.
@@ -125,6 +128,9 @@ class Rotary:
           position: int32 scalar, the position of all of x, which then has no dimension `length`.
         """
         g, k = x.graph, x.dim(d_kv)
+        if 0 < self.turned < k.size:
+            some = replace(self, turned=0)(slice_dim(x, k, 0, self.turned), length, d_kv, position)
+            return concat([some, slice_dim(x, k, self.turned, k.size - self.turned)], k)
         if k.size % 2:
             raise UserError(
                 f"Rotary: the size of {k.name!r} must be even, because pairs of elements are rotated; found "

@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim
-from mesh_tf_core.ir.initializers import Normal
+from mesh_tf_core.ir.initializers import ZEROS, Normal
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.noise import Jitter
 from mesh_tf_core.ops.basic import add_n, constant_like
@@ -68,11 +68,13 @@ class Router:
       capacity_factor: room in the experts' buffers, relative to an even distribution.
       jitter: the router sees its input times random numbers in [1 - jitter, 1 + jitter).
       z_loss: weight of the z-loss (equation 7) in the router's loss (Zoph et al. 2022, "ST-MoE", section 3).
+      bias: a learned number is added to every expert's logit.
     """
 
     capacity_factor: float = 1.25
     jitter: float = 0.0
     z_loss: float = 0.0
+    bias: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not self.capacity_factor > 0:
@@ -145,7 +147,8 @@ class Router:
         d, s = x.dim(d_model), x.dim(token)
         w = x.graph.variable(name, [*per, d, router], Normal(1 / math.sqrt(d.size)))
         seen = Jitter(self.jitter)(x.cast("float32"))
-        return einsum([seen, w], [*x.shape.without(token, d_model), s, router], needed=needed)
+        found = einsum([seen, w], [*x.shape.without(token, d_model), s, router], needed=needed)
+        return found + x.graph.variable(f"{name}_logits", [*per, router], ZEROS) if self.bias else found
 
     def with_z_loss(self, loss: Tensor, logits: Tensor, router: Dim) -> Tensor:
         """The loss and equation 7."""

@@ -32,6 +32,7 @@ from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.context import Spread
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.index import need_ints
+from mesh_tf_core.ops.math import sigmoid
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,8 @@ class AttentionOptions(TypedDict, total=False):
       window: a query sees fewer than this many positions back (without `causal`: and ahead); 0: all.
       scale: factor of the logits; None: d_kv ** -0.5.
       extra_logit: logit of an additional key without a value, so that weights may sum to less than 1; None:
-        no such key.
+        no such key. A tensor with any of the rows' dimensions is learned (an attention sink): the result is
+        multiplied by the share of the keys with values, sigmoid(lse - extra_logit).
       dropout: rate on the weights, drawn with `random_key` (None: a new key of the graph).
     """
 
@@ -230,7 +232,7 @@ class AttentionOptions(TypedDict, total=False):
     causal: bool
     window: int
     scale: float | None
-    extra_logit: float | None
+    extra_logit: float | Tensor | None
     dropout: float
     random_key: Tensor | None
 
@@ -270,6 +272,7 @@ def attention(
         raise UserError(f"attention: unknown option {min(unknown)!r}; known: {known}")
     bias, segments, scale = options.get("bias"), options.get("segments"), options.get("scale")
     dropout, random_key = options.get("dropout", 0.0), options.get("random_key")
+    extra = options.get("extra_logit")
     size = query.dim(_name(d_kv)).size
     lacking = [d for d in key.shape if d.name not in (*query.shape.names, _name(memory_length))]
     query = broadcast(query, [*lacking, *query.shape]) if lacking else query
@@ -290,13 +293,13 @@ def attention(
         size**-0.5 if scale is None else scale,
         options.get("causal", False),
         options.get("window", 0),
-        options.get("extra_logit"),
+        None if isinstance(extra, Tensor) else extra,
         dropout,
         extras=tuple(given),
     )
-    result, _ = query.graph.apply(op, query, key, value, *given.values())
-    out: Tensor = result
-    return out
+    out: Tensor
+    out, lse = query.graph.apply(op, query, key, value, *given.values())
+    return out * sigmoid(lse - cast(extra, lse.dtype)).cast(out.dtype) if isinstance(extra, Tensor) else out
 
 
 def _name(dim: Dim | str) -> str:

@@ -34,17 +34,7 @@ if TYPE_CHECKING:
 ReadConfiguration = Callable[[Fields, ConfiguredTraining], LanguageModel | Model]
 FAMILIES: dict[str, tuple[str, ReadConfiguration]] = {
     "bert": ("BertForMaskedLM", encoders.bert),
-    "deepseek_v2": ("DeepseekV2ForCausalLM", families.deepseek_v2),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", families.deepseek_v3),
-    "gemma": ("GemmaForCausalLM", families.gemma),
-    "gemma2": ("Gemma2ForCausalLM", families.gemma2),
-    "gemma3_text": ("Gemma3ForCausalLM", families.gemma3),
-    "llama": ("LlamaForCausalLM", families.llama),
-    "mistral": ("MistralForCausalLM", families.mistral),
-    "mixtral": ("MixtralForCausalLM", families.mixtral),
-    "qwen2": ("Qwen2ForCausalLM", families.qwen2),
-    "qwen3": ("Qwen3ForCausalLM", families.qwen3),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", families.qwen3_moe),
+    **{name: (architecture, form.read) for name, (architecture, form) in families.FORMS.items()},
     "vit": ("ViTForImageClassification", encoders.vit),
 }
 """model_type -> the architecture and its reader."""
@@ -116,9 +106,8 @@ def _sources(found: Configuration, model: Model) -> dict[str, Source] | None:
     made = found.reads(found.fields(model.hparams), ConfiguredTraining(batch=1, length=1))
     if not isinstance(made, LanguageModel):
         return dict(encoder_names(found.family, variables))
-    if made.latent:
-        return None
-    return dict(decoder_names(made, found.family, model.hparams["length"], variables))
+    names = dict(decoder_names(made, found.family, model.hparams["length"], variables))
+    return names if names.keys() == variables.keys() else None
 
 
 @dataclass
@@ -288,7 +277,8 @@ def _built(found: Configuration, hparams: Mapping[str, Any]) -> Model:
         fields.raw(other)
     fields.finish(training.ignore.replace(" ", "").split(","))
     model = made.model(found.family, training) if isinstance(made, LanguageModel) else made
-    remarks = (*found.remarks, *_omitted(fields, found.family, training.dtype))
+    own = made.remarks if isinstance(made, LanguageModel) else ()
+    remarks = (*found.remarks, *own, *_omitted(fields, found.family, training.dtype))
     given = {f.name: getattr(model, f.name) for f in fields_of(model)} | {
         "hparams": hparams,
         "remarks": remarks,
@@ -298,7 +288,7 @@ def _built(found: Configuration, hparams: Mapping[str, Any]) -> Model:
 
 def _omitted(fields: Fields, family: str, dtype: str) -> Iterator[str]:
     """What a file leaves to its class."""
-    sizes = {n: v for n, v in fields.sizes.items() if n in fields.asked and n not in fields.values}
+    sizes = {n: v for n, v in fields.sizes.items() if n in fields.counted and n not in fields.values}
     if sizes:
         told, library = ", ".join(f"{n} {v:,}" for n, v in sizes.items()), class_defaults()["library"]
         yield f"the file omits {told}: the defaults of {fields.sizes['class']} ({library})"

@@ -1,124 +1,52 @@
-"""Decoder-only language models of Llama's family: the content of their configurations, and the model."""
+"""Decoder-only language models: the content of their configurations, and the model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from layoutopt.importers.huggingface.forms import Mixture, Norm, within
 from layoutopt.importers.huggingface.training import ConfiguredTraining
 from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.dims import Dim
-from mesh_tf_core.ir.initializers import ONES, ZEROS, Initializer, Normal
+from mesh_tf_core.ir.initializers import ZEROS, Initializer, Normal
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.model import Model
+from mesh_tf_core.ops.index import mtf_range
 from mesh_tf_core.ops.math import tanh
-from mesh_tf_core.ops.norm import rms_norm
 from mesh_tf_core.ops.reduce import reduce_mean, reduce_sum
 from mesh_tf_core.ops.softmax import softmax_cross_entropy
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.scan import scan
 
-LONGEST_PERIOD = 12
+LONGEST_PERIOD = 16
 """Layers after which kinds of layers may repeat."""
+Block = Callable[..., Any]
+"""[batch, length, d_model] -> the same, or (the same, a router's loss)."""
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The properties in which layers of one model differ.
+    """A layer's blocks: attention (or a state space), and a feed-forward block; None: no such block.
 
     Attributes:
-      rotary: how positions turn queries and keys; None: not at all.
-      window: positions back that a query sees; 0: all.
-      experts: whether its feed-forward block is a mixture.
+      kept, added: factors of a block's input and of its result where they are added, of both blocks.
     """
 
-    rotary: nn.Rotary | None
-    window: int = 0
-    experts: bool = False
+    mixer: Block | None
+    feed_forward: Block | None = None
+    kept: tuple[float, float] = (1.0, 1.0)
+    added: tuple[float, float] = (1.0, 1.0)
+
+    def within(self, length: int) -> LayerKind:
+        """The layer for texts of this length."""
+        return LayerKind(within(self.mixer, length), self.feed_forward, self.kept, self.added)
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """A layer's experts.
-
-    Attributes:
-      count, d_ff: number of experts, and hidden size of one.
-      router: chooses them; training gives it a capacity and an imbalance.
-      shared: hidden size of shared experts, which every token passes through; 0: none.
-    """
-
-    count: int
-    d_ff: int
-    router: nn.TopExperts
-    shared: int = 0
-
-
-@dataclass(frozen=True)
-class Latent:
-    """Keys and values of low rank (`nn.LatentAttention`).
-
-    Attributes:
-      kv_rank, q_rank: of keys and values, and of queries (0: none).
-      d_rotary, d_v: elements of a key with positions, and of a value.
-    """
-
-    kv_rank: int
-    q_rank: int
-    d_rotary: int
-    d_v: int
-
-
-@dataclass(frozen=True)
-class Norm:
-    """Root mean square 1 along a dimension, times a learned scale; Gemma's (`around_one`) stores the scale
-    minus 1."""
-
-    epsilon: float
-    around_one: bool = False
-
-    def __call__(self, x: Tensor, name: str, dim: str = "d_model") -> Tensor:
-        with x.graph.scope(name):
-            begin = ZEROS if self.around_one else ONES
-            scale = x.graph.variable("scale", [x.dim(dim)], begin, activation_dtype=x.dtype)
-            return rms_norm(x, dim, scale + 1.0 if self.around_one else scale, self.epsilon)
-
-
-@dataclass(frozen=True)
-class NormedAttention(nn.Attention):
-    """Attention with normalised queries and keys (`norm`), another scale of its logits, and logits bounded by
-    cap tanh(logits / cap), which no kernel does, so that attention is then written out."""
-
-    norm: Norm | None = None
-    scale: float = 0.0
-    cap: float = 0.0
-    biased: ClassVar[bool] = True
-
-    @property
-    def fused(self) -> bool:
-        return self.attention == "fused" and not self.cap
-
-    def projections(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().projections(x, memory)
-        if self.norm is not None:
-            q, k = self.norm(q, "q_norm", self.d_kv.name), self.norm(k, "k_norm", self.d_kv.name)
-        usual = self.d_kv.size**-0.5
-        return (q * (self.scale / usual) if self.scale and self.scale != usual else q), k, v
-
-    def weights(self, logits: Tensor, mask: Tensor | None, memory: str) -> Tensor:
-        capped = tanh(logits * (1 / self.cap)) * self.cap if self.cap else logits
-        return super().weights(capped, mask, memory)
-
-
-@dataclass(frozen=True)
-class ScaledLatentAttention(nn.LatentAttention):
-    """Latent attention with logits multiplied by `times`."""
-
-    times: float = 1.0
-
-    def queries(self, x: Tensor, position: Tensor | None = None) -> Tensor:
-        q = super().queries(x, position)
-        return q if self.times == 1 else q * self.times
+PLACES = ("before", "after", "both", "parallel", "carried")
+"""Where norms stand: before blocks; after them; on both sides; one before two parallel blocks; before, where
+results are added to what is normalised (MiniMax)."""
 
 
 @dataclass(frozen=True)
@@ -126,38 +54,30 @@ class LanguageModel:
     """A language model.
 
     Attributes:
-      d_kv: elements of a head; kv_heads: heads of keys and values.
-      after: a block's output is normalised too, before it is added (Gemma 2 and 3).
-      head_norm: queries and keys are normalised head by head.
-      biases: of attention, as `nn.Attention`'s; mlp_bias: of feed-forward blocks.
-      latent: latent attention, whose `scale` multiplies the usual scale; None: ordinary attention.
-      scale: of attention's logits; cap, final_cap: bounds of these and of the vocabulary's (0: none).
-      times: factor of embeddings.
+      norm: of blocks; place: where it stands (`PLACES`).
+      tied, head_bias: of the projection to the vocabulary.
+      times, logits: factors of embeddings and of the vocabulary's logits; final_cap: their bound (0: none).
       stddev: of initial weights.
+      remarks: where the model is not what its family publishes, in words.
     """
 
     layers: tuple[LayerKind, ...]
     vocab: int
     d_model: int
-    d_ff: int
-    heads: int
-    kv_heads: int
-    d_kv: int
     norm: Norm
-    activation: str
     tied: bool
     stddev: float
-    after: bool = False
-    head_norm: bool = False
-    biases: str = "none"
-    mlp_bias: bool = False
-    scale: float = 0.0
-    cap: float = 0.0
+    place: str = "before"
+    head_bias: bool = False
     final_cap: float = 0.0
     times: float = 1.0
-    dropout: float = 0.0
-    mixture: Mixture | None = None
-    latent: Latent | None = None
+    logits: float = 1.0
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def mixtures(self) -> int:
+        """The number of layers with a mixture of experts."""
+        return sum(isinstance(layer.feed_forward, Mixture) for layer in self.layers)
 
     def model(self, name: str, training: ConfiguredTraining) -> Model:
         """The model; its batches are `tokens` and `targets` [batch, length]."""
@@ -173,16 +93,22 @@ class LanguageModel:
             carry: tuple[Tensor, ...] = (
                 (x, reduce_sum(targets.cast("float32") * 0.0)) if training.balance else (x,)
             )
+            first = 0
             for number, (period, count) in enumerate(runs(self.seen(training.length))):
-                carry = self._stack(carry, period, count, number, training)
+                carry = self._stack(carry, period, count, number, first)
+                first += count * len(period)
             x, *unbalance = carry
             logits = embedding.logits(self.norm(x, "final_norm"), table if self.tied else None)
+            if self.head_bias:
+                with g.scope("output"):
+                    logits = logits + g.variable("bias", [vocab], ZEROS, activation_dtype=training.dtype)
+        logits = logits if self.logits == 1 else logits * self.logits
         if self.final_cap:
             logits = tanh(logits * (1 / self.final_cap)) * self.final_cap
         entropy = reduce_mean(softmax_cross_entropy(logits, targets, vocab))
         if not unbalance:
             return training.model(entropy, name, text)
-        mean = unbalance[0] * (1.0 / sum(layer.experts for layer in self.layers))
+        mean = unbalance[0] * (1.0 / max(1, self.mixtures))
         metrics = {"cross_entropy": entropy, "unbalance": mean}
         return training.model(entropy + mean * training.balance, name, text, metrics)
 
@@ -190,94 +116,55 @@ class LanguageModel:
         return Normal(self.stddev) if isinstance(found, Normal) else found
 
     def seen(self, length: int) -> tuple[LayerKind, ...]:
-        """The layers, where a window that a text fits into is none."""
-        return tuple(replace(e, window=e.window if e.window < length else 0) for e in self.layers)
+        """The layers for texts of this length."""
+        return tuple(layer.within(length) for layer in self.layers)
 
     def _stack(
-        self,
-        carry: tuple[Tensor, ...],
-        period: Sequence[LayerKind],
-        count: int,
-        number: int,
-        training: ConfiguredTraining,
+        self, carry: tuple[Tensor, ...], period: Sequence[LayerKind], count: int, number: int, first: int
     ) -> tuple[Tensor, ...]:
-        """`count` times the layers of a period, as one loop."""
+        """`count` times the layers of a period, as one loop; `first`: the number of its first layer."""
+        g, name = carry[0].graph, "layers" if not number else f"layers_{number}"
+        deep = any(isinstance(layer.mixer, nn.LightningAttention) for layer in period)
+        turns = mtf_range(g, Dim(name, count))
 
-        def body(carry: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        def body(carry: tuple[Tensor, ...], *turn: Tensor) -> tuple[Tensor, ...]:
             for place, layer in enumerate(period):
+                depth = [t * len(period) + (first + place) for t in turn]
                 if len(period) == 1:
-                    carry = self._layer(layer, carry, training)
+                    carry = self._layer(layer, carry, depth)
                 else:
                     with carry[0].graph.scope(f"layer_{place}"):
-                        carry = self._layer(layer, carry, training)
+                        carry = self._layer(layer, carry, depth)
             return carry
 
-        name = "layers" if not number else f"layers_{number}"
-        with carry[0].graph.scope(name):
-            made: tuple[Tensor, ...] = scan(body, carry, Dim(name, count))
+        with g.scope(name):
+            made: tuple[Tensor, ...] = scan(body, carry, Dim(name, count), [turns] if deep else [])
         return made
 
     def _layer(
-        self, layer: LayerKind, carry: tuple[Tensor, ...], training: ConfiguredTraining
+        self, layer: LayerKind, carry: tuple[Tensor, ...], depth: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         x, *losses = carry
-        y = self._attention(layer, training)(self.norm(x, "attention_norm"))
-        x = x + (self.norm(y, "attention_after_norm") if self.after else y)
-        y = self.norm(x, "feed_forward_norm")
-        if not layer.experts:
-            y = self._feed_forward(y)
-            return x + (self.norm(y, "feed_forward_after_norm") if self.after else y), *losses
-        assert self.mixture is not None
-        mixed, loss = self._experts(self.mixture, training)(y)
-        return x + mixed, *(before + loss for before in losses)
-
-    def _attention(self, layer: LayerKind, training: ConfiguredTraining) -> nn.Attention:
-        heads, d_kv, latent = Dim("heads", self.heads), Dim("d_kv", self.d_kv), self.latent
-        if latent is not None:
-            assert layer.rotary is not None
-            return ScaledLatentAttention(
-                heads,
-                d_kv,
-                causal=True,
-                dropout=self.dropout,
-                attention=training.attention,
-                kv_rank=Dim("kv_rank", latent.kv_rank),
-                q_rank=Dim("q_rank", latent.q_rank) if latent.q_rank else None,
-                d_rotary=latent.d_rotary,
-                d_v=Dim("d_v", latent.d_v),
-                positions=layer.rotary,
-                times=self.scale,
-            )
-        return NormedAttention(
-            heads,
-            d_kv,
-            self.kv_heads,
-            causal=True,
-            window=layer.window,
-            rotary=layer.rotary,
-            dropout=self.dropout,
-            biases=self.biases,
-            attention=training.attention,
-            norm=self.norm if self.head_norm else None,
-            scale=self.scale,
-            cap=self.cap,
-        )
-
-    def _feed_forward(self, x: Tensor, d_ff: int = 0, name: str = "feed_forward") -> Tensor:
-        inner = Dim("d_ff", d_ff or self.d_ff)
-        with x.graph.scope(name):
-            both = nn.DenseProduct((inner,), ("d_model",), (self.activation, "linear"), self.mlp_bias, "in")
-            return nn.Dense((x.dim("d_model"),), ("d_ff",), self.mlp_bias, name="out")(both(x))
-
-    def _experts(self, mixture: Mixture, training: ConfiguredTraining) -> nn.MixtureOfExperts:
-        return nn.MixtureOfExperts(
-            Dim("experts", mixture.count),
-            Dim("d_expert", mixture.d_ff),
-            replace(mixture.router, capacity_factor=training.capacity_factor, imbalance=training.imbalance),
-            self.activation,
-            gated=True,
-            shared=Dim("d_ff", mixture.shared) if mixture.shared else None,
-        )
+        entered = x
+        for block, kept, added in zip(
+            (layer.mixer, layer.feed_forward), layer.kept, layer.added, strict=True
+        ):
+            if block is None:
+                continue
+            name = "feed_forward" if block is layer.feed_forward else "attention"
+            first = block is layer.mixer or layer.mixer is None
+            if self.place == "parallel":
+                y = entered = self.norm(x, "attention_norm") if first else entered
+            else:
+                y = x if self.place == "after" else self.norm(x, f"{name}_norm")
+            x = y if self.place == "carried" else x
+            found = block(y, *(depth if isinstance(block, nn.LightningAttention) else ()))
+            y, *more = found if isinstance(found, tuple) else (found,)
+            losses = [before + loss for before, loss in zip(losses, more, strict=False)] if more else losses
+            if self.place in ("after", "both"):
+                y = self.norm(y, f"{name}_after_norm")
+            x = (x if kept == 1 else x * kept) + (y if added == 1 else y * added)
+        return x, *losses
 
 
 def runs(layers: tuple[LayerKind, ...]) -> Iterator[tuple[tuple[LayerKind, ...], int]]:

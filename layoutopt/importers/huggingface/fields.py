@@ -42,13 +42,14 @@ class Fields:
     Attributes:
       source: the file, for errors.
       sizes: of the family's class, for fields that a file omits.
-      asked: names of the fields that were read, and their values.
+      asked: names of the fields that were read, and their values; counted: those that are sizes.
       parts: fields inside fields, by name.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str, sizes: Mapping[str, int] = NOTHING) -> None:
         self.values, self.source, self.sizes = dict(values), source, sizes
         self.asked: dict[str, Any] = {}
+        self.counted: set[str] = set()
         self.parts: dict[str, Fields] = {}
 
     def wrong(self, name: str, what: str) -> UserError:
@@ -56,21 +57,30 @@ class Fields:
         return UserError(f"{self.source}: {name} is {str(self.values.get(name))[:60]!r}; {what}")
 
     def raw(self, name: str, default: Any = None) -> Any:
-        """The field unchanged; null counts as missing."""
-        found = self.values.get(name)
+        """The field unchanged; a missing one is its class's; null counts as missing."""
+        found = self.values.get(name, self.sizes.get(name))
         found = default if found is None else found
         self.asked[name] = found
         return found
 
     def has(self, name: str) -> bool:
-        """True if there is such a field that is not null."""
-        return self.values.get(name) is not None
+        """True if there is such a field that is not null, in the file or else in its class."""
+        return self.values.get(name, self.sizes.get(name)) is not None
+
+    def first(self, *names: str) -> str:
+        """The name of the first field that the file has, or else its class; else the first name."""
+        told = next((n for n in names if self.values.get(n) is not None), None)
+        return told or next((n for n in names if self.has(n)), names[0])
+
+    def factor(self, name: str | float) -> float:
+        """A factor, from the field of this name; a number is one, and so is a missing field."""
+        return name if isinstance(name, float) else self.number(name, 1.0) if name else 1.0
 
     def count(self, name: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
         """A whole number from `least` to `most`; without a default it must be there."""
-        default = default if name in self.values else self.sizes.get(name, default)
         if default is None and not self.has(name):
             raise UserError(f"{self.source} has no field {name!r}; add the field with a whole number")
+        self.counted.add(name)
         found = self.raw(name, default)
         if not isinstance(found, int) or isinstance(found, bool) or found < least:
             raise self.wrong(name, f"give a whole number of at least {least}")

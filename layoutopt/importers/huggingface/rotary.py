@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from layoutopt.importers.huggingface.fields import Fields
 from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.activations import clip
+from mesh_tf_core.ops.filled import constant
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Llama3(nn.Rotary):
     def rates(self, pair: Tensor, half: int) -> Tensor:
         rate = super().rates(pair, half)
         turns = rate * (self.original / (2 * math.pi))
-        kept = clip((turns - self.low) * (1 / (self.high - self.low)), 0.0, 1.0)
+        kept = clip((turns - self.low) * (1 / max(self.high - self.low, 1e-6)), 0.0, 1.0)
         return rate * (kept + (1.0 - kept) * (1 / self.factor))
 
 
@@ -68,21 +71,74 @@ class Yarn(nn.Rotary):
         return turned if self.scaled == 1 else turned * self.scaled
 
 
-def rotary(fields: Fields, base: float = 10000.0, kind: str = "") -> nn.Rotary:
+@dataclass(frozen=True)
+class Proportional(nn.Rotary):
+    """Only the first `pairs` pairs turn, at the rates of a whole head (Gemma 4)."""
+
+    pairs: int = 0
+
+    def rates(self, pair: Tensor, half: int) -> Tensor:
+        return super().rates(pair, half) * (pair < self.pairs).cast("float32")
+
+
+@dataclass(frozen=True)
+class Factors(nn.Rotary):
+    """Every pair has a factor of its own (Ding et al. 2024, "LongRoPE"); rotated values are scaled."""
+
+    factors: tuple[float, ...] = ()
+    scaled: float = 1.0
+
+    def rates(self, pair: Tensor, half: int) -> Tensor:
+        (place,) = pair.shape.dims
+        slower = np.array([1 / n for n in self.factors] * 2, np.float32)
+        return super().rates(pair, half) * constant(pair.graph, slower, [place])
+
+    def __call__(self, x: Tensor, length: str, d_kv: str, position: Tensor | None = None) -> Tensor:
+        turned = super().__call__(x, length, d_kv, position)
+        return turned if self.scaled == 1 else turned * self.scaled
+
+
+def rotary(fields: Fields, d_kv: int, length: int, kind: str = "", partial: float = 1.0) -> nn.Rotary:
     """The rotary positions of a configuration.
 
     Args:
-      base: where it names none.
+      d_kv: elements of a head; length: of texts.
       kind: of layers, in a configuration that has positions per kind.
+      partial: the share of a head that turns, where it names none.
     """
     inner = stretched(fields, kind)
-    base = inner.number("rope_theta", fields.number("rope_theta", base))
-    fields.only("partial_rotary_factor", 1, 1.0)
-    inner.only("partial_rotary_factor", 1, 1.0)
-    inner.raw("attn_factor")  # which transformers does not read either; it reads attention_factor
+    base = inner.number("rope_theta", fields.number("rope_theta", 10000.0))
+    share = inner.number("partial_rotary_factor", fields.number("partial_rotary_factor", partial))
+    for name in ("attn_factor", "mrope_section", "mrope_interleaved"):
+        inner.raw(name)  # one position per token: text; transformers reads attention_factor, not attn_factor
     said = "type" if inner.raw("rope_type") is None and inner.raw("type") is not None else "rope_type"
     inner.raw("type")
-    return _KINDS[inner.text(said, "default", _KINDS)](inner, base, fields)
+    method = inner.text(said, "default", _KINDS)
+    if method == "proportional":
+        return Proportional(base, int(share * d_kv // 2))
+    made = (
+        _longrope(inner, base, fields, length)
+        if method == "longrope"
+        else _KINDS[method](inner, base, fields)
+    )
+    return replace(made, turned=0 if share == 1 else int(d_kv * share))
+
+
+def _longrope(inner: Fields, base: float, fields: Fields, length: int) -> nn.Rotary:
+    """For texts of one length, which chooses the factors."""
+    longest = fields.count("max_position_embeddings", 4096)
+    original = inner.count(
+        "original_max_position_embeddings", fields.count("original_max_position_embeddings", longest)
+    )
+    every = {n: inner.listed(n) for n in ("short_factor", "long_factor")}
+    chosen = every["long_factor" if length > original else "short_factor"]
+    if not chosen or not all(isinstance(n, int | float) and n > 0 for n in chosen):
+        raise inner.wrong("short_factor", "give a list of numbers above 0, one per pair of elements")
+    factor = longest / original
+    usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    for name in ("factor", "short_mscale", "long_mscale"):
+        inner.raw(name)
+    return Factors(base, tuple(map(float, chosen)), inner.number("attention_factor", usual))
 
 
 def stretched(fields: Fields, kind: str = "") -> Fields:
@@ -141,5 +197,12 @@ def _original(inner: Fields, fields: Fields) -> int:
     return inner.count("original_max_position_embeddings", longest)
 
 
-_KINDS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
-"""Name -> what makes it. The others (dynamic, longrope) depend on the length of every text."""
+_KINDS = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "longrope": _default,
+    "proportional": _default,
+    "yarn": _yarn,
+}
+"""Name -> what makes it. The other one, dynamic, depends on the length of every text."""

@@ -38,7 +38,8 @@ _AFTER = {
     "feed_forward_norm/scale": ("pre_feedforward_layernorm.weight", _AS_IS),
     "feed_forward_after_norm/scale": ("post_feedforward_layernorm.weight", _AS_IS),
 }
-"""Of families that normalise blocks on both sides."""
+_PLACED = {"both": _AFTER, "after": {n: w for n, w in _AFTER.items() if "_after_" in n}}
+"""Of families that normalise blocks on both sides, or after them."""
 _MIXTRAL = {
     "experts/router": ("block_sparse_moe.gate.weight", _TURNED),
     "experts/wi": ("block_sparse_moe.experts.{}.w1.weight", _TURNED),
@@ -56,7 +57,7 @@ def decoder_names(
     decoder: LanguageModel, family: str, length: int, variables: Mapping[str, Variable]
 ) -> Iterator[tuple[str, Source]]:
     """The source of every trained variable of a language model."""
-    inside = {**_LAYER, **(_AFTER if decoder.after else {}), **(_MIXTRAL if family == "mixtral" else {})}
+    inside = {**_LAYER, **_PLACED.get(decoder.place, {}), **(_MIXTRAL if family == "mixtral" else {})}
     for name, source in _OUTSIDE.items():
         if name in variables:
             yield name, source

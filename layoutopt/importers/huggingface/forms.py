@@ -1,0 +1,294 @@
+"""The parts that layers of configured models are made of: norms, attention, feed-forward blocks, mixtures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar
+
+from mesh_tf_core import layers as nn
+from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.initializers import ONES, ZEROS
+from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.layers.base import activation, project
+from mesh_tf_core.layers.recurrent import unit_rms
+from mesh_tf_core.layers.routing import Router
+from mesh_tf_core.ops.activations import clip
+from mesh_tf_core.ops.basic import stop_gradient
+from mesh_tf_core.ops.einsum import einsum
+from mesh_tf_core.ops.index import mtf_range
+from mesh_tf_core.ops.math import floor, log1p, logical_and, relu, sigmoid, tanh
+from mesh_tf_core.ops.norm import layer_norm, rms_norm
+from mesh_tf_core.ops.order import nth_largest
+from mesh_tf_core.ops.reduce import reduce_sum
+from mesh_tf_core.ops.shape import rename
+from mesh_tf_core.ops.softmax import masked
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Root mean square 1 along a dimension, times a learned scale.
+
+    Attributes:
+      around_one: the scale is stored minus 1 (Gemma).
+      center: of mean 0 first (Ba et al. 2016); bias: adds a learned bias; scale: whether there is one.
+    """
+
+    epsilon: float
+    around_one: bool = False
+    center: bool = False
+    bias: bool = False
+    scale: bool = True
+
+    def __call__(self, x: Tensor, name: str, *dims: str) -> Tensor:
+        """x, normalised along d_model or over `dims` together."""
+        g, own = x.graph, [x.dim(n) for n in dims or ("d_model",)]
+        with g.scope(name):
+            scale = bias = None
+            if self.scale:
+                begin = ZEROS if self.around_one else ONES
+                scale = g.variable("scale", own, begin, activation_dtype=x.dtype)
+                scale = scale + 1.0 if self.around_one else scale
+            if self.bias:
+                bias = g.variable("bias", own, ZEROS, activation_dtype=x.dtype)
+            if self.center:
+                return layer_norm(x, own[0], scale, bias, self.epsilon)
+            if len(own) == 1:
+                return rms_norm(x, own[0], scale, self.epsilon)
+            y = unit_rms(x, own, self.epsilon)
+            return y if scale is None else y * scale
+
+
+@dataclass(frozen=True)
+class SelfAttention(nn.Attention):
+    """Attention as published models have it.
+
+    Attributes:
+      norm: of queries and keys, head by head, or over all heads (`across`); of values too (`value_norm`).
+      scale: of the logits; cap: their bound, cap tanh(logits / cap), which no kernel does, so that attention
+        is then written out; 0: the usual, and none.
+      gated: results are multiplied by sigmoids of a projection of the input.
+      d_v: elements of a value; 0: as many as of a key.
+      clipped: the bound of queries, keys and values; 0: none.
+      times: factors of keys and values.
+      tuned: queries are scaled by 1 + b log(1 + floor((position + 1) / a)), (a, b) (Llama 4); (): not.
+    """
+
+    norm: Norm | None = None
+    across: bool = False
+    value_norm: bool = False
+    scale: float = 0.0
+    cap: float = 0.0
+    gated: bool = False
+    d_v: int = 0
+    clipped: float = 0.0
+    times: tuple[float, float] = (1.0, 1.0)
+    tuned: tuple[float, ...] = ()
+    biased: ClassVar[bool] = True
+
+    @property
+    def fused(self) -> bool:
+        return self.attention == "fused" and not self.cap
+
+    @property
+    def value_dim(self) -> Dim:
+        """The dimension of values in place of d_kv."""
+        return Dim("d_v", self.d_v) if self.d_v else self.d_kv
+
+    def projections(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of x, keys and values of the memory."""
+        d, biased = x.dim(self.d_model), self.biases != "none"
+        q, k = self.queries(x), project(memory, "k", [d], [*self.kv_dims, self.d_kv], biased)
+        v = k if self.shared_kv else project(memory, "v", [d], [*self.kv_dims, self.value_dim], biased)
+        if self.clipped:
+            q, k, v = (clip(t, -self.clipped, self.clipped) for t in (q, k, v))
+        if self.norm is not None:
+            names = [
+                [d.name for d in heads] if self.across else [] for heads in (self.head_dims, self.kv_dims)
+            ]
+            q, k = (
+                self.norm(t, f"{n}_norm", *heads, self.d_kv.name)
+                for t, n, heads in zip((q, k), "qk", names, strict=True)
+            )
+        if self.value_norm and self.norm is not None:
+            v = replace(self.norm, scale=False)(v, "v_norm", self.value_dim.name)
+        k, v = (t if n == 1 else t * n for t, n in zip((k, v), self.times, strict=True))
+        if self.tuned:
+            every, by = self.tuned
+            place = mtf_range(x.graph, x.dim(self.length)).cast("float32") + 1.0
+            q = q * (log1p(floor(place * (1 / every))) * by + 1.0).cast(q.dtype)
+        usual = self.d_kv.size**-0.5
+        return (q * (self.scale / usual) if self.scale and self.scale != usual else q), k, v
+
+    def weights(self, logits: Tensor, mask: Tensor | None, memory: str) -> Tensor:
+        capped = tanh(logits * (1 / self.cap)) * self.cap if self.cap else logits
+        return super().weights(capped, mask, memory)
+
+    def joined(self, mixed: Tensor, x: Tensor) -> Tensor:
+        if self.gated:
+            gate = project(x, "gate", [x.dim(self.d_model)], [*self.head_dims, self.value_dim])
+            mixed = mixed * sigmoid(gate)
+        return super().joined(mixed, x)
+
+    def within(self, length: int) -> SelfAttention:
+        """The same for texts of this length: a window that they fit into is none."""
+        return replace(self, window=self.window if self.window < length else 0)
+
+
+@dataclass(frozen=True)
+class ChunkedSelfAttention(SelfAttention, nn.ChunkedAttention):
+    """Attention within chunks (Llama 4)."""
+
+    def within(self, length: int) -> SelfAttention:
+        if self.chunk < length:
+            return self
+        return SelfAttention(**{f.name: getattr(self, f.name) for f in fields(SelfAttention)})
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """Chooses the `chosen` keys that a query sees (DeepSeek-V3.2): those of the largest
+    sum over its heads of w relu(q k). It is written out, and no loss of its own trains it here, so that its
+    gradients are 0; texts of at most `chosen` positions see all keys. `turned`: elements with positions."""
+
+    heads: int
+    d_head: int
+    chosen: int
+    turned: int
+
+    def __call__(
+        self, low: Tensor, x: Tensor, positions: nn.Rotary, length: str, memory: str
+    ) -> tuple[Tensor, Tensor | None]:
+        """From the queries' latent vector and x: a zero that depends on its weights, and the mask of keys."""
+        heads, d_head = Dim("index_heads", self.heads), Dim("d_index", self.d_head)
+        with x.graph.scope("indexer"):
+            d = x.dim("d_model")
+            q = project(low, "q", [low.dim("q_rank")], [heads, d_head])
+            k = Norm(1e-6, center=True, bias=True)(project(x, "k", [d], [d_head]), "k_norm", "d_index")
+            w = project(x, "weights", [d], [heads])
+            nothing = reduce_sum(q * 0.0) + reduce_sum(k * 0.0) + reduce_sum(w * 0.0)
+            if x.dim(length).size <= self.chosen:
+                return nothing, None
+            turned = replace(positions, turned=self.turned)
+            q, k, w = (stop_gradient(t) for t in (q, k, w))
+            q, k = turned(q, length, "d_index"), rename(turned(k, length, "d_index"), **{length: memory})
+            rows = list(x.shape.without("d_model"))
+            scores = relu(einsum([q, k], [*rows, heads, k.dim(memory)]))
+            found = einsum([scores, w], [*rows, k.dim(memory)])
+            at, key = (mtf_range(x.graph, t) for t in (x.dim(length), k.dim(memory)))
+            found = masked(found, at >= key)
+            return nothing, found >= nth_largest(found, self.chosen - 1, memory)
+
+
+@dataclass(frozen=True)
+class ScaledLatentAttention(nn.LatentAttention):
+    """Latent attention with logits multiplied by `times`, and perhaps an indexer of keys."""
+
+    times: float = 1.0
+    indexer: Indexer | None = None
+
+    def high(self, low: Tensor, position: Tensor | None = None) -> Tensor:
+        q = super().high(low, position)
+        return q if self.times == 1 else q * self.times
+
+    def chosen(self, q: Tensor, low: Tensor, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if self.indexer is None:
+            return q, mask
+        nothing, seen = self.indexer(low, x, self.positions, self.length, self.memory_length)
+        return q + nothing.cast(q.dtype), seen if mask is None or seen is None else logical_and(mask, seen)
+
+    def within(self, length: int) -> ScaledLatentAttention:
+        """The same for texts of this length."""
+        return self
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """A feed-forward block.
+
+    Attributes:
+      gated: the activation of one product times another product.
+      times: factors of the activation's argument and of the result.
+    """
+
+    d_ff: int
+    activation: str
+    gated: bool = True
+    bias: bool = False
+    times: tuple[float, float] = (1.0, 1.0)
+    name: str = "feed_forward"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[others, d_model] -> the same."""
+        inner, (before, after) = Dim("d_ff", self.d_ff), self.times
+        with x.graph.scope(self.name):
+            with x.graph.scope("in"):
+                h = nn.Dense((inner,), ("d_model",), self.bias, name="0")(x)
+                h = activation(self.activation)(h if before == 1 else h * before)
+                if self.gated:
+                    h = h * nn.Dense((inner,), ("d_model",), self.bias, name="1")(x)
+            y = nn.Dense((x.dim("d_model"),), ("d_ff",), self.bias, name="out")(h)
+            return y if after == 1 else y * after
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A layer's experts.
+
+    Attributes:
+      count, d_ff: number of experts, and hidden size of one.
+      router: chooses them, given a capacity factor.
+      shared: hidden size of shared experts, which every token passes through; 0: none.
+      shared_gate: their output is multiplied by a sigmoid of a map of the token.
+      up: the activation of a gated expert's other product; bias: of the router and the experts.
+    """
+
+    count: int
+    d_ff: int
+    router: Router
+    activation: str
+    shared: int = 0
+    shared_gate: bool = False
+    gated: bool = True
+    up: str = "linear"
+    bias: bool = False
+    name: ClassVar[str] = "feed_forward"
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[batch, length, d_model] -> the same, and the router's loss."""
+        return nn.MixtureOfExperts(
+            Dim("experts", self.count),
+            Dim("d_expert", self.d_ff),
+            self.router,
+            self.activation,
+            gated=self.gated,
+            shared=Dim("d_ff", self.shared) if self.shared else None,
+            shared_gate=self.shared_gate,
+            up=self.up,
+            bias=self.bias,
+        )(x)
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Blocks whose results are added: [(block, factor of its input, factor of its result), ...]."""
+
+    blocks: tuple[tuple[object, float, float], ...]
+    name: ClassVar[str] = "attention"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[others, d_model] -> the same."""
+        ys: Sequence[Tensor] = [
+            block(x if before == 1 else x * before) * after  # type: ignore[operator]
+            for block, before, after in self.blocks
+        ]
+        return sum(ys[1:], ys[0])
+
+    def within(self, length: int) -> SideBySide:
+        """The same for texts of this length."""
+        return replace(self, blocks=tuple((within(b, length), i, o) for b, i, o in self.blocks))
+
+
+def within(block: object, length: int) -> object:
+    """A block for texts of this length."""
+    return block.within(length) if hasattr(block, "within") else block

@@ -1,0 +1,326 @@
+"""The blocks of configured models that mix positions: attention of every kind, and state spaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields as fields_of, replace
+from typing import Any
+
+from layoutopt.importers.huggingface import forms
+from layoutopt.importers.huggingface.fields import Fields
+from layoutopt.importers.huggingface.forms import Norm
+from layoutopt.importers.huggingface.rotary import magnitude, rotary, stretched
+from layoutopt.importers.huggingface.training import ConfiguredTraining
+from mesh_tf_core import layers as nn
+from mesh_tf_core.ir.dims import Dim
+
+FULL, SLIDING, CHUNKED, LINEAR = (f"{kind}_attention" for kind in ("full", "sliding", "chunked", "linear"))
+UNTURNED, BOTH, MLP, MOE = "attention without positions", "attention beside a state space", "mlp", "moe"
+KINDS = {kind: kind for kind in (FULL, SLIDING, CHUNKED, LINEAR, MLP, MOE, UNTURNED, BOTH)}
+KINDS |= {"attention": FULL, "mamba": LINEAR}
+"""Names of kinds of layers there -> here."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The attention of a family. The defaults are Llama's.
+
+    Attributes:
+      biases: as of `nn.Attention`; when: the field that says whether there are any; "": there are.
+      norm: of queries and keys: "head", "all" heads together, "unit" (head by head, without a scale), or "";
+        norm_when: the field that says whether there is one, if it does not always say so.
+      values_normed: values are normalised too, without a scale.
+      turned: whether positions turn queries and keys; a name is a field that is "rope" if so. partial: the share of a head that turns.
+      local: the field of the rotary base of layers with a window, and its default; (): that of the others.
+      window: the default of `sliding_window`; windowed: fields that layers with a window have of their own.
+      full: such fields of layers without a window.
+      sinks: "sliding": layers with a window have a learned sink, "all": all have.
+      gated: an output gate. scale: the field of the logits' factor ("query_pre_attn_scalar": its inverse root),
+        or a number. cap: the field of their bound. clipped: the field of the bound of queries, keys and values.
+      times: fields of factors of keys and values.
+      latent, indexed: latent attention, with an indexer.
+    """
+
+    biases: str = "all"
+    when: str = "attention_bias"
+    norm: str = ""
+    norm_when: str = ""
+    values_normed: bool = False
+    turned: bool | str = True
+    partial: float = 1.0
+    local: tuple[str, float] | tuple[()] = ()
+    window: int = 4096
+    windowed: tuple[tuple[str, str], ...] = ()
+    full: tuple[tuple[str, str], ...] = ()
+    sinks: str = ""
+    gated: bool = False
+    scale: str | float = 0.0
+    cap: str = ""
+    clipped: str = ""
+    times: tuple[str, str] = ("", "")
+    latent: bool = False
+    indexed: bool = False
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads the mixers of a configuration."""
+
+    fields: Fields
+    training: ConfiguredTraining
+    heads: Heads
+    norm: Norm
+    linear: str
+    layers: int
+
+    def mixer(self, kind: str) -> Any:
+        """The mixer of a kind of layers; None: it has none."""
+        if kind in (MLP, MOE):
+            return None
+        if kind == LINEAR:
+            return LINEARS[self.linear](self)
+        if kind == BOTH:
+            return self._side_by_side()
+        return self._latent() if self.heads.latent else self._attention(kind)
+
+    def _attention(self, kind: str) -> forms.SelfAttention:
+        fields, own = self.fields, self.heads
+        apart = dict(own.windowed if kind == SLIDING else own.full if kind == FULL else ())
+
+        def named(name: str) -> str:
+            return apart[name] if name in apart and fields.has(apart[name]) else name
+
+        width, heads = fields.count("hidden_size"), fields.count(named("num_attention_heads"))
+        size = named("head_dim")
+        if not fields.has(size) and width % heads:
+            raise fields.wrong("hidden_size", f"give a multiple of num_attention_heads ({heads})")
+        of_keys = fields.count(named("num_key_value_heads"), heads)
+        if heads % of_keys:
+            raise fields.wrong(
+                named("num_key_value_heads"), f"give a divisor of num_attention_heads ({heads})"
+            )
+        d_kv = fields.count(size, width // heads)
+        d_v = fields.count(named("v_head_dim"), d_kv)
+        chunk = fields.count("attention_chunk_size") if kind == CHUNKED else 0
+        made = forms.SelfAttention(
+            Dim("heads", heads),
+            Dim("d_kv", d_kv),
+            of_keys,
+            causal=True,
+            window=self._window() if kind == SLIDING else 0,
+            rotary=self._rotary(kind, d_kv),
+            dropout=fields.number("attention_dropout"),
+            shared_kv=kind == FULL and bool(own.full) and fields.flag("attention_k_eq_v"),
+            sinks=own.sinks == "all" or (own.sinks == "sliding" and kind == SLIDING),
+            biases=own.biases if not own.when or fields.flag(own.when) else "none",
+            attention=self.training.attention,
+            norm=self._norm(kind),
+            across=own.norm == "all",
+            value_norm=own.values_normed,
+            scale=self._scale(),
+            cap=fields.number(own.cap) if own.cap else 0.0,
+            gated=own.gated,
+            d_v=0 if d_v == d_kv else d_v,
+            clipped=fields.number(own.clipped) if own.clipped else 0.0,
+            times=(fields.factor(own.times[0]), fields.factor(own.times[1])),
+            tuned=self._tuned() if kind == UNTURNED else (),
+        )
+        same = {f.name: getattr(made, f.name) for f in fields_of(made)}
+        return forms.ChunkedSelfAttention(**same, chunk=chunk) if chunk else made
+
+    def _norm(self, kind: str) -> Norm | None:
+        own = self.heads
+        if not own.norm or (own.norm_when and not self.fields.flag(own.norm_when)):
+            return None
+        if own.norm == "unit":
+            return None if kind == UNTURNED else Norm(self.norm.epsilon, scale=False)
+        return self.norm
+
+    def _window(self) -> int:
+        """The window of layers that have one; null: none."""
+        fields = self.fields
+        fields.raw("sliding_window_size")
+        if "sliding_window" in fields.values and not fields.has("sliding_window"):
+            return 0
+        return fields.count("sliding_window", self.heads.window)
+
+    def _rotary(self, kind: str, d_kv: int) -> nn.Rotary | None:
+        fields, own = self.fields, self.heads
+        unturned = fields.raw(own.turned) != "rope" if isinstance(own.turned, str) else not own.turned
+        if kind == UNTURNED or unturned:
+            for name in ("rope_theta", "rope_scaling", "rope_parameters"):
+                fields.raw(name)
+            return None
+        length, partial = self.training.length, own.partial
+        if fields.has("rotary_dim"):
+            partial = fields.count("rotary_dim") / d_kv
+        named = fields.raw("rope_parameters")
+        if kind != SLIDING or not own.local or (isinstance(named, dict) and kind in named):
+            return rotary(fields, d_kv, length, kind if kind == SLIDING else FULL, partial)
+        share = fields.number("partial_rotary_factor", partial)
+        return nn.Rotary(fields.number(*own.local), turned=0 if share == 1 else int(d_kv * share))
+
+    def _scale(self) -> float:
+        said = self.heads.scale
+        if not isinstance(said, str):
+            return said
+        if said == "query_pre_attn_scalar":
+            return float(self.fields.positive(said, 256) ** -0.5)
+        return self.fields.positive(said, 1.0)
+
+    def _tuned(self) -> tuple[float, ...]:
+        fields = self.fields
+        if not fields.raw("attn_temperature_tuning", False):
+            return ()
+        return fields.positive("floor_scale", 8192.0), fields.number("attn_scale", 0.1)
+
+    def _latent(self) -> forms.ScaledLatentAttention:
+        fields, own = self.fields, self.heads
+        fields.only("rope_interleave", True)
+        for name in ("head_dim", "num_key_value_heads", "qk_head_dim", "indexer_rope_interleave"):
+            fields.raw(name)
+        turned = fields.count("qk_rope_head_dim", 64)
+        inner = stretched(fields)
+        all_dims = inner.number("mscale_all_dim")
+        rank = fields.count("q_lora_rank") if fields.has("q_lora_rank") else 0
+        indexer = None
+        if own.indexed:
+            names = ("index_n_heads", "index_head_dim", "index_topk")
+            indexer = forms.Indexer(*(fields.count(n) for n in names), turned)
+        positions = rotary(fields, turned, self.training.length)
+        return forms.ScaledLatentAttention(
+            Dim("heads", fields.count("num_attention_heads")),
+            Dim("d_kv", fields.count("qk_nope_head_dim", 128)),
+            causal=True,
+            dropout=fields.number("attention_dropout"),
+            attention=self.training.attention,
+            kv_rank=Dim("kv_rank", fields.count("kv_lora_rank", 512)),
+            q_rank=Dim("q_rank", rank) if rank else None,
+            d_rotary=turned,
+            d_v=Dim("d_v", fields.count("v_head_dim", 128)),
+            positions=positions,
+            times=magnitude(inner.number("factor", 1.0), all_dims) ** 2 if all_dims else 1.0,
+            indexer=indexer,
+        )
+
+    def _side_by_side(self) -> forms.SideBySide:
+        factor = self.fields.factor
+        attention = factor("attention_in_multiplier"), factor("attention_out_multiplier")
+        state = factor("ssm_in_multiplier"), factor("ssm_out_multiplier")
+        return forms.SideBySide(((self._attention(FULL), *attention), (self._falcon(), *state)))
+
+    def _falcon(self) -> nn.Mamba2:
+        """The state space of Falcon-H1."""
+        fields = self.fields
+        times = fields.listed("ssm_multipliers")
+        norm = (
+            ""
+            if not fields.flag("mamba_rms_norm")
+            else "first"
+            if fields.flag("mamba_norm_before_gate")
+            else "gated"
+        )
+        return replace(_granite(self), norm=norm, times=tuple(map(float, times)) or (1.0,) * 5)
+
+
+def _delta(reader: Reader) -> nn.GatedDeltaNet:
+    """The gated delta net of Qwen3-Next."""
+    fields = reader.fields
+    fields.only("hidden_act", "silu")
+    for name in ("mamba_ssm_dtype", "full_attention_interval"):
+        fields.raw(name)
+    return nn.GatedDeltaNet(
+        Dim("heads", fields.count("linear_num_value_heads")),
+        fields.count("linear_num_key_heads"),
+        Dim("d_k", fields.count("linear_key_head_dim")),
+        Dim("d_v", fields.count("linear_value_head_dim")),
+        fields.count("linear_conv_kernel_dim"),
+        epsilon=reader.norm.epsilon,
+    )
+
+
+def _lightning(reader: Reader) -> nn.LightningAttention:
+    fields = reader.fields
+    heads = fields.count("num_attention_heads")
+    d_kv = fields.count("head_dim", fields.count("hidden_size") // heads)
+    fields.only("hidden_act", "silu")
+    return nn.LightningAttention(
+        Dim("heads", heads), Dim("d_kv", d_kv), reader.layers, fields.count("block_size", 256)
+    )
+
+
+def _granite(reader: Reader) -> nn.Mamba2:
+    """The state space of Granite 4 and Falcon-H1."""
+    fields = reader.fields
+    heads, expand = fields.count("mamba_n_heads"), fields.number("mamba_expand", 2.0)
+    inner = fields.count("mamba_d_ssm", int(expand * fields.count("hidden_size")))
+    fields.raw("mamba_d_head")
+    fields.raw("mamba_use_mlp")
+    return _mamba(
+        reader,
+        heads,
+        inner // heads,
+        "mamba_d_state",
+        "mamba_n_groups",
+        "mamba_d_conv",
+        "mamba_chunk_size",
+        "mamba_proj_bias",
+        "mamba_conv_bias",
+    )
+
+
+def _nemotron(reader: Reader) -> nn.Mamba2:
+    """The state space of Nemotron-H."""
+    fields = reader.fields
+    for name in ("expand", "mamba_proj_bias"):
+        fields.raw(name)
+    fields.only("mamba_hidden_act", "silu")
+    heads, d_head = fields.count("mamba_num_heads"), fields.count("mamba_head_dim")
+    made = _mamba(
+        reader,
+        heads,
+        d_head,
+        "ssm_state_size",
+        "n_groups",
+        "conv_kernel",
+        "chunk_size",
+        "use_bias",
+        "use_conv_bias",
+    )
+    return replace(made, least=fields.number("time_step_min", 0.001))
+
+
+def _mamba(
+    reader: Reader,
+    heads: int,
+    d_head: int,
+    state: str,
+    groups: str,
+    taps: str,
+    chunk: str,
+    bias: str,
+    conv_bias: str,
+) -> nn.Mamba2:
+    fields = reader.fields
+    for name in ("time_step_limit", "time_step_max", "time_step_floor"):
+        fields.raw(name)
+    return nn.Mamba2(
+        Dim("heads", heads),
+        Dim("d_head", d_head),
+        Dim("d_state", fields.count(state)),
+        fields.count(groups),
+        fields.count(taps),
+        fields.count(chunk),
+        fields.flag(bias),
+        fields.flag(conv_bias),
+        epsilon=reader.norm.epsilon,
+    )
+
+
+LINEARS: dict[str, Callable[[Reader], Any]] = {
+    "delta": _delta,
+    "lightning": _lightning,
+    "granite": _granite,
+    "nemotron": _nemotron,
+}
+"""Linear attention and state spaces by name."""

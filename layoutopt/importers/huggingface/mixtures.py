@@ -1,0 +1,143 @@
+"""Mixtures of experts of configured models, as records: the fields that hold their sizes, and their routing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from layoutopt.importers.huggingface.fields import Fields
+from layoutopt.importers.huggingface.forms import Mixture
+from layoutopt.importers.huggingface.training import ConfiguredTraining
+from mesh_tf_core import layers as nn
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """The experts of a model, and for each layer whether it has them."""
+
+    block: Mixture
+    where: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a family. The defaults are those of Qwen 3.
+
+    Attributes:
+      count, chosen, d_ff: fields of the number of experts, of those of a token, and of their hidden size.
+      scores, normalized, groups: as of `TopExperts`; a name of `normalized` is a field.
+      scale: the field of the factor of the gates.
+      shared: the field of the hidden size of shared experts; "": none. shared_count: the field of how many there
+        are, each of that size.
+      shared_gate, gated, bias, activation, up: as of `Mixture`.
+      first: the number of first layers without experts where the file has no `first_k_dense_replace`; None: the
+        family has no such field.
+      only: fields that may have no other values.
+    """
+
+    count: str = "num_experts"
+    chosen: str = "num_experts_per_tok"
+    d_ff: str = "moe_intermediate_size"
+    scores: str = "softmax"
+    normalized: bool | str = "norm_topk_prob"
+    groups: bool = False
+    scale: str = ""
+    shared: str = ""
+    shared_count: str = ""
+    shared_gate: bool = False
+    gated: bool = True
+    bias: bool = False
+    activation: str = ""
+    up: str = "linear"
+    first: int | None = None
+    only: tuple[tuple[str, tuple[object, ...]], ...] = ()
+
+    def read(self, fields: Fields, training: ConfiguredTraining, act: str, layers: int) -> Mixing | None:
+        """The experts of a configuration; None: it has none."""
+        # Hugging Face's load-balance loss is over all layers together, and by default not used.
+        for name in ("router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "router_jitter_noise"):
+            fields.raw(name)
+        fields.only("output_router_logits", False)
+        for name, values in self.only:
+            fields.only(name, *values)
+        count = fields.count(fields.first(self.count, "num_local_experts"), least=0)
+        if not count:
+            return None
+        normal = self.normalized
+        method = fields.raw("topk_method", "") if self.scores == "softmax" else ""
+        grouped = self.groups and method != "greedy"
+        router = nn.TopExperts(
+            training.capacity_factor,
+            chosen=fields.count(self.chosen),
+            scores=self.scores,
+            normalized=fields.flag(normal) if isinstance(normal, str) else normal,
+            scale=fields.positive(self.scale, 1.0) if self.scale and fields.has(self.scale) else 1.0,
+            groups=fields.count("n_group", 1) if grouped and fields.has("n_group") else 1,
+            groups_chosen=fields.count("topk_group", 1) if grouped and fields.has("topk_group") else 1,
+            bias=self.bias,
+        )
+        if not grouped and self.groups:
+            fields.raw("n_group"), fields.raw("topk_group")
+        size = fields.count(self.d_ff)
+        shared = fields.count(self.shared, 0, least=0) if self.shared and fields.has(self.shared) else 0
+        if self.shared_count:
+            shared *= fields.count(self.shared_count, least=0) if fields.has(self.shared_count) else 0
+        block = Mixture(
+            count,
+            size,
+            router,
+            self.activation or act,
+            shared,
+            self.shared_gate and shared > 0,
+            self.gated,
+            self.up,
+            self.bias,
+        )
+        return Mixing(block, tuple(self._where(fields, layers)))
+
+    def _where(self, fields: Fields, layers: int) -> Sequence[bool]:
+        kinds = fields.listed("mlp_layer_types")
+        frequency = fields.raw("moe_layer_freq")
+        first = fields.count("first_k_dense_replace", self.first, least=0) if self.first is not None else 0
+        if kinds:
+            return [kind == "sparse" for kind in kinds]
+        if isinstance(frequency, list):
+            return [bool(i) for i in frequency]
+        if self.first is not None:
+            fields.only("moe_layer_freq", 1)
+            return [i >= first for i in range(layers)]
+        step = fields.count(fields.first("decoder_sparse_step", "interleave_moe_layer_step"), 1)
+        plain, listed = fields.listed("mlp_only_layers"), fields.listed("moe_layers")
+        if listed:
+            return [i in listed for i in range(layers)]
+        return [i not in plain and (i + 1) % step == 0 for i in range(layers)]
+
+
+SIGMOID = (("scoring_func", ("sigmoid",)), ("topk_method", ("noaux_tc",)))
+MIXTRAL = Experts(d_ff="intermediate_size", normalized=True)
+DEEPSEEK = Experts(
+    "n_routed_experts",
+    groups=True,
+    scale="routed_scaling_factor",
+    shared="moe_intermediate_size",
+    shared_count="n_shared_experts",
+    first=0,
+    normalized=False,
+    only=(
+        ("scoring_func", ("softmax",)),
+        ("norm_topk_prob", (False,)),
+        ("topk_method", ("greedy", "group_limited_greedy")),
+    ),
+)
+DEEPSEEK_3 = Experts(
+    "n_routed_experts",
+    scores="sigmoid",
+    groups=True,
+    scale="routed_scaling_factor",
+    shared="moe_intermediate_size",
+    shared_count="n_shared_experts",
+    first=3,
+    only=SIGMOID,
+)
+"""The bias that balances its experts stays 0, as in transformers."""
+GLM = Experts(**{**vars(DEEPSEEK_3), "first": 1})
