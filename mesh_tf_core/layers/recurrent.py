@@ -1,4 +1,4 @@
-"""Layers with a state per head instead of keys and values, computed in chunks: matrix products within a chunk,
+"""Layers with a state per head instead of keys and values, computed in chunks: matrix products in a chunk,
 as in attention, and one state between chunks, so that work grows with the length and not its square.
 
   Mamba-2 (Dao & Gu 2024, "Transformers are SSMs", sections 6 and 7)

@@ -172,31 +172,29 @@ def dlrm(v: Arrays, batch: Arrays, hparams: Mapping[str, Any]) -> float:
 def mamba(v: Arrays, batch: Arrays, hparams: Mapping[str, Any]) -> float:
     """The states step by step."""
     x = v["embedding/tokens"][batch["tokens"]]
-    names = ("norm", "gate", "x", "x_conv", "b", "b_conv", "c", "c_conv", "dt", "out")
     for i in range(hparams["layers"]):
-        w = {n: below(v, n, i) for n in names}
-        one = {n: v[n][i] for n in ("dt_bias", "log_a", "skip", "out_norm")}
-        u = rms_norm(x, w["norm"], 1e-5)
+        one = {n.removeprefix("mamba/"): v[n][i] for n in v if n.startswith("mamba/")}
+        u = rms_norm(x, below(v, "norm", i), 1e-5)
 
-        def made(name: str, u: Any = u, w: Any = w) -> Any:
-            y, taps = np.tensordot(u, w[name]["weight"], 1), w[f"{name}_conv"]["weight"]
+        def made(name: str, u: Any = u, one: Any = one) -> Any:
+            y, taps = np.tensordot(u, one[name], 1), one[f"{name}_conv/weight"]
             past = [
                 np.roll(y, k, 1) * (np.arange(y.shape[1]) >= k).reshape(1, -1, *[1] * (y.ndim - 2))
                 for k in range(len(taps))
             ]
-            return silu(sum(p * t for p, t in zip(past, taps[::-1], strict=True)) + w[f"{name}_conv"]["bias"])
+            return silu(sum(p * t for p, t in zip(past, taps[::-1], strict=True)) + one[f"{name}_conv/bias"])
 
         values, b, c = made("x"), made("b"), made("c")
-        dt = np.log1p(np.exp(u @ w["dt"]["weight"] + one["dt_bias"]))
+        dt = np.log1p(np.exp(u @ one["dt"] + one["dt_bias"]))
         state, out = np.zeros((*values[:, 0].shape, b.shape[-1])), []
         for t in range(x.shape[1]):
             decay = np.exp(-dt[:, t] * np.exp(one["log_a"]))
             new = np.einsum("bh,bhp,bn->bhpn", dt[:, t], values[:, t], b[:, t])
             state = state * decay[..., None, None] + new
             out.append(np.einsum("bhpn,bn->bhp", state, c[:, t]) + one["skip"][:, None] * values[:, t])
-        y = np.stack(out, 1) * silu(np.tensordot(u, w["gate"]["weight"], 1))
+        y = np.stack(out, 1) * silu(np.tensordot(u, one["gate"], 1))
         y = y / np.sqrt((y * y).mean((-1, -2), keepdims=True) + 1e-5) * one["out_norm"]
-        x = x + np.einsum("blhp,hpd->bld", y, w["out"]["weight"])
+        x = x + np.einsum("blhp,hpd->bld", y, one["out"])
     return cross_entropy(
         rms_norm(x, below(v, "final_norm"), 1e-5) @ v["embedding/tokens"].T, batch["targets"]
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.dims import Dim
@@ -273,14 +273,13 @@ class Mixture:
 class SideBySide:
     """Blocks whose results are added: [(block, factor of its input, factor of its result), ...]."""
 
-    blocks: tuple[tuple[object, float, float], ...]
+    blocks: tuple[tuple[Any, float, float], ...]
     name: ClassVar[str] = "attention"
 
     def __call__(self, x: Tensor) -> Tensor:
         """[others, d_model] -> the same."""
         ys: Sequence[Tensor] = [
-            block(x if before == 1 else x * before) * after  # type: ignore[operator]
-            for block, before, after in self.blocks
+            block(x if before == 1 else x * before) * after for block, before, after in self.blocks
         ]
         return sum(ys[1:], ys[0])
 
@@ -289,6 +288,6 @@ class SideBySide:
         return replace(self, blocks=tuple((within(b, length), i, o) for b, i, o in self.blocks))
 
 
-def within(block: object, length: int) -> object:
+def within(block: Any, length: int) -> Any:
     """A block for texts of this length."""
     return block.within(length) if hasattr(block, "within") else block

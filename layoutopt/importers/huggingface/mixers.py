@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields as fields_of, replace
+from dataclasses import dataclass, replace
+from dataclasses import fields as fields_of
 from typing import Any
 
 from layoutopt.importers.huggingface import forms
 from layoutopt.importers.huggingface.fields import Fields
 from layoutopt.importers.huggingface.forms import Norm
-from layoutopt.importers.huggingface.rotary import magnitude, rotary, stretched
+from layoutopt.importers.huggingface.rotary import magnitude, rotary, stretched, turning
 from layoutopt.importers.huggingface.training import ConfiguredTraining
 from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.dims import Dim
@@ -30,13 +31,15 @@ class Heads:
       norm: of queries and keys: "head", "all" heads together, "unit" (head by head, without a scale), or "";
         norm_when: the field that says whether there is one, if it does not always say so.
       values_normed: values are normalised too, without a scale.
-      turned: whether positions turn queries and keys; a name is a field that is "rope" if so. partial: the share of a head that turns.
+      turned: whether positions turn queries and keys; a name is a field that is "rope" if so.
+      partial: the share of a head that turns.
       local: the field of the rotary base of layers with a window, and its default; (): that of the others.
       window: the default of `sliding_window`; windowed: fields that layers with a window have of their own.
       full: such fields of layers without a window.
       sinks: "sliding": layers with a window have a learned sink, "all": all have.
-      gated: an output gate. scale: the field of the logits' factor ("query_pre_attn_scalar": its inverse root),
-        or a number. cap: the field of their bound. clipped: the field of the bound of queries, keys and values.
+      gated: an output gate.
+      scale: the field of the logits' factor ("query_pre_attn_scalar": its inverse root), or a number.
+      cap, clipped: fields of the bounds of logits, and of queries, keys and values.
       times: fields of factors of keys and values.
       latent, indexed: latent attention, with an indexer.
     """
@@ -139,7 +142,8 @@ class Reader:
     def _window(self) -> int:
         """The window of layers that have one; null: none."""
         fields = self.fields
-        fields.raw("sliding_window_size")
+        if fields.has("sliding_window_size"):  # positions back, besides the query's own
+            return fields.count("sliding_window_size") + 1
         if "sliding_window" in fields.values and not fields.has("sliding_window"):
             return 0
         return fields.count("sliding_window", self.heads.window)
@@ -158,7 +162,7 @@ class Reader:
         if kind != SLIDING or not own.local or (isinstance(named, dict) and kind in named):
             return rotary(fields, d_kv, length, kind if kind == SLIDING else FULL, partial)
         share = fields.number("partial_rotary_factor", partial)
-        return nn.Rotary(fields.number(*own.local), turned=0 if share == 1 else int(d_kv * share))
+        return nn.Rotary(fields.number(*own.local), turned=turning(d_kv, share))
 
     def _scale(self) -> float:
         said = self.heads.scale
@@ -185,8 +189,8 @@ class Reader:
         rank = fields.count("q_lora_rank") if fields.has("q_lora_rank") else 0
         indexer = None
         if own.indexed:
-            names = ("index_n_heads", "index_head_dim", "index_topk")
-            indexer = forms.Indexer(*(fields.count(n) for n in names), turned)
+            heads, size, most = (fields.count(f"index_{n}") for n in ("n_heads", "head_dim", "topk"))
+            indexer = forms.Indexer(heads, size, most, turned)
         positions = rotary(fields, turned, self.training.length)
         return forms.ScaledLatentAttention(
             Dim("heads", fields.count("num_attention_heads")),

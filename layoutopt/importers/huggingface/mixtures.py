@@ -1,4 +1,4 @@
-"""Mixtures of experts of configured models, as records: the fields that hold their sizes, and their routing."""
+"""Mixtures of experts of configured models, as records: the fields of their sizes, and their routing."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ class Experts:
       count, chosen, d_ff: fields of the number of experts, of those of a token, and of their hidden size.
       scores, normalized, groups: as of `TopExperts`; a name of `normalized` is a field.
       scale: the field of the factor of the gates.
-      shared: the field of the hidden size of shared experts; "": none. shared_count: the field of how many there
-        are, each of that size.
+      shared: the field of the hidden size of shared experts; "": none.
+      shared_count: the field of how many of that size there are.
       shared_gate, gated, bias, activation, up: as of `Mixture`.
-      first: the number of first layers without experts where the file has no `first_k_dense_replace`; None: the
-        family has no such field.
+      first: first layers without experts, where the file has no `first_k_dense_replace`; None: no such field.
       only: fields that may have no other values.
     """
 
@@ -77,7 +76,8 @@ class Experts:
             bias=self.bias,
         )
         if not grouped and self.groups:
-            fields.raw("n_group"), fields.raw("topk_group")
+            for name in ("n_group", "topk_group"):
+                fields.raw(name)
         size = fields.count(self.d_ff)
         shared = fields.count(self.shared, 0, least=0) if self.shared and fields.has(self.shared) else 0
         if self.shared_count:

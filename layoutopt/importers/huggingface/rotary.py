@@ -121,7 +121,12 @@ def rotary(fields: Fields, d_kv: int, length: int, kind: str = "", partial: floa
         if method == "longrope"
         else _KINDS[method](inner, base, fields)
     )
-    return replace(made, turned=0 if share == 1 else int(d_kv * share))
+    return replace(made, turned=turning(d_kv, share))
+
+
+def turning(d_kv: int, share: float) -> int:
+    """The elements of a head that turn, in whole pairs; 0: all."""
+    return 0 if share == 1 else -(-int(d_kv * share) // 2) * 2
 
 
 def _longrope(inner: Fields, base: float, fields: Fields, length: int) -> nn.Rotary:

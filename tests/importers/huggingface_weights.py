@@ -1,0 +1,285 @@
+"""The weights of a model in memory of transformers under the names of our variables: what its modules join is
+taken apart, and rotations of neighbours become rotations of elements half a head apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from layoutopt.importers.huggingface.configuration import chosen
+from layoutopt.importers.huggingface.decoder import LanguageModel, runs
+from layoutopt.importers.huggingface.training import ConfiguredTraining
+
+Arrays = dict[str, Any]
+NEIGHBOURS = ("glm", "glm4", "llama4_text")
+"""Families that rotate neighbours (besides those of latent attention)."""
+
+
+def apart(size: int, turned: int) -> Any:
+    """The order of a head's elements in which neighbours of the first `turned` lie half of these apart."""
+    return np.r_[np.arange(0, turned, 2), np.arange(1, turned, 2), np.arange(turned, size)]
+
+
+class Layer:
+    """The weights of one layer.
+
+    Attributes:
+      w: name inside the layer -> array; made: our name inside the layer -> array.
+    """
+
+    def __init__(self, w: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        self.w, self.c, self.family = w, config, config["model_type"]
+        self.made: Arrays = {}
+
+    def put(self, own: str, *theirs: str, turn: bool = True) -> None:
+        """The first of `theirs` that there is."""
+        for name in theirs:
+            if name in self.w:
+                self.made[own] = self.w[name].T if turn else self.w[name]
+                return
+
+    def read(self) -> Arrays:
+        """Our names inside the layer -> arrays."""
+        self.norms()
+        for prefix in ("self_attn.", "mixer.", "mamba.", "linear_attn."):
+            inner = {n.removeprefix(prefix): x for n, x in self.w.items() if n.startswith(prefix)}
+            if "kv_a_proj_with_mqa.weight" in inner:
+                self.latent(inner)
+            elif "output_gate.weight" in inner:
+                self.lightning(inner)
+            elif "A_log" in inner and "linear_num_key_heads" in self.c:
+                self.delta(inner)
+            elif "A_log" in inner:
+                self.state_space(inner)
+            elif "o_proj.weight" in inner or "dense.weight" in inner:
+                self.attention(inner)
+        for prefix in ("mlp.", "feed_forward.", "block_sparse_moe.", "mixer."):
+            inner = {n.removeprefix(prefix): x for n, x in self.w.items() if n.startswith(prefix)}
+            self.feed_forward(inner)
+        shared = {n.removeprefix("shared_mlp."): x for n, x in self.w.items() if n.startswith("shared_mlp.")}
+        if shared:
+            gate, up = np.split(shared["input_linear.weight"], 2)
+            self.made |= {"experts/shared/wi": gate.T, "experts/shared/wg": up.T}
+            self.made["experts/shared/wo"] = shared["output_linear.weight"].T
+        return self.made
+
+    def norms(self) -> None:
+        """The norms of blocks; of how many there are depends what one is called."""
+        both = any(n.startswith(("pre_feedforward", "post_self_attn")) for n in self.w)
+        mixes = any(n.startswith(("mixer.in_proj", "mixer.q_proj")) for n in self.w)
+        self.put("attention_norm/scale" if mixes else "feed_forward_norm/scale", "norm.weight")
+        self.put("attention_norm/scale", "input_layernorm.weight")
+        self.put("attention_norm/bias", "input_layernorm.bias")
+        self.put("feed_forward_norm/bias", "post_attention_layernorm.bias")
+        self.put(
+            "feed_forward_after_norm/scale", "post_mlp_layernorm.weight", "post_feedforward_layernorm.weight"
+        )
+        middle = "post_attention_layernorm.weight"
+        if "post_self_attn_layernorm.weight" in self.w or ("input_layernorm.weight" in self.w and not both):
+            self.put("feed_forward_norm/scale", middle, "pre_ff_layernorm.weight")
+            self.put("attention_after_norm/scale", "post_self_attn_layernorm.weight")
+        else:
+            self.put("attention_after_norm/scale", middle)
+            self.put("feed_forward_norm/scale", "pre_feedforward_layernorm.weight", "norm.weight")
+            if mixes:
+                self.made.pop("feed_forward_norm/scale", None)
+
+    def attention(self, w: Mapping[str, Any]) -> None:
+        made, heads = self.made, self.c["num_attention_heads"]
+        if "qkv_proj.weight" in w:
+            rows = w["qkv_proj.weight"]
+            size = self.c["hidden_size"] // heads
+            cut = np.cumsum([heads * size, self.c["num_key_value_heads"] * size])
+            w = {**w, **{f"{n}_proj.weight": x for n, x in zip("qkv", np.split(rows, cut), strict=True)}}
+        q = w["q_proj.weight"]
+        if any("linear_attn" in n for n in self.w) or self.family.startswith(("qwen3_next", "qwen3_5")):
+            q = q.reshape(heads, 2, -1, q.shape[-1])
+            q, made["attention/gate"] = q[:, 0].reshape(-1, q.shape[-1]), q[:, 1].reshape(-1, q.shape[-1]).T
+        every = {**w, "q_proj.weight": q}
+        d_kv = q.shape[0] // heads
+        for n in "qkv":
+            for kind, own in (("weight", ""), ("bias", "_bias")):
+                x = every.get(f"{n}_proj.{kind}")
+                if x is None:
+                    continue
+                if n != "v" and self.family in NEIGHBOURS:
+                    turned = d_kv if self.family == "llama4_text" else d_kv // 2
+                    x = x.reshape(-1, d_kv, *x.shape[1:])[:, apart(d_kv, turned)].reshape(x.shape)
+                made[f"attention/{n}{own}"] = x.T
+        for name in ("o_proj", "dense"):
+            if f"{name}.weight" in w:
+                made["attention/o"] = w[f"{name}.weight"].T
+            if f"{name}.bias" in w:
+                made["attention/o_bias"] = w[f"{name}.bias"]
+        for n in "qk":
+            for name in (f"{n}_norm", f"{n}_layernorm"):
+                if f"{name}.weight" in w:
+                    made[f"attention/{n}_norm/scale"] = w[f"{name}.weight"]
+        if "sinks" in w:
+            made["attention/sink"] = w["sinks"]
+
+    def latent(self, w: Mapping[str, Any]) -> None:
+        c, made = self.c, self.made
+        heads, plain, turned = c["num_attention_heads"], c["qk_nope_head_dim"], c["qk_rope_head_dim"]
+        order = np.r_[np.arange(plain), plain + apart(turned, turned)]
+        up = w["q_proj.weight" if "q_proj.weight" in w else "q_b_proj.weight"].T
+        up = up.reshape(len(up), heads, -1)[..., order]
+        made["attention/q" if "q_proj.weight" in w else "attention/q_up"] = up
+        if "q_a_proj.weight" in w:
+            made["attention/q_down"] = w["q_a_proj.weight"].T
+            made["attention/q_norm/scale"] = w["q_a_layernorm.weight"]
+        down = w["kv_a_proj_with_mqa.weight"].T
+        rank = c["kv_lora_rank"]
+        made["attention/kv_down"], made["attention/k_rotary"] = (
+            down[:, :rank],
+            down[:, rank:][:, apart(turned, turned)],
+        )
+        made["attention/kv_norm/scale"] = w["kv_a_layernorm.weight"]
+        both = w["kv_b_proj.weight"].T.reshape(rank, heads, -1)
+        made["attention/k_up"], made["attention/v_up"] = both[..., :plain], both[..., plain:]
+        made["attention/o"] = w["o_proj.weight"].T
+        if "indexer.wk.weight" in w:
+            size = c["index_head_dim"]
+            order = apart(size, turned) if self.family == "glm_moe_dsa" else np.arange(size)
+            q = w["indexer.wq_b.weight"].T
+            made["attention/indexer/q"] = q.reshape(len(q), -1, size)[..., order]
+            made["attention/indexer/k"] = w["indexer.wk.weight"].T[:, order]
+            for n, own in (("weight", "scale"), ("bias", "bias")):
+                made[f"attention/indexer/k_norm/{own}"] = w[f"indexer.k_norm.{n}"][order]
+            made["attention/indexer/weights"] = w["indexer.weights_proj.weight"].T
+
+    def lightning(self, w: Mapping[str, Any]) -> None:
+        heads = self.c["num_attention_heads"]
+        rows = w["qkv_proj.weight"].reshape(heads, 3, -1, w["qkv_proj.weight"].shape[-1])
+        for i, n in enumerate("qkv"):
+            self.made[f"attention/{n}"] = rows[:, i].reshape(-1, rows.shape[-1]).T
+        self.made["attention/gate"] = w["output_gate.weight"].T
+        self.made["attention/o"] = w["out_proj.weight"].T
+        self.made["attention/out_norm"] = w["norm.weight"]
+
+    def delta(self, w: Mapping[str, Any]) -> None:
+        c, made = self.c, self.made
+        keys, values = c["linear_num_key_heads"], c["linear_num_value_heads"]
+        d_k, d_v = c["linear_key_head_dim"], c["linear_value_head_dim"]
+        group = values // keys
+        sizes = np.cumsum([keys * d_k, keys * d_k])
+        if "in_proj_qkv.weight" in w:
+            parts = [x.T for x in np.split(w["in_proj_qkv.weight"], sizes)]
+            gate, beta, dt = (w[f"in_proj_{n}.weight"].T for n in "zba")
+        else:
+            rows = w["in_proj_qkvz.weight"]
+            rows = rows.reshape(keys, -1, rows.shape[-1])
+            cut = np.cumsum([d_k, d_k, group * d_v])
+            *parts, gate = (x.reshape(-1, rows.shape[-1]).T for x in np.split(rows, cut, 1))
+            rows = w["in_proj_ba.weight"]
+            rows = rows.reshape(keys, 2, group, rows.shape[-1])
+            beta, dt = (rows[:, i].reshape(-1, rows.shape[-1]).T for i in range(2))
+        convs = np.split(w["conv1d.weight"][:, 0], sizes)
+        for n, x, conv in zip("qkv", parts, convs, strict=True):
+            made[f"delta/{n}"], made[f"delta/{n}_conv/weight"] = x, conv.T
+        made |= {"delta/gate": gate, "delta/beta": beta, "delta/dt": dt, "delta/dt_bias": w["dt_bias"]}
+        made |= {
+            "delta/log_a": w["A_log"],
+            "delta/out_norm": w["norm.weight"],
+            "delta/out": w["out_proj.weight"].T,
+        }
+
+    def state_space(self, w: Mapping[str, Any]) -> None:
+        made = self.made
+        inner = w["out_proj.weight"].shape[1]
+        state = (len(w["conv1d.weight"]) - inner) // 2
+        cut = np.cumsum([inner, inner, state, state])
+        for kind, own in (("weight", ""), ("bias", "_bias")):
+            if f"in_proj.{kind}" in w:
+                for n, x in zip(
+                    ("gate", "x", "b", "c", "dt"), np.split(w[f"in_proj.{kind}"], cut), strict=True
+                ):
+                    made[f"mamba/{n}{own}"] = x.T
+            if f"out_proj.{kind}" in w:
+                made[f"mamba/out{own}"] = w[f"out_proj.{kind}"].T
+            if f"conv1d.{kind}" in w:
+                conv = w[f"conv1d.{kind}"]
+                conv = conv[:, 0] if kind == "weight" else conv
+                for n, x in zip("xbc", np.split(conv, cut[1:3] - inner), strict=True):
+                    made[f"mamba/{n}_conv/{kind}"] = x.T
+        made |= {"mamba/dt_bias": w["dt_bias"], "mamba/log_a": w["A_log"], "mamba/skip": w["D"]}
+        if "norm.weight" in w:
+            made["mamba/out_norm"] = w["norm.weight"]
+
+    def feed_forward(self, w: Mapping[str, Any]) -> None:
+        made = self.made
+        if "gate_up_proj.weight" in w:
+            gate, up = np.split(w["gate_up_proj.weight"], 2)
+            w = {**w, "gate_proj.weight": gate, "up_proj.weight": up}
+        names = {
+            "gate_proj": "in/0",
+            "up_proj": "in/1" if "gate_proj.weight" in w else "in/0",
+            "down_proj": "out",
+        }
+        for n, own in {**names, "fc1": "in/0", "fc2": "out"}.items():
+            for kind in ("weight", "bias"):
+                if f"{n}.{kind}" in w:
+                    made[f"feed_forward/{own}/{kind}"] = w[f"{n}.{kind}"].T
+        if "experts.down_proj" not in w:
+            return
+        flat = self.family in ("gpt_oss", "llama4_text")
+        if "experts.gate_up_proj" in w:
+            both = w["experts.gate_up_proj"] if flat else w["experts.gate_up_proj"].swapaxes(1, 2)
+            half = both.shape[-1] // 2
+            cut = (
+                (np.s_[..., ::2], np.s_[..., 1::2])
+                if self.family == "gpt_oss"
+                else (np.s_[..., :half], np.s_[..., half:])
+            )
+            made["experts/wi"], made["experts/wg"] = both[cut[0]], both[cut[1]]
+            if "experts.gate_up_proj_bias" in w:
+                made["experts/bi"], made["experts/bg"] = (w["experts.gate_up_proj_bias"][s] for s in cut)
+                made["experts/bo"], made["experts/router_logits"] = (
+                    w["experts.down_proj_bias"],
+                    w["router.bias"],
+                )
+        else:
+            made["experts/wi"] = w["experts.up_proj"].swapaxes(1, 2)
+        made["experts/wo"] = w["experts.down_proj"] if flat else w["experts.down_proj"].swapaxes(1, 2)
+        made["experts/router"] = w["gate.weight" if "gate.weight" in w else "router.weight"].T
+        for top in ("shared_experts", "shared_expert"):
+            gated = f"{top}.gate_proj.weight" in w
+            for n, own in {"gate_proj": "wi", "up_proj": "wg" if gated else "wi", "down_proj": "wo"}.items():
+                if f"{top}.{n}.weight" in w:
+                    made[f"experts/shared/{own}"] = w[f"{top}.{n}.weight"].T
+        if "shared_expert_gate.weight" in w:
+            made["experts/shared_gate"] = w["shared_expert_gate.weight"].T
+
+
+def ours(state: Mapping[str, Any], config: Mapping[str, Any], length: int) -> Arrays:
+    """Our names -> arrays, of as many elements as the variables."""
+    found = chosen(config, "the configuration")
+    decoder = found.reads(found.fields(), ConfiguredTraining(batch=1, length=length))
+    assert isinstance(decoder, LanguageModel)
+    state = {n.removeprefix("model."): x for n, x in state.items()}
+    made: Arrays = {}
+    for own, theirs in (
+        ("embedding/tokens", ("embed_tokens.weight", "embeddings.weight")),
+        ("final_norm/scale", ("norm.weight", "norm_f.weight", "final_layernorm.weight")),
+        ("final_norm/bias", ("norm.bias", "final_layernorm.bias")),
+        ("output/bias", ("lm_head.bias",)),
+        ("output/projection", ("lm_head.weight",)),
+    ):
+        for name in theirs:
+            if name in state:
+                made[own] = state[name].T if own == "output/projection" else state[name]
+    first = 0
+    for number, (period, count) in enumerate(runs(decoder.seen(length))):
+        top = f"layers_{number}" if number else "layers"
+        for place in range(len(period)):
+            scope = f"{top}/layer_{place}" if len(period) > 1 else top
+            each = []
+            for i in range(first + place, first + count * len(period), len(period)):
+                start = f"layers.{i}."
+                inner = {n.removeprefix(start): x for n, x in state.items() if n.startswith(start)}
+                each.append(Layer(inner, config).read())
+            made |= {f"{scope}/{n}": np.stack([layer[n] for layer in each]) for n in each[0]}
+        first += count * len(period)
+    return made
