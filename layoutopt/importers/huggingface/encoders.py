@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from layoutopt.importers.huggingface.families import ACTIVATIONS
 from layoutopt.importers.huggingface.fields import Fields
+from layoutopt.importers.huggingface.form import ACTIVATIONS
 from layoutopt.importers.huggingface.training import ConfiguredTraining
 from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.dims import Dim

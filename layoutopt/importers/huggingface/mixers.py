@@ -143,6 +143,7 @@ class Reader:
         """The window of layers that have one; null: none."""
         fields = self.fields
         if fields.has("sliding_window_size"):  # positions back, besides the query's own
+            fields.raw("sliding_window")
             return fields.count("sliding_window_size") + 1
         if "sliding_window" in fields.values and not fields.has("sliding_window"):
             return 0

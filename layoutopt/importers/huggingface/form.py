@@ -1,0 +1,172 @@
+"""The record that a family of language models is, and how it reads a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from layoutopt.importers.huggingface import mixers
+from layoutopt.importers.huggingface.decoder import Block, LanguageModel, LayerKind
+from layoutopt.importers.huggingface.fields import Fields
+from layoutopt.importers.huggingface.forms import Mlp, Norm
+from layoutopt.importers.huggingface.mixers import FULL, LINEAR, Heads
+from layoutopt.importers.huggingface.mixtures import Experts
+from layoutopt.importers.huggingface.patterns import Pattern, chunked, unturned
+from layoutopt.importers.huggingface.training import ConfiguredTraining
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu_exact",
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_fast": "gelu",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu_squared",
+    "sigmoid": "sigmoid",
+    "tanh": "tanh",
+}
+"""Names of activations there -> here."""
+EPSILONS = (
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "layernorm_epsilon",
+    "norm_eps",
+    "norm_epsilon",
+)
+HIDDEN = ("hidden_activation", "mlp_hidden_act", "hidden_act")
+LLAMA = Heads()
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a family of language models is. The defaults are Llama's.
+
+    Attributes:
+      norm: fields of `Norm`; place: where norms stand (`decoder.PLACES`).
+      heads: of attention (`Heads`).
+      linear: the mixer of layers of linear attention (`mixers.LINEARS`).
+      pattern: the kinds of layers, where the file has no `layer_types`; None: full attention.
+      single: a layer has one block, a mixer or a feed-forward block, which its kind names.
+      gated, mlp_bias: of feed-forward blocks; a name is a field.
+      activation: of them, where a file does not have the field `hidden_activation`; "": it is `hidden_act`.
+      mixture: its experts (`Experts`); None: none.
+      dense: the field of the hidden size of feed-forward blocks.
+      head_bias: of the logits; a name is a field.
+      times, logits, added: fields of factors of embeddings, logits and results of blocks; "root": the root of
+        the width; after "/", the field of a divisor.
+      factors: blocks' inputs and results have factors by kind of layer (MiniMax).
+      remarks: where the model is not what its family publishes, in words.
+      unread: fields that change nothing here.
+      only: fields that may have no other values.
+    """
+
+    norm: dict[str, bool] | tuple[()] = ()
+    place: str = "before"
+    heads: Heads = LLAMA
+    linear: str = ""
+    pattern: Pattern | None = None
+    single: bool = False
+    gated: bool = True
+    mlp_bias: bool | str = "mlp_bias"
+    activation: str = ""
+    mixture: Experts | None = None
+    dense: str = "intermediate_size"
+    head_bias: bool | str = False
+    times: str = ""
+    logits: str = ""
+    added: str = ""
+    factors: bool = False
+    remarks: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    only: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+
+    def read(self, fields: Fields, training: ConfiguredTraining) -> LanguageModel:
+        """The model of a configuration."""
+        for name in self.unread:
+            fields.raw(name)
+        for name, values in self.only:
+            fields.only(name, *values)
+        kinds = self._kinds(fields)
+        norm = Norm(fields.number(fields.first(*EPSILONS), 1e-6), **dict(self.norm))
+        act = self._activation(fields)
+        reader = mixers.Reader(fields, training, self.heads, norm, self.linear, len(kinds))
+        mixing = None if self.mixture is None else self.mixture.read(fields, training, act, len(kinds))
+        dense = self._mlp(fields, act, mixing is not None and all(mixing.where))
+        added = fields.number(self.added, 1.0) if self.added else 1.0
+
+        def block(kind: str, number: int) -> Block | None:
+            mixed = kind == mixers.MOE if self.single else mixing is not None and mixing.where[number]
+            if self.single and kind not in (mixers.MOE, mixers.MLP):
+                return None
+            return mixing.block if mixed and mixing is not None else dense
+
+        layers = tuple(
+            LayerKind(reader.mixer(kind), block(kind, i), *self._factors(fields, kind, added))
+            for i, kind in enumerate(kinds)
+        )
+        width = fields.count("hidden_size")
+        return LanguageModel(
+            layers,
+            fields.count("vocab_size"),
+            width,
+            norm,
+            fields.flag("tie_word_embeddings"),
+            fields.number("initializer_range", 0.02),
+            self.place,
+            fields.flag(self.head_bias) if isinstance(self.head_bias, str) else self.head_bias,
+            fields.number("final_logit_softcapping"),
+            width**0.5 if self.times == "root" else fields.factor(self.times),
+            1 / fields.positive(self.logits[1:], 1.0) if "/" in self.logits else fields.factor(self.logits),
+            self.remarks,
+        )
+
+    def _kinds(self, fields: Fields) -> Sequence[str]:
+        count = fields.layers() if fields.has("num_hidden_layers") else 0
+        usual = [FULL] * count if self.pattern is None else self.pattern(fields, count)
+        listed = [mixers.KINDS.get(str(kind), "") for kind in fields.listed("layer_types")]
+        if self.pattern in (unturned, chunked):  # lists of kinds do not say which layers have no positions
+            listed = []
+        kinds = listed or [mixers.KINDS.get(kind, "") for kind in usual]
+        if "" in kinds or (self.linear == "" and LINEAR in kinds):
+            known = ", ".join(k for k in mixers.KINDS if self.linear or mixers.KINDS[k] != LINEAR)
+            raise fields.wrong("layer_types", f"give a list of one entry per layer; known: {known}")
+        if len(kinds) < count and not self.single:
+            raise fields.wrong(
+                "layer_types", f"it has {len(kinds)} entries for {count} layers; give one entry per layer"
+            )
+        return kinds[:count] if count and not self.single else kinds
+
+    def _activation(self, fields: Fields) -> str:
+        if self.activation and not fields.has("hidden_activation"):
+            fields.raw("hidden_act")
+            return ACTIVATIONS[self.activation]
+        name = fields.first(*HIDDEN)
+        if name == "hidden_activation":
+            fields.raw("hidden_act")
+        return ACTIVATIONS[fields.text(name, "silu", ACTIVATIONS)]
+
+    def _mlp(self, fields: Fields, act: str, unused: bool) -> Mlp:
+        biased = self.mlp_bias
+        bias = fields.flag(biased) if isinstance(biased, str) and biased else bool(biased)
+        size = 1 if unused and not fields.has(self.dense) else fields.count(self.dense)
+        times = fields.listed("mlp_multipliers") or [1.0, 1.0]
+        return Mlp(size, act, self.gated, bias, (float(times[0]), float(times[1])))
+
+    def _factors(
+        self, fields: Fields, kind: str, added: float
+    ) -> tuple[tuple[float, float], tuple[float, float]]:
+        if not self.factors:
+            return (1.0, 1.0), (added, added)
+        of = "linear" if kind == LINEAR else "full"
+        kept, new = (
+            [
+                fields.number(fields.first(f"{n}_{f}_factor", f"layernorm_{m}_{f}"), 1.0)
+                for n, m in ((f"{of}_attn", f"{of}_attention"), ("mlp", "mlp"))
+            ]
+            for f in ("alpha", "beta")
+        )
+        return (kept[0], kept[1]), (new[0], new[1])

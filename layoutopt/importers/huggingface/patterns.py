@@ -1,0 +1,84 @@
+"""Patterns of layers: the kind of each, from a configuration without the field `layer_types`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from layoutopt.importers.huggingface import mixers
+from layoutopt.importers.huggingface.fields import Fields
+from layoutopt.importers.huggingface.mixers import FULL, LINEAR, SLIDING
+
+Pattern = Callable[[Fields, int], Sequence[str]]
+"""From a configuration and its number of layers: the kind of each."""
+
+
+def alternating(every: int, *names: str, usual: str = SLIDING) -> Pattern:
+    """Layers of kind `usual`; each `every`-th, a number that one of `names` may change, is full."""
+
+    def kinds(fields: Fields, count: int) -> Sequence[str]:
+        period = fields.count(fields.first(*names), every) if names else every
+        return [usual if (i + 1) % period else FULL for i in range(count)]
+
+    return kinds
+
+
+def qwen(fields: Fields, count: int) -> Sequence[str]:
+    """Windows from `max_window_layers` on, if they are used at all."""
+    used, full = fields.flag("use_sliding_window"), fields.count("max_window_layers", 28, least=0)
+    if not used:
+        fields.raw("sliding_window")
+        return [FULL] * count
+    return [FULL if i < full else SLIDING for i in range(count)]
+
+
+def windowed(fields: Fields, count: int) -> Sequence[str]:
+    """A window in all layers, if there is one."""
+    return [SLIDING if fields.has("sliding_window") else FULL] * count
+
+
+def unturned(fields: Fields, count: int) -> Sequence[str]:
+    """No positions in the layers that `no_rope_layers` lists, or each `no_rope_layer_interval`-th."""
+    every = fields.count("no_rope_layer_interval", 4)
+    turned = fields.listed("no_rope_layers") or [(i + 1) % every != 0 for i in range(count)]
+    return [FULL if t else mixers.UNTURNED for t in turned]
+
+
+def chunked(fields: Fields, count: int) -> Sequence[str]:
+    """Llama 4: chunks where positions turn."""
+    kinds = unturned(fields, count)
+    if not fields.has("attention_chunk_size"):
+        return kinds
+    return [mixers.CHUNKED if kind == FULL else kind for kind in kinds]
+
+
+def mimo(fields: Fields, count: int) -> Sequence[str]:
+    """MiMo: windows where `hybrid_layer_pattern` has a 1."""
+    listed = fields.listed("hybrid_layer_pattern") or [int(i > 0 and (i + 1) % 6 > 0) for i in range(count)]
+    return [SLIDING if i else FULL for i in listed]
+
+
+def lettered(fields: Fields, count: int) -> Sequence[str]:
+    """Nemotron-H: letters of `hybrid_override_pattern`, or a list."""
+    letters = {"M": LINEAR, "*": FULL, "-": mixers.MLP, "E": mixers.MOE}
+    said = fields.raw("hybrid_override_pattern")
+    if said is None:
+        return fields.listed("layers_block_type") or [LINEAR, mixers.MOE, FULL, mixers.MLP]
+    if not isinstance(said, str) or set(said) - set(letters):
+        raise fields.wrong("hybrid_override_pattern", f"give one of {' '.join(letters)} for each layer")
+    return [letters[letter] for letter in said]
+
+
+def minimax(fields: Fields, count: int) -> Sequence[str]:
+    """MiniMax: 0 in `attn_type_list` is lightning attention."""
+    listed = fields.listed("attn_type_list") or [(i + 1) % 2 for i in range(count)]
+    return [FULL if full else LINEAR for full in listed]
+
+
+def hybrid(fields: Fields, count: int) -> Sequence[str]:
+    """Falcon-H1: attention and a state space side by side."""
+    return [mixers.BOTH] * count
+
+
+def linear(fields: Fields, count: int) -> Sequence[str]:
+    """State spaces, where `layer_types` says nothing else."""
+    return [LINEAR] * count
