@@ -78,7 +78,7 @@ def test_losses_are_those_of_transformers(name: str) -> None:
     }
     if name == "bert":
         batch["targets"][:, ::3] = -100
-    asked = {"batch": 2, "length": 12, "capacity_factor": 4.0}
+    asked = {"batch": 2, "length": 12}
     model = from_huggingface(case["config"], **asked)
     weights = {
         n: np.random.default_rng(zlib.crc32(n.encode())).normal(scale=0.5, size=shape).astype(np.float32)

@@ -240,7 +240,7 @@ class Mixture:
       router: chooses them, given a capacity factor.
       shared: hidden size of shared experts, which every token passes through; 0: none.
       shared_gate: their output is multiplied by a sigmoid of a map of the token.
-      up: the activation of a gated expert's other product; bias: of the router and the experts.
+      up, gates_first: as of `nn.MixtureOfExperts`; bias: of the router and the experts.
     """
 
     count: int
@@ -252,6 +252,7 @@ class Mixture:
     gated: bool = True
     up: str = "linear"
     bias: bool = False
+    gates_first: bool = False
     name: ClassVar[str] = "feed_forward"
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,6 +267,7 @@ class Mixture:
             shared_gate=self.shared_gate,
             up=self.up,
             bias=self.bias,
+            gates_first=self.gates_first,
         )(x)
 
 

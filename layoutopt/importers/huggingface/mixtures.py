@@ -29,7 +29,7 @@ class Experts:
       scale: the field of the factor of the gates.
       shared: the field of the hidden size of shared experts; "": none.
       shared_count: the field of how many of that size there are.
-      shared_gate, gated, bias, activation, up: as of `Mixture`.
+      shared_gate, gated, bias, activation, up, gates_first: as of `Mixture`.
       first: first layers without experts, where the file has no `first_k_dense_replace`; None: no such field.
       only: fields that may have no other values.
     """
@@ -48,6 +48,7 @@ class Experts:
     bias: bool = False
     activation: str = ""
     up: str = "linear"
+    gates_first: bool = False
     first: int | None = None
     only: tuple[tuple[str, tuple[object, ...]], ...] = ()
 
@@ -67,6 +68,7 @@ class Experts:
         grouped = self.groups and method != "greedy"
         router = nn.TopExperts(
             training.capacity_factor,
+            imbalance=training.imbalance,
             chosen=fields.count(self.chosen),
             scores=self.scores,
             normalized=fields.flag(normal) if isinstance(normal, str) else normal,
@@ -92,6 +94,7 @@ class Experts:
             self.gated,
             self.up,
             self.bias,
+            self.gates_first,
         )
         return Mixing(block, tuple(self._where(fields, layers)))
 
