@@ -278,7 +278,10 @@ FORMS: dict[str, tuple[str, Form]] = {
         "Qwen3NextForCausalLM",
         replace(QWEN_NEXT, mixture=replace(SHARED, normalized="norm_topk_prob")),
     ),
-    "qwen3_vl_moe_text": ("Qwen3VLMoeTextModel", replace(QWEN_3, mixture=Experts())),
+    "qwen3_vl_moe_text": (
+        "Qwen3VLMoeTextModel",
+        replace(QWEN_3, mixture=Experts(normalized=True, only=(("norm_topk_prob", (True,)),))),
+    ),
     "qwen3_vl_text": ("Qwen3VLTextModel", QWEN_3),
     "smollm3": ("SmolLM3ForCausalLM", Form(pattern=patterns.unturned, unread=("use_sliding_window",))),
 }
