@@ -143,8 +143,8 @@ class TopExperts(Router):
         p = self.scored(logits, router)
         scores = stop_gradient(p) + self._bias(p, router) if self.balance_rate else stop_gradient(p)
         _, ids = top_k(self._asked(scores, router), router, best)
-        masks, gates = one_hot(ids, router), take_along(p, ids, router)
-        counted = None if importance is None else (importance > 0.0).cast("float32")
+        masks, gates = one_hot(ids, router, p.dtype), take_along(p, ids, router)
+        counted = None if importance is None else (importance > 0.0).cast(p.dtype)
         if counted is not None:
             masks, gates = masks * counted, gates * counted
             ids = where(counted > 0.0, ids, -1)
@@ -182,7 +182,7 @@ class TopExperts(Router):
         else:
             of_groups = reduce_max(apart, own)
         _, ids = top_k(of_groups, group, Dim("router_groups", self.groups_chosen))
-        asked = reduce_sum(one_hot(ids, group), "router_groups")
+        asked = reduce_sum(one_hot(ids, group, scores.dtype), "router_groups")
         left = apart + (1.0 - asked) * _NEVER
         return reshape(left, Shape([*left.shape.without(group.name, own.name), router]))
 

@@ -40,7 +40,6 @@ class _Exchange(DimensionNames, abstract=True):
     tokens: tuple[tuple[str, str], ...]
     rest: tuple[str, ...]
     alike: bool
-    linear: ClassVar[bool] = True
     regroups: ClassVar[bool] = True
 
     @property
@@ -132,6 +131,7 @@ class FromExperts(_Exchange):
     at their tokens; if `alike`, the sum of each token's."""
 
     kind: ClassVar[str] = "reduce"
+    linear: ClassVar[bool] = True
 
     @property
     def renames(self) -> tuple[tuple[str, str], ...]:  # type: ignore[override]
