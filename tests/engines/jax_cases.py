@@ -42,6 +42,7 @@ AXES = [("a:2", ("a",)), ("a:1;b:2", ("a",))] + [
 MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("a:2;b:2", "batch:a;heads:b;d_ff:b;vocab:b", {"dropout": 0.2, "optimizer": "sgd", "layers": 3}),
     ("a:2;b:4", "batch:b+a", {"optimizer": "adafactor"}),
+    ("a:2;b:4", "batch:a+b;expert_batch:a;experts:b", {"experts": 8, "optimizer": "sgd"}),
     ("a:2;b:4", "batch:a;d_model:b", {"optimizer": "adam", "dtype": "bfloat16"}),
 ]
 

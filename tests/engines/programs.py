@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import mesh_tf_core as mtf
+from examples.moe_lm import model as experts
 from examples.transformer_lm import model as transformer
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.layout import Layout
@@ -85,7 +86,8 @@ def every_collective(mesh, axes, dtype="float64"):
 
 def language_model(mesh, layout, **hparams):
     sizes = {"layers": 2, "d_model": 16, "d_kv": 4, "heads": 4, "d_ff": 32, "vocab": 24, "batch": 8}
-    return transformer(**{**sizes, "length": 6, "gated": True, **hparams}).lower(Mesh(mesh), Layout(layout))
+    build = experts if "experts" in hparams else transformer
+    return build(**{**sizes, "length": 6, "gated": True, **hparams}).lower(Mesh(mesh), Layout(layout))
 
 
 def tokens(program, seed=0, beyond=24):

@@ -139,6 +139,7 @@ MODELS = [
     ("a:2", "batch:a", {"dropout": 0.2}),
     ("a:2;b:2", "batch:a;heads:b;d_ff:b;vocab:b", {"dropout": 0.2, "optimizer": "sgd"}),
     ("a:2", "vocab:a;heads:a;d_ff:a", {}),
+    ("a:2;b:4", "batch:a+b;expert_batch:a;experts:b", {"experts": 8, "optimizer": "sgd"}),
     ("a:2;b:4", "batch:b+a", {"optimizer": "adafactor"}),
     ("a:2;b:2", "batch:a+b", {"tied": True}),
     ("a:2;b:2", "length:a;batch:b", {}),
