@@ -14,7 +14,7 @@ install: $(STAMP)
 # The pinned build tools come first, so that the project builds with them and not with an isolated newest version.
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo 'installing the pinned packages into $(VENV) (about 4 GB, one to a few minutes)'
+	@echo 'installing the pinned packages into $(VENV) (about 5 GB, one to a few minutes)'
 	@$(PIP) install --quiet --constraint constraints.txt setuptools wheel
 	@$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@

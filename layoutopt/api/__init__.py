@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from layoutopt.api.running import validate, verify
     from layoutopt.importers.huggingface import from_huggingface
     from layoutopt.importers.jax.model import from_jax
+    from layoutopt.importers.torch.model import from_torch
     from layoutopt.optimize.entry import AUTO, Limits, search
     from layoutopt.plan.build import Plan, load_plan
     from layoutopt.sizing.sizing import size
@@ -29,6 +30,7 @@ __all__ = [
     "explain",
     "from_huggingface",
     "from_jax",
+    "from_torch",
     "lint",
     "load_plan",
     "search",

@@ -15,6 +15,7 @@ EXAMPLES = examples(
     "layoutopt init",
     "layoutopt init my_model.py",
     "layoutopt init --jax train.py",
+    "layoutopt init --torch train.py",
     "layoutopt init --example transformer_lm",
 )
 USUAL = Path("model.py")
@@ -33,6 +34,9 @@ def init(
     path: Annotated[Path, path_argument("[FILE]", "File to write.")] = USUAL,
     jax: Annotated[
         bool, typer.Option("--jax", help="Write a model that is built from a JAX loss function.")
+    ] = False,
+    torch: Annotated[
+        bool, typer.Option("--torch", help="Write a model that is built from a PyTorch module.")
     ] = False,
     example: Annotated[
         str | None,
@@ -57,13 +61,15 @@ def init(
     if example is None:
         if path.suffix != ".py":
             raise UserError(f"{str(path)!r} does not end in .py; write for example `layoutopt init model.py`")
-        starter = Path(__file__).with_name("starter_jax.py" if jax else "starter.py")
+        if jax and torch:
+            raise UserError("--jax and --torch write different files; remove one of them")
+        kind = "_jax" if jax else "_torch" if torch else ""
+        starter = Path(__file__).with_name(f"starter{kind}.py")
         texts = {path: read_text(starter)}
     else:
-        if jax or path != USUAL:
-            raise UserError(
-                f"--example {example} chooses the file to write; remove {'--jax' if jax else repr(str(path))}"
-            )
+        if jax or torch or path != USUAL:
+            extra = "--jax" if jax else "--torch" if torch else repr(str(path))
+            raise UserError(f"--example {example} chooses the file to write; remove {extra}")
         texts = _of_example(example)
     first = next(iter(texts))
     # Helpers may be there already, of another example.

@@ -29,13 +29,10 @@ from mesh_tf_core.errors import UserError, known_names
 
 PLANS = "to use a plan, pass it with --layout, e.g. layoutopt train MODEL --layout PLAN.json"
 _MODULE = re.compile(r"(?P<module>[A-Za-z_][\w.]*)(?::(?P<function>[^:/]*))?")
-TORCH = (
-    "PyTorch modules cannot be imported; give the model's Hugging Face config.json, or use torchax "
-    "(docs/guides/jax.md)"
-)
+TORCH = "return layoutopt.from_torch(module, batch), or give the model's Hugging Face config.json instead"
 RECIPES = {".toml", ".yaml", ".yml"}
 """Suffixes of training recipes of other tools."""
-EXTRAS = {"jax": "jax", "optax": "jax", "tensorflow": "tensorflow"}
+EXTRAS = {"jax": "jax", "optax": "jax", "tensorflow": "tensorflow", "torch": "torch"}
 """Optional packages, by the extra that brings them."""
 
 
@@ -166,8 +163,6 @@ def _meant(error: BaseException) -> str:
     tracebacks alone; how to install an optional package."""
     if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
         return f": pip install 'layoutopt[{EXTRAS[error.name]}]'"
-    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-        return f"; {TORCH}"
     if not (isinstance(error, AttributeError) and isinstance(error.obj, ModuleType)):
         return ""
     near = difflib.get_close_matches(error.name or "", dir(error.obj), n=1)

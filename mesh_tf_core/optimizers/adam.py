@@ -21,6 +21,7 @@ class Adam(Optimizer):
     Attributes:
       undecayed: regular expressions; weight decay is not applied to variables whose names contain a match,
         such as norms and biases.
+      narrow: the averages have a variable's own element type, as in PyTorch; else float32.
 
     Example:
       >>> import mesh_tf_core as mtf
@@ -33,15 +34,17 @@ class Adam(Optimizer):
     epsilon: float = 1e-8
     weight_decay: float = 0.0
     undecayed: tuple[str, ...] = ()
+    narrow: bool = False
 
     def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: LearningRate) -> Updates:
         g = gradient.cast("float32")
-        m_state, m = slot(graph, variable, "adam_m", variable.shape)
-        v_state, v = slot(graph, variable, "adam_v", variable.shape)
-        m = m * self.beta1 + g * (1 - self.beta1)
-        v = v * self.beta2 + g * g * (1 - self.beta2)
-        yield m_state, m
-        yield v_state, v
+        dtype = variable.dtype if self.narrow else "float32"
+        m_state, m = slot(graph, variable, "adam_m", variable.shape, dtype=dtype)
+        v_state, v = slot(graph, variable, "adam_v", variable.shape, dtype=dtype)
+        m = m.cast("float32") * self.beta1 + g * (1 - self.beta1)
+        v = v.cast("float32") * self.beta2 + g * g * (1 - self.beta2)
+        yield m_state, m.cast(dtype)
+        yield v_state, v.cast(dtype)
         t = (graph.step() + 1).cast("float32")
         unbias1 = 1.0 - _power(self.beta1, t)
         unbias2 = 1.0 - _power(self.beta2, t)

@@ -100,13 +100,18 @@ def times(x: Tensor, rate: LearningRate) -> Tensor:
 
 
 def slot(
-    graph: Graph, variable: Variable, name: str, dims: Sequence[Dim] | Shape, value: float = 0.0
+    graph: Graph,
+    variable: Variable,
+    name: str,
+    dims: Sequence[Dim] | Shape,
+    value: float = 0.0,
+    dtype: str = "float32",
 ) -> tuple[Variable, Tensor]:
-    """A float32 state of the optimizer for one variable, and its value before the step."""
+    """A state of the optimizer for one variable, and its value before the step."""
     full = f"{variable.name}/{name}"
     stacked = sum(d in variable.shape.dims[: variable.stacked] for d in dims)
     order = variable.order if variable.shape.dims[:1] == tuple(dims)[:1] else None
-    found = Variable(full, Shape(dims), "float32", Constant(value), False, stacked, variable.name, order)
+    found = Variable(full, Shape(dims), dtype, Constant(value), False, stacked, variable.name, order)
     return graph.declare(found), graph.read(found)
 
 

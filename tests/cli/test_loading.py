@@ -210,11 +210,11 @@ def test_a_hyperparameter_without_default(tmp_path: Path) -> None:
         ("\n\n1 / 0\n", r"model.py, line 3 raised ZeroDivisionError: division by zero"),
         (
             "class Module:\n    __module__ = 'torch.nn'\n\nclass Net(Module): ...\n\nmodel = lambda: Net()\n",
-            r"model\(\) returned a value of type Net; PyTorch modules cannot be imported; .*config.json",
+            r"model\(\) returned a value of type Net; return layoutopt.from_torch\(.*config.json",
         ),
         (
             'raise ModuleNotFoundError("No torch", name="torch")\n',
-            r"line 1 raised ModuleNotFoundError: .*; PyTorch modules cannot be imported",
+            r"line 1 raised ModuleNotFoundError: .*: pip install 'layoutopt\[torch\]'",
         ),
         ("def model(:\n", r"model.py, line 1: SyntaxError: invalid syntax"),
         (

@@ -37,7 +37,7 @@ def problem(folder: Path, limit: float = 10) -> str:
     return str(folder / "problem.json")
 
 
-@pytest.mark.parametrize("kind", [(), ("--jax",)])
+@pytest.mark.parametrize("kind", [(), ("--jax",), ("--torch",)])
 def test_init_writes_a_model_that_works(
     run: Callable[..., Result], tmp_path: Path, kind: tuple[str, ...]
 ) -> None:
@@ -94,7 +94,8 @@ def test_an_example_that_is_not_there(refused: Callable[..., str]) -> None:
     assert said.startswith("--example 'transformer' is not a known example; did you mean 'transformer_")
     assert "known: bert, clip," in said and "text" not in said.replace("transformer_", "")
     assert "remove 'x.py'" in refused("init", "x.py", "--example", "mlp")
-    assert "remove --jax" in refused("init", "--jax", "--example", "mlp")
+    for kind in ("--jax", "--torch"):
+        assert f"remove {kind}" in refused("init", kind, "--example", "mlp")
 
 
 def test_every_example_is_whole() -> None:

@@ -44,8 +44,9 @@ def arguments(
     trained = _trained(block)
     stacked, scales = layered(block), factors_of_values(block)
     for v, leaf in arrays.parameters:
-        learns = is_float(our_dtype(v.dtype)) and id(v) in trained
-        if is_float(our_dtype(v.dtype)) and not learns:
+        reached = is_float(our_dtype(v.dtype)) and id(v) in trained
+        learns = reached and leaf.trained
+        if is_float(our_dtype(v.dtype)) and not reached and leaf.trained:
             w.notes.append(
                 f"{leaf.path}: the loss does not depend on this parameter, so the model stores the "
                 "parameter but does not train it"

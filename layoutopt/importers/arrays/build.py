@@ -8,10 +8,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import mesh_tf_core as mtf
-from layoutopt.importers.arrays import drawing, elementwise, indexed, loops, products, reductions, shapes
+from layoutopt.importers.arrays import (
+    drawing,
+    elementwise,
+    fused,
+    indexed,
+    loops,
+    products,
+    reductions,
+    shapes,
+)
 from layoutopt.importers.arrays.arguments import arguments
 from layoutopt.importers.arrays.classes import classes
-from layoutopt.importers.arrays.contract import KEY, Leaf, Operand, Program, Unimportable, Var, stacked_leaf
+from layoutopt.importers.arrays.contract import (
+    KEY,
+    EquationBlock,
+    Leaf,
+    Operand,
+    TracedProgram,
+    Unimportable,
+    Var,
+    stacked_leaf,
+)
 from layoutopt.importers.arrays.factors import Factors, factors
 from layoutopt.importers.arrays.keys import Keys
 from layoutopt.importers.arrays.logical import logical_axes, same_dimensions
@@ -35,6 +53,7 @@ TABLE: Mapping[str, Handler] = {
     **shapes.TABLE,
     **products.TABLE,
     **indexed.TABLE,
+    **fused.TABLE,
     **loops.TABLE,
 }
 """Primitive -> the function that writes it as operations of the graph."""
@@ -42,7 +61,7 @@ TABLE: Mapping[str, Handler] = {
 
 @dataclass(frozen=True)
 class Imported:
-    """What a program is as a model: arguments of `ImportedModel`."""
+    """A program as the arguments of `ImportedModel`."""
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
@@ -50,7 +69,7 @@ class Imported:
     origin: ImportedFunction
 
 
-def built(program: Program, names: Mapping[str, Any]) -> Imported:
+def built(program: TracedProgram, names: Mapping[str, Any]) -> Imported:
     """The graph of a program.
 
     Args:
@@ -65,14 +84,16 @@ def built(program: Program, names: Mapping[str, Any]) -> Imported:
         raise UserError(f"{program.door.name}: {error}") from error
 
 
-def _built(program: Program, said: Mapping[str, Any]) -> Imported:
+def _built(program: TracedProgram, said: Mapping[str, Any]) -> Imported:
     given = ArgumentArrays(program.parameters, program.state, program.batch)
     again, arrays = _in_loops(program, given)
     block, cut, notes = again.block, factors(again.block), [*program.notes, *again.notes]
     logical = logical_axes(list(arrays.all()), notes)
     parameters, inputs = [v for v, _ in arrays.parameters], [v for v, _ in arrays.batch]
     named_alike = same_dimensions(logical, {v.path for leaf, v, _ in arrays.given() if leaf.path in said})
-    dims = classes(block, cut, parameters, inputs, _hints(said, arrays, cut), named_alike, again.stacks)
+    dims = classes(
+        block, cut, parameters, inputs, _hints(said, arrays, cut, block), named_alike, again.stacks
+    )
     called = named(block, dims, arrays, said, logical, notes)
     again.alias(dims)
     writer = Writer(Graph(program.name), dims, called, TABLE)
@@ -121,7 +142,7 @@ def optimizer_of(optimizer: str | Optimizer, door: str) -> Optimizer:
     return by_name(optimizer, 1e-3)
 
 
-def _in_loops(program: Program, arrays: ArgumentArrays) -> tuple[Rerolled, ArgumentArrays]:
+def _in_loops(program: TracedProgram, arrays: ArgumentArrays) -> tuple[Rerolled, ArgumentArrays]:
     """The block with its equal layers as loops, and its arguments then."""
     state = {v: program.new_state.get(v, -1) for v, _ in arrays.state}
     keys = [v for v, _ in program.keys]
@@ -145,7 +166,9 @@ def _stacked(arrays: ArgumentArrays, again: Rerolled) -> ArgumentArrays:
     return ArgumentArrays(kept(arrays.parameters), kept(arrays.state), arrays.batch, owns)
 
 
-def _hints(names: Mapping[str, Any], arrays: ArgumentArrays, cut: Factors) -> Iterable[list[Axis]]:
+def _hints(
+    names: Mapping[str, Any], arrays: ArgumentArrays, cut: Factors, block: EquationBlock
+) -> Iterable[list[Axis]]:
     """Axes to which the user gives one name; and arrays of whole numbers of one shape in the batch (tokens,
     masks, labels) have the same axes."""
     same: dict[tuple[str, int], list[Axis]] = defaultdict(list)
@@ -163,7 +186,25 @@ def _hints(names: Mapping[str, Any], arrays: ArgumentArrays, cut: Factors) -> It
     found = list(same.values())
     for shape, listed in tables.items():
         found += [[(v, a) for v in listed] for a in range(len(shape))]
-    return found
+    return [*found, *_vocabularies(block, arrays)]
+
+
+def _vocabularies(block: EquationBlock, arrays: ArgumentArrays) -> Iterable[list[Axis]]:
+    """The rows of a table that numbers of the batch look up are the classes that are predicted, if they are
+    as many: inputs and targets are tokens of one vocabulary."""
+    whole = {id(v) for v, _ in arrays.batch if v.dtype.startswith("int")}
+    tables = {id(v) for v, _ in arrays.parameters}
+    axes: dict[int, list[Axis]] = defaultdict(list)
+    for e in block.walk():
+        if e.prim == "gather" and id(e.ins[0]) in tables and len(e.ins[0].shape) == 2:
+            source = e.ins[1]
+            if id(source) in whole:
+                axes[e.ins[0].shape[0]].append((e.ins[0], 0))
+        elif e.prim == "cross_entropy":
+            axes[e.ins[0].shape[-1]].append((e.ins[0], len(e.ins[0].shape) - 1))
+        elif e.prim in ("reshape", "convert_element_type") and id(e.ins[0]) in whole:
+            whole.add(id(e.out))
+    return axes.values()
 
 
 def _store(w: Writer, v: Var, leaf: Leaf, value: Operand) -> None:

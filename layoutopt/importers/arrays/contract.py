@@ -1,9 +1,9 @@
-"""What a front end hands to the importer: a traced function as plain data, and its arguments.
+"""A traced function as plain data with its arguments, as a front end hands it to the importer.
 
-A front end (`importers.jax`, `importers.torch`) reads its library's trace as a `Program`; `build` infers the
-dimensions and writes the graph. Nothing here knows a library: operations have the names of `relations` and of
-the tables of handlers, and their parameters are Python's numbers, strings and tuples, NumPy arrays, or the
-records below, so that two equations compute the same if the `repr` of their parameters is equal.
+A front end (`importers.jax`, `importers.torch`) reads its library's trace as a `TracedProgram`; `build`
+infers the dimensions and writes the graph. Nothing here knows a library: operations have the names of
+`relations` and of the tables of handlers. Their parameters are Python's numbers, strings and tuples, NumPy
+arrays, or the records below: two equations compute the same if the `repr` of their parameters is equal.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def stacked_leaf(v: Var, layers: Sequence[Leaf]) -> Leaf:
 
 @dataclass(frozen=True)
 class Door:
-    """What messages call a front end's functions.
+    """Names of a front end's functions in messages.
 
     Attributes:
       name: of the function that imports; `plan`: of what applies a plan.
@@ -211,11 +211,11 @@ class Door:
 
 
 class Unimportable(UserError):
-    """What cannot be imported; the message gets the door's name in front."""
+    """A refusal of an import; the message gets the door's name in front."""
 
 
 @dataclass(frozen=True)
-class Program:
+class TracedProgram:
     """A traced function with its arguments.
 
     Attributes:

@@ -15,7 +15,7 @@ from layoutopt.importers.arrays.factors import factors
 from layoutopt.importers.arrays.forms import EquationForms
 from layoutopt.importers.arrays.keys import stacked
 
-PRODUCTS = ("dot_general", "conv_general_dilated", "custom", "scan", "ragged_dot_general")
+PRODUCTS = ("dot_general", "conv_general_dilated", "custom", "scan", "ragged_dot_general", "attention")
 """A layer has one of these: rolling up anything smaller gains nothing."""
 
 

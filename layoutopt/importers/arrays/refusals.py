@@ -21,7 +21,7 @@ class Refusal(Unimportable):
         shapes = ", ".join(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in equation.ins)
         self.place = equation.where or "unknown line"
         self._scope = f" in {equation.scope}" if equation.scope else ""
-        self._what = f"cannot import {equation.prim} of {shapes}: {why}; {instead}"
+        self._what = f"cannot import {equation.prim}{f' of {shapes}' if shapes else ''}: {why}; {instead}"
         self.kind = equation.prim, why, instead
         super().__init__(self.at(self.place))
 

@@ -27,7 +27,7 @@ ELEMENTWISE = frozenset((
 REDUCTIONS = frozenset(
     ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
 )
-ALONG = frozenset(("cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp", "sort", "rev"))
+ALONG = frozenset(("normalize", "cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp", "sort", "rev"))
 
 Axis = tuple[Operand, int]
 
@@ -259,6 +259,34 @@ def _top_k(e: Equation) -> Iterator[AxisRelation]:
     yield Same((e.outs[0], len(e.out.shape) - 1), (e.outs[1], len(e.out.shape) - 1))
 
 
+def _cross_entropy(e: Equation) -> Iterator[AxisRelation]:
+    x, ids = e.ins
+    yield from _mapped(x, e.out, range(len(e.out.shape)))
+    yield from _aligned(ids, e.out)
+
+
+def _attention(e: Equation) -> Iterator[AxisRelation]:
+    """Queries [.., heads, (group,) length, d], keys and values [.., heads, memory, d]."""
+    (q, k, v), y = e.ins[:3], e.out
+    rows, keys = len(y.shape), len(k.shape)
+    for x in (k, v):
+        for a in range(keys - 2):
+            yield Same((x, a), (y, a), "product")
+    for a in range(rows - 1):
+        yield Same((q, a), (y, a), "product")
+    yield Same((v, keys - 1), (y, rows - 1), "product")
+    yield Same((k, keys - 2), (v, keys - 2), "product")
+    yield Same((q, rows - 1), (k, keys - 1), "product")
+    if e.params["extra"]:
+        x = e.ins[3]
+        shift = rows - len(x.shape)
+        for a, n in enumerate(x.shape[:-1]):
+            if n == y.shape[a + shift]:
+                yield Same((x, a), (y, a + shift), "product")
+        if x.shape[-1] == k.shape[-2]:
+            yield Same((x, len(x.shape) - 1), (k, keys - 2), "product")
+
+
 def _ragged(e: Equation) -> Iterator[AxisRelation]:
     numbers = e.params["ragged_dot_dimension_numbers"]
     (lc, rc), (lb, _) = numbers.dot_dimension_numbers
@@ -335,6 +363,8 @@ _RULES: dict[str, Callable[[Equation], Iterator[AxisRelation]]] = {
     "squeeze": _squeeze,
     "dot_general": _dot,
     "ragged_dot_general": _ragged,
+    "attention": _attention,
+    "cross_entropy": _cross_entropy,
     "concatenate": _concatenate,
     "stack": _stack,
     "unstack": _stack,

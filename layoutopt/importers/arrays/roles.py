@@ -85,9 +85,16 @@ class _Roles:
         for e in equations:
             if e.prim == "gather":
                 self._lookup(e, from_batch)
+            elif e.prim == "cross_entropy":
+                for node in self.classes.of(e.ins[0], len(e.ins[0].shape) - 1)[:1]:
+                    self.names.give(node, "vocab" if "length" in self.names.taken else "classes")
         for e in equations:
             if e.prim == "dot_general":
-                self._attention(e)
+                (lc, _), (lb, _) = e.params["dimension_numbers"]
+                self._attention(e, lc, lb, e.out)
+            elif e.prim == "attention":
+                rank = len(e.ins[1].shape)
+                self._attention(e, (len(e.ins[0].shape) - 1,), range(rank - 2))
             elif e.prim == "conv_general_dilated":
                 self._convolution(e, padded)
             elif e.prim == "top_k":
@@ -99,6 +106,10 @@ class _Roles:
         for e in equations:
             if e.prim == "dot_general":
                 self._heads(e)
+            elif e.prim == "attention":
+                for node in self.classes.of(e.out, len(e.out.shape) - 1):
+                    if self.names.in_parameters[node]:
+                        self.names.give(node, "d_v")
         self._feed_forward()
         for a, b in self.classes.refused:
             for x, y in ((a, b), (b, a)):
@@ -126,9 +137,15 @@ class _Roles:
                 for node in self.classes.of(table, a)[:1]:
                     self.names.give(node, "d_model")
 
-    def _attention(self, e: Equation) -> None:
-        """A product of two activations over a dimension that parameters have too."""
-        (lc, _), (lb, _) = e.params["dimension_numbers"]
+    def _attention(
+        self, e: Equation, lc: Sequence[int], lb: Sequence[int], logits: Operand | None = None
+    ) -> None:
+        """A product of two activations over a dimension that parameters have too.
+
+        Args:
+          lc, lb: axes of the first that are summed out, and that both have.
+          logits: the product; None where it is not a value.
+        """
         x, y = e.ins[:2]
         if not lb or len(lc) != 1:
             return
@@ -163,7 +180,9 @@ class _Roles:
             self.names.give(node, "kv_heads" if groups else "heads")
         for node in groups:
             self.names.give(node, "query_group")
-        ends = [n for n in self.classes.all(e.out) if n not in shared and n not in groups]
+        places = [n for v in (x, y) for n in self.classes.of(v, len(v.shape) - 2)]
+        known = places if logits is None else self.classes.all(logits)
+        ends = [n for n in known if n not in shared and n not in groups]
         if len(ends) == 2:
             ends.sort(key=lambda n: (n not in self.names.found, -self.names.in_parameters[n]))
             self.names.give(ends[0], "length")

@@ -357,7 +357,8 @@ class Writer:
     def _written(self, e: Equation) -> None:
         handler = self.table.get(e.prim)
         if handler is None:
-            refuse(e, "this operation is not supported", _INSTEAD.get(e.prim, OTHERWISE))
+            why = e.params.get("why") or "this operation is not supported"
+            refuse(e, why, _INSTEAD.get(e.prim, OTHERWISE))
         if e.prim != "scan" and any(isinstance(self.value(x), Keys) for x in e.ins) and _gives_keys(e):
             self.table[KEY](self, e)
             return

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import mesh_tf_core as mtf
 from layoutopt.importers.arrays.build import built, optimizer_of
-from layoutopt.importers.arrays.contract import Door, EquationBlock, Leaf, Program, Var, has_fractions
+from layoutopt.importers.arrays.contract import Door, EquationBlock, Leaf, TracedProgram, Var, has_fractions
 from layoutopt.importers.arrays.model import ImportedModel
 from layoutopt.importers.jax.jax_plan import JaxPlan
 from layoutopt.importers.jax.leaves import flat, leaves, leaves_of, new_state, said_of
@@ -122,7 +122,7 @@ def from_jax(
         for v, leaf in listed:
             v.path = leaf.path
     results = _Results(trace.results, state, trace.block, [v for v, _ in pairs.get("state", [])])
-    program = Program(
+    program = TracedProgram(
         name or _name_of(loss),
         DOOR,
         trace.block,

@@ -1,0 +1,257 @@
+"""A module and its loss as a graph of ATen operations, by torch.export, at full size and without values."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+from unittest.mock import patch
+
+from layoutopt.importers.torch.internals import dtype_of, torch_module
+from mesh_tf_core.errors import UserError
+
+MODULE = "module"
+"""Name of the user's module inside of the one that is exported."""
+RECOMPUTED = "layoutopt_recomputed"
+"""The key of a node's metadata that says which checkpoint it is inside of."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """An exported module.
+
+    Attributes:
+      program: of torch.export.
+      notes: how the program differs from the module as it is called.
+      batch: path of an input -> the tensor that was given for it.
+      autocast: the element type of torch.autocast around the call; "" outside of one.
+    """
+
+    program: Any
+    notes: tuple[str, ...]
+    batch: Mapping[str, Any]
+    autocast: str
+
+
+def captured(module: Any, batch: Any, loss: Callable[..., Any] | None) -> Captured:
+    """The module's loss of a batch as a graph, in training mode.
+
+    Raises:
+      UserError: torch.export refuses it (with the line of the module), or it has no loss.
+    """
+    torch = torch_module()
+    notes: list[str] = []
+    flat, tree = torch.utils._pytree.tree_flatten_with_path(batch)
+    # The same tensor given twice would be one input, and its other reader would lose its own.
+    seen: set[int] = set()
+    tensors: dict[str, Any] = {}
+    values = []
+    for keys, x in flat:
+        if isinstance(x, torch.Tensor):
+            if id(x) in seen:
+                x = x.clone()
+            seen.add(id(x))
+            tensors["/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in keys)] = x
+        values.append(x)
+    given = torch.utils._pytree.tree_unflatten(values, tree)
+    whole = _with_loss(torch, module, given, loss)
+    args, kwargs = ((), given) if isinstance(given, Mapping) else (tuple(_listed(given)), {})
+    try:
+        whole.signature.bind(*args, **whole.taken(kwargs))
+    except TypeError as error:
+        raise UserError(
+            f"from_torch: the module cannot be called with this batch: {error}; give the arguments of its "
+            "forward(), by name or in order"
+        ) from None
+    try:
+        with ExitStack() as stack:
+            for context in (_quiet(), _training(module, notes), _without_cache(module, notes)):
+                stack.enter_context(context)
+            stack.enter_context(_checkpoints(torch))
+            narrow = stack.enter_context(_without_autocast(torch))
+            stack.enter_context(torch.fx.traceback.preserve_node_meta())
+            program = torch.export.export(whole, args, dict(kwargs))
+    except UserError:
+        raise
+    except Exception as error:
+        raise _refused(error) from error
+    return Captured(program, tuple(notes), tensors, narrow)
+
+
+def _listed(given: Any) -> Any:
+    return given if isinstance(given, list | tuple) else [given]
+
+
+def _with_loss(torch: Any, module: Any, batch: Any, loss: Callable[..., Any] | None) -> Any:
+    """A module that returns the loss of a batch alone."""
+    known = inspect.signature(module.forward).parameters
+    open_ = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
+
+    class Whole(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            setattr(self, MODULE, module)
+            self.signature = inspect.signature(module.forward)
+
+        def taken(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+            """What the module gets: with `loss`, the batch may have more."""
+            return kwargs if loss is None or open_ else {k: v for k, v in kwargs.items() if k in known}
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            found = getattr(self, MODULE)(*args, **self.taken(kwargs))
+            if loss is None:
+                return _loss_of(torch, found)
+            given = args if isinstance(batch, list | tuple) else kwargs or args[0]
+            return _loss_of(torch, loss(found, given))
+
+    whole = Whole()
+    whole.training = module.training
+    return whole
+
+
+def _loss_of(torch: Any, found: Any) -> Any:
+    """The loss among what a module returns."""
+
+    def scalar(x: Any) -> bool:
+        return isinstance(x, torch.Tensor) and x.ndim == 0 and x.is_floating_point()
+
+    own = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
+    if scalar(own):
+        return own
+    listed = [x for x in (found if isinstance(found, list | tuple) else [found]) if scalar(x)]
+    if len(listed) == 1:
+        return listed[0]
+    known = isinstance(found, torch.Tensor)
+    what = f"a tensor of shape {tuple(found.shape)}" if known else f"a {type(found).__name__}"
+    raise UserError(
+        f"from_torch: the module returns {what}, in which no number is the loss; give "
+        "loss=function(outputs, batch), or a batch with labels if the module computes its loss from them"
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch.export warns of its own internals."""
+    disabled = logging.root.manager.disable
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        try:
+            with redirect_stderr(StringIO()):  # where it prints a graph that it cannot finish
+                yield
+        finally:
+            logging.disable(disabled)
+
+
+@contextmanager
+def _training(module: Any, notes: list[str]) -> Iterator[None]:
+    """The module as it trains: where all of it is in evaluation mode, in training mode."""
+    if module.training:
+        yield
+        return
+    modes = [(m, m.training) for m in module.modules()]
+    notes.append("the module is in evaluation mode; it was imported in training mode, as by module.train()")
+    module.train()
+    try:
+        yield
+    finally:
+        for each, mode in modes:
+            each.training = mode
+
+
+@contextmanager
+def _without_cache(module: Any, notes: list[str]) -> Iterator[None]:
+    """transformers' keys and values of earlier steps, which no training step reads."""
+    configs: list[Any] = [getattr(m, "config", None) for m in module.modules()]
+    own = {id(c): c for c in configs if getattr(c, "use_cache", None)}
+    for config in own.values():
+        config.use_cache = False
+    if own:
+        notes.append("config.use_cache is true, but a training step keeps no cache, so none was imported")
+    try:
+        yield
+    finally:
+        for config in own.values():
+            config.use_cache = True
+
+
+@contextmanager
+def _without_autocast(torch: Any) -> Iterator[str]:
+    """The element type of torch.autocast, which leaves meta tensors alone: the reader does what it does."""
+    on = [kind for kind in ("cuda", "cpu", "xpu", "mps", "hpu") if torch.is_autocast_enabled(kind)]
+    with ExitStack() as stack:
+        found = [dtype_of(torch.get_autocast_dtype(kind)) for kind in on]
+        for kind in on:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield found[0] if found else ""
+
+
+@contextmanager
+def _checkpoints(torch: Any) -> Iterator[None]:
+    """Marks the operations inside of torch.utils.checkpoint, which tracing would forget."""
+    own = torch.utils.checkpoint
+    mark = torch.fx.traceback.annotate
+
+    def without_reentry(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        with mark({RECOMPUTED: _place(function)}):
+            yield
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Any, preserve: bool, *args: Any) -> Any:
+            with mark({RECOMPUTED: _place(function)}):
+                return function(*args)
+
+    with (
+        patch.object(own, "_checkpoint_without_reentrant_generator", without_reentry),
+        patch.object(own, "CheckpointFunction", Reentrant),
+    ):
+        yield
+
+
+def _place(function: Any) -> str:
+    """What a checkpoint is around."""
+    inner = getattr(function, "func", function)
+    code = getattr(inner, "__code__", None)
+    if code is not None:
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    owner = getattr(inner, "__self__", inner)
+    code = getattr(getattr(type(owner), "forward", None), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else type(owner).__name__
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
+
+
+def _refused(error: Exception) -> UserError:
+    """What torch.export could not trace, with the last line of the module that it was in."""
+    lines = []
+    trace = error.__traceback__
+    while trace is not None:
+        lines.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    lines += [(file, int(line)) for file, line, _ in _FRAME.findall(str(error))]
+    own = [(file, line) for file, line in lines if not _library(file)]
+    place = f"{own[-1][0]}:{own[-1][1]}: " if own else ""
+    kind = type(error).__name__
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    instead = "rewrite this line without it, or export the module with torch.export to see more"
+    if "GuardOnDataDependent" in kind or "data-dependent" in str(error):
+        text = "the program depends on values of the batch or of parameters, which a traced program cannot"
+        instead = (
+            "select with torch.where instead of branching; of transformers' mixtures of experts, load the "
+            'model with experts_implementation="grouped_mm"'
+        )
+    return UserError(f"from_torch: {place}torch.export cannot trace this module: {kind}: {text}; {instead}")
+
+
+def _library(file: str) -> bool:
+    """True for files of PyTorch, and of this importer."""
+    path = file.replace("\\", "/")
+    return "/torch/" in path or path.startswith("<") or path.endswith("importers/torch/capture.py")

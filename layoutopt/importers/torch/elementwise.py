@@ -1,0 +1,380 @@
+"""ATen's element-wise operations, reductions and losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from layoutopt.importers.arrays.contract import CapturedArray, Equation, Operand, Var
+from layoutopt.importers.torch.emitter import Equations, Scalar
+from layoutopt.importers.torch.internals import FLOATS
+
+
+@dataclass(frozen=True)
+class Type:
+    """The shape and element type of a result."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+AtenRule = Callable[..., Any]
+"""rule(emitter, type of the result or a list of them, arguments ...) -> the result or a list of them."""
+_UNARY = {
+    **{
+        n: n
+        for n in ("neg", "exp", "log", "rsqrt", "sqrt", "cos", "sin", "tan", "tanh", "abs", "erf", "floor")
+    },
+    **{n: n for n in ("ceil", "sign", "log1p", "expm1", "square", "exp2")},
+    "sigmoid": "logistic",
+    "bitwise_not": "not",
+    "logical_not": "not",
+}
+_BINARY = {
+    **{n: n for n in ("add", "sub", "mul", "div", "pow", "atan2")},
+    "maximum": "max",
+    "minimum": "min",
+    "true_divide": "div",
+    "bitwise_and": "and",
+    "bitwise_or": "or",
+    "logical_and": "and",
+    "logical_or": "or",
+    "__and__": "and",
+    "__or__": "or",
+    "logical_xor": "xor",
+    "bitwise_xor": "xor",
+    "fmod": "rem",
+}
+TABLE: dict[str, AtenRule] = {}
+
+
+def rule(*names: str) -> Callable[[AtenRule], AtenRule]:
+    """Registers a rule under the names of ATen's operations."""
+
+    def register(function: AtenRule) -> AtenRule:
+        TABLE.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def dims_of(dim: Any, rank: int) -> list[int]:
+    """The axes that an argument `dim` means; all of them if it is None or empty."""
+    if dim is None or (isinstance(dim, list | tuple) and not dim):
+        return list(range(rank))
+    return [d % rank for d in (dim if isinstance(dim, list | tuple) else [dim])]
+
+
+def _unary(prim: str) -> AtenRule:
+    return lambda m, v, x: m.unary(prim, x if prim == "not" else m.cast(x, v.dtype))
+
+
+def _binary(prim: str) -> AtenRule:
+    def write(
+        m: Equations,
+        v: Type,
+        a: Scalar,
+        b: Scalar,
+        alpha: float = 1,
+        rounding_mode: Any = None,
+    ) -> Operand:
+        if alpha != 1:
+            b = m.binary("mul", b, alpha, v.dtype)
+        found = m.binary(prim, a, b, v.dtype)
+        return m.unary("floor", found) if rounding_mode == "floor" and v.dtype in FLOATS else found
+
+    return write
+
+
+def _comparison(prim: str) -> AtenRule:
+    def write(m: Equations, v: Type, a: Scalar, b: Scalar) -> Operand:
+        return m.binary(prim, a, b, wider(a, b), "bool")
+
+    return write
+
+
+def wider(*given: Scalar) -> str:
+    """The element type in which operands are compared; a number takes that of the arrays."""
+    dtypes = [x.dtype for x in given if isinstance(x, Var | CapturedArray)]
+    order = ("bool", "uint8", "int8", "int16", "int32", "bfloat16", "float16", "float32", "float64")
+    found = max(dtypes, key=order.index)
+    fraction = any(isinstance(x, float) and not x.is_integer() for x in given)
+    return "float32" if fraction and found not in FLOATS else found
+
+
+TABLE |= {name: _unary(prim) for name, prim in _UNARY.items()}
+TABLE |= {name: _binary(prim) for name, prim in _BINARY.items()}
+TABLE |= {name: _comparison(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+
+
+@rule("mul")
+def _mul(m: Equations, v: Type, a: Scalar, b: Scalar) -> Operand:
+    for x, scale in ((a, b), (b, a)):
+        found = _root_mean_square(m, x, scale)
+        if found is not None and found.dtype == v.dtype:
+            return found
+    return m.binary("mul", a, b, v.dtype)
+
+
+def _root_mean_square(m: Equations, x: Scalar, scale: Scalar) -> Operand | None:
+    """x normalized, where scale is rsqrt(mean(x²) + epsilon) of its last axis: RMSNorm as it is written."""
+    if not isinstance(x, Var) or not isinstance(scale, Var) or (e := m.maker(scale, "rsqrt")) is None:
+        return None
+    if (e := m.maker(e.ins[0], "add")) is None or not isinstance(e.ins[1], CapturedArray):
+        return None
+    epsilon = e.ins[1]
+    if (e := m.maker(e.ins[0], "mul")) is None or not isinstance(e.ins[1], CapturedArray):
+        return None
+    count = e.ins[1]
+    e = m.maker(e.ins[0], "broadcast_in_dim")
+    e = e and m.maker(e.ins[0], "reduce_sum")
+    if e is None or e.params["axes"] != (len(x.shape) - 1,):
+        return None
+    square: Equation | None = m.maker(e.ins[0], "integer_pow")
+    if square is None or square.ins[0] is not x or square.params["y"] != 2:
+        return None
+    if epsilon.shape or count.shape or abs(float(count.value) * x.shape[-1] - 1) > 1e-5:
+        return None
+    return m.unary("normalize", x, epsilon=float(epsilon.value), center=False)
+
+
+@rule("rsub")
+def _rsub(m: Equations, v: Type, a: Scalar, b: Scalar, alpha: float = 1) -> Operand:
+    return m.binary("sub", b, a if alpha == 1 else m.binary("mul", a, alpha, v.dtype), v.dtype)
+
+
+@rule("floor_divide")
+def _floor_divide(m: Equations, v: Type, a: Scalar, b: Scalar) -> Operand:
+    found = m.binary("div", a, b, v.dtype)
+    return m.unary("floor", found) if v.dtype in FLOATS else found
+
+
+@rule("remainder")
+def _remainder(m: Equations, v: Type, a: Scalar, b: Scalar) -> Operand:
+    rest = m.binary("rem", a, b, v.dtype)
+    under = m.binary("lt", m.binary("mul", rest, b, v.dtype), 0, v.dtype, "bool")
+    return m.select(under, m.binary("add", rest, b, v.dtype), rest, v.dtype)
+
+
+@rule("pow")
+def _pow(m: Equations, v: Type, x: Scalar, e: Scalar) -> Operand:
+    if isinstance(x, Var | CapturedArray) and isinstance(e, int | float) and float(e).is_integer():
+        return m.unary("integer_pow", m.cast(x, v.dtype), y=int(e))
+    if e == 0.5 and isinstance(x, Var):
+        return m.unary("sqrt", m.cast(x, v.dtype))
+    return m.binary("pow", x, e, v.dtype)
+
+
+@rule("reciprocal")
+def _reciprocal(m: Equations, v: Type, x: Operand) -> Operand:
+    return m.binary("div", 1, x, v.dtype)
+
+
+@rule("silu")
+def _silu(m: Equations, v: Type, x: Operand) -> Operand:
+    return m.binary("mul", x, m.unary("logistic", x), x.dtype)
+
+
+@rule("gelu")
+def _gelu(m: Equations, v: Type, x: Operand, approximate: str = "none") -> Operand:
+    if approximate == "tanh":
+        cubed = m.binary("mul", m.unary("integer_pow", x, y=3), 0.044715, x.dtype)
+        inner = m.binary("mul", m.binary("add", x, cubed, x.dtype), math.sqrt(2 / math.pi), x.dtype)
+        inner = m.unary("tanh", inner)
+    else:
+        inner = m.unary("erf", m.binary("mul", x, math.sqrt(0.5), x.dtype))
+    half = m.binary("mul", x, 0.5, x.dtype)
+    return m.binary("mul", half, m.binary("add", inner, 1, x.dtype), x.dtype)
+
+
+@rule("relu")
+def _relu(m: Equations, v: Type, x: Operand) -> Operand:
+    return m.relu(x)
+
+
+@rule("relu6", "hardtanh")
+def _hardtanh(m: Equations, v: Type, x: Operand, low: float = 0.0, high: float = 6.0) -> Operand:
+    return m.binary("min", m.binary("max", x, low, x.dtype), high, x.dtype)
+
+
+@rule("leaky_relu")
+def _leaky(m: Equations, v: Type, x: Operand, slope: float = 0.01) -> Operand:
+    above = m.binary("gt", x, 0, x.dtype, "bool")
+    return m.select(above, x, m.binary("mul", x, slope, x.dtype), x.dtype)
+
+
+@rule("elu")
+def _elu(m: Equations, v: Type, x: Operand, alpha: float = 1.0, *more: float) -> Operand:
+    under = m.binary("mul", m.unary("expm1", m.binary("min", x, 0, x.dtype)), alpha, x.dtype)
+    return m.select(m.binary("gt", x, 0, x.dtype, "bool"), x, under, x.dtype)
+
+
+@rule("softplus")
+def softplus(m: Equations, v: Type, x: Operand, beta: float = 1, threshold: float = 20) -> Operand:
+    """log(1 + exp(beta x)) / beta."""
+    z = m.binary("mul", x, beta, x.dtype)
+    tail = m.unary("log1p", m.unary("exp", m.unary("neg", m.unary("abs", z))))
+    found = m.binary("add", m.binary("max", z, 0, x.dtype), tail, x.dtype)
+    return m.binary("mul", found, 1 / beta, x.dtype)
+
+
+@rule("log_sigmoid")
+def _log_sigmoid(m: Equations, v: Type, x: Operand) -> Operand:
+    return m.unary("neg", softplus(m, v, m.unary("neg", x)))
+
+
+@rule("to", "_to_copy", "type_as", "float")
+def _to(m: Equations, v: Type, x: Operand, *how: Any, **more: Any) -> Operand:
+    return m.cast(x, v.dtype)
+
+
+@rule("contiguous", "clone", "alias", "detach_", "lift_fresh_copy", "lift_fresh")
+def _same(m: Equations, v: Type, x: Operand, *how: Any, **more: Any) -> Operand:
+    return x
+
+
+@rule("detach")
+def _detach(m: Equations, v: Type, x: Operand) -> Operand:
+    return m.unary("stop_gradient", x)
+
+
+@rule("where")
+def _where(m: Equations, v: Type, where: Operand, yes: Scalar, no: Scalar) -> Operand:
+    return m.select(where, yes, no, v.dtype)
+
+
+@rule("masked_fill")
+def _masked_fill(m: Equations, v: Type, x: Operand, mask: Operand, value: Scalar) -> Operand:
+    return m.select(mask, value, x, v.dtype)
+
+
+@rule("clamp", "clip")
+def _clamp(m: Equations, v: Type, x: Operand, low: Any = None, high: Any = None, **more: Any) -> Operand:
+    low, high = more.get("min", low), more.get("max", high)
+    if low is not None:
+        x = m.binary("max", x, low, v.dtype)
+    return x if high is None else m.binary("min", x, high, v.dtype)
+
+
+@rule("clamp_min")
+def _clamp_min(m: Equations, v: Type, x: Operand, low: Scalar) -> Operand:
+    return m.binary("max", x, low, v.dtype)
+
+
+@rule("dropout", "native_dropout", "feature_dropout")
+def _dropout(m: Equations, v: Any, x: Operand, rate: float, train: bool = True) -> Any:
+    found = m.dropout(x, rate) if train else x
+    return [found, None] if isinstance(v, list) else found
+
+
+# -- reductions ----------------------------------------------------------------------------------------------
+
+
+def _reduction(prim: str) -> AtenRule:
+    def write(
+        m: Equations, v: Type, x: Operand, dim: Any = None, keepdim: bool = False, **more: Any
+    ) -> Operand:
+        return m.reduced(prim, m.cast(x, v.dtype), dims_of(dim, len(x.shape)), keepdim)
+
+    return write
+
+
+TABLE |= {
+    "sum": _reduction("reduce_sum"),
+    "amax": _reduction("reduce_max"),
+    "amin": _reduction("reduce_min"),
+    "any": _reduction("reduce_or"),
+    "all": _reduction("reduce_and"),
+}
+
+
+def _max_or_min(prim: str, reduction: str, arg: str) -> AtenRule:
+    def write(m: Equations, v: Any, x: Operand, other: Any = None, keepdim: bool = False) -> Any:
+        if isinstance(other, Var | CapturedArray):
+            return m.binary(prim, x, other, v.dtype)
+        axes = dims_of(other, len(x.shape))
+        found = m.reduced(reduction, x, axes, keepdim)
+        if not isinstance(v, list):
+            return found
+        places = m.emit(
+            arg, [x], [n for a, n in enumerate(x.shape) if a not in axes], "int32", axes=tuple(axes)
+        )
+        return [found, m.reshape(places, v[1].shape)]
+
+    return write
+
+
+TABLE |= {
+    "max": _max_or_min("max", "reduce_max", "argmax"),
+    "min": _max_or_min("min", "reduce_min", "argmin"),
+}
+
+
+@rule("argmax", "argmin")
+def _argmax(m: Equations, v: Type, x: Operand, dim: Any = None, keepdim: bool = False) -> Operand:
+    axes = dims_of(dim, len(x.shape))
+    found = m.emit(
+        "argmax", [x], [n for a, n in enumerate(x.shape) if a not in axes], "int32", axes=tuple(axes)
+    )
+    return m.reshape(found, v.shape)
+
+
+@rule("mean")
+def _mean(m: Equations, v: Type, x: Operand, dim: Any = None, keepdim: bool = False, **more: Any) -> Operand:
+    return m.mean(m.cast(x, v.dtype), dims_of(dim, len(x.shape)), keepdim)
+
+
+def variance(m: Equations, x: Operand, axes: Sequence[int], mean: Operand, correction: float = 0) -> Operand:
+    """The variance along axes, which stay with one element."""
+    z = m.unary("integer_pow", m.binary("sub", x, mean, x.dtype), y=2)
+    count = math.prod(x.shape[a] for a in axes)
+    return m.binary("mul", m.reduced("reduce_sum", z, axes, True), 1 / (count - correction), x.dtype)
+
+
+@rule("var", "std", "var_mean")
+def _var(m: Equations, v: Any, x: Operand, dim: Any = None, *how: Any, **more: Any) -> Any:
+    unbiased = how[0] if how and isinstance(how[0], bool) else True
+    correction = more.get("correction", int(unbiased))
+    axes = dims_of(None if isinstance(dim, bool) else dim, len(x.shape))
+    first = v[0] if isinstance(v, list) else v
+    mean = m.mean(x, axes, True)
+    found = m.reshape(variance(m, x, axes, mean, 1 if correction is None else correction), first.shape)
+    return [found, m.reshape(mean, v[1].shape)] if isinstance(v, list) else found
+
+
+@rule("norm", "linalg_vector_norm")
+def _norm(
+    m: Equations,
+    v: Type,
+    x: Operand,
+    order: Any = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    **more: Any,
+) -> Operand:
+    if order not in (2, None):
+        raise NotImplementedError("it is not the norm of order 2")
+    total = m.reduced(
+        "reduce_sum", m.unary("integer_pow", m.cast(x, v.dtype), y=2), dims_of(dim, len(x.shape)), keepdim
+    )
+    return m.unary("sqrt", total)
+
+
+@rule("softmax", "_softmax", "special_softmax")
+def _softmax(m: Equations, v: Type, x: Operand, dim: int, *more: Any, **how: Any) -> Operand:
+    return m.softmax(m.cast(x, v.dtype), dim)
+
+
+@rule("log_softmax", "_log_softmax")
+def _log_softmax(m: Equations, v: Type, x: Operand, dim: int, *more: Any, **how: Any) -> Operand:
+    return m.softmax(m.cast(x, v.dtype), dim, log=True)
+
+
+@rule("logsumexp")
+def _logsumexp(m: Equations, v: Type, x: Operand, dim: Any, keepdim: bool = False) -> Operand:
+    axes = dims_of(dim, len(x.shape))
+    most = m.unary("stop_gradient", m.reduced("reduce_max", x, axes, True))
+    total = m.reduced("reduce_sum", m.unary("exp", m.binary("sub", x, most, x.dtype)), axes, True)
+    return m.reshape(m.binary("add", m.unary("log", total), most, x.dtype), v.shape)

@@ -1,0 +1,182 @@
+"""ATen's look-ups, writes at indices, and operations in order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from layoutopt.importers.arrays.contract import GatherNumbers, Operand, ScatterNumbers, Var
+from layoutopt.importers.torch.elementwise import Type, rule
+from layoutopt.importers.torch.emitter import Equations
+
+
+@rule("embedding")
+def _embedding(m: Equations, v: Type, table: Operand, ids: Operand, padding: int = -1, *more: Any) -> Operand:
+    found = m.rows(table, ids)
+    if padding < 0:
+        return found
+    # The row of the padding token has a gradient from other readers only, as from a tied output layer.
+    pads = m.broadcast(m.binary("eq", ids, padding, ids.dtype, "bool"), found.shape, range(len(ids.shape)))
+    return m.select(pads, m.unary("stop_gradient", found), found, found.dtype)
+
+
+@rule("gather")
+def _gather(m: Equations, v: Type, x: Operand, dim: int, ids: Operand, **more: Any) -> Operand:
+    last, dim = len(x.shape) - 1, dim % len(x.shape)
+    if dim != last:
+        order = [*(a for a in range(last + 1) if a != dim), dim]
+        back = [order.index(a) for a in range(last + 1)]
+        return m.transpose(_gather(m, v, m.transpose(x, order), last, m.transpose(ids, order)), back)
+    for a, n in enumerate(ids.shape[:-1]):
+        x = m.slice(x, a, 0, n)
+    return m.picked(x, ids)
+
+
+@rule("index_select")
+def _index_select(m: Equations, v: Type, x: Operand, dim: int, ids: Operand) -> Operand:
+    dim %= len(x.shape)
+    return _index(m, v, x, [*[None] * dim, ids])
+
+
+@rule("index")
+def _index(m: Equations, v: Type, x: Operand, ids: Sequence[Operand | None]) -> Operand:
+    looked = [a for a, i in enumerate(ids) if i is not None]
+    given = [i for i in ids if i is not None]
+    if any(i.dtype == "bool" for i in given):
+        raise NotImplementedError("it selects by truth values, so its size depends on them")
+    if looked != list(range(looked[0], looked[0] + len(looked))):
+        raise NotImplementedError("its indices are not beside each other")
+    shape, index = indices(m, given)
+    k, first = len(shape), looked[0]
+    kept = [a for a in range(len(x.shape)) if a not in looked]
+    out = [*x.shape[:first], *shape, *x.shape[first + len(looked) :]]
+    offset = [o for o in range(len(out)) if not first <= o < first + k]
+    at = GatherNumbers(tuple(offset), tuple(looked), tuple(looked))
+    sizes = [x.shape[a] if a in kept else 1 for a in range(len(x.shape))]
+    return m.gather(x, index, out, at, sizes)
+
+
+def indices(m: Equations, given: Sequence[Operand]) -> tuple[tuple[int, ...], Operand]:
+    """Indices that broadcast: their common shape, and one array with them along its last axis if there are
+    several."""
+    shape = tuple(map(int, np.broadcast_shapes(*(i.shape for i in given))))
+    if len(given) == 1:
+        return shape, given[0]
+    parts = [m.reshape(m.expand(m.cast(i, "int32"), shape), (*shape, 1)) for i in given]
+    return shape, m.concatenate(parts, len(shape))
+
+
+@rule("index_put")
+def _index_put(
+    m: Equations, v: Type, x: Operand, ids: Sequence[Operand | None], rows: Operand, add: bool = False
+) -> Operand:
+    given = [i for i in ids if i is not None]
+    if len(given) != len(ids) or any(i.dtype == "bool" for i in given):
+        raise NotImplementedError("it writes at truth values, or along inner axes")
+    shape, index = indices(m, given)
+    n = len(given)
+    rows = m.expand(m.cast(rows, x.dtype), (*shape, *x.shape[n:]))
+    return written(m, x, index, rows, n, add)
+
+
+def written(m: Equations, x: Operand, ids: Operand, rows: Operand, count: int, add: bool) -> Operand:
+    """x with rows written, or added, at places along its first `count` axes."""
+    if count == 1:
+        ids = m.reshape(ids, (*ids.shape, 1))
+    axes, k = tuple(range(count)), len(ids.shape) - 1
+    at = ScatterNumbers(tuple(range(k, k + len(x.shape) - count)), axes, axes)
+    more = {"dimension_numbers": at, "unique_indices": True, "mode": "clip"}
+    return m.emit("scatter_add" if add else "scatter", [x, ids, rows], x.shape, x.dtype, **more)
+
+
+@rule("index_add")
+def _index_add(
+    m: Equations, v: Type, x: Operand, dim: int, ids: Operand, rows: Operand, alpha: float = 1
+) -> Operand:
+    if dim % len(x.shape) or alpha != 1:
+        raise NotImplementedError("it adds along an inner axis, or with a factor")
+    return written(m, x, ids, m.cast(rows, x.dtype), 1, True)
+
+
+@rule("scatter", "scatter_add")
+def _scatter(
+    m: Equations, v: Type, x: Operand, dim: int, ids: Operand, rows: Any, *more: Any, **how: Any
+) -> Operand:
+    """One-hot masks of a router: numbers at places of the last axis."""
+    if how or more or dim % len(x.shape) != len(x.shape) - 1 or isinstance(rows, Var):
+        raise NotImplementedError("it writes arrays at indices along an axis")
+    classes = x.shape[-1]
+    wide = (*ids.shape, classes)
+    place = m.counted(wide, len(wide) - 1, "int32")
+    at = m.broadcast(m.cast(ids, "int32"), wide, range(len(ids.shape)))
+    hit = m.reduced("reduce_or", m.binary("eq", at, place, "int32", "bool"), [len(ids.shape) - 1])
+    return m.select(hit, rows, x, v.dtype)
+
+
+@rule("one_hot")
+def _one_hot(m: Equations, v: Type, ids: Operand, classes: int = -1) -> Operand:
+    place = m.counted(v.shape, len(v.shape) - 1, "int32")
+    at = m.broadcast(m.cast(ids, "int32"), v.shape, range(len(ids.shape)))
+    return m.cast(m.binary("eq", at, place, "int32", "bool"), v.dtype)
+
+
+# -- order ---------------------------------------------------------------------------------------------------
+
+
+@rule("topk")
+def _topk(
+    m: Equations, v: Sequence[Type], x: Operand, k: int, dim: int = -1, *more: Any, **how: Any
+) -> list[Var]:
+    last = len(x.shape) - 1
+    if dim % len(x.shape) != last or how.get("largest") is False:
+        raise NotImplementedError("it is not the largest along the last axis")
+    outs = [Var(v[0].shape, x.dtype), Var(v[1].shape, "int32")]
+    return m.several("top_k", [x], outs, k=k, axis=last, operand=None)
+
+
+@rule("sort", "argsort")
+def _sort(m: Equations, v: Any, x: Operand, dim: Any = -1, descending: Any = False, **more: Any) -> Any:
+    if isinstance(dim, bool):  # stable=, the dimension after it
+        dim, descending = descending if not isinstance(descending, bool) else -1, False
+    dim = more.get("dim", dim) % len(x.shape)
+    if more.get("descending", descending):
+        raise NotImplementedError("it sorts in descending order")
+    outs = [Var(x.shape, x.dtype), Var(x.shape, "int32")]
+    count = m.counted(x.shape, dim, "int32")
+    found = m.several("sort", [x, count], outs, dimension=dim, is_stable=True, num_keys=1)
+    return found if isinstance(v, list) else found[1]
+
+
+@rule("cumsum")
+def _cumsum(m: Equations, v: Type, x: Operand, dim: int, **more: Any) -> Operand:
+    return m.unary("cumsum", m.cast(x, v.dtype), axis=dim % len(x.shape), reverse=False)
+
+
+@rule("diff")
+def _diff(
+    m: Equations,
+    v: Type,
+    x: Operand,
+    n: int = 1,
+    dim: int = -1,
+    prepend: Any = None,
+    append: Any = None,
+) -> Operand:
+    dim %= len(x.shape)
+    x = m.concatenate([y for y in (prepend, x, append) if y is not None], dim)
+    for _ in range(n):
+        size = x.shape[dim] - 1
+        x = m.binary("sub", m.slice(x, dim, 1, size), m.slice(x, dim, 0, size), x.dtype)
+    return x
+
+
+@rule("histc", "bincount")
+def _histc(m: Equations, v: Type, x: Operand, *more: Any, **how: Any) -> Operand:
+    """How often each whole number occurs."""
+    wide = (math.prod(x.shape), *v.shape)
+    line = m.reshape(m.cast(x, "int32"), wide[:1])
+    same = m.binary("eq", m.broadcast(line, wide, [0]), m.counted(wide, 1, "int32"), "int32", "bool")
+    return m.reduced("reduce_sum", m.cast(same, v.dtype), [0])

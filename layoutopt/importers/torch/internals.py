@@ -1,0 +1,48 @@
+"""Calls of PyTorch itself: the module, element types, values."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from mesh_tf_core.errors import UserError, not_installed
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+"""Element types with fractions, as the contract names them."""
+
+
+def torch_module() -> Any:
+    """PyTorch; UserError if it is not installed."""
+    try:
+        return import_module("torch")
+    except ImportError:
+        raise not_installed("torch", "torch", "a model of a PyTorch module") from None
+
+
+@cache
+def _dtypes() -> dict[Any, str]:
+    torch = torch_module()
+    # Indices and counts are 64-bit by habit; no array of a model has more elements than 32 bits count.
+    names = {"int64": "int32", "bool": "bool"} | {
+        name: name
+        for name in ("float64", "float32", "float16", "bfloat16", "int32", "int16", "int8", "uint8")
+    }
+    return {getattr(torch, of): name for of, name in names.items()}
+
+
+def dtype_of(dtype: Any) -> str:
+    """The contract's name of an element type."""
+    found = _dtypes().get(dtype)
+    if found is None:
+        raise UserError(f"{str(dtype).removeprefix('torch.')} is not an element type that layoutopt has")
+    return found
+
+
+def array_of(tensor: Any) -> Any:
+    """A tensor's values as a NumPy array; None if it has none (a meta or fake tensor)."""
+    torch = torch_module()
+    if tensor is None or tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor):
+        return None
+    own = tensor.detach().cpu()
+    return (own.float() if own.dtype == torch.bfloat16 else own).numpy()

@@ -1,0 +1,98 @@
+"""ATen's losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layoutopt.importers.arrays.contract import Operand
+from layoutopt.importers.torch.elementwise import Type, rule, softplus
+from layoutopt.importers.torch.emitter import Equations
+from layoutopt.importers.torch.internals import FLOATS
+
+_MEAN, _SUM = 1, 2
+
+
+def _reduce(m: Equations, x: Operand, reduction: int) -> Operand:
+    axes = range(len(x.shape))
+    return (
+        m.mean(x, axes)
+        if reduction == _MEAN
+        else m.reduced("reduce_sum", x, axes)
+        if reduction == _SUM
+        else x
+    )
+
+
+@rule("mse_loss")
+def _mse(m: Equations, v: Type, x: Operand, y: Operand, reduction: int = _MEAN) -> Operand:
+    return _reduce(m, m.unary("integer_pow", m.binary("sub", x, y, v.dtype), y=2), reduction)
+
+
+@rule("l1_loss")
+def _l1(m: Equations, v: Type, x: Operand, y: Operand, reduction: int = _MEAN) -> Operand:
+    return _reduce(m, m.unary("abs", m.binary("sub", x, y, v.dtype)), reduction)
+
+
+@rule("smooth_l1_loss", "huber_loss")
+def _smooth(
+    m: Equations, v: Type, x: Operand, y: Operand, reduction: int = _MEAN, beta: float = 1.0
+) -> Operand:
+    if beta != 1:
+        raise NotImplementedError("its beta is not 1")
+    far = m.unary("abs", m.binary("sub", x, y, v.dtype))
+    near = m.binary("mul", m.unary("integer_pow", far, y=2), 0.5, v.dtype)
+    inside = m.binary("lt", far, 1, v.dtype, "bool")
+    return _reduce(m, m.select(inside, near, m.binary("sub", far, 0.5, v.dtype), v.dtype), reduction)
+
+
+@rule("binary_cross_entropy_with_logits")
+def _binary_entropy(
+    m: Equations,
+    v: Type,
+    x: Operand,
+    y: Operand,
+    weight: Any = None,
+    pos_weight: Any = None,
+    reduction: int = _MEAN,
+) -> Operand:
+    if pos_weight is not None:
+        raise NotImplementedError("it has pos_weight")
+    found = m.binary("sub", softplus(m, v, x), m.binary("mul", x, y, x.dtype), x.dtype)
+    return _reduce(m, found if weight is None else m.binary("mul", found, weight, x.dtype), reduction)
+
+
+@rule("cross_entropy_loss", "nll_loss", "nll_loss_nd")
+def _cross_entropy(
+    m: Equations,
+    v: Type,
+    x: Operand,
+    y: Operand,
+    weight: Any = None,
+    reduction: int = _MEAN,
+    ignored: int = -100,
+    smoothing: float = 0.0,
+) -> Operand:
+    """Of logits [rows, classes, ...] and class numbers [rows, ...], or probabilities of x's shape."""
+    if weight is not None or (smoothing and x.shape == y.shape):
+        raise NotImplementedError("it weights classes")
+    rank = len(x.shape)
+    if rank > 2:
+        x = m.transpose(x, [0, *range(2, rank), 1])
+    if y.dtype in FLOATS:
+        y = m.transpose(y, [0, *range(2, rank), 1]) if rank > 2 else y
+        each = m.unary("neg", m.binary("mul", y, m.softmax(x, -1, log=True), x.dtype))
+        rows = m.reduced("reduce_sum", each, [len(x.shape) - 1])
+        return _reduce(m, rows, reduction)
+    counts = m.binary("ne", y, ignored, y.dtype, "bool")
+    safe = m.select(counts, y, 0, y.dtype)
+    loss: Operand = m.emit("cross_entropy", [x, safe], y.shape, x.dtype)
+    if smoothing:
+        spread = m.mean(m.unary("neg", m.softmax(x, -1, log=True)), [len(x.shape) - 1])
+        loss = m.binary("mul", loss, 1 - smoothing, x.dtype)
+        loss = m.binary("add", loss, m.binary("mul", spread, smoothing, x.dtype), x.dtype)
+    loss = m.select(counts, loss, 0, x.dtype)
+    if reduction != _MEAN:
+        return _reduce(m, loss, reduction)
+    every = range(len(y.shape))
+    number = m.reduced("reduce_sum", m.cast(counts, x.dtype), every)
+    return m.binary("div", m.reduced("reduce_sum", loss, every), number, x.dtype)

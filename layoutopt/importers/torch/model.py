@@ -1,0 +1,145 @@
+"""`from_torch`: a PyTorch module as a model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from layoutopt.importers.arrays.build import built, optimizer_of
+from layoutopt.importers.arrays.contract import KEY, Door, Leaf, TracedProgram, Var
+from layoutopt.importers.arrays.model import ImportedModel
+from layoutopt.importers.torch.capture import MODULE, captured
+from layoutopt.importers.torch.internals import array_of, torch_module
+from layoutopt.importers.torch.reader import read
+from layoutopt.plan.build import Plan, check_plan_model
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.optimizers import SGD, Adam, Optimizer
+
+OPTIMIZERS = {
+    "adamw": Adam(1e-3, weight_decay=1e-2, narrow=True),
+    "adam": Adam(1e-3, narrow=True),
+    "sgd": SGD(1e-3),
+}
+"""Those of torch.optim, with its defaults."""
+DOOR = Door("from_torch", "plan.torch", "the module", "DTensor placements", "torch.utils.checkpoint")
+KEPT = 1 << 30
+"""Bytes of parameters up to which their values are the model's initial ones."""
+
+
+@dataclass
+class TorchModel(ImportedModel):
+    """A model that a PyTorch module is; `origin.function` is the module."""
+
+    front_end: ClassVar[str] = "torch"
+
+    def applied(self, plan: Plan) -> Any:
+        """The plan in the user's own module: `plan.torch`."""
+        check_plan_model(plan, self)
+        raise UserError("plan.torch: this version of layoutopt does not apply plans to PyTorch modules")
+
+
+def from_torch(
+    module: Any,
+    example_batch: Any,
+    *,
+    loss: Callable[..., Any] | None = None,
+    optimizer: str | Optimizer = "adamw",
+    names: Mapping[str, Any] | None = None,
+    name: str = "",
+) -> TorchModel:
+    """Builds a model from a PyTorch module. The module is traced once and not changed.
+
+    Args:
+      module: a torch.nn.Module. Tensors on the device "meta" are enough. Parameters with
+        `requires_grad=False` are stored and not trained. Call `from_torch` inside torch.autocast if the
+        training loop does.
+      example_batch: what the module is called with: a mapping of keyword arguments, a tuple of arguments, or
+        one tensor. The path of a tensor is the name of the model's input.
+      loss: loss(outputs, batch) -> a scalar tensor; None if the module returns its loss, as a scalar, as
+        `.loss` or in a tuple.
+      optimizer: adamw, adam or sgd (with the defaults of torch.optim, whose state has the parameters' element
+        type), adafactor, or an `mtf.Optimizer`.
+      names: {"path/of/a/parameter": ("d_ff", "d_model")} names dimensions, and {"d_ff_2": "bottleneck"}
+        renames a dimension.
+      name: of the model; by default the module's class.
+
+    Raises:
+      UserError: torch.export cannot trace the module, or some of its operations are not supported (the
+        message names all of them with their lines).
+
+    Example:
+      >>> import layoutopt, torch
+      >>> class Regression(torch.nn.Module):
+      ...     def __init__(self):
+      ...         super().__init__()
+      ...         self.linear = torch.nn.Linear(4, 2, bias=False)
+      ...
+      ...     def forward(self, x, y):
+      ...         return torch.nn.functional.mse_loss(self.linear(x), y)
+      >>> batch = {"x": torch.empty(8, 4, device="meta"), "y": torch.empty(8, 2, device="meta")}
+      >>> layoutopt.from_torch(Regression().to("meta"), batch).parameters
+      8
+    """
+    torch = torch_module()
+    if not isinstance(module, torch.nn.Module):
+        raise UserError(f"from_torch: {module!r} is not a torch.nn.Module; give the module to train")
+    found = captured(module, example_batch, loss)
+    own = dict(module.named_parameters(remove_duplicate=False)) | dict(
+        module.named_buffers(remove_duplicate=False)
+    )
+    trained = {id(p): p.requires_grad for p in module.parameters()}
+    size = sum(t.nbytes for t in {id(t): t for t in own.values()}.values())
+    names_of: dict[int, list[str]] = defaultdict(list)
+    for path, t in own.items():
+        names_of[id(t)].append(path)
+    ties = {f"{MODULE}.{x}": f"{MODULE}.{listed[0]}" for listed in names_of.values() for x in listed}
+    buffers = {f"{MODULE}.{n}": array_of(t) for n, t in module.named_buffers()}
+    program = read(found.program, {n: a for n, a in buffers.items() if a is not None}, ties, found.autocast)
+    pairs: dict[str, list[tuple[Var, Leaf]]] = {"params": [], "state": [], "batch": []}
+    paths = iter(found.batch)
+    for kind, target, v in program.arguments:
+        if kind == "USER_INPUT":
+            v.path = next(paths)
+            pairs["batch"].append((v, Leaf(v.path, v.shape, v.dtype)))
+            continue
+        path = target.removeprefix(f"{MODULE}.")
+        tensor = own.get(path)
+        v.path = path.replace(".", "/")
+        role = "params" if kind == "PARAMETER" else "state"
+        value = array_of(tensor) if size <= KEPT else None
+        tied = tuple(x.replace(".", "/") for x in names_of[id(tensor)][1:])
+        leaf = Leaf(v.path, v.shape, v.dtype, value, None, trained.get(id(tensor), False), tied)
+        pairs[role].append((v, leaf))
+    keys = [(program.key, Leaf("rng", (), KEY))] if program.key is not None else []
+    title = name or type(module).__name__
+    made = built(
+        TracedProgram(
+            title if title.isidentifier() else "model",
+            DOOR,
+            program.block,
+            pairs["params"],
+            pairs["state"],
+            pairs["batch"],
+            keys,
+            0,
+            program.new_state,
+            {},
+            ("loss", *("" for _ in program.block.outs[1:])),
+            (*found.notes, *program.notes),
+            module,
+            (example_batch,),
+            ("batch",),
+        ),
+        names or {},
+    )
+    return TorchModel(
+        made.loss,
+        optimizer_of(OPTIMIZERS.get(str(optimizer), optimizer), DOOR.name),
+        made.metrics,
+        title,
+        token_dims=made.token_dims,
+        framework="torch",
+        origin=made.origin,
+    )

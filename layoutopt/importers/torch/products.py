@@ -1,0 +1,384 @@
+"""ATen's products, attention, convolutions, pooling and normalisations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from layoutopt.importers.arrays.contract import ConvNumbers, Operand, RaggedNumbers
+from layoutopt.importers.torch.elementwise import Type, rule, variance
+from layoutopt.importers.torch.emitter import Equations
+from layoutopt.importers.torch.masks import HiddenKeys
+
+
+@rule("linear")
+def _linear(m: Equations, v: Type, x: Operand, w: Operand, bias: Operand | None = None) -> Operand:
+    x, w = m.cast(x, v.dtype), m.cast(w, v.dtype)
+    return m.added(m.product(x, w, ([len(x.shape) - 1], [1])), bias)
+
+
+@rule("addmm")
+def _addmm(m: Equations, v: Type, bias: Operand, x: Operand, w: Operand, **more: Any) -> Operand:
+    y = m.product(m.cast(x, v.dtype), m.cast(w, v.dtype), ([1], [0]))
+    return m.binary("add", y, m.expand(m.cast(bias, v.dtype), y.shape), v.dtype)
+
+
+@rule("baddbmm")
+def _baddbmm(
+    m: Equations, v: Type, y: Operand, a: Operand, b: Operand, beta: float = 1, alpha: float = 1
+) -> Operand:
+    found = _matmul(m, v, a, b)
+    found = found if alpha == 1 else m.binary("mul", found, alpha, v.dtype)
+    if beta == 0:
+        return found
+    return m.binary("add", found, y if beta == 1 else m.binary("mul", y, beta, v.dtype), v.dtype)
+
+
+@rule("matmul", "bmm", "mm", "mv", "dot")
+def _matmul(m: Equations, v: Type, x: Operand, y: Operand) -> Operand:
+    x, y = m.cast(x, v.dtype), m.cast(y, v.dtype)
+    if len(y.shape) <= 2:
+        return m.product(x, y, ([len(x.shape) - 1], [0]))
+    if len(x.shape) == 1:
+        return m.product(x, y, ([0], [len(y.shape) - 2]))
+    lead = tuple(map(int, np.broadcast_shapes(x.shape[:-2], y.shape[:-2])))
+    x, y = m.expand(x, (*lead, *x.shape[-2:])), m.expand(y, (*lead, *y.shape[-2:]))
+    k = len(lead)
+    return m.product(x, y, ([k + 1], [k]), (range(k), range(k)))
+
+
+@rule("outer")
+def _outer(m: Equations, v: Type, x: Operand, y: Operand) -> Operand:
+    first = m.broadcast(x, (*x.shape, 1), [0])
+    return m.binary("mul", first, m.broadcast(y, (1, *y.shape), [1]), v.dtype)
+
+
+@rule("einsum")
+def _einsum(m: Equations, v: Type, text: str, xs: Sequence[Operand], **more: Any) -> Operand:
+    """Two operands at a time, whose letters come once each."""
+    left, _, out = text.replace(" ", "").partition("->")
+    names = left.split(",")
+    if "." in text or not out or any(len(set(n)) < len(n) for n in (*names, out)):
+        raise NotImplementedError("its equation has an ellipsis, no result or a repeated letter")
+    (x, *rest), (own, *others) = [m.cast(x, v.dtype) for x in xs], names
+    x, own = _summed(m, x, own, {*"".join(others), *out})
+    for i, (y, name) in enumerate(zip(rest, others, strict=True)):
+        needed = {*out, *"".join(others[i + 1 :])}
+        y, name = _summed(m, y, name, {*own, *needed})
+        x, own = _summed(m, x, own, {*name, *needed})
+        shared = [c for c in own if c in name]
+        batch, gone = [c for c in shared if c in needed], [c for c in shared if c not in needed]
+        pairs = [
+            ([own.index(c) for c in letters], [name.index(c) for c in letters]) for letters in (gone, batch)
+        ]
+        x = m.product(x, y, *pairs)
+        own = "".join([*batch, *(c for c in own if c not in shared), *(c for c in name if c not in shared)])
+    return m.transpose(x, [own.index(c) for c in out])
+
+
+def _summed(m: Equations, x: Operand, name: str, needed: set[str]) -> tuple[Operand, str]:
+    """x without the axes that nothing else has."""
+    gone = [a for a, c in enumerate(name) if c not in needed]
+    if not gone:
+        return x, name
+    return m.reduced("reduce_sum", x, gone), "".join(c for c in name if c in needed)
+
+
+# -- attention -----------------------------------------------------------------------------------------------
+
+
+@rule("scaled_dot_product_attention")
+def _attention(
+    m: Equations,
+    v: Type,
+    q: Operand,
+    k: Operand,
+    w: Operand,
+    mask: Operand | HiddenKeys | None = None,
+    rate: float = 0.0,
+    causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Operand:
+    """One operation: of queries [.., heads, length, d] or [.., kv heads, group, length, d]."""
+    q, k, w = (m.cast(x, v.dtype) for x in (q, k, w))
+    k, w = _unrepeated(m, k), _unrepeated(m, w)
+    size, group = q.shape[-1], 1
+    if len(q.shape) > 3:
+        group = q.shape[-3] // k.shape[-3]
+    if group > 1:
+        q = m.reshape(q, (*q.shape[:-3], k.shape[-3], group, *q.shape[-2:]))
+    seen = mask if isinstance(mask, HiddenKeys) else HiddenKeys()
+    causal, ins = causal or seen.causal, [q, k, w]
+    extra = ""
+    if mask is not None and not isinstance(mask, HiddenKeys):
+        extra = "mask" if mask.dtype == "bool" else "bias"
+        ins.append(_grouped(m, mask, k.shape[-3], group) if group > 1 else mask)
+    if rate:
+        ins.append(m.folded_key())
+    more = {
+        "causal": causal,
+        "window": seen.window,
+        "scale": scale or size**-0.5,
+        "rate": rate,
+        "extra": extra,
+    }
+    return m.reshape(m.emit("attention", ins, (*q.shape[:-1], w.shape[-1]), v.dtype, **more), v.shape)
+
+
+def _unrepeated(m: Equations, x: Operand) -> Operand:
+    """Keys or values before they were repeated for every query of a group."""
+    e = m.maker(x, "reshape")
+    wide = e and m.maker(e.ins[0], "broadcast_in_dim")
+    if not e or not wide or len(e.ins[0].shape) != len(x.shape) + 1:
+        return x
+    at, axis = wide.ins[0], len(x.shape) - 2
+    if at.shape[:axis] != e.ins[0].shape[:axis] or e.ins[0].shape[axis + 1 :] != x.shape[-2:]:
+        return x
+    if wide.params["broadcast_dimensions"] == tuple(a for a in range(len(x.shape) + 1) if a != axis):
+        return at
+    if len(at.shape) == len(x.shape) + 1 and at.shape[axis] == 1:
+        inner = m.maker(at, "broadcast_in_dim", "reshape")
+        return inner.ins[0] if inner else m.reshape(at, (*at.shape[:axis], *at.shape[axis + 1 :]))
+    return x
+
+
+def _grouped(m: Equations, mask: Operand, heads: int, group: int) -> Operand:
+    """A mask of every query head as one of groups of them."""
+    if len(mask.shape) < 3:
+        return mask
+    own = (1, 1) if mask.shape[-3] == 1 else (heads, group)
+    return m.reshape(mask, (*mask.shape[:-3], *own, *mask.shape[-2:]))
+
+
+# -- normalisations ------------------------------------------------------------------------------------------
+
+
+@rule("layer_norm")
+def _layer_norm(
+    m: Equations,
+    v: Type,
+    x: Operand,
+    shape: Sequence[int],
+    weight: Operand | None = None,
+    bias: Operand | None = None,
+    epsilon: float = 1e-5,
+    *more: Any,
+) -> Operand:
+    axes = list(range(len(x.shape) - len(shape), len(x.shape)))
+    y = normalized(m, x, axes, epsilon)
+    y = y if weight is None else m.along("mul", y, weight, axes)
+    return y if bias is None else m.along("add", y, bias, axes)
+
+
+def normalized(m: Equations, x: Operand, axes: Sequence[int], epsilon: float) -> Operand:
+    """x with mean 0 and variance 1 along axes."""
+    if list(axes) == [len(x.shape) - 1]:
+        return m.unary("normalize", x, epsilon=epsilon, center=True)
+    mean = m.mean(x, axes, True)
+    return _scaled(m, x, mean, variance(m, x, axes, mean), epsilon)
+
+
+def _scaled(m: Equations, x: Operand, mean: Operand, var: Operand, epsilon: float) -> Operand:
+    rate = m.unary("rsqrt", m.binary("add", var, epsilon, x.dtype))
+    return m.binary("mul", m.binary("sub", x, mean, x.dtype), rate, x.dtype)
+
+
+@rule("rms_norm", "_fused_rms_norm")
+def _rms_norm(
+    m: Equations,
+    v: Type,
+    x: Operand,
+    shape: Sequence[int],
+    weight: Operand | None = None,
+    epsilon: Any = None,
+) -> Operand:
+    if len(shape) != 1:
+        raise NotImplementedError("it normalises several axes")
+    lowest = {"float32": 1.1920929e-07, "bfloat16": 0.0078125, "float16": 0.00097656}[x.dtype]
+    y = m.unary("normalize", x, epsilon=lowest if epsilon is None else epsilon, center=False)
+    return y if weight is None else m.along("mul", y, weight, [-1])
+
+
+@rule("group_norm")
+def _group_norm(
+    m: Equations,
+    v: Type,
+    x: Operand,
+    groups: int,
+    weight: Operand | None = None,
+    bias: Operand | None = None,
+    epsilon: float = 1e-5,
+    *more: Any,
+) -> Operand:
+    z = m.reshape(x, (x.shape[0], groups, x.shape[1] // groups, *x.shape[2:]))
+    y = m.reshape(normalized(m, z, range(2, len(z.shape)), epsilon), x.shape)
+    y = y if weight is None else m.along("mul", y, weight, [1])
+    return y if bias is None else m.along("add", y, bias, [1])
+
+
+def batch_norm(
+    m: Equations,
+    x: Operand,
+    given: Sequence[Operand | None],
+    train: bool,
+    momentum: float,
+    epsilon: float,
+) -> tuple[Operand, Operand | None, Operand | None]:
+    """BatchNorm of (x, weight, bias, running mean, running variance): the result, and the new statistics."""
+    weight, bias, old_mean, old_var = given
+    axes = [0, *range(2, len(x.shape))]
+    lead = [x.shape[1] if a == 1 else 1 for a in range(len(x.shape))]
+    new: tuple[Operand | None, Operand | None] = (None, None)
+    if train or old_mean is None or old_var is None:
+        mean = m.mean(x, axes, True)
+        var = variance(m, x, axes, mean)
+        if old_mean is not None and old_var is not None:
+            count = math.prod(x.shape) / x.shape[1]
+            unbiased = m.binary("mul", var, count / (count - 1), x.dtype)
+            new = _mixed(m, old_mean, mean, momentum), _mixed(m, old_var, unbiased, momentum)
+    else:
+        mean, var = (m.broadcast(t, lead, [1]) for t in (old_mean, old_var))
+    y = _scaled(m, x, mean, var, epsilon)
+    y = y if weight is None else m.along("mul", y, weight, [1])
+    return y if bias is None else m.along("add", y, bias, [1]), *new
+
+
+def _mixed(m: Equations, old: Operand, now: Operand, momentum: float) -> Operand:
+    now = m.cast(m.reshape(now, old.shape), old.dtype)
+    kept = m.binary("mul", old, 1 - momentum, old.dtype)
+    return m.binary("add", kept, m.binary("mul", now, momentum, old.dtype), old.dtype)
+
+
+# -- convolutions and windows --------------------------------------------------------------------------------
+
+
+def _each(given: Any, count: int) -> list[int]:
+    """An argument for every axis of space."""
+    listed = list(given) if isinstance(given, list | tuple) else [given]
+    return listed * count if len(listed) == 1 else listed
+
+
+@rule("conv1d", "conv2d", "conv3d")
+def _conv(
+    m: Equations,
+    v: Type,
+    x: Operand,
+    w: Operand,
+    bias: Operand | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Operand:
+    space, spec = len(x.shape) - 2, tuple(range(len(x.shape)))
+    dilations = _each(dilation, space)
+    if padding == "same":
+        total = [d * (n - 1) for d, n in zip(dilations, w.shape[2:], strict=True)]
+        pads = [(t // 2, t - t // 2) for t in total]
+    else:
+        pads = [(p, p) for p in _each(0 if padding == "valid" else padding, space)]
+    y = m.emit(
+        "conv_general_dilated",
+        [m.cast(x, v.dtype), m.cast(w, v.dtype)],
+        v.shape,
+        v.dtype,
+        dimension_numbers=ConvNumbers(spec, spec, spec),
+        window_strides=tuple(_each(stride, space)),
+        padding=tuple(pads),
+        lhs_dilation=(1,) * space,
+        rhs_dilation=tuple(dilations),
+        feature_group_count=groups,
+        batch_group_count=1,
+    )
+    return m.added(y, bias, 1)
+
+
+@rule("max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices")
+def _max_pool(
+    m: Equations,
+    v: Any,
+    x: Operand,
+    size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    *more: Any,
+) -> Any:
+    if any(d != 1 for d in _each(dilation, 1)) or any(more):
+        raise NotImplementedError("it has dilation or rounds its size up")
+    found = _window(m, "reduce_window_max", v[0] if isinstance(v, list) else v, x, size, stride, padding)
+    return [found, None] if isinstance(v, list) else found
+
+
+@rule("avg_pool1d", "avg_pool2d", "avg_pool3d")
+def _avg_pool(
+    m: Equations, v: Type, x: Operand, size: Any, stride: Any = None, padding: Any = 0, *more: Any
+) -> Operand:
+    if any(_each(padding, 1)) or (more and more[0]):
+        raise NotImplementedError("it pads, or rounds its size up")
+    total = _window(m, "reduce_window_sum", v, x, size, stride, padding)
+    return m.binary("mul", total, 1 / math.prod(_each(size, len(x.shape) - 2)), v.dtype)
+
+
+def _window(m: Equations, prim: str, v: Type, x: Operand, size: Any, stride: Any, padding: Any) -> Operand:
+    space = len(x.shape) - 2
+    sizes, pads = _each(size, space), _each(padding, space)
+    strides = _each(stride, space) if stride or stride == 0 else sizes
+    return m.emit(
+        prim,
+        [x],
+        v.shape,
+        v.dtype,
+        window_dimensions=(1, 1, *sizes),
+        window_strides=(1, 1, *strides),
+        padding=((0, 0), (0, 0), *((p, p) for p in pads)),
+        base_dilation=(1,) * (space + 2),
+        window_dilation=(1,) * (space + 2),
+    )
+
+
+@rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
+def _adaptive(m: Equations, v: Type, x: Operand, *more: Any) -> Operand:
+    axes = range(2, len(x.shape))
+    if all(v.shape[a] == 1 for a in axes):
+        return m.mean(x, axes, True)
+    if any(x.shape[a] % v.shape[a] for a in axes):
+        raise NotImplementedError("its windows are not equal")
+    sizes = [x.shape[a] // v.shape[a] for a in axes]
+    total = _window(m, "reduce_window_sum", v, x, sizes, sizes, 0)
+    return m.binary("mul", total, 1 / math.prod(sizes), v.dtype)
+
+
+@rule("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
+def _nearest(m: Equations, v: Type, x: Operand, *more: Any, **how: Any) -> Operand:
+    if any(b % a for a, b in zip(x.shape, v.shape, strict=True)):
+        raise NotImplementedError("its factors are not whole numbers")
+    wide = [n for a, b in zip(x.shape[2:], v.shape[2:], strict=True) for n in (a, b // a)]
+    axes = [0, 1, *range(2, 2 + len(wide), 2)]
+    return m.reshape(m.broadcast(x, (*x.shape[:2], *wide), axes), v.shape)
+
+
+@rule("_grouped_mm", "grouped_mm_fallback")
+def _grouped_mm(
+    m: Equations, v: Type, x: Operand, w: Operand, ends: Operand | None = None, **more: Any
+) -> Operand:
+    """Rows times the matrix of their group; `ends`: where each group ends."""
+    ends = more.get("offs", ends)
+    if len(x.shape) != 2 or len(w.shape) != 3 or ends is None or more.get("bias") is not None:
+        raise NotImplementedError("its first operand is not rows in consecutive groups")
+    n = ends.shape[0]
+    before = m.emit(
+        "pad",
+        [m.slice(ends, 0, 0, n - 1), m.constant(0, ends.dtype)],
+        (n,),
+        ends.dtype,
+        padding_config=((1, 0, 0),),
+    )
+    counts = m.binary("sub", ends, before, ends.dtype)
+    numbers = RaggedNumbers((((1,), (1,)), ((), ())), (0,), (0,))
+    ins = [m.cast(x, v.dtype), m.cast(w, v.dtype), counts]
+    return m.emit("ragged_dot_general", ins, v.shape, v.dtype, ragged_dot_dimension_numbers=numbers)

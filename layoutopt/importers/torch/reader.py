@@ -1,0 +1,345 @@
+"""A graph of torch.export as a program of `importers.arrays`."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from layoutopt.importers.arrays.contract import (
+    CapturedArray,
+    Equation,
+    EquationBlock,
+    Operand,
+    Var,
+    has_fractions,
+)
+from layoutopt.importers.torch import indexing, losses, products, shapes
+from layoutopt.importers.torch.autocast import Autocast, flat
+from layoutopt.importers.torch.capture import MODULE, RECOMPUTED
+from layoutopt.importers.torch.elementwise import TABLE, Type
+from layoutopt.importers.torch.emitter import Equations
+from layoutopt.importers.torch.internals import array_of, dtype_of, torch_module
+from layoutopt.importers.torch.masks import KnownArray, Shadow, followed, hidden
+from layoutopt.importers.torch.views import INVERSES
+
+__all__ = ["ReadProgram", "read"]
+
+_TABLES = (indexing, losses, products, shapes)
+"""They register their rules in `TABLE` when they are imported."""
+_CHECKS = re.compile(r"_assert|sym_constrain|_check")
+
+
+@dataclass
+class ReadProgram:
+    """A program that was read.
+
+    Attributes:
+      arguments: (kind, name, variable) of every array that the program gets: "PARAMETER", "BUFFER",
+        "CONSTANT_TENSOR" or "USER_INPUT", and the name in the module or the batch.
+      new_state: variable -> which result is its new value.
+      key: the random key, if anything is drawn.
+    """
+
+    block: EquationBlock
+    arguments: list[tuple[str, str, Var]]
+    new_state: dict[Var, int]
+    key: Var | None
+    notes: list[str] = field(default_factory=list)
+
+
+def read(
+    program: Any, buffers: Mapping[str, Any], ties: Mapping[str, str], autocast: str = ""
+) -> ReadProgram:
+    """The equations of an exported program.
+
+    Args:
+      buffers: name -> array, of those whose values are known.
+      ties: name -> the first name of the same array.
+      autocast: the element type of torch.autocast around it all.
+    """
+    reader = _Reader(program, buffers, ties)
+    reader.autocast.enter(autocast)
+    return reader.done()
+
+
+class _Reader:
+    """Walks over nodes.
+
+    Writes in place become new values: a view that is written to is written back to what it is a view of, and
+    other views of that are made again.
+    """
+
+    def __init__(self, program: Any, buffers: Mapping[str, Any], ties: Mapping[str, str]) -> None:
+        self.program, self.buffers, self.ties, self.m = program, buffers, ties, Equations()
+        self.torch = torch_module()
+        self.values: dict[Any, Any] = {}
+        self.shadows: dict[Any, Shadow] = {}
+        self.same: dict[Any, Any] = {}
+        self.views: dict[Any, tuple[Any, str, Any]] = {}
+        self.arguments: list[tuple[str, str, Var]] = []
+        self.first: dict[Any, Var] = {}
+        self.named: dict[str, Var] = {}
+        self.notes: dict[str, None] = {}
+        self.autocast = Autocast()
+
+    def done(self) -> ReadProgram:
+        graph = self.program.graph
+        kinds = {s.arg.name: s for s in self.program.graph_signature.input_specs}
+        for n in graph.nodes:
+            if n.op == "placeholder":
+                self._argument(n, kinds[n.name])
+        (outs,) = self._run(self.program.graph_module, graph)[:1]
+        new_state: dict[Var, int] = {}
+        results: list[Operand] = [outs]
+        for n, v in self.first.items():
+            if self.values[n] is not v:
+                new_state[v] = len(results)
+                results.append(self.values[n])
+        ins = [v for _, _, v in self.arguments] + ([self.m.key] if self.m.key else [])
+        block = EquationBlock(ins, _live(self.m.equations, results), results)
+        return ReadProgram(block, self.arguments, new_state, self.m.key, list(self.notes))
+
+    # -- arguments -----------------------------------------------------------------------------------------
+
+    def _argument(self, n: Any, spec: Any) -> None:
+        value, kind = n.meta.get("val"), spec.kind.name
+        if not isinstance(value, self.torch.Tensor):
+            self.values[n] = value if value is not None else getattr(spec.arg, "value", None)
+            return
+        name = spec.target or n.name
+        name = self.ties.get(name, name)
+        if name in self.named:
+            self.values[n] = self.named[name]
+            return
+        shape, dtype = tuple(map(int, value.shape)), dtype_of(value.dtype)
+        array = self.buffers.get(name)
+        if kind == "CONSTANT_TENSOR":
+            array = np.zeros(shape) if 0 in shape else array_of(self.program.constants.get(name))
+        written = any(_is_batch_norm(x) or (_writes(_name(x)) and x.args[0] is n) for x in n.users)
+        if array is not None and not written:
+            self.shadows[n] = KnownArray(array, shape)
+            if kind == "CONSTANT_TENSOR" or not spec.persistent:
+                self.values[n] = self.m.constant(array, dtype)
+                return
+        v = self.values[n] = Var(shape, dtype)
+        if kind != "USER_INPUT":
+            self.named[name] = v
+        self.arguments.append((kind, name, v))
+        if kind == "BUFFER":
+            self.first[n] = v
+
+    # -- nodes ---------------------------------------------------------------------------------------------
+
+    def _run(self, owner: Any, graph: Any) -> Any:
+        """The results of a graph whose arguments have values."""
+        for n in graph.nodes:
+            if n.op == "get_attr":
+                self.values[n] = operator.attrgetter(n.target)(owner)
+            elif n.op == "call_function":
+                self._call(n)
+            elif n.op == "output":
+                return self.torch.fx.node.map_arg(n.args[0], self._value)
+        return ()
+
+    def _value(self, n: Any) -> Any:
+        while n in self.same:
+            n = self.same[n]
+        return self.values[n]
+
+    def _call(self, n: Any) -> None:
+        if n.target is operator.getitem:
+            found = self._value(n.args[0])
+            self.values[n] = None if found is None else found[n.args[1]]
+            return
+        target = str(n.target)
+        if _CHECKS.search(target):
+            self.values[n] = None
+            return
+        self._locate(n)
+        args = self.torch.fx.node.map_arg(n.args, self._value)
+        more = self.torch.fx.node.map_arg(n.kwargs, self._value)
+        if target in ("wrap_with_autocast", "wrap_with_set_grad_enabled"):
+            self.values[n] = self._inlined(target, args)
+            return
+        name = _name(n)
+        if _is_batch_norm(n):
+            self.values[n] = self._batch_norm(n, args)
+            return
+        written = _writes(name)
+        result = _type_of(n.meta.get("val"), self.torch)
+        mask = self._mask(n, name, args)
+        if mask is not None:
+            args = (*args[:3], mask, *args[4:])
+        found = self._made(n, name.rstrip("_") if written else name, result, args, more)
+        if written:
+            own = n.args[0]
+            self._assign(own, found)
+            self.same[n] = own
+            return
+        self.values[n] = found
+        self._follow(n, name, result)
+        if name in INVERSES and args and isinstance(args[0], Var | CapturedArray):
+            self.views[n] = self._root(n.args[0]), name, (n, result, args, more)
+
+    def _root(self, n: Any) -> Any:
+        while n in self.same:
+            n = self.same[n]
+        return n
+
+    def _locate(self, n: Any) -> None:
+        """The module, the line and the checkpoint that a node is in."""
+        stack = n.meta.get("nn_module_stack") or {}
+        path = list(stack.values())[-1][0] if stack else ""
+        self.m.scope = scope_of(path)
+        trace = n.meta.get("stack_trace") or ""
+        places = re.findall(r'File "([^"]+)", line (\d+)', trace)
+        self.m.where = ":".join(places[-1]) if places else self.m.where
+        self.m.recomputed = (n.meta.get("custom") or {}).get(RECOMPUTED, "")
+
+    def _made(self, n: Any, name: str, v: Any, args: Sequence[Any], more: Mapping[str, Any]) -> Any:
+        """The result of an operation; of one without a rule, a value that the import refuses."""
+        rule: Callable[..., Any] | None = TABLE.get(name)
+        before = len(self.m.equations)
+        args, v = self.autocast.typed(self.m, name, args, v)
+        try:
+            if rule is None:
+                return self._unknown(name, v, args, "")
+            found = rule(self.m, v, *args, **more)
+        except (NotImplementedError, TypeError, ValueError, IndexError, KeyError) as error:
+            del self.m.equations[before:]
+            own = isinstance(error, NotImplementedError)
+            return self._unknown(
+                name, v, args, str(error) if own else "it is called in a form that has no rule"
+            )
+        for x, t in zip(found, v, strict=True) if isinstance(v, list) else [(found, v)]:
+            if isinstance(t, Type) and isinstance(x, Var | CapturedArray):
+                assert (x.shape, x.dtype) == (t.shape, t.dtype), (name, x, t, self.m.where)
+        return found
+
+    def _unknown(self, name: str, v: Any, args: Sequence[Any], why: str) -> Any:
+        ins = [x for x in flat(args) if isinstance(x, Var | CapturedArray)]
+        types = [t for t in (v if isinstance(v, list) else [v]) if t is not None]
+        outs = [Var(t.shape, t.dtype) for t in types]
+        self.m.several(f"torch.{name}", ins, outs, why=why)
+        return outs if isinstance(v, list) else outs[0] if outs else None
+
+    def _inlined(self, target: str, args: Sequence[Any]) -> Any:
+        """The results of a part of the graph that a context is around."""
+        if target == "wrap_with_autocast":
+            dtype, enabled, body, given = args[1], args[2], args[4], args[5:]
+            old = self.autocast.dtype
+            self.autocast.enter(dtype_of(dtype) if enabled and dtype else "")
+        else:
+            enabled, body, given, old = args[0], args[1], args[2:], self.autocast.dtype
+        inner = body.graph
+        for n, x in zip((n for n in inner.nodes if n.op == "placeholder"), given, strict=True):
+            self.values[n] = x
+        found = self._run(body, inner)
+        self.autocast.enter(old)
+        if target == "wrap_with_set_grad_enabled" and not enabled:
+            return [self.m.unary("stop_gradient", x) if _has_slope(x) else x for x in found]
+        return found
+
+    # -- writes in place -----------------------------------------------------------------------------------
+
+    def _batch_norm(self, n: Any, args: Sequence[Any]) -> Operand:
+        x, *given = args[:5]
+        train, momentum, epsilon = args[5:8]
+        y, mean, var = products.batch_norm(self.m, x, given, train, momentum, epsilon)
+        for own, new in zip(n.args[3:5], (mean, var), strict=True):
+            if own is not None and new is not None:
+                self._assign(own, new)
+        return y
+
+    def _assign(self, n: Any, value: Operand) -> None:
+        """Gives a node another value, and what it is a view of."""
+        n = self._root(n)
+        self.values[n] = value
+        self.shadows.pop(n, None)
+        if n in self.views:
+            base, name, (_, _, args, _) = self.views[n]
+            self._assign_base(base, INVERSES[name](self.m, self._value(base), value, args[1:]), n)
+        self._remake(n, None)
+
+    def _assign_base(self, base: Any, value: Operand, written: Any) -> None:
+        self.values[base] = value
+        self.shadows.pop(base, None)
+        if base in self.views:
+            outer, name, (_, _, args, _) = self.views[base]
+            self._assign_base(outer, INVERSES[name](self.m, self._value(outer), value, args[1:]), base)
+        self._remake(base, written)
+
+    def _remake(self, base: Any, but: Any) -> None:
+        """Makes the views of a node again."""
+        for n, (of, name, (_, result, args, more)) in list(self.views.items()):
+            if of is base and n is not but:
+                self.values[n] = self._made(n, name, result, (self.values[base], *args[1:]), more)
+                self.shadows.pop(n, None)
+                self._remake(n, None)
+
+    # -- masks ---------------------------------------------------------------------------------------------
+
+    def _follow(self, n: Any, name: str, v: Any) -> None:
+        if not isinstance(v, Type):
+            return
+        nodes = n.all_input_nodes
+        if any(self._root(x) not in self.shadows for x in nodes):
+            return
+        shadows = {x: self.shadows[self._root(x)] for x in nodes}
+        args, more = (self.torch.fx.node.map_arg(a, shadows.get) for a in (n.args, n.kwargs))
+        plain = {k: x for k, x in more.items() if k not in ("device", "pin_memory", "dtype", "layout")}
+        found = followed(name, v.shape, v.dtype, args, plain)
+        if found is not None:
+            self.shadows[n] = found
+
+    def _mask(self, n: Any, name: str, args: Sequence[Any]) -> Any:
+        """What the mask of an attention hides, if it is made of positions alone."""
+        if name != "scaled_dot_product_attention" or len(n.args) < 4 or n.args[3] is None:
+            return None
+        shadow = self.shadows.get(self._root(n.args[3]))
+        return None if shadow is None else hidden(shadow, args[0].shape[-2], args[1].shape[-2])
+
+
+def _name(n: Any) -> str:
+    """An operation's name, without its library and overload."""
+    target = str(n.target)
+    return target.split(".")[1] if "." in target else target
+
+
+def _writes(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__") and name not in TABLE
+
+
+def _is_batch_norm(n: Any) -> bool:
+    return "batch_norm" in str(n.target)
+
+
+def scope_of(path: str) -> str:
+    """The path of a module, as scopes have it."""
+    path = path.removeprefix("L['self'].").removeprefix("L__self__").lstrip(".")
+    return re.sub(r"[^\w./\-]+", "", path.removeprefix(MODULE).lstrip(".").replace(".", "/"))
+
+
+def _has_slope(x: Any) -> bool:
+    return isinstance(x, Var) and has_fractions(x)
+
+
+def _type_of(value: Any, torch: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return Type(tuple(map(int, value.shape)), dtype_of(value.dtype))
+    return [_type_of(x, torch) for x in value] if isinstance(value, list | tuple) else None
+
+
+def _live(equations: Sequence[Equation], outs: Sequence[Operand]) -> list[Equation]:
+    """The equations that results need."""
+    needed, kept = {id(x) for x in outs}, []
+    for e in reversed(equations):
+        if any(id(y) in needed for y in e.outs):
+            kept.append(e)
+            needed.update(map(id, e.ins))
+    return kept[::-1]

@@ -1,0 +1,240 @@
+"""ATen's operations that move elements, or make arrays of none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from layoutopt.importers.arrays.contract import CapturedArray, Operand, Var
+from layoutopt.importers.torch.elementwise import Type, rule
+from layoutopt.importers.torch.emitter import Equations
+
+
+@rule("view", "reshape", "flatten", "unflatten", "squeeze", "_unsafe_view", "view_as", "reshape_as")
+def _view(m: Equations, v: Type, x: Operand, *to: Any) -> Operand:
+    return m.reshape(x, v.shape)
+
+
+@rule("unsqueeze")
+def _unsqueeze(m: Equations, v: Type, x: Operand, dim: int) -> Operand:
+    return m.broadcast(x, v.shape, [a for a in range(len(v.shape)) if a != dim % len(v.shape)])
+
+
+@rule("expand", "expand_as", "broadcast_to")
+def _expand(m: Equations, v: Type, x: Operand, *to: Any, **more: Any) -> Operand:
+    return m.expand(x, v.shape)
+
+
+@rule("broadcast_tensors", "meshgrid")
+def _broadcast_tensors(m: Equations, v: Sequence[Type], xs: Sequence[Operand], **more: Any) -> list[Operand]:
+    if all(len(x.shape) == 1 for x in xs) and len(v[0].shape) == len(xs) > 1:
+        return [m.broadcast(x, t.shape, [a]) for a, (x, t) in enumerate(zip(xs, v, strict=True))]
+    return [m.expand(x, t.shape) for x, t in zip(xs, v, strict=True)]
+
+
+@rule("transpose", "swapaxes", "transpose_copy")
+def _transpose(m: Equations, v: Type, x: Operand, a: int, b: int) -> Operand:
+    order = list(range(len(x.shape)))
+    order[a], order[b] = order[b], order[a]
+    return m.transpose(x, order)
+
+
+@rule("permute")
+def _permute(m: Equations, v: Type, x: Operand, order: Sequence[int]) -> Operand:
+    return m.transpose(x, order)
+
+
+@rule("t", "numpy_T", "mT")
+def _t(m: Equations, v: Type, x: Operand) -> Operand:
+    rank = len(x.shape)
+    return m.transpose(x, [*range(rank - 2), rank - 1, rank - 2]) if rank > 1 else x
+
+
+@rule("movedim", "moveaxis")
+def _movedim(m: Equations, v: Type, x: Operand, source: Any, target: Any) -> Operand:
+    rank = len(x.shape)
+    froms, tos = ([d % rank for d in (n if isinstance(n, list | tuple) else [n])] for n in (source, target))
+    at = dict(zip(tos, froms, strict=True))
+    rest = iter(a for a in range(rank) if a not in froms)
+    return m.transpose(x, [at[a] if a in at else next(rest) for a in range(rank)])
+
+
+@rule("slice")
+def _slice(
+    m: Equations, v: Type, x: Operand, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Operand:
+    dim %= len(x.shape)
+    start = 0 if start is None else start
+    begin = min(max(start + x.shape[dim], 0) if start < 0 else start, x.shape[dim])
+    return (
+        m.slice(x, dim, begin, v.shape[dim], step)
+        if 0 not in v.shape
+        else m.constant(np.zeros(v.shape), v.dtype)
+    )
+
+
+@rule("narrow")
+def _narrow(m: Equations, v: Type, x: Operand, dim: int, start: int, length: int) -> Operand:
+    return m.slice(x, dim % len(x.shape), start % max(x.shape[dim], 1), length)
+
+
+@rule("select")
+def _select(m: Equations, v: Type, x: Operand, dim: int, index: int) -> Operand:
+    dim %= len(x.shape)
+    one = m.slice(x, dim, index % x.shape[dim], 1)
+    return m.emit("squeeze", [one], v.shape, x.dtype, dimensions=(dim,))
+
+
+@rule("unbind")
+def _unbind(m: Equations, v: Sequence[Type], x: Operand, dim: int = 0) -> list[Operand]:
+    return [_select(m, t, x, dim, i) for i, t in enumerate(v)]
+
+
+@rule("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk")
+def _split(m: Equations, v: Sequence[Type], x: Operand, sizes: Any, dim: int = 0) -> list[Operand]:
+    dim, at, found = dim % len(x.shape), 0, []
+    for t in v:
+        found.append(m.slice(x, dim, at, t.shape[dim]))
+        at += t.shape[dim]
+    return found
+
+
+@rule("cat", "concat", "concatenate")
+def _cat(m: Equations, v: Type, xs: Sequence[Operand], dim: int = 0) -> Operand:
+    kept = [m.cast(x, v.dtype) for x in xs if 0 not in x.shape]
+    return m.concatenate(kept, dim % len(v.shape)) if kept else xs[0]
+
+
+@rule("stack")
+def _stack(m: Equations, v: Type, xs: Sequence[Operand], dim: int = 0) -> Operand:
+    dim %= len(v.shape)
+    lead = [1 if a == dim else n for a, n in enumerate(v.shape)]
+    rows = [m.broadcast(m.cast(x, v.dtype), lead, [a for a in range(len(lead)) if a != dim]) for x in xs]
+    return m.concatenate(rows, dim)
+
+
+@rule("pad", "constant_pad_nd")
+def _pad(m: Equations, v: Type, x: Operand, widths: Sequence[int], *how: Any, **more: Any) -> Operand:
+    mode = next((a for a in how if isinstance(a, str)), more.get("mode", "constant"))
+    if mode != "constant":
+        raise NotImplementedError(f"it pads with the mode {mode}")
+    numbers = [a for a in how if isinstance(a, int | float)]
+    value = numbers[0] if numbers else more.get("value") or 0
+    config = [(0, 0, 0)] * len(x.shape)
+    for i in range(len(widths) // 2):
+        config[-1 - i] = (int(widths[2 * i]), int(widths[2 * i + 1]), 0)
+    return m.emit("pad", [x, m.constant(value, x.dtype)], v.shape, x.dtype, padding_config=tuple(config))
+
+
+@rule("repeat", "tile")
+def _repeat(m: Equations, v: Type, x: Operand, counts: Sequence[int]) -> Operand:
+    x = m.reshape(x, (*(1,) * (len(counts) - len(x.shape)), *x.shape))
+    sizes = [n for count, size in zip(counts, x.shape, strict=True) for n in (count, size)]
+    return m.reshape(m.broadcast(x, sizes, range(1, len(sizes), 2)), v.shape)
+
+
+@rule("repeat_interleave")
+def _repeat_interleave(
+    m: Equations, v: Type, x: Operand, count: Any, dim: Any = None, **more: Any
+) -> Operand:
+    if not isinstance(count, int) or dim is None:
+        raise NotImplementedError("it repeats elements by different counts, or all axes as one")
+    dim %= len(x.shape)
+    wide = [*x.shape[: dim + 1], count, *x.shape[dim + 1 :]]
+    return m.reshape(m.broadcast(x, wide, [a for a in range(len(wide)) if a != dim + 1]), v.shape)
+
+
+@rule("roll")
+def _roll(m: Equations, v: Type, x: Operand, shifts: Any, dims: Any = ()) -> Operand:
+    pairs = zip(*(n if isinstance(n, list | tuple) else [n] for n in (shifts, dims)), strict=True)
+    for shift, dim in pairs:
+        n = x.shape[dim]
+        if cut := -shift % n:
+            ends = m.slice(x, dim % len(x.shape), cut, n - cut), m.slice(x, dim % len(x.shape), 0, cut)
+            x = m.concatenate(ends, dim % len(x.shape))
+    return x
+
+
+@rule("flip")
+def _flip(m: Equations, v: Type, x: Operand, dims: Sequence[int]) -> Operand:
+    return m.unary("rev", x, dimensions=tuple(d % len(x.shape) for d in dims))
+
+
+# -- arrays of nothing ---------------------------------------------------------------------------------------
+
+
+@rule("arange")
+def _arange(m: Equations, v: Type, *given: Any, **more: Any) -> Operand:
+    numbers = [x for x in given if isinstance(x, int | float)]
+    begin, step = (numbers[0] if len(numbers) > 1 else 0), (numbers[2] if len(numbers) > 2 else 1)
+    if (begin, step) == (0, 1) and v.dtype.startswith("int") and v.shape[0] > 1:
+        return m.counted(v.shape, 0, v.dtype)
+    return m.constant(begin + step * np.arange(v.shape[0]), v.dtype)
+
+
+@rule("linspace")
+def _linspace(m: Equations, v: Type, first: float, last: float, count: int, **more: Any) -> Operand:
+    return m.constant(np.linspace(first, last, count), v.dtype)
+
+
+@rule("ones", "new_ones", "ones_like")
+def _ones(m: Equations, v: Type, *given: Any, **more: Any) -> Operand:
+    return m.full(1, v.shape, v.dtype)
+
+
+@rule("zeros", "new_zeros", "zeros_like", "empty", "new_empty", "empty_like", "empty_permuted")
+def _zeros(m: Equations, v: Type, *given: Any, **more: Any) -> Operand:
+    return m.full(0, v.shape, v.dtype)
+
+
+@rule("full", "new_full", "full_like", "scalar_tensor")
+def _full(m: Equations, v: Type, *given: Any, **more: Any) -> Operand:
+    value = next(x for x in given[::-1] if isinstance(x, int | float | bool | Var | CapturedArray))
+    return m.full(value, v.shape, v.dtype)
+
+
+@rule("fill")
+def _fill(m: Equations, v: Type, x: Operand, value: Any) -> Operand:
+    known = isinstance(value, Var | CapturedArray)
+    return m.full(m.reshape(value, ()) if known else value, v.shape, v.dtype)
+
+
+@rule("copy")
+def _copy(m: Equations, v: Type, x: Operand, y: Operand, *more: Any) -> Operand:
+    return m.expand(m.cast(y, v.dtype), v.shape)
+
+
+@rule("zero")
+def _zero(m: Equations, v: Type, x: Operand) -> Operand:
+    return m.full(0, v.shape, v.dtype)
+
+
+@rule("tril", "triu")
+def _tril(m: Equations, v: Type, x: Operand, diagonal: int = 0) -> Operand:
+    return triangle(m, v, x, "ge", diagonal)
+
+
+def triangle(m: Equations, v: Type, x: Operand, prim: str, diagonal: int) -> Operand:
+    """x where its row plus `diagonal` compares so with its column, else 0."""
+    two = v.shape[-2:]
+    row = m.binary("add", m.counted(two, 0, "int32"), diagonal, "int32")
+    inside = m.binary(prim, row, m.counted(two, 1, "int32"), "int32", "bool")
+    return m.select(m.ranked(inside, len(v.shape)), x, 0, v.dtype)
+
+
+@rule("triu")
+def _triu(m: Equations, v: Type, x: Operand, diagonal: int = 0) -> Operand:
+    return triangle(m, v, x, "le", diagonal)
+
+
+@rule("rand", "randn", "rand_like", "randn_like")
+def _drawn(m: Equations, v: Type, *given: Any, **more: Any) -> Operand:
+    raise NotImplementedError("it draws random numbers, which only dropout may")
+
+
+@rule("numel")
+def _numel(m: Equations, v: Any, x: Operand) -> int:
+    return math.prod(x.shape)

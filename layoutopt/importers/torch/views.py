@@ -1,0 +1,62 @@
+"""Writes in place to a view, as writes to what it is a view of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from layoutopt.importers.arrays.contract import Operand
+from layoutopt.importers.torch.emitter import Equations
+
+Inverse = Callable[[Equations, Operand, Operand, Sequence[Any]], Operand]
+
+
+def _back(m: Equations, whole: Operand, value: Operand, args: Sequence[Any]) -> Operand:
+    return m.reshape(value, whole.shape)
+
+
+def _transposed_back(m: Equations, whole: Operand, value: Operand, args: Sequence[Any]) -> Operand:
+    order = list(range(len(value.shape)))
+    order[args[0]], order[args[1]] = order[args[1]], order[args[0]]
+    return m.transpose(value, order)
+
+
+def _permuted_back(m: Equations, whole: Operand, value: Operand, args: Sequence[Any]) -> Operand:
+    order = [a % len(value.shape) for a in args[0]]
+    return m.transpose(value, [order.index(a) for a in range(len(order))])
+
+
+def _sliced_back(m: Equations, whole: Operand, value: Operand, args: Sequence[Any]) -> Operand:
+    default: list[Any] = [0, None, None, 1]
+    dim, start, _, step = [*args, *default[len(args) :]]
+    if step != 1:
+        raise NotImplementedError("it writes to a slice with steps")
+    dim %= len(whole.shape)
+    start = 0 if start is None else max(start + whole.shape[dim], 0) if start < 0 else start
+    end = start + value.shape[dim]
+    rest = whole.shape[dim] - end
+    parts = [m.slice(whole, dim, 0, start)] if start else []
+    parts += [value, *([m.slice(whole, dim, end, rest)] if rest else [])]
+    return m.concatenate(parts, dim)
+
+
+def _selected_back(m: Equations, whole: Operand, value: Operand, args: Sequence[Any]) -> Operand:
+    dim, index = args[0] % len(whole.shape), args[1] % whole.shape[args[0]]
+    wide = [1 if a == dim else n for a, n in enumerate(whole.shape)]
+    row = m.broadcast(value, wide, [a for a in range(len(wide)) if a != dim])
+    return _sliced_back(m, whole, row, (dim, index, index + 1))
+
+
+def _same_back(m: Equations, whole: Operand, value: Operand, args: Sequence[Any]) -> Operand:
+    return m.cast(value, whole.dtype)
+
+
+INVERSES: Mapping[str, Inverse] = {
+    **dict.fromkeys(("view", "reshape", "flatten", "squeeze", "unsqueeze", "_unsafe_view"), _back),
+    "transpose": _transposed_back,
+    "permute": _permuted_back,
+    "slice": _sliced_back,
+    "select": _selected_back,
+    **dict.fromkeys(("alias", "detach", "contiguous"), _same_back),
+}
+"""Views that may be written to."""
