@@ -11,6 +11,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from costmodels.pricing.lines import Cost, Line
+from costmodels.stage_times import StageTimes
 from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.instructions import GRADIENT
@@ -30,6 +31,8 @@ class PipelineBubble:
       seconds: of the step, in which each stage waits.
       places, empty: for layers, of all stages, and how many have none, as the stages do not divide them (0 of
         0: they do). A stage works on these too.
+      fullest: where stages are programs of their own, the number of the one with the most work, from 1; the
+        others wait longer than `seconds`, and none works on empty places.
     """
 
     dim: str
@@ -39,10 +42,15 @@ class PipelineBubble:
     seconds: float
     places: int = 0
     empty: int = 0
+    fullest: int = 0
 
 
-def waiting(program: Program, cost: Cost) -> list[PipelineBubble]:
-    """Bubbles of a program's pipelines, one for each dimension of layers."""
+def waiting(program: Program, cost: Cost, apart: StageTimes | None = None) -> list[PipelineBubble]:
+    """Bubbles of a program's pipelines, one for each dimension of layers.
+
+    Args:
+      apart: what counts where stages are programs of their own.
+    """
     graph = program.outline
     if graph is None or not any(b.spread for b in graph.blocks):
         return []
@@ -55,7 +63,14 @@ def waiting(program: Program, cost: Cost) -> list[PipelineBubble]:
         if dim not in schedules:  # Replicas are no stages.
             continue
         ticks, waits = schedules[dim].ticks, schedules[dim].ticks - schedules[dim].works
-        seconds = sum(x.exposed * x.times for x in cost.lines if _stays(x, slots))
+        stay = [x for x in cost.lines if _stays(x, slots)]
+        if apart is not None:
+            seconds = sum(x.exposed * x.times * apart.waits.get(x.origin.node, 0.0) for x in stay)
+            found[dim.name] = PipelineBubble(
+                dim.name, dim.size, ticks, waits, seconds, fullest=apart.fullest + 1
+            )
+            continue
+        seconds = sum(x.exposed * x.times for x in stay)
         places, empty = lacking.get(dim, (0, 0))
         found[dim.name] = PipelineBubble(
             dim.name, dim.size, ticks, waits, seconds * waits / ticks, places, empty
@@ -105,4 +120,4 @@ def _runs(graph: Outline, block: Block) -> float:
 def _stays(line: Line, slots: Mapping[int, float]) -> bool:
     """Whether a line is what stages do in ticks; what waits behind the loop runs once."""
     runs = slots.get(line.origin.node)
-    return runs is not None and line.times >= runs and not (line.times == 1 and line.purpose == GRADIENT)
+    return runs is not None and line.runs >= runs and not (line.runs == 1 and line.purpose == GRADIENT)

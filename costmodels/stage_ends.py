@@ -15,6 +15,7 @@ from enum import Enum
 
 from mesh_tf_core.ir.blocks import TICK, Block, Node, reads
 from mesh_tf_core.ir.outline import Outline, per_graph
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Instr, Loop, Program
 from mesh_tf_core.ir.schedules import KINDS, StageAction
 from mesh_tf_core.ir.structure import Assign
@@ -40,10 +41,12 @@ class EndWork:
 
     Attributes:
       nodes: node -> the stages that do it; others are all stages'.
+      slots: node -> the kind of slot that it is part of.
       variables: the same of their variables.
     """
 
     nodes: dict[int, Ends] = field(default_factory=dict)
+    slots: dict[int, StageAction] = field(default_factory=dict)
     variables: dict[str, Ends] = field(default_factory=dict)
 
     def has(self, node: int, end: StageEnd) -> bool:
@@ -114,12 +117,17 @@ class _Ends:
             slot = _slot(node, columns)
             if slot is not None:
                 self.entering |= reads(node)
+                assert node.body is not None
+                self.found.slots.update((n.index, slot) for n in (node, *(n for n, _ in node.body.walk())))
                 if slot is not StageAction.WEIGHTS:
                     end = StageEnd.LAST if slot is StageAction.FORWARD else StageEnd.FIRST
                     self.after.update((o, frozenset({end})) for o in node.outputs)
             elif node.body is not None and node.body.single:
                 self._visit(node.body, columns)
-            elif not isinstance(node.op, ShiftAlong):
+            elif isinstance(node.op, ShiftAlong):
+                back = node.phase != Phase.FORWARD
+                self.found.slots[node.index] = StageAction.BACKWARD if back else StageAction.FORWARD
+            else:
                 found = (known.get(i, EVERY) for i in reads(node) for known in (self.own, self.after))
                 self._takes(node, EVERY.union(*found))
         results = (*block.summed, *block.stacked)
@@ -137,14 +145,17 @@ class _Ends:
     def _read(self) -> None:
         """What enters the stages is made by the first one; what only single stages read, by these."""
         inside = {n.index for block in self.graph.blocks[1:] for n in block.nodes}
+        leaves = {i: o for block in self.graph.blocks if block.single for i, o in block.summed}
         readers: dict[int, set[int]] = {}
         for node in (n for block in self.graph.blocks for n in block.nodes):
             inner = set[int]().union(*map(reads, node.body.nodes)) if node.body is not None else set()
             for i in reads(node) - inner:
                 readers.setdefault(i, set()).add(node.index)
         for node in reversed(self.open):
-            read = set[int]().union(*(readers.get(o, ()) for o in node.outputs))
-            if node.index in inside and not self.entering.isdisjoint(node.outputs):
+            # What a branch makes goes out of it.
+            made = {*node.outputs, *(leaves[o] for o in node.outputs if o in leaves)}
+            read = set[int]().union(*(readers.get(o, ()) for o in made))
+            if node.index in inside and not self.entering.isdisjoint(made):
                 self._takes(node, frozenset({StageEnd.FIRST}))
             elif read and read <= self.found.nodes.keys():
                 self._takes(node, EVERY.union(*(self.found.nodes[r] for r in read)))

@@ -102,7 +102,7 @@ def _under(rule: str, runs: RunSeconds, cost: Cost) -> Under:
     phases: dict[str, float] = {}
     for x in cost.lines:
         counts = not x.is_communication and (rule not in LONGER or x.kind in MATMUL_CLASSES)
-        if counts and (part := runs.get((x.origin, x.times))):
+        if counts and (part := runs.get((x.origin, x.runs))):
             phases[x.origin.phase] = phases.get(x.origin.phase, 0.0) + part * x.seconds * x.times
     if rule == ACTIVATION or not phases:
         return Under(NOTHING, 0.0)

@@ -19,7 +19,8 @@ from costmodels.network.collectives import full_bytes
 from costmodels.pricing.compilers import Compiler, compiler_of
 from costmodels.pricing.items import Between, Computed, Item, Sent, Transferred
 from costmodels.pricing.overlap import ACTIVATION, Overlapped, overlapped
-from costmodels.pricing.units import Find, Sending, Stack, Unit
+from costmodels.pricing.units import Find, Sending, Stack, Unit, first_of
+from costmodels.stage_times import StageTimes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import Collective, Local, Loop, Permute, Program, Transfer, wire_bytes
@@ -45,29 +46,35 @@ class Itemiser:
 
     def units(
         self, program: Program, kernels: Fused | None = None
-    ) -> Iterator[tuple[Unit, float, Sending | None]]:
-        """The units that are priced on their own, how often each runs, and the notes on collectives.
+    ) -> Iterator[tuple[Unit, float, float, Sending | None]]:
+        """The units that are priced on their own, how often each runs, the share of its runs that counts, and
+        the notes on collectives.
 
         Args:
           kernels: of the program, where they are known; else groups of kernels are one unit.
         """
         compiler = self.compiler
+        stages = compiler.stages(program)
+
+        def counts(unit: Unit, times: float) -> float:
+            return 1.0 if stages is None else _share(unit, times, stages, program)
+
         timed = compiler.timed(program) if kernels is None else kernels.items
         at_once = overlapped(program, lambda i: compiler.carried(i, program.local)) if self.overlaps else {}
         parts = compiler.parts(program)
         for what, times in timed:
             if isinstance(what, Collective):
                 sending = compiler.sending(what, (self.overlaps and what.rule) or ACTIVATION, parts)
-                yield at_once.get(what.outputs[0], what), times, sending
+                yield at_once.get(what.outputs[0], what), times, counts(what, times), sending
             elif isinstance(what, Loop):
                 for unit, often in (*compiler.stacked(program, what), *compiler.summed(program, what)):
-                    yield unit, times * often, None
+                    yield unit, times * often, counts(unit, times * often), None
             elif isinstance(what, Transfer):
-                yield at_once.get(what.outputs[0], what), times, None
+                yield at_once.get(what.outputs[0], what), times, counts(what, times), None
             elif isinstance(what, FusedKernel | Group | VariableCast) or (
                 isinstance(what, Local) and compiler.computes(what)
             ):
-                yield what, times, None
+                yield what, times, counts(what, times), None
 
     def items(
         self, unit: Unit, sending: Sending | None, find: Find, local: Types, mesh: Mesh
@@ -106,6 +113,18 @@ class Itemiser:
         """The items of a collective; `types` are those of a device's inputs."""
         sent = _sent(instr, sending, [t.bytes for t in types], mesh, between)
         return (sent, *self.compiler.copies(instr, types, mesh))
+
+
+def _share(unit: Unit, times: float, stages: StageTimes, program: Program) -> float:
+    """The share of a unit's runs that counts; all of what waits behind the ticks, as sums of gradients do."""
+    if isinstance(unit, Stack):
+        node, value = unit.loop.origin.node, unit.value
+    else:
+        instr = first_of(unit)
+        node, value = instr.origin.node, instr.outputs[0]
+    if node not in stages.nodes:
+        return stages.tensors.get(program.values[value].tensor, 1.0)
+    return stages.nodes[node] if times > 0.999 * stages.runs[node] else 1.0
 
 
 def between_of(unit: Overlapped, local: Types) -> Between:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from costmodels.pricing.items import Computed, Item
@@ -16,11 +16,13 @@ class Line:
     """One item with its price.
 
     Attributes:
-      times: how often it runs in a step (`Loop.times`); every other number is of one run on one device.
+      times: how often it runs in a step, as far as that counts (`costmodels.stage_times`); every other number
+        is of one run on one device.
       item: the source of its seconds (`costmodels.pricing.explanation`).
       seconds: all of it, hidden or not.
       exposed: seconds that the step waits for.
       value: of a message, the first value that it brings; -1 if another program than the step's sends it.
+      ran: how often it runs in the program (`Loop.times`); 0 if all of it counts.
     """
 
     name: str
@@ -31,6 +33,16 @@ class Line:
     seconds: float
     exposed: float
     value: int = -1
+    ran: float = 0.0
+
+    def counted(self, share: float) -> Line:
+        """The same where only a share of its runs counts."""
+        return replace(self, times=self.times * share, ran=self.times)
+
+    @property
+    def runs(self) -> float:
+        """How often it runs in the program."""
+        return self.ran or self.times
 
     @property
     def kind(self) -> str:

@@ -112,9 +112,10 @@ class Pricer:
         """
         kernels = kernels or self.itemiser.compiler.kernels(program)
         find, local, mesh = program.values.__getitem__, program.local, program.mesh
-        for unit, times, sending in self.itemiser.units(program, kernels):
+        for unit, times, counts, sending in self.itemiser.units(program, kernels):
             for item in self.itemiser.items(unit, sending, find, local, mesh):
-                yield Line(*label(unit, item), times, item, *self.seconds_of(item), brought(unit))
+                line = Line(*label(unit, item), times, item, *self.seconds_of(item), brought(unit))
+                yield line if counts == 1 else line.counted(counts)
 
     def seconds(self, program: Program) -> float:
         """Seconds of the instructions alone: the price of a step without its fixed part."""

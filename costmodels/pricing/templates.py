@@ -133,7 +133,7 @@ class Templates:
     def _read(self, program: Program, sent: Sequence[Collective]) -> Iterator[_Row]:
         """The rows of a program's structural key."""
         number = {id(instr): i for i, instr in enumerate(sent)}
-        for unit, times, sending in self._itemiser.units(program):
+        for unit, times, counts, sending in self._itemiser.units(program):
             structure, ids = _described(unit)
             kinds = [(program.values[i].shape, program.values[i].dtype) for i in ids]
             key = structure, sending, tuple((shape.names, dtype) for shape, dtype in kinds)
@@ -142,7 +142,7 @@ class Templates:
                 template = self._templates[key] = KernelTemplate(unit, ids, sending)
             known = [self._values.setdefault(kind, {}) for kind in kinds]
             instr = unit.message if isinstance(unit, Overlapped) else unit
-            yield _Row(template, tuple(zip(ids, known, strict=True)), times, number.get(id(instr)))
+            yield _Row(template, tuple(zip(ids, known, strict=True)), times * counts, number.get(id(instr)))
 
 
 def structural_key(program: Program) -> tuple[Hashable, list[Collective]]:

@@ -93,7 +93,7 @@ def _blocks(program: Program, lines: Sequence[Line]) -> _Block:
     homes, root = _homes(program), _Block()
     opened = [root]
     for line in lines:
-        path = homes.get((line.origin, line.times), ())
+        path = homes.get((line.origin, line.runs), ())
         common = 0
         while common < min(len(path), len(opened) - 1) and opened[common + 1].loop is path[common]:
             common += 1
@@ -127,7 +127,7 @@ def _is_of(part: _Part, runs: RunSeconds) -> bool:
     """Whether a part is work that runs between a start and its done."""
     while isinstance(part, _Block):
         part = part.parts[0]
-    return isinstance(part, Line) and not part.is_communication and (part.origin, part.times) in runs
+    return isinstance(part, Line) and not part.is_communication and (part.origin, part.runs) in runs
 
 
 def _homes(program: Program) -> Mapping[tuple[Origin, float], tuple[Loop, ...]]:

@@ -75,6 +75,16 @@ def split_names(values: Iterable[Value | PlacedValue]) -> frozenset[str]:
     return frozenset(name for v in values for name, axes in zip(v.shape.names, v.splits, strict=True) if axes)
 
 
+def first_of(unit: Unit) -> Local | Collective | Transfer:
+    """The first instruction of a unit that is no stack."""
+    assert not isinstance(unit, Stack)
+    if isinstance(unit, VariableCast):
+        return unit.instr
+    if isinstance(unit, FusedKernel | Group):
+        return unit.instrs[0]
+    return unit.message if isinstance(unit, Overlapped) else unit
+
+
 def label(unit: Unit, item: Item) -> tuple[str, str, Origin]:
     """Name, text and origin of an item of a unit, for its line."""
     if isinstance(unit, FusedKernel):

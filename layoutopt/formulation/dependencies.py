@@ -4,10 +4,11 @@ passes that couple them."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Set
+from collections.abc import Collection, Hashable, Mapping, Set
 from fractions import Fraction
 
 from costmodels.kernels.fusion import fusion
+from costmodels.stage_times import stage_times
 from layoutopt.space.decisions import Structure
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.phase import Phase
@@ -59,6 +60,8 @@ class Dependencies:
         self.further, self.keeps, self.products = structure.further, structure.keeps, structure.products
         self.granularity = dict(structure.granularity)
         self.graph, self.returned, self.fusion = graph, frozenset(returned), fusion(graph.outline())
+        apart = stage_times(graph.outline())
+        self.counts: Mapping[int, float] = {} if apart is None else apart.nodes
         live = {instr.origin.node for instr, _ in program.walk()}
         loops = (instr for instr, _ in program.walk() if isinstance(instr, Loop))
         self.stacks = {program.values[s.outer].tensor for loop in loops for s in loop.stacked}
@@ -214,9 +217,11 @@ class Dependencies:
 
     # -- facts -----------------------------------------------------------------------------------------------
 
-    def times(self, node: Node) -> tuple[tuple[int, Fraction | None], ...]:
-        """Sizes of the loops around a node, the innermost first, and how often branches are taken."""
-        block, times = self.block_of[node.index], []
+    def times(self, node: Node) -> tuple[tuple[float, Fraction | None], ...]:
+        """Sizes of the loops around a node, the innermost first, and how often branches are taken; before
+        these the share that counts where stages are programs of their own."""
+        block = self.block_of[node.index]
+        times: list[tuple[float, Fraction | None]] = [(self.counts.get(node.index, 1.0), None)]
         while block.dim is not None and block.parent is not None:
             times.append((block.dim.size, block.branch))
             block = self.graph.blocks[block.parent]

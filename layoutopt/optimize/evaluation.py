@@ -285,9 +285,16 @@ class Evaluation:
     def waits(self) -> tuple[str, ...]:
         """The pipeline bubble of the stages, in words."""
         said = []
-        for found in waiting(self.program, self.cost):
+        stages_apart = self.prices.itemiser.compiler.stages(self.program)
+        for found in waiting(self.program, self.cost, stages_apart):
             stages = f"each of the {found.stages} stages of {found.dim!r} is idle in {found.waits} of"
             share = f"{share_text(found.seconds, self.cost.step_seconds)} of the step"
+            if found.fullest:
+                said.append(
+                    f"stage {found.fullest} of the {found.stages} stages of {found.dim!r} has the most work; "
+                    f"it waits {seconds_text(found.seconds)} ({share}) for the others"
+                )
+                continue
             said.append(
                 f"{stages} {found.ticks} ticks; this pipeline bubble takes {seconds_text(found.seconds)} "
                 f"({share})"

@@ -22,7 +22,8 @@ from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.schedules import PipelineSchedule
+from mesh_tf_core.ir.schedules import KINDS, PipelineSchedule, kind_name
+from mesh_tf_core.ir.stored_order import PADDING, Interleaved
 from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
 
@@ -98,12 +99,28 @@ class Evaluator:
     def least(self, mesh: Mesh, decided: Decisions) -> float:
         """Seconds that every layout takes at least: a device computes its share, and pipeline stages that of
         their products in every tick."""
-        parts = decided.microbatches
-        stages = decided.stages_on(mesh).items()
-        plans = ((dim, PipelineSchedule.named(decided.schedule, n, parts)) for dim, n in stages)
-        waits = ((dim, plan.ticks / plan.works - 1) for dim, plan in plans)
+        stages, kind = decided.stages_on(mesh), KINDS[kind_name(decided.schedule)]
+        plans = {
+            dim: PipelineSchedule.named(decided.schedule, n, decided.microbatches)
+            for dim, n in stages.items()
+        }
+        if plans and kind.at_once and self.prices(mesh).itemiser.compiler.memory.stage_programs:
+            # Only what is in layers: one stage alone has the others' work.
+            bounds = (self.alone(frozenset({dim})) * self._fullest(dim, plan) for dim, plan in plans.items())
+            return max(bounds) / mesh.devices
+        # Slots of weights are not idle.
+        waits = ((dim, plan.ticks / plan.works - 1) for dim, plan in plans.items() if not kind.split)
         more = max((self.alone(frozenset({dim})) * share for dim, share in waits), default=0.0)
         return (self.alone() + more) / mesh.devices
+
+    def _fullest(self, dim: str, plan: PipelineSchedule) -> float:
+        """The layers' work of the stage with the fewest of them, and that of the others for the first and last
+        microbatch, as a multiple of an equal part."""
+        layers = max(self.model.graph.dims()[dim])
+        order = Interleaved(plan.stages, plan.rounds)
+        counts = (order.numbers(layers) != PADDING).reshape(plan.stages, plan.rounds, -1).sum(axis=2)
+        waits = 0 if KINDS[plan.kind].split else (plan.stages - 1) * counts.min() / plan.microbatches
+        return float((counts.sum(axis=1).min() + waits) * plan.stages / layers)
 
     def alone(self, loops: frozenset[str] | None = None) -> float:
         """As `computed_alone`."""

@@ -251,8 +251,24 @@ class PipelineSchedule:
         Args:
           costs: seconds of a slot of each kind.
         """
-        virtual, free = _virtual(self), [0.0] * self.stages
-        done, last = dict[tuple[int, int, int], float](), int(virtual.max())
+        every = np.repeat(np.asarray(costs, float)[:, None], self.virtual.max() + 1, axis=1)
+        return float((self.path(every) * every[:, self.virtual]).sum())
+
+    @property
+    def virtual(self) -> np.ndarray:
+        """[stage, chunk]: which virtual stage it is; of the stream that takes it, if there are two."""
+        return _virtual(self)
+
+    def path(self, costs: np.ndarray) -> np.ndarray:
+        """[slot, stage, chunk]: how many slots follow each other on the way that takes longest, if each stage
+        has its own program: each waits for its inputs, or for the slot before it on its stage.
+
+        Args:
+          costs: seconds, [slot, virtual stage].
+        """
+        virtual, free = self.virtual, [-1] * self.stages
+        ends, before, slots = [0.0], [-1], list[tuple[int, int, int]]()
+        done, last = dict[tuple[int, int, int], int](), int(virtual.max())
         for tick, slot, stage in np.argwhere(self.table[..., 0].transpose(0, 2, 1) != IDLE).tolist():
             item, chunk = self.table[tick, stage, slot].tolist()
             at = int(virtual[stage, chunk])
@@ -263,13 +279,20 @@ class PipelineSchedule:
                 else (StageAction.FORWARD, at, item),
                 StageAction.WEIGHTS: (StageAction.BACKWARD, at, item),
             }[StageAction(slot)]
-            free[stage] = max(free[stage], done.get(takes, 0.0)) + costs[slot]
-            done[slot, at, item] = free[stage]
-        return max(free)
+            # Of equal ways, the one that stays at its stage.
+            come = max(free[stage], done.get(takes, -1), key=lambda i: ends[i + 1])
+            free[stage] = done[slot, at, item] = len(slots)
+            slots.append((slot, stage, chunk))
+            before.append(come)
+            ends.append(ends[come + 1] + float(costs[slot, at]))
+        found, here = np.zeros((len(StageAction), *virtual.shape), int), int(np.argmax(ends)) - 1
+        while here >= 0:
+            found[slots[here]] += 1
+            here = before[here + 1]
+        return found
 
 
 def _virtual(of: PipelineSchedule) -> np.ndarray:
-    """[stage, chunk]: which virtual stage it is; of the stream that takes it, if there are two."""
     stage, chunk = np.indices((of.stages, of.chunks))
     kind = KINDS[of.kind]
     if kind.turns or kind.mirrored:

@@ -7,12 +7,15 @@ import itertools
 import math
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
+from costmodels.hardware.model import CompilerName
+from costmodels.pricing.compilers import COMPILERS
 from costmodels.pricing.pricer import pricer
 from examples import transformer_seq2seq
 from examples.mlp import model as mlp
@@ -46,9 +49,11 @@ def compare(
     axes: str,
     count: int,
     of: str = "layers",
+    compiler: CompilerName | None = None,
     **more: Any,
 ) -> None:
     mesh, machine, rng = mtf.Mesh(on), load_hardware(hardware), random.Random(count)
+    machine = machine if compiler is None else replace(machine, compiler=compiler)
     stages = {of: tuple(axes.split("+"))}
     allowed = SearchSpace(microbatches=(parts,), stages=stages, **more)
     counts = {of: mesh.group_size(stages[of])}
@@ -144,6 +149,21 @@ def built(name: str) -> mtf.Model:
 def test_tables_and_rows(case: int) -> None:
     name, mesh, parts, hardware, axes, more = CASES[case]
     compare(built(name), mesh, parts, hardware, axes, 8, **more)
+
+
+APART = [
+    (name, case)
+    for name, kind in COMPILERS.items()
+    if kind.memory.stage_programs
+    for case in (*range(9, 20), 22)
+]
+"""Compilers under which each stage is a program of its own, and cases that go backward at once."""
+
+
+@pytest.mark.parametrize(("compiler", "case"), by_day(APART, every=6))
+def test_tables_and_rows_of_stages_with_programs_of_their_own(compiler: CompilerName, case: int) -> None:
+    name, mesh, parts, _, axes, more = CASES[case]
+    compare(built(name), mesh, parts, "h100", axes, 8, compiler=compiler, **more)
 
 
 def test_rows_count_what_ticks_add_up() -> None:

@@ -15,6 +15,7 @@ from costmodels.kernels.quantities import of_copy, of_local
 from costmodels.liveness import MemoryRules
 from costmodels.pricing.items import Called, Computed, Started
 from costmodels.pricing.units import Find, PlacedValue, Sending, Stack, Unit
+from costmodels.stage_times import StageTimes, stage_times
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Program, Transfer
@@ -90,6 +91,11 @@ class Compiler:
     def known_by(self, values: Sequence[PlacedValue]) -> Hashable:
         """The key that determines the items of a unit besides the types of its shards."""
         return None
+
+    def stages(self, program: Program) -> StageTimes | None:
+        """What counts of a program's work, where each stage of a pipeline is a program of its own."""
+        outline = program.outline if self.memory.stage_programs else None
+        return None if outline is None else stage_times(outline)
 
     def start(self, program: Program) -> Started | None:
         """The fixed seconds of a step under every layout; None where they are unknown."""

@@ -1,0 +1,88 @@
+"""What of a pipeline's work counts, where each stage is a program of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
+from costmodels.pipeline_bubble import waiting
+from costmodels.pricing.compilers.launched import Launched
+from costmodels.pricing.lines import Cost
+from costmodels.pricing.pricer import pricer
+from examples.transformer_lm import model as transformer
+from mesh_tf_core.ir.phase import Phase
+from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.schedules import KINDS, SCHEDULES, PipelineSchedule, kind_name, rounds_of
+from mesh_tf_core.ir.stored_order import PADDING, Interleaved
+
+SIZES = {"d_model": 64, "d_kv": 16, "heads": 4, "d_ff": 128, "vocab": 512, "batch": 16, "length": 8}
+AT_ONCE = [s for s in SCHEDULES if KINDS[kind_name(s)].at_once]
+P, M = 4, 8
+
+
+def priced(schedule: str, layers: int, compiler: str = "launched") -> tuple[Program, Cost]:
+    options = mtf.Options(microbatches=M, schedule=schedule)
+    layout = mtf.Layout("layers:pipe;heads:model;vocab:model")
+    program = transformer(**SIZES, layers=layers).lower(mtf.Mesh(f"pipe:{P};model:2"), layout, options)
+    machine = replace(load_hardware("h100"), compiler=compiler)  # type: ignore[arg-type]
+    return program, pricer(machine, program.mesh).cost(program)
+
+
+def runs(cost: Cost, name: str, phase: Phase, scope: str = "") -> float:
+    """How often a step does something."""
+    found = [
+        x.times for x in cost.lines if x.name == name and x.origin.phase == phase and scope in x.origin.scope
+    ]
+    assert found, (name, phase)
+    return sum(found)
+
+
+@pytest.mark.parametrize("schedule", AT_ONCE)
+def test_stages_do_the_work_of_their_own(schedule: str) -> None:
+    """Layers in as many slots as the fullest stage and those before and behind it have; the embedding in the
+    first and last slot, or with several virtual stages in the first and last ones; the head for every
+    microbatch; and nothing that takes results to all stages."""
+    layers = P * rounds_of(schedule)
+    _, cost = priced(schedule, layers)
+    slots = M * rounds_of(schedule) + P - 1
+    assert runs(cost, "attention", Phase.FORWARD) == pytest.approx(slots)
+    for name, phase in (("gather", Phase.FORWARD), ("scatteradd", Phase.BACKWARD)):
+        assert (
+            1 - 1e-9 <= runs(cost, name, phase, "embedding") <= (1 if rounds_of(schedule) == 1 else P) + 1e-9
+        )
+    head = Counter[str]()
+    for x in cost.lines:
+        if x.origin.scope == "output" and x.kind == "matmul":
+            head[x.origin.phase] += x.times
+    assert head == {Phase.FORWARD: M, Phase.BACKWARD: 2 * M}
+    assert not any(x.times for x in cost.lines if x.axes == ("pipe",) and x.name != "permute" and x.runs > 1)
+
+
+@pytest.mark.parametrize("schedule", AT_ONCE)
+def test_a_program_for_each_stage_takes_no_longer_than_one_for_all(schedule: str) -> None:
+    together, apart = (
+        priced(schedule, 2 * P * rounds_of(schedule) - 1, name)[1].step_seconds
+        for name in ("xla-gpu", "launched")
+    )
+    assert apart < together
+
+
+@pytest.mark.parametrize("layers", [4, 5, 6, 7])
+def test_the_stage_with_the_most_work_decides(layers: int) -> None:
+    """One or two layers a stage, fewer at both ends; the head takes as long as some layers."""
+    program, cost = priced("1f1b", layers)
+    counts = (Interleaved(P, 1).numbers(layers) != PADDING).sum(axis=1)
+    (found,) = waiting(program, cost, Launched().stages(program))
+    full = counts[found.fullest - 1]
+    assert runs(cost, "attention", Phase.FORWARD) == pytest.approx((M - 1) * full + layers)
+    assert 0 < found.seconds < cost.step_seconds * (P - 1) / M
+
+
+def test_slots_of_weights_fill_the_wait() -> None:
+    of = {name: PipelineSchedule(name, P, M) for name in ("1f1b", "zb-h1")}
+    assert of["zb-h1"].apart((1, 1, 1)) < of["1f1b"].apart((1, 2, 0))
+    assert priced("zb-h1", P)[1].step_seconds != priced("1f1b", P)[1].step_seconds
