@@ -114,8 +114,8 @@ class Evaluator:
         return (self.alone() + more) / mesh.devices
 
     def _fullest(self, dim: str, plan: PipelineSchedule) -> float:
-        """The layers' work of the stage with the fewest of them, and that of the others for the first and last
-        microbatch, as a multiple of an equal part."""
+        """The work in layers of the stage with the fewest, and of the others for the first and last microbatch,
+        as a multiple of an equal part."""
         layers = max(self.model.graph.dims()[dim])
         order = Interleaved(plan.stages, plan.rounds)
         counts = (order.numbers(layers) != PADDING).reshape(plan.stages, plan.rounds, -1).sum(axis=2)
