@@ -100,10 +100,8 @@ class Evaluator:
         """Seconds that every layout takes at least: a device computes its share, and pipeline stages that of
         their products in every tick."""
         stages, kind = decided.stages_on(mesh), KINDS[kind_name(decided.schedule)]
-        plans = {
-            dim: PipelineSchedule.named(decided.schedule, n, decided.microbatches)
-            for dim, n in stages.items()
-        }
+        named = PipelineSchedule.named
+        plans = {dim: named(decided.schedule, n, decided.microbatches) for dim, n in stages.items()}
         if plans and kind.at_once and self.prices(mesh).itemiser.compiler.memory.stage_programs:
             # Only what is in layers: one stage alone has the others' work.
             bounds = (self.alone(frozenset({dim})) * self._fullest(dim, plan) for dim, plan in plans.items())
@@ -114,8 +112,8 @@ class Evaluator:
         return (self.alone() + more) / mesh.devices
 
     def _fullest(self, dim: str, plan: PipelineSchedule) -> float:
-        """The work in layers of the stage with the fewest, and of the others for the first and last microbatch,
-        as a multiple of an equal part."""
+        """The layers of the stage with the fewest, and of the others for the first and last microbatch, as a
+        multiple of an equal part."""
         layers = max(self.model.graph.dims()[dim])
         order = Interleaved(plan.stages, plan.rounds)
         counts = (order.numbers(layers) != PADDING).reshape(plan.stages, plan.rounds, -1).sum(axis=2)
