@@ -84,11 +84,14 @@ class MixtureOfExperts:
                 "set it, or remove shared_gate"
             )
 
-    def __call__(self, x: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x: Tensor, importance: Tensor | None = None, seen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """x [group, token, d_model] -> (the same dimensions, the router's loss as a float32 scalar).
 
         Args:
           importance: [group, token]; 0 leaves a token out (padding), as `Router` says.
+          seen: [group, token, any d_model], what the router sees, with `TopExperts`; None: x.
         """
         names = (self.group, self.token, self.d_model)
         if set(x.shape.names) != set(names):
@@ -98,7 +101,7 @@ class MixtureOfExperts:
             )
         with x.graph.scope(self.name):
             if isinstance(self.router, TopExperts):
-                y, loss = self._chosen(x, self.router, importance)
+                y, loss = self._chosen(x, self.router, importance, x if seen is None else seen)
             else:
                 y, loss = through(x, self.router, self.experts, self.feed_forward, names, importance)
             return (y if self.shared is None else y + self._shared(x, self.shared)), loss
@@ -111,11 +114,13 @@ class MixtureOfExperts:
             return y
         return y * sigmoid(project(x, "shared_gate", [x.dim(self.d_model)], []))
 
-    def _chosen(self, x: Tensor, router: TopExperts, importance: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _chosen(
+        self, x: Tensor, router: TopExperts, importance: Tensor | None, seen: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Every token through its experts. A gate multiplies hidden units instead of their product: there are
         fewer."""
         d, count, tokens = x.dim(self.d_model), self.experts.size, (self.group, self.token)
-        found = router.choices(x, Dim("router", count), self.token, d.name, importance)
+        found = router.choices(seen, Dim("router", count), self.token, d.name, importance)
         few = SparseDim(self.experts.name, count, router.chosen, count, router.imbalance)
         ids, gates = (
             to_experts(each, few, found.choice, tokens) for each in (found.ids, found.gates.cast(x.dtype))

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.initializers import ZEROS
+from mesh_tf_core.ir.initializers import ONES, ZEROS
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.noise import Jitter
 from mesh_tf_core.layers.routing import Router
@@ -33,7 +33,7 @@ from mesh_tf_core.ops.along import take_along
 from mesh_tf_core.ops.basic import stop_gradient
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.cumulative import cumsum
-from mesh_tf_core.ops.index import one_hot
+from mesh_tf_core.ops.index import gather, one_hot
 from mesh_tf_core.ops.math import maximum, sigmoid, sign
 from mesh_tf_core.ops.order import top_k
 from mesh_tf_core.ops.reduce import reduce_max, reduce_mean, reduce_sum
@@ -77,6 +77,7 @@ class TopExperts(Router):
         with the largest p (softmax), or the largest sums of two p + b (sigmoid).
       imbalance: tokens of the device with most of them over the mean, where devices share the experts; time
         and memory are predicted with it.
+      expert_scale: a gate is multiplied by a learned number of its expert, at first 1 (Gemma 4).
       balance_rate: change per step of the bias of (6), a variable `router_bias` [router] beside
         `router_load`, the choices of the previous step; 0: no bias.
     """
@@ -90,6 +91,7 @@ class TopExperts(Router):
     groups_chosen: int = 1
     balance_rate: float = 0.0
     imbalance: float = 1.0
+    expert_scale: bool = False
 
     def __post_init__(self) -> None:
         if self.capacity_factor:
@@ -159,6 +161,8 @@ class TopExperts(Router):
             before = cumsum(reduce_sum(masks, s), best, exclusive=True)
             place = reduce_sum((cumsum(masks, s, exclusive=True) + before) * masks, router)
             ids = where(place < float(self.capacity(s.size, router.size)), ids, -1)
+        if self.expert_scale:
+            gates = gates * gather(x.graph.variable("expert_scale", [router], ONES), ids, router)
         loss = self.with_z_loss(self._loss(p, taken, router, s, counted), logits, router)
         return ChosenExperts(ids, gates * self.scale, loss, best)
 

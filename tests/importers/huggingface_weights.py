@@ -42,6 +42,8 @@ class Layer:
 
     def read(self) -> Arrays:
         """Our names inside the layer -> arrays."""
+        if "attn.Wqkv.weight" in self.w:
+            return self.encoder()
         self.norms()
         for prefix in ("self_attn.", "mixer.", "mamba.", "linear_attn."):
             inner = {n.removeprefix(prefix): x for n, x in self.w.items() if n.startswith(prefix)}
@@ -58,11 +60,33 @@ class Layer:
         for prefix in ("mlp.", "feed_forward.", "block_sparse_moe.", "mixer."):
             inner = {n.removeprefix(prefix): x for n, x in self.w.items() if n.startswith(prefix)}
             self.feed_forward(inner)
+        if "router.per_expert_scale" in self.w:
+            self.feed_forward({**self.w, "gate.weight": self.w["router.proj.weight"]})
+            self.made["feed_forward/router_scale"] = self.w["router.scale"]
+            self.made["experts/expert_scale"] = self.w["router.per_expert_scale"]
+            for n, own in (("post", "dense_after"), ("pre", "experts"), ("post", "experts_after")):
+                number = 1 if own == "dense_after" else 2
+                theirs = f"{n}_feedforward_layernorm_{number}.weight"
+                self.made[f"feed_forward/{own}_norm/scale"] = self.w[theirs]
         shared = {n.removeprefix("shared_mlp."): x for n, x in self.w.items() if n.startswith("shared_mlp.")}
         if shared:
             gate, up = np.split(shared["input_linear.weight"], 2)
             self.made |= {"experts/shared/wi": gate.T, "experts/shared/wg": up.T}
             self.made["experts/shared/wo"] = shared["output_linear.weight"].T
+        return self.made
+
+    def encoder(self) -> Arrays:
+        """ModernBERT's."""
+        self.put("attention_norm/scale", "attn_norm.weight")
+        self.put("feed_forward_norm/scale", "mlp_norm.weight")
+        self.put("attention/o", "attn.Wo.weight")
+        self.put("feed_forward/out/weight", "mlp.Wo.weight")
+        for whole, parts in (
+            ("attn.Wqkv.weight", [f"attention/{n}" for n in "qkv"]),
+            ("mlp.Wi.weight", ["feed_forward/in/0/weight", "feed_forward/in/1/weight"]),
+        ):
+            cut = np.split(self.w[whole], len(parts))
+            self.made |= {own: x.T for own, x in zip(parts, cut, strict=True)}
         return self.made
 
     def norms(self) -> None:
@@ -224,6 +248,9 @@ class Layer:
                     made[f"feed_forward/{own}/{kind}"] = w[f"{n}.{kind}"].T
         if "experts.down_proj" not in w:
             return
+        for n, own in (("fc1_latent_proj", "in"), ("fc2_latent_proj", "out")):
+            if f"{n}.weight" in w:
+                made[f"latent/{own}"] = w[f"{n}.weight"].T
         flat = self.family in ("gpt_oss", "llama4_text")
         if "experts.gate_up_proj" in w:
             both = w["experts.gate_up_proj"] if flat else w["experts.gate_up_proj"].swapaxes(1, 2)
@@ -247,7 +274,10 @@ class Layer:
         for top in ("shared_experts", "shared_expert"):
             gated = f"{top}.gate_proj.weight" in w
             for n, own in {"gate_proj": "wi", "up_proj": "wg" if gated else "wi", "down_proj": "wo"}.items():
-                if f"{top}.{n}.weight" in w:
+                if f"{top}.{n}.weight" in w and "fc1_latent_proj.weight" in w:
+                    place = "out" if own == "wo" else "in/0" if own == "wi" else "in/1"
+                    made[f"shared/{place}/weight"] = w[f"{top}.{n}.weight"].T
+                elif f"{top}.{n}.weight" in w:
                     made[f"experts/shared/{own}"] = w[f"{top}.{n}.weight"].T
         if "shared_expert_gate.weight" in w:
             made["experts/shared_gate"] = w["shared_expert_gate.weight"].T
@@ -261,15 +291,21 @@ def ours(state: Mapping[str, Any], config: Mapping[str, Any], length: int) -> Ar
     state = {n.removeprefix("model."): x for n, x in state.items()}
     made: Arrays = {}
     for own, theirs in (
-        ("embedding/tokens", ("embed_tokens.weight", "embeddings.weight")),
-        ("final_norm/scale", ("norm.weight", "norm_f.weight", "final_layernorm.weight")),
+        (
+            "embedding/tokens",
+            ("embed_tokens.weight", "embeddings.weight", "embeddings.tok_embeddings.weight"),
+        ),
+        ("embedding_norm/scale", ("embeddings.norm.weight",)),
+        ("transform/weight", ("head.dense.weight",)),
+        ("transform_norm/scale", ("head.norm.weight",)),
+        ("final_norm/scale", ("norm.weight", "norm_f.weight", "final_layernorm.weight", "final_norm.weight")),
         ("final_norm/bias", ("norm.bias", "final_layernorm.bias")),
-        ("output/bias", ("lm_head.bias",)),
+        ("output/bias", ("lm_head.bias", "decoder.bias")),
         ("output/projection", ("lm_head.weight",)),
     ):
         for name in theirs:
             if name in state:
-                made[own] = state[name].T if own == "output/projection" else state[name]
+                made[own] = state[name].T if own in ("output/projection", "transform/weight") else state[name]
     first = 0
     for number, (period, count) in enumerate(runs(decoder.seen(length))):
         top = f"layers_{number}" if number else "layers"

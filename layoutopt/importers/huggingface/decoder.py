@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from layoutopt.importers.huggingface.forms import Mixture, Norm, within
@@ -16,6 +16,7 @@ from mesh_tf_core.model import Model
 from mesh_tf_core.ops.index import mtf_range
 from mesh_tf_core.ops.math import tanh
 from mesh_tf_core.ops.reduce import reduce_mean, reduce_sum
+from mesh_tf_core.ops.shape import rename
 from mesh_tf_core.ops.softmax import softmax_cross_entropy
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.scan import scan
@@ -32,16 +33,18 @@ class LayerKind:
 
     Attributes:
       kept, added: factors of a block's input and of its result where they are added, of both blocks.
+      bare: attention has no norm before it.
     """
 
     mixer: Block | None
     feed_forward: Block | None = None
     kept: tuple[float, float] = (1.0, 1.0)
     added: tuple[float, float] = (1.0, 1.0)
+    bare: bool = False
 
     def within(self, length: int) -> LayerKind:
         """The layer for texts of this length."""
-        return LayerKind(within(self.mixer, length), self.feed_forward, self.kept, self.added)
+        return replace(self, mixer=within(self.mixer, length))
 
 
 PLACES = ("before", "after", "both", "parallel", "carried")
@@ -58,6 +61,8 @@ class LanguageModel:
       tied, head_bias: of the projection to the vocabulary.
       times, logits: factors of embeddings and of the vocabulary's logits; final_cap: their bound (0: none).
       stddev: of initial weights.
+      masked: "", or the activation of a transformation before the logits of a model of masked tokens;
+        its embeddings are normalised, and targets below 0 do not count (ModernBERT). mask_bias: of that.
       remarks: where the model is not what its family publishes, in words.
     """
 
@@ -73,6 +78,8 @@ class LanguageModel:
     times: float = 1.0
     logits: float = 1.0
     remarks: tuple[str, ...] = ()
+    masked: str = ""
+    mask_bias: bool = False
 
     @property
     def mixtures(self) -> int:
@@ -90,6 +97,7 @@ class LanguageModel:
             table = embedding.table(g)
             x = embedding(table, tokens)
             x = x if self.times == 1 else x * self.times
+            x = self.norm(x, "embedding_norm") if self.masked else x
             carry: tuple[Tensor, ...] = (
                 (x, reduce_sum(targets.cast("float32") * 0.0)) if training.balance else (x,)
             )
@@ -98,14 +106,23 @@ class LanguageModel:
                 carry = self._stack(carry, period, count, number, first)
                 first += count * len(period)
             x, *unbalance = carry
-            logits = embedding.logits(self.norm(x, "final_norm"), table if self.tied else None)
+            x = self.norm(x, "final_norm")
+            if self.masked:
+                made = nn.Dense((x.dim("d_model"),), ("d_hidden",), self.mask_bias, self.masked, "transform")
+                x = self.norm(made(rename(x, d_model="d_hidden")), "transform_norm")
+            logits = embedding.logits(x, table if self.tied else None)
             if self.head_bias:
                 with g.scope("output"):
                     logits = logits + g.variable("bias", [vocab], ZEROS, activation_dtype=training.dtype)
         logits = logits if self.logits == 1 else logits * self.logits
         if self.final_cap:
             logits = tanh(logits * (1 / self.final_cap)) * self.final_cap
-        entropy = reduce_mean(softmax_cross_entropy(logits, targets, vocab))
+        entropy = softmax_cross_entropy(logits, targets, vocab)
+        if self.masked:
+            counted = (targets >= 0).cast("float32")
+            entropy = reduce_sum(entropy * counted) / reduce_sum(counted)
+        else:
+            entropy = reduce_mean(entropy)
         if not unbalance:
             return training.model(entropy, name, text)
         mean = unbalance[0] * (1.0 / max(1, self.mixtures))
@@ -156,9 +173,11 @@ class LanguageModel:
             if self.place == "parallel":
                 y = entered = self.norm(x, "attention_norm") if first else entered
             else:
-                y = x if self.place == "after" else self.norm(x, f"{name}_norm")
+                bare = self.place == "after" or (layer.bare and first)
+                y = x if bare else self.norm(x, f"{name}_norm")
             x = y if self.place == "carried" else x
-            found = block(y, *(depth if isinstance(block, nn.LightningAttention) else ()))
+            deep = isinstance(block, nn.LightningAttention)
+            found = block(y, *(depth if deep else [x] if getattr(block, "raw", False) else []))
             y, *more = found if isinstance(found, tuple) else (found,)
             losses = [before + loss for before, loss in zip(losses, more, strict=False)] if more else losses
             if self.place in ("after", "both"):

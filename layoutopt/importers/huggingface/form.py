@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from layoutopt.importers.huggingface import mixers
 from layoutopt.importers.huggingface.decoder import Block, LanguageModel, LayerKind
 from layoutopt.importers.huggingface.fields import Fields
-from layoutopt.importers.huggingface.forms import Mlp, Norm
+from layoutopt.importers.huggingface.forms import BesideExperts, Mlp, Norm, SelfAttention
 from layoutopt.importers.huggingface.mixers import FULL, LINEAR, Heads
 from layoutopt.importers.huggingface.mixtures import Experts
 from layoutopt.importers.huggingface.patterns import Pattern, chunked, unturned
@@ -46,10 +47,12 @@ class Form:
     """What a family of language models is. The defaults are Llama's.
 
     Attributes:
-      norm: fields of `Norm`; place: where norms stand (`decoder.PLACES`).
+      norm: what `Norm` is given; a name is a field. place: where norms stand (`decoder.PLACES`).
       heads: of attention (`Heads`).
       linear: the mixer of layers of linear attention (`mixers.LINEARS`).
       pattern: the kinds of layers, where the file has no `layer_types`; None: full attention.
+      varied: layers have sizes of their own, in `block_configs` (Nemotron Super).
+      beside: experts stand beside the feed-forward block, and do not replace it, where this field says so.
       single: a layer has one block, a mixer or a feed-forward block, which its kind names.
       gated, mlp_bias: of feed-forward blocks; a name is a field.
       activation: of them, where a file does not have the field `hidden_activation`; "": it is `hidden_act`.
@@ -62,13 +65,16 @@ class Form:
       remarks: where the model is not what its family publishes, in words.
       unread: fields that change nothing here.
       only: fields that may have no other values.
+      masked: as of `LanguageModel`.
     """
 
-    norm: dict[str, bool] | tuple[()] = ()
+    norm: dict[str, bool | str] | tuple[()] = ()
     place: str = "before"
     heads: Heads = LLAMA
     linear: str = ""
     pattern: Pattern | None = None
+    varied: bool = False
+    beside: str = ""
     single: bool = False
     gated: bool = True
     mlp_bias: bool | str = "mlp_bias"
@@ -83,6 +89,7 @@ class Form:
     remarks: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     only: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    masked: bool = False
 
     def read(self, fields: Fields, training: ConfiguredTraining) -> LanguageModel:
         """The model of a configuration."""
@@ -91,24 +98,32 @@ class Form:
         for name, values in self.only:
             fields.only(name, *values)
         kinds = self._kinds(fields)
-        norm = Norm(fields.number(fields.first(*EPSILONS), 1e-6), **dict(self.norm))
+        told = {n: fields.flag(v) if isinstance(v, str) else v for n, v in dict(self.norm).items()}
+        norm = Norm(fields.number(fields.first(*EPSILONS), 1e-6), **told)
         act = self._activation(fields)
         reader = mixers.Reader(fields, training, self.heads, norm, self.linear, len(kinds))
-        mixing = None if self.mixture is None else self.mixture.read(fields, training, act, len(kinds))
-        dense = self._mlp(fields, act, mixing is not None and all(mixing.where))
+        mixed = self.mixture is not None and (not self.beside or fields.flag(self.beside))
+        mixing = self.mixture.read(fields, training, act, len(kinds)) if mixed and self.mixture else None
+        dense = self._mlp(fields, act, self.varied or (mixing is not None and all(mixing.where)))
         added = fields.number(self.added, 1.0) if self.added else 1.0
 
         def block(kind: str, number: int) -> Block | None:
             mixed = kind == mixers.MOE if self.single else mixing is not None and mixing.where[number]
             if self.single and kind not in (mixers.MOE, mixers.MLP):
                 return None
-            return mixing.block if mixed and mixing is not None else dense
+            if not mixed or mixing is None:
+                return dense
+            return BesideExperts(dense, mixing.block, norm) if self.beside else mixing.block
 
         layers = tuple(
             LayerKind(reader.mixer(kind), block(kind, i), *self._factors(fields, kind, added))
             for i, kind in enumerate(kinds)
         )
         width = fields.count("hidden_size")
+        if self.masked:
+            layers = (replace(layers[0], bare=True), *layers[1:])
+        if self.varied:
+            layers = tuple(map(partial(varied, fields, width), layers, fields.listed("block_configs")))
         return LanguageModel(
             layers,
             fields.count("vocab_size"),
@@ -122,6 +137,14 @@ class Form:
             width**0.5 if self.times == "root" else fields.factor(self.times),
             1 / fields.positive(self.logits[1:], 1.0) if "/" in self.logits else fields.factor(self.logits),
             self.remarks,
+            *(
+                (
+                    ACTIVATIONS[fields.text("classifier_activation", "gelu", ACTIVATIONS)],
+                    fields.flag("classifier_bias"),
+                )
+                if self.masked
+                else ()
+            ),
         )
 
     def _kinds(self, fields: Fields) -> Sequence[str]:
@@ -170,3 +193,23 @@ class Form:
             for f in ("alpha", "beta")
         )
         return (kept[0], kept[1]), (new[0], new[1])
+
+
+def varied(fields: Fields, width: int, layer: LayerKind, block: Any) -> LayerKind:
+    """A layer with the sizes that its entry in `block_configs` has."""
+    try:
+        attention, ffn = block["attention"], block["ffn"]
+        odd = any(part.get(n) for part in (attention, ffn) for n in ("replace_with_linear", "sparsify"))
+        sizes = int(attention["n_heads_in_group"] or 1), int(2 * (ffn["ffn_mult"] or 0) * width / 3)
+    except (TypeError, KeyError, ValueError, AttributeError):
+        do = "give objects with attention.n_heads_in_group and ffn.ffn_mult"
+        raise fields.wrong("block_configs", do) from None
+    if odd or attention.get("num_sink_tokens"):
+        raise fields.wrong("block_configs", "linear replacements, sparsity and sink tokens are not supported")
+    mixer, mlp = layer.mixer, layer.feed_forward
+    assert isinstance(mixer, SelfAttention) and isinstance(mlp, Mlp)
+    heads, window = mixer.heads.size // sizes[0], attention.get("window_length") or 0
+    return LayerKind(
+        None if attention.get("no_op") else replace(mixer, kv_heads=heads, window=window),
+        None if ffn.get("no_op") else replace(mlp, d_ff=-(-sizes[1] // 256) * 256),
+    )

@@ -241,6 +241,7 @@ class Mixture:
       shared: hidden size of shared experts, which every token passes through; 0: none.
       shared_gate: their output is multiplied by a sigmoid of a map of the token.
       up, gates_first: as of `nn.MixtureOfExperts`; bias: of the router and the experts.
+      latent: size of what experts see instead of d_model: a projection, back again behind them; 0: d_model.
     """
 
     count: int
@@ -253,10 +254,24 @@ class Mixture:
     up: str = "linear"
     bias: bool = False
     gates_first: bool = False
-    name: ClassVar[str] = "feed_forward"
+    latent: int = 0
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[batch, length, d_model] -> the same, and the router's loss."""
+        if not self.latent:
+            return self.experts(x)
+        d, small = x.dim("d_model"), Dim("d_latent", self.latent)
+        with x.graph.scope("latent"):
+            low = rename(project(x, "in", [d], [small]), d_latent="d_model")
+        y, loss = replace(self, shared=0).experts(low, seen=x)
+        with x.graph.scope("latent"):
+            y = project(rename(y, d_model="d_latent"), "out", [small], [d])
+        if self.shared:
+            y = y + Mlp(self.shared, self.activation, self.gated, name="shared")(x)
+        return y, loss
+
+    def experts(self, x: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x through the experts; `seen`: what the router sees, if not x."""
         return nn.MixtureOfExperts(
             Dim("experts", self.count),
             Dim("d_expert", self.d_ff),
@@ -268,7 +283,30 @@ class Mixture:
             up=self.up,
             bias=self.bias,
             gates_first=self.gates_first,
-        )(x)
+        )(x, seen=seen)
+
+
+@dataclass(frozen=True)
+class BesideExperts:
+    """A feed-forward block beside experts, with norms of their own. Experts see the input before the
+    block's norm (Gemma 4)."""
+
+    dense: Mlp
+    mixture: Mixture
+    norm: Norm
+    raw: ClassVar[bool] = True
+
+    def __call__(self, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The normalised input and the input, [batch, length, d_model] -> the same, and the router's loss."""
+        g, d = x.graph, x.dim("d_model")
+        with g.scope("feed_forward"):
+            scale = g.variable("router_scale", [d], ONES, activation_dtype=x.dtype)
+            seen = rms_norm(x, d, scale, self.norm.epsilon) * d.size**-0.5
+            before = self.norm(x, "experts_norm")
+        mixed, loss = self.mixture.experts(before, seen)
+        y = self.dense(y)
+        with g.scope("feed_forward"):
+            return self.norm(y, "dense_after_norm") + self.norm(mixed, "experts_after_norm"), loss
 
 
 @dataclass(frozen=True)

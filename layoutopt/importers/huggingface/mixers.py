@@ -42,6 +42,7 @@ class Heads:
       cap, clipped: fields of the bounds of logits, and of queries, keys and values.
       times: fields of factors of keys and values.
       latent, indexed: latent attention, with an indexer.
+      causal: a query sees keys up to its own position. base: the field of the rotary base.
     """
 
     biases: str = "all"
@@ -63,6 +64,8 @@ class Heads:
     times: tuple[str, str] = ("", "")
     latent: bool = False
     indexed: bool = False
+    causal: bool = True
+    base: str = "rope_theta"
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class Reader:
             Dim("heads", heads),
             Dim("d_kv", d_kv),
             of_keys,
-            causal=True,
+            causal=own.causal,
             window=self._window() if kind == SLIDING else 0,
             rotary=self._rotary(kind, d_kv),
             dropout=fields.number("attention_dropout"),
@@ -142,6 +145,8 @@ class Reader:
     def _window(self) -> int:
         """The window of layers that have one; null: none."""
         fields = self.fields
+        if fields.has("local_attention"):  # positions on both sides together, besides the query's own
+            return fields.count("local_attention") // 2 + 1
         if fields.has("sliding_window_size"):  # positions back, besides the query's own
             fields.raw("sliding_window")
             return fields.count("sliding_window_size") + 1
@@ -161,7 +166,7 @@ class Reader:
             partial = fields.count("rotary_dim") / d_kv
         named = fields.raw("rope_parameters")
         if kind != SLIDING or not own.local or (isinstance(named, dict) and kind in named):
-            return rotary(fields, d_kv, length, kind if kind == SLIDING else FULL, partial)
+            return rotary(fields, d_kv, length, kind if kind == SLIDING else FULL, partial, own.base)
         share = fields.number("partial_rotary_factor", partial)
         return nn.Rotary(fields.number(*own.local), turned=turning(d_kv, share))
 

@@ -30,6 +30,7 @@ class Experts:
       shared: the field of the hidden size of shared experts; "": none.
       shared_count: the field of how many of that size there are.
       shared_gate, gated, bias, activation, up, gates_first: as of `Mixture`.
+      expert_scale: as of `TopExperts`; latent: the field of `Mixture.latent`.
       first: first layers without experts, where the file has no `first_k_dense_replace`; None: no such field.
       only: fields that may have no other values.
     """
@@ -49,6 +50,8 @@ class Experts:
     activation: str = ""
     up: str = "linear"
     gates_first: bool = False
+    latent: str = ""
+    expert_scale: bool = False
     first: int | None = None
     only: tuple[tuple[str, tuple[object, ...]], ...] = ()
 
@@ -76,6 +79,7 @@ class Experts:
             groups=fields.count("n_group", 1) if grouped and fields.has("n_group") else 1,
             groups_chosen=fields.count("topk_group", 1) if grouped and fields.has("topk_group") else 1,
             bias=self.bias,
+            expert_scale=self.expert_scale,
         )
         if not grouped and self.groups:
             for name in ("n_group", "topk_group"):
@@ -95,6 +99,7 @@ class Experts:
             self.up,
             self.bias,
             self.gates_first,
+            fields.count(self.latent) if self.latent and fields.has(self.latent) else 0,
         )
         return Mixing(block, tuple(self._where(fields, layers)))
 

@@ -22,6 +22,12 @@ def alternating(every: int, *names: str, usual: str = SLIDING) -> Pattern:
     return kinds
 
 
+def modernbert(fields: Fields, count: int) -> Sequence[str]:
+    """ModernBERT: all positions in each `global_attn_every_n_layers`-th layer, from the first on."""
+    every = fields.count("global_attn_every_n_layers", 3)
+    return [SLIDING if i % every else FULL for i in range(count)]
+
+
 def qwen(fields: Fields, count: int) -> Sequence[str]:
     """Windows from `max_window_layers` on, if they are used at all."""
     used, full = fields.flag("use_sliding_window"), fields.count("max_window_layers", 28, least=0)

@@ -98,19 +98,26 @@ class Factors(nn.Rotary):
         return turned if self.scaled == 1 else turned * self.scaled
 
 
-def rotary(fields: Fields, d_kv: int, length: int, kind: str = "", partial: float = 1.0) -> nn.Rotary:
+def rotary(
+    fields: Fields,
+    d_kv: int,
+    length: int,
+    kind: str = "",
+    partial: float = 1.0,
+    name: str = "rope_theta",
+) -> nn.Rotary:
     """The rotary positions of a configuration.
 
     Args:
       d_kv: elements of a head; length: of texts.
       kind: of layers, in a configuration that has positions per kind.
-      partial: the share of a head that turns, where it names none.
+      partial: the share of a head that turns, where it names none; name: the field of the base.
     """
     inner = stretched(fields, kind)
-    base = inner.number("rope_theta", fields.number("rope_theta", 10000.0))
+    base = inner.number("rope_theta", fields.number(name, 10000.0))
     share = inner.number("partial_rotary_factor", fields.number("partial_rotary_factor", partial))
-    for name in ("attn_factor", "mrope_section", "mrope_interleaved"):
-        inner.raw(name)  # one position per token: text; transformers reads attention_factor, not attn_factor
+    for other in ("attn_factor", "mrope_section", "mrope_interleaved"):
+        inner.raw(other)  # one position per token: text; transformers reads attention_factor, not attn_factor
     said = "type" if inner.raw("rope_type") is None and inner.raw("type") is not None else "rope_type"
     inner.raw("type")
     method = inner.text(said, "default", _KINDS)
