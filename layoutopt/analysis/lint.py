@@ -158,7 +158,11 @@ class _Lint:
         self.mesh, self.layout = evaluation.program.mesh, evaluation.program.layout
 
     def findings(self) -> Iterator[LikelyMistake]:
+        # A stage that is a program of its own does not have the work of the ends.
+        apart = self.evaluation.prices.itemiser.compiler.stages(self.program) is not None
         for axis, found in repeated(self.program).items():
+            if apart and self._staged(axis):
+                continue
             yield self._work(axis, found)
             yield from self._indivisible(axis, found)
         yield from self._ones()
@@ -176,15 +180,17 @@ class _Lint:
             return LikelyMistake("wasted axis", message, fix, layout)
         where = sorted(found.flops, key=lambda s: -found.flops[s])
         most = ", ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
-        staged = any(axis in self.layout.axes(dim) for dim in self.evaluation.pipeline)
-        alone = " (a program per stage computes this on one stage, in the same time)" if staged else ""
+        alone = " (a program per stage computes this on one stage, in the same time)"
         return LikelyMistake(
             "repeated work",
             f"the {ways} devices of {axis!r} repeat {100 * found.share:.0f}% of the matmuls' FLOPs: {most}"
-            f"{alone}",
+            f"{alone * self._staged(axis)}",
             fix,
             layout,
         )
+
+    def _staged(self, axis: str) -> bool:
+        return any(axis in self.layout.axes(dim) for dim in self.evaluation.pipeline)
 
     def _split_more(self, axis: str, dims: Mapping[str, int]) -> tuple[str | None, str | None]:
         """The fastest layout with one of these dimensions split over the axis too, if it is faster."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import layoutopt
 from costmodels.hardware import load_hardware
+from costmodels.hardware.model import CompilerName
 from costmodels.pricing.lines import Cost
 from layoutopt.analysis.lint import LikelyMistake, lint, slower
 from layoutopt.optimize.evaluator import evaluate
@@ -41,6 +44,20 @@ def test_work_that_is_repeated_names_where() -> None:
     (found,) = [f for f in findings("batch:data;vocab:model") if f.kind == "repeated work"]
     assert found.message.startswith("the 4 devices of 'model' repeat ")
     assert "feed_forward" in found.message and "attention" in found.message
+
+
+@pytest.mark.parametrize(("schedule", "compiler", "repeats"), [
+    ("1f1b", "xla-gpu", True), ("1f1b", "launched", False), ("1f1b", "eager", False),
+    ("interleaved:2", "launched", False), ("gpipe", "launched", True),
+])  # fmt: skip
+def test_stages_with_programs_of_their_own_repeat_no_output_layer(
+    schedule: str, compiler: CompilerName, repeats: bool
+) -> None:
+    model, hardware = transformer(**{**WIDE, "layers": 4}), replace(load_hardware("h100"), compiler=compiler)
+    options = Options(microbatches=4, schedule=schedule)
+    found = evaluate(model, Mesh("pipe:2"), Layout("layers:pipe"), hardware, options)
+    kinds = [f.message for f in lint(model, found, hardware, options) if f.kind == "repeated work"]
+    assert bool(kinds) is repeats and all("'pipe'" in said for said in kinds)
 
 
 def test_a_size_that_does_not_divide() -> None:
