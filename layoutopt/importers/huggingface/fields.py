@@ -54,7 +54,8 @@ class Fields:
 
     def wrong(self, name: str, what: str) -> UserError:
         """The error for an unsupported value of a field."""
-        return UserError(f"{self.source}: {name} is {str(self.values.get(name))[:60]!r}; {what}")
+        found = self.values.get(name, self.sizes.get(name))
+        return UserError(f"{self.source}: {name} is {str(found)[:60]!r}; {what}")
 
     def raw(self, name: str, default: Any = None) -> Any:
         """The field unchanged; a missing one is its class's; null counts as missing."""
