@@ -33,7 +33,15 @@ from layoutopt.runtime.clock import UNLIMITED, Clock
 from mesh_tf_core.engines.jax.compile import CompilerRefusal, Executable, compile_for
 from mesh_tf_core.engines.jax.hlo import HloCollective, read
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.program import Collective, Permute, Program
+from mesh_tf_core.ir.program import (
+    AllGather,
+    AllToAll,
+    Collective,
+    Permute,
+    Program,
+    ReduceScatter,
+    gathers,
+)
 
 EVERY = 15.0
 """Seconds between reports of a compilation."""
@@ -273,7 +281,8 @@ def estimated(cost: Cost, hardware: Hardware, libraries: int) -> float:
 
 
 def collectives(program: Program) -> tuple[HloCollective, ...]:
-    """The program's own collectives, as far as they move anything."""
+    """The program's own collectives, as far as they move anything, as the JAX engine sends them: rows of
+    experts in arrays of a fixed size (`gathers`, `scatters`)."""
     out = []
     for instr, times in program.walk():
         if not isinstance(instr, Collective):
@@ -281,9 +290,13 @@ def collectives(program: Program) -> tuple[HloCollective, ...]:
         size = program.mesh.group_size(instr.axes)
         if isinstance(instr, Permute):
             size = _linked(instr.links(size))
-        payload = sum(program.values[i].local_bytes(program.mesh) for i in instr.inputs)
+        values = [program.values[i] for i in instr.inputs]
+        payload = sum(v.local(program.mesh).places.bytes for v in values)
+        kind = instr.name
+        if isinstance(instr, AllToAll) and values[0].shape.sparse is not None:
+            kind = AllGather.name if gathers(instr, values[0]) else ReduceScatter.name
         if size > 1:
-            out.append(HloCollective(instr.name, size, len(instr.inputs), payload, times))
+            out.append(HloCollective(kind, size, len(instr.inputs), payload, times))
     return tuple(out)
 
 
