@@ -2,8 +2,8 @@
 
 Heads, key-value heads, d_ff and vocab are split over the tensor axis together, with sequence parallelism
 beside them (`enable_sequence_parallel`). Experts lie over ranks that store parts of the weights, or over
-those of tensors and sequences. `fsdp_reshard_after_forward` chooses between ZeRO-2 and ZeRO-3.
-Context parallelism needs flex attention, balanced (`headtail`) or not.
+those of tensors and sequences; their matrices are whole. `fsdp_reshard_after_forward` chooses between ZeRO-2
+and ZeRO-3. Context parallelism needs flex attention, balanced (`headtail`) or not.
 """
 
 from dataclasses import replace
@@ -18,5 +18,5 @@ SAYS = replace(
     torch.SAYS,
     name="torchtitan",
     says={**(torch.SAYS.says or {}), "recompute": (False, True, SELECTIVE)},
-    relations=(Degrees(hybrid=("zero2", "zero3"), experts_where_stored=True),),
+    relations=(Degrees(hybrid=("zero2", "zero3"), whole_experts=True, experts_where_stored=True),),
 )

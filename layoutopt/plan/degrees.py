@@ -21,7 +21,7 @@ from costmodels.frameworks import load_framework
 from layoutopt.plan.decided import ELSEWHERE, Decided
 from layoutopt.plan.exported import NAMED, Exported, ExportedTensor, comment
 from layoutopt.plan.units import some
-from layoutopt.space.storage import by_stage
+from layoutopt.space.storage import chosen_stages
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import MICROBATCH
 from mesh_tf_core.ir.layout import Axes
@@ -41,7 +41,8 @@ class ParallelDegrees:
       data, tensor, context, stages: ways in which the batch, the weights, the sequence and the layers are
         split; their product is the number of devices.
       shards: of the data and context ways, those over which storage is split.
-      experts: ways of the experts, among the data ways.
+      experts: ways of the experts, among those of the other uses.
+      within: ways of the matrices of each expert; without experts, `tensor`.
       sequence: the sequence is split over the tensor ways outside of the products.
       stage: of storage, of `STAGES`.
       batch, length: examples of a step and tokens of an example; 0 if the model has none.
@@ -53,6 +54,7 @@ class ParallelDegrees:
     stages: int
     shards: int
     experts: int
+    within: int
     sequence: bool
     stage: str
     batch: int
@@ -81,9 +83,10 @@ class ParallelDegrees:
                 continue  # keys and values, or a table of positions, lie as the sequence does
             for axis in axes:  # what is no weight's dimension, as `expert_batch`, is the batch elsewhere
                 uses.setdefault(axis, {}).setdefault(known.get(dim, "data"), dim)
-        experts = tuple(a for a in what.layout.axes(EXPERTS) if "data" in uses.get(a, {}))
+        experts = what.layout.axes(EXPERTS)
+        alone = tuple(a for a in experts if len(uses[a]) > 1)
         for axis, found in uses.items():
-            if len(found) > 1 and not (axis in experts and {*found} == {"data", "tensor"}):
+            if len({*found} - ({"tensor"} if axis in experts else {*()})) > 1:
                 dims = " and ".join(repr(dim) for dim in found.values())
                 raise UserError(
                     f"{to} gives each mesh axis one use, but this plan splits {dims} over {axis!r}; search "
@@ -99,15 +102,22 @@ class ParallelDegrees:
         def axes_of(use: str) -> Axes:
             return tuple(a for a in what.mesh.names if use in uses.get(a, {}))
 
-        over = tuple(a for a in axes_of("tensor") if a not in experts)
+        over = tuple(a for a in axes_of("tensor") if a not in alone)
         _even(what, over, to)
+        inner = _within_experts(what)
         ways = {use: what.mesh.group_size(axes_of(use)) for use in ("data", "context", "stages")}
         stage, shards = _stored(what, (*axes_of("data"), *axes_of("context")), to)
+        if shards and not {*axes_of("context")} <= {*shards}:
+            raise UserError(
+                f"{to} stores split over the ranks of the sequence too, but this plan over "
+                f"{'+'.join(shards)}; search with --framework {to}"
+            )
         return cls(
             **ways,
             tensor=what.mesh.group_size(over),
             shards=what.mesh.group_size(shards),
             experts=what.mesh.group_size(experts),
+            within=what.mesh.group_size(over if inner is None else inner),
             sequence=bool(what.decided.refined.get(ELSEWHERE)),
             stage=stage,
             batch=next((whole[dim] for dim in batch), 0) * parts,
@@ -121,9 +131,7 @@ class ParallelDegrees:
 
 def _stored(what: Exported, ranks: Axes, to: str) -> tuple[str, Axes]:
     """The stage of storage of all variables, and the axes that it splits over."""
-    found = by_stage(what.decided.storage)
-    if what.decided.pipeline and len(found) > 1:
-        found.pop("zero1", None)  # of variables outside the stages, whose gradients are whole at each tick
+    found = chosen_stages(what.decided)
     if found and (left := _left(what, what.decided.storage)):
         found["layout"] = left
     if len(found) > 1:
@@ -140,6 +148,13 @@ def _stored(what: Exported, ranks: Axes, to: str) -> tuple[str, Axes]:
 def _matrices(what: Exported) -> list[ExportedTensor]:
     """The matrices but those of experts, which ways of experts may split already."""
     return [v for v in what.variables if v.trained and len(v.dims) > 1 and EXPERTS not in v.dims]
+
+
+def _within_experts(what: Exported) -> Axes | None:
+    """The axes that split the matrices of each expert; None if there are no experts."""
+    dims = {d for v in what.variables if v.trained and EXPERTS in v.dims for d in v.dims}
+    own = dims - {EXPERTS, *what.decided.pipeline}
+    return tuple({axis for dim in own for axis in what.layout.axes(dim)}) if dims else None
 
 
 def _left(what: Exported, named: Container[str]) -> list[str]:
@@ -164,7 +179,7 @@ def _even(what: Exported, tensor: Axes, to: str) -> None:
     ways = what.mesh.group_size(tensor)
     tables = [v for v in every if VOCAB in v.dims and v.sizes[v.dims.index(VOCAB)] % ways == 0]
     for v in (*layers, *tables):
-        if tensor and not any({*tensor} <= {*what.layout.axes(dim)} for dim in v.dims):
+        if not {*tensor} <= {axis for dim in v.dims for axis in what.layout.axes(dim)}:
             raise UserError(
                 f"{to} splits every matrix of the layers, and vocab, over its tensor ranks, but this plan "
                 f"does not split {v.name} over {'+'.join(tensor)}; search with --framework {to}"
@@ -201,6 +216,11 @@ def torchtitan(what: Exported) -> str:
         raise UserError(
             f"torchtitan splits experts over ranks that shard the weights, {shards} here, but this "
             f"plan has {found.experts} ways of experts; search with --storage zero2 or --storage zero3"
+        )
+    if found.within > 1 and _within_experts(what) is not None:
+        raise UserError(
+            "torchtitan does not split the matrices of an expert over tensor ranks; search with --framework "
+            "torchtitan"
         )
     parallelism: dict[str, Any] = {
         "data_parallel_replicate_degree": found.data // shards,
@@ -286,6 +306,7 @@ def megatron(what: Exported) -> str:
         ("pipeline-model-parallel-size", found.stages),
         ("context-parallel-size", found.context),
         ("expert-model-parallel-size", found.experts),
+        *([("expert-tensor-parallel-size", found.within)] if found.within != found.tensor else []),
         ("micro-batch-size", found.examples(decided.microbatches)),
         ("global-batch-size", found.batch),
         ("seq-length", found.length),
@@ -331,7 +352,8 @@ def deepspeed(what: Exported) -> str:
     if found.tensor > 1:
         content["tensor_parallel"] = {"autotp_size": found.tensor}
     if found.experts > 1:
-        content["expert_parallel"] = {"enabled": True, "autoep_size": found.experts}
+        own = {"expert_tensor_parallel_size": found.within} if found.within > 1 else {}
+        content["expert_parallel"] = {"enabled": True, "autoep_size": found.experts, **own}
     if found.context > 1:
         content["sequence_parallel_size"] = found.context
     return json.dumps(content, indent=1) + "\n"

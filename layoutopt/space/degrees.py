@@ -54,6 +54,7 @@ class Degrees(DecisionRelation):
       experts_apart: experts may lie over some of the axes of the batch, or over axes of several uses.
       sequence: the sequence may be split.
       whole_expert_groups: experts lie over the axes of the weights, if they lie over any axes.
+      whole_experts: the matrices of an expert are not split.
       experts_where_stored: experts lie over data axes only where these split the storage of the weights.
     """
 
@@ -63,6 +64,7 @@ class Degrees(DecisionRelation):
     experts_apart: bool = True
     sequence: bool = True
     whole_expert_groups: bool = False
+    whole_experts: bool = False
     experts_where_stored: bool = False
 
     def options(self, every: Every, roles: DimRoles, mesh: Mesh) -> dict[str, tuple[Choice, ...]]:
@@ -132,6 +134,10 @@ class Degrees(DecisionRelation):
         if self.whole_expert_groups and experts:
             beside = {n for names in roles.weights if names & {*own[Role.EXPERTS]} for n in names}
             found |= {n: WHOLE for n in own[Role.INNER] if n in beside}
+        if self.whole_experts:
+            mixed = {*roles.named[Role.EXPERTS]}
+            dense = {n for names in roles.weights if not names & mixed for n in names}
+            found |= {n: [()] for n in own[Role.INNER] if n not in dense}
         return found | {n: _having(splits[n], experts) for n in own[Role.EXPERTS]}
 
     def _picked(
@@ -156,6 +162,7 @@ class Degrees(DecisionRelation):
         ranks = (*use.data, *use.context) if self.stored_over_context else use.data
         every = tuple(a for a in axes if a in ranks)
         near = tuple(a for a in decision.near if a in every)
+        near = near if not self.stored_over_context or {*use.context} <= {*near} else ()
         found: dict[Choice, None] = {choice: None for choice in decision.options if not choice}
         for stage in dict.fromkeys(choice[0] for choice in decision.options if choice):
             for own in filter(None, (every, near if stage in self.hybrid else ())):

@@ -253,9 +253,18 @@ class Storage(Decision):
 
     @classmethod
     def beyond(cls, said: Any) -> Iterator[Beyond]:
-        for stage, its in by_stage(said.storage).items():
+        for stage, its in chosen_stages(said).items():
             words = f"the storage of {first_of(its)} is {stage}"
             yield Beyond("storage", stage.partition(AT)[0], words, "search with --storage layout")
+
+
+def chosen_stages(said: Any) -> dict[str, list[str]]:
+    """Stages of storage of a `layoutopt.plan.decided.Decided`, without what follows from another one:
+    variables outside pipeline stages, whose gradients are whole at each tick."""
+    found = by_stage(said.storage)
+    if said.pipeline and len(found) > 1:
+        return {stage: its for stage, its in found.items() if stage.partition(AT)[0] != STAGES[1]}
+    return found
 
 
 def by_stage(storage: Mapping[str, str]) -> dict[str, list[str]]:

@@ -182,5 +182,13 @@ def test_what_degrees_cannot_say_is_refused(to: str) -> None:
         export(idle, to)
 
 
+@pytest.mark.parametrize("to", ["torchtitan", "deepspeed"])
+def test_storage_is_over_the_ranks_of_the_sequence_too(to: str) -> None:
+    split = dict.fromkeys(MATRICES, "zero3@data")
+    what = exported("data:2;seq:4", "batch:data;length:seq;memory_length:seq;positions:seq", storage=split)
+    with pytest.raises(UserError, match=f"{to} stores split over the ranks of the sequence too"):
+        export(what, to)
+
+
 def test_every_framework_with_degrees_has_a_form() -> None:
     assert {*FORMS} <= {*FORMATS}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,17 @@ import layoutopt
 from costmodels.frameworks import DEFAULT
 from costmodels.hardware import load_hardware
 from layoutopt.cli import app
+from layoutopt.frameworks import says
+from layoutopt.optimize.subproblems import specs
 from layoutopt.plan.build import Plan, decided, layout_of, options_of
-from layoutopt.plan.export import export
+from layoutopt.plan.export import FORMATS, export
 from layoutopt.plan.exported import Exported, placed
+from layoutopt.space.allow import resolved
+from layoutopt.space.decisions import Decisions, SearchSpace
+from layoutopt.space.degrees import Degrees
+from layoutopt.space.kind import Target
 from mesh_tf_core import Mesh
-from mesh_tf_core.errors import InfeasibleError
+from mesh_tf_core.errors import InfeasibleError, UserError
 from reports.views.facts import left
 from tests.layoutopt.test_frameworks import MODELS
 from tests.marks import by_day
@@ -120,3 +128,36 @@ def test_experts_lie_where_the_framework_puts_them(framework: str) -> None:
     said = decided(plan.options, plan.layout)
     tensors = placed(model.lower(plan.mesh, plan.layout, plan.options))
     export(Exported("", plan.mesh, plan.layout, *tensors, said), framework)
+
+
+FORMS = [name for name in FORMATS if any(isinstance(r, Degrees) for r in says(name).relations)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("framework", by_day(FORMS, every=4))
+def test_every_layout_that_a_framework_can_express_is_exported(framework: str, model: str) -> None:
+    """Random ones, of whatever the framework can decide."""
+    rng, built = random.Random(framework), MODELS[model]()
+    own, found = says(framework).of(built), 0
+    for mesh in map(Mesh, ("a:2;b:2", "a:2;b:2;c:2")):
+        widest = resolved(SearchSpace(allow=("everything",)), [Target(built, mesh)]).settled("time")
+        space = own.narrowed(widest).but(restriction=own)
+        every = specs(built, [mesh], space, lambda _: ("b",), (1, 2))
+        for each in rng.sample(every, min(4, len(every))):
+            made = None
+            with suppress(UserError):  # a schedule that does not suit the number of microbatches
+                layout, options = drawn(each.made(built).decided, rng).read({})
+                made = placed(built.lower(mesh, layout, options))
+            if made is not None:
+                said = decided(options, layout, built.stages(mesh, layout))
+                export(Exported("", mesh, layout, *made, said), framework)
+                found += 1
+    assert found
+
+
+def drawn(every: Decisions, rng: random.Random) -> Decisions:
+    """One option of each decision, as the restriction allows them together."""
+    for name, options in every.options.items():
+        tried = rng.sample(options, len(options))
+        every = next(filter(None, (every.within({name: (o,)}).agreeing() for o in tried)))
+    return every
