@@ -63,14 +63,14 @@ def waiting(program: Program, cost: Cost, apart: StageTimes | None = None) -> li
         if dim not in schedules:  # Replicas are no stages.
             continue
         ticks, waits = schedules[dim].ticks, schedules[dim].ticks - schedules[dim].works
-        stay = [x for x in cost.lines if _stays(x, slots)]
         if apart is not None:
-            seconds = sum(x.exposed * x.times * apart.waits.get(x.origin.node, 0.0) for x in stay)
+            waited = (x.exposed * x.times * apart.waiting(x.origin.node, x.runs) for x in cost.lines)
+            seconds = sum(waited)
             found[dim.name] = PipelineBubble(
                 dim.name, dim.size, ticks, waits, seconds, fullest=apart.fullest + 1
             )
             continue
-        seconds = sum(x.exposed * x.times for x in stay)
+        seconds = sum(x.exposed * x.times for x in cost.lines if _stays(x, slots))
         places, empty = lacking.get(dim, (0, 0))
         found[dim.name] = PipelineBubble(
             dim.name, dim.size, ticks, waits, seconds * waits / ticks, places, empty

@@ -40,7 +40,8 @@ class StageTimes:
       nodes: node in ticks -> the share of its runs that counts; all of others.
       runs: node -> how often it runs.
       tensors: what loops add up or stack of such nodes -> the same.
-      waits: node of a slot -> the part of what counts in which the fullest stage waits for others.
+      waits: node of a slot -> the part of what counts in which the fullest stage waits for others; below zero
+        for slots of weights, which fill what the others leave idle.
       fullest: number of that stage.
     """
 
@@ -49,6 +50,10 @@ class StageTimes:
     tensors: Mapping[int, float]
     waits: Mapping[int, float]
     fullest: int
+
+    def waiting(self, node: int, runs: float) -> float:
+        """The part of a node's work in which the fullest stage waits; none of what runs behind the ticks."""
+        return self.waits[node] if node in self.waits and runs > 0.999 * self.runs[node] else 0.0
 
 
 @per_graph
@@ -122,9 +127,10 @@ class _Times:
         of, costs = self.of, self._costs()
         path = of.path(costs)
         full = path * self.layers  # [slot, stage, chunk]
-        fullest = int(np.argmax((path * costs[:, of.virtual]).sum(axis=(0, 2))))
+        fullest = int(np.argmax(costs[:, of.virtual].sum(axis=(0, 2))))
         share = full.sum(axis=(1, 2)) / self.ticks / self.place
-        waits = 1 - full[:, fullest].sum(axis=1) / np.maximum(full.sum(axis=(1, 2)), 1)
+        works = of.microbatches * self.layers[fullest].sum()
+        waits = 1 - works / np.maximum(full.sum(axis=(1, 2)), 1)
         at = {
             (slot, last): path[slot][of.virtual == self.last * last].sum()
             for slot in StageAction

@@ -13,10 +13,11 @@ from costmodels.pipeline_bubble import waiting
 from costmodels.pricing.compilers.launched import Launched
 from costmodels.pricing.lines import Cost
 from costmodels.pricing.pricer import pricer
+from costmodels.stage_ends import end_work
 from examples.transformer_lm import model as transformer
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.ir.schedules import KINDS, SCHEDULES, PipelineSchedule, kind_name, rounds_of
+from mesh_tf_core.ir.schedules import KINDS, SCHEDULES, PipelineSchedule, StageAction, kind_name, rounds_of
 from mesh_tf_core.ir.stored_order import PADDING, Interleaved
 
 SIZES = {"d_model": 64, "d_kv": 16, "heads": 4, "d_ff": 128, "vocab": 512, "batch": 16, "length": 8}
@@ -60,6 +61,20 @@ def test_stages_do_the_work_of_their_own(schedule: str) -> None:
             head[x.origin.phase] += x.times
     assert head == {Phase.FORWARD: M, Phase.BACKWARD: 2 * M}
     assert not any(x.times for x in cost.lines if x.axes == ("pipe",) and x.name != "permute" and x.runs > 1)
+
+
+@pytest.mark.parametrize("schedule", AT_ONCE)
+def test_the_fullest_stage_waits_as_long_as_closed_forms_say(schedule: str) -> None:
+    """(P - 1) forward and backward slots (Narayanan et al. 2021, section 2.2), less as many of weights (Qi et
+    al. 2023, section 2.3)."""
+    rounds = rounds_of(schedule)
+    program, _ = priced(schedule, P * rounds)
+    outline, found = program.outline, Launched().stages(program)
+    assert found is not None and outline is not None and found.fullest == P - 1
+    slots = end_work(outline).slots
+    share = dict.fromkeys((StageAction.FORWARD, StageAction.BACKWARD), (P - 1) / (M * rounds + P - 1))
+    share[StageAction.WEIGHTS] = 1 - M / (M - P + 1)
+    assert found.waits == pytest.approx({node: share[slot] for node, slot in slots.items()})
 
 
 @pytest.mark.parametrize("schedule", AT_ONCE)
