@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +67,26 @@ def test_a_search_takes_the_module() -> None:
     module, batch = llama()
     plan = layoutopt.search(layoutopt.from_torch(module, batch), devices=4, hardware="h100")
     assert plan.data.framework == "torch" and plan.solver.status == "OPTIMAL"
+
+
+DOORS = ("llama", "bert")
+
+
+@pytest.mark.parametrize("family", DOORS)
+def test_a_configuration_is_the_same_model(family: str, tmp_path: Path) -> None:
+    """Parameters, and the layout and storage that are found for them."""
+    module, batch = MODULES[family][0]()
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(module.config.to_dict(), default=str), encoding="utf-8")
+    described = layoutopt.from_huggingface(str(file), batch=4, length=16)
+    traced = layoutopt.from_torch(module, batch)
+    assert described.parameters == traced.parameters
+    plans = [
+        layoutopt.search(model, devices=4, hardware="h100", framework="torch")
+        for model in (described, traced)
+    ]
+    first, second = ((p.mesh, p.layout, {*p.data.storage.values()}) for p in plans)
+    assert first == second
 
 
 def test_meta_tensors_are_enough() -> None:
@@ -280,6 +302,12 @@ def test_experts_chosen_by_python_are_refused_with_what_to_do() -> None:
         layoutopt.from_torch(transformers.AutoModelForCausalLM.from_config(config).train(), batch)
 
 
+def test_sorted_experts_are_said() -> None:
+    """Trap 9: no layout splits what is sorted over the whole batch."""
+    model = layoutopt.from_torch(*MODULES["mixtral"][0]())
+    assert any("sorted by expert" in note for note in model.origin.notes)  # type: ignore[union-attr]
+
+
 def test_means_over_counted_tokens_are_not_cut() -> None:
     """Trap 10 and 11: microbatches would be means of means, or statistics of a part."""
     for name in ("llama", "convolutions"):
@@ -287,6 +315,9 @@ def test_means_over_counted_tokens_are_not_cut() -> None:
         model = layoutopt.from_torch(module, batch)
         with pytest.raises(UserError, match="not a sum over the examples"):
             model.lower(mtf.Mesh("data:1"), mtf.Layout(""), mtf.Options(microbatches=2))
+    module, batch = llama()
+    counted = layoutopt.from_torch(module, {**batch, "num_items_in_batch": 60})
+    assert counted.lower(mtf.Mesh("data:1"), mtf.Layout(""), mtf.Options(microbatches=2))
 
 
 class Dropped(nn.Module):

@@ -362,7 +362,11 @@ def _nearest(m: Equations, v: Type, x: Operand, *more: Any, **how: Any) -> Opera
     return m.reshape(m.broadcast(x, (*x.shape[:2], *wide), axes), v.shape)
 
 
-@rule("_grouped_mm", "grouped_mm_fallback")
+GROUPED = ("_grouped_mm", "grouped_mm_fallback")
+"""Products of rows that are sorted by group."""
+
+
+@rule(*GROUPED)
 def _grouped_mm(
     m: Equations, v: Type, x: Operand, w: Operand, ends: Operand | None = None, **more: Any
 ) -> Operand:

@@ -31,6 +31,10 @@ __all__ = ["ReadProgram", "read"]
 
 _TABLES = (indexing, losses, products, shapes)
 """They register their rules in `TABLE` when they are imported."""
+_GROUPED = (
+    "the experts multiply tokens that are sorted by expert, and a sort is over the whole batch: every device "
+    "computes all of it, whatever the layout; the search of a config.json splits mixtures of experts"
+)
 _CHECKS = re.compile(r"_assert|sym_constrain|_check")
 
 
@@ -176,6 +180,8 @@ class _Reader:
         if mask is not None:
             args = (*args[:3], mask, *args[4:])
         found = self._made(n, name.rstrip("_") if written else name, result, args, more)
+        if name in products.GROUPED:
+            self.notes[_GROUPED] = None
         if written:
             own = n.args[0]
             self._assign(own, found)
