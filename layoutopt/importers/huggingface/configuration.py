@@ -212,8 +212,8 @@ def chosen(values: Mapping[str, Any], source: str) -> Configuration:
     also = f", nor is its {TEXT} ({str(text.get('model_type'))[:60]!r})" if isinstance(text, Mapping) else ""
     raise UserError(
         f"{source}: model_type {str(values.get('model_type'))[:60]!r} is not supported{also}; known: "
-        f"{', '.join(FAMILIES)}; import the module with layoutopt.from_torch or from_jax, or write the "
-        "model with mesh_tf_core.layers (layoutopt init)"
+        f"{', '.join(FAMILIES)}; write this model with mesh_tf_core.layers (layoutopt init), or import "
+        "it with layoutopt.from_torch or layoutopt.from_jax"
     )
 
 
