@@ -93,7 +93,7 @@ class Compiler:
         return None
 
     def stages(self, program: Program) -> StageTimes | None:
-        """The share of a program's work that counts, where each stage of a pipeline is a program of its own."""
+        """The share of the work that counts, where each stage of a pipeline is a program of its own."""
         outline = program.outline if self.memory.stage_programs else None
         return None if outline is None else stage_times(outline)
 
