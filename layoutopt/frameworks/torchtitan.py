@@ -15,8 +15,8 @@ from layoutopt.space.recompute import KEEP
 SELECTIVE = f"{KEEP}products/2+attention"
 """Selective recomputation of single operations (`SelectiveAC`)."""
 SAYS = replace(
-    torch.SAYS,
+    torch.EAGER,
     name="torchtitan",
-    says={**(torch.SAYS.says or {}), "recompute": (False, True, SELECTIVE)},
+    says={**(torch.EAGER.says or {}), "recompute": (False, True, SELECTIVE)},
     relations=(Degrees(hybrid=("zero2", "zero3"), whole_experts=True, experts_where_stored=True),),
 )

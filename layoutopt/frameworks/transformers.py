@@ -12,9 +12,9 @@ from layoutopt.space.degrees import Degrees
 
 WITHOUT = ("pipeline", "schedule", "context", "elsewhere")
 SAYS = replace(
-    torch.SAYS,
+    torch.EAGER,
     name="transformers",
-    says={name: values for name, values in (torch.SAYS.says or {}).items() if name not in WITHOUT},
+    says={name: values for name, values in (torch.EAGER.says or {}).items() if name not in WITHOUT},
     relations=(
         Degrees(
             hybrid=("zero2", "zero3"), sequence=False, whole_expert_groups=True, experts_where_stored=True

@@ -188,6 +188,7 @@ class Restriction:
         entry, the plain value alone. None: everything.
       granularity: field of `SearchSpace` -> `kind.ALL`, `CLASS` or `VARIABLE`; by default, classes.
       roles: those of the model (`of`).
+      applied: front end -> the limits of models of it, whose plans are applied to the user's program.
     """
 
     name: str = ""
@@ -195,6 +196,7 @@ class Restriction:
     relations: tuple[DecisionRelation, ...] = ()
     granularity: Mapping[str, str] = field(default_factory=dict)
     roles: DimRoles | None = None
+    applied: Mapping[str, Restriction] = field(default_factory=dict)
 
     @property
     def about(self) -> DimRoles:
@@ -203,7 +205,10 @@ class Restriction:
 
     def of(self, model: Model) -> Restriction:
         """The same, about one model."""
-        return replace(self, roles=DimRoles.of(model)) if self.relations else self
+        own = self.applied.get(getattr(model, "front_end", ""), self)
+        if own is not self:
+            own = replace(own, says={**(own.says or {}), **model.limits})  # type: ignore[attr-defined]
+        return replace(own, roles=DimRoles.of(model)) if own.relations else own
 
     def expresses(self, name: str, value: Any) -> bool:
         """True if a value of a field of `SearchSpace` may be searched; None: if any but the plain one may."""

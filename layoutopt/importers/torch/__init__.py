@@ -8,4 +8,8 @@ elementwise, shapes, products, indexing
             what every ATen operation becomes
 masks       which keys an attention hides, of masks that are made of positions alone
 model       `from_torch`
+ranks       what is done over each axis of a plan's mesh, and the split of every parameter
+styles      the dimensions that DTensor's styles split
+parallelize, synced, step, torch_plan
+            the way back: `plan.torch`
 """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 from mesh_tf_core.errors import UserError, not_installed
@@ -46,3 +48,10 @@ def array_of(tensor: Any) -> Any:
         return None
     own = tensor.detach().cpu()
     return (own.float() if own.dtype == torch.bfloat16 else own).numpy()
+
+
+def taken(module: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What of a batch a module takes; the rest is for its loss."""
+    known = signature(module.forward).parameters
+    every = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    return batch if every else {name: x for name, x in batch.items() if name in known}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from layoutopt.importers.arrays.build import built, optimizer_of
@@ -13,9 +13,15 @@ from layoutopt.importers.arrays.model import ImportedModel
 from layoutopt.importers.torch.capture import MODULE, captured
 from layoutopt.importers.torch.internals import array_of, torch_module
 from layoutopt.importers.torch.reader import read
+from layoutopt.importers.torch.styles import StyleFlow
+from layoutopt.importers.torch.torch_plan import TorchPlan
 from layoutopt.plan.build import Plan, check_plan_model
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
 from mesh_tf_core.optimizers import SGD, Adam, Optimizer
+from mesh_tf_core.tracing.graph import graph_of
 
 OPTIMIZERS = {
     "adamw": Adam(1e-3, weight_decay=1e-2, narrow=True),
@@ -33,11 +39,22 @@ class TorchModel(ImportedModel):
     """A model that a PyTorch module is; `origin.function` is the module."""
 
     front_end: ClassVar[str] = "torch"
+    styles: StyleFlow | None = field(default=None, repr=False, compare=False)
 
-    def applied(self, plan: Plan) -> Any:
+    @property
+    def limits(self) -> Mapping[str, Any]:
+        """Fields of the search space -> their values, where the module allows fewer."""
+        return {} if self.styles is None else self.styles.limits
+
+    def applied(self, plan: Plan) -> TorchPlan:
         """The plan in the user's own module: `plan.torch`."""
         check_plan_model(plan, self)
-        raise UserError("plan.torch: this version of layoutopt does not apply plans to PyTorch modules")
+        return self.under(plan.mesh, plan.layout, plan.options)
+
+    def under(self, mesh: Mesh, layout: Layout, options: Options) -> TorchPlan:
+        """The module under a layout."""
+        assert self.styles is not None
+        return TorchPlan(self, self.styles, mesh, layout, options)
 
 
 def from_torch(
@@ -134,6 +151,9 @@ def from_torch(
         ),
         names or {},
     )
+    styles = StyleFlow(graph_of(made.loss), module, made.origin)
+    styles.narrow(module, example_batch)
+    graph_of(made.loss).unsplit.update(styles.without)
     return TorchModel(
         made.loss,
         optimizer_of(OPTIMIZERS.get(str(optimizer), optimizer), DOOR.name),
@@ -142,4 +162,5 @@ def from_torch(
         token_dims=made.token_dims,
         framework="torch",
         origin=made.origin,
+        styles=styles,
     )

@@ -1,0 +1,152 @@
+"""Small PyTorch modules, each with a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+Given = tuple[nn.Module, dict[str, torch.Tensor]]
+
+
+def llama(kind: str = "llama", tied: bool = False) -> Given:
+    """Of transformers, with padding in half of the rows."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    more = {"num_hidden_layers": 2, "vocab_size": 64, "head_dim": 8, "max_position_embeddings": 16}
+    config = AutoConfig.for_model(kind, **sizes, **more, tie_word_embeddings=tied, use_cache=False)
+    torch.manual_seed(0)
+    ids = torch.randint(0, 64, (8, 16))
+    labels = ids.clone()
+    labels[:3, 5:] = -100
+    labels[6, 12:] = -100
+    return AutoModelForCausalLM.from_config(config), {"input_ids": ids, "labels": labels}
+
+
+def gpt2() -> Given:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    torch.manual_seed(0)
+    ids = torch.randint(0, 64, (8, 16))
+    module = GPT2LMHeadModel(GPT2Config(**sizes, **off, bos_token_id=0, eos_token_id=0))
+    return module, {"input_ids": ids, "labels": ids.clone()}
+
+
+class Mixer(nn.Module):
+    def __init__(self, width: int = 32, tokens: int = 16, layers: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "norm_tokens": nn.LayerNorm(width),
+                    "tokens_in": nn.Linear(tokens, 64),
+                    "tokens_out": nn.Linear(64, tokens),
+                    "norm": nn.LayerNorm(width),
+                    "wide": nn.Linear(width, 128),
+                    "narrow": nn.Linear(128, width),
+                }
+            )
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for b in self.blocks:
+            mixed = functional.gelu(b["tokens_in"](b["norm_tokens"](x).transpose(1, 2)))
+            x = x + b["tokens_out"](mixed).transpose(1, 2)
+            x = x + b["narrow"](functional.gelu(b["wide"](b["norm"](x))))
+        return functional.cross_entropy(self.head(x.mean(1)), y)
+
+
+def mixer() -> Given:
+    torch.manual_seed(0)
+    return Mixer(), {"x": torch.randn(8, 16, 32), "y": torch.randint(0, 8, (8,))}
+
+
+class Convolutions(nn.Module):
+    """With batch normalisation."""
+
+    def __init__(self, channels: int = 16, layers: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, channels, 3, padding=1)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU())
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(channels, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return functional.cross_entropy(self.head(x.mean((2, 3))), y)
+
+
+def convolutions() -> Given:
+    torch.manual_seed(0)
+    return Convolutions(), {"x": torch.randn(8, 3, 8, 8), "y": torch.randint(0, 8, (8,))}
+
+
+class Perceptron(nn.Module):
+    """A part of the parameters is frozen, and a norm of d_ff lies between products if `normed`."""
+
+    def __init__(self, width: int = 32, inner: int = 64, layers: int = 4, normed: bool = False) -> None:
+        super().__init__()
+        between = [nn.LayerNorm(inner)] if normed else []
+        self.first = nn.Linear(12, width)
+        self.first.requires_grad_(False)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, inner), *between, nn.GELU(), nn.Linear(inner, width))
+            for _ in range(layers)
+        )
+        self.out = nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return functional.mse_loss(self.out(x), y)
+
+
+def perceptron(normed: bool = False) -> Given:
+    torch.manual_seed(0)
+    return Perceptron(normed=normed), {"x": torch.randn(16, 12), "y": torch.randn(16, 4)}
+
+
+class Literal(nn.Module):
+    """Attention with the number of heads written into its code."""
+
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        rows, length, width = x.shape
+        q, k, v = (
+            p(x).view(rows, length, self.heads, width // self.heads).transpose(1, 2)
+            for p in (self.q, self.k, self.v)
+        )
+        mixed = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        return functional.mse_loss(self.o(mixed.reshape(rows, length, -1)), y)
+
+
+def literal() -> Given:
+    torch.manual_seed(0)
+    return Literal(), {"x": torch.randn(8, 6, 32), "y": torch.randn(8, 6, 32)}
+
+
+MODULES: dict[str, Any] = {
+    "llama": llama,
+    "tied": lambda: llama(tied=True),
+    "qwen3": lambda: llama("qwen3"),
+    "gpt2": gpt2,
+    "mixer": mixer,
+    "convolutions": convolutions,
+    "perceptron": perceptron,
+}

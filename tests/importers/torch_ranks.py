@@ -1,0 +1,111 @@
+"""A step of a parallelized module on four processes, beside a step on one."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import socket
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rank found, largest differences relative.
+
+    Attributes:
+      held: elements of parameters; `misplaced`: parameters that do not lie as the plan's placements say.
+    """
+
+    loss: float
+    gradient: float
+    worst: str
+    held: int
+    misplaced: list[str]
+    state: float
+
+
+def on_four(cases: Mapping[str, tuple[Any, Any, Any]], folder: Path) -> dict[str, list[Found]]:
+    """Name -> what each of four ranks found.
+
+    Args:
+      cases: name -> (plan.torch, module, batch).
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.set_num_threads(1)  # forked processes must not share a pool of threads
+    torch.multiprocessing.start_processes(_rank, (cases, port, str(folder)), nprocs=4, start_method="fork")
+    each = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(4)]
+    return {name: [found[name] for found in each] for name in cases}
+
+
+def _rank(rank: int, cases: Mapping[str, tuple[Any, Any, Any]], port: int, folder: str) -> None:
+    warnings.simplefilter("ignore")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="4")
+    distributed.init_process_group("gloo")
+    found = {name: _compared(*case) for name, case in cases.items()}
+    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
+    distributed.destroy_process_group()
+
+
+def _whole(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _local(x: Any) -> Any:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def alone(module: Any, batch: Any) -> tuple[float, dict[str, Any], dict[str, Any]]:
+    """Loss, gradients and buffers of one device."""
+    own = copy.deepcopy(module)
+    loss = own(**batch)
+    loss = loss if torch.is_tensor(loss) else loss.loss
+    loss.backward()
+    gradients = {n: p.grad for n, p in own.named_parameters(remove_duplicate=False)}
+    return float(loss.detach()), gradients, dict(own.named_buffers())
+
+
+def _compared(plan: Any, module: Any, batch: Any) -> Found:
+    module = copy.deepcopy(module).double()  # so that rounding hides nothing
+    batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+    loss, gradients, buffers = alone(module, batch)
+    own = copy.deepcopy(module)
+    whole = {n: p.detach().clone() for n, p in own.named_parameters(remove_duplicate=False)}
+    sizes = tuple(size for _, size in plan.ranks.mesh.axes)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=plan.ranks.mesh.names)
+    plan.parallelize(own, mesh)
+    placements = plan.placements()
+    misplaced = [
+        n
+        for n, p in own.named_parameters(remove_duplicate=False)
+        if not torch.equal(_local(p), distribute_tensor(whole[n], mesh, placements[n]).to_local())
+    ]
+    kept: dict[str, Any] = {}
+
+    class Keeps(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for n, p in own.named_parameters(remove_duplicate=False):
+                kept[n] = None if p.grad is None else _whole(p.grad).clone()
+
+    step = plan.train_step(own, Keeps(own.parameters(), lr=0.1))
+    ours = float(step(step.rows(batch)).detach())
+    sizes_of = {n: float(g.abs().max()) for n, g in gradients.items() if g is not None}
+    least = 1e-6 * max(sizes_of.values())  # that of a bias before a batch normalisation is nothing
+    worst = max(
+        (float((kept[n] - gradients[n]).abs().max()) / max(size, least), n) for n, size in sizes_of.items()
+    )
+    state = [float((_whole(b) - buffers[n]).abs().max()) for n, b in own.named_buffers() if n in buffers]
+    held = sum(_local(p).numel() for p in own.parameters())
+    return Found(abs(ours - loss) / abs(loss), *worst, held, misplaced, max(state, default=0.0))
