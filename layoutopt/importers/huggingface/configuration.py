@@ -38,6 +38,12 @@ FAMILIES: dict[str, tuple[str, ReadConfiguration]] = {
     "vit": ("ViTForImageClassification", encoders.vit),
 }
 """model_type -> the architecture and its reader."""
+ALSO = {
+    "MiniMaxM1ForCausalLM": "minimax",
+    "MiniMaxText01ForCausalLM": "minimax",
+    "PhiMoEForCausalLM": "phimoe",
+}
+"""Architectures of other names -> the family that they are."""
 TEXT = "text_config"
 PARTS = ("vision_config", "audio_config")
 """Parts of a model of several media, where `TEXT` is the language model."""
@@ -223,13 +229,15 @@ def _family(values: Mapping[str, Any]) -> str | None:
     if isinstance(name, str) and name in FAMILIES:
         return name
     listed = classes if isinstance(classes, list) else []
-    return next((n for n, (wanted, _) in FAMILIES.items() if wanted in listed), None)
+    found = next((n for n, (wanted, _) in FAMILIES.items() if wanted in listed), None)
+    return found or next((family for other, family in ALSO.items() if other in listed), None)
 
 
 def _checked(values: Mapping[str, Any], source: str, family: str) -> str:
     """The family; UserError if the file names another class of it."""
     classes, wanted = values.get("architectures") or [], FAMILIES[family][0]
-    if not isinstance(classes, list) or (classes and wanted not in classes):
+    also = isinstance(classes, list) and any(ALSO.get(str(n)) == family for n in classes)
+    if not isinstance(classes, list) or (classes and wanted not in classes and not also):
         raise UserError(
             f"{source}: architectures is {str(classes)[:100]}, but for model_type {family!r} "
             f'layoutopt builds only {wanted}; to plan {wanted}, write "architectures": ["{wanted}"]'

@@ -23,6 +23,7 @@ QWEN_NEXT = Form(
     linear="delta",
     only=(("attn_output_gate", (True,)),),
     unread=(
+        "use_sliding_window",
         "mtp_num_hidden_layers",
         "mtp_use_dedicated_embeddings",
         "full_attention_interval",
@@ -51,6 +52,8 @@ GRANITE = Form(
     times="embedding_multiplier",
     logits="/logits_scaling",
     added="residual_multiplier",
+    only=(("normalization_function", ("rmsnorm",)),),
+    unread=("init_method",),
 )
 GRANITE_MOE = replace(
     GRANITE,
@@ -82,7 +85,13 @@ FORMS: dict[str, tuple[str, Form]] = {
             times="embedding_multiplier",
             logits="lm_head_multiplier",
             only=(("projectors_bias", (False,)),),
-            unread=("num_logits_to_keep",),
+            unread=(
+                "attn_layer_indices",
+                "mlp_expansion_factor",
+                "num_logits_to_keep",
+                "time_step_min",
+                "time_step_rank",
+            ),
         ),
     ),
     "gemma": ("GemmaForCausalLM", GEMMA),
@@ -154,6 +163,13 @@ FORMS: dict[str, tuple[str, Form]] = {
             heads=replace(GRANITE.heads, turned="position_embedding_type"),
             pattern=patterns.linear,
             linear="granite",
+            unread=(
+                "init_method",
+                "intermediate_size",
+                "num_experts_per_tok",
+                *(f"mamba_{n}" for n in ("n_heads", "d_head", "d_state", "n_groups", "d_conv", "chunk_size")),
+                *(f"mamba_{n}" for n in ("expand", "conv_bias", "proj_bias")),
+            ),
             dense="shared_intermediate_size",
         ),
     ),
@@ -273,6 +289,7 @@ FORMS: dict[str, tuple[str, Form]] = {
             unread=(
                 "position_embedding_type",
                 "layer_norm_eps",
+                "norm_eps",
                 "initializer_cutoff_factor",
                 "sparse_prediction",
                 "sparse_pred_ignore_index",
@@ -298,7 +315,14 @@ FORMS: dict[str, tuple[str, Form]] = {
         Form(heads=Heads(norm="all", clipped="clip_qkv"), mixture=Experts(d_ff="intermediate_size")),
     ),
     "phi": ("PhiForCausalLM", PHI),
-    "phi3": ("Phi3ForCausalLM", Form(pattern=patterns.windowed, unread=("resid_pdrop", "embd_pdrop"))),
+    "phi3": (
+        "Phi3ForCausalLM",
+        Form(
+            pattern=patterns.windowed,
+            only=(("full_attn_mod", (1,)), ("interpolate_factor", (1,))),
+            unread=("resid_pdrop", "embd_pdrop", "original_max_position_embeddings"),
+        ),
+    ),
     "phimoe": (
         "PhimoeForCausalLM",
         Form(
@@ -307,7 +331,7 @@ FORMS: dict[str, tuple[str, Form]] = {
             head_bias="lm_head_bias",
             mixture=MIXTRAL,
             remarks=("experts are chosen by the two largest softmax weights, and not by Phi's sparse mixer",),
-            unread=("input_jitter_noise", "hidden_dropout"),
+            unread=("input_jitter_noise", "hidden_dropout", "original_max_position_embeddings"),
         ),
     ),
     "qwen2": ("Qwen2ForCausalLM", Form(heads=Heads("qkv", ""), pattern=patterns.qwen)),
@@ -332,6 +356,9 @@ FORMS: dict[str, tuple[str, Form]] = {
         replace(QWEN_3, mixture=Experts(normalized=True, only=(("norm_topk_prob", (True,)),))),
     ),
     "qwen3_vl_text": ("Qwen3VLTextModel", QWEN_3),
-    "smollm3": ("SmolLM3ForCausalLM", Form(pattern=patterns.unturned, unread=("use_sliding_window",))),
+    "smollm3": (
+        "SmolLM3ForCausalLM",
+        Form(pattern=patterns.unturned, unread=("use_sliding_window", "max_window_layers")),
+    ),
 }
 """model_type -> the architecture, and its form."""

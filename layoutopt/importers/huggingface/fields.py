@@ -145,7 +145,8 @@ class Fields:
     def finish(self, ignored: Sequence[str] = ()) -> None:
         """UserError for fields that no reader used, here or inside others, unless they are off (null, false,
         0 or empty)."""
-        left = [n for n, v in self.values.items() if n not in self.asked and n not in WITHOUT_EFFECT and v]
+        read = self.asked.keys() | WITHOUT_EFFECT
+        left = [n for n, v in self.values.items() if v and n not in read and not n.endswith("_token_id")]
         strange = [n for n in left if n not in ignored]
         if strange:
             kind = self.values.get("model_type")

@@ -155,7 +155,8 @@ def _longrope(inner: Fields, base: float, fields: Fields, length: int) -> nn.Rot
 
 def stretched(fields: Fields, kind: str = "") -> Fields:
     """The frequencies of a configuration's rotary embedding; `kind`: the kind of layer, if kinds differ."""
-    name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
+    old = fields.has("rope_scaling") and fields.values.get("rope_parameters") is None
+    name = "rope_scaling" if old else "rope_parameters"
     fields.raw("rope_scaling")
     found = fields.raw(name, {})
     said = found.get(kind, found) if isinstance(found, dict) else found
