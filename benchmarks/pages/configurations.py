@@ -14,12 +14,12 @@ DATA = ROOT / "tests" / "data"
 HEAD = """\
 # Published configurations
 
-`config.json` files of 2024 to 2026, as ai-dynamo/aiconfigurator 095f58a5 ships them, and files with the sizes of
-further published models. Parameters are those that layoutopt builds, of the language model alone; the reference is
-the count of transformers 5.24.0 (of Nemotron Super, its model card's). {built} of {count} are built, {equal} with
-exactly the parameters of the reference.
+`config.json` files of 2024 to 2026, as ai-dynamo/aiconfigurator 095f58a5 ships them, and files with the
+sizes of further published models. Parameters are those that layoutopt builds, of the language model alone;
+the reference is the count of transformers 5.24.0 (of Nemotron Super, its model card's). {built} of {count}
+are built, {equal} with exactly the parameters of the reference.
 
-The [guide](../guides/huggingface.md) lists the families. The losses of a tiny model of each family equal those of
+The [guide](../guides/huggingface.md) lists the families. Losses of tiny models of them equal those of
 transformers to 5e-6.
 """
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from layoutopt.importers.huggingface import encoders, families
 from layoutopt.importers.huggingface.decoder import LanguageModel
-from layoutopt.importers.huggingface.fields import NOTHING, Fields, read
+from layoutopt.importers.huggingface.fields import NOTHING, WITHOUT_EFFECT, Fields, read
 from layoutopt.importers.huggingface.modules import module_tensors
 from layoutopt.importers.huggingface.training import ConfiguredTraining
 from layoutopt.importers.huggingface.weights import decoder_names, encoder_names
@@ -219,8 +219,22 @@ def chosen(values: Mapping[str, Any], source: str) -> Configuration:
     raise UserError(
         f"{source}: model_type {str(values.get('model_type'))[:60]!r} is not supported{also}; known: "
         f"{', '.join(FAMILIES)}; write this model with mesh_tf_core.layers (layoutopt init), or import "
-        "it with layoutopt.from_torch or layoutopt.from_jax"
+        f"it with layoutopt.from_torch or layoutopt.from_jax{_foreign(values if text is None else text)}"
     )
+
+
+def _foreign(values: Any) -> str:
+    """The fields of a configuration that no class of a known family has."""
+    if not isinstance(values, Mapping):
+        return ""
+    every = {n for found in class_defaults()["families"].values() for n in found} | WITHOUT_EFFECT
+    for _, form in families.FORMS.values():
+        only = (*form.only, *(form.mixture.only if form.mixture else ()))
+        every |= {*form.unread, *(name for name, _ in only), *DTYPES, "rope_scaling", "ep_size"}
+    strange = [
+        n for n, v in values.items() if v and n not in every and not n.endswith(("_token_id", "_config"))
+    ]
+    return f"; no known family has its fields {', '.join(sorted(map(str, strange))[:12])}" if strange else ""
 
 
 def _family(values: Mapping[str, Any]) -> str | None:
