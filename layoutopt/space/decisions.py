@@ -142,7 +142,6 @@ class SearchSpace(
             ),
         ),
     )
-
     restriction: Restriction = EVERYTHING
 
     @property
