@@ -40,16 +40,19 @@ class LayoutCandidates(Shown):
 
     @property
     def notes(self) -> Iterator[str]:
-        """Consequences of the errors for the order."""
+        """Consequences of the errors for the order, then the notes of the search."""
         for number in dict.fromkeys(each.group for each in self.chosen):
             alike = [each for each in self.chosen if each.group == number]
             errors = [each.error for each in alike if each.error is not None]
             names = some([each.name for each in alike], len(alike))
+            if len(alike) == 1:
+                continue
             if len(errors) < len(alike):
                 yield f"group {number}: only measurement tells {names} apart (no error of some is known)"
-            elif len(alike) > 1:
+            else:
                 error = percent(max(errors))
                 yield f"group {number}: predictions with a mean error of {error} cannot tell {names} apart"
+        yield from self.plan.data.notes
 
     @property
     def data(self) -> CandidatesResult:

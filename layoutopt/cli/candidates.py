@@ -26,6 +26,7 @@ from layoutopt.cli.options import (
     time_limited,
 )
 from layoutopt.cli.terminal import facts
+from layoutopt.cli.ways import is_choice
 from layoutopt.plan.units import percent
 from reports.views.view import RULES, SECONDS, WHOLE, Column, View
 
@@ -56,8 +57,11 @@ def candidates(
     clock = time_limited(time_limit)
     from layoutopt.api.comparing import candidates as find
     from layoutopt.models.loading import load_model
+    from mesh_tf_core.errors import UserError
 
     terminal = output.terminal
+    if is_choice(allowed.given("--diloco")):
+        raise UserError("candidates compares no --diloco settings; give one, or compare them with `search`")
     limit = None if memory is None else read_memory(memory, machine_on.read())
     machine_on.read()  # refused before anything takes time
     on = None if mesh is None else read_mesh(mesh)

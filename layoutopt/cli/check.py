@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,15 +10,17 @@ import typer
 from layoutopt.cli.given import UNDECIDED, ByHand, read_source
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
-    ON,
     OUTPUT,
     THIS_MACHINE,
+    FrameworkOption,
     LayoutOption,
     MeshOption,
-    OnHardware,
     Output,
+    SetHardwareOption,
     SetOption,
+    complete_hardware,
     examples,
+    read_hardware,
 )
 from layoutopt.cli.plans import ModelOption, SourceArgument, machine_of_plan
 from layoutopt.cli.terminal import BAD, FITS, facts
@@ -25,7 +28,10 @@ from layoutopt.cli.units import parse_bytes, parse_seconds
 from layoutopt.plan.units import bytes_text, seconds_text, times_text
 
 if TYPE_CHECKING:
+    from costmodels.hardware import Hardware
+    from layoutopt.plan.build import Plan
     from layoutopt.plan.layout_results import CheckedBound
+    from mesh_tf_core.model import Model
 
 EXAMPLES = examples(
     "layoutopt check plan.json --max-memory 90%",
@@ -33,8 +39,37 @@ EXAMPLES = examples(
     'layoutopt check examples/transformer_lm.py --mesh "data:8" --layout "batch:data" --hardware tpu-v5e '
     "--max-step 2.5s --json",
 )
-STEP, MEMORY = "step", "memory"
-TEXTS = {STEP: seconds_text, MEMORY: bytes_text}
+STEP, MEMORY, HOST = "step", "memory", "host memory"
+TEXTS = {STEP: seconds_text, MEMORY: bytes_text, HOST: bytes_text}
+
+
+@dataclass(frozen=True)
+class OnPlannedHardware:
+    """The hardware and the software of a plan, unless others are named."""
+
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            "--hardware",
+            metavar="NAME_OR_FILE",
+            help="Hardware to predict for, by name or file (see `layoutopt hardware`).",
+            autocompletion=complete_hardware,
+            show_default=f"the plan's; of a model {THIS_MACHINE}",
+        ),
+    ] = None
+    set_hardware: SetHardwareOption = None
+    framework: FrameworkOption = None
+
+    def read(self, model: Model, plan: Plan | None) -> Hardware:
+        """The hardware under a framework; the plan's, or the model's own, where none is named."""
+        if plan is None:
+            return read_hardware(self.hardware or THIS_MACHINE, self.set_hardware, self.framework, model)
+        if self.hardware is None:
+            return machine_of_plan(plan, self.set_hardware, self.framework)
+        return read_hardware(self.hardware, self.set_hardware, self.framework or plan.data.framework)
+
+
+ON_PLANNED = OnPlannedHardware()
 
 
 @grouped
@@ -61,7 +96,7 @@ def check(
     layout: LayoutOption = None,
     decided: ByHand = UNDECIDED,
     settings: SetOption = None,
-    machine_on: OnHardware = ON,
+    machine_on: OnPlannedHardware = ON_PLANNED,
     model: ModelOption = None,
     output: Output = OUTPUT,
 ) -> None:
@@ -71,17 +106,16 @@ def check(
     from layoutopt.plan.layout_results import CheckedBound, CheckResult
     from mesh_tf_core.errors import BrokenBoundError
 
-    if machine_on.hardware != THIS_MACHINE:
-        machine_on.read()  # refused before anything takes time
     longest = None if max_step is None else longest_step(max_step)
     loaded, given = read_source(source, model, settings, mesh, layout, decided)
-    if given.plan is not None and machine_on.hardware == THIS_MACHINE:
-        machine = machine_of_plan(given.plan, machine_on.set_hardware, machine_on.framework)
-    else:
-        machine = machine_on.read(loaded.model)
+    machine = machine_on.read(loaded.model, given.plan)
     most = most_memory(max_memory, machine.usable_memory_bytes)
     of = cost(loaded.model, given.mesh, given.layout, machine, options=given.options).evaluation
-    found = {MEMORY: (most, of.memory.peak), STEP: (longest, of.cost.step_seconds)}
+    found = {
+        MEMORY: (most, of.memory.peak),
+        HOST: (machine.host_memory_bytes if of.program.host_bytes else None, of.program.host_bytes),
+        STEP: (longest, of.cost.step_seconds),
+    }
     bounds = [
         CheckedBound(name=name, bound=bound, found=value, ok=value <= bound)
         for name, (bound, value) in found.items()
@@ -104,8 +138,9 @@ def check(
         terminal.show(facts([*rows, *((each.name, _words(each)) for each in bounds)], colours))
     if broken:
         said = ", ".join(f"{each.name} {_words(each)}" for each in broken)
-        options = " and ".join(f"--max-{each.name}" for each in broken)
-        raise BrokenBoundError(f"{source}: {said}; choose another layout, or raise {options}")
+        options = [f"--max-{each.name}" for each in broken if each.name != HOST]
+        more = f", or raise {' and '.join(options)}" if options else ""
+        raise BrokenBoundError(f"{source}: {said}; choose another layout{more}")
 
 
 def most_memory(text: str | None, usable: float) -> float:
@@ -138,6 +173,8 @@ def longest_step(text: str) -> float:
 
     times, equals, baseline = text.partition("x=")
     if not equals:
+        if text.endswith(".json"):
+            raise UserError(f"--max-step {text!r}: write a factor before the plan, e.g. 1.05x=baseline.json")
         return parse_seconds(text, "--max-step")
     try:
         factor = float(times)

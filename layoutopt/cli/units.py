@@ -61,7 +61,7 @@ def parse_count(text: str, option: str, example: str) -> float:
     return found
 
 
-SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def parse_seconds(text: str, option: str) -> float:

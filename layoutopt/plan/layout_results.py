@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from layoutopt.plan.decided import Decided
 from layoutopt.plan.fields import Data, Figure, Flag, PositiveInteger
 from layoutopt.plan.results import CommandResult, LayoutResult
 from layoutopt.plan.schema import Alternative, ModelInfo
@@ -41,7 +42,7 @@ class CheckedBound(Data):
     ok: Flag
 
 
-class CheckResult(LayoutResult):
+class CheckResult(Decided, LayoutResult):
     """`check`: whether every bound holds."""
 
     command = "check"

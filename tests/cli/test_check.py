@@ -65,13 +65,30 @@ def test_a_plan_is_held_to_a_baseline(run: Callable[..., Any], plan: Any, tmp_pa
     assert longest_step(f"2x={path}") == 2 * plan.predicted.step_seconds
 
 
-def test_a_plan_is_checked_on_its_own_hardware_unless_another_is_named(
-    result: Callable[..., Any], plan: Any, tmp_path: Path
+@pytest.mark.parametrize(
+    ("given", "hardware", "framework"),
+    [
+        ((), "h100", "torch"),
+        (("--hardware", "h200"), "h200", "torch"),
+        (("--framework", "megatron"), "h100", "megatron"),
+        (("--hardware", "cpu-local", "--framework", "layoutopt"), "cpu-local", "layoutopt"),
+    ],
+)
+def test_a_plan_keeps_its_hardware_and_framework_unless_others_are_named(
+    result: Callable[..., Any], tmp_path: Path, given: tuple[str, ...], hardware: str, framework: str
 ) -> None:
-    asked = ("check", str(tmp_path / "plan.json"), "--model", "examples/mlp.py")
-    assert result(*asked)["hardware"] == plan.data.hardware
-    other = result(*asked, "--hardware", "h100", "--framework", "torch")
-    assert (other["hardware"], other["framework"]) == ("h100", "torch")
+    path = tmp_path / "plan.json"
+    layoutopt.search(mlp.model(), mesh="data:4", hardware="h100", framework="torch").save(path)
+    found = result("check", str(path), "--model", "examples/mlp.py", *given)
+    assert (found["hardware"], found["framework"]) == (hardware, framework)
+
+
+def test_what_lies_on_the_hosts_is_held_to_their_memory(run: Callable[..., Any]) -> None:
+    asked = ("check", *LAYOUT, "--offload", "optimizer", "--json")
+    for memory, code in (("1GB", 0), ("1KiB", 6)):
+        done = run(*asked, "--set-hardware", f"host_memory={memory}")
+        assert done.exit_code == code, done.stderr
+        assert bounds(json.loads(done.stdout))["host memory"][2] is (code == 0)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +97,7 @@ def test_a_plan_is_checked_on_its_own_hardware_unless_another_is_named(
         ("--max-step", "2.5"),
         ("--max-step", "-1s"),
         ("--max-step", "2 parsec"),
+        ("--max-step", "plan.json"),
         ("--max-step", "x=plan.json"),
         ("--max-step", "nanx=plan.json"),
         ("--max-step", "2x="),

@@ -59,6 +59,6 @@ def _lacking(
     what = maker.path if maker is not None else "a loop inside"
     return UserError(
         f"{origin.door.plan}: the plan keeps {'+'.join(remat.names[dim])} of the loop over {dim}, but {what} "
-        "computes a value that does not occur in {origin.door.program}; recompute everything (--recompute "
+        f"computes a value that does not occur in {origin.door.program}; recompute everything (--recompute "
         f"{dim}), or keep another kind of value"
     )

@@ -30,7 +30,6 @@ _UNARY = {
     **{n: n for n in ("ceil", "sign", "log1p", "expm1", "square", "exp2")},
     "sigmoid": "logistic",
     "bitwise_not": "not",
-    "logical_not": "not",
 }
 _BINARY = {
     **{n: n for n in ("add", "sub", "mul", "div", "pow", "atan2")},
@@ -82,10 +81,26 @@ def _binary(prim: str) -> AtenRule:
     ) -> Operand:
         if alpha != 1:
             b = m.binary("mul", b, alpha, v.dtype)
-        found = m.binary(prim, a, b, v.dtype)
-        return m.unary("floor", found) if rounding_mode == "floor" and v.dtype in FLOATS else found
+        if rounding_mode is not None:
+            return _divided(m, v, a, b, rounding_mode)
+        return m.binary(prim, a, b, v.dtype)
 
     return write
+
+
+def _divided(m: Equations, v: Type, a: Scalar, b: Scalar, rounding: str) -> Operand:
+    """a / b, rounded down ("floor"), or towards 0 ("trunc") as whole numbers are by themselves."""
+    found = m.binary("div", a, b, v.dtype)
+    if v.dtype in FLOATS:
+        down = m.unary("floor", found)
+        if rounding == "floor":
+            return down
+        return m.select(m.binary("lt", found, 0, v.dtype, "bool"), m.unary("ceil", found), down, v.dtype)
+    if rounding == "trunc":
+        return found
+    rest = m.binary("sub", a, m.binary("mul", found, b, v.dtype), v.dtype)
+    apart = m.binary("lt", m.binary("mul", rest, b, v.dtype), 0, v.dtype, "bool")
+    return m.binary("sub", found, m.cast(apart, v.dtype), v.dtype)
 
 
 def _comparison(prim: str) -> AtenRule:
@@ -147,8 +162,12 @@ def _rsub(m: Equations, v: Type, a: Scalar, b: Scalar, alpha: float = 1) -> Oper
 
 @rule("floor_divide")
 def _floor_divide(m: Equations, v: Type, a: Scalar, b: Scalar) -> Operand:
-    found = m.binary("div", a, b, v.dtype)
-    return m.unary("floor", found) if v.dtype in FLOATS else found
+    return _divided(m, v, a, b, "floor")
+
+
+@rule("logical_not")
+def _logical_not(m: Equations, v: Type, x: Operand) -> Operand:
+    return m.binary("eq", x, 0, x.dtype, "bool")
 
 
 @rule("remainder")
@@ -251,11 +270,10 @@ def _masked_fill(m: Equations, v: Type, x: Operand, mask: Operand, value: Scalar
 
 
 @rule("clamp", "clip")
-def _clamp(m: Equations, v: Type, x: Operand, low: Any = None, high: Any = None, **more: Any) -> Operand:
-    low, high = more.get("min", low), more.get("max", high)
-    if low is not None:
-        x = m.binary("max", x, low, v.dtype)
-    return x if high is None else m.binary("min", x, high, v.dtype)
+def _clamp(m: Equations, v: Type, x: Operand, min: Any = None, max: Any = None) -> Operand:
+    if min is not None:
+        x = m.binary("max", x, min, v.dtype)
+    return x if max is None else m.binary("min", x, max, v.dtype)
 
 
 @rule("clamp_min")
@@ -263,9 +281,11 @@ def _clamp_min(m: Equations, v: Type, x: Operand, low: Scalar) -> Operand:
     return m.binary("max", x, low, v.dtype)
 
 
-@rule("dropout", "native_dropout", "feature_dropout")
+@rule("dropout", "native_dropout")
 def _dropout(m: Equations, v: Any, x: Operand, rate: float, train: bool = True) -> Any:
-    found = m.dropout(x, rate) if train else x
+    found = x
+    if train and rate:
+        found = m.dropout(x, rate) if rate < 1 else m.binary("mul", x, 0, x.dtype)
     return [found, None] if isinstance(v, list) else found
 
 
@@ -312,13 +332,18 @@ TABLE |= {
 }
 
 
-@rule("argmax", "argmin")
-def _argmax(m: Equations, v: Type, x: Operand, dim: Any = None, keepdim: bool = False) -> Operand:
-    axes = dims_of(dim, len(x.shape))
-    found = m.emit(
-        "argmax", [x], [n for a, n in enumerate(x.shape) if a not in axes], "int32", axes=tuple(axes)
-    )
-    return m.reshape(found, v.shape)
+def _place(prim: str) -> AtenRule:
+    def write(m: Equations, v: Type, x: Operand, dim: Any = None, keepdim: bool = False) -> Operand:
+        if dim is None:  # the place in all elements as one line
+            x, dim = m.reshape(x, (math.prod(x.shape),)), 0
+        axes = dims_of(dim, len(x.shape))
+        shape = [n for a, n in enumerate(x.shape) if a not in axes]
+        return m.reshape(m.emit(prim, [x], shape, "int32", axes=tuple(axes)), v.shape)
+
+    return write
+
+
+TABLE |= {name: _place(name) for name in ("argmax", "argmin")}
 
 
 @rule("mean")
@@ -333,15 +358,31 @@ def variance(m: Equations, x: Operand, axes: Sequence[int], mean: Operand, corre
     return m.binary("mul", m.reduced("reduce_sum", z, axes, True), 1 / (count - correction), x.dtype)
 
 
-@rule("var", "std", "var_mean")
-def _var(m: Equations, v: Any, x: Operand, dim: Any = None, *how: Any, **more: Any) -> Any:
-    unbiased = how[0] if how and isinstance(how[0], bool) else True
-    correction = more.get("correction", int(unbiased))
-    axes = dims_of(None if isinstance(dim, bool) else dim, len(x.shape))
-    first = v[0] if isinstance(v, list) else v
-    mean = m.mean(x, axes, True)
-    found = m.reshape(variance(m, x, axes, mean, 1 if correction is None else correction), first.shape)
-    return [found, m.reshape(mean, v[1].shape)] if isinstance(v, list) else found
+def _spread(root: bool) -> AtenRule:
+    """The variance or its root; a truth value in the place of `dim` is `unbiased`."""
+
+    def write(
+        m: Equations,
+        v: Any,
+        x: Operand,
+        dim: Any = None,
+        unbiased: bool = True,
+        keepdim: bool = False,
+        correction: Any = None,
+    ) -> Any:
+        if isinstance(dim, bool):
+            dim, unbiased = None, dim
+        axes = dims_of(dim, len(x.shape))
+        first = v[0] if isinstance(v, list) else v
+        mean = m.mean(x, axes, True)
+        found = variance(m, x, axes, mean, int(unbiased) if correction is None else correction)
+        found = m.reshape(m.unary("sqrt", found) if root else found, first.shape)
+        return [found, m.reshape(mean, v[1].shape)] if isinstance(v, list) else found
+
+    return write
+
+
+TABLE |= {"var": _spread(False), "var_mean": _spread(False), "std": _spread(True), "std_mean": _spread(True)}
 
 
 @rule("norm", "linalg_vector_norm")

@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from layoutopt.importers.arrays.contract import GatherNumbers, Operand, ScatterNumbers, Var
+from layoutopt.importers.arrays.contract import CapturedArray, GatherNumbers, Operand, ScatterNumbers, Var
 from layoutopt.importers.torch.elementwise import Type, rule
 from layoutopt.importers.torch.emitter import Equations
+
+_COUNTS = ("iota", "sort", "top_k", "argmax", "argmin")
+"""Equations whose whole numbers are never below 0."""
 
 
 @rule("embedding")
@@ -49,7 +52,7 @@ def _index(m: Equations, v: Type, x: Operand, ids: Sequence[Operand | None]) -> 
         raise NotImplementedError("it selects by truth values, so its size depends on them")
     if looked != list(range(looked[0], looked[0] + len(looked))):
         raise NotImplementedError("its indices are not beside each other")
-    shape, index = indices(m, given)
+    shape, index = indices(m, given, [x.shape[a] for a in looked])
     k, first = len(shape), looked[0]
     kept = [a for a in range(len(x.shape)) if a not in looked]
     out = [*x.shape[:first], *shape, *x.shape[first + len(looked) :]]
@@ -59,14 +62,30 @@ def _index(m: Equations, v: Type, x: Operand, ids: Sequence[Operand | None]) -> 
     return m.gather(x, index, out, at, sizes)
 
 
-def indices(m: Equations, given: Sequence[Operand]) -> tuple[tuple[int, ...], Operand]:
+def indices(m: Equations, given: Sequence[Operand], sizes: Sequence[int]) -> tuple[tuple[int, ...], Operand]:
     """Indices that broadcast: their common shape, and one array with them along its last axis if there are
-    several."""
+    several.
+
+    Args:
+      sizes: of the axes that they are places of; an index below 0 counts from the end.
+    """
     shape = tuple(map(int, np.broadcast_shapes(*(i.shape for i in given))))
+    given = [_from_the_end(m, i, n) for i, n in zip(given, sizes, strict=True)]
     if len(given) == 1:
         return shape, given[0]
     parts = [m.reshape(m.expand(m.cast(i, "int32"), shape), (*shape, 1)) for i in given]
     return shape, m.concatenate(parts, len(shape))
+
+
+def _from_the_end(m: Equations, places: Operand, size: int) -> Operand:
+    """Places of which none is below 0."""
+    if isinstance(places, CapturedArray):
+        known = np.asarray(places.value)
+        return m.constant(np.where(known < 0, known + size, known), places.dtype)
+    if m.maker(places, *_COUNTS) is not None:
+        return places
+    under = m.binary("lt", places, 0, places.dtype, "bool")
+    return m.select(under, m.binary("add", places, size, places.dtype), places, places.dtype)
 
 
 @rule("index_put")
@@ -76,8 +95,8 @@ def _index_put(
     given = [i for i in ids if i is not None]
     if len(given) != len(ids) or any(i.dtype == "bool" for i in given):
         raise NotImplementedError("it writes at truth values, or along inner axes")
-    shape, index = indices(m, given)
     n = len(given)
+    shape, index = indices(m, given, x.shape[:n])
     rows = m.expand(m.cast(rows, x.dtype), (*shape, *x.shape[n:]))
     return written(m, x, index, rows, n, add)
 
@@ -128,21 +147,21 @@ def _one_hot(m: Equations, v: Type, ids: Operand, classes: int = -1) -> Operand:
 
 @rule("topk")
 def _topk(
-    m: Equations, v: Sequence[Type], x: Operand, k: int, dim: int = -1, *more: Any, **how: Any
+    m: Equations, v: Sequence[Type], x: Operand, k: int, dim: int = -1, largest: bool = True, *more: Any
 ) -> list[Var]:
     last = len(x.shape) - 1
-    if dim % len(x.shape) != last or how.get("largest") is False:
+    if dim % len(x.shape) != last or not largest:
         raise NotImplementedError("it is not the largest along the last axis")
     outs = [Var(v[0].shape, x.dtype), Var(v[1].shape, "int32")]
     return m.several("top_k", [x], outs, k=k, axis=last, operand=None)
 
 
 @rule("sort", "argsort")
-def _sort(m: Equations, v: Any, x: Operand, dim: Any = -1, descending: Any = False, **more: Any) -> Any:
-    if isinstance(dim, bool):  # stable=, the dimension after it
-        dim, descending = descending if not isinstance(descending, bool) else -1, False
-    dim = more.get("dim", dim) % len(x.shape)
-    if more.get("descending", descending):
+def _sort(
+    m: Equations, v: Any, x: Operand, dim: int = -1, descending: bool = False, *, stable: Any = None
+) -> Any:
+    dim %= len(x.shape)
+    if descending:
         raise NotImplementedError("it sorts in descending order")
     outs = [Var(x.shape, x.dtype), Var(x.shape, "int32")]
     count = m.counted(x.shape, dim, "int32")
@@ -173,9 +192,20 @@ def _diff(
     return x
 
 
-@rule("histc", "bincount")
-def _histc(m: Equations, v: Type, x: Operand, *more: Any, **how: Any) -> Operand:
+@rule("histc")
+def _histc(m: Equations, v: Type, x: Operand, bins: int = 100, min: float = 0, max: float = 0) -> Operand:
+    if (min, max) != (0, bins - 1):
+        raise NotImplementedError("its bins are not the whole numbers from 0")
+    return _bincount(m, v, x)
+
+
+@rule("bincount")
+def _bincount(
+    m: Equations, v: Type, x: Operand, weights: Operand | None = None, minlength: int = 0
+) -> Operand:
     """How often each whole number occurs."""
+    if weights is not None:
+        raise NotImplementedError("it adds up weights")
     wide = (math.prod(x.shape), *v.shape)
     line = m.reshape(m.cast(x, "int32"), wide[:1])
     same = m.binary("eq", m.broadcast(line, wide, [0]), m.counted(wide, 1, "int32"), "int32", "bool")

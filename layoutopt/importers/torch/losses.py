@@ -61,7 +61,7 @@ def _binary_entropy(
     return _reduce(m, found if weight is None else m.binary("mul", found, weight, x.dtype), reduction)
 
 
-@rule("cross_entropy_loss", "nll_loss", "nll_loss_nd")
+@rule("cross_entropy_loss")
 def _cross_entropy(
     m: Equations,
     v: Type,
@@ -90,9 +90,35 @@ def _cross_entropy(
         spread = m.mean(m.unary("neg", m.softmax(x, -1, log=True)), [len(x.shape) - 1])
         loss = m.binary("mul", loss, 1 - smoothing, x.dtype)
         loss = m.binary("add", loss, m.binary("mul", spread, smoothing, x.dtype), x.dtype)
-    loss = m.select(counts, loss, 0, x.dtype)
+    return _counted(m, loss, counts, reduction)
+
+
+@rule("nll_loss", "nll_loss_nd")
+def _nll(
+    m: Equations,
+    v: Type,
+    x: Operand,
+    y: Operand,
+    weight: Any = None,
+    reduction: int = _MEAN,
+    ignored: int = -100,
+) -> Operand:
+    """The negated number of each row's class; x [rows, classes, ...]."""
+    if weight is not None:
+        raise NotImplementedError("it weights classes")
+    if len(x.shape) > 2:
+        x = m.transpose(x, [0, *range(2, len(x.shape)), 1])
+    counts = m.binary("ne", y, ignored, y.dtype, "bool")
+    safe = m.reshape(m.select(counts, y, 0, y.dtype), (*y.shape, 1))
+    loss = m.unary("neg", m.reshape(m.picked(x, safe), y.shape))
+    return _counted(m, loss, counts, reduction)
+
+
+def _counted(m: Equations, loss: Operand, counts: Operand, reduction: int) -> Operand:
+    """The losses of rows that count: each, their sum, or their mean."""
+    loss = m.select(counts, loss, 0, loss.dtype)
     if reduction != _MEAN:
         return _reduce(m, loss, reduction)
-    every = range(len(y.shape))
-    number = m.reduced("reduce_sum", m.cast(counts, x.dtype), every)
-    return m.binary("div", m.reduced("reduce_sum", loss, every), number, x.dtype)
+    every = range(len(loss.shape))
+    number = m.reduced("reduce_sum", m.cast(counts, loss.dtype), every)
+    return m.binary("div", m.reduced("reduce_sum", loss, every), number, loss.dtype)

@@ -20,20 +20,15 @@ def _linear(m: Equations, v: Type, x: Operand, w: Operand, bias: Operand | None 
     return m.added(m.product(x, w, ([len(x.shape) - 1], [1])), bias)
 
 
-@rule("addmm")
-def _addmm(m: Equations, v: Type, bias: Operand, x: Operand, w: Operand, **more: Any) -> Operand:
-    y = m.product(m.cast(x, v.dtype), m.cast(w, v.dtype), ([1], [0]))
-    return m.binary("add", y, m.expand(m.cast(bias, v.dtype), y.shape), v.dtype)
-
-
-@rule("baddbmm")
-def _baddbmm(
+@rule("addmm", "baddbmm")
+def _added_to(
     m: Equations, v: Type, y: Operand, a: Operand, b: Operand, beta: float = 1, alpha: float = 1
 ) -> Operand:
     found = _matmul(m, v, a, b)
     found = found if alpha == 1 else m.binary("mul", found, alpha, v.dtype)
     if beta == 0:
         return found
+    y = m.expand(m.cast(y, v.dtype), v.shape)
     return m.binary("add", found, y if beta == 1 else m.binary("mul", y, beta, v.dtype), v.dtype)
 
 
@@ -306,9 +301,9 @@ def _max_pool(
     stride: Any = None,
     padding: Any = 0,
     dilation: Any = 1,
-    *more: Any,
+    ceil_mode: bool = False,
 ) -> Any:
-    if any(d != 1 for d in _each(dilation, 1)) or any(more):
+    if any(d != 1 for d in _each(dilation, 1)) or ceil_mode:
         raise NotImplementedError("it has dilation or rounds its size up")
     found = _window(m, "reduce_window_max", v[0] if isinstance(v, list) else v, x, size, stride, padding)
     return [found, None] if isinstance(v, list) else found
@@ -316,12 +311,21 @@ def _max_pool(
 
 @rule("avg_pool1d", "avg_pool2d", "avg_pool3d")
 def _avg_pool(
-    m: Equations, v: Type, x: Operand, size: Any, stride: Any = None, padding: Any = 0, *more: Any
+    m: Equations,
+    v: Type,
+    x: Operand,
+    size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
 ) -> Operand:
-    if any(_each(padding, 1)) or (more and more[0]):
+    if any(_each(padding, 1)) or ceil_mode:
         raise NotImplementedError("it pads, or rounds its size up")
     total = _window(m, "reduce_window_sum", v, x, size, stride, padding)
-    return m.binary("mul", total, 1 / math.prod(_each(size, len(x.shape) - 2)), v.dtype)
+    count = divisor_override or math.prod(_each(size, len(x.shape) - 2))
+    return m.binary("mul", total, 1 / count, v.dtype)
 
 
 def _window(m: Equations, prim: str, v: Type, x: Operand, size: Any, stride: Any, padding: Any) -> Operand:
@@ -368,11 +372,17 @@ GROUPED = ("_grouped_mm", "grouped_mm_fallback")
 
 @rule(*GROUPED)
 def _grouped_mm(
-    m: Equations, v: Type, x: Operand, w: Operand, ends: Operand | None = None, **more: Any
+    m: Equations,
+    v: Type,
+    x: Operand,
+    w: Operand,
+    offs: Operand | None = None,
+    bias: Operand | None = None,
+    out_dtype: Any = None,
 ) -> Operand:
-    """Rows times the matrix of their group; `ends`: where each group ends."""
-    ends = more.get("offs", ends)
-    if len(x.shape) != 2 or len(w.shape) != 3 or ends is None or more.get("bias") is not None:
+    """Rows times the matrix of their group; `offs`: where each group ends."""
+    ends = offs
+    if len(x.shape) != 2 or len(w.shape) != 3 or ends is None or bias is not None:
         raise NotImplementedError("its first operand is not rows in consecutive groups")
     n = ends.shape[0]
     before = m.emit(

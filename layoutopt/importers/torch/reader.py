@@ -19,6 +19,7 @@ from layoutopt.importers.arrays.contract import (
     has_fractions,
 )
 from layoutopt.importers.torch import indexing, losses, products, shapes
+from layoutopt.importers.torch.agreement import check_read, check_type
 from layoutopt.importers.torch.autocast import Autocast, flat
 from layoutopt.importers.torch.capture import MODULE, RECOMPUTED
 from layoutopt.importers.torch.elementwise import TABLE, Type
@@ -215,16 +216,15 @@ class _Reader:
         try:
             if rule is None:
                 return self._unknown(name, v, args, "")
+            check_read(rule, n, args, more)
             found = rule(self.m, v, *args, **more)
+            check_type(found, v)
         except (NotImplementedError, TypeError, ValueError, IndexError, KeyError) as error:
             del self.m.equations[before:]
             own = isinstance(error, NotImplementedError)
             return self._unknown(
                 name, v, args, str(error) if own else "it is called in a form that has no rule"
             )
-        for x, t in zip(found, v, strict=True) if isinstance(v, list) else [(found, v)]:
-            if isinstance(t, Type) and isinstance(x, Var | CapturedArray):
-                assert (x.shape, x.dtype) == (t.shape, t.dtype), (name, x, t, self.m.where)
         return found
 
     def _unknown(self, name: str, v: Any, args: Sequence[Any], why: str) -> Any:

@@ -29,7 +29,11 @@ def _expand(m: Equations, v: Type, x: Operand, *to: Any, **more: Any) -> Operand
 
 
 @rule("broadcast_tensors", "meshgrid")
-def _broadcast_tensors(m: Equations, v: Sequence[Type], xs: Sequence[Operand], **more: Any) -> list[Operand]:
+def _broadcast_tensors(
+    m: Equations, v: Sequence[Type], xs: Sequence[Operand], indexing: str = "ij"
+) -> list[Operand]:
+    if indexing != "ij":
+        raise NotImplementedError(f"it has indexing={indexing!r}")
     if all(len(x.shape) == 1 for x in xs) and len(v[0].shape) == len(xs) > 1:
         return [m.broadcast(x, t.shape, [a]) for a, (x, t) in enumerate(zip(xs, v, strict=True))]
     return [m.expand(x, t.shape) for x, t in zip(xs, v, strict=True)]
@@ -117,12 +121,14 @@ def _stack(m: Equations, v: Type, xs: Sequence[Operand], dim: int = 0) -> Operan
 
 
 @rule("pad", "constant_pad_nd")
-def _pad(m: Equations, v: Type, x: Operand, widths: Sequence[int], *how: Any, **more: Any) -> Operand:
-    mode = next((a for a in how if isinstance(a, str)), more.get("mode", "constant"))
+def _pad(
+    m: Equations, v: Type, x: Operand, widths: Sequence[int], mode: Any = "constant", value: Any = None
+) -> Operand:
+    if not isinstance(mode, str):  # of `constant_pad_nd`, which has no mode
+        mode, value = "constant", mode
     if mode != "constant":
         raise NotImplementedError(f"it pads with the mode {mode}")
-    numbers = [a for a in how if isinstance(a, int | float)]
-    value = numbers[0] if numbers else more.get("value") or 0
+    value = value or 0
     config = [(0, 0, 0)] * len(x.shape)
     for i in range(len(widths) // 2):
         config[-1 - i] = (int(widths[2 * i]), int(widths[2 * i + 1]), 0)
@@ -212,7 +218,7 @@ def _zero(m: Equations, v: Type, x: Operand) -> Operand:
     return m.full(0, v.shape, v.dtype)
 
 
-@rule("tril", "triu")
+@rule("tril")
 def _tril(m: Equations, v: Type, x: Operand, diagonal: int = 0) -> Operand:
     return triangle(m, v, x, "ge", diagonal)
 

@@ -1,0 +1,82 @@
+"""Operations of PyTorch that look like others: each is imported with equal numbers, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+
+from mesh_tf_core.errors import UserError  # noqa: E402
+from tests.importers.torch_models import compared  # noqa: E402
+
+Made = Callable[[torch.Tensor], torch.Tensor]
+CLASSES = torch.tensor([1, 2, 3, 0])
+EQUAL: dict[str, Made] = {
+    "std": lambda y: y.std(-1),
+    "std of all, biased": lambda y: y.std(unbiased=False),
+    "var, biased": lambda y: y.var(unbiased=False),
+    "var along an axis": lambda y: y.var(1, unbiased=True),
+    "var with a correction": lambda y: y.var(1, correction=2),
+    "argmin": lambda y: y * y.argmin(-1, keepdim=True),
+    "argmax of all": lambda y: y * y.argmax(),
+    "topk": lambda y: torch.topk(y, 2)[0],
+    "div towards zero": lambda y: y * torch.div(y * 7, 2.0, rounding_mode="trunc"),
+    "div downwards": lambda y: y * torch.div(y * 7, 2.0, rounding_mode="floor"),
+    "whole numbers downwards": lambda y: y * ((y * 9).to(torch.int32) // 2),
+    "whole numbers towards zero": lambda y: y * torch.div((y * 9).int(), 2, rounding_mode="trunc"),
+    "addmm with factors": lambda y: torch.addmm(y, y, y.mT @ y, beta=2, alpha=3),
+    "an index from the end": lambda y: y[torch.tensor([-1, 0, 2, 1])],
+    "an index from the end of a column": lambda y: y[:, torch.tensor([-1, 0])],
+    "an index that is computed": lambda y: y[(y[:, 0] * 0).long() - 1],
+    "nll_loss of log-sigmoids": lambda y: F.nll_loss(F.logsigmoid(y), CLASSES),
+    "nll_loss of log_softmax": lambda y: F.nll_loss(F.log_softmax(y, -1), CLASSES),
+    "cross_entropy with an ignored class": lambda y: F.cross_entropy(y, torch.tensor([1, 2, -100, 0])),
+    "logical_not of whole numbers": lambda y: y * torch.logical_not((y * 2).int()),
+    "dropout of all": lambda y: F.dropout(y, 1.0) + y,
+    "avg_pool with a divisor": lambda y: F.avg_pool2d(y[None, None], 2, divisor_override=3),
+    "clamp by name": lambda y: y.clamp(min=-0.2, max=0.3),
+    "pad with a value": lambda y: F.pad(y, (1, 2), value=2.0),
+    "histc of whole numbers": lambda y: y * torch.histc((y * 3).abs().floor(), bins=6, min=0, max=5),
+    "binary cross entropy": lambda y: F.binary_cross_entropy_with_logits(y, torch.ones(4, 6)),
+}
+REFUSED: dict[str, tuple[Made, str]] = {
+    "the smallest": (lambda y: torch.topk(y, 2, largest=False)[0], "not the largest"),
+    "descending order": (lambda y: y.sort(descending=True)[0], "descending"),
+    "dropout of channels": (lambda y: F.dropout2d(y[:, :, None, None]), "feature_dropout"),
+    "meshgrid by columns": (lambda y: torch.meshgrid(y[0], y[1], indexing="xy")[0], "indexing='xy'"),
+    "histc with other bins": (lambda y: y * torch.histc(y, bins=6, min=0, max=7), "bins"),
+    "weighted classes": (lambda y: F.nll_loss(F.log_softmax(y, -1), CLASSES, torch.ones(6)), "weights"),
+}
+
+
+class Applied(nn.Module):
+    """A layer, and an operation of its result."""
+
+    def __init__(self, made: Made) -> None:
+        super().__init__()
+        self.made, self.layer = made, nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.made(self.layer(x)).float().square().sum()
+
+
+def of(made: Made) -> float:
+    torch.manual_seed(0)
+    return compared(Applied(made), {"x": torch.randn(4, 6)})[1]
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_numbers_equal_those_of_pytorch(name: str) -> None:
+    assert of(EQUAL[name]) < 1e-5
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_rule_is_refused_with_its_reason(name: str) -> None:
+    made, why = REFUSED[name]
+    with pytest.raises(UserError, match=why):
+        of(made)
