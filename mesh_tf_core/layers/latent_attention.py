@@ -109,7 +109,7 @@ class LatentAttention(Attention):
         return self.high(self.low(x), position)
 
     def low(self, x: Tensor) -> Tensor:
-        """What queries are made of: a vector of q_rank elements, or x."""
+        """The input of queries: a vector of q_rank elements, or x."""
         if self.q_rank is None:
             return x
         down = project(x, "q_down", [x.dim(self.d_model)], [self.q_rank])

@@ -23,7 +23,7 @@ from mesh_tf_core.tracing.scan import scan
 
 LONGEST_PERIOD = 16
 """Layers after which kinds of layers may repeat."""
-Block = Callable[..., Any]
+LayerBlock = Callable[..., Any]
 """[batch, length, d_model] -> the same, or (the same, a router's loss)."""
 
 
@@ -36,8 +36,8 @@ class LayerKind:
       bare: attention has no norm before it.
     """
 
-    mixer: Block | None
-    feed_forward: Block | None = None
+    mixer: LayerBlock | None
+    feed_forward: LayerBlock | None = None
     kept: tuple[float, float] = (1.0, 1.0)
     added: tuple[float, float] = (1.0, 1.0)
     bare: bool = False

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 from layoutopt.importers.huggingface import mixers
-from layoutopt.importers.huggingface.decoder import Block, LanguageModel, LayerKind
+from layoutopt.importers.huggingface.decoder import LanguageModel, LayerBlock, LayerKind
 from layoutopt.importers.huggingface.fields import Fields
 from layoutopt.importers.huggingface.forms import BesideExperts, Mlp, Norm, SelfAttention
 from layoutopt.importers.huggingface.mixers import FULL, LINEAR, Heads
 from layoutopt.importers.huggingface.mixtures import Experts
-from layoutopt.importers.huggingface.patterns import Pattern, chunked, unturned
+from layoutopt.importers.huggingface.patterns import LayerPattern, chunked, unturned
 from layoutopt.importers.huggingface.training import ConfiguredTraining
 
 ACTIVATIONS = {
@@ -44,7 +44,7 @@ LLAMA = Heads()
 
 @dataclass(frozen=True)
 class Form:
-    """What a family of language models is. The defaults are Llama's.
+    """The parts of a family of language models. The defaults are Llama's.
 
     Attributes:
       norm: what `Norm` is given; a name is a field. place: where norms stand (`decoder.PLACES`).
@@ -72,7 +72,7 @@ class Form:
     place: str = "before"
     heads: Heads = LLAMA
     linear: str = ""
-    pattern: Pattern | None = None
+    pattern: LayerPattern | None = None
     varied: bool = False
     beside: str = ""
     single: bool = False
@@ -101,13 +101,13 @@ class Form:
         told = {n: fields.flag(v) if isinstance(v, str) else v for n, v in dict(self.norm).items()}
         norm = Norm(fields.number(fields.first(*EPSILONS), 1e-6), **told)
         act = self._activation(fields)
-        reader = mixers.Reader(fields, training, self.heads, norm, self.linear, len(kinds))
+        reader = mixers.MixerReader(fields, training, self.heads, norm, self.linear, len(kinds))
         mixed = self.mixture is not None and (not self.beside or fields.flag(self.beside))
         mixing = self.mixture.read(fields, training, act, len(kinds)) if mixed and self.mixture else None
         dense = self._mlp(fields, act, self.varied or (mixing is not None and all(mixing.where)))
         added = fields.number(self.added, 1.0) if self.added else 1.0
 
-        def block(kind: str, number: int) -> Block | None:
+        def block(kind: str, number: int) -> LayerBlock | None:
             mixed = kind == mixers.MOE if self.single else mixing is not None and mixing.where[number]
             if self.single and kind not in (mixers.MOE, mixers.MLP):
                 return None

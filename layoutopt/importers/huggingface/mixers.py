@@ -69,7 +69,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Reader:
+class MixerReader:
     """Reads the mixers of a configuration."""
 
     fields: Fields
@@ -233,7 +233,7 @@ class Reader:
         return replace(_granite(self), norm=norm, times=tuple(map(float, times)) or (1.0,) * 5)
 
 
-def _delta(reader: Reader) -> nn.GatedDeltaNet:
+def _delta(reader: MixerReader) -> nn.GatedDeltaNet:
     """The gated delta net of Qwen3-Next."""
     fields = reader.fields
     fields.only("hidden_act", "silu")
@@ -249,7 +249,7 @@ def _delta(reader: Reader) -> nn.GatedDeltaNet:
     )
 
 
-def _lightning(reader: Reader) -> nn.LightningAttention:
+def _lightning(reader: MixerReader) -> nn.LightningAttention:
     fields = reader.fields
     heads = fields.count("num_attention_heads")
     d_kv = fields.count("head_dim", fields.count("hidden_size") // heads)
@@ -259,7 +259,7 @@ def _lightning(reader: Reader) -> nn.LightningAttention:
     )
 
 
-def _granite(reader: Reader) -> nn.Mamba2:
+def _granite(reader: MixerReader) -> nn.Mamba2:
     """The state space of Granite 4 and Falcon-H1."""
     fields = reader.fields
     heads, expand = fields.count("mamba_n_heads"), fields.number("mamba_expand", 2.0)
@@ -279,7 +279,7 @@ def _granite(reader: Reader) -> nn.Mamba2:
     )
 
 
-def _nemotron(reader: Reader) -> nn.Mamba2:
+def _nemotron(reader: MixerReader) -> nn.Mamba2:
     """The state space of Nemotron-H."""
     fields = reader.fields
     for name in ("expand", "mamba_proj_bias"):
@@ -301,7 +301,7 @@ def _nemotron(reader: Reader) -> nn.Mamba2:
 
 
 def _mamba(
-    reader: Reader,
+    reader: MixerReader,
     heads: int,
     d_head: int,
     state: str,
@@ -327,7 +327,7 @@ def _mamba(
     )
 
 
-LINEARS: dict[str, Callable[[Reader], Any]] = {
+LINEARS: dict[str, Callable[[MixerReader], Any]] = {
     "delta": _delta,
     "lightning": _lightning,
     "granite": _granite,

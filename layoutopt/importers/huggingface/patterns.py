@@ -8,11 +8,11 @@ from layoutopt.importers.huggingface import mixers
 from layoutopt.importers.huggingface.fields import Fields
 from layoutopt.importers.huggingface.mixers import FULL, LINEAR, SLIDING
 
-Pattern = Callable[[Fields, int], Sequence[str]]
+LayerPattern = Callable[[Fields, int], Sequence[str]]
 """From a configuration and its number of layers: the kind of each."""
 
 
-def alternating(every: int, *names: str, usual: str = SLIDING) -> Pattern:
+def alternating(every: int, *names: str, usual: str = SLIDING) -> LayerPattern:
     """Layers of kind `usual`; each `every`-th, a number that one of `names` may change, is full."""
 
     def kinds(fields: Fields, count: int) -> Sequence[str]:

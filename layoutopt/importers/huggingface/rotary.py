@@ -82,7 +82,7 @@ class Proportional(nn.Rotary):
 
 
 @dataclass(frozen=True)
-class Factors(nn.Rotary):
+class RotaryFactors(nn.Rotary):
     """Every pair has a factor of its own (Ding et al. 2024, "LongRoPE"); rotated values are scaled."""
 
     factors: tuple[float, ...] = ()
@@ -150,7 +150,7 @@ def _longrope(inner: Fields, base: float, fields: Fields, length: int) -> nn.Rot
     usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     for name in ("factor", "short_mscale", "long_mscale"):
         inner.raw(name)
-    return Factors(base, tuple(map(float, chosen)), inner.number("attention_factor", usual))
+    return RotaryFactors(base, tuple(map(float, chosen)), inner.number("attention_factor", usual))
 
 
 def stretched(fields: Fields, kind: str = "") -> Fields:

@@ -51,7 +51,7 @@ def array_of(tensor: Any) -> Any:
 
 
 def taken(module: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What of a batch a module takes; the rest is for its loss."""
+    """The part of a batch that a module takes; the rest is for its loss."""
     known = signature(module.forward).parameters
     every = any(p.kind is p.VAR_KEYWORD for p in known.values())
     return batch if every else {name: x for name, x in batch.items() if name in known}

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from layoutopt.importers.arrays.contract import ConvNumbers, Operand, RaggedNumbers
-from layoutopt.importers.torch.elementwise import Type, rule, variance
+from layoutopt.importers.torch.elementwise import Type, rule
 from layoutopt.importers.torch.emitter import Equations
 from layoutopt.importers.torch.masks import HiddenKeys
+from layoutopt.importers.torch.reductions import variance
 
 
 @rule("linear")

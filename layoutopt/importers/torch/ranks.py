@@ -1,4 +1,4 @@
-"""What PyTorch does over each axis of a plan's mesh, and the split of every parameter that follows."""
+"""The work of PyTorch over each axis of a plan's mesh, and the split of every parameter that follows."""
 
 from __future__ import annotations
 

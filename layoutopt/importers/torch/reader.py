@@ -18,7 +18,7 @@ from layoutopt.importers.arrays.contract import (
     Var,
     has_fractions,
 )
-from layoutopt.importers.torch import indexing, losses, products, shapes
+from layoutopt.importers.torch import indexing, losses, products, reductions, shapes
 from layoutopt.importers.torch.agreement import check_read, check_type
 from layoutopt.importers.torch.autocast import Autocast, flat
 from layoutopt.importers.torch.capture import MODULE, RECOMPUTED
@@ -30,7 +30,7 @@ from layoutopt.importers.torch.views import INVERSES
 
 __all__ = ["ReadProgram", "read"]
 
-_TABLES = (indexing, losses, products, shapes)
+_TABLES = (indexing, losses, products, reductions, shapes)
 """They register their rules in `TABLE` when they are imported."""
 _GROUPED = (
     "the experts multiply tokens that are sorted by expert, and a sort is over the whole batch: every device "

@@ -72,7 +72,7 @@ def summed_dims(module: Any, parameters: Mapping[str, ArrayAxes]) -> set[str]:
 
 
 class StyleFlow:
-    """What a split of each dimension would need.
+    """The styles that a split of each dimension would need.
 
     Attributes:
       without: dimension -> why no style splits it.

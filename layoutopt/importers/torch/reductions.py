@@ -1,0 +1,140 @@
+"""ATen's reductions along axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from layoutopt.importers.arrays.contract import CapturedArray, Operand, Var
+from layoutopt.importers.torch.elementwise import TABLE, AtenRule, Type, dims_of, rule
+from layoutopt.importers.torch.emitter import Equations
+
+
+def _reduction(prim: str) -> AtenRule:
+    def write(
+        m: Equations, v: Type, x: Operand, dim: Any = None, keepdim: bool = False, **more: Any
+    ) -> Operand:
+        return m.reduced(prim, m.cast(x, v.dtype), dims_of(dim, len(x.shape)), keepdim)
+
+    return write
+
+
+TABLE |= {
+    "sum": _reduction("reduce_sum"),
+    "amax": _reduction("reduce_max"),
+    "amin": _reduction("reduce_min"),
+    "any": _reduction("reduce_or"),
+    "all": _reduction("reduce_and"),
+}
+
+
+def _max_or_min(prim: str, reduction: str, arg: str) -> AtenRule:
+    def write(m: Equations, v: Any, x: Operand, other: Any = None, keepdim: bool = False) -> Any:
+        if isinstance(other, Var | CapturedArray):
+            return m.binary(prim, x, other, v.dtype)
+        axes = dims_of(other, len(x.shape))
+        found = m.reduced(reduction, x, axes, keepdim)
+        if not isinstance(v, list):
+            return found
+        places = m.emit(
+            arg, [x], [n for a, n in enumerate(x.shape) if a not in axes], "int32", axes=tuple(axes)
+        )
+        return [found, m.reshape(places, v[1].shape)]
+
+    return write
+
+
+TABLE |= {
+    "max": _max_or_min("max", "reduce_max", "argmax"),
+    "min": _max_or_min("min", "reduce_min", "argmin"),
+}
+
+
+def _place(prim: str) -> AtenRule:
+    def write(m: Equations, v: Type, x: Operand, dim: Any = None, keepdim: bool = False) -> Operand:
+        if dim is None:  # the place in all elements as one line
+            x, dim = m.reshape(x, (math.prod(x.shape),)), 0
+        axes = dims_of(dim, len(x.shape))
+        shape = [n for a, n in enumerate(x.shape) if a not in axes]
+        return m.reshape(m.emit(prim, [x], shape, "int32", axes=tuple(axes)), v.shape)
+
+    return write
+
+
+TABLE |= {name: _place(name) for name in ("argmax", "argmin")}
+
+
+@rule("mean")
+def _mean(m: Equations, v: Type, x: Operand, dim: Any = None, keepdim: bool = False, **more: Any) -> Operand:
+    return m.mean(m.cast(x, v.dtype), dims_of(dim, len(x.shape)), keepdim)
+
+
+def variance(m: Equations, x: Operand, axes: Sequence[int], mean: Operand, correction: float = 0) -> Operand:
+    """The variance along axes, which stay with one element."""
+    z = m.unary("integer_pow", m.binary("sub", x, mean, x.dtype), y=2)
+    count = math.prod(x.shape[a] for a in axes)
+    return m.binary("mul", m.reduced("reduce_sum", z, axes, True), 1 / (count - correction), x.dtype)
+
+
+def _spread(root: bool) -> AtenRule:
+    """The variance or its root; a truth value in the place of `dim` is `unbiased`."""
+
+    def write(
+        m: Equations,
+        v: Any,
+        x: Operand,
+        dim: Any = None,
+        unbiased: bool = True,
+        keepdim: bool = False,
+        correction: Any = None,
+    ) -> Any:
+        if isinstance(dim, bool):
+            dim, unbiased = None, dim
+        axes = dims_of(dim, len(x.shape))
+        first = v[0] if isinstance(v, list) else v
+        mean = m.mean(x, axes, True)
+        found = variance(m, x, axes, mean, int(unbiased) if correction is None else correction)
+        found = m.reshape(m.unary("sqrt", found) if root else found, first.shape)
+        return [found, m.reshape(mean, v[1].shape)] if isinstance(v, list) else found
+
+    return write
+
+
+TABLE |= {"var": _spread(False), "var_mean": _spread(False), "std": _spread(True), "std_mean": _spread(True)}
+
+
+@rule("norm", "linalg_vector_norm")
+def _norm(
+    m: Equations,
+    v: Type,
+    x: Operand,
+    order: Any = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    **more: Any,
+) -> Operand:
+    if order not in (2, None):
+        raise NotImplementedError("it is not the norm of order 2")
+    total = m.reduced(
+        "reduce_sum", m.unary("integer_pow", m.cast(x, v.dtype), y=2), dims_of(dim, len(x.shape)), keepdim
+    )
+    return m.unary("sqrt", total)
+
+
+@rule("softmax", "_softmax", "special_softmax")
+def _softmax(m: Equations, v: Type, x: Operand, dim: int, *more: Any, **how: Any) -> Operand:
+    return m.softmax(m.cast(x, v.dtype), dim)
+
+
+@rule("log_softmax", "_log_softmax")
+def _log_softmax(m: Equations, v: Type, x: Operand, dim: int, *more: Any, **how: Any) -> Operand:
+    return m.softmax(m.cast(x, v.dtype), dim, log=True)
+
+
+@rule("logsumexp")
+def _logsumexp(m: Equations, v: Type, x: Operand, dim: Any, keepdim: bool = False) -> Operand:
+    axes = dims_of(dim, len(x.shape))
+    most = m.unary("stop_gradient", m.reduced("reduce_max", x, axes, True))
+    total = m.reduced("reduce_sum", m.unary("exp", m.binary("sub", x, most, x.dtype)), axes, True)
+    return m.reshape(m.binary("add", m.unary("log", total), most, x.dtype), v.shape)
