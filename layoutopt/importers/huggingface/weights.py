@@ -46,6 +46,8 @@ _MIXTRAL = {
     "experts/wg": ("block_sparse_moe.experts.{}.w3.weight", _TURNED),
     "experts/wo": ("block_sparse_moe.experts.{}.w2.weight", _TURNED),
 }
+_JOINED = frozenset({"glm", "glm4", "granitemoe", "phi3", "phimoe", "qwen3_vl_text", "qwen3_vl_moe_text"})
+"""Families whose layers have Llama's variables, but whose arrays join or name them otherwise."""
 _OUTSIDE = {
     "embedding/tokens": Source("model.embed_tokens.weight"),
     "output/projection": Source("lm_head.weight", _TURNED),
@@ -56,7 +58,9 @@ _OUTSIDE = {
 def decoder_names(
     decoder: LanguageModel, family: str, length: int, variables: Mapping[str, Variable]
 ) -> Iterator[tuple[str, Source]]:
-    """The source of every trained variable of a language model."""
+    """The source of every trained variable of a language model, as far as arrays have one variable each."""
+    if family in _JOINED:
+        return
     inside = {**_LAYER, **_PLACED.get(decoder.place, {}), **(_MIXTRAL if family == "mixtral" else {})}
     for name, source in _OUTSIDE.items():
         if name in variables:
