@@ -37,7 +37,7 @@ can be written in the framework's form where `export` has one. With `--framework
 the share of the step that it saves.
 
 In PyTorch's frameworks, Megatron-LM, DeepSpeed and MaxText each axis of the mesh splits the batch, the
-weights (heads, d_ff and vocab together) or the sequence; experts may lie over any of these axes. ZeRO shards
+weights (heads, d_ff and vocab together) or the sequence, and experts lie over some of these axes. ZeRO shards
 over the axes that do not split weights.
 """
 FIELDS = ("storage", "recompute", "offload", "context", "schedule")

@@ -33,6 +33,11 @@ from mesh_tf_core.lower.storage import STAGES, read_stage
 EXPERTS, VOCAB = "experts", "vocab"
 
 
+def software(to: str) -> str:
+    """The framework whose searches find plans that a form can express."""
+    return "transformers" if to == "accelerate" else to
+
+
 @dataclass(frozen=True)
 class ParallelDegrees:
     """The degrees of a plan.
@@ -90,13 +95,13 @@ class ParallelDegrees:
                 dims = " and ".join(repr(dim) for dim in found.values())
                 raise UserError(
                     f"{to} gives each mesh axis one use, but this plan splits {dims} over {axis!r}; search "
-                    f"with --framework {to}"
+                    f"with --framework {software(to)}"
                 )
         idle = [a for a, size in what.mesh.axes if size > 1 and a not in uses]
         if idle:
             raise UserError(
                 f"{to} has no use for mesh axis {idle[0]!r}, over which this plan splits no dimension; "
-                f"search with --framework {to}"
+                f"search with --framework {software(to)}"
             )
 
         def axes_of(use: str) -> Axes:
@@ -110,7 +115,7 @@ class ParallelDegrees:
         if shards and not {*axes_of("context")} <= {*shards}:
             raise UserError(
                 f"{to} stores split over the ranks of the sequence too, but this plan over "
-                f"{'+'.join(shards)}; search with --framework {to}"
+                f"{'+'.join(shards)}; search with --framework {software(to)}"
             )
         return cls(
             **ways,
@@ -137,7 +142,8 @@ def _stored(what: Exported, ranks: Axes, to: str) -> tuple[str, Axes]:
     if len(found) > 1:
         listed = " and ".join(f"{stage} for {some(names, NAMED)}" for stage, names in found.items())
         raise UserError(
-            f"{to} stores all variables alike, but this plan uses {listed}; search with --framework {to}"
+            f"{to} stores all variables alike, but this plan uses {listed}; search with --framework "
+            f"{software(to)}"
         )
     if not found:
         return STAGES[0], ()
@@ -182,7 +188,7 @@ def _even(what: Exported, tensor: Axes, to: str) -> None:
         if not {*tensor} <= {axis for dim in v.dims for axis in what.layout.axes(dim)}:
             raise UserError(
                 f"{to} splits every matrix of the layers, and vocab, over its tensor ranks, but this plan "
-                f"does not split {v.name} over {'+'.join(tensor)}; search with --framework {to}"
+                f"does not split {v.name} over {'+'.join(tensor)}; search with --framework {software(to)}"
             )
 
 
@@ -192,7 +198,7 @@ def _offloaded(what: Exported, kind: str, to: str) -> bool:
     if names and (left := _left(what, names)):
         raise UserError(
             f"{to} offloads all {kind} or nothing, but this plan keeps those of {some(left, NAMED)}; search "
-            f"with --framework {to}"
+            f"with --framework {software(to)}"
         )
     return bool(names)
 

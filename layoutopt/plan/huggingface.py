@@ -22,8 +22,17 @@ _ROTATION = {"gather": "allgather", "zigzag": "alltoall"}
 
 
 def transformers(what: Exported) -> str:
-    """JSON with the fields of `DistributedConfig` and of `TrainingArguments`."""
+    """JSON with the fields of `DistributedConfig` and of `TrainingArguments`.
+
+    Raises:
+      UserError: a decision that `DistributedConfig` has no field for, or experts on too few ranks.
+    """
     found, decided = ParallelDegrees.of(what, "transformers"), what.decided
+    if found.context > 1:
+        raise UserError(
+            f"transformers has no setting for context parallelism, which this plan has on {found.context} "
+            "ranks; search with --framework transformers, or use --to accelerate"
+        )
     parameters = what.arrays.get(MODULES, ())
     config: dict[str, Any] = {
         "tp_size": found.tensor,
@@ -35,6 +44,12 @@ def transformers(what: Exported) -> str:
     if found.data > 1 and found.stage in _FSDP and parameters:
         config["fsdp_plan"] = dict.fromkeys(_wrapped(parameters), _FSDP[found.stage])
     if (ways := what.mesh.group_size(what.layout.axes(EXPERTS))) > 1:
+        if found.shards * found.tensor % ways:
+            raise UserError(
+                f"transformers splits experts over ranks that store or split weights, here "
+                f"{found.shards * found.tensor}, but this plan splits them over {ways}; search with "
+                "--framework transformers"
+            )
         config["ep_size"] = ways
     arguments = {
         "per_device_train_batch_size": found.examples(decided.microbatches),

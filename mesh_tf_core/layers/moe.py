@@ -77,7 +77,9 @@ class MixtureOfExperts:
             )
         more = self.bias or self.gates_first or self.up != "linear"
         if more and not isinstance(self.router, TopExperts):
-            raise UserError("MixtureOfExperts: up, bias and gates_first need the router TopExperts")
+            raise UserError(
+                "MixtureOfExperts: up, bias and gates_first need the router TopExperts; use it, or leave them"
+            )
         if self.shared_gate and self.shared is None:
             raise UserError(
                 "MixtureOfExperts: shared_gate needs `shared`, the hidden dimension of the shared expert; "
@@ -166,6 +168,11 @@ def through(
     Returns:
       [group, token, any others], and the router's loss.
     """
+    if type(router).assigned is Router.assigned:
+        raise UserError(
+            f"the router {type(router).__name__} assigns no places in buffers of experts, which this layer "
+            "needs; use TokenChoice or ExpertChoice"
+        )
     group, token, d_model = names
     choice, d, b = Dim("router", experts.size), x.dim(d_model), x.dim(group)
     there = {b.name: f"expert_{b.name}", choice.name: experts.name}

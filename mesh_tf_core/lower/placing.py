@@ -245,8 +245,9 @@ class Placing(ProgramBuilder):
             elif move.kind == "gather":
                 if isinstance(v.shape.dims[move.dim], SparseDim):
                     raise LayoutError(
-                        f"[{v.shape}]: the rows of all {name!r} do not divide between their tokens; split "
-                        "the tokens' dimensions over the same axes before and at the experts"
+                        f"[{v.shape}]: the rows that chose {name!r} cannot be gathered from other devices; "
+                        f"split {name!r} over the same axes everywhere, and the tokens alike before and at "
+                        "the experts"
                     )
                 now[move.dim] = now[move.dim][: -len(move.axes)]
                 out = self.like(v, tuple(now), v.partial)

@@ -161,3 +161,17 @@ def test_accelerate(tmp_path: Path) -> None:
     read = ClusterConfig.from_yaml_file(str(file))
     assert read.distributed_type == "FSDP" and read.num_processes == 4
     assert ParallelismConfig(**degrees).total_size == 4
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rules", "stage", "why"),
+    [
+        ("data:2;seq:2", "batch:data;length:seq", "", "context parallelism"),
+        ("data:2;seq:4", "batch:data;length:seq", "zero3@data+seq", "context parallelism"),
+        ("data:2", "batch:data;experts:data", "", "store or split weights"),
+    ],
+)
+def test_what_transformers_has_no_field_for_is_refused(mesh: str, rules: str, stage: str, why: str) -> None:
+    config = config_of("qwen3_moe" if "experts" in rules else "llama")
+    with pytest.raises(UserError, match=why):
+        export(what(config, mesh, rules, stage), "transformers")
