@@ -76,6 +76,7 @@ def test_dimensions_that_no_style_splits_are_left_out_of_the_search() -> None:
     for given, dim, why in (
         (perceptron(normed=True), "blocks", "is neither of a linear map nor of an embedding"),
         (literal(), "heads", "does not run on a part of it"),
+        (literal(rest=-1), "heads", "attention would have heads of [4] elements in place of [8]"),
         (MODULES["qwen3"](), "query_group", "combines it with values that all ranks have alike"),
     ):
         model = layoutopt.from_torch(*given)
@@ -92,6 +93,25 @@ def test_a_search_has_no_decision_that_is_not_applied() -> None:
     mixed, _ = imported("mixer")
     with pytest.raises(UserError, match="torch cannot express this"):  # its blocks have no forward
         layoutopt.search(mixed, mesh="data:4", hardware="h100", framework="torch", recompute="always")
+
+
+@pytest.mark.parametrize(
+    "asked", [{"framework": "megatron", "storage": "zero1"}, {"pipeline": "layers", "pins": "layers:model"}]
+)
+def test_a_plan_with_other_decisions_is_refused(asked: dict[str, Any]) -> None:
+    model, _ = imported("llama")
+    asked = {"framework": "layoutopt", "alternatives": False, **asked}
+    plan = layoutopt.search(model, mesh="data:2;model:2", hardware="h100", **asked)
+    with pytest.raises(UserError, match="does not apply this plan"):
+        plan.torch.placements()
+
+
+def test_batch_norm_has_neither_microbatches_nor_recomputation() -> None:
+    model, _ = imported("convolutions")
+    plan = layoutopt.search(model, mesh="data:4", hardware="h100", alternatives=False)
+    assert plan.options.microbatches == 1 and not plan.options.recompute
+    with pytest.raises(UserError, match="torch cannot express this"):
+        layoutopt.search(model, mesh="data:4", hardware="h100", framework="torch", microbatches="2")
 
 
 def test_placements_name_the_axes_of_the_mesh() -> None:

@@ -121,24 +121,23 @@ def perceptron(normed: bool = False) -> Given:
 class Literal(nn.Module):
     """Attention with the number of heads written into its code."""
 
-    def __init__(self, width: int = 32, heads: int = 4) -> None:
+    def __init__(self, width: int = 32, heads: int = 4, rest: int = 0) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.rest = heads, rest or width // heads
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        rows, length, width = x.shape
+        rows, length, _ = x.shape
         q, k, v = (
-            p(x).view(rows, length, self.heads, width // self.heads).transpose(1, 2)
-            for p in (self.q, self.k, self.v)
+            p(x).view(rows, length, self.heads, self.rest).transpose(1, 2) for p in (self.q, self.k, self.v)
         )
         mixed = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
         return functional.mse_loss(self.o(mixed.reshape(rows, length, -1)), y)
 
 
-def literal() -> Given:
+def literal(rest: int = 0) -> Given:
     torch.manual_seed(0)
-    return Literal(), {"x": torch.randn(8, 6, 32), "y": torch.randn(8, 6, 32)}
+    return Literal(rest=rest), {"x": torch.randn(8, 6, 32), "y": torch.randn(8, 6, 32)}
 
 
 MODULES: dict[str, Any] = {

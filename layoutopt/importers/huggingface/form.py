@@ -123,7 +123,10 @@ class Form:
         if self.masked:
             layers = (replace(layers[0], bare=True), *layers[1:])
         if self.varied:
-            layers = tuple(map(partial(varied, fields, width), layers, fields.listed("block_configs")))
+            blocks = fields.listed("block_configs")
+            if len(blocks) != len(layers):
+                raise fields.wrong("block_configs", f"give one for each of the {len(layers)} layers")
+            layers = tuple(map(partial(varied, fields, width), layers, blocks))
         return LanguageModel(
             layers,
             fields.count("vocab_size"),

@@ -92,6 +92,8 @@ class MixerReader:
     def _attention(self, kind: str) -> forms.SelfAttention:
         fields, own = self.fields, self.heads
         apart = dict(own.windowed if kind == SLIDING else own.full if kind == FULL else ())
+        if kind == FULL and not fields.flag("attention_k_eq_v"):
+            apart.pop("num_key_value_heads", None)  # transformers reads Gemma 4's number only then
 
         def named(name: str) -> str:
             return apart[name] if name in apart and fields.has(apart[name]) else name

@@ -125,7 +125,7 @@ def _scatter(
     m: Equations, v: Type, x: Operand, dim: int, ids: Operand, rows: Any, *more: Any, **how: Any
 ) -> Operand:
     """One-hot masks of a router: numbers at places of the last axis."""
-    if how or more or dim % len(x.shape) != len(x.shape) - 1 or isinstance(rows, Var):
+    if how or more or dim % len(x.shape) != len(x.shape) - 1 or isinstance(rows, Var | CapturedArray):
         raise NotImplementedError("it writes arrays at indices along an axis")
     classes = x.shape[-1]
     wide = (*ids.shape, classes)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from layoutopt.frameworks import says
 from layoutopt.importers.arrays.build import built, optimizer_of
 from layoutopt.importers.arrays.contract import KEY, Door, Leaf, TracedProgram, Var
 from layoutopt.importers.arrays.model import ImportedModel
@@ -15,7 +16,8 @@ from layoutopt.importers.torch.internals import array_of, torch_module
 from layoutopt.importers.torch.reader import read
 from layoutopt.importers.torch.styles import StyleFlow
 from layoutopt.importers.torch.torch_plan import TorchPlan
-from layoutopt.plan.build import Plan, check_plan_model
+from layoutopt.plan.build import Plan, check_plan_model, decided
+from layoutopt.space.decisions import beyond
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -52,8 +54,17 @@ class TorchModel(ImportedModel):
         return self.under(plan.mesh, plan.layout, plan.options)
 
     def under(self, mesh: Mesh, layout: Layout, options: Options) -> TorchPlan:
-        """The module under a layout."""
+        """The module under a layout.
+
+        Raises:
+          UserError: the plan has a decision that `plan.torch` does not apply.
+        """
         assert self.styles is not None
+        said = decided(options, layout, self.stages(mesh, layout))
+        if lost := beyond(says("torch").of(self), said):
+            raise UserError(
+                f"plan.torch does not apply this plan, in which {lost.words}; search with framework='torch'"
+            )
         return TorchPlan(self, self.styles, mesh, layout, options)
 
 

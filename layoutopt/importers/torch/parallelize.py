@@ -52,6 +52,7 @@ def parallelized(
       partial: paths of whole parameters whose gradients are parts of a sum over the tensor ranks.
     """
     tied = shared_parameters(module)
+    _same_everywhere(module)
     if ranks.size(ranks.tensor) > 1:
         from torch.distributed.tensor import Replicate
         from torch.distributed.tensor.parallel import parallelize_module
@@ -81,6 +82,14 @@ def parallelized(
     return module
 
 
+def _same_everywhere(module: Any) -> None:
+    """Gives every rank the values of the first: `fully_shard` would make one array of several ranks' own."""
+    torch = torch_module()
+    for tensor in {id(t): t for t in (*module.parameters(), *module.buffers())}.values():
+        if not tensor.is_meta:
+            torch.distributed.broadcast(tensor.detach(), src=0)
+
+
 def shared_parameters(module: Any) -> list[list[str]]:
     """The paths of each parameter that has several."""
     found: dict[int, list[str]] = {}
@@ -105,12 +114,13 @@ def _styles(module: Any, ranks: PlanRanks) -> Iterator[tuple[str, Any]]:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    summed = summed_dims(module, ranks.parameters)
+    summed, seen = summed_dims(module, ranks.parameters), set[int]()
     for path, array in ranks.parameters.items():
         owner, _, own = path.rpartition(".")
         axes = ranks.read(array)
-        if own != "weight" or not any(axes):
+        if own != "weight" or not any(axes) or id(module.get_submodule(owner)) in seen:
             continue
+        seen.add(id(module.get_submodule(owner)))
         if isinstance(module.get_submodule(owner), torch.nn.Embedding):
             yield (
                 owner,
@@ -157,7 +167,8 @@ def _wrapped(module: Any, layers: Iterable[str], tied: set[str]) -> Iterator[str
     """What gathers its parameters on its own: each layer, and outside of them each module with a matrix, as
     the root keeps what it gathers until the backward pass. A tied weight is the root's."""
     inside = tuple(layers)
-    yield from inside
+    # Each call of `fully_shard` makes arrays of its own: two layers would come apart.
+    yield from (p for p in inside if not any(path.startswith(f"{p}.") for path in tied))
     for path, own in module.named_modules():
         if path and not any(path == p or path.startswith(f"{p}.") for p in inside):
             named = {f"{path}.{name}": p for name, p in own.named_parameters(recurse=False)}

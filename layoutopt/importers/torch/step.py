@@ -51,18 +51,19 @@ class ModuleStep:
             counted = CountedMean()
             with counted:
                 loss = self.loss(self.module(**taken(self.module, part)), part)
-            count = torch.as_tensor(counted.share, device=loss.device)
-            (loss * count / self.parts).backward()
-            losses.append(loss.detach() * count / self.parts)
-            counts.append(count / self.parts)
+            weight = torch.as_tensor(counted.weight(self.parts), device=loss.device)
+            (loss * weight).backward()
+            losses.append(torch.where(weight > 0, loss.detach() * weight, 0.0))
+            counts.append(weight)
         sums = torch.stack([torch.stack(losses).sum(), torch.stack(counts).sum()])
         if self._group is not None:
             torch.distributed.all_reduce(sums, group=self._group)
+        total = torch.ones_like(sums[1]) if counted.summed else sums[1]
         # FSDP divides the sum of the gradients by the ranks.
-        self._scaled(self._ways / sums[1])
+        self._scaled(self._ways / total)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return sums[0] / sums[1]
+        return sums[0] / total
 
     def rows(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's rows of a whole batch; tensor ranks have the same. Flags and scalars stay."""
@@ -101,7 +102,7 @@ def _copies(grad: Any, mesh: Any) -> int:
     split = 1
     if hasattr(grad, "placements"):
         for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True):
-            split *= size if placement.is_shard() else 1
+            split *= 1 if placement.is_replicate() else size  # `_StridedShard` is no `Shard`
     return int(mesh.size()) // split
 
 
@@ -110,33 +111,49 @@ def _own_loss(outputs: Any, batch: Mapping[str, Any]) -> Any:
 
 
 class CountedMean:
-    """Counts the elements that a mean cross entropy is over.
+    """Counts the elements that the module's cross entropies are over.
 
     Attributes:
-      share: of the targets of the module's mean cross entropies those that are not ignored; 1 without any.
+      summed: they are sums: the loss of the batch is the sum of those of its parts.
     """
 
     def __init__(self) -> None:
         torch = torch_module()
-        outer = self
+        outer, losses = self, (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss)
 
         class Mode(torch.overrides.TorchFunctionMode):  # type: ignore[name-defined]
             def __torch_function__(self, of: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 kwargs = kwargs or {}
-                if of is torch.nn.functional.cross_entropy:
+                if of in losses:
                     outer._count(*args, **kwargs)
                 return of(*args, **kwargs)
 
         self._mode = Mode()
-        self._seen: list[Any] = []
+        self._shares: list[Any] = []
+        self._sums = 0
 
-    def _count(self, input: Any, target: Any, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("reduction", "mean") == "mean" and not target.is_floating_point():
-            self._seen.append((target != kwargs.get("ignore_index", -100)).float().mean())
+    def _count(self, input: Any, target: Any, weight: Any = None, *args: Any, **kwargs: Any) -> None:
+        if weight is not None:
+            raise UserError(
+                "train_step: the loss weights classes, so its mean over ranks and microbatches is not the "
+                "batch's; use reduction='sum' and divide by the weights of the whole batch"
+            )
+        reduction = kwargs.get("reduction", "mean")
+        self._sums += reduction == "sum"
+        if reduction == "mean" and not target.is_floating_point():
+            self._shares.append((target != kwargs.get("ignore_index", -100)).float().mean())
 
     @property
-    def share(self) -> Any:
-        return torch_module().stack(self._seen).mean() if self._seen else 1.0
+    def summed(self) -> bool:
+        return bool(self._sums and not self._shares)
+
+    def weight(self, parts: int) -> Any:
+        """The part of a loss in that of the whole batch: of targets those that are not ignored, over the
+        microbatches; 1 of a sum."""
+        if self.summed:
+            return 1.0
+        share = torch_module().stack(self._shares).mean() if self._shares else 1.0
+        return share / parts
 
     def __enter__(self) -> None:
         self._mode.__enter__()

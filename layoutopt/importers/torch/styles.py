@@ -9,6 +9,7 @@ head, may: its gradient is added up.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -79,17 +80,21 @@ class StyleFlow:
       partial: dimension -> the variables whose gradients are parts of a sum if it is split.
       parameters: path -> the axes of the parameter as dimensions.
       limits: fields of the search space -> their values, where the module allows fewer: layers without a
-        `forward` of their own have no checkpoint.
+        `forward` of their own have no checkpoint, and BatchNorm has statistics of the whole batch, once.
     """
 
     def __init__(self, graph: Graph, module: Any, origin: ImportedFunction) -> None:
         parameters = self.parameters = module_parameters(module, origin)
         self.graph, self.sources = graph, origin.sources
         layers = {*layers_of(module, parameters, graph).values()}
-        self.limits = {} if layers == _loops(parameters, graph) else {"recompute": (False,)}
+        again = layers == _loops(parameters, graph)
+        self.limits: dict[str, Any] = {} if again else {"recompute": (False,)}
+        norms = torch_module().nn.modules.batchnorm._BatchNorm
+        if any(isinstance(own, norms) for own in module.modules()):
+            self.limits = {"recompute": (False,), "microbatches": (1,)}
         self.without: dict[str, str] = {}
         self.partial: dict[str, set[str]] = {}
-        self._weights: dict[int, str] = {}
+        self._weights: dict[int, frozenset[str]] = {}
         self._live: set[int] = set()
         names: set[str] = set()
         for path, array, styled in linear_axes(module, parameters):
@@ -114,22 +119,26 @@ class StyleFlow:
             self._live.update(node.outputs)
             return
         if isinstance(node.op, Read) and node.op.variable.trainable:
-            self._weights[node.outputs[0]] = node.op.variable.name
+            self._weights[node.outputs[0]] = frozenset({node.op.variable.name})
         if not node.inputs:
             return
-        weights = [self._weights.get(i) for i in node.inputs]
+        weights = [self._weights.get(i, frozenset[str]()) for i in node.inputs]
         if all(weights):
-            self._weights.update((o, str(weights[0])) for o in node.outputs)
+            self._weights.update(dict.fromkeys(node.outputs, frozenset[str]().union(*weights)))
             return
         if any(weights) or self._live.intersection(node.inputs):
             self._live.update(node.outputs)
         self._check(node, weights)
 
-    def _check(self, node: Node, weights: list[str | None]) -> None:
+    def _check(self, node: Node, weights: list[frozenset[str]]) -> None:
         """Notes what an operation on values of the batch needs of each dimension."""
         tensors = [self.graph.tensor(i) for i in node.inputs]
         out = {n for o in node.outputs for n in self.graph.tensor(o).type.shape.names}
         touched = self._between & (out | {n for t in tensors for n in t.type.shape.names})
+        for name in touched & out:  # each rank has a part of the gradient of a weight without the dimension
+            for tensor, own in zip(tensors, weights, strict=True):
+                if own and name not in tensor.type.shape.names:
+                    self.partial.setdefault(name, set()).update(own)
         if not touched or (any(weights) and node.op.kind in ("matmul", "gather")):
             return
         try:
@@ -143,25 +152,36 @@ class StyleFlow:
                 self.without.setdefault(name, f"{what} needs all of it")
             elif any(node.inputs[i] in self._live and not weights[i] for i in lacking):
                 self.without.setdefault(name, f"{what} combines it with values that all ranks have alike")
-            for i in lacking:
-                if weights[i]:
-                    self.partial.setdefault(name, set()).add(str(weights[i]))
 
     def narrow(self, module: Any, batch: Any) -> None:
         """Runs the module without values on pieces of its weights: code with the size of a dimension written
         into it (`x.view(b, t, self.heads, -1)`) fails."""
-        if _runs(module, self.parameters, batch, "", 1):
+        whole, heads = _runs(module, self.parameters, batch, "", 1)
+        if whole:  # it reads values, such as those of a mask: pieces cannot be tried
             return
         for name in sorted(self._between - self.without.keys()):
             size = next(iter(self.graph.dims()[name]))
             ways = next((n for n in range(2, size + 1) if size % n == 0), 1)
-            if why := _runs(module, self.parameters, batch, name, ways):
+            why, own = _runs(module, self.parameters, batch, name, ways)
+            if not why and own != heads:
+                why = f"attention would have heads of {own} elements in place of {heads}"
+            if why:
                 self.without[name] = f"the module does not run on a part of it: {why}"
 
 
-def _runs(module: Any, parameters: Mapping[str, ArrayAxes], batch: Any, name: str, ways: int) -> str:
-    """Why a module does not run on one of some pieces of a dimension; '' if it does."""
+def _runs(
+    module: Any, parameters: Mapping[str, ArrayAxes], batch: Any, name: str, ways: int
+) -> tuple[str, list[int]]:
+    """Why a module does not run on one of some pieces of a dimension, '' if it does; and the elements of a
+    head in each attention, which code such as `x.view(b, t, self.heads, -1)` would change in silence."""
     torch = torch_module()
+    heads: list[int] = []
+
+    class Mode(torch.overrides.TorchFunctionMode):  # type: ignore[name-defined]
+        def __torch_function__(self, of: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if of is torch.nn.functional.scaled_dot_product_attention:
+                heads.append(next(iter([*args, *(kwargs or {}).values()])).shape[-1])
+            return of(*args, **(kwargs or {}))
 
     def piece(path: str, tensor: Any) -> Any:
         own = parameters[path].axes if path in parameters else ()
@@ -172,9 +192,16 @@ def _runs(module: Any, parameters: Mapping[str, ArrayAxes], batch: Any, name: st
     held |= {p: t.to("meta") for p, t in module.named_buffers()}
     given = torch.utils._pytree.tree_map(lambda x: x.to("meta") if torch.is_tensor(x) else x, batch)
     args, kwargs = ((), taken(module, given)) if isinstance(given, Mapping) else (given, None)
+    args = tuple(args) if isinstance(args, list) else args
     try:
-        with warnings.catch_warnings(action="ignore"):
-            torch.func.functional_call(module, held, args, kwargs)
-    except (RuntimeError, ValueError, TypeError) as error:
-        return str(error).partition("\n")[0]
-    return ""
+        with warnings.catch_warnings(action="ignore"), Mode():
+            torch.func.functional_call(_copied(module), held, args, kwargs)
+    except Exception as error:  # whatever the user's code raises
+        return str(error).partition("\n")[0] or type(error).__name__, heads
+    return "", heads
+
+
+def _copied(module: Any) -> Any:
+    """The module with the same parameters, so that what its code keeps of this call is not the user's."""
+    tensors = (*module.parameters(), *module.buffers())
+    return copy.deepcopy(module, {id(t): t for t in tensors})
