@@ -54,7 +54,9 @@ TWENTY, MANY = "9" * 20, "9" * 5000
         ),
         pytest.param(["cost", *ON, "--set", "dtype=bf16"], "use bfloat16; known", id="bf16"),
         pytest.param(
-            ["export", "plan.json", "--to", "pytorch"], "the nearest format is --to jax; see", id="pytorch"
+            ["export", "plan.json", "--to", "pytorch"],
+            "the nearest format is --to torchtitan; see",
+            id="pytorch",
         ),
         pytest.param(
             ["export", "plan.json", "--to=TF"], "the nearest format is --to tf-dtensor; see", id="TensorFlow"

@@ -183,6 +183,7 @@ def test_bad_sizes() -> None:
     with pytest.raises(mtf.UserError, match="LearnedPositions: count=4 is less than length="):
         transformer_seq2seq.model(**{**SMALL, "positions": "4"})
     with pytest.raises(
-        mtf.UserError, match="TokenChoice: chosen=5 must be from 1 to the number of experts, 4"
+        mtf.UserError,
+        match="TopExperts: chosen=5 must be at most the number of experts in the chosen groups, 4",
     ):
         moe_lm.model(**{**SMALL, "experts": 4, "chosen": 5})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,10 +51,8 @@ def imported(name: str) -> tuple[Any, Given]:
     return layoutopt.from_torch(*given), given
 
 
-@pytest.mark.parametrize("cases", [DAILY, pytest.param({*CASES} - {*DAILY}, marks=pytest.mark.nightly)])
-def test_loss_gradients_and_parameters_on_four_processes(cases: Any, tmp_path: Path) -> None:
-    """Also with padding that leaves ranks unequal numbers of tokens, tied and frozen weights, statistics of
-    batches, and norms of single heads."""
+def four(cases: Any, folder: Path) -> dict[str, Any]:
+    """Name -> what four ranks found under a plan, and the most elements that a rank holds by it."""
     plans = {}
     for case in cases:
         name, mesh, layout, stage, options = CASES[case]
@@ -61,10 +62,26 @@ def test_loss_gradients_and_parameters_on_four_processes(cases: Any, tmp_path: P
     model, (module, batch) = imported("llama")
     asked = {"hardware": "h100", "framework": "torch", "alternatives": False}
     plans["searched"] = layoutopt.search(model, mesh=SQUARE, **asked).torch, module, batch
-    for case, ranks in on_four(plans, tmp_path).items():
+    found = {}
+    for case, ranks in on_four(plans, folder).items():
         planned, module, _ = plans[case]
         paths = {id(p): path for path, p in module.named_parameters()}
         most = sum(planned.ranks.elements(planned.ranks.parameters[path]) for path in paths.values())
+        found[case] = ranks, most
+    return found
+
+
+@pytest.mark.parametrize("cases", [DAILY, pytest.param({*CASES} - {*DAILY}, marks=pytest.mark.nightly)])
+def test_loss_gradients_and_parameters_on_four_processes(cases: Any, tmp_path: Path) -> None:
+    """Also with padding that leaves ranks unequal numbers of tokens, tied and frozen weights, statistics of
+    batches, and norms of single heads."""
+    # In a process of its own: ranks are forked, and other tests of this one have threads of JAX.
+    command = [sys.executable, "-m", "tests.importers.torch_alone", str(tmp_path), *cases]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stderr
+    every = pickle.loads((tmp_path / "found.pickle").read_bytes())
+    assert every.keys() == {*cases, "searched"}
+    for case, (ranks, most) in every.items():
         for found in ranks:
             assert found.loss < 1e-6 and found.gradient < 1e-5 and found.state < 1e-6, (case, found)
             assert not found.misplaced, (case, found)

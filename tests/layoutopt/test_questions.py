@@ -99,11 +99,13 @@ def test_axes_in_words_are_the_same_axes() -> None:
 
 def test_only_public_names_are_shown() -> None:
     asked = [
+        "candidates",
         "choose_replicas",
         "cost",
         "explain",
         "from_huggingface",
         "from_jax",
+        "from_torch",
         "lint",
         "load_plan",
         "search",

@@ -331,12 +331,18 @@ def test_products_that_only_choose_are_said() -> None:
     """Trainers sort tokens by expert; the share of one-hot products stands with a price, and grows with the
     length at the same number of tokens."""
 
+    def chosen_by_products(batch: int, length: int) -> mtf.Model:
+        g = mtf.Graph("one_hot")
+        dims = mtf.Dim("batch", batch), mtf.Dim("length", length), mtf.Dim("d_model", 512)
+        router = nn.TokenChoice(1.25, chosen=2)
+        mixture = nn.MixtureOfExperts(mtf.Dim("experts", 16), mtf.Dim("d_ff", SIZES["d_ff"]), router)
+        y, balance = mixture(g.input("x", [*dims], "bfloat16"))
+        return mtf.Model(mtf.reduce_mean(y.cast("float32") * y.cast("float32")) + balance, mtf.SGD(0.1))
+
     def shares(made: mtf.Model) -> list[float]:
         of = evaluate(made, mtf.Mesh("data:2"), LAYOUT_DATA, load_hardware("h100"))
         return [float(f[1]) for note in of.notes if (f := re.search("one-hot.* take ([0-9.]+)% of", note))]
 
-    sizes = {**SIZES, "d_model": 512, "experts": 16, "layers": 1}
-    (short,) = shares(mixture(**{**sizes, "batch": 64, "length": 512}))
-    (long,) = shares(mixture(**{**sizes, "batch": 16, "length": 2048}))
+    (short,), (long,) = shares(chosen_by_products(64, 512)), shares(chosen_by_products(16, 2048))
     assert 5 < short < long < 100
-    assert not shares(transformer(**SIZES))
+    assert not shares(transformer(**SIZES)) and not shares(mixture(**{**SIZES, "experts": 16}))
