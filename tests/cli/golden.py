@@ -113,6 +113,8 @@ LINES: dict[str, tuple[str, ...]] = {
 NUMBER = re.compile(r"(?<![\w#])[-+]?\d[\d,.]*(?:e[-+]?\d+)?|(?<=[a-z])\d+\b")
 UNIT = re.compile(r"# [mµn]?s\b")
 """A time, whose unit changes from run to run where it is measured."""
+PROGRESS = ("best so far", "searching ")
+"""Beginnings of lines that a slow machine shows more often."""
 DRAWN = re.compile(r"[━╇─┼┃│]+")
 
 
@@ -143,7 +145,7 @@ def _lines(output: str) -> Iterator[str]:
     for line in output.splitlines():
         text = UNIT.sub("# s", NUMBER.sub("#", DRAWN.sub(" ", line)))
         text = re.sub(" {2,}", "  ", text).rstrip()
-        if text.strip() and not text.startswith("best so far"):
+        if text.strip() and not text.startswith(PROGRESS):
             yield text
 
 
