@@ -16,12 +16,11 @@ from layoutopt.plan.known import Known
 from layoutopt.plan.layout_results import Candidate, CandidatesResult
 from layoutopt.plan.machine_details import errors_known
 from layoutopt.plan.notebook import Shown, table
-from layoutopt.plan.schema import Alternative
+from layoutopt.plan.schema import ANSWER, Alternative
 from layoutopt.plan.units import percent, seconds_text, some
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.model import Model
 
-ANSWER = "the answer"
 MOST = 100
 """Number of layouts; a search lists as many of the best."""
 

@@ -62,8 +62,8 @@ def candidates(
     terminal = output.terminal
     if is_choice(allowed.given("--diloco")):
         raise UserError("candidates compares no --diloco settings; give one, or compare them with `search`")
-    limit = None if memory is None else read_memory(memory, machine_on.read())
-    machine_on.read()  # refused before anything takes time
+    machine = machine_on.read()  # refused before anything takes time
+    limit = None if memory is None else read_memory(memory, machine)
     on = None if mesh is None else read_mesh(mesh)
     many = devices if on is None else on.devices
     loaded = in_time(clock, model, lambda: load_model(model, settings or (), many))

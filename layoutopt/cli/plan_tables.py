@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from layoutopt.cli.terminal import DOUBT, FITS, GOOD, Terminal, facts
 from layoutopt.plan.machine_details import errors_known, sure
-from layoutopt.plan.schema import Alternative
+from layoutopt.plan.schema import ANSWER, Alternative
 from layoutopt.plan.units import (
     layout_text,
     used_text,
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from mesh_tf_core.model import Model
     from reports.views.view import View
 
-ANSWER = "the answer"
 Fits = Callable[[float], str]
 """fits(peak memory) -> 'yes', 'barely' or 'no'."""
 FitOf = Callable[[Alternative], str]

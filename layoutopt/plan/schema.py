@@ -185,6 +185,10 @@ def _priced(found: Any) -> Any:
     return None if isinstance(found, Mapping) and found.get("step_seconds") is None else found
 
 
+ANSWER = "the answer"
+"""The name of a plan's own layout beside its alternatives."""
+
+
 class PricedAlternative(Data):
     """A named layout with its predicted cost; without a mesh of its own it is on the answer's.
 

@@ -75,16 +75,13 @@ def _cross_entropy(
     """Of logits [rows, classes, ...] and class numbers [rows, ...], or probabilities of x's shape."""
     if weight is not None or (smoothing and x.shape == y.shape):
         raise NotImplementedError("it weights classes")
-    rank = len(x.shape)
-    if rank > 2:
-        x = m.transpose(x, [0, *range(2, rank), 1])
+    x = _classes_last(m, x)
     if y.dtype in FLOATS:
-        y = m.transpose(y, [0, *range(2, rank), 1]) if rank > 2 else y
+        y = _classes_last(m, y)
         each = m.unary("neg", m.binary("mul", y, m.softmax(x, -1, log=True), x.dtype))
         rows = m.reduced("reduce_sum", each, [len(x.shape) - 1])
         return _reduce(m, rows, reduction)
-    counts = m.binary("ne", y, ignored, y.dtype, "bool")
-    safe = m.select(counts, y, 0, y.dtype)
+    counts, safe = _targets(m, y, ignored)
     loss: Operand = m.emit("cross_entropy", [x, safe], y.shape, x.dtype)
     if smoothing:
         spread = m.mean(m.unary("neg", m.softmax(x, -1, log=True)), [len(x.shape) - 1])
@@ -106,12 +103,22 @@ def _nll(
     """The negated number of each row's class; x [rows, classes, ...]."""
     if weight is not None:
         raise NotImplementedError("it weights classes")
-    if len(x.shape) > 2:
-        x = m.transpose(x, [0, *range(2, len(x.shape)), 1])
-    counts = m.binary("ne", y, ignored, y.dtype, "bool")
-    safe = m.reshape(m.select(counts, y, 0, y.dtype), (*y.shape, 1))
-    loss = m.unary("neg", m.reshape(m.picked(x, safe), y.shape))
+    counts, safe = _targets(m, y, ignored)
+    places = m.reshape(safe, (*y.shape, 1))
+    loss = m.unary("neg", m.reshape(m.picked(_classes_last(m, x), places), y.shape))
     return _counted(m, loss, counts, reduction)
+
+
+def _classes_last(m: Equations, x: Operand) -> Operand:
+    """[rows, classes, ...] -> [rows, ..., classes]."""
+    rank = len(x.shape)
+    return m.transpose(x, [0, *range(2, rank), 1]) if rank > 2 else x
+
+
+def _targets(m: Equations, y: Operand, ignored: int) -> tuple[Operand, Operand]:
+    """Whether each class number counts, and the numbers with 0 in place of those that do not."""
+    counts = m.binary("ne", y, ignored, y.dtype, "bool")
+    return counts, m.select(counts, y, 0, y.dtype)
 
 
 def _counted(m: Equations, loss: Operand, counts: Operand, reduction: int) -> Operand:
