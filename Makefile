@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PUBLIC := mesh_tf_core costmodels layoutopt reports
 PIP := $(BIN)/pip --disable-pip-version-check --no-input
+# Tests start hundreds of processes: without files of bytecode each compiles the packages again (about a second).
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: install test test-fast test-nightly lint format docs site outputs demo clean
 

@@ -59,7 +59,7 @@ def row(name: str, steps: int) -> bool:
     example = importlib.import_module(f"examples.{name}")
     known = signature(example.model).parameters
     hparams = {**{n: v for n, v in SIZES.items() if n in known}, **MORE[name]}
-    plan = search(example.model(**hparams), mesh=MESH)
+    plan = search(example.model(**hparams), mesh=MESH, allow="usual")
     own = signature(example.data).parameters
     fed = {n: v for n, v in hparams.items() if n in own}
     got = losses(example, fed, mtf.Trainer(example.model(**hparams), plan), steps)

@@ -1,29 +1,32 @@
 """What the prices of published runs are made of, kept outside of the checkout.
 
-    python -m benchmarks.framework_parts [TABLE …]
-
-prices every run once under the compiler profiles that its software may have, so that
-`benchmarks.framework_fit` prices all runs under any constants in seconds.
+A run is lowered once under its framework; its items are then priced under any constants in moments, by
+`benchmarks.unseen` as they ship and by `benchmarks.framework_fit` to find them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import pickle
-import sys
 import tempfile
-import time
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import layoutopt
-from benchmarks.framework_rows import Row, built, rows, tables
-from costmodels import load_hardware
+from benchmarks.framework_rows import Row
+from costmodels import Hardware, load_hardware
+from costmodels.liveness import memory
+from costmodels.network.topology import MeshPlacement
 from costmodels.pricing.items import Item
+from costmodels.stage_ends import StageEnd
 from mesh_tf_core.errors import UserError
 
 KEPT = Path(tempfile.gettempdir()) / "layoutopt-rows"
+ROOT = Path(__file__).parents[1]
+PRICED_BY = "mesh_tf_core", "costmodels", "layoutopt", "examples"
+"""Packages whose code decides which items a run has; their data files stand in the hardware (`_key`)."""
 
 
 @dataclass(frozen=True)
@@ -31,35 +34,46 @@ class Parts:
     """What the price of a row is made of.
 
     Attributes:
-      items: part of the step, name, phase, times and item of every line.
-      placement: of its mesh.
-      parameters_gathered: bytes that FSDP2 copies (`copied_bytes`).
+      items: times in a step, and the item.
       peak, limit: bytes.
     """
 
-    items: tuple[tuple[str, str, float, Item], ...]
-    placement: Any
+    items: tuple[tuple[float, Item], ...]
+    placement: MeshPlacement
     peak: float
     limit: float
-    seconds: float
 
 
-def parts(row: Row, compiler: str) -> Parts:
-    """A row priced under a compiler profile, kept on disk; UserError as of `layoutopt.cost`."""
-    key = (
-        row.family,
-        sorted(row.sizes.items()),
-        row.mesh,
-        row.layout,
-        row.hardware,
-        sorted(row.decided.items()),
-        row.ways,
-        compiler,
-    )
-    file = KEPT / f"{hashlib.sha1(repr(key).encode()).hexdigest()}.pickle"
+@cache
+def _code() -> str:
+    found = hashlib.sha1()
+    for package in PRICED_BY:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            found.update(file.read_bytes())
+    return found.hexdigest()
+
+
+def bare(machine: Hardware) -> Hardware:
+    """A machine whose products and memory are at the full rate, without the numbers that fits choose."""
+    whole = replace(machine.chip.memory_efficiency, value=1.0, given="", source="", date="")
+    chip = replace(machine.chip, sustained=None, launch_interval=None, memory_efficiency=whole)
+    return replace(machine, chip=chip)
+
+
+def _key(row: Row, machine: Hardware) -> str:
+    asked = row.family, sorted(row.sizes.items()), row.mesh, row.layout, sorted(row.decided.items()), row.ways
+    last = "last rank" in row.published.get("memory_kind", "")
+    text = repr((_code(), *asked, last, replace(bare(machine), overlap={})))
+    return hashlib.sha1(text.encode()).hexdigest()
+
+
+def parts(row: Row) -> Parts:
+    """The items of a row; UserError as of `layoutopt.cost`."""
+    machine = load_hardware(row.hardware, row.framework)
+    file = KEPT / f"{_key(row, machine)}.pickle"
     if not file.exists():
         try:
-            found: Any = _priced(row, compiler)
+            found: Any = _lowered(row)
         except UserError as error:
             found = str(error)
         KEPT.mkdir(exist_ok=True)
@@ -71,48 +85,23 @@ def parts(row: Row, compiler: str) -> Parts:
     return found
 
 
-def _priced(row: Row, compiler: str) -> Parts:
-    machine = (
-        replace(load_hardware(row.hardware), compiler=compiler) if compiler else load_hardware(row.hardware)
-    )
-    model = built(row)
-    items, peak, limit, seconds, placement = [], 0.0, 0.0, 0.0, None
+def _lowered(row: Row) -> Parts:
+    items, peak, limit = list[tuple[float, Item]](), 0.0, 0.0
     for part, again in row.ways:
-        if part == 0:
-            continue
+        said = {"recompute": list(again)} if again else {}
         found = layoutopt.cost(
-            model,
+            row.model_built(),
             row.mesh,
             row.layout,
-            machine,
+            row.hardware,
+            framework=row.framework,
             **row.decided,
-            **({"recompute": list(again)} if again else {}),
+            **said,
         )
         of = found.evaluation
-        for x in of.cost.lines:
-            items.append((x.name, str(x.origin.phase), x.times * part, x.item))
-        placement, limit = of.prices.placement, found.limit
-        peak += part * of.predicted.peak_memory_bytes
-        seconds += part * of.predicted.step_seconds
-    return Parts(tuple(items), placement, peak, limit, seconds)
-
-
-def main() -> None:
-    for table in sys.argv[1:] or tables():
-        begin, n, why = time.time(), 0, {}
-        for row in rows(table):
-            if row.seconds is None:
-                continue
-            for compiler in ("",) if row.hardware.startswith("tpu") else ("launched", "eager", "xla-gpu"):
-                try:
-                    parts(row, compiler)
-                    n += 1
-                except UserError as error:
-                    why[str(error)[:100]] = why.get(str(error)[:100], 0) + 1
-        print(table, n, f"{time.time() - begin:.0f} s", why, flush=True)
-
-
-if __name__ == "__main__":
-    from benchmarks import framework_parts  # what is kept names this module, not "__main__"
-
-    framework_parts.main()
+        items += [(line.times * part, line.item) for line in of.cost.lines]
+        held = of.predicted.peak_memory_bytes
+        if row.stages and "last rank" in row.published.get("memory_kind", ""):
+            held = memory(of.program, of.prices.itemiser.compiler.rules, at=(StageEnd.LAST,)).peak
+        peak, limit = peak + part * held, found.limit
+    return Parts(tuple(items), of.prices.placement, peak, limit)

@@ -1,17 +1,19 @@
 """What a search picks under each framework, and what the framework leaves: common models on common chips.
 
-    .venv/bin/python -m benchmarks.framework_picks [--only QUESTION ...] [--time-limit SECONDS]
+    .venv/bin/python -m benchmarks.framework_picks [--only QUESTION ...] [--time-limit SECONDS] [--again]
 
 Each pair is searched twice with the framework's prices: over what it can express, and over all layouts. A
-pair is stored when both have ended, beside those of earlier runs.
+pair is stored when both have ended. A run goes on where an earlier one ended: pairs that were stored with
+the prices of today (`prices_of`) are left as they are, but for `--again`; those of other prices are removed.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -97,7 +99,7 @@ def searched(
     began = time.process_time()
     try:
         plan = layoutopt.search(
-            model, devices=of.devices, hardware=machine, time_limit=limit, alternatives=False
+            model, devices=of.devices, hardware=machine, time_limit=limit, alternatives=False, allow="usual"
         )
     except (InfeasibleError, LimitError) as error:
         return None, {"found": type(error).__name__, "cpu": time.process_time() - began}
@@ -126,29 +128,50 @@ def written(model: Model, plan: Plan, framework: str) -> str:
     return ""
 
 
-def answers(of: Question, limit: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What each framework picks."""
-    for name in of.frameworks:
-        model, machine = of.build(**of.sizes), load_hardware(of.hardware, name)
-        plan, own = searched(model, of, machine, limit)
-        _, free = searched(of.build(**of.sizes), of, replace(machine, framework=DEFAULT), limit)
-        refused = None if plan is None or name not in FORMATS else written(model, plan, name)
-        date = datetime.now(UTC).date().isoformat()
-        yield name, {"own": own, "unrestricted": free, "refused": refused, "limit": limit, "date": date}
+def prices_of(machine: Hardware) -> str:
+    """A short name of the numbers that a machine has under a framework."""
+    numbers = repr([(path, number.value) for path, number in machine.numbers()])
+    return hashlib.sha1(numbers.encode()).hexdigest()[:12]
+
+
+def answer(of: Question, name: str, limit: float) -> dict[str, Any]:
+    """What a framework picks."""
+    model, machine = of.build(**of.sizes), load_hardware(of.hardware, name)
+    plan, own = searched(model, of, machine, limit)
+    _, free = searched(of.build(**of.sizes), of, replace(machine, framework=DEFAULT), limit)
+    refused = None if plan is None or name not in FORMATS else written(model, plan, name)
+    date, prices = datetime.now(UTC).date().isoformat(), prices_of(machine)
+    about = {"limit": limit, "date": date, "prices": prices}
+    return {"own": own, "unrestricted": free, "refused": refused, **about}
+
+
+def stored() -> dict[str, Any]:
+    """The pairs of earlier runs that have the prices of today."""
+    known = json.loads(OUT.read_text(encoding="utf-8")) if OUT.exists() else {}
+    for each in QUESTIONS:
+        pairs = known.get(each.title, {"frameworks": {}})["frameworks"]
+        for name, found in [*pairs.items()]:
+            if found.get("prices") != prices_of(load_hardware(each.hardware, name)):
+                del pairs[name]
+    return {title: case for title, case in known.items() if case["frameworks"]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[each.title for each in QUESTIONS])
     parser.add_argument("--time-limit", type=float, default=300.0)
+    parser.add_argument("--again", action="store_true", help="also pairs that are stored")
     asked = parser.parse_args()
     for each in QUESTIONS:
-        for name, found in answers(each, asked.time_limit) if each.title in asked.only else ():
-            known = json.loads(OUT.read_text(encoding="utf-8")) if OUT.exists() else {}
-            known.setdefault(each.title, {"batch": each.sizes["batch"], "frameworks": {}})
-            known[each.title]["frameworks"][name] = found
+        for name in each.frameworks if each.title in asked.only else ():
+            known = stored()
+            case = known.setdefault(each.title, {"batch": each.sizes["batch"], "frameworks": {}})
+            if name in case["frameworks"] and not asked.again:
+                continue
+            found = case["frameworks"][name] = answer(each, name, asked.time_limit)
             OUT.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-            print(each.title, name, found["own"]["found"], found["own"]["cpu"], found["unrestricted"]["cpu"])
+            cpu = (f"{found[k]['cpu']:.0f}" for k in ("own", "unrestricted"))
+            print(each.title, name, found["own"]["found"], *cpu, found["refused"], flush=True)
 
 
 if __name__ == "__main__":

@@ -9,21 +9,34 @@ import csv
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import mesh_tf_core as mtf
-from examples import bert, moe_lm, transformer_lm
+from benchmarks.framework_models import (
+    BUILDERS,
+    FLOAT8,
+    CannotError,
+    built,
+    family_of,
+    number,
+    recomputed,
+    sizes_of,
+)
 
 DATA = Path(__file__).parent / "data"
-EXAMPLES = {"dense": transformer_lm, "encoder": bert, "moe": moe_lm}
 PRESETS = {
     "h100_80gb": "h100",
     "a100_80gb": "a100",
     "a800_80gb": "a100",
     "v100_32gb": "v100",
     "a100_40gb": "a100-40",
+    "DGX-H100": "h100",
+    "DGX-B200": "b200",
+    "DGX-GB200": "gb200",
+    "DGX-GB300": "gb300",
 }
 SOFTWARE = {
     "MaxText": "maxtext",
@@ -45,6 +58,8 @@ eager PyTorch. What torchtitan did not compile is eager PyTorch (`framework_of`)
 EVERY = {"vtrain_a100_h2048": 16, "vtrain_a100_multi": 3}
 """Tables of a few numbers many times over (`benchmarks.published_layers`), of which one row in so many is
 priced."""
+EGRESS = {("fms_fsdp_llama2", "a100_80gb"): "50", ("fms_fsdp_llama2", "h100_80gb"): "100"}
+"""Tables whose source states the network of a node once, for all rows of a chip -> GB/s."""
 VTRAIN = "iteration time (ms)"
 LATENT = "latent attention"
 
@@ -85,19 +100,21 @@ class Row:
     def stages(self) -> bool:
         return "layers:" in self.layout
 
+    def model_built(self) -> mtf.Model:
+        """Its model; rows of equal sizes share one."""
+        return built(self.family, tuple(self.sizes.items()))
 
-class CannotError(Exception):
-    """Why a row is no question."""
 
-
-UNTIMED = re.compile("golden|moe_layer")
-"""Tables whose times say nothing (tests of a few steps), or are of no step."""
+NO_STEPS, UNTIMED = "moe_layer", "golden"
+"""Words in the names of tables that are of no step, or whose times say nothing: tests of a few steps, whose
+small peaks are mostly workspaces."""
+SMALL = 8.0  # GiB
 
 
 def tables() -> list[str]:
     """The tables of steps."""
     names = sorted(path.stem for path in (DATA / "published").glob("*.csv"))
-    return [name for name in names if not UNTIMED.search(name)]
+    return [name for name in names if NO_STEPS not in name]
 
 
 def read(path: Path) -> Iterator[dict[str, str]]:
@@ -164,6 +181,15 @@ VARIANTS = (
     ("torch", "attention", "flash_attentionv1", "attention=flash1"),
     ("torch", "attention", "RMS kernel", "kernels=fused"),
     ("torchtitan", "framework", "async TP", "tensor_messages=async"),
+    ("torchtitan", "source", "202412", "loss=torch"),
+    ("megatron", "framework", "InternEvo", "optimizer=flat"),
+    ("megatron", "framework", "InternEvo", "gradients=bfloat16"),
+    ("megatron", "optimizer_states", "grads bfloat16", "gradients=bfloat16"),
+    ("torch", "framework", "nanotron", "loss=in_place"),
+    ("torch", "framework", "nanotron", "optimizer=fused"),
+    ("torch", "framework", "AA-Scaling", "gradients=bfloat16"),
+    ("megatron", "moe_comm_overlap", "1", "exchange=overlapped"),
+    ("megatron", "dispatcher", "ep", "dispatcher=flex"),
 )
 """Framework, column of a row, words in it, and the variant that they name."""
 
@@ -174,47 +200,52 @@ def framework_of(row: Mapping[str, str]) -> str:
     found = next((name for word, name in SOFTWARE.items() if word in software), "torch")
     if found == "torchtitan" and "compile" not in software:
         found = "torch"
-    chosen = [option for of, column, word, option in VARIANTS if of == found and word in row[column]]
+    chosen = [option for of, column, word, option in VARIANTS if of == found and word in row.get(column, "")]
     return f"{found}:{','.join(chosen)}" if chosen else found
 
 
-def _number(row: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = str(row.get(name) or "").strip()
-    if not text:
-        if default is None:
-            raise CannotError(f"{name} is not stated")
-        return default
-    return int(float(text))
-
-
 def _row(table: str, row: Mapping[str, str]) -> Row:
-    if row["dtype"] not in ("bfloat16", "float16") or row["family"] not in EXAMPLES:
+    narrow = row["dtype"] == "float8" and row.get("precision") in FLOAT8
+    if not (narrow or row["dtype"] in ("bfloat16", "float16")) or row["family"] not in BUILDERS:
         raise CannotError("type or family")
+    if row.get("fp8") or row.get("mode", "pretrain") != "pretrain":
+        raise CannotError("float8 in part, samples that are packed, or frozen weights")
+    if "cards" in table and not re.search("performance|weak_scaling", row["case"]):
+        raise CannotError("a check of correctness, which the source says is not tuned")
+    timed = UNTIMED not in table
+    if not timed and (float(row["memory_gib"]) < SMALL or row["cuda_graph"] or row["offload"]):
+        raise CannotError("small, or of what cannot be asked")
     gpu = row["gpu"]
     hardware = PRESETS.get(gpu) or ("h100-hbm2e" if "HBM2e" in gpu else gpu)
     if not (gpu.startswith("tpu") or hardware != gpu):
         raise CannotError(f"no preset for {gpu}")
-    tp, pp, cp, vpp = (_number(row, n, 1) for n in ("tp", "pp", "cp", "vpp"))
-    gpus, batch, micro = (_number(row, n) for n in ("gpus", "global_batch", "micro_batch"))
-    data, ep = gpus // (tp * pp * cp), _number(row, "ep", 1)
+    tp, pp, cp, vpp = (number(row, n, 1) for n in ("tp", "pp", "cp", "vpp"))
+    gpus, batch, micro = (number(row, n) for n in ("gpus", "global_batch", "micro_batch"))
+    data, ep = gpus // (tp * pp * cp), number(row, "ep", 1)
     if data < 1 or data * tp * pp * cp != gpus or batch % (data * micro):
         raise CannotError("ways do not divide")
-    heads, kv, ff = (_number(row, n) for n in ("heads", "kv_heads", "d_ff"))
+    heads, kv, ff = (number(row, n) for n in ("heads", "kv_heads", "d_ff"))
     if heads % tp or kv % tp or ff % tp:
         raise CannotError("tensor ways do not divide heads")
-    layers = _number(row, "layers")
+    layers = number(row, "layers")
     zero = str(row["zero"]).strip() or "1"
     stage, _, inside = zero.partition("@")
     split, over = _data_axes(row, data, ep, stage, int(inside or 0))
     rules = {"layers": (pp, "pipe"), "batch": (data, over), "length": (cp, "context")}
     rules |= {"memory_length": (cp, "context"), "heads": (tp, "model"), "d_ff": (tp, "model")}
     rules |= {"vocab": (tp, "model")}
-    if tp > 1 and row["sequence_parallel"] == "1":
+    # torchtitan splits the sequence wherever it splits weights (parallelize_llama.py, `apply_tp`).
+    sequence = row["sequence_parallel"] or ("1" if row["framework"].startswith("torchtitan") else "")
+    if tp > 1 and sequence == "1":
         rules["length@elsewhere"] = (tp, "model")
     if row["family"] == "moe":
         rules["experts"] = (ep, "data")
         rules |= {"expert_batch": (split.get("replica", 1), "replica"), "expert_length": (cp, "context")}
-        if "length@elsewhere" in rules:
+        if row.get("etp") == "1" and tp > 1 and ep == data * tp:  # whole experts over both grids
+            rules |= {"d_ff": (1, ""), "experts": (ep, "data+model")}
+        elif row.get("etp") == "1" and tp > 1:  # the tensor ranks share the tokens instead
+            rules |= {"d_ff": (1, ""), "expert_length": (tp, "model")}
+        elif "length@elsewhere" in rules:
             rules["expert_length@elsewhere"] = rules["length@elsewhere"]
     decided: dict[str, Any] = {}
     if int(stage) and data * cp > 1:
@@ -223,22 +254,28 @@ def _row(table: str, row: Mapping[str, str]) -> Row:
         )
     if cp > 1:
         decided["context"] = row.get("cp_form") or "zigzag"
+    if tp > 1 and "AA-Scaling" in row["framework"]:
+        rules["vocab@crossentropy"] = (tp, "none")
+        if "length@elsewhere" in rules:  # the norm before the head gathers
+            rules["length@crossentropy"] = (tp, "none")
     if pp > 1:
         decided["schedule"] = row.get("schedule") or ("1f1b" if vpp == 1 else f"interleaved:{vpp}")
+        if counts := _stage_layers(row, layers, pp):
+            decided["schedule"] += ":layers=" + "+".join(map(str, counts))
     if batch // (data * micro) > 1:
         decided["microbatches"] = batch // (data * micro)
-    ways, differs = _recomputed(row, layers)
+    ways, differs = recomputed(row, layers)
     axes = {"pipe": pp, **split, "context": cp, "model": tp}
-    if row.get("node_gbps"):
-        hardware += f", node_egress={row['node_gbps']}GB/s"
+    if egress := row.get("node_gbps") or EGRESS.get((table, gpu)):
+        hardware += f", node_egress={egress}GB/s"
     return Row(
         table,
         row["case"],
         row["model"],
         framework_of(row),
         row["framework"],
-        row["family"],
-        _sizes(row, tp),
+        family_of(row),
+        sizes_of(row, tp),
         ";".join(f"{a}:{n}" for a, n in axes.items() if n > 1) or "data:1",
         ";".join(f"{d}:{a}" for d, (n, a) in rules.items() if n > 1),
         hardware,
@@ -246,18 +283,40 @@ def _row(table: str, row: Mapping[str, str]) -> Row:
         ways,
         differs,
         row["outcome"] == "ran",
-        float(row["step_s"]) if row.get("step_s") else None,
+        float(row["step_s"]) if row.get("step_s") and timed else None,
         float(row["memory_gib"]) if row.get("memory_gib") else None,
         row.get("attention", ""),
         row,
     )
 
 
+def _stage_layers(row: Mapping[str, str], layers: int, stages: int) -> list[int]:
+    """The layers of stages, where the software gives them unequal numbers.
+
+    AA-Scaling divides embedding, layers, norm and head equally (Aleph-Alpha/scaling @737f855,
+    src/scaling/core/nn/parallel_module/pipeline_partitioning.py). nanotron goes on to the next stage once its
+    costs pass their share, those of a layer and the head their parameters (huggingface/nanotron @2411b022,
+    src/nanotron/models/base.py, build_model; models/llama.py, get_block_compute_costs).
+    """
+    found = [0] * stages
+    if "AA-Scaling" in row["framework"]:
+        parts = np.array_split(np.arange(layers + 3), stages)
+        return [int(((part > 0) & (part <= layers)).sum()) for part in parts]
+    if "nanotron" not in row["framework"]:
+        return []
+    width, inner = int(row["d_model"]), int(row["d_ff"])
+    one, head, stage, cost = 4 * width**2 + 3 * width * inner, width * int(row["vocab"]), 0, 0
+    for _ in range(layers):
+        found[stage], cost = found[stage] + 1, cost + one
+        stage += cost * stages > (stage + 1) * (layers * one + head)
+    return found
+
+
 def _data_axes(
     row: Mapping[str, str], data: int, ep: int, stage: str, inside: int
 ) -> tuple[dict[str, int], str]:
     """The axes that split the batch: hybrid sharding and experts need a part of the devices as an axis."""
-    whole, part = _number(row, "dp", 1), _number(row, "fsdp", 1)
+    whole, part = number(row, "dp", 1), number(row, "fsdp", 1)
     if stage == "3" and min(whole, part) > 1:
         return {"replica": whole, "data": part}, "replica+data"
     if row["family"] == "moe" and ep < data:
@@ -265,90 +324,3 @@ def _data_axes(
     if inside and data > inside:
         return {"replica": data // inside, "data": inside}, "replica+data"
     return {"data": data}, "data"
-
-
-def _recomputed(
-    row: Mapping[str, str], layers: int
-) -> tuple[tuple[tuple[float, tuple[str, ...]], ...], tuple[str, ...]]:
-    """The parts of a step that recompute, each with what; and how that differs from the run."""
-    said, plain = row["recompute"].strip(), row["attention"].startswith("plain")
-    if said == "none":
-        return ((1.0, ()),), ()
-    if said == "full":
-        return ((1.0, ("layers",)),), ()
-    if said.startswith("layersfrac:"):
-        some, every = map(int, said.split(":")[1].split("/"))
-        return ((1 - some / every, ()), (some / every, ("layers",))), ()
-    keeps = (
-        ("SAVE_DOT", "products"),
-        ("minimal_flash", "products+attention"),
-        ("minimal", "products"),
-        ("save_qkv_proj", "q+k+v"),
-        ("custom: attention and mlpwo", "q+k+v+o"),
-        ("selective (per op)", "q+v+wi+attention"),
-        ("selective (default: per op)", "q+v+wi+attention"),
-    )
-    for word, keep in keeps:
-        if said.startswith(word):
-            return ((1.0, (f"layers:keep={keep}",)),), ()
-    if said == "selective" and plain and "PyTorch" in row["framework"]:
-        return ((1.0, ("layers:keep=products+others",)),), ()
-    if said.startswith("selective (every other"):
-        return ((0.5, ()), (0.5, ("layers",))), ()
-    if said.startswith("selective"):
-        return ((0.5, ()), (0.5, ("layers",))), ("part of the layers, not stated: mean of none and all",)
-    if not said:
-        return ((1.0, ("layers",) if row["model"] == "gpt-175b" else ()),), ("recomputation not stated",)
-    raise CannotError(f"recompute {said}")
-
-
-def _written_out(row: Mapping[str, str]) -> bool:
-    """Whether attention that is not stated is written out: by praxis, but with TransformerEngine and heads of
-    128 (google/praxis praxis/layers/attentions.py @feeaff1)."""
-    fused = "TransformerEngine" in row["framework"] and row["d_head"] == "128"
-    return not row["attention"] and row["framework"].startswith("Paxml") and not fused
-
-
-def _sizes(row: Mapping[str, str], tp: int) -> dict[str, Any]:
-    vocab = int(row["vocab"])
-    found: dict[str, Any] = {
-        "layers": int(row["layers"]),
-        "d_model": int(row["d_model"]),
-        "d_kv": int(row["d_head"]),
-        "heads": int(row["heads"]),
-        "d_ff": int(row["d_ff"]),
-        "vocab": vocab if vocab % tp == 0 else -(-vocab // (128 * tp)) * 128 * tp,
-        "batch": int(row["global_batch"]),
-        "length": int(row["seq"]),
-        "dtype": row["dtype"],
-        "optimizer": "adam",
-    }
-    if row["attention"].startswith("plain") or _written_out(row):
-        found["attention"] = "plain"
-    if row["family"] == "encoder":
-        return found
-    found["positions"] = row["positions"].split()[0]
-    if row["kv_heads"] != row["heads"]:
-        found["kv_heads"] = int(row["kv_heads"])
-    if row["tied"] == "1":
-        found["tied"] = True
-    if row["gated"] == "1":
-        found["gated"] = True
-    if row["family"] == "moe":
-        experts = re.search(r"experts (\d+), chosen (\d+)", row["note"])
-        if experts is None:
-            raise CannotError("experts are not stated")
-        found |= {"experts": int(experts[1]), "chosen": int(experts[2])}
-    elif row["gated"] == "1":
-        found["norm"] = "rms"
-    return found
-
-
-def built(row: Row) -> mtf.Model:
-    """The model of a row."""
-    return _model(row.family, tuple(row.sizes.items()))
-
-
-@cache
-def _model(family: str, sizes: tuple[tuple[str, Any], ...]) -> mtf.Model:
-    return EXAMPLES[family].model(**dict(sizes))

@@ -197,7 +197,7 @@ def one(corpus: str, name: str, mesh: str, search: bool) -> dict:
     row["axes"] = {"as_expected": good, "pairs": total, "different": wrong[:20]}
     if search:
         start = time.process_time()
-        plan = layoutopt.search(model, mesh=mesh, hardware=HARDWARE).to_json()
+        plan = layoutopt.search(model, mesh=mesh, hardware=HARDWARE, allow="usual").to_json()
         row["search_cpu_seconds"] = round(time.process_time() - start, 1)
         row["search"] = {k: plan["solver"][k] for k in ("status", "gap")}
         row["layout"] = plan["layout"]

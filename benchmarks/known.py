@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.one_gpu import STEPS
-from benchmarks.published_gpu import MEGATRON_2022
-from benchmarks.published_rows import read
 from costmodels.calibration.tpus import GENERATIONS
 from costmodels.frameworks import DEFAULT
 from costmodels.hardware import split_name
@@ -59,41 +57,29 @@ class KnownRow:
 def rows() -> Iterator[KnownRow]:
     """Every judged run of the result pages, once."""
     yield from _published()
-    yield from _pipelined()
     yield from unseen()
     yield from _own()
 
 
 def _published() -> Iterator[KnownRow]:
-    """Those that were priced as they ran: a framework whose kernels are compiled, or Megatron-LM's."""
-    again = _read("unseen")["tables"].keys()  # priced there under their own frameworks
+    """Those of programs built for them, where these are not priced again under their own frameworks."""
+    again = _read("unseen")["tables"].keys()
     for table, found in _read("published")["tables"].items():
-        if Path(table).stem in again:
-            continue
-        listed = {row.get("case", ""): row.get("memory_gib") for row in read(table)}
         for row in found["rows"]:
-            if row["not_judged"] or not (row["compiled"] or row["framework"] != DEFAULT):
+            staged = row["stages"] > 1
+            if Path(table).stem in again and not staged:
                 continue
-            held, gib = row["predicted_bytes"] / 2**30, listed.get(row["run"])
             yield KnownRow(
                 table.removeprefix("published/").removesuffix(".csv"),
                 row["run"],
                 split_name(row["hardware"])[0],
                 row["framework"],
-                False,
+                staged,
                 False,
                 row["fitted"],
                 row["predicted_seconds"] / row["published_seconds"] - 1,
-                held / float(gib) - 1 if gib else None,
+                None,
             )
-
-
-def _pipelined() -> Iterator[KnownRow]:
-    """vTrain's, by one program for all stages, as plans are."""
-    for row in _read("published_pipelines")["rows"]:
-        table = row["table"].removeprefix("published/").removesuffix(".csv")
-        error = row["one_program_seconds"] / row["published_seconds"] - 1
-        yield KnownRow(table, row["run"], "a100", MEGATRON_2022, True, False, False, error, None)
 
 
 def unseen() -> Iterator[KnownRow]:
@@ -139,7 +125,7 @@ def known() -> dict[str, Any]:
         }
         for name, compiled in sorted(_by_topology(_read("verify")).items())
     }
-    sources = ("published", "published_pipelines", "unseen", "one_gpu", "verify")
+    sources = ("published", "unseen", "one_gpu", "verify")
     return {
         "made_of": {name: _read(name)["date"] for name in sources},
         "kinds": [

@@ -173,6 +173,7 @@ def solved(case: Case, limit: float) -> dict[str, Any]:
         mesh=case.searched,
         hardware=hardware,
         recompute=case.allowed,
+        allow="usual",
         time_limit=limit,
         alternatives=False,
     )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import rankdata, spearmanr
 
-from benchmarks.published_fit import Priced, has_part
+from benchmarks.published_rows import Priced
 from benchmarks.published_tpu import TPU
 
 LEAST_RANKED = 6
@@ -134,16 +134,12 @@ def _mean(values: Iterable[float]) -> float | None:
 
 def criteria(rows: Sequence[Priced], memory: Sequence[Mapping[str, Any]]) -> list[Criterion]:
     """Every bound, and what is reached."""
-    every = [p for p in rows if not p.run.unjudged]
+    every = [p for p in rows if p.run.stages == 1]
     ran = [p for p in every if not p.run.keeps]
     gpus = [p for p in ran if p.run.stack != TPU]
     node = [p for p in gpus if "vtrain" in p.run.table and "multi" not in p.run.table]
     named = {
         "MaxText, TPU v4 and v5: mean error": ([p for p in ran if "maxtext" in p.run.table], 0.08),
-        "bfloat16 on GPUs: mean error": (
-            [p for p in gpus if p.run.table.startswith("published/") and "vtrain" not in p.run.table],
-            0.12,
-        ),
         "vTrain, one node: mean error": (node, 0.09),
         "vTrain, several nodes, at 100 GB/s a node: mean error": (
             [p for p in gpus if "multi" in p.run.table],
@@ -156,7 +152,6 @@ def criteria(rows: Sequence[Priced], memory: Sequence[Mapping[str, Any]]) -> lis
     found += _orders(gpus)
     found.append(_bounded("vTrain, one node: regret in the mean", node, 0.03, _regret))
     found.append(_bounded("vTrain, one node: largest regret", node, 0.10, _worst_regret))
-    found.append(_bounded("ran, and called too large", ran, 0.02, _too_large))
     held = [abs(m["error"]) for m in memory]
     found.append(
         Criterion("Korthikanti et al. 2022: largest error of memory", 0.03, max(held), False, 3, 0, None)
@@ -167,7 +162,7 @@ def criteria(rows: Sequence[Priced], memory: Sequence[Mapping[str, Any]]) -> lis
 def _bounded(
     name: str, rows: Sequence[Priced], bound: float, value: Callable[[Sequence[Priced]], float]
 ) -> Criterion:
-    apart = [p for p in rows if not has_part(p.run)]
+    apart = [p for p in rows if not p.run.fitted]
     return Criterion(
         name,
         bound,
@@ -191,7 +186,7 @@ def _orders(rows: Sequence[Priced]) -> list[Criterion]:
             _spearman(own),
             True,
             len(own),
-            sum(has_part(p.run) for p in own),
+            sum(p.run.fitted for p in own),
             None,
             most_ranked(own),
         )
@@ -210,7 +205,3 @@ def _regret(rows: Sequence[Priced]) -> float:
 
 def _worst_regret(rows: Sequence[Priced]) -> float:
     return max((regret(g) for g in _workloads(rows)), default=0.0)
-
-
-def _too_large(rows: Sequence[Priced]) -> float:
-    return statistics.fmean(p.peak > p.limit for p in rows)

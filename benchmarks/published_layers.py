@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.published_fit import Priced
+from benchmarks.published_rows import Priced
 
 NAME = re.compile(r"(\d+)x(\d+), \d+ GPUs, batch (\d+): tensor (\d+), data (\d+), micro batch (\d+)")
 MICRO = (1, 2, 4, 8)
@@ -40,7 +40,7 @@ def layers(rows: Sequence[Priced]) -> Layers:
     are left out."""
     published: dict[tuple[int, int, int], float] = {}
     predicted: dict[tuple[int, int, int], float] = {}
-    own = [p for p in rows if "vtrain" in p.run.table and "multi" not in p.run.table and not p.run.unjudged]
+    own = [p for p in rows if "vtrain" in p.run.table and "multi" not in p.run.table and p.run.stages == 1]
     found = [(p, tuple(map(int, NAME.match(p.run.name).groups()))) for p in own]  # type: ignore[union-attr]
     off = []
     for hidden in sorted({sizes[0] for _, sizes in found}):

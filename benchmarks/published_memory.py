@@ -1,13 +1,12 @@
-"""Peak memory against Korthikanti et al. 2022 (arXiv 2205.05198), figures 1 and 7; torchtitan's beside it."""
+"""Peak memory against Korthikanti et al. 2022 (arXiv 2205.05198), figures 1 and 7."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.published_gpu import MEGATRON, SIZES, VOCAB_GPT, common_run, mesh_and_layout
+from benchmarks.published_gpu import MEGATRON, SIZES, VOCAB_GPT, mesh_and_layout
 from benchmarks.published_megatron import gpt
-from benchmarks.published_rows import lowered, peak, read
-from costmodels import load_hardware
+from benchmarks.published_rows import lowered, read
 from costmodels.liveness import MemoryProfile, memory
 from costmodels.pricing.compilers.launched import Launched
 from mesh_tf_core.ir.phase import Phase
@@ -37,18 +36,6 @@ def memory_rows() -> list[dict[str, Any]]:
         _compared("activations, none recomputed", none, _activations(found[False])),
         _compared("activations, all recomputed", full, _activations(found[True])),
     ]
-
-
-def float8_rows() -> list[dict[str, Any]]:
-    """Rows of torchtitan in float8 that recompute everything, without pipeline stages: the only ones whose
-    policy can be expressed that publish GiB. Variables are float32 and what is saved is bfloat16, as here."""
-    found = []
-    for row in read("published/torchtitan.csv"):
-        if row["memory_gib"] and row["recompute"] == "full" and row["pp"] == "1":
-            run = common_run("torchtitan", row)
-            held = peak(load_hardware(run.hardware), run.program())
-            found.append(_compared(row["case"], float(row["memory_gib"]), held))
-    return found
 
 
 def _activations(held: MemoryProfile) -> float:

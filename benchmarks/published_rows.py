@@ -1,33 +1,24 @@
 """A published run as a program of ours: model, mesh, layout and options as its authors state them.
 
-A row that cannot be expressed is there too and says why it is not judged: it is shown, not counted. Tables
-and their sources: `benchmarks/data/*.csv`.
+Tables and their sources: `benchmarks/data/*.csv`.
 """
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mesh_tf_core as mtf
 from costmodels import Hardware, load_hardware
 from costmodels.frameworks import DEFAULT
-from costmodels.liveness import memory
-from costmodels.pricing.compilers import compiler_of
 from costmodels.pricing.lines import Cost
 from costmodels.pricing.pricer import Pricer, pricer
-from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER
-from mesh_tf_core.ir.program import AllGather, ReduceScatter
+from mesh_tf_core.ir.schedules import GPIPE
 
 DATA = Path(__file__).parent / "data"
-
-PIPELINED = "pipeline stages"
-CUSTOM = "every second layer is recomputed"
-SLICES = "several slices: variables are split over one and repeated on the others"
 
 
 @dataclass(frozen=True)
@@ -36,19 +27,14 @@ class Run:
 
     Attributes:
       table: the file it is from.
-      model: what is left out together when constants are fitted.
       workload: runs of one workload compete with each other (ranking, regret); "" if it has no rivals.
       seconds: published (or derived from published throughput), of one step.
       program: builds the program.
       hardware: a preset, with what the source says of its network (`load_hardware`).
       framework: the software that priced it.
-      stack: of software; constants are fitted per stack.
-      unjudged: why it does not count; "" where it does.
-      assumed: its recomputation or its attention is not stated by the source.
+      stack: of software.
       keeps: what its layers keep though they run again; "" where all or nothing does.
-      compiled: kernels are made of several operations; else each operation is one.
-      buffers: it is PyTorch's FSDP2 (`copied_bytes`).
-      gib: peak memory of a device as published; None: not published.
+      stages: of its pipeline, each a program of its own.
     """
 
     table: str
@@ -59,38 +45,39 @@ class Run:
     program: Callable[[], mtf.Program] = field(repr=False)
     hardware: str
     stack: str
-    unjudged: str = ""
-    assumed: bool = False
     keeps: str = ""
-    compiled: bool = True
-    buffers: bool = False
-    gib: float | None = None
+    stages: int = 1
     framework: str = DEFAULT
 
     @property
-    def machine(self) -> Hardware:
-        """What it ran on, as it ran on it."""
-        return as_run(self.hardware, self.compiled, self.framework)
+    def fitted(self) -> bool:
+        """Whether a constant was fitted to it, or chosen while its errors were known."""
+        return not (self.keeps or self.stages > 1) and self.table in LOOKED_AT
 
 
-@cache
-def as_run(hardware: str, compiled: bool, framework: str = DEFAULT) -> Hardware:
-    """A machine under a framework; without a compiler every operation is a kernel of its own."""
-    found = load_hardware(hardware, framework)
-    return found if compiled else replace(found, compiler="eager")
+LOOKED_AT = (
+    "gspmd_tpuv3.csv",
+    "gspmd_tpuv3_more.csv",
+    "vtrain_a100_h1024.csv",
+    "published/vtrain_a100_h2048.csv",
+    "published/vtrain_a100_multi.csv",
+    "oneflow_megatron_v100.csv",
+)
+"""Tables that the overlap of TPU v3 (gspmd) and `megatron:kernels=2022` were fitted to, or its overlap was
+checked with (oneflow)."""
 
 
 @dataclass
 class Prices:
     """Prices of runs; what runs of one mesh on one machine share is priced once."""
 
-    known: dict[tuple[str, bool, str, str], Pricer] = field(default_factory=dict)
+    known: dict[tuple[str, str, str], Pricer] = field(default_factory=dict)
 
     def by(self, run: Run, program: mtf.Program) -> tuple[Pricer, Cost]:
         """What prices a run, and the price of its program."""
-        key = (run.hardware, run.compiled, run.framework, str(program.mesh))
+        key = (run.hardware, run.framework, str(program.mesh))
         if key not in self.known:
-            self.known[key] = pricer(run.machine, program)
+            self.known[key] = pricer(load_hardware(run.hardware, run.framework), program)
         prices = self.known[key]
         return prices, prices.cost(program)
 
@@ -100,27 +87,20 @@ class Prices:
         return prices.hardware, cost
 
 
-def copied_bytes(program: mtf.Program) -> float:
-    """Bytes of a device's memory that PyTorch's FSDP2 reads and writes in a step besides what the program
-    says: between kernels it copies gathered parameters out of one buffer for a block, and gradients,
-    converted, into one (pytorch/pytorch torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py,
-    `foreach_all_gather_copy_out`, `foreach_reduce_scatter_copy_in`, both on the stream of the kernels)."""
-    found = 0.0
-    for instr, times in program.walk():
-        if isinstance(instr, AllGather) and instr.rule == PARAMETER:
-            found += times * 2 * sum(_local(program, i) for i in instr.outputs)
-        elif isinstance(instr, ReduceScatter) and instr.rule == GRADIENT:
-            found += times * 1.5 * sum(_local(program, i) for i in instr.inputs)
-    return found
+@dataclass(frozen=True)
+class Priced:
+    """A run, and the seconds that it is predicted to take."""
 
+    run: Run
+    shipped: float
 
-def _local(program: mtf.Program, value: int) -> int:
-    return program.values[value].local_bytes(program.mesh)
+    @property
+    def error(self) -> float:
+        return self.shipped / self.run.seconds - 1
 
-
-def peak(hardware: Hardware, program: mtf.Program) -> int:
-    """Bytes that a device holds at the fullest point of a step."""
-    return memory(program, compiler_of(hardware).memory).peak
+    @staticmethod
+    def of(run: Run, prices: Prices) -> Priced:
+        return Priced(run, prices.of(run, run.program())[1].step_seconds)
 
 
 def read(name: str) -> list[dict[str, str]]:
@@ -145,11 +125,12 @@ def lowered(
     recompute: bool = False,
     keep: str = "",
     microbatches: int = 1,
+    schedule: str = GPIPE,
 ) -> mtf.Program:
     """The step of a model under a layout; `recompute` runs every layer again in backward, but for what is to
     `keep`."""
     model = build(**sizes)
     loops = {b.dim.name for b in model.graph.blocks if b.dim is not None} if recompute else ()
     again = frozenset(f"{name}:keep={keep}" if keep else name for name in loops)
-    options = mtf.Options(stored(model, stage) if stage else {}, again, microbatches)
+    options = mtf.Options(stored(model, stage) if stage else {}, again, microbatches, schedule=schedule)
     return model.lower(mtf.Mesh(mesh), mtf.Layout(layout), options)

@@ -7,7 +7,7 @@ from typing import Any
 
 import mesh_tf_core as mtf
 from benchmarks.published_models import language_model as published_model
-from benchmarks.published_rows import SLICES, Run, lowered, read
+from benchmarks.published_rows import Run, lowered, read
 from examples.transformer_lm import model as language_model
 from examples.transformer_seq2seq import model as translation_model
 
@@ -133,9 +133,8 @@ def maxtext() -> Iterator[Run]:
         seconds = flops / (float(row["tflops_per_chip"]) * 1e12 * chips)
         name = f"{row['slices']} x {row['slice']} {row['model']} {row['layout'].split(';')[0]}"
         family = f"{generation} {row['model']}"
-        unjudged = SLICES if row["slices"] != "1" else ""
         chip = f"tpu-{generation}"
-        yield Run("maxtext_tpu.csv", name, family, "", seconds, program, chip, TPU, unjudged, keeps=keeps)
+        yield Run("maxtext_tpu.csv", name, family, "", seconds, program, chip, TPU, keeps=keeps)
 
 
 def small() -> Iterator[Run]:

@@ -1,9 +1,10 @@
 """Predictions against published runs, each under its framework as shipped: `python -m benchmarks.unseen`.
 
-Every row of `benchmarks/data/published` (`benchmarks.framework_rows`) is priced by `layoutopt.cost` with the
-model of an example. Half of the models of a framework had a part in its constants, the others are judged
-(`benchmarks.framework_fit`). A row that is not exactly its run says how it differs. Results:
-`benchmarks/results/unseen.json`; `--table` prices a few and compares them with the stored ones.
+Every row of `benchmarks/data/published` (`benchmarks.framework_rows`) is priced as `layoutopt.cost` prices it
+(`benchmarks.framework_parts`), with the model of an example. Half of the models of a framework had a part in
+its constants, the others are judged (`benchmarks.framework_fit`). A row that is not exactly its run says how
+it differs. Results: `benchmarks/results/unseen.json`; `--table` prices a few and compares them with the
+stored ones.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
-import layoutopt
 from benchmarks import known
-from benchmarks.framework_fit import halves, order
-from benchmarks.framework_rows import Row, built, rows, tables
-from costmodels.pricing.lines import Cost
+from benchmarks.errors import errors_of, order
+from benchmarks.framework_fit import halves
+from benchmarks.framework_parts import parts
+from benchmarks.framework_rows import Row, rows, tables
+from costmodels import load_hardware
+from costmodels.pricing.items import Item
+from costmodels.pricing.pricer import Pricer
 from mesh_tf_core.errors import UserError
 
 OUT = Path(__file__).parent / "results" / "unseen.json"
@@ -42,40 +46,34 @@ def priced(row: Row) -> dict[str, Any]:
         "gib": row.gib,
     }
     try:
-        answers = [
-            (part, layoutopt.cost(
-                built(row), row.mesh, row.layout, row.hardware, framework=row.framework, **row.decided,
-                **({"recompute": list(again)} if again else {}),
-            ))
-            for part, again in row.ways
-        ]  # fmt: skip
+        kept = parts(row)
     except UserError as error:
         return {**found, "why_not": str(error)}
-    first, exact = answers[0][1], len(answers) == 1
+    prices = Pricer(load_hardware(row.hardware, row.framework), kept.placement)
+    exact, waited = len(row.ways) == 1, [(times * prices.seconds_of(x)[1], x) for times, x in kept.items]
     if row.decided.get("schedule"):
-        found["seconds_by_kind"] = by_kind(first.evaluation.cost)
-    peak = first.predicted.peak_memory_bytes
+        found["seconds_by_kind"] = by_kind(waited)
     return {
         **found,
-        "predicted_seconds": sum(part * answer.predicted.step_seconds for part, answer in answers),
-        "predicted_gib": peak / 2**30 if exact else None,
-        "fits": peak <= first.limit if exact else None,
+        "predicted_seconds": sum(seconds for seconds, _ in waited),
+        "predicted_gib": kept.peak / 2**30 if exact else None,
+        "fits": kept.peak <= kept.limit if exact else None,
     }
 
 
-def by_kind(cost: Cost) -> dict[str, float]:
+def by_kind(waited: Sequence[tuple[float, Item]]) -> dict[str, float]:
     """Seconds that a step waits for: products and attention, messages by mesh axis, what loops write to
     stacks and add to sums, all other kernels."""
     found = defaultdict[str, float](float)
-    for line in cost.lines:
+    for seconds, item in waited:
         kind = "others"
-        if line.is_communication:
-            kind = "messages over " + "+".join(line.axes)
-        elif line.kind in ("matmul", "attention"):
+        if item.axes:
+            kind = "messages over " + "+".join(item.axes)
+        elif item.kind in ("matmul", "attention"):
             kind = "products and attention"
-        elif line.kind == "data":
+        elif item.kind == "data":
             kind = "stacks and sums"
-        found[kind] += line.exposed * line.times
+        found[kind] += seconds
     return dict(found)
 
 
@@ -97,21 +95,6 @@ def quality(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "out_of_memory_called_fitting": sum(r["fits"] for r in lost),
         "ran": len(ran),
         "ran_called_too_large": sum(not r["fits"] for r in ran),
-    }
-
-
-def errors_of(found: Iterable[float]) -> dict[str, Any] | None:
-    """Mean, median, signed mean and worst of errors."""
-    errors = list(found)
-    if not errors:
-        return None
-    sizes = [abs(e) for e in errors]
-    return {
-        "rows": len(errors),
-        "mean": fmean(sizes),
-        "median": median(sizes),
-        "signed_mean": fmean(errors),
-        "worst": max(errors, key=abs),
     }
 
 
@@ -138,12 +121,13 @@ def measured(names: Sequence[str]) -> dict[str, Any]:
 
 
 def means(found: Mapping[str, Any]) -> dict[str, float]:
-    """Mean error of step times by table, framework and half."""
+    """Mean error of step times by table, framework, chip and half."""
     groups = defaultdict[str, list[float]](list)
     for name, table in found.items():
         for row in table["found"]:
             if row["seconds"] and "predicted_seconds" in row:
-                of = ", ".join((name, row["framework"].partition(":")[0], row["half"]))
+                framework, chip = row["framework"].partition(":")[0], row["hardware"].partition(",")[0]
+                of = ", ".join((name, framework, chip, row["half"]))
                 groups[of].append(abs(row["predicted_seconds"] / row["seconds"] - 1))
     return {of: round(fmean(errors), 4) for of, errors in groups.items()}
 

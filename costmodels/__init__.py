@@ -4,12 +4,7 @@ from costmodels.frameworks import Framework, FrameworkError, framework_names, lo
 from costmodels.hardware import Hardware, HardwareError, hardware_names, load_hardware
 from costmodels.kernels.compute import ComputeCost, Quantity, compute_cost, compute_seconds
 from costmodels.network.closed_forms import CollectiveCost
-from costmodels.network.collectives import (
-    COLLECTIVES,
-    collective_cost,
-    collective_seconds,
-    full_bytes,
-)
+from costmodels.network.collectives import COLLECTIVES, collective_cost, collective_seconds, full_bytes
 from costmodels.network.route import Route
 from costmodels.network.topology import MeshPlacement, place
 

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from costmodels.kernels.fusion import ALONE, FREE, MAP, REDUCE, role
+from costmodels.kernels.fusion import ALONE, FREE, MAP, REDUCE, casts_variable, role
 from mesh_tf_core.ir.blocks import IN_FLIGHT, Node
 from mesh_tf_core.ir.dtypes import TensorType, is_float, itemsize
 from mesh_tf_core.ir.op import PRODUCTS, Op
 from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import AllGather, Local, Program
+from mesh_tf_core.ir.program import AllGather, Collective, HostLoad, Instr, Local, Loop, Program
 from mesh_tf_core.ir.structure import Connection
 from mesh_tf_core.ir.traits import LabelOperand
 from mesh_tf_core.ops.dynamic import DynamicSlice, DynamicUpdate
@@ -209,7 +209,11 @@ def gathered(program: Program) -> dict[int, int]:
 def logits(program: Program) -> set[int]:
     """The values that were cast to a wider type, of which labels pick elements, and their gradients."""
     wider, found = set[int](), set[int]()
-    for instr in (instr for instr, _ in program.walk() if isinstance(instr, Local)):
+    for instr, _ in program.walk():
+        if isinstance(instr, Collective) and not wider.isdisjoint(instr.inputs):
+            wider.update(instr.outputs)
+        if not isinstance(instr, Local):
+            continue
         read, made = ([program.values[i] for i in ids] for ids in (instr.inputs, instr.outputs))
         if (
             instr.op.converts
@@ -239,3 +243,39 @@ def _moved(node: Node) -> Iterator[tuple[int, int]]:
             yield node.inputs[1], node.outputs[0]
     elif node.op.free and node.inputs:
         yield node.inputs[0], node.outputs[0]
+
+
+def staying(program: Program) -> Iterator[int]:
+    """Values that are put into a ring or read out of one, rule (8)."""
+    for instr, _ in program.walk():
+        if isinstance(instr, Local) and of_ring(instr.op):
+            yield instr.inputs[1] if isinstance(instr.op, DynamicUpdate) else instr.outputs[0]
+
+
+def variable_casts(program: Program) -> Iterator[tuple[int, Local, int, int]]:
+    """The casts of variables in loops: position of the outermost loop, the cast, the value that its operand
+    is a part of, and how many parts that has."""
+    part: dict[int, tuple[int, int]] = {}
+    loaded: set[int] = set()
+    for position, top in enumerate(program.code):
+        for instr in _within(top):
+            if isinstance(instr, Loop):
+                part.update({s.inner: (s.outer, program.local(s.outer).shape.sizes[0]) for s in instr.sliced})
+            elif isinstance(instr, HostLoad):
+                loaded.update(instr.outputs)
+            elif isinstance(instr, Local) and casts_variable(instr, program):
+                if loaded.issuperset(instr.inputs):
+                    continue
+                (source,), times = instr.inputs, 1
+                while source in part:
+                    source, n = part[source]
+                    times *= n
+                yield position, instr, source, times
+
+
+def _within(instr: Instr) -> Iterator[Instr]:
+    """What is in a loop, outer loops first, and the loop itself; nothing for other instructions."""
+    if isinstance(instr, Loop):
+        yield instr
+        for inner in instr.body:
+            yield from _within(inner) if isinstance(inner, Loop) else (inner,)

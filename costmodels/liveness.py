@@ -17,39 +17,42 @@ Where the compiler fuses (`costmodels.kernels.fused`)
 
 Where each stage of a pipeline is a program of its own
   (8) what backward reads stays where it was made; a stage has fewer microbatches in flight
-      (`PipelineSchedule.in_flight_apart`) than one program of all stages; and only the first or last one has
-      the layers before or behind the stages (`costmodels.stage_ends`). The fuller of these two counts.
+      (`PipelineSchedule.in_flight_apart`) than one program of all stages, and its own number of layers; and
+      only the first or last one has the layers before or behind the stages (`costmodels.stage_ends`). The
+      fullest stage counts.
 
 Where PyTorch's autograd decides what stays for backward (`costmodels.kept`)
   (9) fused kernels of backward make again what they can of other values that are kept
   (10) logits are cast to float32 in memory, of which the loss is computed
-  (11) a product keeps its operands as it read them: gathered
-  (12) the result of an operation does not take the place of an operand
-  (13) dropout keeps its mask, a byte an element
-  (14) the casts of rule (6) are the model's parameters, and are held
+  (12) the result of an operation does not take the place of an operand; (13) dropout keeps its mask, a byte
+  (14) the casts of rule (6) are the model's parameters, and are held through the whole step
+
+Where a framework gives a number (`MemoryRules`, from `Hardware.holds`)
+  (15) the loss and its gradient hold so many arrays of the logits' size in float32; where a stage has its own
+       program, of every microbatch until its backward
+  (16) the optimizer's step holds so many arrays of the size of a moment of every variable at once
+  (17) sums of gradients over microbatches take so many bytes an element
+  (11) 1: a product keeps its operands as it read them, gathered; else it gathers them again in backward
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from costmodels.kept import gathered, kept_values, logits, masked, of_ring
+from costmodels.held_by_frameworks import Beside, accumulated, moments
+from costmodels.kept import gathered, kept_values, logits, masked, staying, variable_casts
 from costmodels.kernels.fused import Fused, fused, made_by_kernels, unwritten
-from costmodels.kernels.fusion import casts_variable, fusion_of
+from costmodels.kernels.fusion import fusion_of
 from costmodels.kernels.quantities import tiling
-from costmodels.stage_ends import EndWork, StageEnd, end_work
-from mesh_tf_core.ir.blocks import IN_FLIGHT
+from costmodels.stage_ends import EndWork, StageEnd, end_work, stage_shares
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.liveness import Held, Liveness
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import AllReduce, HostLoad, Instr, Local, Loop, Origin, Program
+from mesh_tf_core.ir.program import AllReduce, Instr, Local, Loop, Origin, Program
 from mesh_tf_core.ir.values import Value
-from mesh_tf_core.ops.dynamic import DynamicUpdate
-from mesh_tf_core.ops.ticks import ScheduleColumn
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +101,9 @@ class MemoryRules:
       fuses: the compiler makes kernels of several operations: rules (4) to (6).
       tiles: arrays lie in tiles: rule (7).
       stage_programs: each stage of a pipeline is a program of its own: rule (8).
-      remakes, wide_logits, gathers, masks, parameters: rules (9) to (11), (13) and (14).
+      remakes, wide_logits, masks, parameters: rules (9), (10), (13) and (14).
       overwrites: rule (4) of `mesh_tf_core.ir.liveness` holds for element-wise operations; else rule (12).
+      loss_copies, step_copies, gradient_bytes, gathers: rules (15) to (17), (11); 0: as the program has.
     """
 
     fuses: bool = False
@@ -107,36 +111,48 @@ class MemoryRules:
     stage_programs: bool = False
     remakes: bool = False
     wide_logits: bool = False
-    gathers: bool = False
     masks: bool = False
     parameters: bool = False
     overwrites: bool = True
+    loss_copies: float = 0
+    step_copies: float = 0
+    gradient_bytes: float = 0
+    gathers: float = 0
 
     def sizes(self, program: Program, end: StageEnd = StageEnd.FIRST) -> ValueSizes:
-        """The sizes of a program's values, at one of the two stages."""
-        rings = _rings(program.outline)[end] if self.stage_programs and program.outline is not None else {}
+        """The sizes of a program's values, at one stage."""
+        shares = self.stages(program).get(end, {})
         regrouped = fusion_of(program).regrouped if self.tiles else None
         more = Counter[int](masked(program) if self.masks else {})
         more.update({t: n - 1 for t, n in (gathered(program) if self.gathers else {}).items()})
-        return ValueSizes(regrouped, rings, more)
+        if self.gradient_bytes:
+            more.update({t: self.gradient_bytes / n - 1 for t, n in accumulated(program)})
+        return ValueSizes(regrouped, shares, more)
+
+    def stages(self, program: Program) -> Mapping[StageEnd, Mapping[tuple[str, int], float]]:
+        """The stages that may be the fullest, with their shares of dimensions, rule (8)."""
+        return {} if program.outline is None or not self.stage_programs else stage_shares(program.outline)
 
     def work(self, program: Program) -> EndWork:
         """The work of single stages in a program."""
         outline = program.outline if self.stage_programs else None
         return NO_ENDS if outline is None else end_work(outline)
 
+    def ends(self, program: Program) -> Sequence[StageEnd]:
+        """The stages of which one holds most."""
+        return (*self.stages(program),) or (StageEnd.FIRST,)
+
 
 PLAIN = MemoryRules()
 NO_ENDS = EndWork()
 
 
-def memory(program: Program, rules: MemoryRules = PLAIN, kernels: Fused | None = None) -> MemoryProfile:
-    """Walks the program once; bytes of one device.
-
-    Args:
-      kernels: those of `fused(program)`, if known.
-    """
-    ends = StageEnd if rules.work(program).nodes else (StageEnd.FIRST,)
+def memory(
+    program: Program, rules: MemoryRules = PLAIN, kernels: Fused | None = None, at: Iterable[StageEnd] = ()
+) -> MemoryProfile:
+    """Walks the program once for each stage of its own; bytes of one device. `kernels`: those of
+    `fused(program)`, if known; `at`: these stages alone."""
+    ends = at or rules.ends(program)
     return max((_Walk(program, rules, kernels, end).run() for end in ends), key=lambda found: found.peak)
 
 
@@ -150,43 +166,36 @@ class ValueSizes:
 
     Attributes:
       regrouped: `Fusion.regrouped` where arrays lie in tiles, None where they do not.
-      rings: places of a ring -> those that a stage of its own needs.
+      shares: name and size of a dimension -> the share of it that a stage of its own has.
       more: kept tensor -> bytes that are kept besides for each of its own.
     """
 
     regrouped: frozenset[frozenset[str]] | None = None
-    rings: Mapping[int, int] = field(default_factory=dict)
+    shares: Mapping[tuple[str, int], float] = field(default_factory=dict)
     more: Mapping[int, float] = field(default_factory=dict)
 
     def of(self, value: Value, mesh: Mesh) -> int:
         """Bytes of one device's piece of a value."""
-        size = round(self._held(value).local_bytes(mesh) * (1 + self.more.get(value.tensor, 0)))
+        held = 1 + self.more.get(value.tensor, 0)
+        for dim in value.shape if self.shares else ():
+            held *= self.share(dim)
+        size = round(value.local_bytes(mesh) * held)
         if self.regrouped is None or size < SMALL:
             return size
         return round(size * tiling(value.local(mesh).shape, self.regrouped))
 
-    def _held(self, value: Value) -> Value:
-        """A value with the places that a ring has, rule (8)."""
-        if not self.rings or IN_FLIGHT not in value.shape.names:
-            return value
-        dims = (
-            Dim(d.name, self.rings.get(d.size, d.size)) if d.name == IN_FLIGHT else d for d in value.shape
-        )
-        return replace(value, shape=Shape(dims))
+    def share(self, dim: Dim) -> float:
+        """The share of a dimension that a stage has."""
+        return self.shares.get((dim.name, dim.size), 1)
+
+    def first(self, value: Value) -> float:
+        """That of the first dimension of a value."""
+        return self.share(value.shape.dims[0]) if value.shape.dims else 1.0
 
     def text(self, value: Value) -> str:
-        """The name of a value."""
-        return str(self._held(value))
-
-
-@per_graph
-def _rings(graph: Outline) -> Mapping[StageEnd, Mapping[int, int]]:
-    schedules = {n.op.schedule for n in graph.nodes if isinstance(n.op, ScheduleColumn)}
-    stages = {StageEnd.FIRST: 0, StageEnd.LAST: -1}
-    return {
-        end: {of.in_flight: min(of.in_flight, of.in_flight_apart(at % of.stages)) for of in schedules}
-        for end, at in stages.items()
-    }
+        """The name of a value, with the places that a ring has."""
+        dims = (Dim(d.name, max(1, round(d.size * self.share(d)))) for d in value.shape)
+        return str(replace(value, shape=Shape(dims)) if self.shares else value)
 
 
 @dataclass
@@ -198,7 +207,7 @@ class _Copies:
       first, last: positions at the top level between which they are held.
     """
 
-    times: int
+    times: float
     first: int
     last: int
 
@@ -231,7 +240,7 @@ def kernel_memory(
     rules: MemoryRules,
     kernels: Fused | None = None,
     anyhow: bool = False,
-    end: StageEnd = StageEnd.FIRST,
+    end: StageEnd | None = None,
 ) -> KernelMemory:
     """Rules (4) to (6), and (8) to (10).
 
@@ -239,13 +248,14 @@ def kernel_memory(
       kernels: those of `fused(program)`, if known.
       anyhow: values without memory under some sizes have none, so that the result holds for every layout with
         the same instructions.
-      end: the stage, where each is a program of its own.
+      end: the stage, where each is a program of its own; None: either, all of whose values have memory.
     """
-    stays = {*_staying(program), *rules.work(program).absent(program, end)} if rules.stage_programs else set()
+    stays = {*staying(program)} if rules.stage_programs else set()
+    stays |= rules.work(program).absent(program, end) if end is not None else set()
     if rules.remakes and program.outline is not None:
         remade = kept_values(program.outline).without_memory
         stays |= {value.id for value in program.values if value.tensor in remade}
-    casts = tuple(each for each in _casts(program) if each[1].outputs[0] not in stays)
+    casts = tuple(each for each in variable_casts(program) if each[1].outputs[0] not in stays)
     if not rules.fuses:
         casts = casts if rules.parameters else ()
         return KernelMemory({}, {}, frozenset({*stays, *(cast.outputs[0] for _, cast, _, _ in casts)}), casts)
@@ -267,7 +277,8 @@ def kernel_memory(
 
 class _Walk:
     def __init__(self, program: Program, rules: MemoryRules, kernels: Fused | None, end: StageEnd) -> None:
-        self.program, self.sizes, work = program, rules.sizes(program, end), rules.work(program)
+        self.program, self.sizes = program, rules.sizes(program, end)
+        work = rules.work(program)
         self.stage, others = end if work.nodes else None, work.of_others(end)
         self.stored = {
             name: self.sizes.of(stored.value, program.mesh)
@@ -279,24 +290,28 @@ class _Walk:
         self.points: list[MemoryPoint] = []
         self.peak = self.resident
         self.at = 0
-        self.held: dict[int, int] = {}
+        self.held, self.more = dict[int, int](), list[Holding]()
         found = kernel_memory(program, rules, kernels, end=end)
         self.liveness = Liveness(program, found.shared, found.nowhere)
         self.now, self.overwrites = Held(self.liveness), rules.overwrites
         self.copies = self._copies(found.casts)
+        if rules.parameters:
+            self.copies = {i: _Copies(c.times, 0, len(program.code)) for i, c in self.copies.items()}
         self.kept: dict[int, int] = {}
+        step = rules.step_copies * moments(program, self.stored)
+        self.beside = Beside(program, rules.loss_copies, step, work, end)
 
     def run(self) -> MemoryProfile:
         for position, instr in enumerate(self.program.code):
             there = (i for i, c in self.copies.items() if c.first <= position <= c.last)
-            self.kept = {i: self.copies[i].times * self._size(i) for i in there}
+            self.kept = {i: round(self.copies[i].times * self._size(i)) for i in there}
             self._runs(instr, 0)
         variables = [Holding(f"variable {n}", b, None) for n, b in self.stored.items()]
         values = (
             Holding(self.sizes.text(self.program.values[i]), b, self.born.get(i), i)
             for i, b in self.held.items()
         )
-        found = sorted([*variables, *values], key=lambda h: -h.bytes)
+        found = sorted([*variables, *values, *self.more], key=lambda h: -h.bytes)
         return MemoryProfile(
             tuple(self.points),
             self.peak,
@@ -313,10 +328,12 @@ class _Walk:
             over = []
         self.born.update((o, instr.origin) for o in instr.outputs if o in now.bytes)
         total = self.resident + sum(self.kept.values()) + now.total - sum(now.bytes[o] for o in over)
+        total += (more := self.beside.at(instr, now.bytes, over, self._size))
         self.points.append(MemoryPoint(instr.name, instr.origin, total, depth))
         if total > self.peak or not self.held:
             self.peak, self.at = max(total, self.peak), len(self.points) - 1
             self.held = {i: b for i, b in {**self.kept, **now.bytes}.items() if b and i not in over}
+            self.more = [Holding(f"temporaries of {instr.name}", more, instr.origin)]
         if isinstance(instr, Loop):
             now.enters(instr, self._size)
             self.born.update((i, instr.origin) for i in instr.entering)
@@ -336,36 +353,9 @@ class _Walk:
             (out,) = cast.outputs
             self.born[out] = cast.origin
             one = first.setdefault(self.liveness.memory(source), out)
-            found.setdefault(one, _Copies(times, position, position)).last = position
+            parts = times * self.sizes.first(self.program.values[source])
+            found.setdefault(one, _Copies(parts, position, position)).last = position
         return found
-
-
-def _staying(program: Program) -> Iterator[int]:
-    """What is put into a ring, and what is read out of one, rule (8)."""
-    for instr, _ in program.walk():
-        if isinstance(instr, Local) and of_ring(instr.op):
-            yield instr.inputs[1] if isinstance(instr.op, DynamicUpdate) else instr.outputs[0]
-
-
-def _casts(program: Program) -> Iterator[tuple[int, Local, int, int]]:
-    """The casts of variables in loops: position of the outermost loop, the cast, the value that its operand
-    is a part of, and how many parts that has."""
-    part: dict[int, tuple[int, int]] = {}
-    loaded: set[int] = set()
-    for position, top in enumerate(program.code):
-        for instr in _within(top):
-            if isinstance(instr, Loop):
-                part.update({s.inner: (s.outer, program.local(s.outer).shape.sizes[0]) for s in instr.sliced})
-            elif isinstance(instr, HostLoad):
-                loaded.update(instr.outputs)
-            elif isinstance(instr, Local) and casts_variable(instr, program):
-                if loaded.issuperset(instr.inputs):
-                    continue
-                (source,), times = instr.inputs, 1
-                while source in part:
-                    source, n = part[source]
-                    times *= n
-                yield position, instr, source, times
 
 
 def _twice(loop: Loop) -> Iterator[tuple[int, int]]:
@@ -382,11 +372,3 @@ def _twice(loop: Loop) -> Iterator[tuple[int, int]]:
             value = same[value]
         if stacks.setdefault(value, stack) != stack:
             yield stack, stacks[value]
-
-
-def _within(instr: Instr) -> Iterator[Instr]:
-    """What is in a loop, outer loops first, and the loop itself; nothing for other instructions."""
-    if isinstance(instr, Loop):
-        yield instr
-        for inner in instr.body:
-            yield from _within(inner) if isinstance(inner, Loop) else (inner,)

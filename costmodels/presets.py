@@ -1,12 +1,12 @@
 """The hardware files of the package."""
 
-from __future__ import annotations
-
+from functools import cache
 from pathlib import Path
 
 PRESETS = Path(__file__).parent / "hardware" / "data"
 
 
+@cache
 def hardware_names() -> tuple[str, ...]:
     """The names of the hardware presets, sorted.
 

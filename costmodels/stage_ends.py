@@ -1,10 +1,10 @@
 """The work that only the first or the last stage of a pipeline does, where each is a program of its own: the
 layers before the stages (embedding), and those behind them (output layer, loss), with their weights.
 
-One program for all stages (`mesh_tf_core.tracing.tick_loops`) has their work beside the stages' in its loops
-over ticks. What depends on what stages hand on forward is the last stage's; what depends on what they hand on
-backward, and what enters the stages, is the first one's. A sum is theirs whose terms it adds up, an update
-theirs whose gradient it reads, and a variable theirs who update it.
+One program for all stages has their work beside the stages' in its loops over ticks
+(`mesh_tf_core.tracing.tick_loops`). What depends on what leaves the stages forward is the last stage's; what
+depends on what leaves them backward, and what enters them, is the first one's. A sum is theirs whose terms it
+adds up, an update theirs whose gradient it reads, and a variable theirs who update it.
 """
 
 from __future__ import annotations
@@ -13,21 +13,25 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mesh_tf_core.ir.blocks import TICK, Block, Node, reads
+import numpy as np
+
+from mesh_tf_core.ir.blocks import ARRIVING, IN_FLIGHT, TICK, Block, Node, reads
 from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Instr, Loop, Program
-from mesh_tf_core.ir.schedules import KINDS, StageAction
+from mesh_tf_core.ir.schedules import KINDS
+from mesh_tf_core.ir.stage_orders import StageAction
 from mesh_tf_core.ir.structure import Assign
 from mesh_tf_core.ops.neighbours import ShiftAlong
-from mesh_tf_core.ops.ticks import ScheduleColumn
+from mesh_tf_core.ops.ticks import LayerNumbers, ScheduleColumn
 
 
 class StageEnd(Enum):
-    """The first stage, or the last one."""
+    """The first stage, the last one, or the fullest one between them, which has no work of its own."""
 
     FIRST = "first"
     LAST = "last"
+    MIDDLE = "fullest middle"
 
 
 Ends = frozenset[StageEnd]
@@ -42,21 +46,26 @@ class EndWork:
     Attributes:
       nodes: node -> the stages that do it; others are all stages'.
       slots: node -> the kind of slot that it is part of.
-      variables: the same of their variables.
+      variables: as `nodes`, of their variables.
+      both: the first stage is also the last one.
+      losses: of how many microbatches the last stage holds the loss until backward.
     """
 
     nodes: dict[int, Ends] = field(default_factory=dict)
     slots: dict[int, StageAction] = field(default_factory=dict)
     variables: dict[str, Ends] = field(default_factory=dict)
+    both: bool = False
+    losses: int = 1
 
     def has(self, node: int, end: StageEnd) -> bool:
         """True if a stage does the work of a node."""
         ends = self.nodes.get(node, EVERY)
-        return not ends or end in ends
+        return not ends or end in ends or self.both
 
     def of_others(self, end: StageEnd) -> frozenset[str]:
         """The variables that a stage lacks."""
-        return frozenset(name for name, ends in self.variables.items() if ends and end not in ends)
+        lacks = (name for name, ends in self.variables.items() if ends and end not in ends)
+        return frozenset(() if self.both else lacks)
 
     def absent(self, program: Program, end: StageEnd) -> set[int]:
         """The values of a program that a stage lacks."""
@@ -76,11 +85,15 @@ class EndWork:
 
 @per_graph
 def end_work(graph: Outline) -> EndWork:
-    """The work of single stages in a step whose microbatches go backward at once; none in others."""
+    """The work of single stages in a step with a pipeline; none in others."""
     columns = {n.outputs[0]: n.op for n in graph.nodes if isinstance(n.op, ScheduleColumn)}
-    if not any(KINDS[op.schedule.kind].at_once for op in columns.values()):
-        return EndWork()
-    return _Ends(graph, {tensor: op.slot for tensor, op in columns.items()}).found
+    return _Ends(graph, columns).found if columns else EndWork()
+
+
+@per_graph
+def schedule_of(graph: Outline) -> ScheduleColumn | None:
+    """A column of the schedule of a step with a pipeline."""
+    return next((n.op for n in graph.nodes if isinstance(n.op, ScheduleColumn)), None)
 
 
 class _Ends:
@@ -92,8 +105,10 @@ class _Ends:
       entering: what the stages read.
     """
 
-    def __init__(self, graph: Outline, columns: Mapping[int, StageAction]) -> None:
-        self.graph, self.found = graph, EndWork()
+    def __init__(self, graph: Outline, columns: Mapping[int, ScheduleColumn]) -> None:
+        of = next(iter(columns.values())).schedule
+        both = KINDS[of.kind].turns or KINDS[of.kind].mirrored
+        self.graph, self.found = graph, EndWork(both=both, losses=max(1, of.turning))
         self.own: dict[int, Ends] = {}
         self.after: dict[int, Ends] = {}
         self.open: list[Node] = []
@@ -101,7 +116,7 @@ class _Ends:
         for node in graph.nodes:
             body = node.body
             if body is not None and body.dim is not None and body.dim.name == TICK:
-                self._visit(body, columns)
+                self._visit(body, {tensor: op.slot for tensor, op in columns.items()})
             else:
                 # A scalar, as the norm of all gradients, goes to all.
                 read = (i for i in reads(node) if graph.tensor(i).shape.dims)
@@ -125,8 +140,7 @@ class _Ends:
             elif node.body is not None and node.body.single:
                 self._visit(node.body, columns)
             elif isinstance(node.op, ShiftAlong):
-                back = node.phase != Phase.FORWARD
-                self.found.slots[node.index] = StageAction.BACKWARD if back else StageAction.FORWARD
+                self.found.slots[node.index] = StageAction(node.phase != Phase.FORWARD)
             else:
                 found = (known.get(i, EVERY) for i in reads(node) for known in (self.own, self.after))
                 self._takes(node, EVERY.union(*found))
@@ -167,3 +181,40 @@ def _slot(node: Node, columns: Mapping[int, StageAction]) -> StageAction | None:
     if body is None or not body.spread or not any(n.body is not None for n in body.nodes):
         return None
     return next((columns[outer] for outer, _ in body.sliced if outer in columns), None)
+
+
+@per_graph
+def layer_numbers(graph: Outline) -> LayerNumbers | None:
+    """The layers of stages, if some stage lacks one."""
+    return next((n.op for n in graph.nodes if isinstance(n.op, LayerNumbers)), None)
+
+
+@per_graph
+def stage_shares(graph: Outline) -> Mapping[StageEnd, Mapping[tuple[str, int], float]]:
+    """Stages that are programs of their own -> the shares of microbatches in flight and of layers that they
+    have. One between the ends is there if it has more layers than the first."""
+    if (column := schedule_of(graph)) is None:
+        return {}
+    of, numbers = column.schedule, layer_numbers(graph)
+    layers = np.ones(of.stages)
+    if numbers is not None:
+        layers = of.order.of_stages(numbers.layers).sum(axis=1) / numbers.place.size
+    flying = np.array([of.in_flight_apart(stage) for stage in range(of.stages)])
+
+    def shares(stage: int) -> dict[tuple[str, int], float]:
+        found = {(IN_FLIGHT, of.in_flight): flying[stage] / of.in_flight}
+        for slot in list(StageAction)[:2]:
+            places, here = of.waiting(slot), of.arrivals(slot)[:, stage].max() + 1
+            found[ARRIVING, places] = max(found.get((ARRIVING, places), 0.0), here / max(places, 1))
+        if numbers is not None:
+            own, place = numbers.place.name, numbers.place.size
+            sizes = {(own, place), (own, place // of.chunks), (numbers.stage.name, place * of.stages)}
+            found |= dict.fromkeys(sizes - {(numbers.stage.name, of.stages)}, layers[stage])
+        return found
+
+    both, held = end_work(graph).both, flying * layers
+    others = range(1, of.stages if both else of.stages - 1)
+    middle = max(others, key=lambda s: (held[s], layers[s]), default=0)
+    found = {StageEnd.FIRST: shares(0)} | ({} if both else {StageEnd.LAST: shares(of.stages - 1)})
+    fuller = layers[middle] > layers[0] or held[middle] > held[0]
+    return found | ({StageEnd.MIDDLE: shares(middle)} if fuller else {})

@@ -9,27 +9,33 @@ one program has in ticks count
   ends    what only the first or the last stage does: as many as there are slots of that stage on the way
   none    of what takes results of a stage at an end to all stages (`mesh_tf_core.tracing.tick_loops`)
 
-The model's FLOPs decide which way is the longest, for every layout the same one, so that prices of parts of a
-program add up. Work behind the ticks (the update) counts as one program does it.
+The model's FLOPs decide which way is the longest (those of unaligned products count more), for every layout
+the same one, so that prices of parts of a program add up. Work behind the ticks (the update) counts as one
+program does it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from costmodels.stage_ends import StageEnd, end_work
+from costmodels.kernels.quantities import quantity_of
+from costmodels.stage_ends import StageEnd, end_work, layer_numbers, schedule_of
 from mesh_tf_core.ir.blocks import TICK, Block, Node
 from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.schedules import PipelineSchedule, StageAction
-from mesh_tf_core.ir.stored_order import PADDING
-from mesh_tf_core.ops.ticks import LayerNumbers, ScheduleColumn
+from mesh_tf_core.ir.schedules import KINDS, PipelineSchedule
+from mesh_tf_core.ir.stage_orders import IDLE, StageAction
+from mesh_tf_core.ops.neighbours import ShiftAlong
 
 FORWARD, BACKWARD, FIRST = StageAction.FORWARD, StageAction.BACKWARD, StageEnd.FIRST
+UNALIGNED = 4.0
+"""Time of a product whose rows begin at odd elements over that of an aligned one: `unaligned_efficiency` of
+PyTorch is 0.23 to 0.33."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,7 @@ class StageTimes:
       waits: node of a slot -> the part of what counts in which the fullest stage waits for others; below zero
         for slots of weights, which fill what the others leave idle.
       fullest: number of that stage.
+      layers: how many layers of slots of each kind count.
     """
 
     nodes: Mapping[int, float]
@@ -50,6 +57,7 @@ class StageTimes:
     tensors: Mapping[int, float]
     waits: Mapping[int, float]
     fullest: int
+    layers: tuple[float, ...]
 
     def waiting(self, node: int, runs: float) -> float:
         """The part of a node's work in which the fullest stage waits; none of what runs behind the ticks."""
@@ -58,40 +66,37 @@ class StageTimes:
 
 @per_graph
 def stage_times(graph: Outline) -> StageTimes | None:
-    """Those of a step whose microbatches go backward at once; None of others."""
-    slots = end_work(graph).slots
-    of = next((n.op.schedule for n in graph.nodes if isinstance(n.op, ScheduleColumn)), None)
-    return None if of is None or not slots else _Times(graph, of).found()
+    """Those of a step with one pipeline; None of others."""
+    column = schedule_of(graph)
+    return None if column is None else _Times(graph, column.schedule).found()
 
 
 class _Times:
     """Attributes:
     layers: [stage, chunk]; `place`: those that one program has in a slot.
     ticks: slot -> in how many any stage has it.
-    ends: runs of the first stage's own work, and of the last one's, in one program.
+    runs, nodes: node of stages -> how often it runs in one program, and these nodes.
     """
 
     def __init__(self, graph: Outline, of: PipelineSchedule) -> None:
         self.graph, self.of, self.work = graph, of, end_work(graph)
-        self.ticks = np.maximum(of.busy.sum(axis=0), 1)
+        self.runs = runs_in_ticks(graph)
+        self.nodes = [node for block in graph.blocks for node in block.nodes if node.index in self.runs]
+        self.ticks = np.array([max(len(of.done(slot)), 1) for slot in StageAction])
         self.layers, self.place = self._layers()
         self.last = int(of.virtual.max())
 
     def _layers(self) -> tuple[np.ndarray, int]:
         """The layers of every chunk, and places for them."""
-        of, nodes = self.of, (n for n, _ in self.graph.walk())
-        numbers = next(
-            (n.op.order.numbers(n.op.layers) for n in nodes if isinstance(n.op, LayerNumbers)), None
-        )
+        of, numbers = self.of, layer_numbers(self.graph)
         bodies = (n.body for n, _ in self.graph.walk() if n.index in self.work.slots)
         place = next(
             b.dim.size
             for b in bodies
-            if b is not None and b.dim is not None and not b.spread and not b.single
+            if b is not None and b.dim is not None and b.dim.name != TICK and not b.spread and not b.single
         )
-        if numbers is None:
-            return np.full((of.stages, of.chunks), place), place
-        return (numbers != PADDING).reshape(of.stages, of.chunks, -1).sum(axis=2), place
+        layers = of.stages * of.order.rounds * place if numbers is None else numbers.layers
+        return of.order.of_stages(layers), place
 
     def _end(self, node: Node) -> tuple[StageAction, bool] | None:
         """Of work of a stage at an end: the slot that it is done with, and whether it is the last stage's."""
@@ -105,9 +110,8 @@ class _Times:
         """FLOPs of a slot, [slot, virtual stage]."""
         slots = defaultdict[StageAction, float](float)
         ends = defaultdict[tuple[StageAction, bool], float](float)
-        for node, runs in _in_ticks(self.graph):
-            types = [self.graph.tensor(i).type for i in node.inputs]
-            flops = 0.0 if node.body is not None else runs * node.op.flops(*types)
+        for node in self.nodes:
+            flops = 0.0 if node.body is not None else self.runs[node.index] * self._work(node)
             if node.index in self.work.slots:
                 slots[self.work.slots[node.index]] += flops
             elif (end := self._end(node)) is not None:
@@ -119,9 +123,17 @@ class _Times:
             found[slot, self.last * last] += flops / self._runs(slot, last)
         return found
 
+    def _work(self, node: Node) -> float:
+        """Its FLOPs; of a product of unaligned matrices as many as take as long."""
+        inputs, outputs = ([self.graph.tensor(i).type for i in ids] for ids in (node.inputs, node.outputs))
+        found = quantity_of(node.op, tuple(inputs), tuple(outputs))
+        return node.op.flops(*inputs) * (UNALIGNED if found.unaligned else 1)
+
     def _runs(self, slot: StageAction, last: bool) -> int:
-        """Runs of the work of a stage at an end in one program."""
-        return self.of.microbatches if last or self.of.chunks > 1 else int(self.ticks[slot])
+        """Runs of the work of a stage at an end in one program, in all streams."""
+        passing = self.of.passing(FORWARD if last else slot, last) != IDLE
+        every = np.count_nonzero(passing) if last or self.of.chunks > 1 else self.ticks[slot]
+        return int(every) * self.of.streams
 
     def found(self) -> StageTimes:
         of, costs = self.of, self._costs()
@@ -129,7 +141,7 @@ class _Times:
         full = path * self.layers  # [slot, stage, chunk]
         fullest = int(np.argmax(costs[:, of.virtual].sum(axis=(0, 2))))
         share = full.sum(axis=(1, 2)) / self.ticks / self.place
-        works = of.microbatches * self.layers[fullest].sum()
+        works = of.works * self.layers[fullest].mean()
         waits = 1 - works / np.maximum(full.sum(axis=(1, 2)), 1)
         at = {
             (slot, last): path[slot][of.virtual == self.last * last].sum()
@@ -137,11 +149,14 @@ class _Times:
             for last in (False, True)
         }
         nodes = {index: float(share[slot]) for index, slot in self.work.slots.items()}
-        for node, _ in _in_ticks(self.graph):
-            if node.index not in nodes and (end := self._end(node)) is not None:
-                nodes[node.index] = min(1.0, float(at[end]) / self._runs(*end))
-        for node, _ in _in_ticks(self.graph):
-            if node.index not in self.work.slots and node.body is not None and node.body.spread:
+        if not KINDS[of.kind].one_way:  # A result goes to one side.
+            nodes.update((n.index, nodes[n.index] / 2) for n in self.nodes if isinstance(n.op, ShiftAlong))
+        beside = [node for node in self.nodes if node.index not in self.work.slots]
+        for node, end in ((node, self._end(node)) for node in beside):
+            if end is not None:
+                nodes[node.index] = float(at[end]) / self._runs(*end)
+        for node in beside:
+            if node.body is not None and node.body.spread:
                 nodes.update((n.index, 0.0) for n in (node, *(n for n, _ in node.body.walk())))
         tensors = dict[int, float]()
         for block in reversed(self.graph.blocks):
@@ -152,21 +167,34 @@ class _Times:
                     tensors[inner] = tensors[outer] = counts
         return StageTimes(
             nodes,
-            {node.index: runs for node, runs in _in_ticks(self.graph)},
+            self.runs,
             tensors,
             {index: float(waits[slot]) for index, slot in self.work.slots.items()},
             fullest,
+            tuple(map(float, full.sum(axis=(1, 2)))),
         )
 
 
-def _in_ticks(graph: Outline) -> Iterator[tuple[Node, float]]:
-    """The nodes in loops over ticks, each with how often it runs on a device."""
+def runs_in_ticks(graph: Outline, layers: bool = True) -> dict[int, float]:
+    """Loops over ticks and nodes inside of them -> how often each runs on a device; without `layers`, how
+    often its slot does."""
+    found = dict[int, float]()
     for block in graph.blocks:
-        around, runs = [*_around(graph, block)], 1.0
-        if any(b.dim is not None and b.dim.name == TICK for b in around):
-            for b in around:
-                runs *= b.dim.size * float(b.branch or 1) if b.dim is not None and not b.spread else 1
-            yield from ((node, runs) for node in block.nodes)
+        around = [*_around(graph, block)]
+        if not any(b.dim is not None and b.dim.name == TICK for b in around):
+            continue
+        slot = next((at for at, b in enumerate(around) if b.spread), 0)
+        sizes = (
+            b.dim.size * float(b.branch or 1)
+            for b in around[0 if layers else slot :]
+            if b.dim and not b.spread
+        )
+        runs = math.prod(sizes)
+        found.update((node.index, runs) for node in block.nodes)
+    for node, _ in graph.walk():
+        if node.body is not None and node.body.dim is not None and node.body.dim.name == TICK:
+            found[node.index] = float(node.body.dim.size)
+    return found
 
 
 def _around(graph: Outline, block: Block) -> Iterator[Block]:

@@ -16,8 +16,6 @@ token counts with the experts that it asks for, as long as they have room. A bra
 loop that may stop early as if it did not. Imported programs count the products that they write.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from costmodels.hardware import Hardware

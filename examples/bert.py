@@ -39,7 +39,7 @@ def model(
       vocab: of the data; 0 (which the text does not contain) stands for a masked token.
       attention: "fused" (one operation that never stores all logits) or "plain" (products and a softmax).
     """
-    g = mtf.Graph("bert")
+    g = training.graph("bert")
     b, length_dim = mtf.Dim("batch", batch), mtf.Dim("length", length)
     n = mtf.Dim("masked", count(length))
     d, v = mtf.Dim("d_model", d_model), mtf.Dim("vocab", vocab)

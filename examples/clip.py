@@ -51,7 +51,7 @@ def model(
       joint: elements of the vectors that are compared.
       attention: "fused" (one operation that never stores all logits) or "plain" (products and a softmax).
     """
-    g, b, e = mtf.Graph("clip"), mtf.Dim("batch", batch), mtf.Dim("joint", joint)
+    g, b, e = training.graph("clip"), mtf.Dim("batch", batch), mtf.Dim("joint", joint)
     sides = [mtf.Dim("height", size), mtf.Dim("width", size), mtf.Dim("colours", colours)]
     image = g.input("image", [b, *sides], "float32").cast(training.dtype)
     text = g.input("text", [b, mtf.Dim("length", length)])

@@ -57,7 +57,7 @@ def model(
       balance: weight of the load-balance loss.
       attention: "fused" (one operation that never stores all logits) or "plain" (products and a softmax).
     """
-    g = mtf.Graph("deepseek_lm")
+    g = training.graph("deepseek_lm")
     text = [mtf.Dim("batch", batch), mtf.Dim("length", length)]
     d, v = mtf.Dim("d_model", d_model), mtf.Dim("vocab", vocab)
     attend = nn.LatentAttention(

@@ -45,7 +45,7 @@ def model(
       channels, widths, blocks, attend, groups, dropout: of the `UNet`.
       steps: number of noise steps; the input `step` is the number that was applied to each image.
     """
-    g, b = mtf.Graph("diffusion"), mtf.Dim("batch", batch)
+    g, b = training.graph("diffusion"), mtf.Dim("batch", batch)
     shape = [b, mtf.Dim("height", size), mtf.Dim("width", size), mtf.Dim("colours", colours)]
     image, noise = (g.input(name, shape, "float32") for name in ("image", "noise"))
     step = g.input("step", [b])

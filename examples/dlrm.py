@@ -41,7 +41,7 @@ def model(
       features: of an embedding.
       bottom, top, layers: hidden units of the perceptrons below and above the interactions, and their layers.
     """
-    g, b = mtf.Graph("dlrm"), mtf.Dim("batch", batch)
+    g, b = training.graph("dlrm"), mtf.Dim("batch", batch)
     n, t, r, f = (
         mtf.Dim("numbers", numbers),
         mtf.Dim("tables", tables),

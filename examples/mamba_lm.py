@@ -47,7 +47,7 @@ def model(
       taps: of the short convolution before it.
       chunk: positions that are computed together, a divisor of the length.
     """
-    g = mtf.Graph("mamba_lm")
+    g = training.graph("mamba_lm")
     text = [mtf.Dim("batch", batch), mtf.Dim("length", length)]
     d, v = mtf.Dim("d_model", d_model), mtf.Dim("vocab", vocab)
     h, p, n = mtf.Dim("heads", heads), mtf.Dim("d_head", d_head), mtf.Dim("d_state", d_state)

@@ -56,7 +56,7 @@ def model(
       tied: the output projection is the embedding.
       attention: "fused" (one operation that never stores all logits) or "plain" (products and a softmax).
     """
-    g = mtf.Graph("moe_lm")
+    g = training.graph("moe_lm")
     text = [mtf.Dim("batch", batch), mtf.Dim("length", length)]
     d, v = mtf.Dim("d_model", d_model), mtf.Dim("vocab", vocab)
     attend = nn.Attention(

@@ -52,7 +52,7 @@ def model(
       dtype: of activations; variables and their updates are float32. Inputs of layers are computed back from
         their outputs, which float32 does almost exactly and bfloat16 does not.
     """
-    g = mtf.Graph("reformer_lm")
+    g = training.graph("reformer_lm")
     b, s = mtf.Dim("batch", batch), mtf.Dim("length", length)
     d, v = mtf.Dim("d_model", d_model), mtf.Dim("vocab", vocab)
     if ff_chunks < 1 or length % ff_chunks:

@@ -39,7 +39,7 @@ def model(
         first stage).
       groups: number of channel groups of the normalisation.
     """
-    g = mtf.Graph("resnet")
+    g = training.graph("resnet")
     b, classes = mtf.Dim("batch", batch), mtf.Dim("classes", 10)
     image = [b, mtf.Dim("height", size), mtf.Dim("width", size), mtf.Dim("colours", 1)]
     labels = g.input("label", [b])

@@ -113,7 +113,7 @@ def model(
 
         return logits
 
-    g = mtf.Graph("transformer_lm")
+    g = training.graph("transformer_lm")
     tokens, targets = g.input("tokens", [b, s]), g.input("targets", [b, s])
     loss = mtf.reduce_mean(mtf.softmax_cross_entropy(network(g)(tokens), targets, v))
     layouts = {"Mesh-TensorFlow paper": _PAPER[d_ff]} if d_ff in _PAPER else {}

@@ -127,7 +127,7 @@ def model(
 
         return logits
 
-    g = mtf.Graph("transformer_seq2seq")
+    g = training.graph("transformer_seq2seq")
     logits, targets = network(g), g.input("targets", text)
     before = mtf.shift(targets, 1, "length")
     loss = mtf.softmax_cross_entropy(logits(before), targets, v)

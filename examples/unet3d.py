@@ -37,7 +37,7 @@ def model(
       levels: how often the volume is halved.
       groups: number of channel groups of the normalisation.
     """
-    g = mtf.Graph("unet3d")
+    g = training.graph("unet3d")
     space = [mtf.Dim("batch", batch), *(mtf.Dim(n, size) for n in SPACE)]
     classes = mtf.Dim("classes", 2)
     x = g.input("volume", [*space, mtf.Dim("colours", 1)], "float32").cast(training.dtype)

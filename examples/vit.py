@@ -38,7 +38,7 @@ def model(
       size: height and width of the images, a multiple of 8; patch: of the squares that become tokens.
       attention: "fused" (one operation that never stores all logits) or "plain" (products and a softmax).
     """
-    g, b = mtf.Graph("vit"), mtf.Dim("batch", batch)
+    g, b = training.graph("vit"), mtf.Dim("batch", batch)
     d, c = mtf.Dim("d_model", d_model), mtf.Dim("classes", classes)
     sides = [mtf.Dim("height", size), mtf.Dim("width", size), mtf.Dim("colours", colours)]
     image, label = g.input("image", [b, *sides], "float32"), g.input("label", [b])

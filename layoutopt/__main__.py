@@ -1,8 +1,6 @@
 """The way in, of `layoutopt` and of `python -m layoutopt`: signals are owned, and time is counted, before
 anything takes any."""
 
-from __future__ import annotations
-
 import signal
 
 

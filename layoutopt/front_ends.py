@@ -10,21 +10,41 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FrontEnd:
-    """A library whose programs are imported.
+    """A library whose programs are imported, in messages.
 
     Attributes:
       name: as `ImportedModel.front_end` and `Plan` have it: `plan.jax`.
       title: of the library.
-      made: the call that makes such a model.
+      arguments: of the function that imports.
+      program: what is imported; `splits`: what says how its arrays are split.
+      checkpoint: what recomputes a part of it.
       own: "module:function" that reads what the user's file says of placements, and what that must return;
         empty if a file cannot say them.
     """
 
     name: str
     title: str
-    made: str
+    arguments: str
+    program: str
+    splits: str
+    checkpoint: str
     own: str = ""
     said: str = ""
+
+    @property
+    def call(self) -> str:
+        """The function that imports."""
+        return f"from_{self.name}"
+
+    @property
+    def made(self) -> str:
+        """The call that makes such a model."""
+        return f"layoutopt.{self.call}({self.arguments})"
+
+    @property
+    def plan(self) -> str:
+        """The object that applies a plan."""
+        return f"plan.{self.name}"
 
     def written(self) -> Callable[..., Any]:
         """The function that reads the user's own placements: (model, mesh, what the file says, options)."""
@@ -33,16 +53,17 @@ class FrontEnd:
         return found
 
 
-FRONT_ENDS: Mapping[str, FrontEnd] = {
-    each.name: each
-    for each in (
-        FrontEnd(
-            "jax",
-            "JAX",
-            "layoutopt.from_jax(loss, params, batch)",
-            "layoutopt.importers.jax.written:written",
-            "two pytrees of PartitionSpec, (parameters, batch)",
-        ),
-        FrontEnd("torch", "PyTorch", "layoutopt.from_torch(module, batch)"),
-    )
-}
+JAX = FrontEnd(
+    "jax",
+    "JAX",
+    "loss, params, batch",
+    "the JAX function",
+    "JAX shardings",
+    "jax.checkpoint",
+    "layoutopt.importers.jax.written:written",
+    "two pytrees of PartitionSpec, (parameters, batch)",
+)
+TORCH = FrontEnd(
+    "torch", "PyTorch", "module, batch", "the module", "DTensor placements", "torch.utils.checkpoint"
+)
+FRONT_ENDS: Mapping[str, FrontEnd] = {each.name: each for each in (JAX, TORCH)}

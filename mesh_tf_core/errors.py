@@ -26,8 +26,8 @@ class LayoutError(UserError):
     """A layout that cannot be lowered for this graph and mesh."""
 
 
-class InfeasibleError(UserError):
-    """No layout satisfies the request; this is proven.
+class NoLayoutError(UserError):
+    """A search found no layout.
 
     Attributes:
       nearest: the `layoutopt.Plan` with the least memory that a search found, although it does not fit; None
@@ -35,7 +35,6 @@ class InfeasibleError(UserError):
       diagnose: searches for what conflicts and what helps (`layoutopt.optimize.infeasible.diagnose`).
     """
 
-    exit_code = 3
     nearest: Any = None
     diagnose: Callable[..., Any] | None = None
 
@@ -49,10 +48,20 @@ class InfeasibleError(UserError):
         return () if self.diagnose is None else self.diagnose().repairs
 
 
+class InfeasibleError(NoLayoutError):
+    """No layout satisfies the request; this is proven."""
+
+    exit_code = 3
+
+
 class LimitError(UserError):
     """A limit of time or size was reached before a result was found."""
 
     exit_code = 4
+
+
+class UndecidedError(NoLayoutError, LimitError):
+    """No usual layout satisfies the request; whether another one does was not decided."""
 
 
 class ClusterError(UserError):

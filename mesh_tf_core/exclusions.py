@@ -23,8 +23,7 @@ class Exclusion(NamedTuple):
 
 REPLICAS, STAGES, SCHEDULE, MEANS = "replicas", "stages", "schedule", "running means"
 MEETINGS, CLUSTER, DECODING, MICROBATCHES = "meetings", "cluster", "decoding", "microbatches"
-ALTERNATING, SEVERAL_STAGES = "alternating schedule", "several pipelined dimensions"
-SPLIT_BACKWARD, STAGE_AGAIN = "split backward", "recomputed stages"
+SPLIT_BACKWARD, STAGE_AGAIN, SOME_AGAIN = "split backward", "recomputed stages", "some recomputed layers"
 EXCLUDED = (
     Exclusion(REPLICAS, STAGES, "a replica cannot be split into pipeline stages"),
     Exclusion(REPLICAS, SCHEDULE, "a replica cannot be split into pipeline stages"),
@@ -37,9 +36,7 @@ EXCLUDED = (
         STAGES,
         "when decoding, a token must pass through all layers before the next token can start",
     ),
-    Exclusion(
-        ALTERNATING, SEVERAL_STAGES, "only the schedule gpipe can pipeline several dimensions of layers"
-    ),
+    Exclusion(SOME_AGAIN, STAGES, "what a stage holds is the same of all its layers"),
     Exclusion(
         SPLIT_BACKWARD,
         STAGE_AGAIN,

@@ -10,27 +10,28 @@ from types import MappingProxyType
 from typing import Any
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.exclusions import ALTERNATING, SEVERAL_STAGES, refuse
+from mesh_tf_core.exclusions import SOME_AGAIN, STAGES, refuse
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.ir.schedules import GPIPE, alternates, rounds_of
+from mesh_tf_core.ir.schedules import GPIPE
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.offload import check_offload
 from mesh_tf_core.lower.remat_policy import Policies, of_stages
 from mesh_tf_core.lower.rematerialization import check_saved, layer_again
 from mesh_tf_core.lower.replicas import ReplicaPrograms, check_whole, lower_replicas
+from mesh_tf_core.ops.float8 import ScaledProduct, recipe_named
 from mesh_tf_core.optimizers import SGD, Optimizer, by_name
 from mesh_tf_core.optimizers.base import apply_updates
 from mesh_tf_core.tracing.assigning import as_updates
 from mesh_tf_core.tracing.gradients import gradients, unwidened
 from mesh_tf_core.tracing.graph import Graph, graph_of
 from mesh_tf_core.tracing.microbatch import accumulate
-from mesh_tf_core.tracing.pipeline import pipelined
+from mesh_tf_core.tracing.pipelined_step import pipelined_step
 from mesh_tf_core.tracing.stage_layers import loop_dims
 
 DEFAULT = Options()
@@ -168,7 +169,7 @@ class Model:
         """Forward, backward and update as one graph. With several microbatches, gradients are accumulated
         over them. With `stages` (dimension of layers -> their number) they pass through a pipeline, in the
         order of a schedule (`ir.schedules`); `again` lists the parts of stages that backward recomputes
-        (`lower.kept.of_stages`)."""
+        (`lower.remat_policy.of_stages`)."""
         whole = self._whole = self._whole or self._whole_step(self.loss, self.metrics)
         if microbatches == 1 and not stages:
             return whole
@@ -185,7 +186,7 @@ class Model:
     def step_of(self, mesh: Mesh, layout: Layout, options: Options) -> TrainingStep:
         """The training step as a layout and options have it."""
         stages = self.stages(mesh, layout)
-        again = of_stages(options.recompute, stages, alternates(options.schedule))
+        again = of_stages(options.recompute, stages)
         return self.training_step(options.microbatches, stages, options.schedule, again)
 
     def stages(self, mesh: Mesh, layout: Layout) -> dict[str, int]:
@@ -221,21 +222,15 @@ class Model:
                 f"or do not split {' and '.join(stages)}"
             )
         whole = self.training_step()
-        if alternates(schedule):
-            several = f"pipeline stages of {' and '.join(stages)}" if len(stages) > 1 else ""
-            refuse({ALTERNATING: f"schedule {schedule}", SEVERAL_STAGES: several})
-            ((dim, count),) = stages.items()
-            from mesh_tf_core.tracing.pipelined_step import pipelined_step
-
-            second = next((layer_again(whole.graph, each) for each in again), None)
-            return self._added_up(
-                lambda wanted: pipelined_step(
-                    whole.graph, str(self.batch_dim), microbatches, dim, count, schedule, wanted, second
-                )
+        if len(stages) > 1:
+            raise UserError(
+                f"pipeline stages of {' and '.join(stages)}: microbatches pass the stages of a single "
+                "dimension of layers; split only one of these"
             )
-        given = whole.graph, self.batch_dim, microbatches, stages, whole.results
-        _, found = pipelined(*given, rounds_of(schedule))
-        return self._whole_step(found["loss"], {n: found[n] for n in self.metrics})
+        ((dim, count),) = stages.items()
+        second = next((layer_again(whole.graph, each) for each in again), None)
+        given = whole.graph, self.batch_dim, microbatches, dim, count, schedule
+        return self._added_up(lambda wanted: pipelined_step(*given, wanted, second))
 
     def _in_parts(self, microbatches: int) -> TrainingStep:
         whole = self.training_step()
@@ -285,6 +280,8 @@ class Model:
         if options.diloco is not None:
             return self.replicas(mesh, layout, options, check=check).inner
         stages = self.stages(mesh, layout)
+        some = [f"recompute {each}" for each in options.recompute if each.only and each.dim in stages]
+        refuse({SOME_AGAIN: ", ".join(some), STAGES: f"stages of {' and '.join(stages)}" * bool(stages)})
         step = self.step_of(mesh, layout, options)
         check_offload(options.offload, step.graph.variables)
         if options.schedule != GPIPE and not stages:
@@ -293,7 +290,7 @@ class Model:
                 "none; split the dimension of a loop over layers, e.g. layers:pipe, or remove the "
                 "schedule"
             )
-        again = of_stages(options.recompute, stages, alternates(options.schedule))
+        again = of_stages(options.recompute, stages)
         options = replace(options, recompute=options.recompute - again)
         said = options.recompute, options.offload
         check_saved(*said, self.step_graph, step.graph, f"schedule {options.schedule}")
@@ -321,6 +318,9 @@ class Training:
         clipping.
       warmup: steps in which the learning rate rises; afterwards it falls with the square root of the step.
         0 keeps it constant.
+      float8: recipe of the products of layers with their weights (`mtf.float8_einsum`): tensor, rowwise,
+        blocks or mxfp8; "": in `dtype`. Layers outside of loops, such as embedding and output, keep `dtype`.
+      moments: element type of Adam's averages, such as bfloat16.
     """
 
     dtype: str = "float32"
@@ -328,6 +328,16 @@ class Training:
     learning_rate: float = 1e-3
     clip_norm: float = 0.0
     warmup: int = 0
+    float8: str = ""
+    moments: str = "float32"
+
+    def graph(self, name: str) -> Graph:
+        """A new graph whose layers multiply by the recipe."""
+        graph = Graph(name)
+        if self.float8:
+            recipe_named(self.float8)
+            graph.float8_loops = self.float8
+        return graph
 
     def model(
         self,
@@ -337,13 +347,23 @@ class Training:
         metrics: Mapping[str, Tensor] | None = None,
         **more: Any,
     ) -> Model:
-        """The model of a loss, so trained; `tokens` are its `token_dims`, `more` other fields of `Model`."""
+        """The model of a loss, so trained; `tokens` are its `token_dims`, `more` other fields of `Model`.
+
+        Raises:
+          UserError: nothing in the graph multiplies by the float8 recipe.
+        """
+        if self.float8 and not any(isinstance(n.op, ScaledProduct) for n, _ in graph_of(loss).walk()):
+            raise UserError(
+                f"float8={self.float8}: no layer in a loop of {name!r} multiplies by weights, so nothing "
+                "would be in float8; leave float8 out"
+            )
         optimizer = self.optimizer_of()
         return Model(loss, optimizer, metrics=metrics or {}, name=name, token_dims=tokens, **more)
 
     def optimizer_of(self) -> Optimizer:
         """The optimizer alone."""
-        return by_name(self.optimizer, self.learning_rate, self.clip_norm, warmup=self.warmup)
+        rate, clip = self.learning_rate, self.clip_norm
+        return by_name(self.optimizer, rate, clip, warmup=self.warmup, moments=self.moments)
 
 
 def minimize(loss: Tensor, optimizer: Optimizer) -> None:

@@ -1,8 +1,6 @@
 """The one door to files that are read. A file is a regular one, or one that this process has open, and has at
 most so many bytes. Every fault of a file, or of its text, becomes one line in the same words."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import gzip

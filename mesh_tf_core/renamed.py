@@ -1,7 +1,5 @@
 """Names of Mesh-TensorFlow that are others here, for errors; docs/guides/mesh_tensorflow.md lists all."""
 
-from __future__ import annotations
-
 RENAMED = {
     "Dimension": "Dim",
     "LayoutRules": "Layout",

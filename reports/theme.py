@@ -60,10 +60,6 @@ DARK: Mapping[str, str] = {
     "axis4": "#62bfdf",
     "axis5": "#bcc765",
 }
-TEXT = ("ink", "muted", "link", "good", "warn", "bad", "axis0", "axis1", "axis2", "axis3", "axis4", "axis5")
-"""Tokens that text is written in: 4.5 to 1 against the page, raised areas and marks (WCAG 2.1, 1.4.3)."""
-GRAPHIC = ("compute", "hidden", "exposed", "other", "memory", "variables", "link", "bad")
-"""Tokens that carry a meaning as areas and lines: 3 to 1 against the page (WCAG 2.1, 1.4.11)."""
 AXES = 6
 
 
@@ -75,16 +71,3 @@ def axis_token(axis: str, mesh: Iterable[str]) -> str:
 def css(tokens: Mapping[str, str]) -> str:
     """The tokens as custom properties."""
     return "".join(f"--{name}:{value};" for name, value in tokens.items())
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance of '#rrggbb' (WCAG 2.1)."""
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one: str, other: str) -> float:
-    """Contrast ratio of two colours, 1 to 21 (WCAG 2.1)."""
-    high, low = sorted((luminance(one), luminance(other)), reverse=True)
-    return (high + 0.05) / (low + 0.05)

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -20,11 +21,16 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Most of the time of JAX's tests is XLA compiling for CPUs, most of that its newer emitters of fused loops.
+FAST_COMPILER = "--xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILER}".strip()
 
 # What the user calibrated, and how the user's terminal looks, are no part of the checkout.
 _CACHE = tempfile.mkdtemp(prefix="layoutopt-tests-")
 atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 os.environ["XDG_CACHE_HOME"] = _CACHE
+# The proof of the usual layouts depends on no time limit. Commands in processes of their own inherit it.
+os.environ["LAYOUTOPT_ALLOW"] = "usual"
 # A shell that starts the suite in the background ignores Ctrl-C, `nohup` a closed terminal, and what tests
 # start would inherit that.
 if threading.current_thread() is threading.main_thread():
@@ -60,16 +66,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests get the markers of what they are about, if any is asked for. Files with slow tests come first, so
-    that no process ends on one alone."""
+    """One in so many of a test's parameters stays by day, if it says so. Tests get the markers of what they
+    are about, if any is asked for. Files with slow tests come first, so that no process ends on one alone."""
     from tests.marks import about, features
 
+    seen = Counter[str]()
+    for item in items:
+        one = item.get_closest_marker("one_in")
+        if one is None or item.get_closest_marker("nightly"):
+            continue
+        seen[name := item.nodeid.partition("[")[0]] += 1
+        if seen[name] % one.args[0] != 1 % one.args[0]:
+            item.add_marker("nightly")
     asked = config.option.markexpr
     for item in items if any(name in asked for name in features()) else ():
         for name in about(item):
             item.add_marker(name)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture
+def everything_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches without words go on to everything, as those of users do."""
+    monkeypatch.delenv("LAYOUTOPT_ALLOW")
 
 
 @pytest.fixture(scope="session", autouse=True)

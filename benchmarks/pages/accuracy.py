@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.pages.tables import caption, prose, ratio, share, span, stored, table
-from benchmarks.unseen import errors_of
+from benchmarks.errors import errors_of
+from benchmarks.pages.tables import caption, prose, ratio, share, stored, table
 from costmodels.hardware.known import FILE
 
 HEAD = """\
@@ -27,17 +27,17 @@ the mean over models with at least four runs on one chip.
 ## By framework
 
 Frameworks have at most six fitted constants. The models of each framework are sorted by name. Every
-second one is *judged*: its runs had no part in a fit. The other models are *fitted*. Runs of *no part*
-are of fitted models, but have pipeline stages, which were left out of that fit. The programs are the
-models of `examples/`, so the errors include the differences between these models and the published
-programs.
+second one is *judged*: its runs had no part in a fit. The other models are *fitted*. The programs are
+the models of `examples/` (Paxml's GPT: with its one-hot embedding and biases), so the errors include
+the differences between these models and the published programs.
 """
 FITTED = """\
 ## Constants of frameworks
 
 These constants were fitted to half of the models of each framework. The interval of 90 % is of fits to
-models drawn with replacement. A number that ships may be rounded within it, or lie nearer to what
-sources say.
+models drawn with replacement. A number that *ships* may be rounded within it, or lie nearer to what
+sources say; `layoutopt frameworks NAME` prints its source and date. A fit is *not adopted* where judged
+runs would be further off: what ships then had no part in it.
 """
 KIND = """\
 ## By kind of run
@@ -48,47 +48,39 @@ of [our own measurements](gpu.md) that had no part in a fit (`benchmarks/known.p
 by which predicted peaks were too low; a plan that leaves less memory free *barely* fits.
 """
 EARLIER_TABLES = """\
-## Earlier runs
+## Programs built for their runs
 
-Some of these runs were used to fit constants of the presets. The others are not held out either: we
-knew their errors while we chose rules of the cost model. *Selective* means that recomputed layers keep
-some values.
+These runs are of programs that the examples cannot build. Some of the runs were used to fit constants
+of the presets. The others are not held out either: we knew their errors while we chose rules of the cost
+model. *Selective* means that recomputed layers keep some values; *stages*, that a pipeline's stages are
+programs of their own.
 """
 NO_PART = {"no part in a fit": "no", "keep some values": "no (selective)"}
 PARTS = {
     **NO_PART,
     "part in a fit": "yes",
-    "not judged": "excluded: recomputes every second layer",
+    "pipeline stages": "no (stages)",
 }
 RANKS = """\
 ## Choosing by prediction
 
 The rank correlation (Spearman) compares the predicted with the published order of a model's layouts. It
-is {low:.2f} to {high:.2f} for {models} models of {tables} tables. It is {least:.2f} for llama3-8b with
-NeMo, whose runs repeat layouts with several releases of NeMo. Predictions do not depend on the release,
-so this correlation cannot exceed {most:.2f}.
+is {low:.2f} to {high:.2f} for {models} models of {tables} tables.
 """
 CHOICES = """\
 Regret is the published time of the layout that is predicted fastest, divided by the best published
 time, minus 1. For vTrain's models on one node, the mean regret is {mean}, worst {most}.
 
-{runs} published runs fitted in memory; {large} of them are predicted not to fit.
+Memory is predicted for {runs} runs of [frameworks](#by-framework) that ran, of which {large} are
+predicted not to fit, and for {lost} that ran out of memory, of which {fits} are predicted to fit.
 """
 STAGES = """\
 ## Pipelines
 
-vTrain publishes {rows} runs with 1F1B pipelines. Every stage runs its own program, and the table
-predicts these programs. With one program for all stages, as in layoutopt, the mean error is {one}. No
-constant was fitted to these runs, but their errors led to two rules of the cost model: kernel launches
-by the host, and messages between stages. For {workloads} workloads, the layout that is predicted
+These are {rows} of vTrain's runs with 1F1B pipelines (one in four), whose stages are programs of their
+own. No constant was fitted to these runs, but their errors led to two rules of the cost model: kernel
+launches by the host, and messages between stages. For {workloads} workloads, the layout that is predicted
 fastest is {mean} slower than the best published layout on average, worst {most}.
-"""
-CONSTANTS = """\
-## Fitted constants
-
-The presets of a software stack have at most four fitted constants; all other numbers are measured or
-specified (`layoutopt hardware NAME` prints their sources). *Preset* is the value that ships. The
-intervals come from a bootstrap over models.
 """
 REASONS = """\
 ## Where errors come from
@@ -102,12 +94,10 @@ REASONS = """\
   larger differences partly cancel: the prediction keeps one more normalised array per norm, but no
   dropout masks.
 - **Context parallelism in NeMo** sends keys round a ring in zigzag order; the prediction gathers them.
-- **float8 in torchtitan** is predicted with bfloat16 activations, and without the float32 copies of the
-  logits that PyTorch's cross entropy stores. The published memory peak of Llama 3.1 8B is {small}, that
-  of 70B is {large}.
-- **Work that is not modelled.** Paxml embeds tokens with a one-hot matmul and has biases in all linear
-  layers. torchtitan sums gradients in float32 and copies arrays between kernels. The predicted programs do
-  neither, so they are predicted too fast.
+- **Pipelines between nodes in nanotron.** Its steps with stages on several nodes take far longer than
+  messages between stages need at the network's rate, which the prediction assumes.
+- **Work that is not modelled.** FSDP1 and FSDP2 copy parameters and gradients between buffers and wait for
+  the host, which YaFSDP does not: steps of FSDP1 with short sequences are predicted too fast.
 """
 ERRORS = ("runs", "mean error", "bias", "worst")
 KIND_ERRORS = (*ERRORS, "memory (peaks)")
@@ -115,14 +105,14 @@ KIND_ERRORS = (*ERRORS, "memory (peaks)")
 
 def page() -> Iterator[str]:
     """docs/results/accuracy.md."""
-    found, pipelines = stored("published"), stored("published_pipelines")
+    found = stored("published")
     yield prose(HEAD)
     yield caption("python -m benchmarks.unseen", "unseen")
     yield from table(("framework, chip", "half", *ERRORS, "order", "memory (peaks)"), _by_framework())
     yield from table(("table", "framework", "half", *ERRORS), _by_table())
     yield prose(FITTED)
     yield caption("python -m benchmarks.framework_fit", "framework_fit")
-    yield from table(("framework", "chips", "constant", "fitted", "90 % interval"), _of_frameworks())
+    yield from table(("framework", "chips", "constant", "ships", "fitted", "90 % interval"), _of_frameworks())
     yield prose(KIND)
     yield from table(("chip", "framework", "model", "pipeline", *KIND_ERRORS), _by_kind())
     yield prose(EARLIER_TABLES)
@@ -132,15 +122,11 @@ def page() -> Iterator[str]:
     criteria = {c["name"]: c for c in found["criteria"]}
     yield _ranks(criteria)
     yield _choices(criteria)
-    yield from _stages(pipelines)
-    yield prose(CONSTANTS)
-    yield from table(
-        ("stack", "constant", "preset", "fitted", "90 % interval", "runs"), _constants(found["constants"])
-    )
+    yield from _stages(found["stages"])
     yield _reasons(found)
 
 
-HALVES = ("judged", "no part", "fitted")
+HALVES = ("judged", "fitted")
 """Parts of runs in the constants of frameworks, those that tell most first."""
 
 
@@ -171,8 +157,11 @@ def _of_frameworks() -> Iterator[tuple[object, ...]]:
     for name, found in stored("framework_fit")["frameworks"].items():
         for each in found["constants"]:
             low, high = each["interval"]
-            constant = f"`{each['name'].partition('.')[2]}`" + (", s" if "interval" in each["name"] else "")
-            yield name, ", ".join(each["chips"]), constant, f"{each['value']:.3g}", f"{low:.3g} to {high:.3g}"
+            last = each["name"].partition(".")[2]
+            constant = f"`{last}`" + (", s" if last in ("launch_interval", "launch") else "")
+            values = f"{each['ships']:.3g}", f"{each['value']:.3g}", f"{low:.3g} to {high:.3g}"
+            software = f"`{name}`" + ("" if found["adopted"] else ", not adopted")
+            yield software, ", ".join(each["chips"]), constant, *values
 
 
 def _by_kind() -> Iterator[tuple[object, ...]]:
@@ -216,7 +205,7 @@ def readme() -> Iterator[str]:
         yield OWN, len(own), *_of(own), "no"
         for what, (names, part) in EARLIER.items():
             listed = (r for name in names for r in held[name]["rows"])
-            fair = [r for r in listed if not r["not_judged"] and not r["keeps"]]
+            fair = [r for r in listed if r["stages"] == 1 and not r["keeps"]]
             errors = [r["predicted_seconds"] / r["published_seconds"] - 1 for r in fair]
             yield what, len(errors), *_of(errors), part
 
@@ -262,65 +251,38 @@ def _rows(tables: Mapping[str, Any], parts: Collection[str]) -> Iterator[tuple[o
                 )
 
 
-RANK, REPEATED = ": rank correlation", "dgxc_benchmarking_h100 llama3-8b"
+RANK = ": rank correlation"
 
 
 def _ranks(criteria: Mapping[str, Any]) -> str:
-    found = {name.removesuffix(RANK): c for name, c in criteria.items() if name.endswith(RANK)}
-    repeated = found.pop(REPEATED)
-    values = [c["reached"] for c in found.values()]
-    counts = {"models": len(found), "tables": len({name.split()[0] for name in found})}
-    ends = {"low": min(values), "high": max(values), "least": repeated["reached"], "most": repeated["most"]}
-    return prose(RANKS, **counts, **ends)
+    found = {name.removesuffix(RANK): c["reached"] for name, c in criteria.items() if name.endswith(RANK)}
+    tables = len({name.split()[0] for name in found})
+    ends = {"low": min(found.values()), "high": max(found.values())}
+    return prose(RANKS, models=len(found), tables=tables, **ends)
 
 
 def _choices(criteria: Mapping[str, Any]) -> str:
     mean, most = (
         criteria[f"vTrain, one node: {k}"]["reached"] for k in ("regret in the mean", "largest regret")
     )
-    large = criteria["ran, and called too large"]
-    return prose(
-        CHOICES, mean=share(mean), most=share(most), runs=large["rows"], large=share(large["reached"])
-    )
+    names = {"runs": "ran", "large": "ran_called_too_large", "lost": "out_of_memory"}
+    names["fits"] = "out_of_memory_called_fitting"
+    tables = stored("unseen")["tables"].values()
+    counts = {name: sum(found[key] for found in tables) for name, key in names.items()}
+    return prose(CHOICES, mean=share(mean), most=share(most), **counts)
 
 
 def _stages(found: Mapping[str, Any]) -> Iterator[str]:
-    by, regret = found["by stages"], found["regret"]
+    by, regret = found["by_stages"], found["regret"]
     yield prose(
         STAGES,
         rows=by["all"]["rows"],
-        one=share(found["one program"]["mape"]),
         workloads=regret["workloads"],
         mean=share(regret["mean"]),
         most=share(regret["worst"]),
     )
-    yield caption("python -m benchmarks.published_pipelines", "published_pipelines")
-    yield from table(
-        ("stages", *ERRORS),
-        (
-            (k, q["rows"], share(q["mape"]), f"{100 * q['bias']:+.1f} %", share(q["worst"]))
-            for k, q in sorted(by.items(), key=lambda each: (each[0] == "all", each[0].zfill(3)))
-        ),
-    )
-
-
-NAMES = {
-    "gradient and parameter": "hidden fraction of gradient and parameter messages",
-    "sustained": "`sustained`",
-    "launch_interval": "`launch_interval`, s",
-    "memory_efficiency": "`memory_efficiency`",
-    "launch": "`launch`, s",
-}
-"""Constant -> its name on the page, with its unit."""
-
-
-def _constants(fitted: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
-    for stack, found in fitted.items():
-        for name, k in found["constants"].items():
-            low, high = k["interval"]
-            interval = f"{low:.3g} to {high:.3g}"
-            yield stack, NAMES[name], f"{k['ships']:.3g}", f"{k['fitted']:.3g}", interval, found["rows"]
-            stack = ""
+    numbered = sorted(by.items(), key=lambda each: (each[0] == "all", each[0].zfill(3)))
+    yield from table(("stages", *ERRORS), ((k, q["rows"], *_signed(q)) for k, q in numbered))
 
 
 def _reasons(found: Mapping[str, Any]) -> str:
@@ -331,11 +293,4 @@ def _reasons(found: Mapping[str, Any]) -> str:
     worst = min(pairs, key=lambda each: each[-1] / each[-2])
     memory = max(abs(r["error"]) for r in found["memory"])
     named = dict(zip(("hidden", "tensor", "micro", "published", "predicted"), worst, strict=True))
-    sizes = {"small": _gib(found["float8"], "-8b "), "large": _gib(found["float8"], "-70b ")}
-    return prose(REASONS, **named, memory=share(memory), **sizes)
-
-
-def _gib(rows: Sequence[Mapping[str, Any]], model: str) -> str:
-    held = ([r[k] for r in rows if model in r["run"]] for k in ("published_gib", "predicted_gib"))
-    published, predicted = (span(values, "{:.1f}") for values in held)
-    return f"{published} GiB (predicted {predicted} GiB)"
+    return prose(REASONS, **named, memory=share(memory))

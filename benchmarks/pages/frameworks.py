@@ -15,8 +15,8 @@ HEAD = """\
 
 The same layout on the same chips takes up to twice as long in one training stack as in another, and holds
 other things in memory. `--framework NAME` names the stack that a prediction, a search or an explanation is
-for; a plan records it. Without it, a model from JAX is `jax`, and any other `layoutopt`, this project's own
-programs.
+for; a plan records it. Without it, a model from JAX is `jax`, one from PyTorch `torch`, and any other
+`layoutopt`, this project's own programs.
 
 A chip's file has its physics. A framework's file replaces numbers of it: the compiler profile, the share of
 the peak that whole steps keep, launches, overlap, the memory that a process takes beside the step, and the
@@ -39,6 +39,11 @@ the share of the step that it saves.
 In PyTorch's frameworks, Megatron-LM, DeepSpeed and MaxText each axis of the mesh splits the batch, the
 weights (heads, d_ff and vocab together) or the sequence, and experts lie over some of these axes. ZeRO shards
 over the axes that do not split weights.
+
+In PyTorch's frameworks, the prices of pipelines with `zero2` or `zero3` are those of stages that reduce
+gradients with each microbatch (and, with `zero3`, release the weights), as those of `plan.torch` do. A
+`PipelineStage` of torch 2.13 whose module is under `fully_shard` keeps both whole until the last microbatch:
+such a program needs more memory.
 """
 FIELDS = ("storage", "recompute", "offload", "context", "schedule")
 
@@ -71,7 +76,10 @@ def _expressed(found: Framework) -> tuple[object, ...]:
 def _values(said: Mapping[str, tuple[object, ...] | None] | None, name: str) -> str:
     values = None if said is None else said.get(name, ())
     words = {True: "always", False: "never"}
-    return "any" if values is None else ", ".join(str(words.get(v, v)) for v in values) or "no"
+    listed = [str(words.get(v, v)) for v in values or ()]  # type: ignore[call-overload]
+    more = [v for v in listed if v.startswith("keep=") and "-" in v]
+    listed = [v for v in listed if v not in more] + [f"{len(more)} sets by modules"] * bool(more)
+    return "any" if values is None else ", ".join(listed) or "no"
 
 
 def _chip(kind: str) -> str:

@@ -1,7 +1,5 @@
 """`calibrate`: measure, fit, describe."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

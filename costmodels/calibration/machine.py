@@ -1,7 +1,5 @@
 """The machine of a calibration, and the conditions that its numbers depend on."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Mapping, Sequence

@@ -217,7 +217,7 @@ def elements(quick: bool) -> Iterator[Probe]:
         for fn in ("exp", "tanh", "sqrt", "rsqrt", "gelu", "log", "sigmoid", "erf"):
             yield _local(f"unary.{fn}", label, Unary(fn), x)
         key = TensorType(Shape(), "int32")
-        yield _local("unary.together", label, RandomUniform(x.shape, 0.0, 1.0, "float32"), key)
+        yield _local("unary.together", label, RandomUniform(x.shape, "float32", 0.0, 1.0), key)
         yield _local("cumulative", label, CumSum("b", False, False), tensor(r // 8, c, 8))
         image = tensor(r // 8, 8, c // 8, 8)
         yield _local("copy.pad", label, Pad("b", 1, 1, 0.0), image)

@@ -1,7 +1,5 @@
 """The profile of a calibrated machine: the preset `cpu-local` with its numbers replaced by measured ones."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Mapping, Sequence
 from statistics import median

@@ -17,7 +17,7 @@ from costmodels.presets import hardware_names
 from mesh_tf_core.errors import known_names
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
-ChipKind = Literal["gpu", "tpu", "cpu"]
+ChipKind = Literal["gpu", "tpu", "trainium", "cpu"]
 KINDS: tuple[str, ...] = get_args(ChipKind)
 """The kinds of chips."""
 VERSION = "version"
@@ -47,7 +47,7 @@ class OverlaidNumber:
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 class Overlay(_Record):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ class FrameworkError(UserError):
     """A framework, its variant or its option is unknown, or its file is invalid."""
 
 
+@cache
 def framework_names() -> tuple[str, ...]:
     """The names of the frameworks, sorted.
 
@@ -51,7 +53,7 @@ def load_framework(text: str) -> Framework:
     """
     head, _, tail = (text, "", "") if os.path.isfile(text) else text.partition(":")
     name, _, version = (head, "", "") if os.path.isfile(head) else map(str.strip, head.partition("@"))
-    found = _parsed(_content(name))
+    found = _preset(name) if name in framework_names() else _parsed(_content(name))
     if found.says not in (known := (found.name, *framework_names())):
         raise FrameworkError(f"framework {name!r} says {found.says!r}; {known_names(found.says, known)}")
     asked = [each.partition("=") for each in tail.split(",") if each.strip()]
@@ -75,6 +77,11 @@ def _check(found: Framework, variant: str, option: str, text: str) -> None:
             f"framework {text!r}: {variant} has no option {option or 'without a name'!r}; "
             f"{known_names(option, options)}"
         )
+
+
+@cache
+def _preset(name: str) -> Framework:
+    return _parsed(_content(name))
 
 
 def _content(name: str) -> dict[str, Any]:

@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from costmodels.hardware.numbers import (
-    Bandwidth,
-    ByGroup,
-    Count,
-    Length,
-    PositiveFraction,
-    Time,
-)
+from costmodels.hardware.numbers import Bandwidth, ByGroup, Count, Length, PositiveFraction, Time
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +65,8 @@ class GpuCluster:
     """Nodes of GPUs on a switch or on links, joined by network cards; bandwidths are one way per GPU.
 
     `node_bandwidth` is the rate of a ring over a group of that many GPUs; `launch` starts a collective,
-    `network_launch` is added to one that leaves the node.
+    `network_launch` is added to one that leaves the node. Rows go to each of a token's experts, or `once` to
+    all that a node or a device has (`dispatch`).
     """
 
     kind = "cluster"
@@ -88,6 +82,7 @@ class GpuCluster:
     tree_efficiency: PositiveFraction
     protocols: Annotated[tuple[Protocol, ...], Length(1)]
     switch_reduce: SwitchReduce | None = None
+    dispatch: Literal["once"] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,9 @@
 """Finds and reads hardware files: the presets of the package, the user's own, calibrated profiles."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -187,7 +186,7 @@ def _described(content: Any, path: Path, framework: str | None) -> Any:
     if "compiler" not in base:
         for overlay in software.overlays():
             for part in overlay.parts(str(kind), chips):
-                base = merged(base, part)
+                base = merged(base, deepcopy(part))  # frameworks are read once, for all who ask
     return {**merged(base, own), "framework": software.text}
 
 

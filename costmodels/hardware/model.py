@@ -35,6 +35,10 @@ from mesh_tf_core.errors import UserError
 CompilerName = Literal["none", "xla", "xla-tpu", "xla-gpu", "xla-cpu", "launched", "eager", "local"]
 COMPILER_NAMES: tuple[CompilerName, ...] = get_args(CompilerName)
 """The compiler profiles that a file may name (`costmodels.pricing.compilers`)."""
+Purpose = Literal["gradient", "parameter", "activation", "experts", "all_to_all"]
+"""The classes of messages of which a file may say what is hidden (`costmodels.pricing.overlap`)."""
+HeldRule = Literal["loss_copies", "step_copies", "gradient_bytes", "gathers"]
+"""The rules of memory that a file may give a number (`costmodels.liveness.MemoryRules`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +171,7 @@ class Hardware:
     Attributes:
       compiler: the profile of the compiler or engine of its programs (`costmodels.pricing.compilers`).
       framework: the software whose overlays its numbers have (`costmodels.load_framework`).
+      holds: numbers of the rules of memory, by their names.
       jax_devices: JAX's names of such a device (`jax.Device.device_kind`).
 
     Example:
@@ -187,6 +192,7 @@ class Hardware:
     framework: str = DEFAULT
     jax_devices: tuple[str, ...] = ()
     overlap: NamedPairs[Fraction] = ()
+    holds: NamedPairs[Count] = ()
     collective_curves: tuple[CollectiveCurve, ...] = ()
     compute_curves: tuple[ComputeCurve, ...] = ()
     calibration: Calibration | None = None
@@ -297,6 +303,7 @@ class Hardware:
         yield from _numbers("chip", self.chip)
         yield from _numbers("topology", self.topology)
         yield from _numbers("overlap", self.overlap)
+        yield from _numbers("holds", self.holds)
 
     def curves(self) -> Iterator[tuple[str, CollectiveCurve | ComputeCurve | Efficiency]]:
         """Every measured curve with its path."""

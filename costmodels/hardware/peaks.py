@@ -13,8 +13,6 @@ computed in integers.
   integers          in floats, which hold those of 8 bits exactly
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from mesh_tf_core.ir.dtypes import DTYPES, FLOATS

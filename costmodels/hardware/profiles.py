@@ -1,7 +1,5 @@
 """The user's cache directory, kept between runs: calibrated profiles, compiled steps."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -40,13 +40,12 @@ if TYPE_CHECKING:
     Collective = str
 else:
     Collective = Literal[tuple(COLLECTIVES)]
-Purpose = Literal["gradient", "parameter", "activation"]
 Date = Annotated[str, StringConstraints(pattern=r"^\d{4}(-\d{2}(-\d{2})?)?$")]
 CurvePoints = list[tuple[float, float]]
 
 
 class _File(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 class _NumberFile(_File):
@@ -180,6 +179,7 @@ _KINDS: dict[type, str] = {each: each.kind for each in links.TOPOLOGIES}
 _ChipForm: Any = _form(model.Chip)
 _TopologyForm: Any = Annotated[reduce(or_, map(_form, _KINDS)), Field(discriminator="kind")]
 _Fraction: Any = _field(numbers.Fraction)
+_Held: Any = _field(numbers.Count)
 
 
 class _CurveFile(_File):
@@ -241,7 +241,8 @@ class _HardwareFile(_Form):
     framework: Text = DEFAULT
     chip: _ChipForm
     topology: _TopologyForm
-    overlap: dict[Purpose, _Fraction] = {}
+    overlap: dict[model.Purpose, _Fraction] = {}
+    holds: dict[model.HeldRule, _Held] = {}
     collective_curves: list[_CollectiveCurveFile] = []
     compute_curves: list[_ComputeCurveFile] = []
     calibration: _CalibrationFile | None = None

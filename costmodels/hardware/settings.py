@@ -3,8 +3,6 @@
 Such a text is a name like any other: plans keep it, and whoever reads one again gets the same machine.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -115,7 +113,7 @@ def _numbers(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 def _unset(content: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Paths of the numbers that a file may have and has not."""
-    for purpose in ("gradient", "parameter", "activation"):
+    for purpose in get_args(model.Purpose):
         if purpose not in content.get("overlap", {}):
             yield "overlap", purpose
     rooms = (("chip", model.Chip), ("topology", _TOPOLOGIES.get(content["topology"].get("kind"), NoneType)))

@@ -1,7 +1,5 @@
 """Units of a hardware file: how a number as its source prints it becomes an SI number."""
 
-from __future__ import annotations
-
 # unit -> (what it measures, factor to the SI unit). A file's field asks for one quantity, never for one unit.
 UNITS: dict[str, tuple[str, float]] = {
     "FLOP/s": ("compute rate", 1.0),

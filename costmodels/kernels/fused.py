@@ -125,8 +125,8 @@ class _Fuser:
             if isinstance(instr, Local) and (instr.op.free or self._is_remade(instr)):
                 if not instr.op.free:
                     self.casts[instr.outputs[0]] = instr.inputs[0]
-                if isinstance(instr.op, PartialAccess) and instr.op.cuts:
-                    continue  # Its readers read the part alone.
+                if isinstance(instr.op, PartialAccess) and (instr.op.cuts or instr.op.joins):
+                    continue  # Its readers read the part alone, or the whole.
                 context.same.update((o, context.source(i)) for i in instr.inputs[:1] for o in instr.outputs)
                 continue
             group = self._group(instr, groups)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from costmodels.hardware import GpuCluster, Hardware, Protocol, SharedMemory, Torus
 from costmodels.network import formulas
 from costmodels.network.route import Level, Route, by_group_size
+from mesh_tf_core.ir.dims import SparseDim
 
 ROUNDS = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 """Kinds that are predicted as gathers of the array -> number of gathers, one after the other."""
@@ -31,13 +32,16 @@ class CollectiveCost:
     words: str
 
 
-def closed_forms(hardware: Hardware, kind: str, size: float, route: Route) -> Iterator[CollectiveCost]:
-    """The algorithms that the network can use, each with its time; `size` is the bytes of the whole array."""
+def closed_forms(
+    hardware: Hardware, kind: str, size: float, route: Route, experts: SparseDim | None = None
+) -> Iterator[CollectiveCost]:
+    """The algorithms that the network can use, each with its time; `size` is the bytes of the whole array,
+    `experts` as of `collective_cost`."""
     topology = hardware.topology
     if isinstance(topology, Torus):
         yield _torus(kind, size, route)
     elif isinstance(topology, GpuCluster):
-        yield from _cluster(topology, kind, size, route)
+        yield from _cluster(topology, kind, size, route, experts)
     else:
         yield _shared_memory(topology, kind, size, route)
 
@@ -126,12 +130,14 @@ def _torus_words(route: Route) -> str:
 # ------------------------------------------------------------------------------------------------ cluster
 
 
-def _cluster(topology: GpuCluster, kind: str, size: float, route: Route) -> Iterator[CollectiveCost]:
+def _cluster(
+    topology: GpuCluster, kind: str, size: float, route: Route, experts: SparseDim | None
+) -> Iterator[CollectiveCost]:
     """Algorithms and protocols that a GPU collective library can choose from."""
     bandwidth = _ring_bandwidth(route)
     for protocol in topology.protocols:
         if kind == "all_to_all":
-            yield _exchange(topology, protocol, size, route)
+            yield _exchange(topology, protocol, size, route, experts)
         elif kind == "permute":
             yield _send(topology, protocol, size, route)
         else:
@@ -197,15 +203,26 @@ def _tree(
     return _cost(seconds, f"tree, {protocol.name}", size, route, rate, fixed + 2 * (chain + depth))
 
 
-def _exchange(topology: GpuCluster, protocol: Protocol, size: float, route: Route) -> CollectiveCost:
-    """Formula (10) inside the node, and what leaves it through the network cards, at the same time."""
+def _exchange(
+    topology: GpuCluster, protocol: Protocol, size: float, route: Route, experts: SparseDim | None
+) -> CollectiveCost:
+    """Formula (9) inside the node, and what leaves it through the network cards, at the same time.
+
+    Of rows that travel `once`, a node receives a token's if it has any of its experts, and passes it on to
+    each device that has any (10).
+    """
     node, network = route.level("node"), route.level("network")
     n, inside = route.size, route.size_at("node")
-    within = size * (inside - 1) / n**2 / _limited(protocol, node.rate) if node else 0.0
-    across = size * (n - inside) / n**2 / _limited(protocol, network.rate) if network else 0.0
+    how, here, there, arrived = "exchange", 1.0, 1.0, inside
+    if topology.dispatch == "once" and experts is not None:
+        here, there = (formulas.sent_once(experts, k * experts.size) for k in (1, inside))
+        how, arrived = f"exchange of {there:.0%} of the rows between nodes, {here:.0%} inside", n
+    each = size / n**2  # between two devices
+    within = here * each * arrived * (1 - 1 / inside) / _limited(protocol, node.rate) if node else 0.0
+    across = there * each * (n - inside) / _limited(protocol, network.rate) if network else 0.0
     latency = _one_step(topology, protocol, route)
     rate = size / n / max(within, across)
-    return _cost(latency + max(within, across), f"exchange, {protocol.name}", size, route, rate, latency)
+    return _cost(latency + max(within, across), f"{how}, {protocol.name}", size, route, rate, latency)
 
 
 def _send(topology: GpuCluster, protocol: Protocol, size: float, route: Route) -> CollectiveCost:

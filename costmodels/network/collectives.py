@@ -19,8 +19,6 @@ Where hardware carries measured curves they are used; otherwise the closed forms
 the switch's own reduction on GPU nodes, whichever is least, as the library chooses too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from costmodels.hardware import CollectiveCurve, Hardware, Torus
@@ -29,6 +27,7 @@ from costmodels.network.route import Route
 from costmodels.network.topology import MeshPlacement
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir import program
+from mesh_tf_core.ir.dims import SparseDim
 
 COLLECTIVES = tuple(program.COLLECTIVES)
 """Names of all kinds."""
@@ -91,11 +90,19 @@ def collective_seconds(
 
 
 def collective_cost(
-    hardware: Hardware, placement: MeshPlacement, kind: str, axes: Iterable[str], bytes: float
+    hardware: Hardware,
+    placement: MeshPlacement,
+    kind: str,
+    axes: Iterable[str],
+    bytes: float,
+    experts: SparseDim | None = None,
 ) -> CollectiveCost:
     """Predicts the seconds, the algorithm and the formula of a collective.
 
-    The arguments and errors are those of `collective_seconds`.
+    The other arguments and the errors are those of `collective_seconds`.
+
+    Args:
+      experts: those of a device, between which and their tokens an all-to-all carries rows.
     """
     _check(kind)
     if bytes < 0:
@@ -103,7 +110,8 @@ def collective_cost(
     route = placement.route(axes)
     if route.size == 1 or bytes == 0:
         return CollectiveCost(0.0, "none", "nothing to send")
-    return min(_candidates(hardware, kind, float(bytes), route), key=lambda cost: cost.seconds)
+    found = _candidates(hardware, kind, float(bytes), route, experts)
+    return min(found, key=lambda cost: cost.seconds)
 
 
 def _check(kind: str) -> None:
@@ -111,12 +119,14 @@ def _check(kind: str) -> None:
         raise UserError(f"collective {kind!r} is not known; {known_names(kind, COLLECTIVES)}")
 
 
-def _candidates(hardware: Hardware, kind: str, size: float, route: Route) -> Iterator[CollectiveCost]:
+def _candidates(
+    hardware: Hardware, kind: str, size: float, route: Route, experts: SparseDim | None = None
+) -> Iterator[CollectiveCost]:
     measured = _measured(hardware, kind, size, route)
     if measured is not None:
         yield measured
         return
-    yield from closed_forms(hardware, kind, size, route)
+    yield from closed_forms(hardware, kind, size, route, experts)
     if kind in ("reduce_scatter", "all_gather") and not isinstance(hardware.topology, Torus):
         # An all-reduce of the whole array (of the padded shards, for a gather) holds every result too; where
         # it has a tree or a measured curve and these have not, it can be the faster way.

@@ -18,14 +18,21 @@ Switch (every member has its own link of B):
 (8) all-gather, reduce-scatter: V (n-1) / (n B); all-reduce twice that
 (9) all-to-all: V (n-1) / (n² B)
 
+Rows between tokens and their k of E experts, where a device or a node has e of these:
+(10) rows that travel once for all of a token's experts there, over those that travel to each:
+     (1 - C(S - e, k) / C(S, k)) E / (k e), where S = E; if the k are in g of G groups, S = E g / G, e are
+     those in the i of these groups that it has a part of, and (10) is the mean over i
+
 Levels (M outer groups of g members) add up: (8) of V/g bytes between the groups, then (8) of V bytes inside.
 
-Sources: jax-ml/scaling-book sharding.md and gpus.md for (1)-(3), (5)-(9); Chan et al. 2007 for (1), (2), (4).
+Sources: jax-ml/scaling-book sharding.md and gpus.md for (1)-(3), (5)-(9); Chan et al. 2007 for (1), (2), (4);
+DeepSeek-AI 2024, arXiv 2412.19437, sections 2.1.2 and 3.2.2, for the rows that travel in (10).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
+from math import comb
+
+from mesh_tf_core.ir.dims import SparseDim
 
 
 def ring_gather(size: int, full_bytes: float, bandwidth: float, step: float) -> float:
@@ -66,3 +73,15 @@ def switch_gather(size: int, full_bytes: float, bandwidth: float) -> float:
 def switch_all_to_all(size: int, full_bytes: float, bandwidth: float) -> float:
     """Equation (9), in seconds."""
     return full_bytes * (size - 1) / (size**2 * bandwidth)
+
+
+def sent_once(experts: SparseDim, here: int) -> float:
+    """Equation (10), where `here` of the experts of a token's k are together."""
+    k, groups, most = experts.filled, experts.groups, experts.groups_filled
+    of_group = experts.whole // groups
+    parts = max(1, here // of_group)  # groups that are here, in whole or in part
+    none = 0.0
+    for i in range(max(0, most - groups + parts), min(parts, most) + 1):
+        chosen = comb(parts, i) * comb(groups - parts, most - i) / comb(groups, most)
+        none += chosen * comb(most * of_group - i * here // parts, k) / comb(most * of_group, k)
+    return (1 - none) * experts.whole / (k * here)

@@ -1,7 +1,5 @@
 """Explains a cost: the formula of every line, with the numbers of the hardware that entered."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from costmodels.kernels.compute import compute_cost
@@ -56,7 +54,7 @@ def _hides(line: Line, under: Under | None) -> str:
 def _sent(prices: Pricer, item: Sent) -> str:
     placement, payloads = prices.placement, prices.payloads(item)
     size = full_bytes(item.kind, max(payloads), placement.mesh.group_size(item.axes))
-    found = collective_cost(prices.hardware, placement, item.kind, item.axes, size)
+    found = collective_cost(prices.hardware, placement, item.kind, item.axes, size, item.experts)
     words = f"{found.algorithm}: {found.words}"
     if len(payloads) > 1:
         how = "are sent as one message" if item.together else "are sent in separate messages"

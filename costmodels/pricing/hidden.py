@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 from costmodels.kernels.compute import MATMUL_CLASSES
 from costmodels.pricing.lines import Cost, Line
-from costmodels.pricing.overlap import ACTIVATION, LONGER, windows
+from costmodels.pricing.overlap import ACTIVATION, AWAITED, LONGER, windows
 from mesh_tf_core.ir.instructions import HOST, RULES
 from mesh_tf_core.ir.program import Instr, Local, Loop, Origin, Program
+from mesh_tf_core.ir.traits import PartialAccess
 
 RunSeconds = dict[tuple[Origin, float], float]
 """The origin of work, and the number of its runs in a step -> the share of its runs to count."""
-NOTHING = "nothing (the next operation waits for the result)"
+NOTHING = "nothing: it is waited for"
 OUTER = "outer step"
 """The note on the messages of replicas that synchronise rarely (DiLoCo)."""
 
@@ -80,6 +81,8 @@ def hidden(program: Program, cost: Cost) -> list[Hidden]:
         under = _under(rule, _joined(runs.get(x.value, {}) for x in lines), cost)
         if rule == OUTER and exposed < seconds:
             under = Under("later steps", seconds - exposed)
+        elif rule in AWAITED and exposed < seconds:
+            under = Under("matmuls, piece by piece", seconds - exposed)
         found.append(Hidden(rule, seconds, seconds - exposed, under.words, under.seconds))
     return sorted(found, key=lambda h: -h.seconds)
 
@@ -104,7 +107,7 @@ def _under(rule: str, runs: RunSeconds, cost: Cost) -> Under:
         counts = not x.is_communication and (rule not in LONGER or x.kind in MATMUL_CLASSES)
         if counts and (part := runs.get((x.origin, x.runs))):
             phases[x.origin.phase] = phases.get(x.origin.phase, 0.0) + part * x.seconds * x.times
-    if rule == ACTIVATION or not phases:
+    if rule in AWAITED or not phases:
         return Under(NOTHING, 0.0)
     return Under(f"{'matmuls in ' * (rule in LONGER)}{', '.join(phases)}", sum(phases.values()))
 
@@ -134,7 +137,10 @@ def _after(value: int, code: Sequence[Instr], times: float) -> RunSeconds:
     """What runs in a block once parts of a value have been made by a loop of it; else nothing."""
     for at, instr in enumerate(code):
         if value in instr.outputs and isinstance(instr, Local) and (instr.op.free or instr.op.converts):
-            return _after(instr.inputs[0], code, times)
+            parts = (
+                instr.inputs if isinstance(instr.op, PartialAccess) and instr.op.joins else instr.inputs[:1]
+            )
+            return _joined(_after(i, code, times) for i in parts)
         if isinstance(instr, Loop) and value in instr.outputs:
             inside = times * instr.times
             made = dict.fromkeys(_keys(code[at + 1 :], times), 1.0)

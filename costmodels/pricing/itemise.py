@@ -18,9 +18,10 @@ from costmodels.kernels.quantities import of_copy, of_local
 from costmodels.network.collectives import full_bytes
 from costmodels.pricing.compilers import Compiler, compiler_of
 from costmodels.pricing.items import Between, Computed, Item, Sent, Transferred
-from costmodels.pricing.overlap import ACTIVATION, Overlapped, overlapped
+from costmodels.pricing.overlap import Overlapped, awaited, overlapped
 from costmodels.pricing.units import Find, Sending, Stack, Unit, first_of
 from costmodels.stage_times import StageTimes
+from mesh_tf_core.ir.instructions import GRADIENT, AllReduce, AllToAll, ReduceScatter
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import Collective, Local, Loop, Permute, Program, Transfer, wire_bytes
@@ -64,7 +65,8 @@ class Itemiser:
         parts = compiler.parts(program)
         for what, times in timed:
             if isinstance(what, Collective):
-                sending = compiler.sending(what, (self.overlaps and what.rule) or ACTIVATION, parts)
+                rule = (self.overlaps and what.rule) or awaited(what, program.values[what.inputs[0]].shape)
+                sending = compiler.sending(what, rule, parts)
                 yield at_once.get(what.outputs[0], what), times, counts(what, times), sending
             elif isinstance(what, Loop):
                 for unit, often in (*compiler.stacked(program, what), *compiler.summed(program, what)):
@@ -111,43 +113,48 @@ class Itemiser:
         between: Between = (),
     ) -> tuple[Item, ...]:
         """The items of a collective; `types` are those of a device's inputs."""
-        sent = _sent(instr, sending, [t.bytes for t in types], mesh, between)
+        wide = self.compiler.rules.gradient_bytes if sending.purpose == GRADIENT else 0
+        pieces = [int(t.shape.size * wide) if wide and t.shape.dims else t.bytes for t in types]
+        n, payloads, experts = mesh.group_size(instr.axes), tuple(pieces), None
+        if isinstance(instr, AllToAll) and (experts := types[0].shape.sparse) is not None:
+            experts = experts.part(n if instr.split == experts.name else 1)
+        if sending.parts:
+            parted = zip(pieces, sending.parts, strict=True)
+            payloads = tuple(part for size, count in parted for part in [max(1, size // count)] * count)
+        most = max(payloads) if sending.parts else sum(pieces)
+        sent = Sent(
+            instr.name,
+            instr.axes,
+            payloads,
+            wire_bytes(instr.name, sum(pieces), n),
+            sending.purpose,
+            not sending.parts,
+            max(1, instr.crossings(n)) if isinstance(instr, Permute) else 1,
+            sending.joins and full_bytes(instr.name, most, n) <= SMALL_BYTES,
+            between,
+            both_ways=isinstance(instr, Permute) and instr.both_ways,
+            experts=experts,
+        )
         return (sent, *self.compiler.copies(instr, types, mesh))
 
 
 def _share(unit: Unit, times: float, stages: StageTimes, program: Program) -> float:
     """The share of a unit's runs that counts; all of what waits behind the ticks, as sums of gradients do."""
+    gradients = program.outline.gradient_of if program.outline is not None else ()
     if isinstance(unit, Stack):
         node, value = unit.loop.origin.node, unit.value
     else:
         instr = first_of(unit)
         node, value = instr.origin.node, instr.outputs[0]
+    tensor = program.values[value].tensor
     if node not in stages.nodes:
-        return stages.tensors.get(program.values[value].tensor, 1.0)
+        return stages.tensors.get(tensor, 1.0)
+    sums = isinstance(unit, AllReduce | ReduceScatter) and (unit.rule == GRADIENT or tensor in gradients)
+    if sums and times == 1:
+        return 1.0
     return stages.nodes[node] if times > 0.999 * stages.runs[node] else 1.0
 
 
 def between_of(unit: Overlapped, local: Types) -> Between:
     """The work between a message's start and its done, where values have pieces of some types."""
     return tuple((Computed(of_local(instr, local), 0.0), part) for instr, part in unit.between)
-
-
-def _sent(instr: Collective, sending: Sending, pieces: Sequence[int], mesh: Mesh, between: Between) -> Sent:
-    """The message of a collective; `pieces` are the bytes of what a device puts in."""
-    n, payloads = mesh.group_size(instr.axes), tuple(pieces)
-    if sending.parts:
-        parted = zip(pieces, sending.parts, strict=True)
-        payloads = tuple(part for size, count in parted for part in [max(1, size // count)] * count)
-    small = full_bytes(instr.name, sum(pieces), n) <= SMALL_BYTES
-    return Sent(
-        instr.name,
-        instr.axes,
-        payloads,
-        wire_bytes(instr.name, sum(pieces), n),
-        sending.purpose,
-        not sending.parts,
-        max(1, instr.crossings(n)) if isinstance(instr, Permute) else 1,
-        sending.joins and small,
-        between,
-        both_ways=isinstance(instr, Permute) and instr.both_ways,
-    )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from costmodels.kernels.compute import Quantity
+from mesh_tf_core.ir.dims import SparseDim
 from mesh_tf_core.ir.instructions import HOST
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import Op, TensorType
@@ -97,6 +98,7 @@ class Sent:
       both_ways: another permute of the same size runs in the opposite direction at the same time.
       joined: it travels with a larger one, which pays for the latency.
       between: products from start to done, each with the part of its time that hides this message.
+      experts: those of a device, between which and their tokens rows travel; None: another message.
     """
 
     kind: str
@@ -109,6 +111,7 @@ class Sent:
     joined: bool = False
     between: Between = ()
     both_ways: bool = False
+    experts: SparseDim | None = None
     flops: ClassVar[float] = 0.0
     bytes: ClassVar[float] = 0.0
 

@@ -8,6 +8,9 @@ hidden fraction in a hardware file.
                         larger one. Of several messages of a rule at once, a product hides each by its part of
                         their bytes
   activation            every other message: what follows waits for it, but for the file's fraction
+  experts, all_to_all   an all-to-all that the device waits for, of rows between tokens and experts, or
+                        another: kernels that send tensors piece by piece beside their products (a file's
+                        fraction of `activation`) send neither
 A rule that a file does not name is exposed. In a loop of n iterations, the work between a start and a done
 that are one iteration apart (`Message.pipelined`) hides the messages of all iterations except one.
 """
@@ -19,15 +22,27 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from costmodels.kernels.compute import MATMUL_CLASSES
-from mesh_tf_core.ir.instructions import GRADIENT, HOST, PARAMETER, STEP
+from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.instructions import GRADIENT, HOST, PARAMETER, STEP, AllToAll
 from mesh_tf_core.ir.program import Collective, Done, Instr, Local, Loop, Message, Program, Transfer
 
 ACTIVATION = "activation"
 """The note on a message that the device waits for."""
-CLASSES = (GRADIENT, PARAMETER, ACTIVATION)
+EXCHANGE = "experts"
+"""The note on an all-to-all of rows between tokens and their experts."""
+AWAITED = (ACTIVATION, EXCHANGE, AllToAll.name)
+"""The notes on messages that the device waits for."""
+CLASSES = (GRADIENT, PARAMETER, *AWAITED)
 """The rules that hardware files have fractions for."""
 LONGER = (STEP, HOST)
 """The rules by which the time is the longer one of messages and products."""
+
+
+def awaited(message: Collective, shape: Shape) -> str:
+    """The rule of a message that the device waits for; `shape` is that of its first value."""
+    if not isinstance(message, AllToAll):
+        return ACTIVATION
+    return message.name if shape.sparse is None else EXCHANGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +95,11 @@ class Overlapped:
 
     message: Collective | Transfer
     between: tuple[tuple[Local, float], ...]
+
+
+def loads_or_stores(unit: object) -> bool:
+    """True if it moves saved values of a loop between device and host, during the products of its body."""
+    return isinstance(unit, Overlapped) and isinstance(unit.message, Transfer)
 
 
 def overlapped(program: Program, carried: Callable[[Transfer], float]) -> dict[int, Overlapped]:

@@ -23,7 +23,7 @@ from functools import cached_property
 from costmodels.hardware import Hardware, Torus
 from costmodels.kernels.compute import Quantity, compute_seconds
 from costmodels.kernels.fused import Fused
-from costmodels.network.collectives import collective_seconds, full_bytes
+from costmodels.network.collectives import collective_cost, full_bytes
 from costmodels.network.topology import MeshPlacement, place
 from costmodels.pricing.itemise import Itemiser
 from costmodels.pricing.items import Called, Computed, Item, Sent, Transferred
@@ -32,6 +32,7 @@ from costmodels.pricing.op_by_op import OpByOp
 from costmodels.pricing.overlap import ACTIVATION
 from costmodels.pricing.templates import Instance, ItemisedCost
 from costmodels.pricing.units import PlacedValue, brought, label
+from mesh_tf_core.ir.dims import SparseDim
 from mesh_tf_core.ir.instructions import GRADIENT
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import TensorType
@@ -54,7 +55,7 @@ class Pricer:
     placement: MeshPlacement
     hidden: str = ""
     _compute: dict[Quantity, float] = field(default_factory=dict)
-    _collective: dict[tuple[str, Axes, int], float] = field(default_factory=dict)
+    _collective: dict[tuple[str, Axes, int, SparseDim | None], float] = field(default_factory=dict)
     _called: dict[Called, float] = field(default_factory=dict)
     _instances: dict[Instance, float] = field(default_factory=dict)
     _pieces: dict[PlacedValue, TensorType] = field(default_factory=dict)
@@ -191,26 +192,23 @@ class Pricer:
         """Values that travel together pay for their bytes each, and for one latency (that of one byte)
         together; none if a larger message takes them along."""
         payloads = self.payloads(item)
-        total = sum([self._message(item.kind, item.axes, payload) for payload in payloads])
-        if not item.together:
-            return total
-        alone = 0 if item.joined else 1
+        total = sum([self._message(item.kind, item.axes, payload, item.experts) for payload in payloads])
+        alone = 0 if item.joined else 1 if item.together else len(payloads)
         return total - (len(payloads) - alone) * self._message(item.kind, item.axes, 1)
 
-    def message_seconds(self, axes: Axes, payload: int, late: bool = False) -> float:
-        """Exposed seconds of one sum whose input on a device has `payload` bytes: of gradients, or `late`, in
-        their update."""
+    def message_seconds(self, axes: Axes, size: int, late: bool = False, kind: str = "all_reduce") -> float:
+        """Exposed seconds of a message of `size` bytes on a device: of gradients, or awaited (`late`)."""
         if self.hidden in axes:
             return 0.0
         hidden = self.hardware.hidden_fraction(ACTIVATION if late else GRADIENT)
-        return self._message("all_reduce", axes, payload) * (1.0 - hidden)
+        return self._message(kind, axes, size) * (1.0 - hidden)
 
-    def _message(self, kind: str, axes: Axes, payload: int) -> float:
-        key = (kind, axes, payload)
+    def _message(self, kind: str, axes: Axes, payload: int, experts: SparseDim | None = None) -> float:
+        key = (kind, axes, payload, experts)
         seconds = self._collective.get(key)
         if seconds is None:
             size = full_bytes(kind, payload, self.placement.mesh.group_size(axes))
-            seconds = collective_seconds(self.hardware, self.placement, kind, axes, size)
+            seconds = collective_cost(self.hardware, self.placement, kind, axes, size, experts).seconds
             self._collective[key] = seconds
         return seconds
 

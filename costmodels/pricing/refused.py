@@ -1,8 +1,6 @@
 """Attention that is priced as a library's kernel although no library has one for it
 (`mesh_tf_core.kernels.libraries`)."""
 
-from __future__ import annotations
-
 from costmodels.hardware import Hardware
 from costmodels.pricing.compilers import compiler_of
 from mesh_tf_core.ir.program import Local, Program

@@ -55,13 +55,6 @@ class Instance:
     values: tuple[PlacedValue, ...]
     collective: Collective | None
 
-    @property
-    def loads_or_stores(self) -> bool:
-        """True if it moves saved values of a loop between device and host, during the products of its
-        body."""
-        unit = self.template.unit
-        return isinstance(unit, Overlapped) and isinstance(unit.message, Transfer)
-
     def items(
         self, itemiser: Itemiser, piece: Callable[[PlacedValue], TensorType], mesh: Mesh
     ) -> tuple[Item, ...]:
@@ -158,7 +151,7 @@ def structural_key(program: Program) -> tuple[Hashable, list[Collective]]:
             return instr.op, instr.inputs, instr.outputs, origin.node, origin.phase
         if isinstance(instr, Loop):
             ways = instr.carried, instr.sliced, instr.stacked, instr.summed
-            how = instr.dim, instr.reverse, instr.branch, instr.first
+            how = instr.dim, instr.reverse, instr.branch, instr.first, instr.offset
             return *how, ways, instr.inputs, block(instr.body)
         if isinstance(instr, Collective):
             sent.append(instr)

@@ -1,10 +1,12 @@
 """Checks a plan's proof without any solver: every problem that was searched is built again, and shown to hold
 nothing faster that fits.
 
-A problem, one mesh shape with one number of microbatches and the same stages, is ruled out in one of three
+A problem, one mesh shape with one number of microbatches and the same stages, is ruled out in one of these
 ways:
   pieces     fewer microbatches on the same mesh have no faster layout, whatever memory it takes, and pieces
              never cost less than their share of the whole (`Pricer.pieces_cost_more`)
+  layers     the layers of a stage alone take no less (`layoutopt.optimize.layer_bounds`)
+  refused    the model cannot be split like that
   bound      elimination: its best layout, whatever memory it takes, is not faster; by as many tables as it
              takes to say so, over the options that may be in something faster (`fixing`)
   listed     all its layouts that are faster were listed, and none of them fits: a memory row is overfull, or
@@ -20,10 +22,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from costmodels.hardware import Hardware
-from layoutopt.formulation.couplings import count_layouts
 from layoutopt.optimize.bounds import EXACT, Source
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.fixing import faster
+from layoutopt.optimize.layer_bounds import LayerBounds
 from layoutopt.optimize.subproblems import Subproblem, related, subproblems
 from layoutopt.plan.build import Plan
 from layoutopt.plan.details import Proof, RuledOut
@@ -37,7 +39,7 @@ MOST = 5000
 """Layouts listed for one problem."""
 FASTER = "faster"
 """Marks a problem in which a faster layout fits."""
-RULES_OUT = Source.PIECES, Source.TABLES, Source.LISTED
+RULES_OUT = Source.PIECES, Source.LAYERS, Source.REFUSED, Source.TABLES, Source.LISTED
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ class Certificate:
         ways = {
             Source.TABLES: "by their own bound",
             Source.PIECES: "by the bound of fewer microbatches",
+            Source.LAYERS: "by the layers of a stage",
+            Source.REFUSED: "because the model refuses them",
             Source.LISTED: f"by listing {listed:,} layouts that do not fit",
         }
         parts = [f"{counts[how]} {way}" for how, way in ways.items() if counts[how]]
@@ -158,9 +162,12 @@ def rule_out(
     evaluator: Evaluator, problems: Iterable[Subproblem], claimed: float, limit: float
 ) -> Iterator[Ruled]:
     """Checks problems in the order of a search against the claimed least seconds within a memory limit."""
-    seconds = claimed * (1 - EXACT)
+    seconds, layers = claimed * (1 - EXACT), LayerBounds(evaluator)
     for subproblem in related(problems):
         subproblem.inherit(evaluator)
+        layers.prove(subproblem, seconds)
+        if subproblem.bounds.lower().value < seconds and subproblem.refused:
+            subproblem.bounds.prove(math.inf, Source.REFUSED)
         known = subproblem.bounds.lower().value >= seconds
         yield _ruled(subproblem) if known else _looked_at(evaluator, subproblem, seconds, limit)
 
@@ -173,15 +180,15 @@ def considered_by(plan: Plan) -> int | None:
 
 def _where(subproblem: Subproblem) -> str:
     """The mesh, and what of it is stages."""
-    stages = (f" with {dim} over {'+'.join(axes)}" for dim, axes in subproblem.decided.stages.items())
-    order = (f" in {subproblem.decided.schedule}",) if subproblem.decided.stages else ()
-    again = (f" with recompute {text}" for text in sorted(subproblem.decided.again))
+    stages = (f" with {dim} over {'+'.join(axes)}" for dim, axes in sorted(subproblem.key.stages))
+    order = (f" in {subproblem.key.schedule}",) if subproblem.key.stages else ()
+    again = (f" with recompute {text}" for text in sorted(subproblem.key.again))
     return "".join((str(subproblem.mesh), *stages, *order, *again))
 
 
 def _ruled(subproblem: Subproblem, how: str = "", listed: int = 0, faster: str = "") -> Ruled:
     """What is shown of a problem; `how`: if not by its bound."""
-    bound, layouts = subproblem.bounds.lower(), count_layouts(subproblem.decided)
+    bound, layouts = subproblem.bounds.lower(), subproblem.layouts
     number = subproblem.microbatches
     return Ruled(_where(subproblem), number, layouts, how or bound.source, bound.value, listed, faster)
 

@@ -38,7 +38,7 @@ class SingleChange:
 def single_changes(of: Evaluation, clock: Clock) -> Iterator[SingleChange]:
     """Every change that can be lowered, until the time is over."""
     machine = of.prices.hardware
-    target = Target(of.model, of.program.mesh, machine.hosts_apart)
+    target = Target.on(machine, of.model, of.program.mesh)
     for kind in KINDS:
         own, choices = _choices(kind, target)
         for changed in choices:

@@ -1,7 +1,5 @@
 """Why a measured step time may be far from the predicted one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 

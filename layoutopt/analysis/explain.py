@@ -17,12 +17,13 @@ from typing import Any
 from costmodels.hardware import Hardware
 from costmodels.pricing.pricer import Cost
 from layoutopt.optimize.evaluation import Evaluation
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluator import Evaluator, evaluate
 from layoutopt.plan.build import Plan, layout_of, options_of
 from layoutopt.plan.schema import Alternative, ProofStatus
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.solver import TOLERANCE
 from layoutopt.space.decisions import FEATURES, SearchSpace
+from layoutopt.space.restriction import RestrictionError
 from layoutopt.space.sequence_parallel import written
 from layoutopt.space.splits import parse_rules
 from layoutopt.space.stages import on_mesh
@@ -107,8 +108,7 @@ def disagreements(plan: Plan, evaluation: Evaluation) -> list[str]:
 
 @dataclass(frozen=True)
 class WhatIfAnswer:
-    """The result of a search under another condition; without `seconds` and `peak` if it found nothing:
-    `reason` says why."""
+    """The result of a search under another condition; if it found none, `reason` says why."""
 
     condition: str
     seconds: float | None
@@ -188,8 +188,11 @@ NO_TIME = "the time limit was reached first"
 def finder(
     model: Model, plan: Plan, hardware: Hardware, asked: SearchSpace, objective: str = "time"
 ) -> FindBest:
-    """Searches on the plan's mesh under other conditions, for the same `objective`."""
+    """Searches on the plan's mesh under other conditions, each from the best known answer that it allows."""
     from layoutopt.optimize.entry import search
+    from layoutopt.optimize.incumbents import covers
+
+    known, near = [plan], Evaluator(model, hardware).near
 
     def find(
         condition: str,
@@ -201,12 +204,18 @@ def finder(
         if clock.over:
             return WhatIfAnswer(condition, None, None, "", False, NO_TIME)
         rules = without(asked, forbid) if forbid else asked
-        more: dict[str, Any] = {"objective": objective, "time_limit": clock.rest}
+        more: dict[str, Any] = {"objective": objective, "time_limit": clock.rest, "alternatives": False}
         try:
             space = on_mesh(model, plan.mesh, with_pins(rules, pins))
-            found = search(model, plan.mesh, None, hardware, space, memory=memory, **more)
+            known.sort(key=lambda p: p.predicted.step_seconds)
+            start = next((p for p in known if covers(space, model, p, near)), None)
+            found = search(model, plan.mesh, None, hardware, space, memory=memory, start=start, **more)
+            known.append(found)
         except (InfeasibleError, LimitError) as error:
-            return WhatIfAnswer(condition, None, None, "", isinstance(error, InfeasibleError), str(error))
+            why = str(error)
+            if pins and isinstance(error, RestrictionError):  # nobody has set these pins
+                why = f"{hardware.framework} can express no layout with {pins} on {plan.mesh}"
+            return WhatIfAnswer(condition, None, None, "", isinstance(error, InfeasibleError), why)
         p, proven = found.predicted, found.solver.status == ProofStatus.OPTIMAL
         return WhatIfAnswer(condition, p.step_seconds, p.peak_memory_bytes, str(found.layout), proven)
 

@@ -12,7 +12,10 @@ from dataclasses import dataclass, replace
 
 from costmodels.hardware import Hardware
 from costmodels.pricing.pricer import pricer
+from layoutopt.frameworks import restriction_of
 from layoutopt.optimize.evaluator import evaluate
+from layoutopt.plan.build import decided
+from layoutopt.space.decisions import beyond
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -41,13 +44,17 @@ class Keeping:
 
 
 def keepings(model: Model, mesh: Mesh, layout: Layout, options: Options, hardware: Hardware) -> list[Keeping]:
-    """Every change of one kind, or name, of value that loops keep; the fastest first."""
+    """Every change of one kind, or name, of kept value that the framework can express; fastest first."""
     graph = model.step_of(mesh, layout, options).graph
+    can = restriction_of(hardware.framework).of(model)
+    stages = model.stages(mesh, layout)
     prices, found = pricer(hardware, mesh), list[Keeping]()
     for asked in sorted(options.recompute):
         others = options.recompute - {asked}
         for change, again in _changes(asked, graph):
             instead = replace(options, recompute=others if again is None else others | {again})
+            if beyond(can, decided(instead, layout, stages)) is not None:
+                continue
             step = evaluate(model, mesh, layout, hardware, instead, prices)
             said = "" if again is None else str(again)
             found.append(Keeping(asked.dim, change, said, step.cost.step_seconds, step.memory.peak))
@@ -59,7 +66,8 @@ def _changes(asked: Recomputed, graph: Graph) -> Iterator[tuple[str, Recomputed 
     blocks = [b for b in graph.blocks if loop_name(b, graph) == asked.dim and has_backward(b, graph)]
 
     def kept(policy: Recomputed) -> tuple[frozenset[int], ...]:
-        return tuple(map(rematerialization(graph, frozenset({policy})).kept, blocks))
+        remat = rematerialization(graph, frozenset({policy}))
+        return tuple(remat.second(block).kept for block in blocks)
 
     yield "nothing is recomputed", None
     seen = {kept(asked)}
@@ -68,7 +76,7 @@ def _changes(asked: Recomputed, graph: Graph) -> Iterator[tuple[str, Recomputed 
     changes += [("nothing is kept", set())] if len(asked.keep) > 1 else []
     changes += [(f"with {_said(word)}", {*asked.keep, word}) for word in words if word not in asked.keep]
     for change, keep in changes:
-        policy = Recomputed.of(asked.dim, keep)
+        policy = Recomputed.of(asked.dim, keep, asked.only)
         if (values := kept(policy)) not in seen:
             seen.add(values)
             yield change, policy

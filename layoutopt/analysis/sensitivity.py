@@ -108,7 +108,7 @@ def sensitivity(
         own = clock.part(1 / next(left))
         if own.over:
             return False
-        limits = {"memory": limit, "time_limit": own.rest}
+        limits = {"memory": limit, "time_limit": own.rest, "alternatives": False}
         try:
             mesh = change.get("mesh", plan.mesh)
             space = asked if mesh is None else on_mesh(model, mesh, asked)

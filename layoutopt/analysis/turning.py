@@ -4,8 +4,6 @@ and slower links between replicas.
 Either the layouts of the search are predicted on every link, or every way is searched again there.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +14,6 @@ from costmodels.hardware import Hardware
 from costmodels.hardware.vary import NETWORK, varied
 from costmodels.network.topology import MeshPlacement, place
 from costmodels.pricing.pricer import pricer
-from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.plan.build import options_of
 from layoutopt.plan.schema import Predicted
@@ -69,7 +66,9 @@ def turning(
     if rare is None:
         return None
     axis, mesh = DiLoCo.parse(rare.diloco).axis, Mesh(rare.mesh)
-    known = {way.name: _evaluated(way, build(way), hardware) for way in ways if way.step_seconds is not None}
+    priced = [way for way in ways if way.step_seconds is not None]
+    layouts = ((way, Layout(way.layout, way.refined), options_of(way)) for way in priced)
+    known = {w.name: evaluate(build(w), Mesh(w.mesh), layout, hardware, o) for w, layout, o in layouts}
 
     def at(times: float) -> AtLink:
         machine = link_times(hardware, mesh, axis, times)
@@ -133,10 +132,6 @@ def _rare(ways: Sequence[ReplicaStrategy]) -> ReplicaStrategy | None:
     if not any(not way.diloco for way in priced):
         return None
     return min((w for w in priced if w.diloco), key=lambda w: w.step_seconds or math.inf, default=None)
-
-
-def _evaluated(way: ReplicaStrategy, model: Model, hardware: Hardware) -> Evaluation:
-    return evaluate(model, Mesh(way.mesh), Layout(way.layout, way.refined), hardware, options_of(way))
 
 
 def _turns(points: Sequence[AtLink], at: Callable[[float], AtLink]) -> tuple[float, ...]:

@@ -31,6 +31,7 @@ from costmodels.pricing.pricer import Pricer, pricer
 from layoutopt.analysis.difference import difference_notes
 from layoutopt.analysis.validation import ValidationRow, sample_layouts, summary
 from layoutopt.optimize.baselines import by_name
+from layoutopt.space.allow import USUAL
 from mesh_tf_core.engines import Cluster
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.layout import Layout
@@ -167,7 +168,8 @@ def choose(
         from layoutopt.optimize.entry import search
 
         plain: dict[str, Any] = {"storage": ("layout",), "recompute": (False,), "microbatches": (1,)}
-        best = search(model, mesh=mesh, hardware=hardware, memory=math.inf, **plain).layout
+        plain |= {"memory": math.inf, "alternatives": False, "allow": USUAL}
+        best = search(model, mesh=mesh, hardware=hardware, **plain).layout
     fixed = [RunCandidate("best by the search", best, seconds_of(model, mesh, best, prices))]
     for name, own, layout, _ in by_name(model, mesh):
         if own == mesh and all(layout != c.layout for c in fixed):

@@ -33,15 +33,7 @@ from layoutopt.runtime.clock import UNLIMITED, Clock
 from mesh_tf_core.engines.jax.compile import CompilerRefusal, Executable, compile_for
 from mesh_tf_core.engines.jax.hlo import HloCollective, read
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.program import (
-    AllGather,
-    AllToAll,
-    Collective,
-    Permute,
-    Program,
-    ReduceScatter,
-    gathers,
-)
+from mesh_tf_core.ir.program import AllGather, AllToAll, Collective, Permute, Program, ReduceScatter, gathers
 
 EVERY = 15.0
 """Seconds between reports of a compilation."""

@@ -28,6 +28,7 @@ from layoutopt.api.pricing import layout_of
 from layoutopt.api.running import model_of
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.incumbents import compared_with
 from layoutopt.plan.build import Plan
 from layoutopt.plan.details import Robustness
 from layoutopt.plan.notebook import Shown, table
@@ -271,7 +272,7 @@ def explain(
     found, given = evaluate(model, plan.mesh, plan.layout, machine, plan.options), plan
     if plan.data.framework not in (None, machine.framework):
         plan = under(plan, machine.framework, found.predicted)
-    asked, rules, memory = plan.question, plan.allowed, float(plan.limit(machine))
+    asked, rules, memory = plan.question, compared_with(plan, machine), float(plan.limit(machine))
     features = forbidden(plan, rules, without)
     wrong = disagreements(plan, found)
     if wrong and (numbers := _other_numbers(plan, machine)):
@@ -290,7 +291,7 @@ def explain(
     questions += [("splits", rule, memory, undone, None) for rule, undone in split_rules(plan)]
     questions += [("pins", rules_of, memory, rules_of, None) for rules_of in pins]
     questions += [("decisions", name, memory, None, name) for name in features]
-    total = check + len(questions) + (CONDITIONS + 1) * sensitivity
+    total = check + len(questions) + 1 + (CONDITIONS + 1) * sensitivity
     done = iter(range(total + CONDITIONS))
 
     # What is asked for shares the time.
@@ -305,6 +306,7 @@ def explain(
         on_progress(next(done), total, condition)
         own = time.part(1 / (len(questions) - n))
         answers[kind].append(find(condition, bytes_, pinned, own, feature))
+    on_progress(next(done), total, "saved values")
     kept = keepings(model, plan.mesh, plan.layout, plan.options, machine)
     varied = None
     if sensitivity:
@@ -381,7 +383,7 @@ def _varied(
     plan: Plan, machine: Hardware, limit: float, clock: Clock, told: Callable[[str], None]
 ) -> Conditions:
     """Searches under every changed condition, and prices the alternatives on varied hardware."""
-    model, asked = model_of(plan), plan.allowed
+    model, asked = model_of(plan), compared_with(plan, machine)
     curves = sensitivity(model, plan, machine, limit, asked, told, clock)
     told("uncertain hardware")
     return Conditions(tuple(curves), robustness(model, plan, machine, clock=clock))

@@ -25,6 +25,7 @@ from layoutopt.plan.schema import Predicted, ProofStatus
 from layoutopt.plan.training import TrainingForecast, check_tokens, training
 from layoutopt.plan.units import seconds_text, times_text, used_text
 from layoutopt.runtime.clock import Clock
+from layoutopt.space.allow import USUAL
 from layoutopt.space.decisions import BY_HAND, typed
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError, known_names
 from mesh_tf_core.ir.instructions import STEP
@@ -286,6 +287,7 @@ def lint(
             hardware=machine,
             time_limit=clock.part(SEARCHING),
             alternatives=False,
+            allow=USUAL,
         )
         answer = evaluate(model, best.mesh, best.layout, machine, best.options)
     except (InfeasibleError, LimitError):
@@ -300,9 +302,7 @@ def lint(
     known = [answer] if answer else []
     known += [each for each in more if each.reason(limit) is None]
     fastest = min(
-        known,
-        key=lambda each: each.cost.step_seconds * (1 - EXACT if each is answer else 1),
-        default=None,
+        known, key=lambda each: each.cost.step_seconds * (1 - EXACT if each is answer else 1), default=None
     )
     findings = [
         *(linting.placed_unlike(each, of, less) for each, less in zip(odd, mended, strict=True)),
@@ -324,8 +324,7 @@ def layout_of(said: Layout | str) -> Layout:
 
 
 def options_of(model: Model, options: Options | None, decided: dict[str, Any]) -> Options:
-    """The decisions besides a layout, given as `Options` or as keywords named after the options of
-    commands."""
+    """The decisions besides a layout, given as `Options` or as keywords like the options of commands."""
     if options is not None and decided:
         raise UserError(f"options= sets every decision; remove the other arguments: {', '.join(decided)}")
     if options is not None:

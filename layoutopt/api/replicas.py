@@ -32,6 +32,7 @@ from layoutopt.plan.units import signed_percent
 from layoutopt.plan.ways import SYNCHRONOUS, ReplicaStrategies, ReplicaStrategy
 from layoutopt.runtime.clock import Clock
 from layoutopt.sizing.laws import replicas_loss
+from layoutopt.space.allow import USUAL
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.replicas import check_axis
@@ -200,7 +201,9 @@ def _searched(
     except _Unshared as error:
         return _WayResult(way.model_copy(update={"reason": str(error)}))
     try:
-        plan = search(model, mesh=mesh, hardware=machine, time_limit=clock.rest, diloco=rare, **asked)
+        words = {"allow": USUAL} if not asked.get("allow") else {}
+        more = {**asked, **words, "time_limit": clock.rest, "diloco": rare}
+        plan = search(model, mesh=mesh, hardware=machine, **more)
     except UserError as error:
         if rare is None and not isinstance(error, InfeasibleError | LimitError):
             raise  # it is about what is asked of every way

@@ -1,5 +1,4 @@
-"""The command line, `layoutopt`: one module per command. Each command imports its modules when it is
-called."""
+"""The command line, `layoutopt`: one module per command, which imports others when it is called."""
 
 from __future__ import annotations
 

@@ -33,21 +33,31 @@ class Allowed:
         name = option.removeprefix("--").replace("-", "_")
         return [*(getattr(self, name) or ())]
 
-    def space(self, **more: Any) -> SearchSpace:
+    def _given(self, o: Option, typed: typer.Context | None) -> bool:
+        """True if an option was typed, or is in a file; without the command line, if it is not the usual."""
+        if typed is None:
+            return getattr(self, o.parameter, None) not in (None, o.usual)
+        source = typed.get_parameter_source(o.parameter)
+        return source is not None and source.name != "DEFAULT"
+
+    def space(self, typed: typer.Context | None = None, **more: Any) -> SearchSpace:
         """The search space that the options mean.
 
         Args:
+          typed: tells which of them were given (None: those with other texts than the usual).
           more: fields of `SearchSpace` that have no option here.
         """
         from layoutopt.space.decisions import ALLOW, ARGUMENTS, SearchSpace
 
-        found = {name: ARGUMENTS[name].parse(value) for name, value in more.items()}
+        found, chosen = {name: ARGUMENTS[name].parse(value) for name, value in more.items()}, {*more}
         for name, argument in {"allow": ALLOW, **ARGUMENTS}.items():
             given = {o.name: getattr(self, o.parameter, None) for o in argument.options}
             said = {n: BETWEEN.join(v) if isinstance(v, list | tuple) else v for n, v in given.items()}
             if name not in more and (text := argument.read(said)) is not None:
                 found[name] = argument.parse(text)  # whose refusals name the option
-        return SearchSpace(**found)
+                if any(self._given(o, typed) for o in argument.options):
+                    chosen.add(name)
+        return SearchSpace(**found, given=frozenset(chosen))
 
 
 def options(name: str, made: Iterable[Option], base: type, usual: bool = False) -> Any:

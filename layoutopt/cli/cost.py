@@ -23,12 +23,7 @@ from layoutopt.cli.options import (
     read_memory,
 )
 from layoutopt.cli.terminal import BAD, FITS, Terminal, facts, layout_text
-from layoutopt.cli.training_cost import (
-    PriceOption,
-    TokensOption,
-    read_prices,
-    read_tokens,
-)
+from layoutopt.cli.training_cost import PriceOption, TokensOption, read_prices, read_tokens
 from layoutopt.plan.units import seconds_text, used_text
 
 if TYPE_CHECKING:

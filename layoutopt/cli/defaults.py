@@ -267,7 +267,7 @@ def _chosen(plan: Plan) -> Values:
     from layoutopt.space.decisions import ARGUMENTS, SearchSpace
     from layoutopt.space.recorded import allowed_by
 
-    asked = allowed_by(plan.question)  # of any framework
+    asked = allowed_by(plan.question).but(**plan.question.first)  # of any framework
     usual, several = (
         SearchSpace().settled(plan.question.objective),
         {o.name for o in listed()["asked"] if o.several},

@@ -1,5 +1,5 @@
-"""The exit of every command: one line on stderr and an exit code for every error. With `--json` the line is
-an object: {"error": message, "exit": code}; if nothing fits, it also has the repairs.
+"""The exit of every command: one line on stderr (three if nothing fits) and an exit code for every error;
+with `--json` an object in one line: {"error": message, "exit": code}, with the repairs if nothing fits.
 
 0 done, 2 the user's input is wrong, 3 proven infeasible, 4 stopped at a limit with nothing found,
 5 a process of several was lost, 6 a bound of `check` is broken, 130 ended by Ctrl-C, 143 by SIGTERM and 129
@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from layoutopt.plan.units import clean, shorten
 from layoutopt.runtime import signals
 
+INFEASIBLE, STOPPED = 3, 4
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as programs that the signal ends
 LONGEST = 300
 """Characters of one word that an error repeats."""
@@ -58,15 +59,14 @@ def fail(message: str, code: int, as_json: bool, more: Mapping[str, Any] = NOTHI
 
 
 def tell(message: str, code: int, as_json: bool, more: Mapping[str, Any] = NOTHING) -> None:
-    """Prints an error in the form of all commands; `more` is for programs only."""
-    line = _LONG.sub(_shortened, " ".join(message.split()))
-    told = json.dumps({"error": line, "exit": code, **more}) if as_json else f"error: {clean(line)}"
+    """Prints an error in the form of all commands; `more` is for programs only. What nothing fits into has a
+    line of its own, and so have the least that is possible and why."""
+    parts = message.splitlines() if code in (INFEASIBLE, STOPPED) else [message]
+    lines = [_LONG.sub(lambda found: shorten(found[0], LONGEST), " ".join(part.split())) for part in parts]
+    told = json.dumps({"error": "; ".join(lines), "exit": code, **more})
+    told = told if as_json else "\n".join(map(clean, [f"error: {lines[0]}", *lines[1:]]))
     with contextlib.suppress(OSError):  # the code says it too
         print(told, file=sys.stderr, flush=True)
-
-
-def _shortened(found: re.Match[str]) -> str:
-    return shorten(found[0], LONGEST)
 
 
 def _of_the_system(error: OSError) -> str:

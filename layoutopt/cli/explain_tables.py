@@ -63,7 +63,7 @@ def worth_table(
 
     def row(a: WhatIfAnswer, value: float | None) -> ViewRow:
         if value is None:
-            return a.condition, Cell("nothing fits" if a.proven else "unknown"), None, a.reason, a.proven
+            return a.condition, Cell("no layout" if a.proven else "unknown"), None, a.reason, a.proven
         extra, most = max(value - now, 0), "" if a.proven else "at most "
         found = Cell(f"{most}{kind.say(value)}", value=value)
         costs = Cell(f"{most}{kind.say(extra)} ({share_text(extra, now)})", value=extra)
@@ -149,20 +149,24 @@ def show_explained(terminal: Terminal, planned: Planned, found: Explained) -> No
     checks = [("checked", said or "predicted again from the model: the same")]
     if (proof := found.proof) is not None:
         checks += [("recheck", str(proof)), ("allowed", allowed_text(proof.allowed) or "what is usual")]
-    held = [("idle", words) for words in evaluation.waits]
+    held = [("idle", evaluation.waits)] * bool(evaluation.waits)
     held += [("peak", peak_text(evaluation.memory)), ("binds", _binds(found))]
     known = evaluation.known
     fits = partial(known.fits, limit=limit, usable=found.hardware.usable_memory_bytes)
     rows = [*summary(found.plan, fits, limit, sure(found.hardware, known)), *checks, *held]
     terminal.show(facts(rows, verdicts(found.plan, fits)))
+    if evaluation.slots:
+        terminal.show("", "Slots of the stages: F forward, B backward, W gradients of weights")
+        terminal.show_whole(*evaluation.slots)
     worths = (
         ("What each split is worth", found.splits, "without it"),
         ("What each pin costs", found.pins, "with it"),
         ("What each decision is worth", found.decisions, "without it"),
     )
+    among = ", among the usual kinds" * bool(found.plan.question.first)
     for title, answers, best in worths:
         if answers or answers is found.splits:
-            terminal.show("", worth_table(title, evaluation, found.for_memory, [*answers], best))
+            terminal.show("", worth_table(title + among, evaluation, found.for_memory, [*answers], best))
     if (placement := placement_table(found.placed)).rows:
         terminal.show("", placement)
     if found.kept:

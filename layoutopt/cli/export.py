@@ -54,16 +54,14 @@ def export(
         ),
     ] = None,
     model: ModelOption = None,
-    out: Annotated[
-        Path | None,
-        path_option("FILE", "Write to this file instead of stdout."),
-    ] = None,
+    out: Annotated[Path | None, path_option("FILE", "Write to this file instead of stdout.")] = None,
     output: Output = OUTPUT,
 ) -> None:
     """Write a plan's layout for another library, or its predicted step as a trace."""
+    from layoutopt.optimize.evaluation import computed_in
     from layoutopt.plan.build import AppliesPlans, NamesModules, decided, load_plan
     from layoutopt.plan.decided import Decided
-    from layoutopt.plan.export import FORMATS
+    from layoutopt.plan.export import FORMATS, RENAMED
     from layoutopt.plan.export import export as written
     from layoutopt.plan.exported import Exported, placed
     from layoutopt.plan.results import ExportResult
@@ -77,18 +75,19 @@ def export(
         _write_step(terminal, own, plan, model, out)
         return
     check_stages(own)
-    if to is Library.DTENSOR:
+    if new := RENAMED.get(to):
         terminal.say(
-            "dtensor is tf-dtensor, that of TensorFlow's DTensor; for PyTorch, use torchtitan or transformers"
+            f"{to} is {new}, that of TensorFlow's DTensor; for PyTorch, use torchtitan or transformers"
         )
-        to = Library.TF_DTENSOR
+        to = Library(new)
     tensors, stages = None if model is not None else recorded(own, to.value), own.data.pipeline
     arrays: Mapping[str, tuple[ExportedTensor, ...]] = {}
+    form, dtype = FORMATS[to.value], own.data.details.dtype
     if tensors is None:
         found = with_model(own, plan, model).loaded.model
         stages = found.stages(own.mesh, own.layout)  # whatever the file says of them
         tensors = placed(found.lower(own.mesh, own.layout, own.options))
-        front = FORMATS[to.value].arrays
+        front, dtype = form.arrays, computed_in(found)
         if front == "torch" and isinstance(found, NamesModules):
             arrays = found.modules(own)
         elif front and isinstance(found, AppliesPlans) and found.front_end == front:
@@ -96,11 +95,11 @@ def export(
     title = f"Layout of {own.data.model.name} on {own.mesh}, searched by layoutopt for {own.data.hardware}."
     beside = decided(own.options, own.layout, stages)
     what = Exported(
-        title, own.mesh, own.layout, *tensors, beside, arrays, own.slices, own.data.framework or ""
+        title, own.mesh, own.layout, *tensors, beside, arrays, own.slices, own.data.framework or "", dtype
     )
     text = written(what, to.value)
     more: dict[str, Any] = {}
-    unsaid = {} if to is Library.MAXTEXT else beside.refined
+    unsaid = beside.refined if form.every_variable else {}  # others say it, or refuse it
     if unsaid:
         more["not_said"] = Decided(refined=unsaid).model_dump(exclude_defaults=True)
     slices = {} if to is Library.MAXTEXT else own.slices

@@ -101,12 +101,7 @@ def generate(
 
 
 def _loaded(
-    session: Session,
-    source: str,
-    settings: Sequence[str],
-    rows: int,
-    mesh: str | None,
-    layout: str | None,
+    session: Session, source: str, settings: Sequence[str], rows: int, mesh: str | None, layout: str | None
 ) -> tuple[Loaded, GivenOptions]:
     """The decoding model, with a batch of as many texts as there are prompts (and the layout can split)."""
     from layoutopt.models.loading import load_model

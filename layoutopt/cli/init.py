@@ -64,8 +64,8 @@ def init(
         if jax and torch:
             raise UserError("--jax and --torch write different files; remove one of them")
         kind = "_jax" if jax else "_torch" if torch else ""
-        starter = Path(__file__).with_name(f"starter{kind}.py")
-        texts = {path: read_text(starter)}
+        starter = read_text(Path(__file__).with_name(f"starter{kind}.py"))
+        texts = {path: starter.replace("model.py", path.name)}
     else:
         if jax or torch or path != USUAL:
             extra = "--jax" if jax else "--torch" if torch else repr(str(path))

@@ -49,8 +49,7 @@ def launch(
         int, typer.Option("-n", "--processes", min=1, max=MOST, help="Number of worker processes.")
     ] = 2,
     restarts: Annotated[
-        int,
-        typer.Option(min=0, help="Maximum number of successive restarts without a new checkpoint."),
+        int, typer.Option(min=0, help="Maximum number of successive restarts without a new checkpoint.")
     ] = 3,
 ) -> None:
     """Start local workers that run one command together, and restart training if one fails.

@@ -95,26 +95,19 @@ def lint(
 
 
 def _best(found: Linted, loaded: Loaded) -> list[tuple[str, str]]:
-    """The fastest layout that fits, and the answer of the search if that is another one."""
+    """The fastest layout that fits, and what the search left out where its own answer is slower."""
     from layoutopt.optimize.bounds import EXACT
     from layoutopt.plan.schema import ProofStatus
 
     best, fastest = found.best, found.fastest
-
-    def row(seconds: float, given: GivenOptions) -> str:
-        stages = loaded.model.stages(given.mesh, given.layout)
-        return f"{seconds_text(seconds)} with {_text(given, stages)}"
-
     if fastest is None:
         return []
+    seconds = fastest.cost.step_seconds
     its = GivenOptions(fastest.program.mesh, fastest.layout, fastest.decided)
-    label = "proven best" if found.status == ProofStatus.OPTIMAL else "best found"
-    rows = [(label, row(fastest.cost.step_seconds, its))]
-    if best is not None and best.predicted.step_seconds > fastest.cost.step_seconds * (1 + EXACT):
-        given = GivenOptions(best.mesh, best.layout, best.options)
-        limits = best.data.space.limits if best.data.space else ""
-        rows.append(("of the search", f"{row(best.predicted.step_seconds, given)} ({limits})"))
-    return rows
+    words = f"{seconds_text(seconds)} with {_text(its, loaded.model.stages(its.mesh, its.layout))}"
+    if best is not None and best.data.space and best.predicted.step_seconds > seconds * (1 + EXACT):
+        words += f" ({best.data.space.limits})"
+    return [("proven best" if found.status == ProofStatus.OPTIMAL else "best found", words)]
 
 
 def _text(given: GivenOptions, pipeline: Mapping[str, int]) -> str:

@@ -12,14 +12,7 @@ import typer
 
 from layoutopt.cli.given import UNDECIDED, ByHand
 from layoutopt.cli.grouped import grouped
-from layoutopt.cli.options import (
-    JsonOption,
-    LayoutOption,
-    MeshOption,
-    ModelArgument,
-    SetOption,
-    examples,
-)
+from layoutopt.cli.options import JsonOption, LayoutOption, MeshOption, ModelArgument, SetOption, examples
 from layoutopt.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -70,18 +63,13 @@ def lower(
             layout=axes_of(given.layout),
             refined=refined_of(given.layout),
             emit=emit.value,
-            instructions=_counted(program),
+            instructions=dict(Counter(instr.name for instr, _ in program.walk()).most_common()),
             communication_bytes_per_device=program.communication_bytes(),
             program=text,
         )
     )
     if not as_json:
         sys.stdout.write(text if text.endswith("\n") else text + "\n")
-
-
-def _counted(program: Program) -> dict[str, int]:
-    """Instructions by name, those of a loop's body once."""
-    return dict(Counter(instr.name for instr, _ in program.walk()).most_common())
 
 
 def _emit(program: Program, form: LowerOutput) -> str:

@@ -147,10 +147,7 @@ def _show(
         facts(
             [
                 *told.model(model_info(loaded.model)),
-                (
-                    "mesh",
-                    f"{trainer.mesh} ({trainer.mesh.devices} devices of {session.where})",
-                ),
+                ("mesh", f"{trainer.mesh} ({trainer.mesh.devices} devices of {session.where})"),
                 ("layout", layout_text(predicted.layout)),
                 (
                     "step",

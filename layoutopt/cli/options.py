@@ -158,7 +158,7 @@ FrameworkOption = Annotated[
         help="Training software to predict for, NAME[@VERSION][:variant=option,…], or a file (see "
         "`layoutopt frameworks`).",
         autocompletion=complete_framework,
-        show_default="the model's own: jax for a JAX program, else layoutopt",
+        show_default="the model's own: jax for a JAX program, torch for a PyTorch module, else layoutopt",
     ),
 ]
 MemoryOption = Annotated[

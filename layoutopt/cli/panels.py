@@ -77,7 +77,8 @@ def _lines(command: Any, path: str) -> Iterator[str]:
     width = max((len(_typed(p)) for p in used), default=0)
     for param in used:
         yield _cut(f"  {_typed(param):{width}}  {param.help or ''}")
-    if found := _example(command.epilog or ""):
+    examples = (line for line in (command.epilog or "").split("\n") if line.startswith("layoutopt "))
+    if found := next(examples, ""):
         yield f"Example: {found}"
     yield f"All options: {path} --help"
 
@@ -91,11 +92,6 @@ def _cut(line: str) -> str:
     """A line, cut at a word where the terminal ends."""
     wide = min(WIDE, get_terminal_size((WIDE, 0)).columns)
     return line if len(line) <= wide else f"{line[: wide - 2].rsplit(' ', 1)[0]} …"
-
-
-def _example(epilog: str) -> str:
-    """The first example of a command's help."""
-    return next((line for line in epilog.split("\n") if line.startswith("layoutopt ")), "")
 
 
 def asks_short(words: Sequence[str]) -> bool:

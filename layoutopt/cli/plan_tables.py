@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING
 from layoutopt.cli.terminal import DOUBT, FITS, GOOD, Terminal, facts
 from layoutopt.plan.machine_details import errors_known, sure
 from layoutopt.plan.schema import ANSWER, Alternative
-from layoutopt.plan.units import (
-    layout_text,
-    used_text,
-)
+from layoutopt.plan.units import layout_text, used_text
 from layoutopt.space.objective import Objective
 from reports.views import facts as told
 from reports.views.layouts import frontier, layouts
@@ -63,6 +60,7 @@ def summary(plan: Plan, fits: Fits, limit: int, behind: str) -> list[tuple[str, 
         *([("host", p.host)] if p.host else []),
         ("accuracy", behind),
         ("proof", proof(plan)),
+        *told.searched(plan.data),
         *told.left(plan.data),
     ]
 
@@ -74,8 +72,8 @@ def verdicts(plan: Plan, fits: Fits) -> dict[str, str]:
 
 
 def proof(plan: Plan) -> str:
-    """The proof of the answer in words, and how to extend it."""
-    return str(told.proof(plan.data, plan.data.space.limits if plan.data.space else ""))
+    """The proof of the answer in words."""
+    return str(told.proof(plan.data, ""))
 
 
 def decided_rows(said: Decided, model: Model | None) -> list[tuple[str, str]]:

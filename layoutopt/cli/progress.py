@@ -72,31 +72,32 @@ class Bounds(Display):
         super().__init__(
             terminal, SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
         )
-        self.what, self.shown = what, shown
+        self.what, self.shown, self.space = what, shown, ""
         self.task = self.progress.add_task(what, total=None)
 
-    def update(self, best: float, bound: float) -> None:
+    def update(self, best: float, bound: float, where: str = "") -> None:
         """Shows better numbers; infinite ones are unknown."""
-        self._show(self.what, best, bound)
-
-    def show(self, now: SearchStatus) -> None:
-        """How far a search of several meshes is."""
-        where = f"{self.what}, {now.looked} ({now.number:,} of {now.count:,})"
-        left = "" if now.left is None else f", about {duration_text(max(round(now.left), 1))} left"
-        self._show(where, now.best, now.bound, left)
-
-    def _show(self, what: str, best: float, bound: float, more: str = "") -> None:
         assert self.task is not None
         known = bounds_text(best, bound, self.shown)
-        self.progress.update(self.task, description=f"{what}: {known}{more}")
+        self.progress.update(self.task, description=f"{where or self.what}: {known}")
+
+    def show(self, now: SearchStatus) -> None:
+        """How far a search of several meshes is; a line where it has proven the best usual layout."""
+        if self.space and now.space != self.space and math.isfinite(now.best):
+            best = self.shown(now.best)
+            self.terminal.say(f"the best {self.space} layout: {best}; searching {now.space} (Ctrl-C ends it)")
+        self.space, part = now.space, f", {now.part:.0%} of its tables" if now.part else ""
+        where = ", ".join(filter(None, (self.what, now.space, now.looked)))
+        where += f" ({now.number:,} of {now.count:,}{part})" * bool(now.count)
+        self.update(now.best, now.bound, where)
 
 
 def bounds_text(best: float, bound: float, shown: Callable[[float], str]) -> str:
     """Best, bound and gap in words."""
     parts = [f"best {shown(best)}" if math.isfinite(best) else "nothing found yet"]
     if math.isfinite(bound):
-        parts.append(f"bound {shown(bound)}")
-        if math.isfinite(best) and best > 0:
+        parts.append(f"bound {shown(bound)}" if bound > 0 else "no bound yet")
+        if math.isfinite(best) and bound > 0:
             parts.append(f"gap {100 * (best - bound) / best:.2f}%")
     return ", ".join(parts)
 

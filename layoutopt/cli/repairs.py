@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from layoutopt.models.loading import Loaded
     from layoutopt.optimize.infeasible import Diagnosis, Smaller
     from layoutopt.plan.details import Repair
-    from mesh_tf_core.errors import InfeasibleError
+    from mesh_tf_core.errors import NoLayoutError
     from mesh_tf_core.model import Model
 
 
@@ -88,12 +88,10 @@ def show_repairs(terminal: Terminal, repairs: Sequence[Repair]) -> None:
 
 
 def refusal(
-    error: InfeasibleError, found: Diagnosis, repairs: Sequence[Repair], as_json: bool
-) -> InfeasibleError:
+    error: NoLayoutError, found: Diagnosis, repairs: Sequence[Repair], as_json: bool
+) -> NoLayoutError:
     """The error of a search that found nothing, with its conflict; repairs are in it for programs."""
-    from mesh_tf_core.errors import InfeasibleError
-
-    said = InfeasibleError("; ".join(filter(None, (str(error), str(found) if as_json else found.why))))
+    said = type(error)("; ".join(filter(None, (str(error), str(found) if as_json else found.why))))
     space = None if error.nearest is None else error.nearest.data.space
     said.more = {} if space is None else {"space": space.model_dump(mode="json")}
     said.more |= {"conflict": list(found.conflict), "repairs": [each.to_json() for each in repairs]}

@@ -45,13 +45,9 @@ def report(
         ),
     ] = None,
     figures: Annotated[
-        Path | None,
-        path_option("DIR", "Folder to write the figures to, as SVG, PNG and PDF."),
+        Path | None, path_option("DIR", "Folder to write the figures to, as SVG, PNG and PDF.")
     ] = None,
-    tables: Annotated[
-        Path | None,
-        path_option("DIR", "Folder to write the tables to, as CSV."),
-    ] = None,
+    tables: Annotated[Path | None, path_option("DIR", "Folder to write the tables to, as CSV.")] = None,
     tokens: TokensOption = None,
     price: PriceOption = None,
     model: ModelOption = None,

@@ -34,13 +34,7 @@ from layoutopt.cli.options import (
 )
 from layoutopt.cli.progress import Bounds
 from layoutopt.cli.terminal import Terminal
-from layoutopt.cli.training_cost import (
-    PriceOption,
-    TokensOption,
-    read_prices,
-    read_tokens,
-    training_cost,
-)
+from layoutopt.cli.training_cost import PriceOption, TokensOption, read_prices, read_tokens, training_cost
 from layoutopt.cli.ways import AcceptLossOption, ReplicaModel, is_choice, show_ways
 from layoutopt.plan.units import bytes_text, seconds_text
 from layoutopt.runtime.clock import Clock
@@ -53,7 +47,7 @@ if TYPE_CHECKING:
     from layoutopt.models.loading import Loaded
     from layoutopt.optimize.infeasible import Diagnosis
     from layoutopt.plan.build import Plan
-    from mesh_tf_core.errors import InfeasibleError
+    from mesh_tf_core.errors import NoLayoutError
 
 EXAMPLES = examples(
     'layoutopt search examples/transformer_lm.py --mesh "data:2;model:4" --out plan.json',
@@ -78,10 +72,8 @@ def search(
     objective: Annotated[
         Objective,
         typer.Option(
-            help=(
-                "Minimise the step time within the memory limit (time), minimise the peak memory "
-                "(memory), or list the Pareto frontier of the two (pareto)."
-            )
+            help="Minimise the step time within the memory limit (time), minimise the peak memory "
+            "(memory), or list the Pareto frontier of the two (pareto)."
         ),
     ] = Objective.TIME,
     allowed: Allowed = OnMesh(),  # noqa: B008
@@ -90,14 +82,8 @@ def search(
     tokens: TokensOption = None,
     price: PriceOption = None,
     time_limit: TimeLimitOption = None,
-    out: Annotated[
-        Path | None,
-        path_option("PLAN.json", "Write the plan to this file."),
-    ] = None,
-    report: Annotated[
-        Path | None,
-        path_option("FILE.html", "Write an HTML report to this file."),
-    ] = None,
+    out: Annotated[Path | None, path_option("PLAN.json", "Write the plan to this file.")] = None,
+    report: Annotated[Path | None, path_option("FILE.html", "Write an HTML report to this file.")] = None,
     output: Output = OUTPUT,
 ) -> None:
     """Find the best layout of a model, prove that it is optimal, and show it with its alternatives."""
@@ -106,7 +92,7 @@ def search(
     from layoutopt.models.loading import load_model
     from layoutopt.optimize.entry import search as find
     from layoutopt.plan.training import check_tokens
-    from mesh_tf_core.errors import InfeasibleError
+    from mesh_tf_core.errors import NoLayoutError
 
     terminal = output.terminal
     check_out(out, read=[model])
@@ -119,16 +105,10 @@ def search(
     loaded = in_time(clock, model, lambda: load_model(model, settings or (), many))
     check_tokens(count, loaded.model.tokens)
     machine = machine_on.read(loaded.model)
-    where: dict[str, Any] = {
-        "mesh": on,
-        "framework": machine_on.framework,
-        "devices": devices,
-        "max_axes": max_axes,
-        "hardware": machine,
-        "memory": None if memory is None else limit,
-    }
+    where: dict[str, Any] = {"mesh": on, "devices": devices, "max_axes": max_axes, "hardware": machine}
+    where |= {"framework": machine_on.framework, "memory": None if memory is None else limit}
     ways, one = _ways(allowed.given("--diloco"), accept_loss, where)
-    asked = allowed.space(diloco=one).keywords
+    asked = allowed.space(typed, diloco=one).keywords
     if ways:
         del asked["diloco"]
     shown = bytes_text if objective is Objective.MEMORY else seconds_text
@@ -155,7 +135,7 @@ def search(
                     loaded = shares.of(kept.plan)
                 else:
                     kept.plan = find(loaded.model, **where, **asked, **more)
-        except InfeasibleError as error:
+        except NoLayoutError as error:
             from layoutopt.cli.repairs import refusal, repairs_of, show_repairs
 
             diagnosis = _diagnosed(terminal, clock, loaded, error)
@@ -252,7 +232,7 @@ def _detailed(
     return full
 
 
-def _diagnosed(terminal: Terminal, clock: Clock, loaded: Loaded, error: InfeasibleError) -> Diagnosis:
+def _diagnosed(terminal: Terminal, clock: Clock, loaded: Loaded, error: NoLayoutError) -> Diagnosis:
     """Why nothing fits, and what would help, as far as that is known in time."""
     from layoutopt.cli.repairs import smaller_batch
     from layoutopt.optimize.infeasible import Diagnosis
@@ -261,7 +241,8 @@ def _diagnosed(terminal: Terminal, clock: Clock, loaded: Loaded, error: Infeasib
     if diagnose is not None:
         more: dict[str, Any] = {} if clock.left is None else {"seconds": clock.left}
         more |= {"smaller": smaller_batch(loaded)}
-        with terminal.waiting("no layout fits; searching for changes that help"), suppress(KeyboardInterrupt):
+        first = f"{str(error).splitlines()[0]}; searching for changes that help (Ctrl-C ends it)"
+        with terminal.waiting(first), suppress(KeyboardInterrupt):
             clock.within(DETAILED, lambda: found.append(diagnose(**more)))
     return found[-1]
 

@@ -103,13 +103,10 @@ class Sheet:
             if fits or not gone.column.rank:
                 break
             parts.remove(gone)
-            if gone.column.beside:
-                parts = [
-                    replace(p, texts=[*map(_joined, p.texts, gone.texts)])
-                    if p.column.key == gone.column.beside
-                    else p
-                    for p in parts
-                ]
+            for i, p in enumerate(parts if gone.column.beside else []):
+                if p.column.key == gone.column.beside:
+                    both = zip(p.texts, gone.texts, strict=True)
+                    parts[i] = replace(p, texts=["; ".join(filter(None, pair)) for pair in both])
         return parts
 
     def _rows_below(self, parts: Sequence[_Part], room: int) -> list[RenderableType]:
@@ -139,10 +136,6 @@ class Sheet:
         for n, (first, *texts) in enumerate(zip(*(part.texts for part in parts), strict=True)):
             yield Text(first, style=self._style(n) or "")
             yield Facts([(name, text) for name, text in zip(heads, texts, strict=True) if text], {})
-
-
-def _joined(text: str, more: str) -> str:
-    return "; ".join(filter(None, (text, more)))
 
 
 def _widths(parts: Sequence[_Part], room: int) -> list[int] | None:

@@ -285,7 +285,6 @@ def _devices(texts: Sequence[str]) -> tuple[int, ...]:
 
 
 def _sizes(text: str) -> tuple[float, float]:
-
     low, colon, high = text.partition(":")
     least = parse_count(low, "--sizes", "1B:20B")
     return least, parse_count(high, "--sizes", "1B:20B") if colon else least

@@ -35,7 +35,6 @@ class SolverName(StrEnum):
     AUTO = "auto"
     CP_SAT = "cp-sat"
     HIGHS = "highs"
-    EXHAUSTIVE = "exhaustive"
 
 
 @grouped

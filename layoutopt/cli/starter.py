@@ -18,11 +18,7 @@ import mesh_tf_core as mtf
 # Every hyperparameter has a default; `--set name=value` changes it. Nothing is computed here, and no device
 # is named: the function only says which named dimensions there are and what is done with them.
 def model(
-    batch: int = 64,
-    features: int = 32,
-    hidden: int = 256,
-    classes: int = 8,
-    learning_rate: float = 0.003,
+    batch: int = 64, features: int = 32, hidden: int = 256, classes: int = 8, learning_rate: float = 0.003
 ) -> mtf.Model:
     """Two dense layers that classify points into `classes` kinds."""
     g = mtf.Graph("two_layers")

@@ -202,6 +202,7 @@ def _searched(session: Session, loaded: Loaded, machine: Hardware, mesh: str | N
     meshes of as many devices as there are."""
     from layoutopt.optimize.entry import search
     from layoutopt.plan.build import parse_plan
+    from layoutopt.space.allow import USUAL
     from mesh_tf_core.engines import device_count
 
     cluster, terminal = session.cluster, session.terminal
@@ -221,6 +222,7 @@ def _searched(session: Session, loaded: Loaded, machine: Hardware, mesh: str | N
                 hardware=machine,
                 on_progress=bounds.show,
                 alternatives=False,
+                allow=USUAL,
             )
 
     if cluster is None:

@@ -58,8 +58,7 @@ def verify(
     settings: SetOption = None,
     model: ModelOption = None,
     text: Annotated[
-        Path | None,
-        path_option("FILE", "Write the compiled program (HLO) to this file."),
+        Path | None, path_option("FILE", "Write the compiled program (HLO) to this file.")
     ] = None,
     time_limit: TimeLimitOption = None,
     output: Output = OUTPUT,
@@ -127,10 +126,7 @@ def _show(
         terminal.show(facts(rows))
         return
     rows += [
-        (
-            "compiled",
-            f"{'the JAX step itself' if own else 'yes'}, in {duration_text(made.compile_seconds)}",
-        ),
+        ("compiled", f"{'the JAX step itself' if own else 'yes'}, in {duration_text(made.compile_seconds)}"),
         (
             "memory",
             f"peak {bytes_text(made.peak_bytes)}, predicted {bytes_text(peak)} "

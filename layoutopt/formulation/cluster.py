@@ -88,7 +88,7 @@ class Cluster:
 
 def _about(nest: Collection[str], recompute: Policies) -> Policies:
     """The policies about loops of a nest."""
-    return frozenset([each for each in recompute if each.dim in nest])
+    return frozenset([each.whole for each in recompute if each.dim in nest])
 
 
 def numbers_of(nodes: Iterable[Node]) -> tuple[int, ...]:

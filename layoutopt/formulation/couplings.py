@@ -1,7 +1,5 @@
 """The combinations of options that a restriction allows (`layoutopt.space.restriction`)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

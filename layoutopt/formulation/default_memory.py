@@ -6,8 +6,6 @@ This is the estimate of Mesh-TensorFlow's `auto_mtf`: no kernels, no moved copie
 needs no lowering, so it quickly finds layouts with little memory; it bounds nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -1,10 +1,8 @@
 """Couplings between the operations of a graph when it is lowered (see `clusters`): joined here, stated by the
 passes that couple them."""
 
-from __future__ import annotations
-
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Mapping, Set
+from collections.abc import Collection, Hashable, Set
 from fractions import Fraction
 
 from costmodels.kernels.fusion import fusion
@@ -61,7 +59,7 @@ class Dependencies:
         self.granularity = dict(structure.granularity)
         self.graph, self.returned, self.fusion = graph, frozenset(returned), fusion(graph.outline())
         apart = stage_times(graph.outline())
-        self.counts: Mapping[int, float] = {} if apart is None else apart.nodes
+        self.counts: dict[int, float] = {} if apart is None else dict(apart.nodes)
         live = {instr.origin.node for instr, _ in program.walk()}
         loops = (instr for instr, _ in program.walk() if isinstance(instr, Loop))
         self.stacks = {program.values[s.outer].tensor for loop in loops for s in loop.stacked}

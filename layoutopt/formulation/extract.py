@@ -152,12 +152,7 @@ class Draft:
     """
 
     def __init__(
-        self,
-        model: Model,
-        mesh: Mesh,
-        decided: Decisions,
-        pricer: Pricer,
-        whole: bool = False,
+        self, model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer, whole: bool = False
     ) -> None:
         self.model, self.mesh, self.decided, self.pricer = model, mesh, decided, pricer
         self.together: Combinations | None = None
@@ -241,10 +236,11 @@ class Draft:
         index = Index(self.decided.free, self.decided)
         return Combinations(index, (*rows, *coupled(self.decided, index)))
 
-    def times(self) -> Problem:
-        """The problem with the existing tables, without shared latencies of messages."""
-        index = Index(self.decided.free, self.decided)
-        return self._problem(_time_terms(self.tables, _groups(self.tables), index, self.pricer), ())
+    def times(self, tables: Sequence[Table] | None = None) -> Problem:
+        """The problem with the existing tables, or with these alone, without shared latencies of messages."""
+        index, made = Index(self.decided.free, self.decided), self.tables if tables is None else tables
+        terms = _time_terms(made, _groups(made), index, self.pricer)
+        return self._problem(terms, (), self.fixed_seconds if tables is None else 0.0)
 
     @property
     def fixed_seconds(self) -> float:
@@ -252,13 +248,13 @@ class Draft:
         met = (self.pricer.fixed_seconds(each.program()) / each.period for each in self.meetings)
         return sum(met, self.pricer.fixed_seconds(self.program))
 
-    def _problem(self, terms: list[Term], groups: tuple[BucketKey, ...]) -> Problem:
+    def _problem(self, terms: list[Term], groups: tuple[BucketKey, ...], fixed: float) -> Problem:
         variables = [
             ChoiceVariable.of(n, ["+".join(c) or "-" for c in self.decided.options[n]])
             for n in self.decided.free
         ]
         variables += [ChoiceVariable.of(_named(key), ["no", "yes"]) for key in groups]
-        if fixed := self.fixed_seconds:
+        if fixed:
             start = Sparse(np.zeros((1, 0), np.int64), np.array([fixed]))
             terms = [*terms, Term((), start, "the start of a step")]
         for each in coupled(self.decided, Index(self.decided.free, self.decided)):
@@ -275,7 +271,7 @@ class Draft:
         rows = memory or MemoryConstraints(
             self.context, decided, names, self.tables, self.tabler, self.meetings
         )
-        problem, waits = self._problem(terms, groups), self._waits(index)
+        problem, waits = self._problem(terms, groups, self.fixed_seconds), self._waits(index)
         for each in waits:
             problem = each.into(problem)
         problem = replace(problem, rows=(*problem.rows, *self._host_rows(index)))

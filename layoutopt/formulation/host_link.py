@@ -101,7 +101,7 @@ class HostLink:
                 values = np.rint(WHOLE * found)
                 table_of = Sparse(self.index.listed(table), values)
                 entries[way].append(RowTerm(self.index.scope(table.names), table_of))
-        every = ((way, sum(map(_most, entries[way])), often) for way, often in sorted(runs.items()))
+        every = ((way, sum(e.most for e in entries[way]), often) for way, often in sorted(runs.items()))
         # Products of the same cluster may hide all that it moves.
         return tuple(self._wait(way, entries[way], most, often) for way, most, often in every if most > 0)
 
@@ -179,8 +179,3 @@ class HostLink:
 def _piece(program: Program, mesh: Mesh, value: int) -> TensorType:
     v = program.values[value]
     return local_type(v.shape, v.dtype, v.splits, mesh)
-
-
-def _most(entry: RowTerm) -> float:
-    assert isinstance(entry.table, Sparse)
-    return float(entry.table.values.max(initial=0.0))

@@ -35,6 +35,7 @@ from mesh_tf_core.ir.program import (
     Value,
 )
 from mesh_tf_core.lower import Subgraph
+from mesh_tf_core.ops.chunks import ChunkAs
 from mesh_tf_core.ops.stages import StageStack
 
 
@@ -170,14 +171,18 @@ class Lifetimes:
             m = self.live.memory(v)
             if m != v and tensor[v] >= 0 and m in born and tensor[m] < 0:
                 tensor[m] = tensor[v]
-        made = {tensor[v] for v in born}
+        made, outline = {tensor[v] for v in born}, self.program.outline
+        assert outline is not None
         for node in own:
-            outputs = self.instrs[self.main[node.index]].outputs if node.index in self.main else ()
-            if len(outputs) == len(node.outputs):
-                for o, t in zip(outputs, node.outputs, strict=True):
-                    if t not in made and tensor[o] < 0:
-                        tensor[o] = t
-                        made.add(t)
+            # In chunks, others follow what makes the result.
+            for instr in reversed(self.instrs[: self.main.get(node.index, -1) + 1]):
+                if instr.origin.node == node.index and len(instr.outputs) == len(node.outputs):
+                    for o, t in zip(instr.outputs, node.outputs, strict=True):
+                        size = {d.name: d.size for d in self.program.values[o].shape}
+                        whole = all(size.get(d.name, 0) >= d.size for d in outline.tensor(t).shape)
+                        if t not in made and tensor[o] < 0 and whole:
+                            tensor[o] = t
+                            made.add(t)
 
     def _values(self, own: Sequence[Node]) -> dict[int, int]:
         tensor, found = self.tensor, dict[int, int]()
@@ -220,13 +225,23 @@ class Lifetimes:
 
     @cached_property
     def inside(self) -> dict[int, tuple[int, ...]]:
-        """Node -> the values of no tensor that are held while its main instruction runs."""
+        """Node -> the values of no tensor that are held while its main instruction runs; none that another
+        node computes, whose result is counted (products in chunks add up their results side by side)."""
         spans = [
             (v, self.born[v], self.until.get(v, len(self.instrs)))
             for v, instr in self.maker.items()
             if self.tensor[v] < 0 and self.live.has(v) and not isinstance(instr, Loop)
         ]
-        return {n: tuple(v for v, a, b in spans if a <= at <= b) for n, at in self.main.items()}
+        of = {v: i.origin.node for v, i in self.maker.items() if isinstance(i, Local)}
+        main = self.main.items()
+        return {n: tuple(v for v, a, b in spans if a <= at <= b and of.get(v, n) == n) for n, at in main}
+
+    @cached_property
+    def chunked(self) -> frozenset[int]:
+        """The nodes of products in chunks, and of what is done with their chunks: these run side by side."""
+        count = Counter(i.origin.node for i in self.maker.values() if isinstance(i, Local))
+        chunks = any(isinstance(i, Local) and isinstance(i.op, ChunkAs) for i in self.instrs)
+        return frozenset(n for n in count if chunks and count[n] > 1)
 
     def read(self, tensor: int, node: int, later: bool) -> int | None:
         """The value of a tensor that a node's main instruction, or what is `later`, still reads."""

@@ -8,18 +8,27 @@ cluster's dimensions name them (`Naming`). If the answers are the same, so is th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Set
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
+from costmodels.pricing.overlap import loads_or_stores
 from costmodels.pricing.pricer import Pricer
 from costmodels.pricing.templates import ItemisedCost, Templates
 from layoutopt.formulation.lifetimes import LifetimesCache
+from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.lower import Subgraph
-from mesh_tf_core.lower.combine import Waiting
-from mesh_tf_core.lower.oracle import Answers
+from mesh_tf_core.lower import Options, Subgraph
+from mesh_tf_core.lower.collective_matmul import decompose
+from mesh_tf_core.lower.combine import Waiting, waiting
+from mesh_tf_core.lower.oracle import Answers, Oracle
+from mesh_tf_core.lower.pipeline import begin_part
+from mesh_tf_core.lower.start_done import start_and_done
+from mesh_tf_core.lower.subgraph import NO_CUT, Cut
+from mesh_tf_core.lower.sums import totalled
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -44,18 +53,76 @@ class LoweredCluster:
     program: Program | None
 
 
+@dataclass(eq=False)
+class _Begun:
+    """A cluster after `begin_part`; `plain`: after lowering, if no product goes in chunks."""
+
+    asked: Answers
+    program: Program | None
+    plain: LoweredCluster | None = None
+
+
 @dataclass
 class LoweringCache:
     """The lowered clusters of one graph, on hardware that makes the same items."""
 
+    graph: Graph
     templates: Templates
     lifetimes: LifetimesCache = field(default_factory=LifetimesCache)
-    _known: dict[Subgraph, dict[Hashable, list[LoweredCluster]]] = field(default_factory=dict)
+    _known: dict[Hashable, list[LoweredCluster]] = field(default_factory=lambda: defaultdict(list))
+    _begun: dict[Hashable, list[_Begun]] = field(default_factory=lambda: defaultdict(list))
 
-    def of(self, subgraph: Subgraph) -> dict[Hashable, list[LoweredCluster]]:
-        """The lowered programs of a subgraph, by the axes of its dimensions and its options without
-        storage."""
-        return self._known.setdefault(subgraph, {})
+    def lowered(
+        self, subgraph: Subgraph, options: Options, oracle: Oracle, outputs: Set[int], cut: Cut = NO_CUT
+    ) -> LoweredCluster:
+        """A subgraph of a cluster, lowered now unless it is known.
+
+        Args:
+          outputs: `Cluster.totalled`.
+        """
+        known = self._known[subgraph, (oracle.layout, options.without_placement, cut.key)]
+        for lowered in known:
+            if oracle.agree(lowered.asked):
+                return lowered
+        begun = self._begin(subgraph, options, oracle, cut)
+        found = LoweredCluster(subgraph, (), None, (), (), None)
+        if begun.program is not None:
+            with suppress(LayoutError):
+                found = self._ended(begun, subgraph, options, oracle, outputs, cut)
+        known.append(replace(found, asked=tuple(oracle.asked.items())))
+        return known[-1]
+
+    def _begin(self, subgraph: Subgraph, options: Options, oracle: Oracle, cut: Cut) -> _Begun:
+        """A subgraph up to where products go in chunks; the queries are in `oracle.asked`."""
+        chunks = options.collective_matmul if subgraph.again else None
+        known = self._begun[subgraph, (oracle.layout, options.without_chunks, chunks, cut.key)]
+        for begun in known:
+            if oracle.agree(begun.asked):
+                oracle.asked = dict(begun.asked)
+                return begun
+        oracle.asked, program = {}, None
+        with suppress(LayoutError):
+            program = begin_part(self.graph, subgraph, oracle, options, cut)
+        known.append(_Begun(tuple(oracle.asked.items()), program))
+        return known[-1]
+
+    def _ended(
+        self, begun: _Begun, subgraph: Subgraph, options: Options, oracle: Oracle, outputs: Set[int], cut: Cut
+    ) -> LoweredCluster:
+        assert begun.program is not None
+        chunked = decompose(begun.program, options.collective_matmul, oracle)
+        if chunked is begun.program and begun.plain is not None:
+            return begun.plain
+        program = start_and_done(cut.end(chunked))
+        # What others read of a first run, `Fusion` knows of the whole graph; of a second one it does not.
+        every = self.templates.itemised(program if subgraph.again else replace(program, results={}))
+        cost = tuple(
+            [each for each in every if not loads_or_stores(each[0].template.unit)]
+        )  # rows see to these
+        found = LoweredCluster(subgraph, (), cost, waiting(program), totalled(program, outputs), program)
+        if chunked is begun.program:
+            begun.plain = found
+        return found
 
 
 @dataclass(frozen=True)
@@ -103,4 +170,4 @@ class Namings:
 def lowering_cache(graph: Graph, pricer: Pricer) -> LoweringCache:
     """The lowering cache of a graph, valid until the graph changes."""
     itemiser = pricer.itemiser
-    return graph.remembered((LoweringCache, itemiser), lambda: LoweringCache(Templates(itemiser)))
+    return graph.remembered((LoweringCache, itemiser), lambda: LoweringCache(graph, Templates(itemiser)))

@@ -14,20 +14,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
+from costmodels.stage_ends import StageEnd
 from layoutopt.formulation.held_bytes import HeldBytes, PointKey, undominated
-from layoutopt.formulation.lifetimes import ClusterMemory
+from layoutopt.formulation.lifetimes import ByteRule, ClusterMemory
 from layoutopt.formulation.memory_points import ProgramPoints
 from layoutopt.formulation.outer_step_context import OuterStepContext
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import Table, Tabler
 from layoutopt.solver import ResourceRow, RowTerm, Sparse
+from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.recompute import RunsAgain, again_in
+
+MEANWHILE = {ByteRule.INSIDE, ByteRule.RESULT, ByteRule.OPERAND}  # read off at a point's own instruction
 
 
 class MemoryConstraints:
@@ -51,7 +56,7 @@ class MemoryConstraints:
         self.context, self.dependencies = context, context.dependencies
         self.decided, self.names = decided, tuple(names)
         self.always = again_in(decided.read({})[1])
-        self.rules = tabler.pricer.itemiser.compiler.memory
+        self.rules = tabler.pricer.itemiser.compiler.rules
         self._bytes = _Bytes(context, decided, self.names, tables, tabler)
         self.met = Counter[RowTerm]()
         for meeting in meetings:
@@ -65,13 +70,13 @@ class MemoryConstraints:
         of `again` does not run again, or keeps something else. No limits are set."""
         again |= self.always
         if again not in self._made:
-            points = self.context.points(again, self.rules)
-            base = self._entries(points.variables()) + self.met
-            entries, counts = self._counts(points)
             found = []
-            for point in undominated(counts):
-                held = Counter({entries[i]: int(counts[point, i]) for i in np.flatnonzero(counts[point])})
-                found.append(self._only(self._row(points, point, base + held), again - self.always))
+            for points in self.context.points(again, self.rules):
+                base = self._variables(points)
+                entries, counts = self._counts(points)
+                for point in undominated(counts):
+                    held = Counter({entries[i]: int(counts[point, i]) for i in np.flatnonzero(counts[point])})
+                    found.append(self._only(self._row(points, point, base + held), again - self.always))
             self._made[again] = tuple(found)
         return self._made[again]
 
@@ -80,28 +85,26 @@ class MemoryConstraints:
     ) -> tuple[ResourceRow, dict[PointKey, float]] | None:
         """The row of the point at which a node runs, and its bytes under some choices besides the variables;
         None if there is no such point. (Of several, the one that holds most.)"""
-        points = self.context.points(again | self.always, self.rules)
         found = []
-        for point in points.running(node, phase):
-            things = [*points.variables(), *(thing for _, thing in points.at(point))]
-            found.append((self._row(points, point, self._entries(things) + self.met), point))
+        for points in self.context.points(again | self.always, self.rules):
+            spans = [*self._held(points)]
+            for point in points.running(node, phase):
+                held = [(key, entry) for first, last, key, entry in spans if first <= point <= last]
+                entries = self._variables(points) + Counter(entry for _, entry in held)
+                found.append((self._row(points, point, entries), held))
         if not found:
             return None
-        row, at = max(found, key=lambda f: f[0].use(choices))
+        row, held = max(found, key=lambda f: f[0].use(choices))
         counted: dict[PointKey, float] = {}
-        for key, thing in points.at(at):
-            entry = self._bytes.entry(thing)
-            counted[key] = counted.get(key, 0.0) + (0.0 if entry is None else entry.use(choices))
+        for key, entry in held:
+            counted[key] = counted.get(key, 0.0) + entry.use(choices)
         return self._only(row, again - self.always), counted
 
     def _counts(self, points: ProgramPoints) -> tuple[list[RowTerm], np.ndarray]:
         """Different tables, and how often each point holds each, of shape (points, tables)."""
         number: dict[RowTerm, int] = {}
-        spans: list[tuple[int, int, int]] = []
-        for counted in points.counted:
-            entry = self._bytes.entry(counted.thing)
-            if entry is not None:
-                spans.append((number.setdefault(entry, len(number)), counted.first, counted.last + 1))
+        found = self._held(points)
+        spans = [(number.setdefault(entry, len(number)), first, last + 1) for first, last, _, entry in found]
         changes = np.zeros((len(points.instrs) + 1, len(number)), np.int64)
         if spans:
             tables, first, after = np.array(spans).T
@@ -109,11 +112,48 @@ class MemoryConstraints:
             np.add.at(changes, (after, tables), -1)
         return list(number), changes.cumsum(axis=0)[:-1]
 
-    def _entries(self, things: Iterable[HeldBytes]) -> Counter[RowTerm]:
-        return Counter(entry for thing in things if (entry := self._bytes.entry(thing)) is not None)
+    def _held(self, points: ProgramPoints) -> Iterator[tuple[int, int, PointKey, RowTerm]]:
+        """The first and last point that hold something, its key and its table. If products run in chunks,
+        only what is there before and after all of them is sure to be there while each runs."""
+        windows = self._windows(points)
+        for first, last, key, thing in points.counted:
+            pieces: list[tuple[int, int, frozenset[str]]] = []
+            for begin, end, chunks in windows if thing.reading not in MEANWHILE else ():
+                if first <= end and begin <= last and not (first < begin and end < last):
+                    pieces += (first, begin - 1, frozenset()), (max(first, begin), min(last, end), chunks)
+                    first = end + 1
+            for begin, end, chunks in (*pieces, (first, last, frozenset[str]())):
+                entry = self._bytes.entry(thing, points.end, chunks) if begin <= end else None
+                if entry is not None:
+                    yield begin, end, key, entry
+
+    def _windows(self, points: ProgramPoints) -> list[tuple[int, int, frozenset[str]]]:
+        """First and last points of products that some layout runs in chunks, and the decisions for that."""
+        makers, spans = self.context.makers, dict[Hashable, tuple[int, int, frozenset[str]]]()
+        decisions = frozenset(n for n in self.decided.of(CollectiveMatmul) if any(self.decided.options[n]))
+        chunks = [decisions.intersection(cluster.switches) for cluster in makers.clusters]
+        chunked = cache(lambda n: self._bytes.chunked(n, points.end) if chunks[n] else frozenset[int]())
+        for i, origin in enumerate(instr.origin for instr in points.instrs):
+            cluster, like = makers.runs.get(origin.node, (0, -1))
+            if like in chunked(cluster):
+                block = self.dependencies.block_of[origin.node].id
+                key = id(makers.given[origin.node]), block, origin.phase
+                spans[key] = spans.get(key, (i,))[0], i, chunks[cluster]
+        merged: list[tuple[int, int, frozenset[str]]] = []
+        for begin, end, names in spans.values():
+            if merged and begin <= merged[-1][1]:
+                begin, last, others = merged.pop()
+                end, names = max(last, end), others | names
+            merged.append((begin, end, names))
+        return merged
+
+    def _variables(self, points: ProgramPoints) -> Counter[RowTerm]:
+        found = (self._bytes.entry(thing, points.end) for thing in points.variables())
+        return Counter(filter(None, found)) + self.met
 
     def _row(self, points: ProgramPoints, point: int, held: Mapping[RowTerm, int]) -> ResourceRow:
         name = f"memory at {points.instrs[point].name} #{point}"
+        name += " of the last stage" * (points.end is StageEnd.LAST)
         return ResourceRow(name, math.inf, tuple(self._times(entry, n) for entry, n in held.items()))
 
     def _times(self, entry: RowTerm, n: int) -> RowTerm:
@@ -129,7 +169,7 @@ class MemoryConstraints:
         """The row, made useless for choices that do not run these loops again."""
         if not again:
             return row
-        most = sum(map(_most, row.entries))
+        most = sum(entry.most for entry in row.entries)
         gates = []
         for name, chosen in sorted(again):
             table = np.array([0.0 if c == chosen else -most for c in self.decided.options[name]])
@@ -169,21 +209,31 @@ class _Bytes:
         self.context, self.decided, self.tabler = context, decided, tabler
         self._number = {n: i for i, n in enumerate(names)}
         self._tables = {id(table.cluster): table for table in tables}
-        self._clusters: dict[int, _Lowered] = {}
-        self._entries: dict[HeldBytes, RowTerm | None] = {}
+        self._clusters: dict[tuple[int, StageEnd], _Lowered] = {}
+        self._entries: dict[tuple[HeldBytes, StageEnd, frozenset[str]], RowTerm | None] = {}
         self._same: dict[Hashable, RowTerm] = {}
 
-    def entry(self, thing: HeldBytes) -> RowTerm | None:
-        """The bytes of a thing; None if it never has any."""
-        if thing not in self._entries:
-            found = self._cluster(thing.cluster)
+    def entry(
+        self, thing: HeldBytes, end: StageEnd = StageEnd.FIRST, unless: frozenset[str] = frozenset()
+    ) -> RowTerm | None:
+        """The bytes of a thing; None if it never has any.
+
+        Args:
+          end: the stage, where each is a program of its own.
+          unless: decisions; 0 unless all are as by default and matter to the thing's cluster.
+        """
+        key = thing, end, unless
+        if key not in self._entries:
+            found = self._cluster(thing.cluster, end)
             each = [
                 parts[thing.run].bytes(thing.reading, thing.what, thing.more) if thing.run in parts else 0
                 for parts in found.parts
             ]
-            values = thing.share * np.array(each, float)
-            self._entries[thing] = self._entry(found, values[found.which]) if values.any() else None
-        return self._entries[thing]
+            values = thing.share * np.array(each, float)[found.which]
+            for number in map(self._number.get, unless):
+                values *= found.listed[:, found.scope.index(number)] == 0 if number in found.scope else 0
+            self._entries[key] = self._entry(found, values) if values.any() else None
+        return self._entries[key]
 
     def _entry(self, found: _Lowered, values: np.ndarray) -> RowTerm:
         """A table without the decisions that do not matter to it."""
@@ -206,15 +256,20 @@ class _Bytes:
             self._same[key] = RowTerm(scope, Sparse(listed, sizes))
         return self._same[key]
 
-    def _cluster(self, number: int) -> _Lowered:
-        if number in self._clusters:
-            return self._clusters[number]
+    def chunked(self, cluster: int, end: StageEnd) -> frozenset[int]:
+        """The nodes of a cluster that run in chunks under some assignment."""
+        parts = (memory for each in self._cluster(cluster, end).parts for memory in each.values())
+        return frozenset(node for memory in parts for node in memory.lifetimes.chunked)
+
+    def _cluster(self, number: int, end: StageEnd) -> _Lowered:
+        if (number, end) in self._clusters:
+            return self._clusters[number, end]
         makers = self.context.makers
         cluster = makers.clusters[number]
         table = self._tables.get(id(cluster)) or self.tabler.table(cluster, self.decided)
         place = [{o: i for i, o in enumerate(self.decided.options[n])} for n in table.names]
         listed = [[p[o] for p, o in zip(place, assignment, strict=True)] for assignment in table.entries]
-        lifetimes, rules = self.tabler.cache.lifetimes, self.tabler.pricer.itemiser.compiler.memory
+        lifetimes, rules = self.tabler.cache.lifetimes, self.tabler.pricer.itemiser.compiler.rules
         numbers: dict[Hashable, int] = {}
         parts, which = [], []
         for entry in table.entries.values():
@@ -225,17 +280,16 @@ class _Bytes:
                 for lowered in entry.lowered:
                     assert lowered.program is not None and entry.mesh is not None
                     found = lifetimes.of(lowered.program, makers.nodes, lowered.subgraph, rules)
-                    sizes = rules.sizes(lowered.program)
+                    sizes = rules.sizes(lowered.program, end)
                     run = lowered.subgraph.again
                     memories[run] = ClusterMemory(found, lowered.program, entry.mesh, sizes)
                 parts.append(memories)
             which.append(numbers[key])
         scope = tuple(self._number[n] for n in table.names)
         shape = len(listed), len(scope)
-        self._clusters[number] = _Lowered(
-            scope, np.array(listed, np.int64).reshape(shape), parts, np.array(which)
-        )
-        return self._clusters[number]
+        lies = np.array(listed, np.int64).reshape(shape)
+        self._clusters[number, end] = _Lowered(scope, lies, parts, np.array(which, int))
+        return self._clusters[number, end]
 
 
 def _numbered(listed: np.ndarray) -> np.ndarray:
@@ -244,8 +298,3 @@ def _numbered(listed: np.ndarray) -> np.ndarray:
     for column in listed.T:
         code = code * (int(column.max(initial=0)) + 1) + column
     return code
-
-
-def _most(entry: RowTerm) -> float:
-    values = entry.table.values if isinstance(entry.table, Sparse) else entry.table
-    return float(values.max(initial=0.0))

@@ -9,8 +9,6 @@ Two kinds of values are counted differently, because they depend on the layout: 
 the readers of a block, and values that exist only during one operation.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 
@@ -32,8 +30,9 @@ class ProgramPoints:
     """The points of one program in which nothing is split: its instructions, loops before their bodies.
 
     Args:
-      recompute: the loops that run again in it.
       rules: of the compiler.
+      recompute: the loops that run again in it.
+      end: the stage, where each is a program of its own.
 
     Attributes:
       instrs: the instruction at each point.
@@ -41,14 +40,15 @@ class ProgramPoints:
     """
 
     def __init__(
-        self, makers: Makers, program: Program, rules: MemoryRules, recompute: Policies = frozenset()
+        self, makers: Makers, program: Program, rules: MemoryRules, recompute: Policies, end: StageEnd
     ) -> None:
-        self.makers, self.program = makers, program
+        self.makers, self.program, self.end = makers, program, end
+        self._sizes = rules.sizes(program, end)
         self._second = [cluster.second_runs(recompute) for cluster in makers.clusters]
         self._backward: list[Block] = []
         self.instrs, self.counted = list[Instr](), list[Counted]()
-        kernels, self._single = kernel_memory(program, rules, anyhow=True), rules.work(program)
-        self._runs_of = {n: run for n, run in makers.runs.items() if self._single.has(n, StageEnd.FIRST)}
+        kernels, self._single = kernel_memory(program, rules, anyhow=True, end=end), rules.work(program)
+        self._runs_of = {n: run for n, run in makers.runs.items() if self._single.has(n, end)}
         self._full = Liveness(program, kernels.shared, kernels.nowhere)
         self._own = Liveness(program, kernels.made_of, kernels.nowhere, renames=False)
         self._twice = {*kernels.twice, *kernels.twice.values()}
@@ -63,7 +63,7 @@ class ProgramPoints:
         # What a value is called: state by its tensor in the loop, stacks and parts by what they are of.
         self._enters: dict[int, int] = {}
         self._stacked: dict[int, tuple[int, int]] = {}
-        self._part: dict[int, tuple[int, int]] = {}
+        self._part: dict[int, tuple[int, float]] = {}
         self._again: dict[int, str] = {}
         blocks = makers.graph.blocks
         saved = {outer: inner for block in blocks for inner, outer in block.saved.items()}
@@ -82,7 +82,7 @@ class ProgramPoints:
 
     def variables(self) -> Iterator[HeldBytes]:
         """The variables: every point holds them."""
-        for name in sorted(self.program.variables.keys() - self._single.of_others(StageEnd.FIRST)):
+        for name in sorted(self.program.variables.keys() - self._single.of_others(self.end)):
             cluster, like = self.makers.variable[name]
             yield HeldBytes(ByteRule.VARIABLE, cluster, 0, like, "", 1.0)
 
@@ -107,13 +107,13 @@ class ProgramPoints:
             self._close(value, len(self.instrs) - 1)
 
     def _runs(self, instr: Instr, now: Held) -> None:
-        now.begins(instr, _one)
+        now.begins(instr, lambda _: 1)
         if run := self._run(instr):
             self._again.update(dict.fromkeys(instr.outputs, run))
         self._point(instr, now)
         self.instrs.append(instr)
         if isinstance(instr, Loop):
-            now.enters(instr, _one)
+            now.enters(instr, lambda _: 1)
             body = self.makers.nodes[instr.origin.node].body
             assert body is not None
             self._backward += [body] * (body.forward is not None)
@@ -132,8 +132,9 @@ class ProgramPoints:
             for carry, t in zip(loop.carried, body.carry_in, strict=False):
                 if tensors[carry.enter] < 0:
                     self._enters[carry.enter] = tensors[carry.enter] = t
-            sizes = {s.outer: self.program.local(s.outer).shape.sizes[0] for s in loop.sliced}
-            self._part.update((s.inner, (s.outer, sizes[s.outer])) for s in loop.sliced)
+            for s in loop.sliced:
+                share = self._sizes.first(self.program.values[s.outer])
+                self._part[s.inner] = s.outer, self.program.local(s.outer).shape.sizes[0] * share
         self._stacked = stacks_of(self.program, tensors)
         self._sums = sums_of(self.program, tensors)
 
@@ -336,7 +337,7 @@ class ProgramPoints:
                 at, position = position, position + 1
                 if isinstance(instr, Loop):
                     visit(instr.body, instr.origin.node)
-                elif not self._single.has(instr.origin.node, StageEnd.FIRST):
+                elif not self._single.has(instr.origin.node, self.end):
                     continue
                 elif isinstance(instr, Local) and instr.origin.phase != Phase.UPDATE:
                     casts = instr.op.converts and self._tensor(instr.outputs[0]) in structure.owner
@@ -384,17 +385,14 @@ class ProgramPoints:
     def _casts(self, casts: Sequence[tuple[int, Local, int, int]]) -> None:
         """Casts of a variable's parts that are kept for all iterations."""
         first: dict[int, int] = {}
-        kept: dict[int, tuple[int, int, int]] = {}
+        kept: dict[int, tuple[float, int, int]] = {}
         for position, cast, source, times in casts:
             one = first.setdefault(self._full.memory(source), cast.outputs[0])
-            kept[one] = times, kept.get(one, (times, position))[1], position
-        for value, (times, begin, end) in kept.items():
+            parts = times * self._sizes.first(self.program.values[source])
+            kept[one] = parts, kept.get(one, (parts, position))[1], position
+        for value, (parts, begin, end) in kept.items():
             thing = self._thing(value, ByteRule.CASTS)
             if thing is not None:
-                thing = thing._replace(share=thing.share * times)
+                thing = thing._replace(share=thing.share * parts)
                 span = self._starts[begin], self._starts[end + 1] - 1
                 self.counted.append(Counted(*span, self._key(value), thing))
-
-
-def _one(_: int) -> int:
-    return 1

@@ -148,7 +148,7 @@ class SecondRuns:
         handed, found = remat.handed(self.dependencies.unread), set[int]()
         for block in self.graph.blocks:
             if remat.again(block):
-                found |= remat.kept(block, self.dependencies.unread, live=True)
+                found |= remat.second(block, self.dependencies.unread, live=True).kept
             elif has_backward(block, self.graph):
                 found |= handed(block)
         return found

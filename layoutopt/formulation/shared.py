@@ -21,11 +21,13 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.padding import paddable
+from mesh_tf_core.lower.storage import paddable
 from mesh_tf_core.model import Model
 
 ONE = Mesh([("device", 1)])
 PLAIN = Structure()
+TABLERS = 16
+"""Number of meshes whose tables are kept: alternatives of an answer ask for them again."""
 
 
 class Lowered(HasTrainingStep, Protocol):
@@ -51,16 +53,13 @@ class SharedContext:
     divided: Mapping[str, Set[int]] | None = None
 
     def __init__(
-        self,
-        model: Lowered,
-        structure: Structure = PLAIN,
-        cut: frozenset[int] = frozenset(),
+        self, model: Lowered, structure: Structure = PLAIN, cut: frozenset[int] = frozenset()
     ) -> None:
         step = structure.step_of(model)
         self.model, self.structure, self.graph = model, structure, step.graph
         self._programs: dict[RunsAgain, Program] = {}
-        self._tabler: Tabler | None = None
-        self._points: dict[tuple[RunsAgain, MemoryRules], ProgramPoints] = {}
+        self._tablers: list[Tabler] = []
+        self._points: dict[tuple[RunsAgain, MemoryRules], list[ProgramPoints]] = {}
         self.cut = cut
         self._more: dict[frozenset[int], SharedContext] = {}
         returned = [t.id for t in step.results.values()]
@@ -106,35 +105,34 @@ class SharedContext:
         return self._programs[again]
 
     def tabler(
-        self,
-        mesh: Mesh,
-        pricer: Pricer,
-        padded: Mapping[str, frozenset[str]] | None = None,
-        apart: Axes = (),
+        self, mesh: Mesh, pricer: Pricer, padded: Mapping[str, frozenset[str]] | None = None, apart: Axes = ()
     ) -> Tabler:
-        """Makes its tables on a mesh; the tables for the last pricer are cached.
+        """Makes its tables on a mesh; those of the last `TABLERS` are cached.
 
         Args:
           padded, apart: see `Tabler`; `padded` None: the context's own.
         """
         padded = self.padded if padded is None else padded
-        padded, known = paddable(self.graph) if padded is None else padded, self._tabler
-        if known is None or known.pricer is not pricer or (known.padded, known.apart) != (padded, apart):
-            more = self.narrow, padded, self.divided, apart
-            self._tabler = known = Tabler(self.graph, mesh, pricer, *more)
-        return known
+        padded = paddable(self.graph) if padded is None else padded
+        more = self.narrow, padded, self.divided, apart
+        alike = (t for t in self._tablers if t.pricer is pricer and (t.padded, t.apart) == (padded, apart))
+        found = next(alike, None) or Tabler(self.graph, mesh, pricer, *more)
+        self._tablers = [found, *(t for t in self._tablers if t is not found)][:TABLERS]
+        return found
 
     @cached_property
     def makers(self) -> Makers:
         """The cluster that makes each tensor."""
         return Makers(self.dependencies, self.clusters)
 
-    def points(self, again: RunsAgain, rules: MemoryRules) -> ProgramPoints:
-        """The points of the step and the values at each, by the compiler's rules."""
+    def points(self, again: RunsAgain, rules: MemoryRules) -> list[ProgramPoints]:
+        """The points of the step and the values at each, by the compiler's rules, for each of the stages that
+        hold most."""
         if (again, rules) not in self._points:
-            self._points[again, rules] = ProgramPoints(
-                self.makers, self.program(again), rules, options_of(again).get("recompute", frozenset())
-            )
+            program, recompute = self.program(again), options_of(again).get("recompute", frozenset())
+            self._points[again, rules] = [
+                ProgramPoints(self.makers, program, rules, recompute, end) for end in rules.ends(program)
+            ]
         return self._points[again, rules]
 
 

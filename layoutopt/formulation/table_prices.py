@@ -1,7 +1,5 @@
 """The cost of single layouts from the costs of clusters, each lowered on first use."""
 
-from __future__ import annotations
-
 import math
 
 from layoutopt.formulation.extract import Draft, latency, own_seconds, shared_seconds

@@ -13,32 +13,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 
 import numpy as np
 
 from costmodels.pricing.pricer import Pricer
-from costmodels.pricing.templates import ItemisedCost
 from layoutopt.formulation.cluster import Cluster, rules_of
 from layoutopt.formulation.lowering_cache import LoweredCluster, Naming, Namings, lowering_cache
 from layoutopt.solver.form import Ints
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
-from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.program import Program
-from mesh_tf_core.lower import Options, Subgraph
-from mesh_tf_core.lower.combine import BucketKey, Waiting, together, waiting
-from mesh_tf_core.lower.cut import NO_CUT, Cut
+from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.combine import BucketKey, together
 from mesh_tf_core.lower.oracle import Oracle
-from mesh_tf_core.lower.padding import paddable
-from mesh_tf_core.lower.pipeline import lower_part
 from mesh_tf_core.lower.placement import placement
 from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.lower.replicas import alone
-from mesh_tf_core.lower.storage import Stage, narrow_reads
-from mesh_tf_core.lower.sums import totalled
+from mesh_tf_core.lower.storage import Stage, narrow_reads, paddable
+from mesh_tf_core.lower.subgraph import NO_CUT, Cut
 from mesh_tf_core.tracing.graph import Graph
 
 Assignment = tuple[Choice, ...]
@@ -221,44 +216,44 @@ class Tabler:
         Args:
           only: leaves some of the assignments, before anything is lowered.
         """
-        bare, known = only(legal(cluster, decided)), self._entries.setdefault(cluster, {})
-        every, count = [decided.fixed.get(n, ()) for n in cluster.decisions], _splits(cluster)
+        bare, price = only(legal(cluster, decided)), self._prices(cluster, decided)
+        every = [decided.fixed.get(n, ()) for n in cluster.decisions]
         place = [cluster.decisions.index(n) for n in bare.names]
         entries: dict[Assignment, Entry] = {}
-        placed: tuple[Assignment, Naming, Layout, Cut] | None = None
-        switched: dict[Assignment, Options] = {}
-        alike = [(i, cluster.alike[n]) for i, n in enumerate(cluster.decisions) if n in cluster.alike]
         for assignment in bare.entries:
             for i, choice in zip(place, assignment, strict=True):
                 every[i] = choice
-            key = _merged(every, alike)
-            if key not in known:
-                splits, rest = key[:count], key[count:]
-                if placed is None or placed[0] != splits:
-                    placed = splits, *self._placed(cluster, splits)
-                if rest not in switched:
-                    switched[rest] = _options(cluster, decided, rest, self.mesh)
-                known[key] = self._entry(cluster, *placed[1:], switched[rest])
-            entry = known[key]
-            if entry is not None:
+            if (entry := price(every)) is not None:
                 entries[assignment] = entry
         return Table(cluster, bare.names, entries)
 
     def entry(self, cluster: Cluster, decided: Decisions, chosen: Mapping[str, Choice]) -> Entry | None:
         """The price of a cluster under one choice of everything; None if that is not legal."""
-        known = self._entries.setdefault(cluster, {})
+        return self._prices(cluster, decided)([chosen.get(n, ()) for n in cluster.decisions])
+
+    def _prices(self, cluster: Cluster, decided: Decisions) -> Callable[[Sequence[Choice]], Entry | None]:
+        """The price of a cluster by choices of all its decisions; what these share is made once."""
+        known, count = self._entries.setdefault(cluster, {}), _splits(cluster)
         alike = [(i, cluster.alike[n]) for i, n in enumerate(cluster.decisions) if n in cluster.alike]
-        key = _merged([chosen.get(n, ()) for n in cluster.decisions], alike)
-        if key not in known:
-            splits, rest = key[: _splits(cluster)], key[_splits(cluster) :]
-            options = _options(cluster, decided, rest, self.mesh)
-            known[key] = self._entry(cluster, *self._placed(cluster, splits), options)
-        return known[key]
+        placed = cache(partial(self._placed, cluster))
+        switched = cache(partial(_options, cluster, decided, mesh=self.mesh))
+
+        def price(every: Sequence[Choice]) -> Entry | None:
+            key = _merged(every, alike)
+            if key not in known:
+                known[key] = self._entry(cluster, *placed(key[:count]), switched(key[count:]))
+            return known[key]
+
+        return price
 
     def computed(self, cluster: Cluster, entry: Entry, chosen: Mapping[str, Choice]) -> float:
         """Seconds of an entry, under its choices, without messages."""
-        prices = self.namings.of([chosen.get(n, ()) for n in cluster.dims]).pricer
+        prices = self.prices_of(cluster, chosen)
         return sum(prices.computed(part.cost or ()) for part in entry.lowered)
+
+    def prices_of(self, cluster: Cluster, chosen: Mapping[str, Choice]) -> Pricer:
+        """The prices of a cluster's lowered programs, which name axes as its choices do."""
+        return self.namings.of([chosen.get(n, ()) for n in (*cluster.dims, *cluster.sums)]).pricer
 
     def _placed(self, cluster: Cluster, splits: Sequence[Axes]) -> tuple[Naming, Layout, Cut]:
         """Splits of a cluster's dimensions, and its pending sums, with the axes numbered."""
@@ -289,7 +284,7 @@ class Tabler:
         oracle = self._oracle(naming, layout, options)
         first = options if cluster.saves or not options.recompute else replace(options, recompute=NOTHING)
         runs = cluster.first_run(options.recompute)
-        lowered = self._lowered(cluster, runs, first, oracle, naming, cut)
+        lowered = self.cache.lowered(runs, first, oracle, cluster.totalled, cut)
         if lowered.cost is None:
             return None
         seconds = naming.pricer.total(lowered.cost)
@@ -306,7 +301,7 @@ class Tabler:
             small.update({BucketKey((naming.real[a],), dtype, late=True): () for a in axes})
         parts = [lowered]
         for each in cluster.second_runs(options.recompute):
-            second = self._lowered(cluster, each, options, oracle, naming)
+            second = self.cache.lowered(each, options, oracle, cluster.totalled)
             assert second.cost is not None
             seconds += naming.pricer.total(second.cost)
             parts.append(second)
@@ -339,35 +334,6 @@ class Tabler:
             for name, axes in layout.elsewhere
             for size in self.sizes[name]
         )
-
-    def _lowered(
-        self,
-        cluster: Cluster,
-        subgraph: Subgraph,
-        options: Options,
-        oracle: Oracle,
-        naming: Naming,
-        cut: Cut = NO_CUT,
-    ) -> LoweredCluster:
-        """A subgraph of a cluster, lowered now unless it is known."""
-        known = self.cache.of(subgraph).setdefault((oracle.layout, options.without_placement, cut.key), [])
-        for lowered in known:
-            if oracle.agree(lowered.asked):
-                return lowered
-        oracle.asked = {}
-        found: tuple[ItemisedCost | None, tuple[Waiting, ...], tuple[tuple[Axes, str], ...]] = (None, (), ())
-        program: Program | None = None
-        try:
-            program = lower_part(self.graph, subgraph, oracle, options, cut)
-            # What others read of a first run, `Fusion` knows of the whole graph; of a second one it does not.
-            read = program if subgraph.again else replace(program, results={})
-            every = self.cache.templates.itemised(read)
-            cost = tuple([each for each in every if not each[0].loads_or_stores])  # rows see to these
-            found = cost, waiting(program), totalled(program, cluster.totalled)
-        except LayoutError:
-            pass
-        known.append(LoweredCluster(subgraph, tuple(oracle.asked.items()), *found, program))
-        return known[-1]
 
 
 class Index:

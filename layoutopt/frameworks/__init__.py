@@ -9,7 +9,13 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 
+from costmodels.frameworks import load_framework
 from layoutopt.space.restriction import EVERYTHING, Restriction
+
+
+def restriction_of(framework: str) -> Restriction:
+    """The restriction of a framework, by the name that `--framework` takes."""
+    return says(load_framework(framework).says)
 
 
 def says(name: str) -> Restriction:

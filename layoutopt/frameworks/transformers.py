@@ -9,12 +9,15 @@ from dataclasses import replace
 
 from layoutopt.frameworks import torch
 from layoutopt.space.degrees import Degrees
+from layoutopt.space.kind import HYBRID
+from mesh_tf_core.lower.storage import ONCE
 
 WITHOUT = ("pipeline", "schedule", "context", "elsewhere")
 SAYS = replace(
     torch.EAGER,
     name="transformers",
-    says={name: values for name, values in (torch.EAGER.says or {}).items() if name not in WITHOUT},
+    says={n: values for n, values in (torch.EAGER.says or {}).items() if n not in WITHOUT}
+    | {"storage": ("layout", "zero2", "zero3", ONCE, HYBRID)},
     relations=(
         Degrees(
             hybrid=("zero2", "zero3"), sequence=False, whole_expert_groups=True, experts_where_stored=True

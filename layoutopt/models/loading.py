@@ -21,12 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from layoutopt.models.hparams import Defaults, defaults_of, parse_settings
-from layoutopt.models.recorded import (
-    MOST,
-    file_and_function,
-    hashes,
-    loaded_files,
-)
+from layoutopt.models.recorded import MOST, file_and_function, hashes, loaded_files
 from layoutopt.models.source import TORCH, function_of, is_torch, typed, user_errors
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.model import Model

@@ -19,12 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from layoutopt.models.checked import loader_of
-from layoutopt.models.recorded import (
-    FUNCTION,
-    MOST,
-    file_and_function,
-    search_folders,
-)
+from layoutopt.models.recorded import FUNCTION, MOST, file_and_function, search_folders
 from mesh_tf_core.errors import UserError, known_names
 
 PLANS = "to use a plan, pass it with --layout, e.g. layoutopt train MODEL --layout PLAN.json"

@@ -15,7 +15,9 @@ from layoutopt.optimize.baselines import (
     Pinned,
     axis_names,
     by_name,
+    called_mesh,
     chosen_by_name,
+    in_names,
 )
 from layoutopt.optimize.best_plans import FAR, BestPlans, StrategyAnswer
 from layoutopt.optimize.bounds import EXACT
@@ -63,6 +65,7 @@ class Alternatives:
       none: names that no plan has, as storage splits too little.
       full: it is proven that none of the layouts surely fits.
       plans: of each name.
+      usual: the request of the usual layouts, if the search went on from these.
     """
 
     request: Request
@@ -76,40 +79,44 @@ class Alternatives:
     none: list[str] = field(default_factory=list)
     full: bool = False
     plans: Mapping[str, Sequence[NamedStrategy]] = field(default_factory=dict)
+    usual: Request | None = None
 
-    def look(self, searched: LayoutSearch) -> None:
-        """Fills them in; `searched` has found the answer."""
-        request, best, subproblem = self.request, self.best, searched.incumbents.subproblem_of(self.best)
+    def look(self, searched: LayoutSearch, usual: LayoutSearch | None = None) -> None:
+        """Fills them in; `searched` has found the answer, perhaps after `usual`."""
+        request, best = self.request, self.best
+        first = usual if usual and usual.incumbents.has(best.mesh, best.layout, best.options) else searched
+        subproblem = first.incumbents.subproblem_of(best)
         quick = {name: (m, x, o) for name, m, x, o in by_name(request.model, best.mesh, self.names)}
         quick = {name: own for name, own in quick.items() if searched.incumbents.may_express(*own)}
         self.plans = plans = Baselines(request.model, best.mesh, self.shapes).plans()
         self.none = [] if {FSDP, CONTEXT} & plans.keys() else [FSDP]
-        search = BestPlans(request, best.seconds)
+        search = BestPlans((self.usual or self.request), best.seconds)
         self.missing += dict.fromkeys([*plans, *quick, *HEURISTICS])  # until they are found
         self._with_less_memory(searched)
         for name, some in plans.items():
-            answer = StrategyAnswer(proven=False) if request.late else search.of(some)
+            answer = StrategyAnswer(proven=search.none_fits(some)) if request.late else search.of(some)
             self._add(name, answer, quick.pop(name, None))
         for name, own in quick.items():
             if self._put(name, own, self.names):
                 self.missing.remove(name)
         for name, heuristic in HEURISTICS.items():
-            known = None if request.late else heuristic(request, subproblem)
+            known = None if request.late else heuristic((self.usual or self.request), subproblem)
             if known is not None and searched.incumbents.may_express(best.mesh, *known):
                 pinned = Pinned(request.model, best.mesh, known[0])
                 self._add(name, search.with_options(pinned), (best.mesh, *known))
             elif not request.late:
                 self.missing.remove(name)
 
-    def retry(self) -> None:
-        """Predicts the layouts with the least memory of names whose search did not end with one that fits."""
-        search, fits = BestPlans(self.request, self.best.seconds), {a.name for a in self.found if a.feasible}
+    def retry(self, searched: LayoutSearch) -> None:
+        """Adds plans of names without one that fits: the fastest known one, else one with little memory."""
+        search = BestPlans(self.usual or self.request, self.best.seconds)
+        fits = {a.name for a in self.found if a.feasible}
         for name in [n for n in self.plans if n in self.missing and n not in fits]:
-            found = search.lean(self.plans[name])
+            known = searched.incumbents.fitting(self.request.limit)
+            found = search.fastest_of(known, self.plans[name]) or search.lean(self.plans[name])
             if found is not None and found.peak <= self.request.limit:
                 self.found = [a for a in self.found if a.name != name]
-                names = self.names if found.mesh == self.best.mesh else {}
-                self.found.append(priced(self.request, name, found.mesh, found.layout, found.options, names))
+                self._put_found(name, found, self.shapes is not None)
 
     def _with_less_memory(self, searched: LayoutSearch) -> None:
         """Adds layouts that need less memory than the answer, where that has a use."""
@@ -166,7 +173,7 @@ class Alternatives:
     def _not_by_name(self) -> list[str]:
         """What could be chosen, and layouts by name could not; and what of it the answer has."""
         request, best = self.request, self.best
-        whole, few = request.allowed, chosen_by_name(request.allowed)
+        whole, few = request.allowed, chosen_by_name((self.usual or self.request).allowed)
         if not near_axes(best.mesh, whole, request.evaluator.near):  # hybrid means nothing here
             whole = replace(whole, storage=tuple(stage for stage in whole.storage if stage != HYBRID))
 
@@ -256,74 +263,39 @@ def _within(
         searched.proven, incumbents.most = proven, math.inf
 
 
-def ranked(request: Request, others: Sequence[EvaluatedLayout], searched_mesh: bool) -> list[Alternative]:
-    """The second best layout, the third, and so on, each with names for its own axes."""
-    every = enumerate(others, start=2)
-    return [called(request, f"number {number}", other, searched_mesh) for number, other in every]
-
-
 def called(request: Request, name: str, found: EvaluatedLayout, searched_mesh: bool) -> Alternative:
     """A layout that was searched, with names for its own axes."""
     names = axis_names(found.layout, found.mesh, request.model) if searched_mesh else {}
     return priced(request, name, found.mesh, found.layout, found.options, names)
 
 
-def point(request: Request, found: EvaluatedLayout, number: int, searched_mesh: bool) -> Alternative:
-    """One point of the frontier."""
-    names = axis_names(found.layout, found.mesh, request.model) if searched_mesh else {}
-    return Alternative(
-        name=f"frontier {number + 1}",
-        mesh=called_mesh(found.mesh, names).as_dict(),
-        layout=axes_of(found.layout.renamed(names)),
-        predicted=predicted_of(found.evaluation, names),
-        feasible=True,
-        **decided(
-            found.evaluation.decided.renamed(names), found.layout.renamed(names), found.evaluation.pipeline
-        ).model_dump(),
-    )
-
-
-def _tried(
-    request: Request, mesh: Mesh, layout: Layout, options: Options, names: Mapping[str, str]
-) -> tuple[Predicted | None, str | None, Options]:
-    """What a layout comes to, why it does not fit or is not legal, and the options that change something."""
-    try:
-        evaluation = request.evaluator(mesh, layout, options)
-    except LayoutError as error:
-        return None, str(error), options
-    return predicted_of(evaluation, names), evaluation.reason(request.limit), evaluation.decided
-
-
 def priced(
     request: Request, name: str, mesh: Mesh, layout: Layout, options: Options, names: Mapping[str, str]
 ) -> Alternative:
     """A layout beside the answer, predicted, or with the reason why it is illegal; `names`: of the axes."""
-    called, rules = called_mesh(mesh, names), layout.renamed(names)
-    predicted, reason, used = _tried(request, mesh, layout, options, names)
-    if reason is not None and called != mesh and not request.late:
-        # Reasons speak of axes.
-        predicted, reason, _ = _tried(request, called, rules, options.renamed(names), {})
+    rules, used = layout.renamed(names), options
+    predicted: Predicted | None = None
+    reason: str | None
+    try:
+        evaluation = request.evaluator(mesh, layout, options)
+    except LayoutError as error:
+        reason = str(error)
+    else:
+        predicted, used = predicted_of(evaluation, names), evaluation.decided
+        reason = evaluation.reason(request.limit)
     return Alternative(
         name=name,
-        mesh=called.as_dict(),
+        mesh=called_mesh(mesh, names).as_dict(),
         layout=axes_of(rules),
         predicted=predicted,
         feasible=reason is None,
-        reason=reason,
+        reason=None if reason is None else in_names(reason, names),
         **decided(used.renamed(names), rules, request.model.stages(mesh, layout)).model_dump(),
     )
-
-
-def called_mesh(mesh: Mesh, names: Mapping[str, str]) -> Mesh:
-    """A mesh with other names of axes."""
-    return Mesh([(names.get(a, a), n) for a, n in mesh.axes])
 
 
 def predicted_of(evaluation: Evaluation, names: Mapping[str, str]) -> Predicted:
     """The predicted step of an evaluation, with the given names of axes."""
     found = evaluation.predicted
-    sent = {
-        "+".join(names.get(a, a) for a in key.split("+")): n
-        for key, n in found.communication_bytes_per_device.items()
-    }
+    sent = {in_names(key, names): n for key, n in found.communication_bytes_per_device.items()}
     return found.model_copy(update={"communication_bytes_per_device": sent})

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
@@ -45,8 +46,7 @@ STORED_SPLIT = tuple(stage for stage in STAGES if (VARIABLE, BETWEEN) in SPLIT[s
 """Stages at which a variable is split between its updates."""
 WHOLE = tuple(stage for stage in STAGES if stage not in STORED_SPLIT)
 FSDP, CONTEXT = "fully sharded (FSDP)", "FSDP + context parallel"
-"""The names of plans in which most parameters are stored split: over devices that all split the batch, or
-not."""
+"""Plans in which most parameters are stored split; in the first, all devices split the batch."""
 
 
 def chosen_by_name(allowed: SearchSpace) -> SearchSpace:
@@ -169,7 +169,7 @@ class Pinned(Plans):
         stages = {dim: self.layout.axes(dim) for dim in ways}
         try:
             schedule = allowed.restriction.among(allowed, "schedule")[:1]
-            again = next(runs_again(self.model, stages, schedule[0], allowed), frozenset())
+            again = next(runs_again(self.model, stages, allowed), frozenset())
             graph = self.model.training_step(microbatches, ways, schedule[0], again).graph
             pins = {n: self.layout.axes(n) for n in graph.dims() if n not in stages}
             wanted = replace(allowed, pins=pins, forbid={}, microbatches=(microbatches,))
@@ -288,7 +288,7 @@ def by_name(
         if found is not None:
             yield name, mesh, *found
     own = {new: old for old, new in (names or {}).items()}
-    called = Mesh([((names or {}).get(a, a), n) for a, n in mesh.axes])
+    called = called_mesh(mesh, names or {})
     for name, (mesh_text, layout_text) in model.layouts.items():
         layout, its = Layout(layout_text), Mesh(mesh_text) if mesh_text else called
         axes = {a for found in layout.values() for a in found}
@@ -298,9 +298,18 @@ def by_name(
             yield name, its, layout, Options()
 
 
+def called_mesh(mesh: Mesh, names: Mapping[str, str]) -> Mesh:
+    """A mesh with other names of axes."""
+    return Mesh([(names.get(a, a), n) for a, n in mesh.axes])
+
+
+def in_names(text: str, names: Mapping[str, str]) -> str:
+    """A text about a searched mesh, with the names of its axes in a plan (`axis_names`)."""
+    return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), text)
+
+
 def axis_names(layout: Layout, mesh: Mesh, model: Model) -> dict[str, str]:
-    """Speaking names for the axes of a searched mesh: `data` where the batch is split, `pipe` where layers
-    are, `model` elsewhere."""
+    """Names for axes of a searched mesh: `data` splits the batch, `pipe` layers, `model` others."""
     on_batch = set(layout.axes(model.batch_dim)) if model.batch_dim else set()
     on_layers = {axis for dim in model.stages(mesh, layout) for axis in layout.axes(dim)}
     counts = {word: itertools.count(1) for word in ("data", "pipe", "model")}

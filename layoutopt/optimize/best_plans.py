@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -93,14 +93,31 @@ class BestPlans:
             search.squeeze(plans, self.parts)
         return StrategyAnswer(search.best or search.over, search.proven, far)
 
+    def none_fits(self, plans: Sequence[Plans]) -> bool:
+        """True if the variables of each of them are too large: more microbatches do not make them smaller."""
+        made = ((each.mesh, each.decided(self.request.allowed, self.parts[0])) for each in plans)
+        sizes = (held(self.request.model, mesh, found) for mesh, found in made if found is not None)
+        return all(size > self.request.limit for size in sizes)
+
+    def fastest_of(self, known: Iterable[EvaluatedLayout], plans: Sequence[Plans]) -> EvaluatedLayout | None:
+        """The fastest of some known layouts that is one of the plans."""
+
+        def among(found: EvaluatedLayout) -> bool:
+            parts = found.options.microbatches
+            made = (p.decided(self.request.allowed, parts) for p in plans if p.mesh == found.mesh)
+            return any(d is not None and d.allows(found.layout, found.options) for d in made)
+
+        return next(filter(among, sorted(known, key=lambda f: f.seconds)), None)
+
     def lean(self, plans: Sequence[Plans]) -> EvaluatedLayout | None:
         """One of them as written, with the options that hold least and the fewest microbatches, else the
-        most, if it fits; else that with the least memory. No search is needed."""
+        most that it allows, if it fits; else that with the least memory. No search is needed."""
         found: list[EvaluatedLayout] = []
-        for number in dict.fromkeys((self.parts[0], self.parts[-1])):
+        for parts in (self.parts[:1], self.parts[:0:-1]):
             for each in plans[:TRIES]:
-                decided, plain = each.decided(self.request.allowed, number), each.plain()
-                if decided is not None and plain is not None and decided.agrees(plain[0]):
+                every, plain = (each.decided(self.request.allowed, n) for n in parts), each.plain()
+                decided = next((d for d in every if d and plain and d.agrees(plain[0])), None)
+                if decided is not None and plain is not None:
                     found += filter(None, [_priced(self.request, each.mesh, plain[0], decided)])
                 if found and found[-1].peak <= self.request.limit:
                     return found[-1]
@@ -113,7 +130,7 @@ class BestPlans:
         for number in self.parts:
             decided = plans.decided(self.request.allowed, number)
             if decided is not None and not search.best and not self.request.late:
-                search.choose_options(Subproblem(plans.mesh, decided))
+                search.choose_options(Subproblem.of(plans.mesh, decided))
         return StrategyAnswer(search.best or search.over, not self.request.late)
 
 
@@ -193,11 +210,11 @@ class _StrategySearch:
         if held(self.request.model, plans.mesh, decided) > self.request.limit:
             return
         cases = [*_cases(decided, plans)] if plans.split else [decided]
-        problems = [Subproblem(plans.mesh, case) for case in cases]
+        problems = [Subproblem.of(plans.mesh, case) for case in cases]
         # Each is asked for when the one before it is kept.
         answers: Iterator[EvaluatedLayout | None] = map(self._ask, problems)
         if len(problems) > 1:  # the fastest of all is mostly one of them
-            every = Subproblem(plans.mesh, decided)
+            every = Subproblem.of(plans.mesh, decided)
             found = self._ask(every)
             if found is None or _split(found, plans):
                 problems, answers = [every], iter([found])
@@ -251,9 +268,9 @@ class _StrategySearch:
             # Variables do not get smaller with more microbatches.
             fewest = held(self.request.model, each.mesh, legal[0][1]) > self.request.limit
             decided = legal[0 if fewest or self.least.get(id(each), 0.0) >= self.far else -1][1]
-            found = lean(self.request, Subproblem(each.mesh, decided))
+            found = lean(self.request, Subproblem.of(each.mesh, decided))
             if found is not None and not _split(found, each):
-                cases = (lean(self.request, Subproblem(each.mesh, case)) for case in _cases(decided, each))
+                cases = (lean(self.request, Subproblem.of(each.mesh, case)) for case in _cases(decided, each))
                 found = min(filter(None, cases), key=lambda f: f.peak, default=None)
             self._keep(found)
 

@@ -63,7 +63,7 @@ def conditions(model: Model, asked: Asked, everything: bool = False) -> list[Con
             found.append(Condition(name, None, said, dim))
     space, machine = space_of(asked), machine_in(asked)
     shapes = meshes(asked.get("mesh"), asked.get("devices"), asked.get("max_axes", 2), machine)
-    targets = [Target(model, mesh, machine.hosts_apart) for mesh in shapes]
+    targets = [Target.on(machine, model, mesh) for mesh in shapes]
     for name, every in allow.found(targets, everything).items():
         known = space.said(name) or ()
         every = getattr(space.restriction.narrowed(space.but(**{name: every})), name)

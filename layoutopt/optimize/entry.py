@@ -5,28 +5,37 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from costmodels.frameworks import load_framework
 from costmodels.hardware import Hardware, machine_of
-from layoutopt.frameworks import says
+from layoutopt.frameworks import restriction_of
+from layoutopt.optimize.agreement import rows_said
 from layoutopt.optimize.evaluator import check_limit
 from layoutopt.optimize.infeasible import diagnose
 from layoutopt.optimize.plan_details import with_details
 from layoutopt.optimize.planning import make_plan, nearest_plan
-from layoutopt.optimize.request import SEARCHED, Better, OnSearchStatus, Request, SearchStatus
+from layoutopt.optimize.request import (
+    ANSWERED,
+    BESIDE,
+    SEARCHED,
+    Better,
+    OnSearchStatus,
+    Request,
+    SearchStatus,
+)
 from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
-from layoutopt.optimize.subproblems import subproblems
+from layoutopt.optimize.subproblems import possible, subproblems
 from layoutopt.optimize.unrestricted import unrestricted
 from layoutopt.optimize.warm_start import WarmStart
 from layoutopt.plan.build import Plan, parse_plan
 from layoutopt.plan.details import Searched
 from layoutopt.plan.fields import LARGEST
 from layoutopt.runtime.clock import Clock
-from layoutopt.space.allow import resolved
+from layoutopt.space import allow
 from layoutopt.space.decisions import ARGUMENTS, SearchSpace
 from layoutopt.space.keywords import from_python, gathered
 from layoutopt.space.kind import Target
@@ -35,13 +44,17 @@ from layoutopt.space.objective import Objective
 from layoutopt.space.recorded import recorded
 from layoutopt.space.restriction import EVERYTHING
 from mesh_tf_core.arguments import is_number, is_whole
-from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
+from mesh_tf_core.errors import InfeasibleError, LimitError, NoLayoutError, UndecidedError, UserError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
 
 __all__ = ["AUTO", "Limits", "Objective", "OnSearchStatus", "SearchSpace", "SearchStatus", "search"]
 MOST_LISTED = 1000
 """The largest number of best layouts in a list: each takes a separate search."""
+UNDECIDED = "the search ended before it was decided whether another layout fits (--allow everything)"
+NOT_SEARCHED = "only the usual layouts were searched"
+STOPPING = 2.0
+"""Seconds after Ctrl-C for what is beside the usual answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +65,9 @@ class Limits:
       memory: bytes of a device that a layout may use (None: the hardware's memory).
       max_axes: the largest number of axes of a mesh, when `devices` is given instead of a mesh.
       top: number of best layouts to list.
-      time_limit: seconds, or a running clock (None: no limit). The search ends at most two seconds later with
-        the best layout found and its lower bound.
+      time_limit: seconds, or a running clock (None: no limit, but 60 seconds beyond the usual decisions, see
+        `SearchSpace.allow`). The search ends at most two seconds later with the best layout found and its
+        lower bound.
       alternatives: also find named layouts, such as data parallel, and simpler layouts, to compare with.
       keep_best: Ctrl-C, or KeyboardInterrupt raised by `on_better`, ends the search with the best layout
         found, without a proof. `Plan.stopped` is then True.
@@ -90,6 +104,8 @@ def search(
 ) -> Plan:
     """Finds the best layout of a model and proves that no layout in the search space is better.
 
+    It proves the best usual layout, then searches everything for `time_limit`, else 60 seconds.
+
     Args:
       model: the model to plan.
       mesh: a mesh, or its axes such as "data:2;model:4". Give either `mesh` or `devices`.
@@ -98,6 +114,7 @@ def search(
       space: the search space: splits, storage, recomputation, microbatches, pipelines and so on.
       limits: limits of memory, time and output.
       objective: `time` (fastest that fits), `memory` (least peak), or `pareto` (adds the frontier of both).
+      on_progress: called with a `SearchStatus` now and then, for example `print`.
       framework: the training software, `NAME[@VERSION][:variant=option,…]` (None: the model's own).
       asked: fields of `SearchSpace` and of `Limits`, such as `pins="batch:data"` or `memory=16e9`; they
         override `space` and `limits`.
@@ -110,7 +127,8 @@ def search(
         the error's attribute `nearest` is the plan with the least memory. Its attribute `repairs` lists
         changes under which a layout fits, the cheapest first: `search(model, **error.repairs[0].asked)`
         returns a plan. With `alternatives=False` the message is short, and the error has neither.
-      LimitError: the time limit ended the search before it found a layout.
+      LimitError: the time limit ended the search before it found a layout. Where none of the usual ones fits
+        it is an UndecidedError, with the same attributes.
       UserError: an argument is wrong.
 
     Example:
@@ -137,27 +155,29 @@ def search(
     shapes = meshes(mesh, devices, limits.max_axes, chosen)
     restriction = allowed.restriction
     if restriction is EVERYTHING:
-        restriction = says(load_framework(chosen.framework).says)
+        restriction = restriction_of(chosen.framework)
     restriction = restriction.of(model)
     restriction.narrowed(allowed, SearchSpace())  # refuses what somebody set
-    allowed = resolved(allowed, [Target(model, shape, chosen.hosts_apart) for shape in shapes])
-    objective = Objective(objective)
-    whole = allowed.settled(objective).but(restriction=EVERYTHING)
-    allowed = restriction.narrowed(whole).but(restriction=restriction)
     if allowed.offload:
         _check_host(chosen)
-    keep_best, top = limits.keep_best, limits.top
+    objective = Objective(objective)
+    targets = [Target.on(chosen, model, shape) for shape in shapes]
+    every = [
+        each.settled(objective).but(restriction=EVERYTHING)
+        for each in allow.spaces(allowed, targets, objective)
+    ]
+    within = [restriction.narrowed(each).but(restriction=restriction) for each in every]
+    keep_best, top, renames = limits.keep_best, limits.top, mesh is None
     request = Request(
         model,
         chosen,
         chosen.usable_memory_bytes if limits.memory is None else float(limits.memory),
         objective,
-        allowed,
+        within[0],
         top,
         clock,
         on_progress,
         limits.on_better,
-        limits.alternatives,
     )
     question = Searched(
         hardware=hardware if isinstance(hardware, str) else hardware.name,
@@ -165,43 +185,92 @@ def search(
         devices=None if devices is None else int(devices),
         max_axes=int(limits.max_axes),
         objective=objective,
-        **recorded(whole),
+        **recorded(every[0]),
     )
+    own = {"mesh": mesh, "devices": devices, "max_axes": limits.max_axes, "hardware": chosen}
+    own |= {"memory": limits.memory, "objective": objective}
+    own |= {} if restriction is EVERYTHING else {"restriction": restriction}
+
+    def explain(error: NoLayoutError, looked: LayoutSearch, more: str = "") -> NoLayoutError:
+        """The error with the nearest layout, and what finds repairs."""
+        why = list[str]()
+        if looked.none and limits.alternatives:
+            with suppress(KeyboardInterrupt) if keep_best else nullcontext(), clock.at_most(BESIDE):
+                clock.within(ANSWERED, lambda: why.append(looked.why()))
+        rows = rows_said(looked.request)
+        error.args = ("".join((str(error), *why, f" ({rows}: this is not proven)" * bool(rows), more)),)
+        if (nearest := nearest_plan(looked.request, looked)) is not None:
+            error.nearest = nearest.with_details(search=question)
+        if limits.alternatives:
+            asked = {**own, **looked.request.allowed.keywords}
+            error.diagnose = partial(diagnose, search, model, asked, least=looked.least)
+        return error
 
     # No function of its own: a plan goes to other processes (pickle) with what completes it.
     full = partial(with_details, model=model, hardware=chosen, limit=int(min(request.limit, LARGEST)))
-    looked = LayoutSearch(request, mesh is None, start=WarmStart(request, shapes, limits.start))
+    start = WarmStart(request, shapes, limits.start)
+    wider = within[1:] if within[-1] != within[0] else []
+    looked = LayoutSearch(request, renames, start=start, called=allow.USUAL if wider else "")
+    best, usual, failed, refused = None, None, None, InfeasibleError()
     try:
-        best = looked.run(subproblems(model, shapes, allowed, request.evaluator.near), keep_best)
+        best = looked.run(possible(model, shapes, request.allowed, start.problems), keep_best)
+        best = _waiting(looked, best, shapes, keep_best)
     except InfeasibleError as error:
-        if (nearest := nearest_plan(request, looked)) is not None:
-            error.nearest = nearest.with_details(search=question)
-        if limits.alternatives:
-            own = {"mesh": mesh, "devices": devices, "max_axes": limits.max_axes, "hardware": chosen}
-            own |= {"memory": limits.memory, "objective": objective, **allowed.keywords}
-            own |= {} if restriction is EVERYTHING else {"restriction": restriction}
-            error.diagnose = partial(diagnose, search, model, own, least=looked.least)
-        raise
-    best = _waiting(request, best, shapes, keep_best)
+        if not wider:
+            raise explain(error, looked) from None
+        refused = error
+    if wider and not (looked.stopped or clock.over):
+        more, other = looked, best
+        try:  # whatever ends this search, the usual answer stays
+            start = WarmStart(request.wider(wider[0]), shapes, limits.start)
+            more = LayoutSearch(start.request, renames, start=start, called=allow.EVERYTHING, after=looked)
+            other = more.run(start.possible(), keep_best)
+            other = _waiting(more, other, shapes, keep_best)
+        except (UserError, KeyboardInterrupt) as error:
+            if isinstance(error, KeyboardInterrupt):
+                if not keep_best:
+                    raise
+                more.stopped, more.proven = True, False
+            elif not isinstance(error, LimitError) and (more is looked or not more.none):
+                failed = error
+            other = more.incumbents.best()
+        if failed is None and more is not looked and (other is not None or more.none):
+            usual, looked, best = (looked, best), more, other
+            first = {n: v for n, v in recorded(every[0]).items() if v != recorded(every[1])[n]}
+            question = question.model_copy(update={**recorded(every[1]), "first": first})
+            request = looked.request.like(clock=clock)
+    if best is None and usual is not None:
+        raise explain(InfeasibleError(looked.none), looked)
+    if best is None and failed is not None:
+        raise explain(refused, looked, f"; {NOT_SEARCHED}: {failed}")
+    if best is None:
+        raise explain(UndecidedError(str(refused)), looked, f"; {UNDECIDED}")
+    answer = best
     if looked.stopped:
-        clock.hurry()  # the plan has its own time
+        clock.hurry(STOPPING if usual else 0.0)  # the plan has its own time
     others: list[EvaluatedLayout] = []
 
     def rank() -> None:
-        if top > 1 and not request.late:
+        first = None if usual is None or looked.proven else usual[1]
+        of, known = (looked, answer) if usual is None or first is None else (usual[0], first)
+        if top > 1 and not (of.request.late or clock.over):
             from layoutopt.optimize.k_best import k_best
 
-            for other in itertools.islice(k_best(looked, best), top - 1):
-                others.append(other)
+            others.extend([known] * (not known.same(answer)))
+            others.extend(itertools.islice(k_best(of, known), top - 1 - len(others)))  # one after the other
 
     def plan() -> Plan:
+        with suppress(KeyboardInterrupt):
+            looked.told("the plan and its alternatives")
         return make_plan(
             request,
             looked,
-            best,
+            answer,
             others,
             frozenset(m.shape for m in shapes) if mesh is None else None,
-            alternatives=limits.alternatives and allowed.diloco is None,
+            alternatives=limits.alternatives and request.allowed.diloco is None,
+            usual=usual,
+            notes=[] if failed is None else [f"{NOT_SEARCHED}: {failed}"],
         ).with_details(search=question)
 
     try:
@@ -209,9 +278,10 @@ def search(
         found = plan()
         if limits.alternatives and not found.stopped and restriction is not EVERYTHING:
             unnamed = framework is None and chosen.framework == model.framework
-            more = unrestricted(request, whole, shapes, best, mesh is None, unnamed)
-            notes = [*found.data.notes, *more.pop("notes", ())]
-            found = Plan(found.data.model_copy(update={**more, "notes": notes}))
+            with clock.at_most(BESIDE) if every[1:] else nullcontext():
+                left = unrestricted(request, every[-1], shapes, answer, renames, unnamed)
+            notes = [*found.data.notes, *left.pop("notes", ())]
+            found = Plan(found.data.model_copy(update={**left, "notes": notes}))
         return Plan(found.data, found.stopped, model, full)
     except KeyboardInterrupt:
         if not keep_best:
@@ -222,11 +292,11 @@ def search(
 
 
 def _waiting(
-    request: Request, best: EvaluatedLayout, shapes: Sequence[Mesh], keep_best: bool
+    looked: LayoutSearch, best: EvaluatedLayout, shapes: Sequence[Mesh], keep_best: bool
 ) -> EvaluatedLayout:
     """An answer, or that of tables in which a delay hides nothing, if it is better: those of the search hide
     all that crosses the axis, so where steps are too short for that they do not tell how much there is."""
-    by = request.allowed.diloco
+    request, by = looked.request, looked.request.allowed.diloco
     if by is None or not by.delay or request.objective != Objective.TIME or request.late:
         return best
     if not any(x.exposed for x in best.evaluation.cost.lines if by.axis in x.axes):
@@ -244,7 +314,10 @@ def _waiting(
     options = replace(found.options, diloco=by)
     priced = request.evaluator(found.mesh, found.layout, options)
     better = priced.cost.step_seconds < best.seconds and priced.memory.peak <= request.limit
-    return replace(found, options=options, evaluation=priced) if better else best
+    if not better:
+        return best
+    looked.incumbents.add(answer := replace(found, options=options, evaluation=priced))
+    return answer
 
 
 def _check(
@@ -296,7 +369,7 @@ class _Auto:
     """The search of `mtf.Trainer(model, mesh, layout="auto")`, named in pyproject.toml."""
 
     def best(self, model: Model, mesh: Mesh) -> Mapping[str, Any]:
-        return from_python(search)(model, mesh=mesh).to_json()
+        return from_python(search)(model, mesh=mesh, allow=allow.USUAL).to_json()
 
     def read(self, plan: Mapping[str, Any]) -> Plan:
         return parse_plan(plan, "of the search")

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from costmodels.kernels.fused import Fused
 from costmodels.liveness import MemoryProfile, memory
-from costmodels.pipeline_bubble import waiting
+from costmodels.pipeline_bubble import PipelineBubble, waiting
 from costmodels.pricing.items import Computed
 from costmodels.pricing.pricer import Cost, Line, Pricer
 from costmodels.pricing.refused import sentences
@@ -16,13 +16,15 @@ from costmodels.utilisation import model_flops, recomputes, run_flops, utilisati
 from layoutopt.plan.known import Known
 from layoutopt.plan.machine_details import errors_known
 from layoutopt.plan.schema import Predicted
-from layoutopt.plan.units import seconds_text, share_text, size_text
+from layoutopt.plan.units import seconds_text, share_text, shorten, size_text
 from layoutopt.space.undivided import Undivided, split_stages, stored_at, undivided
 from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.instructions import HOST
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Local, Program
+from mesh_tf_core.ir.slot_pictures import drawn
+from mesh_tf_core.ir.stage_orders import StageAction
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.placement import Placement, placement
 from mesh_tf_core.lower.replicas import ReplicaPrograms
@@ -34,6 +36,8 @@ DEFAULT = Options()
 CHOOSING = 0.05
 """The share of a step from which products that only choose are mentioned."""
 ONE_DEVICE = Mesh("all:1")
+SLOTS = 100
+"""Characters of a line of slots."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,7 @@ class Evaluation:
         return tuple(undivided(self.placement))
 
     def left_whole(self, stage: str) -> tuple[Undivided, ...]:
-        """Variables that a stage could not split under this layout, among those without a stage of
-        their own."""
+        """Variables without a stage of their own that a stage could not split under this layout."""
         stages = stored_at(self.placement.variables.values(), stage)
         known = split_stages(self.placement)
         others = self.placement.stored({n: s for n, s in stages.items() if n not in known})
@@ -101,13 +104,13 @@ class Evaluation:
 
     @cached_property
     def memory(self) -> MemoryProfile:
-        step = memory(self.program, self.prices.itemiser.compiler.memory, self._kernels)
+        step = memory(self.program, self.prices.itemiser.compiler.rules, self._kernels)
         return max((step, *map(self._met, self._outer)), key=lambda found: found.peak)
 
     def _met(self, outer: Program) -> MemoryProfile:
         """What a device holds while replicas meet: what the step keeps lies there too."""
         met, compiler = replace(outer, variables=self.program.variables), self.prices.itemiser.compiler
-        return memory(met, compiler.memory, compiler.kernels(met))
+        return memory(met, compiler.rules, compiler.kernels(met))
 
     @property
     def sent(self) -> dict[str, float]:
@@ -178,8 +181,7 @@ class Evaluation:
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
-        """Notes on the prediction: differences of kind, known underestimates, and results above every
-        published one."""
+        """Differences of kind, known underestimates, and results above every published one."""
         own = (
             *self._assumed(),
             *map(str, self.undivided),
@@ -282,29 +284,35 @@ class Evaluation:
             )
 
     @cached_property
-    def waits(self) -> tuple[str, ...]:
-        """The pipeline bubble of the stages, in words."""
-        said = []
-        stages_apart = self.prices.itemiser.compiler.stages(self.program)
-        for found in waiting(self.program, self.cost, stages_apart):
-            stages = f"each of the {found.stages} stages of {found.dim!r} is idle in {found.waits} of"
-            share = f"{share_text(found.seconds, self.cost.step_seconds)} of the step"
-            if found.fullest:
-                said.append(
-                    f"stage {found.fullest} of the {found.stages} stages of {found.dim!r} has the most work; "
-                    f"it waits {seconds_text(found.seconds)} ({share}) for the others"
-                )
-                continue
-            said.append(
-                f"{stages} {found.ticks} ticks; this pipeline bubble takes {seconds_text(found.seconds)} "
-                f"({share})"
+    def bubble(self) -> PipelineBubble | None:
+        """The pipeline bubble of the stages."""
+        return waiting(self.program, self.cost, self.prices.itemiser.compiler.stages(self.program))
+
+    @cached_property
+    def waits(self) -> str:
+        """The same in words."""
+        if (found := self.bubble) is None:
+            return ""
+        of, share = found.schedule, f"{share_text(found.seconds, self.cost.step_seconds)} of the step"
+        if found.fullest:
+            return (
+                f"stage {found.fullest} of the {of.stages} stages of {found.dim!r} has the most work; "
+                f"it waits {seconds_text(found.seconds)} ({share}) for the others"
             )
-            if found.empty:
-                said[-1] += (
-                    f"; {found.empty} of the {found.places} slots for {found.dim} are padding and take as "
-                    "long as real ones"
-                )
-        return tuple(said)
+        padded = f"; {found.empty} of the {found.places} slots for {found.dim} are padding, as slow as layers"
+        ticks = ((len(of.done(slot)), slot.name.lower()) for slot in StageAction)
+        idle = (f"{n - of.works} of {n} {slot} slots" for n, slot in ticks if n > of.works)
+        return (
+            f"each of the {of.stages} stages of {found.dim!r} is idle in {', '.join(idle)}; this pipeline "
+            f"bubble takes {seconds_text(found.seconds)} ({share})"
+        ) + padded * bool(found.empty)
+
+    @cached_property
+    def slots(self) -> tuple[str, ...]:
+        """The slots of each stage, a line each (`drawn`)."""
+        found = self.bubble
+        picture = () if found is None else drawn(found.schedule, found.fullest > 0)
+        return tuple(shorten("".join(row), SLOTS) for row in picture)
 
     @cached_property
     def beyond_hosts(self) -> str | None:
@@ -318,8 +326,7 @@ class Evaluation:
         )
 
     def reason(self, limit: float | None) -> str | None:
-        """Why it does not fit into `limit` bytes, naming the largest tensors, or on the hosts; None if it
-        fits."""
+        """Why it does not fit into `limit` bytes, with the largest tensors, or on the hosts, if so."""
         if limit is not None and self.beyond_hosts is not None:
             return self.beyond_hosts
         if limit is None or self.memory.peak <= limit:
@@ -355,3 +362,9 @@ def unsplit_flops(model: Model) -> Mapping[str, float]:
     """FLOPs that a step of the model needs, by dtype (`costmodels.utilisation`): those of its program on one
     device, the same under every layout."""
     return model.step_graph.remembered("model_flops", lambda: model_flops(unsplit(model)))
+
+
+def computed_in(model: Model) -> str:
+    """The dtype of the products that most FLOPs of a step are in; "" without products."""
+    flops = unsplit_flops(model)
+    return max(flops, key=lambda dtype: flops[dtype], default="")

@@ -6,7 +6,7 @@ solver.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any
 
 from costmodels.hardware import Hardware
@@ -22,18 +22,21 @@ from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.schedules import KINDS, PipelineSchedule, kind_name
-from mesh_tf_core.ir.stored_order import PADDING, Interleaved
+from mesh_tf_core.ir.schedules import KINDS, PipelineSchedule
+from mesh_tf_core.ir.stage_orders import StageAction
 from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
 
 
-def computed_alone(model: Model, hardware: Hardware, loops: Collection[str] | None = None) -> float:
+def computed_alone(
+    model: Model, hardware: Hardware, loops: Collection[str] | None = None, products: bool = True
+) -> float:
     """Seconds that one device computes on a step: no layout takes less than a device's share of them, as far
     as pieces never cost less than their share of the whole; else 0.
 
     Args:
-      loops: only products in loops over these dimensions, before the update.
+      loops: only what is in loops over these dimensions, before the update.
+      products: of that only products.
     """
     prices = pricer(hardware, ONE_DEVICE)
     if not prices.pieces_cost_more:
@@ -42,8 +45,8 @@ def computed_alone(model: Model, hardware: Hardware, loops: Collection[str] | No
     if loops is None:
         return cost.compute_seconds
     inside = {n.index for b in model.step_graph.blocks if b.dim and b.dim.name in loops for n, _ in b.walk()}
-    products = (x for x in cost.lines if x.kind in MATMUL_CLASSES and x.origin.phase != Phase.UPDATE)
-    return sum(x.seconds * x.times for x in products if x.origin.node in inside)
+    lines = (x for x in cost.lines if x.origin.node in inside and x.origin.phase != Phase.UPDATE)
+    return sum(x.seconds * x.times for x in lines if not products or x.kind in MATMUL_CLASSES)
 
 
 def check_limit(memory: Any) -> None:
@@ -89,42 +92,59 @@ class Evaluator:
         self._prices: dict[Mesh, Pricer] = {}
         self._table_prices: TablePrices | None = None
         self.rows_over: float | None = None
-        self._computed: dict[Collection[str] | None, float] = {}
+        self._computed: dict[tuple[frozenset[str] | None, bool], float] = {}
 
     def prices(self, mesh: Mesh) -> Pricer:
         if mesh not in self._prices:
             self._prices[mesh] = pricer(self.hardware, mesh)
         return self._prices[mesh]
 
-    def least(self, mesh: Mesh, decided: Decisions) -> float:
+    def least(self, mesh: Mesh, plans: Mapping[str, PipelineSchedule]) -> float:
         """Seconds that every layout takes at least: a device computes its share, and pipeline stages that of
-        their products in every tick."""
-        stages, kind = decided.stages_on(mesh), KINDS[kind_name(decided.schedule)]
-        named = PipelineSchedule.named
-        plans = {dim: named(decided.schedule, n, decided.microbatches) for dim, n in stages.items()}
-        if plans and kind.at_once and self.prices(mesh).itemiser.compiler.memory.stage_programs:
+        their products in every tick.
+
+        Args:
+          plans: dimensions of layers -> the schedule of their stages.
+        """
+        runs = {dim: min(self.slot_runs(mesh, dim, plan)) for dim, plan in plans.items()}
+        products = {dim: self.alone(frozenset({dim})) for dim in plans}
+        if plans and self.apart(mesh):
             # Only what is in layers: one stage alone has the others' work.
-            bounds = (self.alone(frozenset({dim})) * self._fullest(dim, plan) for dim, plan in plans.items())
-            return max(bounds) / mesh.devices
-        # Slots of weights are not idle.
-        waits = ((dim, plan.ticks / plan.works - 1) for dim, plan in plans.items() if not kind.split)
-        more = max((self.alone(frozenset({dim})) * share for dim, share in waits), default=0.0)
+            return max(products[dim] * runs[dim] for dim in plans) / mesh.devices
+        more = max((products[dim] * (runs[dim] - 1) for dim in plans), default=0.0)
         return (self.alone() + more) / mesh.devices
 
-    def _fullest(self, dim: str, plan: PipelineSchedule) -> float:
-        """The layers of the stage with the fewest, and of the others for the first and last microbatch, as a
-        multiple of an equal part."""
-        layers = max(self.model.graph.dims()[dim])
-        order = Interleaved(plan.stages, plan.rounds)
-        counts = (order.numbers(layers) != PADDING).reshape(plan.stages, plan.rounds, -1).sum(axis=2)
-        waits = 0 if KINDS[plan.kind].split else (plan.stages - 1) * counts.min() / plan.microbatches
-        return float((counts.sum(axis=1).min() + waits) * plan.stages / layers)
+    def apart(self, mesh: Mesh) -> bool:
+        """True if each stage is a program of its own."""
+        return self.prices(mesh).itemiser.compiler.memory.stage_programs
 
-    def alone(self, loops: frozenset[str] | None = None) -> float:
+    def slot_runs(self, mesh: Mesh, dim: str, plan: PipelineSchedule) -> tuple[float, ...]:
+        """How often a step counts slots of each kind (`StageAction`) of the layers of one stage, at least, as
+        a multiple of the microbatches and of an equal part of the layers."""
+        if not KINDS[plan.kind].one_way:
+            return (0.0,) * len(StageAction)  # What is on the longest way depends on the seconds of slots.
+        if self.apart(mesh):
+            return self._fullest(dim, plan)
+        busy = plan.busy.sum(axis=0) / plan.works
+        # Without slots of their own, weights are part of backward.
+        return tuple(float(busy[slot if busy[slot] else StageAction.BACKWARD]) for slot in StageAction)
+
+    def _fullest(self, dim: str, plan: PipelineSchedule) -> tuple[float, ...]:
+        """Slots of the stage with the most layers, and of the others for the first and last microbatch; none
+        where stages are unequal, since the longest way may then pass others."""
+        counts, parts = plan.order.of_stages(max(self.model.graph.dims()[dim])), plan.microbatches
+        if counts.min() < counts.max():
+            return (0.0,) * len(StageAction)
+        if KINDS[plan.kind].split:  # slots of weights fill what would be idle
+            return (1.0, 1.0, max(0, parts - plan.stages + 1) / parts)
+        return (1 + (plan.stages - 1) / (parts * plan.chunks),) * len(StageAction)
+
+    def alone(self, loops: frozenset[str] | None = None, products: bool = True) -> float:
         """As `computed_alone`."""
-        if loops not in self._computed:
-            self._computed[loops] = computed_alone(self.model, self.hardware, loops)
-        return self._computed[loops]
+        key = loops, products
+        if key not in self._computed:
+            self._computed[key] = computed_alone(self.model, self.hardware, loops, products)
+        return self._computed[key]
 
     def near(self, mesh: Mesh) -> Axes:
         """Its axes inside nodes or slices, where others lie between them."""

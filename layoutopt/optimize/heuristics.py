@@ -52,13 +52,12 @@ def _one_more(decided: Decisions, layout: Layout) -> Iterator[Layout]:
 
 def least_memory(request: Request, subproblem: Subproblem) -> Baseline | None:
     """The splits with a small peak; None if there are none in time."""
-    plain: dict[str, Choice] = {
-        n: () for n in subproblem.decided.free if n not in subproblem.decided.of(Split)
-    }
-    if any(() not in subproblem.decided.options[n] for n in plain):
+    decided = subproblem.decided
+    others = [n for n in decided.free if n not in decided.of(Split)]
+    known = legal_problem(request.model, subproblem.mesh, decided, request.evaluator.prices(subproblem.mesh))
+    if any(() not in known.decided.options[n] for n in others):
         return None
-    prices = request.evaluator.prices(subproblem.mesh)
-    known = legal_problem(request.model, subproblem.mesh, subproblem.decided, prices)
+    plain: dict[str, Choice] = {n: () for n in others if n in known.names}
     search = SubproblemSearch(request.evaluator, known)
     found = lean(search, plain, request.clock) or leanest(search, request.clock, plain)[0]
     return None if found is None else (found.layout, found.options)

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from typing import Any
 
-from layoutopt.optimize.baselines import axis_names, by_name
+from costmodels.hardware import Hardware
+from layoutopt.optimize.baselines import axis_names, by_name, called_mesh
+from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.heuristics import greedy
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblem import EvaluatedLayout
-from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, SubproblemSpec, specs
+from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, listed
 from layoutopt.optimize.warm_start import WarmStart, named
 from layoutopt.plan.build import Plan, decided
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.space.decisions import SearchSpace
-from layoutopt.space.microbatches import dividing
 from layoutopt.space.objective import Objective
 from layoutopt.space.restriction import EVERYTHING
 from mesh_tf_core.errors import LayoutError, UserError
@@ -39,7 +40,6 @@ class Incumbents:
       found: in the order in which they were found.
       most: seconds; nothing slower is looked for.
       subproblems: by their keys; a layout that none of them allows is rejected.
-      specs: of further subproblems, which are made once a layout of them is offered.
     """
 
     def __init__(self, request: Request, renames: bool) -> None:
@@ -47,7 +47,6 @@ class Incumbents:
         self.found: list[EvaluatedLayout] = []
         self.most = math.inf
         self.subproblems: dict[SubproblemKey, Subproblem] = {}
-        self.specs: dict[SubproblemKey, SubproblemSpec] = {}
 
     def order(self, found: EvaluatedLayout) -> tuple[float, float]:
         """The sort key of results: the better one is less."""
@@ -87,19 +86,19 @@ class Incumbents:
         """The decisions of the subproblem where a layout was found."""
         return self.subproblems[SubproblemKey.of(self.request.model, found.mesh, found.layout, found.options)]
 
+    def has(self, mesh: Mesh, layout: Layout, options: Options) -> bool:
+        """True if a layout is one of the space."""
+        here = self.subproblem(SubproblemKey.of(self.request.model, mesh, layout, options))
+        return here is not None and here.decided.allows(layout, options)
+
     def subproblem(self, key: SubproblemKey) -> Subproblem | None:
         """The subproblem with this key; None if there is none."""
-        if key not in self.subproblems and (spec := self.specs.pop(key, None)) is not None:
-            with suppress(UserError):
-                self.subproblems[key] = spec.made(self.request.model)
-        return self.subproblems.get(key)
+        found = self.subproblems.get(key)
+        return None if found is None or found.refused else found
 
     def may_express(self, mesh: Mesh, layout: Layout, options: Options) -> bool:
         """True unless a restriction excludes a layout."""
-        if self.request.allowed.restriction is EVERYTHING:
-            return True
-        here = self.subproblem(SubproblemKey.of(self.request.model, mesh, layout, options))
-        return here is not None and here.decided.allows(layout, options)
+        return self.request.allowed.restriction is EVERYTHING or self.has(mesh, layout, options)
 
     def offer(self, mesh: Mesh, layout: Layout, options: Options, origin: str = "") -> EvaluatedLayout | None:
         """Prices a layout; None if it is not one that may be chosen."""
@@ -109,8 +108,7 @@ class Incumbents:
             known := next((f for f in self.found if (f.mesh, f.layout, f.options) == asked), None)
         ) is not None:
             return known
-        here = self.subproblem(SubproblemKey.of(self.request.model, mesh, layout, options))
-        if here is None or not here.decided.allows(layout, options):
+        if not self.has(mesh, layout, options):
             return None
         try:
             evaluation = self.request.evaluator(mesh, layout, options)
@@ -126,26 +124,25 @@ class Incumbents:
 
     def know(self, start: WarmStart) -> None:
         """Predicts the layout of an earlier plan; from now on, layouts of all subproblems may be offered."""
-        self.specs = {spec.key: spec for spec in start.specs}
+        self.subproblems |= {each.key: each for each in start.problems}
         for each in start.earlier():
             self.offer(*each)
 
     def price_named(self, start: WarmStart, clock: Clock, told: Callable[[str, int, int], None]) -> None:
-        """Predicts what experts would write: with the least memory until something fits, then as written
-        until the time of `clock` is over. If it is over already, an answer is all that is missing.
+        """Predicts what experts would write: with the least memory until something fits, then as written in
+        the first problem. If the time of `clock` is over already, an answer is all that is missing.
 
         Args:
           told: called with what is done, the number of a problem, and their count.
         """
-        limit, count, late = self.request.limit, len(start.specs), clock.over
-        for lean, order in ((True, start.leanest_first), (False, start.least_idle_first)):
-            for number, spec in enumerate(order(), 1):
-                enough = lean or clock.over if self.fitting(limit) else clock.over and not late
-                if enough:
+        limit, count, late = self.request.limit, len(start.problems), clock.over
+        for lean, order in ((True, start.leanest_first()), (False, start.problems[:1])):
+            for number, each in enumerate(order, 1):
+                if (lean or clock.over) if self.fitting(limit) else clock.over and not late:
                     break
                 told("named strategies", number, count)
-                if (subproblem := self.subproblem(spec.key)) is not None:
-                    self.price_on(subproblem, lean, UNLIMITED if late else clock)
+                if not each.refused:
+                    self.price_on(each, lean, UNLIMITED if late else clock)
 
     def price_on(self, subproblem: Subproblem, lean: bool = False, clock: Clock = UNLIMITED) -> None:
         """Predicts the named layouts of a problem as written, and those with the least memory that do not fit
@@ -154,7 +151,7 @@ class Incumbents:
         """
         large = []
         for each in named(self.request.model, subproblem, lean):
-            if clock.over:
+            if (clock.over and self.found) or (lean and self.fitting(self.request.limit)):
                 return
             found = self.offer(*each)
             large += [each.layout] if found is None or found.peak > self.request.limit else []
@@ -178,9 +175,30 @@ class Incumbents:
 def _in_words(found: EvaluatedLayout, names: Mapping[str, str]) -> str:
     """A layout and what is decided beside it, in short, with these names of axes."""
     layout, options = found.layout.renamed(names), found.options.renamed(names)
-    mesh = Mesh([(names.get(axis, axis), n) for axis, n in found.mesh.axes])
     more = decided(options, layout, found.evaluation.pipeline).in_short()
-    return "; ".join(filter(None, (f"{str(layout) or 'nothing split'} on {mesh}", more)))
+    return "; ".join(
+        filter(None, (f"{str(layout) or 'nothing split'} on {called_mesh(found.mesh, names)}", more))
+    )
+
+
+def compared_with(plan: Plan, hardware: Hardware) -> SearchSpace:
+    """The space of the questions about a plan's layout: that of its search; where this went on from the usual
+    layouts to everything, the usual space and whatever the layout has beside it."""
+    space, first = plan.allowed, plan.question.first
+    if not first or plan.model is None:
+        return space
+    model, near, usual = plan.model, Evaluator(plan.model, hardware).near, SearchSpace(**first)
+
+    def narrowed(space: SearchSpace, **fewer: Any) -> SearchSpace:
+        less = space.restriction.narrowed(space.but(**fewer))
+        return less if covers(less, model, plan, near) else space
+
+    for name in ("", *reversed(first)):  # all at once; else one by one, schedules before stages
+        space = narrowed(space, **{n: getattr(usual, n) for n in first if name in ("", n)})
+        for value in getattr(space, name) if name and isinstance(getattr(usual, name), tuple) else ():
+            if value not in getattr(usual, name):
+                space = narrowed(space, **{name: tuple(v for v in getattr(space, name) if v != value)})
+    return space
 
 
 def covers(space: SearchSpace, model: Model, plan: Plan, near: Callable[[Mesh], Axes]) -> bool:
@@ -188,8 +206,7 @@ def covers(space: SearchSpace, model: Model, plan: Plan, near: Callable[[Mesh], 
     mesh, layout, options = plan.mesh, plan.layout, plan.options
     wanted = SubproblemKey.of(model, mesh, layout, options)
     try:
-        found = specs(model, [mesh], space, near, dividing(model, space.microbatches))
-        here = next((spec.made(model) for spec in found if spec.key == wanted), None)
+        here = next((each for each in listed(model, [mesh], space, near) if each.key == wanted), None)
     except UserError:
         return False
-    return here is not None and here.decided.allows(layout, options)
+    return here is not None and not here.refused and here.decided.allows(layout, options)

@@ -57,7 +57,7 @@ SHARE = 0.125
 """Part of the time left in which one search has to find a layout that fits, or prove that there is none."""
 POLISH = 6.0
 """Seconds for a better layout under a change that was found."""
-CUT_OFF = "the time limit was reached before every change was tried"
+CUT_OFF = "the time for changes ended before every one was tried"
 NOTHING: Asked = {}
 Smaller = Callable[[int], tuple[str, Model] | None]
 """Parts of the batch -> the change in words and the changed model; None if there is none."""
@@ -88,8 +88,7 @@ class FoundRepair:
 
     @property
     def cost(self) -> tuple[bool, float]:
-        """The order of repairs: those that need nothing first, then by device-seconds for the same
-        examples."""
+        """The order of repairs: first those that need nothing, then by device-seconds per example."""
         return not self.free, self.seconds * self.parts * self.plan.mesh.devices
 
     @property

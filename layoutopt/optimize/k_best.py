@@ -53,6 +53,8 @@ def k_best(search: LayoutSearch, best: EvaluatedLayout) -> Iterator[EvaluatedLay
             if (key := program_of(simple.evaluation)) not in told:
                 told.add(key)
                 yield simple
+        elif problem.refused:
+            continue
         elif problem.whole is None and search.opened(problem).relaxed(request.clock) > seconds:
             wait(problem.bounds.lower(limit).value, problem)
             continue

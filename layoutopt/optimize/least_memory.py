@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from layoutopt.optimize.subproblem import ROUNDING, EvaluatedLayout, SubproblemSearch, go_on, listed
+from layoutopt.optimize.subproblem import ROUNDING, EvaluatedLayout, SubproblemSearch, go_on
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.solver import (
     ChoiceVariable,
@@ -42,7 +42,7 @@ def lean(
     """
     problem, best, done = search.pinned(search.extraction.problem, pinned), None, False
     legal = tuple(map(_legal, problem.terms))
-    row = _largest(search.rows, _most)
+    row = _largest(search.rows, lambda entry: entry.most)
     while row is not None:
         entries = tuple(Term(e.scope, e.table, "bytes") for e in row.entries)
         choices = eliminate(replace(problem, terms=(*legal, *entries))).best()
@@ -74,7 +74,7 @@ def leanest(
       best: a layout that is known, of this problem or another; the answer if nothing here holds less.
     """
     low = max((sum(map(_least, row.entries)) for row in search.rows), default=0.0)
-    high = max((sum(map(_most, row.entries)) for row in search.rows), default=0.0)
+    high = max((sum(entry.most for entry in row.entries) for row in search.rows), default=0.0)
     if best is not None:
         high = float(best.peak)
     for round in range(ROUNDS):
@@ -149,13 +149,9 @@ def _largest(rows: Sequence[ResourceRow], of: Callable[[RowTerm], float]) -> Res
 
 
 def _least(entry: RowTerm) -> float:
-    values = listed(entry)
+    values = entry.values
     # What a sparse table does not list is forbidden elsewhere.
     return float(values.min()) if values.size else 0.0
-
-
-def _most(entry: RowTerm) -> float:
-    return float(listed(entry).max(initial=0.0))
 
 
 def _legal(term: Term) -> Term:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from layoutopt.optimize.bounds import EXACT
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.subproblem import EvaluatedLayout
+from layoutopt.optimize.subproblems import Subproblem
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower.storage import Stage
 
 AxisLengths = tuple[int, ...]
 
@@ -46,14 +48,17 @@ def merged(
     return mesh, layout
 
 
-def simplest(
-    best: EvaluatedLayout, meshes: Mapping[AxisLengths, Mesh], evaluator: Evaluator
-) -> EvaluatedLayout:
-    """As good on one of these meshes, by shape, with fewer axes; itself where there is none."""
+def simplest(best: EvaluatedLayout, problems: Iterable[Subproblem], evaluator: Evaluator) -> EvaluatedLayout:
+    """As good on a mesh with fewer axes, if one of these problems has it; itself where there is none."""
+    if any(isinstance(s, Stage) for s in best.options.storage.values()):
+        return best  # what names axes by themselves stays on them
+    own = best.options.microbatches, best.options.schedule, best.evaluation.pipeline
+    alike = (s.mesh for s in problems if (s.microbatches, s.key.schedule, s.stages) == own)
 
     def evaluate(mesh: Mesh, layout: Layout) -> Evaluation:
         return evaluator(mesh, layout, best.options)
 
+    meshes = {mesh.shape: mesh for mesh in alike}
     mesh, layout = merged(best.mesh, best.layout, meshes, evaluate)
     if mesh == best.mesh:
         return best

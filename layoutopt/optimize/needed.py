@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from layoutopt.optimize.baselines import axis_names
+from layoutopt.optimize.baselines import axis_names, called_mesh, in_names
 from layoutopt.optimize.best_plans import lean
 from layoutopt.optimize.least_memory import leanest
 from layoutopt.optimize.request import BESIDE, Request, left_whole
 from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.units import size_text
-from mesh_tf_core.ir.mesh import Mesh
 
-ADVICE = "; use more devices or more memory, or a smaller batch"
+ADVICE = "use {} devices or more memory, or a smaller batch"
 EXCLUDED = ": --pin and --forbid together exclude every layout; remove one of their rules"
 NAMED = 3
 """The largest tensors that are named."""
@@ -54,12 +53,14 @@ def needed(request: Request, nearest: EvaluatedLayout, least: float, renames: bo
       least: bytes that no layout needs less than.
     """
     names = axis_names(nearest.layout, nearest.mesh, request.model) if renames else {}
-    mesh = Mesh([(names.get(axis, axis), n) for axis, n in nearest.mesh.axes])
+    mesh = called_mesh(nearest.mesh, names)
     layout, low = str(nearest.layout.renamed(names)) or "replicated", max(request.limit, least)
     sure = f" (no layout needs less than {size_text(low)})" if low < nearest.peak else ""
     held = ", ".join(f"{h.what} ({size_text(h.bytes)})" for h in nearest.evaluation.memory.holdings[:NAMED])
     whole = "".join(f"; {each}" for each in left_whole(request, nearest.evaluation))
+    held, whole = in_names(held, names), in_names(whole, names)
+    few = f"at least {-(-low * mesh.devices // request.limit):,.0f}" if low > request.limit else "more"
     return (
-        f": the layout with the least memory ({layout} on {mesh}) needs {size_text(nearest.peak)}{sure}; "
-        f"its largest tensors: {held}{whole}{ADVICE}"
+        f"\nthe layout with the least memory needs {size_text(nearest.peak)}{sure}: {layout} on {mesh}\n"
+        f"its largest tensors: {held}{whole}; {ADVICE.format(few)}"
     )

@@ -38,6 +38,7 @@ def with_details(
       limit: bytes of a device.
       source, hashes: origin of the model, if it is a file.
     """
+    from layoutopt.optimize.evaluation import computed_in
     from layoutopt.optimize.evaluator import Evaluator
     from layoutopt.plan.build import AppliesPlans, NamesModules
     from layoutopt.plan.machine_details import calibration_details, hardware_details
@@ -56,6 +57,7 @@ def with_details(
         hardware=hardware_details(hardware, plan.mesh, found.known),
         parallelism=trade_names(model, plan.mesh, plan.layout, plan.data),
         dims={name: max(sizes) for name, sizes in model.graph.dims().items()},
+        dtype=computed_in(model),
         variables=tuple(_variables(found.program)),
         inputs=tuple(_inputs(found.program)),
         lines=tuple(
@@ -64,6 +66,7 @@ def with_details(
         sources=_code(shown),
         by_kind={"answer": _shares(found.cost), **_alternatives(plan, evaluator)},
         memory=_memory(found.memory, found.cost, limit),
+        **({"slots": found.slots} if found.slots else {}),
         **({"applies": True} if isinstance(model, AppliesPlans | NamesModules) else {}),
         **({"calibration": calibration} if calibration is not None else {}),
     )

@@ -13,21 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from costmodels.hardware import Hardware
 from costmodels.network.topology import place
 from costmodels.repeated import near_sizes, repeated
 from layoutopt.optimize.agreement import TableAgreement, compared, hold_rows, rows_said, summed
-from layoutopt.optimize.alternatives import (
-    HEADROOM,
-    Alternatives,
-    Shapes,
-    called_mesh,
-    point,
-    predicted_of,
-    ranked,
-)
-from layoutopt.optimize.baselines import axis_names
+from layoutopt.optimize.alternatives import HEADROOM, Alternatives, Shapes, called, predicted_of
+from layoutopt.optimize.baselines import axis_names, called_mesh, in_names
 from layoutopt.optimize.bounds import EXACT, Bound, Source
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.request import BESIDE, BESIDE_SHARE, PLANNED, Request, left_whole, space_of
@@ -61,6 +55,8 @@ def make_plan(
     shapes: Shapes = None,
     bound: Bound | None = None,
     alternatives: bool = True,
+    usual: tuple[LayoutSearch, EvaluatedLayout | None] | None = None,
+    notes: Sequence[str] = (),
 ) -> Plan:
     """The plan of the best layout.
 
@@ -70,6 +66,8 @@ def make_plan(
       shapes: of meshes that baselines may have (None: all of one or two axes).
       bound: no layout takes fewer seconds, or bytes if these are the objective (None: the bound of `search`).
       alternatives: find those beside the answer.
+      usual: the search from which `search` went on, and its answer.
+      notes: what else is to be said.
 
     Raises:
       ProgramError: the program of the layout is not well-formed; a defect of lowering.
@@ -80,6 +78,8 @@ def make_plan(
     names = axis_names(best.layout, best.mesh, request.model) if search.renames else {}
     # A bound is known of all: then so is a device's share of the work, which needs no time that is left.
     proof, beside = _Proof(search.proven, searched), Alternatives(request, best, names, shapes)
+    first, beside.usual = (None, None) if usual is None else (usual[0], usual[0].request)
+    before = None if usual is None else _Proof(usual[0].proven, usual[0].bound)
     proof.doubt(request)
     limited = request.clock.limit is not None or not proof.proven
     if request.objective != Objective.MEMORY and limited and 0 < proof.searched.value < math.inf:
@@ -90,34 +90,47 @@ def make_plan(
         if proof.proven:
             hold_rows(request, best, subproblem)
             proof.doubt(request)
+        if before and usual and usual[1] and request.objective != Objective.MEMORY:
+            known = usual[0].incumbents.subproblem_of(usual[1])
+            before.look(usual[0].request, usual[1], known, [])
         if alternatives and request.late:  # only what is predicted already
-            beside.look(search)
+            beside.look(search, first)
         if request.objective != Objective.MEMORY:
             proof.look(request, best, subproblem, [f for f in others if f.mesh == best.mesh])
         repeats.extend(repeated_work(request, best.evaluation, best.options.microbatches, names))
         if alternatives and not beside.missing and not beside.found:
-            beside.look(search)
-        beside.retry()
+            beside.look(search, first)
+        beside.retry(search)
 
     with request.clock.at_most(max(BESIDE, BESIDE_SHARE * request.clock.elapsed)):
         request.clock.within(PLANNED, look)
     proof.doubt(request)  # Layouts that the alternatives searched may show it, too.
     missing = [*beside.missing]
-    if request.late:
-        missing += [f"number {n}" for n in range(len(others) + 2, request.top + 1)]
-    notes = (  # storage that splits nothing is one sentence as the answer's and as the space's
+    apart = None if search.proven or usual is None else usual[1]  # others are those of its search
+    begin = 2 if apart is None or best.same(apart) else 1
+    word = "number" if apart is None else "usual number"
+    ranks = [f"{word} {n}" for n in range(begin, request.top - 1 + begin)]
+    if search.request.late:
+        missing += ranks[len(others) :]
+    space = space_of(request, best.mesh, search.considered, shapes)
+    wider = ", or --allow everything" if usual is None and space.not_looked_at else ""
+    wider += ", or a longer --time-limit" if search.request.late else ""
+    notes = (
+        *notes,  # storage that splits nothing is one sentence as the answer's and as the space's
         *request.model.notes(best.options),
         *best.evaluation.notes,
         *left_whole(request, best.evaluation),
-        *_tight(request, best.evaluation, beside),
+        *_tight(request, best.evaluation, beside, wider),
         *_notes(proof, missing, tuple(search.unsplit)),
         *_origin(proof, best),
         *beside.notes(),
         *repeats,
         *_unsplit(request),
         *_rows_over(request),
-        *_fewer(request, len(others) + 1),
+        *_fewer(search.request, len(others) + 1),
     )
+    solver = _solver(request, best, proof, search.considered)
+    put = partial(called, request, searched_mesh=search.renames)
     data = PlanFile(
         format="layoutopt-plan/1",
         model=model_info(request.model),
@@ -130,11 +143,12 @@ def make_plan(
         framework=request.hardware.framework,
         slices={names.get(axis, axis): n for axis, n in _slices(request.hardware, best.mesh)},
         predicted=predicted_of(best.evaluation, names),
-        solver=_solver(request, best, proof, search.considered),
-        space=space_of(request, best.mesh, search.considered, shapes),
-        alternatives=[*beside.found, *ranked(request, others, search.renames)],
-        frontier=[point(request, f, i, search.renames) for i, f in enumerate(search.frontier)] or None,
-        notes=[*dict.fromkeys(notes)],
+        solver=solver,
+        space=space,
+        usual=None if usual is None or before is None else _first(*usual, before, solver),
+        alternatives=[*beside.found, *map(put, ranks, others)],
+        frontier=[put(f"frontier {i}", f) for i, f in enumerate(search.frontier, 1)] or None,
+        notes=[in_names(note, names) for note in dict.fromkeys(notes)],
     )
     plan = Plan(data, search.stopped)
     return plan.with_details(parallelism=trade_names(request.model, plan.mesh, plan.layout, data))
@@ -245,6 +259,20 @@ def _solver(request: Request, best: EvaluatedLayout, proof: _Proof, considered: 
     )
 
 
+def _first(
+    search: LayoutSearch, found: EvaluatedLayout | None, proof: _Proof, wider: SolverInfo
+) -> SolverInfo:
+    """The proof of a search's answer; where nothing is better in a wider space either, that of there."""
+    request = search.request
+    said: dict[str, Any] = {"wall_seconds": search.seconds, "layouts_considered": f"{search.considered:,}"}
+    if found is None:
+        return SolverInfo(status=ProofStatus.INFEASIBLE, **said)
+    if wider.proven and wider.objective == search.incumbents.order(found)[0]:
+        return wider.model_copy(update=said)
+    proof.doubt(request)
+    return _solver(request, found, proof, search.considered).model_copy(update=said)
+
+
 def share_bound(request: Request, mesh: Mesh) -> Bound:
     """Seconds of a device's share of the compute on one device: no layout takes less, if pieces cost at least
     their share of the whole; else 0."""
@@ -318,14 +346,14 @@ def _uneven(name: str, size: int, ways: int, split: int, microbatches: int) -> s
     )
 
 
-def _tight(request: Request, of: Evaluation, beside: Alternatives) -> list[str]:
+def _tight(request: Request, of: Evaluation, beside: Alternatives, wider: str) -> list[str]:
     """That a plan barely fits, why that may not be enough, and what leaves more memory."""
     room, step, doubt = of.room(request.limit), of.cost.step_seconds, of.doubt(request.limit)
     if not doubt or request.objective == Objective.MEMORY:
         return [doubt] if doubt else []
     ease = f"for more headroom, search with --memory {memory_option(room)}"
     if beside.full:
-        ease = "no layout searched leaves enough, so use more devices or --allow everything"
+        ease = "no layout searched leaves enough, so use more devices or a smaller batch"
     priced = [(a.predicted, a.name) for a in beside.found if a.predicted is not None and a.feasible]
     roomy = [(p, name) for p, name in priced if p.peak_memory_bytes <= room]
     if roomy:
@@ -334,7 +362,7 @@ def _tight(request: Request, of: Evaluation, beside: Alternatives) -> list[str]:
             f" ({name}: peak memory {bytes_text(found.peak_memory_bytes)}, step "
             f"{step_change(found.step_seconds, step)})"
         )
-    return [f"{doubt}; {ease}"]
+    return [f"{doubt}; {ease}{wider}"]
 
 
 def _rows_over(request: Request) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from costmodels.hardware import Hardware
 from layoutopt.optimize.evaluation import Evaluation
@@ -30,7 +31,8 @@ class SearchStatus:
       number, count: position of the problem, and number of unsettled problems.
       best: the objective of the best layout so far; inf: none fits yet.
       bound: no layout of the whole search is better.
-      left: seconds that the search will take yet, about; None: unknown.
+      part: share of the tables of the current problem that are complete.
+      space: `usual`, and then `everything`, where a search is of both.
     """
 
     looked: str
@@ -38,7 +40,8 @@ class SearchStatus:
     count: int
     best: float
     bound: float
-    left: float | None
+    part: float = 0.0
+    space: str = ""
 
 
 OnSearchStatus = Callable[[SearchStatus], None]
@@ -47,6 +50,8 @@ Better = Callable[[str, float, int], None]
 SEARCHED, ANSWERED, PLANNED = 0.6, 1.3, 1.6
 """Seconds after the time limit for solvers to end and for their answers to be evaluated; for finding any
 layout that fits, if none is known; for predicting alternatives."""
+BEYOND = 60.0
+"""Seconds for what is not usual, if no time limit is given."""
 BESIDE, BESIDE_SHARE = 20.0, 4.0
 """Largest seconds for alternatives without a time limit, and their limit as a multiple of the answer's time,
 if that is more: a name's best plan can be harder to find than the best of all."""
@@ -60,7 +65,6 @@ class Request:
       limit: bytes a device may hold.
       allowed: the choices.
       clock: when to end.
-      explains: if nothing fits, the closest layout is searched.
     """
 
     model: Model
@@ -72,7 +76,6 @@ class Request:
     clock: Clock
     on_progress: OnSearchStatus | None
     on_better: Better | None
-    explains: bool = True
 
     def __post_init__(self) -> None:
         for kind in KINDS:
@@ -82,6 +85,17 @@ class Request:
     def evaluator(self) -> Evaluator:
         """The evaluator of this request: no layout is evaluated twice."""
         return Evaluator(self.model, self.hardware)
+
+    def wider(self, allowed: SearchSpace) -> Request:
+        """The same about a wider space, for `BEYOND` seconds unless there is a limit."""
+        clock = self.clock if self.clock.limit is not None else Clock(BEYOND)
+        return self.like(allowed=allowed, clock=clock)
+
+    def like(self, **changed: Any) -> Request:
+        """A changed request; what is predicted is not predicted again."""
+        other = replace(self, **changed)
+        vars(other)["evaluator"] = self.evaluator
+        return other
 
     def meeting(self, options: Options) -> Options:
         """Options with the requested replicas."""
@@ -130,7 +144,7 @@ def _left_out(request: Request, meshes: Sequence[Mesh]) -> list[LeftOut]:
     of a pipeline that would be faster, and others may have some."""
     found: dict[tuple[str, str, str], LeftOut] = {}
     for mesh in meshes:
-        for left in left_out(Target(request.model, mesh, request.hardware.hosts_apart), request.allowed):
+        for left in left_out(Target.on(request.hardware, request.model, mesh), request.allowed):
             key = left.kind, left.what.partition(":")[0], left.allow.partition(" ")[0]
             found[key] = max(found.get(key, left), left, key=lambda x: (not x.finer, x.allow.count(",")))
     order = [kind.label for kind in KINDS]

@@ -7,13 +7,8 @@ skipped. Time against memory is this query with less and less memory: an answer 
 own peak up to the queried one, and a bound for every lower limit.
 
 For the least time, a problem is narrowed while its tables are made (`fixing`); time against memory needs
-whole problems, which answer for every limit.
-
-The best time of a problem without a memory limit bounds all its layouts, and the best with one option all
-that have it. If the hardware's costs satisfy that a piece never costs less than its share of the whole
-(`Pricer.pieces_cost_more`), the bound also holds for every multiple of its microbatches (`subproblems`):
-their tables are not made, or are made over fewer options. A calibrated machine may be faster in pieces, so
-there each is looked at whole.
+whole problems, which answer for every limit. Bounds also hold for multiples of a problem's microbatches
+(`Subproblem.inherit`).
 
 A search can be ended at any time, by its clock or by Ctrl-C: layouts are stored as they are predicted
 (`incumbents`), and bounds as they rise, so the best so far and its bound are always known.
@@ -22,33 +17,30 @@ A search can be ended at any time, by its clock or by Ctrl-C: layouts are stored
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from layoutopt.formulation.couplings import count_layouts
-from layoutopt.optimize.agreement import hold_rows, rows_said
+from layoutopt.optimize.agreement import hold_rows
 from layoutopt.optimize.best_plans import held
 from layoutopt.optimize.bounds import Bound, Source, State
-from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.fixing import ClusterWeights, faster, option_costs
 from layoutopt.optimize.incumbents import Incumbents
+from layoutopt.optimize.layer_bounds import LayerBounds
 from layoutopt.optimize.least_memory import least_memory
 from layoutopt.optimize.merging import simplest
 from layoutopt.optimize.needed import ADVICE, EXCLUDED, nearest_of, needed
-from layoutopt.optimize.pace import Pace, looked_at
 from layoutopt.optimize.request import ANSWERED, SEARCHED, Request, SearchStatus, uneven
 from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
-from layoutopt.optimize.subproblems import Subproblem, related
+from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.optimize.warm_start import WarmStart
 from layoutopt.plan.units import size_text
 from layoutopt.runtime.clock import Clock
+from layoutopt.space.allow import USUAL
 from layoutopt.space.objective import Objective
-from mesh_tf_core.errors import InfeasibleError, LimitError
+from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.layout import Layout
-from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.storage import Stage
 
 NAMED_SHARE = 0.25
 """Part of a time limit in which named layouts are predicted before anything is listed or solved."""
@@ -75,6 +67,9 @@ class LayoutSearch:
       unsplit: dimensions that had to stay whole (`Extraction.unsplit`).
       weights: approximate costs of clusters, for `faster`.
       start: what is predicted before the problems are listed.
+      called: its space, in a word, if it is one of several.
+      after: the search from whose results it goes on.
+      seconds: from the start of the request's clock to its end.
     """
 
     request: Request
@@ -87,18 +82,26 @@ class LayoutSearch:
     listed: bool = False
     none: str = ""
     nearest: EvaluatedLayout | None = None
-    pace: Pace = field(default_factory=Pace)
     unsplit: dict[str, None] = field(default_factory=dict)
     weights: ClusterWeights = field(default_factory=dict)
     start: WarmStart | None = None
+    called: str = ""
+    after: LayoutSearch | None = None
+    seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.incumbents = Incumbents(self.request, self.renames)
+        if self.after is not None:
+            self.incumbents.found += self.after.incumbents.found
+            self.incumbents.subproblems |= self.after.incumbents.subproblems
+        self.layers = LayerBounds(self.request.evaluator)
 
     @property
     def considered(self) -> int:
         """The number of combinations of decisions."""
-        return sum(count_layouts(each.decided) for each in self.incumbents.subproblems.values())
+        if self.after is not None and not self.listed:
+            return self.after.considered
+        return sum(each.layouts for each in self.incumbents.subproblems.values())
 
     @property
     def least(self) -> float:
@@ -110,8 +113,8 @@ class LayoutSearch:
         if not self.listed:
             meshes = (each.mesh.devices for each in self.incumbents.subproblems.values())
             return Bound(self.request.evaluator.alone() / next(meshes, math.inf), Source.SHARE)
-        bounds = (each.bounds.lower(limit) for each in self.problems)
-        return min(bounds, key=lambda bound: bound.value, default=Bound(math.inf))
+        every = (each.bounds.lower(limit) for each in self.problems)
+        return min(every, key=lambda bound: bound.value, default=Bound(math.inf))
 
     @property
     def bound(self) -> Bound:
@@ -139,6 +142,9 @@ class LayoutSearch:
                 raise
             ended, self.stopped = False, True
             clock.hurry()
+            with suppress(KeyboardInterrupt):
+                self.told("stopping")
+        self.seconds = clock.elapsed
         if self.none:
             raise InfeasibleError(self.none)
         if not ended or self.best is None:
@@ -158,75 +164,55 @@ class LayoutSearch:
             self.incumbents.know(self.start)
             if request.clock.limit is not None:
                 part = request.clock.part(NAMED_SHARE)
-                self.incumbents.price_named(self.start, part, self._tell_first)
-        for each in related(subproblems):
-            self.problems.append(each)
-            self.incumbents.subproblems[each.key] = each
-            if self.start is not None:
-                self._tell_first("listing subproblems", len(self.problems), len(self.start.specs))
+                self.incumbents.price_named(self.start, part, self.told)
+        self.problems = [*subproblems]
+        known = {} if self.after is None else self.after.incumbents.subproblems
+        self.incumbents.subproblems = {**known, **{each.key: each for each in self.problems}}
         self.listed = True
-        if request.objective == Objective.MEMORY:
-            self._leanest(request.limit)
-            best = self.incumbents.best()
-        else:
-            best = self.fastest(request.limit)
+        memory = request.objective == Objective.MEMORY
+        best = self._leanest(request.limit) if memory else self.fastest(request.limit)
         if best is not None and request.objective == Objective.PARETO:
             best = self._trade(best)
             self.frontier = [self.simpler(found) for found in self.frontier]
-        self.best = best
-        if best is not None:
-            self.best = self.simpler(best)
-        elif self.proven:
+        self.best = None if best is None else self.simpler(best)
+        if best is None and self.proven:
             even = EVENLY if uneven(request, (each.mesh for each in self.problems)) else ""
-            self.none = (
-                f"no layout of {request.model.name!r}{even} fits into {size_text(request.limit)} per device"
-            )
-            self.none += self._why() if request.explains else ""
-            self.none += f" ({said}: this is not proven)" if (said := rows_said(request)) else ""
+            what = f"no {'usual ' * (self.called == USUAL)}layout of {request.model.name!r}{even}"
+            self.none = f"{what} fits into {size_text(request.limit)} per device"
 
     def _conclude(self) -> None:
         """Makes the best so far the answer of a search that was ended, or came to its end with none for want
         of time. Ctrl-C only ends the looking for a better one."""
         self.proven = False
+        grace = STOPPING if self.stopped and self.incumbents.best() is None else ANSWERED
         with suppress(KeyboardInterrupt):
-            self.request.clock.within(STOPPING if self.stopped else ANSWERED, self._last_look)
-        best = self.incumbents.best()
-        if best is not None and self.best is None:
-            self.best = best
+            self.request.clock.within(grace, self._last_look)
+        self.best = self.best or self.incumbents.best()
         if self.listed and self.request.objective == Objective.MEMORY:
             self._hold(self.problems)
 
     def _hold(self, problems: Iterable[Subproblem]) -> None:
         """Proves that a device holds variables at least."""
-        for each in problems:
+        for each in (each for each in problems if not each.refused):
             each.bounds.hold_at_least(held(self.request.model, each.mesh, each.decided))
 
     def _last_look(self) -> None:
         """Adds evaluated layouts that are no incumbents yet, any layout that fits, and simpler meshes."""
         incumbents, limit = self.incumbents, self.request.limit
-
-        def best_first(known: tuple[Mesh, Layout, Evaluation]) -> tuple[bool, float]:
-            return known[2].memory.peak > limit, known[2].cost.step_seconds
-
-        for mesh, layout, found in sorted(self.request.evaluator.evaluated(), key=best_first):
+        known = self.request.evaluator.evaluated()
+        best_first = sorted(known, key=lambda e: (e[2].memory.peak > limit, e[2].cost.step_seconds))
+        for mesh, layout, found in best_first:
             incumbents.offer(mesh, layout, found.options)
         if incumbents.best() is None and self.start is not None:
-            incumbents.price_named(self.start, Clock(0.0), self._tell_first)
+            incumbents.price_named(self.start, Clock(0.0), self.told)
         if self.request.objective != Objective.MEMORY:
             incumbents.beat_named(limit)
-        self.best = incumbents.best()
-        if self.best is not None:
-            self.best = self.simpler(self.best)
+        best = incumbents.best()
+        self.best = None if best is None else self.simpler(best)
 
     def simpler(self, best: EvaluatedLayout) -> EvaluatedLayout:
-        """As good on a mesh with fewer axes, if the shape was searched."""
-        if not self.renames or any(isinstance(s, Stage) for s in best.options.storage.values()):
-            return best  # what names axes by themselves stays on them
-        parts, stages = best.options.microbatches, best.evaluation.pipeline
-        alike = (s for s in self.problems if s.microbatches == parts)
-        alike = (s for s in alike if s.decided.schedule == best.options.schedule)
-        own = (s.mesh for s in alike if s.decided.stages_on(s.mesh) == stages)
-        return simplest(best, {mesh.shape: mesh for mesh in own}, self.request.evaluator)
+        """As good on a mesh with fewer axes, if it was searched."""
+        return simplest(best, self.problems, self.request.evaluator) if self.renames else best
 
     # -- the fastest -----------------------------------------------------------------------------------------
 
@@ -235,28 +221,51 @@ class LayoutSearch:
         request, incumbents = self.request, self.incumbents
         if len(self.problems) > 1 or request.clock.limit is not None:
             for each in self.problems:  # nothing waits less than not at all
-                each.bounds.prove(request.evaluator.least(each.mesh, each.decided), Source.SHARE)
-        order = sorted(self.problems, key=lambda each: each.rank)
-        if request.clock.limit is not None and not incumbents.fitting(limit):
-            order = [*self.problems[-1:], *order]  # what fits most likely, to have something early
+                with suppress(UserError):  # layers that are given to stages may be too few
+                    each.bounds.prove(request.evaluator.least(each.mesh, each.plans), Source.SHARE)
         fixes = request.objective == Objective.TIME
-        if fixes and order and not incumbents.fitting(limit):
-            incumbents.price_on(order[0])
-        for each in order:
-            self.pace.begin()
+        for number, each in enumerate(self._in_order(limit)):
             each.inherit(request.evaluator)
+            if self._is_open(each, limit) and each.refused:
+                each.bounds.prove(math.inf, Source.REFUSED)
             if self._is_open(each, limit):
                 self._hold([each])
+            if not number and fixes and not incumbents.fitting(limit) and not each.refused:
+                incumbents.price_on(each)
             if self._is_open(each, limit) and not request.late:
-                self._tell(each, each.bounds.lower(limit).value)
+                self._tell(each)
                 search = self._fixed(each, limit) if fixes else self.opened(each)
                 if search is not None and self._is_open(each, limit):
                     self._ask(each, search, limit)
-            self.pace.end()
         if self._open(limit):
             self.proven = False
             incumbents.beat_named(limit)
         return incumbents.fastest(limit)
+
+    def _in_order(self, limit: float) -> Iterator[Subproblem]:
+        """The problems without stages first, by their bounds: what is found there closes most of the others
+        before they have a graph. Before all, that of the best known: something near it may be better.
+        Within a time limit all are bounded once something fits: the gap is that of the least bound."""
+        limited, staged = self.request.clock.limit is not None, [p for p in self.problems if p.key.stages]
+        if limited and self.incumbents.fastest(limit) is None:
+            yield from self.problems[-1:]  # what fits most likely
+        self._bound(self.problems if limited and len(self.problems) > 1 else (), limit)
+        if (known := self.incumbents.fastest(limit)) is not None:
+            yield self.incumbents.subproblem_of(known)
+        yield from sorted((each for each in self.problems if not each.key.stages), key=lambda p: p.rank)
+        self._bound(() if limited else staged, limit)
+        for each in sorted(staged, key=lambda p: p.rank):
+            if self._is_open(each, limit) and not self.request.late:
+                self.layers.prove(each, self.incumbents.seconds(limit))
+            yield each
+
+    def _bound(self, problems: Sequence[Subproblem], limit: float) -> None:
+        """Bounds problems by their layers, from few tables, in a part of the time."""
+        part = self.request.clock.part(NAMED_SHARE)
+        for each in problems:
+            if self._is_open(each, limit) and not part.over:
+                self._tell(each)
+                self.layers.prove(each, self.incumbents.seconds(limit), shortly=True)
 
     def _is_open(self, subproblem: Subproblem, limit: float) -> bool:
         """True if something better than the best so far may be in a problem."""
@@ -274,8 +283,7 @@ class LayoutSearch:
         return search
 
     def _fixed(self, subproblem: Subproblem, limit: float) -> SubproblemSearch | None:
-        """A problem without what cannot be in anything faster than the best so far; None if nothing is, or
-        if there was no time."""
+        """A problem without what nothing faster than the best so far has; None if all, or without time."""
         request, incumbents, bounds = self.request, self.incumbents, subproblem.bounds
         upper = incumbents.seconds(limit)
         narrow = subproblem.narrowed(upper, request.evaluator)
@@ -294,12 +302,8 @@ class LayoutSearch:
                     incumbents.offer(subproblem.mesh, layout, subproblem.decided.least_memory)
             return incumbents.seconds(limit)
 
-        def told(part: float) -> None:
-            self._tell(subproblem, bounds.lower(limit).value, part)
-
-        search = faster(
-            request.evaluator, narrow, upper, propose, request.clock, weights=self.weights, told=told
-        )
+        asked = request.evaluator, narrow, upper, propose, request.clock, self.weights
+        search = faster(*asked, told=lambda part: self._tell(subproblem, part=part))
         if search is not None:
             bounds.costs = option_costs(search, subproblem.decided, incumbents.seconds(limit)) or bounds.costs
             self.unsplit.update(dict.fromkeys(search.extraction.unsplit))
@@ -320,36 +324,30 @@ class LayoutSearch:
         # Without an answer it is proven that nothing here is faster than the best.
         subproblem.bounds.prove(min(outcome.bound, best), Source.SOLVER, limit)
 
-    def _tell_first(self, looked: str, number: int, count: int) -> None:
-        """Tells what is done before the first problem is looked at."""
-        request, known = self.request, self.incumbents.best()
-        if request.on_progress is not None:
-            best = math.inf if known is None else self.incumbents.order(known)[0]
-            left = request.clock.left
-            request.on_progress(SearchStatus(looked, number, count, best, self.bound.value, left))
+    def told(
+        self, looked: str, number: int = 0, count: int = 0, low: float | None = None, part: float = 0.0
+    ) -> None:
+        """Tells how far it is; `low`: by default, the bound of the whole."""
+        if (tell := self.request.on_progress) is None:
+            return
+        known, low = self.incumbents.best(), self.bound.value if low is None else low
+        best = math.inf if known is None else self.incumbents.order(known)[0]
+        at = (number, count) if count else (len(self.problems),) * 2
+        tell(SearchStatus(looked, *at, best, min(low, best), part, self.called))
 
-    def _tell(self, subproblem: Subproblem, bound: float, part: float = 0.0) -> None:
-        """Tells how far the whole search is.
-
-        Args:
-          bound: seconds that no layout of this problem takes less than, by now.
-          part: of its work that is done.
-        """
-        request = self.request
+    def _tell(self, subproblem: Subproblem, bound: float = 0.0, part: float = 0.0) -> None:
+        """Tells how far the whole search is, with a solver's bound of this problem, and its finished part."""
+        request, count = self.request, len(self.problems)
         if request.on_progress is None:
             return
-        known, count = self.incumbents.best(), len(self.problems)
-        best = math.inf if known is None else self.incumbents.order(known)[0]
-        others = [each for each in self.problems if each is not subproblem]
         if request.objective == Objective.MEMORY:
-            others, low = others[len(self.pace.spent) :], self.least
+            others, low = [p for p in self.problems if p is not subproblem and not p.bounds.least], self.least
         else:
             others = [each for each in self._open(request.limit) if each is not subproblem]
-            low = min([bound, *(each.bounds.lower(request.limit).value for each in others)])
-        left = self.pace.left(part, len(others), request.clock.left)
-        looked = looked_at(subproblem, self.renames, len(self.frontier))
-        low = self.bound.value if self.frontier else low
-        request.on_progress(SearchStatus(looked, count - len(others), count, best, min(low, best), left))
+            known = max(bound, subproblem.bounds.lower(request.limit).value)
+            low = min([known, *(each.bounds.lower(request.limit).value for each in others)])
+        looked = subproblem.words(self.renames, len(self.frontier))
+        self.told(looked, count - len(others), count, None if self.frontier else low, part)
 
     # -- time against memory ---------------------------------------------------------------------------------
 
@@ -368,31 +366,34 @@ class LayoutSearch:
             self.proven = False
         return self.frontier[0]
 
-    def _leanest(self, limit: float) -> None:
+    def _leanest(self, limit: float) -> EvaluatedLayout | None:
         """Looks for the least peak within `limit`, and for what is fastest there."""
         incumbents, clock = self.incumbents, self.request.clock
         for each in sorted(self.problems, key=lambda p: -p.microbatches):
+            if each.refused:
+                each.bounds.hold_at_least(math.inf)
+                continue
             if self.request.late:
                 break
-            self.pace.begin()
-            self._tell(each, 0.0)
+            self._tell(each)
             below = min((f.peak for f in incumbents.found), default=math.inf)
             found, low = least_memory(self.opened(each), min(below, limit + 1), clock)
             each.bounds.hold_at_least(low)
             self._hold([each])
             for layout in found:
                 incumbents.add(layout)
-            self.pace.end()
         least = min((f.peak for f in incumbents.fitting(limit)), default=math.inf)
         if math.isfinite(least):
             self.fastest(least)
         self.proven = self.least >= min(least, limit + 1)
+        return incumbents.best()
 
-    def _why(self) -> str:
-        """What the layout with the least memory needs; sets `nearest`."""
+    def why(self) -> str:
+        """The need of the layout with the least memory, where none fits; sets `nearest`."""
         known = min(self.incumbents.found, key=lambda f: f.peak, default=None)
-        self.nearest, ended = nearest_of(self.request, self.problems, known, self.opened)
+        problems = [each for each in self.problems if not each.refused]
+        self.nearest, ended = nearest_of(self.request, problems, known, self.opened)
         if self.nearest is None:
-            return EXCLUDED if ended else ADVICE
+            return EXCLUDED if ended else f"; {ADVICE.format('more')}"
         hold_rows(self.request, self.nearest, self.incumbents.subproblem_of(self.nearest))
         return needed(self.request, self.nearest, self.least, self.renames)

@@ -28,7 +28,6 @@ from layoutopt.solver import (
     ResourceRow,
     RowTerm,
     Solution,
-    Sparse,
     Status,
     Term,
     eliminate,
@@ -73,11 +72,15 @@ class EvaluatedLayout:
     evaluation: Evaluation
     origin: str = ""
 
-    @property
+    def same(self, other: EvaluatedLayout) -> bool:
+        """True if both are one layout."""
+        return (self.mesh, self.layout, self.options) == (other.mesh, other.layout, other.options)
+
+    @cached_property
     def seconds(self) -> float:
         return self.evaluation.cost.step_seconds
 
-    @property
+    @cached_property
     def peak(self) -> int:
         return self.evaluation.memory.peak
 
@@ -274,7 +277,7 @@ class SubproblemSearch:
         self._evaluator.rows_over = over
 
     def _tries(self) -> int:
-        cells = sum(int(listed(term).size) for term in self.extraction.problem.terms)
+        cells = sum(int(term.values.size) for term in self.extraction.problem.terms)
         return min(max(CELLS // max(cells, 1), ATTEMPTS[0]), ATTEMPTS[1])
 
     def pinned(self, problem: Problem, pinned: Mapping[str, Choice]) -> Problem:
@@ -312,11 +315,6 @@ class SubproblemSearch:
             wanted = {i: (choice,) for i, choice in enumerate(choices[: len(self.extraction.names)])}
             return unlike(wanted, self.extraction.problem.sizes)
         return lazy_cut(self.extraction, choices, own, met)
-
-
-def listed(entry: RowTerm | Term) -> np.ndarray:
-    """The values of a table, as far as it lists them."""
-    return entry.table.values if isinstance(entry.table, Sparse) else entry.table
 
 
 def go_on(solution: Solution) -> None:

@@ -1,5 +1,5 @@
-"""The subproblems of a search: mesh shapes, and on each, pipeline stages and numbers of microbatches, with
-their decisions, and the bounds of each.
+"""The subproblems of a search: mesh shapes, and on each, pipeline stages and numbers of microbatches, and the
+bounds of each. A subproblem has its graph and its decisions once it is opened; many are ruled out before.
 
 Where a piece never costs less than its share of the whole (`Pricer.pieces_cost_more`), no layout takes less
 with more microbatches: a bound on all layouts, or on those with one option, holds for every multiple of the
@@ -13,9 +13,11 @@ and in a circular schedule likewise with its ticks (`mesh_tf_core.ir.schedules`)
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from layoutopt.formulation.couplings import count_layouts
@@ -24,16 +26,18 @@ from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.space.argument import Space
-from layoutopt.space.decisions import Decisions, SearchSpace, decisions
+from layoutopt.space.decisions import ANYTHING, Decisions, SearchSpace, decisions
 from layoutopt.space.kind import HYBRID
-from layoutopt.space.microbatches import numbers
-from layoutopt.space.recompute import check_named
-from layoutopt.space.restriction import RestrictionError
-from layoutopt.space.stages import count, ways, why_none
+from layoutopt.space.microbatches import dividing, numbers
+from layoutopt.space.recompute import Recompute, check_named
+from layoutopt.space.restriction import EVERYTHING, RestrictionError
+from layoutopt.space.sequence_parallel import Elsewhere
+from layoutopt.space.splits import Split
+from layoutopt.space.stages import ways, why_none
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.schedules import PipelineSchedule, alternates
+from mesh_tf_core.ir.schedules import GPIPE, KINDS, PipelineSchedule
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.remat_policy import Policies, of_stages
 from mesh_tf_core.model import Model
@@ -44,7 +48,7 @@ class SubproblemKey(NamedTuple):
 
     Attributes:
       stages: dimensions of layers, each with its axes.
-      again: recomputed parts of stages where that makes another graph.
+      again: recomputed parts of stages.
     """
 
     mesh: Mesh
@@ -57,7 +61,7 @@ class SubproblemKey(NamedTuple):
     def of(cls, model: Model, mesh: Mesh, layout: Layout, options: Options) -> SubproblemKey:
         """That of the problem which a layout is an answer of."""
         stages = model.stages(mesh, layout)
-        again = of_stages(options.recompute, stages, alternates(options.schedule))
+        again = of_stages(options.recompute, stages)
         split = frozenset((dim, layout.axes(dim)) for dim in stages)
         return cls(mesh, split, options.schedule, again, options.microbatches)
 
@@ -68,38 +72,135 @@ class Subproblem:
     problem.
 
     Attributes:
+      model, space: those of the search; the space has one use of pipelines.
       bounds: all that is proven of it.
       fewer: the problems that differ from it only in fewer microbatches that divide its number.
       whole: its integer program with all options, once that is needed.
+      unstaged: of a problem with stages: the same without any.
+      given: its decisions, where they do not follow from the space.
     """
 
-    mesh: Mesh
-    decided: Decisions
+    key: SubproblemKey
+    model: Model | None = None
+    space: Space = ANYTHING
     bounds: ProvenBounds = field(default_factory=ProvenBounds)
     fewer: tuple[Subproblem, ...] = ()
     whole: SubproblemSearch | None = None
+    unstaged: Subproblem | None = None
+    given: Decisions | None = None
+
+    @classmethod
+    def of(cls, mesh: Mesh, decided: Decisions) -> Subproblem:
+        """The problem of some decisions."""
+        stages, parts = frozenset(decided.stages.items()), decided.microbatches
+        return cls(SubproblemKey(mesh, stages, decided.schedule, decided.again, parts), given=decided)
+
+    @cached_property
+    def decided(self) -> Decisions:
+        """Its decisions.
+
+        Raises:
+          UserError: the model cannot be split like that, or pins or prohibitions do not suit it.
+        """
+        return self._decisions(self.space) if self.given is None else self.given
+
+    @cached_property
+    def unrestricted(self) -> Decisions:
+        """Its decisions without a restriction."""
+        return self._decisions(self.space.but(restriction=EVERYTHING))
+
+    def _decisions(self, space: Space) -> Decisions:
+        assert self.model is not None
+        key = self.key
+        graph = self.model.training_step(key.microbatches, self.stages, key.schedule, key.again).graph
+        return decisions(graph, key.mesh, space)
+
+    @cached_property
+    def refused(self) -> UserError | None:
+        """Why there is no such problem; None if there is one."""
+        try:
+            if self.unstaged is not None and self.space.restriction.relations:
+                self._check_relations()
+            _ = self.decided
+        except UserError as error:
+            return error
+        return None
+
+    def _check_relations(self) -> None:
+        """Refuses stages that a restriction excludes in any graph, before one is made. In the graph without
+        stages every dimension has the options that it has in stages, and more."""
+        assert self.model is not None
+        try:
+            graph = self.model.training_step(self.microbatches).graph
+            decisions(graph, self.mesh, self.space.but(again=frozenset(), recompute=(False,)))
+        except RestrictionError:
+            raise
+        except UserError:  # only a graph with stages tells
+            return
+
+    @property
+    def mesh(self) -> Mesh:
+        """Its mesh."""
+        return self.key.mesh
 
     @property
     def microbatches(self) -> int:
         """The number of microbatches."""
-        return self.decided.microbatches
-
-    def share(self, microbatches: int) -> float:
-        """The fraction of a bound with fewer microbatches, which divide this number, that holds here, if
-        pieces cost at least their share of the whole."""
-        times, named = self.microbatches // microbatches, self.decided.schedule
-        stages = self.decided.stages_on(self.mesh).values()
-        both = self.microbatches, microbatches
-        pairs = ((PipelineSchedule.named(named, n, m).ticks for m in both) for n in stages)
-        return min((ticks / (times * fewer) for ticks, fewer in pairs), default=1.0)
+        return self.key.microbatches
 
     @property
-    def key(self) -> SubproblemKey:
-        """That of its layouts."""
-        its = self.decided
-        return SubproblemKey(
-            self.mesh, frozenset(its.stages.items()), its.schedule, its.again, its.microbatches
-        )
+    def stages(self) -> dict[str, int]:
+        """Dimensions of layers -> number of stages."""
+        return {dim: self.mesh.group_size(axes) for dim, axes in sorted(self.key.stages)}
+
+    @property
+    def plans(self) -> dict[str, PipelineSchedule]:
+        """Dimensions of layers -> the schedule of their stages."""
+        named = PipelineSchedule.named
+        return {dim: named(self.key.schedule, n, self.microbatches) for dim, n in self.stages.items()}
+
+    @cached_property
+    def layouts(self) -> int:
+        """The number of combinations of its options, legal or not; of a pipeline at least, since what its
+        stages recompute is not counted: that needs its graph."""
+        if self.unstaged is None:
+            return 0 if self.refused else count_layouts(self.decided)
+        if self.unstaged.refused:
+            return 0
+        left = beside(self.unstaged.decided, {axis for _, axes in self.key.stages for axis in axes})
+        return count_layouts(left.within({n: left.options[n][:1] for n in left.of(Recompute)}))
+
+    def share(self, microbatches: int, apart: bool = False) -> float:
+        """The fraction of a bound with fewer microbatches, which divide this number, that holds here, if
+        pieces cost at least their share of the whole.
+
+        Args:
+          apart: each stage is a program of its own. Then the longest way through the slots counts, and in
+            orders with slots for weights, with several chunks or unequal stages it may pass others here.
+        """
+        times, named, plans = self.microbatches // microbatches, PipelineSchedule.named, self.plans
+        alike = (not apart or self._alike(dim, of) for dim, of in plans.items())
+        if not all(alike) or not all(KINDS[of.kind].one_way for of in plans.values()):
+            return 1 / times
+        fewer = (named(self.key.schedule, n, microbatches).ticks for n in self.stages.values())
+        pairs = zip(self.plans.values(), fewer, strict=True)
+        return min((plan.ticks / (times * ticks) for plan, ticks in pairs), default=1.0)
+
+    def _alike(self, dim: str, of: PipelineSchedule) -> bool:
+        """True if all stages do the same, one microbatch after the other."""
+        assert self.model is not None
+        counts = of.order.of_stages(max(self.model.graph.dims()[dim]))
+        return not KINDS[of.kind].split and of.chunks == 1 and counts.min() == counts.max()
+
+    def words(self, renames: bool, points: int) -> str:
+        """Describes it; `renames`: a plan has other names of axes; `points`: found points of a frontier."""
+        mesh, parts, stages = self.mesh, self.microbatches, self.stages.items()
+        looked = f"mesh {'x'.join(map(str, mesh.shape)) if renames else mesh}"
+        looked += f", {parts} microbatches" if parts > 1 else ""
+        looked += "".join(f", {n} pipeline stages of {dim}" for dim, n in stages)
+        looked += f", schedule {self.key.schedule}" if stages else ""
+        looked += "".join(f", recompute {text}" for text in sorted(self.key.again))
+        return looked + (f", point {points + 1} of the frontier" if points else "")
 
     @property
     def place(self) -> SubproblemKey:
@@ -111,7 +212,7 @@ class Subproblem:
         """The order of subproblems, least first: the most promising, then those that bound more microbatches,
         then small ones, whose answers larger meshes rarely beat."""
         highest = max(bound.value for bound in self.bounds.proven)
-        return highest, self.microbatches, count_layouts(self.decided)
+        return highest, self.microbatches, self.layouts
 
     def opened(self, evaluator: Evaluator, clock: Clock = UNLIMITED) -> SubproblemSearch:
         """Its integer program with all options, which bounds it."""
@@ -124,123 +225,108 @@ class Subproblem:
         """Proves bounds that follow from fewer microbatches."""
         # Infinity too: a layout that is legal with k M is legal with M. The step of M has the same nodes,
         # with parts k times as large (`tracing.copying.PartCopy`), and legality depends on names and on what
-        # splits divide. A number that a model or a schedule refuses makes no problem, so bounds nothing.
+        # splits divide. A number that a model or a schedule refuses bounds nothing.
         for other in self.fewer if evaluator.prices(self.mesh).pieces_cost_more else ():
             known = (bound.value for bound in other.bounds.proven if bound.source is Source.TABLES)
-            self.bounds.prove(self.share(other.microbatches) * max(known, default=0.0), Source.PIECES)
+            part = self.share(other.microbatches, evaluator.apart(self.mesh))
+            self.bounds.prove(part * max(known, default=0.0), Source.PIECES)
 
     def narrowed(self, seconds: float, evaluator: Evaluator) -> Subproblem | None:
         """The same with options of layouts that take at most `seconds`, by the results for fewer
         microbatches; None if there are none. Up to `seconds`, its bounds hold for this one."""
         options, most = dict(self.decided.options), seconds * (1 + SLACK)
         for other in self.fewer if evaluator.prices(self.mesh).pieces_cost_more else ():
-            part, costs = self.share(other.microbatches), other.bounds.costs
+            part, costs = self.share(other.microbatches, evaluator.apart(self.mesh)), other.bounds.costs
             for name in costs.keys() & set(self.decided.free):
                 options[name] = tuple(o for o in options[name] if part * costs[name].get(o, 0.0) <= most)
-        return replace(self, decided=self.decided.within(options)) if all(options.values()) else None
+        return replace(self, given=self.decided.within(options)) if all(options.values()) else None
+
+
+def beside(decided: Decisions, axes: Collection[str]) -> Decisions:
+    """Decisions with the splits that use none of some axes."""
+    splits = (*decided.of(Split), *decided.of(Elsewhere))
+    return decided.within(
+        {n: [o for o in decided.options[n] if {*o}.isdisjoint(axes)] or [()] for n in splits}
+    )
 
 
 def related(problems: Iterable[Subproblem]) -> Iterator[Subproblem]:
     """Subproblems, the fewest microbatches first, each with its `fewer`."""
     known = defaultdict[SubproblemKey, list[Subproblem]](list)
     for each in problems:
-        others = known[each.place]
-        each.fewer = tuple(o for o in others if each.microbatches % o.microbatches == 0)
-        others.append(each)
+        for one in filter(None, (each.unstaged, each)):
+            if one not in (others := known[one.place]):
+                one.fewer = tuple(o for o in others if one.microbatches % o.microbatches == 0)
+                others.append(one)
         yield each
 
 
-@dataclass(frozen=True)
-class SubproblemSpec:
-    """A subproblem whose graph is not built yet.
+def listed(
+    model: Model, shapes: Sequence[Mesh], allowed: SearchSpace, near: Callable[[Mesh], Axes] = lambda _: ()
+) -> Iterator[Subproblem]:
+    """Every problem of a search, the fewest microbatches of every mesh first, without any graph; the model
+    may refuse some of them.
 
-    Attributes:
-      allowed: the space, with one use of pipelines.
-      near: axes of `HYBRID`.
+    Args:
+      near: the axes of a mesh that lie inside nodes or slices, where others do not.
     """
-
-    mesh: Mesh
-    allowed: Space
-    microbatches: int
-    near: Axes
-
-    @property
-    def stages(self) -> dict[str, int]:
-        """Dimensions of layers -> number of stages."""
-        return count(self.mesh, self.allowed)
-
-    @property
-    def key(self) -> SubproblemKey:
-        """That of its subproblem."""
-        stages, (schedule,) = frozenset(self.allowed.stages.items()), self.allowed.schedule
-        return SubproblemKey(self.mesh, stages, schedule, self.allowed.again, self.microbatches)
-
-    def made(self, model: Model) -> Subproblem:
-        """The subproblem.
-
-        Raises:
-          UserError: the model cannot be split like that, or pins or prohibitions do not suit it.
-        """
-        number, (schedule,) = self.microbatches, self.allowed.schedule
-        graph = model.training_step(number, self.stages, schedule, self.allowed.again).graph
-        here = self.allowed.but(microbatches=(number,), near=self.near)
-        return Subproblem(self.mesh, decisions(graph, self.mesh, here))
+    every = [(mesh, near_axes(mesh, allowed, near), [*ways(model, mesh, allowed)]) for mesh in shapes]
+    for number, (mesh, inner, found) in itertools.product(dividing(model, allowed.microbatches), every):
+        key = SubproblemKey(mesh, frozenset(), GPIPE, frozenset(), number)
+        its = {"microbatches": (number,), "near": inner}
+        plain = Subproblem(key, model, found[0].but(stages={}, schedule=(GPIPE,), again=frozenset(), **its))
+        for way in found:
+            if not way.stages:
+                yield plain
+                continue
+            key = SubproblemKey(mesh, frozenset(way.stages.items()), way.schedule[0], way.again, number)
+            yield Subproblem(key, model, way.but(**its), unstaged=plain)
 
 
-def specs(
-    model: Model,
-    shapes: Sequence[Mesh],
-    allowed: SearchSpace,
-    near: Callable[[Mesh], Axes],
-    parts: Iterable[int],
-) -> list[SubproblemSpec]:
-    """The problems with these numbers of microbatches; other arguments as of `subproblems`."""
-    inner = {mesh: near_axes(mesh, allowed, near) for mesh in shapes}
-    each = [(mesh, way) for mesh in shapes for way in ways(model, mesh, allowed)]
-    return [SubproblemSpec(mesh, way, number, inner[mesh]) for number in parts for mesh, way in each]
+def possible(
+    model: Model, shapes: Sequence[Mesh], allowed: SearchSpace, problems: Iterable[Subproblem]
+) -> Iterator[Subproblem]:
+    """Those of the listed problems that are not known to be refused: of pipelines as many are opened as it
+    takes to know one that is possible.
+
+    Numbers of microbatches are left out if the pins do not divide the smaller batch.
+
+    Raises:
+      UserError: the model cannot be split into any of these numbers, pins or prohibitions do not suit even
+        the smallest, or pipelines were asked for and none is possible.
+    """
+    parts, refused = numbers(model, allowed.microbatches), dict[Subproblem, UserError]()
+    said = (allowed.restriction.says or {}).get("recompute") or ()  # not of every model
+    check_named(model.step_graph, [each for each in allowed.recompute if each not in said])
+    found, piped = [each for each in problems if each.microbatches in parts], False
+    for each in found:
+        if (piped and each.key.stages) or not each.refused:
+            piped = piped or bool(each.key.stages)
+        elif each.key.stages or each.microbatches > parts[0] or isinstance(each.refused, RestrictionError):
+            refused[each] = each.refused
+        else:
+            raise each.refused
+    none = (error for error in refused.values() if isinstance(error, RestrictionError))
+    if len(refused) == len(found) and (first := next(none, None)):
+        raise first
+    dims = ",".join(dim for dim in allowed.pipeline if allowed.pins.get(dim) != ())
+    if dims and not piped and "pipeline" in allowed.given:
+        why = dict[str, str]()
+        for each in (each for each in refused if each.key.stages):
+            why.setdefault(each.key.schedule, str(refused[each]))
+        raise UserError(
+            f"--pipeline {dims} is not possible "
+            f"({_reasons(why) or why_none(model, shapes, allowed)}); choose another mesh, or "
+            "remove --pipeline"
+        )
+    yield from (each for each in found if each not in refused)
 
 
 def subproblems(
     model: Model, shapes: Sequence[Mesh], allowed: SearchSpace, near: Callable[[Mesh], Axes] = lambda _: ()
 ) -> Iterator[Subproblem]:
-    """Every problem of a search, the fewest microbatches of every mesh first.
-
-    Numbers of microbatches are left out if the pins do not divide the smaller batch, and pipelines if the
-    model cannot have them.
-
-    Args:
-      near: the axes of a mesh that lie inside nodes or slices, where others do not.
-
-    Raises:
-      UserError: the model cannot be split into any of these numbers, pins or prohibitions do not suit even
-        the smallest, or pipelines are required and none is possible.
-    """
-    refused, piped, none, some = dict[str, str](), False, list[RestrictionError](), False
-    parts = numbers(model, allowed.microbatches)
-    check_named(model.step_graph, allowed.recompute)
-    for spec in specs(model, shapes, allowed, near, parts):
-        try:
-            found = spec.made(model)
-        except RestrictionError as error:
-            none.append(error)
-            continue
-        except UserError as error:
-            if spec.microbatches == parts[0] and not spec.stages:
-                raise
-            if spec.stages:
-                refused.setdefault(spec.allowed.schedule[0], str(error))
-            continue
-        piped, some = piped or bool(spec.stages), True
-        yield found
-    if none and not some:
-        raise none[0]
-    dims = ",".join(dim for dim in allowed.pipeline if allowed.pins.get(dim) != ())
-    if dims and not piped:
-        raise UserError(
-            f"--pipeline {dims} is not possible "
-            f"({_reasons(refused) or why_none(model, shapes, allowed)}); choose another mesh, or "
-            "remove --pipeline"
-        )
+    """The problems of a search: those `listed` that are `possible`."""
+    return possible(model, shapes, allowed, related(listed(model, shapes, allowed, near)))
 
 
 def _reasons(refused: Mapping[str, str]) -> str:
@@ -251,8 +337,7 @@ def _reasons(refused: Mapping[str, str]) -> str:
 
 
 def near_axes(mesh: Mesh, allowed: SearchSpace, near: Callable[[Mesh], Axes]) -> Axes:
-    """The near axes of `HYBRID`, among those of one replica; none if all of these are near, or it is not
-    allowed."""
+    """The near axes of `HYBRID` in a replica; none if all of these are near, or it is not allowed."""
     if HYBRID not in allowed.storage:
         return ()
     own = {axis for axis, size in mesh.axes if size > 1 and axis not in allowed.apart}

@@ -6,7 +6,6 @@ This is one more search, over all that was allowed, for a layout that is faster 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from layoutopt.optimize.alternatives import called
@@ -16,7 +15,7 @@ from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.objective import Objective
-from mesh_tf_core.errors import InfeasibleError, LimitError
+from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.mesh import Mesh
 
 UNRESTRICTED = "unrestricted"
@@ -41,8 +40,7 @@ def unrestricted(
     """
     if why := _not_searched(request, unnamed):
         return _note(request, why)
-    wide = replace(request, allowed=allowed, on_progress=None, on_better=None, explains=False, top=1)
-    vars(wide)["evaluator"] = request.evaluator  # what is predicted is not predicted again
+    wide = request.like(allowed=allowed, on_progress=None, on_better=None, top=1)
     search = LayoutSearch(wide, renames)
     search.incumbents.most = best.seconds
     found = best
@@ -51,14 +49,15 @@ def unrestricted(
         found = min(best, other, key=lambda f: f.seconds)
     except InfeasibleError:  # nothing is faster
         pass
-    except LimitError:
-        return _note(request, LATE)
-    said: dict[str, Any] = {"left": 1 - found.seconds / best.seconds}
+    except UserError as error:
+        return _note(request, LATE if isinstance(error, LimitError) else str(error))
+    low, gain = search.bound.value, {"left": 1 - found.seconds / best.seconds}
+    said: dict[str, Any] = gain if search.proven or found is not best else {}
     if found is not best:
         said |= {UNRESTRICTED: called(request, UNRESTRICTED, found, renames)}
     if not search.proven:
-        most = 1 - search.bound.value / best.seconds
-        said |= {"notes": [f"the search for unrestricted layouts did not end; they save at most {most:.1%}"]}
+        most = f"at most {1 - low / best.seconds:.1%}" if low > 0 else "an unknown part"
+        said |= {"notes": [f"the search for unrestricted layouts did not end; they save {most} of the step"]}
     return said
 
 
@@ -73,7 +72,7 @@ def _not_searched(request: Request, unnamed: bool) -> str:
         return "replicas are synchronised rarely (--diloco)"
     if request.late:
         return LATE
-    return f"add --framework {request.hardware.framework} to search them" if unnamed else ""
+    return "give its name to --framework to have them, too" if unnamed else ""
 
 
 def _note(request: Request, why: str) -> dict[str, Any]:

@@ -10,18 +10,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import zip_longest
 from typing import NamedTuple
 
 from layoutopt.optimize.baselines import by_name
 from layoutopt.optimize.request import Request
-from layoutopt.optimize.subproblems import Subproblem, SubproblemSpec, specs
+from layoutopt.optimize.subproblems import Subproblem, listed, possible, related
 from layoutopt.plan.build import Plan
-from layoutopt.space.microbatches import dividing
 from layoutopt.space.splits import Split
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.schedules import PipelineSchedule
 from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
 
@@ -54,11 +51,14 @@ class WarmStart:
         self.request, self.shapes, self.start = request, shapes, start
 
     @cached_property
-    def specs(self) -> list[SubproblemSpec]:
-        """The problems of the search, and those of numbers of microbatches that the model may refuse."""
-        request, model = self.request, self.request.model
-        parts = dividing(model, request.allowed.microbatches)
-        return specs(model, self.shapes, request.allowed, request.evaluator.near, parts)
+    def problems(self) -> list[Subproblem]:
+        """The problems of the search, and those that the model refuses."""
+        request = self.request
+        return [*related(listed(request.model, self.shapes, request.allowed, request.evaluator.near))]
+
+    def possible(self) -> Iterator[Subproblem]:
+        """The problems that are not known to be refused; they are listed once these are asked for."""
+        yield from possible(self.request.model, self.shapes, self.request.allowed, self.problems)
 
     def earlier(self) -> Iterator[FirstLayout]:
         """The layout of the earlier plan, on the mesh of the same shape."""
@@ -69,30 +69,16 @@ class WarmStart:
                 names = dict(zip(plan.mesh.names, mesh.names, strict=True))
                 yield FirstLayout(mesh, plan.layout.renamed(names), plan.options.renamed(names), EARLIER)
 
-    def leanest_first(self) -> list[SubproblemSpec]:
+    def leanest_first(self) -> list[Subproblem]:
         """The problems in which a device has the fewest examples at a time first."""
         model = self.request.model
         size = model.examples if model.batch_dim is not None else 1
 
-        def pieces(spec: SubproblemSpec) -> int:
-            others = spec.mesh.devices // math.prod(spec.stages.values())
-            return spec.microbatches * math.gcd(others, size // spec.microbatches)
+        def pieces(each: Subproblem) -> int:
+            others = each.mesh.devices // math.prod(each.stages.values())
+            return each.microbatches * math.gcd(others, size // each.microbatches)
 
-        return sorted(self.specs, key=lambda spec: -pieces(spec))
-
-    def least_idle_first(self) -> list[SubproblemSpec]:
-        """The problems of each number of stages in turn, so that no number has to wait for all others; of one
-        number, those whose pipelines idle least first, then those of fewer microbatches."""
-
-        def idle(spec: SubproblemSpec) -> float:
-            schedule, number = spec.allowed.schedule[0], spec.microbatches
-            plans = (PipelineSchedule.named(schedule, n, number) for n in spec.stages.values())
-            return max((plan.ticks / plan.works for plan in plans), default=1.0)
-
-        found: dict[int, list[SubproblemSpec]] = {}
-        for spec in sorted(self.specs, key=lambda spec: (idle(spec), spec.microbatches)):
-            found.setdefault(math.prod(spec.stages.values()), []).append(spec)
-        return [spec for turn in zip_longest(*found.values()) for spec in turn if spec is not None]
+        return sorted(self.problems, key=lambda each: -pieces(each))
 
 
 def named(model: Model, subproblem: Subproblem, lean: bool) -> Iterator[FirstLayout]:

@@ -1,11 +1,11 @@
-"""A plan as degrees of parallelism, and these as settings of torchtitan, Megatron-LM and DeepSpeed.
+"""A plan as degrees of parallelism, and these as settings of Megatron-LM and DeepSpeed.
 
-These three multiply degrees: a mesh axis splits the batch, the weights, the sequence or the stages, and no
-other dimension. A plan found under one of them has this form (`layoutopt.space.degrees`); of other plans, the
-first decision that does not is refused.
+These two and torchtitan multiply degrees: a mesh axis splits the batch, the weights, the sequence or the
+stages, and no other dimension. A plan found under one of them has this form (`layoutopt.space.degrees`); of
+other plans, the first decision that does not is refused.
 
-Names are those of torchtitan (torchtitan/config, at 0.2.2, 0.3.0 and b5bcd76), of Megatron-LM
-(megatron/training/arguments.py at d98e8a6) and of DeepSpeed (deepspeed/runtime/constants.py at edaa722).
+Names are those of Megatron-LM (megatron/training/arguments.py at d98e8a6) and of DeepSpeed
+(deepspeed/runtime/constants.py at edaa722).
 """
 
 from __future__ import annotations
@@ -13,29 +13,26 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from costmodels.frameworks import load_framework
-from layoutopt.plan.decided import ELSEWHERE, Decided
-from layoutopt.plan.exported import NAMED, Exported, ExportedTensor, comment
+from layoutopt.frameworks.megatron import MEGATRON_MODULES
+from layoutopt.plan.decided import ELSEWHERE
+from layoutopt.plan.exported import HALVES, NAMED, Exported, ExportedTensor, comment, software
 from layoutopt.plan.units import some
 from layoutopt.space.storage import chosen_stages
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import MICROBATCH
 from mesh_tf_core.ir.layout import Axes
-from mesh_tf_core.ir.schedules import kind_name, rounds_of
+from mesh_tf_core.ir.schedules import GPIPE, layer_order
+from mesh_tf_core.ir.stored_order import Interleaved
 from mesh_tf_core.lower.offload import OPTIMIZER, WEIGHTS
 from mesh_tf_core.lower.remat_policy import Recomputed
 from mesh_tf_core.lower.storage import STAGES, read_stage
 
 EXPERTS, VOCAB = "experts", "vocab"
-
-
-def software(to: str) -> str:
-    """The framework whose searches find plans that a form can express."""
-    return "transformers" if to == "accelerate" else to
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ class ParallelDegrees:
 
         over = tuple(a for a in axes_of("tensor") if a not in alone)
         _even(what, over, to)
-        inner = _within_experts(what)
+        inner = within_experts(what)
         ways = {use: what.mesh.group_size(axes_of(use)) for use in ("data", "context", "stages")}
         stage, shards = _stored(what, (*axes_of("data"), *axes_of("context")), to)
         if shards and not {*axes_of("context")} <= {*shards}:
@@ -156,7 +153,7 @@ def _matrices(what: Exported) -> list[ExportedTensor]:
     return [v for v in what.variables if v.trained and len(v.dims) > 1 and EXPERTS not in v.dims]
 
 
-def _within_experts(what: Exported) -> Axes | None:
+def within_experts(what: Exported) -> Axes | None:
     """The axes that split the matrices of each expert; None if there are no experts."""
     dims = {d for v in what.variables if v.trained and EXPERTS in v.dims for d in v.dims}
     own = dims - {EXPERTS, *what.decided.pipeline}
@@ -203,86 +200,16 @@ def _offloaded(what: Exported, kind: str, to: str) -> bool:
     return bool(names)
 
 
-def _recomputed(decided: Decided) -> str:
-    """`full`, or `selective` if the recomputed layers keep something; '' if nothing is recomputed."""
-    kept = [Recomputed.parse(text).keep for text in decided.recompute]
-    return "selective" if any(kept) else "full" if kept else ""
+def stages_of(what: Exported) -> tuple[Interleaved, list[int]]:
+    """The stages, and the layers of each virtual stage in the model's order; no layers if these are equal."""
+    for dim, count in what.decided.pipeline.items():
+        order = layer_order(what.decided.schedule or GPIPE, count)
+        counts = order.counts(what.size(dim)).tolist()
+        return order, counts if len({*counts}) > 1 else []
+    return Interleaved(1, 1), []
 
 
-def torchtitan(what: Exported) -> str:
-    """The settings as a configuration file of releases up to 0.2, or as Python for later ones."""
-    found, decided = ParallelDegrees.of(what, "torchtitan"), what.decided
-    parts = decided.microbatches
-    options = load_framework(what.framework or "torchtitan").options()
-    version = options.get("version", "main")
-    staged = found.stages > 1
-    sharded = found.stage != STAGES[0]
-    shards = found.shards // found.context if sharded else 1
-    if shards * found.context * found.tensor % found.experts:
-        raise UserError(
-            f"torchtitan splits experts over ranks that shard the weights, {shards} here, but this "
-            f"plan has {found.experts} ways of experts; search with --storage zero2 or --storage zero3"
-        )
-    if found.within > 1 and _within_experts(what) is not None:
-        raise UserError(
-            "torchtitan does not split the matrices of an expert over tensor ranks; search with --framework "
-            "torchtitan"
-        )
-    parallelism: dict[str, Any] = {
-        "data_parallel_replicate_degree": found.data // shards,
-        "data_parallel_shard_degree": shards,
-        "fsdp_reshard_after_forward": "always" if found.stage == "zero3" else "never",
-        "tensor_parallel_degree": found.tensor,
-        "context_parallel_degree": found.context,
-        "pipeline_parallel_degree": found.stages,
-        "expert_parallel_degree": found.experts,
-    }
-    if staged:
-        names = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B", "circular": "LoopedBFS"}
-        parallelism["pipeline_parallel_schedule"] = names[kind_name(decided.schedule or "gpipe")]
-    compiled = {"enable": True}
-    asynchronous = {"enable_async_tensor_parallel": options.get("tensor_messages") == "async"}
-    if version == "0.2":
-        parallelism |= asynchronous
-    else:
-        compiled |= asynchronous
-        parallelism |= {"enable_sequence_parallel": found.sequence} if found.tensor > 1 else {}
-    rank = found.examples(1 if staged else parts)
-    training = {"local_batch_size": rank, "global_batch_size": found.batch, "seq_len": found.length}
-    if version in ("0.2", "0.3"):
-        parallelism |= {"pipeline_parallel_microbatch_size": found.examples(parts)} if staged else {}
-    else:
-        parallelism |= {"num_pp_microbatches": parts} if staged else {}
-        training = {
-            "num_tokens_per_microbatch_per_dp_rank": found.examples(parts) * found.length,
-            "num_tokens_per_train_step": found.batch * found.length,
-            "max_context_length": found.length,
-            # Graphs of CUDA, on by default, exclude stages and ways of experts.
-            **({"disable_cuda_graphs": True} if staged or found.experts > 1 else {}),
-        }
-    mode = _recomputed(decided) or "none"
-    sections: dict[str, dict[str, Any]] = {
-        "parallelism": parallelism,
-        "training": training,
-        "compile": compiled,
-    }
-    if version == "0.2":
-        checkpoint = {"mode": mode, **({"selective_ac_option": "op"} if mode == "selective" else {})}
-        sections["activation_checkpoint"] = checkpoint
-        always = "This release splits the sequence over the tensor ranks; this plan does not."
-        said = [comment(always)] if found.tensor > 1 and not found.sequence else []
-        return "\n".join([*_head(what, found), *said, *_toml(sections)])
-    classes = {"selective": "SelectiveAC.Config()", "full": "FullAC.Config()", "none": None}
-    lines = [
-        line
-        for name, own in sections.items()
-        for line in (f"{name} = dict(", *(f"    {key}={value!r}," for key, value in own.items()), ")")
-    ]
-    lines.append(f"activation_checkpoint = {classes[mode]}")
-    return "\n".join([*_head(what, found), "# Fields of torchtitan's Trainer.Config.", *lines, ""])
-
-
-def _head(what: Exported, found: ParallelDegrees) -> Iterator[str]:
+def heading(what: Exported, found: ParallelDegrees) -> Iterator[str]:
     """The title; and whether the tensor ways do not divide vocab, which the software pads or splits."""
     yield comment(what.title)
     sizes = {dim: size for v in _matrices(what) for dim, size in zip(v.dims, v.sizes, strict=True)}
@@ -292,13 +219,6 @@ def _head(what: Exported, found: ParallelDegrees) -> Iterator[str]:
         )
 
 
-def _toml(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    for name, own in sections.items():
-        yield f"[{name}]"
-        yield from (f"{key} = {json.dumps(value)}" for key, value in own.items())
-        yield ""
-
-
 _CONTEXT = {"gather": "all_gather", "ring": "p2p", "zigzag": "p2p", "all_to_all": "a2a"}
 """The form of context parallelism -> Megatron's `--cp-comm-type`."""
 
@@ -306,7 +226,6 @@ _CONTEXT = {"gather": "all_gather", "ring": "p2p", "zigzag": "p2p", "all_to_all"
 def megatron(what: Exported) -> str:
     """The settings as arguments of Megatron-LM's pretraining scripts; stages run in 1F1B without one."""
     found, decided = ParallelDegrees.of(what, "megatron"), what.decided
-    schedule = decided.schedule or "1f1b"
     flags: list[tuple[str, Any]] = [
         ("tensor-model-parallel-size", found.tensor),
         ("pipeline-model-parallel-size", found.stages),
@@ -317,24 +236,39 @@ def megatron(what: Exported) -> str:
         ("global-batch-size", found.batch),
         ("seq-length", found.length),
     ]
-    if (rounds := rounds_of(schedule)) > 1:
-        flags.append(("num-virtual-stages-per-pipeline-rank", rounds))
+    order, counts = stages_of(what)
+    if counts and not order.given:
+        own = ["t" * n for n in counts]
+        layout = "|".join(["E" + own[0], *own[1:-1], own[-1] + "L"])
+        flags.append(("pipeline-model-parallel-layout", f"'{layout}'"))  # "|" means a pipe in a shell
+    elif order.rounds > 1:
+        flags.append(("num-virtual-stages-per-pipeline-rank", order.rounds))
+    for end, layers in order.given.items() if counts else ():
+        flags.append((f"decoder-{end}-pipeline-num-layers", layers))
     flags += [("cp-comm-type", _CONTEXT[form]) for form in list(decided.context.values())[:1]]
-    if mode := _recomputed(decided):
+    mode, count = what.recomputed
+    if mode:
         flags.append(("recompute-granularity", mode))
     if mode == "full":
-        flags += [("recompute-method", "uniform"), ("recompute-num-layers", 1)]
+        flags += [("recompute-method", "block" if count else "uniform"), ("recompute-num-layers", count or 1)]
+    for text in decided.recompute if mode == "selective" else ():
+        flags.append(("recompute-modules", " ".join(MEGATRON_MODULES[Recomputed.parse(text).keep])))
     offloads = _offloaded(what, OPTIMIZER, "megatron")
+    options = load_framework(what.framework).options() if what.framework else {}
+    dispatcher = [("moe-token-dispatcher-type", options.get("dispatcher", "alltoall"))]
+    flags += dispatcher * (found.experts > 1)
+    behind = found.sequence and options.get("tensor_messages") == "overlapped"
     switches = {
+        **({HALVES[what.dtype]: True} if what.dtype in HALVES else {}),
         "sequence-parallel": found.sequence,
         "use-distributed-optimizer": found.stage == "zero1",
-        "tp-comm-overlap": bool(decided.collective_matmul),
+        "tp-comm-overlap": behind or bool(decided.collective_matmul),
         "optimizer-cpu-offload": offloads,
         "use-precision-aware-optimizer": offloads,
     }
     lines = [f"--{name} {value}" for name, value in flags]
     lines += [f"--{name}" for name, on in switches.items() if on]
-    return "\n".join([*_head(what, found), *lines, ""])
+    return "\n".join([*heading(what, found), *lines, ""])
 
 
 def deepspeed(what: Exported) -> str:
@@ -346,13 +280,10 @@ def deepspeed(what: Exported) -> str:
         "train_batch_size": found.batch,
         "train_micro_batch_size_per_gpu": found.examples(parts),
         "gradient_accumulation_steps": parts,
+        **({HALVES[what.dtype]: {"enabled": True}} if what.dtype in HALVES else {}),
         "zero_optimization": {
             "stage": STAGES.index(found.stage),
-            **{
-                name: {"device": "cpu"}
-                for name, kind in offload.items()
-                if _offloaded(what, kind, "deepspeed")
-            },
+            **{name: {"device": "cpu"} for name, kind in offload.items() if _offloaded(what, kind, to)},
         },
     }
     if found.tensor > 1:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from layoutopt.plan.evidence import CalibrationEvidence, Validation
 from layoutopt.plan.fields import (
@@ -42,6 +42,7 @@ class Searched(Data):
       memory_bytes: of a device; None: the hardware's memory.
       devices, max_axes: of a search for the mesh; no devices: the plan's mesh was given.
       command: the command line that was typed, if one was.
+      first: other values of the choices in the usual space, from which the search went on to these.
     """
 
     hardware: str | None = None
@@ -50,6 +51,16 @@ class Searched(Data):
     max_axes: PositiveInteger = 2
     objective: str = "time"
     command: str = ""
+    first: dict[str, Any] = Field(default_factory=dict, exclude_if=lambda value: not value)
+
+    @field_validator("first")
+    @classmethod
+    def _choices(cls, first: dict[str, Any]) -> dict[str, Any]:
+        """As the fields that they are other values of."""
+        if unknown := [name for name in first if name not in ARGUMENTS]:
+            raise ValueError(f"no such choice: {', '.join(unknown)}")
+        read = cls.model_validate(first)
+        return {name: getattr(read, name) for name in first if getattr(read, name) is not None}
 
     if TYPE_CHECKING:
 
@@ -327,10 +338,12 @@ class Details(Data):
       parallelism: mesh axis to the usual name of its parallelism, such as 'data (FSDP)' or 'tensor + expert'.
       dims: dimension to size.
       variables: storage of every variable; inputs: placement of every input on devices.
+      dtype: of the products that most FLOPs of the model are in.
       applies: the model is another library's program, and only the model knows its arrays.
       lines: the priced instructions of the answer; sources: the lines of code at their places.
       by_kind: seconds by kind of work, of the answer (named so) and every alternative.
       memory: the timeline of the answer, and the values at its peak.
+      slots: of each pipeline stage over time, a line each: F forward, B backward, W gradients of weights.
       calibration: every measurement of a calibrated profile beside its fit.
       conflict, repairs: for a request under which nothing fits: the conditions that contradict each other,
         and changes that help.
@@ -345,11 +358,13 @@ class Details(Data):
     dims: dict[str, PositiveInteger] = Field(default_factory=dict)
     variables: tuple[VariableDetail, ...] = ()
     inputs: tuple[VariableDetail, ...] = ()
+    dtype: str = ""
     applies: Flag = False
     lines: tuple[PricedLine, ...] = ()
     sources: dict[str, str] = Field(default_factory=dict)
     by_kind: dict[str, TimeShares] = Field(default_factory=dict)
     memory: MemoryTimeline | None = None
+    slots: TextTuple = ()
     calibration: CalibrationEvidence | None = None
     sensitivity: tuple[FactorCurve, ...] = ()
     robustness: Robustness | None = None

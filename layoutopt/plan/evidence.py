@@ -7,14 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from layoutopt.plan.fields import (
-    AsGiven,
-    Data,
-    Flag,
-    LayoutText,
-    Score,
-    TextTuple,
-)
+from layoutopt.plan.fields import AsGiven, Data, Flag, LayoutText, Score, TextTuple
 
 
 class Sample(Data):

@@ -1,15 +1,4 @@
-"""A plan in the form that other libraries take.
-
-    mesh-tensorflow  mesh and layout strings (`mtf.convert_to_shape`, `mtf.convert_to_layout_rules`)
-    tf-dtensor       `tf.experimental.dtensor.Layout` per variable and input
-    jax              `jax.sharding.PartitionSpec` per variable and input
-    haliax           axis mapping (`haliax.axis_mapping`)
-    maxtext          `logical_axis_rules` and mesh sizes of MaxText's base.yml
-    torchtitan       its configuration: TOML up to 0.2, Python from 0.3 on
-    megatron         arguments of Megatron-LM
-    deepspeed        its JSON file
-    transformers     `DistributedConfig` with a style for each module, and `TrainingArguments`
-    accelerate       its YAML file
+"""A plan in the form that other libraries take (`FORMATS`).
 
 Python and YAML are texts that can be pasted or imported. A layout that a library cannot express is refused
 with a reason. So is storage (ZeRO) in the forms of layout rules alone, and mixed storage in those with one
@@ -22,12 +11,15 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from costmodels.frameworks import framework_names
 from layoutopt.frameworks import says
+from layoutopt.frameworks.torchtitan import RECOMPUTES
 from layoutopt.plan import degrees
 from layoutopt.plan.decided import ELSEWHERE, rules_in
-from layoutopt.plan.exported import Exported, ExportedTensor, comment
+from layoutopt.plan.exported import Exported, ExportedTensor, comment, software
 from layoutopt.plan.huggingface import accelerate, transformers
 from layoutopt.plan.maxtext import maxtext
+from layoutopt.plan.torchtitan import torchtitan
 from layoutopt.space.decisions import beyond
 from layoutopt.space.restriction import ANY, Even, Restriction
 from mesh_tf_core.errors import UserError, known_names
@@ -44,7 +36,8 @@ def export(what: Exported, to: str) -> str:
     to = RENAMED.get(to, to)
     if to not in FORMATS:
         raise UserError(f"--to {to!r}: no such format; {known_names(to, FORMATS)}")
-    form = FORMATS[to]
+    form, named = FORMATS[to], software(to)
+    under = f"search with --framework {named}" if named in framework_names() else ""
     even = any(isinstance(relation, Even) for relation in form.says.relations)
     for v in what.variables if even else ():
         for name, size, axes in zip(v.dims, v.sizes, v.splits, strict=True):
@@ -52,12 +45,12 @@ def export(what: Exported, to: str) -> str:
                 raise UserError(
                     f"{to} supports only shards of equal size, but this plan stores {v.name!r} "
                     f"padded, because its {name!r} of size {size} is not divisible by {ways} devices; "
-                    "search with --storage layout, or train with layoutopt"
+                    f"{under or 'search with --storage layout'}, or train with layoutopt"
                 )
     if lost := beyond(form.says, what.decided):
         raise UserError(
-            f"{to} cannot express this plan, in which {lost.words}; train with layoutopt, {lost.instead}, "
-            "or choose another format"
+            f"{to} cannot express this plan, in which {lost.words}; train with layoutopt, "
+            f"{under or lost.instead}, or choose another format"
         )
     if (refined := what.decided.places()) and not form.every_variable:
         path, rules = next(iter(refined.items()))
@@ -214,13 +207,14 @@ class ExportForm:
 PLAIN: Mapping[str, tuple[bool, ...] | None] = {"recompute": (False, True), "microbatches": ANY}
 """Fields that every form expresses, in comments at least."""
 TENSORS = Restriction("tf-dtensor", {**PLAIN, "storage": ANY, ELSEWHERE: ANY}, (Even(),))
+TITAN = replace(says("torchtitan"), says={**(says("torchtitan").says or {}), "recompute": RECOMPUTES})
 FORMATS: Mapping[str, ExportForm] = {
     "mesh-tensorflow": ExportForm(_mesh_tensorflow, says("mesh-tensorflow")),
     "tf-dtensor": ExportForm(_dtensor, TENSORS, every_variable=True),
     "jax": ExportForm(_jax, says("jax"), every_variable=True, arrays="jax"),
     "haliax": ExportForm(_haliax, Restriction("haliax", PLAIN)),
     "maxtext": ExportForm(maxtext, says("maxtext")),
-    "torchtitan": ExportForm(degrees.torchtitan, says("torchtitan")),
+    "torchtitan": ExportForm(torchtitan, TITAN),
     "megatron": ExportForm(degrees.megatron, says("megatron")),
     "deepspeed": ExportForm(degrees.deepspeed, says("deepspeed")),
     "transformers": ExportForm(transformers, says("transformers"), arrays="torch"),

@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING
 
 from layoutopt.plan.decided import Decided
 from layoutopt.plan.units import clean
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower.remat_policy import Recomputed
 
 if TYPE_CHECKING:
     from mesh_tf_core.ir.program import Program
 
 
+HALVES = {"bfloat16": "bf16", "float16": "fp16"}
+"""The word of settings for products in a dtype other than float32."""
 NAMED = 3
 """Names that a refusal has."""
 MODULES = "MODULES"
@@ -46,6 +50,7 @@ class Exported:
         that the model stands for.
       slices: mesh axis -> number of slices that it spans, if more than one.
       framework: as the plan has it, with its version.
+      dtype: of the products that most FLOPs are in; "": unknown.
     """
 
     title: str
@@ -57,6 +62,31 @@ class Exported:
     arrays: Mapping[str, tuple[ExportedTensor, ...]] = field(default_factory=dict)
     slices: Mapping[str, int] = field(default_factory=dict)
     framework: str = ""
+    dtype: str = ""
+
+    @property
+    def recomputed(self) -> tuple[str, int]:
+        """`full`, or `selective` if the recomputed layers keep something, '' if nothing is recomputed; and
+        how many layers are, 0 for all; UserError for what settings of no framework say."""
+        said = [Recomputed.parse(text) for text in self.decided.recompute]
+        if len({r.keep for r in said}) > 1 or any(r.only and (r.keep or said[1:]) for r in said):
+            raise UserError(
+                f"recompute {', '.join(self.decided.recompute)}: frameworks keep the same values in all "
+                "layers, or recompute some layers of one loop; search with --recompute auto"
+            )
+        mode = "selective" if any(each.keep for each in said) else "full" if said else ""
+        return mode, max((each.only for each in said), default=0)
+
+    def every(self, count: int) -> int:
+        """The k with which every k-th layer makes so many."""
+        size = self.size(Recomputed.parse(self.decided.recompute[0]).dim)
+        if found := [k for k in range(2, size + 1) if size // k == count]:
+            return found[0]
+        raise UserError(f"every k-th of {size} layers can be recomputed, which never makes {count}")
+
+    def size(self, dim: str) -> int:
+        """The size of a dimension of some variable."""
+        return next(s for v in self.variables for d, s in zip(v.dims, v.sizes, strict=True) if d == dim)
 
 
 def placed(program: Program) -> tuple[tuple[ExportedTensor, ...], tuple[ExportedTensor, ...]]:
@@ -75,3 +105,8 @@ def placed(program: Program) -> tuple[tuple[ExportedTensor, ...], tuple[Exported
 def comment(text: str) -> str:
     """One line, whatever the names in it are."""
     return f"# {clean(' '.join(text.split()))}"
+
+
+def software(to: str) -> str:
+    """The framework whose searches find plans that a form can express."""
+    return "transformers" if to == "accelerate" else to

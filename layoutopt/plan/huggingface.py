@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from layoutopt.plan.degrees import EXPERTS, ParallelDegrees
-from layoutopt.plan.exported import MODULES, Exported, ExportedTensor, comment
+from layoutopt.plan.exported import HALVES, MODULES, Exported, ExportedTensor, comment
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.lower.storage import BACKWARD, GRADIENT, ONCE, SPLIT
 
-_FSDP = {"zero2": "keep_full_weight", "zero3": "free_full_weight"}
+_FSDP = {"zero2": "keep_full_weight", "zero3": "free_full_weight", ONCE: "free_full_weight"}
 """Stage -> the style of FSDP that has it."""
 _ROTATION = {"gather": "allgather", "zigzag": "alltoall"}
 """The form of context parallelism -> accelerate's exchange of keys and values."""
@@ -55,8 +56,16 @@ def transformers(what: Exported) -> str:
         "per_device_train_batch_size": found.examples(decided.microbatches),
         "gradient_accumulation_steps": decided.microbatches,
         "activation_checkpointing": bool(decided.recompute),
+        **({HALVES[what.dtype]: True} if what.dtype in HALVES else {}),
     }
+    if decided.microbatches > 1 and _synchronises(found.stage):
+        arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     return json.dumps({"distributed_config": config, "training_arguments": arguments}, indent=1) + "\n"
+
+
+def _synchronises(stage: str) -> bool:
+    """True if each microbatch reduces its gradients."""
+    return (GRADIENT, BACKWARD) in SPLIT[stage]
 
 
 def _styles(parameters: Iterable[ExportedTensor]) -> Iterator[tuple[str, str]]:
@@ -117,17 +126,20 @@ def accelerate(what: Exported) -> str:
             "# Load the model with the distributed_config of `--to transformers`: accelerate splits none."
         )
     if decided.microbatches > 1:
-        lines.append(f"# In the script: Accelerator(gradient_accumulation_steps={decided.microbatches})")
+        each = f"num_steps={decided.microbatches}, sync_each_batch={_synchronises(found.stage)}"
+        plugin = f"gradient_accumulation_plugin=GradientAccumulationPlugin({each})"
+        lines.append(f"# In the script: Accelerator({plugin})")
     lines += [
         "compute_environment: LOCAL_MACHINE",
         f"distributed_type: {'FSDP' if sharded else 'MULTI_GPU'}",
         f"num_processes: {what.mesh.devices}",
+        *([f"mixed_precision: {HALVES.get(what.dtype, 'no')}"] if what.dtype else []),
     ]
     if sharded:
         fsdp = {
             "fsdp_version": 2,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_reshard_after_forward": found.stage == "zero3",
+            "fsdp_reshard_after_forward": found.stage != "zero2",
             "fsdp_activation_checkpointing": bool(decided.recompute),
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         }

@@ -106,7 +106,7 @@ def maxtext(what: Exported) -> str:
         for each in MAXTEXT_WEIGHTS:
             logical[each] = [*logical.get(each, ()), *_renamed(stored, names)]
     rules = [json.dumps([each, axes]) for each, axes in logical.items()]
-    more = [f"remat_policy: {_maxtext_policy(what)}"]
+    more = [f"remat_policy: {_maxtext_policy(what)}", *([f"dtype: {what.dtype}"] if what.dtype else [])]
     more += ["shard_optimizer_over_data: True"] if stage == "zero1" else []
     more += _maxtext_offload(what)
     more += _maxtext_batch(what)

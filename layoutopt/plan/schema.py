@@ -233,6 +233,7 @@ class PlanFile(Decided):
       slices: mesh axis to number of slices that it spans; left out for one.
       training: time and cost of training, on request.
       space: the space that `solver` is about.
+      usual: the proof of the best of the usual layouts, where the search went on from these to everything.
       unrestricted: the best layout if the framework could express every layout; None if it is no faster.
       left: the share of the step that it saves; None if nobody searched for it.
     """
@@ -248,6 +249,7 @@ class PlanFile(Decided):
     training: TrainingForecast | None = None
     solver: SolverInfo | None = None
     space: CoveredSpace | None = None
+    usual: SolverInfo | None = Field(default=None, exclude_if=lambda value: value is None)
     alternatives: list[Alternative] = Field(default_factory=list)
     frontier: list[Alternative] | None = None
     unrestricted: Alternative | None = Field(default=None, exclude_if=lambda value: value is None)

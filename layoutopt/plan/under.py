@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from costmodels.frameworks import load_framework
-from layoutopt.frameworks import says
+from layoutopt.frameworks import restriction_of
 from layoutopt.plan.build import Plan
 from layoutopt.plan.covered import CoveredSpace
 from layoutopt.plan.decided import Decided
@@ -30,7 +29,7 @@ def under(plan: Plan, framework: str, predicted: Predicted) -> Plan:
         framework=framework,
         predicted=predicted,
         solver=SolverInfo(status="UNKNOWN", objective=float(value)),
-        space=CoveredSpace(layouts=0, expressed_by=says(load_framework(framework).says).name),
+        space=CoveredSpace(layouts=0, expressed_by=restriction_of(framework).name),
         details=Details(**{name: getattr(plan.data.details, name) for name in SAME_DETAILS}),
     )
     return Plan(data, model=plan.model)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import math
 import sys
 import threading
 import time
@@ -97,9 +98,9 @@ class Clock:
             if before is None and self.limit == limit:  # nobody was in a hurry
                 self.limit = None
 
-    def hurry(self) -> None:
-        """Leaves no time from now on."""
-        self.limit = self.elapsed
+    def hurry(self, seconds: float = 0.0) -> None:
+        """Leaves at most this much time from now on."""
+        self.limit = self.elapsed + min(seconds, math.inf if self.left is None else self.left)
 
     def within(self, grace: float, work: Callable[[], object]) -> bool:
         """Runs `work` until `grace` seconds after the limit and ends it then; returns True if it finished.
@@ -117,6 +118,11 @@ class Clock:
             finally:
                 alarm.off()
         except alarm.late:
+            return False
+        except Exception as error:
+            # pydantic makes another error of what is raised while it writes.
+            if not isinstance(error.__cause__, alarm.late):
+                raise
             return False
         finally:
             alarm.off()  # again: Ctrl-C, or the alarm itself, may have come in between

@@ -30,8 +30,6 @@ A main thread inside a library's code does not receive signals. A second thread 
 the second Ctrl-C, or `PATIENCE` seconds after SIGTERM or SIGHUP, unless work within `told` is still running.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

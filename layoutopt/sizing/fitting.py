@@ -158,13 +158,7 @@ def _constants(found: FloatArray, n: FloatArray, d: FloatArray) -> tuple[float, 
     """E, A, B, alpha, beta of what was searched."""
     a, b, e, alpha, beta = found
     at_n, at_d = _centres(n, d)
-    return (
-        math.exp(e),
-        math.exp(a + alpha * at_n),
-        math.exp(b + beta * at_d),
-        float(alpha),
-        float(beta),
-    )
+    return (math.exp(e), math.exp(a + alpha * at_n), math.exp(b + beta * at_d), float(alpha), float(beta))
 
 
 def _terms(

@@ -155,12 +155,6 @@ def data() -> dict[str, Any]:
     return found
 
 
-def law_names() -> list[str]:
-    """The published laws, the default first."""
-    first: str = data()["default"]
-    return [first, *(name for name in data()["laws"] if name != first)]
-
-
 def published(name: str) -> Law:
     """A published law; UserError for a name that there is not."""
     known = data()["laws"]

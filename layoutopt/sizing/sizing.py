@@ -105,7 +105,7 @@ class Scaling:
     """The scaling law of the loss and its inputs.
 
     Attributes:
-      law: the name of a published law (`layoutopt.sizing.laws.law_names`); "" is the default law.
+      law: the name of a published law (`layoutopt/sizing/laws.json`); "" is the default law.
       runs: your own runs to fit a law to: a CSV file, or a data frame with the columns N (parameters), D
         (tokens) and loss.
       unique: the number of unique tokens in the data (None: tokens never repeat).

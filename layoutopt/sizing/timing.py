@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from costmodels.hardware import Hardware
 from layoutopt.optimize.entry import search
 from layoutopt.optimize.evaluator import computed_alone
+from layoutopt.optimize.request import BEYOND
 from layoutopt.plan.build import Plan
 from layoutopt.runtime.clock import Clock
 from layoutopt.sizing.family import SizeCandidate
-from mesh_tf_core.errors import InfeasibleError
+from layoutopt.space import allow
+from mesh_tf_core.errors import InfeasibleError, UserError
 from mesh_tf_core.ir.mesh import MOST_DEVICES
 
 
@@ -64,10 +67,15 @@ class Timer:
     Args:
       clock: when to end.
       allowed: further choices of `search`, as its keywords.
+
+    Attributes:
+      usual: without words about choices, the usual layouts are searched; `everything` goes on from these.
     """
 
     def __init__(self, max_axes: int, clock: Clock, allowed: Mapping[str, Any] | None = None) -> None:
         self.max_axes, self.clock, self.allowed = max_axes, clock, dict(allowed or {})
+        self.usual = not (allow.unsaid() or "allow" in self.allowed)
+        self._beyond: Clock | None = None
         self.known: dict[tuple[int, str, int], Timing] = {}
         self._alone: dict[tuple[int, str], float] = {}
 
@@ -86,7 +94,20 @@ class Timer:
             self._alone[key] = computed_alone(candidate.model, machine.hardware)
         return Timing(candidate, machine, devices, self._alone[key] / devices)
 
-    def _searched(self, candidate: SizeCandidate, machine: OfferedHardware, devices: int) -> Timing:
+    def everything(self, timing: Timing) -> Timing:
+        """The same with layouts of all kinds, as far as there is time for all of them together."""
+        if self._beyond is None:
+            self._beyond = self.clock if self.clock.limit is not None else Clock(BEYOND)
+        found = timing
+        with suppress(UserError):
+            if timing.plan is not None and not self._beyond.over:
+                more = {"allow": allow.EVERYTHING, "start": timing.plan, "time_limit": self._beyond}
+                found = self._searched(timing.candidate, timing.machine, timing.devices, **more)
+        return min(found, timing, key=lambda each: each.step_seconds)
+
+    def _searched(
+        self, candidate: SizeCandidate, machine: OfferedHardware, devices: int, **more: Any
+    ) -> Timing:
         try:
             plan = search(
                 candidate.model,
@@ -94,9 +115,8 @@ class Timer:
                 hardware=machine.hardware,
                 memory=machine.limit,
                 max_axes=self.max_axes,
-                time_limit=self.clock,
                 alternatives=False,
-                **self.allowed,
+                **{"time_limit": self.clock, "allow": allow.unsaid() or allow.USUAL, **self.allowed, **more},
             )
         except InfeasibleError as error:
             return Timing(candidate, machine, devices, math.inf, reason=str(error))

@@ -25,33 +25,13 @@ if TYPE_CHECKING:
     from layoutopt.solver.conflicts import Conflict, ConflictGroup, conflict
     from layoutopt.solver.files import dump, load
 
+# fmt: off
 __all__ = [
-    "TOLERANCE",
-    "AnswerCheck",
-    "ChoiceVariable",
-    "Choices",
-    "Conflict",
-    "ConflictGroup",
-    "Elimination",
-    "Intervals",
-    "Problem",
-    "ProblemError",
-    "ResourceRow",
-    "RowTerm",
-    "Solution",
-    "Sparse",
-    "Status",
-    "Term",
-    "Usage",
-    "Violation",
-    "conflict",
-    "cost",
-    "dump",
-    "eliminate",
-    "evaluate",
-    "load",
-    "solve",
+    "TOLERANCE", "AnswerCheck", "ChoiceVariable", "Choices", "Conflict", "ConflictGroup", "Elimination",
+    "Intervals", "Problem", "ProblemError", "ResourceRow", "RowTerm", "Solution", "Sparse", "Status",
+    "Term", "Usage", "Violation", "conflict", "cost", "dump", "eliminate", "evaluate", "load", "solve",
 ]
+# fmt: on
 
 
 def __getattr__(name: str) -> Any:

@@ -131,8 +131,18 @@ def _checked(owner: str, scope: Scope, table: CostTable) -> CostTable:
     return table
 
 
+class Tabled:
+    """Part of a problem with a table, whose `values` it lists."""
+
+    table: CostTable
+
+    @property
+    def values(self) -> Floats:
+        return self.table.values if isinstance(self.table, Sparse) else self.table
+
+
 @dataclass(frozen=True, eq=False)
-class Term:
+class Term(Tabled):
     """One summand of the objective: a cost for every assignment of `scope`; inf forbids the assignment."""
 
     scope: Scope
@@ -142,8 +152,7 @@ class Term:
     def __post_init__(self) -> None:
         table = _checked(f"term {self.name!r}", self.scope, self.table)
         object.__setattr__(self, "table", table)
-        values = table.values if isinstance(table, Sparse) else table
-        if values.size and values.min() == -math.inf:
+        if self.values.size and self.values.min() == -math.inf:
             raise ProblemError(f"term {self.name!r} has a cost of -inf; only +inf (forbidden) is allowed")
 
     def cost(self, choices: Sequence[int]) -> float:
@@ -155,7 +164,7 @@ class Term:
 
 
 @dataclass(frozen=True, eq=False)
-class RowTerm:
+class RowTerm(Tabled):
     """One summand of a row: how much of the resource every assignment of `scope` uses."""
 
     scope: Scope
@@ -164,11 +173,18 @@ class RowTerm:
     def __post_init__(self) -> None:
         table = _checked("a row entry", self.scope, self.table)
         object.__setattr__(self, "table", table)
-        if not np.isfinite(table.values if isinstance(table, Sparse) else table).all():
+        if not np.isfinite(self.values).all():
             raise ProblemError(
                 f"a row entry over the variables {self.scope} is infinite; to forbid an assignment, use a "
                 "term with an infinite cost"
             )
+
+    @property
+    def most(self) -> float:
+        """The most that it can use; what a sparse table does not list is 0."""
+        if isinstance(self.table, Sparse):
+            return float(self.values.max(initial=0.0))
+        return float(self.values.max())
 
     def use(self, choices: Sequence[int]) -> float:
         """The use of the whole problem's `choices`."""

@@ -26,7 +26,7 @@ import numpy as np
 from layoutopt.runtime.clock import Clock
 from layoutopt.solver import enumeration as listing
 from layoutopt.solver.elimination import constant, tabled
-from layoutopt.solver.form import Bools, Floats, Ints, Problem, Sparse, Term
+from layoutopt.solver.form import Bools, Floats, Ints, Problem
 from layoutopt.solver.incumbent import ALIKE, Incumbent
 from layoutopt.solver.join_tree import JoinTree, grow
 from layoutopt.solver.message_passing import Costs, chosen, positions, spread
@@ -56,11 +56,7 @@ def whole(problem: Problem) -> bool:
     """Every cost is a whole number, so that the optimum is one too."""
     if problem.constant != math.floor(problem.constant):
         return False
-    return all(bool((_values(term) == np.floor(_values(term))).all()) for term in problem.terms)
-
-
-def _values(term: Term) -> Floats:
-    return term.table.values if isinstance(term.table, Sparse) else term.table
+    return all(bool((term.values == np.floor(term.values)).all()) for term in problem.terms)
 
 
 @dataclass(frozen=True, eq=False)

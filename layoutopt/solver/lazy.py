@@ -68,14 +68,7 @@ class LazySearch:
             start = self.best or hint
             listeners = self._heard, self._raise_bound
             raw = self.solver(
-                SolverRequest(
-                    self.program,
-                    self.constraints,
-                    options,
-                    start,
-                    *listeners,
-                    self.meanwhile,
-                )
+                SolverRequest(self.program, self.constraints, options, start, *listeners, self.meanwhile)
             )
             self._raise_bound(raw.bound)
             if raw.choices is None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from layoutopt.runtime.clock import Clock
 from layoutopt.solver.answer import TOLERANCE, Solution, Status, relative_gap
-from layoutopt.solver.backends import cp_sat, exhaustive, highs
+from layoutopt.solver.backends import cp_sat, highs
 from layoutopt.solver.backends.base import Solver, SolverOptions
-from layoutopt.solver.form import Choices, Floats, Problem, Sparse, Term
+from layoutopt.solver.form import Choices, Problem
 from layoutopt.solver.incumbent import Incumbent
 from layoutopt.solver.lagrangian import price, whole
 from layoutopt.solver.lazy import LazySearch
@@ -90,19 +90,13 @@ class SolverRun:
         if hint is not None:
             incumbent.evaluate(tuple(hint))
         self.above = incumbent.objective
-        if solver == "exhaustive":
-            self.name = solver
-            every = exhaustive.solve(problem, incumbent.limit, incumbent.evaluate)
-            incumbent.raise_bound(every.bound)
-            self.proven = True
-            return
         if self.clock.limit is not None:
             from layoutopt.solver.anytime.network import least_use
 
             incumbent.evaluate(least_use(problem))  # to have something early
             cheapest = [
                 problem.constant,
-                *(float(_values(term).min(initial=math.inf)) for term in problem.terms),
+                *(float(term.values.min(initial=math.inf)) for term in problem.terms),
             ]
             if all(map(math.isfinite, cheapest)):
                 incumbent.raise_bound(math.nextafter(math.fsum(cheapest), -math.inf))
@@ -188,7 +182,7 @@ def _large(problem: Problem) -> bool:
 
 
 def _cells(problem: Problem) -> int:
-    return sum(_values(term).size for term in problem.terms)
+    return sum(term.values.size for term in problem.terms)
 
 
 def _with_spare(
@@ -206,7 +200,3 @@ def _with_spare(
         search.solver, search.meanwhile = cp_sat.solve, None
         return search.run(search.best or start), "highs+cp-sat"
     return status, "highs"
-
-
-def _values(term: Term) -> Floats:
-    return term.table.values if isinstance(term.table, Sparse) else term.table

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 GRACE = 0.3
 """Seconds after the limit for solvers that stop by themselves."""
-NAMES = ("auto", "cp-sat", "highs", "exhaustive")
+NAMES = ("auto", "cp-sat", "highs")
 
 
 def solve(

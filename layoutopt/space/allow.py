@@ -5,20 +5,35 @@ Names are those of arguments and of features (`explain --without`); a field that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Sequence
 from typing import Any
 
-from layoutopt.space.decisions import ARGUMENTS, FEATURES, KINDS, SearchSpace
+from layoutopt.space.decisions import ALLOW, ARGUMENTS, FEATURES, KINDS, SearchSpace
 from layoutopt.space.kind import Target
 from layoutopt.space.objective import Objective
 from mesh_tf_core.errors import UserError, known_names
 
 USUAL, EVERYTHING = "usual", "everything"
 PLAIN = SearchSpace()
+VARIABLE = "LAYOUTOPT_ALLOW"
+
+
+def unsaid() -> tuple[str, ...]:
+    """The words of a search without any: those of an environment variable, else none."""
+    return ALLOW.parse(os.environ.get(VARIABLE, ""))
+
+
+def spaces(space: SearchSpace, targets: Sequence[Target], objective: Objective) -> list[SearchSpace]:
+    """The spaces of a search, each within the next (`resolved`): without words, of what is usual and of
+    everything. A frontier of everything takes too long."""
+    if (words := space.allow or unsaid()) or objective is Objective.PARETO:
+        return [resolved(space.but(allow=words), targets)]
+    return [resolved(space.but(allow=(word,)), targets) for word in (USUAL, EVERYTHING)]
 
 
 def resolved(space: SearchSpace, targets: Sequence[Target]) -> SearchSpace:
-    """The space with the decisions that its words allow.
+    """The space with the decisions that its words allow; it says `USUAL` then, and means what it has.
 
     Args:
       targets: of every mesh that is searched.
@@ -26,9 +41,10 @@ def resolved(space: SearchSpace, targets: Sequence[Target]) -> SearchSpace:
     Raises:
       UserError: an unknown word, or a decision that this model does not have.
     """
-    if not space.allow:
-        return space
+    if space.allow in ((), (USUAL,)):
+        return space.but(allow=(USUAL,))
     widest = found(targets)
+    every = found(targets, everything=True)
     chosen = {name: getattr(PLAIN, name) for name in widest}
     for word in space.allow:
         name = word.lstrip("+-")
@@ -37,9 +53,11 @@ def resolved(space: SearchSpace, targets: Sequence[Target]) -> SearchSpace:
         elif word.startswith("-"):
             chosen |= _less(name, word, chosen, PLAIN)
         else:
-            chosen |= _more(name, word, chosen, widest)
-    said = {name for name in chosen if getattr(space, name) != getattr(PLAIN, name)}
-    return space.but(allow=(), **{name: value for name, value in chosen.items() if name not in said})
+            chosen |= _more(name, word, chosen, widest, every)
+    decided = {**chosen, **{name: getattr(space, name) for name in ARGUMENTS if name in space.given}}
+    for kind in KINDS:
+        decided |= {n: value for n, value in kind.useless(decided).items() if n not in space.given}
+    return space.but(allow=(USUAL,), **{name: decided[name] for name in chosen})
 
 
 def found(targets: Sequence[Target], everything: bool = False) -> dict[str, Any]:
@@ -54,19 +72,20 @@ def found(targets: Sequence[Target], everything: bool = False) -> dict[str, Any]
     return {name: widest for name, widest in every.items() if widest}
 
 
-def _more(name: str, word: str, chosen: dict[str, Any], widest: dict[str, Any]) -> dict[str, Any]:
-    """The fields that a name adds to."""
+def _more(name: str, word: str, chosen: dict[str, Any], *wider: dict[str, Any]) -> dict[str, Any]:
+    """The fields that a name adds to; those of the first of `wider` in which it has a choice."""
     field, means = _meaning(name, word)
-    if field not in widest:
+    values = (found[field] for found in wider if field in found)
+    added = next((v for v in values if not isinstance(v, tuple) or any(map(means, v))), None)
+    if added is None:
         raise UserError(
             f"--allow {word}: this model has no such choice on this mesh and hardware; remove this word"
         )
-    if not isinstance(widest[field], tuple):
-        return {field: widest[field]}
-    known = chosen[field] or ()
-    more = {field: tuple(dict.fromkeys((*known, *filter(means, widest[field]))))}
+    if not isinstance(added, tuple):
+        return {field: added}
+    more = {field: tuple(dict.fromkeys((*(chosen.get(field) or ()), *filter(means, added))))}
     needs = next((k.needs for k in KINDS if k.asks is not None and field in k.asks.__dataclass_fields__), "")
-    return more if not needs or chosen.get(needs) else more | _more(needs, word, chosen, widest)
+    return more if not needs or chosen.get(needs) else more | _more(needs, word, chosen, *wider)
 
 
 def _less(name: str, word: str, chosen: dict[str, Any], plain: SearchSpace) -> dict[str, Any]:
@@ -78,13 +97,8 @@ def _less(name: str, word: str, chosen: dict[str, Any], plain: SearchSpace) -> d
     if not isinstance(value, tuple):
         return {field: getattr(plain, field)}
     rest = tuple(each for each in value if not means(each))
-    return {field: rest or tuple(each for each in _least(field) if not means(each))}
-
-
-def _least(field: str) -> Iterable[Any]:
-    """The value that stays where all others are taken away."""
-    value = getattr(PLAIN, field)
-    return () if value is None else value[:1]
+    least = (getattr(PLAIN, field) or ())[:1]  # stays where all others are taken away
+    return {field: rest or tuple(each for each in least if not means(each)) or least}
 
 
 def _meaning(name: str, word: str) -> tuple[str, Any]:

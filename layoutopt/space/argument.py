@@ -4,7 +4,7 @@ space that consists of them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from layoutopt.space.option import Option
@@ -89,9 +89,20 @@ def names(value: Any, what: str) -> tuple[Any, ...]:
 @dataclass(frozen=True, kw_only=True)
 class Space:
     """Base of search spaces. Every kind has its fields in a separate class; `SearchSpace` of
-    `layoutopt.space.decisions` has all of them."""
+    `layoutopt.space.decisions` has all of them.
 
-    def __post_init__(self) -> None:
+    Attributes:
+      given: the fields that somebody set, to whatever value.
+    """
+
+    given: InitVar[frozenset[str] | None] = None
+
+    def __new__(cls, given: frozenset[str] | None = None, **said: Any) -> Self:
+        new = super().__new__(cls)
+        object.__setattr__(new, "given", frozenset(said) if given is None else given)
+        return new
+
+    def __post_init__(self, given: frozenset[str] | None) -> None:
         for f in fields(self):
             if ARGUMENT in f.metadata:
                 try:

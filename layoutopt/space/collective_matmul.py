@@ -75,6 +75,7 @@ class CollectiveMatmul(Decision):
     )
     word = "collective matmul"
     place = 5
+    least = 0  # What is gathered for others too lies there whole either way.
     features = (
         Feature(
             "collective_matmul",
@@ -111,11 +112,6 @@ class CollectiveMatmul(Decision):
         check_products(graph, allowed.collective_matmul)
         for dim in allowed.collective_matmul:
             yield cls(dim, ((), (ON,)))
-
-    @property
-    def least_memory(self) -> Choice:
-        # What is gathered for others too lies there whole either way.
-        return self.options[0]
 
     def apply(self, choice: Choice, to: Chosen) -> None:
         if choice:

@@ -81,6 +81,7 @@ class Context(Decision):
     )
     word = "context"
     place = 4
+    least = 0  # The others need splits; who asks has a layout.
     features = (
         Feature("context", "context", lambda form: form != GATHER, lambda _, options: bool(options.context)),
     )
@@ -102,11 +103,6 @@ class Context(Decision):
         options = tuple(() if form == GATHER else (form,) for form in allowed.said("context"))
         for dim in crossed(graph):
             yield cls(dim, options)
-
-    @property
-    def least_memory(self) -> Choice:
-        # The others need splits; who asks has a layout.
-        return self.options[0]
 
     def apply(self, choice: Choice, to: Chosen) -> None:
         if choice:

@@ -5,8 +5,7 @@ record of each kind (`KINDS`) states its own, for example
   a dimension's name       the mesh axes that it is split over                             `splits`
   "storage of <class>"     (), ("zero1",), ("zero2",), ("zero3",)                          `storage`
   "recompute <dim>"        (), ("on",), ("on", "products"): but for what it keeps        `recompute`
-The mesh's own shape (`mesh_shapes`) is decided outside: each is a subproblem of its own. So are the axes of
-layers (`stages`); in a subproblem they are the single option of a dimension.
+The mesh's own shape (`mesh_shapes`) and the axes of layers (`stages`) are decided outside, by subproblem.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from layoutopt.space.storage import Storage, StorageSpace
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.schedules import GPIPE, alternates
+from mesh_tf_core.ir.schedules import GPIPE
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.remat_policy import Policies, Sets, of_stages
 from mesh_tf_core.model import NO_STAGES, NOTHING, Model, TrainingStep
@@ -113,8 +112,8 @@ class SearchSpace(
     equals `storage=("layout", "zero3")`.
 
     Attributes:
-      allow: names of decisions to allow or forbid (`layoutopt.space.allow`). A field that is set overrides
-        `allow`.
+      allow: names of decisions to allow or forbid (`layoutopt.space.allow`); without any, the usual ones are
+        searched first, then everything. A field that is set overrides `allow`.
       restriction: what couples the decisions; not for users.
 
     Raises:
@@ -135,9 +134,10 @@ class SearchSpace(
             Option(
                 "--allow",
                 "WORDS",
-                "Kinds of decision to search: usual (the default set), everything, or changes to usual, "
-                "e.g. +pipeline,-context (repeatable). A wrong name lists all names. More specific "
-                "options override --allow.",
+                "Kinds of decision to search: usual, everything, or changes to usual, e.g. "
+                "+pipeline,-context (repeatable). By default the search proves the best usual layout, then "
+                "searches everything for --time-limit, else 60 s. A wrong name lists all names. More "
+                "specific options override --allow.",
                 several=True,
             ),
         ),
@@ -148,7 +148,7 @@ class SearchSpace(
     def keywords(self) -> dict[str, Any]:
         """The space as keywords of `layoutopt.search`."""
         words = {"allow": self.allow} if self.allow else {}
-        return {**{name: getattr(self, name) for name in ARGUMENTS}, **words}
+        return {**{name: getattr(self, name) for name in ARGUMENTS}, **words, "given": self.given}
 
     def settled(self, objective: str) -> SearchSpace:
         """A copy in which fields that are None have the usual value for an objective."""
@@ -256,8 +256,8 @@ class Decisions:
 
     @cached_property
     def again(self) -> Policies:
-        """The recomputed part of the stages of this subproblem, where that makes another graph."""
-        return of_stages(self.read({})[1].recompute, self.stages, alternates(self.schedule))
+        """The recomputed part of the stages of this subproblem."""
+        return of_stages(self.read({})[1].recompute, self.stages)
 
     @cached_property
     def stages(self) -> dict[str, Axes]:
@@ -314,8 +314,7 @@ class Decisions:
         return agreed
 
     def agreeing(self) -> Decisions | None:
-        """Without options that agree with no row of a coupling; None if a decision or a coupling has nothing
-        left."""
+        """Without options that agree with no row of a coupling; None if a decision or coupling gets empty."""
         found = self
         while found.couplings:
             couplings = tuple(each.within(found.options) for each in found.couplings)
@@ -332,8 +331,7 @@ class Decisions:
         return found
 
     def read(self, chosen: Mapping[str, Choice]) -> tuple[Layout, Options]:
-        """The layout and options of some choices; a decision without a choice has its only or its plain
-        option."""
+        """The layout and options of some choices; decisions without one have their only or plain option."""
         found = Chosen()
         for name, choice in {**self.fixed, **chosen}.items():
             if choice != MIXED:
@@ -392,7 +390,7 @@ def _adds(options: str, allowed: Space) -> bool:
 def beyond(says: Restriction, said: Any) -> Beyond | None:
     """The first decision of a `layoutopt.plan.decided.Decided` that a restriction excludes."""
     every = (each for kind in KINDS for each in kind.beyond(said))
-    return next((each for each in every if not says.expresses(each.field, each.value)), None)
+    return next((e for e in every if not says.expresses(e.field, e.value, ARGUMENTS.get(e.field))), None)
 
 
 def changing(touched: Affects) -> tuple[str, ...]:

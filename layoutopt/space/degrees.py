@@ -52,20 +52,24 @@ class Degrees(DecisionRelation):
       stored_over_context: storage is over the ranks of the sequence, too.
       hybrid: the stages that may be over the axes of a node alone.
       experts_apart: experts may lie over some of the axes of the batch, or over axes of several uses.
+      experts_on_data: experts lie over axes of the batch alone.
       sequence: the sequence may be split.
       whole_expert_groups: experts lie over the axes of the weights, if they lie over any axes.
       whole_experts: the matrices of an expert are not split.
       experts_where_stored: experts lie over data axes only where these split the storage of the weights.
+      in_stages: the stage of storage of pipelines, and of these alone; "": they have those of others.
     """
 
     copies: bool = False
     stored_over_context: bool = True
     hybrid: tuple[str, ...] = (MOST_SPLIT,)
     experts_apart: bool = True
+    experts_on_data: bool = False
     sequence: bool = True
     whole_expert_groups: bool = False
     whole_experts: bool = False
     experts_where_stored: bool = False
+    in_stages: str = ""
 
     def options(self, every: Every, roles: DimRoles, mesh: Mesh) -> dict[str, tuple[Choice, ...]]:
         """Stages of storage over the axes of ranks with the same weights, in every use of the mesh."""
@@ -73,7 +77,7 @@ class Degrees(DecisionRelation):
         found = {n: dict[Choice, None]() for n, d in every.items() if isinstance(d, Storage)}
         for use in self._uses(axes):
             for name, options in found.items():
-                options.update(dict.fromkeys(self._stored(every[name], use, axes)))
+                options.update(dict.fromkeys(self._stored(every, name, use, axes)))
         return {name: tuple(options) for name, options in found.items()}
 
     def couplings(self, every: Every, roles: DimRoles, mesh: Mesh) -> Iterator[Coupling]:
@@ -93,7 +97,7 @@ class Degrees(DecisionRelation):
                     rows.update((*picked, *more) for more in itertools.product(*beside))
                     first = tuple(c for n, c in zip(splits, picked, strict=True) if n in leaders)
                     for name, own in over.items():
-                        stages = self._stored(every[name], use, axes)
+                        stages = self._stored(every, name, use, axes)
                         own.update((*first, c) for c in stages if self._holds(experts, c, use))
         yield Coupling((*splits, *further), frozenset(rows))
         for name, own in over.items():
@@ -102,6 +106,8 @@ class Degrees(DecisionRelation):
     def _experts(self, splits: Every, roles: DimRoles, use: Use) -> list[Axes]:
         names = [n for n in roles.named[Role.EXPERTS] if n in splits]
         every = dict.fromkeys(o for n in names for o in splits[n].options) or {(): None}
+        if self.experts_on_data:
+            return [o for o in every if {*o} <= {*use.data}]
         if self.whole_expert_groups:
             return [o for o in every if not o or {*use.tensor} <= {*o} <= {*use.tensor, *use.data}]
         return [o for o in every if self.experts_apart or {*o} in ({*()}, {*use.data}, {*use.tensor})]
@@ -156,17 +162,20 @@ class Degrees(DecisionRelation):
             if all(sorted(own) == sorted(tensor) for own in used):
                 yield picked
 
-    def _stored(self, decision: Decision, use: Use, axes: Axes) -> list[Choice]:
+    def _stored(self, every: Every, name: str, use: Use, axes: Axes) -> list[Choice]:
         """The stages over all ranks with the same weights; of hybrid sharding, over the near ones of them."""
+        decision, own = every[name], self.in_stages
         assert isinstance(decision, Storage)
+        staged = any(isinstance(d, StageSplit) and d.options[0] for d in every.values())
         ranks = (*use.data, *use.context) if self.stored_over_context else use.data
-        every = tuple(a for a in axes if a in ranks)
-        near = tuple(a for a in decision.near if a in every)
+        over = tuple(a for a in axes if a in ranks)
+        near = tuple(a for a in decision.near if a in over)
         near = near if not self.stored_over_context or {*use.context} <= {*near} else ()
         found: dict[Choice, None] = {choice: None for choice in decision.options if not choice}
-        for stage in dict.fromkeys(choice[0] for choice in decision.options if choice):
-            for own in filter(None, (every, near if stage in self.hybrid else ())):
-                found[stage, *(own if len(own) < len(axes) else ())] = None
+        stages = dict.fromkeys(choice[0] for choice in decision.options if choice)
+        for stage in (s for s in stages if not own or (s == own) == staged):
+            for some in filter(None, (over, near if stage in self.hybrid else ())):
+                found[stage, *(some if len(some) < len(axes) else ())] = None
         return [*found]
 
     @staticmethod

@@ -38,14 +38,16 @@ def gathered(call: str, asked: Mapping[str, Any], *groups: tuple[Any, Any]) -> l
         if not isinstance(given, kind | None):
             raise UserError(f"{call}: {given!r} is not a {kind.__name__}; pass {kind.__name__}(...)")
         own = {name: value for name, value in asked.items() if name in names[kind]}
-        found.append(replace(kind() if given is None else given, **own))
+        base = kind() if given is None else given
+        own |= {"given": base.given | own.keys()} if "given" in names[kind] and "given" not in own else {}
+        found.append(replace(base, **own))
     return found
 
 
 def names_of(kind: Any) -> list[str]:
     """The fields that a caller may set."""
     return (
-        [*ARGUMENTS, "allow", "restriction"]
+        [*ARGUMENTS, "allow", "given", "restriction"]
         if issubclass(kind, SearchSpace)
         else [f.name for f in fields(kind)]
     )

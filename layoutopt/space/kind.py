@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
+from costmodels.hardware import Hardware
+from costmodels.pricing.compilers import compiler_of
 from layoutopt.space.argument import Space
 from layoutopt.space.option import Option
 from mesh_tf_core.errors import UserError
@@ -22,7 +24,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.remat_policy import Policies, policies
 from mesh_tf_core.lower.rematerialization import recomputable
-from mesh_tf_core.lower.storage import STAGES
+from mesh_tf_core.lower.storage import ONCE, STAGES
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import Graph
 
@@ -31,7 +33,7 @@ Choice = tuple[str, ...]
 HYBRID = "hybrid"
 """Among the stages that are allowed: the last one over the axes inside a node or a slice alone (HSDP), on
 meshes that have others too."""
-STORED = (*STAGES, HYBRID)
+STORED = (*(stage for stage in STAGES if stage != ONCE), HYBRID)
 """The stages that are allowed by default."""
 ALL, CLASS, VARIABLE = "all", "class", "variable"
 """Granularities: one decision for everything of a kind, for each class of variables, for each variable."""
@@ -185,11 +187,18 @@ class Target:
 
     Attributes:
       hosts: the hosts' memory may be used: the hardware has a link to it.
+      stage_programs: each stage of a pipeline is a program of its own.
     """
 
     model: Model
     mesh: Mesh
     hosts: bool = True
+    stage_programs: bool = False
+
+    @classmethod
+    def on(cls, hardware: Hardware, model: Model, mesh: Mesh) -> Target:
+        """The model on a mesh of some hardware."""
+        return cls(model, mesh, hardware.hosts_apart, compiler_of(hardware).memory.stage_programs)
 
     @property
     def axes(self) -> Axes:
@@ -230,8 +239,11 @@ class Decision(ABC):
       by_hand: the option of commands that take one layout.
       word: its name in plans; "": plans do not mention it.
       place: position of its words among those of others.
+      least: which of its options holds least.
       needs: a field of `SearchSpace` without which its own mean nothing.
       granular: the field of `SearchSpace` whose granularity its decisions about variables have.
+      beside: its options decide where values are between their uses, and what runs again, and take nothing
+        from the first run of a layer (`layoutopt.optimize.layer_bounds`).
     """
 
     subject: str
@@ -245,8 +257,10 @@ class Decision(ABC):
     by_hand: ClassVar[Option | None] = None
     word: ClassVar[str] = ""
     place: ClassVar[int] = 99
+    least: ClassVar[int] = -1
     needs: ClassVar[str] = ""
     granular: ClassVar[str] = ""
+    beside: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -256,7 +270,7 @@ class Decision(ABC):
     @property
     def least_memory(self) -> Choice:
         """The option with which a device holds least."""
-        return self.options[-1]
+        return self.options[self.least]
 
     @classmethod  # noqa: B027  (a kind may have nothing to refuse)
     def check(cls, allowed: Space) -> None:
@@ -271,6 +285,13 @@ class Decision(ABC):
     def widest(cls, target: Target) -> dict[str, Any]:
         """The part of `everything` that `--allow everything` means."""
         return cls.everything(target)
+
+    @classmethod
+    def useless(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of `Space` that mean nothing beside what else is chosen, as they are by default."""
+        if cls.asks is None or not cls.needs or chosen.get(cls.needs):
+            return {}
+        return {name: each.default for name, each in cls.asks.__dataclass_fields__.items() if name in chosen}
 
     @classmethod
     def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:

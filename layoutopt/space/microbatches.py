@@ -66,12 +66,7 @@ class Microbatches(Decision):
     asks = MicrobatchesSpace
     says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"microbatches": (int, 1)}
     always = True
-    by_hand = Option(
-        "--microbatches",
-        "N",
-        "Number of microbatches per step.",
-        usual="1",
-    )
+    by_hand = Option("--microbatches", "N", "Number of microbatches per step.", usual="1")
     word = "microbatches"
     place = 6
     features = (

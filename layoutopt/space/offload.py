@@ -69,6 +69,7 @@ class OffloadDecision(Decision):
 
     variables: tuple[str, ...] = ()
     granular = "offload"
+    beside = True
     label = OFFLOADING
     kind: ClassVar[str]
     held: ClassVar[str]

@@ -33,12 +33,15 @@ from mesh_tf_core.lower.offload import ACTIVATIONS
 from mesh_tf_core.lower.remat_policy import SETS, Recomputed, Sets, policies
 from mesh_tf_core.lower.rematerialization import check_recompute, keep_sets, recomputable
 from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.stage_layers import loop_name
 
 ON: Choice = ("on",)
 SELECTIVE = "selective"
 """Every set of kinds that a search may keep (`remat_policy.SETS`)."""
-KEEP = "keep="
-"""The prefix of an allowed keep set of the user's own: "keep=attention+wi"."""
+SOME = "some"
+"""A quarter, a half and three quarters of the iterations."""
+KEEP, COUNT = "keep=", "count="
+"""Prefixes of an allowed keep set of the user's own, "keep=attention+wi", and of a number of iterations."""
 HOST = "host"
 """The last word of a choice: kept values are stored on the hosts (`mesh_tf_core.lower.offload`)."""
 RunsAgain = frozenset[tuple[str, Choice]]
@@ -47,14 +50,17 @@ RunsAgain = frozenset[tuple[str, Choice]]
 WORDS: Mapping[str, tuple[bool | str, ...]] = {
     "auto": (False, True),
     "selective": (False, SELECTIVE, True),
+    "some": (False, SOME, True),
+    "every": (False, SELECTIVE, SOME, True),
     ALWAYS: (True,),
     NEVER: (False,),
     "always-selective": (SELECTIVE, True),
     "never-whole": (False, SELECTIVE),
     "only-selective": (SELECTIVE,),
+    "only-some": (SOME,),
 }
 """The values of `--recompute` as text, and the options that each allows."""
-SHOWN = tuple(WORDS)[:4]
+SHOWN = tuple(WORDS)[:6]
 """Those that help names."""
 
 
@@ -62,7 +68,7 @@ def _again(value: Any) -> tuple[bool | str, ...]:
     if isinstance(value, str):
         words = [word.strip() for word in value.split(",") if word.strip()]
         for word in words:
-            if word not in WORDS and not word.startswith(KEEP):
+            if word not in WORDS and not word.startswith((KEEP, COUNT)):
                 keep = Recomputed.parse(word).keep
                 own = f"; to allow a set of kept values, write --keep {'+'.join(keep)}" * bool(keep)
                 raise UserError(f"--recompute {word!r}: {known_names(word, SHOWN)}{own}")
@@ -71,21 +77,25 @@ def _again(value: Any) -> tuple[bool | str, ...]:
 
 
 def _again_text(value: Sequence[bool | str]) -> str | None:
-    own = [each for each in value if isinstance(each, str) and each.startswith(KEEP)]
+    own = [str(each) for each in value if str(each).startswith((KEEP, COUNT))]
     rest = {each for each in value if each not in own}
     word = next((word for word, means in WORDS.items() if {*means} == rest), None)
     return ",".join([*([word] if word else []), *own]) or None
 
 
 def _again_within(value: Sequence[bool | str], said: Sequence[bool | str]) -> tuple[bool | str, ...]:
-    own = [f"{KEEP}{'+'.join(keep)}" for keep in SETS] if SELECTIVE not in said else [SELECTIVE]
-    return tuple(each for one in value for each in (own if one == SELECTIVE else [one]) if each in said)
+    """What is allowed, of what software says: of "selective" every set that it has, of "some" any number."""
+    own = [SELECTIVE] if SELECTIVE in said else [each for each in said if str(each).startswith(KEEP)]
+    every = (each for one in value for each in (own if one == SELECTIVE else [one]))
+    kinds = {COUNT: SOME, KEEP: SELECTIVE}
+    return tuple(one for one in every if one in said or kinds.get(f"{one}".split("=")[0] + "=") in said)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeSpace(Space):
     """Loops that may (both), must or must not be recomputed in backward; "selective": or may while they keep
-    some of their values; "keep=attention+wi": these."""
+    some of their values; "keep=attention+wi": these; "some": or a part of their iterations; "count=8": so
+    many."""
 
     recompute: tuple[bool | str, ...] = argument(
         (False, True),
@@ -97,8 +107,9 @@ class RecomputeSpace(Space):
             Option(
                 "--recompute",
                 f"[{'|'.join(SHOWN)}]",
-                "Activation checkpointing to consider: never, always, auto (the search chooses) or selective "
-                "(it may also keep some values of a block and recompute the rest).",
+                "Activation checkpointing to consider: never, always, auto (the search chooses), selective "
+                "(it may also keep some values of a block and recompute the rest), some (or recompute some "
+                "layers only; count=N: so many) or every.",
                 usual="auto",
             ),
             Option(
@@ -114,7 +125,8 @@ class RecomputeSpace(Space):
 @dataclass(frozen=True)
 class Recompute(Decision):
     """The loops over one dimension: () saves, ("on",) recomputes, ("on", "products") recomputes all but kept
-    values, ("on", "products", "host") and stores these on the hosts.
+    values, ("on", "products", "host") and stores these on the hosts, ("on", "count=8") recomputes the first
+    eight iterations.
 
     Attributes:
       kept: values that some option keeps, also if only a part of the options remains.
@@ -122,6 +134,7 @@ class Recompute(Decision):
 
     kept: Sets = ()
     granular = "recompute"
+    beside = True
     prefix = "recompute "
     label = "recomputation"
     asks = RecomputeSpace
@@ -129,10 +142,10 @@ class Recompute(Decision):
     always = True
     by_hand = Option(
         "--recompute",
-        "DIM[:keep=KIND+...]",
+        "DIM[:keep=KIND+...][:count=N]",
         "Loops to recompute in the backward pass: always, never, or DIM for the loop over this dimension. "
         "keep= lists values to save instead: products, outputs, attention, others (all other values), or "
-        "names of weights and scopes (repeatable).",
+        "names of weights and scopes; count= recomputes the first N layers (repeatable).",
         usual="never; for a JAX model, as its program does",
         several=True,
     )
@@ -143,8 +156,14 @@ class Recompute(Decision):
         Feature(
             "selective",
             "recompute",
-            lambda again: isinstance(again, str),
+            lambda again: again == SELECTIVE or str(again).startswith(KEEP),
             lambda _, options: any(each.keep for each in options.recompute),
+        ),
+        Feature(
+            "some_layers",
+            "recompute",
+            lambda again: again == SOME or str(again).startswith(COUNT),
+            lambda _, options: any(each.only for each in options.recompute),
         ),
     )
 
@@ -152,7 +171,13 @@ class Recompute(Decision):
     def everything(cls, target: Target) -> dict[str, Any]:
         if not recomputable(target.model.step_graph):
             return {"recompute": (), "offload": ()}
-        return {"recompute": (False, SELECTIVE, True), "offload": (ACTIVATIONS,) * target.hosts}
+        return {"recompute": (False, SELECTIVE, SOME, True), "offload": (ACTIVATIONS,) * target.hosts}
+
+    @classmethod
+    def useless(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        if any(chosen.get("recompute", (True,))):
+            return {}
+        return {"offload": tuple(each for each in chosen.get("offload", ()) if each != ACTIVATIONS)}
 
     @classmethod
     def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:
@@ -161,21 +186,24 @@ class Recompute(Decision):
         for left in missing(cls.label, "recompute", allowed.recompute, every["recompute"]):
             less = [words.get(value, value) for value in every["recompute"] if value not in allowed.recompute]
             what = f"{cls.label}: {', '.join(map(str, less))}" if left.finer else cls.label
-            yield LeftOut(cls.label, what, f"--recompute {SELECTIVE}", left.finer)
+            yield LeftOut(cls.label, what, "--recompute every", left.finer)
         for left in missing(OFFLOADING, "offload", allowed.offload, every["offload"]):
             yield replace(left, what=f"{OFFLOADING} of saved activations", finer=bool(allowed.offload))
         if every["recompute"]:
             yield LeftOut(cls.label, f"{cls.label} with your own sets", "--keep SETS", finer=True)
+            yield LeftOut(cls.label, f"{cls.label} of other numbers of layers", "--recompute count=N", True)
 
     @classmethod
     def check(cls, allowed: Space) -> None:
         if not allowed.recompute:
             raise UserError("recompute is empty; write False, True or both")
         for one in allowed.recompute:
-            if not isinstance(one, bool) and one != SELECTIVE and not str(one).startswith(KEEP):
+            its = Recomputed.parse(f"loops:{one}") if str(one).startswith((KEEP, COUNT)) else None
+            known = not (its.keep and its.only) if its else isinstance(one, bool) or one in (SELECTIVE, SOME)
+            if not known:
                 raise UserError(
-                    f"recompute {one!r}: write False, True, {SELECTIVE!r} or a set such as "
-                    "'keep=attention+wi'"
+                    f"recompute {one!r}: write False, True, {SELECTIVE!r}, {SOME!r}, a set such as "
+                    "'keep=attention+wi' or a number of layers such as 'count=8', not both in one"
                 )
 
     @classmethod
@@ -188,12 +216,14 @@ class Recompute(Decision):
             kept = keep_sets(graph, dim, kept_sets(allowed.recompute))
             some = [(*ON, *keep) for keep in kept]
             there = [(*each, HOST) for each in (*some, *whole)] if ACTIVATIONS in allowed.offload else []
-            yield cls(dim, (*plain, *some, *there, *whole) or (ON,), kept)
+            parts = [(*ON, f"{COUNT}{n}") for n in counted(graph, dim, allowed.recompute)]
+            yield cls(dim, (*plain, *some, *parts, *there, *whole) or (ON,), kept)
 
     def apply(self, choice: Choice, to: Chosen) -> None:
         if choice:
-            keep, hosted = choice[1:], choice[-1] == HOST
-            policy = Recomputed(self.subject, keep[:-1] if hosted else keep)
+            hosted, count = choice[-1] == HOST, [each for each in choice if each.startswith(COUNT)]
+            keep = tuple(each for each in choice[1:] if each not in (HOST, *count))
+            policy = Recomputed(self.subject, keep, *(int(each[len(COUNT) :]) for each in count))
             to.options["recompute"] = to.options.get("recompute", frozenset()) | {policy}
             there = {(ACTIVATIONS, self.subject)} if hosted else set()
             to.options["offload"] = to.options.get("offload", frozenset()) | there
@@ -224,10 +254,14 @@ class Recompute(Decision):
     @classmethod
     def beyond(cls, said: Any) -> Iterator[Beyond]:
         for text in said.recompute:
-            if keep := Recomputed.parse(text).keep:
+            keep, count = Recomputed.parse(text)[1:]
+            if count:
+                words = f"only {count} of the layers are recomputed ({text})"
+                yield Beyond("recompute", SOME, words, "search without --recompute some or every")
+            if keep:
                 value, words = KEEP + "+".join(keep), f"some values of a recomputed block are kept ({text})"
                 yield Beyond("recompute", value, words, "search without --recompute selective and --keep")
-            else:
+            if not keep and not count:
                 words = f"the loop over {text} is recomputed"
                 yield Beyond("recompute", True, words, "search with --recompute never")
 
@@ -236,9 +270,20 @@ def kept_sets(allowed: Iterable[bool | str]) -> Sets:
     """The allowed keep sets (remat policies) of recomputed loops."""
     found: list[tuple[str, ...]] = []
     for one in allowed:
-        if isinstance(one, str):
+        if one == SELECTIVE or str(one).startswith(KEEP):
             found += SETS if one == SELECTIVE else [Recomputed.parse(f"loops:{one}").keep]
     return tuple(dict.fromkeys(found))
+
+
+def counted(graph: Graph, dim: str, allowed: Iterable[bool | str]) -> list[int]:
+    """The allowed numbers of iterations that loops over a dimension may recompute alone."""
+    blocks = [b for b in graph.blocks if b.dim is not None and loop_name(b, graph) == dim]
+    size, found = min(b.dim.size for b in blocks if b.dim is not None), set[int]()
+    for one in map(str, allowed):
+        found |= {round(size * q / 4) for q in (1, 2, 3)} if one == SOME else set()
+        found |= {Recomputed.parse(f"{dim}:{one}").only} if one.startswith(COUNT) else set()
+    asked = (Recomputed(dim, (), n) for n in sorted(found))
+    return [each.only for each in asked if each.only and _refused(graph, each) is None]
 
 
 def check_named(graph: Graph, allowed: Iterable[bool | str]) -> None:
@@ -248,7 +293,7 @@ def check_named(graph: Graph, allowed: Iterable[bool | str]) -> None:
       graph: a model's own step, with the loops that users know; stages replace them.
     """
     loops = recomputable(graph)
-    for one in (a for a in allowed if isinstance(a, str) and a != SELECTIVE):
+    for one in (a for a in allowed if isinstance(a, str) and a not in (SELECTIVE, SOME)):
         refused = [error for dim in loops if (error := _refused(graph, Recomputed.parse(f"{dim}:{one}")))]
         if refused and len(refused) == len(loops):
             raise refused[0]
@@ -264,7 +309,8 @@ def _refused(graph: Graph, policy: Recomputed) -> UserError | None:
 
 def choice_of(policy: Recomputed, hosted: bool) -> tuple[str, Choice]:
     """The decision about some loops, and its option; `hosted`: their kept values are stored on the hosts."""
-    return recompute_name(policy.dim), (*ON, *policy.keep, *([HOST] if hosted else []))
+    count = [f"{COUNT}{policy.only}"] if policy.only else []
+    return recompute_name(policy.dim), (*ON, *count, *policy.keep, *([HOST] if hosted else []))
 
 
 def again_in(options: Options) -> RunsAgain:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from layoutopt.space.allow import USUAL
 from layoutopt.space.argument import Space
 from layoutopt.space.decisions import ARGUMENTS, SearchSpace
 from layoutopt.space.objective import Objective
 
-USUALLY = SearchSpace(**{name: a.unsaid() for name, a in ARGUMENTS.items() if a.unsaid is not None})
+_UNSAID = {name: a.unsaid() for name, a in ARGUMENTS.items() if a.unsaid is not None}
+USUALLY = SearchSpace(allow=(USUAL,), **_UNSAID)
 """The meaning of a field that a plan does not state."""
 
 

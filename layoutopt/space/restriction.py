@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from layoutopt.space.argument import ARGUMENT, Space
+from layoutopt.space.argument import ARGUMENT, Argument, Space
 from layoutopt.space.kind import ALL, Choice, Decision
 from layoutopt.space.parallelism import parallelism
 from layoutopt.space.storage import Storage
@@ -189,6 +189,7 @@ class Restriction:
       granularity: field of `SearchSpace` -> `kind.ALL`, `CLASS` or `VARIABLE`; by default, classes.
       roles: those of the model (`of`).
       applied: front end -> the limits of models of it, whose plans are applied to the user's program.
+      reasons: field of `SearchSpace` -> why it has no other values.
     """
 
     name: str = ""
@@ -197,6 +198,7 @@ class Restriction:
     granularity: Mapping[str, str] = field(default_factory=dict)
     roles: DimRoles | None = None
     applied: Mapping[str, Restriction] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def about(self) -> DimRoles:
@@ -207,12 +209,20 @@ class Restriction:
         """The same, about one model."""
         own = self.applied.get(getattr(model, "front_end", ""), self)
         if own is not self:
-            own = replace(own, says={**(own.says or {}), **model.limits})  # type: ignore[attr-defined]
+            found = model.limits.items()  # type: ignore[attr-defined]
+            own = replace(
+                own,
+                says={**(own.says or {}), **{name: values for name, (values, _) in found}},
+                reasons={**own.reasons, **{name: why for name, (_, why) in found}},
+            )
         return replace(own, roles=DimRoles.of(model)) if own.relations else own
 
-    def expresses(self, name: str, value: Any) -> bool:
-        """True if a value of a field of `SearchSpace` may be searched; None: if any but the plain one may."""
+    def expresses(self, name: str, value: Any, argument: Argument | None = None) -> bool:
+        """True if a value of a field of `SearchSpace` may be searched, None: if any but the plain one may;
+        its `argument` knows that sets that are kept are among "selective"."""
         said = ANY if self.says is None else self.says.get(name, ())
+        if said and argument and argument.within:
+            return bool(argument.within((value,), said))
         return said is ANY or (bool(said) if value is None else value in said)
 
     def among(self, space: Space, name: str) -> tuple[Any, ...]:
@@ -242,14 +252,15 @@ class Restriction:
             more = tuple(v for v in (value if isinstance(value, tuple) else (value,)) if v not in known)
             left = argument.within(more, said)
             if more and not left and usual is not None and value != getattr(usual, f.name):
-                raise UserError(self._refused(argument, value, said))
+                raise UserError(self._refused(argument, value, said, self.reasons.get(f.name, "")))
             found[f.name] = argument.within(value, (*said, *known)) or plain
         return space.but(**found)
 
-    def _refused(self, argument: Any, value: Any, said: Sequence[Any]) -> str:
+    def _refused(self, argument: Any, value: Any, said: Sequence[Any], why: str) -> str:
         asked = " ".join(f"{option} {text}" for option, text in argument.texts(value).items() if text)
         can = f"it can express {', '.join(map(str, said))}" if said else f"remove {argument.options[0].name}"
-        return f"{asked}: {self.name} cannot express this; {can}, or search with --framework layoutopt"
+        why = f"{self.name} cannot express this{': ' if why else ''}{why}"
+        return f"{asked}: {why}; {can}, or search with --framework layoutopt"
 
     def couplings(self, every: Mapping[str, Decision], mesh: Mesh) -> Iterator[Coupling]:
         """Its relations over the decisions of one subproblem."""

@@ -25,21 +25,14 @@ from layoutopt.space.option import Option
 from layoutopt.space.stages import StageSplit
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.schedules import (
-    GPIPE,
-    KINDS,
-    SCHEDULES,
-    check_schedule,
-    kind_name,
-)
+from mesh_tf_core.ir.schedules import GPIPE, KINDS, NAMES, ONE_WAY, check_schedule, kind_name
 from mesh_tf_core.lower import Options
 from mesh_tf_core.tracing.graph import Graph
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduled(Space):
-    """Schedules of pipelines (`mesh_tf_core.ir.schedules.SCHEDULES`); of a subproblem with stages, its only
-    one."""
+    """Schedules of pipelines (`ir.schedules.NAMES`); of a subproblem with stages, its only one."""
 
     schedule: tuple[str, ...] = argument(
         (GPIPE,),
@@ -51,7 +44,7 @@ class Scheduled(Space):
             Option(
                 "--schedule",
                 "NAMES",
-                f"Pipeline schedules to consider: {', '.join(SCHEDULES)} (comma-separated).",
+                f"Pipeline schedules to consider: {', '.join(NAMES)} (comma-separated).",
                 usual=GPIPE,
             ),
         ),
@@ -82,14 +75,21 @@ class ScheduleDecision(Decision):
         "Pipeline schedule: gpipe (all forward passes, then all backward passes), 1f1b (each "
         "backward pass as early as possible), circular:2 (gpipe with two virtual stages per stage, "
         "half the bubble), interleaved:2 (1f1b with two virtual stages per stage, half the bubble), "
-        "or zb-h1 (1f1b with separate weight gradients, two thirds of the bubble).",
+        "or zb-h1 (1f1b with separate weight gradients, two thirds of the bubble). zb-v, dualpipev and "
+        "dualpipe have less idle time only where each stage has a program of its own.",
         usual=GPIPE,
     )
-    features = tuple(_feature(name) for name, kind in KINDS.items() if kind.lowers and name != GPIPE)
+    features = tuple(_feature(name) for name in KINDS if name != GPIPE)
 
     @classmethod
     def everything(cls, target: Target) -> dict[str, Any]:
-        return {"schedule": SCHEDULES if StageSplit.everything(target)["pipeline"] else ()}
+        return {"schedule": NAMES if StageSplit.everything(target)["pipeline"] else ()}
+
+    @classmethod
+    def widest(cls, target: Target) -> dict[str, Any]:
+        """Those that have less idle time without a program for each stage too."""
+        every = cls.everything(target)["schedule"]
+        return {"schedule": every if target.stage_programs else tuple(n for n in every if n in ONE_WAY)}
 
     @classmethod
     def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:

@@ -61,6 +61,7 @@ class Elsewhere(Decision):
     asks = Further
     word = ELSEWHERE
     place = 9
+    least = 0  # What this holds depends on the layout.
     features = (Feature("sequence", "elsewhere", lambda dim: True, lambda layout, _: bool(layout.elsewhere)),)
 
     @classmethod
@@ -116,11 +117,6 @@ class Elsewhere(Decision):
     def dim(self) -> str:
         """The dimension."""
         return self.subject.partition(AT)[0]
-
-    @property
-    def least_memory(self) -> Choice:
-        # What this holds depends on the layout.
-        return self.options[0]
 
     def apply(self, choice: Choice, to: Chosen) -> None:
         if choice:

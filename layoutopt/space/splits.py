@@ -123,11 +123,17 @@ class Split(Decision):
     """The mesh axes that one dimension is split over, wherever it appears."""
 
     label = "splits"
+    least = 0  # What splits hold depends on each other; who asks has a layout.
     asks: ClassVar[type[Space] | None] = SplitsSpace
 
     @classmethod
     def everything(cls, target: Target) -> dict[str, Any]:
         return {"orders": ORDERS[1]} if len(target.axes) > 1 else {}
+
+    @classmethod
+    def widest(cls, target: Target) -> dict[str, Any]:
+        """The order of the mesh: others multiply the layouts."""
+        return {}
 
     @classmethod
     def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:
@@ -150,11 +156,6 @@ class Split(Decision):
         for dim, options in domains(graph, mesh, allowed).items():
             yield cls(dim, options)
 
-    @property
-    def least_memory(self) -> Choice:
-        # What splits hold depends on each other; who asks has a layout.
-        return self.options[0]
-
     def apply(self, choice: Choice, to: Chosen) -> None:
         to.splits[self.subject] = choice
 
@@ -171,6 +172,10 @@ def domains(graph: Graph, mesh: Mesh, allowed: Space) -> dict[str, tuple[Axes, .
     """
     sizes = graph.dims()
     counted = {b.dim.name for b in graph.blocks if b.dim is not None}
+    used = graph.remembered(
+        "used dims",
+        lambda: {name for n, _ in graph.walk() for i in n.inputs for name in graph.tensor(i).shape.names},
+    )
     pins, forbid = allowed.pins, allowed.forbid
     for what, rules in (("pin", pins), ("forbid", forbid)):
         for name, axes in rules.items():
@@ -189,7 +194,7 @@ def domains(graph: Graph, mesh: Mesh, allowed: Space) -> dict[str, tuple[Axes, .
         if name in allowed.stages:
             continue
         banned = {*forbid.get(name, ()), *apart.get(name, ()), *allowed.apart}
-        whole = name in counted or name in graph.unsplit
+        whole = name in counted or name in graph.unsplit or name not in used  # of variables nobody reads
         options = [()] if whole else list(split_options(mesh, found, banned, allowed.orders))
         if name in pins:
             wanted = pins[name]

@@ -1,8 +1,8 @@
 """Pipelines: the mesh axes that the layers of a loop lie over, each device a stage of them.
 
-Other stages are another graph (`mesh_tf_core.tracing.pipeline`), so every choice is a separate subproblem, in
-which nothing is left to choose. They are searched on request, because a search then has many more
-subproblems.
+Other stages are another graph (`mesh_tf_core.tracing.pipelined_step`), so every choice is a separate
+subproblem, in which nothing is left to choose. They are searched after the usual decisions, because a search
+then has many more subproblems.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import TICK
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.schedules import GPIPE, alternates
+from mesh_tf_core.ir.schedules import GPIPE
 from mesh_tf_core.lower.remat_policy import Policies, Recomputed
 from mesh_tf_core.lower.rematerialization import keep_sets
 from mesh_tf_core.model import Model
@@ -38,8 +38,7 @@ class Piped(Space):
 
     Attributes:
       stages: of a subproblem: those that do, each with its axes.
-      again: for a subproblem: recomputed parts of stages that go backward at once
-        (`mesh_tf_core.lower.remat_policy.of_stages`).
+      again: for a subproblem: recomputed parts of stages (`mesh_tf_core.lower.remat_policy.of_stages`).
     """
 
     pipeline: tuple[str, ...] = argument(
@@ -79,6 +78,15 @@ class StageSplit(Split):
         return {"pipeline": tuple(n for n, found in ways.items() if len(found) > 1)}
 
     @classmethod
+    def widest(cls, target: Target) -> dict[str, Any]:
+        return cls.everything(target)
+
+    @classmethod
+    def useless(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """Replicas that train alone are programs without stages."""
+        return {"pipeline": ()} if chosen.get("diloco") else {}
+
+    @classmethod
     def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:
         yield from not_allowed(cls, target, allowed)
 
@@ -107,7 +115,8 @@ def ways(model: Model, mesh: Mesh, allowed: Space) -> Iterator[Space]:
       UserError: a dimension counts no layers, its pin excludes all choices, or a schedule is given without a
         dimension.
     """
-    if not allowed.pipeline and (others := [s for s in allowed.schedule if s != GPIPE]):
+    others = [s for s in allowed.schedule if s != GPIPE and "schedule" in allowed.given]
+    if others and not allowed.pipeline:
         counted = ",".join(loop_dims(model.graph))
         todo = (
             f"add --pipeline {counted}"
@@ -133,17 +142,26 @@ def ways(model: Model, mesh: Mesh, allowed: Space) -> Iterator[Space]:
         for rules in (allowed.pins, allowed.forbid)
     )
     plain = allowed.but(pins=pins, forbid=forbid)
-    for chosen in sorted(itertools.product(*options), key=lambda each: sum(map(len, each))):
-        stages = {dim: axes for dim, axes in zip(allowed.pipeline, chosen, strict=True) if axes}
-        if len({a for axes in stages.values() for a in axes}) == sum(map(len, stages.values())):
-            for schedule in allowed.restriction.among(allowed, "schedule") if stages else (GPIPE,):
-                for again in runs_again(model, stages, schedule, allowed):
-                    yield plain.but(stages=stages, schedule=(schedule,), again=again)
+    every = (dict(zip(allowed.pipeline, chosen, strict=True)) for chosen in itertools.product(*options))
+    split = [{dim: axes for dim, axes in chosen.items() if axes} for chosen in every]
+    made = [
+        plain.but(stages=stages, schedule=(schedule,), again=again)
+        for stages in sorted(split, key=lambda each: sum(map(len, each.values())))
+        for schedule in (allowed.restriction.among(allowed, "schedule") if stages else (GPIPE,))
+        for again in (runs_again(model, stages, allowed) if len(stages) < 2 else ())
+    ]
+    if not made:
+        raise UserError(
+            f"--pin of {', '.join(dim for dim in allowed.pipeline if dim in allowed.pins)} is not possible: "
+            "one dimension alone is split into stages, and these recompute all of their layers or none; "
+            "remove a pin, or use --recompute auto"
+        )
+    yield from made
 
 
-def runs_again(model: Model, stages: Collection[str], schedule: str, allowed: Space) -> Iterator[Policies]:
-    """The recomputed parts of stages where that makes another graph."""
-    if not stages or not alternates(schedule):
+def runs_again(model: Model, stages: Collection[str], allowed: Space) -> Iterator[Policies]:
+    """The recomputed parts of stages, each of which makes another graph."""
+    if not stages:
         yield frozenset()
         return
     if False in allowed.recompute:
@@ -190,11 +208,6 @@ def why_none(model: Model, meshes: Iterable[Mesh], allowed: Space) -> str:
             except UserError as error:
                 refused.setdefault(mesh.group_size(axes), str(error))
     return refused[min(refused)] if refused else "no mesh has an axis that may split the layers"
-
-
-def count(mesh: Mesh, allowed: Space) -> dict[str, int]:
-    """Number of stages of dimensions of layers."""
-    return {dim: mesh.group_size(axes) for dim, axes in allowed.stages.items()}
 
 
 def _check(model: Model, dim: str) -> None:

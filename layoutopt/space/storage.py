@@ -38,13 +38,13 @@ from layoutopt.space.undivided import few, first_of, storage_of, stored_at, undi
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import AT, Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.schedules import KINDS, alternates
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import (
     BACKWARD,
     BETWEEN,
     GRADIENT,
     MOST_SPLIT,
+    ONCE,
     SPLIT,
     STAGES,
     VARIABLE,
@@ -103,6 +103,7 @@ class Storage(Decision):
     frozen: frozenset[str] = frozenset()
     late: frozenset[str] = frozenset()
     near: Axes = ()
+    beside = True
     granular = "storage"
     prefix = "storage of "
     label = "storage (ZeRO)"
@@ -130,37 +131,35 @@ class Storage(Decision):
 
     @classmethod
     def everything(cls, target: Target) -> dict[str, Any]:
-        stages = STORED if len(target.axes) > 1 else STAGES
+        stages = (*STAGES, HYBRID) if len(target.axes) > 1 else STAGES
         return {"storage": stages if target.axes and grouped(target.model.graph) else ()}
+
+    @classmethod
+    def widest(cls, target: Target) -> dict[str, Any]:
+        """Not `ONCE`: its tables in stages, and of what is offloaded, do not add up to its price."""
+        return {"storage": tuple(s for s in cls.everything(target)["storage"] if s != ONCE)}
 
     @classmethod
     def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:
         yield from not_allowed(cls, target, allowed)
-        graph = target.model.step_graph
+        graph, over = target.model.step_graph, f"--storage {MOST_SPLIT}@AXIS"
         if len(target.axes) > 1:
-            yield LeftOut(
-                cls.label, f"{cls.label} over other axes", f"--storage {MOST_SPLIT}@AXIS", finer=True
-            )
+            yield LeftOut(cls.label, f"{cls.label} over other axes", over, finer=True)
         if target.axes and any(len(alike) > 1 for alike in grouped(graph).values()):
             yield LeftOut(cls.label, f"{cls.label} of single variables", finer=True)
-        if allowed.pipeline and any(map(alternates, allowed.schedule)):
-            named = [name for name, kind in KINDS.items() if kind.at_once and kind.lowers]
-            late = (
-                f"{cls.label} {STAGES[2]} and {STAGES[3]} of variables outside the pipeline stages, with "
-                f"{' and '.join(named)}"
-            )
+        if allowed.pipeline:
+            late = f"{cls.label} {STAGES[2]} and {STAGES[3]} of variables outside the pipeline stages"
             yield LeftOut(cls.label, late, finer=True)
-        every = graph.variables.values()
-        if undivided(storage_of(graph, target.mesh, Layout(), stored_at(every, MOST_SPLIT))):
+        split = stored_at(graph.variables.values(), MOST_SPLIT)
+        if undivided(storage_of(graph, target.mesh, Layout(), split)):
             yield LeftOut(cls.label, f"{cls.label} in {UNEQUAL}", finer=True)
 
     @classmethod
     def check(cls, allowed: Space) -> None:
         if not allowed.storage:
             raise UserError(f"storage is empty; name one or more of {', '.join(STAGES)}")
-        for stage in allowed.storage:
-            if stage != HYBRID:
-                read_stage(stage)
+        for stage in (stage for stage in allowed.storage if stage != HYBRID):
+            read_stage(stage)
 
     @classmethod
     def about(cls, graph: Graph, mesh: Mesh, allowed: Space) -> Iterator[Self]:
@@ -169,14 +168,14 @@ class Storage(Decision):
         stages = tuple(dict.fromkeys(_choice(read_stage(stage)) for stage in found if stage)) or ((),)
         for axis in {axis for choice in stages for axis in choice[1:]}:
             mesh.size(axis)
-        # In 1F1B the gradient of what is not of a stage is added up in several loops. Scattered there, from
-        # zero2 on, it costs less than tables say: no search chooses that.
+        # The gradient of what is not of a stage is added up in several loops over ticks. Scattered there,
+        # from zero2 on, it costs less than tables say: no search chooses that.
         few = tuple(s for s in stages if not splits(stage_of(s).number, GRADIENT, BACKWARD)) or ((),)
-        within = allowed.stages if any(map(alternates, allowed.schedule)) else ()
         granularity = allowed.restriction.granularity.get(cls.granular, CLASS)
         for name, variables in grouped(graph, granularity).items():
             every = tuple(v.name for v in variables)
-            late = frozenset(v.name for v in variables if within and not {*v.shape.names} & {*within})
+            beside = (v.name for v in variables if allowed.stages.keys().isdisjoint(v.shape.names))
+            late = frozenset(beside if allowed.stages else ())
             frozen = frozenset(v.name for v in variables if not v.trainable)
             alone = len(late) == len(every)
             own = cls(

@@ -75,10 +75,7 @@ class Undivided:
 
 
 def storage_of(
-    graph: Graph,
-    mesh: Mesh,
-    layout: Layout,
-    stages: Mapping[str, str | int | Stage],
+    graph: Graph, mesh: Mesh, layout: Layout, stages: Mapping[str, str | int | Stage]
 ) -> Placement:
     """The storage of the variables of a graph with its update, as lowering has it; stages of those that it
     does not have are left out."""

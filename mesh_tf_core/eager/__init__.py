@@ -5,8 +5,6 @@ machine learning"). An eager operation equals a staged one: it is lowered alone 
 instructions run on the shards at once.
 """
 
-from __future__ import annotations
-
 from mesh_tf_core.eager.context import Eager
 from mesh_tf_core.eager.staged import Staged
 from mesh_tf_core.eager.step import EagerStep

@@ -1,7 +1,5 @@
 """The eager context: a mesh, a layout and the variables' values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensors that hold their value, one piece on every device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

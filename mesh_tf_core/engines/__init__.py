@@ -8,14 +8,7 @@ from mesh_tf_core.lazy import load
 
 if TYPE_CHECKING:
     from mesh_tf_core.engines.jax.cluster import Cluster
-    from mesh_tf_core.engines.opening import (
-        KINDS,
-        chosen,
-        device_count,
-        open_engine,
-        prepare,
-        running,
-    )
+    from mesh_tf_core.engines.opening import KINDS, chosen, device_count, open_engine, prepare, running
     from mesh_tf_core.engines.protocol import Engine
 
 __all__ = ["KINDS", "Cluster", "Engine", "chosen", "device_count", "open_engine", "prepare", "running"]

@@ -1,7 +1,5 @@
 """Checks of the arrays that a user feeds and stores, and the rows of a batch that a process feeds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any

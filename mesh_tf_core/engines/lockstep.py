@@ -122,14 +122,6 @@ class LockstepEngine(Stepping):
         other.state, other._owner = self.state, False
         return other
 
-    @property
-    def variable_bytes(self) -> int:
-        return self._held(host=False)
-
-    @property
-    def host_variable_bytes(self) -> int:
-        return self._held(host=True)
-
     def _held(self, host: bool) -> int:
         self._ready()
         variables = self.program.variables

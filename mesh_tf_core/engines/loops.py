@@ -140,11 +140,13 @@ class Iterations(Generic[V]):
 def in_turn(iterations: Iterations[V], engine: InTurn[V]) -> None:
     """Runs a loop, one iteration after the other."""
     loop, env = iterations.loop, iterations.env
-    first = None if loop.first is None else env[loop.first]
+    first, offset = None if loop.first is None else env[loop.first], loop.offset or 0
 
     def parts_of(stack: int, whole: V) -> Sequence[V]:
         if first is not None and stack in iterations.longer:
             whole = engine.chunk(whole, first, loop.dim.size)
+        elif stack in iterations.longer:
+            return engine.parts(whole)[offset : offset + loop.dim.size]
         return engine.parts(whole)
 
     parts = [parts_of(s.outer, env[s.outer]) for s in loop.sliced]
@@ -154,7 +156,7 @@ def in_turn(iterations: Iterations[V], engine: InTurn[V]) -> None:
     made: dict[int, list[V]] = {}
     order = range(loop.dim.size)
     for at in reversed(order) if loop.reverse else order:
-        values = iterations.begun(engine.number(at), state, [own[at] for own in parts])
+        values = iterations.begun(engine.number(offset + at), state, [own[at] for own in parts])
         state, new = iterations.run(values) if loop.runs is None else engine.chosen(iterations, values)
         pairs = zip(onto, new, strict=True)
         made[at] = [x if total is None else engine.add(total[at], x) for total, x in pairs]

@@ -4,8 +4,6 @@ An engine reports the instructions that it runs and the bytes of their outputs; 
 decides which of them share memory, and when it is free again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from mesh_tf_core.ir.liveness import Held, Liveness, ValueSize

@@ -1,7 +1,5 @@
 """The choice of an engine, its devices, and its opening. Only opening one loads TensorFlow (or JAX)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from mesh_tf_core.engines.jax import compat as jax_compat

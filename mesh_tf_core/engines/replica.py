@@ -1,8 +1,6 @@
 """One device's share of a program: runs instructions on its pieces, with any kernel. How devices exchange
 pieces is their engine's matter."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any

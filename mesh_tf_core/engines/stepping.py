@@ -1,7 +1,5 @@
 """Code that engines share: steps made of a feed and a run, variables shared with another engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -35,6 +33,17 @@ class Stepping:
     def begin(self, fed: Any) -> Callable[[], dict[str, Any]]:
         found = self.run(fed)
         return lambda: found
+
+    @property
+    def variable_bytes(self) -> int:
+        return self._held(host=False)
+
+    @property
+    def host_variable_bytes(self) -> int:
+        return self._held(host=True)
+
+    def _held(self, host: bool) -> int:
+        raise NotImplementedError
 
     def write(self, name: str, array: Any) -> None:
         raise NotImplementedError

@@ -15,8 +15,10 @@ MICROBATCH = "microbatch"
 """Name of the dimension that counts the parts of a batch (see `microbatch`)."""
 IN_FLIGHT = "in_flight"
 """Name of the dimension that counts the microbatches between the slots of a stage."""
+ARRIVING = "arriving"
+"""Name of the dimension that counts the microbatches that wait for a slot of their next stage."""
 TICK = "tick"
-"""Name of the dimension that counts the steps of a pipeline (see `tracing.pipeline`)."""
+"""Name of the dimension that counts the steps of a pipeline (see `tracing.pipelined_step`)."""
 
 REPLICA = "replica"
 """Name of the dimension that counts replicas which train separately for some steps (see

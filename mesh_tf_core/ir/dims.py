@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from mesh_tf_core.arguments import is_whole
@@ -72,17 +72,20 @@ class SparseDim(Dim):
       filled: elements at every position.
       whole: the size on all devices.
       imbalance: elements on the device with most of them over their mean, where devices share the dimension.
+      groups, groups_filled: equal runs of the dimension, and how many of them a position's elements are in.
     """
 
     filled: int = 1
     whole: int = 1
     imbalance: float = 1.0
+    groups: int = 1
+    groups_filled: int = 1
 
     def __str__(self) -> str:
         return f"{self.name}:{self.filled}of{self.size}"
 
-    def part(self, ways: int) -> Dim:
-        return SparseDim(self.name, self.size // ways, self.filled, self.whole, self.imbalance)
+    def part(self, ways: int) -> SparseDim:
+        return replace(self, size=self.size // ways)
 
     @property
     def share(self) -> float:

@@ -223,18 +223,17 @@ class Attending:
 
 @dataclass(frozen=True)
 class PartRows:
-    """Rows of the whole batch that a part of it holds: row i of part n is row n * ahead + i * step.
+    """Rows of the whole batch that a part of it holds: row i of part n is row n * size + i.
 
     Attributes:
       batch: the dimensions of the whole batch, under each name that it has.
     """
 
     batch: Shape
-    ahead: int
-    step: int
+    size: int
 
     def __str__(self) -> str:
-        return f"{self.ahead}*part+{self.step}*i of {self.batch}"
+        return f"{self.size}*part+i of {self.batch}"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ As on a device that knows ahead of time what runs:
       by a message as it comes in: waiting for the message holds nothing
   (8) a stack, or a branch's sum, that only a sum of the loop around reads (`Program.added`) lies in that sum
   (9) what lies in the host's memory takes none of the device's
-  (10) a carry of which an iteration only writes parts (`PartialAccess.in_place`) lies in what the loop makes
+  (10) parts that are joined without work (`Program.joined`) lie in the whole from the start
+  (11) a carry of which an iteration only writes parts (`PartialAccess.in_place`) lies in what the loop makes
        of it, and that in what it starts from, if nothing else reads this
 """
 
@@ -69,7 +70,7 @@ class Liveness:
         renames: bool = True,
     ) -> None:
         self.program, self._nowhere = program, {*nowhere, *(v.id for v in program.values if v.host)}
-        self._shared = {**(shared or {}), **program.added}
+        self._shared = {**(shared or {}), **program.joined, **program.added}
         self._renames = renames
         self._memory: dict[int, int] = {}
         self._spans: dict[int, Span] = {}
@@ -97,10 +98,11 @@ class Liveness:
         return found
 
     def _place(self, instr: Instr) -> None:
-        """Rules (1), (2), (8) and (10)."""
+        """Rules (1), (2), (8), (10) and (11)."""
+        joined = self.program.joined
         free = self._renames and isinstance(instr, Local) and instr.op.free and instr.inputs
         for o in instr.outputs:
-            source = instr.inputs[0] if free else self._shared.get(o)
+            source = instr.inputs[0] if free and instr.inputs[0] not in joined else self._shared.get(o)
             if source is not None:
                 self._memory[o] = self.memory(source)
         if isinstance(instr, Loop):
@@ -111,7 +113,7 @@ class Liveness:
             self._nowhere.add(self.memory(instr.inputs[0]))
 
     def _hand_on(self, code: Sequence[Instr], leaving: Iterable[int]) -> None:
-        """Rule (10) from one loop to the next."""
+        """Rule (11) from one loop to the next."""
         made = {self.memory(o) for instr in code for o in instr.outputs} - self._nowhere
         last = {self.memory(i): n for n, instr in enumerate(code) for i in (*instr.inputs, *instr.outputs)}
         last.update((self.memory(i), len(code)) for i in leaving)
@@ -139,7 +141,7 @@ class Liveness:
                 touched -= added
             frees = (touched - needed) & made
             needed |= touched
-            takes = self._own(instr.outputs)
+            takes = self._own((*instr.outputs, *(self.program.joined.get(o, o) for o in instr.outputs)))
             if isinstance(instr, Loop):
                 read = {self.memory(i) for i in instr.inputs[len(instr.carried) :]}
                 copied = {self.memory(c.init) for c in instr.carried} & frees - read
@@ -158,7 +160,7 @@ class Liveness:
 
 
 def _written(loop: Loop) -> Iterator[tuple[int, int]]:
-    """Rule (10): a carry and what becomes of it in an iteration -> its value after the loop."""
+    """Rule (11): a carry and what becomes of it in an iteration -> its value after the loop."""
     over = dict(_written_over(loop.body))
     chains = []
     for carry in loop.carried:

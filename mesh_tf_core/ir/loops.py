@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -56,6 +56,7 @@ class Loop(Instr):
       branch: of a choice: the share of the times in which it runs, as a price counts it.
       first: int32 scalar from outside: the element of stacks that are longer than the loop at which
         iterations begin; other elements of their results are zero.
+      offset: the first element, of a loop over a part of its dimension; its stacks have this part alone.
       undecided: in a part that is lowered alone, without the value that decides whether an iteration runs.
       `inputs` and `outputs` list all values that cross the border, in that order; `inputs` ends with the
       values of outside that the body reads directly.
@@ -73,6 +74,7 @@ class Loop(Instr):
     branch: Fraction | None = None
     first: int | None = None
     undecided: bool = False
+    offset: int | None = None
 
     @property
     def stops(self) -> bool:
@@ -82,6 +84,7 @@ class Loop(Instr):
     def text(self) -> str:
         condition = "" if self.runs is None else f", {'if' if self.branch else 'while'} %{self.runs}"
         condition += "" if self.first is None else f", from %{self.first}"
+        condition += "" if self.offset is None else f", from {self.offset}"
         return f"loop({self.dim}{', reverse' if self.reverse else ''}{condition})"
 
     @property
@@ -114,7 +117,8 @@ class Loop(Instr):
         """The loop with some of its parts replaced."""
         names = "origin", "dim", "reverse", "index", "body", "runs", "branch", "first", "undecided"
         crossing = Crossing(*(parts.pop(n, getattr(self, n)) for n in Crossing._fields))
-        return make_loop(**{**{n: getattr(self, n) for n in names}, **parts}, crossing=crossing)
+        made = make_loop(**{**{n: getattr(self, n) for n in names}, **parts}, crossing=crossing)
+        return replace(made, offset=self.offset)
 
 
 class Crossing(NamedTuple):

@@ -2,8 +2,8 @@
 
   required facets  roles, infer, kernel, flops, gradient
   optional facets  lower, expand, work, describe; each says what holds without it
-  facts            kind, free, linear, converts, regroups: attributes of the class, or properties where they
-                   depend on its fields
+  facts            kind, free, linear, converts, regroups, exchanges: attributes of the class, or properties
+                   where they depend on its fields
 
 Questions that only some operations answer form groups (`traits`), which a class extends.
 
@@ -13,19 +13,20 @@ off it. No reader depends on a single operation: the contract has everything it 
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any, ClassVar, Protocol
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.contract import check_contract
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.values import Instr, Origin, Splits, Value
-from mesh_tf_core.ir.work import NO_PRODUCT, Work
 
 __all__ = ["At", "Emitter", "Kernel", "Op", "Roles", "Tensor", "TensorType", "Work"]
 
@@ -173,7 +174,7 @@ class Op:
     OPTIONAL: ClassVar[tuple[str, ...]] = ("lower", "expand", "work", "describe")
     FACTS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "kind": ("matmul", "elementwise", "reduce", "gather", "random", "data", "attention"),
-        **dict.fromkeys(("free", "linear", "converts", "regroups"), FLAG),
+        **dict.fromkeys(("free", "linear", "converts", "regroups", "exchanges"), FLAG),
     }
     """Fact -> the values that it may have."""
 
@@ -189,6 +190,9 @@ class Op:
     may be taken after it except for rounding."""
     regroups: ClassVar[bool] = False
     """True if an axis may split one dimension of an input and another of the output."""
+    exchanges: ClassVar[bool] = False
+    """True if rules for elsewhere hold for its input and its output, each by itself: it moves values from
+    where the one lies to where the other does."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # A dataclass has its own, so that only a class that is none comes here with something to keep.
@@ -285,3 +289,108 @@ def _brief(value: Any) -> str:
     if isinstance(value, tuple):
         return "(" + " ".join(map(_brief, value)) + ")"
     return getattr(value, "name", None) or str(value)
+
+
+_UNHASHABLE = re.compile(r"(\w+\.)*(list|dict|set|bytearray|List|Dict|Set|Mutable\w+|ndarray)\b")
+
+
+def check_contract(cls: Any, contract: Any, abstract: bool) -> None:
+    """TypeError if a class of operations breaks the contract of the class `Op`, or of a group of questions
+    that it extends (`traits`). (That it is frozen, `dataclass` itself checks.)"""
+    what = f"operation {cls.__name__}"
+    traits = [c for c in contract.__subclasses__() if "FACETS" in vars(c)]
+    extended = [contract, *(c for c in traits if issubclass(cls, c))]
+    missing = [f for c in extended for f in c.FACETS if getattr(cls, f) is getattr(c, f)]
+    if missing and not abstract:
+        raise TypeError(f"{what} does not define {', '.join(missing)}; add these methods")
+    for one in extended:
+        _check_facets(what, cls, one)
+        for name, allowed in one.FACTS.items():
+            value = getattr(cls, name)
+            if not isinstance(value, property) and value not in allowed:
+                listed = ", ".join(map(repr, allowed))
+                raise TypeError(f"{what}: {name} is {value!r}; choose from {listed}")
+    for trait in traits:
+        for name in (*trait.FACETS, *trait.OPTIONAL, *trait.FACTS):
+            if trait not in extended and name in vars(cls):
+                raise TypeError(
+                    f"{what}: {name} is an attribute of {trait.__name__}; make the operation a subclass of "
+                    f"{trait.__module__}.{trait.__name__}"
+                )
+    for name, annotation in inspect.get_annotations(cls).items():
+        if "ClassVar" in str(annotation):
+            known = [fact for one in (contract, *traits) for fact in one.FACTS]
+            meant = get_close_matches(name, known, 1, 0.75)
+            if meant and name not in known:
+                raise TypeError(
+                    f"{what}: operations have no class attribute {name!r}; did you mean {meant[0]!r}?"
+                )
+        elif _UNHASHABLE.match(getattr(annotation, "__name__", str(annotation))):
+            raise TypeError(
+                f"{what}: field {name!r} has type {annotation}, which is not hashable; use a tuple"
+            )
+
+
+def _check_facets(what: str, cls: Any, contract: Any) -> None:
+    """TypeError if a facet cannot be called as the contract declares it."""
+    for name in (*contract.FACETS, *contract.OPTIONAL):
+        own, declared = getattr(cls, name), getattr(contract, name)
+        if not callable(own):
+            raise TypeError(f"{what}: {name} is {own!r}; define a method {name}{_takes(declared)}")
+        bound = isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod)
+        if not _fits(own, declared, bound):
+            raise TypeError(
+                f"{what}: the method {name}{_takes(own)} must have the signature {name}{_takes(declared)}"
+            )
+
+
+def _counts(facet: Any) -> tuple[int, int, bool]:
+    """How many arguments a facet needs and takes by position, and whether it takes any number."""
+    found = list(inspect.signature(facet).parameters.values())
+    by_position = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = sum(p.default is p.empty for p in by_position)
+    return needed, len(by_position), any(p.kind is p.VAR_POSITIONAL for p in found)
+
+
+def _fits(own: Any, declared: Any, bound: bool) -> bool:
+    """Whether a facet can be called as it is declared; operands may have names of their own. A `bound` one (a
+    static or a class method) has no `self`."""
+    if own is declared:
+        return True
+    (needed, taken, many), (fixed, _, several) = _counts(own), _counts(declared)
+    needed, taken = needed + bound, taken + bound
+    if several:
+        return many or taken > fixed
+    return needed <= fixed and (many or taken >= fixed)
+
+
+def _takes(facet: Any) -> str:
+    return f"({', '.join(map(_bare, inspect.signature(facet).parameters.values()))})"
+
+
+def _bare(parameter: inspect.Parameter) -> str:
+    return str(parameter.replace(annotation=inspect.Parameter.empty))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The work on one device's pieces.
+
+    Attributes:
+      product: (batch, m, n, k) of the matrix product that the operation is; None: it is none.
+      overhead: FLOPs that the model does not need: repeated work of another operation, and what
+        `Einsum.needed` leaves out.
+      added: rows and width of the partial results that it adds up, one product after the other: of a
+        convolution, places times taps, and channels; None: there are none.
+      blocked: FLOPs of the matrix unit and operations of the vector unit that take turns in a kernel that
+        works on blocks, and elements of operands and results that are made ready for it; None: it is no such
+        kernel.
+    """
+
+    product: tuple[int, int, int, int] | None = None
+    overhead: float = 0.0
+    added: tuple[int, int] | None = None
+    blocked: tuple[float, float, float] | None = None
+
+
+NO_PRODUCT = Work()

@@ -1,7 +1,5 @@
 """The phases of a training step."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 

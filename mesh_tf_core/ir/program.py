@@ -149,9 +149,20 @@ class Program:
         """
         return {s: total for instr, _ in self.walk() if isinstance(instr, Loop) for s, total in _added(instr)}
 
+    @cached_property
+    def joined(self) -> Mapping[int, int]:
+        """Parts of a value -> that value, in which they lie from the start (`PartialAccess.joins`)."""
+        found = (i for i, _ in self.walk() if isinstance(i, Local) and getattr(i.op, "joins", False))
+        return {part: instr.outputs[0] for instr in found for part in instr.inputs}
+
+    def share(self, loop: Loop, stack: int) -> tuple[int, float]:
+        """The stack that a loop writes to, and the loop's share of it, where several loops write one."""
+        whole = self.joined.get(self.added.get(stack, stack), stack)
+        return whole, loop.dim.size / self.values[whole].shape.sizes[0]
+
     def longer(self, loop: Loop) -> frozenset[int]:
-        """The stacks that are longer than a loop which reads or makes a part of them (`Loop.first`)."""
-        if loop.first is None:
+        """The stacks that are longer than a loop that reads or makes a part (`Loop.first`, `offset`)."""
+        if loop.first is None and loop.offset is None:
             return frozenset()
         stacks = (*(s.outer for s in loop.sliced), *(r.outer for r in loop.stacked))
         return frozenset(i for i in stacks if self.values[i].shape.sizes[0] != loop.dim.size)

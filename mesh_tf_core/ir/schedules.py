@@ -18,44 +18,47 @@ Every kind follows from where virtual stages are, and when microbatches enter:
   circular:C   virtual stage v at stage v mod P, microbatches in groups of P
   interleaved  the same, at once (Narayanan et al. 2021, "Megatron-LM", section 2.2.2)
   zb-h1        1f1b with slots for weights (Qi et al. 2023, "Zero bubble pipeline parallelism", section 2.3)
-  zb-v         two virtual stages a stage, down the stages and up again, with slots for weights (there:
-               section 6), so that every stage has as much in flight
-  dualpipe     two streams of microbatches in opposite directions, each stage with the layers of two, with
-               slots for weights (DeepSeek-AI 2024, "DeepSeek-V3", section 3.2.1)
+
+In zb-v, dualpipev and dualpipe every stage has an order of its own (`ir.stage_orders`).
 
 With seconds f, b and w of the three slots, a step takes longer than a stage works, by so much if one program
-runs all stages (`PipelineSchedule.together`), or if each has its own (`PipelineSchedule.apart`); b includes w
-where weights have no slots, and w <= f <= b:
+runs all stages, or if each has its own (`PipelineSchedule.path`); b includes w where weights have no slots,
+and w <= f <= b:
 
-                       together                  apart
-  without own slots    (P - 1) (f + b)           (P - 1) (f + b)
-  zb-h1                (P - 1) (f + b)           (P - 1) (f + b - w)
-  zb-v                 2 (P - 1) (f + b)         (P - 1) (2 b - w), each for half as many layers
-  dualpipe             (P - 2) (f + b)           (P / 2 - 1) (2 b - w)
+                       one program        a program for each stage
+  without own slots    (P - 1) (f + b)    (P - 1) (f + b)
+  zb-h1                (P - 1) (f + b)    (P - 1) (f + b - w)
+  zb-v                                    (P - 1) max(b, 2 f - w), each for half as many layers
+  dualpipev                               (P - 1) (f + 2 b - w) at most, the same
+  dualpipe                                (P / 2 - 1) (f + 2 b - w) at most
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cached_property, lru_cache
+from operator import itemgetter
 
 import numpy as np
 
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.stage_orders import (
+    IDLE,
+    Order,
+    StageAction,
+    StageWork,
+    dualpipe,
+    dualpipe_v,
+    fitted,
+    ticks_of,
+    timed,
+    zero_bubble_v,
+)
+from mesh_tf_core.ir.stored_order import UNEQUAL, Interleaved
 
 GPIPE, ONE_F_ONE_B, CIRCULAR, INTERLEAVED = "gpipe", "1f1b", "circular", "interleaved"
-IDLE = -1
-
-
-class StageAction(IntEnum):
-    """The action of a stage in a part of a tick."""
-
-    FORWARD = 0
-    BACKWARD = 1
-    WEIGHTS = 2
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class ScheduleKind:
       split: gradients of weights have slots of their own.
       turns: virtual stages run down the stages and up again.
       mirrored: half of the microbatches enter at the last stage, which has a copy of the first one's layers.
+      order: of the slots of a stage, if these do not follow from the above.
     """
 
     rounds: bool = False
@@ -75,11 +79,12 @@ class ScheduleKind:
     split: bool = False
     turns: bool = False
     mirrored: bool = False
+    order: Callable[[int, int, int], Order] | None = None
 
     @property
-    def lowers(self) -> bool:
-        """True if one SPMD program does it: every stage hands on to the same neighbour in a tick."""
-        return not (self.turns or self.mirrored)
+    def one_way(self) -> bool:
+        """True if all microbatches pass the stages in one direction, and are handed on in every tick."""
+        return self.order is None
 
 
 KINDS = {
@@ -88,26 +93,36 @@ KINDS = {
     CIRCULAR: ScheduleKind(rounds=True),
     INTERLEAVED: ScheduleKind(rounds=True, at_once=True),
     "zb-h1": ScheduleKind(at_once=True, split=True),
-    "zb-v": ScheduleKind(at_once=True, split=True, turns=True),
-    "dualpipe": ScheduleKind(at_once=True, split=True, mirrored=True),
+    "zb-v": ScheduleKind(at_once=True, split=True, turns=True, order=zero_bubble_v),
+    "dualpipev": ScheduleKind(at_once=True, split=True, turns=True, order=dualpipe_v),
+    "dualpipe": ScheduleKind(at_once=True, split=True, mirrored=True, order=dualpipe),
 }
-SCHEDULES = tuple(name + ":2" * kind.rounds for name, kind in KINDS.items() if kind.lowers)
-"""The schedules that have programs, by their names."""
+NAMES = tuple(name + ":2" * kind.rounds for name, kind in KINDS.items())
+"""All schedules, by their names."""
+ONE_WAY = tuple(name for name in NAMES if KINDS[name.partition(":")[0]].one_way)
+"""Those in which all microbatches pass the stages in one direction, and are handed on in every tick."""
 
 
 def check_schedule(schedule: str, said: str = "") -> None:
-    """UserError if it is no schedule, or one without a program; `said`: the option of the request."""
-    said, (name, colon, number) = said or f"schedule {schedule!r}", schedule.partition(":")
+    """UserError if it is no schedule; `said`: the option of the request."""
+    said, (name, number, unequal) = said or f"schedule {schedule!r}", _parts(schedule)
     kind = KINDS.get(name)
-    if kind is None or (colon and not kind.rounds):
-        raise UserError(f"{said}: {known_names(schedule, SCHEDULES)}")
+    if kind is None or ((number or schedule.endswith(":")) and not kind.rounds):
+        raise UserError(f"{said}: {known_names(schedule, NAMES)}")
+    if not UNEQUAL.fullmatch(unequal):
+        raise UserError(
+            f"{said}: {unequal!r} does not say how many layers stages have; write first=N, last=N, "
+            "first=N:last=N, or layers=N+N+... with a number for each virtual stage"
+        )
     if kind.rounds and (len(number) > 6 or not number.isascii() or not number.isdigit() or int(number) < 2):
         raise UserError(f"{said}: write the number of rounds, at least 2, after the name, e.g. {name}:2")
-    if not kind.lowers:
-        raise UserError(
-            f"{said}: this schedule cannot run, because all stages share one program and this schedule's "
-            f"stages send to different neighbours in the same tick; choose from {', '.join(SCHEDULES)}"
-        )
+
+
+def _parts(schedule: str) -> tuple[str, str, str]:
+    """Kind, rounds, and the layers of stages ("" each if not given) of a name as "interleaved:2:first=3"."""
+    name, _, rest = schedule.partition(":")
+    number, _, unequal = ("", "", rest) if "=" in rest.partition(":")[0] else rest.partition(":")
+    return name, number, unequal
 
 
 def kind_name(schedule: str) -> str:
@@ -117,13 +132,13 @@ def kind_name(schedule: str) -> str:
 
 def rounds_of(schedule: str) -> int:
     """Number of rounds of microbatches through the stages: the number of chunks per stage."""
-    name, _, number = schedule.partition(":")
-    return int(number) if KINDS[name].rounds else 1
+    name, number, _ = _parts(schedule)
+    return int(number) if KINDS[name].rounds else 1 + KINDS[name].turns
 
 
-def alternates(schedule: str) -> bool:
-    """True if backward of a microbatch starts as soon as it has passed all stages."""
-    return KINDS[kind_name(schedule)].at_once
+def layer_order(schedule: str, stages: int) -> Interleaved:
+    """The order of layers on the stages of a schedule."""
+    return PipelineSchedule.named(schedule, stages, 1).order
 
 
 @dataclass(frozen=True)
@@ -135,12 +150,20 @@ class PipelineSchedule:
     stages: int
     microbatches: int
     rounds: int = 1
+    unequal: str = ""
 
     @staticmethod
     @lru_cache(maxsize=1024)
     def named(schedule: str, stages: int, microbatches: int) -> PipelineSchedule:
         """The schedule with this name; one object per name, so that derived facts are computed once."""
-        return PipelineSchedule(kind_name(schedule), stages, microbatches, rounds_of(schedule))
+        name, _, unequal = _parts(schedule)
+        return PipelineSchedule(name, stages, microbatches, rounds_of(schedule), unequal)
+
+    @property
+    def order(self) -> Interleaved:
+        """The order of layers on the stages."""
+        kind = KINDS[self.kind]
+        return Interleaved(self.stages, self.rounds, self.unequal, kind.turns, kind.mirrored)
 
     @property
     def table(self) -> np.ndarray:
@@ -150,8 +173,12 @@ class PipelineSchedule:
     @cached_property
     def chunks(self) -> int:
         """Virtual stages of a stage."""
-        kind = KINDS[self.kind]
-        return 2 if kind.turns or kind.mirrored else self.rounds
+        return self.order.chunks
+
+    @property
+    def streams(self) -> int:
+        """In how many directions microbatches pass."""
+        return 1 + KINDS[self.kind].mirrored
 
     def done(self, slot: StageAction) -> range:
         """The ticks from the first to the last in which any stage has a slot; none where it is part of
@@ -169,34 +196,52 @@ class PipelineSchedule:
         """Ticks of a forward pass; backward uses as many others, or the same."""
         return len(self.done(StageAction.FORWARD))
 
-    @cached_property
+    @property
     def works(self) -> int:
         """Ticks of a pass in which a stage works; it is idle in the others."""
-        return int((self.table[:, 0, StageAction.FORWARD, 0] != IDLE).sum())
+        return self.microbatches * self.rounds
 
-    @property
-    def bubble(self) -> float:
-        """The share of the ticks of a pass in which a stage is idle."""
-        return (self.ticks - self.works) / self.ticks
+    def idle(self, slot: StageAction = StageAction.FORWARD) -> float:
+        """The share of the ticks with slots of a kind in which a stage has none of its own."""
+        ticks = len(self.done(slot))
+        return (ticks - self.works) / max(ticks, 1)
 
     @cached_property
     def loops(self) -> tuple[range, ...]:
         """The ticks in parts, in order: a program has a loop for each. A loop begins where a kind of slots
-        does, so that the gradients of one kind are added up in one loop, in one place in memory."""
-        begins = sorted({found.start for slot in StageAction if (found := self.done(slot))})
+        does, or the losses of microbatches, so that the gradients of one kind are added up in one loop, in
+        one place in memory."""
+        losses, at_once = self.passing(StageAction.FORWARD, True) != IDLE, KINDS[self.kind].at_once
+        slots = (slot for slot in StageAction if not (at_once and slot is StageAction.BACKWARD))
+        begins = sorted({int(losses.argmax()), *(done.start for slot in slots if (done := self.done(slot)))})
         ends = (*begins[1:], len(self.table))
         return tuple(range(begin, end) for begin, end in zip(begins, ends, strict=True))
 
     def works_in(self, slot: StageAction, ticks: range) -> int:
-        """For how many of the ticks of a loop, the first ones, any stage has a slot."""
-        return len(range(max(self.done(slot).start, ticks.start), min(self.done(slot).stop, ticks.stop)))
+        """How many of the ticks of a loop, the first ones, there are until the last in which any stage has a
+        slot."""
+        done = self.done(slot)
+        return max(min(done.stop, ticks.stop) - ticks.start, 0) if done.start < ticks.stop else 0
 
-    def passing(self, slot: StageAction, end: bool) -> np.ndarray:
-        """[tick]: the microbatch at the first virtual stage, or at the last one at the `end`; IDLE where none
-        is. One stream alone."""
-        stage, chunk = (self.stages - 1, self.chunks - 1) if end else (0, 0)
+    def end(self, end: bool, stream: int = 0) -> tuple[int, int]:
+        """The stage and the chunk of the first virtual stage of a stream, or of the last one at the `end`."""
+        chunk, stage = np.argwhere((self.virtual.max() if end else 0) == self.virtual.T)[stream].tolist()
+        return stage, chunk
+
+    def passing(self, slot: StageAction, end: bool, stream: int = 0) -> np.ndarray:
+        """[tick]: the microbatch of a stream at the first virtual stage, or at the last one at the `end`;
+        IDLE where none is."""
+        stage, chunk = self.end(end, stream)
         found = self.table[:, stage, slot]
         return np.where((found[:, 0] != IDLE) & (found[:, 1] == chunk), found[:, 0], IDLE)
+
+    @cached_property
+    def turning(self) -> int:
+        """How many microbatches there are at most between forward and backward of the last virtual stage; 0
+        if backward follows in the same tick."""
+        forward, backward = (self.passing(slot, True) != IDLE for slot in list(StageAction)[:2])
+        same = np.array_equal(forward, backward)
+        return 0 if same else int((np.cumsum(forward) - np.cumsum(backward) + backward).max())
 
     @property
     def last(self) -> StageAction:
@@ -205,13 +250,22 @@ class PipelineSchedule:
 
     def places(self, begin: StageAction) -> np.ndarray:
         """[tick, stage, slot]: the position in a ring of a stage where slots of one kind store a value, which
-        other slots read until the last one. A slot that puts nothing there has a place that is free at that
-        time."""
+        other slots read until the last one; IDLE where nothing is stored, or read as zeros."""
         return _places(self, begin)
 
     def ring(self, begin: StageAction) -> int:
         """The number of places in the ring."""
         return int(self.places(begin).max()) + 1
+
+    def arrivals(self, slot: StageAction) -> np.ndarray:
+        """[tick, stage, way]: the place in a ring of a stage where a result of slots of this kind arrives at
+        the end of a tick, from the stage before it, or from the one behind or itself; and where a slot takes
+        one; IDLE where none does."""
+        return _arrivals(self, slot)
+
+    def waiting(self, slot: StageAction) -> int:
+        """The number of places in that ring."""
+        return int(self.arrivals(slot).max()) + 1
 
     @property
     def in_flight(self) -> int:
@@ -221,11 +275,16 @@ class PipelineSchedule:
 
     def in_flight_apart(self, stage: int) -> int:
         """The same at one stage, if each has a program of its own: with s stages behind it, it goes forward s
-        times before it goes backward, and with R chunks 2 s + (R - 1) P times (Narayanan et al. 2021, section
-        2.2; `get_pp_rank_microbatches` of Megatron-Core's pipeline_parallel/schedules.py)."""
+        times before it goes backward, and with R chunks 2 s + (R - 1) N times, with N microbatches a round: P
+        (Narayanan et al. 2021, section 2.2), or more if P does not divide M (`ScheduleInterleaved1F1B`)."""
+        if KINDS[self.kind].order is not None:
+            return int(self.held[stage])
         before, every = self.stages - 1 - stage, self.microbatches * self.chunks
+        if KINDS[self.kind].split:  # inputs are kept until the slot of weights
+            before = self.stages - 1
         if self.chunks > 1:
-            before = 2 * before + (self.chunks - 1) * self.stages
+            passes = max(1, self.microbatches // self.stages)
+            before = 2 * before + (self.chunks - 1) * -(-self.microbatches // passes)
         return min(every, before + 1) if KINDS[self.kind].at_once else every
 
     @property
@@ -235,29 +294,10 @@ class PipelineSchedule:
         over = np.cumsum(there[..., self.last], axis=0) - there[..., self.last]
         return (np.cumsum(there[..., StageAction.FORWARD], axis=0) - over).max(axis=0)
 
-    def together(self, costs: Sequence[float]) -> float:
-        """Seconds of one program that all stages run: each slot takes its time in every tick in which any
-        stage has it.
-
-        Args:
-          costs: seconds of a slot of each kind.
-        """
-        return float((self.busy @ np.asarray(costs, float)).sum())
-
-    def apart(self, costs: Sequence[float]) -> float:
-        """Seconds of one program per stage: each stage runs its slots one after the other, each as soon as
-        its inputs arrive.
-
-        Args:
-          costs: seconds of a slot of each kind.
-        """
-        every = np.repeat(np.asarray(costs, float)[:, None], self.virtual.max() + 1, axis=1)
-        return float((self.path(every) * every[:, self.virtual]).sum())
-
     @property
     def virtual(self) -> np.ndarray:
         """[stage, chunk]: which virtual stage it is; of the stream that takes it, if there are two."""
-        return _virtual(self)
+        return self.order.virtual
 
     def path(self, costs: np.ndarray) -> np.ndarray:
         """[slot, stage, chunk]: how many slots follow each other on the way that takes longest, if each stage
@@ -266,87 +306,90 @@ class PipelineSchedule:
         Args:
           costs: seconds, [slot, virtual stage].
         """
-        virtual, free = self.virtual, [-1] * self.stages
-        ends, before, slots = [0.0], [-1], list[tuple[int, int, int]]()
-        done, last = dict[tuple[int, int, int], int](), int(virtual.max())
-        for tick, slot, stage in np.argwhere(self.table[..., 0].transpose(0, 2, 1) != IDLE).tolist():
-            item, chunk = self.table[tick, stage, slot].tolist()
-            at = int(virtual[stage, chunk])
-            takes = {
-                StageAction.FORWARD: (StageAction.FORWARD, at - 1, item),
-                StageAction.BACKWARD: (StageAction.BACKWARD, at + 1, item)
-                if at < last
-                else (StageAction.FORWARD, at, item),
-                StageAction.WEIGHTS: (StageAction.BACKWARD, at, item),
-            }[StageAction(slot)]
-            # Of equal ways, the one that stays at its stage.
-            come = max(free[stage], done.get(takes, -1), key=lambda i: ends[i + 1])
-            free[stage] = done[slot, at, item] = len(slots)
-            slots.append((slot, stage, chunk))
-            before.append(come)
-            ends.append(ends[come + 1] + float(costs[slot, at]))
-        found, here = np.zeros((len(StageAction), *virtual.shape), int), int(np.argmax(ends)) - 1
+        blocks = timed(self.table, self.virtual, costs, not KINDS[self.kind].one_way)
+        found = np.zeros((len(StageAction), *self.virtual.shape), int)
+        here = max(range(len(blocks)), key=lambda i: blocks[i].end)
         while here >= 0:
-            found[slots[here]] += 1
-            here = before[here + 1]
+            for work in blocks[here].works:
+                found[work] += 1
+            here = blocks[here].before
         return found
-
-
-def _virtual(of: PipelineSchedule) -> np.ndarray:
-    stage, chunk = np.indices((of.stages, of.chunks))
-    kind = KINDS[of.kind]
-    if kind.turns or kind.mirrored:
-        return np.where(chunk == 1, (of.stages * (1 + kind.turns)) - 1 - stage, stage)
-    return chunk * of.stages + stage
 
 
 @lru_cache(maxsize=256)
 def _table(of: PipelineSchedule) -> np.ndarray:
-    kind, virtual, item = KINDS[of.kind], _virtual(of)[..., None], np.arange(of.microbatches)
-    if kind.mirrored and (of.stages % 2 or of.microbatches % 2):
-        raise UserError(
-            f"schedule {of.kind}: the numbers of microbatches and stages must be even, found "
-            f"{of.microbatches} microbatches and {of.stages} stages"
-        )
-    enters = item // of.stages * of.stages * of.chunks + item % of.stages
-    enters = 2 * item if kind.turns else item // 2 * 2 if kind.mirrored else enters
-    ticks = {StageAction.FORWARD: enters + virtual}
-    back, last = enters + 2 * virtual.max() - virtual, ticks[StageAction.FORWARD].max()
-    ticks[StageAction.BACKWARD] = back if kind.at_once else 2 * last + 1 - ticks[StageAction.FORWARD]
-    takes = np.ones_like(back, bool)
-    if kind.mirrored:
-        takes = np.broadcast_to(item % 2 == np.arange(of.chunks)[:, None], back.shape)
-    if kind.split:
-        each = np.where(takes, back, back.max() + 1).reshape(of.stages, -1)
-        rank = each.argsort(axis=1, kind="stable").argsort(axis=1, kind="stable").reshape(back.shape)
-        ticks[StageAction.WEIGHTS] = rank + (back - rank)[takes].max()
-    table = np.full(
-        (max(t[takes].max() for t in ticks.values()) + 1, of.stages, len(StageAction), 2), IDLE, np.int32
-    )
-    stage, chunk, item = np.nonzero(takes)
-    for slot, when in ticks.items():
-        table[when[stage, chunk, item], stage, slot] = np.stack([item, chunk], axis=1)
+    return filled(of, [*(_in_one_direction(of) if KINDS[of.kind].order is None else _in_order(of))])
+
+
+def filled(of: PipelineSchedule, works: Sequence[tuple[int, int, StageWork]]) -> np.ndarray:
+    """The table of some work, each with its tick and stage."""
+    table = np.full((max(tick for tick, *_ in works) + 1, of.stages, len(StageAction), 2), IDLE, np.int32)
+    for tick, stage, (slot, item, chunk) in works:
+        table[tick, stage, slot] = item, chunk
     table.flags.writeable = False
     return table
 
 
+def _in_order(of: PipelineSchedule) -> Iterator[tuple[int, int, StageWork]]:
+    """The work of stages with orders of their own, each with its tick and stage."""
+    kind, least = KINDS[of.kind], 2 if of.kind == "zb-v" else 2 * of.stages
+    if of.microbatches < least or (kind.mirrored and (of.stages % 2 or of.microbatches % 2)):
+        even = "the numbers of microbatches and stages must be even, and " if kind.mirrored else ""
+        raise UserError(
+            f"schedule {of.kind}: {even}the number of microbatches must be at least {least}"
+            f"{', twice that of stages' * (least > 2)}; found {of.microbatches} microbatches and "
+            f"{of.stages} stages"
+        )
+    assert kind.order is not None
+    yield from ticks_of([kind.order(of.stages, s, of.microbatches) for s in range(of.stages)], of.virtual)
+
+
+def _in_one_direction(of: PipelineSchedule) -> Iterator[tuple[int, int, StageWork]]:
+    """The work of stages in other schedules."""
+    kind, virtual, item = KINDS[of.kind], of.virtual[..., None], np.arange(of.microbatches)
+    enters = item // of.stages * of.stages * of.chunks + item % of.stages
+    ticks = {StageAction.FORWARD: enters + virtual}
+    back, last = enters + 2 * virtual.max() - virtual, ticks[StageAction.FORWARD].max()
+    ticks[StageAction.BACKWARD] = back if kind.at_once else 2 * last + 1 - ticks[StageAction.FORWARD]
+    if kind.split:
+        each = back.reshape(of.stages, -1)
+        rank = each.argsort(axis=1, kind="stable").argsort(axis=1, kind="stable").reshape(back.shape)
+        ticks[StageAction.WEIGHTS] = rank + (back - rank).max()
+    for slot, when in ticks.items():
+        for (stage, chunk, item), tick in np.ndenumerate(when):
+            yield int(tick), stage, (slot, item, chunk)
+
+
+def _when(of: PipelineSchedule, slot: StageAction) -> dict[tuple[int, int, int], int]:
+    """Stage, microbatch and chunk -> the tick of their slot, in the order of ticks."""
+    there = np.argwhere(of.table[..., slot, 0] != IDLE).tolist()
+    return {(stage, *of.table[tick, stage, slot].tolist()): tick for tick, stage in there}
+
+
 @lru_cache(maxsize=64)
 def _places(of: PipelineSchedule, begin: StageAction) -> np.ndarray:
-    places = np.zeros(of.table.shape[:3], np.int32)
-    for stage in range(of.stages):
-        free: list[int] = []  # a heap, so that the first free place is taken
-        lies, most = dict[tuple[int, int], int](), 0
-        for tick, row in enumerate(of.table[:, stage].tolist()):
-            found = heapq.heappop(free) if free else most
-            most = max(most, found + 1) if of.busy[tick, begin] else most
-            places[tick, stage, begin] = found
-            if row[begin][0] == IDLE:
-                heapq.heappush(free, found) if found < most else None
-            else:
-                lies[tuple(row[begin])] = found
-            for slot in list(StageAction)[begin + 1 :]:
-                if row[slot][0] != IDLE:
-                    places[tick, stage, slot] = lies[tuple(row[slot])]
-            if row[of.last][0] != IDLE:
-                heapq.heappush(free, lies.pop(tuple(row[of.last])))
+    # Idle slots take forward values that are numbers, and zeros as gradients: no gradient comes of these.
+    places = np.full(of.table.shape[:3], 0 if begin is StageAction.FORWARD else IDLE, np.int32)
+    places[..., begin], lies = IDLE, dict[tuple[int, int, int], int]()
+    begins, ends = _when(of, begin), _when(of, of.last)
+    for _, found in itertools.groupby(sorted(begins, key=itemgetter(0)), itemgetter(0)):
+        own = [*found]
+        lies.update(zip(own, fitted((begins[key], ends[key]) for key in own), strict=True))
+    for slot in list(StageAction)[begin:]:
+        for key, tick in _when(of, slot).items():
+            places[tick, key[0], slot] = lies[key]
     return places
+
+
+@lru_cache(maxsize=64)
+def _arrivals(of: PipelineSchedule, slot: StageAction) -> np.ndarray:
+    when = {(of.virtual[s, chunk], item): (tick, s) for (s, item, chunk), tick in _when(of, slot).items()}
+    found = np.full((*of.table.shape[:2], 3), IDLE, np.int32)
+    step = -1 if slot is StageAction.BACKWARD else 1
+    come = ((*at, *when[v + step, m]) for (v, m), at in when.items() if (v + step, m) in when)
+    for stage, each in itertools.groupby(sorted(come, key=itemgetter(3)), itemgetter(3)):
+        here = [*each]
+        places = fitted((tick + 1, then) for tick, _, then, _ in here)
+        for (tick, source, then, _), place in zip(here, places, strict=True):
+            found[tick, stage, int(source >= stage)] = found[then, stage, 2] = place
+    return found

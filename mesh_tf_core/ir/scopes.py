@@ -1,9 +1,12 @@
-"""Settings in force for everything added to a graph next: names, phases, how variables are made."""
+"""Settings in force for everything added to a graph next: names, phases, how variables are made,
+and the lines of the model's own code that add it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.initializers import Initial, Initializer, Variable, initializer
@@ -16,6 +19,8 @@ class Scopes:
     """The part of a graph that its context managers set, and the variables that are made under it."""
 
     name: str
+    float8_loops: str = ""
+    """The float8 recipe of layers in loops."""
 
     def __init__(self) -> None:
         self.variables: dict[str, Variable] = {}
@@ -25,7 +30,7 @@ class Scopes:
         self._shared: int | None = None
         self._around: int | None = None
         self._frozen = False
-        self._float8 = False
+        self._float8 = ""
         self._initial: tuple[Change, ...] = ()
 
     @property
@@ -98,19 +103,19 @@ class Scopes:
             self._frozen = saved
 
     @contextmanager
-    def float8(self) -> Iterator[None]:
+    def float8(self, recipe: str = "tensor") -> Iterator[None]:
         """Layers built inside multiply by their weights in float8 (see `mtf.float8_einsum`); norms, softmax,
-        routers and attention itself stay as they are."""
-        saved, self._float8 = self._float8, True
+        routers and attention itself stay as they are. "" is no recipe."""
+        saved, self._float8 = self._float8, recipe
         try:
             yield
         finally:
             self._float8 = saved
 
     @property
-    def in_float8(self) -> bool:
-        """True if layers multiply by their weights in float8."""
-        return self._float8
+    def in_float8(self) -> str:
+        """The recipe by which layers multiply by their weights; "": in their own dtype."""
+        return self._float8 or (self.float8_loops if self._loops else "")
 
     @contextmanager
     def initialized(self, change: Change) -> Iterator[None]:
@@ -155,3 +160,22 @@ class Scopes:
                 f"requested with type {asked.type}; choose another name"
             )
         return found
+
+
+MOST = 16
+"""Frames that are looked through: an operation of a layer is a few calls below the model's line."""
+_ROOT = Path(__file__).resolve().parents[2]
+OURS = tuple(f"{_ROOT / name}/" for name in ("mesh_tf_core", "costmodels", "layoutopt"))
+
+
+def caller() -> str:
+    """'file:line' of the nearest caller outside of these packages; '' if none is near."""
+    frame = sys._getframe(1)
+    for _ in range(MOST):
+        file = frame.f_code.co_filename
+        if not file.startswith(OURS):
+            return f"{file}:{frame.f_lineno}"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return ""

@@ -8,42 +8,100 @@ order: values that are read, written, saved and initialised have the model's ord
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from mesh_tf_core.errors import UserError
+
 PADDING = -1
+UNEQUAL = re.compile(r"|(first|last|first=\d{1,4}:last)=\d{1,4}|layers=\d{1,4}(\+\d{1,4})*")
+"""The layers of the first or last stage, or of every virtual stage in the model's order."""
 
 
 @dataclass(frozen=True)
 class Interleaved:
     """The order of the first dimension, of P stages with R virtual stages each: virtual stage r of stage p is
-    number r P + p of the model's. Stages without a full number of layers are at both ends, which also compute
-    embedding and head."""
+    number r P + p of the model's; with `turns`, every second round runs up the stages; `mirrored`, a stage
+    also has a copy of the layers of the one as far from the other end. Stages without a full number of layers
+    are at both ends, which also compute embedding and head; or where the layers of stages are given
+    (`unequal`, as `UNEQUAL`)."""
 
     stages: int
     rounds: int
+    unequal: str = ""
+    turns: bool = False
+    mirrored: bool = False
+
+    @property
+    def chunks(self) -> int:
+        """Virtual stages of a stage, with copies."""
+        return self.rounds * (1 + self.mirrored)
+
+    @property
+    def virtual(self) -> np.ndarray:
+        """[stage, chunk]: which virtual stage it is."""
+        stage, chunk = np.indices((self.stages, self.chunks))
+        up = (chunk % 2 == 1) & (self.turns or self.mirrored)
+        return chunk % self.rounds * self.stages + np.where(up, self.stages - 1 - stage, stage)
+
+    @property
+    def given(self) -> dict[str, int]:
+        """The layers of the first and the last stage, where these are given."""
+        said = self.unequal if self.unequal.startswith(("first", "last")) else ""
+        return {name: int(n) for name, n in (part.split("=") for part in said.split(":") if part)}
+
+    def counts(self, layers: int) -> np.ndarray:
+        """The layers of each virtual stage, in the model's order; UserError if those that are given are not
+        all layers."""
+        parts = self.stages * self.rounds
+        if self.unequal.startswith("layers="):
+            found = np.array([*map(int, self.unequal.removeprefix("layers=").split("+"))])
+        elif self.given:
+            found = self._between_ends(layers)
+        else:
+            both = np.stack([np.arange(parts)[::-1], np.arange(parts)], axis=1).reshape(-1)
+            found = np.full(parts, -(-layers // parts))
+            found[both[: -layers % parts]] -= 1
+        if len(found) != parts or found.sum() != layers or found.min() < 0:
+            raise UserError(
+                f"{self.unequal} gives {len(found)} virtual stages {found.sum()} layers in all; the model "
+                f"has {layers} layers for {self.stages} stages with {self.rounds} virtual stages each"
+            )
+        return found
+
+    def _between_ends(self, layers: int) -> np.ndarray:
+        """Stages between those that are given share the other layers equally."""
+        ends = {"first": 0, "last": self.stages - 1}
+        given = {ends[name]: number for name, number in self.given.items()}
+        each = (layers - sum(given.values())) // max(self.stages - len(given), 1)
+        own = np.array([given.get(stage, each) // self.rounds for stage in range(self.stages)])
+        return own[np.argsort(self.virtual[:, : self.rounds], axis=None) // self.rounds]
+
+    def of_stages(self, layers: int) -> np.ndarray:
+        """[stage, chunk]: their layers."""
+        return self.counts(layers)[self.virtual]
 
     def size(self, layers: int) -> int:
         """The number of places that these layers take."""
-        parts = self.stages * self.rounds
-        return -(-layers // parts) * parts
+        return int(self.counts(layers).max()) * self.stages * self.chunks
 
     def moves(self, layers: int) -> bool:
         """True if layers lie otherwise than the model has them."""
-        return self.rounds > 1 or self.size(layers) != layers
+        return self.chunks > 1 or self.lacks(layers) > 0
+
+    def lacks(self, layers: int) -> int:
+        """How many places have no layer."""
+        return int(np.count_nonzero(self.numbers(layers) == PADDING))
 
     def numbers(self, layers: int) -> np.ndarray:
         """[stage, place]: the model's number of the layer at that place; PADDING if there is none."""
-        parts, lie = self.stages * self.rounds, self.size(layers)
-        both = np.stack([np.arange(parts)[::-1], np.arange(parts)], axis=1).reshape(-1)
-        counts = np.full(parts, lie // parts)
-        counts[both[: lie - layers]] -= 1
-        begins = np.cumsum(counts) - counts
-        inside = np.arange(lie // parts)
+        counts = self.counts(layers)
+        begins, inside = np.cumsum(counts) - counts, np.arange(counts.max())
         found = np.where(inside < counts[:, None], begins[:, None] + inside, PADDING)
-        return found.reshape(self.rounds, self.stages, -1).transpose(1, 0, 2).reshape(self.stages, -1)
+        return found[self.virtual].reshape(self.stages, -1)
 
     def runs(self, layers: int, begin: int, count: int) -> Iterator[tuple[int, int, int]]:
         """The runs of layers, contiguous in the model, that follow each other in storage from one place on.

@@ -33,6 +33,10 @@ class Builder(Scopes):
         """The result of `make`, built once for this key in the current block."""
         raise NotImplementedError
 
+    def maker(self, x: Tensor) -> tuple[Any, Sequence[Tensor]]:
+        """The operation that made a tensor, and its operands; None and none for what a loop hands in."""
+        raise NotImplementedError
+
     def unary(self, fn: str, x: Tensor) -> Tensor:
         """Element-wise `fn` of a tensor."""
         raise NotImplementedError

@@ -63,12 +63,14 @@ class PartialAccess(Op, abstract=True):
 
     FACETS: ClassVar[tuple[str, ...]] = ()
     OPTIONAL: ClassVar[tuple[str, ...]] = ("moved",)
-    FACTS: ClassVar[Mapping[str, tuple[object, ...]]] = {"in_place": FLAG, "cuts": FLAG}
+    FACTS: ClassVar[Mapping[str, tuple[object, ...]]] = {"in_place": FLAG, "cuts": FLAG, "joins": FLAG}
 
     in_place: ClassVar[bool] = False
     """True if it writes a part of its first operand and leaves the rest unchanged."""
     cuts: ClassVar[bool] = False
     """True if a product may read or write the part in place."""
+    joins: ClassVar[bool] = False
+    """True if its operands are parts of its result, in which they lie from the start."""
 
     def moved(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> float:
         """Bytes that a device reads and writes; by default, those of all operands and results.

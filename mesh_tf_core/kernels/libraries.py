@@ -1,7 +1,5 @@
 """The attention that the libraries' own kernels take: Pallas's splash attention on TPUs, cuDNN's on GPUs."""
 
-from __future__ import annotations
-
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.kernel import BLOCKS, Attending
 

@@ -28,7 +28,7 @@ Segments = tuple[Tensor, Tensor]
 
 FORMS = ("fused", "plain")
 """Attention as one operation, or written out."""
-BIASES = ("none", "qkv", "all")
+BIASES = ("none", "qkv", "qvo", "all")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ class Attention:
       shared_kv: keys are the values: one projection for both.
       extra_logit: of a key without a value, so that the weights may add up to less than 1; None: no such key.
       sinks: that logit is learned, per head (gpt-oss).
-      biases: which projections add a learned bias: `none`, `qkv` (as Qwen 2), or `all` (as BERT, GPT-2, ViT).
+      biases: which projections add a learned bias: `none`, `qkv` (as Qwen 2), `qvo` (as Whisper), or `all`
+        (as BERT, GPT-2, ViT).
       attention: `fused`, one operation that never holds all logits (`mtf.attention`); or `plain`, written out
         in products and a softmax. Attention with other logits or weights, and texts that grow position by
         position, are always written as separate operations.
@@ -298,7 +299,7 @@ class Attention:
         if self.shared_kv:
             kv = project(memory, "kv", [d], [*self.kv_dims, self.d_kv], self.biases != "none")
             return q, kv, kv
-        k = project(memory, "k", [d], [*self.kv_dims, self.d_kv], self.biases != "none")
+        k = project(memory, "k", [d], [*self.kv_dims, self.d_kv], self.biases in ("qkv", "all"))
         return q, k, project(memory, "v", [d], [*self.kv_dims, self.d_kv], self.biases != "none")
 
     def queries(self, x: Tensor) -> Tensor:
@@ -372,7 +373,7 @@ class Attention:
     def joined(self, mixed: Tensor, x: Tensor) -> Tensor:
         """The heads' outputs projected to x's dimensions."""
         last = [x.dim(self.d_model)]
-        return project(mixed, "o", [*self.head_dims, self.value_dim], last, self.biases == "all")
+        return project(mixed, "o", [*self.head_dims, self.value_dim], last, self.biases in ("qvo", "all"))
 
 
 def both(a: Tensor | None, b: Tensor) -> Tensor:

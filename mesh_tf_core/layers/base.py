@@ -1,8 +1,6 @@
 """Code that layers share: weights in the activations' dtype, activation functions by name, checks of
 fields."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 
@@ -55,9 +53,11 @@ def check_rate(layer: object, rate: float) -> None:
 
 
 def weighted(x: Tensor, w: Tensor, output: Shape | Sequence[Dim], needed: float = 1.0) -> Tensor:
-    """x times a layer's weight, in float8 inside `graph.float8()`; `needed`: as of `einsum`."""
-    product = float8_einsum if x.graph.in_float8 else einsum
-    return product([x, w], output, needed=needed)
+    """x times a layer's weight, by the float8 recipe of the graph if it has one; `needed`: as of `einsum`."""
+    recipe = x.graph.in_float8
+    if recipe:
+        return float8_einsum([x, w], output, needed, recipe)
+    return einsum([x, w], output, needed=needed)
 
 
 def project(

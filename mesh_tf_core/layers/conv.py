@@ -33,6 +33,7 @@ class Conv:
       stride: the output has that many times fewer elements along each; `transposed`: more.
       bias: adds a learned [outputs].
       causal: along its one dimension an output sees no later inputs.
+      even: as many elements of padding before as behind, as in PyTorch, also where a stride needs fewer.
       activation: name of a function (`layers.ACTIVATIONS`).
       inputs: name of the input's channels; by default that of the outputs.
     """
@@ -44,6 +45,7 @@ class Conv:
     transposed: bool = False
     bias: bool = False
     causal: bool = False
+    even: bool = False
     activation: str = "linear"
     inputs: str = ""
     name: str = "conv"
@@ -72,6 +74,7 @@ class Conv:
                 y = conv_transpose(x, w, dims, taps, self.outputs, self.stride)
             else:
                 pads: Pads = [(self.size - 1, 0)] if self.causal else "same"
+                pads = [(self.size // 2, self.size // 2) for _ in taps] if self.even else pads
                 y = conv(x, w, [x.dim(d) for d in self.dims], taps, inner, self.stride, pads=pads)
             if self.bias:
                 y = y + g.variable("bias", [self.outputs], ZEROS, activation_dtype=x.dtype)

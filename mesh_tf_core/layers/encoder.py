@@ -45,8 +45,8 @@ class EncoderLayer:
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """An image as tokens: a learned token for the whole image, then one per square of pixels, with learned
-    positions (Dosovitskiy et al. 2021, "An image is worth 16x16 words", section 3.1).
+    """An image as tokens: a learned token for the `whole` image, if so, then one per square of pixels, with
+    learned positions (Dosovitskiy et al. 2021, "An image is worth 16x16 words", section 3.1).
 
     Attributes:
       patch: pixels along a square's side.
@@ -56,6 +56,7 @@ class ImageTokens:
     patch: int
     d_model: Dim
     bias: bool = True
+    whole: bool = True
     name: str = "embedding"
 
     def __call__(self, image: Tensor) -> Tensor:
@@ -77,8 +78,9 @@ class ImageTokens:
             y = reshape(einsum([x, w], [batch, rows, columns, self.d_model]), [batch, length, self.d_model])
             if self.bias:
                 y = y + g.variable("bias", [self.d_model], ZEROS, activation_dtype=x.dtype)
-            one, all_tokens = Dim("length", 1), Dim("positions", 1 + length.size)
-            whole = g.variable("class", [self.d_model], Normal(0.02), activation_dtype=x.dtype)
-            y = concat([broadcast(whole, [batch, one, self.d_model]), y], "length")
+            one, all_tokens = Dim("length", 1), Dim("positions", self.whole + length.size)
+            if self.whole:
+                whole = g.variable("class", [self.d_model], Normal(0.02), activation_dtype=x.dtype)
+                y = concat([broadcast(whole, [batch, one, self.d_model]), y], "length")
             at = g.variable("positions", [all_tokens, self.d_model], Normal(0.02), activation_dtype=x.dtype)
             return y + rename(at, positions="length")

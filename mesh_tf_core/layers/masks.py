@@ -1,7 +1,5 @@
 """Masks of attention: bool tensors that hold where a query may see a key. Join them with `&`."""
 
-from __future__ import annotations
-
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.index import mtf_range

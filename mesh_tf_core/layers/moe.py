@@ -26,6 +26,7 @@ from mesh_tf_core.layers.routing import SWITCH, Router
 from mesh_tf_core.layers.top_experts import TopExperts
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.experts import expert_product, from_experts, to_experts
+from mesh_tf_core.ops.float8 import float8_expert_product
 from mesh_tf_core.ops.math import sigmoid
 from mesh_tf_core.ops.random import dropout
 from mesh_tf_core.ops.shape import rename, reshape, transpose
@@ -123,7 +124,8 @@ class MixtureOfExperts:
         fewer."""
         d, count, tokens = x.dim(self.d_model), self.experts.size, (self.group, self.token)
         found = router.choices(seen, Dim("router", count), self.token, d.name, importance)
-        few = SparseDim(self.experts.name, count, router.chosen, count, router.imbalance)
+        limits = router.groups, router.groups_chosen
+        few = SparseDim(self.experts.name, count, router.chosen, count, router.imbalance, *limits)
         ids, gates = (
             to_experts(each, few, found.choice, tokens) for each in (found.ids, found.gates.cast(x.dtype))
         )
@@ -132,7 +134,8 @@ class MixtureOfExperts:
         rows, gates = (rows * gates, even) if self.gates_first else (rows, gates)
 
         def product(x: Tensor, name: str, inner: Dim, outer: Dim, times: Tensor) -> Tensor:
-            y = expert_product(x, expert_weight(x, f"w{name}", [self.experts], inner, outer), ids)
+            w, recipe = expert_weight(x, f"w{name}", [self.experts], inner, outer), x.graph.in_float8
+            y = float8_expert_product(x, w, ids, recipe) if recipe else expert_product(x, w, ids)
             if not self.bias:
                 return y
             b = x.graph.variable(f"b{name}", [self.experts, one, outer], ZEROS, activation_dtype=x.dtype)

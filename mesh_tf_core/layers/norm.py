@@ -52,17 +52,9 @@ class RMSNorm:
 
 
 @dataclass(frozen=True)
-class ScaleNorm:
+class ScaleNorm(RMSNorm):
     """Root mean square 1 along `dim`, times one learned number: length sqrt(d) x / |x| (Nguyen & Salazar
-    2019, section 2.2).
-
-    Attributes:
-      epsilon: is added to the mean square.
-    """
-
-    dim: str = "d_model"
-    name: str = "norm"
-    epsilon: float = 1e-6
+    2019, section 2.2)."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Same dimensions as x."""

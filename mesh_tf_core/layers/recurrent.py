@@ -57,14 +57,17 @@ def unit_rms(x: Tensor, dims: Sequence[Dim | str], epsilon: float) -> Tensor:
     return x * rsqrt(reduce_mean(square(x), list(dims)) + epsilon)
 
 
-def short_conv(x: Tensor, name: str, taps: int, bias: bool, length: str = "length") -> Tensor:
-    """silu of every channel's own convolution over its last `taps` positions."""
+def short_conv(
+    x: Tensor, name: str, taps: int, bias: bool, length: str = "length", activated: bool = True
+) -> Tensor:
+    """silu of every channel's own convolution over its last `taps` positions, or the convolution itself."""
     with x.graph.scope(name):
         dims = list(x.shape.without(length).dims[1:])
         tap = Dim("tap", taps)
         w = x.graph.variable("weight", [tap, *dims], Normal(taps**-0.5), activation_dtype=x.dtype)
         y = conv(x, w, [x.dim(length)], [tap], None, pads=[(taps - 1, 0)], groups=dims)
-        return silu(y + x.graph.variable("bias", dims, ZEROS, activation_dtype=x.dtype) if bias else y)
+        y = y + x.graph.variable("bias", dims, ZEROS, activation_dtype=x.dtype) if bias else y
+        return silu(y) if activated else y
 
 
 @dataclass(frozen=True)
@@ -193,7 +196,7 @@ class Mamba2:
             values = made("x", inner, 1)
             b, c = made("b", (*many, self.d_state), 2), made("c", (*many, self.d_state), 3)
             dt = made("dt", heads, 4, convolved=False).cast("float32")
-            dt = softplus(dt + g.variable("dt_bias", heads, dt_bias))
+            dt = softplus(dt + g.variable("step_bias", heads, dt_bias))
             dt = maximum(dt, self.least) if self.least else dt
             decay = dt * -exp(g.variable("log_a", heads, log_a))
             y = scanned(values * dt.cast(u.dtype), decay, b, c, self.chunk)

@@ -17,15 +17,7 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import (
-    Input,
-    Local,
-    Origin,
-    Program,
-    ReadVariable,
-    Stored,
-    WriteVariable,
-)
+from mesh_tf_core.ir.program import Input, Local, Origin, Program, ReadVariable, Stored, WriteVariable
 from mesh_tf_core.ir.structure import Assign, Connection, Feed, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import ContextParallel
@@ -125,7 +117,8 @@ class Lowering(Placing):
                 # to each: so what it is stored as is nothing to its readers.
                 given = zip(node.inputs, inputs, strict=True)
                 inputs = [self.to_natural(v) if i in self._weights else v for i, v in given]
-            self.lay_out(between.around(plan.dims, plan.regrouped))
+            if not op.exchanges:
+                self.lay_out(between.around(plan.dims, plan.regrouped))
             if self.collective_matmul:
                 around = product_dims(self.graph).get(node.index, frozenset())
                 self.chunked = not self.collective_matmul.isdisjoint(around)
@@ -238,7 +231,7 @@ class Lowering(Placing):
         block = self.graph.blocks[self.graph.tensor(tensor).block]
         remat = self.loops.remat
         if remat.inside(block, self.loops.running) and remat.again(block):
-            if tensor in remat.kept(block, self.part.unread, self.part.alone):
+            if tensor in remat.second(block, self.part.unread, self.part.alone).kept:
                 return False
         elif tensor in block.saved and block.saved[tensor] not in self.part.unread:
             return False
@@ -317,7 +310,9 @@ def lower_base(
     state.env.update(state.masters)
     if state.part.alone:
         # A part returns what it has where that lies: it may be of a loop's body, whose layout is another.
-        returned = {n: state.env[t.id] for n, t in (results or {}).items() if t.id in state.env}
+        every = enumerate((*state.loops.before, state.env))
+        named = ((at, env, n, t.id) for at, env in every for n, t in (results or {}).items())
+        returned = {n + "'" * at: env[t] for at, env, n, t in named if t in env}
     else:
         returned = {n: state.to_natural(state.value_of(t.id)) for n, t in (results or {}).items()}
     return Program(

@@ -26,16 +26,9 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from mesh_tf_core.ir.builder import ProgramRewriter, inside
 from mesh_tf_core.ir.layout import Axes
-from mesh_tf_core.ir.program import (
-    AllGather,
-    Instr,
-    Local,
-    Loop,
-    Program,
-    ReduceScatter,
-)
-from mesh_tf_core.ir.rewriter import ProgramRewriter, inside
+from mesh_tf_core.ir.program import AllGather, Instr, Local, Loop, Program, ReduceScatter
 from mesh_tf_core.ir.traits import renames
 from mesh_tf_core.lower.decomposed import Decomposed, Reader
 from mesh_tf_core.lower.nodes import is_product, weights
@@ -46,7 +39,7 @@ from mesh_tf_core.ops.binary import Binary
 
 
 def decompose(program: Program, dims: Collection[str], oracle: Oracle | None = None) -> Program:
-    """Applies the rewrites of the module's text.
+    """Applies the rewrites of the module's text; the same object if nothing changes.
 
     Args:
       dims: a product with one of these, split over a message's axes, overlaps it.
@@ -55,7 +48,8 @@ def decompose(program: Program, dims: Collection[str], oracle: Oracle | None = N
     if not dims:
         return program
     state = _Rewriting(program, frozenset(dims), oracle or Oracle.of(program))
-    return state.rewritten(state.decomposed(program.code))
+    code = tuple(state.decomposed(program.code))
+    return program if code == program.code else state.rewritten(code)
 
 
 class _Rewriting(ProgramRewriter):

@@ -8,12 +8,7 @@ from dataclasses import dataclass, replace
 from mesh_tf_core.ir.builder import ProgramBuilder
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.layout import Axes
-from mesh_tf_core.ir.program import (
-    AllGather,
-    Local,
-    ReduceScatter,
-    Value,
-)
+from mesh_tf_core.ir.program import AllGather, Local, ReduceScatter, Value
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.ops.basic import AddN
 from mesh_tf_core.ops.chunks import AddProduct, ChunkAs, ChunkFirst, ChunkNumber, ChunkOf, ChunkPut
@@ -51,12 +46,7 @@ class Decomposed(ProgramBuilder):
     """
 
     def __init__(
-        self,
-        values: list[Value],
-        oracle: Oracle,
-        message: AllGather | ReduceScatter,
-        source: int,
-        count: int,
+        self, values: list[Value], oracle: Oracle, message: AllGather | ReduceScatter, source: int, count: int
     ) -> None:
         super().__init__(values, message.origin)
         self.oracle, self.message, self.source, self.count = oracle, message, source, count

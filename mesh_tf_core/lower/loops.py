@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 
 from mesh_tf_core.ir.blocks import Block, Node
-from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import (
@@ -21,10 +22,13 @@ from mesh_tf_core.ir.program import (
 )
 from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.remat_policy import Policies
+from mesh_tf_core.lower.rematerialization import Rematerialization, rematerialization
 from mesh_tf_core.lower.saving import Saving
 from mesh_tf_core.lower.storage import BACKWARD, GRADIENT
-from mesh_tf_core.ops.stages import StageNumbers, StagePart, StageStack, StageTerm
+from mesh_tf_core.ops.basic import AddN
+from mesh_tf_core.ops.stages import JoinedParts, StageNumbers, StagePart, StageStack, StageTerm
 from mesh_tf_core.tracing.residuals import several
+from mesh_tf_core.tracing.stage_layers import loop_name
 
 
 class Loops(Saving):
@@ -43,14 +47,54 @@ class Loops(Saving):
         nodes: Callable[[Block], None],
     ) -> None:
         super().__init__(low, recompute, node)
-        self._nodes = nodes
+        self.recompute = recompute
+        self._nodes, self.before = nodes, list[dict[int, int]]()  # values in each part of a loop
 
     def loop(self, node: Node) -> None:
-        block, origin = node.body, self.low.origin
+        block, origin, around = node.body, self.low.origin, (self.remat, self._kept)
         assert block is not None and block.dim is not None
+        init: Sequence[int] = [self.low.to_natural(self.low.value_of(i)) for i in node.inputs]
+        parts = self._alike(self.low.graph.blocks[block.id])
+        if len(parts) < 2 and parts[0][1] == block.dim.size:
+            self._loop(node, block, init)
+            return
+        stacks, sums = ([o for _, o in pairs] for pairs in (block.stacked, block.summed))
+        made: dict[int, list[tuple[int, int]]] = {o: [] for o in (*stacks, *sums)}
+        for offset, size, how in parts:
+            self.low.origin, self.remat, self._kept = origin, how, self._parts.setdefault(how, {})
+            part = replace(block, dim=Dim(block.dim.name, size))
+            init = self._loop(node, part, init, offset)
+            for o, values in made.items():
+                values.append((offset, self.low.env[o]))
+            self.before.append(dict(self.low.env) if self.low.part.alone else {})
+        self.remat, self._kept = around
+        for o, values in made.items() if len(parts) > 1 else ():
+            pieces, v = [value for _, value in sorted(values)], self.low.values[values[0][1]]
+            op: Op = AddN() if o in sums else JoinedParts(block.dim.name)
+            type = TensorType(v.shape if o in sums else v.shape.resized(block.dim), v.dtype)
+            self.low.env[o] = self.low.new(type, v.splits, v.partial, o)
+            self.low.emit(Local(tuple(pieces), (self.low.env[o],), origin, op))
+
+    def _alike(self, block: Block) -> Sequence[tuple[int, int, Rematerialization]]:
+        """A loop's iterations in parts that are recomputed alike: first element, number, and how. A second
+        run is of those that have one."""
+        name, size = loop_name(block.forward or block, self.low.graph), block.dim.size if block.dim else 0
+        asked = {each for each in self.recompute if each.only and each.dim == name}
+        if not asked or not self.remat.again(block.forward or block):
+            return ((0, size, self.remat),)
+        (count,), rest = (each.only for each in asked), self.recompute - asked
+        again = rematerialization(self.low.graph, rest | {each.whole for each in asked})
+        parts = (0, count, again), (count, size - count, rematerialization(self.low.graph, rest))
+        return parts[:1] if self.low.part.again else parts[::-1] if block.reverse else parts
+
+    def _loop(
+        self, node: Node, block: Block, init: Sequence[int], offset: int | None = None
+    ) -> Sequence[int]:
+        """Lowers a loop, or a part of it from `offset` on; its last state."""
+        origin = self.low.origin
+        assert block.dim is not None
         over, whole = self._over(block), self.low.graph.blocks[block.id]
         first = None if block.first is None else self.low.value_of(block.first)
-        init = [self.low.to_natural(self.low.value_of(i)) for i in node.inputs]
         self._bring(block)
         with self.low.block() as code:
             with self.low.inside(over):
@@ -70,7 +114,7 @@ class Loops(Saving):
             stacked = [self._result(inner, outer, block) for inner, outer in pairs]
             saves = self._saves(whole, block.saved)
             stacked += self._saved(self._read_again(saves, block), block, node)
-            stacked += self._keeps(whole, node, block.carry_in)
+            stacked += self._keeps(whole, node, block)
             summed = [self._result(inner, outer, None) for inner, outer in sums]
             behind = list[Instr]()
             if not over:
@@ -81,7 +125,7 @@ class Loops(Saving):
             for _, total in sums if self.low.layout.elsewhere else ():
                 if total not in self.low.graph.gradient_of:  # which may lie as its variable's state
                     self.low.env[total] = self.low.to_natural(self.low.env[total])
-            return
+            return ()
         self.low.env.update(zip(node.outputs, finals, strict=False))
         carried = tuple(Carry(*c) for c in zip(init, carry_in, carry_out, finals, strict=True))
         outer = (*(s.outer for s in sliced), *(r.outer for r in stacked))
@@ -89,8 +133,10 @@ class Loops(Saving):
             first = None
         crossing = Crossing(carried, tuple(sliced), tuple(stacked), tuple(summed))
         own = origin, block.dim, block.reverse, index, crossing, body
-        self.low.emit(make_loop(*own, runs, block.branch, first, whole.runs is not None and runs is None))
+        made = make_loop(*own, runs, block.branch, first, whole.runs is not None and runs is None)
+        self.low.emit(replace(made, offset=offset))
         self.low.code.extend(behind)
+        return finals
 
     def _spread(
         self,
@@ -137,16 +183,23 @@ class Loops(Saving):
           kept: what else the loop hands out.
         """
         low = self.low
-        makers = {i.outputs[0]: i for i in low.code if isinstance(i, Local) and isinstance(i.op, StageStack)}
-        found, after = list[Result](), list[Instr]()
-        for term, total in summed:
+        calls = (i for i in low.code if isinstance(i, Local) and isinstance(i.op, StageStack | JoinedParts))
+        makers = {i.outputs[0]: i for i in calls}
+        after, seen = list[Instr](), set[int]()
+
+        def terms(term: int, total: int) -> Iterator[Result]:
+            seen.add(term)
             if (maker := makers.get(term)) is None:
-                found.append(Result(term, total))
-                continue
-            v = low.values[maker.inputs[0]]
-            found.append(Result(v.id, low.like(v, v.splits, v.partial)))
-            after.append(Local((found[-1].outer,), (total,), maker.origin, maker.op))
-        unread = makers.keys() & {r.inner for r in summed} - {*kept, *(i for x in low.code for i in x.inputs)}
+                yield Result(term, total)
+                return
+            values = (low.values[i] for i in maker.inputs)
+            own = [Result(v.id, low.like(v, v.splits, v.partial)) for v in values]
+            for each in own:
+                yield from terms(*each)
+            after.append(Local(tuple(t.outer for t in own), (total,), maker.origin, maker.op))
+
+        found = [each for term, total in summed for each in terms(term, total)]
+        unread = makers.keys() & seen - {*kept, *(i for x in low.code for i in x.inputs)}
         low.code[:] = [i for i in low.code if unread.isdisjoint(i.outputs)]
         return found, after
 

@@ -29,7 +29,7 @@ class Options:
         (`ops.context.FORMS`); without a pair, keys are gathered.
       diloco: the mesh axis and settings of replicas that synchronise only every H steps; None: no replicas.
       offload: pairs (kind, name) of tensors that are kept in host memory (`lower.offload`).
-      schedule: the pipeline schedule, e.g. "1f1b" (`ir.schedules.SCHEDULES`).
+      schedule: the pipeline schedule, e.g. "1f1b" (`ir.schedules.NAMES`).
       collective_matmul: dimensions whose matrix products overlap with their gathers and scatters in chunks
         (`lower.collective_matmul`).
 
@@ -75,7 +75,13 @@ class Options:
     @cached_property
     def without_placement(self) -> tuple[Hashable, ...]:
         """All options except storage and offload, whose rows lowering reads: hashable."""
-        return tuple(getattr(self, f.name) for f in fields(self) if f.name not in ("storage", "offload"))
+        return *self.without_chunks, self.collective_matmul
+
+    @cached_property
+    def without_chunks(self) -> tuple[Hashable, ...]:
+        """The same without `collective_matmul`."""
+        left = ("storage", "offload", "collective_matmul")
+        return tuple(getattr(self, f.name) for f in fields(self) if f.name not in left)
 
 
 DEFAULT = Options()

@@ -13,17 +13,15 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower.base import lower_base
 from mesh_tf_core.lower.collective_matmul import decompose
 from mesh_tf_core.lower.combine import combine_small
-from mesh_tf_core.lower.cut import NO_CUT, Cut
-from mesh_tf_core.lower.dead import drop_dead
 from mesh_tf_core.lower.nodes import check_context, check_products
 from mesh_tf_core.lower.options import DEFAULT, Options
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placement import Placement, check_counted, placement
 from mesh_tf_core.lower.rematerialization import check_recompute
 from mesh_tf_core.lower.start_done import start_and_done
-from mesh_tf_core.lower.subgraph import Subgraph
+from mesh_tf_core.lower.subgraph import NO_CUT, Cut, Subgraph
 from mesh_tf_core.lower.sums import delay_sums
-from mesh_tf_core.lower.uses import compact
+from mesh_tf_core.lower.uses import compact, drop_dead
 from mesh_tf_core.lower.verify import verify
 from mesh_tf_core.tracing.graph import Graph
 
@@ -92,10 +90,11 @@ def lower(
     return verify(compact(program)) if check else program
 
 
-def lower_part(
+def begin_part(
     graph: Graph, part: Subgraph, oracle: Oracle, options: Options = DEFAULT, cut: Cut = NO_CUT
 ) -> Program:
-    """Lowers a part of a graph alone, to predict its cost; it is not a whole program, so it is not checked.
+    """A part of a graph up to the pass `pending sums`: for all choices of `collective_matmul`, unless the
+    part runs again.
 
     Args:
       oracle: of the table of placements; records the rows that are read.
@@ -106,5 +105,4 @@ def lower_part(
     """
     program = lower_base(graph, oracle, part.returned(graph), options, part.part(graph))
     # What is dead or travels together is not known from a part of the graph.
-    program = delay_sums(cut.begin(program), oracle)
-    return start_and_done(cut.end(decompose(program, options.collective_matmul, oracle)))
+    return delay_sums(cut.begin(program), oracle)

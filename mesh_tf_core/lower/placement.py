@@ -34,7 +34,6 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.offload import ACTIVATIONS, OPTIMIZER, place_of
 from mesh_tf_core.lower.options import DEFAULT, Options
-from mesh_tf_core.lower.padding import paddable
 from mesh_tf_core.lower.storage import (
     BACKWARD,
     BETWEEN,
@@ -46,6 +45,7 @@ from mesh_tf_core.lower.storage import (
     VARIABLE,
     StageByVariable,
     narrow_reads,
+    paddable,
     read_stage,
     shard_layout,
     splits,
@@ -179,7 +179,7 @@ class Placement:
         return place_of(self.variables[name]) in self.offload
 
     def _saved(self, dim: str) -> Row:
-        host, keep = (ACTIVATIONS, dim) in self.offload, dict(self.recompute).get(dim)
+        host, keep = (ACTIVATIONS, dim) in self.offload, {r.dim: r.keep for r in self.recompute}.get(dim)
         if keep is None:
             return Row(None, host, again=LOAD if host else KEEP)
         return Row(None, host, again=COMPUTE, keep=keep)

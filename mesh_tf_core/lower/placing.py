@@ -1,7 +1,5 @@
 """Values and their placement: the state for lowering a node, a loop or a single operation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -12,16 +10,7 @@ from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.layout import Axes, Layout, check_disjoint
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import (
-    AllGather,
-    AllToAll,
-    HostLoad,
-    HostStore,
-    Instr,
-    Slice,
-    Stored,
-    Value,
-)
+from mesh_tf_core.ir.program import AllGather, AllToAll, HostLoad, HostStore, Instr, Slice, Stored, Value
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.values import Splits

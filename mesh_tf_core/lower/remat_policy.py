@@ -3,6 +3,8 @@
     layers                          nothing but its state: all that backward reads is computed anew
     layers:keep=attention+products  these values too; what is not kept is computed anew from what is
 
+    layers:count=8                  the first eight of the layers; the others save all; not with stages
+
 A kept value is stacked as in a loop without recomputation. What may be kept:
     products   results of products with weights, convolutions among them
     outputs    of these alone what has the dimensions of the loop's state, and is mostly added to it: where a
@@ -19,7 +21,7 @@ Of a kind also a part: `products-experts` what no scope or weight `experts` make
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -66,32 +68,42 @@ _KIND = re.compile(rf"({'|'.join(KINDS)})(?:/([1-9]\d{{0,8}}))?((?:{DASH}(?:[^-]
 
 
 class Recomputed(NamedTuple):
-    """Recomputed loops and the values that they keep: words of `KINDS` in this order, then names."""
+    """Recomputed loops and the values that they keep: words of `KINDS` in this order, then names; how many
+    iterations, the first ones, run again: 0 for all."""
 
     dim: str
     keep: tuple[str, ...] = ()
+    only: int = 0
 
     def __str__(self) -> str:
-        return f"{self.dim}:keep={'+'.join(self.keep)}" if self.keep else self.dim
+        keep = f":keep={'+'.join(self.keep)}" if self.keep else ""
+        return f"{self.dim}{keep}{f':count={self.only}' if self.only else ''}"
+
+    @property
+    def whole(self) -> Recomputed:
+        """The same of all iterations."""
+        return self._replace(only=0)
 
     @classmethod
     @lru_cache(maxsize=1 << 12)
     def parse(cls, text: str) -> Recomputed:
         """Parses a text; UserError if it is not a policy."""
-        dim, colon, rest = text.partition(":")
-        word, _, listed = rest.partition("=")
-        words = listed.split("+") if colon else []
-        if colon and (word.strip() != "keep" or not all(map(str.strip, words))):
+        dim, *rest = map(str.strip, text.split(":"))
+        said = {word.strip(): value.strip() for word, _, value in (each.partition("=") for each in rest)}
+        words, count = {w.strip() for w in said.get("keep", "-").split("+")}, said.get("count", "1")
+        if not (said.keys() <= {"keep", "count"} and len(said) == len(rest) and all(words)) or not (
+            count.isdecimal() and int(count)
+        ):
             raise UserError(
                 f"recompute {text!r}: write the dimension of a loop, or DIM:keep=KIND+KIND, where KIND "
-                f"is {', '.join(KINDS)} or the name of a scope"
+                f"is {', '.join(KINDS)} or the name of a scope; DIM:count=N for N of its iterations"
             )
-        return cls.of(dim.strip(), {w.strip() for w in words})
+        return cls.of(dim, words if "keep" in said else set(), int(count) if "count" in said else 0)
 
     @classmethod
-    def of(cls, dim: str, keep: Set[str]) -> Recomputed:
+    def of(cls, dim: str, keep: Set[str], count: int = 0) -> Recomputed:
         """The policy that keeps some words: each that another one implies is left out."""
-        return cls(dim, tuple(sorted((w for w in keep if not _implied(w, keep)), key=_order)))
+        return cls(dim, tuple(sorted((w for w in keep if not _implied(w, keep)), key=_order)), count)
 
 
 def _implied(word: str, keep: Set[str]) -> bool:
@@ -115,16 +127,11 @@ def policies(said: Iterable[str | Recomputed]) -> Policies:
     return frozenset(Recomputed.parse(each) if isinstance(each, str) else each for each in said)
 
 
-def of_stages(recompute: Policies, stages: Iterable[str], at_once: bool) -> Policies:
-    """The policies of stages whose schedule goes backward at once: they change the graph of the step, whereas
-    the others are for lowering. Whole stages that are recomputed from their input keep all values that their
-    layers would keep.
-
-    Args:
-      stages: dimensions of layers.
-      at_once: True if backward of a microbatch starts as soon as it has passed all stages.
-    """
-    about = {each.dim: each for each in recompute} if at_once else {}
+def of_stages(recompute: Policies, stages: Iterable[str]) -> Policies:
+    """The policies of stages, dimensions of layers: they change the graph of the step, whereas the others are
+    for lowering. Whole stages that are recomputed from their input keep all values that their layers would
+    keep."""
+    about = {each.dim: each for each in recompute} if stages else {}
     named = [TICK] if TICK in about else sorted({*stages} & about.keys())
     return frozenset(about[name] for name in named)
 
@@ -278,6 +285,7 @@ def check_kept(recompute: Policies, loops: Set[str], blocks: Iterable[Block], gr
                 f"for {asked.dim}"
             )
         here = [b for b in blocks if loop_name(b, graph) == asked.dim]
+        _check_count(text, asked, here, graph)
         for word in asked.keep:
             _check_without(text, word, here, graph)
             if not any(kept_values((word,), block, graph) for block in here):
@@ -288,8 +296,37 @@ def check_kept(recompute: Policies, loops: Set[str], blocks: Iterable[Block], gr
                 )
 
 
+def _check_count(text: str, asked: Recomputed, blocks: Iterable[Block], graph: Graph) -> None:
+    """UserError for a number of iterations that some loop does not have, or whose loop has no parts."""
+    for block in blocks if asked.only else ():
+        size = block.dim.size if block.dim is not None else 0
+        if asked.only >= size:
+            raise UserError(
+                f"recompute {text!r}: a loop over {asked.dim!r} has {size} iterations here; write a smaller "
+                f"count, or {asked.whole} to recompute all"
+            )
+        apart = all(back.forward is not block or back.parent != block.parent for back in graph.blocks)
+        if apart or any(node.body is not None and node.body.saved for node in block.nodes):
+            why = "its backward is in another loop" if apart else "it has loops inside"
+            raise UserError(
+                f"recompute {text!r}: {why}, so all its iterations are alike; write {asked.whole}"
+            )
+
+
+def means_something(word: str, blocks: Sequence[Block], graph: Graph) -> bool:
+    """True if loops have values of a word, and those that it leaves out."""
+    kind = KeptKind.of(word)
+    if kind is None:
+        return any(kept_values((word,), block, graph) for block in blocks)
+    return {*kind.without} <= _every_name(blocks, graph)
+
+
+def _every_name(blocks: Iterable[Block], graph: Graph) -> set[str]:
+    return {name for block in blocks for node in block.nodes for name in _names(node, graph)}
+
+
 def _check_without(text: str, word: str, blocks: Iterable[Block], graph: Graph) -> None:
-    kind, names = KeptKind.of(word), {n for b in blocks for node in b.nodes for n in _names(node, graph)}
+    kind, names = KeptKind.of(word), _every_name(blocks, graph)
     for name in kind.without if kind is not None else ():
         if name not in names:
             raise UserError(
@@ -304,5 +341,5 @@ def words_of(block: Block, graph: Graph) -> Iterator[str]:
     kinds = {kind_of(t, block, graph) for t in made}
     yield from (word for word in KINDS if word in kinds or (word == OUTPUTS and PRODUCTS in kinds))
     for node in block.nodes:
-        names = (name for name in _names(node, graph) if "/" not in name and name != node.name)
+        names = (n for n in _names(node, graph) if "/" not in n and n != node.name and not n.isdigit())
         yield from filter(None, names)

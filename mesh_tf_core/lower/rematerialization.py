@@ -11,29 +11,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Set
 from functools import cached_property
 from itertools import compress
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import TICK, Block, Node
 from mesh_tf_core.lower.offload import ACTIVATIONS, OffloadSet
 from mesh_tf_core.lower.remat_policy import (
     SETS,
-    KeptKind,
     Policies,
     Recomputed,
     Sets,
     check_kept,
     kept_values,
+    means_something,
 )
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.stage_layers import loop_name
-
-if TYPE_CHECKING:
-    from mesh_tf_core.tracing.virtual_stages import LayerAgain, RecomputeLayer
+from mesh_tf_core.tracing.virtual_stages import LayerAgain, RecomputeLayer
 
 NOTHING: frozenset[int] = frozenset()
 Handed = Callable[[Block], Set[int]]
 """The tensors of a loop's body that it hands out for second runs inside it."""
+
+
+class Rerun(NamedTuple):
+    """A loop's tensors that it stacks, of its kept values, and all that its second run reads, these too."""
+
+    kept: frozenset[int]
+    read: frozenset[int]
 
 
 def rematerialization(graph: Graph, recompute: Policies) -> Rematerialization:
@@ -45,9 +50,9 @@ class Rematerialization:
     """The recomputed loops of a graph under some policies."""
 
     def __init__(self, graph: Graph, recompute: Policies) -> None:
-        self.graph, self.names = graph, dict(recompute)
+        self.graph, self.names = graph, {each.dim: each.keep for each in recompute}
         self._needs: dict[tuple[int, frozenset[int], bool], frozenset[int]] = {}
-        self._follows: dict[tuple[int, frozenset[int], bool], tuple[frozenset[int], frozenset[int]]] = {}
+        self._follows: dict[tuple[int, frozenset[int], bool], Rerun] = {}
 
     def again(self, block: Block) -> bool:
         """True if a loop's body runs again in its backward."""
@@ -70,26 +75,13 @@ class Rematerialization:
         loop, inner = self._savers.get(tensor, (None, -1))
         return loop is not None and (self.again(loop) or self.unsaved(inner))
 
-    def kept(self, block: Block, unread: frozenset[int] = NOTHING, live: bool = False) -> frozenset[int]:
-        """The tensors of a recomputed loop's body that it stacks: those of its kept values that are read
-        then.
+    def second(self, block: Block, unread: frozenset[int] = NOTHING, live: bool = False) -> Rerun:
+        """The second run of a loop's body.
 
         Args:
           unread: stacks of saved values that nothing reads.
           live: as in `needed_for`.
         """
-        return self._again(block, unread, live)[0]
-
-    def read_again(
-        self, block: Block, unread: frozenset[int] = NOTHING, live: bool = False
-    ) -> frozenset[int]:
-        """The tensors that a second run needs to compute the values that the loop would save, including kept
-        ones."""
-        return self._again(block, unread, live)[1]
-
-    def _again(
-        self, block: Block, unread: frozenset[int], live: bool
-    ) -> tuple[frozenset[int], frozenset[int]]:
         key = block.id, unread, live
         if key not in self._follows:
             keep = self.names.get(loop_name(block, self.graph) or "", ()) if self.again(block) else ()
@@ -98,7 +90,7 @@ class Rematerialization:
             if live:
                 wanted = {t for t in wanted if not self.unsaved(t)} | self._own(block, unread)
             read = frozenset(needed_for(wanted, block, may, live, self._inside(unread) if live else _none))
-            self._follows[key] = read & may, read
+            self._follows[key] = Rerun(read & may, read)
         return self._follows[key]
 
     def _own(self, block: Block, unread: frozenset[int]) -> set[int]:
@@ -111,7 +103,7 @@ class Rematerialization:
 
         def found(block: Block) -> Set[int]:
             if self.again(block):
-                kept, read = self._again(block, unread, live=True)
+                kept, read = self.second(block, unread, live=True)
                 return kept | read.intersection(block.carry_in)
             own = self._own(block, unread)
             return {t for t in own if self.stacked(t, block, unread)}
@@ -139,7 +131,7 @@ class Rematerialization:
     def _nested(self) -> bool:
         """Whether a loop runs again that is inside of another one with a backward."""
         again = (b for b in self.graph.blocks if self.again(b))
-        return any(not stands_beside_backward(b, self.graph) for b in again)
+        return any(not has_backward(b, self.graph, beside=True) for b in again)
 
     def running(self, unread: frozenset[int]) -> dict[str, list[Node]]:
         """The nodes that run a second time for backward: by the name of the loop whose second run they belong
@@ -151,7 +143,7 @@ class Rematerialization:
         found: dict[str, list[Node]] = {}
         for block in self.graph.blocks:
             if self.again(block):
-                kept, needed = self._again(block, unread, live=True)
+                kept, needed = self.second(block, unread, live=True)
                 nodes = list(_running(block, needed, kept, self._inside(unread)))
                 found.setdefault(loop_name(block, self.graph) or "", []).extend(nodes)
             elif self._nested and (nodes := self._brought(block, unread)):
@@ -190,14 +182,14 @@ class Rematerialization:
 
     def needs(self, loop: Block, unread: frozenset[int] = NOTHING, live: bool = False) -> frozenset[int]:
         """Tensors that second runs of `loop`, or of loops inside it, read or derive without work; the
-        arguments are those of `kept`."""
+        arguments are those of `second`."""
         if not self.names:
             return frozenset()
         key = loop.id, unread, live
         if key not in self._needs:
             found: set[int] = set()
             if self.again(loop):
-                found |= self.read_again(loop, unread, live)
+                found |= self.second(loop, unread, live).read
             else:
                 found.update(*(self.needs(inner, unread, live) for inner in self.inner(loop)))
             todo = list(found)
@@ -216,7 +208,7 @@ class Rematerialization:
     def inner(self, loop: Block) -> list[Block]:
         """The loops of a body whose backward is in another body."""
         bodies = (n.body for n in loop.nodes if n.body is not None)
-        return [b for b in bodies if not stands_beside_backward(b, self.graph)]
+        return [b for b in bodies if not has_backward(b, self.graph, beside=True)]
 
     def of_body(self, block: Block) -> list[int]:
         """The tensors of a loop's own body that second runs inside of it need."""
@@ -239,14 +231,10 @@ def beside(block: Block) -> str:
     return f"beside {block.id}"
 
 
-def has_backward(block: Block, graph: Graph) -> bool:
-    """True if a loop saves values that a loop in backward reads."""
-    return bool(block.saved) and any(b.forward is block for b in graph.blocks)
-
-
-def stands_beside_backward(block: Block, graph: Graph) -> bool:
-    """True if a loop's body can run again in its backward: both loops are in the same block."""
-    return bool(block.saved) and any(b.forward is block and b.parent == block.parent for b in graph.blocks)
+def has_backward(block: Block, graph: Graph, beside: bool = False) -> bool:
+    """True if a loop saves values that a loop in backward reads; `beside`: one in the same block."""
+    backs = (b for b in graph.blocks if b.forward is block) if block.saved else ()
+    return any(not beside or b.parent == block.parent for b in backs)
 
 
 def recomputable(graph: Graph) -> list[str]:
@@ -265,11 +253,10 @@ def _keep_sets(graph: Graph, dim: str, sets: Sets) -> list[tuple[str, ...]]:
     blocks = [b for b in graph.blocks if loop_name(b, graph) == dim and has_backward(b, graph)]
     found: dict[tuple[frozenset[int], ...], tuple[str, ...]] = {}
     for keep in sets:
-        names = [word for word in keep if KeptKind.of(word) is None]
-        if not all(any(kept_values((name,), b, graph) for b in blocks) for name in names):
+        if not all(means_something(word, blocks, graph) for word in keep):
             continue
         remat = rematerialization(graph, frozenset({Recomputed(dim, keep)}))
-        kept = tuple(map(remat.kept, blocks))
+        kept = tuple(remat.second(block).kept for block in blocks)
         again = (n for b, k in zip(blocks, kept, strict=True) for n in running_again(b, kept=k))
         if any(kept) and not all(n.op.free for n in again):
             found.setdefault(kept, keep)
@@ -283,11 +270,7 @@ def check_recompute(graph: Graph, recompute: Policies) -> None:
 
 
 def needed_for(
-    wanted: Iterable[int],
-    block: Block,
-    kept: Set[int] = NOTHING,
-    live: bool = False,
-    handed: Handed = _none,
+    wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING, live: bool = False, handed: Handed = _none
 ) -> set[int]:
     """The tensors, including those of inner loops, from which the tensors `wanted` of a block are computed,
     given the kept ones.
@@ -358,7 +341,7 @@ def check_saved(recompute: Policies, offload: OffloadSet, whole: Graph, staged: 
         if dim in known:
             raise UserError(
                 f"{what}: in {where}, values that loops over {dim!r} save for the backward pass stay on "
-                f"the devices; use the schedule gpipe, recompute the layers or 'tick', or remove {what}"
+                f"the devices; remove {what}"
             )
         if (what, dim) in hosted:
             raise UserError(
@@ -367,16 +350,14 @@ def check_saved(recompute: Policies, offload: OffloadSet, whole: Graph, staged: 
 
 
 def layer_again(graph: Graph, asked: Recomputed) -> RecomputeLayer:
-    """The part of a layer that a policy recomputes, in stages whose schedule goes backward at once."""
-    from mesh_tf_core.tracing.virtual_stages import LayerAgain
-
+    """The part of a layer that a policy recomputes in stages."""
     remat = rematerialization(graph, frozenset({asked}))
 
     def found(layers: Block) -> LayerAgain | None:
         if asked.dim == TICK:
             return None
         check_recompute(graph, frozenset({asked}))
-        kept, read = remat.kept(layers), remat.read_again(layers)
+        kept, read = remat.second(layers)
         stays = (*(i for i in layers.carry_in if i in read), *sorted(kept.difference(layers.carry_in)))
         return LayerAgain(stays, leading_to(layers.saved, layers, kept))
 

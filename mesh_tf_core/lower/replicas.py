@@ -14,10 +14,9 @@ from mesh_tf_core.ir.program import AllGather, AllReduce, Collective, Program
 from mesh_tf_core.ir.schedules import GPIPE
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower.options import Options
-from mesh_tf_core.lower.padding import paddable_with
 from mesh_tf_core.lower.pipeline import lower, paths
 from mesh_tf_core.lower.placement import Placement, placement
-from mesh_tf_core.lower.storage import Stage, read_stage
+from mesh_tf_core.lower.storage import Stage, paddable_with, read_stage
 from mesh_tf_core.lower.verify import ProgramError
 from mesh_tf_core.ops.few_bits import DTYPE, WHOLE
 from mesh_tf_core.tracing.diloco import DiLoCo

@@ -16,7 +16,7 @@ from mesh_tf_core.ir.program import Origin, Result, Sliced
 from mesh_tf_core.lower.placement import check_counted
 from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.remat_policy import Policies
-from mesh_tf_core.lower.rematerialization import leading_to, rematerialization
+from mesh_tf_core.lower.rematerialization import Rematerialization, leading_to, rematerialization
 from mesh_tf_core.lower.storage import BACKWARD, SAVED
 from mesh_tf_core.tracing.residuals import several
 from mesh_tf_core.tracing.stage_layers import loop_name
@@ -43,21 +43,23 @@ class Saving:
         self.low, self._node = low, node
         self.remat = rematerialization(low.graph, recompute)
         self._kept: dict[int, dict[SavedKey, int]] = {}
+        self._parts: dict[Rematerialization, dict[int, dict[SavedKey, int]]] = {}
         self.running = low.part.again
 
     # -- in forward ------------------------------------------------------------------------------------------
 
-    def _keeps(self, block: Block, node: Node, starts: Sequence[int]) -> list[Result]:
-        """What recomputation saves instead: the state at the beginning of every iteration, as far as it is
-        read again, and what it is to keep; for loops inside that run again, what they keep and read."""
+    def _keeps(self, block: Block, node: Node, part: Block) -> list[Result]:
+        """What recomputation saves instead in a `part` of a loop, mostly all of it: the state at the
+        beginning of every iteration, as far as it is read again, and what it is to keep; for loops inside
+        that run again, what they keep and read."""
         if not self.remat.names or self._keeps_nothing(block):
             return []
         found: dict[SavedKey, int] = {}
         if self.remat.again(block):
             unread, alone = self.low.part.unread, self.low.part.alone
-            read = self.remat.read_again(block, live=alone)  # the whole program drops what is dead
-            found.update((t, self.low.env[t]) for t in starts if t in read)
-            stays = self.remat.kept(block, unread, alone)
+            read = self.remat.second(block, live=alone).read  # the whole program drops what is dead
+            found.update((t, self.low.env[t]) for t in part.carry_in if t in read)
+            stays = self.remat.second(block, unread, alone).kept
             found.update((t, self.low.value_of(t)) for t in sorted(stays) if self._here(t))
             if self._lies_on_host(block):
                 # What decides whether an iteration runs is read before it begins.
@@ -69,7 +71,7 @@ class Saving:
             for t in self.remat.of_body(block):
                 if self.remat.stacked(t, block, self.low.part.unread) and self._here(t):
                     found[t] = self.low.value_of(t)
-        self._kept[block.id] = {key: self._outer(value, block) for key, value in found.items()}
+        self._kept[block.id] = {key: self._outer(value, part) for key, value in found.items()}
         return [Result(value, self._kept[block.id][key]) for key, value in found.items()]
 
     def _lies_on_host(self, block: Block) -> bool:
@@ -120,7 +122,7 @@ class Saving:
             around = self.remat.around(around)
         if around is None:
             return []
-        needed = self.remat.read_again(around, part.unread, live=True)
+        needed = self.remat.second(around, part.unread, live=True).read
         return [(i, outer) for i, outer in pairs if outer in needed]
 
     def _here(self, tensor: int) -> bool:
@@ -144,7 +146,7 @@ class Saving:
         assert block.index is not None and forward.index is not None
         self.low.env[forward.index] = self.low.env[block.index]
         running, self.running = self.running, loop_name(forward, self.low.graph) or ""
-        for node in leading_to([tensor for tensor, _ in again], forward, self.remat.kept(forward)):
+        for node in leading_to([tensor for tensor, _ in again], forward, self.remat.second(forward).kept):
             if node.body is not None:
                 self._load_for(node, self._kept[forward.id])
             self._node(node, True)
@@ -241,6 +243,8 @@ class Saving:
             return self.low.like(v, v.splits, v.partial)
         assert stack.dim is not None
         over = self._over(stack)
+        if stack.dim != self.low.graph.blocks[stack.id].dim:
+            whole = None  # of a part of the loop
         dim, shape, splits = stack.dim if whole is None else whole.dims[0], v.shape, v.splits
         if whole is not None and several(shape, whole) is not None:
             shape, splits = _part_of(shape), splits[1:]

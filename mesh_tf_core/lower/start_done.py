@@ -28,6 +28,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
+from mesh_tf_core.ir.builder import inside
 from mesh_tf_core.ir.instructions import GRADIENT, HOST, PARAMETER, STEP
 from mesh_tf_core.ir.op import PRODUCTS
 from mesh_tf_core.ir.outline import Outline, per_graph
@@ -46,7 +47,6 @@ from mesh_tf_core.ir.program import (
     Transfer,
     WriteVariable,
 )
-from mesh_tf_core.ir.rewriter import inside
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.lower.nodes import converts_variable
 

@@ -8,6 +8,8 @@ sharding of weight update"):
      every iteration
   3  and so is the variable: forward gathers it and lets it go, backward gathers it again; in a loop, and with
      microbatches, in every iteration
+  once  as 3, but every device adds up whole gradients over microbatches, and their sum is scattered once
+     (`set_requires_gradient_sync(False)` of FSDP2 until the last one)
 Of a variable that forward and backward read in half precision only (`narrow_reads`), what is stored is the
 master copy that the update works on. It belongs to the state: from stage 1 on it is split, and its half is
 gathered whole, in half precision, as a step begins (their section 3: 2 + 2 + 12 / N bytes for stage 1).
@@ -18,12 +20,18 @@ gives it a new value, a device keeps its shard of that.
 A stage may name the axes that it splits over; the others hold copies (`zero3@node`; Zhao et al. 2023,
 "PyTorch FSDP", section 3.2.2, hybrid sharding: gathered within a node, and gradients scattered within a node
 and then summed between nodes).
+
+A stored part may be padded with zeros, so that any number of devices can share it. Its update works on shards
+as stored, so it must not mix elements along that dimension. Element by element, zeros do no harm, because
+their results are not used; a sum over the dimension stays the same as long as they are zero (the norm of
+gradients).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -34,10 +42,13 @@ from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import AT, Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.outline import per_graph
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.structure import Read
+from mesh_tf_core.ir.structure import Connection, Read
+from mesh_tf_core.ir.traits import SumRules, distributes
 from mesh_tf_core.ir.values import Splits
+from mesh_tf_core.lower.nodes import plan_of, updated
 from mesh_tf_core.tracing.graph import Graph
 
 VARIABLE, STATE, GRADIENT, SAVED = "variable", "state", "gradient", "saved"
@@ -51,34 +62,21 @@ SPLIT: Mapping[str, frozenset[tuple[str, str]]] = {
     "zero1": _UPDATE,
     "zero2": _UPDATE | {(GRADIENT, BACKWARD)},
     "zero3": _UPDATE | {(GRADIENT, BACKWARD), (VARIABLE, BETWEEN)},
+    "zero3-once": _UPDATE | {(VARIABLE, BETWEEN)},
 }
 """Stage -> the classes that are split further than in the layout, each with its phase."""
 STAGES = tuple(SPLIT)
 """Names of the stages in plans; a number is a place here."""
+ONCE = STAGES[-1]
 MOST_SPLIT = max(STAGES, key=lambda stage: len(SPLIT[stage]))
 """The stage with which devices hold least."""
 _MEANT = {
-    "fsdp": "zero3",
-    "fullshard": "zero3",
-    "zero": "zero3",
-    "stage3": "zero3",
-    "3": "zero3",
-    "shardgradop": "zero2",
-    "stage2": "zero2",
-    "2": "zero2",
-    "distributedoptimizer": "zero1",
-    "stage1": "zero1",
-    "1": "zero1",
-    "zero1": "zero1",
-    "zero2": "zero2",
-    "zero3": "zero3",
-    "ddp": "layout",
-    "none": "layout",
-    "zero0": "layout",
-    "0": "layout",
-    "hsdp": "zero3@AXIS with the mesh axes inside a node",
-    "hybrid": "zero3@AXIS with the mesh axes inside a node",
-    "hybridshard": "zero3@AXIS with the mesh axes inside a node",
+    **dict.fromkeys(("fsdp", "fullshard", "zero", "stage3", "3", "zero3"), "zero3"),
+    **dict.fromkeys(("shardgradop", "stage2", "2", "zero2"), "zero2"),
+    **dict.fromkeys(("distributedoptimizer", "stage1", "1", "zero1"), "zero1"),
+    "nosync": ONCE,
+    **dict.fromkeys(("ddp", "none", "zero0", "0"), "layout"),
+    **dict.fromkeys(("hsdp", "hybrid", "hybridshard"), "zero3@AXIS with the mesh axes inside a node"),
 }
 """What other libraries call the stages, by ours."""
 
@@ -216,7 +214,7 @@ def shard_layout(
 
     Args:
       over: only these axes.
-      paddable: dimensions that may be padded (`lower.padding`).
+      paddable: dimensions that may be padded (`paddable`).
     """
     return _further(variable.shape, variable.stacked, layout, mesh, over, paddable)
 
@@ -274,3 +272,77 @@ def _evenly(own: Shape, splits: Mapping[str, Axes], mesh: Mesh, spare: Axes) -> 
         if chosen is not None:
             rules[chosen] = (*rules.get(chosen, ()), *axes)
     return rules
+
+
+@per_graph
+def paddable(graph: Graph) -> Mapping[str, frozenset[str]]:
+    """Variable -> its dimensions that may be padded where it is stored. Nothing is computed on the stored
+    part of one that is not trained."""
+    nodes = _updates(graph)
+    gradients = {name: tensor for tensor, name in graph.gradient_of.items()}
+    found = {}
+    for name, variable in graph.variables.items():
+        if variable.even or not variable.own_storage:
+            continue
+        if not variable.trainable:
+            found[name] = frozenset(variable.shape.names)
+        elif name in gradients:
+            zero = {gradients[name]}
+            found[name] = _alone(nodes[name], zero, frozenset(variable.shape.names), graph)
+    return found
+
+
+def paddable_with(graph: Graph, others: Iterable[Graph]) -> Mapping[str, frozenset[str]]:
+    """`paddable`, where other graphs (outer steps of replicas) update the same variables too."""
+    found = dict(paddable(graph))
+    for other in others:
+        nodes = _updates(other)
+        for name in found.keys() & nodes.keys():
+            found[name] = _alone(nodes[name], set(), found[name], other)
+    return found
+
+
+def _updates(graph: Graph) -> dict[str, list[Node]]:
+    """Variable -> the nodes of its update."""
+    nodes: dict[str, list[Node]] = defaultdict(list)
+    for node, _ in graph.walk():
+        owner = updated(node, graph)
+        if owner is not None:
+            nodes[owner].append(node)
+    return nodes
+
+
+def _alone(nodes: list[Node], zero: set[int], names: frozenset[str], graph: Graph) -> frozenset[str]:
+    """Those of some dimensions along which an update works element by element, or adds up zeros.
+
+    Args:
+      zero: tensors that are zero where they are padded; grows.
+    """
+    left = set(names)
+    for node in nodes:
+        if isinstance(node.op, Connection):
+            continue
+        plan = plan_of(node, graph)
+        if plan.roles is None and not node.op.converts:
+            left -= plan.dims
+            continue
+        keeps = _keeps_zero(node.op, [i in zero for i in node.inputs])
+        zero.update(node.outputs if keeps else ())
+        if plan.roles is None:
+            continue
+        sums = plan.roles.reduced if keeps and plan.roles.combine == "sum" else ()
+        made = {n for o in node.outputs for n in graph.tensor(o).shape.names}
+        given = {n for i in node.inputs for n in graph.tensor(i).shape.names}
+        # A new dimension has a size of its own.
+        left -= {*plan.roles.whole, *plan.regrouped, *(made - given)}
+        left -= {*plan.roles.reduced} - {*sums}
+    return frozenset(left)
+
+
+def _keeps_zero(op: Op, zero: list[bool]) -> bool:
+    """Whether a result is zero where those operands are that are known to be."""
+    if not any(zero):
+        return False
+    if (isinstance(op, SumRules) and op.vanishes) or ((op.linear or op.converts) and all(zero)):
+        return True
+    return any(z and distributes(op, [j != i for j in range(len(zero))]) for i, z in enumerate(zero))

@@ -1,7 +1,5 @@
 """Checks that a program is well-formed: the invariants that every pass keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from mesh_tf_core.ir.layout import Axes
@@ -121,7 +119,7 @@ class _Verifier:
             raise ProgramError(f"{loop.text()}: the first index %{loop.first} must be an int32 scalar")
         self.block(loop.body)
         for stack in (*(s.outer for s in loop.sliced), *(r.outer for r in loop.stacked)):
-            if loop.first is None and values[stack].shape.sizes[0] != loop.dim.size:
+            if loop.first is None and loop.offset is None and values[stack].shape.sizes[0] != loop.dim.size:
                 raise ProgramError(
                     f"{loop.text()}: the length of %{stack} differs from the number of iterations"
                 )

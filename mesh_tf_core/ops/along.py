@@ -14,13 +14,9 @@ from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import DimensionNames, LabelOperand
 from mesh_tf_core.ops.common import listing
+from mesh_tf_core.ops.convgrid import ordered
 from mesh_tf_core.ops.index import local_ids, need_ints
 from mesh_tf_core.ops.kinds import Move
-
-
-def _ordered(k: Kernel, x: Any, shape: Shape, names: Sequence[str]) -> Any:
-    order = [shape.index(n) for n in names]
-    return k.transpose(x, order) if order != list(range(len(order))) else x
 
 
 def row_starts(k: Kernel, rows: int, n: int) -> Any:
@@ -65,14 +61,14 @@ class TakeAlong(LabelOperand, Move):
         width = [math.prod(d.size for d in rows)] if rows else []
         count, n = math.prod(wanted.dim(c).size for c in common), shape.dim(self.dim).size
         order = [*common, self.dim, *(d.name for d in rows)]
-        x = k.reshape(_ordered(k, x, shape, order), (count * n, *width))
-        flat = k.reshape(_ordered(k, ids, wanted, [*common, *more]), (count, wanted.size // count))
+        x = k.reshape(ordered(k, x, shape, order), (count * n, *width))
+        flat = k.reshape(ordered(k, ids, wanted, [*common, *more]), (count, wanted.size // count))
         relative, inside = local_ids(k, at, flat, self.dim, n)
         found = k.take(x, k.binary("add", relative, row_starts(k, count, n)))
         inside = k.reshape(inside, (count, wanted.size // count, *(1 for _ in width)))
         found = k.where(inside, found, k.scalar(0, at.inputs[0].dtype))
         made = Shape([*(wanted.dim(name) for name in (*common, *more)), *rows])
-        return _ordered(k, k.reshape(found, made.sizes), made, [*wanted.names, *(d.name for d in rows)])
+        return ordered(k, k.reshape(found, made.sizes), made, [*wanted.names, *(d.name for d in rows)])
 
     def labels(self, *inputs: TensorType) -> tuple[int, Dim, bool]:
         return 1, inputs[0].shape.dim(self.dim), True
@@ -120,12 +116,12 @@ class PutAlong(DimensionNames):
         kept, rows = self._kept(at.inputs[1]), _rows(given, wanted)
         n, count = out.dim(self.dim.name).size, math.prod(out.dim(name).size for name in kept)
         order = [*kept, *(name for name in wanted.names if name not in kept)]
-        flat = k.reshape(_ordered(k, ids, wanted, order), (count, wanted.size // count))
+        flat = k.reshape(ordered(k, ids, wanted, order), (count, wanted.size // count))
         relative, inside = local_ids(k, at, flat, self.dim.name, n)
         places = k.binary("add", relative, row_starts(k, count, n))
         places = k.reshape(k.where(inside, places, k.scalar(-1, "int32")), (wanted.size,))
         width = [math.prod(d.size for d in rows)] if rows else []
-        x = k.reshape(_ordered(k, x, given, [*order, *(d.name for d in rows)]), (wanted.size, *width))
+        x = k.reshape(ordered(k, x, given, [*order, *(d.name for d in rows)]), (wanted.size, *width))
         return k.reshape(k.segment_sum(x, places, count * n), out.sizes)
 
     def flops(self, *local: TensorType) -> float:

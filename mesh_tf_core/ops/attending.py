@@ -179,7 +179,7 @@ class AnyAttention(StepCopies, ContextParallel, abstract=True):
         if self.positions:
             query, first = (k.reshape(given[name], ()) for name in PLACES)
             (ring,) = at.inputs[3 + self.extras.index(PLACES[0])].shape.names
-            places = {**places, ring: (1, 0, 1), self.length.name: (self.positions, query, 1)}
+            places = {**places, ring: (1, 0), self.length.name: (self.positions, query)}
         columns = (k.reshape(x, (*x.shape, 1)) for x in rows_of(k, at, rows, places))
         return (*columns, given["key"], first)
 

@@ -28,7 +28,7 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops import blockwise
 from mesh_tf_core.ops.attending import DRAWN, AnyAttention, Sides, back, ordered
 from mesh_tf_core.ops.basic import cast, constant_like
-from mesh_tf_core.ops.common import listing
+from mesh_tf_core.ops.common import dim_name, listing
 from mesh_tf_core.ops.context import Spread
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.index import need_ints
@@ -273,8 +273,8 @@ def attention(
     bias, segments, scale = options.get("bias"), options.get("segments"), options.get("scale")
     dropout, random_key = options.get("dropout", 0.0), options.get("random_key")
     extra = options.get("extra_logit")
-    size = query.dim(_name(d_kv)).size
-    lacking = [d for d in key.shape if d.name not in (*query.shape.names, _name(memory_length))]
+    size = query.dim(dim_name(d_kv)).size
+    lacking = [d for d in key.shape if d.name not in (*query.shape.names, dim_name(memory_length))]
     query = broadcast(query, [*lacking, *query.shape]) if lacking else query
     if dropout and random_key is None:
         random_key = query.graph.random_key()
@@ -287,9 +287,9 @@ def attention(
     }
     given = {name: x for name, x in extras.items() if x is not None}
     op = FusedAttention(
-        _name(d_kv),
-        query.dim(_name(length)),
-        key.dim(_name(memory_length)),
+        dim_name(d_kv),
+        query.dim(dim_name(length)),
+        key.dim(dim_name(memory_length)),
         size**-0.5 if scale is None else scale,
         options.get("causal", False),
         options.get("window", 0),
@@ -300,7 +300,3 @@ def attention(
     out: Tensor
     out, lse = query.graph.apply(op, query, key, value, *given.values())
     return out * sigmoid(lse - cast(extra, lse.dtype)).cast(out.dtype) if isinstance(extra, Tensor) else out
-
-
-def _name(dim: Dim | str) -> str:
-    return dim.name if isinstance(dim, Dim) else dim

@@ -1,13 +1,11 @@
 """Helpers that operations share: alignment by name, checks, roles of element-wise work."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.dims import Shape, union
+from mesh_tf_core.ir.dims import Dim, Shape, union
 from mesh_tf_core.ir.dtypes import is_float, promote, whole_numbers
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType
@@ -35,6 +33,11 @@ def same_dtype(op: str, inputs: Sequence[TensorType]) -> str:
         except UserError as e:
             raise UserError(f"{op} of {listing(inputs)}: {e}") from None
     return dtype
+
+
+def dim_name(dim: Dim | str) -> str:
+    """The name of a dimension that is given by itself or by name."""
+    return dim.name if isinstance(dim, Dim) else dim
 
 
 def all_parallel(*inputs: TensorType) -> Roles:

@@ -289,10 +289,8 @@ def conv(
       groups: dimensions of x and of w, which the output keeps: each of their elements is convolved with
         separate weights.
     """
-    rank = len(dims)
-    steps = [strides] * rank if isinstance(strides, int) else list(strides)
-    gaps = [dilations] * rank if isinstance(dilations, int) else list(dilations)
-    found = windows([x.shape.dim(d.name) for d in dims], [t.size for t in taps], steps, gaps, pads)
+    own = [x.shape.dim(d.name) for d in dims]
+    found = windows(own, [t.size for t in taps], strides, dilations, pads)
     if channel is None:
         channel = _SINGLE
         x, w = reshape(x, [*x.shape, _SINGLE]), reshape(w, [*w.shape, _SINGLE])
@@ -317,10 +315,7 @@ def conv_transpose(
       dims: the dimensions with the sizes of the result; y has the sizes that `conv` would give.
       channel, groups: as of `conv`.
     """
-    rank = len(dims)
-    steps = [strides] * rank if isinstance(strides, int) else list(strides)
-    gaps = [dilations] * rank if isinstance(dilations, int) else list(dilations)
-    found = windows(dims, [t.size for t in taps], steps, gaps, pads)
+    found = windows(dims, [t.size for t in taps], strides, dilations, pads)
     inner = channel or _SINGLE
     w = w if channel else reshape(w, [*w.shape, _SINGLE])
     op = ConvInputGrad(_grid(found, taps, inner, groups), tuple(d.size for d in dims))

@@ -10,20 +10,19 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
+from mesh_tf_core.ir.op import Emitter, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.kinds import MadeByLowering
+from mesh_tf_core.ops.kinds import MadeByLowering, Reduction
 
 
 @dataclass(frozen=True)
-class CumSum(Op):
+class CumSum(Reduction):
     """Sums of all elements up to each one along a dimension (`exclusive`: before it; `reverse`: from the
     end)."""
 
     dim: str
     exclusive: bool
     reverse: bool
-    kind: ClassVar[str] = "reduce"
 
     def roles(self, *inputs: TensorType) -> Roles:
         return Roles(parallel=inputs[0].shape.names)
@@ -39,9 +38,6 @@ class CumSum(Op):
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         return k.cumsum(slices[0], at.inputs[0].shape.index(self.dim), self.exclusive, self.reverse)
-
-    def flops(self, *local: TensorType) -> float:
-        return local[0].shape.size
 
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         """Running sums of each piece, plus the totals of the pieces before it."""
@@ -63,12 +59,11 @@ class CumSum(Op):
 
 
 @dataclass(frozen=True)
-class PieceTotals(MadeByLowering):
+class PieceTotals(Reduction, MadeByLowering):
     """The sum of a device's piece of `dim`, as its one element of the dimension `pieces`."""
 
     dim: str
     pieces: Dim
-    kind: ClassVar[str] = "reduce"
     regroups: ClassVar[bool] = True
 
     def roles(self, *inputs: TensorType) -> Roles:
@@ -81,9 +76,6 @@ class PieceTotals(MadeByLowering):
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         total = k.reduce("sum", k.cast(slices[0], at.outputs[0].dtype), [at.inputs[0].shape.index(self.dim)])
         return k.reshape(total, at.outputs[0].shape.sizes)
-
-    def flops(self, *local: TensorType) -> float:
-        return local[0].shape.size
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import PartialAccess
 from mesh_tf_core.ops.basic import constant_like
-from mesh_tf_core.ops.common import listing
+from mesh_tf_core.ops.common import dim_name, listing
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.index import local_ids, need_ints
 from mesh_tf_core.ops.kinds import Move
@@ -106,13 +106,9 @@ class DynamicUpdate(PartialAccess, Move):
         return (dynamic_update(dy, zeros, position, self.dim), dynamic_slice(dy, position, self.dim), None)
 
 
-def _name(dim: Dim | str) -> str:
-    return dim.name if isinstance(dim, Dim) else dim
-
-
 def dynamic_slice(x: Tensor, position: Tensor, dim: Dim | str) -> Tensor:
     """x at `position`, an int scalar tensor, along `dim`, which disappears; zeros if it is out of range."""
-    return x.graph.apply(DynamicSlice(_name(dim)), x, position)
+    return x.graph.apply(DynamicSlice(dim_name(dim)), x, position)
 
 
 def dynamic_update(x: Tensor, piece: Tensor, position: Tensor, dim: Dim | str) -> Tensor:
@@ -122,7 +118,7 @@ def dynamic_update(x: Tensor, piece: Tensor, position: Tensor, dim: Dim | str) -
     Args:
       piece: tensor with the dimensions of x except `dim`.
     """
-    rest: Shape = x.shape.without(_name(dim))
+    rest: Shape = x.shape.without(dim_name(dim))
     if piece.shape != rest and set(piece.shape.dims) == set(rest.dims):
         piece = transpose(piece, rest)
-    return x.graph.apply(DynamicUpdate(_name(dim)), x, piece, position)
+    return x.graph.apply(DynamicUpdate(dim_name(dim)), x, piece, position)

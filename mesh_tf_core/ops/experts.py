@@ -16,11 +16,11 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape, SparseDim
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.layout import Axes
-from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType, Work
+from mesh_tf_core.ir.op import Emitter, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import DimensionNames
-from mesh_tf_core.ops.common import listing, same_dtype
-from mesh_tf_core.ops.grouped import matrix
+from mesh_tf_core.ops.common import listing
+from mesh_tf_core.ops.grouped import GroupedOuter, GroupedProduct, matrix
 from mesh_tf_core.ops.index import local_ids, need_ints
 from mesh_tf_core.ops.shape import transpose
 
@@ -41,6 +41,7 @@ class _Exchange(DimensionNames, abstract=True):
     rest: tuple[str, ...]
     alike: bool
     regroups: ClassVar[bool] = True
+    exchanges: ClassVar[bool] = True
 
     @property
     def still(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -172,141 +173,56 @@ def _ordered(k: Kernel, x: Any, at: At, names: Sequence[str]) -> Any:
 
 
 @dataclass(frozen=True)
-class ExpertProduct(Op):
+class ExpertProduct(GroupedProduct):
     """Rows x [tokens, experts, summed] times the matrix of their expert, of w [experts, summed, made]:
     [tokens, experts, made]; zero in places of other devices' experts.
 
-    `ids` [tokens, experts] names each row's expert; a row of another number gives zeros.
+    `ids` [tokens, experts] names each row's expert, in any order; a row of another number gives zeros.
     """
 
-    experts: Dim
-    kind: ClassVar[str] = "matmul"
+    said: ClassVar[str] = "expert_product"
+    inside: ClassVar[bool] = True
 
-    def _parts(self, inputs: Sequence[TensorType]) -> tuple[tuple[str, ...], ...]:
-        """(rows, summed, made)."""
-        rows = _rows("expert_product", inputs, self.experts)
-        x, w = (t.shape for t in inputs[:2])
-        summed = tuple(n for n in x.names if n not in rows)
-        return rows, summed, tuple(n for n in w.names if n not in (*summed, self.experts.name))
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        rows, summed, made = self._parts(inputs)
-        return Roles(parallel=(*rows, *made), reduced=summed)
-
-    def infer(self, *inputs: TensorType) -> TensorType:
-        rows, summed, made = self._parts(inputs)
-        x, w = (t.shape for t in inputs[:2])
-        if self.experts not in w.dims or any(x.dim(n) not in w.dims for n in summed):
-            raise UserError(
-                f"expert_product of {listing(inputs)}: the matrices must have the dimensions {self.experts}"
-                f"{''.join(f' and {x.dim(n)}' for n in summed)}"
-            )
-        if clash := {*rows} & {*made}:
-            raise UserError(
-                f"expert_product of {listing(inputs)}: rows and matrices both have dimension {min(clash)!r}; "
-                "rename it in one of them with mtf.rename"
-            )
-        dims = [*(x.dim(n) for n in rows), *(w.dim(n) for n in made)]
-        return TensorType(Shape(dims), same_dtype("expert_product", inputs[:2]))
+    def _rows(self, inputs: Sequence[TensorType]) -> tuple[str, ...]:
+        need_ints(self.said, inputs[2])
+        for t in (inputs[0], inputs[2]):
+            if self.group.name not in t.shape.names:
+                raise UserError(
+                    f"{self.said} of {listing(inputs)}: rows and ids must have the dimension "
+                    f"{self.group.name!r}; send them to the experts first with to_experts"
+                )
+        return inputs[2].shape.names
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         rows, summed, made = self._parts(at.inputs)
-        n = at.inputs[1].shape.dim(self.experts.name).size
-        w = matrix(k, slices[1], at.inputs[1], (self.experts.name,), summed, made)
-        order, back, own = _sorted(k, at, slices[2], rows, self.experts.name, n)
+        n = at.inputs[1].shape.dim(self.group.name).size
+        w = matrix(k, slices[1], at.inputs[1], (self.group.name,), summed, made)
+        order, back, own = _sorted(k, at, slices[2], rows, self.group.name, n)
         x = k.take(matrix(k, slices[0], at.inputs[0], rows, summed), order)
         return k.reshape(k.take(k.grouped(x, w, own, n), back), at.outputs[0].shape.sizes)
 
-    def flops(self, *local: TensorType) -> float:
-        _, made, summed, rows = self._sizes(local)
-        return 2.0 * rows * summed * made
-
-    def work(self, *local: TensorType) -> Work:
-        groups, made, summed, rows = self._sizes(local)
-        return Work((groups, max(1, rows // groups), made, summed))
-
-    def _sizes(self, local: Sequence[TensorType]) -> tuple[int, int, int, int]:
-        """(experts, made, summed, rows) of a device."""
-        rows, summed, made = self._parts(local)
-        x, w = (t.shape for t in local[:2])
-        return w.dim(self.experts.name).size, _size(w, made), _size(x, summed), _size(x, rows)
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        x, w, ids = inputs
-        dx = dy.graph.apply(ExpertProduct(self.experts), dy, w, ids)
-        dw = dy.graph.apply(ExpertOuter(self.experts), x, dy, ids)
-        return transpose(dx, x.shape), transpose(dw, w.shape), None
+    def _outer(self, x: Tensor, dy: Tensor, ids: Tensor) -> Tensor:
+        return dy.graph.apply(ExpertOuter(self.group), x, dy, ids)
 
 
 @dataclass(frozen=True)
-class ExpertOuter(Op):
+class ExpertOuter(GroupedOuter):
     """The products of x [tokens, experts, left] and y [tokens, experts, right], summed over the tokens of
     each expert: [experts, left, right]; `ids` as of `ExpertProduct`."""
 
-    experts: Dim
-    kind: ClassVar[str] = "matmul"
-
-    def _parts(self, inputs: Sequence[TensorType]) -> tuple[tuple[str, ...], ...]:
-        """(rows, left, right)."""
-        rows = _rows("expert_outer", inputs, self.experts)
-        left, right = (tuple(n for n in t.shape.names if n not in rows) for t in inputs[:2])
-        return rows, left, right
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        rows, left, right = self._parts(inputs)
-        tokens = tuple(n for n in rows if n != self.experts.name)
-        return Roles(parallel=(self.experts.name, *left, *right), reduced=tokens)
-
-    def infer(self, *inputs: TensorType) -> TensorType:
-        _, left, right = self._parts(inputs)
-        x, y = (t.shape for t in inputs[:2])
-        dims = [self.experts, *(x.dim(n) for n in left), *(y.dim(n) for n in right)]
-        return TensorType(Shape(dims), same_dtype("expert_outer", inputs[:2]))
+    product: ClassVar[type[GroupedProduct]] = ExpertProduct
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         rows, left, right = self._parts(at.inputs)
         n = at.outputs[0].shape.sizes[0]
-        order, _, own = _sorted(k, at, slices[2], rows, self.experts.name, n)
+        order, _, own = _sorted(k, at, slices[2], rows, self.group.name, n)
         x = k.take(matrix(k, slices[0], at.inputs[0], rows, left), order)
         y = k.take(matrix(k, slices[1], at.inputs[1], rows, right), order)
         return k.reshape(k.grouped_outer(x, y, own, n, n), at.outputs[0].shape.sizes)
 
-    def flops(self, *local: TensorType) -> float:
-        rows, left, right = self._sizes(local)
-        return 2.0 * rows * left * right
-
-    def work(self, *local: TensorType) -> Work:
-        rows, left, right = self._sizes(local)
+    def _groups(self, local: Sequence[TensorType]) -> int:
         thin = local[0].shape.sparse
-        groups = self.experts.size if thin is None else thin.size
-        return Work((groups, left, right, max(1, rows // groups)))
-
-    def _sizes(self, local: Sequence[TensorType]) -> tuple[int, int, int]:
-        """(rows, left, right) of a device."""
-        rows, left, right = self._parts(local)
-        return _size(local[0].shape, rows), _size(local[0].shape, left), _size(local[1].shape, right)
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        x, y, ids = inputs
-        dx = dy.graph.apply(ExpertProduct(self.experts), y, dy, ids)
-        other = dy.graph.apply(ExpertProduct(self.experts), x, dy, ids)
-        return transpose(dx, x.shape), transpose(other, y.shape), None
-
-
-def _rows(op: str, inputs: Sequence[TensorType], experts: Dim) -> tuple[str, ...]:
-    """The dimensions of the rows, which are those of the ids."""
-    need_ints(op, inputs[-1])
-    for t in (inputs[0], inputs[-1]):
-        if experts.name not in t.shape.names:
-            raise UserError(
-                f"{op} of {listing(inputs)}: rows and ids must have the dimension {experts.name!r}; send "
-                "them to the experts first with to_experts"
-            )
-    return inputs[-1].shape.names
-
-
-def _size(shape: Shape, names: Sequence[str]) -> int:
-    return Shape([shape.dim(n) for n in names]).size
+        return self.group.size if thin is None else thin.size
 
 
 def _sorted(
@@ -346,6 +262,11 @@ def from_experts(x: Tensor, choice: Dim, tokens: Sequence[str], rest: Sequence[s
 def expert_product(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
     """Multiplies each row of x [tokens, experts, summed] by the matrix of its expert, of w [experts, summed,
     made]: [tokens, experts, made]; `ids` [tokens, experts] as `to_experts` sent them."""
+    return x.graph.apply(ExpertProduct(w.shape.dim(of_experts(ids))), x, w, ids)
+
+
+def of_experts(ids: Tensor) -> str:
+    """The name of the experts' dimension."""
     thin = ids.shape.sparse
     assert thin is not None, "ids that to_experts sent"
-    return x.graph.apply(ExpertProduct(w.shape.dim(thin.name)), x, w, ids)
+    return thin.name

@@ -13,7 +13,6 @@ message of its largest element inside, so that the numbers are the same under ev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.activations import clip
 from mesh_tf_core.ops.basic import constant_like
 from mesh_tf_core.ops.binary import where
-from mesh_tf_core.ops.kinds import Elementwise
+from mesh_tf_core.ops.kinds import Elementwise, NoGradient
 from mesh_tf_core.ops.math import abs as absolute
 from mesh_tf_core.ops.math import floor, greater
 from mesh_tf_core.ops.reduce import reduce_max
@@ -76,7 +75,7 @@ def restored(codes: np.ndarray, scales: np.ndarray, shape: tuple[int, ...], bits
 
 
 @dataclass(frozen=True)
-class Pack(Elementwise):
+class Pack(NoGradient, Elementwise):
     """Codes of 4 bits, float32 [..., row, ...], two neighbours along `row` in a byte: int8, half as many."""
 
     row: str
@@ -101,12 +100,9 @@ class Pack(Elementwise):
         both = k.binary("add", first, k.binary("mul", second, k.scalar(16.0, "float32")))
         return k.cast(k.reshape(both, sizes), DTYPE)
 
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        return (None,)
-
 
 @dataclass(frozen=True)
-class Unpack(Elementwise):
+class Unpack(NoGradient, Elementwise):
     """The inverse of `Pack`."""
 
     row: str
@@ -130,9 +126,6 @@ class Unpack(Elementwise):
 
     def flops(self, *local: TensorType) -> float:
         return 5.0 * local[0].shape.size
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        return (None,)
 
 
 def _resized(shape: Shape, name: str, size: int) -> Shape:

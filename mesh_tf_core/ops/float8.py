@@ -1,110 +1,190 @@
-"""Products of 8-bit factors, each scaled by its own largest element.
+"""Products of 8-bit factors with scales.
 
   (1)  s_x = the largest power of two with s_x max |x| <= largest number of the format
-  (2)  y = (e4m3(s_x x) e4m3(s_w w)) / (s_x s_w)       forward
-  (3)  dx = (e5m2(s_d dy) e4m3(s_w w)) / (s_d s_w)      dw likewise
+  (2)  y = (q(s_x x) q(s_w w)) / (s_x s_w), likewise dx of dy and w, and dw of x and dy
 
-(Micikevicius et al. 2022, "FP8 formats for deep learning": e4m3 for weights and activations, e5m2 for
-gradients, one scale for a tensor; the scale is that of the tensor itself, "current scaling", as in NVIDIA's
-Transformer Engine; powers of two as in DeepSeek-V3, section 3.3.2, so that scaling and its inverse are
-exact.) Products add up in float32. Backward keeps the factors of eight bits.
+`RECIPES` says which elements have a scale together, and the formats. The scale is that of the elements
+themselves ("current scaling" in NVIDIA's Transformer Engine). Powers of two make scaling and its inverse
+exact, as in the MX formats and in DeepSeek-V3 (section 3.3.2). Products add up in float32. Where the elements
+of a scale are those that a product sums, each product has factors of its own. Backward keeps factors of eight
+bits.
 
-The largest element is that of the whole tensor, over all devices, so numbers are the same under every layout.
-If the tensor is split, this costs a message of one number. With microbatches each part has its own
-(`StepCopies.scales`).
+The largest element is found over all devices, so numbers are the same under every layout. If the elements of
+one scale are split, this costs a small message; training software mostly takes those of its own rank. With
+microbatches each part has its own (`StepCopies.scales`).
 
 Chips without such a unit (A100, TPUs before v7) and the CPU engines multiply the same numbers in a wider
-type: the results are the same, and priced at that type's rate.
+type: the results are the same, and priced at that type's rate. Where scales differ along what is summed, all
+engines here do so, and the price is that of a kernel with such scales.
 """
 
 from __future__ import annotations
 
-import string
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import numpy as np
-
-from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.dims import Dim, Shape, SparseDim
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType, Work
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import StepCopies
 from mesh_tf_core.ops.basic import cast, stop_gradient
-from mesh_tf_core.ops.common import joined, listing
+from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.custom import custom_gradient
 from mesh_tf_core.ops.einsum import Einsum, broadcast
-from mesh_tf_core.ops.kinds import Elementwise
+from mesh_tf_core.ops.experts import ExpertOuter, ExpertProduct, of_experts
+from mesh_tf_core.ops.kinds import Elementwise, NoGradient
+from mesh_tf_core.ops.shape import Rename, rename
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 """Format -> its largest number (Micikevicius et al. 2022, table 1)."""
-_POWERS = 2.0 ** np.arange(-60, 61)
-"""Scales: of tensors whose largest element lies beyond, numbers are lost to zero, or infinite."""
+_LEAST, _BITS = 2.0**-60, (64, 32, 16, 8, 4, 2, 1)
+"""The least scale, and the steps in which a larger one is found. Where the largest element is not between
+2^-59 and 2^60, numbers are lost to zero or infinite."""
 
 
 @dataclass(frozen=True)
-class AbsMax(StepCopies):
-    """The largest absolute value, float32, which scales a tensor."""
+class Float8Recipe:
+    """The formats and scales of float8 products.
 
+    Attributes:
+      text: what it is, with its source.
+      backward: the format of gradients of results; factors of forward are e4m3.
+      scaled: elements with one scale: "tensor" all, "row" those that a product sums, or a number of
+        consecutive ones among these.
+    """
+
+    text: str
+    backward: str
+    scaled: str | int
+
+    def parts(self, x: Shape, summed: Sequence[str], weight: bool = False) -> tuple[tuple[str, ...], str]:
+        """The dimensions over which a scale is one, and that along which it changes from block to block."""
+        if self.scaled == "tensor":
+            return x.names, ""
+        if isinstance(self.scaled, int):
+            # The first dimension of others than weights is the batch's: its rows are of any number.
+            places = [x.dim(n) for n in summed if weight or n != x.names[0]]
+            fits = [d.name for d in places if not (isinstance(d, SparseDim) or d.size % self.scaled)]
+            if fits:
+                return tuple(n for n in summed if n != fits[-1]), fits[-1]
+        return tuple(summed), ""
+
+
+RECIPES = {
+    "tensor": Float8Recipe(
+        "one scale for a tensor, e5m2 for gradients (Micikevicius et al. 2022, as Transformer Engine does)",
+        E5M2,
+        "tensor",
+    ),
+    "rowwise": Float8Recipe("one scale for a row or column of a product (torchao's rowwise)", E4M3, "row"),
+    "blocks": Float8Recipe(
+        "one scale for 128 elements (DeepSeek-V3, section 3.3; its weights: 128 x 128)", E4M3, 128
+    ),
+    "mxfp8": Float8Recipe("one scale for 32 elements (OCP Microscaling Formats 1.0, MXFP8)", E4M3, 32),
+}
+"""Name -> recipe. Everything but the products of layers with their weights keeps its dtype in all of them."""
+
+
+def recipe_named(name: str) -> Float8Recipe:
+    """The recipe of this name; UserError if there is none."""
+    if name not in RECIPES:
+        raise UserError(f"float8 recipe {name!r} is unknown; {known_names(name, RECIPES)}")
+    return RECIPES[name]
+
+
+@dataclass(frozen=True)
+class AbsMax(NoGradient, StepCopies):
+    """The largest absolute value, float32, over some dimensions and blocks along another.
+
+    Attributes:
+      over: names of the dimensions.
+      along: the dimension with blocks; "": none.
+      block: consecutive elements of a block.
+    """
+
+    over: tuple[str, ...]
+    along: str = ""
+    block: int = 1
     kind: ClassVar[str] = "reduce"
     scales: ClassVar[bool] = True
 
     def roles(self, *inputs: TensorType) -> Roles:
-        return Roles(reduced=inputs[0].shape.names, combine="max")
+        kept = tuple(n for n in inputs[0].shape.names if n not in self.over)
+        return Roles(parallel=kept, reduced=self.over, combine="max")
 
     def infer(self, *inputs: TensorType) -> TensorType:
-        return TensorType(Shape(), "float32")
+        kept = [d for d in inputs[0].shape if d.name not in self.over]
+        dims = [Dim(d.name, d.size // self.block) if d.name == self.along else d for d in kept]
+        return TensorType(Shape(dims), "float32")
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        most = k.reduce("max", k.unary("abs", slices[0]), range(len(at.inputs[0].shape)))
+        x, made = at.inputs[0].shape, at.outputs[0].shape
+        cut, places = _cut(x, made)
+        most = k.reduce("max", k.reshape(k.unary("abs", slices[0]), cut), places)
         return k.cast(most, "float32")
 
     def flops(self, *local: TensorType) -> float:
         return 2.0 * local[0].shape.size
 
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        return (None,)
+
+def _cut(x: Shape, scale: Shape) -> tuple[list[int], list[int]]:
+    """Sizes of x in blocks of one scale, and the places of what a scale is one for."""
+    cut: list[int] = []
+    places: list[int] = []
+    for d in x:
+        blocks = scale.dim(d.name).size if d.name in scale.names else 0
+        cut += [blocks, d.size // blocks] if 0 < blocks < d.size else [d.size]
+        places += [len(cut) - 1] if blocks < d.size else []
+    return cut, places
+
+
+def _scaled(k: Kernel, x: Any, shape: Shape, scale: Any, its: Shape) -> Any:
+    """x times its scales, in float32."""
+    if not its.names:
+        return k.binary("mul", k.cast(x, "float32"), scale)
+    cut, places = _cut(shape, its)
+    wide = k.reshape(scale, [1 if i in places else size for i, size in enumerate(cut)])
+    return k.reshape(k.binary("mul", k.reshape(k.cast(x, "float32"), cut), wide), shape.sizes)
 
 
 @dataclass(frozen=True)
-class ScaleFor(Op):
-    """The scale (1) of a format, from the largest absolute value."""
+class ScaleFor(NoGradient, Elementwise):
+    """The scales (1) of a format, from the largest absolute values."""
 
     format: str
 
-    def roles(self, *inputs: TensorType) -> Roles:
-        return Roles()
-
-    def infer(self, *inputs: TensorType) -> TensorType:
-        return inputs[0]
-
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        powers = k.array(_POWERS, "float32")
-        fits = k.binary("le", k.binary("mul", powers, slices[0]), k.scalar(LARGEST[self.format], "float32"))
-        return k.reduce("max", k.where(fits, powers, k.scalar(_POWERS[0], "float32")), [0])
+        most, largest = slices[0], k.scalar(LARGEST[self.format], "float32")
+        found = k.broadcast_to(k.scalar(_LEAST, "float32"), at.outputs[0].shape.sizes)
+        for bits in _BITS:
+            more = k.binary("mul", found, k.scalar(2.0**bits, "float32"))
+            found = k.where(k.binary("le", k.binary("mul", more, most), largest), more, found)
+        return found
 
     def flops(self, *local: TensorType) -> float:
-        return 2.0 * len(_POWERS)
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        return (None,)
+        return 4.0 * len(_BITS) * local[0].shape.size
 
 
 @dataclass(frozen=True)
 class Quantize(Elementwise):
-    """x times a scale, rounded to a format of eight bits."""
+    """x times its scales, rounded to a format of eight bits."""
 
     format: str
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return super().roles(inputs[0])
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return TensorType(inputs[0].shape, self.format)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        return k.cast(k.binary("mul", k.cast(slices[0], "float32"), slices[1]), self.format)
+        x, scale = at.inputs
+        return k.cast(_scaled(k, slices[0], x.shape, slices[1], scale.shape), self.format)
 
     def flops(self, *local: TensorType) -> float:
         return 2.0 * local[0].shape.size
@@ -114,33 +194,54 @@ class Quantize(Elementwise):
 
 
 @dataclass(frozen=True)
-class ScaledEinsum(Einsum):
-    """Einsum of two tensors of eight bits, divided by their scales, in another dtype."""
+class ScaledProduct(Op, abstract=True):
+    """A product whose first two operands have eight bits; the last two are their scales, by which it is
+    divided. The result has another dtype."""
 
     dtype: str = "float32"
 
+    @staticmethod
+    def _wide(types: Sequence[TensorType]) -> list[TensorType]:
+        return [TensorType(t.shape, "float32" if i < 2 else t.dtype) for i, t in enumerate(types[:-2])]
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return super().roles(*self._wide(inputs))
+
     def infer(self, *inputs: TensorType) -> TensorType:
-        super().infer(*(TensorType(t.shape, "float32") for t in inputs[:2]))
-        return TensorType(self.output, self.dtype)
+        made = super().infer(*self._wide(inputs))
+        assert isinstance(made, TensorType)
+        return TensorType(made.shape, self.dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        letters = dict(zip(joined("einsum", at.inputs[:2]).names, string.ascii_letters, strict=False))
-        terms = ["".join(letters[n] for n in t.shape.names) for t in at.inputs[:2]]
-        out = "".join(letters[n] for n in self.output.names)
-        made = k.einsum(",".join(terms) + "->" + out, *slices[:2])
+        back = [k.unary("reciprocal", scale) for scale in slices[-2:]]
+        pairs = zip(slices[:2], at.inputs[:2], back, at.inputs[-2:], strict=True)
+        wide = [_scaled(k, x, t.shape, scale, its.shape) for x, t, scale, its in pairs]
+        inside = replace(at, inputs=tuple(self._wide(at.inputs)))
+        return k.cast(super().kernel(k, inside, *wide, *slices[2:-2]), self.dtype)
+
+    def flops(self, *local: TensorType) -> float:
+        return super().flops(*local[:-2])
+
+    def work(self, *local: TensorType) -> Work:
+        return super().work(*local[:-2])
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        raise UserError(f"{self.name}: 8-bit operands have no gradient; use mtf.float8_einsum")
+
+
+@dataclass(frozen=True)
+class ScaledEinsum(ScaledProduct, Einsum):
+    """Einsum of two tensors of eight bits."""
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        """Where a scale is one for a tensor, a library may have a kernel for eight bits."""
+        if any(t.shape.names for t in at.inputs[2:]):
+            return super().kernel(k, at, *slices)
+        made = Einsum(self.output).kernel(k, replace(at, inputs=at.inputs[:2]), *slices[:2])
         # One after the other: their product may be too large or too small for a number.
         for scale in slices[2:]:
             made = k.binary("mul", made, k.unary("reciprocal", scale))
         return k.cast(made, self.dtype)
-
-    def flops(self, *local: TensorType) -> float:
-        return super().flops(*local[:2])
-
-    def work(self, *local: TensorType) -> Work:
-        return super().work(*local[:2])
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError("scaled_einsum: 8-bit operands have no gradient; use mtf.float8_einsum")
 
     def unreduced(self, dim: Dim, inputs: Sequence[Tensor]) -> Tensor | None:
         op = ScaledEinsum(Shape([dim, *self.output]), self.needed, self.dtype)
@@ -151,50 +252,120 @@ class ScaledEinsum(Einsum):
         return False
 
 
-def quantized(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """x in a format of eight bits, and its scale as a float32 scalar."""
-    scale = x.graph.apply(ScaleFor(format), x.graph.apply(AbsMax(), x))
+@dataclass(frozen=True)
+class ScaledExpertProduct(ScaledProduct, ExpertProduct):
+    """Rows of eight bits times the matrix of their expert."""
+
+
+@dataclass(frozen=True)
+class ScaledExpertOuter(ScaledProduct, ExpertOuter):
+    """The gradient of the experts' matrices, of rows of eight bits."""
+
+
+_Factor = tuple[Tensor, Tensor]
+"""A tensor of eight bits and its scales."""
+
+
+def quantized(
+    x: Tensor,
+    format: str,
+    recipe: Float8Recipe = RECIPES["tensor"],
+    summed: Sequence[str] = (),
+    weight: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """x in a format of eight bits, and its float32 scales.
+
+    Args:
+      summed: names of the dimensions that a product sums.
+    """
+    over, along = recipe.parts(x.shape, summed, weight)
+    block = recipe.scaled if along and isinstance(recipe.scaled, int) else 1
+    scale = x.graph.apply(ScaleFor(format), x.graph.apply(AbsMax(over, along, block), x))
     return x.graph.apply(Quantize(format), x, scale), scale
 
 
-def float8_einsum(xs: Sequence[Tensor], output: Shape | Sequence[Dim], needed: float = 1.0) -> Tensor:
-    """`einsum` of two tensors in float8: e4m3 forward, e5m2 for the gradient of the result.
-
-    Each tensor is scaled by its own largest element.
+def float8_einsum(
+    xs: Sequence[Tensor], output: Shape | Sequence[Dim], needed: float = 1.0, recipe: str = "tensor"
+) -> Tensor:
+    """`einsum` of two tensors in float8.
 
     Args:
-      xs: two tensors of one float dtype, such as bfloat16, which is also the dtype of the result.
+      xs: two tensors of one float dtype, such as bfloat16, which is also the dtype of the result. Backward
+        keeps the factor that is made of the first one, and makes that of the second one, a weight, anew.
       needed: as of `einsum`.
+      recipe: one of `RECIPES`.
     """
     shape = Shape(output)
     types = [x.type for x in xs]
     if len(xs) != 2 or types[0].dtype != types[1].dtype or not is_float(types[0].dtype):
         raise UserError(f"float8_einsum of {listing(types)}: expected two operands of the same float dtype")
-    kept = [_factor(x) for x in xs]
+    x, w = xs
+    dx, dw = (Shape(d for d in a.shape if d in {*shape, *b.shape}) for a, b in ((x, w), (w, x)))
+    forward, of_x, of_w = (ScaledEinsum(out, needed, x.dtype) for out in (shape, dx, dw))
+    return _product(x, w, (), recipe, (forward, of_x, of_w), (shape, dx, dw))
 
-    def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Shape) -> Tensor:
-        (x, s), (y, t) = a, b
-        made: Tensor = x.graph.apply(ScaledEinsum(out, needed, types[0].dtype), x, y, s, t)
+
+def float8_expert_product(x: Tensor, w: Tensor, ids: Tensor, recipe: str) -> Tensor:
+    """`ops.experts.expert_product` in float8."""
+    experts = w.shape.dim(of_experts(ids))
+    forward = ScaledExpertProduct(experts, x.dtype)
+    made = forward.infer(x.type, w.type, ids.type, x.type, w.type).shape
+    return _product(
+        x,
+        w,
+        (ids,),
+        recipe,
+        (forward, forward, ScaledExpertOuter(experts, x.dtype)),
+        (made, x.shape, w.shape),
+    )
+
+
+def _product(
+    x: Tensor,
+    w: Tensor,
+    ids: tuple[Tensor, ...],
+    recipe: str,
+    ops: tuple[Op, Op, Op],
+    shapes: tuple[Shape, Shape, Shape],
+) -> Tensor:
+    """A product and its gradients.
+
+    Args:
+      ops, shapes: of the product, of dx and of dw.
+    """
+    how, graph = recipe_named(recipe), x.graph
+
+    def product(op: Op, out: Shape, a: _Factor, b: _Factor) -> Tensor:
+        made: Tensor = graph.apply(op, a[0], b[0], *ids, a[1], b[1])
         return made
+
+    kept = _factor(x, shapes[2], E4M3, recipe)
 
     def backward(dys: list[Tensor | None], given: list[Tensor], made: list[Tensor]) -> list[Tensor]:
         (dy,) = dys
         assert dy is not None  # else nothing would ask
-        slope, found = quantized(dy, E5M2), []
-        for x, other in zip(given, reversed(kept), strict=True):
-            there = {*dy.shape.names, *other[0].shape.names}
-            dx = product(slope, other, Shape(d for d in x.shape if d.name in there))
-            found.append(broadcast(cast(dx, x.dtype), x.shape))
-        return found
+        slopes = [_factor(dy, out, how.backward, recipe) for out in shapes[1:]]
+        dx = product(ops[1], shapes[1], slopes[0], _factor(given[1], shapes[1], E4M3, recipe, True))
+        dw = product(ops[2], shapes[2], kept, slopes[1])
+        return [broadcast(cast(d, t.dtype), t.shape) for d, t in ((dx, x), (dw, w))]
 
-    out: Tensor = custom_gradient(  # type: ignore[assignment]
-        lambda *_: product(kept[0], kept[1], shape), backward, xs
-    )
+    def forward(*_: Tensor) -> Tensor:
+        weight = _factor(w, shapes[0], E4M3, recipe, True)
+        return product(ops[0], shapes[0], _factor(x, shapes[0], E4M3, recipe), weight)
+
+    out: Tensor = custom_gradient(forward, backward, [x, w])  # type: ignore[assignment]
     return out
 
 
-def _factor(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A tensor in the format of factors, once for all that it is multiplied by, as queries, keys and values
-    are made of one."""
-    made: tuple[Tensor, Tensor] = x.graph.once((E4M3, x.id), lambda: quantized(stop_gradient(x), E4M3))
-    return made
+def _factor(x: Tensor, out: Shape, format: str, recipe: str, weight: bool = False) -> _Factor:
+    """A tensor as a factor of a product, once for all that it is multiplied by, as queries, keys and values
+    are made of one, whatever they call its dimensions: then one tensor of eight bits is kept, and sent."""
+    summed = tuple(n for n in x.shape.names if n not in out.names)
+    op, operands = x.graph.maker(x)
+    new = dict(op.names) if isinstance(op, Rename) else {}
+    old, source = {after: before for before, after in new.items()}, operands[0] if new else x
+    summed, how = tuple(old.get(n, n) for n in summed), RECIPES[recipe]
+    key = (format, recipe, *how.parts(source.shape, summed, weight), source.id)
+    made = x.graph.once(key, lambda: quantized(stop_gradient(source), format, how, summed, weight))
+    values, scales = (rename(t, **{n: new[n] for n in t.shape.names if n in new}) for t in made)
+    return values, scales

@@ -46,6 +46,11 @@ def _rows(op: str, inputs: Sequence[TensorType]) -> tuple[str, ...]:
     return inputs[2].shape.names
 
 
+def size_of(shape: Shape, names: Sequence[str]) -> int:
+    """Elements along some dimensions of a shape."""
+    return Shape([shape.dim(n) for n in names]).size
+
+
 @dataclass(frozen=True)
 class GroupedProduct(Op):
     """Rows x [rows, summed] times w [group, summed, made] of their group: [rows, made].
@@ -56,33 +61,39 @@ class GroupedProduct(Op):
 
     group: Dim
     kind: ClassVar[str] = "matmul"
+    said: ClassVar[str] = "grouped_product"
+    inside: ClassVar[bool] = False
+    """Rows lie along the groups' dimension: a device has the rows of its own groups alone."""
+
+    def _rows(self, inputs: Sequence[TensorType]) -> tuple[str, ...]:
+        return _rows(self.said, inputs)
 
     def _parts(self, inputs: Sequence[TensorType]) -> tuple[tuple[str, ...], ...]:
         """(rows, summed, made)."""
-        rows = _rows("grouped_product", inputs)
-        x, w = (t.shape for t in inputs[:2])
+        rows, (x, w) = self._rows(inputs), (t.shape for t in inputs[:2])
         summed = tuple(n for n in x.names if n not in rows)
         return rows, summed, tuple(n for n in w.names if n not in (*summed, self.group.name))
 
     def roles(self, *inputs: TensorType) -> Roles:
         rows, summed, made = self._parts(inputs)
-        return Roles(parallel=(*rows, *made), reduced=(*summed, self.group.name))
+        reduced = tuple(n for n in (*summed, self.group.name) if n not in rows)
+        return Roles(parallel=(*rows, *made), reduced=reduced)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         rows, summed, made = self._parts(inputs)
         x, w = (t.shape for t in inputs[:2])
         for name in (*summed, self.group.name):
-            if name not in w.names or (name in x.names and w.dim(name) != x.dim(name)):
+            if name not in w.names or (name in summed and w.dim(name) != x.dim(name)):
                 raise UserError(
-                    f"grouped_product of {listing(inputs)}: the matrices must have the dimension {name!r}"
+                    f"{self.said} of {listing(inputs)}: the matrices must have the dimension {name!r}"
                 )
-        if clash := {*rows} & {*made} or {self.group.name} & {*x.names}:
+        if clash := {*rows} & {*made} or (set() if self.inside else {self.group.name} & {*x.names}):
             raise UserError(
-                f"grouped_product of {listing(inputs)}: rows and matrices both have dimension "
+                f"{self.said} of {listing(inputs)}: rows and matrices both have dimension "
                 f"{min(clash)!r}; rename it in one of them with mtf.rename"
             )
         dims = [*(x.dim(n) for n in rows), *(w.dim(n) for n in made)]
-        return TensorType(Shape(dims), same_dtype("grouped_product", inputs[:2]))
+        return TensorType(Shape(dims), same_dtype(self.said, inputs[:2]))
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         x, w, ids = slices
@@ -95,24 +106,26 @@ class GroupedProduct(Op):
 
     def flops(self, *local: TensorType) -> float:
         rows, summed, made, groups = self._sizes(local)
-        return 2.0 * rows * summed * made * groups / self.group.size
+        return 2.0 * rows * summed * made * groups / (groups if self.inside else self.group.size)
 
     def work(self, *local: TensorType) -> Work:
         rows, summed, made, groups = self._sizes(local)
-        return Work((groups, max(1, rows // self.group.size), made, summed))
+        return Work((groups, max(1, rows // (groups if self.inside else self.group.size)), made, summed))
 
-    def _sizes(self, local: Sequence[TensorType]) -> tuple[int, ...]:
+    def _sizes(self, local: Sequence[TensorType]) -> tuple[int, int, int, int]:
         """(rows, summed, made, groups) of a device."""
+        rows, summed, made = self._parts(local)
         x, w = (t.shape for t in local[:2])
-        parts = (*self._parts(local), (self.group.name,))
-        return tuple(math.prod((w if n in w.names else x).dim(n).size for n in part) for part in parts)
+        return size_of(x, rows), size_of(x, summed), size_of(w, made), w.dim(self.group.name).size
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         x, w, ids = inputs
-        dx = dy.graph.apply(GroupedProduct(self.group), dy, w, ids)
-        groups = mtf_range(dy.graph, self.group)
-        dw = dy.graph.apply(GroupedOuter(self.group), x, dy, ids, groups)
-        return transpose(dx, x.shape), transpose(dw, w.shape), None
+        dx = dy.graph.apply(type(self)(self.group), dy, w, ids)
+        return transpose(dx, x.shape), transpose(self._outer(x, dy, ids), w.shape), None
+
+    def _outer(self, x: Tensor, dy: Tensor, ids: Tensor) -> Tensor:
+        """The gradient of the matrices."""
+        return dy.graph.apply(GroupedOuter(self.group), x, dy, ids, mtf_range(dy.graph, self.group))
 
 
 @dataclass(frozen=True)
@@ -122,16 +135,19 @@ class GroupedOuter(Op):
 
     group: Dim
     kind: ClassVar[str] = "matmul"
+    product: ClassVar[type[GroupedProduct]] = GroupedProduct
+    """Whose gradient it is, and its own."""
 
     def _parts(self, inputs: Sequence[TensorType]) -> tuple[tuple[str, ...], ...]:
         """(rows, left, right)."""
-        rows = _rows("grouped_outer", inputs)
+        rows = self.product(self.group)._rows(inputs)
         left, right = (tuple(n for n in t.shape.names if n not in rows) for t in inputs[:2])
         return rows, left, right
 
     def roles(self, *inputs: TensorType) -> Roles:
         rows, left, right = self._parts(inputs)
-        return Roles(parallel=(self.group.name, *left, *right), reduced=rows)
+        reduced = tuple(n for n in rows if n != self.group.name)
+        return Roles(parallel=(self.group.name, *left, *right), reduced=reduced)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         rows, left, right = self._parts(inputs)
@@ -140,12 +156,13 @@ class GroupedOuter(Op):
             raise UserError(
                 f"grouped_outer of {listing(inputs)}: both operands must have the ids' dimensions"
             )
-        if inputs[3].shape != Shape([self.group]):
+        if inputs[3:] and inputs[3].shape != Shape([self.group]):
             raise UserError(
                 f"grouped_outer of {listing(inputs)}: the last operand must have the dimensions "
                 f"[{self.group}]"
             )
-        if clash := {*left} & {*right} or {self.group.name} & {*x.names, *y.names}:
+        own = set() if self.product.inside else {self.group.name}
+        if clash := {*left} & {*right} or own & {*x.names, *y.names}:
             raise UserError(
                 f"grouped_outer of {listing(inputs)}: both operands have dimension {min(clash)!r}; rename it "
                 "in one of them with mtf.rename"
@@ -163,23 +180,27 @@ class GroupedOuter(Op):
 
     def flops(self, *local: TensorType) -> float:
         rows, left, right, groups = self._sizes(local)
-        return 2.0 * rows * left * right * groups / self.group.size
+        return 2.0 * rows * left * right * groups / (groups if self.product.inside else self.group.size)
 
     def work(self, *local: TensorType) -> Work:
         rows, left, right, groups = self._sizes(local)
-        return Work((groups, left, right, max(1, rows // self.group.size)))
+        every = groups if self.product.inside else self.group.size
+        return Work((groups, left, right, max(1, rows // every)))
 
-    def _sizes(self, local: Sequence[TensorType]) -> tuple[int, ...]:
+    def _sizes(self, local: Sequence[TensorType]) -> tuple[int, int, int, int]:
         """(rows, left, right, groups) of a device."""
+        rows, left, right = self._parts(local)
         x, y = (t.shape for t in local[:2])
-        own = (math.prod((x if n in x.names else y).dim(n).size for n in part) for part in self._parts(local))
-        return (*own, local[3].shape.sizes[0])
+        return size_of(x, rows), size_of(x, left), size_of(y, right), self._groups(local)
+
+    def _groups(self, local: Sequence[TensorType]) -> int:
+        return local[3].shape.sizes[0]
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        x, y, ids, _ = inputs
-        dx = dy.graph.apply(GroupedProduct(self.group), y, dy, ids)
-        other = dy.graph.apply(GroupedProduct(self.group), x, dy, ids)
-        return transpose(dx, x.shape), transpose(other, y.shape), None, None
+        x, y, ids, *rest = inputs
+        dx = dy.graph.apply(self.product(self.group), y, dy, ids)
+        other = dy.graph.apply(self.product(self.group), x, dy, ids)
+        return transpose(dx, x.shape), transpose(other, y.shape), None, *(None for _ in rest)
 
 
 def grouped_product(x: Tensor, w: Tensor, ids: Tensor, group: Dim | str) -> Tensor:

@@ -16,7 +16,7 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import LabelOperand
 from mesh_tf_core.ops.common import dtype_name, listing
 from mesh_tf_core.ops.einsum import einsum
-from mesh_tf_core.ops.kinds import Move, Source
+from mesh_tf_core.ops.kinds import Move, NoGradient, Source
 from mesh_tf_core.ops.shape import transpose
 
 
@@ -76,7 +76,7 @@ class Range(Source):
 
 
 @dataclass(frozen=True)
-class OneHot(Op):
+class OneHot(NoGradient):
     """1 where the index along `dim` equals the id, else 0."""
 
     dim: Dim
@@ -95,9 +95,6 @@ class OneHot(Op):
 
     def flops(self, *local: TensorType) -> float:
         return 0.0
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        return (None,)
 
 
 @dataclass(frozen=True)

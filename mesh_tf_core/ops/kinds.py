@@ -2,7 +2,9 @@
 
   Elementwise    every dimension may be split, the result has the first operand's type, one FLOP an element
   Move           elements only change their place or name: no FLOPs, every dimension may be split
-  Source         no operands: a device makes its own piece of the result, and nothing is differentiated
+  Source         no operands: a device makes its own piece of the result
+  Reduction      elements are combined: one FLOP an element of the operand
+  NoGradient     nothing is differentiated
   MadeByLowering lowering makes it after gradients are built, so it has none
 
 A class may be of two kinds (a move that only lowering makes), and may answer any facet itself.
@@ -51,7 +53,25 @@ class Move(Op, abstract=True):
 
 
 @dataclass(frozen=True)
-class Source(Op, abstract=True):
+class Reduction(Op, abstract=True):
+    """Elements of the operand are combined, each once."""
+
+    kind: ClassVar[str] = "reduce"
+
+    def flops(self, *local: TensorType) -> float:
+        return local[0].shape.size
+
+
+@dataclass(frozen=True)
+class NoGradient(Op, abstract=True):
+    """Nothing is differentiated."""
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return [None] * len(inputs)
+
+
+@dataclass(frozen=True)
+class Source(NoGradient, abstract=True):
     """Makes a tensor of nothing but its own fields."""
 
     kind: ClassVar[str] = "data"
@@ -63,9 +83,6 @@ class Source(Op, abstract=True):
 
     def flops(self, *local: TensorType) -> float:
         return 0.0
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        return ()
 
 
 @dataclass(frozen=True)

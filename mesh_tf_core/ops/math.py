@@ -1,7 +1,5 @@
 """The named element-wise functions of the public surface."""
 
-from __future__ import annotations
-
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.binary import binary
 from mesh_tf_core.ops.unary import unary

@@ -68,6 +68,30 @@ class ShiftAlong(Move):
         return (shift(dy, -self.offset, self.dim, self.wrap),)
 
 
+@dataclass(frozen=True)
+class ReverseAlong(Move):
+    """The elements of `dim` in the opposite order."""
+
+    dim: str
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        inputs[0].shape.index(self.dim)
+        return inputs[0]
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        return k.flip(slices[0], at.inputs[0].shape.index(self.dim))
+
+    def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+        """Every piece is turned, and goes to the device as far from the other end."""
+        x, (moved,) = low.values[inputs[0]], inputs
+        if (count := low.oracle.ways(axes := x.split_of(self.dim))) > 1:
+            moved = low.sent(moved, axes, pairs=tuple((i, count - 1 - i) for i in range(count)))
+        return [moved] if x.shape.dim(self.dim).size == count else low.local(self, [moved], types, [x.splits])
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return (dy.graph.apply(self, dy),)
+
+
 def shift(x: Tensor, offset: int, dim: Dim | str, wrap: bool = False) -> Tensor:
     """Moves element i of `dim` to place i + offset; zeros enter, or with `wrap` the elements that leave."""
     name = dim.name if isinstance(dim, Dim) else dim

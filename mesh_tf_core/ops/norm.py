@@ -117,11 +117,7 @@ def normalize(x: Tensor, dim: Dim | str, epsilon: float = 1e-6, center: bool = T
 
 
 def layer_norm(
-    x: Tensor,
-    dim: Dim | str,
-    scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    epsilon: float = 1e-6,
+    x: Tensor, dim: Dim | str, scale: Tensor | None = None, bias: Tensor | None = None, epsilon: float = 1e-6
 ) -> Tensor:
     """Layer normalisation (Ba et al. 2016) with optional learned scale and bias [dim]."""
     y = normalize(x, dim, epsilon)

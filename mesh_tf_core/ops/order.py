@@ -21,8 +21,9 @@ from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.along import PutAlong, row_starts
 from mesh_tf_core.ops.binary import binary, where
+from mesh_tf_core.ops.common import dim_name
 from mesh_tf_core.ops.index import Range
-from mesh_tf_core.ops.kinds import MadeByLowering
+from mesh_tf_core.ops.kinds import MadeByLowering, NoGradient, Reduction
 from mesh_tf_core.ops.math import logical_not, not_equal
 from mesh_tf_core.ops.reduce import reduce_max, reduce_min, reduce_sum
 from mesh_tf_core.ops.shape import rename, reshape, slice_dim
@@ -39,11 +40,10 @@ def _largest(k: Kernel, x: Any, n: int) -> tuple[Any, Any]:
 
 
 @dataclass(frozen=True)
-class ArgMax(Op):
+class ArgMax(NoGradient, Reduction):
     """int32 position of the first largest element along one dimension, which disappears."""
 
     dim: str
-    kind: ClassVar[str] = "reduce"
 
     def roles(self, *inputs: TensorType) -> Roles:
         kept = inputs[0].shape.without(self.dim).names
@@ -56,9 +56,6 @@ class ArgMax(Op):
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         return k.argmax(slices[0], at.inputs[0].shape.index(self.dim))
 
-    def flops(self, *local: TensorType) -> float:
-        return local[0].shape.size
-
     def expand(self, *inputs: Tensor) -> Tensor:
         """The smallest position whose element is the maximum: two small messages instead of all elements."""
         (x,) = inputs
@@ -70,9 +67,6 @@ class ArgMax(Op):
             best = where(not_equal(x, x), places - dim.size, best)
         found = reduce_min(best, self.dim)
         return where(found < 0, found + dim.size, found) if is_float(x.dtype) else found
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        return (None,)
 
 
 @dataclass(frozen=True)
@@ -255,10 +249,6 @@ class Sort(Op):
         return (x.graph.apply(put, rename(dy[0], **moved), rename(output[1], **moved)),)
 
 
-def _name(dim: Dim | str) -> str:
-    return dim.name if isinstance(dim, Dim) else dim
-
-
 def _reversed(x: Tensor) -> Tensor:
     """x with the least element largest: -x, of whole numbers -1 - x, which none of them overflows."""
     if is_float(x.dtype):
@@ -270,7 +260,7 @@ def _reversed(x: Tensor) -> Tensor:
 
 def argmax(x: Tensor, dim: Dim | str) -> Tensor:
     """int32 position of the first largest element along `dim`; of the first NaN if there is one."""
-    return x.graph.apply(ArgMax(_name(dim)), x)
+    return x.graph.apply(ArgMax(dim_name(dim)), x)
 
 
 def argmin(x: Tensor, dim: Dim | str) -> Tensor:
@@ -281,7 +271,7 @@ def argmin(x: Tensor, dim: Dim | str) -> Tensor:
 def top_k(x: Tensor, dim: Dim | str, best: Dim) -> tuple[Tensor, Tensor]:
     """The `best.size` largest elements along `dim`, largest first, and their positions: both [others,
     best]."""
-    values, places = x.graph.apply(TopK(_name(dim), best), x)
+    values, places = x.graph.apply(TopK(dim_name(dim), best), x)
     return values, places
 
 
@@ -292,21 +282,21 @@ def top_1(x: Tensor, dim: Dim | str) -> tuple[Tensor, Tensor]:
 
 def sort(x: Tensor, dim: Dim | str, descending: bool = False) -> Tensor:
     """The elements in order along `dim`."""
-    values, _ = x.graph.apply(Sort(_name(dim), descending), x)
+    values, _ = x.graph.apply(Sort(dim_name(dim), descending), x)
     out: Tensor = values
     return out
 
 
 def argsort(x: Tensor, dim: Dim | str, descending: bool = False) -> Tensor:
     """int32 positions of the elements in order along `dim`."""
-    _, places = x.graph.apply(Sort(_name(dim), descending), x)
+    _, places = x.graph.apply(Sort(dim_name(dim), descending), x)
     out: Tensor = places
     return out
 
 
 def nth_largest(x: Tensor, n: int, dim: Dim | str) -> Tensor:
     """The element along `dim` with n other elements at least as large (n = 0: the largest)."""
-    best = Dim(f"{_name(dim)}_best", n + 1)
+    best = Dim(f"{dim_name(dim)}_best", n + 1)
     values = top_k(x, dim, best)[0]
     return reshape(slice_dim(values, best, n, 1), values.shape.without(best.name))
 
@@ -324,5 +314,5 @@ def nth_smallest(x: Tensor, n: int, dim: Dim | str) -> Tensor:
 
 def reduce_first(x: Tensor, dim: Dim | str) -> Tensor:
     """The first element along `dim`, which disappears."""
-    places = x.graph.apply(Range(x.shape.dim(_name(dim)), "int32"))
+    places = x.graph.apply(Range(x.shape.dim(dim_name(dim)), "int32"))
     return reduce_sum(where(places.equal(0), x, 0.0), dim)

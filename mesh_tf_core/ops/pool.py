@@ -22,6 +22,8 @@ from mesh_tf_core.ops.windows import Pads, Window, fitted, spread, strided, wind
 
 LOWEST = float("-inf")
 
+Strides = int | Sequence[int] | None
+
 
 @dataclass(frozen=True)
 class WindowPart:
@@ -223,17 +225,13 @@ def _splits(low: Emitter, x: int, out: TensorType) -> tuple[tuple[str, ...], ...
 
 
 def _pool(fn: str, x: Tensor, dims: Sequence[Dim], sizes: Sequence[int], strides: Any, pads: Pads) -> Tensor:
-    steps = list(sizes) if strides is None else [strides] * len(dims) if isinstance(strides, int) else strides
-    found = windows([x.shape.dim(d.name) for d in dims], sizes, steps, [1] * len(dims), pads)
+    steps = sizes if strides is None else strides
+    found = windows([x.shape.dim(d.name) for d in dims], sizes, steps, 1, pads)
     return x.graph.apply(Pool(fn, found), x)
 
 
 def max_pool(
-    x: Tensor,
-    dims: Sequence[Dim],
-    sizes: Sequence[int],
-    strides: int | Sequence[int] | None = None,
-    pads: Pads = "valid",
+    x: Tensor, dims: Sequence[Dim], sizes: Sequence[int], strides: Strides = None, pads: Pads = "valid"
 ) -> Tensor:
     """The largest element of every window along `dims`, which keep their names.
 
@@ -245,22 +243,14 @@ def max_pool(
 
 
 def sum_pool(
-    x: Tensor,
-    dims: Sequence[Dim],
-    sizes: Sequence[int],
-    strides: int | Sequence[int] | None = None,
-    pads: Pads = "valid",
+    x: Tensor, dims: Sequence[Dim], sizes: Sequence[int], strides: Strides = None, pads: Pads = "valid"
 ) -> Tensor:
     """The sum of every window; arguments as of `max_pool`."""
     return _pool("sum", x, dims, sizes, strides, pads)
 
 
 def avg_pool(
-    x: Tensor,
-    dims: Sequence[Dim],
-    sizes: Sequence[int],
-    strides: int | Sequence[int] | None = None,
-    pads: Pads = "valid",
+    x: Tensor, dims: Sequence[Dim], sizes: Sequence[int], strides: Strides = None, pads: Pads = "valid"
 ) -> Tensor:
     """The mean of every window over its elements that are not padding; arguments as of `max_pool`."""
     ones = broadcast(constant_like(x, 1.0), [x.shape.dim(d.name) for d in dims])

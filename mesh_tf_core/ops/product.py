@@ -9,20 +9,19 @@ from typing import Any, ClassVar
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
+from mesh_tf_core.ir.op import Emitter, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import constant_like
 from mesh_tf_core.ops.binary import where
-from mesh_tf_core.ops.kinds import MadeByLowering
+from mesh_tf_core.ops.kinds import MadeByLowering, Reduction
 from mesh_tf_core.ops.reduce import names_of, reduce_sum
 
 
 @dataclass(frozen=True)
-class ReduceProd(Op):
+class ReduceProd(Reduction):
     """The product of all elements over `dims`; of split dimensions, devices exchange their own products."""
 
     dims: tuple[str, ...]
-    kind: ClassVar[str] = "reduce"
 
     def roles(self, *inputs: TensorType) -> Roles:
         kept = tuple(n for n in inputs[0].shape.names if n not in self.dims)
@@ -40,9 +39,6 @@ class ReduceProd(Op):
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         return k.reduce("prod", slices[0], [at.inputs[0].shape.index(n) for n in self.dims])
-
-    def flops(self, *local: TensorType) -> float:
-        return local[0].shape.size
 
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         x = low.values[inputs[0]]
@@ -69,12 +65,11 @@ class ReduceProd(Op):
 
 
 @dataclass(frozen=True)
-class PieceProducts(MadeByLowering):
+class PieceProducts(Reduction, MadeByLowering):
     """The product of a device's piece over `dims`, as its one element of the last dimension `pieces`."""
 
     dims: tuple[str, ...]
     pieces: Dim
-    kind: ClassVar[str] = "reduce"
     regroups: ClassVar[bool] = True
 
     def roles(self, *inputs: TensorType) -> Roles:
@@ -87,9 +82,6 @@ class PieceProducts(MadeByLowering):
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         product = k.reduce("prod", slices[0], [at.inputs[0].shape.index(n) for n in self.dims])
         return k.reshape(product, at.outputs[0].shape.sizes)
-
-    def flops(self, *local: TensorType) -> float:
-        return local[0].shape.size
 
 
 def reduce_prod(x: Tensor, dims: Dim | str | Sequence[Dim | str] | None = None) -> Tensor:

@@ -24,6 +24,7 @@ from mesh_tf_core.ir.traits import StepCopies
 from mesh_tf_core.ops.basic import StopGradient, constant_like
 from mesh_tf_core.ops.common import need_fractions
 from mesh_tf_core.ops.einsum import broadcast
+from mesh_tf_core.ops.kinds import NoGradient
 
 _ROUNDS = 13
 _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
@@ -61,9 +62,8 @@ def threefry(k: Kernel, key: tuple[Any, Any], counter: tuple[Any, Any]) -> tuple
     return x, y
 
 
-Places = Mapping[str, tuple[int, Any, int]]
-"""Dimension -> its size in the whole tensor, the index of a device's first element, and how far its elements
-are from each other."""
+Places = Mapping[str, tuple[int, Any]]
+"""Dimension -> its size in the whole tensor, and the index of a device's first element."""
 
 
 def places_of(k: Kernel, at: At, rows: PartRows | None, number: Any) -> Places:
@@ -72,12 +72,11 @@ def places_of(k: Kernel, at: At, rows: PartRows | None, number: Any) -> Places:
     Args:
       number: of the part, an int32 scalar.
     """
-    found: dict[str, tuple[int, Any, int]] = {}
+    found: dict[str, tuple[int, Any]] = {}
     for d in rows.batch if rows else ():
         assert rows is not None
-        ahead = k.binary("mul", k.cast(number, "uint32"), _constant(k, rows.ahead))
-        own = k.binary("mul", k.scalar(at.offset(d.name), "uint32"), _constant(k, rows.step))
-        found[d.name] = d.size, _add(k, ahead, own), rows.step
+        ahead = k.binary("mul", k.cast(number, "uint32"), _constant(k, rows.size))
+        found[d.name] = d.size, _add(k, ahead, k.scalar(at.offset(d.name), "uint32"))
     return found
 
 
@@ -88,7 +87,7 @@ def rows(k: Kernel, at: At, shape: Shape, places: Places | None = None) -> tuple
     Args:
       places: places of dimensions that differ from the device's shard.
     """
-    known = {d.name: (d.size * at.ways.get(d.name, 1), at.offset(d.name), 1) for d in shape}
+    known = {d.name: (d.size * at.ways.get(d.name, 1), at.offset(d.name)) for d in shape}
     known |= places or {}
     sizes = [known[d.name][0] for d in shape]
     first = len(sizes)
@@ -104,36 +103,31 @@ def _place(k: Kernel, known: Places, shape: Shape, axes: Sequence[int]) -> Any:
     place = k.full([1] * len(shape), 0, "uint32")
     for axis in axes:
         d = shape.dims[axis]
-        size, first, step = known[d.name]
-        along = _along(k, d.size, first if d.size < size else 0, step)
+        size, first = known[d.name]
+        along = _along(k, d.size, first if d.size < size else 0)
         along = k.reshape(along, [d.size if i == axis else 1 for i in range(len(shape))])
         place = _add(k, k.binary("mul", place, _constant(k, size)), along)
     return place
 
 
-def _along(k: Kernel, count: int, first: Any, step: int) -> Any:
+def _along(k: Kernel, count: int, first: Any) -> Any:
     """`count` numbers from the `first` on, uint32."""
     along = k.iota(count, "uint32")
-    along = along if step == 1 else k.binary("mul", along, _constant(k, step))
     return along if type(first) is int and not first else _add(k, along, k.scalar(first, "uint32"))
 
 
-def uniform(
-    k: Kernel, key: Any, row: tuple[Any, Any], n: int, first: Any = 0, step: int | None = None
-) -> Any:
+def uniform(k: Kernel, key: Any, row: tuple[Any, Any], n: int, first: Any = 0, single: bool = False) -> Any:
     """float32 in [0, 1), from 24 random bits each, of n elements of every row.
 
     Args:
       key: int32 or uint32 scalar.
       row: as `rows` gives it, with a last axis of size 1 more.
-      first: which of its row the first element is; without a `step`, a multiple of n.
-      step: how far they are from each other; None: they are neighbours.
+      first: which of its row the first element is; unless `single`, a multiple of n.
     """
     low, high = row
     # A pair of elements shares a counter; where n is odd, both ends may cut one.
-    single = n % 2 or step is not None
-    if single:
-        along = _along(k, n, first, step or 1)
+    if single := bool(single or n % 2):
+        along = _along(k, n, first)
     else:
         along = k.iota(n // 2, "uint32")
         along = _add(k, along, k.binary("shift_right", k.scalar(first, "uint32"), _constant(k, 1)))
@@ -166,8 +160,8 @@ def _uniform(k: Kernel, at: At, key: Any, places: Places) -> Any:
     shape = at.outputs[0].shape
     *others, last = shape.dims or (Dim("one", 1),)
     low, high = (k.reshape(x, [*x.shape, 1]) for x in rows(k, at, Shape(others), places))
-    _, first, step = places.get(last.name, (0, at.offset(last.name), None))
-    found = uniform(k, key, (low, high), last.size, first, step)
+    _, first = places.get(last.name, (0, at.offset(last.name)))
+    found = uniform(k, key, (low, high), last.size, first, single=last.name in places)
     return k.broadcast_to(found, shape.sizes) if shape else k.reshape(found, ())
 
 
@@ -194,7 +188,7 @@ def mix(k: Kernel, x: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class FoldIn(StepCopies):
+class FoldIn(NoGradient, StepCopies):
     """A new key from numbers (int32 scalars), one after the other: mix(key * odd ^ number), from the salt on.
 
     Attributes:
@@ -233,12 +227,9 @@ class FoldIn(StepCopies):
     def flops(self, *local: TensorType) -> float:
         return 0.0
 
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        return [None] * len(inputs)
-
 
 @dataclass(frozen=True)
-class Drawn(StepCopies, abstract=True):
+class Drawn(NoGradient, StepCopies, abstract=True):
     """Draws a number for every element of its output, from a key.
 
     Attributes:
@@ -259,9 +250,6 @@ class Drawn(StepCopies, abstract=True):
         key, *number = slices[self.given - 1 :]
         key = k.binary("bit_xor", k.cast(key, "uint32"), _constant(k, turned)) if turned else key
         return _uniform(k, at, key, places_of(k, at, self.rows, *(number or [None])))
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        return [None] * len(inputs)
 
 
 @dataclass(frozen=True)
@@ -298,12 +286,10 @@ class Dropout(Drawn):
 
 
 @dataclass(frozen=True)
-class RandomUniform(Drawn):
-    """Uniform numbers in [low, high) of a shape, from a key."""
+class Sampled(Drawn, abstract=True):
+    """Numbers of a shape and type, from a key."""
 
     shape: Shape
-    low: float
-    high: float
     dtype: str
 
     def roles(self, *inputs: TensorType) -> Roles:
@@ -311,30 +297,35 @@ class RandomUniform(Drawn):
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return TensorType(self.shape, check_dtype(self.dtype))
-
-    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        width = k.scalar(self.high - self.low, "float32")
-        x = k.binary("add", k.binary("mul", self.drawn(k, at, slices), width), k.scalar(self.low, "float32"))
-        return k.cast(x, self.dtype)
 
     def flops(self, *local: TensorType) -> float:
         return _WORK * self.shape.size
 
 
 @dataclass(frozen=True)
-class RandomNormal(Drawn):
-    """Normal numbers of a mean and a standard deviation, from a key (Box & Muller 1958)."""
+class RandomUniform(Sampled):
+    """Uniform numbers in [low, high)."""
 
-    shape: Shape
+    low: float
+    high: float
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        def scaled(x: Any, by: float) -> Any:
+            return k.binary("mul", x, k.scalar(by, "float32"))
+
+        x, bits = self.drawn(k, at, slices), uniform_bits(self.dtype)
+        if bits < 24:
+            x = scaled(k.unary("floor", scaled(x, 2.0**bits)), 2.0**-bits)
+        x = k.binary("add", scaled(x, self.high - self.low), k.scalar(self.low, "float32"))
+        return k.cast(x, self.dtype)
+
+
+@dataclass(frozen=True)
+class RandomNormal(Sampled):
+    """Normal numbers of a mean and a standard deviation (Box & Muller 1958)."""
+
     mean: float
     stddev: float
-    dtype: str
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return Roles(parallel=self.shape.names)
-
-    def infer(self, *inputs: TensorType) -> TensorType:
-        return TensorType(self.shape, check_dtype(self.dtype))
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         def number(value: float) -> Any:
@@ -349,6 +340,11 @@ class RandomNormal(Drawn):
 
     def flops(self, *local: TensorType) -> float:
         return (2 * _WORK + 20.0) * self.shape.size
+
+
+def uniform_bits(dtype: str) -> int:
+    """Random bits of a uniform number: with more, its type would round some up to the end of the range."""
+    return {"bfloat16": 8, "float16": 11}.get(dtype, 24)
 
 
 def dropout(
@@ -381,15 +377,11 @@ def random_uniform(
     key: Tensor, shape: Shape | Sequence[Dim], low: float = 0.0, high: float = 1.0, dtype: str = "float32"
 ) -> Tensor:
     """Uniform numbers in [low, high)."""
-    return key.graph.apply(RandomUniform(Shape(shape), low, high, dtype), key)
+    return key.graph.apply(RandomUniform(Shape(shape), dtype, low, high), key)
 
 
 def random_normal(
-    key: Tensor,
-    shape: Shape | Sequence[Dim],
-    mean: float = 0.0,
-    stddev: float = 1.0,
-    dtype: str = "float32",
+    key: Tensor, shape: Shape | Sequence[Dim], mean: float = 0.0, stddev: float = 1.0, dtype: str = "float32"
 ) -> Tensor:
     """Normal numbers."""
-    return key.graph.apply(RandomNormal(Shape(shape), mean, stddev, dtype), key)
+    return key.graph.apply(RandomNormal(Shape(shape), dtype, mean, stddev), key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim, Shape
@@ -14,17 +14,17 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import SumRules
 from mesh_tf_core.ops.common import need_fractions
 from mesh_tf_core.ops.einsum import broadcast
+from mesh_tf_core.ops.kinds import Reduction
 
 _COMBINE = {"sum": "sum", "max": "max", "min": "min", "any": "max", "all": "min"}
 
 
 @dataclass(frozen=True)
-class Reduce(SumRules):
+class Reduce(Reduction, SumRules):
     """Reduces the named dimensions by `fn` (sum, max, min, any, all); the others keep their order."""
 
     fn: str
     dims: tuple[str, ...]
-    kind: ClassVar[str] = "reduce"
 
     @property
     def name(self) -> str:
@@ -55,9 +55,6 @@ class Reduce(SumRules):
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         return k.reduce(self.fn, slices[0], [at.inputs[0].shape.index(n) for n in self.dims])
-
-    def flops(self, *local: TensorType) -> float:
-        return local[0].shape.size
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         (x,) = inputs

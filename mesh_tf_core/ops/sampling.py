@@ -1,7 +1,5 @@
 """Drawing from categorical distributions, the same under every layout."""
 
-from __future__ import annotations
-
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.tensor import Tensor

@@ -17,7 +17,7 @@ from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Emitter, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import DimensionNames
-from mesh_tf_core.ops.common import align, check_number, listing, same_dtype
+from mesh_tf_core.ops.common import align, check_number, dim_name, listing, same_dtype
 from mesh_tf_core.ops.kinds import Move
 from mesh_tf_core.ops.rearrange import rearranged
 
@@ -41,7 +41,7 @@ class Rename(DimensionNames, Move):
         for old, _ in self.names:
             x.shape.index(old)
         new = dict(self.names)
-        return TensorType(Shape(Dim(new.get(d.name, d.name), d.size) for d in x.shape), x.dtype)
+        return TensorType(Shape(Dim(new[d.name], d.size) if d.name in new else d for d in x.shape), x.dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         return slices[0]
@@ -279,10 +279,6 @@ class Pad(Move):
         return (slice_dim(dy, self.dim, self.before, inputs[0].shape.dim(self.dim).size),)
 
 
-def _name(dim: Dim | str) -> str:
-    return dim.name if isinstance(dim, Dim) else dim
-
-
 def rename(x: Tensor, /, **names: str) -> Tensor:
     """x with dimensions renamed: rename(x, length="memory_length").
 
@@ -298,14 +294,14 @@ def rename(x: Tensor, /, **names: str) -> Tensor:
 
 def rename_dimension(x: Tensor, old: Dim | str, new: str) -> Tensor:
     """x with one dimension renamed."""
-    return rename(x, **{_name(old): new})
+    return rename(x, **{dim_name(old): new})
 
 
 def anonymize(x: Tensor, *dims: Dim | str) -> Tensor:
     """x with the named dimensions (all, if none is named) under names that no layout splits, one per
     position.
     """
-    chosen = [_name(d) for d in dims] or list(x.shape.names)
+    chosen = [dim_name(d) for d in dims] or list(x.shape.names)
     return rename(x, **{name: f"_anonymous_{x.shape.index(name)}" for name in chosen})
 
 
@@ -331,18 +327,18 @@ def concat(xs: Sequence[Tensor], dim: Dim | str) -> Tensor:
         return xs[0]
     names = xs[0].shape.names
     alike = [x if set(x.shape.names) != set(names) else transpose(x, [x.dim(n) for n in names]) for x in xs]
-    return xs[0].graph.apply(Concat(_name(dim)), *alike)
+    return xs[0].graph.apply(Concat(dim_name(dim)), *alike)
 
 
 def slice_dim(x: Tensor, dim: Dim | str, begin: int, size: int) -> Tensor:
     """Elements begin .. begin+size-1 along `dim`."""
-    if begin == 0 and size == x.shape.dim(_name(dim)).size:
+    if begin == 0 and size == x.shape.dim(dim_name(dim)).size:
         return x
-    return x.graph.apply(SliceDim(_name(dim), begin, size), x)
+    return x.graph.apply(SliceDim(dim_name(dim), begin, size), x)
 
 
 def pad(x: Tensor, dim: Dim | str, before: int, after: int, value: float = 0.0) -> Tensor:
     """x with `before` and `after` elements of `value` added along `dim`."""
     if before == 0 and after == 0:
         return x
-    return x.graph.apply(Pad(_name(dim), before, after, value), x)
+    return x.graph.apply(Pad(dim_name(dim), before, after, value), x)

@@ -15,7 +15,7 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import LabelOperand
 from mesh_tf_core.ops.basic import cast, stop_gradient
 from mesh_tf_core.ops.binary import where
-from mesh_tf_core.ops.common import aligned, listing
+from mesh_tf_core.ops.common import aligned, dim_name, listing
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.index import Pick, local_ids
 from mesh_tf_core.ops.kinds import Elementwise
@@ -203,20 +203,16 @@ def _wide(x: Tensor) -> Tensor:
     return cast(x, "float32") if itemsize(x.dtype) == 2 else x
 
 
-def _name(dim: Dim | str) -> str:
-    return dim.name if isinstance(dim, Dim) else dim
-
-
 def softmax(x: Tensor, dim: Dim | str, extra_logit: Tensor | float | None = None) -> Tensor:
     """exp(x) / sum(exp(x)) along `dim`, which may be split; `extra_logit` adds its exponential to the sum."""
     if extra_logit is not None:
         return exp(log_softmax(x, dim, extra_logit))
-    return x.graph.apply(Softmax(_name(dim)), x)
+    return x.graph.apply(Softmax(dim_name(dim)), x)
 
 
 def logsumexp(x: Tensor, dim: Dim | str, extra_logit: Tensor | float | None = None) -> Tensor:
     """log(sum(exp(x))) along `dim`, which disappears; `extra_logit` counts as one more element."""
-    total: Tensor = x.graph.apply(LogSumExp(_name(dim)), x)
+    total: Tensor = x.graph.apply(LogSumExp(dim_name(dim)), x)
     if extra_logit is None:
         return total
     top = stop_gradient(maximum(total, extra_logit))
@@ -266,5 +262,5 @@ def softmax_cross_entropy(logits: Tensor, targets: Tensor, dim: Dim | str, z_los
     """
     logits = cast(logits, "float32") if logits.dtype != "float64" else logits
     lse = logsumexp(logits, dim)
-    loss = logits.graph.apply(CrossEntropy(_name(dim)), logits, targets, stop_gradient(lse))
+    loss = logits.graph.apply(CrossEntropy(dim_name(dim)), logits, targets, stop_gradient(lse))
     return loss + lse * lse * z_loss if z_loss else loss

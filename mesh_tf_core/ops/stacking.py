@@ -1,7 +1,5 @@
 """Stacks tensors along a new dimension, and splits a dimension."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from mesh_tf_core.errors import UserError

@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.traits import PartialAccess
 from mesh_tf_core.ops.index import Range
 from mesh_tf_core.ops.kinds import MadeByLowering, Move
+from mesh_tf_core.ops.shape import Concat
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,15 @@ class StageStack(CalledOtherwise):
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return TensorType(Shape([self.dim, *inputs[0].shape.dims[self.several :]]), inputs[0].dtype)
+
+
+@dataclass(frozen=True)
+class JoinedParts(PartialAccess, MadeByLowering, Concat):
+    """One stack of what loops over parts of a dimension stack: each wrote its elements of it."""
+
+    free: ClassVar[bool] = True
+    linear: ClassVar[bool] = True
+    joins: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

@@ -89,9 +89,14 @@ Pads = str | Sequence[tuple[int, int]]
 
 
 def windows(
-    dims: Sequence[Dim], sizes: Sequence[int], strides: Sequence[int], dilations: Sequence[int], pads: Pads
+    dims: Sequence[Dim],
+    sizes: Sequence[int],
+    strides: int | Sequence[int],
+    dilations: int | Sequence[int],
+    pads: Pads,
 ) -> tuple[Window, ...]:
-    """One window per dimension."""
+    """One window per dimension; a number is that of every dimension."""
+    strides, dilations = ([n] * len(dims) if isinstance(n, int) else n for n in (strides, dilations))
     if not len(dims) == len(sizes) == len(strides) == len(dilations) or not 1 <= len(dims) <= 3:
         raise UserError(
             f"windows along {[d.name for d in dims]}: give 1 to 3 dimensions, and one size, stride and "

@@ -6,6 +6,8 @@ import math
 import re
 from dataclasses import dataclass
 
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.dtypes import FLOATS
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.math import exp, sqrt
@@ -21,7 +23,8 @@ class Adam(Optimizer):
     Attributes:
       undecayed: regular expressions; weight decay is not applied to variables whose names contain a match,
         such as norms and biases.
-      narrow: the averages have a variable's own element type, as in PyTorch; else float32.
+      moments: element type of the two averages, such as bfloat16 (DeepSeek-V3 2024, section 3.3.3); "own": a
+        variable's own, as in PyTorch.
 
     Example:
       >>> import mesh_tf_core as mtf
@@ -34,11 +37,18 @@ class Adam(Optimizer):
     epsilon: float = 1e-8
     weight_decay: float = 0.0
     undecayed: tuple[str, ...] = ()
-    narrow: bool = False
+    moments: str = "float32"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.moments not in (*FLOATS, "own"):
+            raise UserError(
+                f"Adam: moments={self.moments!r} is no float type; {known_names(self.moments, FLOATS)}"
+            )
 
     def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: LearningRate) -> Updates:
         g = gradient.cast("float32")
-        dtype = variable.dtype if self.narrow else "float32"
+        dtype = variable.dtype if self.moments == "own" else self.moments
         m_state, m = slot(graph, variable, "adam_m", variable.shape, dtype=dtype)
         v_state, v = slot(graph, variable, "adam_v", variable.shape, dtype=dtype)
         m = m.cast("float32") * self.beta1 + g * (1 - self.beta1)

@@ -59,7 +59,6 @@ class BatchLinearity:
 
     Args:
       names: of the batch dimension (see `batch_names`).
-      rows: tensors that are known to be PER_EXAMPLE; others that no node makes are REPLICATED.
 
     Attributes:
       whole: by node, operands that are sums and have to be whole.
@@ -69,15 +68,13 @@ class BatchLinearity:
       why: the operation because of which a tensor is INSEPARABLE, or must be delayed, and its scope.
     """
 
-    def __init__(
-        self, graph: Graph, names: set[str], nodes: Iterable[Node], rows: Iterable[int] = ()
-    ) -> None:
+    def __init__(self, graph: Graph, names: set[str], nodes: Iterable[Node]) -> None:
         self.graph, self.names = graph, names
         self.whole: dict[int, set[int]] = {}
         self.shared: dict[int, set[int]] = {}
         self.shared_out: dict[int, set[int]] = {}
         self.why: dict[int, str] = {}
-        self._found: dict[int, TensorLinearity] = {i: TensorLinearity(Linearity.PER_EXAMPLE) for i in rows}
+        self._found: dict[int, TensorLinearity] = {}
         for node in nodes:
             self._visit(node)
 

@@ -6,8 +6,6 @@ Predicted times use the mean of two branches, and all steps of a while loop; mem
 branch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from fractions import Fraction
@@ -85,10 +83,7 @@ def _chosen(predicate: Tensor, yes: Tensor, no: Tensor) -> Tensor:
 
 
 def while_loop(
-    condition: Callable[..., Tensor],
-    body: Callable[..., Any],
-    state: Sequence[Tensor],
-    max_steps: int,
+    condition: Callable[..., Tensor], body: Callable[..., Any], state: Sequence[Tensor], max_steps: int
 ) -> tuple[Tensor, ...]:
     """Runs `body` on the state while `condition` holds, at most `max_steps` times; differentiable.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mesh_tf_core.errors import UserError
@@ -12,6 +12,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.kernel import PartRows
 from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import StepCopies, renames
 from mesh_tf_core.ops.basic import scale
@@ -40,9 +41,9 @@ class Copy:
       blocks: the same of blocks.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, new: Graph | None = None) -> None:
         self.old = graph
-        self.new = Graph(graph.name)
+        self.new = Graph(graph.name) if new is None else new
         self.new.variables.update(graph.variables)
         self.new.unsplit.update(graph.unsplit)
         self.new.places = graph.places
@@ -81,8 +82,7 @@ class Copy:
 
     def _number(self, block: Block) -> Tensor:
         """What numbers the iterations of a copied loop; the body of the copy is being built."""
-        assert block.index is not None
-        return self.new.tensors[block.index]
+        return self.new.number(block)
 
     def _node(self, node: Node) -> None:
         with self.new.phase(self._phase(node), node.scope, node.name):
@@ -164,6 +164,42 @@ class Copy:
         )
 
 
+class Replay(Copy):
+    """Nodes of an earlier block, built again in the graph's current one.
+
+    Random keys are ordinary operations, so random numbers are the same as in the first run.
+
+    Attributes:
+      nodes: the new nodes of the current block.
+    """
+
+    def __init__(self, graph: Graph, given: Mapping[int, Tensor]) -> None:
+        super().__init__(graph, graph)
+        self.tensors = _Visible(graph, given)
+        self.nodes: list[Node] = []
+
+    def run(self, nodes: Iterable[Node]) -> None:
+        """Builds `nodes` again, in order."""
+        for node in nodes:
+            self._node(node)
+            self.nodes.append(self.new.block.nodes[-1])
+
+    def _phase(self, node: Node) -> str:
+        return Phase.RECOMPUTE
+
+
+class _Visible(dict[int, Tensor]):
+    """Copies; other tensors as the graph's current block sees them."""
+
+    def __init__(self, graph: Graph, given: Mapping[int, Tensor]) -> None:
+        super().__init__(given)
+        self.graph = graph
+
+    def __missing__(self, old: int) -> Tensor:
+        found = self[old] = self.graph.visible(self.graph.tensor(old))
+        return found
+
+
 class StepCopy(Copy):
     """A copy of a step with its backward: loops save values for backward, and gradients record their
     variable."""
@@ -213,17 +249,20 @@ class PartCopy(Copy):
             )
         self.names = batch_names(graph, batch)
         self.smaller = {Dim(n, self.size): Dim(n, self.size // parts) for n in self.names}
-        self.rows = PartRows(Shape(self.smaller), self.size // parts, 1)
+        self.rows = PartRows(Shape(self.smaller), self.size // parts)
+
+    def refusal(self, what: str) -> UserError:
+        """The error for a graph that cannot work on parts."""
+        return UserError(f"microbatches={self.parts}: {what}; use one microbatch")
 
     def check_batch(self, tensors: Iterable[Tensor]) -> None:
         """UserError if one of some tensors has the batch twice."""
         for t in tensors:
             both = [d.name for d in t.shape if d in self.smaller]
             if len(both) > 1:
-                raise UserError(
-                    f"microbatches={self.parts}: a tensor [{t.shape}] has two batch dimensions "
-                    f"({' and '.join(both)}), but examples of different microbatches cannot be combined; "
-                    "use one microbatch"
+                raise self.refusal(
+                    f"a tensor [{t.shape}] has two batch dimensions ({' and '.join(both)}), but examples of "
+                    "different microbatches cannot be combined"
                 )
 
     def _operands(self, node: Node) -> list[Tensor]:
@@ -266,7 +305,7 @@ class PartCopy(Copy):
         return op if same else dataclasses.replace(op, **changed)
 
     def _applied(self, op: Op, inputs: Sequence[Tensor], node: Node) -> tuple[Tensor, ...]:
-        fixes = f"microbatches={self.parts}: {op.describe()} works only for the whole batch"
+        fixes = f"{op.describe()} works only for the whole batch"
         names = {n for i in (*node.inputs, *node.outputs) for n in self.old.tensor(i).shape.names}
         if self.number is not None and self.parts > 1 and not names.isdisjoint(self.names):
             of_part = op.of_part(self.rows) if isinstance(op, StepCopies) else None
@@ -276,8 +315,8 @@ class PartCopy(Copy):
         try:
             made = super()._applied(op, inputs, node)
         except UserError as error:
-            raise UserError(f"{fixes} ({error}); use one microbatch") from None
+            raise self.refusal(f"{fixes} ({error})") from None
         for old, tensor in zip(node.outputs, made, strict=True):
             if tensor.shape != self._shape(self.old.tensor(old).shape):
-                raise UserError(f"{fixes}; use one microbatch")
+                raise self.refusal(fixes)
         return made

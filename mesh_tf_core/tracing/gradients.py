@@ -1,8 +1,6 @@
 """Reverse-mode gradients, built from operations of the same graph, so that they are lowered like the
 forward."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from mesh_tf_core.errors import UserError
@@ -13,8 +11,8 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Cast, Constant, add_n
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.shape import transpose
+from mesh_tf_core.tracing.copying import Replay
 from mesh_tf_core.tracing.graph import Graph, graph_of
-from mesh_tf_core.tracing.replay import Replay
 from mesh_tf_core.tracing.residuals import several
 
 
@@ -210,10 +208,10 @@ class _BackwardWalk:
         graph = self.graph
         again = Replay(graph, {half.argument: kept})
         again.run(half.nodes)
-        result = again.tensor(half.result)
+        result = again.tensors[half.result]
         with graph.phase(Phase.RECOMPUTE):
             x = changed - result
-        sources = {new.id: old for old, new in again.made.items()}
+        sources = {new.id: old for old, new in again.tensors.items()}
         self.needed.add(kept.id)
         self.needed.update(new for new, old in sources.items() if old in self.needed)
         seeds = {kept.id: [dkept]}

@@ -20,6 +20,7 @@ from mesh_tf_core.ir.initializers import ZEROS, Initial, Variable
 from mesh_tf_core.ir.op import Op, TensorType, inferred
 from mesh_tf_core.ir.outline import Outline, Outlined, Remembering
 from mesh_tf_core.ir.phase import Phase
+from mesh_tf_core.ir.scopes import caller
 from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import cast
@@ -28,7 +29,6 @@ from mesh_tf_core.ops.random import FoldIn
 from mesh_tf_core.ops.shape import Reshape
 from mesh_tf_core.ops.unary import unary
 from mesh_tf_core.tracing.residuals import Residuals
-from mesh_tf_core.tracing.source_locations import caller
 
 T = TypeVar("T")
 MOST_OPERATIONS = 100_000
@@ -165,6 +165,10 @@ class Graph(Residuals, Remembering):
         if place not in self._once:
             self._once[place] = make()
         return self._once[place]
+
+    def maker(self, x: Tensor) -> tuple[Any, Sequence[Tensor]]:
+        node = self.producer.get(x.id)
+        return (None, ()) if node is None else (node.op, [self.tensor(i) for i in node.inputs])
 
     def unary(self, fn: str, x: Tensor) -> Tensor:
         return unary(fn, x)
@@ -311,6 +315,11 @@ class Graph(Residuals, Remembering):
             yield block
         finally:
             self._stack.pop()
+
+    def number(self, block: Block) -> Tensor:
+        """The number of a loop's iteration, in its body."""
+        assert block.index is not None
+        return self.tensors[block.index]
 
     @contextmanager
     def branch(self, runs: Tensor, share: Fraction) -> Iterator[Block]:

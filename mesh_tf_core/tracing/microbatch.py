@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import MICROBATCH, Node
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
@@ -56,7 +55,10 @@ class Accumulation(StepCopy, PartCopy):
       given: old tensor -> its replacement, for variables and inputs without the batch.
       fed: the same of inputs in parts.
       outside: the same for values that are computed outside the loops over the parts.
+      has_rows: values of single examples may be wanted, as [microbatch, its rows].
     """
+
+    has_rows = False
 
     def __init__(self, graph: Graph, batch: str, parts: int) -> None:
         super().__init__(graph, batch, parts)
@@ -114,15 +116,12 @@ class Accumulation(StepCopy, PartCopy):
     def _check(self, name: str, tensor: int) -> None:
         """UserError if what the parts compute does not add up to a tensor."""
         found, why = self.linearity.of(tensor), self.linearity.why.get(tensor, "")
-        if found.kind in (Linearity.INSEPARABLE, Linearity.PER_EXAMPLE):
-            raise UserError(
-                f"microbatches={self.parts}: {name} is not a sum over the microbatches, because of "
-                f"{why}; use one microbatch"
-            )
+        rows = found.kind is Linearity.PER_EXAMPLE and not self.has_rows
+        if found.kind is Linearity.INSEPARABLE or rows:
+            raise self.refusal(f"{name} is not a sum over the microbatches, because of {why}")
         if found.after > (1 if found.kind is Linearity.REDUCIBLE else 2):
-            raise UserError(
-                f"microbatches={self.parts}: {name} needs several sums over the whole batch, one "
-                f"after another, because of {why}; use one microbatch"
+            raise self.refusal(
+                f"{name} needs several sums over the whole batch, one after another, because of {why}"
             )
 
     def _feed(self, op: Feed, old: int) -> None:
@@ -152,7 +151,8 @@ class Accumulation(StepCopy, PartCopy):
 
     def _is_added(self, tensor: int) -> bool:
         """Whether the parts add up to a tensor itself."""
-        return self.linearity.of(tensor).kind is Linearity.REDUCIBLE or self._only_inside(tensor)
+        kinds = (Linearity.REDUCIBLE, Linearity.PER_EXAMPLE)
+        return self.linearity.of(tensor).kind in kinds or self._only_inside(tensor)
 
     def _only_inside(self, tensor: int) -> bool:
         """Whether a loop computes a tensor beside others for which it reads the rows."""
@@ -208,9 +208,8 @@ class Accumulation(StepCopy, PartCopy):
         """A loop over the parts that adds up `sums`: afterwards they are known outside."""
         made = {}
         with self.new.loop(Dim(MICROBATCH, self.parts)) as body:
-            assert body.index is not None
             self.blocks, self.tensors = {}, dict(self.given)
-            self.number = self.new.tensors[body.index]
+            self.number = self.new.number(body)
             for old, outer in self.fed.items():
                 self.tensors[old] = self.new.slice_into(body, outer)
             for node in self._needed(sums):

@@ -1,13 +1,15 @@
 """The order of a microbatch's work when it passes the stages of a pipeline forward and then backward: before
-the layers, after them, after their backward, or once, on sums over all microbatches."""
+the layers, after them, after their backward, or once, on sums over all microbatches; and the two halves of
+the backward of layers, for schedules in which gradients of weights have slots of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.blocks import Block, Node, reads
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.tracing.batch_linearity import Linearity, outer_reads
 from mesh_tf_core.tracing.microbatch import Accumulation
@@ -29,7 +31,7 @@ class MicrobatchOrder:
     Args:
       copy: has the dependence of tensors on the batch.
       needed: the nodes, in order.
-      forward, backward: those over the layers.
+      over: those over the layers: forward, and backward if there is one.
       sums: values that are summed over the parts.
       trained: values that depend on trained variables.
       refuse: the error for layers that cannot be stages.
@@ -49,23 +51,24 @@ class MicrobatchOrder:
         self,
         copy: Accumulation,
         needed: Sequence[Node],
-        forward: Node,
-        backward: Node,
+        over: Sequence[Node],
         sums: Iterable[int],
         trained: Set[int],
         refuse: Callable[[str], UserError],
     ) -> None:
         self.copy, self.old, self.needed = copy, copy.old, needed
-        self.forward, self.backward, self.trained, self.refuse = forward, backward, trained, refuse
-        dim = self.body(forward).dim
+        self.over, self.forward, self.backward = over, over[0], over[-1]
+        self.trained, self.refuse = trained, refuse
+        dim = self.body(self.forward).dim
         assert dim is not None
         self.layers: Dim = dim
-        self.states, self.seeds = forward.inputs, backward.inputs
+        self.states, self.seeds = self.forward.inputs, self.backward.inputs * (len(over) > 1)
         self.known: dict[int, When] = {}
         self.runs: dict[int, When] = {}
         self._order()
         self.sums = self._added(sums)
-        self.rows = tuple(o for _, o in self.body(backward).summed if self.kind(o) is Linearity.PER_EXAMPLE)
+        summed = (o for n in over[1:] for _, o in self.body(n).summed)
+        self.rows = tuple(o for o in summed if self.kind(o) is Linearity.PER_EXAMPLE)
         self._read()
         self._check()
 
@@ -92,7 +95,7 @@ class MicrobatchOrder:
                 when = When.WHOLE  # What it adds up is not there at the same ticks.
             self.runs[node.index] = when
             self.known.update(dict.fromkeys(self.copy.made_by(node), when))
-            for other, then in ((self.forward, When.HEAD), (self.backward, When.AFTER)):
+            for other, then in zip(self.over, (When.HEAD, When.AFTER), strict=False):
                 if node is other:
                     goes = {*node.outputs[: len(node.inputs)]}
                     goes |= {o for o in node.outputs if self.kind(o) is Linearity.PER_EXAMPLE}
@@ -108,7 +111,7 @@ class MicrobatchOrder:
             if tensor in seen or tensor in self.copy.outside or maker is None:
                 continue
             seen.add(tensor)
-            stage = maker in (self.forward, self.backward)
+            stage = maker in self.over
             if not stage and self.runs.get(maker.index) is When.WHOLE:
                 read = sorted(outer_reads(self.old, maker))
                 if any(self.kind(i) in (Linearity.PER_EXAMPLE, Linearity.INSEPARABLE) for i in read):
@@ -122,10 +125,11 @@ class MicrobatchOrder:
 
     def _read(self) -> None:
         saved = {*self.body(self.forward).saved.values()}
-        self.sliced = {n.index: self._sliced(n, saved) for n in (self.forward, self.backward)}
-        self.reads = {n.index: self._inside(n) - saved for n in (self.forward, self.backward)}
+        self.sliced = {n.index: self._sliced(n, saved) for n in self.over}
+        self.reads = {n.index: self._inside(n) - saved for n in self.over}
         read = set().union(*self.reads.values())
-        late = [i for i in (*read, *self.sliced[self.backward.index]) if self.when(i) is not When.BEFORE]
+        stacks = (o for n in self.over[1:] for o in self.sliced[n.index])
+        late = [i for i in (*read, *stacks) if self.when(i) is not When.BEFORE]
         if late or any(self.when(i) > When.HEAD for i in self.seeds):
             raise self.refuse("the gradient of values that the layers stack depends on the microbatch")
         rows = {i for i in read if self.kind(i) is Linearity.PER_EXAMPLE}
@@ -162,3 +166,60 @@ class MicrobatchOrder:
             raise refuse(
                 f"the layers use a whole tensor with dimension {self.layers.name!r}, not only their own slice"
             )
+
+
+@dataclass(frozen=True)
+class HalfBackward:
+    """One half of the backward of layers: all but the products that make gradients of weights, or these.
+
+    Attributes:
+      body: of the loop, with the nodes and results of this half.
+      between: tensors that the first half makes and the second one reads.
+      first: which half it is.
+    """
+
+    body: Block
+    between: Sequence[int]
+    first: bool
+
+
+def second_half(body: Block, first: Collection[int] = ()) -> set[int]:
+    """The nodes of the second half of the backward of layers; `first` as of `halves`."""
+    needed = {*body.carry_out, *(i for i, o in body.summed if o in first)}
+    late, found = set[int](), set[int]()
+    for node in reversed(body.nodes):
+        needed |= reads(node) if not needed.isdisjoint(node.outputs) else set()
+    for node in body.nodes:
+        waits = node.op.kind == "matmul" and needed.isdisjoint(node.outputs)
+        if waits or not late.isdisjoint(reads(node)):
+            found.add(node.index)
+            late.update(node.outputs)
+    return found
+
+
+def halves(body: Block, first: Collection[int], again: Collection[int]) -> tuple[HalfBackward, HalfBackward]:
+    """The backward of layers in two halves. Products that the state's gradient does not need go to the second
+    half, with everything computed from them; all other operations go to the first half, where they share
+    kernels.
+
+    Args:
+      first: results, of the graph around, that the first half has to make.
+      again: stacks whose parts are computed again in the first half.
+    """
+    second = second_half(body, first)
+    early, left = ([n for n in body.nodes if (n.index in second) is later] for later in (False, True))
+    late = {o for node in left for o in node.outputs}
+    made = {*body.carry_in, *(o for node in early for o in node.outputs)}
+    made |= {i for o, i in body.sliced if o in again}
+    between = sorted(made & set[int]().union(*map(reads, left)))
+    one, two = (
+        replace(
+            body,
+            nodes=nodes,
+            stacked=[p for p in body.stacked if (p[0] in late) is later],
+            summed=[p for p in body.summed if (p[0] in late) is later],
+        )
+        for nodes, later in ((early, False), (left, True))
+    )
+    two.carry_in = two.carry_out = ()
+    return HalfBackward(one, between, True), HalfBackward(two, between, False)

@@ -124,10 +124,7 @@ class _Replicas(StepCopy):
 
     def _copies(self, v: Variable) -> Variable:
         return replace(
-            v,
-            shape=Shape([self.dim, *v.shape]),
-            initializer=Alike(v.initializer),
-            stacked=v.stacked + 1,
+            v, shape=Shape([self.dim, *v.shape]), initializer=Alike(v.initializer), stacked=v.stacked + 1
         )
 
     def _shared(self) -> set[int]:

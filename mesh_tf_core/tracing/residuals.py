@@ -1,7 +1,5 @@
 """Values of a forward loop in its backward: recomputed if that is free, else saved in a stack."""
 
-from __future__ import annotations
-
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape

@@ -1,19 +1,20 @@
 """Loops over layers as stages: which loops can be stages, and the order in which stages with several chunks
 store stacks of layers (`ir.stored_order`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
+from functools import reduce
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim, divisors
 from mesh_tf_core.ir.outline import per_graph
 from mesh_tf_core.ir.phase import Phase
+from mesh_tf_core.ir.schedules import GPIPE, layer_order, rounds_of
 from mesh_tf_core.ir.stored_order import Interleaved
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.shape import reshape, transpose
+from mesh_tf_core.ops.neighbours import ReverseAlong
+from mesh_tf_core.ops.shape import concat, reshape, slice_dim, transpose
 from mesh_tf_core.tracing.batch_linearity import outer_reads
 from mesh_tf_core.tracing.graph import Graph, graph_of
 
@@ -28,9 +29,9 @@ def loop_dims(graph: Graph) -> Mapping[str, list[Node]]:
     return found
 
 
-def check_stages(graph: Graph, dim: str, count: int, rounds: int = 1) -> None:
-    """UserError if the loops over a dimension cannot be this many stages, with as many virtual stages as
-    rounds."""
+def check_stages(graph: Graph, dim: str, count: int, schedule: str = GPIPE) -> None:
+    """UserError if the loops over a dimension cannot be this many stages of a schedule."""
+    rounds = rounds_of(schedule)
     for node in loop_dims(graph)[dim]:
         size = node.body.dim.size if node.body and node.body.dim else 0
         # Embedding and head may be all that the first and the last virtual stage have.
@@ -62,7 +63,7 @@ def loop_name(block: Block, graph: Graph) -> str | None:
 
 
 def lying(
-    graph: Graph, nodes: Iterable[Node], stages: Mapping[str, int], rounds: int
+    graph: Graph, nodes: Iterable[Node], stages: Mapping[str, int], schedule: str
 ) -> dict[int, tuple[Interleaved, bool]]:
     """Values of variables that loops read by parts which become stages -> the order in which they are to lie,
     if that is not the model's, and whether any other of the nodes reads them.
@@ -78,7 +79,7 @@ def lying(
             continue
         read.update(node.inputs, body.carry_out, *(outer_reads(graph, n) for n in body.nodes))
         read.update(i for i, _ in (*body.stacked, *body.summed))
-        order = Interleaved(stages[body.dim.name], rounds)
+        order = layer_order(schedule, stages[body.dim.name])
         if not order.moves(body.dim.size):
             read.update(i for i, _ in body.sliced)
             continue
@@ -99,16 +100,58 @@ def reordered(x: Tensor, order: Interleaved, layers: Dim, *, lies: bool) -> Tens
         counts them.
     """
     name, rest, parts = layers.name, x.shape.dims[1:], order.stages * order.rounds
-    if order.size(layers.size) != layers.size:
+    if order.lacks(layers.size):
         known = ", ".join(map(str, divisors(layers.size)[1:]))
         raise UserError(
             f"pipeline over {name!r}: {parts} {'virtual ' * (order.rounds > 1)}stages do not divide the "
             f"{layers.size} layers, which is required because an operation outside the loop reads the "
             f"layers' values; choose a total of {known}"
         )
-    rounds, stages = Dim(f"{name}_rounds", order.rounds), Dim(name, order.stages)
-    chunk = Dim(layers_of_stage(name), layers.size // parts)
+    if lies:
+        found = _by_chunks(x, order)
+        stages, rounds, *each = found.shape.dims
+        found = _turned(transpose(found, [rounds, stages, *each]), order)
+        found = slice_dim(found, rounds, 0, order.rounds)
+        return reshape(found, [Dim(name, layers.size), *rest])
+    dims = (
+        Dim(f"{name}_rounds", order.rounds),
+        Dim(name, order.stages),
+        Dim(layers_of_stage(name), layers.size // parts),
+    )
+    found = reshape(x, [*dims, *rest])
+    return _laid(concat([found] * (1 + order.mirrored), dims[0]), order)
+
+
+def added(x: Tensor, order: Interleaved) -> Tensor:
+    """x, whose first dimension lies in the order of stages, with the sum of both copies of layers in each."""
+    if not order.mirrored:
+        return x
+    found = _by_chunks(x, order)
+    other = reduce(lambda y, dim: x.graph.apply(ReverseAlong(dim.name), y), found.shape.dims[:2], found)
+    return reshape(found + other, x.shape)
+
+
+def _by_chunks(x: Tensor, order: Interleaved) -> Tensor:
+    """x in the order of stages, as [stages, chunks, layers of a chunk, others]."""
+    layers, *rest = x.shape.dims
+    rounds, stages = Dim(f"{layers.name}_rounds", order.chunks), Dim(layers.name, order.stages)
+    chunk = Dim(layers_of_stage(layers.name), layers.size // (order.stages * order.chunks))
     graph_of(x).unsplit[rounds.name] = "a device holds all chunks of a stage's layers"
-    have, want = ((stages, rounds), (rounds, stages)) if lies else ((rounds, stages), (stages, rounds))
-    apart = reshape(x, [*have, chunk, *rest])
-    return reshape(transpose(apart, [*want, chunk, *rest]), x.shape)
+    return reshape(x, [stages, rounds, chunk, *rest])
+
+
+def _laid(x: Tensor, order: Interleaved) -> Tensor:
+    """x [chunks, stages, layers of a chunk, others] as `_by_chunks` reads it."""
+    rounds, stages, chunk, *rest = x.shape.dims
+    graph_of(x).unsplit[rounds.name] = "a device holds all chunks of a stage's layers"
+    found = transpose(_turned(x, order), [stages, rounds, chunk, *rest])
+    return reshape(found, [Dim(stages.name, stages.size * rounds.size * chunk.size), *rest])
+
+
+def _turned(x: Tensor, order: Interleaved) -> Tensor:
+    """The second chunks of stages in the opposite order, if microbatches pass them so."""
+    if not order.turns and not order.mirrored:
+        return x
+    rounds, stages = x.shape.dims[:2]
+    down, up = (slice_dim(x, rounds, number, 1) for number in range(2))
+    return concat([down, x.graph.apply(ReverseAlong(stages.name), up)], rounds)

@@ -4,24 +4,27 @@ between ticks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
 
-from mesh_tf_core.ir.blocks import MICROBATCH, TICK, Block
+from mesh_tf_core.ir.blocks import ARRIVING, MICROBATCH, TICK, Block
 from mesh_tf_core.ir.dims import Dim
-from mesh_tf_core.ir.schedules import IDLE, PipelineSchedule, StageAction
+from mesh_tf_core.ir.schedules import KINDS, PipelineSchedule
+from mesh_tf_core.ir.stage_orders import IDLE, StageAction
 from mesh_tf_core.ir.stored_order import Interleaved
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.math import maximum
-from mesh_tf_core.ops.ticks import CHUNK, RINGS, LayerNumbers, Passing, ScheduleColumn
+from mesh_tf_core.ops.binary import where
+from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
+from mesh_tf_core.ops.math import logical_and, maximum
+from mesh_tf_core.ops.neighbours import shift
+from mesh_tf_core.ops.ticks import ARRIVALS, CHUNK, RINGS, LayerNumbers, Passing, ScheduleColumn
 from mesh_tf_core.tracing.graph import Graph
 
 
-@dataclass(frozen=True)
-class SlotWork:
+class SlotWork(NamedTuple):
     """The action of a stage in a slot of a tick, all scalars.
 
     Attributes:
@@ -55,57 +58,92 @@ class TableRows:
     def dim(self) -> Dim:
         return Dim(TICK, len(self.ticks))
 
-    def inside(self, block: Block) -> TableRows:
-        """The same in the loop's body."""
-        return replace(self, block=block)
-
-    @property
-    def number(self) -> Tensor:
-        """The number of the tick among the loop's."""
-        assert self.block is not None and self.block.index is not None
-        return self.new.tensors[self.block.index]
-
     def at(self, slot: StageAction, stages: Block) -> SlotWork:
         """The action, in a slot, of the stage whose part of the tick is being built."""
-        item = self._column(slot, MICROBATCH, stages)
-        chunk = maximum(self._column(slot, CHUNK, stages), 0) if self.schedule.chunks > 1 else None
+        item = self.column(slot, MICROBATCH, stages)
+        chunk = maximum(self.column(slot, CHUNK, stages), 0) if self.schedule.chunks > 1 else None
         return SlotWork(item > IDLE, maximum(item, 0), chunk)
 
     def place(self, slot: StageAction, stages: Block, begin: StageAction) -> Tensor:
         """The position in a ring where a stage stores a value of slots of the kind `begin`, or reads it."""
-        return self._column(slot, next(name for name, put in RINGS.items() if put is begin), stages)
+        return self.column(slot, next(name for name, put in RINGS.items() if put is begin), stages)
 
-    def _column(self, slot: StageAction, name: str, stages: Block) -> Tensor:
-        assert self.block is not None
+    def column(self, slot: StageAction, name: str, stages: Block) -> Tensor:
+        """This tick's number of a stage in a column of `ScheduleColumn`."""
         with self.new.at_root():
             column = self.new.apply(
                 ScheduleColumn(self.schedule, slot, name, self.dim, self.stage, self.ticks.start)
             )
         return self.new.slice_into(stages, self._part(column))
 
+    def is_end(self, stage: Tensor, chunk: Tensor | None, end: bool, stream: int) -> Tensor:
+        """True at the first virtual stage of a stream, or at the last one at the `end`; without a chunk, at
+        its stage."""
+        last, number = self.schedule.end(end, stream)
+        there = stage > self.schedule.stages - 2 if last else stage < 1
+        if chunk is None:
+            return there
+        return logical_and(there, chunk > self.schedule.chunks - 2 if number else chunk < 1)
+
+    def come(self, slot: StageAction, held: Sequence[Tensor]) -> list[Tensor]:
+        """The values that stages have from others for a slot, of those that `moved` has made."""
+        if KINDS[self.schedule.kind].one_way:
+            return [*held]
+        with self.new.loop(self.stage, spread=True) as stages:
+            place = self.column(slot, ARRIVALS[2], stages)
+            taken = [dynamic_slice(self.new.slice_into(stages, h), place, ARRIVING) for h in held]
+            found = [self.new.stack_output(stages, x) for x in taken]
+        self.new.close_loop(stages, [])
+        return found
+
+    def moved(self, slot: StageAction, handed: Sequence[Tensor], held: Sequence[Tensor]) -> list[Tensor]:
+        """The values that stages hand on, at the next one; where stages hand on to both sides, in the rings
+        `held`, since the next one may take them later."""
+        new, of = self.new, self.schedule
+        if KINDS[of.kind].one_way:
+            to = -1 if slot is StageAction.BACKWARD else 1
+            return [shift(x, to, self.stage, of.rounds > 1) for x in handed]
+        ways = [(shift(x, 1, self.stage), shift(x, -1, self.stage), x) for x in handed]
+        with new.loop(self.stage, spread=True) as stages:
+            last, made = new.number(stages) > of.stages - 2, list[Tensor]()
+            places = [self.column(slot, way, stages) for way in ARRIVALS[:2]]
+            for ring, moved in zip(held, ways, strict=True):
+                before, behind, own = (new.slice_into(stages, x) for x in moved)
+                found = new.slice_into(stages, ring)
+                for x, place in zip((before, where(last, own, behind)), places, strict=True):
+                    found = dynamic_update(found, x, place, ARRIVING)
+                made.append(new.stack_output(stages, found))
+        new.close_loop(stages, [])
+        return made
+
     def _part(self, column: Tensor) -> Tensor:
         """This tick's part, in the block of the loop over ticks, whatever is being built inside of it."""
         assert self.block is not None
         return self.new.slice_into(self.block, column)
 
+    def microbatch(self, slot: StageAction, end: bool, stream: int, places: int = 0) -> Tensor:
+        """This tick's number of `Passing`."""
+        op = Passing(self.schedule, slot, end, self.dim, self.ticks.start, places, stream)
+        with self.new.at_root():
+            column = self.new.apply(op)
+        return self._part(column)
+
     def passing(
-        self, slot: StageAction, end: bool, make: Callable[[Tensor], Sequence[Tensor]]
+        self, slot: StageAction, end: bool, stream: int, make: Callable[[Tensor], Sequence[Tensor]]
     ) -> list[Tensor] | None:
-        """The values made of the microbatch that is at the first virtual stage, or at the last one at the
-        `end`; with several virtual stages a stage, in the ticks in which one is, and zeros in others. None if
-        none ever is.
+        """The values made of the microbatch of a stream that is at the first virtual stage, or at the last
+        one at the `end`; with several virtual stages a stage, in the ticks in which one is, and zeros in
+        others. None if none ever is.
 
         Args:
           make: of the number of a microbatch.
         """
         new, of = self.new, self.schedule
-        with new.at_root():
-            column = new.apply(Passing(of, slot, end, self.dim, self.ticks.start))
-        item = self._part(column)
+        item = self.microbatch(slot, end, stream)
         number = maximum(item, 0)
         if of.chunks == 1:
             return [*make(number)]
-        found = of.passing(slot, end)[self.ticks.start : self.ticks.stop]
+        found = of.passing(slot, end, stream)[self.ticks.start : self.ticks.stop]
         if not (count := int(np.count_nonzero(found != IDLE))):
             return None
         with new.branch(item > IDLE, Fraction(count, of.works_in(slot, self.ticks))) as block:
@@ -121,7 +159,7 @@ def layer_numbers(new: Graph, order: Interleaved, layers: Dim, stages: Block, ow
     Args:
       layers: number of layers of the model; `own`: of a stage.
     """
-    if order.size(layers.size) == layers.size:
+    if not order.lacks(layers.size):
         return None
     with new.at_root():
         numbers = new.apply(LayerNumbers(order, layers.size, Dim(layers.name, order.stages), own))
@@ -134,12 +172,14 @@ class TickState(NamedTuple):
     Attributes:
       flow, back: states of stages, forward and backward.
       rings: saved values of forward; `late`: values that backward keeps for slots of weights.
+      seeds: gradients of losses that wait for backward.
     """
 
     flow: list[Tensor]
     rings: list[Tensor]
     back: list[Tensor]
     late: list[Tensor]
+    seeds: list[Tensor]
 
     def taken(self, carries: Sequence[bool]) -> list[Tensor]:
         """The tensors of the parts that are carried."""

@@ -1,31 +1,32 @@
-"""The loops over ticks of a pipeline in which every microbatch goes backward at once (`pipelined_step`)."""
+"""The loops over ticks of a pipeline (`pipelined_step`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from fractions import Fraction
-from functools import partial
+from functools import partial, reduce
 
 from mesh_tf_core.exclusions import SPLIT_BACKWARD, STAGE_AGAIN, refuse
-from mesh_tf_core.ir.blocks import IN_FLIGHT, TICK, Block, Node
-from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.blocks import ARRIVING, IN_FLIGHT, TICK, Block, Node
+from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.schedules import StageAction
+from mesh_tf_core.ir.schedules import KINDS
+from mesh_tf_core.ir.stage_orders import StageAction
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.basic import Constant, add_n, scale
+from mesh_tf_core.ops.basic import add_n, scale
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
-from mesh_tf_core.ops.einsum import broadcast
-from mesh_tf_core.ops.math import logical_and
-from mesh_tf_core.ops.neighbours import shift
-from mesh_tf_core.tracing.backward_halves import HalfBackward, halves
+from mesh_tf_core.ops.math import logical_or
 from mesh_tf_core.tracing.batch_linearity import Linearity
-from mesh_tf_core.tracing.microbatch_order import MicrobatchOrder, When
+from mesh_tf_core.tracing.microbatch_order import HalfBackward, MicrobatchOrder, When, halves
 from mesh_tf_core.tracing.table_rows import TableRows, TickState
 from mesh_tf_core.tracing.virtual_stages import RecomputeLayer, VirtualStageCopy
 
-SlotMade = tuple[TickState, list[Tensor], dict[int, Tensor]]
+Terms = list[tuple[int, Tensor]]
+"""Terms of sums, each with its sum."""
+SlotMade = tuple[TickState, list[Tensor], Terms]
 """The state after a slot, what it hands to the next one, and terms of sums."""
 MakeSlot = Callable[[TickState], SlotMade]
 
@@ -49,10 +50,11 @@ class TickLoops:
         self.copy, self.order, self.old = copy, order, copy.old
         self.new, self.schedule = copy.new, copy.schedule
         self.stages, self.parts = self.schedule.stages, self.schedule.microbatches
+        self.streams = range(self.schedule.streams)
         self.stage, self.own = copy.stage, copy.own
         self.ring = Dim(IN_FLIGHT, self.schedule.in_flight)
         self.made: dict[int, list[Tensor]] = {}
-        copy.stacks.update(o for n in (order.forward, order.backward) for _, o in self.order.body(n).stacked)
+        copy.stacks.update(o for n in order.over for _, o in order.body(n).stacked)
         self.flows = (*self.order.states, *self.order.passes)
         self._keep(order.body(order.forward), again)
 
@@ -61,8 +63,8 @@ class TickLoops:
         copy, order = self.copy, self.order
         self.second = None if again is None else again(layers)
         self.stage_again = again is not None and self.second is None
-        self.runs = (self.order.backward,) if again is None else (self.order.forward, self.order.backward)
-        read = {o for o, _ in self.order.body(self.order.backward).sliced}
+        self.runs = order.over[again is None :]
+        read = {o for n in order.over[1:] for o, _ in order.body(n).sliced}
         saved = [i for i, o in layers.saved.items() if o in read]
         self.keeps: Sequence[int] = saved if self.second is None else self.second.kept
         self.keeps = () if self.stage_again else self.keeps
@@ -71,7 +73,7 @@ class TickLoops:
         passes = tuple(i for i in self.order.passes if i in used)
         self.held = self.flows if self.stage_again else passes
         self.halves: tuple[HalfBackward, HalfBackward] | None = None
-        if self.schedule.last is StageAction.WEIGHTS:
+        if self.schedule.last is StageAction.WEIGHTS and order.seeds:
             whole = f"recompute {TICK}" if self.stage_again else ""
             refuse({SPLIT_BACKWARD: f"schedule {copy.named}", STAGE_AGAIN: whole})
             stacks = set[int]() if self.second is None else {*layers.saved.values()}
@@ -88,17 +90,12 @@ class TickLoops:
         half: HalfBackward | None = None,
     ) -> list[Tensor]:
         """The layers of a virtual stage, or a half of their backward; their last states."""
-        copy, stage = self.copy, self._stage(stages)
+        copy, stage = self.copy, self.new.number(stages)
         copy.half = half
         with self.new.phase(copy._phase(node), node.scope, node.name), copy.chunk_of(stages, stage, chunk):
             copy._looped(node, self.order.body(node) if half is None else half.body, init)
         copy.half = None
         return [copy.tensors[o] for o in node.outputs[: len(init)]]
-
-    def _stage(self, stages: Block) -> Tensor:
-        """The number of the stage that is being built."""
-        assert stages.index is not None
-        return self.new.tensors[stages.index]
 
     def _enter(self, stages: Block, number: Tensor, got: Mapping[int, Tensor], nodes: Sequence[Node]) -> None:
         """What a stage reads for a microbatch, of which it has `got` some."""
@@ -110,17 +107,15 @@ class TickLoops:
         for o in dict.fromkeys(o for node in nodes for o in self.order.sliced[node.index]):
             copy.tensors[o] = self.new.slice_into(stages, copy.stack(o), self.own)
 
-    def _terms(
-        self, stages: Block, node: Node, works: Tensor, half: HalfBackward | None = None
-    ) -> dict[int, Tensor]:
+    def _terms(self, stages: Block, node: Node, works: Tensor, half: HalfBackward | None = None) -> Terms:
         """What a stage adds to sums."""
-        found, body = {}, self.order.body(node) if half is None else half.body
+        found, body = Terms(), self.order.body(node) if half is None else half.body
         for stacks, pairs in ((True, body.stacked), (False, body.summed)):
             for o in (o for _, o in pairs if o in self.order.sums):
                 x = self.copy._delivered(o, o)
                 x = where(works, x, 0) if node is self.order.forward else x
                 stack = self.new.stack_output(stages, x, self.copy.lie) if stacks else None
-                found[o] = self.new.sum_output(stages, x) if stack is None else stack
+                found.append((o, self.new.sum_output(stages, x) if stack is None else stack))
         return found
 
     # -- one tick --------------------------------------------------------------------------------------------
@@ -132,18 +127,18 @@ class TickLoops:
 
     def _forward_slot(
         self, rows: TableRows, held: Sequence[Tensor], rings: Sequence[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor], dict[int, Tensor]]:
+    ) -> tuple[list[Tensor], list[Tensor], Terms]:
         """Every stage forward: what the stages hand on; the rings; terms of sums."""
         new = self.new
-        entering = rows.passing(StageAction.FORWARD, False, self._entering)
+        ways = [(s, rows.passing(StageAction.FORWARD, False, s, self._entering)) for s in self.streams]
         with new.loop(self.stage, spread=True) as stages:
-            stage, work = self._stage(stages), rows.at(StageAction.FORWARD, stages)
-            works, number, chunk = work.works, work.number, work.chunk
+            stage, (works, number, chunk) = new.number(stages), rows.at(StageAction.FORWARD, stages)
             place = rows.place(StageAction.FORWARD, stages, StageAction.FORWARD) if rings else number
             got = [new.slice_into(stages, h) for h in held]
-            if entering is not None:
-                enters = stage < 1 if chunk is None else logical_and(stage < 1, chunk < 1)
-                got = [where(enters, x, h) for x, h in zip(entering, got, strict=True)]
+            for stream, entering in ways:
+                enters = None if entering is None else rows.is_end(stage, chunk, False, stream)
+                if enters is not None and entering is not None:
+                    got = [where(enters, x, h) for x, h in zip(entering, got, strict=True)]
             known = dict(zip(self.flows, got, strict=True))
             into = [new.slice_into(stages, r) for r in rings]
             held = [known[i] for i in self.held]
@@ -164,24 +159,22 @@ class TickLoops:
         held: Sequence[Tensor],
         rings: Sequence[Tensor],
         late: Sequence[Tensor],
-        entering: Sequence[Tensor],
-    ) -> tuple[list[Tensor], list[Tensor], dict[int, Tensor]]:
+        entering: Sequence[Sequence[Tensor]],
+    ) -> tuple[list[Tensor], list[Tensor], Terms]:
         """Every stage backward, or what of it the state needs, if weights have slots of their own.
 
         Args:
           late: rings of what these slots read.
-          entering: the gradient at the last stage, if a microbatch enters there.
+          entering: by streams, the gradient at the last stage, if a microbatch enters there.
 
         Returns:
           What the stages hand on; these rings; terms of sums.
         """
         new, copy, half = self.new, self.copy, self.halves[0] if self.halves else None
-        with new.phase(Phase.BACKWARD, ""), new.loop(self.stage, spread=True) as stages:
-            stage, work = self._stage(stages), rows.at(StageAction.BACKWARD, stages)
-            works, number, chunk = work.works, work.number, work.chunk
+        with new.loop(self.stage, spread=True) as stages:
+            stage, (works, number, chunk) = new.number(stages), rows.at(StageAction.BACKWARD, stages)
             place = rows.place(StageAction.BACKWARD, stages, StageAction.FORWARD) if rings else number
-            last = stage > self.stages - 2
-            begins = last if chunk is None else logical_and(last, chunk > self.schedule.chunks - 2)
+            begins = [rows.is_end(stage, chunk, True, stream) for stream in self.streams]
             # A slot that is idle takes what was put there: no gradient comes of it, if it is a number.
             got = [dynamic_slice(new.slice_into(stages, r), place, IN_FLIGHT) for r in rings]
             known = dict(zip(self.held, got, strict=False))
@@ -197,21 +190,20 @@ class TickLoops:
                 self._kept(dict(zip(self.keeps, got[len(self.held) :], strict=True)))
             come = [new.slice_into(stages, h) for h in held]
             seeds = come[: len(self.order.seeds)]
-            if entering:
-                seeds = [where(begins, x, h) for x, h in zip(entering, seeds, strict=True)]
+            for there, xs in zip(begins, entering, strict=False):
+                seeds = [where(there, x, h) for x, h in zip(xs, seeds, strict=True)]
             seeds = [where(works, x, 0) for x in seeds]
             ends = self._layers(self.order.backward, stages, chunk, seeds, half)
             copy.second = None
             beside = zip(self.order.rows, come[len(self.order.seeds) :], strict=True)
-            ends += [copy.tensors[o] + where(begins, 0, h) for o, h in beside]
+            ends += [copy.tensors[o] + where(reduce(logical_or, begins), 0, h) for o, h in beside]
             handed = [new.stack_output(stages, x) for x in ends]
             if half is not None:
                 place = rows.place(StageAction.BACKWARD, stages, StageAction.BACKWARD)
                 pairs = [(new.slice_into(stages, r), copy.between[i]) for r, i in self._between(late)]
                 late = [new.stack_output(stages, dynamic_update(r, x, place, IN_FLIGHT)) for r, x in pairs]
             terms = self._terms(stages, self.order.backward, works, half)
-        with new.phase(Phase.BACKWARD, ""):
-            new.close_loop(stages, [])
+        new.close_loop(stages, [])
         return handed, [*late], terms
 
     def _between(self, late: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
@@ -219,13 +211,11 @@ class TickLoops:
         assert self.halves is not None
         return zip(late, self.halves[0].between, strict=True)
 
-    def _weights_slot(
-        self, rows: TableRows, rings: Sequence[Tensor], late: Sequence[Tensor]
-    ) -> dict[int, Tensor]:
-        """Gradients of the weights of every stage, none of which is idle; terms of sums."""
+    def _weights_slot(self, rows: TableRows, rings: Sequence[Tensor], late: Sequence[Tensor]) -> Terms:
+        """Gradients of the weights of every stage; terms of sums."""
         assert self.halves is not None
         new, copy, half = self.new, self.copy, self.halves[1]
-        with new.phase(Phase.BACKWARD, ""), new.loop(self.stage, spread=True) as stages:
+        with new.loop(self.stage, spread=True) as stages:
             work = rows.at(StageAction.WEIGHTS, stages)
             place = rows.place(StageAction.WEIGHTS, stages, StageAction.FORWARD) if rings else work.number
             got = [dynamic_slice(new.slice_into(stages, r), place, IN_FLIGHT) for r in rings]
@@ -237,8 +227,7 @@ class TickLoops:
             copy.between = {i: dynamic_slice(r, place, IN_FLIGHT) for i, r in stacks}
             self._layers(self.order.backward, stages, work.chunk, [], half)
             terms = self._terms(stages, self.order.backward, work.works, half)
-        with new.phase(Phase.BACKWARD, ""):
-            new.close_loop(stages, [])
+        new.close_loop(stages, [])
         return terms
 
     def _kept(self, found: Mapping[int, Tensor]) -> None:
@@ -249,63 +238,73 @@ class TickLoops:
         else:
             copy.held, copy.second = dict(found), (self.second, layers)
 
-    def _left(self, handed: Sequence[Tensor], end: bool) -> list[Tensor]:
-        """What left the last stage, or the first if not at the `end`, on all devices."""
+    def _left(self, rows: TableRows, handed: Sequence[Tensor], end: bool, stream: int) -> list[Tensor]:
+        """What left the last stage of a stream, or the first if not at the `end`, on all devices."""
         with self.new.loop(self.stage, spread=True) as stages:
-            stage = self.new.tensors[stages.index]  # type: ignore[index]
-            there = stage > self.stages - 2 if end else stage < 1
+            there = rows.is_end(self.new.number(stages), None, end, stream)
             parts = (self.new.slice_into(stages, x) for x in handed)
             left = [self.new.sum_output(stages, where(there, x, 0)) for x in parts]
         self.new.close_loop(stages, [])
         return left
 
-    def _moved(self, handed: Sequence[Tensor], to: int) -> list[Tensor]:
-        """What stages hand on, at the next one."""
-        return [shift(x, to, self.stage, self.schedule.rounds > 1) for x in handed]
+    def _flow(self, slot: StageAction, tensor: int) -> Tensor:
+        """Nothing handed on yet."""
+        places = () if KINDS[self.schedule.kind].one_way else (Dim(ARRIVING, self.schedule.waiting(slot)),)
+        return self.copy.zeros(tensor, self.stage, *places)
 
-    def _head(self, rows: TableRows, handed: Sequence[Tensor]) -> tuple[list[Tensor], dict[int, Tensor]]:
+    def _head(self, rows: TableRows, handed: Sequence[Tensor], stream: int) -> tuple[list[Tensor], Terms]:
         """What is behind the layers; the gradient that enters them, and terms of sums."""
-        sums = [o for o in self.order.sums if self.order.when(o) <= When.HEAD]
+        sums, count = [o for o in self.order.sums if self.order.when(o) <= When.HEAD], len(self.order.seeds)
 
         def make(number: Tensor) -> list[Tensor]:
-            known = dict(zip(self.order.forward.outputs, self._left(handed, end=True), strict=False))
+            known = dict(
+                zip(self.order.forward.outputs, self._left(rows, handed, True, stream), strict=False)
+            )
             self.copy.take(self.order, number, known, (*sums, *self.order.seeds), When.HEAD)
-            return [*self.copy._operands(self.order.backward), *(self.copy._delivered(o, o) for o in sums)]
+            seeds = self.copy._operands(self.order.backward) if count else []
+            return [*seeds, *(self.copy.term(o, number) for o in sums)]
 
-        made, count = rows.passing(StageAction.FORWARD, True, make) or [], len(self.order.seeds)
-        return made[:count], dict(zip(sums, made[count:], strict=False))
+        made = rows.passing(StageAction.FORWARD, True, stream, make) or []
+        return made[:count], [*zip(sums, made[count:], strict=False)]
 
-    def _after(self, rows: TableRows, handed: Sequence[Tensor]) -> dict[int, Tensor]:
+    def _after(self, rows: TableRows, handed: Sequence[Tensor], stream: int) -> Terms:
         """What is before the layers, backward; terms of sums."""
         carried = self.order.backward.outputs[: len(self.order.seeds)]
         sums = [o for o in self.order.sums if self.order.when(o) is When.AFTER]
 
         def make(number: Tensor) -> list[Tensor]:
-            left = self._left(handed, end=False)
+            left = self._left(rows, handed, False, stream)
             known = dict(zip((*carried, *self.order.rows), left, strict=True))
             self.copy.take(self.order, number, known, sums, When.AFTER)
             return [self.copy._delivered(o, o) for o in sums]
 
-        made = rows.passing(StageAction.BACKWARD, False, make) if sums else None
-        return dict(zip(sums, made or [], strict=False))
+        made = rows.passing(StageAction.BACKWARD, False, stream, make) if sums else None
+        return [*zip(sums, made or [], strict=False)]
 
     # -- the loops over ticks --------------------------------------------------------------------------------
 
     def build(self) -> dict[int, Tensor]:
         """Builds the loops of the schedule (`PipelineSchedule.loops`); the sums over the whole batch."""
         new, order, of, chunk = self.new, self.order, self.schedule, self.copy.chunk
-        rings = [self._zeros(i, self.ring) for i in self.held]
-        rings += [self._zeros(i, self.ring, chunk) for i in self.keeps]
-        state = TickState([self._zeros(i) for i in self.flows], rings, [], [])
+        rings = [self.copy.zeros(i, self.stage, self.ring) for i in self.held]
+        rings += [self.copy.zeros(i, self.stage, self.ring, chunk) for i in self.keeps]
+        state = TickState([self._flow(StageAction.FORWARD, i) for i in self.flows], rings, [], [], [])
         for ticks in of.loops:
             slots = {slot for slot in StageAction if of.works_in(slot, ticks)}
+            slots &= {*StageAction} if order.seeds else {StageAction.FORWARD}
+            if ticks.start and of.turning and not state.seeds:
+                turn = Dim(IN_FLIGHT, of.turning)
+                state = state._replace(
+                    seeds=[self.copy.zeros(i, turn) for _ in self.streams for i in order.seeds]
+                )
             if StageAction.BACKWARD in slots and not state.back:
-                back = [self._zeros(i) for i in (*order.seeds, *order.rows)]
+                back = [self._flow(StageAction.BACKWARD, i) for i in (*order.seeds, *order.rows)]
                 between = self.halves[0].between if self.halves else ()
-                late = [self._zeros(i, Dim(IN_FLIGHT, of.ring(StageAction.BACKWARD)), chunk) for i in between]
-                state = TickState(state.flow, state.rings, back, late)
+                ring = Dim(IN_FLIGHT, of.ring(StageAction.BACKWARD))
+                late = [self.copy.zeros(i, self.stage, ring, chunk) for i in between]
+                state = state._replace(back=back, late=late)
             with new.phase(Phase.FORWARD if StageAction.FORWARD in slots else Phase.BACKWARD, ""):
-                state = self._loop(ticks, slots, state)
+                state = self._loop(ticks, slots, state) if slots else state
         with new.phase(Phase.BACKWARD, ""):
             self.copy.number = None
             return {o: add_n(xs) for o, xs in self.made.items()}
@@ -314,21 +313,23 @@ class TickLoops:
         """A loop over ticks with these slots; the state after it."""
         new, forward, backward = self.new, StageAction.FORWARD in slots, StageAction.BACKWARD in slots
         rows = TableRows(new, self.schedule, self.stage, ticks)
-        carries = (forward, forward, backward, backward)  # What others do not change they only read.
+        # What others do not change they only read.
+        carries = (forward, forward, backward, backward, forward)
         carried = state.taken(carries)
         with new.loop(rows.dim) as block:
-            inside, rows = [new.body_input(block, x) for x in carried], rows.inside(block)
+            inside, rows = [new.body_input(block, x) for x in carried], replace(rows, block=block)
             now = state.of(inside, carries)
-            entering, terms = list[Tensor](), dict[int, Tensor]()
+            entering, terms = list[Tensor](), Terms()
             if forward:
-                make = partial(self._forward, rows, backward)
+                make = partial(self._forward, rows, rows.ticks.start > 0)
                 now, entering, terms = self._in_first_ticks(rows, StageAction.FORWARD, now, make)
-            if backward:
-                make = partial(self._backward, rows, entering)
-                now, _, more = self._in_first_ticks(rows, StageAction.BACKWARD, now, make)
-                terms = {**terms, **more}
-            if StageAction.WEIGHTS in slots:
-                terms.update(self._weights_slot(rows, now.rings, now.late))
+            with new.phase(Phase.BACKWARD, ""):
+                if backward:
+                    make = partial(self._backward, rows, entering)
+                    now, _, more = self._in_first_ticks(rows, StageAction.BACKWARD, now, make)
+                    terms += more
+                if StageAction.WEIGHTS in slots:
+                    terms += self._weights_slot(rows, now.rings, now.late)
             self._close(block, inside, now.taken(carries), terms)
         return state.of(new.close_loop(block, carried), carries)
 
@@ -338,47 +339,56 @@ class TickLoops:
         if works == len(rows.ticks):
             return make(now)
         forward = slot is StageAction.FORWARD
-        carries = (forward, forward, not forward, not forward)
+        carries = (forward, forward, not forward, not forward, forward)
         before = now.taken(carries)
-        phase = Phase.FORWARD if forward else Phase.BACKWARD
-        runs = rows.number < works
-        with new.phase(phase, ""), new.branch(runs, Fraction(works, len(rows.ticks))) as block:
+        assert rows.block is not None
+        runs = new.number(rows.block) < works
+        with new.branch(runs, Fraction(works, len(rows.ticks))) as block:
             inside = [new.body_input(block, x) for x in before]
             after, found, terms = make(now.of(inside, carries))
             block.carry_in = tuple(x.id for x in inside)
             block.carry_out = tuple(x.id for x in after.taken(carries))
             found = [new.sum_output(block, new.visible(x)) for x in found]
-            terms = {o: new.sum_output(block, new.visible(x)) for o, x in terms.items()}
-        with new.phase(phase, ""):
-            return now.of(new.close_loop(block, before), carries), found, terms
+            terms = [(o, new.sum_output(block, new.visible(x))) for o, x in terms]
+        return now.of(new.close_loop(block, before), carries), found, terms
 
     def _forward(self, rows: TableRows, head: bool, now: TickState) -> SlotMade:
         """A forward slot, and with the `head` what follows behind the layers: the gradient that enters
         them."""
-        handed, rings, terms = self._forward_slot(rows, now.flow, now.rings)
-        flow = self._moved(handed, 1)
-        entering, more = self._head(rows, handed[: len(self.order.states)]) if head else ([], {})
-        return now._replace(flow=flow, rings=rings), entering, {**terms, **more}
+        come = rows.come(StageAction.FORWARD, now.flow)
+        handed, rings, terms = self._forward_slot(rows, come, now.rings)
+        flow = rows.moved(StageAction.FORWARD, handed, now.flow)
+        entering, seeds = list[Tensor](), list[Tensor]()
+        for stream in self.streams if head else ():
+            found, more = self._head(rows, handed[: len(self.order.states)], stream)
+            entering, terms = [*entering, *found], [*terms, *more]
+        if head and now.seeds:
+            each = zip(now.seeds, entering, self._turns(rows, StageAction.FORWARD), strict=True)
+            entering = []
+            seeds = [dynamic_update(ring, x, place, IN_FLIGHT) for ring, x, place in each]
+        return now._replace(flow=flow, rings=rings, seeds=seeds), entering, terms
+
+    def _turns(self, rows: TableRows, slot: StageAction) -> list[Tensor]:
+        """The position of each gradient of losses that waits."""
+        places = [rows.microbatch(slot, True, s, self.schedule.turning) for s in self.streams]
+        return [place for place in places for _ in self.order.seeds]
 
     def _backward(self, rows: TableRows, entering: Sequence[Tensor], now: TickState) -> SlotMade:
         """A backward slot, and what is before the layers, backward."""
-        handed, late, terms = self._backward_slot(rows, now.back, now.rings, now.late, entering)
-        with self.new.phase(Phase.BACKWARD, ""):
-            terms = {**terms, **self._after(rows, handed)}
-            back = self._moved(handed, -1)
+        count = len(self.order.seeds)
+        if now.seeds:
+            pairs = zip(now.seeds, self._turns(rows, StageAction.BACKWARD), strict=True)
+            entering = [dynamic_slice(ring, place, IN_FLIGHT) for ring, place in pairs]
+        streams = [entering[at : at + count] for at in range(0, len(entering), count or 1)]
+        come = rows.come(StageAction.BACKWARD, now.back)
+        handed, late, terms = self._backward_slot(rows, come, now.rings, now.late, streams)
+        terms += [term for stream in self.streams for term in self._after(rows, handed, stream)]
+        back = rows.moved(StageAction.BACKWARD, handed, now.back)
         return now._replace(back=back, late=late), [], terms
 
-    def _zeros(self, tensor: int, *dims: Dim) -> Tensor:
-        """What the stages hold before the first tick."""
-        type = self.old.tensor(tensor).type
-        zero: Tensor = self.new.apply(Constant(0, type.dtype))
-        return broadcast(zero, Shape([self.stage, *dims, *self.copy._shape(type.shape)]))
-
-    def _close(
-        self, ticks: Block, inside: Sequence[Tensor], handed: Sequence[Tensor], terms: Mapping[int, Tensor]
-    ) -> None:
+    def _close(self, ticks: Block, inside: Sequence[Tensor], handed: Sequence[Tensor], terms: Terms) -> None:
         ticks.carry_in = tuple(x.id for x in inside)
         ticks.carry_out = tuple(x.id for x in handed)
-        for o, x in terms.items():
+        for o, x in terms:
             term = scale(x, 1 / self.parts) if self.order.kind(o) is Linearity.REPLICATED else x
             self.made.setdefault(o, []).append(self.new.sum_output(ticks, term))

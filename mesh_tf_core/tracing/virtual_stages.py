@@ -1,5 +1,4 @@
-"""Copies of a step whose layers become virtual stages of a pipeline in which microbatches go backward at once
-(`pipelined_step`)."""
+"""Copies of a step whose layers become virtual stages of a pipeline (`pipelined_step`)."""
 
 from __future__ import annotations
 
@@ -8,24 +7,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.blocks import IN_FLIGHT, MICROBATCH, Block, Node, reads
-from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.blocks import ARRIVING, IN_FLIGHT, MICROBATCH, Block, Node, reads
+from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.schedules import PipelineSchedule, rounds_of
-from mesh_tf_core.ir.stored_order import PADDING, Interleaved
+from mesh_tf_core.ir.schedules import PipelineSchedule
+from mesh_tf_core.ir.stored_order import PADDING
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.basic import Constant
 from mesh_tf_core.ops.binary import where
-from mesh_tf_core.ops.dynamic import dynamic_slice
+from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
+from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.math import maximum
-from mesh_tf_core.tracing.backward_halves import HalfBackward
 from mesh_tf_core.tracing.batch_linearity import Linearity, outer_reads
 from mesh_tf_core.tracing.copying import Copy
 from mesh_tf_core.tracing.gradients import depends_on
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.microbatch import Accumulation
-from mesh_tf_core.tracing.microbatch_order import MicrobatchOrder, When
-from mesh_tf_core.tracing.stage_layers import check_stages, layers_of_stage, lying, reordered
+from mesh_tf_core.tracing.microbatch_order import HalfBackward, MicrobatchOrder, When
+from mesh_tf_core.tracing.stage_layers import added, check_stages, layers_of_stage, lying, reordered
 from mesh_tf_core.tracing.table_rows import layer_numbers
 
 
@@ -65,9 +65,7 @@ RecomputeLayer = Callable[[Block], LayerAgain | None]
 layers of a stage one after the other, from the input state."""
 
 
-CopyLoops = Callable[
-    ["VirtualStageCopy", Sequence[Node], tuple[Node, Node], Iterable[int]], dict[int, Tensor]
-]
+CopyLoops = Callable[["VirtualStageCopy", MicrobatchOrder], dict[int, Tensor]]
 
 
 class VirtualStageCopy(Accumulation):
@@ -76,8 +74,7 @@ class VirtualStageCopy(Accumulation):
     Args:
       dim, stages: the dimension of the layers, and the number of stages.
       schedule: of `ir.schedules`.
-      loops: builds the loops over its ticks, of the nodes that are needed, the loop over layers, the one over
-        their gradient, and the sums that are wanted; gives these.
+      loops: builds the loops over its ticks, and gives the sums that are wanted.
 
     Attributes:
       layers, stage, own, chunk: dimensions of all layers (its name), of the stages, of the layers of a stage,
@@ -96,20 +93,20 @@ class VirtualStageCopy(Accumulation):
     def __init__(
         self, graph: Graph, batch: str, parts: int, dim: str, stages: int, schedule: str, loops: CopyLoops
     ) -> None:
-        self.loops = loops
-        self.named, rounds = schedule, rounds_of(schedule)
-        check_stages(graph, dim, stages, rounds)
+        self.loops, self.named, self.layers = loops, schedule, dim
+        check_stages(graph, dim, stages, schedule)
         self.raw: dict[int, Tensor] = {}
         self.lies: dict[int, Tensor] = {}
         super().__init__(graph, batch, parts)
         self.schedule = PipelineSchedule.named(schedule, stages, parts)
+        self.has_rows = all(n.phase == Phase.FORWARD for n in self.kept)
         (size,) = graph.dims()[dim]
-        self.layers, self.stage, self.all = dim, Dim(dim, stages), Dim(dim, size)
-        self.order = Interleaved(stages, rounds)
+        self.stage, self.all = Dim(dim, stages), Dim(dim, size)
+        self.order = self.schedule.order
         self.lie = Dim(dim, self.order.size(size))
         self.own = Dim(layers_of_stage(dim), self.lie.size // stages)
-        self.chunk = Dim(self.own.name, self.own.size // rounds)
-        for name in (MICROBATCH, IN_FLIGHT):
+        self.chunk = Dim(self.own.name, self.own.size // self.order.chunks)
+        for name in (MICROBATCH, IN_FLIGHT, ARRIVING):
             self.new.unsplit[name] = "microbatches pass through the pipeline stages one after another"
         self.again = self.links = False
         self.keeps: Sequence[int] = ()
@@ -125,16 +122,13 @@ class VirtualStageCopy(Accumulation):
         trained = [v for v in graph.variables.values() if v.trainable]
         self.trained = depends_on(graph, [graph.read(v).id for v in trained])
         self.moves = self.order.moves(size)
-        found = lying(graph, self.kept, {dim: stages}, rounds)
+        found = lying(graph, self.kept, {dim: stages}, schedule)
         self.lying = {graph.producer[i].op.variable.name: read for i, (_, read) in found.items()}  # type: ignore[attr-defined]
         for name in self.lying:
             self.new.variables[name] = replace(graph.variables[name], order=self.order)
 
     def refusal(self, what: str) -> UserError:
-        return UserError(
-            f"schedule {self.named} over {self.layers!r}: {what}; use the schedule gpipe, or do not split "
-            f"{self.layers!r}"
-        )
+        return UserError(f"schedule {self.named} over {self.layers!r}: {what}; do not split {self.layers!r}")
 
     # -- the loops -------------------------------------------------------------------------------------------
 
@@ -148,12 +142,16 @@ class VirtualStageCopy(Accumulation):
             return
         forward = [n for n in over if n.phase == Phase.FORWARD]
         backward = [n for n in over if n.phase != Phase.FORWARD]
-        if not backward:
+        if not backward and not self.has_rows:
             raise self.refusal("the loss needs sums of the layers' values over the whole batch")
-        if len(forward) != 1 or len(backward) != 1 or backward[0].body.forward is not forward[0].body:  # type: ignore[union-attr]
+        one = len(forward) == 1 and len(backward) <= 1
+        if not one or any(n.body.forward is not forward[0].body for n in backward):  # type: ignore[union-attr]
             raise self.refusal("the model has more than one loop over these layers")
-        made = self.loops(self, needed, (forward[0], backward[0]), sums)
-        self.lies.update({o: x for o, x in made.items() if self.moves and o in self.stacks})
+        order = MicrobatchOrder(self, needed, (*forward, *backward), sums, self.trained, self.refusal)
+        made = self.loops(self, order)
+        stacks = {o: x for o, x in made.items() if self.moves and o in self.stacks}
+        with self.new.phase(Phase.BACKWARD, ""):
+            self.lies.update({o: added(x, self.order) for o, x in stacks.items()})
         self.outside.update({o: x for o, x in made.items() if o not in self.lies})
 
     def _is_added(self, tensor: int) -> bool:
@@ -184,6 +182,21 @@ class VirtualStageCopy(Accumulation):
             self.tensors[fed] = dynamic_slice(self.fed[fed], number, MICROBATCH)
         for node in reversed(nodes):
             self._node(node)
+
+    def term(self, tensor: int, number: Tensor) -> Tensor:
+        """The term of a microbatch in a sum; of values of single examples, these in their rows of all."""
+        x = self._delivered(tensor, tensor)
+        if self.linearity.of(tensor).kind is not Linearity.PER_EXAMPLE:
+            return x
+        return dynamic_update(self._zero(x, Dim(MICROBATCH, self.parts)), x, number, MICROBATCH)
+
+    def zeros(self, tensor: int, *dims: Dim) -> Tensor:
+        """Zeros in the place of values of a part, with further dimensions in front."""
+        return self._zero(self.old.tensor(tensor), *dims)
+
+    def _zero(self, like: Tensor, *dims: Dim) -> Tensor:
+        zero: Tensor = self.new.apply(Constant(0, like.dtype))
+        return broadcast(zero, Shape([*dims, *self._shape(like.shape)]))
 
     # -- what has all layers ---------------------------------------------------------------------------------
 
@@ -225,8 +238,10 @@ class VirtualStageCopy(Accumulation):
     @contextmanager
     def chunk_of(self, stages: Block, stage: Tensor, chunk: Tensor | None) -> Iterator[None]:
         """Copies the code inside it for one stage, and for one of its chunks if it has several."""
-        size = self.chunk.size
-        of_all = stage if chunk is None else chunk * self.schedule.stages + stage
+        size, chunk = self.chunk.size, chunk if self.order.chunks > 1 else None
+        order, up = self.order, self.order.turns or self.order.mirrored
+        step = stage * -2 + (order.rounds * order.stages - 1) if up else order.stages
+        of_all = stage if chunk is None else chunk * step + stage
         first = None if chunk is None else chunk * size
         numbers = layer_numbers(self.new, self.order, self.all, stages, self.own)
         self.smaller, self.place = self.of_chunk, CopiedLayers(stage, chunk, of_all * size, first, numbers)

@@ -1,7 +1,5 @@
 """Converts a user's batch to the inputs of a program."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -262,10 +262,7 @@ def going_on(directory: str | Path) -> str:
 
 
 def _first(
-    directory: str | Path,
-    found: Sequence[tuple[int, Path]],
-    cluster: Cluster | None,
-    finite: Collection[str],
+    directory: str | Path, found: Sequence[tuple[int, Path]], cluster: Cluster | None, finite: Collection[str]
 ) -> Checkpoint | None:
     """The first of some checkpoints that is whole."""
     skipped: list[str] = []

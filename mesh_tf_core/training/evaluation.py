@@ -35,7 +35,6 @@ from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.ir.schedules import rounds_of
 from mesh_tf_core.ir.structure import Assign, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import StepCopies, SumRules
@@ -47,7 +46,7 @@ from mesh_tf_core.ops.binary import Binary
 from mesh_tf_core.ops.reduce import reduce_any, reduce_max, reduce_mean
 from mesh_tf_core.optimizers.base import EMA
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.pipeline import pipelined
+from mesh_tf_core.tracing.pipelined_step import pipelined_step
 from mesh_tf_core.training.members import VariablePlace, places, read_elsewhere
 from mesh_tf_core.training.prefetch import Prefetch
 from mesh_tf_core.training.rows import Rows
@@ -72,6 +71,7 @@ class EvaluationPass:
 
     Attributes:
       rows: with a cluster, the rows of a batch that this process's devices read, int64 [n], or None.
+      parts: in pipeline stages, the number of microbatches, and their rows.
     """
 
     def __init__(
@@ -92,10 +92,11 @@ class EvaluationPass:
         results, self.whole = self._results(model, graph)
         storage = {name: stage for name, stage in options.storage.items() if name in graph.variables}
         mesh = training.program.mesh
-        if stages := model.stages(mesh, layout):
-            parts = options.microbatches
-            cut = graph, str(model.batch_dim), parts, stages, results
-            graph, results = pipelined(*cut, rounds_of(options.schedule))
+        self.parts: tuple[int, ...] = ()
+        for dim, count in model.stages(mesh, layout).items():
+            self.parts = (options.microbatches, self.size // options.microbatches)
+            cut = graph, str(model.batch_dim), options.microbatches, dim, count, options.schedule
+            graph, results = pipelined_step(*cut, results)
         how = Options(storage, context=options.context, offload=options.offload)
         # Without the update a graph does not say what may be padded; the training's variables do.
         padded = {
@@ -211,6 +212,8 @@ class EvaluationPass:
             padded = {n: np.concatenate([a, _padding(a, most - count)]) for n, a in short.items()}
             if rows is not None:
                 padded = {n: widened(a, rows, self.size) for n, a in padded.items()}
+            if self.parts:
+                padded = {n: a.reshape(*self.parts, *a.shape[1:]) for n, a in padded.items()}
             yield {**batch, **padded}
 
 
@@ -220,14 +223,12 @@ def _padding(array: Any, count: int) -> Any:
 
 
 def _true(value: Any, count: int) -> Any:
-    """What counts of a batch's result: its true rows, or its one number."""
-    return value[:count] if value.ndim else [value]
+    """What counts of a batch's result: its true rows, also of microbatches, or its one number."""
+    return value.reshape(-1)[:count] if value.ndim else [value]
 
 
 def forward(
-    graph: Graph,
-    means: Mapping[str, Variable] = NO_MEANS,
-    held: Mapping[str, VariablePlace] = NO_PLACES,
+    graph: Graph, means: Mapping[str, Variable] = NO_MEANS, held: Mapping[str, VariablePlace] = NO_PLACES
 ) -> Graph:
     """A copy of a graph's forward operations that stores nothing and drops nothing out.
 

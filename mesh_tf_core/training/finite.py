@@ -6,8 +6,6 @@ checked. Other variables (`trainable=False`, such as a running minimum that begi
 numbers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Other files there belong to others: only exact names of this format are read, co
 is followed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

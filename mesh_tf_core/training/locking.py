@@ -8,8 +8,6 @@ The library filelock (4.3.1) is not used: it does not report who holds the lock,
 was removed and another job has locked the next one, and accepts a file that has a second name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import errno

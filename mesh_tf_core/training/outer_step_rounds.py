@@ -27,8 +27,6 @@ an undisturbed run.
 A post that is not finite, or lacks arrays of this model, is left out of the mean, and the state records this.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Training: a model under a layout on this machine's devices."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import warnings

@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING
 
 from layoutopt.plan.details import MemoryTimeline
 from layoutopt.plan.schema import PlanFile
-from layoutopt.plan.units import (
-    bytes_text,
-    percent,
-    rounded,
-    seconds_text,
-    shorten,
-    some,
-    times_text,
-)
+from layoutopt.plan.units import bytes_text, percent, rounded, seconds_text, shorten, some, times_text
 from reports.figures.bars import Bar, Bars, BarSegment, cut_scale
 from reports.figures.chart import SEARCH, Chart
 from reports.figures.scales import byte_steps, round_steps

@@ -135,6 +135,7 @@ def _time(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
         _chart(figures.step_time, plan, name),
         _chart(figures.time_by_kind, plan, name),
         PageBlock(grid=grid(layouts(plan))),
+        *([PageBlock(grid=grid(rows.slots(plan)))] if plan.details.slots else []),
     )
 
 

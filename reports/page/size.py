@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from layoutopt.plan.size_results import Accuracy, SizedCandidate, SizeResult
-from layoutopt.plan.units import (
-    count,
-    mesh_text,
-    percent,
-    rounded,
-    shorten,
-)
+from layoutopt.plan.units import count, mesh_text, percent, rounded, shorten
 from mesh_tf_core.files import write_file
 from reports.figures import size as figures
 from reports.page.answers import ENOUGH, GOOD_ERROR, PageAnswer
@@ -82,11 +76,7 @@ def _answers(found: SizeResult) -> tuple[PageAnswer, ...]:
         PageAnswer(
             "Which chips", f"{best.devices:,} × {best.hardware}", f"{mesh_text(best.mesh)}, {_mfu(best)}"
         ),
-        PageAnswer(
-            "How long",
-            best.lasts(),
-            best.costs(),
-        ),
+        PageAnswer("How long", best.lasts(), best.costs()),
         PageAnswer(
             "Certainty of the loss",
             "Beyond the runs" if best.beyond else "Within the runs",

@@ -224,6 +224,14 @@ def memory_timeline(plan: PlanFile) -> View:
     return View("Memory", data("position", "scope", "op", "phase", "bytes"), rows, "memory_timeline")
 
 
+def slots(plan: PlanFile) -> View:
+    """The slots of each pipeline stage over time."""
+    head = "slots (F forward, B backward, W gradients of weights)"
+    columns = (Column("stage", "stage", WHOLE, lead=True), Column("slots", head))
+    found = [(i + 1, Cell(line, code=True)) for i, line in enumerate(plan.details.slots)]
+    return View("Slots of the stages", columns, found, fixed=True)
+
+
 def peak(plan: PlanFile) -> View:
     """Tensors held at the peak of memory, the largest first."""
     found = plan.details.memory

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from layoutopt.plan.covered import count_text
 from layoutopt.plan.details import Robustness
-from layoutopt.plan.schema import ModelInfo, PlanFile, Predicted, ProofStatus
+from layoutopt.plan.schema import ModelInfo, PlanFile, Predicted, ProofStatus, SolverInfo
 from layoutopt.plan.units import (
     bytes_text,
     duration_text,
@@ -72,7 +72,32 @@ def proof(plan: PlanFile, limits: str) -> ProofWords:
         )
     likely = "" if s.likely_gap is None else f", likely {gap_text(s.likely_gap)} (see the note)"
     words = f"not proven: another layout saves at most {gap_text(s.gap)} of this{likely}"
+    words = words if s.bound else "not proven: the search ended before it had a bound"
     return ProofWords(status, "warn", words, more)
+
+
+def searched(plan: PlanFile) -> list[tuple[str, str]]:
+    """The best of the usual layouts, where the search went on from these; the choices outside the proof."""
+    rows, space, usual = [], plan.space, plan.usual
+    if usual is not None and plan.solver is not None:
+        least = (asked := plan.details.search) is not None and asked.objective == "memory"
+        rows.append(("usual", _usual(usual, plan.solver, bytes_text if least else seconds_text)))
+    if space is not None and space.limits:
+        rows.append(("not searched", space.limits.removeprefix("not searched: ")))
+    return rows
+
+
+def _usual(usual: SolverInfo, solver: SolverInfo, shown: Callable[[float], str]) -> str:
+    """What everything gained over the usual layouts."""
+    among = f"{considered(usual.layouts_considered)} of the usual kinds"
+    if usual.objective is None:
+        return f"none of {among} fits"
+    gap = "" if usual.proven else f", at most {gap_text(usual.gap or 0.0)} slower than the best"
+    saved = usual.objective - (solver.objective or 0.0)
+    nothing = "nothing" + " so far" * (not solver.proven)
+    what = "further kinds save" if usual.proven else "searching on saves"  # a usual one may be better
+    gained = f"{shown(saved)} ({percent(saved / usual.objective)})" if saved > 0 else nothing
+    return f"{shown(usual.objective)} is the best of {among}{gap}; {what} {gained}"
 
 
 def left(plan: PlanFile) -> list[tuple[str, str]]:

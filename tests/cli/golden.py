@@ -41,14 +41,14 @@ TEXTS = {
     "broken.json": "{",
 }
 """Files of the folder that the commands run in, beside `model.py` and the plan of `MADE`."""
-MADE = f"search model.py {ON} --out plan.json --quiet"
+MADE = f"search model.py {ON} --allow usual --out plan.json --quiet"
 LINES: dict[str, tuple[str, ...]] = {
     "search": (
         f"model.py {ON}",
-        "model.py --target pod --objective memory --storage layout --microbatches 1",
-        "--like plan.json --pin batch:data",
+        "model.py --target pod --objective memory --storage layout --microbatches 1 --allow usual",
+        "--like plan.json --pin batch:data --allow usual",
         "model.py --mesh data:2 --set batch=4 --memory 120KiB --storage layout --microbatches 1 "
-        "--hardware tpu-v3",
+        "--hardware tpu-v3 --allow usual",
         "model.py --gpus 4",
         "model.py --devices four",
         "model.py --devices 4 --pin batch:data",
@@ -74,7 +74,7 @@ LINES: dict[str, tuple[str, ...]] = {
         "model.py",
     ),
     "lint": (f"model.py {ON} --layout batch:data", f"model.py {ON} --layout batch:data;batch:model"),
-    "candidates": (f"model.py {ON} -n 3", "model.py --mesh data:2 -n 0"),
+    "candidates": (f"model.py {ON} -n 3 --allow usual", "model.py --mesh data:2 -n 0"),
     "check": (
         "plan.json --model model.py --max-memory 90% --max-step 1.05x=plan.json",
         "plan.json --model model.py --max-step 0.5x=plan.json",
@@ -150,10 +150,11 @@ def _lines(output: str) -> Iterator[str]:
 
 
 def main() -> None:
-    """Writes all files anew."""
+    """Writes the files of the commands that are named, or all, anew."""
     FOLDER.mkdir(exist_ok=True)
     for path in FOLDER.glob("*.txt"):
-        path.unlink()
+        if path.stem not in NAMES:
+            path.unlink()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
         made(Path(folder))

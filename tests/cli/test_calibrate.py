@@ -25,11 +25,11 @@ from tests.marks import by_day
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", by_day([6, 1]))
+@pytest.mark.parametrize("every", by_day([12, 1]))
 def test_a_profile_of_this_machine(
     run: Callable[..., Result], result: Callable[..., dict[str, Any]], tmp_path: Path, every: int
 ) -> None:
-    """One probe of every kind is measured, or of one kind in six; of the others a stopped calibration had
+    """One probe of every kind is measured, or of one kind in twelve; of the others a stopped calibration had
     measurements."""
     cost = ("cost", "examples/mlp.py", "--mesh", "data:2", "--layout", "batch:data")
     before = result(*cost)["predicted"]["step_seconds"]

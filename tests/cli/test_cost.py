@@ -309,12 +309,12 @@ def test_repeated_work_of_experts_is_said_as_lint_says_it(
 ) -> None:
     """A mixture under FSDP's batch:data: the experts' own batch is not split."""
     file = tmp_path / "config.json"
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "norm_topk_prob": True}
     named = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "torch_dtype": "bfloat16"}
     file.write_text(json.dumps({**named, **sizes, **experts, **heads}))
-    asked = ("--mesh", "data:4", "--layout", "batch:data", "--storage", "zero3", "--hardware", "h100")
+    asked = ("--mesh", "data:2", "--layout", "batch:data", "--storage", "zero3", "--hardware", "h100")
     said = [
         result(command, str(file), *asked, "--set", "batch=8", "--set", "length=32")["findings"]
         for command in ("cost", "lint")

@@ -113,7 +113,7 @@ def test_a_command_with_a_target_of_its_own_keeps_it(refused: Callable[..., str]
 
 
 def test_like_a_plan_is_its_search_again(run: Callable[..., Result], folder: Path) -> None:
-    for number, words in enumerate((["--devices", "4", "--storage", "layout"], ["--target", "pod"])):
+    for number, words in enumerate((["--devices", "2", "--storage", "layout"], ["--target", "pod"])):
         first, again = folder / f"{number}.json", folder / f"again {number}.json"
         assert run("search", "model.py", *words, "--out", str(first)).exit_code == 0
         assert run("search", "--like", str(first), "--out", str(again)).exit_code == 0

@@ -326,9 +326,21 @@ def test_a_clock_of_explain_is_checked(refused: Callable[..., str], plan_file: P
 
 
 def test_the_placement_is_that_of_the_program(result: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    sizes = [x for n in ("layers=2", "d_model=32", "d_kv=8", "d_ff=64", "vocab=64") for x in ("--set", n)]
+    small = ("layers=2", "d_model=16", "d_kv=4", "heads=2", "d_ff=16", "vocab=16", "batch=4", "length=8")
     path, model = tmp_path / "plan.json", "examples/transformer_lm.py"
-    args = (*sizes, "--mesh", "data:4", "--hardware", "tpu-v4", "--objective", "memory")
+    only = ("--storage", "layout,zero3", "--microbatches", "1", *(x for n in small for x in ("--set", n)))
+    whole = "vocab:none;d_model:none;positions:none;length:none;memory_length:none;d_kv:none"
+    args = (
+        *only,
+        "--pin",
+        f"batch:data;{whole}",
+        "--mesh",
+        "data:2",
+        "--hardware",
+        "tpu-v4",
+        "--objective",
+        "memory",
+    )
     plan = result(
         "search", model, *args, "--recompute", "always", "--offload", "optimizer", "--out", str(path)
     )

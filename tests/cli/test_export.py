@@ -169,7 +169,8 @@ def test_storage_that_a_form_cannot_say_is_refused(
 ) -> None:
     line = refused("export", stored_plan, "--to", to)
     assert f"{to} cannot express this plan, in which the storage of attention/k, attention/o" in line
-    assert "is zero3" in line and "search with --storage layout" in line
+    instead = "--storage layout" if to == "haliax" else "--framework mesh-tensorflow"
+    assert "is zero3" in line and f"search with {instead}" in line
 
 
 @pytest.mark.parametrize("to", ["jax", "tf-dtensor", "haliax", "mesh-tensorflow"])
@@ -217,6 +218,19 @@ def test_sequence_parallelism_is_said_or_refused() -> None:
     other = replace(what, decided=Decided(refined={"elsewhere": {"batch": ["c"]}}))
     with pytest.raises(mtf.UserError, match=r"maxtext cannot express this plan.* also split .*\(batch:c\)"):
         export(other, "maxtext")
+
+
+def test_only_what_a_form_leaves_out_is_not_expressed(
+    run: Callable[..., Result], plan_file: str, tmp_path: Path
+) -> None:
+    """Forms of settings express sequence parallelism, or refuse it."""
+    plan, path, said = json.loads(Path(plan_file).read_text(encoding="utf-8")), tmp_path / "plan.json", set()
+    path.write_text(json.dumps({**plan, "refined": {"elsewhere": {"length": ["model"]}}}), encoding="utf-8")
+    for to, form in FORMATS.items():
+        if (done := run("export", str(path), "--to", to)).exit_code == 0:
+            assert ("not expressed" in done.stderr) == form.every_variable
+            said.add(to)
+    assert {"jax", "maxtext", "megatron"} <= said
 
 
 def test_what_is_kept_is_said_or_refused() -> None:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
 import tomllib
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from examples.transformer_lm import model as transformer
+from layoutopt.frameworks.megatron import MEGATRON_MODULES, SAYS
 from layoutopt.plan.build import decided
 from layoutopt.plan.degrees import ParallelDegrees
 from layoutopt.plan.export import FORMATS, export
 from layoutopt.plan.exported import Exported, placed
+from layoutopt.space.decisions import SearchSpace
 from mesh_tf_core import Layout, Mesh, Options
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.op import PRODUCTS
+from mesh_tf_core.lower.remat_policy import Policies, policies
+from mesh_tf_core.lower.rematerialization import keep_sets, rematerialization
 
 MODEL = transformer(
     positions="learned", layers=4, d_model=32, d_kv=8, heads=4, d_ff=64, vocab=64, batch=32, length=16
@@ -46,8 +53,7 @@ def settings(what: Exported, to: str) -> dict[str, Any]:
     if what.framework.startswith("torchtitan@0.2"):
         return {key: value for own in tomllib.loads(text).values() for key, value in own.items()}
     found: dict[str, Any] = {}
-    made = SimpleNamespace(Config=lambda: None)
-    exec(text, {"FullAC": made, "SelectiveAC": made}, found)
+    exec(text, found)
     return {k: v for own in (found["parallelism"], found["training"]) for k, v in own.items()}
 
 
@@ -70,6 +76,25 @@ def test_degrees_multiply_to_the_devices_and_batches_to_the_batch(to: str) -> No
     assert {key: found[key] for key in says} == says
 
 
+@pytest.mark.parametrize("to", [*FORMS, "maxtext", "transformers", "accelerate"])
+def test_settings_have_the_dtype_that_the_prices_assume(to: str) -> None:
+    what = exported("data:4;model:2", TENSOR if to != "accelerate" else "batch:data+model")
+    for dtype, words in {"bfloat16": ("bf16", "bfloat16"), "float16": ("fp16", "float16")}.items():
+        assert any(word in export(replace(what, dtype=dtype), to) for word in words)
+        assert not any(word in export(replace(what, dtype="float32"), to) for word in words)
+
+
+def test_messages_that_the_prices_overlap_are_overlapped() -> None:
+    sequence = TENSOR + ";length@elsewhere:model"
+    for framework, layout, overlaps in (
+        ("megatron", sequence, True),
+        ("megatron:tensor_messages=plain", sequence, False),
+        ("megatron", TENSOR, False),  # Megatron-LM overlaps them with sequence parallelism alone
+    ):
+        found = settings(exported("data:4;model:2", layout, framework), "megatron")
+        assert ("tp-comm-overlap" in found) == overlaps
+
+
 def test_storage_is_said_by_each_in_its_own_words() -> None:
     split = dict.fromkeys(MATRICES, "zero3")
     what = exported("data:8", "batch:data", storage=split)
@@ -81,8 +106,11 @@ def test_storage_is_said_by_each_in_its_own_words() -> None:
     assert (found["data_parallel_replicate_degree"], found["data_parallel_shard_degree"]) == (2, 4)
     state = exported("data:8", "batch:data", storage=dict.fromkeys(MATRICES, "zero1"))
     assert "use-distributed-optimizer" in settings(state, "megatron")
-    with pytest.raises(UserError, match=r"torchtitan cannot express this plan, .*zero1"):
+    with pytest.raises(UserError, match=r"with every microbatch, except in stages, but this plan \(zero1\)"):
         export(state, "torchtitan")
+    ring = {"schedule": "1f1b", "microbatches": 8, "storage": dict.fromkeys(MATRICES, "zero1")}
+    staged = exported("pipe:2;data:4", "layers:pipe;batch:data", **ring)
+    assert settings(staged, "torchtitan")["fsdp_reshard_after_forward"] == "never"
 
 
 def test_pipelines_and_recomputation() -> None:
@@ -97,6 +125,42 @@ def test_pipelines_and_recomputation() -> None:
     assert settings(what, "torchtitan")["pipeline_parallel_schedule"] == "Interleaved1F1B"
     with pytest.raises(UserError, match="deepspeed cannot express this plan"):
         export(what, "deepspeed")
+
+
+def test_some_of_the_layers_are_recomputed() -> None:
+    what = exported("data:8", "batch:data", "torchtitan@0.2", recompute=("layers:count=1",))
+    found = settings(what, "megatron")
+    assert (found["recompute-method"], found["recompute-num-layers"]) == ("block", "1")
+    titan = settings(what, "torchtitan")
+    assert (titan["mode"], titan["selective_ac_option"]) == ("selective", "3")
+    with pytest.raises(UserError, match=r"up to release 0\.2 alone"):
+        export(replace(what, framework=""), "torchtitan")
+    with pytest.raises(UserError, match="only 1 of the layers are recomputed"):
+        export(what, "deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "flags", "layers"),
+    [
+        ("1f1b", {}, []),
+        ("1f1b:first=1", {"decoder-first-pipeline-num-layers": "1"}, [1, 3]),
+        (
+            "1f1b:first=3:last=1",
+            {"decoder-first-pipeline-num-layers": "3", "decoder-last-pipeline-num-layers": "1"},
+            [3, 1],
+        ),
+        ("1f1b:layers=4+0", {"pipeline-model-parallel-layout": "'Etttt|L'"}, [4, 0]),
+        ("interleaved:2:layers=0+2+1+1", {"pipeline-model-parallel-layout": "'E|tt|t|tL'"}, [0, 2, 1, 1]),
+    ],
+)  # fmt: skip
+def test_unequal_stages(schedule: str, flags: dict[str, str], layers: list[int]) -> None:
+    what = exported("pipe:2;data:4", "layers:pipe;batch:data", schedule=schedule, microbatches=8)
+    found = settings(what, "megatron")
+    assert {name: text for name, text in found.items() if "num-layers" in name or "layout" in name} == flags
+    assert ("num-virtual-stages-per-pipeline-rank" in found) == ("interleaved" in schedule and not flags)
+    parts = settings(what, "torchtitan").get("module_fqns_per_model_part", [])
+    assert [sum(name.startswith("layers.") for name in part) for part in parts] == layers
+    assert not parts or [x for part in parts for x in part if "." in x] == [f"layers.{n}" for n in range(4)]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "circular:2", "interleaved:2"])
@@ -134,6 +198,30 @@ def test_selective_recomputation_is_each_ones_own() -> None:
             export(what, to)
 
 
+def test_megatrons_modules_are_recomputed_by_name() -> None:
+    graph = MODEL.step_graph
+    dense = [keep for keep in MEGATRON_MODULES if not any("experts" in word for word in keep)]
+    assert {*keep_sets(graph, "layers", tuple(MEGATRON_MODULES))} == {*dense}
+    times = []
+    for keep in dense:
+        what = exported("data:8", "batch:data", recompute=(f"layers:keep={'+'.join(keep)}",))
+        found = settings(what, "megatron")
+        assert found["recompute-granularity"] == "selective"
+        assert tuple(found["recompute-modules"].split()) == MEGATRON_MODULES[keep]
+        again = rematerialization(graph, what_again(keep)).running(frozenset())["layers"]
+        times.append({node.path.partition("/")[0] for node in again if node.op.kind in PRODUCTS})
+    assert times == [{"attention"}, set(), {"attention"}, {"feed_forward"}, {"attention", "feed_forward"}]
+
+
+def what_again(keep: tuple[str, ...]) -> Policies:
+    return policies([f"layers:keep={'+'.join(keep)}"])
+
+
+def test_a_search_under_a_framework_keeps_what_it_can_say() -> None:
+    space = SAYS.narrowed(SearchSpace(recompute=(False, "selective", True)))
+    assert {f"keep={'+'.join(keep)}" for keep in MEGATRON_MODULES} < {*space.recompute}
+
+
 def test_what_a_form_cannot_say_it_says() -> None:
     """A vocab that the tensor ways do not divide, and a sequence that a release always splits."""
     uneven = Layout("batch:data;heads:model;d_ff:model")
@@ -169,6 +257,51 @@ def test_releases_of_torchtitan_have_other_names() -> None:
     assert settings(exported("data:8", "batch:data", "torchtitan@0.3"), "torchtitan")["local_batch_size"] == 4
 
 
+SECTIONS = {
+    "parallelism": "context_parallel_degree context_parallel_load_balancer data_parallel_replicate_degree "
+    "data_parallel_shard_degree enable_sequence_parallel expert_parallel_degree fsdp_reshard_after_forward "
+    "module_fqns_per_model_part pipeline_parallel_degree pipeline_parallel_first_stage_less_layers "
+    "pipeline_parallel_last_stage_less_layers pipeline_parallel_schedule tensor_parallel_degree",
+    "training": "disable_cuda_graphs mixed_precision_param steps",
+    "compile": "enable enable_async_tensor_parallel",
+}
+RENAMED = {
+    "0.3": ("pipeline_parallel_microbatch_size", "seq_len local_batch_size global_batch_size"),
+    "main": (
+        "num_pp_microbatches",
+        "max_context_length num_tokens_per_microbatch_per_dp_rank num_tokens_per_train_step",
+    ),
+}
+"""Fields of torchtitan/config/configs.py, 0.3.0 and b5bcd76: its parser took the same plans of Llama 3 8B."""
+
+
+@pytest.mark.parametrize("release", RENAMED)
+def test_torchtitan_has_the_fields_that_are_written(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = SimpleNamespace(FullAC=SimpleNamespace(Config=lambda: "full"))
+    monkeypatch.setitem(sys.modules, "torchtitan", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "torchtitan.distributed", SimpleNamespace(activation_checkpoint=modes))
+    staged = {"schedule": "1f1b:first=1", "microbatches": 8, "recompute": ("layers",)}
+    again = dict(zip(SECTIONS, (*RENAMED[release], ""), strict=True))
+    for mesh, layout, more in (
+        ("data:4;model:2", f"{TENSOR};length@elsewhere:model", {}),
+        ("pipe:2;data:4", "layers:pipe;batch:data", staged),
+        ("data:4;seq:2", "batch:data;length:seq;memory_length:seq;positions:seq", {}),
+    ):
+        space: dict[str, Any] = {}
+        exec(export(exported(mesh, layout, f"torchtitan@{release}", **more), "torchtitan"), space)
+        fields = {name: [*text.split(), *again[name].split()] for name, text in SECTIONS.items()}
+        config = SimpleNamespace(
+            **{name: make_dataclass(name, [(f, Any, None) for f in own])() for name, own in fields.items()}
+        )
+        config = space["planned"](config)
+        assert config.activation_checkpoint == ("full" if more else None)
+        assert config.training.disable_cuda_graphs == (True if more else None)
+        parts = config.parallelism.module_fqns_per_model_part
+        assert not more or (parts[0][0], parts[-1][-1]) == ("tok_embeddings", "lm_head")
+        degrees = ("data_parallel_replicate", "tensor_parallel", "pipeline_parallel", "context_parallel")
+        assert math.prod(getattr(config.parallelism, f"{name}_degree") for name in degrees) == 8
+
+
 @pytest.mark.parametrize("to", FORMS)
 def test_what_degrees_cannot_say_is_refused(to: str) -> None:
     whole = exported("data:8", "batch:data")
@@ -192,3 +325,12 @@ def test_storage_is_over_the_ranks_of_the_sequence_too(to: str) -> None:
 
 def test_every_framework_with_degrees_has_a_form() -> None:
     assert {*FORMS} <= {*FORMATS}
+
+
+@pytest.mark.parametrize("again", [("layers:keep=products+others:count=1",), ("layers:count=1", "batch")])
+@pytest.mark.parametrize("to", ["megatron", "torchtitan", "torchtitan@0.2"])
+def test_a_count_is_not_lost_beside_other_recomputation(to: str, again: tuple[str, ...]) -> None:
+    what = exported("data:8", "batch:data", recompute=("layers:count=1",))
+    both = replace(what, framework=to, decided=what.decided.model_copy(update={"recompute": again}))
+    with pytest.raises(UserError, match="recompute"):
+        settings(both, to.partition("@")[0])

@@ -23,6 +23,7 @@ def test_every_command_has_its_lines() -> None:
     assert {path.stem for path in golden.FOLDER.glob("*.txt")} == {*golden.NAMES}
 
 
+@pytest.mark.usefixtures("everything_after")
 @pytest.mark.parametrize("name", golden.NAMES)
 def test_a_command_says_what_its_file_says(name: str, folder: Path) -> None:
     kept = (golden.FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines()

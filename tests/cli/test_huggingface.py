@@ -81,7 +81,8 @@ def test_the_batch_that_nobody_chose_follows_the_devices(place: Path, devices: i
 def test_batch_and_length_stand_with_every_answer(run: Callable[..., Result], place: Path) -> None:
     """In text and JSON; a plan records them for the commands that take it."""
     small, machine = ("--set", "num_hidden_layers=1"), ("--hardware", "h100", "--quiet")
-    searched = ("search", "config.json", "--mesh", "data:10", *machine, *small, "--time-limit", "20")
+    plain = ("--storage", "layout", "--recompute", "never", "--microbatches", "1")
+    searched = ("search", "config.json", "--mesh", "data:10", *machine, *small, *plain)
     commands = (
         (*searched, "--out", "plan.json"),
         ("lint", "config.json", "--mesh", "data:10", "--layout", "batch:data", *machine, *small),

@@ -107,7 +107,7 @@ def test_every_example_is_whole() -> None:
         assert {f"{word}.py" for word in re.findall(r"from examples\.(\w+) import", text)} <= set(found)
 
 
-@pytest.mark.parametrize("solver", ["auto", "cp-sat", "highs", "exhaustive"])
+@pytest.mark.parametrize("solver", ["auto", "cp-sat", "highs"])
 def test_solve_problem(result: Callable[..., dict[str, Any]], tmp_path: Path, solver: str) -> None:
     found = result("solve-problem", problem(tmp_path), "--solver", solver)
     assert list(found) == ["format", "name", "solver", "choices"]

@@ -83,6 +83,7 @@ def test_progress_in_words() -> None:
     assert bounds_text(inf, -inf, str) == "nothing found yet"
     assert bounds_text(4.0, -inf, str) == "best 4.0"
     assert bounds_text(4.0, 3.0, str) == "best 4.0, bound 3.0, gap 25.00%"
+    assert bounds_text(4.0, 0.0, str) == "best 4.0, no bound yet"
 
 
 def test_json_has_no_numbers_that_are_none() -> None:
@@ -186,12 +187,12 @@ def test_a_search_says_how_far_it_is() -> None:
     shown: list[str] = []
     bounds = Bounds(Terminal(), "searching mlp", seconds_text)
     bounds.progress.update = lambda task, description: shown.append(description)  # type: ignore[method-assign]
-    bounds.show(SearchStatus("mesh 4x2, 2 microbatches", 3, 12, 0.004, 0.003, 61.2))
-    bounds.show(SearchStatus("mesh 8", 1, 12, math.inf, 0.0, None))
+    bounds.show(SearchStatus("mesh 4x2, 2 microbatches", 3, 12, 0.004, 0.003, 0.25, "usual"))
+    bounds.show(SearchStatus("mesh 8", 1, 12, math.inf, 0.0))
     assert shown == [
-        "searching mlp, mesh 4x2, 2 microbatches (3 of 12): best 4.00 ms, bound 3.00 ms, gap 25.00%, "
-        "about 1 min 01 s left",
-        "searching mlp, mesh 8 (1 of 12): nothing found yet, bound 0 s",
+        "searching mlp, usual, mesh 4x2, 2 microbatches (3 of 12, 25% of its tables): best 4.00 ms, "
+        "bound 3.00 ms, gap 25.00%",
+        "searching mlp, mesh 8 (1 of 12): nothing found yet, no bound yet",
     ]
 
 

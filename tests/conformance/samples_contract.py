@@ -11,6 +11,7 @@ from scipy import special
 import mesh_tf_core as mtf
 from mesh_tf_core.ir.dims import SparseDim
 from mesh_tf_core.ops.experts import expert_product, from_experts, to_experts
+from mesh_tf_core.ops.float8 import float8_expert_product
 from tests.conformance.helper import Arg, Sample, dims
 
 AB = Arg("a:8 b:4")
@@ -55,6 +56,18 @@ def _through_experts(g: mtf.Graph, x: Any, w: Any, ids: Any, gates: Any) -> Any:
     return y, mtf.rename(y, b="expert_b", l="expert_l")
 
 
+def _experts_in_float8(g: mtf.Graph, x: Any, w: Any, ids: Any) -> Any:
+    few, k = SparseDim("e", 8, 2, 8), mtf.Dim("k", 2)
+    rows, there = to_experts(x, few, k, "bl", ["d"]), to_experts(ids, few, k, "bl")
+    y = from_experts(float8_expert_product(rows, w, there, "tensor"), k, "bl", ["f"])
+    return y, mtf.rename(y, b="expert_b", l="expert_l")
+
+
+def _in_float8(x: np.ndarray, w: np.ndarray, ids: np.ndarray) -> Any:
+    x, w = (in_float8(each, "float8_e4m3fn") for each in (x, w))
+    return (np.einsum("bld,blkdf->blf", x, w[ids]),) * 2
+
+
 EINSUM = (
     Sample(
         "matmul",
@@ -87,6 +100,15 @@ EINSUM = (
         (Arg("b:4 l:2 d:4"), Arg("e:8 d:4 f:2"), Arg("b:4 l:2 k:2", "int:8"), Arg("b:4 l:2 k:2")),
         lambda x, w, ids, gates: (np.einsum("bld,blkdf,blk->blf", x, w[ids], gates),) * 2,
         together=("expert_b expert_l e d f",),
+    ),
+    Sample(
+        "float8 experts",
+        "einsum",
+        _experts_in_float8,
+        (Arg("b:4 l:2 d:4"), Arg("e:8 d:4 f:2"), Arg("b:4 l:2 k:2", "int:8")),
+        _in_float8,
+        together=("expert_b expert_l e d f",),
+        stops=(0, 1),
     ),
     Sample(
         "three operands",

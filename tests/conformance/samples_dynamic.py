@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 import mesh_tf_core as mtf
-from mesh_tf_core.ir.schedules import PipelineSchedule, StageAction
+from mesh_tf_core.ir.schedules import PipelineSchedule
+from mesh_tf_core.ir.stage_orders import StageAction
 from mesh_tf_core.ir.stored_order import Interleaved
 from mesh_tf_core.ops import few_bits
-from mesh_tf_core.ops.ticks import CHUNK, RINGS, FromTicks, LayerNumbers, Passing, ScheduleColumn, ToTicks
+from mesh_tf_core.ops.ticks import ARRIVALS, CHUNK, RINGS, LayerNumbers, Passing, ScheduleColumn
 from tests.conformance.helper import Arg, Sample
 
 AB = Arg("a:8 b:4")
@@ -27,23 +28,6 @@ def _written(x: np.ndarray, piece: np.ndarray, i: Any, axis: int) -> np.ndarray:
     return out
 
 
-def _ticks(fill: bool) -> Sample:
-    s = PipelineSchedule("gpipe", 3, 4)
-
-    def apply(g: mtf.Graph, x: mtf.Tensor) -> Any:
-        made = [g.apply(ToTicks(s, end, fill), x) for end in (False, True)]
-        return *made, *(g.apply(FromTicks(s, bool(end)), y * 2.0) for end, y in enumerate(made))
-
-    def dense(x: np.ndarray) -> Any:
-        gap = np.stack([x[0] if fill else np.zeros_like(x[0])] * 2)
-        return np.concatenate([x, gap]), np.concatenate([gap, x]), 2 * x, 2 * x
-
-    # No gradient comes back from what fills the gaps.
-    stops = (0,) if fill else ()
-    name = f"ticks{', filled' * fill}"
-    return Sample(name, "dynamic", apply, (Arg("microbatch:4 a:8"),), dense, stops=stops)
-
-
 def _table(column: str) -> Sample:
     s, tick, stage = PipelineSchedule("interleaved", 4, 6, 2), mtf.Dim("tick", 5), mtf.Dim("a", 4)
 
@@ -57,10 +41,24 @@ def _table(column: str) -> Sample:
         table = s.table[9:14, :, StageAction.BACKWARD]
         numbers = {"microbatch": table[..., 0], CHUNK: table[..., 1]}
         numbers |= {name: s.places(put)[9:14, :, StageAction.BACKWARD] for name, put in RINGS.items()}
+        arrivals = s.arrivals(StageAction.BACKWARD)[9:14]
+        numbers |= {name: arrivals[..., way] for way, name in enumerate(ARRIVALS)}
         last = np.where(table[:, 3, 1] == 1, table[:, 3, 0], -1)
         return x + numbers[column], x + last[:, None]
 
     return Sample(f"{column} of a schedule", "dynamic", apply, (Arg("tick:5 a:4"),), dense)
+
+
+def _turning() -> Sample:
+    s, tick = PipelineSchedule("circular", 2, 3, 2), mtf.Dim("tick", 7)
+
+    def apply(g: mtf.Graph, x: mtf.Tensor) -> Any:
+        return x + g.apply(Passing(s, StageAction.FORWARD, True, tick, 1, 2)).cast(x.dtype)
+
+    def dense(x: np.ndarray) -> Any:
+        return x + np.array([-1, -1, 0, 1, -1, -1, 0])[:, None]
+
+    return Sample("places of losses", "dynamic", apply, (Arg("tick:7 b:4"),), dense)
 
 
 def _layers_of_stages() -> Sample:
@@ -86,34 +84,12 @@ def _few_bits(bits: int) -> Sample:
     return Sample(f"{bits} bits", "dynamic", apply, (Arg("a:4 b:16"),), dense, stops=(0,))
 
 
-def _rounds(fill: bool) -> Sample:
-    s = PipelineSchedule("circular", 2, 3, 2)
-    enters, leaves = [0, 1, 4], [3, 4, 7]
-
-    def apply(g: mtf.Graph, x: mtf.Tensor) -> Any:
-        made = [g.apply(ToTicks(s, end, fill), x) for end in (False, True)]
-        return *made, *(g.apply(FromTicks(s, bool(end)), y * 2.0) for end, y in enumerate(made))
-
-    def dense(x: np.ndarray) -> Any:
-        found = [np.stack([x[0] if fill else np.zeros_like(x[0])] * 8) for _ in range(2)]
-        for made, places in zip(found, (enters, leaves), strict=True):
-            made[places] = x
-        return *found, 2 * x, 2 * x
-
-    stops = (0,) if fill else ()
-    name = f"ticks of rounds{', filled' * fill}"
-    return Sample(name, "dynamic", apply, (Arg("microbatch:3 a:8"),), dense, stops=stops)
-
-
 SAMPLES = (
     _few_bits(4),
     _few_bits(8),
     _layers_of_stages(),
-    *map(_table, ("microbatch", CHUNK, *RINGS)),
-    _rounds(fill=False),
-    _rounds(fill=True),
-    _ticks(fill=False),
-    _ticks(fill=True),
+    *map(_table, ("microbatch", CHUNK, *RINGS, ARRIVALS[2])),
+    _turning(),
     Sample(
         "dynamic_slice",
         "dynamic",

@@ -9,9 +9,9 @@ import numpy as np
 from scipy import special
 
 import mesh_tf_core as mtf
+from mesh_tf_core.ops.activations import extreme, modulus
 from mesh_tf_core.ops.basic import total
 from mesh_tf_core.ops.binary import binary
-from mesh_tf_core.ops.corners import extreme, modulus
 from mesh_tf_core.ops.unary import unary
 from tests.conformance.helper import Arg, Sample, dims
 

@@ -6,6 +6,7 @@ import numpy as np
 from scipy import special
 
 import mesh_tf_core as mtf
+from mesh_tf_core.ops.neighbours import ReverseAlong
 from tests.conformance.helper import Arg, Sample, dims
 
 AB = Arg("a:8 b:4")
@@ -220,6 +221,7 @@ STACKING = (
         )
         for offset in (1, 4, 7, -3)
     ),
+    Sample("reverse", "shape", lambda g, x: g.apply(ReverseAlong("a"), x), (AB,), lambda x: x[::-1]),
 )
 
 SAMPLING = (

@@ -28,7 +28,7 @@ from tests.conformance.samples import SAMPLES
 Record = Callable[[str, Any], None]
 NAMES = [s.name for s in SAMPLES]
 SLOW = "x:2;y:4"
-RARE = {"x:2;y:2": 3, SLOW: 6}
+RARE = {"x:2;y:2": 5, SLOW: 12}
 """By day every so many samples on these meshes; on the smallest one all."""
 TASKS = [
     pytest.param(sample, mesh, numbers, id=f"{sample.name}-{mesh}{when}", marks=marks)
@@ -82,9 +82,9 @@ def test_every_operation_has_a_sample() -> None:
             used |= {type(instr.op) for instr, _ in program.walk() if isinstance(instr, Local)}
     # A new key comes from the graph's own counters; tests/core/test_random.py has it. The others, lowering
     # makes of pipelines, of messages beside products and of padded shards; tests/core/test_pipelines.py,
-    # test_collective_matmul.py and test_padded_storage.py have them.
+    # test_collective_matmul.py, test_padded_storage.py and tests/engines/test_some_layers.py have them.
     stages = {"StageNumbers", "StagePart", "StageStack", "StageTerm"}
     chunks = {"AddProduct", "ChunkAs", "ChunkFirst", "ChunkNumber", "ChunkOf", "ChunkPut"}
-    elsewhere = {"FoldIn", "PadPieces", "CutPadding", *stages, *chunks}
+    elsewhere = {"FoldIn", "PadPieces", "CutPadding", "JoinedParts", *stages, *chunks}
     missing = {cls.__name__ for cls in _operations() - used} - elsewhere
     assert not missing

@@ -103,8 +103,8 @@ def test_rings_of_any_size(devices: int) -> None:
 
 
 def test_the_local_engine_runs_them() -> None:
-    sizes = sized(5)
-    found = train(transformer_lm, sizes, "model:5", RING, 2, engine="local", collective_matmul=ALL)
+    sizes = sized(3)
+    found = train(transformer_lm, sizes, "model:3", RING, 2, engine="local", collective_matmul=ALL)
     check_same(found, alone(transformer_lm, tuple(sorted(sizes.items())), 2))
 
 

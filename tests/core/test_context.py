@@ -14,7 +14,7 @@ from examples import bert, transformer_lm
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Loop, Permute
-from mesh_tf_core.ops.ring_order import turns_of
+from mesh_tf_core.ops.ring_pieces import turns_of
 from tests.examples.helper import SMALL, check_same, train
 from tests.examples.hunt import Hunt, Legal, options
 from tests.marks import by_day

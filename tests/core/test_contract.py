@@ -14,8 +14,7 @@ import pytest
 import mesh_tf_core as mtf
 import mesh_tf_core.ops
 from mesh_tf_core.ir import traits
-from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
-from mesh_tf_core.ir.work import NO_PRODUCT
+from mesh_tf_core.ir.op import NO_PRODUCT, Emitter, Op, Roles, TensorType
 from mesh_tf_core.lower.placing import Placing
 
 A = mtf.Dim("a", 4)

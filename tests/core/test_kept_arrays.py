@@ -12,7 +12,7 @@ import mesh_tf_core as mtf
 from costmodels.liveness import memory
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.ir.program import AllGather, Program
-from mesh_tf_core.ir.schedules import SCHEDULES
+from mesh_tf_core.ir.schedules import ONE_WAY
 from mesh_tf_core.lower.storage import read_stage
 from tests.kept_arrays import AFTER, KINDS, batch, model
 from tests.marks import by_day
@@ -76,7 +76,7 @@ def test_no_device_gathers_all_layers(kind: str) -> None:
     assert not [instr for instr in code if isinstance(instr, AllGather)]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ONE_WAY)
 def test_averages_of_stages(schedule: str) -> None:
     found, layers = model(AFTER, layers=mtf.Dim("layers", 4)), {"storage": {"w": 3, OTHER: 3}}
     one = found.lower(mtf.Mesh("data:1"), mtf.Layout(""), mtf.Options(microbatches=4))

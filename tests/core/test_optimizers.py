@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
+from examples.transformer_lm import model as transformer
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.lower.verify import verify
 
@@ -149,3 +150,23 @@ def test_master_copies_stay_float32() -> None:
     for _ in range(10):
         engine.step({})
     np.testing.assert_allclose(engine.read("w"), 1 - 1e-3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_averages_of_adam_have_the_type_that_is_asked_for(dtype: str) -> None:
+    made = transformer(
+        layers=1, d_model=8, heads=2, d_kv=4, d_ff=16, vocab=16, batch=2, length=8, moments=dtype
+    )
+    run = mtf.Trainer(made, "x:2", "batch:x", engine="lockstep")
+    tokens = np.arange(16, dtype=np.int32).reshape(2, 8) % 16
+    losses = [run.step({"tokens": tokens, "targets": tokens})["loss"] for _ in range(3)]
+    assert losses[-1] < losses[0]
+    slots = [v for n, v in run.program.variables.items() if n.endswith(("adam_m", "adam_v"))]
+    assert slots and {v.variable.dtype for v in slots} == {dtype}
+
+
+def test_averages_of_an_unknown_type_are_refused() -> None:
+    with pytest.raises(mtf.UserError, match="int8"):
+        mtf.Adam(0.1, moments="int8")
+    with pytest.raises(mtf.UserError, match="sgd"):
+        transformer(optimizer="sgd", moments="bfloat16")

@@ -11,12 +11,11 @@ from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllReduce, Collective, Program, ReduceScatter, Slice
 from mesh_tf_core.lower.base import lower_base
 from mesh_tf_core.lower.combine import combine_small
-from mesh_tf_core.lower.dead import drop_dead
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.pipeline import passes
 from mesh_tf_core.lower.placement import placement
 from mesh_tf_core.lower.sums import delay_sums
-from mesh_tf_core.lower.uses import compact
+from mesh_tf_core.lower.uses import compact, drop_dead
 from mesh_tf_core.lower.verify import verify
 from tests.core.golden import CASES, FOLDER, record
 

@@ -39,6 +39,15 @@ def test_uniform() -> None:
     assert np.abs(counts - 2000).max() < 6 * 2000**0.5
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_uniform_numbers_of_every_type_are_below_the_end(dtype: str) -> None:
+    """Also from above to below, as those of imported programs are drawn."""
+    least = 2.0 ** -random_ops.uniform_bits(dtype)
+    for low, high in ((0.0, 1.0), (1 - least, -least)):
+        x = draw(lambda g, key: mtf.random_uniform(key, [N, M], low, high, dtype)).astype(np.float64)  # noqa: B023
+        assert x.min() >= 0 and x.max() < 1 and x.mean() == pytest.approx(0.5, abs=0.01)
+
+
 def test_normal() -> None:
     x = draw(lambda g, key: mtf.random_normal(key, [N, M], 1.0, 2.0))
     assert np.isfinite(x).all()
@@ -131,7 +140,7 @@ def test_wide_tensors_do_not_repeat() -> None:
     """Rows of 2^25 elements, and 2^33 in all: two rows were the same, 16777619 places apart."""
     k, seen = NumpyKernel(), []
     whole = mtf.Shape([mtf.Dim("a", 256), mtf.Dim("b", 2**25)])
-    op = random_ops.RandomUniform(whole, 0.0, 1.0, "float32")
+    op = random_ops.RandomUniform(whole, "float32", 0.0, 1.0)
     piece = TensorType(mtf.Shape([mtf.Dim("a", 1), mtf.Dim("b", 64)]), "float32")
     for row in (0, 1, 2, 128, 255):
         for first in (0, 64, 16777600, 16777664, 2**25 - 64):
@@ -160,7 +169,7 @@ def test_every_kernel_draws_the_same() -> None:
     from mesh_tf_core.kernels.jax_kernel import JaxKernel
     from mesh_tf_core.kernels.tf_kernel import TfKernel
 
-    op = random_ops.RandomUniform(mtf.Shape([N, M]), 0.0, 1.0, "float32")
+    op = random_ops.RandomUniform(mtf.Shape([N, M]), "float32", 0.0, 1.0)
     at = At((), (TensorType(op.shape, "float32"),), frozenset(), lambda name: 0)
     want = op.kernel(NumpyKernel(), at, np.int32(7))
     for k in (TfKernel(), JaxKernel()):

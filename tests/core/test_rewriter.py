@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 import mesh_tf_core as mtf
+from mesh_tf_core.ir.builder import ProgramRewriter, inside, take_out
 from mesh_tf_core.ir.program import AllReduce, Loop, Program
-from mesh_tf_core.ir.rewriter import ProgramRewriter, inside, take_out
 from mesh_tf_core.lower.uses import compact
 from mesh_tf_core.lower.verify import ProgramError, verify
 

@@ -132,6 +132,7 @@ def apart() -> dict[str, tuple[list[float], Alone]]:
 
 @pytest.mark.parametrize("said", WAYS)
 @pytest.mark.parametrize(("layout", "options"), CASES)
+@pytest.mark.one_in(3)
 def test_replicas_meet_as_if_in_numpy(said: str, layout: str, options: mtf.Options, apart: Any) -> None:
     ours = trainer(layout, options, said)
     found = [r["loss"] for r in ours.fit(data(), STEPS)]

@@ -13,11 +13,14 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.liveness import memory
 from costmodels.pipeline_bubble import waiting
+from costmodels.pricing.compilers.launched import Launched
 from costmodels.pricing.pricer import pricer
+from costmodels.stage_ends import StageEnd
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.ir.schedules import SCHEDULES, rounds_of
+from mesh_tf_core.ir.schedules import NAMES, ONE_WAY, layer_order, rounds_of
 from mesh_tf_core.ir.stored_order import PADDING, Interleaved
+from mesh_tf_core.ops.ticks import LayerNumbers
 from tests.core.test_one_forward_one_backward import POLICIES
 from tests.core.test_pipelines import B, D, E, L, V, batch, options, same
 from tests.core.test_pipelines import model as stacking
@@ -82,8 +85,9 @@ def lowered(built: mtf.Model, mesh: str, layout: str, schedule: str, parts: int,
     return built.lower(mtf.Mesh(mesh), mtf.Layout(layout), how)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ONE_WAY)
 @pytest.mark.parametrize("recompute", [set(), {"layers"}, {"layers:keep=products"}], ids=str)
+@pytest.mark.one_in(3)
 def test_losses_and_variables_are_those_of_one_device(
     schedule: str, recompute: set[str], plain: mtf.Model, dense: Any
 ) -> None:
@@ -92,6 +96,67 @@ def test_losses_and_variables_are_those_of_one_device(
     places = Interleaved(2, rounds_of(schedule)).size(5)
     stored = program.variables["wi"]
     assert stored.value.shape.sizes == (places, 4, 8) and stored.variable.shape.sizes == (5, 4, 8)
+
+
+NAMED = ["gpipe:first=1", "1f1b:first=4", "1f1b:layers=0+5", "zb-h1:last=2", "circular:2:layers=2+0+2+1"]
+NAMED += ["interleaved:2:layers=0+2+3+0", "interleaved:2:layers=1+1+1+2"]
+
+
+@pytest.mark.parametrize("schedule", NAMED)
+def test_layers_of_stages_by_name(schedule: str, plain: mtf.Model, dense: Any) -> None:
+    program = lowered(plain, "pipe:2;t:2", "layers:pipe;e:t", schedule, 4)
+    check(program, dense)
+    assert layer_order(schedule, 2).numbers(5).reshape(-1).tolist() != Interleaved(2, 1).numbers(5).tolist()
+
+
+@pytest.fixture(scope="module")
+def eight() -> tuple[mtf.Model, Any]:
+    built = model(8)
+    return built, steps(built.lower(mtf.Mesh("one:1"), mtf.Layout()), 1)[:2]
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_only_stages_that_lack_layers_are_masked(schedule: str, eight: tuple[mtf.Model, Any]) -> None:
+    """Without given numbers, none does; a program with such numbers computes the same."""
+    built, alone = eight
+    for ends, stage in (("", 0), (":last=2", 1), (":first=2", 0)):
+        program = lowered(built, "pipe:2", "layers:pipe", schedule + ends, 4)
+        order, outline = layer_order(schedule + ends, 2), program.outline
+        counts = order.counts(8)
+        assert counts.sum() == 8 and outline is not None
+        assert counts[order.virtual[stage, : order.rounds]].sum() == (2 if ends else 4)
+        masked = any(isinstance(n.op, LayerNumbers) for n, _ in outline.walk())
+        assert masked == (order.lacks(8) > 0) == bool(ends)
+    same(steps(program, 1)[:2], alone)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1f1b:first=9", "1f1b:layers=2+2", "1f1b:layers=5", "1f1b:frst=2", "1f1b:"]
+)
+def test_layers_that_are_not_those_of_the_model_are_refused(schedule: str, plain: mtf.Model) -> None:
+    with pytest.raises(mtf.UserError, match=r"layers|did you mean|known"):
+        lowered(plain, "pipe:2", "layers:pipe", schedule, 4)
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe", "dualpipev"])
+def test_stages_with_neighbours_on_both_sides(schedule: str, eight: tuple[mtf.Model, Any]) -> None:
+    """Results wait in rings of several places, and copies of layers are not next to each other."""
+    program = lowered(eight[0], "pipe:4", "layers:pipe", schedule, 8)
+    *found, engine = steps(program, 1)
+    same(found, eight[1])
+    assert engine.communication_bytes == program.communication_bytes()
+
+
+def test_a_stage_of_its_own_holds_its_layers() -> None:
+    """The fullest stage's, wherever it is."""
+    built = model(8)
+    peaks = {}
+    for counts in ("2+2+2+2", "4+2+2+0", "1+5+1+1", "1+1+1+5"):
+        program = lowered(built, "pipe:4", "layers:pipe", f"1f1b:layers={counts}", 8)
+        found = memory(program, Launched.memory)
+        peaks[counts], stage = found.peak, found.stage
+        assert stage is {"1+5+1+1": StageEnd.MIDDLE, "1+1+1+5": stage}.get(counts, StageEnd.FIRST)
+    assert peaks["4+2+2+0"] > peaks["2+2+2+2"] and peaks["1+5+1+1"] > peaks["2+2+2+2"]
 
 
 def test_the_ends_may_have_embedding_and_head_alone() -> None:
@@ -111,7 +176,7 @@ def test_random_layouts(seed: int) -> None:
         axes.insert(rng.randrange(2), ("pipe", stages))
         rules = {"layers": "pipe", **{d: "a" for d in ("batch", "e", "d", "length") if rng.random() < 0.3}}
         texts = (";".join(f"{n}:{x}" for n, x in each) for each in (axes, rules.items()))
-        schedule, parts = rng.choice(SCHEDULES), rng.choice([1, 2, 4])
+        schedule, parts = rng.choice(ONE_WAY), rng.choice([1, 2, 4])
         storage = {name: rng.randrange(4) for name in ("wi", "wo", "shared")}
         try:
             again = rng.choice(POLICIES)
@@ -150,7 +215,7 @@ def test_states_of_optimizers_and_checkpoints(
 def test_random_numbers_are_those_of_microbatches_on_one_device() -> None:
     built = model(5, dropout=0.3)
     alone = steps(built.lower(mtf.Mesh("one:1"), mtf.Layout(), mtf.Options(microbatches=4)), 1)
-    for schedule in SCHEDULES:
+    for schedule in ONE_WAY:
         same(steps(lowered(built, "pipe:2", "layers:pipe", schedule, 4), 1)[:2], alone[:2])
 
 
@@ -178,11 +243,11 @@ def test_every_layer_lies_once_and_the_ends_have_less(stages: int, rounds: int) 
 
 
 def test_what_stages_lack_is_said(plain: mtf.Model) -> None:
-    for stages, empty in ((2, 1), (4, 3)):
-        program = lowered(plain, f"pipe:{stages}", "layers:pipe", "1f1b", 2)
+    for schedule, stages, places, empty in (("1f1b", 2, 6, 1), ("1f1b", 4, 8, 3), ("dualpipe", 2, 12, 2)):
+        program = lowered(plain, f"pipe:{stages}", "layers:pipe", schedule, 4)
         cost = pricer(load_hardware("tpu-v5e"), program.mesh).cost(program)
-        (found,) = waiting(program, cost)
-        assert (found.places, found.empty) == (5 + empty, empty)
+        found = waiting(program, cost)
+        assert found is not None and (found.places, found.empty) == (places, empty)
 
 
 def test_a_mask_that_is_left_out_is_seen(plain: mtf.Model, dense: Any, monkeypatch: Any) -> None:
@@ -205,13 +270,13 @@ def test_what_it_cannot_do_is_refused_with_what_to_do(plain: mtf.Model) -> None:
         (plain, "pipe:8", "gpipe", "are too many for a loop of 5 layers; use fewer stages"),
         (plain, "pipe:4", "interleaved:2", "stages times 2 rounds are too many for a loop of 5 layers; use"),
         (
-            stacking(linear=True),
+            stacking(),
             "pipe:3",
             "gpipe",
             "stages do not divide the 4 layers, which is required because an",
         ),
         (
-            stacking(linear=True),
+            stacking(),
             "pipe:3",
             "1f1b",
             "stages do not divide the 4 layers, which is required because an",

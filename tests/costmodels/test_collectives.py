@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import combinations
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -18,9 +20,11 @@ from costmodels.hardware import (
     Torus,
     hardware_names,
 )
+from costmodels.network import formulas
 from costmodels.network.closed_forms import CollectiveCost
 from costmodels.network.collectives import check_prices
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import SparseDim
 from mesh_tf_core.ir.mesh import Mesh
 
 SIZES = st.sampled_from((1, 2, 3, 4, 6, 8, 16, 32))
@@ -294,3 +298,38 @@ def test_a_kind_without_a_price_is_refused() -> None:
     check_prices(COLLECTIVES)
     with pytest.raises(TypeError, match="collective 'broadcast' has no formula for its time"):
         check_prices([*COLLECTIVES, "broadcast"])
+
+
+CHOICES = [(8, 2, 1, 1), (8, 3, 4, 2), (12, 4, 3, 2), (16, 4, 4, 2), (16, 2, 8, 3)]
+
+
+@pytest.mark.parametrize(("experts", "chosen", "groups", "kept"), CHOICES)
+def test_rows_that_travel_once_are_those_of_places_with_any_expert(
+    experts: int, chosen: int, groups: int, kept: int
+) -> None:
+    """Equation (10) against all choices, for places that groups divide, or that divide groups."""
+    few, of = SparseDim("e", experts, chosen, experts, 1.0, groups, kept), experts // groups
+    sets = [
+        set(found)
+        for some in combinations(range(groups), kept)
+        for found in combinations([g * of + i for g in some for i in range(of)], chosen)
+    ]
+    for here in (n for n in range(1, experts + 1) if experts % n == 0 and (n % of == 0 or of % n == 0)):
+        places = [set(range(i, i + here)) for i in range(0, experts, here)]
+        once = fmean(sum(bool(p & s) for p in places) for s in sets) / chosen
+        assert formulas.sent_once(few, here) == pytest.approx(once, rel=1e-12)
+
+
+def test_a_dispatcher_that_sends_once_takes_a_nodes_rows_once() -> None:
+    """DeepSeek-V3 over 8 nodes: at most 4 nodes of a token's 8 experts; nothing changes where all differ."""
+    plain, flex = (load_hardware("h100", f"megatron{v}") for v in ("", ":dispatcher=flex"))
+    few = SparseDim("experts", 4, 8, 256, 1.0, 8, 4)
+    for mesh, least, most in (("data:64", 0.45, 0.46), ("data:8", 0.9, 1.2)):
+        placement = place(plain, Mesh(mesh))
+        each, once = (
+            collective_cost(m, placement, "all_to_all", ["data"], 64e9, few).seconds for m in (plain, flex)
+        )
+        assert least < once / each < most
+    placement = place(plain, Mesh("data:64"))
+    other = {collective_cost(m, placement, "all_to_all", ["data"], 1e9).seconds for m in (plain, flex)}
+    assert len(other) == 1

@@ -29,12 +29,6 @@ SOFTWARE = (
 )  # fmt: skip
 """Numbers of a chip's file that depend on what runs on it."""
 CHIPS = [name for name in hardware_names() if load_hardware(name).kind != "cpu"]
-RUNS = [
-    (n, chip)
-    for n in framework_names()
-    for chip in CHIPS
-    if load_hardware(chip).kind in load_framework(n).kinds
-]
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -44,8 +38,15 @@ def test_a_chip_file_is_physics(chip: str) -> None:
     assert not set(SOFTWARE) & content["chip"].keys()
 
 
-@pytest.mark.parametrize(("name", "chip"), RUNS)
-def test_every_framework_completes_every_chip_that_it_runs_on(name: str, chip: str) -> None:
+@pytest.mark.parametrize("name", framework_names())
+def test_every_framework_completes_every_chip_that_it_runs_on(name: str) -> None:
+    runs = [chip for chip in CHIPS if load_hardware(chip).kind in load_framework(name).kinds]
+    assert runs
+    for chip in runs:
+        check_chip(name, chip)
+
+
+def check_chip(name: str, chip: str) -> None:
     machine, software = load_hardware(chip, name), load_framework(name)
     assert (machine.name, machine.framework) == (chip, name)
     assert machine.compiler in COMPILERS and 0 < machine.usable_memory_bytes < machine.memory_bytes * 1.0001
@@ -65,7 +66,8 @@ def test_what_a_framework_says_of_a_chip_is_there(name: str) -> None:
     numbers = [*software.numbers()]
     later = {(n.chip, n.path) for n in numbers if n.option in usual}
     for each in numbers:
-        if (name, each.chip) in RUNS and (each.option or (each.chip, each.path) not in later):
+        runs = each.chip in CHIPS and load_hardware(each.chip).kind in software.kinds
+        if runs and (each.option or (each.chip, each.path) not in later):
             found = load_hardware(each.chip, f"{name}{':' * bool(each.option)}{each.option}")
             known = {path: number.given for path, number in found.numbers()}
             assert known.get(each.path, each.value) == each.value, each
@@ -76,7 +78,7 @@ def test_a_framework_is_found_again_by_its_text(name: str) -> None:
     found = load_framework(name)
     assert found.text == name == found.name and found.kinds
     for number in found.numbers():
-        assert number.value and (number.source or "." not in number.path), number
+        assert number.value and (number.source or isinstance(number.value, str)), number
     for variant, each in found.variants.items():
         for option in each.options:
             said = load_framework(f"{name}:{variant}={option}")

@@ -18,7 +18,7 @@ from mesh_tf_core.errors import UserError
 NVIDIA = ("a100", "a100-40", "b200", "gb200", "gb300", "h100", "h100-hbm2e", "h200", "v100")
 GPUS = (*NVIDIA, "mi300x", "mi325x", "mi355x")
 TPUS = ("tpu-v2", "tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7")
-PRESETS = sorted((*GPUS, *TPUS, "cpu-jax", "cpu-local"))
+PRESETS = sorted((*GPUS, *TPUS, "trainium2", "cpu-jax", "cpu-local"))
 
 
 def test_the_presets() -> None:

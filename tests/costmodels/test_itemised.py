@@ -95,10 +95,10 @@ def test_an_itemised_cost_adds_up_to_the_lines(name: str, hardware: str) -> None
 
 @pytest.mark.parametrize(("by_host", "at_once"), [("launched", "xla-gpu"), ("eager", "none")])
 def test_a_host_that_launches_counts_itself(by_host: CompilerName, at_once: CompilerName) -> None:
-    """The same kernels as a compiled step has, but for single whole numbers: a pipeline's ticks, the seeds of
-    its dropout, the number of the step."""
+    """The same kernels as a compiled step has, but for single whole numbers: the seeds of its dropout, the
+    number of the step."""
     model = transformer(**{**SMALL, "layers": 4, "dropout": 0.1})
-    program = model.lower(mtf.Mesh("pipe:2"), mtf.Layout("layers:pipe"), mtf.Options(microbatches=2))
+    program = model.lower(mtf.Mesh("data:2"), mtf.Layout("batch:data"), mtf.Options(microbatches=2))
     launched = replace(load_hardware("a100-eager"), compiler=by_host)
     compiled = replace(load_hardware("a100"), compiler=at_once)
 
@@ -107,7 +107,7 @@ def test_a_host_that_launches_counts_itself(by_host: CompilerName, at_once: Comp
 
     assert items(launched) < items(compiled)
     left = items(compiled) - items(launched)
-    assert {"add", "scale", "lt", "shift"} <= {name for name, *_ in left}
+    assert "shift" in {name for name, *_ in left}
     for *_, item in left:
         assert (item.quantity.elements, item.quantity.dtype) == (1, "int32")
     prices = pricer(launched, program)

@@ -8,13 +8,18 @@ from typing import Any
 
 import pytest
 
+import layoutopt
 import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
 from costmodels.kept import kept_values
-from costmodels.liveness import MemoryProfile, memory
-from costmodels.pricing.compilers import COMPILERS
+from costmodels.liveness import MemoryProfile, MemoryRules, memory
+from costmodels.pricing.compilers import COMPILERS, compiler_of
+from costmodels.pricing.items import Sent
 from examples.moe_lm import model as experts
 from examples.transformer_lm import model as transformer
+from mesh_tf_core.ir.instructions import GRADIENT
 from mesh_tf_core.ir.op import PRODUCTS
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
 
 BATCH, LENGTH, D, KV, HEADS, FF, VOCAB, LAYERS = 8, 256, 64, 16, 4, 512, 512, 4
@@ -39,11 +44,11 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "": ("data:1", "", {}, 8 * 4),
     "microbatches": ("data:1", "", {"microbatches": 4}, 2 * 4),
     "data": ("data:2", "batch:data", {}, 4 * 4),
-    "gpipe": ("pipe:2", "layers:pipe", {"microbatches": 4}, 5 * 2 * 2),
+    "gpipe": ("pipe:2", "layers:pipe", {"microbatches": 4}, 4 * 2 * 2),
     "1f1b": ("pipe:2", "layers:pipe", {"microbatches": 4, "schedule": "1f1b"}, 2 * 2 * 2),
     "interleaved:2": ("pipe:2", "layers:pipe", {"microbatches": 4, "schedule": "interleaved:2"}, 5 * 2),
 }
-"""Mesh, layout and options, and sequences times layers that a device keeps: of all ticks, or in flight."""
+"""Mesh, layout and options, and sequences times layers that a device keeps: those in flight."""
 REMADE = {(True, "silu"): 2 * D + FF, (False, "gelu"): 2 * D, (False, "relu"): 2 * D}
 """Elements of a token that backward makes again: both norms without their scales, and SwiGLU's silu."""
 
@@ -101,10 +106,11 @@ def test_the_loss_has_logits_in_float32_and_their_gradient_in_bfloat16(mesh: str
     assert each * logits < memory(runs, EAGER).peak < (each + 1) * logits
 
 
-def test_products_of_eager_kernels_keep_the_whole_sequence() -> None:
+@pytest.mark.parametrize("rules", [EAGER, LAUNCHED])
+def test_products_of_torch_keep_the_whole_sequence(rules: MemoryRules) -> None:
     layout = "heads:model;d_ff:model;length@elsewhere:model"
     runs = program("model:4", layout, gated=True)
-    whole, shards = (kept(memory(runs, replace(EAGER, gathers=g))) for g in (True, False))
+    whole, shards = (kept(memory(runs, replace(rules, gathers=g))) for g in (1, 0))
     assert whole - shards == 2 * 2 * D * BATCH * LENGTH * LAYERS * 3 // 4
 
 
@@ -123,3 +129,89 @@ def test_the_casts_of_weights_are_the_parameters_of_eager_models(recompute: tupl
     held = memory(runs, EAGER).peak - memory(runs, replace(EAGER, parameters=False)).peak
     weights = 2 * LAYERS * (2 * D * FF + 4 * D * KV * HEADS)
     assert 0.95 * weights < held < 1.05 * weights
+
+
+def test_numbers_that_frameworks_give() -> None:
+    """Copies at the loss and in the optimizer's step, and the type of sums: against bytes by hand."""
+    made = program("data:1", "", (("microbatches", 4),), optimizer="adam", vocab=8192)
+    plain = memory(made, EAGER)
+    logits = BATCH // 4 * LENGTH * 8192 * 4
+    lossy = memory(made, replace(EAGER, loss_copies=3))
+    assert lossy.peak - plain.peak == logits  # The program holds the logits and their gradient.
+    trained = (s.variable for s in made.variables.values() if s.variable.trainable)
+    weights = sum(variable.shape.size for variable in trained)
+    update = [p.bytes for p in plain.points if p.origin.phase == Phase.UPDATE]
+    stepped = memory(made, replace(EAGER, step_copies=2))
+    assert max(p.bytes for p in stepped.points if p.origin.phase == Phase.UPDATE) - max(update) == 8 * weights
+    narrow = memory(made, replace(EAGER, gradient_bytes=2))
+    there = [p.bytes - q.bytes for p, q in zip(plain.points, narrow.points, strict=True)]
+    assert max(there) == 2 * weights
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+@pytest.mark.parametrize("where", [("data:1", ""), ("model:2", "vocab:model;vocab@crossentropy:none")])
+def test_a_loss_holds_its_copies_of_whole_logits(where: tuple[str, str], overwrites: bool) -> None:
+    """Also of those that tensor ranks gather, and where the gradient takes the place of the logits."""
+    made = program(*where, vocab=8192)  # it holds the logits and their gradient
+    rules = replace(EAGER, overwrites=overwrites)
+    both = (memory(made, r).points for r in (replace(rules, loss_copies=3), rules))
+    assert (
+        max(p.bytes - q.bytes for p, q in zip(*both, strict=True))
+        == (1 + overwrites) * BATCH * LENGTH * 8192 * 4
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torch",
+        "torch:loss=in_place,optimizer=fused",
+        "torch:kernels=fused",
+        "torch:gradients=bfloat16",
+        "torch-compile",
+        "megatron",
+    ],
+)
+def test_variants_of_frameworks_reach_the_peak(text: str) -> None:
+    said = {name: number.value for name, number in load_hardware("a100", text).holds}
+    assert (
+        said
+        == {
+            "torch": {"gathers": 1, "loss_copies": 3, "step_copies": 1},
+            "torch:loss=in_place,optimizer=fused": {"gathers": 1},
+            "torch:kernels=fused": {"gathers": 1, "loss_copies": 3, "step_copies": 1},
+            "torch:gradients=bfloat16": {
+                "gathers": 1,
+                "loss_copies": 3,
+                "step_copies": 1,
+                "gradient_bytes": 2,
+            },
+            "torch-compile": {"gathers": 1},
+            "megatron": {},
+        }[text]
+    )
+    found = layoutopt.cost(transformer(**SIZES), "data:1", "", "a100", framework=text, microbatches=4)
+    rules = compiler_of(load_hardware("a100", text)).rules
+    assert found.evaluation.memory.peak == memory(found.evaluation.program, rules).peak
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_gradients_are_sent_in_the_type_that_a_framework_sums(microbatches: int) -> None:
+    """Bytes of an element: of the framework where it says them, else of the program."""
+    program_has = {1: 2, 2: 4}[microbatches]
+    model = transformer(**SIZES)
+    weights = sum(v.shape.size for v in model.graph.variables.values() if v.trainable)
+    for text in (
+        "torch",
+        "megatron",
+        "torchtitan",
+        "torch:gradients=bfloat16",
+        "megatron:gradients=bfloat16",
+    ):
+        said = {name: number.value for name, number in load_hardware("h100", text).holds}
+        found = layoutopt.cost(
+            model, "data:2", "batch:data", "h100", framework=text, microbatches=microbatches
+        )
+        sums = (x.item for x in found.evaluation.cost.lines if x.is_communication and x.purpose == GRADIENT)
+        sent = sum(sum(item.payloads) for item in sums if isinstance(item, Sent))
+        assert sent == pytest.approx(said.get("gradient_bytes", program_has) * weights, rel=0.01), text

@@ -25,11 +25,6 @@ from mesh_tf_core import Model
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "accuracy.md"
 PRESETS = [name for name in hardware_names() if not name.startswith("cpu-")]
-MACHINES = [
-    load_hardware(chip, name)
-    for chip, name in product(PRESETS, framework_names())
-    if load_hardware(chip).kind in load_framework(name).kinds
-]
 STAGES = {False: (), True: ("layers",)}
 
 
@@ -53,7 +48,7 @@ def test_every_run_of_the_page_is_in_exactly_one_kind() -> None:
     """By table of the page, and its part in a fit."""
     page, shown = PAGE.read_text(encoding="utf-8"), Counter[tuple[str, bool]]()
     for table, half, count in re.findall(
-        r"^\| `(\w+)` \| [\w-]+ \| (judged|no part|fitted) \| (\d+) \|", page, re.MULTILINE
+        r"^\| `(\w+)` \| [\w-]+ \| (judged|fitted) \| (\d+) \|", page, re.MULTILINE
     ):
         shown[table, half == "fitted"] += int(count)
     assert (
@@ -65,9 +60,15 @@ def test_every_run_of_the_page_is_in_exactly_one_kind() -> None:
     assert sum(len(kind["seconds"]) for kind in kinds) == sum(r.seconds is not None for r in every())
 
 
-@pytest.mark.parametrize(("machine", "stages", "mixture"), [*product(MACHINES, (False, True), (False, True))])
-def test_what_is_shown_is_of_the_rows_of_the_kind(machine: Hardware, stages: bool, mixture: bool) -> None:
+@pytest.mark.parametrize("chip", PRESETS)
+def test_what_is_shown_is_of_the_rows_of_the_kind(chip: str) -> None:
     """None of which had a part in a fit; where there is none, the answer says so."""
+    software = (n for n in framework_names() if load_hardware(chip).kind in load_framework(n).kinds)
+    for name, stages, mixture in product(software, (False, True), (False, True)):
+        check_shown(load_hardware(chip, name), stages, mixture)
+
+
+def check_shown(machine: Hardware, stages: bool, mixture: bool) -> None:
     found = errors_known(machine, model(mixture), STAGES[stages])
     kind, same = (stages, mixture, False), {k["framework"] for k in known_kinds(machine)}
     own = [

@@ -76,9 +76,10 @@ def processes(machine):
     ],
 )
 @pytest.mark.parametrize("home", by_day(["machine", "processes"], first=1))
+@pytest.mark.one_in(3)
 def test_tables_add_up_to_the_price(request, home, model):
     machine = request.getfixturevalue(home)
-    plan = search(model, mesh=MESH, hardware=machine)
+    plan = search(model, mesh=MESH, hardware=machine, microbatches=(1,))
     assert plan.data.solver.status == "OPTIMAL"
     assert plan.data.solver.gap == 0.0
     assert not [n for n in plan.data.notes if "tables" in n]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from costmodels.hardware.numbers import Number
+from costmodels.pricing.hidden import hidden
 from costmodels.pricing.items import Sent
-from costmodels.pricing.overlap import ACTIVATION, CLASSES
+from costmodels.pricing.overlap import ACTIVATION, CLASSES, EXCHANGE
 from costmodels.pricing.pricer import Cost, price, pricer
+from examples.moe_lm import model as experts
 from layoutopt.formulation.extract import extract
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.solver import evaluate as value_of
@@ -23,6 +26,7 @@ from tests.core.test_context import round_of
 from tests.layoutopt.models import EXAMPLES, some_choices
 
 MESH = mtf.Mesh("data:2;model:2")
+ULYSSES = {"context": frozenset({("memory_length", "all_to_all")})}
 
 
 def hiding(**fractions: float) -> Hardware:
@@ -30,8 +34,13 @@ def hiding(**fractions: float) -> Hardware:
     return replace(load_hardware("tpu-v3"), overlap=numbers)
 
 
-def cost(layout: str, hardware: Hardware, **options: Any) -> Cost:
-    model = EXAMPLES["transformer"]()
+def mixture(**options: Any) -> mtf.Model:
+    sizes = {"layers": 1, "d_model": 8, "d_kv": 4, "heads": 2, "d_ff": 16, "experts": 4}
+    return experts(**sizes, vocab=16, batch=4, length=8, **options)
+
+
+def cost(layout: str, hardware: Hardware, make: Any = EXAMPLES["transformer"], **options: Any) -> Cost:
+    model = make()
     _ = model.step_graph
     if "storage" in options:
         stage = options.pop("storage")
@@ -60,6 +69,27 @@ def test_sums_between_layers_are_of_activations() -> None:
     assert set(kinds) == {ACTIVATION}
 
 
+def test_kernels_that_send_beside_products_do_not_hide_exchanges() -> None:
+    seconds = [cost("batch:data;experts:data", hiding(activation=share), mixture) for share in (0.0, 0.9)]
+    exposed = [{c: sum(x.exposed for x in each.lines if x.purpose == c) for c in CLASSES} for each in seconds]
+    assert exposed[0][EXCHANGE] == exposed[1][EXCHANGE] > 0
+    assert exposed[0][ACTIVATION] > exposed[1][ACTIVATION] > 0
+
+
+def test_only_exchanges_of_experts_are_hidden_with_them() -> None:
+    """All-to-alls that other operations make are a class of their own."""
+    made = {
+        "experts": (mixture, "batch:data;experts:data", {}),
+        "context": (EXAMPLES["transformer"], "length:model;memory_length:model", ULYSSES),
+        "capacity": (partial(mixture, capacity_factor=2.0), "batch:data;experts:data", {}),
+    }
+    for name, (make, layout, options) in made.items():
+        priced = cost(layout, hiding(experts=0.9), make, **options)
+        sent = [x for x in priced.lines if x.name == "all_to_all"]
+        hidden = {x.purpose for x in sent if x.exposed < x.seconds}
+        assert sent and hidden == ({EXCHANGE} if make is not EXAMPLES["transformer"] else set()), name
+
+
 @pytest.mark.parametrize("recompute", [(), ("layers",)])
 def test_stored_split_variables_are_gathered_as_parameters(recompute: tuple[str, ...]) -> None:
     kinds = found(cost("batch:data", hiding(gradient=0.5), storage=3, recompute=frozenset(recompute)))
@@ -75,14 +105,25 @@ def test_new_values_are_gathered_as_parameters_after_the_update(stage: int) -> N
 
 
 def test_hidden_seconds_are_fractions_of_each_class() -> None:
-    fractions = {GRADIENT: 0.25, PARAMETER: 0.5, ACTIVATION: 0.75}
-    priced = cost("batch:data;heads:model", hiding(**fractions), storage=3)
+    fractions = {GRADIENT: 0.25, PARAMETER: 0.5, ACTIVATION: 0.75, EXCHANGE: 0.125}
+    priced = cost("batch:data;experts:data;d_ff:model", hiding(**fractions), mixture, storage=3)
     seconds = {c: sum(x.seconds * x.times for x in priced.lines if x.purpose == c) for c in CLASSES}
-    assert all(seconds.values())
-    exposed = sum((1 - fractions[c]) * s for c, s in seconds.items())
+    assert all(seconds[c] for c in fractions)
+    exposed = sum((1 - fractions.get(c, 0.0)) * s for c, s in seconds.items())
     assert priced.exposed_communication_seconds == pytest.approx(exposed, rel=1e-12)
     assert priced.communication_seconds == pytest.approx(sum(seconds.values()), rel=1e-12)
     assert priced.step_seconds == priced.compute_seconds + priced.exposed_communication_seconds
+
+
+def test_what_hides_a_message_takes_as_long_as_what_it_hides() -> None:
+    """Of every class whose overlap is a fraction of its own time, or which waits."""
+    machine = hiding(**{ACTIVATION: 0.75, EXCHANGE: 0.125})
+    model = mixture()
+    _ = model.step_graph
+    program = model.lower(MESH, mtf.Layout("batch:data;experts:data;d_ff:model"), mtf.Options())
+    rows = {each.purpose: each for each in hidden(program, price(program, machine))}
+    for purpose in (ACTIVATION, EXCHANGE):
+        assert rows[purpose].hidden > 0 and rows[purpose].fits and "nothing" not in rows[purpose].behind
 
 
 @pytest.mark.parametrize("name", ["mlp", "mlp in bfloat16"])

@@ -30,6 +30,7 @@ SIXTEEN_BITS = {
     "tpu-v5p": 459e12,
     "tpu-v6e": 918e12,
     "tpu-v7": 2307e12,
+    "trainium2": 667e12,
     "v100": 125e12,
     "a100": 312e12,
     "h100": 989e12,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
 from costmodels.liveness import MemoryRules, memory
-from costmodels.stage_ends import StageEnd, end_work
+from costmodels.stage_ends import StageEnd, end_work, schedule_of, stage_shares
 from examples.transformer_lm import model as transformer
+from mesh_tf_core.ir.blocks import ARRIVING
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.ir.schedules import KINDS, SCHEDULES, kind_name
+from mesh_tf_core.ir.schedules import NAMES, ONE_WAY
+from mesh_tf_core.ir.stage_orders import IDLE, StageAction
 
 SIZES = {"layers": 4, "d_model": 16, "d_kv": 4, "heads": 2, "d_ff": 32, "vocab": 512, "batch": 8, "length": 8}
 APART = MemoryRules(stage_programs=True)
@@ -32,11 +35,8 @@ def held_by(schedule: str, tied: bool = False) -> dict[str, set[str]]:
     return {name: {end.value for end in work.variables[name]} for name in names}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ONE_WAY)
 def test_the_first_stage_has_the_embedding_and_the_last_one_the_head(schedule: str) -> None:
-    if not KINDS[kind_name(schedule)].at_once:
-        assert held_by(schedule) == {}  # Its head works on the whole batch, on all devices.
-        return
     assert held_by(schedule) == {
         "embedding/tokens": {"first"},
         "embedding/positions": {"first"},
@@ -47,7 +47,24 @@ def test_the_first_stage_has_the_embedding_and_the_last_one_the_head(schedule: s
     assert both["embedding/tokens"] == {"first", "last"} and both["embedding/positions"] == {"first"}
 
 
-@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if KINDS[kind_name(s)].at_once])
+@pytest.mark.parametrize("schedule", NAMES)
+def test_what_a_stage_has_from_others_is_held_until_its_slot(schedule: str) -> None:
+    outline = program(schedule).outline
+    column = None if outline is None else schedule_of(outline)
+    assert outline is not None and column is not None
+    of, shares = column.schedule, stage_shares(outline)[StageEnd.FIRST]
+    for slot in (StageAction.FORWARD, StageAction.BACKWARD):
+        there = np.argwhere(of.table[..., slot, 0] != IDLE).tolist()
+        works = [(tick, stage, *of.table[tick, stage, slot].tolist()) for tick, stage in there]
+        at = {(int(of.virtual[stage, chunk]), item): (tick, stage) for tick, stage, item, chunk in works}
+        step = -1 if slot is StageAction.BACKWARD else 1
+        taken = ((tick, at.get((v + step, item), (0, 1))) for (v, item), (tick, _) in at.items())
+        spans = [(made, then) for made, (then, stage) in taken if not stage]
+        most = max(sum(made < tick <= then for made, then in spans) for tick in range(len(of.table)))
+        assert most <= shares[ARRIVING, of.waiting(slot)] * of.waiting(slot) <= of.waiting(slot)
+
+
+@pytest.mark.parametrize("schedule", ONE_WAY)
 def test_a_stage_holds_no_variable_of_another_one(schedule: str) -> None:
     """The larger end counts: the first stage has no logits and no head, the last one no embedding."""
     found, whole = memory(program(schedule), APART), memory(program(schedule))

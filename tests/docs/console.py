@@ -70,16 +70,19 @@ def _commands(body: str, start: int) -> list[Step]:
     ]
 
 
+def surroundings(folder: Path) -> dict[str, str]:
+    """The environment of a page's commands."""
+    paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(folder)}
+    return {**paths, "XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "110", "NO_COLOR": "1"}
+
+
 def run(step: Step, folder: Path) -> tuple[int, str]:
     """Exit code and output, both streams, of a step in a process of its own."""
-    here = str(Path(sys.executable).parent)
     words = [sys.executable, "-c", step.source] if step.kind == "python" else shlex.split(step.source)
-    paths = {"PATH": f"{here}:{os.environ['PATH']}", "PYTHONPATH": str(folder)}
-    own = {"XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "110", "NO_COLOR": "1"}
     done = subprocess.run(
         words,
         cwd=folder,
-        env={**os.environ, **paths, **own},
+        env={**os.environ, **surroundings(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

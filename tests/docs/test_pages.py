@@ -20,10 +20,12 @@ import mesh_tf_core
 from layoutopt.cli import app
 from layoutopt.solver import cost
 from layoutopt.solver.files import problem_from
-from mesh_tf_core.ir.schedules import KINDS, SCHEDULES, PipelineSchedule, StageAction, alternates
+from mesh_tf_core.ir.schedules import KINDS, ONE_WAY, PipelineSchedule
+from mesh_tf_core.ir.stage_orders import StageAction
 from reports.page import sections
 from reports.reader import plan_of
 from tests.reports import sample
+from tests.slot_seconds import together
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -187,14 +189,13 @@ def test_schedules_take_what_their_table_says() -> None:
 
 
 def test_what_schedules_store_is_what_their_records_say() -> None:
-    """One row for each schedule: the ticks of a pass, if all forward passes come first, else the values in
-    flight; and the values that gradients of weights wait for."""
+    """One row for each schedule: the values in flight, and those that gradients of weights wait for."""
     page = (DOCS / "explanation" / "pipelines.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([\w:-]+)` \(.*?\) \| ([^|]*) \|", page, re.MULTILINE))
-    assert rows.keys() == {name.replace(":2", ":R") for name in SCHEDULES}
+    assert rows.keys() == {name.replace(":2", ":R") for name in ONE_WAY}
     for name, (p, m, r) in itertools.product(rows, ((2, 4, 2), (4, 16, 2), (4, 16, 3), (8, 32, 2))):
         schedule = PipelineSchedule.named(name.replace("R", str(r)), p, m)
-        found = [schedule.in_flight if alternates(schedule.kind) else schedule.ticks]
+        found = [schedule.in_flight]
         if KINDS[schedule.kind].split:
             found.append(schedule.ring(StageAction.BACKWARD))
         said = [part.split(" for ")[0].split() for part in rows[name].split("; ")]
@@ -207,19 +208,19 @@ def test_stages_idle_as_long_as_the_grammar_says() -> None:
     page = (DOCS / "reference" / "grammar.md").read_text(encoding="utf-8")
     section = page.partition("\n## Schedule\n")[2].partition("\n## ")[0]
     rows = dict(re.findall(r"^\| `([\w:-]+)` \|[^|]*\| ([^|]*) \|$", section, re.MULTILINE))
-    assert rows.keys() == {name.replace(":2", ":R") for name in SCHEDULES}
+    assert rows.keys() == {name.replace(":2", ":R") for name in ONE_WAY}
     for (name, said), (p, m, r) in itertools.product(rows.items(), ((2, 4, 2), (4, 16, 3), (8, 32, 2))):
         schedule = PipelineSchedule.named(name.replace("R", str(r)), p, m)
         if quotient := re.fullmatch(r"\((.*)\) / \((.*)\)", said):
             sizes = {"P": p, "M": m, "R": r}
             above, below = (formula(part.split(), sizes) for part in quotient.groups())
-            assert schedule.bubble == pytest.approx(above / below), name
+            assert schedule.idle() == pytest.approx(above / below), name
         else:
             assert said == "about two thirds of that of `1f1b`"
             whole = PipelineSchedule.named("1f1b", p, m)
             idle = (
-                schedule.together((1, 1, 1)) - 3 * schedule.works,
-                whole.together((1, 2, 0)) - 3 * whole.works,
+                together(schedule, (1, 1, 1)) - 3 * schedule.works,
+                together(whole, (1, 2, 0)) - 3 * whole.works,
             )
             assert idle[0] / idle[1] == pytest.approx(2 / 3)
 

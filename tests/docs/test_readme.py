@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,24 +22,42 @@ def test_readme_is_short() -> None:
     assert len(TEXT.splitlines()) <= 130
 
 
-def test_its_programs_run_as_pasted_and_train() -> None:
-    """All blocks of Python, one after the other, in one new namespace."""
-    whole = "".join((*re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL), "print(float(value))"))
+PLANNED = """
+import runpy, layoutopt
+model = runpy.run_path("train.py")["model"]()
+layoutopt.search(model, "data:1", hardware="h100", alternatives=False).save("plan.json")
+print(float(runpy.run_path("train.py", run_name="__main__")["value"]))
+"""
+"""The commands of the program of PyTorch, with one process."""
+
+
+def test_its_programs_run_as_pasted_and_train(tmp_path: Path) -> None:
+    torch, jax = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    (tmp_path / "train.py").write_text(torch, encoding="utf-8")
     four = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", whole], cwd=ROOT, capture_output=True, text=True, env={**os.environ, **four}
-    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        one = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        one["MASTER_PORT"] = str(free.getsockname()[1])
+    command = [sys.executable, "-c", "".join((PLANNED, jax, "print(float(value))"))]
+    env = {**os.environ, **four, **one, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[-1]) == pytest.approx(2.7726, abs=1e-3), "of 16 classes: log 16"
+    first, second = map(float, done.stdout.split())
+    assert second == pytest.approx(2.7726, abs=1e-3), "of 16 classes: log 16"
+    assert first == pytest.approx(second, abs=1.0), "of weights that are drawn"
 
 
 def test_its_question_has_the_answer_that_is_shown() -> None:
-    """On the mesh that it finds: a search of all shapes takes 16 CPU seconds. It surely fits."""
+    """On the mesh that it finds, with some of its decisions: all take minutes. It surely fits."""
     plan = layoutopt.search(
         llama3_8b(batch=64),
         "data:64;model:2",
         hardware="h100",
-        allow="+sequence",
+        allow="+sequence,+collective_matmul",
+        pins="batch:data;heads:model",
+        storage="zero1,zero3",
+        microbatches="1",
         alternatives=False,
     )
     assert plan.solver.status == "OPTIMAL"

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from tests.docs.console import MEASURES, Step, anew, head, run, steps, unlike
+from layoutopt.cli import app
+from tests.docs.console import MEASURES, PROGRESS, Step, anew, head, run, steps, surroundings, unlike
 from tests.marks import by_day
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "tutorial.md"
 
 
+def here(step: Step, folder: Path, patch: pytest.MonkeyPatch) -> tuple[int, str]:
+    """As `run`, in this process."""
+    words = [] if step.kind == "python" else shlex.split(step.source)
+    if words[:1] != ["layoutopt"]:
+        return run(step, folder)
+    patch.chdir(folder)
+    done = CliRunner(env=surroundings(folder)).invoke(app, words[1:], prog_name="layoutopt")
+    return done.exit_code, PROGRESS.sub("", done.output)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("every", by_day([False, True]))
-def test_every_command_runs(every: bool, tmp_path: Path) -> None:
-    """By day those that run no steps."""
+def test_every_command_runs(every: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By day those that run no steps, without a process for each."""
     found = steps(PAGE.read_text(encoding="utf-8"))
     chosen = [step for step in found if every or not any(word in step.source for word in MEASURES)]
     assert len(found) > 12 and len(chosen) > 8
     for step in chosen:
-        code, output = run(step, tmp_path)
+        code, output = run(step, tmp_path) if every else here(step, tmp_path, monkeypatch)
         expected = 2 if any(line.startswith("error: ") for line in step.shown) else 0
         assert code == expected, f"$ {step.source}\n{output}"
         assert unlike(step, output) == [], f"$ {step.source}\n{output}"

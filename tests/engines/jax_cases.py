@@ -20,7 +20,7 @@ from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.jax.compat import devices
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.program import Loop, Program
-from mesh_tf_core.ir.schedules import SCHEDULES
+from mesh_tf_core.ir.schedules import NAMES
 from tests.core import (
     test_kept,
     test_kept_arrays,
@@ -32,7 +32,7 @@ from tests.core import (
 )
 from tests.core.test_storage import lowered, written
 from tests.core.test_storage import program as mixed
-from tests.engines import jax_layouts, loop_cases, number_cases
+from tests.engines import jax_layouts, loop_cases, number_cases, test_some_layers
 from tests.engines.control import PROGRAMS, batches
 from tests.engines.programs import every_collective, language_model, numbers, tokens
 
@@ -40,7 +40,7 @@ AXES = [("a:2", ("a",)), ("a:1;b:2", ("a",))] + [
     (mesh, axes) for mesh in ("a:2;b:2", "a:2;b:4") for axes in (("a",), ("b",), ("a", "b"), ("b", "a"))
 ]
 MODELS: list[tuple[str, str, dict[str, Any]]] = [
-    ("a:2;b:2", "batch:a;heads:b;d_ff:b;vocab:b", {"dropout": 0.2, "optimizer": "sgd", "layers": 3}),
+    ("a:2;b:2", "batch:a;heads:b;d_ff:b;vocab:b", {"dropout": 0.2, "optimizer": "sgd", "layers": 2}),
     ("a:2;b:4", "batch:b+a", {"optimizer": "adafactor"}),
     ("a:2;b:4", "batch:a+b;expert_batch:a;experts:b", {"experts": 8, "optimizer": "sgd"}),
     ("a:2;b:4", "batch:a;d_model:b", {"optimizer": "adam", "dtype": "bfloat16"}),
@@ -164,8 +164,7 @@ def padded(case: Any) -> None:
 
 
 def offloaded() -> None:
-    """The optimizer's state on the hosts: moved, read, written, and kept for a checkpoint; what loops keep;
-    weights, also of the stages of a pipeline."""
+    """The optimizer's state on the hosts: moved, read, written, and kept for a checkpoint."""
     program = test_offload.lowered(True, 3, "data:2")
     engine, oracle, batch = open_engine(program, "jax"), open_engine(program, "lockstep"), numbers(program)
     for _ in range(2):
@@ -180,6 +179,10 @@ def offloaded() -> None:
     np.testing.assert_array_equal(kept[state], engine.read(state))
     np.testing.assert_array_equal(kept[state], 2 * before)
     engine.step(batch)
+
+
+def further_offloaded() -> None:
+    """What loops keep; weights, also of the stages of a pipeline."""
     pipeline = test_offload.weights_on_hosts("layers:x;batch:y", microbatches=2, schedule="1f1b")
     for program in (test_offload.kept_on_hosts(), pipeline, test_offload.stopped_early(True)):
         engine, oracle = open_engine(program, "jax"), open_engine(program, "lockstep")
@@ -268,8 +271,9 @@ CASES: dict[str, Callable[[], None]] = {
     },
     **{f"training {m} {layout}": lambda m=m, n=layout, h=h: training(m, n, h) for m, layout, h in MODELS},
     "loops": loops,
-    **{f"schedule {schedule}": lambda s=schedule: pipeline(s) for schedule in SCHEDULES},
+    **{f"schedule {schedule}": lambda s=schedule: pipeline(s) for schedule in NAMES},
     "unequal stages": unequal,
+    "some layers run again": lambda: test_some_layers.compare(lambda p: open_engine(p, "jax")),
     "replicas": replicas,
     **{f"kept {seed}": lambda seed=seed: kept(seed) for seed in range(8)},
     **{
@@ -287,6 +291,7 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"numbers {name}": lambda n=name: number_cases.check(n, "jax") for name in number_cases.CASES},
     **{f"padded {number}": lambda c=case: padded(c) for number, case in enumerate(test_padded_storage.CASES)},
     "offload": offloaded,
+    "offload of what loops keep and of stages": further_offloaded,
     "state": state,
     "beside": beside,
     "in flight": in_flight,
@@ -297,11 +302,12 @@ BY_NIGHT = {
     *(f"padded {number}" for number in range(1, len(test_padded_storage.CASES))),
     *(f"kept {seed}" for seed in range(8)),
     *(f"training {mesh} {layout}" for mesh, layout, _ in MODELS[1:]),
-    *[name for name in CASES if name.startswith("collectives ")][::2],
+    *[name for n, name in enumerate(CASES) if name.startswith("collectives ") and n % 4],
     "half stage 1",
     "half stage 2",
     "in flight",
-    "schedule 1f1b",
+    *(f"schedule {schedule}" for schedule in ("1f1b", "circular:2", "zb-h1", "zb-v", "dualpipev")),
+    "offload of what loops keep and of stages",
     *[name for name in CASES if name.startswith("numbers ")][1::2],
 }
 """Cases that take long, or have another one like them."""

@@ -73,6 +73,7 @@ def test_what_is_not_in_order_is_seen(operands: str, found: list[tuple[str, str]
     assert unordered(TEXT.replace("OPERANDS", operands)) == found
 
 
+@pytest.mark.nightly
 def test_a_pipeline_with_sequence_parallelism_exchanges_in_order() -> None:
     """Its forward and backward of a tick are of different microbatches: neither reads the other."""
     texts = printed("tests.engines.collective_order_cases")

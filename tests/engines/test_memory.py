@@ -65,6 +65,7 @@ def batch(program):
 
 
 @pytest.mark.parametrize("name", by_day(MODELS, every=3))
+@pytest.mark.one_in(3)
 def test_lockstep_holds_what_the_program_says(name: str) -> None:
     peaks = set()
     for program in programs(name):
@@ -77,6 +78,7 @@ def test_lockstep_holds_what_the_program_says(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "which"), [("mlp", 7), ("loop", 0), ("loop", 4), ("loop", 8)])
+@pytest.mark.one_in(2)
 def test_tensorflow_holds_what_the_program_says(name: str, which: int, devices) -> None:
     program = next(itertools.islice(programs(name), which, None))
     engine = TfLocalEngine(program, devices[:4])

@@ -66,6 +66,7 @@ def losses(history):
 
 
 @pytest.mark.parametrize("layout", by_day(LAYOUTS))
+@pytest.mark.one_in(2)
 def test_a_resumed_run_equals_the_undisturbed_one(layout: str, tmp_path: Path) -> None:
     """With dropout and the optimizer's state; the interruption is an error in the middle of a run."""
     whole = losses(trainer(layout).fit(batches(), 6))
@@ -84,6 +85,7 @@ def test_a_resumed_run_equals_the_undisturbed_one(layout: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("first", "second"), by_day([("data", "both"), ("both", "stored"), ("stored", "data")])
 )
+@pytest.mark.one_in(2)
 def test_a_run_goes_on_under_another_layout(first: str, second: str, tmp_path: Path) -> None:
     """Random numbers do not depend on the layout, so dropout stays (with other microbatches it would
     differ)."""

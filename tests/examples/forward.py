@@ -185,7 +185,7 @@ def mamba(v: Arrays, batch: Arrays, hparams: Mapping[str, Any]) -> float:
             return silu(sum(p * t for p, t in zip(past, taps[::-1], strict=True)) + one[f"{name}_conv/bias"])
 
         values, b, c = made("x"), made("b"), made("c")
-        dt = np.log1p(np.exp(u @ one["dt"] + one["dt_bias"]))
+        dt = np.log1p(np.exp(u @ one["dt"] + one["step_bias"]))
         state, out = np.zeros((*values[:, 0].shape, b.shape[-1])), []
         for t in range(x.shape[1]):
             decay = np.exp(-dt[:, t] * np.exp(one["log_a"]))

@@ -94,11 +94,13 @@ BY_TURNS = by_day(TASKS, every=9)
 
 
 @pytest.mark.parametrize(("name", "mesh", "layout"), BY_TURNS)
+@pytest.mark.one_in(2)
 def test_layouts(name: str, mesh: str, layout: str) -> None:
     check_same(train(*ALL[name], mesh, layout), dense(name))
 
 
 @pytest.mark.parametrize("name", ["seq2seq, dropout", "moe, dropout", "bert", "reformer, chunks"])
+@pytest.mark.one_in(2)
 def test_recompute_and_split_storage(name: str) -> None:
     example, hparams = EXAMPLES[name]
     model = example.model(**hparams)

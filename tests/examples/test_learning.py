@@ -62,7 +62,10 @@ TODAY: dict[str, tuple[Any, dict[str, Any], str, str]] = {
     "clip": (clip, SMALL_CLIP, "x:2", "batch:x"),
     "diffusion": (diffusion, {"size": 8, "channels": 8, "attend": 4, "groups": 4}, "x:2", "height:x"),
 }
-BY_TURNS = [*by_day(EXAMPLES, every=8), *(pytest.param(name, marks=pytest.mark.nightly) for name in TODAY)]
+BY_TURNS = [
+    *by_day(EXAMPLES, every=8, first=1),
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in TODAY),
+]
 
 
 def hparams_of(example: Any, more: dict[str, Any]) -> dict[str, Any]:

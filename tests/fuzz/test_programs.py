@@ -27,7 +27,7 @@ def pairs(seeds: range, count: int = PAIRS) -> int:
     return sum(check(seed, number) for seed in seeds for number in range(count))
 
 
-@pytest.mark.parametrize("block", by_day(range(4)))
+@pytest.mark.parametrize("block", by_day(range(4), every=4))
 def test_500_pairs(block: int) -> None:
     first = block * BLOCK
     assert pairs(range(first, first + BLOCK)) >= 100
@@ -108,6 +108,7 @@ FAULTS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
 
 @pytest.mark.usefixtures("forget")
 @pytest.mark.parametrize("plant", [*FAULTS[:-1], pytest.param(FAULTS[-1], marks=pytest.mark.nightly)])
+@pytest.mark.one_in(4)
 def test_planted_faults_are_found(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

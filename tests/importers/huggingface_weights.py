@@ -3,6 +3,7 @@ taken apart, and rotations of neighbours become rotations of elements half a hea
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,8 +14,48 @@ from layoutopt.importers.huggingface.decoder import LanguageModel, runs
 from layoutopt.importers.huggingface.training import ConfiguredTraining
 
 Arrays = dict[str, Any]
-NEIGHBOURS = ("glm", "glm4", "llama4_text")
-"""Families that rotate neighbours (besides those of latent attention)."""
+WHOLE = ("cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "helium", "llama4_text")
+NEIGHBOURS = ("glm", "glm4", *WHOLE)
+"""Families that rotate neighbours (besides those of latent attention): of a whole head, or of its half."""
+USUAL = {
+    "query_layernorm": "q_norm",
+    "key_layernorm": "k_norm",
+    "q_layernorm": "q_norm",
+    "k_layernorm": "k_norm",
+    "self_attn.out_proj": "self_attn.o_proj",
+    "operator_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "embedding_norm": "norm",
+    "attention_layernorm": "input_layernorm",
+    "feedforward_layernorm": "post_attention_layernorm",
+    "pre_mlp_layernorm": "pre_feedforward_layernorm",
+    "router.gate": "gate",
+    "gate.wg": "gate",
+    "shared_mlp": "shared_experts",
+    "w1.": "gate_proj.",
+    "w2.": "down_proj.",
+    "w3.": "up_proj.",
+    "c_fc": "up_proj",
+    "c_proj": "down_proj",
+    "dense_h_to_4h": "up_proj",
+    "dense_4h_to_h": "down_proj",
+    "attention.dense": "self_attn.o_proj",
+    "attention.query_key_value": "self_attn.query_key_value",
+    "embed_in": "embed_tokens",
+    "embed_out": "lm_head",
+    "final_layer_norm": "norm",
+}
+RENAMED = (
+    "afmoe",
+    "apertus",
+    "gpt_neox",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "lfm2",
+    "lfm2_moe",
+    "starcoder2",
+)
+"""Families whose modules have other names than most, and these."""
 
 
 def apart(size: int, turned: int) -> Any:
@@ -45,12 +86,17 @@ class Layer:
         if "attn.Wqkv.weight" in self.w:
             return self.encoder()
         self.norms()
-        for prefix in ("self_attn.", "mixer.", "mamba.", "linear_attn."):
+        for prefix in ("self_attn.", "mixer.", "mamba.", "linear_attn.", "conv."):
             inner = {n.removeprefix(prefix): x for n, x in self.w.items() if n.startswith(prefix)}
             if "kv_a_proj_with_mqa.weight" in inner:
                 self.latent(inner)
             elif "output_gate.weight" in inner:
                 self.lightning(inner)
+            elif prefix == "conv." and inner:
+                for n, x in zip(("before", "after", "x"), np.split(inner["in_proj.weight"], 3), strict=True):
+                    self.made[f"attention/{n}"] = x.T
+                self.made["attention/conv/weight"] = inner["conv.weight"][:, 0].T
+                self.made["attention/o"] = inner["out_proj.weight"].T
             elif "A_log" in inner and "linear_num_key_heads" in self.c:
                 self.delta(inner)
             elif "A_log" in inner:
@@ -117,6 +163,16 @@ class Layer:
             size = self.c["hidden_size"] // heads
             cut = np.cumsum([heads * size, self.c["num_key_value_heads"] * size])
             w = {**w, **{f"{n}_proj.weight": x for n, x in zip("qkv", np.split(rows, cut), strict=True)}}
+        if "query_key_value.weight" in w:
+            for kind in ("weight", "bias"):
+                x = w[f"query_key_value.{kind}"]
+                x = x.reshape(heads, 3, -1, *x.shape[1:])
+                w = {
+                    **w,
+                    **{f"{n}_proj.{kind}": x[:, i].reshape(-1, *x.shape[3:]) for i, n in enumerate("qkv")},
+                }
+        if "gate_proj.weight" in w:
+            made["attention/gate"] = w["gate_proj.weight"].T
         q = w["q_proj.weight"]
         if any("linear_attn" in n for n in self.w) or self.family.startswith(("qwen3_next", "qwen3_5")):
             q = q.reshape(heads, 2, -1, q.shape[-1])
@@ -129,7 +185,7 @@ class Layer:
                 if x is None:
                     continue
                 if n != "v" and self.family in NEIGHBOURS:
-                    turned = d_kv if self.family == "llama4_text" else d_kv // 2
+                    turned = d_kv if self.family in WHOLE else d_kv // 2
                     x = x.reshape(-1, d_kv, *x.shape[1:])[:, apart(d_kv, turned)].reshape(x.shape)
                 made[f"attention/{n}{own}"] = x.T
         for name in ("o_proj", "dense"):
@@ -228,7 +284,7 @@ class Layer:
                 conv = conv[:, 0] if kind == "weight" else conv
                 for n, x in zip("xbc", np.split(conv, cut[1:3] - inner), strict=True):
                     made[f"mamba/{n}_conv/{kind}"] = x.T
-        made |= {"mamba/dt_bias": w["dt_bias"], "mamba/log_a": w["A_log"], "mamba/skip": w["D"]}
+        made |= {"mamba/step_bias": w["dt_bias"], "mamba/log_a": w["A_log"], "mamba/skip": w["D"]}
         if "norm.weight" in w:
             made["mamba/out_norm"] = w["norm.weight"]
 
@@ -246,6 +302,9 @@ class Layer:
             for kind in ("weight", "bias"):
                 if f"{n}.{kind}" in w:
                     made[f"feed_forward/{own}/{kind}"] = w[f"{n}.{kind}"].T
+        for n, own in (("alpha_p", "above"), ("alpha_n", "below")):
+            if f"act_fn.{n}" in w:
+                made[f"feed_forward/in/{own}"] = w[f"act_fn.{n}"]
         if "experts.down_proj" not in w:
             return
         for n, own in (("fc1_latent_proj", "in"), ("fc2_latent_proj", "out")):
@@ -288,7 +347,10 @@ def ours(state: Mapping[str, Any], config: Mapping[str, Any], length: int) -> Ar
     found = chosen(config, "the configuration")
     decoder = found.reads(found.fields(), ConfiguredTraining(batch=1, length=length))
     assert isinstance(decoder, LanguageModel)
-    state = {n.removeprefix("model."): x for n, x in state.items()}
+    state = {n.removeprefix("model.").removeprefix("gpt_neox."): x for n, x in state.items()}
+    if config["model_type"] in RENAMED:
+        for theirs, usual in USUAL.items():
+            state = {re.sub(rf"(?<![a-z_]){re.escape(theirs)}", usual, n): x for n, x in state.items()}
     made: Arrays = {}
     for own, theirs in (
         (

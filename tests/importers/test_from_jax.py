@@ -29,6 +29,7 @@ from tests.importers.jax_models import (
     perceptron,
     perceptron_arguments,
 )
+from tests.marks import by_day
 from tests.searching import search
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,7 +63,8 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", by_day(MODELS))
+@pytest.mark.one_in(2)
 def test_loss_and_gradients_are_those_of_jax(name: str) -> None:
     loss, _, layouts = MODELS[name]
     model, given = imported(name)

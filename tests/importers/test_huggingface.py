@@ -23,6 +23,7 @@ from layoutopt.models.loading import load_model
 from mesh_tf_core import layers as nn
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.training.weights import read_weights
+from tests.importers.huggingface_media import media
 from tests.importers.huggingface_weights import ours
 
 DATA = Path(__file__).parents[1] / "data"
@@ -86,7 +87,8 @@ def test_losses_are_those_of_transformers(name: str) -> None:
     }
     names = {}
     if case.get("joined"):
-        weights = shaped(ours(weights, case["config"], 12), model)
+        found = media(weights) if name in ("siglip", "whisper") else ours(weights, case["config"], 12)
+        weights = shaped(found, model)
     else:
         names = names_of(case["config"], **asked)
     found, said = read_weights(model.graph.variables.values(), weights, names)
@@ -112,7 +114,7 @@ def changed(**more: Any) -> dict[str, Any]:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {**TINY, "model_type": "mamba2", "architectures": None},
-        "model_type 'mamba2' is not supported; known: bert, .* vit; write this model with",
+        "model_type 'mamba2' is not supported; known: bert, .* whisper; write this model with",
     ),
     ({"hidden_size": 4}, r"model_type 'None' is not supported; known: bert"),
     (
@@ -133,7 +135,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (changed(hidden_size="4096"), r"hidden_size is '4096'; give a whole number of at least 1"),
     (changed(num_hidden_layers=True), r"num_hidden_layers is 'True'; give a whole number"),
     (changed(rms_norm_eps=float("nan")), r"rms_norm_eps is 'nan'; give a number"),
-    (changed(hidden_act="xielu"), r"hidden_act is 'xielu'; did you mean 'silu'|known: gelu"),
+    (changed(hidden_act="situ"), r"hidden_act is 'situ'; did you mean 'silu'|known: gelu"),
     (
         changed(rope_scaling={"rope_type": "resonance"}),
         r"rope_type is 'resonance'; known: default, linear, llama3",
@@ -177,7 +179,54 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"output_router_logits is 'True'; only false",
     ),
     ({**LOSSES["qwen3_moe"]["config"], "use_qk_norm": False}, r"use_qk_norm is 'False'; only true"),
+    ({**LOSSES["bamba"]["config"], "z_loss_coefficient": 0.1}, r"z_loss_coefficient is '0.1'; only 0.0"),
 ]
+UNREAD = {"mistral": "mlp_bias", "apertus": "mlp_bias", "gpt_neox": "num_key_value_heads"}
+"""Family -> a field that others read, and its class does not."""
+LISTED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "exaone_moe",
+        {"mlp_layer_types": ["sparse"]},
+        "mlp_layer_types .*; give one entry for each of the 5 layers",
+    ),
+    ("deepseek_v3", {"moe_layer_freq": [1]}, "moe_layer_freq .*; only 1 is supported"),
+    ("ernie4_5_moe", {"moe_layer_end_index": [1]}, "moe_layer_end_index .*; give a whole number"),
+    ("llama", {"hidden_size": [16]}, "hidden_size .*; give a whole number"),
+    ("llama", {"num_attention_heads": [2, 2]}, "num_attention_heads .*; give a whole number"),
+    ("bamba", {"time_step_limit": [0.1, 1]}, r"time_step_limit .* only \[0.0, Infinity\] is supported"),
+    ("siglip", {"vision_config": 5}, "vision_config is '5'; give an object"),
+    ("siglip", {"text_config": [None]}, "text_config .*; give an object"),
+]
+
+
+@pytest.mark.parametrize("family", UNREAD)
+def test_a_field_that_the_class_does_not_read_is_refused_or_as_if_missing(family: str) -> None:
+    config, name = LOSSES[family]["config"], UNREAD[family]
+    other = {**config, name: 1}
+    with pytest.raises(mtf.UserError, match=f"unknown fields for model_type '{family}': {name}; "):
+        from_huggingface(other)
+    assert from_huggingface(other, ignore=name).fingerprint == from_huggingface(config).fingerprint
+
+
+@pytest.mark.parametrize(("family", "fields", "said"), LISTED)
+def test_lists_and_parts_of_other_forms_are_refused(family: str, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(mtf.UserError, match=said):
+        from_huggingface({**LOSSES[family]["config"], **fields})
+
+
+OWN_COUNTS = [
+    ("solar_open", {"first_k_dense_replace": 1}, 14_576),
+    ("lfm2", {"tie_embedding": False}, 40_920),
+    ("lfm2", {"layer_types": None, "full_attn_idxs": None}, 39_816),
+    ("bamba", {"mamba_proj_bias": True}, 10_544),
+    ("helium", {"attention_bias": True}, 6_992),
+]
+"""Parameters in transformers 5.24.0."""
+
+
+@pytest.mark.parametrize(("family", "fields", "count"), OWN_COUNTS)
+def test_fields_change_what_they_change_in_transformers(family: str, fields: Any, count: int) -> None:
+    assert from_huggingface({**LOSSES[family]["config"], **fields}).parameters == count
 
 
 @pytest.mark.parametrize(("config", "said"), REFUSED)
@@ -275,7 +324,8 @@ SIZED = [n for n in FAMILIES if "hidden_size" in class_defaults()["families"][n]
 @pytest.mark.parametrize("family", SIZED)
 def test_a_file_may_omit_the_sizes_of_its_class(family: str) -> None:
     least: dict[str, Any] = {"model_type": family, "num_hidden_layers": 2}
-    least |= {"num_experts_per_tok": 2} if family == "deepseek_v2" else {}
+    least |= {"num_experts_per_tok": 2} if family in ("deepseek_v2", "dots1") else {}
+    least |= {"n_routed_experts": 4, "n_shared_experts": 1} if family == "dots1" else {}
     least |= {"hidden_size_per_layer_input": 0} if family == "gemma4_text" else {}
     fields = chosen(least, "the file").fields()
     FAMILIES[family][1](fields, ConfiguredTraining(batch=1, length=1))

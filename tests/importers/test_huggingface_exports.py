@@ -60,6 +60,7 @@ def has_modules(config: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES} & {*NAMED}))
+@pytest.mark.one_in(3)
 def test_every_family_has_settings_of_its_modules(family: str) -> None:
     config = config_of(family)
     whole = not has_modules(config)
@@ -112,6 +113,13 @@ def test_hybrid_sharding_and_microbatches() -> None:
     own = said["distributed_config"]
     assert (own["fsdp_size"], own["dp_replicate_size"], own["tp_size"]) == (2, 2, 1)
     assert said["training_arguments"]["gradient_accumulation_steps"] == 2
+    assert said["training_arguments"]["accelerator_config"] == {
+        "gradient_accumulation_kwargs": {"sync_each_batch": True}
+    }
+    assert "sync_each_batch=True" in export(found, "accelerate")
+    once = what(config_of("llama"), "far:2;near:2", "batch:far+near", "zero3-once@near", microbatches=2)
+    assert "accelerator_config" not in json.loads(export(once, "transformers"))["training_arguments"]
+    assert "sync_each_batch=False" in export(once, "accelerate")
     check_reader(config_of("llama"), own)
 
 

@@ -35,7 +35,7 @@ def calls(x: Any, key: Any) -> Any:
 
 def visited(block: EquationBlock, closed: Any, whole: Any = None) -> ReplayVisitor:
     values: dict[Ref, Operand] = {}
-    visitor = ReplayVisitor(iter(block.equations), itertools.count(), values)
+    visitor = ReplayVisitor(iter(block.ran), itertools.count(), values)
     interpret(visitor, closed, [next(visitor.refs) for _ in block.ins], whole)
     return visitor
 

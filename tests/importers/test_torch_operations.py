@@ -40,6 +40,7 @@ EQUAL: dict[str, Made] = {
     "dropout of all": lambda y: F.dropout(y, 1.0) + y,
     "avg_pool with a divisor": lambda y: F.avg_pool2d(y[None, None], 2, divisor_override=3),
     "clamp by name": lambda y: y.clamp(min=-0.2, max=0.3),
+    "group_norm of its own kernel": lambda y: y * torch.group_norm(y, 2, cudnn_enabled=False),
     "pad with a value": lambda y: F.pad(y, (1, 2), value=2.0),
     "histc of whole numbers": lambda y: y * torch.histc((y * 3).abs().floor(), bins=6, min=0, max=5),
     "binary cross entropy": lambda y: F.binary_cross_entropy_with_logits(y, torch.ones(4, 6)),
@@ -80,3 +81,20 @@ def test_what_has_no_rule_is_refused_with_its_reason(name: str) -> None:
     made, why = REFUSED[name]
     with pytest.raises(UserError, match=why):
         of(made)
+
+
+DRAWN: dict[str, Made] = {
+    "rand": lambda y: torch.rand(y.shape).exp(),
+    "randn_like": lambda y: torch.randn_like(y).abs(),
+    "randint": lambda y: torch.randint(3, 7, y.shape).float().square(),
+    "randint from 0": lambda y: torch.randint_like(y, 5).square(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_numbers_that_are_drawn_have_the_same_mean(name: str) -> None:
+    made = DRAWN[name]
+    assert (
+        compared(Applied(lambda y: y.mean() ** 2 + made(torch.zeros(256, 256))), {"x": torch.randn(4, 6)})[1]
+        < 0.02
+    )

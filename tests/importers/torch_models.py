@@ -104,6 +104,34 @@ def mixtral() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return _texts(transformers.MixtralConfig(**_DECODER, **experts))
 
 
+_CHOSEN = {**_DECODER, "experts_implementation": "grouped_mm", "num_experts_per_tok": 2}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
+_SMALL = {"num_experts": 8, "moe_intermediate_size": 16}
+MIXTURES: Mapping[str, Any] = {
+    "mixtral": transformers.MixtralConfig(**_CHOSEN, num_local_experts=4),
+    "qwen3": transformers.Qwen3MoeConfig(**_CHOSEN, **_SMALL, head_dim=8, norm_topk_prob=True),
+    "qwen2": transformers.Qwen2MoeConfig(**_CHOSEN, **_SMALL, shared_expert_intermediate_size=16),
+    "gpt-oss": transformers.GptOssConfig(
+        **{**_CHOSEN, "num_hidden_layers": 4}, head_dim=8, num_local_experts=4, sliding_window=8
+    ),
+    "deepseek-v2": transformers.DeepseekV2Config(**{**_CHOSEN, **_LATENT}, topk_method="greedy"),
+    "deepseek-v3": transformers.DeepseekV3Config(**{**_CHOSEN, **_LATENT}, n_group=2, topk_group=1),
+    "olmoe": transformers.OlmoeConfig(**_CHOSEN, num_experts=8),
+}
+"""Configurations of mixtures of experts by family."""
+
+
 def gemma3() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Five layers with a window, then one without."""
     more = {"num_hidden_layers": 6, "head_dim": 8, "sliding_window": 8}

@@ -11,12 +11,16 @@ from torch.nn import functional
 Given = tuple[nn.Module, dict[str, torch.Tensor]]
 
 
-def llama(kind: str = "llama", tied: bool = False) -> Given:
+def llama(kind: str = "llama", tied: bool = False, layers: int = 2) -> Given:
     """Of transformers, with padding in half of the rows."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    more = {"num_hidden_layers": 2, "vocab_size": 64, "head_dim": 8, "max_position_embeddings": 16}
+    more: dict[str, Any] = {"num_hidden_layers": layers, "vocab_size": 64, "head_dim": 8}
+    more["max_position_embeddings"] = 16
+    if kind == "qwen3_moe":
+        more |= {"num_experts": 8, "moe_intermediate_size": 16, "experts_implementation": "grouped_mm"}
+        more |= {"num_experts_per_tok": 2}
     config = AutoConfig.for_model(kind, **sizes, **more, tie_word_embeddings=tied, use_cache=False)
     torch.manual_seed(0)
     ids = torch.randint(0, 64, (8, 16))
@@ -35,6 +39,17 @@ def gpt2() -> Given:
     ids = torch.randint(0, 64, (8, 16))
     module = GPT2LMHeadModel(GPT2Config(**sizes, **off, bos_token_id=0, eos_token_id=0))
     return module, {"input_ids": ids, "labels": ids.clone()}
+
+
+def images() -> Given:
+    """A classifier of images by transformers, of five layers."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 5}
+    torch.manual_seed(0)
+    module = ViTForImageClassification(ViTConfig(**sizes, **off, image_size=16, patch_size=8, num_labels=8))
+    return module, {"pixel_values": torch.randn(8, 3, 16, 16), "labels": torch.arange(8)}
 
 
 class Mixer(nn.Module):
@@ -92,6 +107,19 @@ def convolutions() -> Given:
     return Convolutions(), {"x": torch.randn(8, 3, 8, 8), "y": torch.randint(0, 8, (8,))}
 
 
+class Encoder(nn.Module):
+    """Convolutions of growing widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(c, 2 * c, 3, stride=2, padding=1) for c in (3, 6, 12))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return functional.cross_entropy(x.mean((2, 3)), y)
+
+
 class Perceptron(nn.Module):
     """A part of the parameters is frozen, and a norm of d_ff lies between products if `normed`."""
 
@@ -118,6 +146,22 @@ def perceptron(normed: bool = False) -> Given:
     return Perceptron(normed=normed), {"x": torch.randn(16, 12), "y": torch.randn(16, 4)}
 
 
+class Scalar(nn.Module):
+    """A parameter without axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(12, 4), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(self.linear(x) * self.scale, y)
+
+
+def scalar() -> Given:
+    torch.manual_seed(0)
+    return Scalar(), {"x": torch.randn(16, 12), "y": torch.randn(16, 4)}
+
+
 class Literal(nn.Module):
     """Attention with the number of heads written into its code."""
 
@@ -140,12 +184,71 @@ def literal(rest: int = 0) -> Given:
     return Literal(rest=rest), {"x": torch.randn(8, 6, 32), "y": torch.randn(8, 6, 32)}
 
 
+class Biased(nn.Module):
+    """Attention whose scores have a bias of each head, with gains inside of the heads and after them."""
+
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.each = width // heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.bias = nn.Embedding(8, heads)
+        self.inside, self.after = nn.Parameter(torch.ones(self.each)), nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, _ = x.shape
+        q, k, v = (p(x).view(rows, length, -1, self.each).transpose(1, 2) for p in (self.q, self.k, self.v))
+        places = torch.arange(length)
+        far = (places[:, None] - places[None, :]).abs().clamp(max=7)
+        scores = (q * self.inside) @ k.transpose(2, 3) + self.bias(far).permute(2, 0, 1)
+        mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(rows, length, -1)
+        return x + self.o(mixed) * self.after
+
+
+class Layers(nn.Module):
+    """Layers between linear maps.
+
+    Args:
+      kept: the loss reads the results of all layers.
+      places: an embedding of places, or "own": a parameter of this module.
+    """
+
+    def __init__(self, layer: Any, width: int = 32, kept: bool = False, places: str = "") -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, width), nn.Linear(width, 4)
+        self.layers = nn.ModuleList(layer() for _ in range(4))
+        self.kept = kept
+        self.at = nn.Embedding(16, width) if places else None
+        self.own = nn.Parameter(torch.ones(width)) if places == "own" else None
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x, kept = self.first(x), []
+        if self.own is not None:
+            x = x + self.own
+        elif self.at is not None:
+            x = x + self.at(torch.arange(x.shape[1]))
+        for layer in self.layers:
+            x = layer(x)
+            kept.append(x)
+        return functional.mse_loss(self.last(torch.stack(kept).mean(0) if self.kept else x), y)
+
+
+def layered(layer: Any = Biased, length: int = 6, **more: Any) -> Given:
+    torch.manual_seed(0)
+    return Layers(layer, **more), {"x": torch.randn(8, length, 12), "y": torch.randn(8, length, 4)}
+
+
 MODULES: dict[str, Any] = {
     "llama": llama,
     "tied": lambda: llama(tied=True),
+    "four layers": lambda: llama(layers=4),
+    "images": images,
     "qwen3": lambda: llama("qwen3"),
+    "mixture": lambda: llama("qwen3_moe"),
     "gpt2": gpt2,
     "mixer": mixer,
     "convolutions": convolutions,
+    "encoder": lambda: (Encoder(), convolutions()[1]),
     "perceptron": perceptron,
+    "scalar": scalar,
+    "biased": layered,
 }

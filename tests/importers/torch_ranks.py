@@ -7,15 +7,19 @@ import os
 import pickle
 import socket
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.multiprocessing
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -24,15 +28,20 @@ class Found:
     """What a rank found, largest differences relative. Gradients are clipped to half of their norm.
 
     Attributes:
-      held: elements of parameters; `misplaced`: parameters that do not lie as the plan's placements say.
+      held: elements of parameters, and `planned`; `names`: of the parameters.
+      reduced: how often the gradients of one call of `fully_shard` were reduced, at most.
+      misplaced: parameters that do not lie as the plan's placements say.
     """
 
     loss: float
     gradient: float
     worst: str
     held: int
+    planned: int
+    names: set[str]
     misplaced: list[str]
     state: float
+    reduced: int
 
 
 def on_four(cases: Mapping[str, tuple[Any, Any, Any]], folder: Path) -> dict[str, list[Found]]:
@@ -79,18 +88,23 @@ def alone(module: Any, batch: Any) -> tuple[float, dict[str, Any], dict[str, Any
 
 def _compared(plan: Any, module: Any, batch: Any) -> Found:
     module = copy.deepcopy(module).double()  # so that rounding hides nothing
+    if getattr(module, "config", None) is not None:
+        module.config._experts_implementation = "eager"  # grouped products have no such type
     batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
     loss, gradients, buffers = alone(module, batch)
     own = copy.deepcopy(module)
     whole = {n: p.detach().clone() for n, p in own.named_parameters(remove_duplicate=False)}
     sizes = tuple(size for _, size in plan.ranks.mesh.axes)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=plan.ranks.mesh.names)
-    plan.parallelize(own, mesh)
+    own = plan.parallelize(own, mesh)
     placements = plan.placements()
+    held = dict(own.named_parameters(remove_duplicate=False))
     misplaced = [
         n
-        for n, p in own.named_parameters(remove_duplicate=False)
-        if not torch.equal(_local(p), distribute_tensor(whole[n], mesh, placements[n]).to_local())
+        for n, p in held.items()
+        if not torch.equal(
+            _local(p), distribute_tensor(whole[n], mesh, placements[n], src_data_rank=None).to_local()
+        )
     ]
     kept: dict[str, Any] = {}
 
@@ -101,14 +115,28 @@ def _compared(plan: Any, module: Any, batch: Any) -> Found:
 
     once = {id(g): g for g in gradients.values() if g is not None}.values()
     norm = float(sum(g.square().sum() for g in once)) ** 0.5
-    gradients = {n: None if g is None else g / 2 for n, g in gradients.items()}
+    gradients = {n: None if g is None else g / 2 for n, g in gradients.items() if n in held}
     step = plan.train_step(own, Keeps(own.parameters(), lr=0.1), clip_norm=norm / 2)
-    ours = float(step(step.rows(batch)).detach())
+    with mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=foreach_reduce) as reduces:
+        ours = float(step(step.rows(batch)).detach())
+    reduced = Counter(id(call.args[0][0]) for call in reduces.call_args_list)
     sizes_of = {n: float(g.abs().max()) for n, g in gradients.items() if g is not None}
     least = 1e-6 * max(sizes_of.values())  # that of a bias before a batch normalisation is nothing
     worst = max(
         (float((kept[n] - gradients[n]).abs().max()) / max(size, least), n) for n, size in sizes_of.items()
     )
     state = [float((_whole(b) - buffers[n]).abs().max()) for n, b in own.named_buffers() if n in buffers]
-    held = sum(_local(p).numel() for p in own.parameters())
-    return Found(abs(ours - loss) / abs(loss), *worst, held, misplaced, max(state, default=0.0))
+    once = {id(p): n for n, p in held.items()}
+    sizes_held = sum(_local(held[n]).numel() for n in once.values())
+    planned = sum(plan.ranks.elements(plan.ranks.parameters[n]) for n in once.values())
+    difference = abs(ours - loss) / abs(loss)
+    return Found(
+        difference,
+        *worst,
+        sizes_held,
+        planned,
+        {*held},
+        misplaced,
+        max(state, default=0.0),
+        max(reduced.values(), default=0),
+    )

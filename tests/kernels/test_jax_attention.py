@@ -46,8 +46,9 @@ SEEN: list[dict[str, Any]] = [{}, {"causal": True}, {"causal": True, "window": 9
 
 @pytest.mark.parametrize(
     ("how", "bias"),
-    by_day(((how, bool((row + bias) % 2)) for row, how in enumerate(SEEN) for bias in (0, 1)), every=5),
+    by_day(((how, bool((row + bias) % 2)) for row, how in enumerate(SEEN) for bias in (0, 1)), every=7),
 )
+@pytest.mark.one_in(2)
 def test_by_blocks_as_jax_itself(how: dict[str, Any], bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in blocks of a part of the queries."""
     monkeypatch.setattr(blockwise, "MOST", 48 * KEYS * GROUP)
@@ -164,6 +165,7 @@ def test_a_gpu_is_given_cudnn() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_tpu_compiler_takes_it() -> None:
     """Forward and both kernels of backward; the logits are never in memory."""
     g = mtf.Graph()

@@ -76,7 +76,7 @@ def check_gradients(made: Run, formula: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "form"),
-    by_day(((LATENT, FORMS[0]), (LATENT, FORMS[1]), (LOW, FORMS[1]), (LOW, FORMS[0])), first=0),
+    by_day(((LATENT, FORMS[0]), (LATENT, FORMS[1]), (LOW, FORMS[1]), (LOW, FORMS[0])), every=4),
 )
 def test_latent(kind: layers.LatentAttention, form: str) -> None:
     chosen = replace(kind, attention=form)

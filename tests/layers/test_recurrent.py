@@ -66,7 +66,7 @@ def weights(found: Run) -> Weights:
 
 def of_mamba(w: Weights) -> Any:
     values, b, c = w.conv("x"), w.conv("b"), w.conv("c")
-    dt = softplus(w.made("dt") + w["dt_bias"])
+    dt = softplus(w.made("dt") + w["step_bias"])
     state, out = 0.0, []
     for t in range(LENGTH):
         new = np.einsum("bgh,bghp,bgn->bghpn", dt[:, t], values[:, t], b[:, t])

@@ -17,6 +17,7 @@ from typing import Any
 
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware, with_settings
+from layoutopt.optimize.bounds import ProvenBounds
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.request import Request
@@ -37,10 +38,11 @@ from layoutopt.space.splits import Split
 from layoutopt.space.stages import StageSplit
 from layoutopt.space.storage import Storage
 from mesh_tf_core.ir.instructions import HOST
-from mesh_tf_core.ir.schedules import GPIPE, SCHEDULES
+from mesh_tf_core.ir.schedules import GPIPE, ONE_WAY
+from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.optimizers import by_name
 
-PIPED = [s for s in SCHEDULES if s != GPIPE]
+PIPED = [s for s in ONE_WAY if s != GPIPE]
 MACHINES = ("tpu-v3", "a100-eager", "h100", "tpu-v4", "tpu-v5e")
 Kinds = tuple[type[Decision], ...]
 
@@ -111,7 +113,7 @@ OPENED: dict[type[Decision], Opens] = {
     ScheduleDecision: lambda rng, _: {"schedule": ("gpipe", *rng.sample(PIPED, rng.choice([1, 2])))},
     Elsewhere: lambda rng, _: {"elsewhere": (rng.choice(["length", "length", "d", "batch"]),)},
     Storage: lambda rng, _: {
-        "storage": ("layout", *rng.sample(["zero1", "zero2", "zero3", "zero3@x", HYBRID], rng.choice([1, 2])))
+        "storage": ("layout", *rng.sample([*STAGES[1:], "zero3@x", HYBRID], rng.choice([1, 2])))
     },
     OptimizerOffload: lambda *_: {"offload": ("optimizer", "weights", "activations")},
     Weights: lambda *_: {"offload": ("optimizer", "weights", "activations")},
@@ -169,9 +171,7 @@ class Whole:
 
     def request(self, limit: float, objective: str = "time") -> Request:
         """The question under a memory limit; its layouts are evaluated once, whatever is asked."""
-        found = Request(
-            self.model, self.hardware, limit, objective, self.allowed, 1, UNLIMITED, None, None, False
-        )
+        found = Request(self.model, self.hardware, limit, objective, self.allowed, 1, UNLIMITED, None, None)
         vars(found)["evaluator"] = self.evaluator
         return found
 
@@ -256,7 +256,7 @@ def whole_question(
     hardware = some_machine(rng)
     allowed = replace(opened(rng, model, rarely), restriction=restriction.of(model))
     evaluator = Evaluator(model, hardware)
-    found = [*subproblems(model, [mesh], allowed, evaluator.near)]
+    found = [each for each in subproblems(model, [mesh], allowed, evaluator.near) if not each.refused]
     found = _some(found, rng)
     options: dict[str, list[Choice]] = {}
     kinds: dict[str, type[Decision]] = {}
@@ -296,7 +296,7 @@ def alone(kind: type[Decision], seed: int) -> Whole | None:
         others = {
             n: [o[0] if rng.random() < 0.5 else rng.choice(o)] for n, o in every.items() if n not in own
         }
-        found = Subproblem(each.mesh, each.decided.within(others))
+        found = Subproblem.of(each.mesh, each.decided.within(others))
         with suppress(mtf.LayoutError):
             evaluator(mesh, *found.decided.read({name: rng.choice(every[name]) for name in own}))
             return Whole(model, mesh, hardware, allowed, (found,))
@@ -316,7 +316,7 @@ def forgotten(problems: Sequence[Subproblem], kind: type[Decision] | None) -> li
 
     known = own(problems[0].decided)
     alike = (each for each in problems if kind not in OF_PROBLEMS or own(each.decided) == known)
-    return [Subproblem(each.mesh, plain(each.decided)) for each in alike]
+    return [Subproblem.of(each.mesh, plain(each.decided)) for each in alike]
 
 
 def question_of(seed: int, most: int = 64) -> Whole:
@@ -335,7 +335,7 @@ def _left(each: Subproblem, options: Mapping[str, list[Choice]]) -> Subproblem:
     left = {
         n: tuple(o for o in found if o in options[n]) or found[:1] for n, found in decided.options.items()
     }
-    return Subproblem(each.mesh, decided.within(left))
+    return replace(each, given=decided.within(left), bounds=ProvenBounds(), fewer=())
 
 
 def _related(problems: Sequence[Subproblem]) -> Iterator[Subproblem]:

@@ -30,19 +30,19 @@ from layoutopt.space import decisions as space
 from layoutopt.space.decisions import ARGUMENTS, Decisions, SearchSpace
 from layoutopt.space.kind import Decision, Target
 from layoutopt.space.microbatches import Microbatches, numbers
-from layoutopt.space.recompute import Recompute
+from layoutopt.space.recompute import Recompute, counted
 from layoutopt.space.schedule import ScheduleDecision
 from layoutopt.space.sequence_parallel import Elsewhere
 from layoutopt.space.splits import Split
-from layoutopt.space.stages import StageSplit, count, ways
+from layoutopt.space.stages import StageSplit, ways
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.layout import Layout
-from mesh_tf_core.ir.schedules import alternates
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.nodes import crossed, product_dims
 from mesh_tf_core.lower.offload import KINDS as HOSTED
 from mesh_tf_core.lower.offload import OPTIMIZER, WEIGHTS
 from mesh_tf_core.lower.remat_policy import SETS, Recomputed, of_stages
+from mesh_tf_core.lower.rematerialization import recomputable
 from mesh_tf_core.lower.storage import Stage
 from mesh_tf_core.ops.context import FORMS
 from mesh_tf_core.optimizers import by_name
@@ -93,7 +93,7 @@ def records(target: Target, wide: SearchSpace) -> list[Decisions]:
 
 def record(target: Target, number: int, way: SearchSpace) -> Decisions:
     """The decisions of all kinds with a number of microbatches, in one of the `ways` to have stages."""
-    stages = count(target.mesh, way)
+    stages = {dim: target.mesh.group_size(axes) for dim, axes in way.stages.items()}
     graph = target.model.training_step(number, stages, way.schedule[0], way.again).graph
     return space.decisions(graph, target.mesh, replace(way, microbatches=(number,)))
 
@@ -108,7 +108,9 @@ def _stages(target: Target, graph: Graph, rng: random.Random) -> dict[str, int |
 def _loops(target: Target, graph: Graph, rng: random.Random) -> frozenset[str]:
     dims = {b.dim.name for b in graph.blocks if b.dim is not None}
     keep: Sequence[tuple[str, ...]] = ((), (), *SETS)
-    return frozenset(str(Recomputed(dim, rng.choice(keep))) for dim in sorted(dims) if rng.random() < 0.6)
+    some = {dim: [*counted(graph, dim, ("some",)), 0, 0] for dim in recomputable(graph)}
+    asked = (Recomputed(dim, rng.choice(keep), rng.choice(some.get(dim, [0]))) for dim in sorted(dims))
+    return frozenset(str(each) for each in asked if rng.random() < 0.6)
 
 
 def _hosted(target: Target, graph: Graph, rng: random.Random) -> frozenset[tuple[str, str]]:
@@ -192,7 +194,7 @@ def beyond(target: Target, allowed: SearchSpace, price: Price) -> set[str]:
         known = []
     alike = [way for way in known if dict(way.stages) == stages]
     found |= set() if alike else {StageSplit.label}
-    again = of_stages(options.recompute, stages, alternates(options.schedule))
+    again = of_stages(options.recompute, stages)
     ordered = [way for way in alike if not stages or options.schedule in way.schedule]
     way = next((way for way in ordered if way.again == again), None)
     if alike and way is None:
@@ -200,7 +202,7 @@ def beyond(target: Target, allowed: SearchSpace, price: Price) -> set[str]:
     if found or way is None:
         return found
     way = replace(way, microbatches=(options.microbatches,))
-    stages = count(target.mesh, way)
+    stages = {dim: target.mesh.group_size(axes) for dim, axes in way.stages.items()}
     graph = target.model.training_step(options.microbatches, stages, way.schedule[0], way.again).graph
     decided = space.decisions(graph, target.mesh, way)
     choices = decided.write(layout, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import layoutopt.optimize.planning as planning
 import mesh_tf_core as mtf
 from costmodels.pricing.pricer import Pricer
+from examples.mlp import model as mlp
 from layoutopt.formulation.memory_constraints import MemoryConstraints
 from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.plan.build import Plan
@@ -24,23 +26,41 @@ from mesh_tf_core.lower.verify import ProgramError
 from tests.layoutopt.models import EXAMPLES
 from tests.searching import search
 
-ASKED: dict[str, Any] = {"mesh": "data:2;model:2", "hardware": "tpu-v3", "microbatches": (1,)}
+ASKED: dict[str, Any] = {
+    "mesh": "data:2",
+    "hardware": "tpu-v3",
+    "storage": ("layout", "zero1"),
+    "recompute": (False,),
+    "microbatches": (1,),
+}
 
 
-def told(monkeypatch: pytest.MonkeyPatch, factor: float, **more: Any) -> tuple[Plan, float]:
+WIDER: dict[str, Any] = {"mesh": "data:2;model:2", "hardware": "tpu-v3", "microbatches": (1,)}
+
+
+def small() -> mtf.Model:
+    return mlp(batch=8, hidden=16, layers=1)
+
+
+def told(
+    monkeypatch: pytest.MonkeyPatch,
+    factor: float,
+    model: Callable[[], mtf.Model] = small,
+    asked: dict[str, Any] = ASKED,
+    **more: Any,
+) -> tuple[Plan, float]:
     """A plan where tables come to `factor` times what programs cost, and the least seconds there are."""
-    model = EXAMPLES["mlp"]()
-    least = search(model, **ASKED).predicted.step_seconds
+    least = search(model(), **asked).predicted.step_seconds
     true = Pricer.total
     monkeypatch.setattr(Pricer, "total", lambda self, cost: factor * true(self, cost))
-    return search(EXAMPLES["mlp"](), **ASKED, **more), least
+    return search(model(), **asked, **more), least
 
 
 @pytest.mark.parametrize("factor", [1.01, 0.99])
 def test_where_tables_and_program_differ_nothing_is_called_optimal(
     monkeypatch: pytest.MonkeyPatch, factor: float
 ) -> None:
-    plan, least = told(monkeypatch, factor)
+    plan, least = told(monkeypatch, factor, EXAMPLES["mlp"], WIDER)
     said = plan.solver
     assert said.status == "FEASIBLE"
     assert 0 < said.bound <= least * (1 + 1e-12)
@@ -62,14 +82,14 @@ def test_where_tables_and_program_differ_nothing_is_called_optimal(
 def test_tables_above_the_program_of_a_layout_that_nobody_evaluated_prove_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    best = search(EXAMPLES["mlp"](), **ASKED)
+    best = search(small(), **ASKED)
     true = TablePrices.seconds
 
     def seconds(self: TablePrices, layout: mtf.Layout, options: mtf.Options) -> float:
         return true(self, layout, options) * (1 if layout == best.layout else 1.01)
 
     monkeypatch.setattr(TablePrices, "seconds", seconds)
-    plan = search(EXAMPLES["mlp"](), **ASKED)
+    plan = search(small(), **ASKED)
     assert plan.solver.status == "FEASIBLE" and plan.solver.gap > 0.1
     assert plan.solver.likely_gap == pytest.approx(1 - 1 / 1.01)
     assert any("more time than the lowered program of another layout" in note for note in plan.data.notes)
@@ -90,11 +110,11 @@ def counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_rows_above_the_program_of_an_evaluated_layout_prove_nothing(
     monkeypatch: pytest.MonkeyPatch, objective: str
 ) -> None:
-    asked = {**ASKED, "memory": search(EXAMPLES["mlp"](), **ASKED).predicted.peak_memory_bytes - 1}
+    asked = {**WIDER, "memory": search(small(), **WIDER).predicted.peak_memory_bytes - 1}
     asked["objective"] = objective
-    assert search(EXAMPLES["mlp"](), **asked).solver.status == "OPTIMAL"
+    assert search(small(), **asked).solver.status == "OPTIMAL"
     counted_twice(monkeypatch)
-    plan = search(EXAMPLES["mlp"](), **asked)
+    plan = search(small(), **asked)
     assert plan.solver.status == "FEASIBLE" and plan.solver.gap > 0
     assert any("memory rows count" in note for note in plan.data.notes)
 
@@ -103,9 +123,9 @@ def test_memory_rows_above_the_program_of_an_evaluated_layout_prove_nothing(
 def test_rows_are_held_against_layouts_that_no_solver_proposes(
     monkeypatch: pytest.MonkeyPatch, kind: type[Decision]
 ) -> None:
-    asked = {**ASKED, "memory": search(EXAMPLES["mlp"](), **ASKED).predicted.peak_memory_bytes - 1}
-    asked |= {"storage": ("layout", "zero1"), "alternatives": False}
-    best = search(EXAMPLES["mlp"](), **asked)
+    asked = {**WIDER, "memory": search(small(), **WIDER).predicted.peak_memory_bytes - 1}
+    asked |= {"storage": ("layout", "zero1")}
+    best = search(small(), **asked)
     rows = MemoryConstraints._row
 
     def more(self: MemoryConstraints, *about: Any) -> ResourceRow:
@@ -119,13 +139,13 @@ def test_rows_are_held_against_layouts_that_no_solver_proposes(
         return replace(found, entries=(*found.entries, *more))
 
     monkeypatch.setattr(MemoryConstraints, "_row", more)
-    assert search(EXAMPLES["mlp"](), **asked).solver.status == "FEASIBLE"
+    assert search(small(), **asked).solver.status == "FEASIBLE"
 
 
 def test_that_nothing_fits_is_not_proven_by_rows_above_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     counted_twice(monkeypatch)
     with pytest.raises(mtf.InfeasibleError, match=r"memory rows count .* not proven"):
-        search(EXAMPLES["mlp"](), **ASKED, memory=9e3, alternatives=True)
+        search(small(), **ASKED, memory=9e3, alternatives=True)
 
 
 def test_within_the_tolerance_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +174,7 @@ def test_the_program_of_the_answer_is_checked(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(planning, "verify", verify)
     with pytest.raises(ProgramError, match="a planted fault"):
-        search(EXAMPLES["mlp"](), **ASKED)
+        search(small(), **ASKED)
     assert len(checked) == 1
 
 
@@ -167,7 +187,7 @@ def test_whole_programs_are_checked_where_they_are_lowered(
 
     # The package's `lower` is the function, so its modules are reached by their names.
     monkeypatch.setattr(import_module("mesh_tf_core.lower.pipeline"), "verify", refused)
-    model, mesh = EXAMPLES["mlp"](), mtf.Mesh("x:2")
+    model, mesh = small(), mtf.Mesh("x:2")
     if check:
         with pytest.raises(ProgramError, match="a planted fault"):
             model.lower(mesh, mtf.Layout())

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 
 import pytest
+from pydantic import BaseModel, field_serializer
 
 from layoutopt.runtime.clock import UNLIMITED, Clock, Late
 
@@ -174,3 +175,17 @@ def test_ctrl_c_in_work_leaves_no_alarm() -> None:
     with pytest.raises(KeyboardInterrupt):
         Clock(0.1).within(0.0, stopped)
     a_moment(0.2)
+
+
+def test_what_is_written_when_time_is_over_raises_no_other_error() -> None:
+    """pydantic makes an error of its own of the alarm, if that comes while it calls back."""
+
+    class Slow(BaseModel):
+        n: int = 1
+
+        @field_serializer("n")
+        def _slowly(self, n: int) -> int:
+            forever()
+            return n
+
+    assert not Clock(0.05).within(0.0, lambda: Slow().model_dump())

@@ -7,7 +7,7 @@ import pytest
 
 import layoutopt
 from layoutopt.models.loading import load_model
-from mesh_tf_core.ir.schedules import SCHEDULES
+from mesh_tf_core.ir.schedules import NAMES
 
 SIZES = ["layers=8", "d_model=256", "d_kv=64", "heads=4", "d_ff=1024", "length=256", "batch=16"]
 PROGRAMS = {
@@ -22,7 +22,7 @@ PROGRAMS = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("source", PROGRAMS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", NAMES)
 def test_messages_are_those_that_the_program_says(schedule: str, source: str) -> None:
     pytest.importorskip("libtpu")
     topology, mesh, layout = PROGRAMS[source]

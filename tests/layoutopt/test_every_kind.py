@@ -95,7 +95,7 @@ def answer(question: Whole, limit: float, objective: str) -> LayoutSearch | None
     return None
 
 
-@pytest.mark.parametrize("seed", by_day(range(8), every=4, first=2))
+@pytest.mark.parametrize("seed", by_day(range(8), every=8, first=2))
 def test_an_answer_is_the_best_of_all_layouts(seed: int) -> None:
     check(seed, 24)
 
@@ -118,8 +118,11 @@ def test_every_kind_is_free_in_some_question() -> None:
 
 def looked_at() -> set[type[Decision]]:
     """The kinds of which something is left to decide in a few questions."""
-    seeds = (2, 3, 5, 10, 11)
-    return {k for seed in seeds for k in question_of(seed, 96).free}
+    found = set[type[Decision]]()
+    for seed in (2, 3, 5, 10, 11):
+        if found != {*KINDS}:
+            found |= question_of(seed, 96).free
+    return found
 
 
 def test_a_search_that_is_allowed_everything_decides_every_kind() -> None:
@@ -127,7 +130,7 @@ def test_a_search_that_is_allowed_everything_decides_every_kind() -> None:
     known = set[type[Decision]]()
     for rarely in (False, True):
         for each in subproblems(model, [mesh], opened(rng, model, rarely)):
-            known |= {type(d) for d in each.decided.every}
+            known |= set() if each.refused else {type(d) for d in each.decided.every}
     assert known == {*KINDS}
 
 

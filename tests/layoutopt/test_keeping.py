@@ -31,3 +31,11 @@ def test_each_kind_and_name_is_taken_away_or_added() -> None:
         options = mtf.Options(recompute=frozenset({k.recompute} - {""}))
         again = evaluate(model, mesh, layout, machine, options)
         assert (k.seconds, k.peak) == (again.cost.step_seconds, again.memory.peak)
+
+
+def test_a_framework_keeps_only_what_it_can_express() -> None:
+    """torch checkpoints whole layers, or some of them."""
+    model, machine = EXAMPLES["transformer"](), load_hardware("h100", "torch")
+    asked = mtf.Options(recompute=frozenset({"layers"}))
+    found = keepings(model, mtf.Mesh("data:2"), mtf.Layout("batch:data"), asked, machine)
+    assert [k.change for k in found] == ["nothing is recomputed"]

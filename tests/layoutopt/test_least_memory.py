@@ -140,6 +140,7 @@ def test_what_is_said_to_be_needed_is_needed() -> None:
     assert find(memory=least, storage=("layout",)).predicted.peak_memory_bytes == least
 
 
+@pytest.mark.nightly
 def test_gradients_that_are_moved_at_the_end_of_an_iteration_are_counted() -> None:
     model = transformer(**{**SMALL, "layers": 2})
     plan = search(

@@ -9,14 +9,20 @@ from typing import Any
 import pytest
 
 from costmodels.hardware import load_hardware
+from examples.transformer_lm import model as transformer
 from layoutopt.optimize.bounds import EXACT, SLACK
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.fixing import faster
-from layoutopt.optimize.subproblems import Subproblem, related, subproblems
-from layoutopt.space.decisions import SearchSpace, decisions
+from layoutopt.optimize.subproblems import Subproblem, subproblems
+from layoutopt.space.decisions import KINDS, SearchSpace, decisions
+from layoutopt.space.diloco import Rarely
+from layoutopt.space.kind import HYBRID, Decision, Target
+from layoutopt.space.microbatches import Microbatches
+from layoutopt.space.storage import Storage
 from mesh_tf_core.errors import InfeasibleError, LayoutError, UserError
 from mesh_tf_core.ir.mesh import Mesh
-from tests.layoutopt.every_kind import opened, some_machine, whole_model
+from mesh_tf_core.lower.storage import ONCE, STAGES
+from tests.layoutopt.every_kind import OPENED, opened, some_machine, whole_model
 from tests.layoutopt.models import EXAMPLES, some_choices, towers
 from tests.marks import by_day
 from tests.searching import search
@@ -27,7 +33,7 @@ def bound(name: str, mesh: Mesh, parts: int, hardware: str) -> float:
     model = EXAMPLES[name]()
     graph = model.training_step(parts).graph
     decided = decisions(graph, mesh, SearchSpace(microbatches=(parts,)))
-    return Subproblem(mesh, decided).opened(Evaluator(model, load_hardware(hardware))).relaxed()
+    return Subproblem.of(mesh, decided).opened(Evaluator(model, load_hardware(hardware))).relaxed()
 
 
 @pytest.mark.parametrize(
@@ -47,7 +53,7 @@ def compare_with_fewer(seed: int, problems: int, layouts: int) -> int:
     mesh = Mesh(rng.choice(["x:2;y:2", "x:4"]))
     evaluator = Evaluator(model, some_machine(rng))
     allowed = opened(rng, model).but(microbatches=(1, 2, 4))
-    every = related([*subproblems(model, [mesh], allowed, evaluator.near)])
+    every = (p for p in subproblems(model, [mesh], allowed, evaluator.near) if not p.refused)
     more = [each for each in every if each.fewer]
     for each in rng.sample(more, min(problems, len(more))):
         for _ in range(layouts):
@@ -78,9 +84,51 @@ def test_many_layouts_are_legal_with_fewer(first: int) -> None:
 PARTS = (1, 4)
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_what_is_an_option_with_more_is_one_with_fewer(kind: type[Decision]) -> None:
+    """Also each value alone: what bounds an option is that option with fewer."""
+    model, mesh = whole_model(1), Mesh("x:2;y:2" if kind is not Rarely else "x:2;sites:2")
+    fields = {**kind.everything(Target(model, mesh)), **OPENED[kind](random.Random(1), model)}
+    fields |= {"storage": (*STAGES, HYBRID)} if kind is Storage else {}
+    staged = {"pipeline": ("layers",)} if kind.needs else {}
+    alone = [{n: (v,)} for n, values in fields.items() if isinstance(values, tuple) for v in values]
+    for said in (fields, *alone):
+        space = SearchSpace(**{**staged, **said, "microbatches": (1, 2, 4)})
+        every = [p for p in subproblems(model, [mesh], space) if not p.refused]
+        for each, fewer in [(p, less) for p in every for less in p.fewer if not less.refused]:
+            for d in each.decided.every:
+                its = () if isinstance(d, Microbatches) else d.options
+                assert {*its} <= {*fewer.decided.options.get(d.name, its)}, (said, d.name)
+
+
+SAID = (*STAGES, *(f"layout,{stage}" for stage in STAGES[1:]), f"{ONCE},{HYBRID}")
+
+
+@pytest.mark.parametrize("stages", by_day(SAID, every=4))
+@pytest.mark.one_in(3)
+def test_several_numbers_are_the_best_of_each(stages: str) -> None:
+    """Where the sum of gradients costs more than the products, which stage adds up when decides."""
+    sizes = {"layers": 4, "d_model": 1024, "d_kv": 128, "heads": 8, "d_ff": 4096, "vocab": 256}
+    model = transformer(**sizes, batch=64, length=64)
+    asked: dict[str, Any] = {
+        "mesh": "data:8",
+        "hardware": "tpu-v3",
+        "pins": "batch:data",
+        "storage": stages,
+        "recompute": "never",
+        "context": "gather",
+        "allow": "usual",
+    }
+    together = search(model, **asked, microbatches=(1, 2))
+    alone = [search(model, **asked, microbatches=[m]) for m in (1, 2)]
+    assert together.solver.status == "OPTIMAL"
+    assert together.predicted.step_seconds == min(plan.predicted.step_seconds for plan in alone)
+    assert {*together.options.storage.values()} or "layout" in stages, "widened"
+
+
 def test_the_bound_rules_out_nothing_better() -> None:
     model = EXAMPLES["mlp"]()
-    asked: dict[str, Any] = {"mesh": "data:2;model:2", "hardware": "tpu-v3"}
+    asked: dict[str, Any] = {"mesh": "data:4", "hardware": "tpu-v3"}
     limit = 0.7 * search(model, **asked).predicted.peak_memory_bytes
     together = search(model, **asked, memory=limit, microbatches=PARTS)
     alone = [search(model, **asked, memory=limit, microbatches=[m]) for m in PARTS]
@@ -108,7 +156,7 @@ def test_options_that_take_too_long_are_not_tried_with_more(monkeypatch: pytest.
     assert left_out
     for name, option in left_out:
         within = every.within({name: [option]})
-        relaxed = Subproblem(last.mesh, within).opened(Evaluator(model, load_hardware("tpu-v3"))).relaxed()
+        relaxed = Subproblem.of(last.mesh, within).opened(Evaluator(model, load_hardware("tpu-v3"))).relaxed()
         assert relaxed >= plan.predicted.step_seconds * (1 - EXACT)
 
 
@@ -118,7 +166,7 @@ def test_variables_that_are_too_large_need_no_search(monkeypatch: pytest.MonkeyP
     least = sum(v.bytes for v in model.step_graph.variables.values()) // 4
     asked: dict[str, Any] = {"mesh": "data:2;model:2", "hardware": "tpu-v3", "microbatches": [1]}
     with pytest.raises(
-        InfeasibleError, match=r"no layout of 'mlp' fits into .*: the layout with the least memory"
+        InfeasibleError, match=r"no layout of 'mlp' fits into .*\nthe layout with the least memory"
     ):
         search(model, memory=least - 1, alternatives=True, **asked)
 

@@ -72,7 +72,7 @@ def allowed(question: Question, storage: dict[str, str], recompute: list[str]) -
     return free and not recompute and {*storage.values(), "layout"} <= set(question.storage)
 
 
-@pytest.mark.parametrize("seed", by_day(range(24), every=4))
+@pytest.mark.parametrize("seed", by_day(range(24), every=8))
 def test_random_models(seed: int) -> None:
     check(seed, 40)
 

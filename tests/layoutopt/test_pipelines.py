@@ -50,6 +50,7 @@ def compare(
     count: int,
     of: str = "layers",
     compiler: CompilerName | None = None,
+    tight: float = 0.8,
     **more: Any,
 ) -> None:
     mesh, machine, rng = mtf.Mesh(on), load_hardware(hardware), random.Random(count)
@@ -61,7 +62,7 @@ def compare(
     decided = decisions(graph, mesh, allowed)
     prices = pricer(machine, mesh)
     found, compared = extract(model, mesh, decided, prices), 0
-    least = Evaluator(model, machine).least(mesh, decided)
+    least = Evaluator(model, machine).least(mesh, Subproblem.of(mesh, decided).plans)
     assert bool(least) is prices.pieces_cost_more
     while compared < count:
         layout, options = decided.read(some_choices(decided, rng))
@@ -77,7 +78,10 @@ def compare(
         assert least <= evaluation.cost.step_seconds * ROUNDING, (layout, options)
         rows = found.memory.rows() + found.memory.rows(again_in(options))
         counted = max(row.use(choices) for row in rows)
-        assert 0.8 * evaluation.memory.peak <= counted <= evaluation.memory.peak * ROUNDING, (layout, options)
+        assert tight * evaluation.memory.peak <= counted <= evaluation.memory.peak * ROUNDING, (
+            layout,
+            options,
+        )
         assert found.read(choices) == (layout, options)
         compared += 1
 
@@ -121,6 +125,12 @@ CASES: list[tuple[str, str, int, str, str, dict[str, Any]]] = [
     ("transformer", "a:2;b:2;t:2", 4, "a100", "a", {"schedule": ("1f1b",), "again": again(KEPT)}),
     ("transformer", "pipe:2;t:2", 2, "h100", "pipe", {"schedule": ("interleaved:2",), "again": again(KEPT)}),
 ]
+ORDERED: list[tuple[str, str, int, str, str, dict[str, Any]]] = [
+    ("transformer", "pipe:2;t:2", 4, "h100", "pipe", {"schedule": ("zb-v",), "again": again("layers")}),
+    ("five", "pipe:2;t:2", 4, "h100", "pipe", {"schedule": ("dualpipev",)}),
+    ("transformer", "pipe:2;t:2", 4, "h100", "pipe", {"schedule": ("dualpipe",)}),
+]
+"""Those that only programs for each stage run."""
 
 
 def large() -> mtf.Model:
@@ -145,7 +155,8 @@ def built(name: str) -> mtf.Model:
     return makers[name]()
 
 
-@pytest.mark.parametrize("case", by_day(range(len(CASES)), every=12))
+@pytest.mark.parametrize("case", by_day(range(len(CASES)), every=13))
+@pytest.mark.one_in(2)
 def test_tables_and_rows(case: int) -> None:
     name, mesh, parts, hardware, axes, more = CASES[case]
     compare(built(name), mesh, parts, hardware, axes, 8, **more)
@@ -155,15 +166,16 @@ APART = [
     (name, case)
     for name, kind in COMPILERS.items()
     if kind.memory.stage_programs
-    for case in (*range(9, 20), 22)
+    for case in (*range(20), 22, *range(len(CASES), len(CASES + ORDERED)))
 ]
-"""Compilers under which each stage is a program of its own, and cases that go backward at once."""
+"""Compilers under which each stage is a program of its own, and cases."""
 
 
-@pytest.mark.parametrize(("compiler", "case"), by_day(APART, every=6))
+@pytest.mark.parametrize(("compiler", "case"), by_day(APART, every=13))
+@pytest.mark.one_in(3)
 def test_tables_and_rows_of_stages_with_programs_of_their_own(compiler: CompilerName, case: int) -> None:
-    name, mesh, parts, _, axes, more = CASES[case]
-    compare(built(name), mesh, parts, "h100", axes, 8, compiler=compiler, **more)
+    name, mesh, parts, _, axes, more = (CASES + ORDERED)[case]
+    compare(built(name), mesh, parts, "h100", axes, 8, compiler=compiler, tight=0.75, **more)
 
 
 def test_rows_count_what_ticks_add_up() -> None:
@@ -223,6 +235,8 @@ def every() -> tuple[mtf.Model, mtf.Mesh, list[Evaluation]]:
     """All layouts of two axes, one inside of nodes."""
     model, mesh, found = perceptrons(), mtf.Mesh("far:2;near:2"), []
     for subproblem in subproblems(model, [mesh], ALLOWED):
+        if subproblem.refused:
+            continue
         decided = subproblem.decided
         for chosen in itertools.product(*(decided.options[n] for n in decided.free)):
             layout, options = decided.read(dict(zip(decided.free, chosen, strict=True)))
@@ -257,9 +271,9 @@ def test_options_that_leave_with_more_microbatches_take_too_long_there() -> None
     for parts in (2, 8):
         allowed = SearchSpace(microbatches=(parts,), stages={"layers": ("pipe",)}, recompute=(False,))
         graph = model.training_step(parts, {"layers": 4}).graph
-        asked.append(Subproblem(mesh, decisions(graph, mesh, allowed)))
+        asked.append(Subproblem.of(mesh, decisions(graph, mesh, allowed)))
     fewer, more = related(asked)
-    upper, least = (Subproblem(mesh, each.decided).opened(evaluator).relaxed() for each in asked)
+    upper, least = (Subproblem.of(mesh, each.decided).opened(evaluator).relaxed() for each in asked)
     assert least < upper and more.fewer == (fewer,)
     search = faster(evaluator, fewer, 1.0001 * upper, lambda *_: 1.0001 * upper)
     assert search is not None
@@ -271,4 +285,4 @@ def test_options_that_leave_with_more_microbatches_take_too_long_there() -> None
     assert more.bounds.lower().value <= least < fewer.bounds.lower().value
     narrow = more.narrowed(least, evaluator)
     assert narrow is not None
-    assert Subproblem(mesh, narrow.decided).opened(evaluator).relaxed() == pytest.approx(least, rel=PRICE)
+    assert Subproblem.of(mesh, narrow.decided).opened(evaluator).relaxed() == pytest.approx(least, rel=PRICE)

@@ -127,6 +127,7 @@ def test_rules_for_elsewhere_hold_if_pinned_and_not_if_forbidden() -> None:
     }
     model = transformer(**sizes)
     asked: dict[str, Any] = {"mesh": "data:2;model:2", "microbatches": (1,), "hardware": "tpu-v3"}
+    asked |= {"storage": ("layout",), "recompute": (False,)}
     splits = "batch:data;d_ff:model;heads:model"
     plan = search(model, **asked, elsewhere=("length",), pins=f"{splits};length@elsewhere:model")
     assert plan.layout.elsewhere == (("length", ("model",)),)

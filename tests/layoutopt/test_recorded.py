@@ -16,7 +16,6 @@ from costmodels.hardware import load_hardware
 from layoutopt.analysis.certificate import Certificate, certify, considered_by
 from layoutopt.cli.allowed import OnAnyMesh, OnMesh
 from layoutopt.cli.repairs import _changed
-from layoutopt.formulation.couplings import count_layouts
 from layoutopt.optimize.baselines import chosen_by_name
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.subproblems import subproblems
@@ -69,7 +68,8 @@ def test_every_field_is_looked_at() -> None:
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_what_was_allowed_comes_back_from_a_plan_file(name: str) -> None:
-    for asked in (replace(USUALLY, **{name: SAID[name]}), SearchSpace(**SAID), USUALLY):
+    every = SearchSpace(allow="usual", **SAID)  # type: ignore[arg-type]
+    for asked in (replace(USUALLY, **{name: SAID[name]}), every, USUALLY):
         assert by_json(asked) == asked
         assert (name.replace("_", " ") in allowed_text(asked)) is (asked != USUALLY or name == "context")
 
@@ -93,7 +93,7 @@ def test_options_that_help_reads_are_those_of_the_records() -> None:
 
 def test_every_door_has_every_field() -> None:
     options = {option.name for argument in ARGUMENTS.values() for option in argument.options}
-    others = {"near", "stages", "again", "allow", "restriction"}
+    others = {"near", "stages", "again", "allow", "given", "restriction"}
     assert {*ARGUMENTS} == {f.name for f in fields(SearchSpace)} - others
     parameters = {name.removeprefix("--").replace("-", "_") for name in options}
     assert parameters | {"allow"} == {*OnMesh.__dataclass_fields__}
@@ -156,7 +156,7 @@ def test_a_field_that_a_check_forgets_is_another_space(field: str) -> None:
 
     def layouts(asked: SearchSpace) -> int:
         found = subproblems(model, [mesh], asked, Evaluator(model, load_hardware("tpu-v4")).near)
-        return sum(count_layouts(each.decided) for each in found)
+        return sum(each.layouts for each in found)
 
     assert said.keys() == {*LAYOUTS}
     whole, usual = SearchSpace(**said), SearchSpace(microbatches=(1,), recompute=(False, True))
@@ -190,9 +190,9 @@ def test_what_named_plans_could_not_choose_is_said() -> None:
         return [n for n in plan.data.notes if n.startswith("named layouts were searched without")]
 
     staged: dict[str, Any] = {"pipeline": ("layers",), "pins": {"layers": ("x",)}, "microbatches": (2,)}
-    (found,) = note("transformer", "x:2;y:2", **staged)
+    (found,) = note("transformer", "x:2", **staged)
     assert found == "named layouts were searched without pipeline; the best layout uses pipeline"
-    assert not note("transformer", "x:4", elsewhere=("length",))
+    assert not note("transformer", "x:2", elsewhere=("length",))
     hybrid, axis = ("layout", "zero1", "hybrid"), ("layout", "zero1", "zero1@x")
     (found,) = note("mlp", "node:2;own:8", storage=hybrid)
     assert found.startswith("named layouts were searched without hybrid")
@@ -270,7 +270,9 @@ def test_every_form_refuses_what_it_does_not_say() -> None:
         what = Exported("", mtf.Mesh("a:2"), layout, (), (), said)
         for to, form in FORMATS.items():
             if missing := [
-                each for each in kind.beyond(said) if not form.says.expresses(each.field, each.value)
+                each
+                for each in kind.beyond(said)
+                if not form.says.expresses(each.field, each.value, ARGUMENTS.get(each.field))
             ]:
                 with pytest.raises(
                     UserError, match=re.escape(f"{to} cannot express this plan, in which {missing[0].words}")

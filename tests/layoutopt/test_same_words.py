@@ -7,13 +7,13 @@ import pytest
 import mesh_tf_core as mtf
 from layoutopt.space.decisions import ARGUMENTS, BY_HAND, KINDS, SearchSpace, typed
 from layoutopt.space.kind import HYBRID, Decision, Target
-from layoutopt.space.recompute import SELECTIVE
+from layoutopt.space.recompute import SELECTIVE, SOME
 from mesh_tf_core.errors import UserError
 from tests.layoutopt.every_kind import whole_model
 
 MODEL = whole_model(3)
 TARGET = Target(MODEL, mtf.Mesh("x:2;y:2"))
-SEVERAL = {HYBRID, SELECTIVE}
+SEVERAL = {HYBRID, SELECTIVE, SOME}
 """Values that stand for several choices."""
 BOTH = [
     kind

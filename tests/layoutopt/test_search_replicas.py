@@ -22,6 +22,7 @@ from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.kind import STORED
 from tests.core.test_replicas import model
 from tests.layoutopt.models import some_choices
+from tests.marks import by_day
 
 MESH = mtf.Mesh("sites:2;data:2;model:2")
 RARE = mtf.DiLoCo("sites", 4, fragments=2, bits=8)
@@ -85,6 +86,7 @@ def best(evaluator: Evaluator, allowed: SearchSpace, limit: float) -> Plan:
 
 
 @pytest.mark.parametrize("allowed", [FEW, pytest.param(ALL, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
 def test_the_answer_is_the_best_of_all_layouts(evaluator: Evaluator, allowed: SearchSpace) -> None:
     known = [*every(evaluator, allowed)]
     peaks = sorted({peak for _, peak in known})
@@ -116,7 +118,7 @@ def test_tables_know_shards_that_are_padded(evaluator: Evaluator, asked: dict[st
     assert all(row.use(choices) <= priced.memory.peak + 0.5 for row in its.rows)
 
 
-@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize("hidden", by_day([False, True]))
 def test_what_a_delay_hides_is_in_the_answer(hidden: bool) -> None:
     """Tables hide all of an exchange: where steps do, the answer is proven, else a gap says what is not."""
     slow = () if hidden else ("nic_bandwidth=0.000001GB/s", "node_egress=0.000001GB/s")
@@ -153,7 +155,7 @@ def test_errors(evaluator: Evaluator, asked: dict[str, object], error: str) -> N
         search(evaluator.model, hardware=evaluator.hardware, **given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("way", [RARE, LATE])
+@pytest.mark.parametrize("way", by_day([RARE, LATE]))
 def test_replicas_keep_values_on_their_hosts(way: mtf.DiLoCo) -> None:
     """Tables, rows of memory and the row of the hosts' memory add up with meetings beside the step."""
     settings = ["network_bandwidth=0.001GB/s", "host_memory=1KiB", "host_link=1e6GB/s"]

@@ -94,6 +94,12 @@ def test_examples(name: str, hardware: str) -> None:
         compare(name, mesh, parts, hardware, 20)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.one_in(2)
+def test_some_of_the_layers(parts: int) -> None:
+    compare("transformer", "data:2;model:2", parts, "tpu-v3", 6, ("some", True))
+
+
 def test_what_is_decided() -> None:
     def options(name: str, loop: str) -> list[str]:
         graph = EXAMPLES[name]().step_graph

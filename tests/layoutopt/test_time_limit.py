@@ -17,12 +17,13 @@ from layoutopt import search
 from layoutopt.optimize.entry import SearchStatus
 from layoutopt.optimize.evaluation import ONE_DEVICE as ONE
 from layoutopt.optimize.evaluator import evaluate
-from layoutopt.optimize.subproblems import Subproblem, subproblems
+from layoutopt.optimize.subproblems import Subproblem, possible
 from layoutopt.plan.build import Plan
 from layoutopt.solver import TOLERANCE, Status, solve
 from mesh_tf_core.errors import InfeasibleError, LimitError
 from mesh_tf_core.ir.layout import Layout
 from tests.layoutopt.models import EXAMPLES
+from tests.marks import by_day
 from tests.solver.test_solvers import knapsacks
 
 ON: dict[str, Any] = {"mesh": "data:2;model:2", "hardware": "tpu-v3", "microbatches": (1, 2)}
@@ -78,6 +79,7 @@ def check(plan: Plan, best: Plan) -> None:
         ("layoutopt.optimize.alternatives:BestPlans.of", 1),
     ],
 )
+@pytest.mark.one_in(3)
 def test_the_best_so_far_is_the_answer(
     place: str, after: int, best: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,10 +101,10 @@ def test_a_share_of_the_work_is_a_bound_without_more_time(
 
 def test_what_is_not_listed_yet_is_not_proven(best: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     def first(*asked: Any) -> Iterator[Subproblem]:
-        yield next(subproblems(*asked))
+        yield next(possible(*asked))
         stuck()
 
-    monkeypatch.setattr("layoutopt.optimize.entry.subproblems", first)
+    monkeypatch.setattr("layoutopt.optimize.entry.possible", first)
     plan = search(EXAMPLES["mlp"](), time_limit=SOON, **ON)
     check(plan, best)
     assert plan.solver.status == "FEASIBLE"
@@ -118,7 +120,7 @@ def test_what_fits_most_likely_is_priced_first(monkeypatch: pytest.MonkeyPatch) 
     assert plan.layout.axes("batch")
 
 
-@pytest.mark.parametrize("objective", ["memory", "pareto"])
+@pytest.mark.parametrize("objective", by_day(["pareto", "memory"]))
 def test_other_objectives(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = search(EXAMPLES["mlp"](), objective=objective, **ON, **PLAIN)
     stick(monkeypatch, "layoutopt.optimize.subproblem:solve", 2)
@@ -173,11 +175,10 @@ def test_progress_is_that_of_the_whole_search(objective: str) -> None:
     for now in told:
         assert now.bound <= value * (1 + TOLERANCE)
         assert 1 <= now.number <= now.count == 4
-        assert now.left is None or now.left >= 0
+    bounds = [now.bound for now in told]
+    assert objective == "memory" or bounds == sorted(bounds)  # what is proven stays
     looked = [now.looked.removesuffix(", 2 microbatches") for now in told]
-    assert {*looked} - {"listing subproblems"} == {"mesh 4", "mesh 2x2"}
-    assert "listing subproblems" not in looked[looked.index("mesh 4") :]
-    assert any(now.left is not None for now in told)
+    assert {*looked[:-1]} == {"mesh 4", "mesh 2x2"} and looked[-1] == "the plan and its alternatives"
 
 
 @pytest.mark.nightly

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from contextlib import suppress
@@ -16,7 +17,8 @@ from costmodels.frameworks import DEFAULT
 from costmodels.hardware import load_hardware
 from layoutopt.cli import app
 from layoutopt.frameworks import says
-from layoutopt.optimize.subproblems import specs
+from layoutopt.optimize import entry
+from layoutopt.optimize.subproblems import Subproblem, listed
 from layoutopt.plan.build import Plan, decided, layout_of, options_of
 from layoutopt.plan.export import FORMATS, export
 from layoutopt.plan.exported import Exported, placed
@@ -24,13 +26,15 @@ from layoutopt.space.allow import resolved
 from layoutopt.space.decisions import Decisions, SearchSpace
 from layoutopt.space.degrees import Degrees
 from layoutopt.space.kind import Target
+from layoutopt.space.restriction import RestrictionError
 from mesh_tf_core import Mesh
 from mesh_tf_core.errors import InfeasibleError, UserError
+from mesh_tf_core.model import Model
 from reports.views.facts import left
 from tests.layoutopt.test_frameworks import MODELS
 from tests.marks import by_day
 
-ON = {"mesh": "a:2;b:2", "microbatches": "1,2"}
+ON = {"mesh": "a:4", "microbatches": "1"}
 NOT_SEARCHED = "faster layouts that torch cannot express were not searched: "
 
 
@@ -38,6 +42,7 @@ def searched(model: str = "dense", **asked: Any) -> Plan:
     return layoutopt.search(MODELS[model](), **{**ON, "hardware": "h100", **asked})
 
 
+@pytest.mark.nightly
 def test_a_search_is_restricted_however_the_framework_is_named() -> None:
     every = [
         searched(framework="torch"),
@@ -53,11 +58,13 @@ def test_a_search_is_restricted_however_the_framework_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("asked", "why"),
-    [
-        ({"objective": "memory"}, "the objective is memory"),
-        ({"objective": "pareto"}, "the objective is pareto"),
-        ({"time_limit": 1e-6}, "the time limit was reached"),
-    ],
+    by_day(
+        [
+            ({"objective": "memory"}, "the objective is memory"),
+            ({"objective": "pareto"}, "the objective is pareto"),
+            ({"time_limit": 1e-6}, "the time limit was reached"),
+        ]
+    ),
 )
 def test_an_answer_says_why_nothing_faster_was_searched(asked: dict[str, Any], why: str) -> None:
     plan = searched(framework="torch", **asked)
@@ -71,13 +78,21 @@ def test_the_report_says_what_a_framework_leaves() -> None:
     assert name.capitalize() in page and words[:20] in page
 
 
-@pytest.mark.parametrize("asked", [{}, {"objective": "memory"}, {"memory": 70e3}])
-@pytest.mark.parametrize("framework", by_day(["torchtitan", "megatron", "deepspeed"], every=3))
+@pytest.mark.parametrize(
+    ("framework", "asked"),
+    by_day(
+        itertools.product(
+            ["torchtitan", "megatron", "deepspeed"], [{}, {"objective": "memory"}, {"memory": 70e3}]
+        ),
+        every=4,
+    ),
+)
+@pytest.mark.one_in(3)
 def test_every_alternative_is_one_that_the_framework_can_express(
     framework: str, asked: dict[str, Any]
 ) -> None:
     try:
-        plan = searched(framework=framework, **asked)
+        plan = searched(framework=framework, mesh="a:2;b:2", **asked)
     except InfeasibleError as error:
         assert error.nearest is not None
         plan = error.nearest
@@ -103,7 +118,7 @@ def test_a_plan_explained_under_another_framework_is_all_that_frameworks() -> No
 def test_like_a_plan_under_another_framework(tmp_path: Path) -> None:
     """What the first framework could not express is no option that the second is asked for."""
     run, first = CliRunner(), tmp_path / "first.json"
-    asked = ["search", "examples/mlp.py", "--mesh", "data:4", "--hardware", "h100", "--quiet"]
+    asked = ["search", "examples/mlp.py", "--mesh", "data:2", "--hardware", "h100", "--quiet"]
     assert run.invoke(app, [*asked, "--framework", "torch", "--out", str(first)]).exit_code == 0
     for other in ("megatron", "maxtext", DEFAULT):
         like = run.invoke(app, ["search", "--like", str(first), "--framework", other, "--json"])
@@ -115,15 +130,18 @@ def test_like_a_plan_under_another_framework(tmp_path: Path) -> None:
 
 
 def test_stages_under_megatron_run_in_an_order_that_it_has() -> None:
-    plan = searched(framework="megatron", mesh="pipe:2;data:2", pins="layers:pipe", pipeline="layers")
+    plan = searched(
+        framework="megatron", mesh="pipe:2;data:2", microbatches="2", pins="layers:pipe", pipeline="layers"
+    )
     assert plan.data.pipeline == {"layers": 2} and plan.data.schedule == "1f1b"
 
 
 @pytest.mark.parametrize("framework", ["torchtitan", "megatron", "deepspeed"])
+@pytest.mark.one_in(3)
 def test_experts_lie_where_the_framework_puts_them(framework: str) -> None:
     """Ranks that store the weights whole are no home of torchtitan's experts."""
     model = MODELS["experts"]()
-    asked = {"storage": "layout", "pins": "experts:b", "microbatches": "1", "alternatives": False}
+    asked = {"mesh": "a:2;b:2", "storage": "layout", "pins": "experts:b", "alternatives": False}
     plan = searched("experts", framework=framework, **asked)
     said = decided(plan.options, plan.layout)
     tensors = placed(model.lower(plan.mesh, plan.layout, plan.options))
@@ -142,17 +160,55 @@ def test_every_layout_that_a_framework_can_express_is_exported(framework: str, m
     for mesh in map(Mesh, ("a:2;b:2", "a:2;b:2;c:2")):
         widest = resolved(SearchSpace(allow=("everything",)), [Target(built, mesh)]).settled("time")
         space = own.narrowed(widest).but(restriction=own)
-        every = specs(built, [mesh], space, lambda _: ("b",), (1, 2))
+        every = [*listed(built, [mesh], space.but(microbatches=(1, 2)), lambda _: ("b",))]
         for each in rng.sample(every, min(4, len(every))):
             made = None
             with suppress(UserError):  # a schedule that does not suit the number of microbatches
-                layout, options = drawn(each.made(built).decided, rng).read({})
+                layout, options = drawn(each.decided, rng).read({})
                 made = placed(built.lower(mesh, layout, options))
             if made is not None:
                 said = decided(options, layout, built.stages(mesh, layout))
                 export(Exported("", mesh, layout, *made, said), framework)
                 found += 1
     assert found
+
+
+def test_stages_that_a_framework_excludes_are_refused_before_their_graph_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The graph would show the same."""
+    built, mesh, asked = MODELS["dense"](), Mesh("a:2;b:2"), {"d_ff": ("b",)}
+    widest = resolved(SearchSpace(allow=("everything",)), [Target(built, mesh)]).settled("time")
+
+    def made(*_: Any) -> None:
+        raise AssertionError("a graph of stages")
+
+    for own in (says(name).of(built) for name in FORMS):
+        space = own.narrowed(widest).but(restriction=own, microbatches=(1, 2), pins=asked, storage=("zero3",))
+        every, early = [p for p in listed(built, [mesh], space) if p.stages], list[Subproblem]()
+        with monkeypatch.context() as patch:
+            patch.setattr(Model, "_pipelined", made)
+            for each in every:
+                with suppress(AssertionError):
+                    early += [each] * (each.refused is not None)
+        assert early or not every, own.name
+        for each in random.Random(own.name).sample(early, min(3, len(early))):
+            with pytest.raises(UserError):
+                _ = Subproblem(each.key, built, each.space).decided
+
+
+def test_a_split_that_a_framework_needs_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has set the pin that undoes it."""
+    told, plan = list[str](), searched(framework="torch", mesh="a:2", storage="layout", alternatives=False)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RestrictionError("torch can express no layout on a:2 with these choices; remove pins")
+
+    monkeypatch.setattr(entry, "search", refuse)
+    found = layoutopt.explain(plan, on_progress=lambda done, total, what: told.append(what))
+    undone = [f"torch can express no layout with {name}:none on a:2" for name in plan.layout]
+    assert undone and [each.reason for each in found.splits] == undone
+    assert told[0] == "any memory" and told[-1] == "saved values"
 
 
 def drawn(every: Decisions, rng: random.Random) -> Decisions:

@@ -50,6 +50,7 @@ def slow_bytes(plan_mesh: mtf.Mesh, hardware: Hardware, sent: Mapping[str, float
     return sum(n for axes, n in sent.items() if slow & set(axes.split("+")))
 
 
+@pytest.mark.nightly
 def test_storage_in_a_node_is_offered_where_links_differ() -> None:
     """And taken, where a device has no room for the optimizer's state."""
     mesh, equal = mtf.Mesh("pod:4;data:2"), mtf.Mesh("pod:2;data:2")

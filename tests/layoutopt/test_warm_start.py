@@ -20,7 +20,7 @@ from layoutopt.optimize.subproblems import subproblems
 from layoutopt.optimize.warm_start import EARLIER, PINS, FirstLayout, named
 from layoutopt.plan.build import Plan
 from mesh_tf_core.errors import LayoutError
-from mesh_tf_core.ir.schedules import SCHEDULES
+from mesh_tf_core.ir.schedules import ONE_WAY
 
 HARDWARE = "tpu-v3"
 NO_TIME = 1e-9
@@ -38,7 +38,7 @@ WAYS: list[Any] = [
             ("experts", {}),
             *(
                 ("stages", {"pipeline": "layers", "pins": "layers:a", "schedule": (schedule,)})
-                for schedule in SCHEDULES
+                for schedule in ONE_WAY
             ),
         ]
     ),
@@ -55,7 +55,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def candidates(model: mtf.Model, mesh: mtf.Mesh, space: SearchSpace) -> Iterator[tuple[FirstLayout, int]]:
     """Every layout by name that is legal in some problem, and its peak."""
     evaluator = Evaluator(model, machine_of(HARDWARE))
-    for subproblem in subproblems(model, [mesh], space):
+    for subproblem in (each for each in subproblems(model, [mesh], space) if not each.refused):
         for lean in (False, True):
             for each in named(model, subproblem, lean):
                 choices = subproblem.decided.write(each.layout, each.options)
@@ -108,7 +108,7 @@ def test_it_is_predicted_before_subproblems_are_listed(monkeypatch: pytest.Monke
         raise KeyboardInterrupt
         yield
 
-    monkeypatch.setattr("layoutopt.optimize.entry.subproblems", listed)
+    monkeypatch.setattr("layoutopt.optimize.entry.possible", listed)
     asked = {"pipeline": "layers", "schedule": "1f1b", "hardware": HARDWARE, "microbatches": (2,)}
     plan = search(
         MODELS["stages"](),
@@ -153,6 +153,4 @@ def test_progress_moves_before_a_problem_is_looked_at() -> None:
         on_progress=told.append,
     )  # fmt: skip
     assert told[0].looked == "named strategies" and math.isinf(told[0].best)
-    listed = [(now.number, now.count) for now in told if now.looked == "listing subproblems"]
-    assert listed == [(1, 2), (2, 2)]
     assert len(set(map(str, told))) == len(told)

@@ -244,6 +244,7 @@ def full_plan() -> dict[str, Any]:
         "sensitivity": sensitivity(),
         "validation": validation(),
         "calibration": calibration(),
+        "slots": ["FFBB.", ".FFBB"],
     }
     return plan
 

@@ -170,6 +170,8 @@ def test_a_gap_has_one_number(gap: float, said: str) -> None:
     words = str(proof(PlanFile.model_validate(plan), ""))
     assert words.startswith(f"not proven: another layout saves at most {said} of this (status FEASIBLE")
     assert words.count("%") == 1
+    plan["solver"] |= {"bound": 0.0, "gap": 1.0}
+    assert "%" not in str(proof(PlanFile.model_validate(plan), ""))
 
 
 def test_an_operation_names_its_collective_once(pages: dict[str, str]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import reports
 from reports import tables
 from reports.files import csv_text
+from reports.tables import rows
 from tests.reports import sample
 
 
@@ -84,3 +85,9 @@ def test_no_cell_of_a_csv_file_is_a_formula(tmp_path: Path) -> None:
             assert {"'=1+1", "'+x", "'-x", "'@x", "-1.5"} <= {*cells}
     text = csv_text(pd.DataFrame({"=a": [-1.5, 2], "b": ["+3", None], "c": ["\tx", "x"]}))
     assert text == "'=a,b,c\n-1.5,+3,'\tx\n2.0,,x\n"
+
+
+def test_slots_of_stages_are_the_lines_that_explain_shows() -> None:
+    plan = reports.plan_of(sample.full_plan())
+    shown = [cell.text for _, cell in rows.slots(plan).rows]
+    assert shown == list(plan.details.slots) and all(line in reports.report_html([plan]) for line in shown)

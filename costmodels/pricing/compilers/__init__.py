@@ -5,9 +5,8 @@ hardware file names its profile (`compiler`); another one may be put in its plac
 (`dataclasses.replace(hardware, compiler="eager")`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from costmodels.hardware import COMPILER_NAMES, Hardware
@@ -32,4 +31,5 @@ if COMPILERS.keys() != {*COMPILER_NAMES}:
 
 def compiler_of(hardware: Hardware) -> Compiler:
     """The profile that a machine's programs are priced by."""
-    return COMPILERS[hardware.compiler].of(hardware)
+    held = tuple((name, number.value) for name, number in hardware.holds)
+    return replace(COMPILERS[hardware.compiler].of(hardware), holds=held)

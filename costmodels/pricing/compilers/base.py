@@ -4,7 +4,7 @@ profile: every operation is a separate kernel, nothing is copied, and messages a
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from costmodels.hardware import Hardware
@@ -28,7 +28,7 @@ class Compiler:
 
     Attributes:
       name: in hardware files.
-      memory: the rules of its memory.
+      memory: the rules of its memory, but for the numbers that a file gives (`holds`).
       apart: the values of one all-reduce are sent one by one.
       library: owner of the attention kernels that run ("tpu", "gpu"; `mesh_tf_core.kernels.libraries`);
         empty: not known.
@@ -38,6 +38,12 @@ class Compiler:
     memory: ClassVar[MemoryRules] = MemoryRules()
     apart: ClassVar[bool] = False
     library: ClassVar[str] = ""
+    holds: tuple[tuple[str, float], ...] = field(default=(), kw_only=True)
+
+    @property
+    def rules(self) -> MemoryRules:
+        """The rules of its memory."""
+        return replace(self.memory, **dict(self.holds))  # type: ignore[arg-type]
 
     @classmethod
     def of(cls, hardware: Hardware) -> Compiler:
@@ -63,7 +69,8 @@ class Compiler:
         """The priced writes of the stacks of a loop, each with how often it runs for one run of the loop."""
         for inner, stack in loop.stacked:
             if stack not in program.added and not program.values[stack].host:
-                yield self.stack(loop, inner, stack), 1.0
+                whole, share = program.share(loop, stack)
+                yield self.stack(loop, inner, whole), 1.0 if whole == stack else share
 
     def stack(self, loop: Loop, inner: int, stack: int) -> Stack:
         """The writes of a loop to one stack, whose parts are `inner`."""

@@ -7,20 +7,20 @@
 2023, section 3.2).
 (3) Each stage of a pipeline is a program of its own (Narayanan et al. 2021, section 2.2), and autograd keeps
 what backward reads where it was made: nothing is copied into a ring, or out of one.
-(4) Memory (`costmodels.liveness`, rules 9 to 14). Fused kernels keep their operands alone: SwiGLU, GELU and
+(4) FSDP2 scatters the gradients of each layer, also with the last microbatch alone (`post_backward` of
+torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
+(5) Memory (`costmodels.liveness`, rules 9 to 14). Fused kernels keep their operands alone: SwiGLU, GELU and
 norms with their statistics (NVIDIA/Megatron-LM @00caa53a, megatron/core/fusions/fused_bias_swiglu.py). The
 loss casts the logits to float32 and works on the copy in place (@00611e6e,
 megatron/core/tensor_parallel/cross_entropy.py). PyTorch's own kernels write results to new memory and keep
-what their derivatives read (pytorch/pytorch tools/autograd/derivatives.yaml); a product whose weight is split
-by columns keeps the gathered sequence (huggingface/nanotron @f1adf520, `column_linear` of
-src/nanotron/parallel/tensor_parallel/functional.py). Both keep the masks of dropout, a byte an element
-(Korthikanti et al. 2022, section 4.1), and weights in the type of the computation as the model's parameters
-(Rajbhandari et al. 2020, section 3.1).
+what their derivatives read (pytorch/pytorch tools/autograd/derivatives.yaml). Both keep the masks of
+dropout, a byte an element (Korthikanti et al. 2022, section 4.1), and weights in the type of the computation
+as the model's parameters (Rajbhandari et al. 2020, section 3.1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -31,7 +31,7 @@ from costmodels.pricing.compilers.xla import Joining, Xla
 from costmodels.pricing.items import Called, Computed
 from costmodels.pricing.units import Find
 from mesh_tf_core.ir.dtypes import is_float
-from mesh_tf_core.ir.program import Local
+from mesh_tf_core.ir.program import Local, Loop, Program
 
 
 def is_no_kernel(instr: Local, local: Types) -> bool:
@@ -46,8 +46,14 @@ class EagerLaunch(Joining):
 
     name: ClassVar[str] = "eager"
     memory: ClassVar[MemoryRules] = MemoryRules(
-        stage_programs=True, gathers=True, masks=True, parameters=True, overwrites=False
+        stage_programs=True, masks=True, parameters=True, overwrites=False
     )
+
+    def parts(self, program: Program) -> Mapping[int, int]:
+        """Rule (4)."""
+        loops = (i for i, _ in program.walk() if isinstance(i, Loop))
+        sums = {program.added.get(result.outer, result.outer) for loop in loops for result in loop.stacked}
+        return {i: program.values[i].shape.sizes[0] for i in (program.joined.get(sum, sum) for sum in sums)}
 
     def local(self, instr: Local, find: Find, local: Types) -> Iterator[Computed | Called]:
         if not is_no_kernel(instr, local):
@@ -60,7 +66,7 @@ class Launched(Joining, Xla):
 
     name: ClassVar[str] = "launched"
     memory: ClassVar[MemoryRules] = MemoryRules(
-        fuses=True, stage_programs=True, remakes=True, wide_logits=True, masks=True
+        fuses=True, stage_programs=True, remakes=True, wide_logits=True, masks=True, parameters=True
     )
 
     def kernel(self, kernel: FusedKernel, local: Types) -> Iterator[Computed]:

@@ -64,7 +64,8 @@ class Xla(Compiler):
                 yield Stack(loop, total, 1 if term in made else 3), loop.times
         for _, stack in loop.stacked:
             if stack in program.added:
-                yield Stack(loop, stack, 2), loop.dim.size / program.values[stack].shape.sizes[0]
+                whole, share = program.share(loop, stack)
+                yield Stack(loop, whole, 2), share
 
     def kernel(self, kernel: FusedKernel, local: Types) -> Iterator[Computed]:
         if not kernel.between:
@@ -94,7 +95,8 @@ class Joining(Compiler):
 
     def sending(self, instr: Collective, purpose: str, parts: Mapping[int, int]) -> Sending:
         ahead = purpose in (GRADIENT, PARAMETER) and not isinstance(instr, AllReduce)
-        return Sending(purpose, joins=ahead and not self.curves)
+        apart = tuple(parts.get(i, 1) for i in instr.inputs) if ahead else ()
+        return Sending(purpose, apart if any(n > 1 for n in apart) else (), ahead and not self.curves)
 
 
 @dataclass(frozen=True)

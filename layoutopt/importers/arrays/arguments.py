@@ -1,7 +1,5 @@
 """The function's arguments in the graph: variables, inputs, keys."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence, Set
 from dataclasses import replace
@@ -40,7 +38,7 @@ def arguments(
     Args:
       changed: ids of state that has new values.
     """
-    used = _used(block)
+    used = {id(x) for e in block.walk() for x in e.ins} | {id(x) for x in block.outs}
     trained = _trained(block)
     stacked, scales = layered(block), factors_of_values(block)
     for v, leaf in arrays.parameters:
@@ -120,11 +118,6 @@ def _input(w: Writer, v: Var, leaf: Leaf) -> Tensor:
         axes.append(own[0] if len(own) == 1 else Dim(w.fresh("axis"), n))
     t = w.graph.input(leaf.path or "batch", axes, _checked(v.dtype, leaf.path))
     return mtf.reshape(t, w.shape(v))
-
-
-def _used(block: EquationBlock) -> set[int]:
-    """ids of the variables that anything reads."""
-    return {id(x) for e in block.walk() for x in e.ins} | {id(x) for x in block.outs}
 
 
 def _trained(block: EquationBlock) -> set[int]:

@@ -11,6 +11,7 @@ import mesh_tf_core as mtf
 from layoutopt.importers.arrays import (
     drawing,
     elementwise,
+    experts,
     fused,
     indexed,
     loops,
@@ -19,6 +20,7 @@ from layoutopt.importers.arrays import (
     shapes,
 )
 from layoutopt.importers.arrays.arguments import arguments
+from layoutopt.importers.arrays.axis_relations import Axis
 from layoutopt.importers.arrays.classes import classes
 from layoutopt.importers.arrays.contract import (
     KEY,
@@ -37,7 +39,6 @@ from layoutopt.importers.arrays.names import ArgumentArrays
 from layoutopt.importers.arrays.naming import named
 from layoutopt.importers.arrays.origin import ArrayAxes, ImportedFunction
 from layoutopt.importers.arrays.placing import inner_dims
-from layoutopt.importers.arrays.relations import Axis
 from layoutopt.importers.arrays.reroll import Rerolled, rerolled
 from layoutopt.importers.arrays.roles import GIVEN_LENGTH
 from layoutopt.importers.arrays.writer import Handler, Writer
@@ -54,6 +55,7 @@ TABLE: Mapping[str, Handler] = {
     **products.TABLE,
     **indexed.TABLE,
     **fused.TABLE,
+    **experts.TABLE,
     **loops.TABLE,
 }
 """Primitive -> the function that writes it as operations of the graph."""
@@ -81,7 +83,7 @@ def built(program: TracedProgram, names: Mapping[str, Any]) -> Imported:
     try:
         return _built(program, names)
     except Unimportable as error:
-        raise UserError(f"{program.door.name}: {error}") from error
+        raise UserError(f"{program.front_end.call}: {error}") from error
 
 
 def _built(program: TracedProgram, said: Mapping[str, Any]) -> Imported:
@@ -120,15 +122,15 @@ def _built(program: TracedProgram, said: Mapping[str, Any]) -> Imported:
         called,
         again,
         {number: found.id for number, found in writer.values.items() if isinstance(found, Tensor)},
-        program.door,
+        program.front_end,
     )
     held = [*origin.parameters.values(), *origin.state.values(), *origin.batch.values()]
-    writer.graph.unsplit.update(inner_dims(held, program.door.splits))
+    writer.graph.unsplit.update(inner_dims(held, program.front_end.splits))
     metrics = {name: writer.tensor(block.outs[n]) for name, n in program.metrics.items()}
     return Imported(writer.tensor(block.outs[program.loss]), metrics, tokens, origin)
 
 
-def optimizer_of(optimizer: str | Optimizer, door: str) -> Optimizer:
+def optimizer_of(optimizer: str | Optimizer, call: str) -> Optimizer:
     """The optimizer that a user names."""
     if isinstance(optimizer, Optimizer):
         return optimizer
@@ -136,7 +138,7 @@ def optimizer_of(optimizer: str | Optimizer, door: str) -> Optimizer:
         return Adam(1e-3, weight_decay=1e-4)
     if not isinstance(optimizer, str):
         raise UserError(
-            f"{door}: optimizer {optimizer!r} is not supported; give adamw, adam, sgd, adafactor or an "
+            f"{call}: optimizer {optimizer!r} is not supported; give adamw, adam, sgd, adafactor or an "
             "optimizer of mesh_tf_core, e.g. mtf.Adam(1e-3)"
         )
     return by_name(optimizer, 1e-3)
@@ -223,7 +225,8 @@ def _store(w: Writer, v: Var, leaf: Leaf, value: Operand) -> None:
 
 def _tokens(w: Writer, arrays: ArgumentArrays) -> tuple[str, ...]:
     for v, _ in arrays.batch:
-        names = [d.name for d in w.shape(v)]
+        given = w.graph.inputs.get(v.path)  # its axes may be one dimension where others see several
+        names = [d.name for d in w.shape(v)] if given is None else [*given.shape.names]
         known = len(names) > 1 and names[0] == "batch" and names[1] in ("length", GIVEN_LENGTH)
         if v.dtype.startswith("int") and known and id(v) in w.values:
             return ("batch", names[1])

@@ -14,9 +14,17 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from layoutopt.importers.arrays.axis_relations import (
+    Axis,
+    AxisPart,
+    AxisRelation,
+    Copies,
+    Join,
+    Regroup,
+    Same,
+)
 from layoutopt.importers.arrays.contract import Equation, EquationBlock, Operand, Var, has_fractions
 from layoutopt.importers.arrays.factors import Factors
-from layoutopt.importers.arrays.relations import Axis, AxisPart, AxisRelation, Copies, Join, Regroup, Same
 
 FactorNode = int
 
@@ -222,6 +230,8 @@ def _edges(
         return [n for a in range(len(v.shape)) for n in nodes((v, a))]
 
     match relation:
+        case Same(kind="cut"):
+            return
         case Same():
             a, b = nodes(relation.a), nodes(relation.b)
             sized = relation.kind == "sized" and len(a) == len(b) == 1

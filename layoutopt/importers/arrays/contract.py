@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from layoutopt.front_ends import FrontEnd
 from mesh_tf_core.errors import UserError
 
 KEY = "key"
@@ -88,11 +89,17 @@ class Equation:
 
 @dataclass(eq=False, slots=True)
 class EquationBlock:
-    """Equations from some variables to some results."""
+    """Equations from some variables to some results; `replaced`: the user's own, if they differ."""
 
     ins: list[Var]
     equations: list[Equation] = field(default_factory=list)
     outs: list[Operand] = field(default_factory=list)
+    replaced: list[Equation] | None = None
+
+    @property
+    def ran(self) -> list[Equation]:
+        """The equations of the user's program."""
+        return self.equations if self.replaced is None else self.replaced
 
     def walk(self) -> Iterator[Equation]:
         """Every equation; those of a body follow its equation."""
@@ -169,7 +176,6 @@ class Leaf:
     Attributes:
       value: the array itself, None if only its type was given.
       trained: whether the user's optimizer updates it, if it is a parameter.
-      tied: other paths of the same array.
     """
 
     path: str
@@ -178,7 +184,6 @@ class Leaf:
     value: Any = None
     noted: Noted | None = None
     trained: bool = True
-    tied: tuple[str, ...] = ()
 
 
 def stacked_leaf(v: Var, layers: Sequence[Leaf]) -> Leaf:
@@ -193,25 +198,8 @@ def stacked_leaf(v: Var, layers: Sequence[Leaf]) -> Leaf:
     return Leaf(v.path, v.shape, v.dtype, value, noted, layers[0].trained)
 
 
-@dataclass(frozen=True)
-class Door:
-    """Names of a front end's functions in messages.
-
-    Attributes:
-      name: of the function that imports; `plan`: of what applies a plan.
-      program: what is imported; `splits`: what says how its arrays are split.
-      checkpoint: what recomputes a part of it.
-    """
-
-    name: str
-    plan: str
-    program: str
-    splits: str
-    checkpoint: str
-
-
 class Unimportable(UserError):
-    """A refusal of an import; the message gets the door's name in front."""
+    """A refusal of an import; the message gets the front end's name in front."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +216,7 @@ class TracedProgram:
     """
 
     name: str
-    door: Door
+    front_end: FrontEnd
     block: EquationBlock
     parameters: Sequence[tuple[Var, Leaf]]
     state: Sequence[tuple[Var, Leaf]]

@@ -1,7 +1,5 @@
 """Primitives that draw random numbers, or make keys of numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

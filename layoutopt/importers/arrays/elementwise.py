@@ -1,7 +1,5 @@
 """Primitives that work element by element, and reductions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,14 +22,10 @@ from layoutopt.importers.arrays.writer import (
 )
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.corners import extreme, modulus
+from mesh_tf_core.ops.activations import extreme, modulus
 from mesh_tf_core.ops.shape import Reshape
 
 # -- of numbers ----------------------------------------------------------------------------------------------
-
-
-def _divided(x: Any, y: Any) -> Any:
-    return np.divide(x, y) if np.result_type(x, y).kind == "f" else np.trunc(np.divide(x, y)).astype(x.dtype)
 
 
 _NUMBERS: dict[str, Callable[..., Any]] = {
@@ -59,7 +53,9 @@ _NUMBERS: dict[str, Callable[..., Any]] = {
     "add_any": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
-    "div": _divided,
+    "div": lambda x, y: (
+        np.divide(x, y) if np.result_type(x, y).kind == "f" else np.trunc(np.divide(x, y)).astype(x.dtype)
+    ),
     "max": np.maximum,
     "min": np.minimum,
     "pow": np.power,
@@ -379,16 +375,7 @@ TABLE: Mapping[str, Handler] = {
     "convert_element_type": _convert,
     "reduce_precision": _narrowed,
     **dict.fromkeys(
-        (
-            "copy",
-            "copy_p",
-            "optimization_barrier",
-            "device_put",
-            "pvary",
-            "real",
-            "with_xla_metadata",
-        ),
-        _same,
+        ("copy", "copy_p", "optimization_barrier", "device_put", "pvary", "real", "with_xla_metadata"), _same
     ),
     "name": _named,
     **dict.fromkeys(("sharding_constraint", "layout_constraint", "mesh_cast", "reshard"), _constrained),

@@ -12,10 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from layoutopt.importers.arrays.contract import KEY, Equation, EquationBlock, Operand
-from layoutopt.importers.arrays.indexing import IndexedPiece, pieces
-from layoutopt.importers.arrays.ranges import index_relations
-from layoutopt.importers.arrays.relations import (
+from layoutopt.importers.arrays.axis_relations import (
     Axis,
     AxisPart,
     AxisRelation,
@@ -23,8 +20,11 @@ from layoutopt.importers.arrays.relations import (
     Join,
     Regroup,
     Same,
-    relations,
 )
+from layoutopt.importers.arrays.contract import KEY, Equation, EquationBlock, Operand
+from layoutopt.importers.arrays.indexing import IndexedPiece, pieces
+from layoutopt.importers.arrays.ranges import index_relations
+from layoutopt.importers.arrays.relations import relations
 
 
 @dataclass(eq=False, slots=True)

@@ -69,7 +69,9 @@ class EquationForms:
 
     def said(self, e: Equation) -> object:
         """Its parameters."""
-        return () if e.prim == "name" else tuple(sorted((k, _text(v)) for k, v in e.params.items()))
+        told = {} if e.prim == "name" else e.params
+        own = {k: (v.shape, str(v.dtype), v.tobytes()) for k, v in told.items() if isinstance(v, np.ndarray)}
+        return tuple(sorted((k, own.get(k) or repr(v)) for k, v in told.items()))
 
     def _plain(self, e: Equation, names: dict[int, int] | None) -> object:
         params = self.said(e)
@@ -95,10 +97,6 @@ class EquationForms:
                 names[id(y)] = len(names)
         types = tuple((v.shape, v.dtype) for v in block.ins)
         return types, tuple(found), tuple(self._operand(x, names) for x in block.outs)
-
-
-def _text(value: object) -> object:
-    return (value.shape, str(value.dtype), value.tobytes()) if isinstance(value, np.ndarray) else repr(value)
 
 
 def _gives_keys(e: Equation) -> bool:

@@ -1,7 +1,5 @@
 """Operations that are one in the graph too: attention, normalisation, cross entropy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import mesh_tf_core as mtf

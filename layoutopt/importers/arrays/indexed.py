@@ -1,7 +1,5 @@
 """Primitives that read or write elements at computed positions, and primitives that sort."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

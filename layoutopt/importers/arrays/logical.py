@@ -12,9 +12,9 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from layoutopt.importers.arrays.axis_relations import Axis
 from layoutopt.importers.arrays.classes import FactorNode
 from layoutopt.importers.arrays.contract import Leaf, Unimportable, Var
-from layoutopt.importers.arrays.relations import Axis
 
 _MESH_SHARE = 1 / 3
 """Share of the noted axes whose names stand for several sizes, from which on names are those of a mesh: of

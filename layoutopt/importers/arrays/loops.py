@@ -1,7 +1,5 @@
 """Loops, and functions with custom derivatives."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -57,15 +57,15 @@ class ImportedModel(mtf.Model):
         """Notes on parts of the function that are not in the graph, and on options that differ from the
         function's own."""
         assert self.origin is not None
-        door = self.origin.door
+        front_end = self.origin.front_end
         parts = [
-            f"{w}: this {door.checkpoint} covers only part of a layer and is ignored; {KEEPS}"
+            f"{w}: this {front_end.checkpoint} covers only part of a layer and is ignored; {KEEPS}"
             for w in self.origin.parts_recomputed
         ]
         own = sorted(self.origin.recomputed - {each.dim for each in options.recompute})
         left = [
-            f"the function applies {door.checkpoint} to the loop over {', '.join(own)}, but the plan does "
-            f"not recompute this loop, so this {door.checkpoint} is not applied"
+            f"the function applies {front_end.checkpoint} to the loop over {', '.join(own)}, but the plan "
+            f"does not recompute this loop, so this {front_end.checkpoint} is not applied"
         ]
         return (*super().notes(options), *self.origin.notes, *parts, *(left if own else ()))
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from layoutopt.importers.arrays.axis_relations import Copies
 from layoutopt.importers.arrays.classes import Classes, FactorNode, template
 from layoutopt.importers.arrays.contract import EquationBlock, Leaf, Unimportable, Var
 from layoutopt.importers.arrays.logical import LogicalAxis, called
 from layoutopt.importers.arrays.names import ArgumentArrays, ClassNames, last
-from layoutopt.importers.arrays.relations import Copies
+from layoutopt.importers.arrays.relations import TO
 from layoutopt.importers.arrays.roles import name_roles
 from mesh_tf_core.errors import known_names
 
@@ -35,7 +36,11 @@ def named(
     Raises:
       UserError: names that do not fit the arrays, or that would give a dimension two names.
     """
-    return _Naming(ClassNames(block, classes, arrays), given, logical, notes).all()
+    found = _Naming(ClassNames(block, classes, arrays), given, logical, notes).all()
+    for e in (e for e in block.walk() if e.prim == TO):
+        pairs = zip(classes.of(e.ins[0], 0), classes.of(e.out, 0), strict=True)
+        found.update((there, f"expert_{found[here]}") for here, there in pairs)
+    return found
 
 
 class _Naming:
@@ -49,6 +54,7 @@ class _Naming:
     def all(self) -> dict[FactorNode, str]:
         self._given()
         self._logical()
+        self._experts()
         name_roles(self.names)
         self._pieces()
         self._paths()
@@ -59,6 +65,14 @@ class _Naming:
             kind = "constant" if root in free else "dim"
             self.names.give(root, f"{kind}_{self.classes.size[root]}")
         return self._renamed()
+
+    def _experts(self) -> None:
+        """Those that tokens choose of, and those that they are sent to."""
+        for e in (e for e in self.block.walk() if e.prim == TO):
+            self.names.give(self.classes.of(e.ins[1], 0)[0], "experts")
+            size = e.ins[1].shape[0]
+            for choice in (x for x in self.block.walk() if x.prim == "top_k" and x.ins[0].shape[-1] == size):
+                self.names.give(self.classes.of(choice.ins[0], len(choice.ins[0].shape) - 1)[0], "router")
 
     # -- what is said --------------------------------------------------------------------------------------
 

@@ -1,7 +1,5 @@
 """Whole numbers that are computed wider than JAX has them: results wrap as JAX's do."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import mesh_tf_core as mtf

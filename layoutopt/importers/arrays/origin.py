@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from layoutopt.front_ends import FrontEnd
 from layoutopt.importers.arrays.classes import Classes, FactorNode
-from layoutopt.importers.arrays.contract import KEY, Door, Equation, EquationBlock
+from layoutopt.importers.arrays.contract import KEY, Equation, EquationBlock
 from layoutopt.importers.arrays.layers import PRODUCTS
 from layoutopt.importers.arrays.reroll import Rerolled
 
@@ -55,7 +56,7 @@ class ImportedFunction:
       block, classes, names: the traced function, and the class and name of every factor of every axis.
       rerolled: the same with its equal layers as loops; the graph is made of it.
       tensors: id of a value of that -> the graph's tensor.
-      door: what messages call the front end.
+      front_end: of the function.
     """
 
     loss: Callable[..., Any] = field(repr=False)
@@ -72,7 +73,7 @@ class ImportedFunction:
     names: Mapping[FactorNode, str] = field(repr=False)
     rerolled: Rerolled = field(repr=False)
     tensors: Mapping[int, int] = field(repr=False)
-    door: Door = field(repr=False)
+    front_end: FrontEnd = field(repr=False)
 
     def loop_dims(self, loop: Equation) -> frozenset[str]:
         """The names of the dimensions of a loop's iterations."""

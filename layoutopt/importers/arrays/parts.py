@@ -8,8 +8,10 @@ from layoutopt.importers.arrays.origin import ImportedFunction
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.phase import Phase
+from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.tracing.batch_linearity import BatchLinearity, Linearity
+from mesh_tf_core.ops.index import Range
+from mesh_tf_core.tracing.batch_linearity import INSEPARABLE, BatchLinearity, Linearity
 from mesh_tf_core.tracing.copying import batch_names
 from mesh_tf_core.tracing.graph import graph_of
 
@@ -25,6 +27,32 @@ def why_whole(loss: Tensor, origin: ImportedFunction, batch: str) -> str:
     except UserError as error:
         return str(error)
     return _inputs(origin, batch)
+
+
+def why_not_added(loss: Tensor, batch: str, whole: frozenset[int]) -> str:
+    """Why the losses of parts of a batch do not add up to its loss, with the line; '' if they do.
+
+    Args:
+      whole: tensors that every part has of the whole batch.
+    """
+    graph = graph_of(loss)
+
+    class Given(BatchLinearity):
+        def _visit(self, node: Node) -> None:
+            if not whole.isdisjoint(node.outputs):
+                return
+            super()._visit(node)
+            for o in node.outputs if isinstance(node.op, Range | Read) else ():
+                if self._batch(graph.tensor(o).type):  # not the numbers that a part counts for itself
+                    self._found[o] = INSEPARABLE
+                    self._explain(node, o, INSEPARABLE)
+
+    nodes = [n for n in graph.nodes if n.phase == Phase.FORWARD]
+    linearity = Given(graph, batch_names(graph, batch), nodes)
+    found = linearity.of(loss.id)
+    if found.kind is Linearity.REDUCIBLE and not found.after:
+        return ""
+    return linearity.why.get(loss.id, "its operations")
 
 
 def added_results(loss: Tensor, origin: ImportedFunction, batch: str) -> tuple[bool, ...]:

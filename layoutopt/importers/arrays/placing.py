@@ -48,7 +48,10 @@ class ArrayPlacing:
         return found
 
     def value(self, v: Operand) -> Spec:
-        """The placement of a value of the traced function."""
+        """The placement of a value of the traced function; () for one that the model does not have, as the
+        sorted rows of experts: propagation places it."""
+        if v.shape and not self.origin.classes.all(v):
+            return ()
         if v.dtype == KEY:
             return ((),) * len(v.shape)
         classes, names = self.origin.classes, self.origin.names
@@ -114,9 +117,9 @@ class ArrayPlacing:
             if axes is None:
                 inner, over = next((n, s) for n, s in zip(names[1:], read[1:], strict=True) if s)
                 raise UserError(
-                    f"{self.origin.door.plan}: the plan splits {inner!r} over {'+'.join(over)}, but "
+                    f"{self.origin.front_end.plan}: the plan splits {inner!r} over {'+'.join(over)}, but "
                     f"{inner!r} is only an inner part of axis {a} of {array.path!r}, and "
-                    f"{self.origin.door.splits} cannot split such a part; search again without pinning "
+                    f"{self.origin.front_end.splits} cannot split such a part; search again without pinning "
                     f"{inner!r}, or give {inner!r} an axis of its own in {array.path!r}"
                 )
             out.append(axes)

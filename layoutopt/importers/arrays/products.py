@@ -68,15 +68,12 @@ def _dot(w: Writer, e: Equation) -> None:
     first, second = _alike(w.tensor(x), w.tensor(y), dtype)
     first, second = w.renamed(first, left), w.renamed(second, right)
     here = {*first.shape.names, *second.shape.names}
-    order = [Dim(name, d.size) for d in out for name in [_of(result, d.name)] if name in here]
+    before = {new: old for old, new in result.items()}
+    order = [Dim(before[d.name], d.size) for d in out if before[d.name] in here]
     made = mtf.einsum([first, second], order)
     lacking = math.prod(d.size for d in summed if d.name not in here)
     made = made if lacking == 1 else made * lacking
     w.put(e.out, w.renamed(made, result).cast(dtype))
-
-
-def _of(names: Mapping[str, str], target: str) -> str:
-    return next(old for old, new in names.items() if new == target)
 
 
 def _starts(w: Writer, frees: Sequence[tuple[Operand, int, dict[str, str]]], at: int) -> list[int]:

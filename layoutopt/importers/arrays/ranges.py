@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from layoutopt.importers.arrays.axis_relations import Axis, Same
 from layoutopt.importers.arrays.contract import Equation, EquationBlock, Operand
 from layoutopt.importers.arrays.indexing import indexing
-from layoutopt.importers.arrays.relations import Axis, Same
 
 _KEEPING = frozenset(
     (

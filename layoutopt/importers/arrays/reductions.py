@@ -1,7 +1,5 @@
 """Sums, extremes and their places over dimensions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -64,8 +62,4 @@ def _extreme(w: Writer, e: Equation) -> None:
     w.put(e.out, named.cast(our_dtype(e.out.dtype)))
 
 
-TABLE: Mapping[str, Handler] = {
-    **dict.fromkeys(_REDUCE, _reduce),
-    "argmax": _extreme,
-    "argmin": _extreme,
-}
+TABLE: Mapping[str, Handler] = {**dict.fromkeys(_REDUCE, _reduce), "argmax": _extreme, "argmin": _extreme}

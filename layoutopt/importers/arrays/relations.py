@@ -3,11 +3,9 @@
 The best description of these rules is Shardy's (openxla/shardy, `op_sharding_rule_registry.cc`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
+from layoutopt.importers.arrays.axis_relations import AxisPart, AxisRelation, Copies, Join, Regroup, Same
 from layoutopt.importers.arrays.contract import KEY, Equation, Operand, has_fractions
 from layoutopt.importers.arrays.indexing import IndexedPiece, indexing
 
@@ -29,54 +27,8 @@ REDUCTIONS = frozenset(
 )
 ALONG = frozenset(("normalize", "cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp", "sort", "rev"))
 
-Axis = tuple[Operand, int]
-
-
-@dataclass(frozen=True)
-class Same:
-    """Two axes are one.
-
-    Attributes:
-      kind: "ids" if both an index and its look-up have the axis; "sized" if the two may differ in size, as in
-        strided windows; "product" of a dot_general.
-    """
-
-    a: Axis
-    b: Axis
-    kind: str = ""
-
-
-@dataclass(frozen=True)
-class Regroup:
-    """All elements of an array in row-major order, under other axes."""
-
-    x: Operand
-    y: Operand
-
-
-@dataclass(frozen=True)
-class AxisPart:
-    """Axis `y` is one of `count` equal pieces of axis `x`."""
-
-    x: Axis
-    y: Axis
-    count: int
-
-
-@dataclass(frozen=True)
-class Copies(AxisPart):
-    """Axis `x` is `count` copies of axis `y`, one behind the other."""
-
-
-@dataclass(frozen=True)
-class Join:
-    """Axis `y` is axes of equal size one behind the other."""
-
-    xs: tuple[Axis, ...]
-    y: Axis
-
-
-AxisRelation = Same | Regroup | AxisPart | Join
+TO, PRODUCT, FROM = "to_experts", "expert_product", "from_experts"
+"""Markers of rows at experts (`mixtures`)."""
 
 
 def relations(equation: Equation, pieces: dict[int, IndexedPiece]) -> Iterator[AxisRelation]:
@@ -112,9 +64,11 @@ def _aligned(x: Operand, y: Operand) -> Iterator[AxisRelation]:
                 yield Same((x, a), (y, a))
 
 
-def _mapped(x: Operand, y: Operand, axes: Sequence[int], kind: str = "") -> Iterator[AxisRelation]:
-    """Axis axes[i] of x is axis i of y."""
-    for i, a in enumerate(axes):
+def _mapped(
+    x: Operand, y: Operand, axes: Sequence[int], kind: str = "", first: int = 0
+) -> Iterator[AxisRelation]:
+    """Axis axes[i] of x is axis first + i of y."""
+    for i, a in enumerate(axes, first):
         if x.shape[a] == y.shape[i]:
             yield Same((x, a), (y, i), kind)
 
@@ -298,6 +252,29 @@ def _ragged(e: Equation) -> Iterator[AxisRelation]:
     yield from _product(e, (lc, rc), (lc, (*rc, *groups)), 0)
 
 
+def _to_experts(e: Equation) -> Iterator[AxisRelation]:
+    """A row's tokens are other dimensions at the experts, cut at the same places."""
+    x, y, first = e.ins[0], e.out, 1 if e.params["alike"] else 2
+    yield from (Same((x, a), (y, a), "cut") for a in range(first))
+    yield from _mapped(x, y, [*range(first, len(x.shape))], "", 2)
+
+
+def _from_experts(e: Equation) -> Iterator[AxisRelation]:
+    x, y, first = e.ins[0], e.out, 1 if e.params["alike"] else 2
+    yield from (Same((x, a), (y, a), "cut") for a in range(first))
+    yield from _mapped(x, y, [*range(2, len(x.shape))], "", first)
+
+
+def _expert_product(e: Equation) -> Iterator[AxisRelation]:
+    (x, weights, ids, experts), y = e.ins, e.out
+    yield Same((weights, 0), (experts, 0))
+    for a in range(2):
+        yield Same((x, a), (y, a))
+        yield Same((ids, a), (y, a))
+    yield Same((x, 2), (weights, 1), "product")
+    yield Same((weights, 2), (y, 2), "product")
+
+
 def _conv(e: Equation) -> Iterator[AxisRelation]:
     d, groups = e.params["dimension_numbers"], e.params["feature_group_count"]
     (x, w), y = e.ins, e.out
@@ -363,6 +340,9 @@ _RULES: dict[str, Callable[[Equation], Iterator[AxisRelation]]] = {
     "squeeze": _squeeze,
     "dot_general": _dot,
     "ragged_dot_general": _ragged,
+    TO: _to_experts,
+    FROM: _from_experts,
+    PRODUCT: _expert_product,
     "attention": _attention,
     "cross_entropy": _cross_entropy,
     "concatenate": _concatenate,

@@ -76,10 +76,7 @@ class Rerolled:
 
 
 def rerolled(
-    block: EquationBlock,
-    parameters: Iterable[Var],
-    state: Mapping[Var, int],
-    keys: Iterable[Var],
+    block: EquationBlock, parameters: Iterable[Var], state: Mapping[Var, int], keys: Iterable[Var]
 ) -> Rerolled:
     """The block with its runs of equal layers as loops.
 

@@ -1,7 +1,5 @@
 """Saved values of a function with recomputed layers (`mesh_tf_core.lower.remat_policy`)."""
 
-from __future__ import annotations
-
 from layoutopt.importers.arrays.origin import ImportedFunction
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block
@@ -24,7 +22,9 @@ def saved_values(graph: Graph, origin: ImportedFunction, recompute: Policies) ->
       UserError: a kept value is not a value of the function (it is part of a fused operation).
     """
     remat = rematerialization(graph, recompute)
-    kept = [(block, t) for block in graph.blocks if remat.again(block) for t in sorted(remat.kept(block))]
+    kept = [
+        (block, t) for block in graph.blocks if remat.again(block) for t in sorted(remat.second(block).kept)
+    ]
     if not kept:
         return frozenset()
     first: dict[int, int] = {}
@@ -58,7 +58,7 @@ def _lacking(
     maker, dim = graph.producer.get(tensor), block.dim.name
     what = maker.path if maker is not None else "a loop inside"
     return UserError(
-        f"{origin.door.plan}: the plan keeps {'+'.join(remat.names[dim])} of the loop over {dim}, but {what} "
-        f"computes a value that does not occur in {origin.door.program}; recompute everything (--recompute "
-        f"{dim}), or keep another kind of value"
+        f"{origin.front_end.plan}: the plan keeps {'+'.join(remat.names[dim])} of the loop over {dim}, but "
+        f"{what} computes a value that does not occur in {origin.front_end.program}; recompute everything "
+        f"(--recompute {dim}), or keep another kind of value"
     )

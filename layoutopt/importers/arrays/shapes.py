@@ -1,7 +1,5 @@
 """Primitives that move, repeat, join and cut elements."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 
@@ -16,12 +14,9 @@ from mesh_tf_core.ir.tensor import Tensor
 
 
 def _broadcast(w: Writer, e: Equation) -> None:
-    w.put(e.out, w.fitted(e.ins[0], e.out, _kept(e.ins[0], e.out, e.params["broadcast_dimensions"])))
-
-
-def _kept(x: Operand, y: Operand, axes: Sequence[int]) -> list[tuple[int, int]]:
-    """Pairs of axes of one size: axis i of x is axis axes[i] of y."""
-    return [(i, a) for i, a in enumerate(axes) if x.shape[i] == y.shape[a]]
+    x, y = e.ins[0], e.out
+    alike = [(i, a) for i, a in enumerate(e.params["broadcast_dimensions"]) if x.shape[i] == y.shape[a]]
+    w.put(y, w.fitted(x, y, alike))
 
 
 def _reshape(w: Writer, e: Equation) -> None:

@@ -6,8 +6,6 @@ next are compared with those of the following layer. The reported line is that o
 differs, or that reads a value that a loop could not provide.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

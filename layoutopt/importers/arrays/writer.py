@@ -32,10 +32,11 @@ from layoutopt.importers.arrays.keys import Draw, Keys, key_of, of_words
 from layoutopt.importers.arrays.narrow import WIDER, wrapped
 from layoutopt.importers.arrays.refusals import OTHERWISE, Refusal, Refusals, refuse, refused
 from mesh_tf_core.ir.arrays import FixedArray
-from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.dims import Dim, Shape, SparseDim
 from mesh_tf_core.ir.dtypes import DTYPES
 from mesh_tf_core.ir.initializers import FromArray, Initializer, Variable
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.random import uniform_bits
 from mesh_tf_core.tracing.graph import Graph
 
 _INSTEAD = {
@@ -99,6 +100,7 @@ class Writer:
 
     Attributes:
       values: id of an operand -> its value.
+      sparse: class of the choices of rows at experts -> their dimension.
       weights: ids of tensors that are a layer's part of a stack of parameters.
       sources: number of a node -> file and line of the user's code.
       notes: remarks for the user about parts that were left out.
@@ -111,6 +113,7 @@ class Writer:
     ) -> None:
         self.graph, self.classes, self.names, self.table = graph, classes, names, table
         self.values: dict[int, WrittenValue] = {}
+        self.sparse: dict[FactorNode, SparseDim] = {}
         self.sources: dict[int, str] = {}
         self.notes: list[str] = []
         self.weights: set[int] = set()
@@ -122,8 +125,8 @@ class Writer:
 
     def dims(self, v: Operand, axis: int) -> tuple[Dim, ...]:
         """The dimensions of an axis."""
-        sizes = self.classes.factors.of(v, axis)
-        return tuple(Dim(self.names[c], n) for c, n in zip(self.classes.of(v, axis), sizes, strict=True))
+        pairs = zip(self.classes.of(v, axis), self.classes.factors.of(v, axis), strict=True)
+        return tuple(self.sparse.get(c) or Dim(self.names[c], n) for c, n in pairs)
 
     def shape(self, v: Operand) -> tuple[Dim, ...]:
         """The dimensions of all axes."""
@@ -164,9 +167,9 @@ class Writer:
                 return mtf.constant(self.graph, found.value, (), our_dtype(found.dtype))
             case UndrawnUniform():
                 # From above to below, as `dropout` keeps what is large: equal keys keep the same.
-                width = found.high - found.low
-                ends = found.high - width * 2.0**-24, found.low - width * 2.0**-24
-                kind = found.dims, ends, our_dtype(found.dtype)
+                dtype = our_dtype(found.dtype)
+                least = (found.high - found.low) * 2.0 ** -uniform_bits(dtype)
+                kind = found.dims, (ends := (found.high - least, found.low - least)), dtype
                 made: Tensor = self.graph.once(
                     (found.keys.identity, kind),
                     lambda: mtf.random_uniform(key_of(self.graph, found.keys), found.dims, *ends, kind[2]),

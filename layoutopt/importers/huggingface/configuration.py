@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from layoutopt.importers.huggingface import encoders, families
+from layoutopt.importers.huggingface import encoders, families, media
 from layoutopt.importers.huggingface.decoder import LanguageModel
-from layoutopt.importers.huggingface.fields import NOTHING, WITHOUT_EFFECT, Fields, read
+from layoutopt.importers.huggingface.fields import NOTHING, Fields, read
 from layoutopt.importers.huggingface.modules import module_tensors
 from layoutopt.importers.huggingface.training import ConfiguredTraining
 from layoutopt.importers.huggingface.weights import decoder_names, encoder_names
@@ -35,7 +35,9 @@ ReadConfiguration = Callable[[Fields, ConfiguredTraining], LanguageModel | Model
 FAMILIES: dict[str, tuple[str, ReadConfiguration]] = {
     "bert": ("BertForMaskedLM", encoders.bert),
     **{name: (architecture, form.read) for name, (architecture, form) in families.FORMS.items()},
+    "siglip": ("SiglipModel", media.siglip),
     "vit": ("ViTForImageClassification", encoders.vit),
+    "whisper": ("WhisperForConditionalGeneration", media.whisper),
 }
 """model_type -> the architecture and its reader."""
 ALSO = {
@@ -54,7 +56,8 @@ LENGTH = 2048
 """Default number of tokens of a text; fewer if the model has fewer positions."""
 OURS = "layoutopt's choice"
 """Why a hyperparameter has its value, where a configuration has none."""
-_COUNTS = {"tokens": "vocab", "targets": "vocab", "segments": "segment_kinds", "label": "classes"}
+_COUNTS = dict.fromkeys(("tokens", "text", "targets"), "vocab")
+_COUNTS |= {"segments": "segment_kinds", "label": "classes"}
 """Input -> the dimension whose elements it names."""
 _OWN_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -111,7 +114,7 @@ def _sources(found: Configuration, model: Model) -> dict[str, Source] | None:
     variables = {n: v for n, v in graph_of(model.loss).variables.items() if v.trainable}
     made = found.reads(found.fields(model.hparams), ConfiguredTraining(batch=1, length=1))
     if not isinstance(made, LanguageModel):
-        return dict(encoder_names(found.family, variables))
+        return dict(encoder_names(found.family, variables)) or None
     names = dict(decoder_names(made, found.family, model.hparams["length"], variables))
     return names if names.keys() == variables.keys() else None
 
@@ -192,9 +195,11 @@ class Configuration:
 
     def fields(self, changed: Mapping[str, Any] = NOTHING) -> Fields:
         """The fields, some with other values."""
-        return Fields(
-            {**self.values, **changed}, self.source, class_defaults()["families"].get(self.family, NOTHING)
-        )
+        told = class_defaults()
+        sizes, known = (told[n].get(self.family, NOTHING) for n in ("families", "read"))
+        known = {*known, *told["read"]["all"], *sizes} - set(_idle(self.family)) if known else ()
+        idle = {*told["without_effect"]["all"], *_idle(self.family)}
+        return Fields({**self.values, **changed}, self.source, sizes, known, idle)
 
 
 def chosen(values: Mapping[str, Any], source: str) -> Configuration:
@@ -206,7 +211,8 @@ def chosen(values: Mapping[str, Any], source: str) -> Configuration:
     text = values.get(TEXT)
     parts = [n for n, v in values.items() if n.endswith("_config") and isinstance(v, Mapping) and n != TEXT]
     if (family := _family(values)) is not None:
-        return Configuration(values, source, _checked(values, source, family), (*_renamed(values, family),))
+        known = _in_our_names(values, family)
+        return Configuration(known, source, _checked(values, source, family), (*_renamed(values, family),))
     if isinstance(text, Mapping) and (family := _family(text)) is not None:
         inherited = {n: values[n] for n in INHERITED if n in values}
         inner = {**inherited, **{n: v for n, v in text.items() if v is not None or n not in inherited}}
@@ -214,7 +220,8 @@ def chosen(values: Mapping[str, Any], source: str) -> Configuration:
         left = f", without its {' and '.join(others)}" if others else ""
         said = f"only {TEXT} of {source} is planned{left}"
         where = f"{source}: {TEXT}"
-        return Configuration(inner, where, _checked(inner, where, family), (said, *_renamed(inner, family)))
+        known = _in_our_names(inner, family)
+        return Configuration(known, where, _checked(inner, where, family), (said, *_renamed(inner, family)))
     also = f", nor is its {TEXT} ({str(text.get('model_type'))[:60]!r})" if isinstance(text, Mapping) else ""
     raise UserError(
         f"{source}: model_type {str(values.get('model_type'))[:60]!r} is not supported{also}; known: "
@@ -227,10 +234,10 @@ def _foreign(values: Any) -> str:
     """The fields of a configuration that no class of a known family has."""
     if not isinstance(values, Mapping):
         return ""
-    every = {n for found in class_defaults()["families"].values() for n in found} | WITHOUT_EFFECT
+    known = class_defaults()
+    every = {n for part in ("families", "without_effect", "read") for v in known[part].values() for n in v}
     for _, form in families.FORMS.values():
-        only = (*form.only, *(form.mixture.only if form.mixture else ()))
-        every |= {*form.unread, *(name for name, _ in only), *DTYPES, "rope_scaling", "ep_size"}
+        every |= {*form.only, *(form.mixture.only if form.mixture else ())}
     strange = [
         n for n, v in values.items() if v and n not in every and not n.endswith(("_token_id", "_config"))
     ]
@@ -245,6 +252,13 @@ def _family(values: Mapping[str, Any]) -> str | None:
     listed = classes if isinstance(classes, list) else []
     found = next((n for n, (wanted, _) in FAMILIES.items() if wanted in listed), None)
     return found or next((family for other, family in ALSO.items() if other in listed), None)
+
+
+def _in_our_names(values: Mapping[str, Any], family: str) -> Mapping[str, Any]:
+    """Fields that a family calls otherwise than most, under the usual names."""
+    usual = class_defaults()["renamed"].get(family, NOTHING)
+    plain = {n: v for n, v in values.items() if n not in usual}
+    return {**plain, **{new: values[old] for old, new in usual.items() if old in values}}
 
 
 def _checked(values: Mapping[str, Any], source: str, family: str) -> str:
@@ -264,11 +278,19 @@ def _renamed(values: Mapping[str, Any], family: str) -> Iterator[str]:
     if values.get("model_type") != family:
         said = str(values.get("model_type"))[:60]
         yield f"model_type {said!r} is built as {FAMILIES[family][0]}, the architecture that the file names"
+    told = {**class_defaults()["families"].get(family, NOTHING), **values}
+    if dropped := [n for n in _idle(family) if n.endswith(("dropout", "pdrop")) and told.get(n)]:
+        yield f"these layers drop nothing, whatever {' and '.join(dropped)} of the configuration says"
     if values.get("quantization_config"):
         yield (
             "quantization_config is ignored, because it describes the published weights; training is planned "
             "without quantised weights"
         )
+
+
+def _idle(family: str) -> list[str]:
+    """Fields of a family that change nothing."""
+    return list(class_defaults()["without_effect"].get(family, ()))
 
 
 @cache
@@ -284,7 +306,9 @@ def _hyperparameters(found: Configuration) -> dict[str, Any]:
     own = asdict(ConfiguredTraining(length=_length(fields), dtype=_dtype(fields)))
     found.reads(fields, ConfiguredTraining(batch=1, length=1))
     plain = {
-        n: v for n, v in fields.asked.items() if isinstance(v, bool | int | float | str) and n in found.values
+        n: v
+        for n, v in fields.asked.items()
+        if isinstance(v, bool | int | float | str) and n in fields.values
     }
     return {**own, **{n: v for n, v in plain.items() if n not in own}}
 
@@ -301,11 +325,8 @@ def _built(found: Configuration, hparams: Mapping[str, Any]) -> Model:
     model = made.model(found.family, training) if isinstance(made, LanguageModel) else made
     own = made.remarks if isinstance(made, LanguageModel) else ()
     remarks = (*found.remarks, *own, *_omitted(fields, found.family, training.dtype))
-    given = {f.name: getattr(model, f.name) for f in fields_of(model)} | {
-        "hparams": hparams,
-        "remarks": remarks,
-    }
-    return ConfiguredModel(**given, found=found)
+    given = {f.name: getattr(model, f.name) for f in fields_of(model)}
+    return ConfiguredModel(**{**given, "hparams": hparams, "remarks": remarks}, found=found)
 
 
 def _omitted(fields: Fields, family: str, dtype: str) -> Iterator[str]:

@@ -18,7 +18,6 @@ from mesh_tf_core.ops.math import tanh
 from mesh_tf_core.ops.reduce import reduce_mean, reduce_sum
 from mesh_tf_core.ops.shape import rename
 from mesh_tf_core.ops.softmax import softmax_cross_entropy
-from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.scan import scan
 
 LONGEST_PERIOD = 16
@@ -47,9 +46,9 @@ class LayerKind:
         return replace(self, mixer=within(self.mixer, length))
 
 
-PLACES = ("before", "after", "both", "parallel", "carried")
-"""Where norms stand: before blocks; after them; on both sides; one before two parallel blocks; before, where
-results are added to what is normalised (MiniMax)."""
+PLACES = ("before", "after", "both", "parallel", "beside", "carried")
+"""Where norms stand: before blocks; after them; on both sides; one before two parallel blocks, or one before
+each of them; before, where results are added to what is normalised (MiniMax)."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class LanguageModel:
 
     def model(self, name: str, training: ConfiguredTraining) -> Model:
         """The model; its batches are `tokens` and `targets` [batch, length]."""
-        g = Graph(name)
+        g = training.graph(name)
         text = [Dim("batch", training.batch), Dim("length", training.length)]
         tokens, targets = g.input("tokens", text), g.input("targets", text)
         vocab = Dim("vocab", self.vocab)
@@ -174,7 +173,8 @@ class LanguageModel:
                 y = entered = self.norm(x, "attention_norm") if first else entered
             else:
                 bare = self.place == "after" or (layer.bare and first)
-                y = x if bare else self.norm(x, f"{name}_norm")
+                seen = entered if self.place == "beside" else x
+                y = seen if bare else self.norm(seen, f"{name}_norm")
             x = y if self.place == "carried" else x
             deep = isinstance(block, nn.LightningAttention)
             found = block(y, *(depth if deep else [x] if getattr(block, "raw", False) else []))

@@ -18,7 +18,6 @@ from mesh_tf_core.ops.random import dropout
 from mesh_tf_core.ops.reduce import reduce_mean, reduce_sum
 from mesh_tf_core.ops.shape import rename
 from mesh_tf_core.ops.softmax import softmax_cross_entropy
-from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.scan import scan
 
 
@@ -31,21 +30,19 @@ def bert(fields: Fields, training: ConfiguredTraining) -> Model:
     epsilon = fields.number("layer_norm_eps", 1e-12)
     tied = fields.flag("tie_word_embeddings", True)
     act = _activation(fields)
-    vocab, kinds = (
-        Dim("vocab", fields.count("vocab_size")),
-        Dim("segment_kinds", fields.count("type_vocab_size", 2)),
-    )
+    vocab = Dim("vocab", fields.count("vocab_size"))
+    kinds = Dim("segment_kinds", fields.count("type_vocab_size", 2))
     positions = nn.LearnedPositions(fields.count("max_position_embeddings", 512))
     layer = _layer(fields, training, after=True)
 
-    g = Graph("bert")
+    g = training.graph("bert")
     text = [Dim("batch", training.batch), Dim("length", training.length)]
     tokens, segments, targets = (g.input(name, text) for name in ("tokens", "segments", "targets"))
 
     def norm(x: Tensor, name: str) -> Tensor:
         return nn.LayerNorm(bias=True, name=name, epsilon=epsilon)(x)
 
-    with g.initialized(_normal(fields)):
+    with g.initialized(initial(fields.number("initializer_range", 0.02))):
         embedding = nn.Embedding(vocab, Dim("d_model", width), training.dtype)
         table = embedding.table(g)
         with g.scope("embedding"):
@@ -70,8 +67,7 @@ def vit(fields: Fields, training: ConfiguredTraining) -> Model:
     `label` [batch]."""
     size, patch = fields.count("image_size", 224), fields.count("patch_size", 16)
     fields.raw("encoder_stride")
-    for name in ("pooler_output_size", "pooler_act"):
-        fields.raw(name)
+    fields.skip("pooler_output_size", "pooler_act")
     named = fields.raw("id2label", {})
     if not isinstance(named, dict):
         raise fields.wrong("id2label", "give an object")
@@ -79,11 +75,11 @@ def vit(fields: Fields, training: ConfiguredTraining) -> Model:
     epsilon, rate = fields.number("layer_norm_eps", 1e-12), fields.number("hidden_dropout_prob")
     layer = _layer(fields, training, after=False)
 
-    g, b = Graph("vit"), Dim("batch", training.batch)
+    g, b = training.graph("vit"), Dim("batch", training.batch)
     colours = Dim("colours", fields.count("num_channels", 3))
     image = g.input("image", [b, Dim("height", size), Dim("width", size), colours], "float32")
     label = g.input("label", [b])
-    with g.initialized(_normal(fields)):
+    with g.initialized(initial(fields.number("initializer_range", 0.02))):
         x = nn.ImageTokens(patch, Dim("d_model", fields.count("hidden_size")))(image.cast(training.dtype))
         with g.scope("layers"):
             x = scan(layer, dropout(x, rate), Dim("layers", fields.layers()))
@@ -117,11 +113,6 @@ def _activation(fields: Fields) -> str:
     return ACTIVATIONS[fields.text("hidden_act", "gelu", ACTIVATIONS)]
 
 
-def _normal(fields: Fields) -> Callable[[str, Initializer], Initializer]:
-    """Initial weights of the configuration's standard deviation."""
-    stddev = fields.number("initializer_range", 0.02)
-
-    def initial(name: str, found: Initializer) -> Initializer:
-        return Normal(stddev) if isinstance(found, Normal) else found
-
-    return initial
+def initial(stddev: float) -> Callable[[str, Initializer], Initializer]:
+    """Normal initial weights of a standard deviation."""
+    return lambda name, found: Normal(stddev) if isinstance(found, Normal) else found

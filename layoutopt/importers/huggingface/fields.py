@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +18,6 @@ LARGEST_NUMBER = 1e38
 NOTHING: Mapping[str, int] = {}
 LARGEST, MOST_LAYERS = 2**40, 10_000
 """The largest whole number, and the largest number of layers: a larger one is taken for a typing error."""
-# fmt: off
-WITHOUT_EFFECT = frozenset((
-    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures", "auto_map",
-    "begin_suppress_tokens", "bos_token_id", "cache_implementation", "chunk_size_feed_forward",
-    "decoder_start_token_id", "early_stopping", "eoi_token_index", "eos_token_id",
-    "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
-    "gradient_checkpointing", "id2label", "is_llama_config", "label2id", "length_penalty", "max_length",
-    "max_position_embeddings", "min_length", "model_type", "no_repeat_ngram_size", "num_beam_groups",
-    "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores",
-    "pad_token_id", "prefix", "pretraining_tp", "problem_type", "quantization_config",
-    "repetition_penalty", "return_dict",
-    "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature",
-    "tokenizer_class", "top_k", "top_p", "transformers_version", "typical_p", "use_cache",
-))
-# fmt: on
-"""Fields of every configuration that change nothing of a training step, whose weights are not quantised."""
 
 
 class Fields:
@@ -42,12 +26,23 @@ class Fields:
     Attributes:
       source: the file, for errors.
       sizes: of the family's class, for fields that a file omits.
+      known: those that its class reads; others are as if missing, and errors if they say anything, except the
+        `idle`, which change nothing. Empty: all.
       asked: names of the fields that were read, and their values; counted: those that are sizes.
       parts: fields inside fields, by name.
     """
 
-    def __init__(self, values: Mapping[str, Any], source: str, sizes: Mapping[str, int] = NOTHING) -> None:
-        self.values, self.source, self.sizes = dict(values), source, sizes
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        source: str,
+        sizes: Mapping[str, int] = NOTHING,
+        known: Collection[str] = (),
+        idle: Collection[str] = (),
+    ) -> None:
+        self.source, self.sizes, self.known, self.idle = source, sizes, known, idle
+        self.values = {n: v for n, v in values.items() if not known or n in known}
+        self.others = {n: v for n, v in values.items() if n not in self.values and n not in idle}
         self.asked: dict[str, Any] = {}
         self.counted: set[str] = set()
         self.parts: dict[str, Fields] = {}
@@ -64,6 +59,11 @@ class Fields:
         self.asked[name] = found
         return found
 
+    def skip(self, *names: str) -> None:
+        """Takes note of fields that change nothing here."""
+        for name in names:
+            self.raw(name)
+
     def has(self, name: str) -> bool:
         """True if there is such a field that is not null, in the file or else in its class."""
         return self.values.get(name, self.sizes.get(name)) is not None
@@ -77,12 +77,17 @@ class Fields:
         """A factor, from the field of this name; a number is one, and so is a missing field."""
         return name if isinstance(name, float) else self.number(name, 1.0) if name else 1.0
 
-    def count(self, name: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
-        """A whole number from `least` to `most`; without a default it must be there."""
+    def count(
+        self, name: str, default: int | None = None, least: int = 1, most: int = LARGEST, layers: int = 0
+    ) -> int:
+        """A whole number from `least` to `most`; without a default it must be there. The same one for each of
+        so many layers is one."""
         if default is None and not self.has(name):
             raise UserError(f"{self.source} has no field {name!r}; add the field with a whole number")
         self.counted.add(name)
         found = self.raw(name, default)
+        if isinstance(found, list) and layers == found.count(found[0] if found else None) == len(found) > 0:
+            found = found[0]
         if not isinstance(found, int) or isinstance(found, bool) or found < least:
             raise self.wrong(name, f"give a whole number of at least {least}")
         if found > most:
@@ -131,22 +136,26 @@ class Fields:
 
     def only(self, name: str, *known: Any) -> None:
         """UserError unless the field is missing or has a value that the model is built for."""
+        if name in self.others:
+            self.values[name] = self.others.pop(name)
         if self.raw(name, known[0]) not in known:
-            said = " or ".join(json.dumps(k) for k in known)
+            said = " or ".join(dict.fromkeys(map(json.dumps, known)))
             raise self.wrong(
                 name,
                 f"only {said} is supported; to use another value, write the model with mesh_tf_core.layers",
             )
 
-    def part(self, name: str, values: Mapping[str, Any]) -> Fields:
+    def part(self, name: str, values: Any) -> Fields:
         """The fields inside a field."""
-        return self.parts.setdefault(name, Fields(values, f"{self.source}: {name}"))
+        if not isinstance(values, Mapping):
+            raise UserError(f"{self.source}: {name} is {str(values)[:60]!r}; give an object")
+        return self.parts.setdefault(name, Fields(values, f"{self.source}: {name}", idle=self.idle))
 
     def finish(self, ignored: Sequence[str] = ()) -> None:
         """UserError for fields that no reader used, here or inside others, unless they are off (null, false,
         0 or empty)."""
-        read = self.asked.keys() | WITHOUT_EFFECT
-        left = [n for n, v in self.values.items() if v and n not in read and not n.endswith("_token_id")]
+        read, every = {*self.asked, *self.idle} - self.others.keys(), {**self.values, **self.others}
+        left = [n for n, v in every.items() if v and n not in read and not n.endswith("_token_id")]
         strange = [n for n in left if n not in ignored]
         if strange:
             kind = self.values.get("model_type")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ ACTIVATIONS = {
     "relu": "relu",
     "relu2": "relu_squared",
     "sigmoid": "sigmoid",
+    "xielu": "xielu",
     "tanh": "tanh",
 }
 """Names of activations there -> here."""
@@ -60,15 +61,14 @@ class Form:
       dense: the field of the hidden size of feed-forward blocks.
       head_bias: of the logits; a name is a field.
       times, logits, added: fields of factors of embeddings, logits and results of blocks; "root": the root of
-        the width; after "/", the field of a divisor.
+        the width, and "mup_enabled" where that field is true; after "/", the field of a divisor.
       factors: blocks' inputs and results have factors by kind of layer (MiniMax).
       remarks: where the model is not what its family publishes, in words.
-      unread: fields that change nothing here.
       only: fields that may have no other values.
       masked: as of `LanguageModel`.
     """
 
-    norm: dict[str, bool | str] | tuple[()] = ()
+    norm: Mapping[str, bool | str] = field(default_factory=dict)
     place: str = "before"
     heads: Heads = LLAMA
     linear: str = ""
@@ -86,22 +86,21 @@ class Form:
     logits: str = ""
     added: str = ""
     factors: bool = False
-    remarks: tuple[str, ...] = ()
-    unread: tuple[str, ...] = ()
-    only: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    remarks: Sequence[str] = ()
+    only: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     masked: bool = False
 
     def read(self, fields: Fields, training: ConfiguredTraining) -> LanguageModel:
         """The model of a configuration."""
-        for name in self.unread:
-            fields.raw(name)
-        for name, values in self.only:
+        for name, values in self.only.items():
             fields.only(name, *values)
         kinds = self._kinds(fields)
-        told = {n: fields.flag(v) if isinstance(v, str) else v for n, v in dict(self.norm).items()}
+        told = {n: fields.flag(v) if isinstance(v, str) else v for n, v in self.norm.items()}
         norm = Norm(fields.number(fields.first(*EPSILONS), 1e-6), **told)
         act = self._activation(fields)
         reader = mixers.MixerReader(fields, training, self.heads, norm, self.linear, len(kinds))
+        for kind in (FULL, LINEAR) if self.linear else ():  # fields of a kind that no layer is
+            reader.mixer(kind)
         mixed = self.mixture is not None and (not self.beside or fields.flag(self.beside))
         mixing = self.mixture.read(fields, training, act, len(kinds)) if mixed and self.mixture else None
         dense = self._mlp(fields, act, self.varied or (mixing is not None and all(mixing.where)))
@@ -120,8 +119,11 @@ class Form:
             for i, kind in enumerate(kinds)
         )
         width = fields.count("hidden_size")
+        rooted = self.times == "root" or (self.times == "mup_enabled" and fields.flag(self.times))
         if self.masked:
             layers = (replace(layers[0], bare=True), *layers[1:])
+        act = ACTIVATIONS[fields.text("classifier_activation", "gelu", ACTIVATIONS)]
+        ends = act, fields.flag("classifier_bias")
         if self.varied:
             blocks = fields.listed("block_configs")
             if len(blocks) != len(layers):
@@ -137,17 +139,10 @@ class Form:
             self.place,
             fields.flag(self.head_bias) if isinstance(self.head_bias, str) else self.head_bias,
             fields.number("final_logit_softcapping"),
-            width**0.5 if self.times == "root" else fields.factor(self.times),
+            width**0.5 if rooted else 1.0 if self.times == "mup_enabled" else fields.factor(self.times),
             1 / fields.positive(self.logits[1:], 1.0) if "/" in self.logits else fields.factor(self.logits),
-            self.remarks,
-            *(
-                (
-                    ACTIVATIONS[fields.text("classifier_activation", "gelu", ACTIVATIONS)],
-                    fields.flag("classifier_bias"),
-                )
-                if self.masked
-                else ()
-            ),
+            tuple(self.remarks),
+            *(ends if self.masked else ()),
         )
 
     def _kinds(self, fields: Fields) -> Sequence[str]:
@@ -179,6 +174,10 @@ class Form:
         biased = self.mlp_bias
         bias = fields.flag(biased) if isinstance(biased, str) and biased else bool(biased)
         size = 1 if unused and not fields.has(self.dense) else fields.count(self.dense)
+        if fields.flag("block_auto_adjust_ff_dim"):  # of LFM2
+            each = fields.count("block_multiple_of", 256)
+            size = int(fields.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+            size = -(-size // each) * each
         times = fields.listed("mlp_multipliers") or [1.0, 1.0]
         return Mlp(size, act, self.gated, bias, (float(times[0]), float(times[1])))
 

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.dims import Dim
-from mesh_tf_core.ir.initializers import ONES, ZEROS
+from mesh_tf_core.ir.initializers import ONES, ZEROS, Constant
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import activation, project
-from mesh_tf_core.layers.recurrent import unit_rms
+from mesh_tf_core.layers.recurrent import short_conv, unit_rms
 from mesh_tf_core.layers.routing import Router
 from mesh_tf_core.ops.activations import clip
 from mesh_tf_core.ops.basic import stop_gradient
+from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.index import mtf_range
-from mesh_tf_core.ops.math import floor, log1p, logical_and, relu, sigmoid, tanh
+from mesh_tf_core.ops.math import (
+    expm1,
+    floor,
+    log1p,
+    logical_and,
+    minimum,
+    relu,
+    sigmoid,
+    softplus,
+    square,
+    tanh,
+)
 from mesh_tf_core.ops.norm import layer_norm, rms_norm
 from mesh_tf_core.ops.order import nth_largest
 from mesh_tf_core.ops.reduce import reduce_sum
@@ -71,7 +84,7 @@ class SelfAttention(nn.Attention):
       d_v: elements of a value; 0: as many as of a key.
       clipped: the bound of queries, keys and values; 0: none.
       times: factors of keys and values.
-      tuned: queries are scaled by 1 + b log(1 + floor((position + 1) / a)), (a, b) (Llama 4); (): not.
+      tuned: queries are scaled by 1 + b log(1 + floor((position + c) / a)), (a, b, c) (Llama 4); (): not.
     """
 
     norm: Norm | None = None
@@ -114,8 +127,8 @@ class SelfAttention(nn.Attention):
             v = replace(self.norm, scale=False)(v, "v_norm", self.value_dim.name)
         k, v = (t if n == 1 else t * n for t, n in zip((k, v), self.times, strict=True))
         if self.tuned:
-            every, by = self.tuned
-            place = mtf_range(x.graph, x.dim(self.length)).cast("float32") + 1.0
+            every, by, first = self.tuned
+            place = mtf_range(x.graph, x.dim(self.length)).cast("float32") + first
             q = q * (log1p(floor(place * (1 / every))) * by + 1.0).cast(q.dtype)
         usual = self.d_kv.size**-0.5
         return (q * (self.scale / usual) if self.scale and self.scale != usual else q), k, v
@@ -203,6 +216,22 @@ class ScaledLatentAttention(nn.LatentAttention):
 
 
 @dataclass(frozen=True)
+class ShortConvolution:
+    """A convolution of every channel over the last `taps` positions, between two gates (LFM2)."""
+
+    taps: int
+    bias: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[batch, length, d_model] -> the same."""
+        d, inner = x.dim("d_model"), Dim("d_inner", x.dim("d_model").size)
+        with x.graph.scope("attention"):
+            before, after, y = (project(x, n, [d], [inner], self.bias) for n in ("before", "after", "x"))
+            y = short_conv(before * y, "conv", self.taps, self.bias, activated=False)
+            return project(after * y, "o", [inner], [d], self.bias)
+
+
+@dataclass(frozen=True)
 class Mlp:
     """A feed-forward block.
 
@@ -224,11 +253,23 @@ class Mlp:
         with x.graph.scope(self.name):
             with x.graph.scope("in"):
                 h = nn.Dense((inner,), ("d_model",), self.bias, name="0")(x)
-                h = activation(self.activation)(h if before == 1 else h * before)
+                act = xielu if self.activation == "xielu" else activation(self.activation)
+                h = act(h if before == 1 else h * before)
                 if self.gated:
                     h = h * nn.Dense((inner,), ("d_model",), self.bias, name="1")(x)
             y = nn.Dense((x.dim("d_model"),), ("d_ff",), self.bias, name="out")(h)
             return y if after == 1 else y * after
+
+
+def xielu(x: Tensor) -> Tensor:
+    """x²a + x/2 above 0, else (exp(x) - 1 - x)b + x/2, with learned a and b (Huang and Schlag 2024)."""
+    begin = math.log(math.expm1(0.8)), math.log(math.expm1(0.3))
+    above, below = (
+        softplus(x.graph.variable(n, [], Constant(v), activation_dtype=x.dtype))
+        for n, v in zip(("above", "below"), begin, strict=True)
+    )
+    under = (expm1(minimum(x, 0.0)) - x) * (below + 0.5)
+    return where(x > 0.0, square(x) * above, under) + x * 0.5
 
 
 @dataclass(frozen=True)

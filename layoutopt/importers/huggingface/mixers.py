@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from dataclasses import fields as fields_of
 from typing import Any
 
@@ -18,7 +19,7 @@ from mesh_tf_core.ir.dims import Dim
 FULL, SLIDING, CHUNKED, LINEAR = (f"{kind}_attention" for kind in ("full", "sliding", "chunked", "linear"))
 UNTURNED, BOTH, MLP, MOE = "attention without positions", "attention beside a state space", "mlp", "moe"
 KINDS = {kind: kind for kind in (FULL, SLIDING, CHUNKED, LINEAR, MLP, MOE, UNTURNED, BOTH)}
-KINDS |= {"attention": FULL, "mamba": LINEAR}
+KINDS |= {"attention": FULL, "mamba": LINEAR, "conv": LINEAR, "indexed_attention": FULL}
 """Names of kinds of layers there -> here."""
 
 
@@ -31,7 +32,8 @@ class Heads:
       norm: of queries and keys: "head", "all" heads together, "unit" (head by head, without a scale), or "";
         norm_when: the field that says whether there is one, if it does not always say so.
       values_normed: values are normalised too, without a scale.
-      turned: whether positions turn queries and keys; a name is a field that is "rope" if so.
+      turned: whether positions turn queries and keys, or those of layers with a window, if there are any
+        ("sliding"); another name is a field that is "rope" if so.
       partial: the share of a head that turns.
       local: the field of the rotary base of layers with a window, and its default; (): that of the others.
       window: the default of `sliding_window`; windowed: fields that layers with a window have of their own.
@@ -52,16 +54,16 @@ class Heads:
     values_normed: bool = False
     turned: bool | str = True
     partial: float = 1.0
-    local: tuple[str, float] | tuple[()] = ()
+    local: Sequence[Any] = ()
     window: int = 4096
-    windowed: tuple[tuple[str, str], ...] = ()
-    full: tuple[tuple[str, str], ...] = ()
+    windowed: Mapping[str, str] = field(default_factory=dict)
+    full: Mapping[str, str] = field(default_factory=dict)
     sinks: str = ""
     gated: bool = False
     scale: str | float = 0.0
     cap: str = ""
     clipped: str = ""
-    times: tuple[str, str] = ("", "")
+    times: Sequence[str] = ("", "")
     latent: bool = False
     indexed: bool = False
     causal: bool = True
@@ -131,7 +133,7 @@ class MixerReader:
             d_v=0 if d_v == d_kv else d_v,
             clipped=fields.number(own.clipped) if own.clipped else 0.0,
             times=(fields.factor(own.times[0]), fields.factor(own.times[1])),
-            tuned=self._tuned() if kind == UNTURNED else (),
+            tuned=self._tuned(kind),
         )
         same = {f.name: getattr(made, f.name) for f in fields_of(made)}
         return forms.ChunkedSelfAttention(**same, chunk=chunk) if chunk else made
@@ -158,10 +160,13 @@ class MixerReader:
 
     def _rotary(self, kind: str, d_kv: int) -> nn.Rotary | None:
         fields, own = self.fields, self.heads
-        unturned = fields.raw(own.turned) != "rope" if isinstance(own.turned, str) else not own.turned
+        unturned = not own.turned
+        if own.turned == "sliding":
+            unturned = kind != SLIDING and fields.has("sliding_window")
+        elif isinstance(own.turned, str):
+            unturned = fields.raw(own.turned) != "rope"
         if kind == UNTURNED or unturned:
-            for name in ("rope_theta", "rope_scaling", "rope_parameters"):
-                fields.raw(name)
+            fields.skip("rope_theta", "rope_scaling", "rope_parameters")
             return None
         length, partial = self.training.length, own.partial
         if fields.has("rotary_dim"):
@@ -180,23 +185,28 @@ class MixerReader:
             return float(self.fields.positive(said, 256) ** -0.5)
         return self.fields.positive(said, 1.0)
 
-    def _tuned(self) -> tuple[float, ...]:
+    def _tuned(self, kind: str) -> tuple[float, ...]:
         fields = self.fields
-        if not fields.raw("attn_temperature_tuning", False):
+        if "llama_4_scaling_beta" in fields.known:
+            inner = stretched(fields)
+            by = inner.number("llama_4_scaling_beta")
+            return (inner.positive("original_max_position_embeddings", 16384), by, 0.0) if by else ()
+        if kind != UNTURNED or not fields.raw("attn_temperature_tuning", False):
             return ()
-        return fields.positive("floor_scale", 8192.0), fields.number("attn_scale", 0.1)
+        return fields.positive("floor_scale", 8192.0), fields.number("attn_scale", 0.1), 1.0
 
     def _latent(self) -> forms.ScaledLatentAttention:
         fields, own = self.fields, self.heads
         fields.only("rope_interleave", True)
-        for name in ("head_dim", "num_key_value_heads", "qk_head_dim", "indexer_rope_interleave"):
-            fields.raw(name)
+        fields.skip("head_dim", "num_key_value_heads", "qk_head_dim", "indexer_rope_interleave")
         turned = fields.count("qk_rope_head_dim", 64)
         inner = stretched(fields)
         all_dims = inner.number("mscale_all_dim")
         rank = fields.count("q_lora_rank") if fields.has("q_lora_rank") else 0
         indexer = None
         if own.indexed:
+            if "shared" in fields.listed("indexer_types"):
+                raise fields.wrong("indexer_types", "layers that share an indexer are not supported")
             heads, size, most = (fields.count(f"index_{n}") for n in ("n_heads", "head_dim", "topk"))
             indexer = forms.Indexer(heads, size, most, turned)
         positions = rotary(fields, turned, self.training.length)
@@ -225,13 +235,8 @@ class MixerReader:
         """The state space of Falcon-H1."""
         fields = self.fields
         times = fields.listed("ssm_multipliers")
-        norm = (
-            ""
-            if not fields.flag("mamba_rms_norm")
-            else "first"
-            if fields.flag("mamba_norm_before_gate")
-            else "gated"
-        )
+        norm = "first" if fields.flag("mamba_norm_before_gate") else "gated"
+        norm = norm if fields.flag("mamba_rms_norm") else ""
         return replace(_granite(self), norm=norm, times=tuple(map(float, times)) or (1.0,) * 5)
 
 
@@ -239,8 +244,7 @@ def _delta(reader: MixerReader) -> nn.GatedDeltaNet:
     """The gated delta net of Qwen3-Next."""
     fields = reader.fields
     fields.only("hidden_act", "silu")
-    for name in ("mamba_ssm_dtype", "full_attention_interval"):
-        fields.raw(name)
+    fields.skip("mamba_ssm_dtype", "full_attention_interval")
     return nn.GatedDeltaNet(
         Dim("heads", fields.count("linear_num_value_heads")),
         fields.count("linear_num_key_heads"),
@@ -249,6 +253,11 @@ def _delta(reader: MixerReader) -> nn.GatedDeltaNet:
         fields.count("linear_conv_kernel_dim"),
         epsilon=reader.norm.epsilon,
     )
+
+
+def _convolution(reader: MixerReader) -> forms.ShortConvolution:
+    fields = reader.fields
+    return forms.ShortConvolution(fields.count("conv_L_cache"), fields.flag("conv_bias"))
 
 
 def _lightning(reader: MixerReader) -> nn.LightningAttention:
@@ -266,70 +275,34 @@ def _granite(reader: MixerReader) -> nn.Mamba2:
     fields = reader.fields
     heads, expand = fields.count("mamba_n_heads"), fields.number("mamba_expand", 2.0)
     inner = fields.count("mamba_d_ssm", int(expand * fields.count("hidden_size")))
-    fields.raw("mamba_d_head")
-    fields.raw("mamba_use_mlp")
-    return _mamba(
-        reader,
-        heads,
-        inner // heads,
-        "mamba_d_state",
-        "mamba_n_groups",
-        "mamba_d_conv",
-        "mamba_chunk_size",
-        "mamba_proj_bias",
-        "mamba_conv_bias",
-    )
+    fields.only("time_step_limit", [0.0, math.inf], (0.0, math.inf))
+    names = ["d_state", "n_groups", "d_conv", "chunk_size", "proj_bias", "conv_bias"]
+    return _mamba(reader, heads, inner // heads, [f"mamba_{n}" for n in names])
 
 
 def _nemotron(reader: MixerReader) -> nn.Mamba2:
     """The state space of Nemotron-H."""
     fields = reader.fields
-    for name in ("expand", "mamba_proj_bias"):
-        fields.raw(name)
+    fields.skip("expand", "mamba_proj_bias")
     fields.only("mamba_hidden_act", "silu")
     heads, d_head = fields.count("mamba_num_heads"), fields.count("mamba_head_dim")
-    made = _mamba(
-        reader,
-        heads,
-        d_head,
-        "ssm_state_size",
-        "n_groups",
-        "conv_kernel",
-        "chunk_size",
-        "use_bias",
-        "use_conv_bias",
-    )
+    names = ["ssm_state_size", "n_groups", "conv_kernel", "chunk_size", "use_bias", "use_conv_bias"]
+    made = _mamba(reader, heads, d_head, names)
     return replace(made, least=fields.number("time_step_min", 0.001))
 
 
-def _mamba(
-    reader: MixerReader,
-    heads: int,
-    d_head: int,
-    state: str,
-    groups: str,
-    taps: str,
-    chunk: str,
-    bias: str,
-    conv_bias: str,
-) -> nn.Mamba2:
-    fields = reader.fields
-    for name in ("time_step_limit", "time_step_max", "time_step_floor"):
-        fields.raw(name)
-    return nn.Mamba2(
-        Dim("heads", heads),
-        Dim("d_head", d_head),
-        Dim("d_state", fields.count(state)),
-        fields.count(groups),
-        fields.count(taps),
-        fields.count(chunk),
-        fields.flag(bias),
-        fields.flag(conv_bias),
-        epsilon=reader.norm.epsilon,
-    )
+def _mamba(reader: MixerReader, heads: int, d_head: int, names: Sequence[str]) -> nn.Mamba2:
+    """A state space; `names`: the fields of its state, groups, taps, chunk, and two biases."""
+    fields, (state, groups, taps, chunk, bias, conv_bias) = reader.fields, names
+    fields.skip("time_step_limit", "time_step_max", "time_step_floor")
+    a, b, c = (fields.count(n) for n in (groups, taps, chunk))
+    dims = Dim("heads", heads), Dim("d_head", d_head), Dim("d_state", fields.count(state))
+    added = fields.flag(bias), fields.flag(conv_bias)
+    return nn.Mamba2(*dims, a, b, c, *added, epsilon=reader.norm.epsilon)
 
 
 LINEARS: dict[str, Callable[[MixerReader], Any]] = {
+    "convolution": _convolution,
     "delta": _delta,
     "lightning": _lightning,
     "granite": _granite,

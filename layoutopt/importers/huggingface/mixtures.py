@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from layoutopt.importers.huggingface.fields import Fields
 from layoutopt.importers.huggingface.forms import Mixture
@@ -53,18 +53,18 @@ class Experts:
     latent: str = ""
     expert_scale: bool = False
     first: int | None = None
-    only: tuple[tuple[str, tuple[object, ...]], ...] = ()
+    only: Mapping[str, Sequence[object]] = field(default_factory=dict)
 
     def read(self, fields: Fields, training: ConfiguredTraining, act: str, layers: int) -> Mixing | None:
         """The experts of a configuration; None: it has none."""
         # Hugging Face's load-balance loss is over all layers together, and by default not used.
-        for name in ("router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "router_jitter_noise"):
-            fields.raw(name)
+        fields.skip("router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "router_jitter_noise")
         fields.only("output_router_logits", False)
-        for name, values in self.only:
+        for name, values in self.only.items():
             fields.only(name, *values)
         count = fields.count(fields.first(self.count, "num_local_experts"), least=0)
         if not count:
+            fields.skip(self.chosen, self.d_ff)
             return None
         normal = self.normalized
         method = fields.raw("topk_method", "") if self.scores == "softmax" else ""
@@ -72,7 +72,7 @@ class Experts:
         router = nn.TopExperts(
             training.capacity_factor,
             imbalance=training.imbalance,
-            chosen=fields.count(self.chosen),
+            chosen=fields.count(self.chosen, layers=layers),
             scores=self.scores,
             normalized=fields.flag(normal) if isinstance(normal, str) else normal,
             scale=fields.positive(self.scale, 1.0) if self.scale and fields.has(self.scale) else 1.0,
@@ -82,8 +82,7 @@ class Experts:
             expert_scale=self.expert_scale,
         )
         if not grouped and self.groups:
-            for name in ("n_group", "topk_group"):
-                fields.raw(name)
+            fields.skip("n_group", "topk_group")
         size = fields.count(self.d_ff)
         shared = fields.count(self.shared, 0, least=0) if self.shared and fields.has(self.shared) else 0
         if self.shared_count:
@@ -107,45 +106,20 @@ class Experts:
         kinds = fields.listed("mlp_layer_types")
         frequency = fields.raw("moe_layer_freq")
         first = fields.count("first_k_dense_replace", self.first, least=0) if self.first is not None else 0
-        if kinds:
-            return [kind == "sparse" for kind in kinds]
-        if isinstance(frequency, list):
-            return [bool(i) for i in frequency]
+        for name, each in ("mlp_layer_types", kinds), ("moe_layer_freq", frequency):
+            if isinstance(each, list) and each:
+                if len(each) < layers:
+                    raise fields.wrong(name, f"give one entry for each of the {layers} layers")
+                return [i == "sparse" if each is kinds else bool(i) for i in each]
         if self.first is not None:
             fields.only("moe_layer_freq", 1)
             return [i >= first for i in range(layers)]
-        step = fields.count(fields.first("decoder_sparse_step", "interleave_moe_layer_step"), 1)
+        steps = "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval"
+        step = fields.count(fields.first(*steps), 1)
         plain, listed = fields.listed("mlp_only_layers"), fields.listed("moe_layers")
         if listed:
             return [i in listed for i in range(layers)]
-        return [i not in plain and (i + 1) % step == 0 for i in range(layers)]
-
-
-SIGMOID = (("scoring_func", ("sigmoid",)), ("topk_method", ("noaux_tc",)))
-MIXTRAL = Experts(d_ff="intermediate_size", normalized=True)
-DEEPSEEK = Experts(
-    "n_routed_experts",
-    groups=True,
-    scale="routed_scaling_factor",
-    shared="moe_intermediate_size",
-    shared_count="n_shared_experts",
-    first=0,
-    normalized=False,
-    only=(
-        ("scoring_func", ("softmax",)),
-        ("norm_topk_prob", (False,)),
-        ("topk_method", ("greedy", "group_limited_greedy")),
-    ),
-)
-DEEPSEEK_3 = Experts(
-    "n_routed_experts",
-    scores="sigmoid",
-    groups=True,
-    scale="routed_scaling_factor",
-    shared="moe_intermediate_size",
-    shared_count="n_shared_experts",
-    first=3,
-    only=SIGMOID,
-)
-"""The bias that balances its experts stays 0, as in transformers."""
-GLM = Experts(**{**vars(DEEPSEEK_3), "first": 1})
+        begin = fields.count("moe_layer_start_index", 0, least=0)
+        end = fields.count("moe_layer_end_index", -1, least=-1)
+        some = range(begin, layers if end == -1 else end + 1)
+        return [i not in plain and (i + 1) % step == 0 and i in some for i in range(layers)]

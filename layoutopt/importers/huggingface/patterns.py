@@ -12,34 +12,34 @@ LayerPattern = Callable[[Fields, int], Sequence[str]]
 """From a configuration and its number of layers: the kind of each."""
 
 
-def alternating(every: int, *names: str, usual: str = SLIDING) -> LayerPattern:
-    """Layers of kind `usual`; each `every`-th, a number that one of `names` may change, is full."""
+def alternating(every: int, names: Sequence[str] = (), usual: str = SLIDING, full: int = -1) -> LayerPattern:
+    """Layers of kind `usual`; each `every`-th, a number or a word of so many letters that one of `names` may
+    change, is full: the last of them, or the one of number `full`."""
 
     def kinds(fields: Fields, count: int) -> Sequence[str]:
-        period = fields.count(fields.first(*names), every) if names else every
-        return [usual if (i + 1) % period else FULL for i in range(count)]
+        name = fields.first(*names) if names else ""
+        word = fields.raw(name)
+        period = len(word) if isinstance(word, str) else fields.count(name, every) if names else every
+        return [usual if (i - full) % period else FULL for i in range(count)]
 
     return kinds
 
 
-def modernbert(fields: Fields, count: int) -> Sequence[str]:
-    """ModernBERT: all positions in each `global_attn_every_n_layers`-th layer, from the first on."""
-    every = fields.count("global_attn_every_n_layers", 3)
-    return [SLIDING if i % every else FULL for i in range(count)]
-
-
 def qwen(fields: Fields, count: int) -> Sequence[str]:
     """Windows from `max_window_layers` on, if they are used at all."""
-    used, full = fields.flag("use_sliding_window"), fields.count("max_window_layers", 28, least=0)
-    if not used:
-        fields.raw("sliding_window")
-        return [FULL] * count
-    return [FULL if i < full else SLIDING for i in range(count)]
+    kinds = late(fields, count)
+    return kinds if fields.flag("use_sliding_window") else [FULL] * count
+
+
+def late(fields: Fields, count: int) -> Sequence[str]:
+    """Windows from `max_window_layers` on, if there is a window."""
+    full = fields.count("max_window_layers", 28, least=0)
+    return [FULL if i < full else kind for i, kind in enumerate(windowed(fields, count))]
 
 
 def windowed(fields: Fields, count: int) -> Sequence[str]:
     """A window in all layers, if there is one."""
-    return [SLIDING if fields.has("sliding_window") else FULL] * count
+    return [SLIDING if fields.raw("sliding_window") is not None else FULL] * count
 
 
 def unturned(fields: Fields, count: int) -> Sequence[str]:
@@ -86,5 +86,12 @@ def hybrid(fields: Fields, count: int) -> Sequence[str]:
 
 
 def linear(fields: Fields, count: int) -> Sequence[str]:
-    """State spaces, where `layer_types` says nothing else."""
-    return [LINEAR] * count
+    """State spaces, but for the layers that are listed as attention."""
+    full = fields.listed("attn_layer_indices")
+    return fields.listed("layers_block_type") or [FULL if i in full else LINEAR for i in range(count)]
+
+
+def convolved(fields: Fields, count: int) -> Sequence[str]:
+    """LFM2: convolutions, but for the layers that are listed as attention; all are without a list."""
+    full = fields.listed("full_attn_idxs") if fields.has("full_attn_idxs") else range(count)
+    return [FULL if i in full else LINEAR for i in range(count)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -42,7 +43,18 @@ class Llama3(nn.Rotary):
 
 
 @dataclass(frozen=True)
-class Yarn(nn.Rotary):
+class ScaledRotary(nn.Rotary):
+    """Rotated values are scaled."""
+
+    scaled: float = field(default=1.0, kw_only=True)
+
+    def __call__(self, x: Tensor, length: str, d_kv: str, position: Tensor | None = None) -> Tensor:
+        turned = super().__call__(x, length, d_kv, position)
+        return turned if self.scaled == 1 else turned * self.scaled
+
+
+@dataclass(frozen=True)
+class Yarn(ScaledRotary):
     """Pairs that rotate fewer than `slow` times in the original length are slower by a factor, those that
     rotate more than `fast` times unchanged, the others in between; rotated values are scaled (Peng et al.
     2023, "YaRN", sections 3.2 and 3.4)."""
@@ -51,7 +63,6 @@ class Yarn(nn.Rotary):
     fast: float = 32.0
     slow: float = 1.0
     original: int = 4096
-    scaled: float = 1.0
     truncate: bool = True
 
     def rates(self, pair: Tensor, half: int) -> Tensor:
@@ -66,10 +77,6 @@ class Yarn(nn.Rotary):
         """Which pair turns so many times in the original length."""
         return half * math.log(self.original / (turns * 2 * math.pi)) / math.log(self.base)
 
-    def __call__(self, x: Tensor, length: str, d_kv: str, position: Tensor | None = None) -> Tensor:
-        turned = super().__call__(x, length, d_kv, position)
-        return turned if self.scaled == 1 else turned * self.scaled
-
 
 @dataclass(frozen=True)
 class Proportional(nn.Rotary):
@@ -82,29 +89,19 @@ class Proportional(nn.Rotary):
 
 
 @dataclass(frozen=True)
-class RotaryFactors(nn.Rotary):
-    """Every pair has a factor of its own (Ding et al. 2024, "LongRoPE"); rotated values are scaled."""
+class RotaryFactors(ScaledRotary):
+    """Every pair has a factor of its own (Ding et al. 2024, "LongRoPE")."""
 
     factors: tuple[float, ...] = ()
-    scaled: float = 1.0
 
     def rates(self, pair: Tensor, half: int) -> Tensor:
         (place,) = pair.shape.dims
         slower = np.array([1 / n for n in self.factors] * 2, np.float32)
         return super().rates(pair, half) * constant(pair.graph, slower, [place])
 
-    def __call__(self, x: Tensor, length: str, d_kv: str, position: Tensor | None = None) -> Tensor:
-        turned = super().__call__(x, length, d_kv, position)
-        return turned if self.scaled == 1 else turned * self.scaled
-
 
 def rotary(
-    fields: Fields,
-    d_kv: int,
-    length: int,
-    kind: str = "",
-    partial: float = 1.0,
-    name: str = "rope_theta",
+    fields: Fields, d_kv: int, length: int, kind: str = "", partial: float = 1.0, name: str = "rope_theta"
 ) -> nn.Rotary:
     """The rotary positions of a configuration.
 
@@ -116,18 +113,18 @@ def rotary(
     inner = stretched(fields, kind)
     base = inner.number("rope_theta", fields.number(name, 10000.0))
     share = inner.number("partial_rotary_factor", fields.number("partial_rotary_factor", partial))
-    for other in ("attn_factor", "mrope_section", "mrope_interleaved"):
-        inner.raw(other)  # one position per token: text; transformers reads attention_factor, not attn_factor
+    fields.raw("original_max_position_embeddings")
+    # One position per token: text; transformers reads attention_factor, not attn_factor.
+    inner.skip("attn_factor", "mrope_section", "mrope_interleaved")
     said = "type" if inner.raw("rope_type") is None and inner.raw("type") is not None else "rope_type"
     inner.raw("type")
-    method = inner.text(said, "default", _KINDS)
-    if method == "proportional":
+    if inner.raw(said) == "dynamic" and "alpha" in fields.known and inner.number("alpha"):
+        inner.skip("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        return nn.Rotary(base * inner.number("alpha") ** (d_kv / (d_kv - 2)))
+    form = inner.text(said, "default", _KINDS)
+    if form == "proportional":
         return Proportional(base, int(share * d_kv // 2))
-    made = (
-        _longrope(inner, base, fields, length)
-        if method == "longrope"
-        else _KINDS[method](inner, base, fields)
-    )
+    made = _longrope(inner, base, fields, length) if form == "longrope" else _KINDS[form](inner, base, fields)
     return replace(made, turned=turning(d_kv, share))
 
 
@@ -148,9 +145,8 @@ def _longrope(inner: Fields, base: float, fields: Fields, length: int) -> nn.Rot
         raise inner.wrong("short_factor", "give a list of numbers above 0, one per pair of elements")
     factor = longest / original
     usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    for name in ("factor", "short_mscale", "long_mscale"):
-        inner.raw(name)
-    return RotaryFactors(base, tuple(map(float, chosen)), inner.number("attention_factor", usual))
+    inner.skip("factor", "short_mscale", "long_mscale")
+    return RotaryFactors(base, tuple(map(float, chosen)), scaled=inner.number("attention_factor", usual))
 
 
 def stretched(fields: Fields, kind: str = "") -> Fields:
@@ -159,18 +155,12 @@ def stretched(fields: Fields, kind: str = "") -> Fields:
     name = "rope_scaling" if old else "rope_parameters"
     fields.raw("rope_scaling")
     found = fields.raw(name, {})
-    said = found.get(kind, found) if isinstance(found, dict) else found
-    if not isinstance(said, dict):
-        raise fields.wrong(name, "give an object")
-    return fields.part(f"{name}: {kind}" if kind in found else name, said)
+    apart = isinstance(found, dict) and kind in found
+    return fields.part(f"{name}: {kind}", found[kind]) if apart else fields.part(name, found)
 
 
 def _default(inner: Fields, base: float, fields: Fields) -> nn.Rotary:
     return nn.Rotary(base)
-
-
-def _linear(inner: Fields, base: float, fields: Fields) -> nn.Rotary:
-    return Linear(base, inner.number("factor", 1.0))
 
 
 def _llama3(inner: Fields, base: float, fields: Fields) -> nn.Rotary:
@@ -195,8 +185,8 @@ def _yarn(inner: Fields, base: float, fields: Fields) -> nn.Rotary:
         inner.number("beta_fast", 32.0),
         inner.number("beta_slow", 1.0),
         _original(inner, fields),
-        inner.number("attention_factor", scaled),
         inner.flag("truncate", True),
+        scaled=inner.number("attention_factor", scaled),
     )
 
 
@@ -210,12 +200,11 @@ def _original(inner: Fields, fields: Fields) -> int:
     return inner.count("original_max_position_embeddings", longest)
 
 
-_KINDS = {
-    "default": _default,
-    "linear": _linear,
+_KINDS: dict[str, Callable[[Fields, float, Fields], nn.Rotary]] = {
+    **dict.fromkeys(("default", "longrope", "proportional"), _default),
+    "linear": lambda inner, base, fields: Linear(base, inner.number("factor", 1.0)),
     "llama3": _llama3,
-    "longrope": _default,
-    "proportional": _default,
     "yarn": _yarn,
 }
-"""Name -> what makes it. The other one, dynamic, depends on the length of every text."""
+"""Name -> what makes it. The other one, dynamic, depends on the length of every text, without a fixed `alpha`
+(Hunyuan)."""

@@ -46,8 +46,16 @@ _MIXTRAL = {
     "experts/wg": ("block_sparse_moe.experts.{}.w3.weight", _TURNED),
     "experts/wo": ("block_sparse_moe.experts.{}.w2.weight", _TURNED),
 }
-_JOINED = frozenset({"glm", "glm4", "granitemoe", "phi3", "phimoe", "qwen3_vl_text", "qwen3_vl_moe_text"})
-"""Families whose layers have Llama's variables, but whose arrays join or name them otherwise."""
+# fmt: off
+_JOINED = frozenset((
+    "afmoe", "apertus", "arcee", "bamba", "cohere", "cohere2", "dots1", "ernie4_5", "ernie4_5_moe",
+    "exaone4", "exaone_moe", "flex_olmo", "glm", "glm4", "gpt_neox", "granitemoe", "helium",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2", "lfm2_moe", "nemotron", "phi3", "phimoe",
+    "qwen3_vl_moe_text", "qwen3_vl_text", "solar_open", "stablelm", "starcoder2", "vaultgemma",
+    "youtu",
+))
+# fmt: on
+"""Families whose layers have Llama's variables, but whose arrays join, name or order them otherwise."""
 _OUTSIDE = {
     "embedding/tokens": Source("model.embed_tokens.weight"),
     "output/projection": Source("lm_head.weight", _TURNED),
@@ -141,6 +149,8 @@ _ENCODERS = {
 
 def encoder_names(family: str, variables: Mapping[str, Variable]) -> Iterator[tuple[str, Source]]:
     """The source of every trained variable of an encoder."""
+    if family not in _ENCODERS:
+        return
     outside, top, (attention, first, second) = _ENCODERS[family]
     yield from ((name, source) for name, source in outside.items() if name in variables)
     for own, (theirs, order) in _ENCODER.items():

@@ -26,7 +26,7 @@ import numpy as np
 from layoutopt.importers.arrays import elementwise
 from layoutopt.importers.arrays.contract import Equation, EquationBlock, Operand, Var, layered
 from layoutopt.importers.arrays.origin import ImportedFunction
-from layoutopt.importers.arrays.placing import ArrayPlacing, Spec
+from layoutopt.importers.arrays.placing import ArrayPlacing
 from layoutopt.importers.arrays.saved import SAVED
 from layoutopt.importers.jax.internals import jax_module, without_dead
 from layoutopt.importers.jax.interpreter import Site, differs, interpret
@@ -83,12 +83,12 @@ class Constrained:
 
     def _layers(self, block: EquationBlock) -> dict[int, tuple[int, bool]]:
         """Number of an equation -> the layer that it is of, and whether this is recomputed."""
-        number = {id(y): n for n, e in enumerate(block.equations) for y in e.outs}
+        number = {id(y): n for n, e in enumerate(block.ran) for y in e.outs}
         found: dict[int, tuple[int, bool]] = {}
         for run in self.placing.origin.rerolled.runs:
             again = self._again(run.loop)
             for layer in run.layers:
-                numbers = [number[id(e.out)] for e in layer]
+                numbers = [number[id(e.out)] for e in layer if id(e.out) in number]
                 found.update((n, (numbers[0], again)) for n in numbers)
         return found
 
@@ -131,13 +131,13 @@ class Constrained:
         """Runs a closed jaxpr of these arguments, layer by layer."""
         begin = [next(self.refs) for _ in args]
         self.values.update(zip(begin, block.ins, strict=True))
-        visitor = ReplayVisitor(iter(block.equations), self.refs, self.values)
+        visitor = ReplayVisitor(iter(block.ran), self.refs, self.values)
         outs = interpret(visitor, closed, begin, whole)
         steps = visitor.steps
         if next(visitor.rest, None) is not None:
             raise differs("it has fewer operations than the imported function")
         known = dict(zip(begin, args, strict=True))
-        number = {id(e): n for n, e in enumerate(block.equations)}
+        number = {id(e): n for n, e in enumerate(block.ran)}
         parts = itertools.groupby(
             steps, key=lambda s: layers.get(number[id(s.equations[0])]) if s.equations else None
         )
@@ -153,11 +153,7 @@ class Constrained:
         return [x.value if isinstance(x, KnownValue) else known[x] for x in outs]
 
     def _layer(
-        self,
-        part: Sequence[ReplayedEquation],
-        known: dict[Ref, Any],
-        later: Mapping[Ref, int],
-        again: bool,
+        self, part: Sequence[ReplayedEquation], known: dict[Ref, Any], later: Mapping[Ref, int], again: bool
     ) -> None:
         """Runs the steps of one layer, whose parameters are placed here as a loop's are inside of it."""
         made = [y for s in part for y in s.outs]
@@ -249,7 +245,7 @@ class Constrained:
         spec = self.placing.value(v)
         operands = [x for x in e.ins if x.shape]
         specs = [self.placing.value(x) for x in operands]
-        if not any(map(_split, [spec, *specs])):
+        if not any(a is None or a for s in (spec, *specs) for a in s):
             return False
         alike = [s for x, s in zip(operands, specs, strict=True) if x.shape == v.shape]
         return len(alike) < len(operands) or any(s != spec for s in alike) or e.prim not in elementwise.TABLE
@@ -267,10 +263,6 @@ def _all_but(gathers: set[Any]) -> Callable[..., bool]:
 
 
 _PASSING = ("convert_element_type", "copy", "reduce_precision", "stop_gradient")
-
-
-def _split(spec: Spec) -> bool:
-    return any(a is None or a for a in spec)
 
 
 def constrained(

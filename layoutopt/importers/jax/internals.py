@@ -3,8 +3,6 @@
 Between versions `scan`, `jit` and the homes of jaxprs differ, which ends here.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping
@@ -79,7 +77,7 @@ def without_dead(closed: Any) -> Any:
     eqns, keys = [], {id(v) for v in found.invars if _is_key(v)}
     for eqn in jaxpr.eqns:
         # What is left of an equation has some of its results.
-        kept = live is not None and _same(eqn, live)
+        kept = live is not None and (eqn is live or any(a is b for a in eqn.outvars for b in live.outvars))
         of_keys = bool(eqn.invars) and id(eqn.invars[0]) in keys and str(eqn.primitive.name) in _OF_KEYS
         if kept or of_keys:
             eqns.append(live if kept else eqn)
@@ -103,11 +101,6 @@ _OF_KEYS = (
 
 def _is_key(v: Any) -> bool:
     return hasattr(v.aval, "dtype") and dtype_of(v.aval.dtype) == KEY
-
-
-def _same(eqn: Any, left: Any) -> bool:
-    """Whether an equation is what is left of another one."""
-    return eqn is left or any(a is b for a in eqn.outvars for b in left.outvars)
 
 
 def is_jax_own(inner: Any) -> bool:

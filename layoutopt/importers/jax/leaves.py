@@ -4,8 +4,6 @@ Flax keeps such names in boxes around arrays (Linen's `Partitioned` and `Logical
 of NNX), which are pytrees of one array. A box is no part of an array's path.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import mesh_tf_core as mtf
+from layoutopt.front_ends import JAX
 from layoutopt.importers.arrays.build import built, optimizer_of
-from layoutopt.importers.arrays.contract import Door, EquationBlock, Leaf, TracedProgram, Var, has_fractions
+from layoutopt.importers.arrays.contract import EquationBlock, Leaf, TracedProgram, Var, has_fractions
 from layoutopt.importers.arrays.model import ImportedModel
 from layoutopt.importers.jax.jax_plan import JaxPlan
 from layoutopt.importers.jax.leaves import flat, leaves, leaves_of, new_state, said_of
@@ -18,8 +19,6 @@ from layoutopt.importers.jax.shardings import jax_mesh
 from layoutopt.plan.build import Plan, check_plan_model
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.optimizers import Optimizer
-
-DOOR = Door("from_jax", "plan.jax", "the JAX function", "JAX shardings", "jax.checkpoint")
 
 
 @dataclass
@@ -124,7 +123,7 @@ def from_jax(
     results = _Results(trace.results, state, trace.block, [v for v, _ in pairs.get("state", [])])
     program = TracedProgram(
         name or _name_of(loss),
-        DOOR,
+        JAX,
         trace.block,
         pairs["params"],
         pairs.get("state", []),
@@ -142,7 +141,7 @@ def from_jax(
     made = built(program, said)
     return JaxModel(
         made.loss,
-        optimizer_of(optimizer, DOOR.name),
+        optimizer_of(optimizer, JAX.call),
         made.metrics,
         program.name,
         token_dims=made.token_dims,

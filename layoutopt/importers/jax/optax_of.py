@@ -1,7 +1,5 @@
 """Optimizers of the runtime as optimizers of optax."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mesh_tf_core.errors import UserError, not_installed

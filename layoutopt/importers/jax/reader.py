@@ -25,6 +25,7 @@ from layoutopt.importers.arrays.contract import (
     Var,
     constant,
 )
+from layoutopt.importers.arrays.mixtures import sorts_left, without_sorts
 from layoutopt.importers.arrays.model import KEEPS
 from layoutopt.importers.jax.internals import jax_module, type_of, without_dead
 from layoutopt.importers.jax.interpreter import RANDOM, Site, interpret
@@ -84,6 +85,8 @@ class JaxprReader:
         outer, self._made = self._made, block.equations
         block.outs = interpret(self, without_dead(closed), list[Operand](ins), scope=scope, where=where)
         self._made = outer
+        block = without_sorts(block)
+        self.notes |= dict.fromkeys(sorts_left(block))
         return block
 
     def constant(self, value: Any, aval: Any) -> Operand:

@@ -3,8 +3,6 @@
 A rule without these checks would take another operation's arguments in silence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
@@ -19,8 +17,8 @@ IN_THE_RESULT = frozenset(
         *("dtype", "device", "layout", "memory_format", "pin_memory", "non_blocking"),
         *("copy", "generator", "other", "size", "sizes", "shape"),
         *("output_size", "scales", "scale_factors", "scales_d", "scales_h", "scales_w"),
-        *("start_dim", "end_dim", "dim", "cudnn_enable", "half_to_float", "scale_grad_by_freq"),
-        *("sparse", "sorted", "implicit", "path"),
+        *("start_dim", "end_dim", "dim", "half_to_float", "scale_grad_by_freq"),
+        *("cudnn_enable", "cudnn_enabled", "sparse", "sorted", "implicit", "path"),
     }
 )
 """Arguments that a rule need not read: the type of the result has them, or they change no number."""

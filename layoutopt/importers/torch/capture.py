@@ -5,15 +5,19 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from layoutopt.importers.torch.internals import dtype_of, torch_module
+from layoutopt.importers.torch.autocast import left, on_gpus
+from layoutopt.importers.torch.flex import flex_written_out
+from layoutopt.importers.torch.internals import batch_path, dtype_of, torch_module
 from mesh_tf_core.errors import UserError
 
 MODULE = "module"
@@ -57,11 +61,12 @@ def captured(module: Any, batch: Any, loss: Callable[..., Any] | None) -> Captur
             if id(x) in seen:
                 x = x.clone()
             seen.add(id(x))
-            tensors["/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in keys)] = x
+            tensors[batch_path(keys)] = x
         values.append(x)
     given = torch.utils._pytree.tree_unflatten(values, tree)
     whole = _with_loss(torch, module, given, loss)
-    args, kwargs = ((), given) if isinstance(given, Mapping) else (tuple(_listed(given)), {})
+    listed = given if isinstance(given, list | tuple) else [given]
+    args, kwargs = ((), given) if isinstance(given, Mapping) else (tuple(listed), {})
     try:
         whole.signature.bind(*args, **whole.taken(kwargs))
     except TypeError as error:
@@ -74,18 +79,16 @@ def captured(module: Any, batch: Any, loss: Callable[..., Any] | None) -> Captur
             for context in (_quiet(), _training(module, notes), _without_cache(module, notes)):
                 stack.enter_context(context)
             stack.enter_context(_checkpoints(torch))
-            narrow = stack.enter_context(_without_autocast(torch))
+            stack.enter_context(flex_written_out())
+            stack.enter_context(on_gpus())
+            around = stack.enter_context(left(notes))
             stack.enter_context(torch.fx.traceback.preserve_node_meta())
             program = torch.export.export(whole, args, dict(kwargs))
     except UserError:
         raise
     except Exception as error:
         raise _refused(error) from error
-    return Captured(program, tuple(notes), tensors, narrow)
-
-
-def _listed(given: Any) -> Any:
-    return given if isinstance(given, list | tuple) else [given]
+    return Captured(program, tuple(notes), tensors, "" if around is None else dtype_of(around))
 
 
 def _with_loss(torch: Any, module: Any, batch: Any, loss: Callable[..., Any] | None) -> Any:
@@ -182,17 +185,6 @@ def _without_cache(module: Any, notes: list[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _without_autocast(torch: Any) -> Iterator[str]:
-    """The element type of torch.autocast, which leaves meta tensors alone: the reader does what it does."""
-    on = [kind for kind in ("cuda", "cpu", "xpu", "mps", "hpu") if torch.is_autocast_enabled(kind)]
-    with ExitStack() as stack:
-        found = [dtype_of(torch.get_autocast_dtype(kind)) for kind in on]
-        for kind in on:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield found[0] if found else ""
-
-
-@contextmanager
 def _checkpoints(torch: Any) -> Iterator[None]:
     """Marks the operations inside of torch.utils.checkpoint, which tracing would forget."""
     own = torch.utils.checkpoint
@@ -229,16 +221,17 @@ def _place(function: Any) -> str:
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
 
 
+def own_line(stack: Iterable[traceback.FrameSummary], more: Iterable[tuple[str, Any]] = ()) -> str:
+    """The last line of a stack that is in neither PyTorch nor this importer, as FILE:LINE; '' if none is."""
+    lines = (*((frame.filename, frame.lineno) for frame in stack), *more)
+    return next((f"{file}:{line}" for file, line in lines[::-1] if not _library(file)), "")
+
+
 def _refused(error: Exception) -> UserError:
     """What torch.export could not trace, with the last line of the module that it was in."""
-    lines = []
-    trace = error.__traceback__
-    while trace is not None:
-        lines.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
-        trace = trace.tb_next
-    lines += [(file, int(line)) for file, line, _ in _FRAME.findall(str(error))]
-    own = [(file, line) for file, line in lines if not _library(file)]
-    place = f"{own[-1][0]}:{own[-1][1]}: " if own else ""
+    said = ((file, line) for file, line, _ in _FRAME.findall(str(error)))
+    place = own_line(traceback.extract_tb(error.__traceback__), said)
+    place = f"{place}: " if place else ""
     kind = type(error).__name__
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     instead = "rewrite this line without it, or export the module with torch.export to see more"
@@ -253,5 +246,5 @@ def _refused(error: Exception) -> UserError:
 
 def _library(file: str) -> bool:
     """True for files of PyTorch, and of this importer."""
-    path = file.replace("\\", "/")
-    return "/torch/" in path or path.startswith("<") or path.endswith("importers/torch/capture.py")
+    own = (str(Path(torch_module().__file__).parent), str(Path(__file__).parent), "<")
+    return file.startswith(own)

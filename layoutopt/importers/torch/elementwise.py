@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,11 @@ def rule(*names: str) -> Callable[[AtenRule], AtenRule]:
     return register
 
 
+def formulas(rules: Mapping[str, AtenRule]) -> None:
+    """Registers rules of one expression; a key has the names of several operations."""
+    TABLE.update((name, written) for names, written in rules.items() for name in names.split())
+
+
 def dims_of(dim: Any, rank: int) -> list[int]:
     """The axes that an argument `dim` means; all of them if it is None or empty."""
     if dim is None or (isinstance(dim, list | tuple) and not dim):
@@ -72,12 +77,7 @@ def _unary(prim: str) -> AtenRule:
 
 def _binary(prim: str) -> AtenRule:
     def write(
-        m: Equations,
-        v: Type,
-        a: Scalar,
-        b: Scalar,
-        alpha: float = 1,
-        rounding_mode: Any = None,
+        m: Equations, v: Type, a: Scalar, b: Scalar, alpha: float = 1, rounding_mode: Any = None
     ) -> Operand:
         if alpha != 1:
             b = m.binary("mul", b, alpha, v.dtype)
@@ -122,6 +122,32 @@ def wider(*given: Scalar) -> str:
 TABLE |= {name: _unary(prim) for name, prim in _UNARY.items()}
 TABLE |= {name: _binary(prim) for name, prim in _BINARY.items()}
 TABLE |= {name: _comparison(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+formulas(
+    {
+        "rsub": lambda m, v, a, b, alpha=1: m.binary(
+            "sub", b, a if alpha == 1 else m.binary("mul", a, alpha, v.dtype), v.dtype
+        ),
+        "relu6 hardtanh": lambda m, v, x, low=0.0, high=6.0: m.binary(
+            "min", m.binary("max", x, low, x.dtype), high, x.dtype
+        ),
+        "floor_divide": lambda m, v, a, b: _divided(m, v, a, b, "floor"),
+        "logical_not": lambda m, v, x: m.binary("eq", x, 0, x.dtype, "bool"),
+        "reciprocal": lambda m, v, x: m.binary("div", 1, x, v.dtype),
+        "silu": lambda m, v, x: m.binary("mul", x, m.unary("logistic", x), x.dtype),
+        "relu": lambda m, v, x: m.relu(x),
+        "log_sigmoid": lambda m, v, x: m.unary("neg", softplus(m, v, m.unary("neg", x))),
+        "to _to_copy type_as float": lambda m, v, x, *how, **more: m.cast(x, v.dtype),
+        "contiguous clone alias detach_ lift_fresh_copy lift_fresh": lambda m, v, x, *how, **more: x,
+        "detach": lambda m, v, x: m.unary("stop_gradient", x),
+        "where": lambda m, v, where, yes, no: m.select(where, yes, no, v.dtype),
+        "masked_fill": lambda m, v, x, mask, value: m.select(mask, value, x, v.dtype),
+        "clamp_min": lambda m, v, x, low: m.binary("max", x, low, v.dtype),
+        "leaky_relu": lambda m, v, x, slope=0.01: _above(m, x, m.binary("mul", x, slope, x.dtype)),
+        "elu": lambda m, v, x, alpha=1.0, *more: _above(
+            m, x, m.binary("mul", m.unary("expm1", m.binary("min", x, 0, x.dtype)), alpha, x.dtype)
+        ),
+    }
+)
 
 
 @rule("mul")
@@ -155,21 +181,6 @@ def _root_mean_square(m: Equations, x: Scalar, scale: Scalar) -> Operand | None:
     return m.unary("normalize", x, epsilon=float(epsilon.value), center=False)
 
 
-@rule("rsub")
-def _rsub(m: Equations, v: Type, a: Scalar, b: Scalar, alpha: float = 1) -> Operand:
-    return m.binary("sub", b, a if alpha == 1 else m.binary("mul", a, alpha, v.dtype), v.dtype)
-
-
-@rule("floor_divide")
-def _floor_divide(m: Equations, v: Type, a: Scalar, b: Scalar) -> Operand:
-    return _divided(m, v, a, b, "floor")
-
-
-@rule("logical_not")
-def _logical_not(m: Equations, v: Type, x: Operand) -> Operand:
-    return m.binary("eq", x, 0, x.dtype, "bool")
-
-
 @rule("remainder")
 def _remainder(m: Equations, v: Type, a: Scalar, b: Scalar) -> Operand:
     rest = m.binary("rem", a, b, v.dtype)
@@ -186,14 +197,9 @@ def _pow(m: Equations, v: Type, x: Scalar, e: Scalar) -> Operand:
     return m.binary("pow", x, e, v.dtype)
 
 
-@rule("reciprocal")
-def _reciprocal(m: Equations, v: Type, x: Operand) -> Operand:
-    return m.binary("div", 1, x, v.dtype)
-
-
-@rule("silu")
-def _silu(m: Equations, v: Type, x: Operand) -> Operand:
-    return m.binary("mul", x, m.unary("logistic", x), x.dtype)
+def _above(m: Equations, x: Operand, under: Operand) -> Operand:
+    """x where it is positive, else another array."""
+    return m.select(m.binary("gt", x, 0, x.dtype, "bool"), x, under, x.dtype)
 
 
 @rule("gelu")
@@ -208,28 +214,6 @@ def _gelu(m: Equations, v: Type, x: Operand, approximate: str = "none") -> Opera
     return m.binary("mul", half, m.binary("add", inner, 1, x.dtype), x.dtype)
 
 
-@rule("relu")
-def _relu(m: Equations, v: Type, x: Operand) -> Operand:
-    return m.relu(x)
-
-
-@rule("relu6", "hardtanh")
-def _hardtanh(m: Equations, v: Type, x: Operand, low: float = 0.0, high: float = 6.0) -> Operand:
-    return m.binary("min", m.binary("max", x, low, x.dtype), high, x.dtype)
-
-
-@rule("leaky_relu")
-def _leaky(m: Equations, v: Type, x: Operand, slope: float = 0.01) -> Operand:
-    above = m.binary("gt", x, 0, x.dtype, "bool")
-    return m.select(above, x, m.binary("mul", x, slope, x.dtype), x.dtype)
-
-
-@rule("elu")
-def _elu(m: Equations, v: Type, x: Operand, alpha: float = 1.0, *more: float) -> Operand:
-    under = m.binary("mul", m.unary("expm1", m.binary("min", x, 0, x.dtype)), alpha, x.dtype)
-    return m.select(m.binary("gt", x, 0, x.dtype, "bool"), x, under, x.dtype)
-
-
 @rule("softplus")
 def softplus(m: Equations, v: Type, x: Operand, beta: float = 1, threshold: float = 20) -> Operand:
     """log(1 + exp(beta x)) / beta."""
@@ -239,46 +223,11 @@ def softplus(m: Equations, v: Type, x: Operand, beta: float = 1, threshold: floa
     return m.binary("mul", found, 1 / beta, x.dtype)
 
 
-@rule("log_sigmoid")
-def _log_sigmoid(m: Equations, v: Type, x: Operand) -> Operand:
-    return m.unary("neg", softplus(m, v, m.unary("neg", x)))
-
-
-@rule("to", "_to_copy", "type_as", "float")
-def _to(m: Equations, v: Type, x: Operand, *how: Any, **more: Any) -> Operand:
-    return m.cast(x, v.dtype)
-
-
-@rule("contiguous", "clone", "alias", "detach_", "lift_fresh_copy", "lift_fresh")
-def _same(m: Equations, v: Type, x: Operand, *how: Any, **more: Any) -> Operand:
-    return x
-
-
-@rule("detach")
-def _detach(m: Equations, v: Type, x: Operand) -> Operand:
-    return m.unary("stop_gradient", x)
-
-
-@rule("where")
-def _where(m: Equations, v: Type, where: Operand, yes: Scalar, no: Scalar) -> Operand:
-    return m.select(where, yes, no, v.dtype)
-
-
-@rule("masked_fill")
-def _masked_fill(m: Equations, v: Type, x: Operand, mask: Operand, value: Scalar) -> Operand:
-    return m.select(mask, value, x, v.dtype)
-
-
 @rule("clamp", "clip")
 def _clamp(m: Equations, v: Type, x: Operand, min: Any = None, max: Any = None) -> Operand:
     if min is not None:
         x = m.binary("max", x, min, v.dtype)
     return x if max is None else m.binary("min", x, max, v.dtype)
-
-
-@rule("clamp_min")
-def _clamp_min(m: Equations, v: Type, x: Operand, low: Scalar) -> Operand:
-    return m.binary("max", x, low, v.dtype)
 
 
 @rule("dropout", "native_dropout")

@@ -33,6 +33,7 @@ class Equations:
       where, scope, recomputed: file and line, module and checkpoint of what is written now.
       made: id of a value -> the equation that computes it.
       key: the random key of the step; None if nothing is drawn.
+      whole: values that a step in parts has of the whole batch: counts of targets, statistics of BatchNorm.
     """
 
     def __init__(self) -> None:
@@ -40,6 +41,7 @@ class Equations:
         self.where = self.scope = self.recomputed = ""
         self.made: dict[int, Equation] = {}
         self.key: Var | None = None
+        self.whole: list[Operand] = []
         self._constants: dict[tuple[Any, ...], CapturedArray] = {}
         self._draws = 0
 
@@ -211,6 +213,10 @@ class Equations:
 
     # -- others --------------------------------------------------------------------------------------------
 
+    def drawn(self, prim: str, shape: Extents, dtype: str = "float32") -> Var:
+        """Random numbers of a key of their own."""
+        return self.emit(prim, [self.folded_key()], shape, dtype)
+
     def folded_key(self) -> Var:
         """A random key of its own."""
         if self.key is None:
@@ -222,7 +228,7 @@ class Equations:
         """x with elements set to 0 at random; `shape`: of the mask."""
         if rate == 0:
             return x
-        drawn = self.emit("random_uniform", [self.folded_key()], shape or x.shape, "float32")
+        drawn = self.drawn("random_uniform", shape or x.shape)
         kept = self.emit("lt", [drawn, self.constant(1 - rate, "float32")], drawn.shape, "bool")
         return self.select(kept, self.binary("mul", x, 1 / (1 - rate), x.dtype), 0, x.dtype)
 

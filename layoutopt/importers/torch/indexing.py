@@ -9,11 +9,21 @@ from typing import Any
 import numpy as np
 
 from layoutopt.importers.arrays.contract import CapturedArray, GatherNumbers, Operand, ScatterNumbers, Var
-from layoutopt.importers.torch.elementwise import Type, rule
+from layoutopt.importers.torch.elementwise import Type, formulas, rule
 from layoutopt.importers.torch.emitter import Equations
 
 _COUNTS = ("iota", "sort", "top_k", "argmax", "argmin")
 """Equations whose whole numbers are never below 0."""
+
+
+formulas(
+    {
+        "index_select": lambda m, v, x, dim, ids: _index(m, v, x, [*[None] * (dim % len(x.shape)), ids]),
+        "cumsum": lambda m, v, x, dim, **more: m.unary(
+            "cumsum", m.cast(x, v.dtype), axis=dim % len(x.shape), reverse=False
+        ),
+    }
+)
 
 
 @rule("embedding")
@@ -36,12 +46,6 @@ def _gather(m: Equations, v: Type, x: Operand, dim: int, ids: Operand, **more: A
     for a, n in enumerate(ids.shape[:-1]):
         x = m.slice(x, a, 0, n)
     return m.picked(x, ids)
-
-
-@rule("index_select")
-def _index_select(m: Equations, v: Type, x: Operand, dim: int, ids: Operand) -> Operand:
-    dim %= len(x.shape)
-    return _index(m, v, x, [*[None] * dim, ids])
 
 
 @rule("index")
@@ -169,20 +173,9 @@ def _sort(
     return found if isinstance(v, list) else found[1]
 
 
-@rule("cumsum")
-def _cumsum(m: Equations, v: Type, x: Operand, dim: int, **more: Any) -> Operand:
-    return m.unary("cumsum", m.cast(x, v.dtype), axis=dim % len(x.shape), reverse=False)
-
-
 @rule("diff")
 def _diff(
-    m: Equations,
-    v: Type,
-    x: Operand,
-    n: int = 1,
-    dim: int = -1,
-    prepend: Any = None,
-    append: Any = None,
+    m: Equations, v: Type, x: Operand, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None
 ) -> Operand:
     dim %= len(x.shape)
     x = m.concatenate([y for y in (prepend, x, append) if y is not None], dim)

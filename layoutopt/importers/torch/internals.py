@@ -26,10 +26,7 @@ def torch_module() -> Any:
 def _dtypes() -> dict[Any, str]:
     torch = torch_module()
     # Indices and counts are 64-bit by habit; no array of a model has more elements than 32 bits count.
-    names = {"int64": "int32", "bool": "bool"} | {
-        name: name
-        for name in ("float64", "float32", "float16", "bfloat16", "int32", "int16", "int8", "uint8")
-    }
+    names = {"int64": "int32"} | {n: n for n in (*FLOATS, "bool", "int32", "int16", "int8", "uint8")}
     return {getattr(torch, of): name for of, name in names.items()}
 
 
@@ -50,8 +47,16 @@ def array_of(tensor: Any) -> Any:
     return (own.float() if own.dtype == torch.bfloat16 else own).numpy()
 
 
-def taken(module: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a batch that a module takes; the rest is for its loss."""
+def called(module: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a module: a tuple in order, or by name those that it takes; the rest of a batch is for
+    its loss."""
+    if not isinstance(batch, Mapping):
+        return (tuple(batch) if isinstance(batch, list | tuple) else (batch,)), {}
     known = signature(module.forward).parameters
     every = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    return batch if every else {name: x for name, x in batch.items() if name in known}
+    return (), {name: x for name, x in batch.items() if every or name in known}
+
+
+def batch_path(keys: Any) -> str:
+    """The name of an array of the batch."""
+    return "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in keys)

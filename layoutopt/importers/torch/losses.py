@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from layoutopt.importers.arrays.contract import Operand
-from layoutopt.importers.torch.elementwise import Type, rule, softplus
+from layoutopt.importers.torch.elementwise import Type, formulas, rule, softplus
 from layoutopt.importers.torch.emitter import Equations
 from layoutopt.importers.torch.internals import FLOATS
 
@@ -13,24 +13,21 @@ _MEAN, _SUM = 1, 2
 
 
 def _reduce(m: Equations, x: Operand, reduction: int) -> Operand:
-    axes = range(len(x.shape))
-    return (
-        m.mean(x, axes)
-        if reduction == _MEAN
-        else m.reduced("reduce_sum", x, axes)
-        if reduction == _SUM
-        else x
-    )
+    if reduction == _MEAN:
+        return m.mean(x, range(len(x.shape)))
+    return m.reduced("reduce_sum", x, range(len(x.shape))) if reduction == _SUM else x
 
 
-@rule("mse_loss")
-def _mse(m: Equations, v: Type, x: Operand, y: Operand, reduction: int = _MEAN) -> Operand:
-    return _reduce(m, m.unary("integer_pow", m.binary("sub", x, y, v.dtype), y=2), reduction)
-
-
-@rule("l1_loss")
-def _l1(m: Equations, v: Type, x: Operand, y: Operand, reduction: int = _MEAN) -> Operand:
-    return _reduce(m, m.unary("abs", m.binary("sub", x, y, v.dtype)), reduction)
+formulas(
+    {
+        "mse_loss": lambda m, v, x, y, reduction=_MEAN: _reduce(
+            m, m.unary("integer_pow", m.binary("sub", x, y, v.dtype), y=2), reduction
+        ),
+        "l1_loss": lambda m, v, x, y, reduction=_MEAN: _reduce(
+            m, m.unary("abs", m.binary("sub", x, y, v.dtype)), reduction
+        ),
+    }
+)
 
 
 @rule("smooth_l1_loss", "huber_loss")
@@ -92,13 +89,7 @@ def _cross_entropy(
 
 @rule("nll_loss", "nll_loss_nd")
 def _nll(
-    m: Equations,
-    v: Type,
-    x: Operand,
-    y: Operand,
-    weight: Any = None,
-    reduction: int = _MEAN,
-    ignored: int = -100,
+    m: Equations, v: Type, x: Operand, y: Operand, weight: Any = None, reduction: int = 1, ignored: int = -100
 ) -> Operand:
     """The negated number of each row's class; x [rows, classes, ...]."""
     if weight is not None:
@@ -128,4 +119,5 @@ def _counted(m: Equations, loss: Operand, counts: Operand, reduction: int) -> Op
         return _reduce(m, loss, reduction)
     every = range(len(loss.shape))
     number = m.reduced("reduce_sum", m.cast(counts, loss.dtype), every)
+    m.whole.append(number)
     return m.binary("div", m.reduced("reduce_sum", loss, every), number, loss.dtype)

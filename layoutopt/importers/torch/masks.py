@@ -232,9 +232,9 @@ def _not(shape: tuple[int, ...], x: Any) -> Shadow | None:
 
 
 def _ranked(x: Any, shape: tuple[int, ...]) -> Any:
-    """Conditions on the axes of a larger shape."""
+    """An operand on the axes of a larger shape."""
     if not isinstance(x, Holds):
-        return x
+        return _known(x.array, shape) if isinstance(x, KnownArray) else x
     lead = (0,) * (len(shape) - len(x.shape))
     return Holds(tuple(MaskCondition((*lead, *c.factors), c.plus) for c in x.conditions), shape, x.hides)
 
@@ -289,10 +289,6 @@ def _reshaped(shape: tuple[int, ...], x: Any, *args: Any, **more: Any) -> Shadow
     if isinstance(x, KnownArray) and math.prod(shape) <= LARGEST:
         return KnownArray(x.whole().reshape(shape), shape)
     return None
-
-
-def _expanded(shape: tuple[int, ...], x: Any, *args: Any, **more: Any) -> Shadow | None:
-    return _known(x.array, shape) if isinstance(x, KnownArray) else _ranked(x, shape)
 
 
 def _transposed(shape: tuple[int, ...], x: Any, *order: Any) -> Shadow | None:
@@ -371,7 +367,7 @@ _RULES: Mapping[str, Follow] = {
     "tril": _triangle(1),
     "triu": _triangle(-1),
     **dict.fromkeys(("view", "reshape", "unsqueeze", "squeeze", "_unsafe_view", "flatten"), _reshaped),
-    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expanded),
+    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), lambda shape, x, *_, **__: _ranked(x, shape)),
     **dict.fromkeys(("transpose", "permute"), _transposed),
     "slice": _sliced,
     "index": _indexed,

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from layoutopt.frameworks import says
+from layoutopt.front_ends import TORCH
 from layoutopt.importers.arrays.build import built, optimizer_of
-from layoutopt.importers.arrays.contract import KEY, Door, Leaf, TracedProgram, Var
+from layoutopt.importers.arrays.contract import KEY, Leaf, TracedProgram, Var
 from layoutopt.importers.arrays.model import ImportedModel
+from layoutopt.importers.arrays.parts import why_not_added
 from layoutopt.importers.torch.capture import MODULE, captured
 from layoutopt.importers.torch.internals import array_of, torch_module
 from layoutopt.importers.torch.reader import read
@@ -18,35 +20,67 @@ from layoutopt.importers.torch.styles import StyleFlow
 from layoutopt.importers.torch.torch_plan import TorchPlan
 from layoutopt.plan.build import Plan, check_plan_model, decided
 from layoutopt.space.decisions import beyond
+from layoutopt.space.restriction import DimRoles, Role
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
+from mesh_tf_core.model import Model, TrainingStep
 from mesh_tf_core.optimizers import SGD, Adam, Optimizer
-from mesh_tf_core.tracing.graph import graph_of
 
 OPTIMIZERS = {
-    "adamw": Adam(1e-3, weight_decay=1e-2, narrow=True),
-    "adam": Adam(1e-3, narrow=True),
+    "adamw": Adam(1e-3, weight_decay=1e-2, moments="own"),
+    "adam": Adam(1e-3, moments="own"),
     "sgd": SGD(1e-3),
 }
 """Those of torch.optim, with its defaults."""
-DOOR = Door("from_torch", "plan.torch", "the module", "DTensor placements", "torch.utils.checkpoint")
 KEPT = 1 << 30
 """Bytes of parameters up to which their values are the model's initial ones."""
 
 
 @dataclass
 class TorchModel(ImportedModel):
-    """A model that a PyTorch module is; `origin.function` is the module."""
+    """A model that a PyTorch module is; `origin.function` is the module.
+
+    Attributes:
+      combines: the operation that combines examples of the batch, for which the losses of parts of a batch do
+        not add up to its own.
+    """
 
     front_end: ClassVar[str] = "torch"
     styles: StyleFlow | None = field(default=None, repr=False, compare=False)
+    combines: str = field(default="", repr=False, compare=False)
 
     @property
-    def limits(self) -> Mapping[str, Any]:
-        """Fields of the search space -> their values, where the module allows fewer."""
+    def limits(self) -> Mapping[str, tuple[tuple[Any, ...], str]]:
+        """Fields of the search space -> their values, where the module allows fewer, and why."""
         return {} if self.styles is None else self.styles.limits
+
+    def notes(self, options: Options) -> tuple[str, ...]:
+        """Those of every imported model, on examples that only those of one rank are combined with, and on
+        code that keeps a dimension whole."""
+        why = (
+            f"{self.combines} combines examples of the batch; each data rank of PyTorch combines its own "
+            "alone, so with several data ranks the loss is not that of the whole batch on one device"
+        )
+        whole, lost = {} if self.styles is None else self.styles.code, self.graph.unsplit
+        found = [*([why] if self.combines else ()), *(f"{n} stays whole: {w}" for n, w in whole.items())]
+        about = DimRoles.of(self)
+        held = [max(own, key=lambda n: (n in whole, n)) for own in about.weights if own <= lost.keys()]
+        if held and (others := [n for n in about.named[Role.INNER] if n not in lost]):
+            because = "" if (first := max(held)) in whole else f": {lost[first]}"
+            said = f"PyTorch splits all weights of a layer or none, and {first} stays whole{because}"
+            found.append(f"{', '.join(others)} cannot be split: {said}")
+        return (*super().notes(options), *found)
+
+    def _in_parts(self, microbatches: int) -> TrainingStep:
+        # Counts of targets are no reason not to: `plan.torch` weights parts by them.
+        if self.combines:
+            raise UserError(
+                f"microbatches={microbatches}: {self.combines} combines examples of the batch, so losses of "
+                "parts do not add up to its own; write a mean over examples, or use one microbatch"
+            )
+        return Model._in_parts(self, microbatches)
 
     def applied(self, plan: Plan) -> TorchPlan:
         """The plan in the user's own module: `plan.torch`."""
@@ -82,7 +116,7 @@ def from_torch(
     Args:
       module: a torch.nn.Module. Tensors on the device "meta" are enough. Parameters with
         `requires_grad=False` are stored and not trained. Call `from_torch` inside torch.autocast if the
-        training loop does.
+        training loop does, on a machine without a GPU inside that of "cpu".
       example_batch: what the module is called with: a mapping of keyword arguments, a tuple of arguments, or
         one tensor. The path of a tensor is the name of the model's input.
       loss: loss(outputs, batch) -> a scalar tensor; None if the module returns its loss, as a scalar, as
@@ -137,15 +171,14 @@ def from_torch(
         v.path = path.replace(".", "/")
         role = "params" if kind == "PARAMETER" else "state"
         value = array_of(tensor) if size <= KEPT else None
-        tied = tuple(x.replace(".", "/") for x in names_of[id(tensor)][1:])
-        leaf = Leaf(v.path, v.shape, v.dtype, value, None, trained.get(id(tensor), False), tied)
+        leaf = Leaf(v.path, v.shape, v.dtype, value, None, trained.get(id(tensor), False))
         pairs[role].append((v, leaf))
     keys = [(program.key, Leaf("rng", (), KEY))] if program.key is not None else []
     title = name or type(module).__name__
     made = built(
         TracedProgram(
             title if title.isidentifier() else "model",
-            DOOR,
+            TORCH,
             program.block,
             pairs["params"],
             pairs["state"],
@@ -162,16 +195,22 @@ def from_torch(
         ),
         names or {},
     )
-    styles = StyleFlow(graph_of(made.loss), module, made.origin)
-    styles.narrow(module, example_batch)
-    graph_of(made.loss).unsplit.update(styles.without)
-    return TorchModel(
+    model = TorchModel(
         made.loss,
-        optimizer_of(OPTIMIZERS.get(str(optimizer), optimizer), DOOR.name),
+        optimizer_of(OPTIMIZERS.get(str(optimizer), optimizer), TORCH.call),
         made.metrics,
         title,
         token_dims=made.token_dims,
         framework="torch",
         origin=made.origin,
-        styles=styles,
     )
+    again = made.origin.rerolled
+    axes = ((n, x) for a in made.origin.batch.values() for n, x in zip(a.axes, a.shape, strict=True))
+    rows = next((size for names, size in axes if model.batch_dim in names), 1)
+    counted = (id(again.twins.get(id(x), x)) for x in program.whole)
+    whole = frozenset(made.origin.tensors[i] for i in counted if i in made.origin.tensors)
+    model.combines = why_not_added(made.loss, model.batch_dim, whole) if model.batch_dim else ""
+    model.styles = StyleFlow(model.graph, module, made.origin, rows)
+    model.styles.try_out(module, example_batch)
+    model.graph.unsplit.update(model.styles.without)
+    return model

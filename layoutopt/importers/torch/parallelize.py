@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from layoutopt.importers.torch.expert_ranks import split_experts
 from layoutopt.importers.torch.internals import torch_module
-from layoutopt.importers.torch.ranks import PlanRanks
-from layoutopt.importers.torch.styles import summed_dims
+from layoutopt.importers.torch.ranks import DATA, EXPERTS, PIPE, TENSOR, PlanRanks
+from layoutopt.importers.torch.styles import StyleFlow
 from layoutopt.importers.torch.synced import sync_batch_norms
+from layoutopt.importers.torch.tensor_ranks import holds, shared_parameters, split_weights
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.lower.remat_policy import ATTENTION, PRODUCTS
-
-REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
-"""The axes of the mesh by use."""
+from mesh_tf_core.lower.storage import BETWEEN, SPLIT, VARIABLE
 
 
 def by_use(ranks: PlanRanks, device_mesh: Any) -> Any:
-    """The devices of a plan's mesh as a mesh of data ranks with whole weights, of those that shard them, and
-    of tensor ranks.
+    """The devices of a plan's mesh as a mesh of stages, of data ranks with whole weights, of those that shard
+    them, and of tensor ranks.
 
     Raises:
       UserError: the mesh given is not the plan's.
@@ -32,57 +32,48 @@ def by_use(ranks: PlanRanks, device_mesh: Any) -> Any:
             f"plan.torch: the plan's mesh is {ranks.mesh}, but the device mesh is {device_mesh}; give "
             f"init_device_mesh(device, {sizes}, mesh_dim_names={names})"
         )
-    groups = (ranks.replicate, ranks.shard, ranks.tensor)
+    groups = (ranks.pipe, ranks.replicate, ranks.shard, ranks.tensor)
     used = [a for group in groups for a in group]
     order = [names.index(a) for a in (*used, *(a for a in names if a not in used))]
     devices = device_mesh.mesh.permute(order).reshape([ranks.size(group) for group in groups])
     return torch.distributed.DeviceMesh(
-        device_mesh.device_type, devices, mesh_dim_names=(REPLICATE, SHARD, TENSOR)
+        device_mesh.device_type, devices, mesh_dim_names=(PIPE, *DATA, TENSOR)
     )
 
 
-def parallelized(
-    module: Any, ranks: PlanRanks, mesh: Any, layers: Mapping[str, str], partial: Iterable[str] = ()
-) -> Any:
+def parallelized(module: Any, ranks: PlanRanks, mesh: Any, flow: StyleFlow, whole: Any = None) -> Any:
     """The module with a plan's decisions applied, in place.
 
     Args:
       mesh: as `by_use` has it.
-      layers: path of a module that is an iteration of a loop -> the dimension of the loop.
-      partial: paths of whole parameters whose gradients are parts of a sum over the tensor ranks.
+      whole: what calls the module, a part of a stage; None: nothing does.
     """
     tied = shared_parameters(module)
-    _same_everywhere(module)
     if ranks.size(ranks.tensor) > 1:
-        from torch.distributed.tensor import Replicate
-        from torch.distributed.tensor.parallel import parallelize_module
-
-        styles = dict(_styles(module, ranks))
-        parallelize_module(module, mesh[TENSOR], styles)
-        for path in (p for p, style in styles.items() if style.output_layouts == (Replicate(),)):
-            # What was gathered is a view, and FSDP loses a view that is then written in place.
-            module.get_submodule(path).register_forward_hook(lambda module, given, out: out.clone())
-        _tie(module, tied)
-        for path in dict.fromkeys(path.rpartition(".")[0] for path in partial):
-            _sum_gradients(module.get_submodule(path), mesh[TENSOR].get_group())
+        split_weights(module, ranks, mesh[TENSOR], flow)
     if ranks.options.recompute and hasattr(module, "config"):
         module.config.use_cache = (
             False  # a layer that runs again would append to the cache of transformers again
         )
+    apart = _with_experts(mesh, ranks) if ranks.size(ranks.experts) > 1 else None
+    for path in flow.experts if apart is not None else ():
+        if holds(module, path):
+            split_experts(module.get_submodule(path), apart)
+            _shard(module.get_submodule(path), ranks, apart)
+    layers = [path for path in flow.layers if holds(module, path)]
     for policy in ranks.options.recompute:
-        for path in (p for p, dim in layers.items() if dim == policy.dim):
+        for path in [p for p in layers if flow.layers[p] == policy.dim][: policy.only or None]:
             _checkpointed(module.get_submodule(path), policy.keep)
     if ranks.data:
         if ranks.size(ranks.data) > 1:
-            sync_batch_norms(module, mesh[REPLICATE, SHARD]._flatten("data").get_group())
-        whole = {p for paths in tied for p in paths}
-        for path in _wrapped(module, layers, whole):
+            sync_batch_norms(module, mesh[DATA]._flatten("data").get_group())
+        for path in _wrapped(module, layers, {p for paths in tied for p in paths}):
             _shard(module.get_submodule(path), ranks, mesh)
-        _shard(module, ranks, mesh)
+        _shard(module if whole is None else whole, ranks, mesh)
     return module
 
 
-def _same_everywhere(module: Any) -> None:
+def same_everywhere(module: Any) -> None:
     """Gives every rank the values of the first: `fully_shard` would make one array of several ranks' own."""
     torch = torch_module()
     for tensor in {id(t): t for t in (*module.parameters(), *module.buffers())}.values():
@@ -90,80 +81,7 @@ def _same_everywhere(module: Any) -> None:
             torch.distributed.broadcast(tensor.detach(), src=0)
 
 
-def shared_parameters(module: Any) -> list[list[str]]:
-    """The paths of each parameter that has several."""
-    found: dict[int, list[str]] = {}
-    for path, p in module.named_parameters(remove_duplicate=False):
-        found.setdefault(id(p), []).append(path)
-    return [paths for paths in found.values() if len(paths) > 1]
-
-
-def _tie(module: Any, tied: Iterable[list[str]]) -> None:
-    """Makes parameters one again: `parallelize_module` replaces each path's by another, so that a tied weight
-    would be two, each with half of the gradient."""
-    for first, *others in tied:
-        own = module.get_parameter(first)
-        for path in others:
-            parent, _, name = path.rpartition(".")
-            module.get_submodule(parent).register_parameter(name, own)
-
-
-def _styles(module: Any, ranks: PlanRanks) -> Iterator[tuple[str, Any]]:
-    """Path of a module -> its style."""
-    torch = torch_module()
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    summed, seen = summed_dims(module, ranks.parameters), set[int]()
-    for path, array in ranks.parameters.items():
-        owner, _, own = path.rpartition(".")
-        axes = ranks.read(array)
-        if own != "weight" or not any(axes) or id(module.get_submodule(owner)) in seen:
-            continue
-        seen.add(id(module.get_submodule(owner)))
-        if isinstance(module.get_submodule(owner), torch.nn.Embedding):
-            yield (
-                owner,
-                RowwiseParallel(input_layouts=Replicate())
-                if axes[0]
-                else ColwiseParallel(output_layouts=Replicate()),
-            )
-        elif axes[0]:
-            whole: dict[str, Any] = {"output_layouts": Replicate()} if not summed & {*array.axes[0]} else {}
-            yield owner, ColwiseParallel(**whole)
-        else:
-            yield owner, RowwiseParallel()
-
-
-def _sum_gradients(module: Any, group: Any) -> None:
-    """Adds up the gradients of a module's own parameters over the tensor ranks, each of which has a part."""
-    torch = torch_module()
-
-    class Summed(torch.autograd.Function):  # type: ignore[name-defined]
-        @staticmethod
-        def forward(context: Any, x: Any) -> Any:
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(context: Any, grad: Any) -> Any:
-            grad = grad.contiguous()
-            torch.distributed.all_reduce(grad, group=group)
-            return grad
-
-    forward: Callable[..., Any] = module.forward
-
-    def summed(*args: Any, **kwargs: Any) -> Any:
-        own = dict(module._parameters)
-        try:
-            module._parameters.update({n: Summed.apply(p) for n, p in own.items() if p is not None})
-            return forward(*args, **kwargs)
-        finally:
-            module._parameters.update(own)
-
-    module.forward = summed
-
-
-def _wrapped(module: Any, layers: Iterable[str], tied: set[str]) -> Iterator[str]:
+def _wrapped(module: Any, layers: Collection[str], tied: set[str]) -> Iterator[str]:
     """What gathers its parameters on its own: each layer, and outside of them each module with a matrix, as
     the root keeps what it gathers until the backward pass. A tied weight is the root's."""
     inside = tuple(layers)
@@ -172,15 +90,25 @@ def _wrapped(module: Any, layers: Iterable[str], tied: set[str]) -> Iterator[str
     for path, own in module.named_modules():
         if path and not any(path == p or path.startswith(f"{p}.") for p in inside):
             named = {f"{path}.{name}": p for name, p in own.named_parameters(recurse=False)}
-            if any(p.ndim > 1 for p in named.values()) and not tied & named.keys():
+            known = hasattr(own, "set_requires_gradient_sync")
+            if any(p.ndim > 1 for p in named.values()) and not tied & named.keys() and not known:
                 yield path
 
 
+def _with_experts(mesh: Any, ranks: PlanRanks) -> Any:
+    """The same ranks, those that shard weights apart by their experts."""
+    sizes = mesh.mesh.shape
+    ways = ranks.size(ranks.experts)
+    apart = mesh.mesh.reshape(*sizes[:2], sizes[2] // ways, ways, sizes[3])
+    names = (PIPE, *DATA, EXPERTS, TENSOR)
+    return torch_module().distributed.DeviceMesh(mesh.device_type, apart, mesh_dim_names=names)
+
+
 def _shard(module: Any, ranks: PlanRanks, mesh: Any) -> None:
-    torch = torch_module()
-    torch.distributed.fsdp.fully_shard(
-        module, mesh=mesh[REPLICATE, SHARD], reshard_after_forward=ranks.stage != "zero2"
-    )
+    again = (VARIABLE, BETWEEN) in SPLIT[ranks.stage]
+    scalars = {p for p in module.parameters() if not p.ndim}  # no axis to split; `ModuleStep` reduces them
+    more = {"ignored_params": scalars} if scalars else {}
+    torch_module().distributed.fsdp.fully_shard(module, mesh=mesh[DATA], reshard_after_forward=again, **more)
 
 
 def _products() -> Mapping[str, tuple[Any, ...]]:

@@ -9,16 +9,27 @@ from typing import Any
 import numpy as np
 
 from layoutopt.importers.arrays.contract import ConvNumbers, Operand, RaggedNumbers
-from layoutopt.importers.torch.elementwise import Type, rule
+from layoutopt.importers.torch.elementwise import Type, formulas, rule
 from layoutopt.importers.torch.emitter import Equations
 from layoutopt.importers.torch.masks import HiddenKeys
 from layoutopt.importers.torch.reductions import variance
 
-
-@rule("linear")
-def _linear(m: Equations, v: Type, x: Operand, w: Operand, bias: Operand | None = None) -> Operand:
-    x, w = m.cast(x, v.dtype), m.cast(w, v.dtype)
-    return m.added(m.product(x, w, ([len(x.shape) - 1], [1])), bias)
+formulas(
+    {
+        "linear": lambda m, v, x, w, bias=None: m.added(
+            m.product(m.cast(x, v.dtype), m.cast(w, v.dtype), ([len(x.shape) - 1], [1])), bias
+        ),
+        "outer": lambda m, v, x, y: m.binary(
+            "mul", m.broadcast(x, (*x.shape, 1), [0]), m.broadcast(y, (1, *y.shape), [1]), v.dtype
+        ),
+        "layer_norm": lambda m, v, x, shape, weight=None, bias=None, epsilon=1e-5, *more: _affine(
+            m, normalized(m, x, own := [*range(len(x.shape))][-len(shape) :], epsilon), weight, bias, own
+        ),
+        "group_norm": lambda m, v, x, groups, weight=None, bias=None, epsilon=1e-5, *more: _affine(
+            m, m.reshape(_in_groups(m, x, groups, epsilon), x.shape), weight, bias, [1]
+        ),
+    }
+)
 
 
 @rule("addmm", "baddbmm")
@@ -44,12 +55,6 @@ def _matmul(m: Equations, v: Type, x: Operand, y: Operand) -> Operand:
     x, y = m.expand(x, (*lead, *x.shape[-2:])), m.expand(y, (*lead, *y.shape[-2:]))
     k = len(lead)
     return m.product(x, y, ([k + 1], [k]), (range(k), range(k)))
-
-
-@rule("outer")
-def _outer(m: Equations, v: Type, x: Operand, y: Operand) -> Operand:
-    first = m.broadcast(x, (*x.shape, 1), [0])
-    return m.binary("mul", first, m.broadcast(y, (1, *y.shape), [1]), v.dtype)
 
 
 @rule("einsum")
@@ -153,21 +158,14 @@ def _grouped(m: Equations, mask: Operand, heads: int, group: int) -> Operand:
 # -- normalisations ------------------------------------------------------------------------------------------
 
 
-@rule("layer_norm")
-def _layer_norm(
-    m: Equations,
-    v: Type,
-    x: Operand,
-    shape: Sequence[int],
-    weight: Operand | None = None,
-    bias: Operand | None = None,
-    epsilon: float = 1e-5,
-    *more: Any,
-) -> Operand:
-    axes = list(range(len(x.shape) - len(shape), len(x.shape)))
-    y = normalized(m, x, axes, epsilon)
+def _affine(m: Equations, y: Operand, weight: Any, bias: Any, axes: Sequence[int]) -> Operand:
     y = y if weight is None else m.along("mul", y, weight, axes)
     return y if bias is None else m.along("add", y, bias, axes)
+
+
+def _in_groups(m: Equations, x: Operand, groups: int, epsilon: float) -> Operand:
+    z = m.reshape(x, (x.shape[0], groups, x.shape[1] // groups, *x.shape[2:]))
+    return normalized(m, z, range(2, len(z.shape)), epsilon)
 
 
 def normalized(m: Equations, x: Operand, axes: Sequence[int], epsilon: float) -> Operand:
@@ -185,12 +183,7 @@ def _scaled(m: Equations, x: Operand, mean: Operand, var: Operand, epsilon: floa
 
 @rule("rms_norm", "_fused_rms_norm")
 def _rms_norm(
-    m: Equations,
-    v: Type,
-    x: Operand,
-    shape: Sequence[int],
-    weight: Operand | None = None,
-    epsilon: Any = None,
+    m: Equations, v: Type, x: Operand, shape: Sequence[int], weight: Any = None, epsilon: Any = None
 ) -> Operand:
     if len(shape) != 1:
         raise NotImplementedError("it normalises several axes")
@@ -199,30 +192,8 @@ def _rms_norm(
     return y if weight is None else m.along("mul", y, weight, [-1])
 
 
-@rule("group_norm")
-def _group_norm(
-    m: Equations,
-    v: Type,
-    x: Operand,
-    groups: int,
-    weight: Operand | None = None,
-    bias: Operand | None = None,
-    epsilon: float = 1e-5,
-    *more: Any,
-) -> Operand:
-    z = m.reshape(x, (x.shape[0], groups, x.shape[1] // groups, *x.shape[2:]))
-    y = m.reshape(normalized(m, z, range(2, len(z.shape)), epsilon), x.shape)
-    y = y if weight is None else m.along("mul", y, weight, [1])
-    return y if bias is None else m.along("add", y, bias, [1])
-
-
 def batch_norm(
-    m: Equations,
-    x: Operand,
-    given: Sequence[Operand | None],
-    train: bool,
-    momentum: float,
-    epsilon: float,
+    m: Equations, x: Operand, given: Sequence[Operand | None], train: bool, momentum: float, epsilon: float
 ) -> tuple[Operand, Operand | None, Operand | None]:
     """BatchNorm of (x, weight, bias, running mean, running variance): the result, and the new statistics."""
     weight, bias, old_mean, old_var = given
@@ -232,15 +203,14 @@ def batch_norm(
     if train or old_mean is None or old_var is None:
         mean = m.mean(x, axes, True)
         var = variance(m, x, axes, mean)
+        m.whole += [mean, var]
         if old_mean is not None and old_var is not None:
             count = math.prod(x.shape) / x.shape[1]
             unbiased = m.binary("mul", var, count / (count - 1), x.dtype)
             new = _mixed(m, old_mean, mean, momentum), _mixed(m, old_var, unbiased, momentum)
     else:
         mean, var = (m.broadcast(t, lead, [1]) for t in (old_mean, old_var))
-    y = _scaled(m, x, mean, var, epsilon)
-    y = y if weight is None else m.along("mul", y, weight, [1])
-    return y if bias is None else m.along("add", y, bias, [1]), *new
+    return _affine(m, _scaled(m, x, mean, var, epsilon), weight, bias, [1]), *new
 
 
 def _mixed(m: Equations, old: Operand, now: Operand, momentum: float) -> Operand:
@@ -373,27 +343,14 @@ GROUPED = ("_grouped_mm", "grouped_mm_fallback")
 
 @rule(*GROUPED)
 def _grouped_mm(
-    m: Equations,
-    v: Type,
-    x: Operand,
-    w: Operand,
-    offs: Operand | None = None,
-    bias: Operand | None = None,
-    out_dtype: Any = None,
+    m: Equations, v: Type, x: Operand, w: Operand, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> Operand:
     """Rows times the matrix of their group; `offs`: where each group ends."""
-    ends = offs
-    if len(x.shape) != 2 or len(w.shape) != 3 or ends is None or bias is not None:
+    if len(x.shape) != 2 or len(w.shape) != 3 or offs is None or bias is not None:
         raise NotImplementedError("its first operand is not rows in consecutive groups")
-    n = ends.shape[0]
-    before = m.emit(
-        "pad",
-        [m.slice(ends, 0, 0, n - 1), m.constant(0, ends.dtype)],
-        (n,),
-        ends.dtype,
-        padding_config=((1, 0, 0),),
-    )
-    counts = m.binary("sub", ends, before, ends.dtype)
+    n, dtype = offs.shape[0], offs.dtype
+    ends = [m.slice(offs, 0, 0, n - 1), m.constant(0, dtype)]
+    counts = m.binary("sub", offs, m.emit("pad", ends, (n,), dtype, padding_config=((1, 0, 0),)), dtype)
     numbers = RaggedNumbers((((1,), (1,)), ((), ())), (0,), (0,))
     ins = [m.cast(x, v.dtype), m.cast(w, v.dtype), counts]
     return m.emit("ragged_dot_general", ins, v.shape, v.dtype, ragged_dot_dimension_numbers=numbers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +13,10 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import STAGES, read_stage
 
+PIPE, REPLICATE, SHARD, EXPERTS, TENSOR = "pipe", "replicate", "shard", "experts", "tensor"
+"""The axes of the mesh by use."""
+DATA = (REPLICATE, SHARD)
+
 
 @dataclass(frozen=True)
 class PlanRanks:
@@ -20,18 +24,31 @@ class PlanRanks:
 
     Attributes:
       parameters: path -> the axes of the parameter as dimensions.
+      layers: the dimensions of layers; `choices`: of experts.
     """
 
     mesh: Mesh
     layout: Layout
     options: Options
     parameters: Mapping[str, ArrayAxes]
+    layers: Collection[str] = ()
+    choices: Collection[str] = ()
+
+    @cached_property
+    def pipe(self) -> Axes:
+        """The axes of the stages of a pipeline."""
+        return tuple(a for name in self.layers for a in self.layout.axes(name))
 
     @cached_property
     def tensor(self) -> Axes:
         """The axes that split weights, in the order in which they split the first one."""
         found = (a for p in self.parameters.values() for axes in self.read(p) for a in axes)
-        return tuple(dict.fromkeys(found))
+        return tuple(a for a in dict.fromkeys(found) if a not in self.experts)
+
+    @cached_property
+    def experts(self) -> Axes:
+        """The data axes that experts lie over."""
+        return tuple(dict.fromkeys(a for name in self.choices for a in self.layout.axes(name)))
 
     @cached_property
     def stage(self) -> str:
@@ -42,7 +59,7 @@ class PlanRanks:
     @cached_property
     def data(self) -> Axes:
         """The axes of ranks with the same part of the weights."""
-        return tuple(a for a, size in self.mesh.axes if size > 1 and a not in self.tensor)
+        return tuple(a for a, size in self.mesh.axes if size > 1 and a not in (*self.tensor, *self.pipe))
 
     @cached_property
     def shard(self) -> Axes:
@@ -50,7 +67,8 @@ class PlanRanks:
         if self.stage == STAGES[0]:
             return ()
         over = {a for s in self.options.storage.values() for a in read_stage(s).over or self.data}
-        return tuple(a for a in self.data if a in over)
+        found = tuple(a for a in self.data if a in over)
+        return (*(a for a in found if a not in self.experts), *self.experts)
 
     @cached_property
     def replicate(self) -> Axes:
@@ -67,8 +85,10 @@ class PlanRanks:
 
     def stored(self, array: ArrayAxes) -> tuple[Axes, ...]:
         """The same between steps: `fully_shard` splits the first axis further."""
+        if not array.shape:
+            return ()
         first, *rest = self.read(array)
-        return ((*first, *self.shard), *rest)
+        return ((*first, *(a for a in self.shard if a not in first)), *rest)
 
     def elements(self, array: ArrayAxes) -> int:
         """The most elements that a rank holds."""

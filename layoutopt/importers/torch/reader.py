@@ -10,17 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from layoutopt.importers.arrays.contract import (
-    CapturedArray,
-    Equation,
-    EquationBlock,
-    Operand,
-    Var,
-    has_fractions,
-)
-from layoutopt.importers.torch import indexing, losses, products, reductions, shapes
+from layoutopt.importers.arrays.contract import CapturedArray, EquationBlock, Operand, Var, has_fractions
+from layoutopt.importers.arrays.mixtures import live, sorts_left, without_sorts
+from layoutopt.importers.torch import complexes, indexing, losses, products, reductions, shapes
 from layoutopt.importers.torch.agreement import check_read, check_type
-from layoutopt.importers.torch.autocast import Autocast, flat
+from layoutopt.importers.torch.autocast import Autocast
 from layoutopt.importers.torch.capture import MODULE, RECOMPUTED
 from layoutopt.importers.torch.elementwise import TABLE, Type
 from layoutopt.importers.torch.emitter import Equations
@@ -32,10 +26,6 @@ __all__ = ["ReadProgram", "read"]
 
 _TABLES = (indexing, losses, products, reductions, shapes)
 """They register their rules in `TABLE` when they are imported."""
-_GROUPED = (
-    "the experts multiply tokens that are sorted by expert, and a sort is over the whole batch: every device "
-    "computes all of it, whatever the layout; the search of a config.json splits mixtures of experts"
-)
 _CHECKS = re.compile(r"_assert|sym_constrain|_check")
 
 
@@ -48,6 +38,7 @@ class ReadProgram:
         "CONSTANT_TENSOR" or "USER_INPUT", and the name in the module or the batch.
       new_state: variable -> which result is its new value.
       key: the random key, if anything is drawn.
+      whole: as `Equations` has it.
     """
 
     block: EquationBlock
@@ -55,6 +46,7 @@ class ReadProgram:
     new_state: dict[Var, int]
     key: Var | None
     notes: list[str] = field(default_factory=list)
+    whole: list[Operand] = field(default_factory=list)
 
 
 def read(
@@ -85,6 +77,7 @@ class _Reader:
         self.values: dict[Any, Any] = {}
         self.shadows: dict[Any, Shadow] = {}
         self.same: dict[Any, Any] = {}
+        self.inner: dict[Any, Any] = {}
         self.views: dict[Any, tuple[Any, str, Any]] = {}
         self.arguments: list[tuple[str, str, Var]] = []
         self.first: dict[Any, Var] = {}
@@ -106,8 +99,9 @@ class _Reader:
                 new_state[v] = len(results)
                 results.append(self.values[n])
         ins = [v for _, _, v in self.arguments] + ([self.m.key] if self.m.key else [])
-        block = EquationBlock(ins, _live(self.m.equations, results), results)
-        return ReadProgram(block, self.arguments, new_state, self.m.key, list(self.notes))
+        block = without_sorts(EquationBlock(ins, live(self.m.equations, results), results))
+        self.notes |= dict.fromkeys(sorts_left(block))
+        return ReadProgram(block, self.arguments, new_state, self.m.key, list(self.notes), self.m.whole)
 
     # -- arguments -----------------------------------------------------------------------------------------
 
@@ -121,8 +115,19 @@ class _Reader:
         if name in self.named:
             self.values[n] = self.named[name]
             return
-        shape, dtype = tuple(map(int, value.shape)), dtype_of(value.dtype)
         array = self.buffers.get(name)
+        if value.is_complex():
+            real = complexes.REAL[str(value.dtype).removeprefix("torch.")]
+            halves: list[Any] = [Var(tuple(map(int, value.shape)), real) for _ in range(2)]
+            if array is not None:
+                halves = [self.m.constant(x, real) for x in (array.real, array.imag)]
+            else:
+                self.arguments += [
+                    (kind, f"{name}.{h}", v) for h, v in zip(("re", "im"), halves, strict=True)
+                ]
+            self.values[n] = complexes.Complex(*halves)
+            return
+        shape, dtype = tuple(map(int, value.shape)), dtype_of(value.dtype)
         if kind == "CONSTANT_TENSOR":
             array = np.zeros(shape) if 0 in shape else array_of(self.program.constants.get(name))
         written = any(_is_batch_norm(x) or (_writes(_name(x)) and x.args[0] is n) for x in n.users)
@@ -160,6 +165,9 @@ class _Reader:
         if n.target is operator.getitem:
             found = self._value(n.args[0])
             self.values[n] = None if found is None else found[n.args[1]]
+            if n.args[0] in self.inner:
+                shadow = self.shadows.get(self._root(self.inner[n.args[0]][n.args[1]]))
+                self.shadows |= {} if shadow is None else {n: shadow}
             return
         target = str(n.target)
         if _CHECKS.search(target):
@@ -169,7 +177,7 @@ class _Reader:
         args = self.torch.fx.node.map_arg(n.args, self._value)
         more = self.torch.fx.node.map_arg(n.kwargs, self._value)
         if target in ("wrap_with_autocast", "wrap_with_set_grad_enabled"):
-            self.values[n] = self._inlined(target, args)
+            self.values[n] = self._inlined(n, target, args)
             return
         name = _name(n)
         if _is_batch_norm(n):
@@ -181,8 +189,6 @@ class _Reader:
         if mask is not None:
             args = (*args[:3], mask, *args[4:])
         found = self._made(n, name.rstrip("_") if written else name, result, args, more)
-        if name in products.GROUPED:
-            self.notes[_GROUPED] = None
         if written:
             own = n.args[0]
             self._assign(own, found)
@@ -212,8 +218,10 @@ class _Reader:
         """The result of an operation; of one without a rule, a value that the import refuses."""
         rule: Callable[..., Any] | None = TABLE.get(name)
         before = len(self.m.equations)
-        args, v = self.autocast.typed(self.m, name, args, v)
         try:
+            args, v = self.autocast.typed(self.m, n, self._value, args, v)
+            if complexes.is_about(name, args):
+                return complexes.made(self.m, name, v, args)
             if rule is None:
                 return self._unknown(name, v, args, "")
             check_read(rule, n, args, more)
@@ -228,27 +236,30 @@ class _Reader:
         return found
 
     def _unknown(self, name: str, v: Any, args: Sequence[Any], why: str) -> Any:
-        ins = [x for x in flat(args) if isinstance(x, Var | CapturedArray)]
+        ins = [x for x in self.torch.utils._pytree.tree_leaves(args) if isinstance(x, Var | CapturedArray)]
         types = [t for t in (v if isinstance(v, list) else [v]) if t is not None]
         outs = [Var(t.shape, t.dtype) for t in types]
         self.m.several(f"torch.{name}", ins, outs, why=why)
         return outs if isinstance(v, list) else outs[0] if outs else None
 
-    def _inlined(self, target: str, args: Sequence[Any]) -> Any:
+    def _inlined(self, n: Any, target: str, args: Sequence[Any]) -> Any:
         """The results of a part of the graph that a context is around."""
         if target == "wrap_with_autocast":
-            dtype, enabled, body, given = args[1], args[2], args[4], args[5:]
+            dtype, enabled, body, given = args[1], args[2], args[4], n.args[5:]
             old = self.autocast.dtype
             self.autocast.enter(dtype_of(dtype) if enabled and dtype else "")
         else:
-            enabled, body, given, old = args[0], args[1], args[2:], self.autocast.dtype
+            enabled, body, given, old = args[0], args[1], n.args[2:], self.autocast.dtype
         inner = body.graph
-        for n, x in zip((n for n in inner.nodes if n.op == "placeholder"), given, strict=True):
-            self.values[n] = x
+        self.same.update(zip((x for x in inner.nodes if x.op == "placeholder"), given, strict=True))
+        self.inner[n] = inner.output_node().args[0]
         found = self._run(body, inner)
         self.autocast.enter(old)
         if target == "wrap_with_set_grad_enabled" and not enabled:
-            return [self.m.unary("stop_gradient", x) if _has_slope(x) else x for x in found]
+            return [
+                self.m.unary("stop_gradient", x) if isinstance(x, Var) and has_fractions(x) else x
+                for x in found
+            ]
         return found
 
     # -- writes in place -----------------------------------------------------------------------------------
@@ -331,21 +342,9 @@ def scope_of(path: str) -> str:
     return re.sub(r"[^\w./\-]+", "", path.removeprefix(MODULE).lstrip(".").replace(".", "/"))
 
 
-def _has_slope(x: Any) -> bool:
-    return isinstance(x, Var) and has_fractions(x)
-
-
 def _type_of(value: Any, torch: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return Type(tuple(map(int, value.shape)), dtype_of(value.dtype))
+        kind = str(value.dtype).removeprefix("torch.")
+        dtype = complexes.REAL.get(kind) or dtype_of(value.dtype)
+        return Type(tuple(map(int, value.shape)), dtype)
     return [_type_of(x, torch) for x in value] if isinstance(value, list | tuple) else None
-
-
-def _live(equations: Sequence[Equation], outs: Sequence[Operand]) -> list[Equation]:
-    """The equations that results need."""
-    needed, kept = {id(x) for x in outs}, []
-    for e in reversed(equations):
-        if any(id(y) in needed for y in e.outs):
-            kept.append(e)
-            needed.update(map(id, e.ins))
-    return kept[::-1]

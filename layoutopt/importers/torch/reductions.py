@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from layoutopt.importers.arrays.contract import CapturedArray, Operand, Var
-from layoutopt.importers.torch.elementwise import TABLE, AtenRule, Type, dims_of, rule
+from layoutopt.importers.torch.elementwise import TABLE, AtenRule, Type, dims_of, formulas, rule
 from layoutopt.importers.torch.emitter import Equations
 
 
@@ -20,35 +20,26 @@ def _reduction(prim: str) -> AtenRule:
     return write
 
 
-TABLE |= {
-    "sum": _reduction("reduce_sum"),
-    "amax": _reduction("reduce_max"),
-    "amin": _reduction("reduce_min"),
-    "any": _reduction("reduce_or"),
-    "all": _reduction("reduce_and"),
-}
+_REDUCTIONS = {"sum": "sum", "amax": "max", "amin": "min", "any": "or", "all": "and"}
+TABLE |= {name: _reduction(f"reduce_{own}") for name, own in _REDUCTIONS.items()}
 
 
-def _max_or_min(prim: str, reduction: str, arg: str) -> AtenRule:
+def _max_or_min(prim: str) -> AtenRule:
     def write(m: Equations, v: Any, x: Operand, other: Any = None, keepdim: bool = False) -> Any:
         if isinstance(other, Var | CapturedArray):
             return m.binary(prim, x, other, v.dtype)
         axes = dims_of(other, len(x.shape))
-        found = m.reduced(reduction, x, axes, keepdim)
+        found = m.reduced(f"reduce_{prim}", x, axes, keepdim)
         if not isinstance(v, list):
             return found
-        places = m.emit(
-            arg, [x], [n for a, n in enumerate(x.shape) if a not in axes], "int32", axes=tuple(axes)
-        )
+        left = [n for a, n in enumerate(x.shape) if a not in axes]
+        places = m.emit(f"arg{prim}", [x], left, "int32", axes=tuple(axes))
         return [found, m.reshape(places, v[1].shape)]
 
     return write
 
 
-TABLE |= {
-    "max": _max_or_min("max", "reduce_max", "argmax"),
-    "min": _max_or_min("min", "reduce_min", "argmin"),
-}
+TABLE |= {name: _max_or_min(name) for name in ("max", "min")}
 
 
 def _place(prim: str) -> AtenRule:
@@ -65,9 +56,19 @@ def _place(prim: str) -> AtenRule:
 TABLE |= {name: _place(name) for name in ("argmax", "argmin")}
 
 
-@rule("mean")
-def _mean(m: Equations, v: Type, x: Operand, dim: Any = None, keepdim: bool = False, **more: Any) -> Operand:
-    return m.mean(m.cast(x, v.dtype), dims_of(dim, len(x.shape)), keepdim)
+formulas(
+    {
+        "mean": lambda m, v, x, dim=None, keepdim=False, **more: m.mean(
+            m.cast(x, v.dtype), dims_of(dim, len(x.shape)), keepdim
+        ),
+        "softmax _softmax special_softmax": lambda m, v, x, dim, *more, **how: m.softmax(
+            m.cast(x, v.dtype), dim
+        ),
+        "log_softmax _log_softmax": lambda m, v, x, dim, *more, **how: m.softmax(
+            m.cast(x, v.dtype), dim, log=True
+        ),
+    }
+)
 
 
 def variance(m: Equations, x: Operand, axes: Sequence[int], mean: Operand, correction: float = 0) -> Operand:
@@ -106,30 +107,12 @@ TABLE |= {"var": _spread(False), "var_mean": _spread(False), "std": _spread(True
 
 @rule("norm", "linalg_vector_norm")
 def _norm(
-    m: Equations,
-    v: Type,
-    x: Operand,
-    order: Any = 2,
-    dim: Any = None,
-    keepdim: bool = False,
-    **more: Any,
+    m: Equations, v: Type, x: Operand, order: Any = 2, dim: Any = None, keepdim: bool = False, **more: Any
 ) -> Operand:
     if order not in (2, None):
         raise NotImplementedError("it is not the norm of order 2")
-    total = m.reduced(
-        "reduce_sum", m.unary("integer_pow", m.cast(x, v.dtype), y=2), dims_of(dim, len(x.shape)), keepdim
-    )
-    return m.unary("sqrt", total)
-
-
-@rule("softmax", "_softmax", "special_softmax")
-def _softmax(m: Equations, v: Type, x: Operand, dim: int, *more: Any, **how: Any) -> Operand:
-    return m.softmax(m.cast(x, v.dtype), dim)
-
-
-@rule("log_softmax", "_log_softmax")
-def _log_softmax(m: Equations, v: Type, x: Operand, dim: int, *more: Any, **how: Any) -> Operand:
-    return m.softmax(m.cast(x, v.dtype), dim, log=True)
+    squares = m.unary("integer_pow", m.cast(x, v.dtype), y=2)
+    return m.unary("sqrt", m.reduced("reduce_sum", squares, dims_of(dim, len(x.shape)), keepdim))
 
 
 @rule("logsumexp")

@@ -9,23 +9,45 @@ from typing import Any
 import numpy as np
 
 from layoutopt.importers.arrays.contract import CapturedArray, Operand, Var
-from layoutopt.importers.torch.elementwise import Type, rule
+from layoutopt.importers.torch.elementwise import Type, formulas, rule
 from layoutopt.importers.torch.emitter import Equations
 
-
-@rule("view", "reshape", "flatten", "unflatten", "squeeze", "_unsafe_view", "view_as", "reshape_as")
-def _view(m: Equations, v: Type, x: Operand, *to: Any) -> Operand:
-    return m.reshape(x, v.shape)
-
-
-@rule("unsqueeze")
-def _unsqueeze(m: Equations, v: Type, x: Operand, dim: int) -> Operand:
-    return m.broadcast(x, v.shape, [a for a in range(len(v.shape)) if a != dim % len(v.shape)])
-
-
-@rule("expand", "expand_as", "broadcast_to")
-def _expand(m: Equations, v: Type, x: Operand, *to: Any, **more: Any) -> Operand:
-    return m.expand(x, v.shape)
+formulas(
+    {
+        "view reshape flatten unflatten squeeze _unsafe_view view_as reshape_as": lambda m, v, x, *to: (
+            m.reshape(x, v.shape)
+        ),
+        "unsqueeze": lambda m, v, x, dim: m.broadcast(
+            x, v.shape, [a for a in range(len(v.shape)) if a != dim % len(v.shape)]
+        ),
+        "narrow": lambda m, v, x, dim, start, length: m.slice(
+            x, dim % len(x.shape), start % max(x.shape[dim], 1), length
+        ),
+        "zeros new_zeros zeros_like empty new_empty empty_like empty_permuted": lambda m, v, *given, **more: (
+            m.full(0, v.shape, v.dtype)
+        ),
+        "rand rand_like": lambda m, v, *given, **more: m.drawn("random_uniform", v.shape, v.dtype),
+        "randn randn_like": lambda m, v, *given, **more: m.cast(m.drawn("random_normal", v.shape), v.dtype),
+        "expand expand_as broadcast_to": lambda m, v, x, *to, **more: m.expand(x, v.shape),
+        "permute": lambda m, v, x, order: m.transpose(x, order),
+        "unbind": lambda m, v, x, dim=0: [_select(m, t, x, dim, i) for i, t in enumerate(v)],
+        "flip": lambda m, v, x, dims: m.unary("rev", x, dimensions=tuple(d % len(x.shape) for d in dims)),
+        "linspace": lambda m, v, a, b, count, **more: m.constant(np.linspace(a, b, count), v.dtype),
+        "ones new_ones ones_like": lambda m, v, *given, **more: m.full(1, v.shape, v.dtype),
+        "copy": lambda m, v, x, y, *more: m.expand(m.cast(y, v.dtype), v.shape),
+        "zero": lambda m, v, x: m.full(0, v.shape, v.dtype),
+        "tril": lambda m, v, x, diagonal=0: triangle(m, v, x, "ge", diagonal),
+        "triu": lambda m, v, x, diagonal=0: triangle(m, v, x, "le", diagonal),
+        "numel": lambda m, v, x: math.prod(x.shape),
+        "cat concat concatenate": lambda m, v, xs, dim=0: m.concatenate(
+            [m.cast(x, v.dtype) for x in xs], dim % len(v.shape)
+        ),
+        "t numpy_T mT": lambda m, v, x: _transpose(m, v, x, -1, -2) if len(x.shape) > 1 else x,
+        "fill": lambda m, v, x, value: m.full(
+            m.reshape(value, ()) if isinstance(value, Var | CapturedArray) else value, v.shape, v.dtype
+        ),
+    }
+)
 
 
 @rule("broadcast_tensors", "meshgrid")
@@ -46,17 +68,6 @@ def _transpose(m: Equations, v: Type, x: Operand, a: int, b: int) -> Operand:
     return m.transpose(x, order)
 
 
-@rule("permute")
-def _permute(m: Equations, v: Type, x: Operand, order: Sequence[int]) -> Operand:
-    return m.transpose(x, order)
-
-
-@rule("t", "numpy_T", "mT")
-def _t(m: Equations, v: Type, x: Operand) -> Operand:
-    rank = len(x.shape)
-    return m.transpose(x, [*range(rank - 2), rank - 1, rank - 2]) if rank > 1 else x
-
-
 @rule("movedim", "moveaxis")
 def _movedim(m: Equations, v: Type, x: Operand, source: Any, target: Any) -> Operand:
     rank = len(x.shape)
@@ -73,16 +84,9 @@ def _slice(
     dim %= len(x.shape)
     start = 0 if start is None else start
     begin = min(max(start + x.shape[dim], 0) if start < 0 else start, x.shape[dim])
-    return (
-        m.slice(x, dim, begin, v.shape[dim], step)
-        if 0 not in v.shape
-        else m.constant(np.zeros(v.shape), v.dtype)
-    )
-
-
-@rule("narrow")
-def _narrow(m: Equations, v: Type, x: Operand, dim: int, start: int, length: int) -> Operand:
-    return m.slice(x, dim % len(x.shape), start % max(x.shape[dim], 1), length)
+    if 0 in v.shape:
+        return m.constant(np.zeros(v.shape), v.dtype)
+    return m.slice(x, dim, begin, v.shape[dim], step)
 
 
 @rule("select")
@@ -92,11 +96,6 @@ def _select(m: Equations, v: Type, x: Operand, dim: int, index: int) -> Operand:
     return m.emit("squeeze", [one], v.shape, x.dtype, dimensions=(dim,))
 
 
-@rule("unbind")
-def _unbind(m: Equations, v: Sequence[Type], x: Operand, dim: int = 0) -> list[Operand]:
-    return [_select(m, t, x, dim, i) for i, t in enumerate(v)]
-
-
 @rule("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk")
 def _split(m: Equations, v: Sequence[Type], x: Operand, sizes: Any, dim: int = 0) -> list[Operand]:
     dim, at, found = dim % len(x.shape), 0, []
@@ -104,12 +103,6 @@ def _split(m: Equations, v: Sequence[Type], x: Operand, sizes: Any, dim: int = 0
         found.append(m.slice(x, dim, at, t.shape[dim]))
         at += t.shape[dim]
     return found
-
-
-@rule("cat", "concat", "concatenate")
-def _cat(m: Equations, v: Type, xs: Sequence[Operand], dim: int = 0) -> Operand:
-    kept = [m.cast(x, v.dtype) for x in xs if 0 not in x.shape]
-    return m.concatenate(kept, dim % len(v.shape)) if kept else xs[0]
 
 
 @rule("stack")
@@ -164,11 +157,6 @@ def _roll(m: Equations, v: Type, x: Operand, shifts: Any, dims: Any = ()) -> Ope
     return x
 
 
-@rule("flip")
-def _flip(m: Equations, v: Type, x: Operand, dims: Sequence[int]) -> Operand:
-    return m.unary("rev", x, dimensions=tuple(d % len(x.shape) for d in dims))
-
-
 # -- arrays of nothing ---------------------------------------------------------------------------------------
 
 
@@ -181,46 +169,10 @@ def _arange(m: Equations, v: Type, *given: Any, **more: Any) -> Operand:
     return m.constant(begin + step * np.arange(v.shape[0]), v.dtype)
 
 
-@rule("linspace")
-def _linspace(m: Equations, v: Type, first: float, last: float, count: int, **more: Any) -> Operand:
-    return m.constant(np.linspace(first, last, count), v.dtype)
-
-
-@rule("ones", "new_ones", "ones_like")
-def _ones(m: Equations, v: Type, *given: Any, **more: Any) -> Operand:
-    return m.full(1, v.shape, v.dtype)
-
-
-@rule("zeros", "new_zeros", "zeros_like", "empty", "new_empty", "empty_like", "empty_permuted")
-def _zeros(m: Equations, v: Type, *given: Any, **more: Any) -> Operand:
-    return m.full(0, v.shape, v.dtype)
-
-
 @rule("full", "new_full", "full_like", "scalar_tensor")
 def _full(m: Equations, v: Type, *given: Any, **more: Any) -> Operand:
     value = next(x for x in given[::-1] if isinstance(x, int | float | bool | Var | CapturedArray))
     return m.full(value, v.shape, v.dtype)
-
-
-@rule("fill")
-def _fill(m: Equations, v: Type, x: Operand, value: Any) -> Operand:
-    known = isinstance(value, Var | CapturedArray)
-    return m.full(m.reshape(value, ()) if known else value, v.shape, v.dtype)
-
-
-@rule("copy")
-def _copy(m: Equations, v: Type, x: Operand, y: Operand, *more: Any) -> Operand:
-    return m.expand(m.cast(y, v.dtype), v.shape)
-
-
-@rule("zero")
-def _zero(m: Equations, v: Type, x: Operand) -> Operand:
-    return m.full(0, v.shape, v.dtype)
-
-
-@rule("tril")
-def _tril(m: Equations, v: Type, x: Operand, diagonal: int = 0) -> Operand:
-    return triangle(m, v, x, "ge", diagonal)
 
 
 def triangle(m: Equations, v: Type, x: Operand, prim: str, diagonal: int) -> Operand:
@@ -231,16 +183,10 @@ def triangle(m: Equations, v: Type, x: Operand, prim: str, diagonal: int) -> Ope
     return m.select(m.ranked(inside, len(v.shape)), x, 0, v.dtype)
 
 
-@rule("triu")
-def _triu(m: Equations, v: Type, x: Operand, diagonal: int = 0) -> Operand:
-    return triangle(m, v, x, "le", diagonal)
-
-
-@rule("rand", "randn", "rand_like", "randn_like")
-def _drawn(m: Equations, v: Type, *given: Any, **more: Any) -> Operand:
-    raise NotImplementedError("it draws random numbers, which only dropout may")
-
-
-@rule("numel")
-def _numel(m: Equations, v: Any, x: Operand) -> int:
-    return math.prod(x.shape)
+@rule("randint", "randint_like")
+def _randint(m: Equations, v: Type, *given: Any, **more: Any) -> Operand:
+    low, high = ([0] + [x for x in given if isinstance(x, int)])[-2:]
+    if high - low > 2**24:
+        raise NotImplementedError(f"it draws from {high - low} numbers, more than 2**24")
+    places = m.binary("mul", m.drawn("random_uniform", v.shape), high - low, "float32")
+    return m.binary("add", m.cast(m.unary("floor", places), v.dtype), low, v.dtype)

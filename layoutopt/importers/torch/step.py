@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layoutopt.importers.torch.internals import taken, torch_module
+from layoutopt.importers.torch.internals import batch_path, torch_module
+from layoutopt.importers.torch.losses_of_parts import Loss, WeightedLoss
+from layoutopt.importers.torch.pipeline import Pipeline
+from layoutopt.importers.torch.ranks import DATA, EXPERTS, PIPE, TENSOR
 from mesh_tf_core.errors import UserError
-
-Loss = Callable[[Any, Mapping[str, Any]], Any]
+from mesh_tf_core.lower.storage import BACKWARD, BETWEEN, GRADIENT, SPLIT, STAGES, VARIABLE
 
 
 class ModuleStep:
     """step(batch) -> the loss of the whole batch.
 
     Args:
+      module: as `TorchPlan.parallelize` returns it.
       mesh: of the ranks by use (`parallelize.by_use`).
       parts: microbatches.
+      axes: path of an array of the batch -> the axis that the batch is; None: it has none.
       loss: loss(outputs, batch); by default `outputs.loss`, or the output.
       clip_norm: the largest norm of all gradients together; None: they are not clipped.
+      stage: of storage.
 
     The batch is this rank's part of it (`rows`). A mean over tokens is that over the tokens of all ranks and
     microbatches, also where padding leaves some more of them than others.
@@ -30,68 +35,99 @@ class ModuleStep:
         optimizer: Any,
         mesh: Any,
         parts: int,
+        axes: Mapping[str, int | None],
         loss: Loss | None = None,
         clip_norm: float | None = None,
+        stage: str = STAGES[0],
     ) -> None:
+        self.stage = stage
         self.module, self.optimizer, self.mesh, self.parts = module, optimizer, mesh, parts
-        self.loss, self.clip_norm = loss or _own_loss, clip_norm
-        self._data = mesh["replicate", "shard"]
+        self.clip_norm, self._axes = clip_norm, axes
+        self._data = mesh[DATA]
         self._ways = self._data.size()
-        flat = self._data._flatten("data") if self._ways > 1 else None
-        self._group = None if flat is None else flat.get_group()
-        self._rank = 0 if flat is None else flat.get_local_rank()
+        self._loss = WeightedLoss(loss, parts, self._ways)
+        self._rank = self._data._flatten("data").get_local_rank() if self._ways > 1 else 0
+        counted = mesh[PIPE, *DATA]
+        self._group = counted._flatten("counted").get_group() if counted.size() > 1 else None
 
-    def __call__(self, batch: Mapping[str, Any]) -> Any:
+    def __call__(self, batch: Any) -> Any:
         torch = torch_module()
-        losses, counts = [], []
-        for i in range(self.parts):
-            part = self._part(batch, self.parts, i, "microbatches")
-            if hasattr(self.module, "set_requires_gradient_sync"):
-                self.module.set_requires_gradient_sync(i == self.parts - 1)
-            counted = CountedMean()
-            with counted:
-                loss = self.loss(self.module(**taken(self.module, part)), part)
-            weight = torch.as_tensor(counted.weight(self.parts), device=loss.device)
-            (loss * weight).backward()
-            losses.append(torch.where(weight > 0, loss.detach() * weight, 0.0))
-            counts.append(weight)
-        sums = torch.stack([torch.stack(losses).sum(), torch.stack(counts).sum()])
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        parts = [self._part(batch, self.parts, i, "microbatches") for i in range(self.parts)]
+        with loss_parallel():
+            found = (
+                self.module.run(self._loss, parts, self._ready)
+                if isinstance(self.module, Pipeline)
+                else self._run(parts)
+            )
+        # Only the last stage of a pipeline has a loss.
+        sums = torch.zeros(3, dtype=torch.float64, device=self.mesh.device_type)
+        for value, weight, summed in found:
+            value = torch.where(weight > 0, value, 0.0)
+            sums += torch.stack([value, weight, torch.full_like(weight, summed)])
         if self._group is not None:
             torch.distributed.all_reduce(sums, group=self._group)
-        total = torch.ones_like(sums[1]) if counted.summed else sums[1]
+        total = torch.where(sums[2] > 0, 1.0, sums[1])
         # FSDP divides the sum of the gradients by the ranks.
         self._scaled(self._ways / total)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return sums[0] / total
 
-    def rows(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's rows of a whole batch; tensor ranks have the same. Flags and scalars stay."""
+    def _run(self, parts: Sequence[Any]) -> list[tuple[Any, Any, bool]]:
+        found = []
+        for i, part in enumerate(parts):
+            self._ready(self.module, i == len(parts) - 1)
+            loss, weight, summed = self._loss(self.module, part)
+            loss.backward()
+            found.append((loss.detach(), weight, summed))
+        return found
+
+    def _ready(self, module: Any, last: bool) -> None:
+        """Prepares what `fully_shard` splits for a backward pass; `last`: of all microbatches."""
+        if hasattr(module, "set_requires_gradient_sync"):
+            module.set_requires_gradient_sync(last or (GRADIENT, BACKWARD) in SPLIT[self.stage])
+            # Parameters that lie whole between passes are gathered once for all microbatches.
+            module.set_reshard_after_backward(last or (VARIABLE, BETWEEN) in SPLIT[self.stage])
+
+    def rows(self, batch: Any) -> Any:
+        """This rank's rows of a whole batch; tensor ranks have the same. Arrays without a batch stay."""
         return self._part(batch, self._ways, self._rank, "data ranks")
 
-    def _part(self, batch: Mapping[str, Any], ways: int, at: int, what: str) -> dict[str, Any]:
-        torch, found = torch_module(), {}
-        for name, x in batch.items():
-            if torch.is_tensor(x) and x.ndim:
-                if x.shape[0] % ways:
-                    raise UserError(
-                        f"train_step: {name!r} has {x.shape[0]} rows, which {ways} {what} do not divide; "
-                        f"give a multiple of {ways}"
-                    )
-                size = x.shape[0] // ways
-                x = x[at * size : (at + 1) * size]
-            found[name] = x
-        return found
+    def _part(self, batch: Any, ways: int, at: int, what: str) -> Any:
+        torch = torch_module()
+
+        def own(keys: Any, x: Any) -> Any:
+            name = batch_path(keys)
+            axis = self._axes.get(name, 0)
+            if axis is None or not torch.is_tensor(x) or not x.ndim:
+                return x
+            if x.shape[axis] % ways:
+                raise UserError(
+                    f"train_step: {name!r} has {x.shape[axis]} rows, which {ways} {what} do not divide; "
+                    f"give a multiple of {ways}"
+                )
+            return x.narrow(axis, at * (x.shape[axis] // ways), x.shape[axis] // ways)
+
+        return torch.utils._pytree.tree_map_with_path(own, batch)
 
     def _scaled(self, by: Any) -> None:
         torch = torch_module()
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]
         local = [g.to_local() if hasattr(g, "to_local") else g for g in grads]
+        for g, x in zip(grads, local, strict=True):
+            if not x.ndim and self._ways > 1:
+                torch.distributed.all_reduce(x, group=self._data._flatten("data").get_group())
+                x /= self._ways
+            if hasattr(g, "device_mesh") and EXPERTS in g.device_mesh.mesh_dim_names:
+                # FSDP has divided by fewer ranks: the others' rows came to this one.
+                x /= g.device_mesh[EXPERTS].size()
         if self.clip_norm is not None:
             # The parameters lie on several meshes, which torch's own clip_grad_norm_ refuses.
-            squares = sum(
-                x.float().square().sum() / _copies(g, self.mesh) for g, x in zip(grads, local, strict=True)
-            )
+            ranks = self.mesh[(*DATA, TENSOR)]
+            pairs = zip(grads, local, strict=True)
+            squares = sum(x.float().square().sum() / _copies(g, ranks) for g, x in pairs)
             torch.distributed.all_reduce(squares)
             by = by * torch.clamp(self.clip_norm / (squares.sqrt() * by + 1e-6), max=1.0)
         torch._foreach_mul_(local, by)
@@ -104,59 +140,3 @@ def _copies(grad: Any, mesh: Any) -> int:
         for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True):
             split *= 1 if placement.is_replicate() else size  # `_StridedShard` is no `Shard`
     return int(mesh.size()) // split
-
-
-def _own_loss(outputs: Any, batch: Mapping[str, Any]) -> Any:
-    return outputs if torch_module().is_tensor(outputs) else outputs.loss
-
-
-class CountedMean:
-    """Counts the elements that the module's cross entropies are over.
-
-    Attributes:
-      summed: they are sums: the loss of the batch is the sum of those of its parts.
-    """
-
-    def __init__(self) -> None:
-        torch = torch_module()
-        outer, losses = self, (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss)
-
-        class Mode(torch.overrides.TorchFunctionMode):  # type: ignore[name-defined]
-            def __torch_function__(self, of: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                kwargs = kwargs or {}
-                if of in losses:
-                    outer._count(*args, **kwargs)
-                return of(*args, **kwargs)
-
-        self._mode = Mode()
-        self._shares: list[Any] = []
-        self._sums = 0
-
-    def _count(self, input: Any, target: Any, weight: Any = None, *args: Any, **kwargs: Any) -> None:
-        if weight is not None:
-            raise UserError(
-                "train_step: the loss weights classes, so its mean over ranks and microbatches is not the "
-                "batch's; use reduction='sum' and divide by the weights of the whole batch"
-            )
-        reduction = kwargs.get("reduction", "mean")
-        self._sums += reduction == "sum"
-        if reduction == "mean" and not target.is_floating_point():
-            self._shares.append((target != kwargs.get("ignore_index", -100)).float().mean())
-
-    @property
-    def summed(self) -> bool:
-        return bool(self._sums and not self._shares)
-
-    def weight(self, parts: int) -> Any:
-        """The part of a loss in that of the whole batch: of targets those that are not ignored, over the
-        microbatches; 1 of a sum."""
-        if self.summed:
-            return 1.0
-        share = torch_module().stack(self._shares).mean() if self._shares else 1.0
-        return share / parts
-
-    def __enter__(self) -> None:
-        self._mode.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)

@@ -9,18 +9,26 @@ head, may: its gradient is added up.
 
 from __future__ import annotations
 
-import copy
-import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from layoutopt.importers.arrays.origin import ArrayAxes, ImportedFunction
-from layoutopt.importers.torch.internals import taken, torch_module
+from layoutopt.importers.arrays.relations import TO
+from layoutopt.importers.torch.expert_ranks import adds_up, expert_modules, takes_rows, with_fewer
+from layoutopt.importers.torch.internals import torch_module
+from layoutopt.importers.torch.outlines import CallLog, outline_of, passes_alone, shortened
+from layoutopt.importers.torch.passing import PassingHooks, on_shapes
+from layoutopt.importers.torch.pipeline import StageOutline
+from layoutopt.importers.torch.stacks import LayerList, TensorBlock, layers_of, stacks_of, tensor_blocks
+from layoutopt.importers.torch.trials import run_on_pieces
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.op import Roles
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Read
+from mesh_tf_core.ops.softmax import CrossEntropy, LogSumExp
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -30,28 +38,6 @@ def module_parameters(module: Any, origin: ImportedFunction) -> dict[str, ArrayA
     paths = dict(module.named_parameters(remove_duplicate=False))
     first = {id(paths[path]): array for path, array in own.items()}
     return {path: first[id(p)] for path, p in paths.items() if id(p) in first}
-
-
-def layers_of(module: Any, parameters: Mapping[str, ArrayAxes], graph: Graph) -> dict[str, str]:
-    """Path of each module in a list whose parameters are layers -> the dimension of the layers; of modules
-    that have a `forward`."""
-    nn = torch_module().nn
-    lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-    within = [f"{path}." for path, own in module.named_modules() if isinstance(own, lists)]
-    found = {}
-    for path, array in parameters.items():
-        first = min((p for p in within if path.startswith(p)), key=len, default=None)
-        if array.layer is not None and first is not None:
-            layer = first + path.removeprefix(first).partition(".")[0]
-            if not isinstance(module.get_submodule(layer), nn.ModuleList | nn.ModuleDict):
-                found[layer] = graph.variables[array.variable].shape.names[0]
-    return found
-
-
-def _loops(parameters: Mapping[str, ArrayAxes], graph: Graph) -> set[str]:
-    """The dimensions of the layers of a module."""
-    stacked = (a.variable for a in parameters.values() if a.layer is not None)
-    return {graph.variables[name].shape.names[0] for name in stacked}
 
 
 def linear_axes(module: Any, parameters: Mapping[str, ArrayAxes]) -> Iterator[tuple[str, ArrayAxes, bool]]:
@@ -77,32 +63,50 @@ class StyleFlow:
 
     Attributes:
       without: dimension -> why no style splits it.
-      partial: dimension -> the variables whose gradients are parts of a sum if it is split.
+      partial: dimension -> the variables whose gradients are parts of a sum if it is split; of a sequence, if
+        it is split between tensor-parallel blocks.
       parameters: path -> the axes of the parameter as dimensions.
-      limits: fields of the search space -> their values, where the module allows fewer: layers without a
-        `forward` of their own have no checkpoint, and BatchNorm has statistics of the whole batch, once.
+      layers: path of a module -> the dimension of the loop whose iteration it is; `stacks`: those in order.
+      experts: path of a module of experts -> their dimension.
+      outline: where the module can be cut into stages of a pipeline; None: nowhere.
+      code: those of `without` that the module's code is the reason for.
+      limits: fields of the search space -> their values, where the module allows fewer, and why.
     """
 
-    def __init__(self, graph: Graph, module: Any, origin: ImportedFunction) -> None:
+    def __init__(self, graph: Graph, module: Any, origin: ImportedFunction, rows: int) -> None:
         parameters = self.parameters = module_parameters(module, origin)
-        self.graph, self.sources = graph, origin.sources
-        layers = {*layers_of(module, parameters, graph).values()}
-        again = layers == _loops(parameters, graph)
-        self.limits: dict[str, Any] = {} if again else {"recompute": (False,)}
+        self.graph, self.sources, self._rows = graph, origin.sources, rows
+        self.outline: StageOutline | None = None
+        self.layers = layers_of(module, parameters, graph)
+        self.stacks = stacks_of(graph, self.layers)
+        self._held = {a.variable for a in parameters.values()}
+        stacked = (a.variable for a in parameters.values() if a.layer is not None)
+        loops = {graph.variables[name].shape.names[0] for name in stacked}
+        self.limits, self.code = dict[str, tuple[tuple[Any, ...], str]](), dict[str, str]()
+        if {*self.layers.values()} != loops:
+            self.limits["recompute"] = (False,), "its layers are not modules that are called"
         norms = torch_module().nn.modules.batchnorm._BatchNorm
         if any(isinstance(own, norms) for own in module.modules()):
-            self.limits = {"recompute": (False,), "microbatches": (1,)}
+            for name, only in (("recompute", False), ("microbatches", 1)):
+                self.limits[name] = (only,), "BatchNorm has statistics of the whole batch, taken once"
         self.without: dict[str, str] = {}
         self.partial: dict[str, set[str]] = {}
         self._weights: dict[int, frozenset[str]] = {}
         self._live: set[int] = set()
+        found = (e for e in origin.rerolled.block.walk() if e.prim == TO)
+        choices = frozenset(origin.names[origin.classes.of(e.ins[1], 0)[0]] for e in found)
+        self.experts = dict(expert_modules(module, parameters, choices))
+        for path in [p for p in self.experts if not adds_up(origin.block, p)]:
+            self.without[self.experts[path]] = f"{path} does more than add up what it makes of single rows"
         names: set[str] = set()
         for path, array, styled in linear_axes(module, parameters):
+            sent = path.rpartition(".")[0] in self.experts
             for name in (n for own in array.axes for n in own):
                 names.add(name)
-                if not styled:
+                if not styled and not (sent and name in choices):
                     self.without.setdefault(name, f"{path} is neither of a linear map nor of an embedding")
         self._between = names & summed_dims(module, parameters)
+        self._outer = names - self._between
         for node in graph.blocks[0].nodes:
             if node.phase == Phase.FORWARD:
                 self._visit(node)
@@ -118,7 +122,7 @@ class StyleFlow:
                 self._visit(each)
             self._live.update(node.outputs)
             return
-        if isinstance(node.op, Read) and node.op.variable.trainable:
+        if isinstance(node.op, Read) and node.op.variable.name in self._held:
             self._weights[node.outputs[0]] = frozenset({node.op.variable.name})
         if not node.inputs:
             return
@@ -134,74 +138,136 @@ class StyleFlow:
         """Notes what an operation on values of the batch needs of each dimension."""
         tensors = [self.graph.tensor(i) for i in node.inputs]
         out = {n for o in node.outputs for n in self.graph.tensor(o).type.shape.names}
-        touched = self._between & (out | {n for t in tensors for n in t.type.shape.names})
+        seen = out | {n for t in tensors for n in t.type.shape.names}
+        touched = self._between & seen
         for name in touched & out:  # each rank has a part of the gradient of a weight without the dimension
-            for tensor, own in zip(tensors, weights, strict=True):
-                if own and name not in tensor.type.shape.names:
-                    self.partial.setdefault(name, set()).update(own)
-        if not touched or (any(weights) and node.op.kind in ("matmul", "gather")):
+            self._note_partial(name, node, weights)
+        if any(weights) and node.op.kind in ("matmul", "gather"):
             return
-        try:
-            roles = node.op.roles(*(t.type for t in tensors))
-        except NotImplementedError:  # an operation with a lowering of its own
-            roles = Roles(whole=dict.fromkeys(touched, ""))
+        roles = _roles(node, self.graph)
         for name in touched:
             lacking = [i for i, t in enumerate(tensors) if name not in t.type.shape.names and name in out]
-            what = f"{node.op.describe()} in {self.sources.get(node.index) or node.scope or 'the loss'}"
             if name in roles.whole or name in roles.reduced:
-                self.without.setdefault(name, f"{what} needs all of it")
+                self.without.setdefault(name, f"{self._what(node)} needs all of it")
             elif any(node.inputs[i] in self._live and not weights[i] for i in lacking):
-                self.without.setdefault(name, f"{what} combines it with values that all ranks have alike")
+                why = f"{self._what(node)} combines it with values that all ranks have alike"
+                self.without.setdefault(name, why)
+        if not isinstance(node.op, CrossEntropy | LogSumExp):  # `loss_parallel` has these of pieces
+            for name in self._outer & seen & {*roles.whole, *roles.reduced}:
+                self.without.setdefault(name, f"{self._what(node)} needs all of it")
 
-    def narrow(self, module: Any, batch: Any) -> None:
-        """Runs the module without values on pieces of its weights: code with the size of a dimension written
-        into it (`x.view(b, t, self.heads, -1)`) fails."""
-        whole, heads = _runs(module, self.parameters, batch, "", 1)
-        if whole:  # it reads values, such as those of a mask: pieces cannot be tried
-            return
-        for name in sorted(self._between - self.without.keys()):
+    def _what(self, node: Node) -> str:
+        return f"{node.op.describe()} in {self.sources.get(node.index) or node.scope or 'the loss'}"
+
+    def _note_partial(self, name: str, node: Node, weights: list[frozenset[str]]) -> None:
+        for i, own in zip(node.inputs, weights, strict=True):
+            if own and name not in self.graph.tensor(i).type.shape.names:
+                self.partial.setdefault(name, set()).update(own)
+
+    def try_out(self, module: Any, batch: Any) -> None:
+        """Runs the module without values on pieces: code with the size of a dimension written into it
+        (`x.view(b, t, self.heads, -1)`) fails."""
+        called: dict[str, bool] = {}
+        self._logs = {stack: CallLog(stack) for stack in self.stacks}
+        whole, heads = run_on_pieces(module, self.parameters, batch, prepare=partial(self._listen, called))
+        for path in [p for p in self.experts if not called.get(p)]:
+            name = self.experts.pop(path)
+            self.without[name] = f"{path} is not called with tokens, numbers of experts and weights"
+
+        def short(name: str, ways: int, own: Any) -> None:
+            shortened(own, self._logs.values())
+            for path in (p for p, dim in self.experts.items() if dim == name):
+                with_fewer(own.get_submodule(path), ways)
+
+        for name in sorted((self._between | {*self.experts.values()}) - self.without.keys()):
             size = next(iter(self.graph.dims()[name]))
             ways = next((n for n in range(2, size + 1) if size % n == 0), 1)
-            why, own = _runs(module, self.parameters, batch, name, ways)
-            if not why and own != heads:
-                why = f"attention would have heads of {own} elements in place of {heads}"
+            given = module, self.parameters, batch, name, ways, partial(short, name, ways)
+            why, own = (whole, heads) if whole else run_on_pieces(*given)
+            if not why and own.keys() != heads.keys():
+                place = next(iter(own.values()))
+                why = f"{place}: attention would have heads of {[*own]} elements in place of {[*heads]}"
             if why:
-                self.without[name] = f"the module does not run on a part of it: {why}"
+                self.code[name] = self.without[name] = f"the module does not run on a part of it: {why}"
+        trained = {n for a in self.parameters.values() for names in a.axes for n in names}
+        passed = {name for stack in self.stacks for name in stack.passed[1:]} - trained
+        between = tuple(sorted(n for n in passed if self._between_blocks(module, batch, n)))
+        why = "layers need tensor-parallel blocks, as attention and MLP, that are modules of their own"
+        self.limits["elsewhere"] = between, why
+        found = self._outline(module, batch)
+        if isinstance(found, str):
+            self.limits["pipeline"] = (), found
+        self.outline = None if isinstance(found, str) else found
+
+    def _listen(self, called: dict[str, bool], module: Any) -> None:
+        for log in self._logs.values():
+            log.listen(module)
+        for path in self.experts:
+
+            def hook(own: Any, args: Any, kwargs: Any, out: Any, path: str = path) -> None:
+                called[path] = takes_rows(args, kwargs, out)
+
+            module.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
+
+    def _outline(self, module: Any, batch: Any) -> StageOutline | str:
+        """Where the module can be cut into stages, or why it cannot."""
+        if "microbatches" in self.limits:
+            return self.limits["microbatches"][1]
+        loops = {*self.layers.values()}
+        stack = next((s for s in self.stacks if s.passed and {s.dim} == loops), None)
+        if stack is None:
+            kinds = torch_module().nn.ModuleList | torch_module().nn.Sequential
+            lists = [repr(path) for path, own in module.named_modules() if isinstance(own, kinds) and path]
+            return (
+                "stages need all layers in one list of modules of equal shapes, each of which takes what the "
+                f"one before returns; the module's lists are {', '.join(lists) or 'none'}"
+            )
+        if not passes_alone(self.graph, stack, self._live, self._weights):
+            return (
+                "code after the layers reads values or weights from before them, which lie on another stage"
+            )
+        return outline_of(module, batch, self.parameters, self._logs[stack], self._rows)
+
+    def blocks(self, module: Any, stack: LayerList, layout: Layout | None = None) -> list[TensorBlock]:
+        """The blocks of a stack's layers, of those dimensions that a layout splits, or of all."""
+        split = self._between - self.without.keys()
+        split = {n for n in split if layout is None or layout.axes(n)}
+        return [*tensor_blocks(module, stack.paths, self.parameters, split)]
+
+    def _between_blocks(self, module: Any, batch: Any, name: str) -> bool:
+        """Whether a dimension can be split between the blocks of every stack that passes it on."""
+        for stack in (s for s in self.stacks if name in s.passed):
+            blocks = self.blocks(module, stack)
+            inside = tuple(f"{block.path.replace('.', '/')}/" for block in blocks)
+            assert stack.node.body is not None
+            nodes = [n for n in stack.node.body.nodes if n.inputs and not n.scope.startswith(inside)]
+            if not blocks or not all(self._parallel(node, name) for node in nodes):
+                return False
+            for node in nodes:
+                self._note_partial(name, node, [self._weights.get(i, frozenset()) for i in node.inputs])
+            hooks = on_shapes(len(stack.passed), stack.passed.index(name), 2)
+            prepare = partial(self._in_pieces, hooks, stack, blocks)
+            if run_on_pieces(module, self.parameters, batch, prepare=prepare)[0]:
+                return False
+        return True
+
+    def _in_pieces(
+        self, hooks: PassingHooks, stack: LayerList, blocks: list[TensorBlock], module: Any
+    ) -> None:
+        """Puts hooks on a module whose blocks return pieces of a sequence."""
+        shortened(module, self._logs.values())
+        hooks.install(module, stack.paths, blocks)
+        for path in (p for block in blocks for p in block.exits):
+            module.get_submodule(path).register_forward_hook(lambda own, given, out: hooks.split(out))
+
+    def _parallel(self, node: Node, name: str) -> bool:
+        roles = _roles(node, self.graph)
+        return name not in roles.whole and name not in roles.reduced
 
 
-def _runs(
-    module: Any, parameters: Mapping[str, ArrayAxes], batch: Any, name: str, ways: int
-) -> tuple[str, list[int]]:
-    """Why a module does not run on one of some pieces of a dimension, '' if it does; and the elements of a
-    head in each attention, which code such as `x.view(b, t, self.heads, -1)` would change in silence."""
-    torch = torch_module()
-    heads: list[int] = []
-
-    class Mode(torch.overrides.TorchFunctionMode):  # type: ignore[name-defined]
-        def __torch_function__(self, of: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if of is torch.nn.functional.scaled_dot_product_attention:
-                heads.append(next(iter([*args, *(kwargs or {}).values()])).shape[-1])
-            return of(*args, **(kwargs or {}))
-
-    def piece(path: str, tensor: Any) -> Any:
-        own = parameters[path].axes if path in parameters else ()
-        shape = [size // ways if own and name in own[a] else size for a, size in enumerate(tensor.shape)]
-        return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.is_floating_point())
-
-    held = {p: piece(p, t) for p, t in module.named_parameters()}
-    held |= {p: t.to("meta") for p, t in module.named_buffers()}
-    given = torch.utils._pytree.tree_map(lambda x: x.to("meta") if torch.is_tensor(x) else x, batch)
-    args, kwargs = ((), taken(module, given)) if isinstance(given, Mapping) else (given, None)
-    args = tuple(args) if isinstance(args, list) else args
+def _roles(node: Node, graph: Graph) -> Roles:
+    types = [graph.tensor(i).type for i in node.inputs]
     try:
-        with warnings.catch_warnings(action="ignore"), Mode():
-            torch.func.functional_call(_copied(module), held, args, kwargs)
-    except Exception as error:  # whatever the user's code raises
-        return str(error).partition("\n")[0] or type(error).__name__, heads
-    return "", heads
-
-
-def _copied(module: Any) -> Any:
-    """The module with the same parameters, so that what its code keeps of this call is not the user's."""
-    tensors = (*module.parameters(), *module.buffers())
-    return copy.deepcopy(module, {id(t): t for t in tensors})
+        return node.op.roles(*types)
+    except NotImplementedError:  # an operation with a lowering of its own
+        return Roles(whole=dict.fromkeys({n for t in types for n in t.shape.names}, ""))

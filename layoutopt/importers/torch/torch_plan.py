@@ -1,27 +1,25 @@
 """`plan.torch`: a plan in the user's own PyTorch module.
 
-Every decision of the plan is applied; a search has no others (`layoutopt.frameworks.torch`):
-  layout        DTensor's styles of linear maps and embeddings
-  storage       `fully_shard` of each layer: ZeRO-3, ZeRO-2 (`reshard_after_forward=False`), over all data
-                ranks or some of them (HSDP); nothing stored split: one replica for each data rank
-  recompute     a checkpoint of each layer, with a policy that saves what is kept
-  microbatches  parts of the batch, whose gradients are reduced with the last one
+Every decision of the plan is applied; a search has no others (`layoutopt.frameworks.torch`). A table of
+docs/guides/torch.md says by what.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from layoutopt.importers.arrays.model import ImportedModel
 from layoutopt.importers.torch.internals import torch_module
-from layoutopt.importers.torch.parallelize import by_use, parallelized
-from layoutopt.importers.torch.ranks import PlanRanks
-from layoutopt.importers.torch.step import Loss, ModuleStep
-from layoutopt.importers.torch.styles import StyleFlow, layers_of
+from layoutopt.importers.torch.losses_of_parts import Loss
+from layoutopt.importers.torch.parallelize import by_use, parallelized, same_everywhere
+from layoutopt.importers.torch.pipeline import Pipeline, part_of, stage_numbers
+from layoutopt.importers.torch.ranks import PIPE, PlanRanks
+from layoutopt.importers.torch.step import ModuleStep
+from layoutopt.importers.torch.styles import StyleFlow
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.model import Model
 
 
 class TorchPlan:
@@ -32,15 +30,13 @@ class TorchPlan:
     """
 
     def __init__(
-        self,
-        model: Model,
-        styles: StyleFlow,
-        mesh: Mesh,
-        layout: Layout,
-        options: Options,
+        self, model: ImportedModel, styles: StyleFlow, mesh: Mesh, layout: Layout, options: Options
     ) -> None:
-        self.model, self.partial = model, styles.partial
-        self.ranks = PlanRanks(mesh, layout, options, styles.parameters)
+        self.model, self.styles = model, styles
+        layers = {stack.dim for stack in styles.stacks}
+        self.ranks = PlanRanks(
+            mesh, layout, options, styles.parameters, layers, frozenset(styles.experts.values())
+        )
         self._mesh: Any = None
 
     def placements(self) -> dict[str, list[Any]]:
@@ -82,15 +78,20 @@ class TorchPlan:
                 str(kind), sizes, mesh_dim_names=self.ranks.mesh.names
             )
         self._mesh = by_use(self.ranks, device_mesh)
-        split = {v for name in self.partial if self.ranks.layout.axes(name) for v in self.partial[name]}
-        partial = [path for path, array in self.ranks.parameters.items() if array.variable in split]
-        return parallelized(
-            module,
-            self.ranks,
-            self._mesh,
-            layers_of(module, self.ranks.parameters, self.model.graph),
-            partial,
-        )
+        same_everywhere(module)
+        if not self.ranks.pipe:
+            return parallelized(module, self.ranks, self._mesh, self.styles)
+        outline = self.styles.outline
+        assert outline is not None
+        pipe = self._mesh[PIPE]
+        stages, schedule = self.ranks.size(self.ranks.pipe), self.ranks.options.schedule
+        spans = stage_numbers(len(outline.stack.paths), stages, schedule)[pipe.get_local_rank()]
+        parts = {}
+        for n, span in enumerate(spans):
+            parts[n * stages + pipe.get_local_rank()] = part = part_of(module, outline, *span)
+            part.module = parallelized(part.module, self.ranks, self._mesh, self.styles, part)
+        device = torch.device(device_mesh.device_type)
+        return Pipeline(parts, schedule, stages, pipe.get_group(), device)
 
     def train_step(
         self, module: Any, optimizer: Any, loss: Loss | None = None, clip_norm: float | None = None
@@ -106,4 +107,12 @@ class TorchPlan:
             raise UserError(
                 "plan.torch: the module of train_step is not parallelized; call parallelize(module) first"
             )
-        return ModuleStep(module, optimizer, self._mesh, self.ranks.options.microbatches, loss, clip_norm)
+        assert self.model.origin is not None
+        batch = self.model.batch_dim
+        axes = {
+            path: next((a for a, names in enumerate(array.axes) if batch in names), None)
+            for path, array in self.model.origin.batch.items()
+        }
+        parts = self.ranks.options.microbatches
+        stage = self.ranks.stage
+        return ModuleStep(module, optimizer, self._mesh, parts, axes, loss, clip_norm, stage)

@@ -75,22 +75,26 @@ def too_large(state: ReductionState, variable: int) -> bool:
     return len(state.unary[variable]) ** 2 * widest > LARGEST
 
 
-def dominated(state: ReductionState, variable: int) -> bool:
-    """Drops choices that another choice replaces without loss."""
-    size = len(state.unary[variable])
-    if size == 1 or variable in state.locked or too_large(state, variable):
-        return False
+def _compared(state: ReductionState, variable: int) -> Bools | None:
+    """Whether choice a may replace b by what they use; None if no choice may, or none is compared."""
+    if len(state.unary[variable]) == 1 or variable in state.locked or too_large(state, variable):
+        return None
     better = _uses_no_more(state, variable)
     np.fill_diagonal(better, False)
-    if not better.any():
+    return better if better.any() else None
+
+
+def dominated(state: ReductionState, variable: int) -> bool:
+    """Drops choices that another choice replaces without loss."""
+    unary, better = state.unary[variable], _compared(state, variable)
+    if better is None:
         return False
-    unary = state.unary[variable]
     extra = unary[:, None] - unary[None, :]
     for table in state.pairs[variable].values():
         with np.errstate(invalid="ignore"):
             extra = extra + worst_extra(table)
     kept, instead = _survivors(better & (extra <= 0))
-    if len(kept) == size:
+    if len(kept) == len(unary):
         return False
     state.keep(variable, kept, instead)
     return True
@@ -117,14 +121,9 @@ def _survivors(beats: Bools) -> tuple[Ints, Ints]:
 
 def conditional(state: ReductionState, variable: int) -> bool:
     """Forbids pair cells (d_w, b) where, given d_w, another choice replaces b without loss."""
-    size = len(state.unary[variable])
-    if size == 1 or variable in state.locked or too_large(state, variable):
+    unary, better = state.unary[variable], _compared(state, variable)
+    if better is None:
         return False
-    better = _uses_no_more(state, variable)
-    np.fill_diagonal(better, False)
-    if not better.any():
-        return False
-    unary = state.unary[variable]
     changed = False
     for other in list(state.pairs[variable]):
         base = unary[:, None] - unary[None, :]

@@ -212,10 +212,7 @@ class ReductionState:
                 usages += [Usage(len(left), *key, np.array([amount])) for key, amount in fixed]
             intervals = Intervals(original.intervals.limit, tuple(usages), original.intervals.name)
         rows = needed(self._row(position, number) for position in range(len(original.rows)))
-        return (
-            Problem(original.name, tuple(variables), tuple(terms), rows, intervals, self.constant),
-            left,
-        )
+        return (Problem(original.name, tuple(variables), tuple(terms), rows, intervals, self.constant), left)
 
     def _row(self, position: int, number: dict[int, int]) -> ResourceRow:
         row, key = self.problem.rows[position], (position, -1)
@@ -245,18 +242,11 @@ def needed(rows: Iterable[ResourceRow]) -> tuple[ResourceRow, ...]:
     """The rows that can bind; of rows with the same entries only the one with the lowest limit."""
     tightest: dict[tuple[object, ...], ResourceRow] = {}
     for row in rows:
-        if math.fsum(_most(entry) for entry in row.entries) > row.limit:
+        if math.fsum(entry.most for entry in row.entries) > row.limit:
             key = tuple(sorted(map(_key, row.entries)))
             if key not in tightest or row.limit < tightest[key].limit:
                 tightest[key] = row
     return tuple(tightest.values())
-
-
-def _most(entry: RowTerm) -> float:
-    """The most that an entry can use."""
-    if isinstance(entry.table, Sparse):
-        return float(entry.table.values.max(initial=0.0))
-    return float(entry.table.max())
 
 
 def _key(entry: RowTerm) -> tuple[object, ...]:

@@ -5,8 +5,6 @@ store carries these messages. Every process writes its state there every second 
 others, so that each detects a missing process itself.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json

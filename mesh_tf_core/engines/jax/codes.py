@@ -5,8 +5,6 @@ processes the same one, in a variable or in a file. Without a secret the codes u
 reject a process with another secret, but do not keep anyone out.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

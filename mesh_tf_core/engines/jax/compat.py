@@ -2,8 +2,6 @@
 are not there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

@@ -9,8 +9,6 @@ the first was lost. Then its port is free for the next start, or its socket is r
 it. It imports nothing of this library.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

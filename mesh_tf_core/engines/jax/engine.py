@@ -195,14 +195,6 @@ class JaxEngine(Stepping):
         other._state, other._owner = self._state, False
         return other
 
-    @property
-    def variable_bytes(self) -> int:
-        return self._held(host=False)
-
-    @property
-    def host_variable_bytes(self) -> int:
-        return self._held(host=True)
-
     def _held(self, host: bool) -> int:
         self._ready()
         found = (x for x in self._state.values() if (x.sharding.memory_kind == jax_compat.HOST) is host)

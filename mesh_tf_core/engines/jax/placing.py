@@ -7,8 +7,6 @@ A slice is a set of devices with fast links: the chips of a TPU slice, the GPUs 
     device[a] = slice[a // (n / s)] and in it place [a % (n / s)], for every axis alike
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

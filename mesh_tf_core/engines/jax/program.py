@@ -171,7 +171,8 @@ class _Device(WholeReplica):
             (env[loop.runs],) = self.order.loop([env[loop.runs]])
         longer = self.program.longer(loop)
         iterations = Iterations(loop, env, body, self, self.program.added, longer)
-        first = 0 if loop.first is None else env[loop.first]
+        offset = loop.offset or 0
+        first = offset if loop.first is None else env[loop.first]
         onto = [
             self.zeros(s.outer) if x is None and s.outer in longer else x
             for s, x in zip(loop.stacked, iterations.onto, strict=True)
@@ -186,7 +187,7 @@ class _Device(WholeReplica):
                 lax.dynamic_index_in_dim(env[s.outer], place(s.outer, at), 0, False) if x is None else x
                 for s, x in zip(loop.sliced, parts, strict=True)
             ]
-            values = iterations.begun(at, state, parts)
+            values = iterations.begun(at + offset, state, parts)
             if loop.runs is None:
                 state, made = iterations.run(values)
             else:

@@ -4,8 +4,6 @@ Whoever reaches the service can write there. Every message therefore has a code 
 without a code of this job are refused.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import sys

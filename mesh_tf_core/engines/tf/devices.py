@@ -9,8 +9,6 @@ time than with the default), and a virtual device then behaves like one core, as
 fewer devices than cores, TensorFlow's default (all cores) stays.
 """
 
-from __future__ import annotations
-
 from mesh_tf_core.cores import cores
 from mesh_tf_core.engines.tf.loading import tensorflow
 from mesh_tf_core.errors import UserError

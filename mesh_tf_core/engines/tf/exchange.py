@@ -11,15 +11,7 @@ from collections.abc import Sequence
 
 from mesh_tf_core.cores import cores
 from mesh_tf_core.engines.tf.graph import GraphWriter, Wire
-from mesh_tf_core.ir.program import (
-    AllReduce,
-    AllToAll,
-    Collective,
-    Permute,
-    Program,
-    gathers,
-    scatters,
-)
+from mesh_tf_core.ir.program import AllReduce, AllToAll, Collective, Permute, Program, gathers, scatters
 
 WirePieces = list[Wire]
 

@@ -4,8 +4,6 @@ Its last lines load Keras's optimizers (with pandas and matplotlib), for saved m
 converter for phones loads JAX, and its old Keras h5py. It continues without them; a later import gets them.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from functools import cache

@@ -69,15 +69,9 @@ class TfLocalEngine(Stepping):
         if not self.variables.initialized:
             self.initialize()
 
-    @property
-    def variable_bytes(self) -> int:
+    def _held(self, host: bool) -> int:
         self._ready()
-        return self.variables.bytes(host=False)
-
-    @property
-    def host_variable_bytes(self) -> int:
-        self._ready()
-        return self.variables.bytes(host=True)
+        return self.variables.bytes(host)
 
     @property
     def peak_memory_bytes(self) -> int | None:

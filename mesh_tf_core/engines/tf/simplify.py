@@ -7,8 +7,6 @@ time before the first step. Work that is the same for all devices is done once h
 Equal nodes with large results are kept apart, because the second may exist to save memory in between.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any

@@ -42,11 +42,7 @@ class ExpertsAttention:
             raise UserError("ExpertsAttention: kv_heads and shared_kv are not supported; remove them")
 
     def __call__(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
+        self, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """As of `Attention`, with the loss of the routers: one for all three projections; with a memory, one
         for the queries and one for keys and values."""

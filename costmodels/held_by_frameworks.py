@@ -1,0 +1,59 @@
+"""The memory that a framework gives a number for: rules (15) to (17) of `costmodels.liveness`."""
+
+from collections.abc import Collection, Iterator, Mapping
+
+from costmodels.kept import logits
+from costmodels.stage_ends import EndWork, StageEnd
+from mesh_tf_core.ir.blocks import MICROBATCH, TICK
+from mesh_tf_core.ir.dtypes import itemsize
+from mesh_tf_core.ir.liveness import ValueSize
+from mesh_tf_core.ir.phase import Phase
+from mesh_tf_core.ir.program import Instr, Loop, Program
+
+
+class Beside:
+    """Bytes that instructions hold besides the values of the program, rules (15) and (16).
+
+    Args:
+      copies: arrays of logits in float32 at the loss and its gradient.
+      step: bytes of the optimizer's step.
+      work: of the stages; `end`: the one that the program is of.
+    """
+
+    def __init__(self, program: Program, copies: float, step: float, work: EndWork, end: StageEnd) -> None:
+        self.logits = logits(program) if copies or work.losses > 1 else set[int]()
+        self.copies, self.step, self.work, self.end = copies, round(step), work, end
+
+    def at(self, instr: Instr, held: Mapping[int, int], over: Collection[int], size: ValueSize) -> int:
+        """The bytes at one instruction.
+
+        Args:
+          held: memory -> its bytes, of the values; over: memory that the results take over.
+        """
+        if instr.origin.phase == Phase.UPDATE:
+            return self.step
+        made = self.logits.intersection(instr.outputs)
+        if not made or self.logits.isdisjoint(instr.inputs) or not self.work.has(instr.origin.node, self.end):
+            return 0
+        there = sum(b for i, b in held.items() if i in self.logits and i not in over)
+        return self.work.losses * max(there, round(self.copies * max(map(size, made)))) - there
+
+
+def moments(program: Program, stored: Mapping[str, int]) -> int:
+    """Bytes of one moment of every variable, of variables with these bytes."""
+    own: dict[str, int] = {}
+    for name, variable in program.variables.items():
+        base = variable.variable.slot_of
+        if base is not None:
+            own[base] = max(own.get(base, 0), stored.get(name, 0))
+    return sum(own.values())
+
+
+def accumulated(program: Program) -> Iterator[tuple[int, int]]:
+    """The tensors that loops over microbatches or ticks add up, but for scalars, each with the bytes of an
+    element."""
+    for instr, _ in program.walk():
+        if isinstance(instr, Loop) and instr.dim.name in (MICROBATCH, TICK):
+            for value in (program.values[total] for _, total in instr.summed):
+                if value.shape.dims and value.tensor >= 0:
+                    yield value.tensor, itemsize(value.dtype)

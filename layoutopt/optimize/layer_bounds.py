@@ -1,0 +1,217 @@
+"""Bounds from few tables, of pipelines without their graphs: layers of a stage take at least their part of
+the same layers without stages (P = 1), under the best splits over the axes that stages leave.
+
+A stage of P runs, for each of M microbatches, L / P layers with the splits that the other axes allow. The
+same step without stages has these layers in loops over all L, with the same operations on pieces of the same
+sizes. So with T_s the seconds of all L layers in it that a slot of kind s runs (forward, backward, gradients
+of weights), and r_s how often a step counts such slots as a multiple of M times L / P layers
+(`Evaluator.slot_runs`), no layout of the pipeline takes less than
+
+    min over splits of sum_s r_s T_s / P  +  messages between stages  +  the share of a device outside layers
+
+where one program runs all stages; else what is outside runs beside other stages' layers and does not count.
+
+T counts what every first run of a layer has, however variables are stored, whatever is kept for backward and
+whatever is recomputed: kernels, and messages about activations. Writes to stacks, messages about weights and
+gradients, moves to hosts and second runs come on top, so the decisions about these (`Decision.beside`) are
+plain, and the tables are small. One set of tables bounds every schedule and every recomputed part; where
+pieces cost no less than their share of the whole, also every multiple of its microbatches.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from costmodels.kernels.groups import Group
+from costmodels.kernels.partition import FusedKernel
+from costmodels.pricing.overlap import loads_or_stores
+from costmodels.pricing.units import Stack, Unit, first_of
+from costmodels.stage_times import stage_times
+from layoutopt.formulation.extract import Draft
+from layoutopt.formulation.tables import Entry, Table
+from layoutopt.optimize.bounds import Source
+from layoutopt.optimize.evaluator import Evaluator
+from layoutopt.optimize.subproblems import Subproblem, beside
+from layoutopt.solver import eliminate
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.blocks import Block
+from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.phase import Phase
+from mesh_tf_core.ir.program import Program, Transfer
+from mesh_tf_core.ir.schedules import KINDS
+from mesh_tf_core.ir.stage_orders import StageAction
+from mesh_tf_core.tracing.microbatch_order import second_half
+from mesh_tf_core.tracing.stage_layers import loop_dims
+
+Slots = Mapping[int, StageAction]
+"""Node -> the kind of slots that runs it."""
+SlotKinds = frozenset[StageAction]
+SlotsByProgram = dict[int, tuple[Program, list[SlotKinds]]]
+"""By the ids of programs: the kinds of slots that surely run each part of its cost."""
+SlotSeconds = Mapping[SlotKinds, float]
+"""Seconds of kernels and messages, by the kinds of slots that may run them."""
+
+
+@dataclass
+class _Layers:
+    """The tables of the layers of one dimension.
+
+    Attributes:
+      seconds: of every entry of a table.
+    """
+
+    draft: Draft
+    tables: list[tuple[Table, list[SlotSeconds]]]
+
+    def least(self, runs: Sequence[float]) -> float:
+        """The least seconds of all layers, their slots counted so often."""
+        every = []
+        for table, seconds in self.tables:
+            counted = (sum(s * min(runs[i] for i in slots) for slots, s in each.items()) for each in seconds)
+            every.append(replace(table, entries=dict(zip(table.entries, map(Entry, counted), strict=True))))
+        return eliminate(self.draft.times(every)).bound
+
+
+class LayerBounds:
+    """Proves bounds of pipelines of one model on one piece of hardware."""
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self.evaluator = evaluator
+        self._layers: dict[tuple[Mesh, int, str, Axes], _Layers | None] = {}
+        self._slots: dict[str, SlotsByProgram] = {}
+        self._seconds: dict[tuple[Mesh, int, str, Axes, tuple[float, ...]], float] = {}
+
+    def prove(self, subproblem: Subproblem, enough: float, shortly: bool = False) -> None:
+        """Proves the bound of a problem by its layers, from the tables of as few microbatches as show that
+        it takes `enough` seconds; `shortly`: from the fewest alone."""
+        plain = subproblem.unstaged or subproblem
+        pieces = self.evaluator.prices(subproblem.mesh).pieces_cost_more
+        if subproblem.space.diloco is not None or plain.given is not None:  # tables are kept by mesh
+            return
+        every = (*(plain.fewer if pieces else ()), plain)
+        for exactly in (False, True)[: 1 if shortly else 2]:
+            for of in every[:1] if shortly else every:
+                with suppress(UserError):
+                    subproblem.bounds.prove(self._bound(subproblem, of, exactly), Source.LAYERS)
+                if subproblem.bounds.lower().value >= enough:
+                    return
+
+    def _bound(self, subproblem: Subproblem, plain: Subproblem, exactly: bool) -> float:
+        """The bound by the layers in a step without stages; `exactly`: with the runs of slots in the graph of
+        the pipeline, where stages are programs of their own."""
+        mesh, evaluator, found = subproblem.mesh, self.evaluator, [0.0]
+        for dim, axes in subproblem.key.stages or [(dim, ()) for dim in loop_dims(evaluator.model.graph)]:
+            outside = evaluator.alone() - evaluator.alone(frozenset({dim}), products=False)
+            if not axes:
+                found.append(
+                    self._least(plain, dim, axes, (1.0,) * len(StageAction)) + outside / mesh.devices
+                )
+                continue
+            plan = subproblem.plans[dim]
+            runs = evaluator.slot_runs(mesh, dim, plan)
+            handed = self._handed(subproblem, dim, axes, runs)
+            if exactly and evaluator.apart(mesh):
+                runs = self._counted(subproblem, dim) or runs
+            seconds = self._least(plain, dim, axes, runs) / plan.stages + handed
+            found.append(seconds if evaluator.apart(mesh) else seconds + outside / mesh.devices)
+        return max(found)
+
+    def _handed(self, of: Subproblem, dim: str, axes: Axes, runs: Sequence[float]) -> float:
+        """Seconds of messages between stages, in every slot that counts but the first: what loops carry."""
+        prices, plan, graph = self.evaluator.prices(of.mesh), of.plans[dim], self.evaluator.model.step_graph
+        if not (KINDS[plan.kind].one_way and prices.pieces_cost_more):
+            return 0.0
+        seconds, pieces = 0.0, plan.microbatches * of.mesh.devices // plan.stages
+        for block in (b for b in graph.blocks if b.dim is not None and b.dim.name == dim and b.nodes):
+            slot = StageAction.FORWARD if block.nodes[0].phase == Phase.FORWARD else StageAction.BACKWARD
+            carried = sum(graph.tensor(i).type.bytes for i in block.carry_in) // pieces
+            price = prices.message_seconds(axes, carried, late=True, kind="permute")
+            seconds += max(runs[slot] * plan.works - 1, 0) * price
+        return seconds
+
+    def _counted(self, subproblem: Subproblem, dim: str) -> tuple[float, ...] | None:
+        """As `Evaluator.slot_runs`, from the graph of the pipeline."""
+        model, key, plan = self.evaluator.model, subproblem.key, subproblem.plans[dim]
+        step = model.training_step(key.microbatches, subproblem.stages, key.schedule, key.again)
+        times = stage_times(step.graph.outline())
+        if times is None:
+            return None
+        whole = plan.microbatches * max(model.graph.dims()[dim]) / plan.stages
+        return tuple(times.layers[min(slot, plan.last)] / whole for slot in StageAction)
+
+    def _least(self, plain: Subproblem, dim: str, axes: Axes, runs: tuple[float, ...]) -> float:
+        key = plain.mesh, plain.microbatches, dim, axes
+        if key not in self._layers:
+            self._layers[key] = self._made(plain, dim, axes)
+        layers = self._layers[key]
+        if layers is None or not runs[0]:  # nothing is known, or a stage has no layers
+            return 0.0
+        scaled = tuple(share / runs[0] for share in runs)
+        if (*key, scaled) not in self._seconds:
+            self._seconds[*key, scaled] = layers.least(scaled)
+        return runs[0] * self._seconds[*key, scaled]
+
+    def _made(self, plain: Subproblem, dim: str, axes: Axes) -> _Layers | None:
+        """None where a table would be too large."""
+        decided = beside(plain.unrestricted, axes)
+        decided = decided.within({d.name: [()] for d in decided.every if d.beside})
+        draft = Draft(self.evaluator.model, plain.mesh, decided, self.evaluator.prices(plain.mesh))
+        slots = slots_of(draft.context.graph.blocks, dim)
+        draft.left = [c for c in draft.left if c.members and slots.keys() >= {*c.members[0]}]
+        made = [draft.make(cluster) for cluster in [*draft.left]]
+        known = self._slots.setdefault(dim, {})
+        found = [(table, [*_certain(draft, table, slots, known)]) for table in made]
+        return None if draft.unsplit else _Layers(draft, found)
+
+
+def slots_of(blocks: Collection[Block], dim: str) -> Slots:
+    """Node in loops over layers -> the kind of slots that runs it, or one that runs no more often."""
+    found = dict[int, StageAction]()
+    for block in (b for b in blocks if b.dim is not None and b.dim.name == dim):
+        late = second_half(block)
+        for top in block.nodes:
+            back = StageAction.WEIGHTS if top.index in late else StageAction.BACKWARD
+            inner = () if top.body is None else (node for node, _ in top.body.walk())
+            for node in (top, *inner):
+                found[node.index] = StageAction.FORWARD if node.phase == Phase.FORWARD else back
+    return found
+
+
+def _certain(draft: Draft, table: Table, slots: Slots, known: SlotsByProgram) -> Iterator[SlotSeconds]:
+    """The seconds of what every first run has, of every entry of a table."""
+    fixed = draft.decided.fixed
+    for assignment, entry in table.entries.items():
+        chosen = {**fixed, **dict(zip(table.names, assignment, strict=True))}
+        prices, found = draft.tabler.prices_of(table.cluster, chosen), defaultdict[SlotKinds, float](float)
+        cost, program = entry.lowered[0].cost, entry.lowered[0].program
+        assert cost is not None and program is not None
+        if id(program) not in known:
+            units = prices.itemiser.units(replace(program, results={}))
+            kinds = [_slots(unit, slots) for unit, *_ in units if not loads_or_stores(unit)]
+            known[id(program)] = program, kinds
+        for each, where in zip(cost, known[id(program)][1], strict=True):
+            if where:
+                found[where] += prices.total((each,))
+        yield found
+
+
+def _slots(unit: Unit, slots: Slots) -> SlotKinds:
+    """The kinds of slots that surely run a unit; none if it depends on storage."""
+    own = _nodes(unit)
+    return frozenset([slots[node] for node in own]) if slots.keys() >= own else frozenset()
+
+
+def _nodes(unit: Unit) -> set[int]:
+    """The operations that a unit is of; none if it depends on storage, or on what is kept for backward."""
+    if isinstance(unit, FusedKernel | Group):
+        return {instr.origin.node for instr in unit.instrs}
+    if isinstance(unit, Stack):
+        return set()
+    first = first_of(unit)
+    moves = isinstance(first, Transfer) or getattr(first, "rule", "") in (GRADIENT, PARAMETER)
+    return set() if moves else {first.origin.node}

@@ -1,0 +1,178 @@
+"""Orders of slots that stages follow where each has a program of its own, and the ticks of these slots.
+
+  zero_bubble_v  two virtual stages a stage, down the stages and up again, so that every stage has as much in
+                 flight (Qi et al. 2023, "Zero bubble pipeline parallelism", section 6; in PyTorch:
+                 torch.distributed.pipelining.ScheduleZBVZeroBubble)
+  dualpipe_v     the same placement, forward and backward slots in one block (DeepSeek-AI 2025, "DualPipe";
+                 in PyTorch: ScheduleDualPipeV)
+  dualpipe       two streams of microbatches in opposite directions, each stage with the layers of two: the
+                 stages of each half of the pipeline follow `dualpipe_v` (DeepSeek-AI 2024, "DeepSeek-V3",
+                 section 3.2.1)
+
+An order names slots and virtual stages; each of these takes microbatches by their numbers.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from enum import IntEnum
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+
+IDLE = -1
+
+
+class StageAction(IntEnum):
+    """The action of a stage in a part of a tick."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    WEIGHTS = 2
+
+
+StageWork = tuple[StageAction, int, int]
+"""A slot, its microbatch, and the virtual stage of the stage."""
+Order = list[list[StageWork]]
+"""The work of a stage by ticks: what a tick has is one block, whose results leave the stage at its end."""
+SlotBlocks = list[list[tuple[StageAction, int]]]
+F0, B0, W0 = ((slot, 0) for slot in StageAction)
+F1, B1, W1 = ((slot, 1) for slot in StageAction)
+
+
+def zero_bubble_v(stages: int, stage: int, microbatches: int) -> Order:
+    """The order of a stage in ZB-V."""
+    every, left = max(2 * stages - 1, microbatches), stages - stage
+    found = [F0] * (2 * left - 1) + [F1, F0] * stage + [F1, B1, W1] * left
+    found += [F0, B0, W0, F1, B1, W1] * (every - stages - left + 1) + [B0, W0, F1, B1, W1] * (left - 1)
+    found += [B0, B1] * stage + [B0, W0] * left + [W1] * stage + [W0] * stage
+    return _numbered([[slot] for slot in found], microbatches)
+
+
+def dualpipe_v(stages: int, stage: int, microbatches: int) -> Order:
+    """The order of a stage in DualPipeV."""
+    left, steady = stages - stage - 1, microbatches - 2 * stages + stage + 1
+    found: SlotBlocks = [[F0]] * (2 * left) + [[F0], [F1]] * (stage + 1) + [[B1], [W1], [F1]] * left
+    found += [[F0, B1, W1], [F1, B0, W0]] * steady + [[B1, W1], [F1, B0, W0]] * left
+    if not left and steady:
+        found[2 * stages : 2 * stages + 1] = [F0], [B1, W1]  # its results are the last stage's own inputs
+    late: SlotBlocks = []
+    for at in range(2 * (stage + 1)):
+        back, weights = (B0, W0) if at % 2 else (B1, W1)
+        found.append([back] if at > stage else [back, weights])
+        late += [[weights]] * (at > stage)
+    for at in range(left):
+        found += [late[at], [B0]]
+        late.append([W0])
+    return _numbered(found + late[left:], microbatches)
+
+
+def dualpipe(stages: int, stage: int, microbatches: int) -> Order:
+    """The order of a stage in DualPipe: the stream of odd microbatches enters at the last stage."""
+    turned = 2 * stage >= stages
+    half = dualpipe_v(stages // 2, stages - 1 - stage if turned else stage, microbatches // 2)
+    return [
+        [(slot, 2 * item + (chunk ^ turned), chunk ^ turned) for slot, item, chunk in each] for each in half
+    ]
+
+
+def _numbered(found: SlotBlocks, microbatches: int) -> Order:
+    """Slots with their microbatches, those that there are."""
+    counts, made = Counter[tuple[StageAction, int]](), list[list[StageWork]]()
+    for block in found:
+        made.append([])
+        for slot, chunk in block:
+            item = counts[slot, chunk]
+            counts[slot, chunk] += 1
+            made[-1] += [(slot, item, chunk)] if item < microbatches else []
+    return [block for block in made if block]
+
+
+def needed(slot: StageAction, virtual: int, last: int) -> tuple[StageAction, int]:
+    """The slot, of the same microbatch, and the virtual stage whose result a slot takes; -1: none."""
+    if slot is StageAction.FORWARD:
+        return slot, virtual - 1
+    if slot is StageAction.BACKWARD:
+        return (slot, virtual + 1) if virtual < last else (StageAction.FORWARD, virtual)
+    return StageAction.BACKWARD, virtual
+
+
+def ticks_of(orders: Sequence[Order], virtual: np.ndarray) -> Iterator[tuple[int, int, StageWork]]:
+    """The first tick in which each stage can do each block: (tick, stage, work)."""
+    done, last = dict[tuple[StageAction, int, int], int](), int(virtual.max())
+    at, now, moves = [0] * len(orders), [-1] * len(orders), True
+    while moves:
+        moves = False
+        for stage, order in enumerate(orders):
+            for block in order[at[stage] :]:
+                own = {(slot, int(virtual[stage, chunk]), item) for slot, item, chunk in block}
+                takes = {(*needed(slot, v, last), item) for slot, v, item in own} - own
+                takes = {key for key in takes if key[1] >= 0}
+                if not takes <= done.keys():
+                    break
+                tick = now[stage] = 1 + max((now[stage], *(done[key] for key in takes)))
+                done.update(dict.fromkeys(own, tick))
+                at[stage], moves = at[stage] + 1, True
+                yield from ((tick, stage, work) for work in block)
+    assert all(n == len(order) for n, order in zip(at, orders, strict=True)), "stages wait for each other"
+
+
+def fitted(spans: Iterable[tuple[int, int]]) -> Iterator[int]:
+    """The first place that is free from one tick to another; spans in the order in which they begin."""
+    free, most, taken = list[int](), itertools.count(), list[tuple[int, int]]()
+    for begin, end in spans:
+        while taken and taken[0][0] < begin:
+            heapq.heappush(free, heapq.heappop(taken)[1])
+        place = heapq.heappop(free) if free else next(most)
+        heapq.heappush(taken, (end, place))
+        yield place
+
+
+class TimedBlock(NamedTuple):
+    """Slots that a stage does without a break, if each stage has a program of its own.
+
+    Attributes:
+      end: seconds at which it ends.
+      before: the block that it waits for, by its number; -1: none.
+      works: slot, stage and chunk.
+    """
+
+    end: float
+    before: int
+    works: Sequence[tuple[int, int, int]]
+
+
+def timed(
+    table: np.ndarray, virtual: np.ndarray, costs: np.ndarray, blocks_of_ticks: bool
+) -> list[TimedBlock]:
+    """The blocks of a table, each as soon as its inputs arrive.
+
+    Args:
+      virtual: [stage, chunk]; `costs`: [slot, virtual stage].
+      blocks_of_ticks: what a stage has in a tick is one block; else each slot is.
+    """
+    free, blocks = [-1] * len(virtual), list[TimedBlock]()
+    done, last = dict[tuple[int, int, int], int](), int(virtual.max())
+    works = np.argwhere(table[..., 0].transpose(0, 2, 1) != IDLE).tolist()
+    works = sorted(works, key=itemgetter(0, 2)) if blocks_of_ticks else works
+    for _, block in itertools.groupby(works, itemgetter(0, 2) if blocks_of_ticks else tuple):
+        takes, makes = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
+        slots, seconds = list[tuple[int, int, int]](), 0.0
+        for tick, slot, stage in block:
+            item, chunk = table[tick, stage, slot].tolist()
+            at = int(virtual[stage, chunk])
+            takes.append((*needed(StageAction(slot), at, last), item))
+            makes.append((slot, at, item))
+            slots.append((slot, stage, chunk))
+            seconds += float(costs[slot, at])
+        # Of equal ways, the one that stays at its stage.
+        come = [free[stage], *(done.get(each, -1) for each in takes)]
+        before = max(come, key=lambda i: blocks[i].end if i >= 0 else 0.0)
+        free[stage] = len(blocks)
+        done.update(dict.fromkeys(makes, free[stage]))
+        blocks.append(TimedBlock((blocks[before].end if before >= 0 else 0.0) + seconds, before, slots))
+    return blocks

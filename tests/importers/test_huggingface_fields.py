@@ -1,0 +1,115 @@
+"""Every field of a configuration does here what it does in transformers, or is refused by name."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch
+import transformers
+
+import mesh_tf_core as mtf
+from layoutopt.importers.huggingface import from_huggingface
+from layoutopt.importers.huggingface.configuration import FAMILIES, chosen, class_defaults
+from layoutopt.importers.huggingface.training import ConfiguredTraining
+
+DATA = Path(__file__).parents[1] / "data"
+OTHERS = ("bert", "vit", "siglip", "whisper", "modernbert", "mimo_v2_flash")
+"""Other models, and one whose files have the fields of its authors' code."""
+CASES = {
+    name: case["config"]
+    for name, case in json.loads((DATA / "huggingface_losses.json").read_text())["models"].items()
+    if case["config"]["model_type"] not in OTHERS
+}
+"""Tiny language models."""
+TOKENS = torch.from_numpy(np.random.default_rng(0).integers(0, 32, (2, 12)))
+
+
+def theirs(config: dict[str, Any]) -> tuple[int, float] | None:
+    """Trained parameters, and the loss with weights that follow from their names; None: refused."""
+    kept = {n: v for n, v in config.items() if n not in ("architectures", "dtype", "torch_dtype")}
+    try:
+        found = transformers.AutoConfig.for_model(kept.pop("model_type"), **kept)
+        found._attn_implementation = found._experts_implementation = "eager"
+        model = transformers.AutoModelForCausalLM.from_config(found).eval()
+        with torch.no_grad():
+            for name, t in (*model.named_parameters(), *model.named_buffers()):
+                if "inv_freq" not in name and t.is_floating_point():
+                    rng = np.random.default_rng(zlib.crc32(name.encode()))
+                    t.copy_(torch.from_numpy(rng.normal(scale=0.5, size=tuple(t.shape)).astype(np.float32)))
+            loss = float(model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss)
+    except Exception:
+        return None
+    return sum(p.numel() for p in model.parameters()), loss
+
+
+def ours(config: dict[str, Any]) -> tuple[int, str] | None:
+    """Trained parameters, and the program; None: refused."""
+    try:
+        model = from_huggingface(config, batch=2, length=12)
+    except mtf.UserError:
+        return None
+    return model.parameters, model.fingerprint
+
+
+def changed(value: Any) -> Any:
+    """Another value of a field, of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value * (1000 if 0 < value < 1e-4 else 2) or 1
+    return {"silu": "gelu", "gelu": "silu"}.get(str(value))
+
+
+def fields_of(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Fields that are read, or said to have no effect, with another value."""
+    family = config["model_type"]
+    sizes = class_defaults()["families"].get(family, {})
+    fields = chosen(config, "the file").fields()
+    FAMILIES[family][1](fields, ConfiguredTraining(batch=2, length=12))
+    every = {*fields.asked, *sizes, *class_defaults()["without_effect"].get(family, ())}
+    usual = {"mlp_bias", "attention_bias", "tie_word_embeddings", "head_dim", "num_key_value_heads"}
+    for name in sorted(every | usual):
+        found = config.get(name, fields.asked.get(name, sizes.get(name, False)))
+        if name not in UNSEEN and (other := changed(found)) is not None:
+            yield name, other
+
+
+UNSEEN = ("vocab_size", "initializer_range", "attention_dropout", "max_position_embeddings", "dtype")
+"""Fields that a loss of the same tokens without dropout doesn't show."""
+
+
+def wrong(config: dict[str, Any], name: str, value: Any, base: Any) -> str:
+    """How a field differs from transformers; '': it doesn't."""
+    known, made = base
+    new = {**config, name: value}
+    if (here := ours(new)) is None or (there := theirs(new)) is None:
+        return ""
+    moved = there[0] != known[0] or abs(there[1] - known[1]) > 1e-6
+    if here[0] - made[0] != there[0] - known[0]:
+        return f"{name}={value}: {here[0] - made[0]:+} parameters, {there[0] - known[0]:+} in transformers"
+    if moved != (here[1] != made[1]):
+        return f"{name}={value}: {'without' if moved else 'with'} effect here alone"
+    return ""
+
+
+def faults(name: str) -> list[str]:
+    config = CASES[name]
+    base = theirs(config), ours(config)
+    if None in base:
+        return []
+    return [said for field, value in fields_of(config) if (said := wrong(config, field, value, base))]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CASES)
+def test_every_field_does_what_it_does_in_transformers(name: str) -> None:
+    assert not faults(name)

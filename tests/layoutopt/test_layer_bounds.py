@@ -1,0 +1,146 @@
+"""Bounds of problems by their layers, of pipelines by those without stages: no layout of any of them takes
+less by its tables."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels import load_hardware
+from layoutopt.optimize.bounds import SLACK, Source
+from layoutopt.optimize.evaluator import Evaluator, evaluate
+from layoutopt.optimize.layer_bounds import LayerBounds
+from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, subproblems
+from layoutopt.space.kind import Target
+from layoutopt.space.schedule import ScheduleDecision
+from mesh_tf_core.ir.schedules import KINDS, NAMES, ONE_WAY, PipelineSchedule
+from tests.layoutopt.every_kind import opened, some_machine, whole_model
+from tests.marks import by_day
+
+
+def pipelines(seed: int, most: int) -> tuple[Evaluator, list[Subproblem]]:
+    """Some pipelines of every schedule, and a problem without stages, with every kind of decision free."""
+    rng, model = random.Random(seed), whole_model(seed)
+    mesh, machine = mtf.Mesh(rng.choice(["x:2;y:2", "x:4"])), some_machine(rng)
+    evaluator, target = Evaluator(model, machine), Target.on(machine, model, mesh)
+    allowed = opened(rng, model).but(**ScheduleDecision.widest(target), pipeline=("layers",))
+    every = [p for p in subproblems(model, [mesh], allowed, evaluator.near) if not p.refused]
+    staged = [p for p in every if p.key.stages]
+    found = rng.sample(staged, min(most, len(staged)))
+    return evaluator, [*found, rng.choice([p for p in every if not p.key.stages])]
+
+
+def compared(seed: int, most: int) -> Iterator[tuple[float, float]]:
+    """The bounds of such problems by their layers, and their least seconds by their tables."""
+    evaluator, every = pipelines(seed, most)
+    layers = LayerBounds(evaluator)
+    for each in every:
+        layers.prove(each, math.inf)
+        found = [b.value for b in each.bounds.proven if b.source is Source.LAYERS]
+        yield max(found, default=0.0), each.opened(evaluator).relaxed()
+
+
+@pytest.mark.parametrize("seed", by_day(range(10), every=5))
+def test_no_layout_takes_less_than_its_layers(seed: int) -> None:
+    found = [*compared(seed, 1)]
+    assert found and all(0 < bound <= least * (1 + SLACK) for bound, least in found)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(10, 40))
+def test_no_layout_of_many_takes_less_than_its_layers(seed: int) -> None:
+    assert all(0 < bound <= least * (1 + SLACK) for bound, least in compared(seed, 12))
+
+
+def test_layers_that_a_stage_lacks_would_be_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a stage had the layers of all stages, the bound would exceed the tables."""
+    own = Evaluator.slot_runs
+    monkeypatch.setattr(
+        Evaluator,
+        "slot_runs",
+        lambda of, mesh, dim, plan: tuple(plan.stages * r for r in own(of, mesh, dim, plan)),
+    )
+    assert any(bound > least for seed in range(3) for bound, least in compared(seed, 2))
+
+
+def test_messages_that_no_tick_sends_would_be_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine times as many messages between stages would exceed the tables."""
+    own = LayerBounds._handed
+    monkeypatch.setattr(LayerBounds, "_handed", lambda *asked: 9 * own(*asked))
+    assert any(bound > least for seed in range(3) for bound, least in compared(seed, 1))
+
+
+@pytest.mark.parametrize("layers", [8, 9])
+def test_messages_count_as_often_as_stages_of_their_own_hand_on(layers: int) -> None:
+    """Where stages have as many layers, and where they do not."""
+    model, mesh, machine = mtf.Model(deep(layers)), mtf.Mesh("pipe:4"), load_hardware("h100", "torch")
+    layout, evaluator = mtf.Layout("layers:pipe"), Evaluator(model, machine)
+    for schedule in ONE_WAY:
+        key = SubproblemKey(mesh, frozenset({("layers", ("pipe",))}), schedule, frozenset(), 4)
+        runs = evaluator.slot_runs(mesh, "layers", (each := Subproblem(key, model)).plans["layers"])
+        bound = LayerBounds(evaluator)._handed(each, "layers", ("pipe",), runs)
+        options = mtf.Options(schedule=schedule, microbatches=4)
+        priced = evaluate(model, mesh, layout, machine, options).cost.exposed_communication_seconds
+        assert bound <= priced * (1 + SLACK) and (bound > 0 or layers == 9)
+
+
+def test_a_pipeline_is_bounded_without_its_graph() -> None:
+    """Pipelines are listed, and closed by their layers, before anything of them is built."""
+    model = whole_model(0)
+    evaluator, asked = Evaluator(model, some_machine(random.Random(0))), opened(random.Random(0), model)
+    every = [*subproblems(model, [mtf.Mesh("x:4")], asked.but(schedule=ONE_WAY), evaluator.near)]
+    last = every[-1]
+    LayerBounds(evaluator).prove(last, math.inf)
+    assert last.key.stages and last.bounds.lower().value > 0 and last.layouts > 0
+    assert last.given is None and "decided" not in vars(last)
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("layers", [8, 9])
+def test_fewer_microbatches_bound_the_longest_way_of_more(schedule: str, layers: int) -> None:
+    """Where each stage is a program of its own, whatever its slots take."""
+    model, rng, held = mtf.Model(deep(layers)), np.random.default_rng(layers), 0
+
+    def problem(stages: int, parts: int) -> Subproblem:
+        split = frozenset({("layers", ("pipe",))})
+        return Subproblem(
+            SubproblemKey(mtf.Mesh(f"pipe:{stages}"), split, schedule, frozenset(), parts), model
+        )
+
+    def seconds(of: PipelineSchedule, slots: Any) -> float:
+        own = of.order.of_stages(layers)
+        costs = np.zeros((3, of.virtual.max() + 1))
+        costs[:, of.virtual] = slots[:, None, None] * own
+        return float((of.path(costs) * costs[:, of.virtual]).sum())
+
+    for stages, parts, times in itertools.product((2, 4), (1, 2, 4, 8), (2, 3)):
+        few, many = problem(stages, parts), problem(stages, parts * times)
+        with suppress(mtf.UserError):
+            short, long = (each.plans["layers"] for each in (few, many))
+            for _ in range(10):
+                slots = np.sort(rng.uniform(0.5, 2.0, 3))[[1, 2, 0]] * [1, 1, KINDS[short.kind].split]
+                before, after = seconds(short, slots), seconds(long, slots / times)
+                assert many.share(parts, apart=True) * before <= after * (1 + 1e-9)
+                held += 1
+    assert held
+
+
+def deep(layers: int) -> mtf.Tensor:
+    """The loss of a model with so many layers."""
+    g, batch, width = mtf.Graph(), mtf.Dim("batch", 8), mtf.Dim("width", 4)
+    wide = mtf.Dim("wide", 4)
+
+    def layer(x: mtf.Tensor) -> mtf.Tensor:
+        h = mtf.einsum([x, g.variable("w", [width, wide], mtf.Normal(0.1))], [batch, wide])
+        return mtf.rename(h, wide="width")
+
+    x = mtf.scan(layer, g.input("x", [batch, width], "float32"), mtf.Dim("layers", layers))
+    return mtf.reduce_mean(mtf.square(x))
