@@ -178,7 +178,7 @@ def vtrain(row: Mapping[str, str]) -> dict[str, str]:
 
 
 VARIANTS = (
-    ("torch", "attention", "flash_attentionv1", "attention=flash1"),
+    ("torch", "attention", "flash_attentionv1", "attention=fa1"),
     ("torch", "attention", "RMS kernel", "kernels=fused"),
     ("torchtitan", "framework", "async TP", "tensor_messages=async"),
     ("torchtitan", "source", "202412", "loss=torch"),

@@ -122,7 +122,7 @@ def test_constants_are_found_again() -> None:
 
 def test_words_of_a_row_choose_its_framework() -> None:
     row = {"framework": "AA-Scaling (PyTorch, own)", "attention": "flash: flash_attentionv1.0.8"}
-    assert framework_rows.framework_of(row) == "torch:attention=flash1,gradients=bfloat16"
+    assert framework_rows.framework_of(row) == "torch:attention=fa1,gradients=bfloat16"
     row["attention"] = "flash: flash_attention2 + RMS kernel"
     assert framework_rows.framework_of(row) == "torch:kernels=fused,gradients=bfloat16"
     for software, name in {

@@ -33,7 +33,7 @@ class OverlaidNumber:
     """A number, or a name, that an overlay sets: its path in a hardware file, and its source.
 
     Attributes:
-      option: the variant and its option, as `attention=flash2`; '' for the framework itself.
+      option: the variant and its option, as `attention=fa2`; '' for the framework itself.
       chip: a chip, or a kind of chips.
     """
 

@@ -85,6 +85,10 @@ def test_a_framework_is_found_again_by_its_text(name: str) -> None:
             assert load_framework(said.text) == said and said.options()[variant] == option
 
 
+def test_kernels_of_attention_are_called_as_users_call_them() -> None:
+    assert load_framework("torch:attention=fa2").options()["attention"] == "fa2"
+
+
 def test_what_a_user_asks_is_answered_in_one_line(tmp_path: Path) -> None:
     broken = tmp_path / "mine.json"
     broken.write_text(json.dumps({"like": "torch", "name": "mine", "variant": {}}))

@@ -94,7 +94,7 @@ def test_frameworks_of_equal_numbers_share_their_errors() -> None:
     """A version, the default option of a variant, and one framework like another."""
     for one, other in {
         "torchtitan": "torchtitan@0.3",
-        "torch": "torch:attention=flash2",
+        "torch": "torch:attention=fa2",
         "layoutopt": "jax",
         "megatron": "megatron:kernels=core",
     }.items():
