@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from mesh_tf_core.errors import UserError
+from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.exclusions import SOME_AGAIN, STAGES, refuse
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
@@ -216,14 +216,14 @@ class Model:
         self, microbatches: int, stages: Mapping[str, int], schedule: str, again: Policies
     ) -> TrainingStep:
         if self.batch_dim is None:
-            raise UserError(
+            raise LayoutError(
                 f"model {self.name!r}: a pipeline over {' and '.join(stages)} needs microbatches, but "
                 "the inputs have no common first dimension; give all inputs the same first dimension, "
                 f"or do not split {' and '.join(stages)}"
             )
         whole = self.training_step()
         if len(stages) > 1:
-            raise UserError(
+            raise LayoutError(
                 f"pipeline stages of {' and '.join(stages)}: microbatches pass the stages of a single "
                 "dimension of layers; split only one of these"
             )
@@ -235,7 +235,7 @@ class Model:
     def _in_parts(self, microbatches: int) -> TrainingStep:
         whole = self.training_step()
         if self.batch_dim is None:
-            raise UserError(
+            raise LayoutError(
                 f"model {self.name!r}: microbatches need inputs with a common first dimension; give all "
                 "inputs the same first dimension, or use one microbatch"
             )

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mesh_tf_core.errors import UserError
+from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.blocks import Block, Half, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
@@ -222,7 +222,7 @@ class PartCopy(Copy):
 
     Args:
       batch: name of the batch dimension.
-      parts: of the batch; UserError if they do not divide it.
+      parts: of the batch; LayoutError if they do not divide it.
 
     Attributes:
       names, size: of the batch dimension.
@@ -237,13 +237,13 @@ class PartCopy(Copy):
         super().__init__(graph)
         sizes = {t.shape.dim(batch).size for t in graph.inputs.values() if batch in t.shape.names}
         if len(sizes) != 1:
-            raise UserError(
+            raise LayoutError(
                 f"microbatches: the inputs have no dimension {batch!r} of one common size; give them one, or "
                 "use one microbatch"
             )
         self.size, self.parts = sizes.pop(), parts
         if parts < 1 or self.size % parts:
-            raise UserError(
+            raise LayoutError(
                 f"microbatches={parts}: the size of {batch!r}, {self.size}, is not divisible by {parts}; "
                 f"choose a divisor of {self.size}"
             )
@@ -251,12 +251,12 @@ class PartCopy(Copy):
         self.smaller = {Dim(n, self.size): Dim(n, self.size // parts) for n in self.names}
         self.rows = PartRows(Shape(self.smaller), self.size // parts)
 
-    def refusal(self, what: str) -> UserError:
+    def refusal(self, what: str) -> LayoutError:
         """The error for a graph that cannot work on parts."""
-        return UserError(f"microbatches={self.parts}: {what}; use one microbatch")
+        return LayoutError(f"microbatches={self.parts}: {what}; use one microbatch")
 
     def check_batch(self, tensors: Iterable[Tensor]) -> None:
-        """UserError if one of some tensors has the batch twice."""
+        """LayoutError if one of some tensors has the batch twice."""
         for t in tensors:
             both = [d.name for d in t.shape if d in self.smaller]
             if len(both) > 1:

@@ -4,7 +4,7 @@ store stacks of layers (`ir.stored_order`)."""
 from collections.abc import Iterable, Mapping
 from functools import reduce
 
-from mesh_tf_core.errors import UserError
+from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim, divisors
 from mesh_tf_core.ir.outline import per_graph
@@ -30,19 +30,19 @@ def loop_dims(graph: Graph) -> Mapping[str, list[Node]]:
 
 
 def check_stages(graph: Graph, dim: str, count: int, schedule: str = GPIPE) -> None:
-    """UserError if the loops over a dimension cannot be this many stages of a schedule."""
+    """LayoutError if the loops over a dimension cannot be this many stages of a schedule."""
     rounds = rounds_of(schedule)
     for node in loop_dims(graph)[dim]:
         size = node.body.dim.size if node.body and node.body.dim else 0
         # Embedding and head may be all that the first and the last virtual stage have.
         if count * rounds > size + 2 * (rounds > 1):
             times = f" times {rounds} rounds" if rounds > 1 else ""
-            raise UserError(
+            raise LayoutError(
                 f"pipeline over {dim!r}: {count} stages{times} are too many for a loop of {size} "
                 f"layer{'s' * (size != 1)}; use fewer stages{' or rounds' * (rounds > 1)}"
             )
         if node not in graph.nodes:
-            raise UserError(
+            raise LayoutError(
                 f"pipeline over {dim!r}: this loop is inside another loop; split the outer loop instead"
             )
 
@@ -96,13 +96,12 @@ def reordered(x: Tensor, order: Interleaved, layers: Dim, *, lies: bool) -> Tens
       lies: x has the order of stored variables.
 
     Raises:
-      UserError: virtual stages have different numbers of layers, so nothing else can read the dimension that
-        counts them.
+      LayoutError: virtual stages of unequal numbers of layers; nothing else can read their dimension.
     """
     name, rest, parts = layers.name, x.shape.dims[1:], order.stages * order.rounds
     if order.lacks(layers.size):
         known = ", ".join(map(str, divisors(layers.size)[1:]))
-        raise UserError(
+        raise LayoutError(
             f"pipeline over {name!r}: {parts} {'virtual ' * (order.rounds > 1)}stages do not divide the "
             f"{layers.size} layers, which is required because an operation outside the loop reads the "
             f"layers' values; choose a total of {known}"

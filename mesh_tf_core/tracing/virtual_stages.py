@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from mesh_tf_core.errors import UserError
+from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.blocks import ARRIVING, IN_FLIGHT, MICROBATCH, Block, Node, reads
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import Variable
@@ -127,8 +127,9 @@ class VirtualStageCopy(Accumulation):
         for name in self.lying:
             self.new.variables[name] = replace(graph.variables[name], order=self.order)
 
-    def refusal(self, what: str) -> UserError:
-        return UserError(f"schedule {self.named} over {self.layers!r}: {what}; do not split {self.layers!r}")
+    def refusal(self, what: str) -> LayoutError:
+        layers = repr(self.layers)
+        return LayoutError(f"schedule {self.named} over {layers}: {what}; do not split {layers}")
 
     # -- the loops -------------------------------------------------------------------------------------------
 

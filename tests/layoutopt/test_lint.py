@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from costmodels.hardware import load_hardware
 from costmodels.hardware.model import CompilerName
 from costmodels.pricing.lines import Cost
 from layoutopt.analysis.lint import LikelyMistake, lint, slower
+from layoutopt.importers.huggingface import from_huggingface
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.plan.units import step_change
 from mesh_tf_core.ir.layout import Layout
@@ -22,6 +25,8 @@ from tests.searching import search
 
 WIDE = {**SMALL, "d_model": 128, "d_kv": 32, "d_ff": 512, "vocab": 512, "length": 128}
 PLAIN = Options()
+DATA = Path(__file__).parents[1] / "data"
+LOSSES = json.loads((DATA / "huggingface_losses.json").read_text())["models"]
 
 
 def findings(layout: str, mesh: str = "data:2;model:4", **hparams: object) -> list[LikelyMistake]:
@@ -150,3 +155,20 @@ def test_a_decision_that_nothing_needs_is_named() -> None:
 @pytest.mark.parametrize("after, said", [(1.051, "5.1 % longer"), (0.949, "5.1 % shorter"), (1.0, "as long")])
 def test_changes_of_time_have_no_sign(after: float, said: str) -> None:
     assert step_change(after, 1.0) == said
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("name", [n for n in LOSSES if n != "qwen3_next"])
+def test_an_idle_axis_of_any_family(name: str) -> None:
+    check_idle(name)
+
+
+def check_idle(name: str) -> None:
+    """Loops inside layers are no stages: to propose them is refused, and nothing else fails for it."""
+    model, hardware = from_huggingface(LOSSES[name]["config"], batch=8, length=128), load_hardware("h100")
+    found = evaluate(model, Mesh("data:2;model:2"), Layout("batch:data"), hardware, PLAIN)
+    assert "wasted axis" in {each.kind for each in lint(model, found, hardware, PLAIN)}
+
+
+def test_an_idle_axis_of_a_family_whose_layers_have_loops() -> None:
+    check_idle("qwen3_next")
