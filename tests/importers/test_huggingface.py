@@ -22,6 +22,7 @@ from layoutopt.importers.huggingface.training import ConfiguredTraining
 from layoutopt.models.loading import load_model
 from mesh_tf_core import layers as nn
 from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.lower import Options
 from mesh_tf_core.training.weights import read_weights
 from tests.importers.huggingface_media import media
 from tests.importers.huggingface_weights import ours
@@ -98,6 +99,22 @@ def test_losses_are_those_of_transformers(name: str) -> None:
     for variable, array in found:
         engine.write(variable, array)
     assert float(engine.step(batch)["loss"]) == pytest.approx(case["loss"], rel=5e-6)
+
+
+def check_parts(name: str) -> None:
+    """Texts know nothing of each other, so that parts of a batch give the same gradients."""
+    model = from_huggingface(LOSSES[name]["config"], batch=4, length=16)
+    model.lower(mtf.Mesh("one:1"), mtf.Layout(""), Options(microbatches=2))
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("name", [n for n in LOSSES if n != "siglip"])  # its loss compares all pairs
+def test_every_family_takes_microbatches(name: str) -> None:
+    check_parts(name)
+
+
+def test_an_indexer_of_keys_takes_microbatches() -> None:
+    check_parts("deepseek_v32")
 
 
 def test_checkpoints_of_deepseek_are_refused() -> None:

@@ -160,9 +160,9 @@ class ChunkedSelfAttention(SelfAttention, nn.ChunkedAttention):
 
 @dataclass(frozen=True)
 class Indexer:
-    """Chooses the `chosen` keys that a query sees (DeepSeek-V3.2): those of the largest
-    sum over its heads of w relu(q k). It is written out, and no loss of its own trains it here, so that its
-    gradients are 0; texts of at most `chosen` positions see all keys. `turned`: elements with positions."""
+    """Chooses the `chosen` keys that a query sees (DeepSeek-V3.2): those of the largest sum over its heads of
+    w relu(q k). No loss of its own trains it here, so that its gradients are 0; texts of at most `chosen`
+    positions see all keys. `turned`: elements with positions."""
 
     heads: int
     d_head: int
@@ -172,24 +172,24 @@ class Indexer:
     def __call__(
         self, low: Tensor, x: Tensor, positions: nn.Rotary, length: str, memory: str
     ) -> tuple[Tensor, Tensor | None]:
-        """From the queries' latent vector and x: a zero that depends on its weights, and the mask of keys."""
+        """From the queries' latent vector and x: zeros that depend on its weights, and the mask of keys. Zeros
+        of each position: a sum over the batch could be taken in no part of it (microbatches)."""
         heads, d_head = Dim("index_heads", self.heads), Dim("d_index", self.d_head)
         with x.graph.scope("indexer"):
             d = x.dim("d_model")
             q = project(low, "q", [low.dim("q_rank")], [heads, d_head])
             k = Norm(1e-6, center=True, bias=True)(project(x, "k", [d], [d_head]), "k_norm", "d_index")
             w = project(x, "weights", [d], [heads])
-            nothing = reduce_sum(q * 0.0) + reduce_sum(k * 0.0) + reduce_sum(w * 0.0)
+            nothing = reduce_sum(q * 0.0, [heads, d_head]) + reduce_sum(k * 0.0, [d_head])
+            nothing += reduce_sum(w * 0.0, [heads])
             if x.dim(length).size <= self.chosen:
                 return nothing, None
             turned = replace(positions, turned=self.turned)
             q, k, w = (stop_gradient(t) for t in (q, k, w))
             q, k = turned(q, length, "d_index"), rename(turned(k, length, "d_index"), **{length: memory})
             rows = list(x.shape.without("d_model"))
-            scores = relu(einsum([q, k], [*rows, heads, k.dim(memory)]))
-            found = einsum([scores, w], [*rows, k.dim(memory)])
-            at, key = (mtf_range(x.graph, t) for t in (x.dim(length), k.dim(memory)))
-            found = masked(found, at >= key)
+            found = einsum([relu(einsum([q, k], [*rows, heads, k.dim(memory)])), w], [*rows, k.dim(memory)])
+            found = masked(found, mtf_range(x.graph, x.dim(length)) >= mtf_range(x.graph, k.dim(memory)))
             return nothing, found >= nth_largest(found, self.chosen - 1, memory)
 
 
