@@ -172,8 +172,8 @@ class Indexer:
     def __call__(
         self, low: Tensor, x: Tensor, positions: nn.Rotary, length: str, memory: str
     ) -> tuple[Tensor, Tensor | None]:
-        """From the queries' latent vector and x: zeros that depend on its weights, and the mask of keys. Zeros
-        of each position: a sum over the batch could be taken in no part of it (microbatches)."""
+        """From the queries' latent vector and x: a zero of each position that depends on its weights (a sum
+        over the batch could be taken in no part of it: microbatches), and the mask of keys."""
         heads, d_head = Dim("index_heads", self.heads), Dim("d_index", self.d_head)
         with x.graph.scope("indexer"):
             d = x.dim("d_model")
