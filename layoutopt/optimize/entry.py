@@ -67,7 +67,7 @@ class Limits:
       top: number of best layouts to list.
       time_limit: seconds, or a running clock (None: no limit, but 60 seconds beyond the usual decisions, see
         `SearchSpace.allow`). The search ends at most two seconds later with the best layout found and its
-        lower bound.
+        lower bound; without any, after two seconds of computing.
       alternatives: also find named layouts, such as data parallel, and simpler layouts, to compare with.
       keep_best: Ctrl-C, or KeyboardInterrupt raised by `on_better`, ends the search with the best layout
         found, without a proof. `Plan.stopped` is then True.

@@ -49,7 +49,7 @@ Better = Callable[[str, float, int], None]
 """on_better(layout in words, its seconds, its bytes): the best so far that fits is now another one."""
 SEARCHED, ANSWERED, PLANNED = 0.6, 1.3, 1.6
 """Seconds after the time limit for solvers to end and for their answers to be evaluated; for finding any
-layout that fits, if none is known; for predicting alternatives."""
+layout that fits, if none is known, or as many of computing; for predicting alternatives."""
 BEYOND = 60.0
 """Seconds for what is not usual, if no time limit is given."""
 BESIDE, BESIDE_SHARE = 20.0, 4.0

@@ -136,7 +136,8 @@ class LayoutSearch:
         clock = self.request.clock
         try:
             # Where loading took all the time, the problems are listed all the same.
-            ended = clock.within(ANSWERED if clock.over else SEARCHED, lambda: self._look(subproblems))
+            grace = (ANSWERED, ANSWERED) if clock.over else (SEARCHED, 0.0)
+            ended = clock.within(grace[0], lambda: self._look(subproblems), needed=grace[1])
         except KeyboardInterrupt:
             if not keep_best:
                 raise
@@ -184,9 +185,10 @@ class LayoutSearch:
         """Makes the best so far the answer of a search that was ended, or came to its end with none for want
         of time. Ctrl-C only ends the looking for a better one."""
         self.proven = False
-        grace = STOPPING if self.stopped and self.incumbents.best() is None else ANSWERED
+        none = self.incumbents.best() is None
         with suppress(KeyboardInterrupt):
-            self.request.clock.within(grace, self._last_look)
+            grace = STOPPING if self.stopped and none else ANSWERED
+            self.request.clock.within(grace, self._last_look, needed=ANSWERED if none else 0.0)
         self.best = self.best or self.incumbents.best()
         if self.listed and self.request.objective == Objective.MEMORY:
             self._hold(self.problems)

@@ -24,6 +24,8 @@ it; then the condition is checked again."""
 IMPORT = "<frozen importlib._bootstrap>"
 LEAST = 0.01
 """Seconds that are left at least for work that needs some."""
+PATIENCE = 8.0
+"""Largest multiple of the seconds that work may compute, on a busy machine, before it is ended all the same."""
 
 
 class Late(BaseException):
@@ -102,15 +104,19 @@ class Clock:
         """Leaves at most this much time from now on."""
         self.limit = self.elapsed + min(seconds, math.inf if self.left is None else self.left)
 
-    def within(self, grace: float, work: Callable[[], object]) -> bool:
+    def within(self, grace: float, work: Callable[[], object], needed: float = 0.0) -> bool:
         """Runs `work` until `grace` seconds after the limit and ends it then; returns True if it finished.
 
         Without a limit it may take any time. Exceptions of the work propagate.
+
+        Args:
+          needed: seconds that this process computes before the work is ended, however late it began and
+            however busy the machine is; but at most `PATIENCE` times as long by the clock.
         """
         if self.limit is None:
             work()
             return True
-        alarm = _Alarm()
+        alarm = _Alarm(needed)
         try:
             alarm.set(self.limit - self.elapsed + grace)
             try:
@@ -146,9 +152,11 @@ def _lost(what: sys.UnraisableHookArgs) -> None:
 
 
 class _Alarm:
-    """Raises `late`, a class of its own, in the thread that made it."""
+    """Raises `late`, a class of its own, in the thread that made it, once this process has computed as long
+    as is `needed`."""
 
-    def __init__(self) -> None:
+    def __init__(self, needed: float = 0.0) -> None:
+        self.computed, self.last = needed + time.process_time(), PATIENCE * needed + time.monotonic()
         self.late: type[Late] = type("Late", (Late,), {})
         self.thread = threading.get_ident()
         self.around: FrameType | None = sys._getframe(1)
@@ -178,7 +186,7 @@ class _Alarm:
                 _hooks.clear()
         if self.rung:
             # A thread has room for one such exception: this one's goes, and those of alarms around it stay.
-            _raise(self.thread, None)
+            _drop()
             for other in [a for a in _on if a.thread == self.thread and a.rung]:
                 _raise(other.thread, other.late)
 
@@ -188,6 +196,9 @@ class _Alarm:
             with self._lock:
                 now = time.monotonic()
                 if now < ring or self._off.is_set():
+                    continue
+                if now < self.last and (missing := self.computed - time.process_time()) > 0:
+                    ring = min(now + missing, self.last)
                     continue
                 if deaf < AGAIN and self._deaf():
                     ring, deaf = now + SOON, deaf + SOON
@@ -208,7 +219,17 @@ class _Alarm:
         return False
 
 
-def _raise(thread: int, error: type[BaseException] | None) -> None:
-    """Python raises `error` in a thread as soon as that runs Python; None: what was to be raised is not."""
-    wanted = None if error is None else ctypes.py_object(error)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), wanted)
+def _raise(thread: int, error: type[BaseException]) -> None:
+    """Python raises `error` in a thread as soon as that runs Python."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
+
+
+def _drop() -> None:
+    """What was to be raised in this thread is not: something else is, here, in its place. Raising nothing
+    instead lets Python 3.11 look for it for ever under a profiler or a measurement of coverage."""
+    try:
+        _raise(threading.get_ident(), Late)
+        while True:
+            pass
+    except Late:
+        pass

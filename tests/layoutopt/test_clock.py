@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
 import threading
 import time
@@ -34,6 +35,39 @@ def test_work_is_ended_where_it_is() -> None:
     assert not Clock(0.05).within(-1.0, forever)
     a_moment()  # nothing is raised later
     assert threading.active_count() == before
+
+
+def computing(seconds: float) -> None:
+    """Takes the longer by the clock the busier the machine is."""
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+def test_work_computes_as_long_as_it_needs_though_it_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Clock(0.1, start=time.monotonic() - 100)
+    assert not late.within(0.0, lambda: computing(0.2))
+    assert late.within(0.0, lambda: computing(0.2), needed=10.0)
+    assert not late.within(0.0, lambda: computing(100), needed=0.2)
+    monkeypatch.setattr("layoutopt.runtime.clock.PATIENCE", 2.0)
+    assert not late.within(0.0, forever, needed=0.1)  # which computes hardly at all
+
+
+def test_it_ends_work_under_a_profiler() -> None:
+    """In a process of its own: Python looks for ever for an exception that was taken back."""
+    profiled = """
+import cProfile, time
+from layoutopt.runtime.clock import Clock
+
+def forever():
+    while True:
+        time.sleep(0.005)
+
+with cProfile.Profile():
+    assert not Clock(0.05).within(0.0, forever)
+    [each for each in range(9)]
+"""
+    subprocess.run([sys.executable, "-c", profiled], check=True, timeout=60)
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")

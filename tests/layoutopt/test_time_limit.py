@@ -136,6 +136,7 @@ def test_other_objectives(objective: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layoutopt.optimize.search.ANSWERED", 0.1)
     stick(monkeypatch, "layoutopt.optimize.evaluator:evaluate")
     with pytest.raises(LimitError, match="raise time_limit"):
         search(EXAMPLES["mlp"](), time_limit=SOON, **ON)
