@@ -136,8 +136,8 @@ class LayoutSearch:
         clock = self.request.clock
         try:
             # Where loading took all the time, the problems are listed all the same.
-            grace = (ANSWERED, ANSWERED) if clock.over else (SEARCHED, 0.0)
-            ended = clock.within(grace[0], lambda: self._look(subproblems), needed=grace[1])
+            grace, needed = (ANSWERED, ANSWERED) if clock.over else (SEARCHED, 0.0)
+            ended = clock.within(grace, lambda: self._look(subproblems), needed)
         except KeyboardInterrupt:
             if not keep_best:
                 raise
@@ -164,8 +164,7 @@ class LayoutSearch:
         if self.start is not None:
             self.incumbents.know(self.start)
             if request.clock.limit is not None:
-                part = request.clock.part(NAMED_SHARE)
-                self.incumbents.price_named(self.start, part, self.told)
+                self.incumbents.price_named(self.start, request.clock.part(NAMED_SHARE), self.told)
         self.problems = [*subproblems]
         known = {} if self.after is None else self.after.incumbents.subproblems
         self.incumbents.subproblems = {**known, **{each.key: each for each in self.problems}}
@@ -185,10 +184,10 @@ class LayoutSearch:
         """Makes the best so far the answer of a search that was ended, or came to its end with none for want
         of time. Ctrl-C only ends the looking for a better one."""
         self.proven = False
-        none = self.incumbents.best() is None
+        needed = ANSWERED if self.incumbents.best() is None else 0.0
         with suppress(KeyboardInterrupt):
-            grace = STOPPING if self.stopped and none else ANSWERED
-            self.request.clock.within(grace, self._last_look, needed=ANSWERED if none else 0.0)
+            grace = STOPPING if self.stopped and needed else ANSWERED
+            self.request.clock.within(grace, self._last_look, needed)
         self.best = self.best or self.incumbents.best()
         if self.listed and self.request.objective == Objective.MEMORY:
             self._hold(self.problems)

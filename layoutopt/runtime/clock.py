@@ -25,7 +25,7 @@ IMPORT = "<frozen importlib._bootstrap>"
 LEAST = 0.01
 """Seconds that are left at least for work that needs some."""
 PATIENCE = 8.0
-"""Largest multiple of the seconds that work may compute, on a busy machine, before it is ended all the same."""
+"""Largest multiple, by the clock of a busy machine, of the seconds that work may compute."""
 
 
 class Late(BaseException):

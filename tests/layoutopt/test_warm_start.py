@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 import mesh_tf_core as mtf
+from costmodels.hardware import machine_of
 from examples.mlp import model as mlp
 from examples.moe_lm import model as mixture
 from examples.transformer_lm import model as transformer
 from layoutopt import SearchSpace, search
-from layoutopt.optimize.entry import SearchStatus, machine_of
+from layoutopt.optimize.entry import SearchStatus
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.optimize.warm_start import EARLIER, PINS, FirstLayout, named
