@@ -31,15 +31,18 @@ def loop_dims(graph: Graph) -> Mapping[str, list[Node]]:
 
 def check_stages(graph: Graph, dim: str, count: int, schedule: str = GPIPE) -> None:
     """LayoutError if the loops over a dimension cannot be this many stages of a schedule."""
-    rounds = rounds_of(schedule)
-    for node in loop_dims(graph)[dim]:
+    rounds, loops = rounds_of(schedule), loop_dims(graph)
+    for node in loops[dim]:
         size = node.body.dim.size if node.body and node.body.dim else 0
         # Embedding and head may be all that the first and the last virtual stage have.
         if count * rounds > size + 2 * (rounds > 1):
             times = f" times {rounds} rounds" if rounds > 1 else ""
+            outer = {n.body.dim for n, *_ in loops.values() if n in graph.nodes and n.body and n.body.dim}
+            longer = sorted((d for d in outer if d.size > size), key=lambda d: d.size)
+            other = f", or split {longer[-1].name!r}, a loop of {longer[-1].size}" if longer else ""
             raise LayoutError(
                 f"pipeline over {dim!r}: {count} stages{times} are too many for a loop of {size} "
-                f"layer{'s' * (size != 1)}; use fewer stages{' or rounds' * (rounds > 1)}"
+                f"layer{'s' * (size != 1)}; use fewer stages{' or rounds' * (rounds > 1)}{other}"
             )
         if node not in graph.nodes:
             raise LayoutError(
