@@ -21,7 +21,7 @@ class Exclusion(NamedTuple):
     why: str
 
 
-REPLICAS, STAGES, SCHEDULE, MEANS = "replicas", "stages", "schedule", "running means"
+REPLICAS, STAGES, SCHEDULE, CHUNKS, MEANS = "replicas", "stages", "schedule", "chunks", "running means"
 MEETINGS, CLUSTER, DECODING, MICROBATCHES = "meetings", "cluster", "decoding", "microbatches"
 SPLIT_BACKWARD, STAGE_AGAIN, SOME_AGAIN = "split backward", "recomputed stages", "some recomputed layers"
 EXCLUDED = (
@@ -36,7 +36,7 @@ EXCLUDED = (
         STAGES,
         "when decoding, a token must pass through all layers before the next token can start",
     ),
-    Exclusion(SOME_AGAIN, STAGES, "what a stage holds is the same of all its layers"),
+    Exclusion(SOME_AGAIN, CHUNKS, "the gradients of all chunks of a stage are one array"),
     Exclusion(
         SPLIT_BACKWARD,
         STAGE_AGAIN,

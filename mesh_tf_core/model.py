@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any
 
 from mesh_tf_core.errors import LayoutError, UserError
-from mesh_tf_core.exclusions import SOME_AGAIN, STAGES, refuse
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
@@ -280,8 +279,6 @@ class Model:
         if options.diloco is not None:
             return self.replicas(mesh, layout, options, check=check).inner
         stages = self.stages(mesh, layout)
-        some = [f"recompute {each}" for each in options.recompute if each.only and each.dim in stages]
-        refuse({SOME_AGAIN: ", ".join(some), STAGES: f"stages of {' and '.join(stages)}" * bool(stages)})
         step = self.step_of(mesh, layout, options)
         check_offload(options.offload, step.graph.variables)
         if options.schedule != GPIPE and not stages:

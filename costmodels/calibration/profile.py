@@ -83,7 +83,8 @@ def profile(
         for (n, over), f in found.collectives
     ]
     _chip(content["chip"], found, team, source, date)
-    content["topology"]["latency"] = _number(_least_latency(found), "s", source, date)
+    least = min((f.curve.points[0][1] for _, f in found.collectives), default=0.0)
+    content["topology"]["latency"] = _number(least, "s", source, date)
     if team.devices_per_process is not None:
         each = _number(team.devices_per_process, "count", source, date)
         content["topology"]["devices_per_process"] = each
@@ -161,10 +162,6 @@ def _memory(chip: dict[str, Any], team: Team, source: str, date: str) -> None:
     chip["memory_reserve"] = _number(
         0.1 * total, "B", "assumption: the system and the runtime use a tenth of the memory", date
     )
-
-
-def _least_latency(found: CalibrationFit) -> float:
-    return min((f.curve.points[0][1] for _, f in found.collectives), default=0.0)
 
 
 def _curve(found: FittedCurve, source: str, date: str) -> dict[str, Any]:

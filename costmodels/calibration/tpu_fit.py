@@ -187,14 +187,9 @@ def efficiency(hardware: Hardware, samples: Sequence[ProbeSample], launch: float
     inner = [
         p
         for before, p, after in zip(points, points[1:], points[2:], strict=False)
-        if _bends(before, p, after)
+        if not before[1] == p[1] == after[1]  # it is more than one on a level
     ]
     return Curve((points[0], *inner, *points[1:][-1:]))
-
-
-def _bends(before: CurvePoint, point: CurvePoint, after: CurvePoint) -> bool:
-    """Whether a point is more than one on a level."""
-    return not before[1] == point[1] == after[1]
 
 
 def _nearest(hardware: Hardware, samples: Sequence[ProbeSample], launch: float) -> FittedCurve:

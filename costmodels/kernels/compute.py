@@ -127,7 +127,7 @@ def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Co
     The arguments are those of `compute_seconds`.
     """
     contention = hardware.contention(devices)
-    memory = contention * _memory_seconds(hardware, quantity)
+    memory = contention * (_laid(hardware, quantity)[0] / _reachable(hardware))
     curve = _curve(hardware, quantity)
     if curve is not None:
         return _measured(hardware, quantity, curve, contention, memory)
@@ -310,10 +310,6 @@ def _attention(hardware: Hardware, quantity: Quantity) -> float | None:
     head, (least, first) = quantity.matmul_dims[2], known[0]
     below = [number.value for size, number in known if size <= head]
     return below[-1] if below else first.value * head / least
-
-
-def _memory_seconds(hardware: Hardware, quantity: Quantity) -> float:
-    return _laid(hardware, quantity)[0] / _reachable(hardware)
 
 
 def _reachable(hardware: Hardware) -> float:

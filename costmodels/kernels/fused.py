@@ -162,12 +162,10 @@ class _Fuser:
         elif not looped and not self._is_half(instr):
             self.casts[instr.outputs[0]] = instr.inputs[0]
             yield VariableCast(self.context, instr, self.casts)
-        elif not looped or self._is_loaded(instr) or instr.origin.phase == Phase.FORWARD:
+        elif not looped or instr.origin.phase == Phase.FORWARD:
             yield instr
-
-    def _is_loaded(self, cast: Local) -> bool:
-        """Whether what is cast comes from the host in every iteration, so that nobody has casts of all."""
-        return isinstance(self.context.producer.get(cast.inputs[0]), HostLoad)
+        elif isinstance(self.context.producer.get(instr.inputs[0]), HostLoad):
+            yield instr  # It comes from the host in every iteration, so nobody has casts of all.
 
     def _is_remade(self, instr: Local) -> bool:
         """Whether it is a cast that its readers make (`costmodels.kernels.fusion`, rule (6))."""

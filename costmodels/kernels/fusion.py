@@ -34,7 +34,7 @@ from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Instr, Local, Program
 from mesh_tf_core.ir.structure import Connection, Read
 from mesh_tf_core.ir.traits import in_place, read_operands
-from mesh_tf_core.lower.nodes import converts_variable, repeated, updated
+from mesh_tf_core.lower.nodes import converts_variable, repeated, updated, with_parts
 from mesh_tf_core.lower.rematerialization import running_again
 
 
@@ -119,10 +119,6 @@ class _Groups:
         self.last: dict[int, int] = {}
         self.operands: dict[int, frozenset[int]] = {}
         self.stored: set[int] = set()
-        self.slices: dict[int, list[int]] = defaultdict(list)
-        for block in self.blocks:
-            for outer, inner in block.sliced:
-                self.slices[outer].append(inner)
         self.remade = self._remade()
 
     def found(self) -> Fusion:
@@ -194,7 +190,7 @@ class _Groups:
 
     def _visit(self, node: Node) -> None:
         kind = self._role(node)
-        if self._repeats(node):
+        if any(o in self.repeated for o in node.outputs):
             self.same[node.outputs[0]] = self.repeated[node.outputs[0]]
             return
         if (
@@ -203,7 +199,7 @@ class _Groups:
             and node.phase != Phase.UPDATE
             and self.stored.issuperset(node.inputs)
         ):
-            self._store(node.outputs[0])
+            self.stored.update(with_parts(node.outputs[0], self.graph))
         if kind == FREE or any(o in self.remade for o in node.outputs):
             self.same.update((o, self._source(i)) for i, o in zip(node.inputs, node.outputs, strict=False))
             return
@@ -223,27 +219,18 @@ class _Groups:
     def _role(self, node: Node) -> str:
         op = node.op
         if isinstance(op, Read):
-            self._store(node.outputs[0])
+            self.stored.update(with_parts(node.outputs[0], self.graph))
         if isinstance(op, Connection):
             return ALONE
         types = tuple(self.graph.tensor(i).type for i in node.inputs)
         kind = role(op, types)
         if kind == MAP and converts_variable(node) and node.inputs[0] in self.stored:
-            self._store(node.outputs[0])
+            self.stored.update(with_parts(node.outputs[0], self.graph))
             return ALONE
         if kind == REDUCE and any(o in self.graph.gradient_of for o in self._outwards(node.outputs)):
             return ALONE
         sized = any(t.shape for t in (*types, *(self.graph.tensor(o).type for o in node.outputs)))
         return kind if kind == FREE or sized or self._updates(node) else ALONE
-
-    def _repeats(self, node: Node) -> bool:
-        return any(o in self.repeated for o in node.outputs)
-
-    def _store(self, tensor: int) -> None:
-        """Notes a variable's value and its parts in loops."""
-        self.stored.add(tensor)
-        for inner in self.slices[tensor]:
-            self._store(inner)
 
     def _outwards(self, tensors: Iterable[int]) -> list[int]:
         """Tensors and what loops make of them outside."""

@@ -53,12 +53,9 @@ class OpByOp:
         found = self._curves.get(op_class)
         if found is None:
             return None
-        share = self._contended(found)
+        share = self.hardware.contention(self.devices) / self.hardware.contention(found.devices)
         return lambda amount: found.seconds(amount) * share
 
     def _constant(self, name: str) -> float:
         curve = self._curve(name)
         return 0.0 if curve is None else curve(0.0)
-
-    def _contended(self, curve: ComputeCurve) -> float:
-        return self.hardware.contention(self.devices) / self.hardware.contention(curve.devices)

@@ -117,7 +117,9 @@ class Templates:
     def _instance(self, row: _Row, values: Sequence[Value], sent: Sequence[Collective]) -> Instance:
         placed = tuple([_placed(values[i], known) for i, known in row.values])
         instr = None if row.sent is None else sent[row.sent]
-        key = row.template, placed, () if instr is None else (instr.axes, _how(instr))
+        # What decides the price of a collective besides its axes and bytes.
+        moved = isinstance(instr, Permute) and (instr.shift, instr.wrap, instr.pairs, instr.both_ways)
+        key = row.template, placed, () if instr is None else (instr.axes, moved)
         found = self._instances.get(key)
         if found is None:
             found = self._instances[key] = Instance(row.template, placed, instr)
@@ -184,8 +186,3 @@ def _placed(value: Value, known: BySplits) -> PlacedValue:
     if found is None:
         found = known[value.splits] = PlacedValue(value.shape, value.splits, value.dtype)
     return found
-
-
-def _how(sent: Collective) -> Hashable:
-    """What decides the price of a collective besides its axes and bytes."""
-    return (sent.shift, sent.wrap, sent.pairs, sent.both_ways) if isinstance(sent, Permute) else None

@@ -20,10 +20,9 @@ from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.remat_policy import OTHERS, KeptKind, Recomputed, words_of
-from mesh_tf_core.lower.rematerialization import has_backward, rematerialization
+from mesh_tf_core.lower.rematerialization import rematerialization, saving_loops
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.stage_layers import loop_name
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def keepings(model: Model, mesh: Mesh, layout: Layout, options: Options, hardwar
 
 def _changes(asked: Recomputed, graph: Graph) -> Iterator[tuple[str, Recomputed | None]]:
     """What may be said of some loops instead, and what then is other."""
-    blocks = [b for b in graph.blocks if loop_name(b, graph) == asked.dim and has_backward(b, graph)]
+    blocks = saving_loops(graph, asked.dim)
 
     def kept(policy: Recomputed) -> tuple[frozenset[int], ...]:
         remat = rematerialization(graph, frozenset({policy}))

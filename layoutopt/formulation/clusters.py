@@ -87,7 +87,9 @@ class _Builder:
                 for run in own
             )
             totalled = tuple(o in self.dependencies.totalled for o in node.outputs)
-            apart = node.index if node.index in self.dependencies.cut or self._read_by_cut(node) else -1
+            cut = self.dependencies.cut
+            by_cut = any(o in self.dependencies.additions[n] for n in cut for o in node.outputs)
+            apart = node.index if node.index in cut or by_cut else -1
             # Prices know the phase: whether a result stays, what a collective may overlap, when casts run.
             again = tuple((run, *(t in read_then[run] for t in leading)) for run in own)
             kept = tuple(self.runs.kept.get(o) for o in node.outputs)
@@ -114,10 +116,6 @@ class _Builder:
         block = self.graph.blocks[self.graph.tensor(tensor).block]
         stacks, sums = ({o for i, o in pairs if i == tensor} for pairs in (block.stacked, block.summed))
         return tuple((o in stacks, o in sums, block.reverse) for o in self.dependencies.outer[tensor])
-
-    def _read_by_cut(self, node: Node) -> bool:
-        """Whether an addition that is cut reads what a node makes."""
-        return any(o in self.dependencies.additions[n] for n in self.dependencies.cut for o in node.outputs)
 
     def _kernel(self, node: Node, inside: Set[int]) -> Hashable:
         """What of fusion matters to a price: with which of the nodes, and what of it others read."""

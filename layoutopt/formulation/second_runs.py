@@ -54,7 +54,8 @@ class SecondRuns:
 
     def __init__(self, dependencies: Dependencies) -> None:
         self.graph, self.dependencies, self.further = dependencies.graph, dependencies, dependencies.further
-        self.loops = {b.id: name for b in self.graph.blocks if (name := self._recomputable(b))}
+        own = (b for b in self.graph.blocks if has_backward(b, self.graph))
+        self.loops = {b.id: name for b in own if (name := loop_name(b, self.graph))}
         self.nests = self._nested()
         self.runs: dict[int, tuple[SecondRun, ...]] = {}
         self.switches: dict[int, tuple[str, ...]] = {}
@@ -71,9 +72,6 @@ class SecondRuns:
                 self._find(nest, recompute)
             for recompute in every if len(nest) > 1 else ():
                 self._compare(recompute)
-
-    def _recomputable(self, block: Block) -> str | None:
-        return loop_name(block, self.graph) if has_backward(block, self.graph) else None
 
     def around(self, block: Block) -> Iterator[str]:
         """Names of a loop and those around it that may run again, the innermost first."""

@@ -2,11 +2,12 @@
 
 Optimizer state is whole, or split over the data and context ranks (`--use-distributed-optimizer`). Key-value
 heads may be fewer than the tensor ways, and are then copied. Recomputation is of whole layers (full), all or
-without stages the first ones (block), or of some modules of each (selective). Optimizer state may be on the
+the first ones of each stage (block), or of some modules of each (selective). Optimizer state may be on the
 host (`--optimizer-cpu-offload`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import combinations
 
 from layoutopt.frameworks.torch import StartedSchedules
 from layoutopt.space.degrees import Degrees
@@ -14,20 +15,35 @@ from layoutopt.space.kind import ALL
 from layoutopt.space.recompute import KEEP, SOME
 from layoutopt.space.restriction import ANY, Restriction
 from mesh_tf_core.ir.schedules import INTERLEAVED
+from mesh_tf_core.lower.remat_policy import KINDS, OUTPUTS
 
-_NORMS = "others-attention_norm-feed_forward_norm", "others-attention_norm-experts_norm"
-MEGATRON_MODULES: Mapping[tuple[str, ...], tuple[str, ...]] = {
-    ("products", "others"): ("core_attn",),
-    **{("products", "attention", norms): ("layernorm",) for norms in _NORMS},
-    **{("products", norms): ("core_attn", "layernorm") for norms in _NORMS},
-    ("products-feed_forward", "attention", "others-feed_forward"): ("mlp",),
-    ("products-feed_forward", "others-feed_forward"): ("core_attn", "mlp"),
-    ("products", "attention", "others-experts"): ("moe_act",),
-    ("products", "others-experts"): ("core_attn", "moe_act"),
-    ("products-experts", "attention", "others-experts"): ("moe",),
-}
-"""The values that recomputed layers keep -> the `recompute_modules` that are recomputed
+_ROWS = (
+    ("core_attn", "attention"),
+    ("layernorm", "others-attention_norm-feed_forward_norm"),
+    ("layernorm", "others-attention_norm-experts_norm"),
+    ("mlp", "products-feed_forward", "others-feed_forward"),
+    ("shared_experts", "products-shared", "others-shared"),
+    ("moe_act", "others-experts"),
+    ("moe", "products-experts", "others-experts"),
+)
+"""Each of `recompute_modules`, and the values that it does not keep
 (megatron/core/transformer/transformer_config.py @d98e8a6)."""
+
+
+def _keeps(rows: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """The values that are kept when some modules are recomputed."""
+    words = [word.partition("-") for row in rows for word in row[1:]]
+    without = {kind: [names for each, _, names in words if each == kind] for kind in KINDS if kind != OUTPUTS}
+    return tuple("-".join((kind, *names)) for kind, names in without.items() if "" not in names)
+
+
+MEGATRON_MODULES: Mapping[tuple[str, ...], tuple[str, ...]] = {
+    _keeps(rows): names
+    for number in (1, 2, 3)
+    for rows in combinations(_ROWS, number)
+    if len({*(names := tuple(row[0] for row in rows))}) == number and not {"moe", "moe_act"} <= {*names}
+}
+"""The values that recomputed layers keep -> the modules that are recomputed."""
 
 
 def _started(kind: str, stages: int, number: int) -> bool:

@@ -78,8 +78,9 @@ class Exported:
         return mode, max((each.only for each in said), default=0)
 
     def every(self, count: int) -> int:
-        """The k with which every k-th layer makes so many."""
-        size = self.size(Recomputed.parse(self.decided.recompute[0]).dim)
+        """The k with which every k-th layer, of those of a stage, makes so many."""
+        dim = Recomputed.parse(self.decided.recompute[0]).dim
+        size = self.size(dim) // self.decided.pipeline.get(dim, 1)
         if found := [k for k in range(2, size + 1) if size // k == count]:
             return found[0]
         raise UserError(f"every k-th of {size} layers can be recomputed, which never makes {count}")

@@ -269,15 +269,11 @@ class Decisions:
         """The synchronisation of replicas in this subproblem, if it has any."""
         return next((d.diloco for d in self.every if isinstance(d, Rarely)), None)
 
-    def stages_on(self, mesh: Mesh) -> dict[str, int]:
-        """The number of stages."""
-        return {dim: mesh.group_size(axes) for dim, axes in self.stages.items()}
-
     def structure(self, mesh: Mesh) -> Structure:
         """The structure of a step under these decisions; the same for fewer options."""
         return Structure(
             self.microbatches,
-            tuple(self.stages_on(mesh).items()),
+            tuple((dim, mesh.group_size(axes)) for dim, axes in self.stages.items()),
             self.schedule,
             self.again,
             frozenset(d.dim for d in self.every if isinstance(d, Elsewhere)),

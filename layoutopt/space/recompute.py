@@ -211,7 +211,7 @@ class Recompute(Decision):
         plain = [() for again in allowed.recompute if again is False]
         whole = [ON for again in allowed.recompute if again is True]
         for asked in sorted(allowed.again):
-            yield cls(asked.dim, ((*ON, *asked.keep),))
+            yield cls(asked.dim, (choice_of(asked, False)[1],))
         for dim in recomputable(graph):
             kept = keep_sets(graph, dim, kept_sets(allowed.recompute))
             some = [(*ON, *keep) for keep in kept]
@@ -278,12 +278,17 @@ def kept_sets(allowed: Iterable[bool | str]) -> Sets:
 def counted(graph: Graph, dim: str, allowed: Iterable[bool | str]) -> list[int]:
     """The allowed numbers of iterations that loops over a dimension may recompute alone."""
     blocks = [b for b in graph.blocks if b.dim is not None and loop_name(b, graph) == dim]
-    size, found = min(b.dim.size for b in blocks if b.dim is not None), set[int]()
+    size = min(b.dim.size for b in blocks if b.dim is not None)
+    return [n for n in counts(size, allowed) if _refused(graph, Recomputed(dim, (), n)) is None]
+
+
+def counts(size: int, allowed: Iterable[bool | str]) -> list[int]:
+    """The allowed numbers of iterations, of so many, that may be recomputed alone."""
+    found = set[int]()
     for one in map(str, allowed):
         found |= {round(size * q / 4) for q in (1, 2, 3)} if one == SOME else set()
-        found |= {Recomputed.parse(f"{dim}:{one}").only} if one.startswith(COUNT) else set()
-    asked = (Recomputed(dim, (), n) for n in sorted(found))
-    return [each.only for each in asked if each.only and _refused(graph, each) is None]
+        found |= {Recomputed.parse(f"loops:{one}").only} if one.startswith(COUNT) else set()
+    return [n for n in sorted(found) if 0 < n < size]
 
 
 def check_named(graph: Graph, allowed: Iterable[bool | str]) -> None:

@@ -8,7 +8,7 @@ then has many more subproblems.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeVar
@@ -16,13 +16,13 @@ from typing import Any, ClassVar, Self, TypeVar
 from layoutopt.space.argument import Space, argument, names
 from layoutopt.space.kind import Beyond, Feature, LeftOut, Target, Words, not_allowed
 from layoutopt.space.option import Option
-from layoutopt.space.recompute import kept_sets
+from layoutopt.space.recompute import counts, kept_sets
 from layoutopt.space.splits import Split, split_options
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import TICK
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.schedules import GPIPE
+from mesh_tf_core.ir.schedules import GPIPE, layer_order
 from mesh_tf_core.lower.remat_policy import Policies, Recomputed
 from mesh_tf_core.lower.rematerialization import keep_sets
 from mesh_tf_core.model import Model
@@ -148,7 +148,7 @@ def ways(model: Model, mesh: Mesh, allowed: Space) -> Iterator[Space]:
         plain.but(stages=stages, schedule=(schedule,), again=again)
         for stages in sorted(split, key=lambda each: sum(map(len, each.values())))
         for schedule in (allowed.restriction.among(allowed, "schedule") if stages else (GPIPE,))
-        for again in (runs_again(model, stages, allowed) if len(stages) < 2 else ())
+        for again in (runs_again(model, stages, allowed, mesh, schedule) if len(stages) < 2 else ())
     ]
     if not made:
         raise UserError(
@@ -159,16 +159,27 @@ def ways(model: Model, mesh: Mesh, allowed: Space) -> Iterator[Space]:
     yield from made
 
 
-def runs_again(model: Model, stages: Collection[str], allowed: Space) -> Iterator[Policies]:
-    """The recomputed parts of stages, each of which makes another graph."""
+def runs_again(
+    model: Model,
+    stages: Mapping[str, Axes],
+    allowed: Space,
+    mesh: Mesh | None = None,
+    schedule: str = GPIPE,
+) -> Iterator[Policies]:
+    """The recomputed parts of stages, each of which makes another graph; of some layers of each, if a mesh
+    and a schedule are given."""
     if not stages:
         yield frozenset()
         return
     if False in allowed.recompute:
         yield frozenset()
-    for dim in stages:
+    for dim, axes in stages.items():
         sets = keep_sets(model.step_graph, dim, kept_sets(allowed.recompute))
         yield from (frozenset({Recomputed(dim, keep)}) for keep in sets)
+        if mesh is not None:
+            order = layer_order(schedule, mesh.group_size(axes))
+            number = order.size(max(model.graph.dims()[dim])) // order.stages * (order.chunks == 1)
+            yield from (frozenset({Recomputed(dim, (), n)}) for n in counts(number, allowed.recompute))
         if True in allowed.recompute:
             yield frozenset({Recomputed(dim)})
     if True in allowed.recompute:

@@ -151,7 +151,7 @@ class _Reading:
 
     def ids(self) -> Ids:
         looked_up = [x for x in self.looked_up if self.of[x[1]].feed]
-        cone = self._cone(id for _, id, _, _ in looked_up)
+        cone = _reached((id for _, id, _, _ in looked_up), self.parents)  # and all that they are functions of
         apart: dict[str, list[Function]] = defaultdict(list)
         for id, found in self.of.items():
             own = found.feed and self.program.values[id].dtype == "bool"
@@ -316,10 +316,6 @@ class _Reading:
         return made
 
     # -- what is set apart ---------------------------------------------------------------------------------
-
-    def _cone(self, ids: Iterable[int]) -> set[int]:
-        """Values and all that they are functions of."""
-        return _reached(ids, self.parents)
 
     def _forward(self) -> set[int]:
         """Values that a result is made of: no gradients, which are products with the batch anyhow."""

@@ -37,6 +37,7 @@ from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.storage import BACKWARD, FORWARD, GRADIENT, UPDATE, VARIABLE
 from mesh_tf_core.lower.subgraph import GraphPart, Twin
 from mesh_tf_core.ops.basic import AddN, Cast
+from mesh_tf_core.ops.stages import JoinedParts
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -92,7 +93,7 @@ class Lowering(Placing):
         row = None
         if plan.updates:
             row = self.oracle.row(VARIABLE, node.scope, UPDATE)
-        elif isinstance(node.op, AddN):
+        elif isinstance(node.op, AddN | JoinedParts):
             terms = delivered(self.graph)
             variable = terms.get(node.outputs[0]) if all(i in terms for i in node.inputs) else None
             row = None if variable is None else self.oracle.row(GRADIENT, variable, BACKWARD)

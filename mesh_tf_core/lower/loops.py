@@ -56,7 +56,7 @@ class Loops(Saving):
         init: Sequence[int] = [self.low.to_natural(self.low.value_of(i)) for i in node.inputs]
         parts = self._alike(self.low.graph.blocks[block.id])
         if len(parts) < 2 and parts[0][1] == block.dim.size:
-            self._loop(node, block, init)
+            self._loop(node, block, init, block.begin)
             return
         stacks, sums = ([o for _, o in pairs] for pairs in (block.stacked, block.summed))
         made: dict[int, list[tuple[int, int]]] = {o: [] for o in (*stacks, *sums)}
@@ -112,8 +112,7 @@ class Loops(Saving):
             finals = [self._outer(v, None) for v in carry_in]
             sums, pairs = self._read_again(block.summed, block), self._read_again(block.stacked, block)
             stacked = [self._result(inner, outer, block) for inner, outer in pairs]
-            saves = self._saves(whole, block.saved)
-            stacked += self._saved(self._read_again(saves, block), block, node)
+            stacked += self._saved(block, whole, node)
             stacked += self._keeps(whole, node, block)
             summed = [self._result(inner, outer, None) for inner, outer in sums]
             behind = list[Instr]()

@@ -65,22 +65,29 @@ def converts_variable(node: Node) -> bool:
 def weights(graph: Graph | Outline) -> Mapping[int, str]:
     """Tensors that are the value of a variable with its own storage, or parts or casts of it before the
     update -> its name."""
-    parts: dict[int, list[int]] = defaultdict(list)
     found: dict[int, str] = {}
-    for block in graph.blocks:
-        for outer, inner in block.sliced:
-            parts[outer].append(inner)
-
-    def add(tensor: int, name: str) -> None:
-        found[tensor] = name
-        for inner in parts[tensor]:
-            add(inner, name)
-
     for node, _ in graph.walk():
         if isinstance(node.op, Read) and node.op.variable.own_storage:
-            add(node.outputs[0], node.op.variable.name)
+            found.update(dict.fromkeys(with_parts(node.outputs[0], graph), node.op.variable.name))
         elif converts_variable(node) and node.inputs[0] in found:
-            add(node.outputs[0], found[node.inputs[0]])
+            found.update(dict.fromkeys(with_parts(node.outputs[0], graph), found[node.inputs[0]]))
+    return found
+
+
+@per_graph
+def _parts(graph: Graph | Outline) -> Mapping[int, list[int]]:
+    """Stacks -> the tensors of loop bodies that are an iteration's part of them."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for outer, inner in (pair for block in graph.blocks for pair in block.sliced):
+        found[outer].append(inner)
+    return found
+
+
+def with_parts(tensor: int, graph: Graph | Outline) -> list[int]:
+    """A tensor, and what loops have of it by parts."""
+    found = [tensor]
+    for each in found:
+        found += _parts(graph).get(each, ())
     return found
 
 

@@ -3,7 +3,7 @@
     layers                          nothing but its state: all that backward reads is computed anew
     layers:keep=attention+products  these values too; what is not kept is computed anew from what is
 
-    layers:count=8                  the first eight of the layers; the others save all; not with stages
+    layers:count=8                  the first eight of the layers, or of each stage's; the others save all
 
 A kept value is stacked as in a loop without recomputation. What may be kept:
     products   results of products with weights, convolutions among them
@@ -267,14 +267,8 @@ def check_kept(recompute: Policies, loops: Set[str], blocks: Iterable[Block], gr
     for asked in recompute:
         text = str(asked)
         if asked.dim not in loops:
-            keeps = (
-                (
-                    " (to keep some values instead of recomputing them, write e.g. "
-                    f"{min(loops)}:keep=products+attention)"
-                )
-                if loops
-                else ""
-            )
+            example = f"{min(loops, default='')}:keep=products+attention"
+            keeps = f" (to keep some values instead of recomputing them, write e.g. {example})" * bool(loops)
             raise UserError(
                 f"recompute {text!r}: the model has no loop over {asked.dim!r}; "
                 f"{known_names(asked.dim, loops)}{keeps}"
@@ -306,8 +300,10 @@ def _check_count(text: str, asked: Recomputed, blocks: Iterable[Block], graph: G
                 f"count, or {asked.whole} to recompute all"
             )
         apart = all(back.forward is not block or back.parent != block.parent for back in graph.blocks)
-        if apart or any(node.body is not None and node.body.saved for node in block.nodes):
-            why = "its backward is in another loop" if apart else "it has loops inside"
+        chunks = block.first is not None
+        if apart or chunks or any(node.body is not None and node.body.saved for node in block.nodes):
+            other = "a stage has several chunks of them" if chunks else "it has loops inside"
+            why = "its backward is in another loop" if apart else other
             raise UserError(
                 f"recompute {text!r}: {why}, so all its iterations are alike; write {asked.whole}"
             )

@@ -26,8 +26,8 @@ from mesh_tf_core.lower.remat_policy import (
     means_something,
 )
 from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.layer_parts import WHOLE_STAGE, LayerAgain
 from mesh_tf_core.tracing.stage_layers import loop_name
-from mesh_tf_core.tracing.virtual_stages import LayerAgain, RecomputeLayer
 
 NOTHING: frozenset[int] = frozenset()
 Handed = Callable[[Block], Set[int]]
@@ -154,22 +154,15 @@ class Rematerialization:
         """The nodes of a body that are made again in its backward's, for second runs inside."""
         found: set[int] = set()
         for back in (b for b in self.graph.blocks if b.forward is block):
-            made: set[int] = set()
-            for node in back.nodes:
+            for at, node in enumerate(back.nodes):
                 inner = None if node.body is None else node.body.forward
                 if inner is not None and inner.parent == block.id:
-                    late = {t for t, twin in back.captured.items() if self._made_in(twin, back) - made}
-                    needs = self.needs(inner, unread, live=True)
-                    found |= {t for t in needs if t in late or t not in back.captured}
-                made.add(node.index)
+                    late = {o for n in back.nodes[at:] for o in n.outputs}
+                    needs, has = self.needs(inner, unread, live=True), back.captured
+                    found |= {t for t in needs if t not in has or has[t] in late}
         own = {t for t in found if self.graph.tensor(t).block == block.id}
         free = {t for t in own if self.graph.is_free(self.graph.tensor(t), block)}
         return [node for node in block.nodes if free.intersection(node.outputs)]
-
-    def _made_in(self, tensor: int, block: Block) -> set[int]:
-        """The node of a body that makes a tensor, if one does."""
-        maker = self.graph.producer.get(tensor)
-        return {maker.index} if maker is not None and self.graph.tensor(tensor).block == block.id else set()
 
     @cached_property
     def _savers(self) -> dict[int, tuple[Block, int]]:
@@ -237,6 +230,11 @@ def has_backward(block: Block, graph: Graph, beside: bool = False) -> bool:
     return any(not beside or b.parent == block.parent for b in backs)
 
 
+def saving_loops(graph: Graph, dim: str) -> list[Block]:
+    """The loops over a dimension that save values for a backward."""
+    return [b for b in graph.blocks if loop_name(b, graph) == dim and has_backward(b, graph)]
+
+
 def recomputable(graph: Graph) -> list[str]:
     """Names of the loops that may run again: all that a search decides about."""
     names = (loop_name(b, graph) for b in graph.blocks if has_backward(b, graph))
@@ -246,21 +244,19 @@ def recomputable(graph: Graph) -> list[str]:
 def keep_sets(graph: Graph, dim: str, sets: Sets = SETS) -> Sets:
     """Those of some sets that loops over a dimension may keep when recomputed, except sets that leave no
     work, that keep the same values as an earlier set, or that contain a name of nothing there."""
-    return graph.remembered((keep_sets, dim, sets), lambda: tuple(_keep_sets(graph, dim, sets)))
 
+    def some() -> Sets:
+        blocks = saving_loops(graph, dim)
+        found: dict[tuple[frozenset[int], ...], tuple[str, ...]] = {}
+        for keep in (k for k in sets if all(means_something(word, blocks, graph) for word in k)):
+            remat = rematerialization(graph, frozenset({Recomputed(dim, keep)}))
+            kept = tuple(remat.second(block).kept for block in blocks)
+            again = (n for b, k in zip(blocks, kept, strict=True) for n in running_again(b, kept=k))
+            if any(kept) and not all(n.op.free for n in again):
+                found.setdefault(kept, keep)
+        return tuple(found.values())
 
-def _keep_sets(graph: Graph, dim: str, sets: Sets) -> list[tuple[str, ...]]:
-    blocks = [b for b in graph.blocks if loop_name(b, graph) == dim and has_backward(b, graph)]
-    found: dict[tuple[frozenset[int], ...], tuple[str, ...]] = {}
-    for keep in sets:
-        if not all(means_something(word, blocks, graph) for word in keep):
-            continue
-        remat = rematerialization(graph, frozenset({Recomputed(dim, keep)}))
-        kept = tuple(remat.second(block).kept for block in blocks)
-        again = (n for b, k in zip(blocks, kept, strict=True) for n in running_again(b, kept=k))
-        if any(kept) and not all(n.op.free for n in again):
-            found.setdefault(kept, keep)
-    return list(found.values())
+    return graph.remembered((keep_sets, dim, sets), some)
 
 
 def check_recompute(graph: Graph, recompute: Policies) -> None:
@@ -333,42 +329,34 @@ def check_saved(recompute: Policies, offload: OffloadSet, whole: Graph, staged: 
       whole, staged: the step without stages, and with them, in a schedule: `where`.
     """
     known, here = recomputable(whole), {*recomputable(staged)}
-    said = [(f"recompute {str(each)!r}", each.dim) for each in sorted(recompute)]
-    hosted = [(f"offload {kind}={dim}", dim) for kind, dim in sorted(offload) if kind == ACTIVATIONS]
-    for what, dim in (*said, *hosted):
-        if dim in here:
-            continue
-        if dim in known:
+    said = {f"recompute {str(each)!r}": each.dim for each in sorted(recompute)}
+    hosted = {f"offload {kind}={dim}": dim for kind, dim in sorted(offload) if kind == ACTIVATIONS}
+    for what, dim in (said | hosted).items():
+        if dim in known and dim not in here:
             raise UserError(
                 f"{what}: in {where}, values that loops over {dim!r} save for the backward pass stay on "
                 f"the devices; remove {what}"
             )
-        if (what, dim) in hosted:
+        if what in hosted and dim not in here:
             raise UserError(
                 f"{what}: no loop over {dim!r} saves values for a backward pass; {known_names(dim, known)}"
             )
 
 
-def layer_again(graph: Graph, asked: Recomputed) -> RecomputeLayer:
+def layer_again(graph: Graph, asked: Recomputed) -> LayerAgain:
     """The part of a layer that a policy recomputes in stages."""
-    remat = rematerialization(graph, frozenset({asked}))
-
-    def found(layers: Block) -> LayerAgain | None:
-        if asked.dim == TICK:
-            return None
-        check_recompute(graph, frozenset({asked}))
-        kept, read = remat.second(layers)
-        stays = (*(i for i in layers.carry_in if i in read), *sorted(kept.difference(layers.carry_in)))
-        return LayerAgain(stays, leading_to(layers.saved, layers, kept))
-
-    return found
+    if asked.dim == TICK:
+        return WHOLE_STAGE
+    check_recompute(graph, frozenset({asked}))
+    layers = (*saving_loops(graph, asked.dim), graph.blocks[0])[0]
+    kept, read = rematerialization(graph, frozenset({asked})).second(layers)
+    stays = (*(i for i in layers.carry_in if i in read), *sorted(kept.difference(layers.carry_in)))
+    return LayerAgain(stays, leading_to(layers.saved, layers, kept), asked.only)
 
 
-def running_again(block: Block, unread: Set[int] = frozenset(), kept: Set[int] = NOTHING) -> list[Node]:
-    """The nodes, including those of inner loops, that run a second time when a loop's body is recomputed,
-    except stacks that nothing reads."""
-    wanted = (tensor for tensor, stack in block.saved.items() if stack not in unread)
-    return list(_running(block, needed_for(wanted, block, kept, live=True), kept, _none))
+def running_again(block: Block, kept: Set[int] = NOTHING) -> list[Node]:
+    """The nodes, including those of inner loops, that run a second time when a loop's body is recomputed."""
+    return list(_running(block, needed_for(block.saved, block, kept, live=True), kept, _none))
 
 
 def _running(block: Block, needed: Set[int], kept: Set[int], handed: Handed) -> Iterator[Node]:

@@ -3,7 +3,7 @@ values kept for second runs, on the devices or on their hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 from mesh_tf_core.errors import LayoutError
@@ -88,19 +88,17 @@ class Saving:
         code[:0] = [store for store in stores if store.inputs[0] not in made]
         return kept
 
-    def _saves(self, block: Block, saved: Mapping[int, int]) -> list[tuple[int, int]]:
-        if not saved or self.remat.again(block) or self._keeps_nothing(block):
+    def _saved(self, block: Block, whole: Block, node: Node) -> list[Result]:
+        """The stacks that a loop, or a part of the `whole` of it, saves for its backward."""
+        if not block.saved or self.remat.again(whole) or self._keeps_nothing(whole):
             return []
-        return [(i, o) for i, o in saved.items() if not self.remat.unsaved(i)]
-
-    def _saved(self, pairs: Sequence[tuple[int, int]], block: Block, node: Node) -> list[Result]:
-        """The stacks that a loop saves for its backward."""
+        saved = [(i, o) for i, o in block.saved.items() if not self.remat.unsaved(i)]
+        pairs = self._read_again(saved, block)
         found: dict[SavedKey, int] = {i: self.low.lying(i) for i, _ in pairs}
         if found and self._lies_on_host(block):
             found |= self._on_host({i: x for i, x in found.items() if not self.low.values[x].host}, node)
         for inner, outer in pairs:
-            whole = self.low.graph.tensor(outer).shape
-            self.low.env[outer] = self._outer(found[inner], block, whole)
+            self.low.env[outer] = self._outer(found[inner], block, self.low.graph.tensor(outer).shape)
         return [Result(found[inner], self.low.env[outer]) for inner, outer in pairs]
 
     def _keeps_nothing(self, block: Block) -> bool:

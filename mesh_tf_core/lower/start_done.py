@@ -48,7 +48,7 @@ from mesh_tf_core.ir.program import (
     WriteVariable,
 )
 from mesh_tf_core.ir.structure import Read
-from mesh_tf_core.lower.nodes import converts_variable
+from mesh_tf_core.lower.nodes import converts_variable, with_parts
 
 
 def start_and_done(program: Program) -> Program:
@@ -147,21 +147,11 @@ def _without_products(code: Iterable[Instr]) -> set[int]:
 @per_graph
 def _stored_tensors(outline: Outline) -> frozenset[int]:
     """Tensors that are variables, or parts or casts of them."""
-    parts: dict[int, list[int]] = {}
-    for block in outline.blocks:
-        for outer, inner in block.sliced:
-            parts.setdefault(outer, []).append(inner)
     found: set[int] = set()
-
-    def add(tensor: int) -> None:
-        found.add(tensor)
-        for inner in parts.get(tensor, ()):
-            add(inner)
-
     for node, _ in outline.walk():
         passes = converts_variable(node) or (node.op.free and node.inputs and node.phase != Phase.UPDATE)
         if isinstance(node.op, Read) or (passes and found.issuperset(node.inputs)):
-            add(node.outputs[0])
+            found.update(with_parts(node.outputs[0], outline))
     return frozenset(found)
 
 

@@ -48,7 +48,7 @@ from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Connection, Read
 from mesh_tf_core.ir.traits import SumRules, distributes
 from mesh_tf_core.ir.values import Splits
-from mesh_tf_core.lower.nodes import plan_of, updated
+from mesh_tf_core.lower.nodes import plan_of, updated, with_parts
 from mesh_tf_core.tracing.graph import Graph
 
 VARIABLE, STATE, GRADIENT, SAVED = "variable", "state", "gradient", "saved"
@@ -164,17 +164,9 @@ def narrow_reads(graph: Graph) -> Mapping[str, str]:
     dtype."""
     owner: dict[int, str] = {}
     found: dict[str, set[str | None]] = {}
-    parts: dict[int, list[int]] = {}
-    for block in graph.blocks:
-        for outer, inner in block.sliced:
-            parts.setdefault(outer, []).append(inner)
     for node in graph.nodes:
         if isinstance(node.op, Read) and node.op.variable.trainable:
-            waiting = [node.outputs[0]]
-            while waiting:
-                tensor = waiting.pop()
-                owner[tensor] = node.op.variable.name
-                waiting.extend(parts.get(tensor, ()))
+            owner.update(dict.fromkeys(with_parts(node.outputs[0], graph), node.op.variable.name))
     for node, _ in graph.walk():
         for i in _read(node) if node.phase != Phase.UPDATE else ():
             if i in owner:

@@ -174,16 +174,13 @@ class _Builder:
 
 
 def made_by(node: Node, graph: Graph) -> tuple[int, ...]:
-    """The tensors that a node computes itself; its body's nodes compute the loop's other results."""
-    return node.outputs if node.body is None else made_by_loop(node, graph)
-
-
-def made_by_loop(scan: Node, graph: Graph) -> tuple[int, ...]:
-    """The tensors that a loop itself makes: final carries, and stacks of values that it only passes on."""
-    block = scan.body
-    assert block is not None
-    passed = (o for i, o in (*block.stacked, *block.summed) if _source(i, scan, graph) == scan.index)
-    return (*scan.outputs[: len(block.carry_in)], *passed)
+    """The tensors that a node computes itself; of a loop final carries, and stacks of values that it only
+    passes on: its body's nodes compute its other results."""
+    block = node.body
+    if block is None:
+        return node.outputs
+    passed = (o for i, o in (*block.stacked, *block.summed) if _source(i, node, graph) == node.index)
+    return (*node.outputs[: len(block.carry_in)], *passed)
 
 
 def _source(tensor: int, scan: Node, graph: Graph) -> int:

@@ -126,7 +126,7 @@ class Copy:
         with self.new.loop(dim, body.reverse, forward) as block:
             self.blocks[body.id] = block
             self.tensors[body.index] = self._number(block)
-            block.branch, block.single = body.branch, body.single
+            block.branch, block.single, block.begin = body.branch, body.single, body.begin
             self._parts(body, block)
             self._body(node, body, block)
             stacked = [(self._delivered(o, i), o) for i, o in body.stacked]

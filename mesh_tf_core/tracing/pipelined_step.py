@@ -19,7 +19,7 @@ tick; with several, at P of P R ticks, and operations before and after the layer
 Stages keep the values of a virtual stage that backward reads, each in a ring of `PipelineSchedule.in_flight`
 places. Or they keep each layer's state and its kept values, and backward recomputes the rest of the layer. Or
 they keep only the state at the beginning of the virtual stage, and backward recomputes everything from there
-(`virtual_stages.RecomputeLayer`). Operations before the layers are recomputed wherever an operation behind
+(`layer_parts.LayerAgain`). Operations before the layers are recomputed wherever an operation behind
 the layers reads them. The gradients of an idle slot are zero, and it adds nothing.
 
 Variables that layers read by parts are stored so that each device has its virtual stages
@@ -30,8 +30,9 @@ from collections.abc import Mapping
 
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.layer_parts import LayerAgain
 from mesh_tf_core.tracing.tick_loops import TickLoops
-from mesh_tf_core.tracing.virtual_stages import RecomputeLayer, VirtualStageCopy
+from mesh_tf_core.tracing.virtual_stages import VirtualStageCopy
 
 
 def pipelined_step(
@@ -42,14 +43,14 @@ def pipelined_step(
     stages: int,
     schedule: str,
     wanted: Mapping[str, Tensor],
-    again: RecomputeLayer | None = None,
+    again: LayerAgain | None = None,
 ) -> tuple[Graph, dict[str, Tensor]]:
     """A step, or its forward operations, as a pipeline over the loop that `dim` counts; otherwise as
     `microbatch.accumulate`, where forward operations alone may give values of single examples, as
     [microbatch, its rows].
 
     Args:
-      again: parts that backward recomputes; None: none, stages keep all values that backward reads.
+      again: the part of layers that backward recomputes; None: none, stages keep all values that it reads.
 
     Raises:
       UserError: the loop cannot be a pipeline; with the reason and the remedy.

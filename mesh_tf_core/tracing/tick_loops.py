@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial, reduce
@@ -20,9 +20,10 @@ from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.math import logical_or
 from mesh_tf_core.tracing.batch_linearity import Linearity
-from mesh_tf_core.tracing.microbatch_order import HalfBackward, MicrobatchOrder, When, halves
+from mesh_tf_core.tracing.layer_parts import WHOLE_STAGE, LayerAgain, LayerPart, OfParts
+from mesh_tf_core.tracing.microbatch_order import MicrobatchOrder, When, halves
 from mesh_tf_core.tracing.table_rows import TableRows, TickState
-from mesh_tf_core.tracing.virtual_stages import RecomputeLayer, VirtualStageCopy
+from mesh_tf_core.tracing.virtual_stages import VirtualStageCopy
 
 Terms = list[tuple[int, Tensor]]
 """Terms of sums, each with its sum."""
@@ -37,19 +38,18 @@ class TickLoops:
     Args:
       copy: of the step whose layers become virtual stages.
       order: the order of a microbatch's work.
-      again: parts that backward recomputes; None: none.
+      again: the part of layers that backward recomputes; None: none.
 
     Attributes:
       held: values that move through the stages and are stored in rings for backward.
-      keeps: values of every layer in rings, tensors of its body.
+      layers: those of a virtual stage, in parts that keep the same.
     """
 
     def __init__(
-        self, copy: VirtualStageCopy, order: MicrobatchOrder, again: RecomputeLayer | None = None
+        self, copy: VirtualStageCopy, order: MicrobatchOrder, again: LayerAgain | None = None
     ) -> None:
-        self.copy, self.order, self.old = copy, order, copy.old
-        self.new, self.schedule = copy.new, copy.schedule
-        self.stages, self.parts = self.schedule.stages, self.schedule.microbatches
+        self.copy, self.order, self.new, self.schedule = copy, order, copy.new, copy.schedule
+        self.parts = self.schedule.microbatches
         self.streams = range(self.schedule.streams)
         self.stage, self.own = copy.stage, copy.own
         self.ring = Dim(IN_FLIGHT, self.schedule.in_flight)
@@ -58,44 +58,37 @@ class TickLoops:
         self.flows = (*self.order.states, *self.order.passes)
         self._keep(order.body(order.forward), again)
 
-    def _keep(self, layers: Block, again: RecomputeLayer | None) -> None:
+    def _keep(self, layers: Block, again: LayerAgain | None) -> None:
         """Settles what stays for backward."""
         copy, order = self.copy, self.order
-        self.second = None if again is None else again(layers)
-        self.stage_again = again is not None and self.second is None
+        self.stage_again = again is WHOLE_STAGE
         self.runs = order.over[again is None :]
-        read = {o for n in order.over[1:] for o, _ in order.body(n).sliced}
-        saved = [i for i, o in layers.saved.items() if o in read]
-        self.keeps: Sequence[int] = saved if self.second is None else self.second.kept
-        self.keeps = () if self.stage_again else self.keeps
-        copy.keeping(self.keeps, layers)
         used = set[int]().union(*(self.order.reads[n.index] for n in self.runs))
         passes = tuple(i for i in self.order.passes if i in used)
         self.held = self.flows if self.stage_again else passes
-        self.halves: tuple[HalfBackward, HalfBackward] | None = None
-        if self.schedule.last is StageAction.WEIGHTS and order.seeds:
-            whole = f"recompute {TICK}" if self.stage_again else ""
-            refuse({SPLIT_BACKWARD: f"schedule {copy.named}", STAGE_AGAIN: whole})
-            stacks = set[int]() if self.second is None else {*layers.saved.values()}
-            self.halves = halves(order.body(order.backward), order.rows, stacks)
+        splits = self.schedule.last is StageAction.WEIGHTS and bool(order.seeds)
+        whole = f"recompute {TICK}" if self.stage_again else ""
+        refuse({SPLIT_BACKWARD: f"schedule {copy.named}" if splits else "", STAGE_AGAIN: whole})
+        read = {o for n in order.over[1:] for o, _ in order.body(n).sliced}
+        saved = [] if self.stage_again else [i for i, o in layers.saved.items() if o in read]
+
+        def part(dim: Dim, begin: int, second: LayerAgain | None) -> LayerPart:
+            stacks = {*layers.saved.values()} if second else set[int]()
+            two = halves(order.body(order.backward), order.rows, stacks) if splits else ()
+            return LayerPart(dim, begin, second, second.kept if second else saved, two)
+
+        second, chunk = None if self.stage_again else again, copy.chunk
+        only = 0 if second is None else copy.some(second.only)
+        ends = [(0, only, second), (only, chunk.size, None)] if only else [(0, chunk.size, second)]
+        self.layers = [part(Dim(chunk.name, end - begin), begin, each) for begin, end, each in ends]
+        copy.parted, copy.body = self.layers, layers
+
+    def _of_parts(self, values: Sequence[Tensor], names: Callable[[LayerPart], Sequence[int]]) -> OfParts:
+        """Some values by the parts of layers that they are of."""
+        left = iter(values)
+        return [dict(zip(names(part), left, strict=False)) for part in self.layers]
 
     # -- one microbatch --------------------------------------------------------------------------------------
-
-    def _layers(
-        self,
-        node: Node,
-        stages: Block,
-        chunk: Tensor | None,
-        init: Sequence[Tensor],
-        half: HalfBackward | None = None,
-    ) -> list[Tensor]:
-        """The layers of a virtual stage, or a half of their backward; their last states."""
-        copy, stage = self.copy, self.new.number(stages)
-        copy.half = half
-        with self.new.phase(copy._phase(node), node.scope, node.name), copy.chunk_of(stages, stage, chunk):
-            copy._looped(node, self.order.body(node) if half is None else half.body, init)
-        copy.half = None
-        return [copy.tensors[o] for o in node.outputs[: len(init)]]
 
     def _enter(self, stages: Block, number: Tensor, got: Mapping[int, Tensor], nodes: Sequence[Node]) -> None:
         """What a stage reads for a microbatch, of which it has `got` some."""
@@ -107,9 +100,10 @@ class TickLoops:
         for o in dict.fromkeys(o for node in nodes for o in self.order.sliced[node.index]):
             copy.tensors[o] = self.new.slice_into(stages, copy.stack(o), self.own)
 
-    def _terms(self, stages: Block, node: Node, works: Tensor, half: HalfBackward | None = None) -> Terms:
+    def _terms(self, stages: Block, node: Node, works: Tensor, half: int | None = None) -> Terms:
         """What a stage adds to sums."""
-        found, body = Terms(), self.order.body(node) if half is None else half.body
+        found, body = Terms(), self.order.body(node)
+        body = body if half is None else self.layers[0].halves[half].body
         for stacks, pairs in ((True, body.stacked), (False, body.summed)):
             for o in (o for _, o in pairs if o in self.order.sums):
                 x = self.copy._delivered(o, o)
@@ -144,9 +138,11 @@ class TickLoops:
             held = [known[i] for i in self.held]
             kept = [dynamic_update(r, x, place, IN_FLIGHT) for r, x in zip(into, held, strict=False)]
             self._enter(stages, number, known, (self.order.forward,))
-            ends = self._layers(self.order.forward, stages, chunk, got[: len(self.order.states)])
-            pairs = zip(into[len(held) :], self.keeps, strict=True)
-            kept += [dynamic_update(r, self.copy.held[i], place, IN_FLIGHT) for r, i in pairs]
+            ends, keeps = self.copy.layers_of(
+                self.order.forward, stages, chunk, got[: len(self.order.states)]
+            )
+            pairs = zip(into[len(held) :], (x for each in keeps for x in each.values()), strict=True)
+            kept += [dynamic_update(r, x, place, IN_FLIGHT) for r, x in pairs]
             handed = [new.stack_output(stages, x) for x in (*ends, *got[len(self.order.states) :])]
             kept = [new.stack_output(stages, x) for x in kept]
             terms = self._terms(stages, self.order.forward, works)
@@ -170,7 +166,7 @@ class TickLoops:
         Returns:
           What the stages hand on; these rings; terms of sums.
         """
-        new, copy, half = self.new, self.copy, self.halves[0] if self.halves else None
+        new, copy, half = self.new, self.copy, 0 if self.layers[0].halves else None
         with new.loop(self.stage, spread=True) as stages:
             stage, (works, number, chunk) = new.number(stages), rows.at(StageAction.BACKWARD, stages)
             place = rows.place(StageAction.BACKWARD, stages, StageAction.FORWARD) if rings else number
@@ -185,58 +181,42 @@ class TickLoops:
                     copy.tensors[i] = where(works, x, 0)
             if self.stage_again:
                 with copy.running_again():
-                    self._layers(self.order.forward, stages, chunk, [known[i] for i in self.order.states])
-            else:
-                self._kept(dict(zip(self.keeps, got[len(self.held) :], strict=True)))
+                    copy.layers_of(self.order.forward, stages, chunk, [known[i] for i in self.order.states])
             come = [new.slice_into(stages, h) for h in held]
             seeds = come[: len(self.order.seeds)]
             for there, xs in zip(begins, entering, strict=False):
                 seeds = [where(there, x, h) for x, h in zip(xs, seeds, strict=True)]
             seeds = [where(works, x, 0) for x in seeds]
-            ends = self._layers(self.order.backward, stages, chunk, seeds, half)
-            copy.second = None
+            kept = self._of_parts(got[len(self.held) :], lambda part: part.keeps)
+            ends, between = copy.layers_of(self.order.backward, stages, chunk, seeds, half, kept)
             beside = zip(self.order.rows, come[len(self.order.seeds) :], strict=True)
             ends += [copy.tensors[o] + where(reduce(logical_or, begins), 0, h) for o, h in beside]
             handed = [new.stack_output(stages, x) for x in ends]
             if half is not None:
                 place = rows.place(StageAction.BACKWARD, stages, StageAction.BACKWARD)
-                pairs = [(new.slice_into(stages, r), copy.between[i]) for r, i in self._between(late)]
-                late = [new.stack_output(stages, dynamic_update(r, x, place, IN_FLIGHT)) for r, x in pairs]
+                pairs = zip(late, (x for each in between for x in each.values()), strict=True)
+                puts = [dynamic_update(new.slice_into(stages, r), x, place, IN_FLIGHT) for r, x in pairs]
+                late = [new.stack_output(stages, x) for x in puts]
             terms = self._terms(stages, self.order.backward, works, half)
         new.close_loop(stages, [])
         return handed, [*late], terms
 
-    def _between(self, late: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
-        """The rings of what one half of backward makes for the other, each with the tensor of a layer."""
-        assert self.halves is not None
-        return zip(late, self.halves[0].between, strict=True)
-
     def _weights_slot(self, rows: TableRows, rings: Sequence[Tensor], late: Sequence[Tensor]) -> Terms:
         """Gradients of the weights of every stage; terms of sums."""
-        assert self.halves is not None
-        new, copy, half = self.new, self.copy, self.halves[1]
+        new = self.new
         with new.loop(self.stage, spread=True) as stages:
             work = rows.at(StageAction.WEIGHTS, stages)
             place = rows.place(StageAction.WEIGHTS, stages, StageAction.FORWARD) if rings else work.number
             got = [dynamic_slice(new.slice_into(stages, r), place, IN_FLIGHT) for r in rings]
             self._enter(stages, work.number, dict(zip(self.held, got, strict=False)), (self.order.backward,))
-            if self.second is None:
-                self._kept(dict(zip(self.keeps, got[len(self.held) :], strict=True)))
+            kept = self._of_parts(got[len(self.held) :], lambda part: part.keeps)
             place = rows.place(StageAction.WEIGHTS, stages, StageAction.BACKWARD)
-            stacks = ((i, new.slice_into(stages, r)) for r, i in self._between(late))
-            copy.between = {i: dynamic_slice(r, place, IN_FLIGHT) for i, r in stacks}
-            self._layers(self.order.backward, stages, work.chunk, [], half)
-            terms = self._terms(stages, self.order.backward, work.works, half)
+            stacks = [dynamic_slice(new.slice_into(stages, r), place, IN_FLIGHT) for r in late]
+            between = self._of_parts(stacks, lambda part: part.between)
+            self.copy.layers_of(self.order.backward, stages, work.chunk, [], 1, kept, between)
+            terms = self._terms(stages, self.order.backward, work.works, 1)
         new.close_loop(stages, [])
         return terms
-
-    def _kept(self, found: Mapping[int, Tensor]) -> None:
-        """Backward has what the layers kept."""
-        copy, layers = self.copy, self.order.body(self.order.forward)
-        if self.second is None:
-            copy.tensors.update((layers.saved[i], x) for i, x in found.items())
-        else:
-            copy.held, copy.second = dict(found), (self.second, layers)
 
     def _left(self, rows: TableRows, handed: Sequence[Tensor], end: bool, stream: int) -> list[Tensor]:
         """What left the last stage of a stream, or the first if not at the `end`, on all devices."""
@@ -285,9 +265,9 @@ class TickLoops:
 
     def build(self) -> dict[int, Tensor]:
         """Builds the loops of the schedule (`PipelineSchedule.loops`); the sums over the whole batch."""
-        new, order, of, chunk = self.new, self.order, self.schedule, self.copy.chunk
+        new, order, of, layers = self.new, self.order, self.schedule, self.layers
         rings = [self.copy.zeros(i, self.stage, self.ring) for i in self.held]
-        rings += [self.copy.zeros(i, self.stage, self.ring, chunk) for i in self.keeps]
+        rings += [self.copy.zeros(i, self.stage, self.ring, part.dim) for part in layers for i in part.keeps]
         state = TickState([self._flow(StageAction.FORWARD, i) for i in self.flows], rings, [], [], [])
         for ticks in of.loops:
             slots = {slot for slot in StageAction if of.works_in(slot, ticks)}
@@ -299,9 +279,10 @@ class TickLoops:
                 )
             if StageAction.BACKWARD in slots and not state.back:
                 back = [self._flow(StageAction.BACKWARD, i) for i in (*order.seeds, *order.rows)]
-                between = self.halves[0].between if self.halves else ()
                 ring = Dim(IN_FLIGHT, of.ring(StageAction.BACKWARD))
-                late = [self.copy.zeros(i, self.stage, ring, chunk) for i in between]
+                late = [
+                    self.copy.zeros(i, self.stage, ring, part.dim) for part in layers for i in part.between
+                ]
                 state = state._replace(back=back, late=late)
             with new.phase(Phase.FORWARD if StageAction.FORWARD in slots else Phase.BACKWARD, ""):
                 state = self._loop(ticks, slots, state) if slots else state

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.exclusions import CHUNKS, SOME_AGAIN, refuse
 from mesh_tf_core.ir.blocks import ARRIVING, IN_FLIGHT, MICROBATCH, Block, Node, reads
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import Variable
@@ -14,56 +15,21 @@ from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.schedules import PipelineSchedule
 from mesh_tf_core.ir.stored_order import PADDING
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.basic import Constant
+from mesh_tf_core.ops.basic import Constant, add_n
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.math import maximum
+from mesh_tf_core.ops.stages import JoinedParts
 from mesh_tf_core.tracing.batch_linearity import Linearity, outer_reads
 from mesh_tf_core.tracing.copying import Copy
 from mesh_tf_core.tracing.gradients import depends_on
 from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.layer_parts import CopiedLayers, LayerPart, OfParts
 from mesh_tf_core.tracing.microbatch import Accumulation
 from mesh_tf_core.tracing.microbatch_order import HalfBackward, MicrobatchOrder, When
 from mesh_tf_core.tracing.stage_layers import added, check_stages, layers_of_stage, lying, reordered
 from mesh_tf_core.tracing.table_rows import layer_numbers
-
-
-@dataclass(frozen=True)
-class CopiedLayers:
-    """The layers that are copied.
-
-    Attributes:
-      stage, chunk: numbers of the stage, and of its chunk if it has several.
-      begins: the first of all layers.
-      first: the first of the stage's, if it has several chunks.
-      numbers: the model's numbers of the stage's layers, if some stage lacks one.
-    """
-
-    stage: Tensor
-    chunk: Tensor | None
-    begins: Tensor
-    first: Tensor | None
-    numbers: Tensor | None
-
-
-@dataclass(frozen=True)
-class LayerAgain:
-    """The part of a layer that is recomputed for its backward.
-
-    Attributes:
-      kept: tensors of its body that stay: states as it begins, and others.
-      nodes: nodes of its body between these and the values that backward reads.
-    """
-
-    kept: Sequence[int]
-    nodes: Sequence[Node]
-
-
-RecomputeLayer = Callable[[Block], LayerAgain | None]
-"""The function that decides which parts of each layer in a loop's body are recomputed for backward; None: the
-layers of a stage one after the other, from the input state."""
-
 
 CopyLoops = Callable[["VirtualStageCopy", MicrobatchOrder], dict[int, Tensor]]
 
@@ -80,15 +46,17 @@ class VirtualStageCopy(Accumulation):
       layers, stage, own, chunk: dimensions of all layers (its name), of the stages, of the layers of a stage,
         and of one of its chunks; `all`: as the model has them, `lie`: with those that stages lack.
       there: in a loop over layers, whether the stage has this one.
-      again: the copied work is forward work that backward recomputes.
-      links: the layers save the values that backward reads, as other loops do.
-      keeps: tensors of the layers' body that are stacked in the forward run, `held`: their stacks; `wanted`:
-        they, and stacks of loops inside a layer.
-      second: the part of a layer that is recomputed where its gradient is computed, and its body.
+      again: the copied work is forward work that backward recomputes, and saves what it reads as others do.
+      parted: the layers of a virtual stage, `part`: those that are copied; `body`: theirs.
+      held: the stacks of what they keep; `wanted`: this, and stacks of loops inside a layer.
       half: the copied half of the layers' gradient; `between`: stacks that one half computes for the other.
       stacks: stacks of layers for a whole stage.
       raw: variables in the order of chunks, as stored; `lies`: the same for sums of stacks.
     """
+
+    parted: Sequence[LayerPart]
+    body: Block
+    half: HalfBackward | None = None
 
     def __init__(
         self, graph: Graph, batch: str, parts: int, dim: str, stages: int, schedule: str, loops: CopyLoops
@@ -108,15 +76,8 @@ class VirtualStageCopy(Accumulation):
         self.chunk = Dim(self.own.name, self.own.size // self.order.chunks)
         for name in (MICROBATCH, IN_FLIGHT, ARRIVING):
             self.new.unsplit[name] = "microbatches pass through the pipeline stages one after another"
-        self.again = self.links = False
-        self.keeps: Sequence[int] = ()
-        self.held: dict[int, Tensor] = {}
-        self.wanted: set[int] = set()
-        self.second: tuple[LayerAgain, Block] | None = None
-        self.half: HalfBackward | None = None
-        self.between: dict[int, Tensor] = {}
-        self.batches, self.of_chunk = self.smaller, {**self.smaller, Dim(dim, size): self.chunk}
-        self.of_stage = {**self.smaller, Dim(dim, size): self.own}
+        self.again = False
+        self.batches = self.smaller
         self.stacks: set[int] = set()
         self.place: CopiedLayers | None = None
         trained = [v for v in graph.variables.values() if v.trainable]
@@ -245,7 +206,7 @@ class VirtualStageCopy(Accumulation):
         of_all = stage if chunk is None else chunk * step + stage
         first = None if chunk is None else chunk * size
         numbers = layer_numbers(self.new, self.order, self.all, stages, self.own)
-        self.smaller, self.place = self.of_chunk, CopiedLayers(stage, chunk, of_all * size, first, numbers)
+        self.smaller, self.place = self.of_chunk, CopiedLayers(of_all * size, first, numbers)
         try:
             yield
         finally:
@@ -254,11 +215,11 @@ class VirtualStageCopy(Accumulation):
     @contextmanager
     def running_again(self) -> Iterator[None]:
         """Recomputes the code inside it for backward, and keeps the values that backward reads."""
-        self.again = self.links = True
+        self.again = True
         try:
             yield
         finally:
-            self.again = self.links = False
+            self.again = False
 
     def _phase(self, node: Node) -> str:
         return Phase.RECOMPUTE if self.again and node.phase == Phase.FORWARD else node.phase
@@ -275,7 +236,7 @@ class VirtualStageCopy(Accumulation):
         return found
 
     def _begun(self, body: Block, block: Block) -> None:
-        if self.place is None or self.place.numbers is None or block.dim != self.chunk:
+        if self.place is None or self.place.numbers is None or block.dim != self.part.dim:
             return
         self.there = self.new.slice_into(block, self.place.numbers) > PADDING
         if body.forward is not None:
@@ -284,7 +245,7 @@ class VirtualStageCopy(Accumulation):
 
     def _ends(self, node: Node, body: Block) -> list[Tensor]:
         found, block = super()._ends(node, body), self.new.block
-        if self.place is None or self.place.numbers is None or block.dim != self.chunk:
+        if self.place is None or self.place.numbers is None or block.dim != self.part.dim:
             return found
         # A layer that a stage lacks hands on what it got.
         got = (self.new.tensors[i] for i in block.carry_in)
@@ -292,29 +253,92 @@ class VirtualStageCopy(Accumulation):
 
     def _body(self, node: Node, body: Block, block: Block) -> None:
         super()._body(node, body, block)
-        if self.place is not None and self.place.first is not None and block.dim == self.chunk:
-            block.first = self.place.first.id
+        if self.place is not None and block.dim == self.part.dim:
+            block.first = None if self.place.first is None else self.place.first.id
+            block.begin = self.part.begin if self.part.dim != self.chunk else None
 
     def _backward(self, body: Block, block: Block) -> None:
         if self.half is not None and self.half.first and body is self.half.body:
             self.between = {i: self.new.stack_output(block, self.tensors[i]) for i in self.half.between}
-        if self.links or self.place is None or block.forward is not None:
+        if self.again or self.place is None or block.forward is not None:
             super()._backward(body, block)
             return
         if body.forward is not None:
             return
-        if block.dim == self.chunk:
-            self.held = {i: self.new.stack_output(block, self.tensors[i]) for i in self.keeps}
+        if block.dim == self.part.dim:
+            self.held = {i: self.new.stack_output(block, self.tensors[i]) for i in self.part.keeps}
         else:
             stacked = ((i, o) for i, o in body.saved.items() if o in self.wanted)
             block.stacked += [(self.tensors[i].id, self._outer(o, block)) for i, o in stacked]
 
-    def keeping(self, keeps: Sequence[int], body: Block) -> None:
-        """From now on the policies of a layer's body stay as in the forward run."""
-        self.keeps, self.wanted = keeps, {*keeps}
-        for node, _ in body.walk():  # those around first
+    def layers_of(
+        self,
+        node: Node,
+        stages: Block,
+        chunk: Tensor | None,
+        init: Sequence[Tensor],
+        half: int | None = None,
+        kept: OfParts = (),
+        between: OfParts = (),
+    ) -> tuple[list[Tensor], OfParts]:
+        """The layers of a virtual stage, or a half of their backward.
+
+        Args:
+          kept: for backward, what their parts kept; `between`: for its second half, what the first one made.
+
+        Returns:
+          Their last states; what their parts keep, or in the first half of backward, what it makes for the
+          second.
+        """
+        stage, body, states = self.new.number(stages), node.body, [*init]
+        assert body is not None
+        results, parts = [o for _, o in (*body.stacked, *body.summed)], range(len(self.parted))
+        made, found = [dict[int, Tensor]() for _ in parts], [dict[int, Tensor]() for _ in parts]
+        for at in parts if body.forward is None else parts[::-1]:
+            self._enter(self.parted[at], kept[at] if kept else {}, between[at] if between else {})
+            self.half = None if half is None else self.part.halves[half]
+            for o in results:
+                self.tensors.pop(o, None)
+            with (
+                self.new.phase(self._phase(node), node.scope, node.name),
+                self.chunk_of(stages, stage, chunk),
+            ):
+                self._looped(node, body if self.half is None else self.half.body, states)
+            states = [self.tensors[o] for o in node.outputs[: len(init)]]
+            made[at] = {o: self.tensors[o] for o in results if o in self.tensors}
+            found[at] = self.held if half is None else self.between
+        self.half = None
+        self.tensors.update({o: self._joined(o, [each[o] for each in made]) for o in made[0]})
+        return states, found
+
+    def _joined(self, tensor: int, parts: Sequence[Tensor]) -> Tensor:
+        """A stack of all layers of a virtual stage, or a sum over them, of those of its parts."""
+        if len(parts) == 1 or self.layers not in self.old.tensor(tensor).shape.names:
+            return add_n(parts)
+        found: Tensor = self.new.apply(JoinedParts(self.own.name), *parts)
+        if tensor in self.old.gradient_of:
+            self.new.deliver([(found, self.old.gradient_of[tensor])])
+        return found
+
+    def _enter(self, part: LayerPart, kept: Mapping[int, Tensor], between: Mapping[int, Tensor]) -> None:
+        """From now on layers of this part are copied, of which backward has what they kept."""
+        self.part, self.held, self.between, self.wanted = part, {**kept}, {**between}, {*part.keeps}
+        self.of_chunk = {**self.batches, self.all: part.dim}
+        self.of_stage = {**self.batches, self.all: Dim(part.dim.name, part.dim.size * self.order.chunks)}
+        for node, _ in self.body.walk():  # those around first
             saved = node.body.saved if node.body is not None else {}
             self.wanted.update(i for i, o in saved.items() if o in self.wanted)
+        if part.second is None:
+            self.tensors.update((self.body.saved[i], x) for i, x in kept.items())
+
+    def some(self, only: int) -> int:
+        """A number of layers of each stage; LayoutError if they do not have as many, and one more."""
+        text, size, chunks = f"recompute {self.layers}:count={only}", self.chunk.size, self.order.chunks
+        refuse({SOME_AGAIN: text * bool(only), CHUNKS: f"schedule {self.named}" * (chunks > 1)})
+        if only >= size:
+            todo = f"write a smaller count, or {self.layers} to recompute all"
+            raise LayoutError(f"{text}: a stage has {size} layer{'s' * (size > 1)} here; {todo}")
+        return only
 
     def _parts(self, body: Block, block: Block) -> None:
         if self.half is not None and not self.half.first and body is self.half.body:
@@ -323,10 +347,11 @@ class VirtualStageCopy(Accumulation):
             parts = [(o, i) for o, i in body.sliced if i in wanted and i not in self.between]
             block.sliced += [(self.tensors[o].id, self._inner(block, i).id) for o, i in parts]
             return
-        if self.second is None or self.place is None or body.forward is not self.second[1]:
+        again, forward = self.part.second if self.place is not None else None, self.body
+        if again is None or body.forward is not forward:
             super()._parts(body, block)
             return
-        (again, forward), stacks = self.second, {o: i for i, o in self.second[1].saved.items()}
+        stacks = {o: i for i, o in forward.saved.items()}
         block.sliced += [
             (self.tensors[o].id, self._inner(block, i).id) for o, i in body.sliced if o not in stacks
         ]
@@ -344,7 +369,7 @@ class VirtualStageCopy(Accumulation):
 
     def _number(self, block: Block) -> Tensor:
         found = super()._number(block)
-        if self.place is None or block.dim != self.chunk:
+        if self.place is None or block.dim != self.part.dim:
             return found
         if self.place.numbers is None:
             return self.place.begins + found

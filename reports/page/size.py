@@ -7,7 +7,7 @@ import datetime
 from pathlib import Path
 from typing import Any
 
-from layoutopt.plan.size_results import Accuracy, SizedCandidate, SizeResult
+from layoutopt.plan.size_results import Accuracy, SizeResult
 from layoutopt.plan.units import count, mesh_text, percent, rounded, shorten
 from mesh_tf_core.files import write_file
 from reports.figures import size as figures
@@ -74,7 +74,9 @@ def _answers(found: SizeResult) -> tuple[PageAnswer, ...]:
             "What loss", f"{best.loss:.3f}", interval or "nats per token", "warn" if best.beyond else ""
         ),
         PageAnswer(
-            "Which chips", f"{best.devices:,} × {best.hardware}", f"{mesh_text(best.mesh)}, {_mfu(best)}"
+            "Which chips",
+            f"{best.devices:,} × {best.hardware}",
+            f"{mesh_text(best.mesh)}, {percent(best.mfu or 0.0)} MFU",
         ),
         PageAnswer("How long", best.lasts(), best.costs()),
         PageAnswer(
@@ -94,10 +96,6 @@ def _sure(times: Accuracy) -> PageAnswer:
         return PageAnswer(question, "Not compared", times.words, "warn")
     good = times.steps >= ENOUGH and times.mean <= GOOD_ERROR
     return PageAnswer(question, times.in_short(), times.words, "good" if good else "warn")
-
-
-def _mfu(each: SizedCandidate) -> str:
-    return f"{percent(each.mfu or 0.0)} MFU"
 
 
 def _sections(found: SizeResult) -> list[Section]:

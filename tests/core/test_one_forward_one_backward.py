@@ -52,6 +52,7 @@ CASES: list[tuple[str, str, int, dict[str, Any]]] = [
     ("pipe:4", "layers:pipe", 2, {"recompute": {"tick"}}),
     ("pipe:2;t:2", "layers:pipe;d:t", 4, {"recompute": {"layers:keep=products"}}),
     ("pipe:2;data:2", "layers:pipe;batch:data", 4, {"recompute": {"tick", "layers"}, "storage": FURTHER}),
+    ("data:2;pipe:2", "layers:pipe;batch:data", 4, {"recompute": {"layers:count=1"}, "storage": FURTHER}),
 ]
 POLICIES: list[set[str]] = [
     set(),
@@ -60,6 +61,8 @@ POLICIES: list[set[str]] = [
     {"tick", "layers"},
     {"layers:keep=products"},
     {"layers:keep=others"},
+    {"layers:keep=products:count=1"},
+    {"tick", "layers:count=1"},
 ]
 """What of stages runs again."""
 

@@ -41,6 +41,7 @@ class Case:
     microbatches: int
     storage: str = "layout"
     selective: bool = False
+    some: tuple[int, ...] = ()
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -50,7 +51,7 @@ class Case:
         return {
             "pins": pins,
             "storage": (self.storage,),
-            "recompute": (False, "selective", True) if self.selective else (False, True),
+            "recompute": (False, *["selective"] * self.selective, *(f"count={n}" for n in self.some), True),
             "microbatches": (self.microbatches,),
             "context": ("gather",),
             "pipeline": ("layers",),
@@ -63,12 +64,12 @@ class Case:
         keeps = ((), *SETS) if self.selective else ((),)
         found: dict[frozenset[str], tuple[float, int]] = {}
         storage = {} if self.storage == "layout" else dict.fromkeys(self._stored(), int(self.storage[-1]))
-        for texts in _texts(keeps):
+        for texts in _texts(keeps, self.some):
             how = mtf.Options(storage, texts, self.microbatches, schedule=self.schedule)
             try:
                 step = evaluate(self.model, mesh, mtf.Layout(parse_rules(self.layout)), machine, how)
             except mtf.UserError as error:
-                if "have no values of kind or scope" not in str(error):
+                if "have no values of kind or scope" not in str(error) and "combined" not in str(error):
                     raise
                 continue
             found[texts] = step.cost.step_seconds, step.memory.peak
@@ -81,8 +82,9 @@ class Case:
         return [v.name for v in variables if "layers" in v.shape.names or not few]
 
 
-def _texts(keeps: Iterable[tuple[str, ...]]) -> Iterator[frozenset[str]]:
+def _texts(keeps: Iterable[tuple[str, ...]], some: Iterable[int] = ()) -> Iterator[frozenset[str]]:
     each = [["", *(str(Recomputed(dim, keep)) for keep in keeps)] for dim in ("layers", "tick")]
+    each[0] += [f"layers:count={n}" for n in some]
     for chosen in itertools.product(*each):
         yield frozenset(filter(None, chosen))
 
@@ -185,6 +187,16 @@ def test_a_mixture_of_experts_with_everything_free() -> None:
                 assert step.cost.step_seconds >= plan.predicted.step_seconds * (1 - SAME)
 
 
+@pytest.mark.parametrize("schedule", by_day(["1f1b", "gpipe", "zb-h1"]))
+def test_some_layers_of_each_stage(schedule: str) -> None:
+    model = transformer(layers=6, d_model=32, d_kv=8, heads=4, d_ff=128, vocab=16, batch=16, length=16)
+    case = Case(model, "pipe:2", "h100", "layers:pipe", schedule, 4, some=(1, 2))
+    priced, some = case.priced(), [frozenset({t} - {""}) for t in ("", "layers:count=1", "layers:count=2")]
+    peaks = [priced[each][1] for each in (*some, frozenset({"layers"}))]
+    assert sorted(peaks, reverse=True) == peaks and len({*peaks}) == 4
+    assert check(case, [float(priced[some[1]][1]), float(priced[some[2]][1])]) == 3
+
+
 def test_a_set_of_values_is_one_of_the_layers() -> None:
     """Ticks, and loops that are not stages, make nothing of that name: they refuse no stages for it."""
     model, mesh = transformer(layers=4), mtf.Mesh("pipe:2")
@@ -238,7 +250,8 @@ def random_case(seed: int) -> Case:
     parts = rng.choice([2, 4, 8])
     storage = rng.choice(["layout", "layout", "zero1", "zero3"])
     selective = rng.random() < 0.25
-    return Case(model, mesh, hardware, ";".join(rules), schedule, parts, storage, selective)
+    some = (1,) if layers > stages and ":" not in schedule and rng.random() < 0.5 else ()
+    return Case(model, mesh, hardware, ";".join(rules), schedule, parts, storage, selective, some)
 
 
 @pytest.mark.nightly

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -36,6 +36,15 @@ class Raw:
     status: Status
     choices: Choices | None
     bound: float
+
+
+def read_status(solver: str, word: str, known: Mapping[str, Status]) -> Status:
+    """A solver's word for the end of its work as ours."""
+    if word not in known:
+        raise RuntimeError(
+            f"{solver} rejected the model that layoutopt built (status {word}); please report this as a bug"
+        )
+    return known[word]
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from layoutopt.solver.answer import Status
-from layoutopt.solver.backends.base import Raw, SolverOptions, SolverRequest, interruptible
+from layoutopt.solver.backends.base import Raw, SolverOptions, SolverRequest, interruptible, read_status
 from layoutopt.solver.form import Ints
 from layoutopt.solver.scaling import Scaled, scale_costs, scale_row
+
+STATUSES = {**{s.name: s for s in Status if s is not Status.LIMIT}, "UNKNOWN": Status.LIMIT}
 
 
 def solve(request: SolverRequest) -> Raw:
@@ -35,7 +37,7 @@ def solve(request: SolverRequest) -> Raw:
             value / scaled.scale + program.constant - scaled.error
         )
     code = interruptible(lambda: solver.Solve(model, listener), solver.stop_search)
-    status = _status(solver.StatusName(code))
+    status = read_status("CP-SAT", solver.StatusName(code), STATUSES)
     bound = solver.BestObjectiveBound() / scaled.scale + program.constant - scaled.error
     if status is Status.INFEASIBLE:
         return Raw(status, None, math.inf)
@@ -43,21 +45,6 @@ def solve(request: SolverRequest) -> Raw:
         return Raw(status, None, bound if math.isfinite(bound) and program.costs.any() else -math.inf)
     values = np.array(solver.ResponseProto().solution[: int(program.offsets[-1])], dtype=np.float64)
     return Raw(status, program.choices(values), bound)
-
-
-def _status(name: str) -> Status:
-    """CP-SAT's status words as ours."""
-    known = {
-        "OPTIMAL": Status.OPTIMAL,
-        "FEASIBLE": Status.FEASIBLE,
-        "INFEASIBLE": Status.INFEASIBLE,
-        "UNKNOWN": Status.LIMIT,
-    }
-    if name not in known:
-        raise RuntimeError(
-            f"CP-SAT rejected the model that layoutopt built (status {name}); please report this as a bug"
-        )
-    return known[name]
 
 
 def _configure(parameters: Any, options: SolverOptions) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import numpy as np
 
 from layoutopt.solver.answer import Status
-from layoutopt.solver.backends.base import Raw, SolverRequest, interruptible
+from layoutopt.solver.backends.base import Raw, SolverRequest, interruptible, read_status
 from layoutopt.solver.backends.highs_task import HighsAnswer, LinearRow, Task
 from layoutopt.solver.backends.highs_worker import Worker
 from layoutopt.solver.linear import Constraint, LinearProgram
@@ -32,6 +32,12 @@ reduced costs * x).
 LATE = 0.2
 """Seconds after its time limit in which HiGHS may still answer."""
 
+STATUSES = {
+    **{s.name: s for s in Status if s is not Status.LIMIT},
+    "INFEASIBLE_OR_UNBOUNDED": Status.INFEASIBLE,  # every column is 0 or 1: it cannot be unbounded
+    **dict.fromkeys(("NO_SOLUTION_FOUND", "IMPRECISE"), Status.LIMIT),
+}
+"""MathOpt's termination reasons."""
 _worker = Worker()
 
 
@@ -64,7 +70,7 @@ def _leave() -> None:
 
 
 def _read(answer: HighsAnswer, program: LinearProgram, unit: float) -> Raw:
-    status = _status(answer.reason)
+    status = read_status("HiGHS", answer.reason, STATUSES)
     bound = -math.inf
     if math.isfinite(answer.dual_bound):
         bound = answer.dual_bound * unit + program.constant - _doubt(program, unit)
@@ -73,23 +79,6 @@ def _read(answer: HighsAnswer, program: LinearProgram, unit: float) -> Raw:
     if status is Status.LIMIT or answer.values is None:
         return Raw(Status.LIMIT, None, bound)
     return Raw(status, program.choices(answer.values), bound)
-
-
-def _status(name: str) -> Status:
-    """MathOpt's termination reasons as ours."""
-    known = {
-        "OPTIMAL": Status.OPTIMAL,
-        "FEASIBLE": Status.FEASIBLE,
-        "INFEASIBLE": Status.INFEASIBLE,
-        "INFEASIBLE_OR_UNBOUNDED": Status.INFEASIBLE,  # every column is 0 or 1: it cannot be unbounded
-        "NO_SOLUTION_FOUND": Status.LIMIT,
-        "IMPRECISE": Status.LIMIT,
-    }
-    if name not in known:
-        raise RuntimeError(
-            f"HiGHS rejected the model that layoutopt built (status {name}); please report this as a bug"
-        )
-    return known[name]
 
 
 def _doubt(program: LinearProgram, unit: float) -> float:

@@ -234,10 +234,10 @@ def topology_mesh(topology: str, mesh: Mesh) -> Any:
     stay_on_cpu()
     from jax.experimental import topologies
 
+    # A v4 chip is sold as one device of two cores, but compiled for as two unless the compiler is told.
+    chip = {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
     try:
-        found = topologies.get_topology_desc(
-            platform="tpu", topology_name=topology, **_chip_config(topology)
-        ).devices
+        found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **chip).devices
     except Exception as error:  # the compiler's own kinds of error; all say that the name is not one
         said = " ".join(str(error).split())
         raise UserError(
@@ -250,11 +250,6 @@ def topology_mesh(topology: str, mesh: Mesh) -> Any:
             "a topology and a mesh of the same size"
         )
     return device_mesh(mesh, placed(mesh, found))
-
-
-def _chip_config(topology: str) -> dict[str, str]:
-    """A v4 chip is sold as one device of two cores, but compiled for as two unless the compiler is told."""
-    return {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
 
 
 def sharding(mesh: Any, splits: Sequence[tuple[str, ...]], host: bool = False) -> Any:

@@ -222,19 +222,15 @@ def _line(raw: str) -> _Line | None:
     if match is None:
         return None
     body = re.sub(r"/\*.*?\*/", "", match[3])
-    opcode = _opcode(body)
+    # The first word before a parenthesis that is not a part of a type: layouts such as {1,0:T(8,128)S(1)}
+    # have capital letters only before parentheses.
+    opcode = _OPCODE.search(body)
     if opcode is None:
         return None
     begin, end = opcode.end(), _closing(body, opcode.end())
     operands = tuple(re.findall(r"%([^\s,()]+)", body[begin:end]))
     inner = () if operands else (body[begin:end],)
     return _Line(match[2], body[: opcode.start(1)], opcode[1], operands or inner, body[end:], bool(match[1]))
-
-
-def _opcode(body: str) -> re.Match[str] | None:
-    """The operation: the first word before a parenthesis that is not a part of a type."""
-    # Layouts such as {1,0:T(8,128)S(1)} have capital letters only before parentheses.
-    return _OPCODE.search(body)
 
 
 def _closing(body: str, begin: int) -> int:
