@@ -120,7 +120,7 @@ def test_an_indexer_of_keys_takes_microbatches() -> None:
 def test_stages_of_a_short_loop_name_the_long_one() -> None:
     config = LOSSES["deepseek_v3"]["config"] | {"num_hidden_layers": 5, "first_k_dense_replace": 1}
     model = from_huggingface(config, batch=4, length=16)
-    with pytest.raises(mtf.LayoutError, match="a loop of 1 layer; .*, or split 'layers_1', a loop of 4"):
+    with pytest.raises(mtf.LayoutError, match=r"a loop of 1 layer; .*, or split 'layers_1', a loop of 4"):
         model.lower(mtf.Mesh("pipe:2"), mtf.Layout("layers:pipe"), Options(microbatches=2))
 
 
