@@ -55,12 +55,13 @@ class Saving:
         if not self.remat.names or self._keeps_nothing(block):
             return []
         found: dict[SavedKey, int] = {}
+        here = self.low.env.keys() - self.low.given  # what this lowering has computed
         if self.remat.again(block):
             unread, alone = self.low.part.unread, self.low.part.alone
             read = self.remat.second(block, live=alone).read  # the whole program drops what is dead
             found.update((t, self.low.env[t]) for t in part.carry_in if t in read)
             stays = self.remat.second(block, unread, alone).kept
-            found.update((t, self.low.value_of(t)) for t in sorted(stays) if self._here(t))
+            found.update((t, self.low.value_of(t)) for t in sorted(stays & here))
             if self._lies_on_host(block):
                 # What decides whether an iteration runs is read before it begins.
                 found |= self._on_host({key: x for key, x in found.items() if key != block.runs}, node)
@@ -69,7 +70,7 @@ class Saving:
                 kept = self._kept.get(inner.id, {})
                 found.update(((inner.id, key), value) for key, value in kept.items())
             for t in self.remat.of_body(block):
-                if self.remat.stacked(t, block, self.low.part.unread) and self._here(t):
+                if t in here and self.remat.stacked(t, block, self.low.part.unread):
                     found[t] = self.low.value_of(t)
         self._kept[block.id] = {key: self._outer(value, part) for key, value in found.items()}
         return [Result(value, self._kept[block.id][key]) for key, value in found.items()]
@@ -122,10 +123,6 @@ class Saving:
             return []
         needed = self.remat.second(around, part.unread, live=True).read
         return [(i, outer) for i, outer in pairs if outer in needed]
-
-    def _here(self, tensor: int) -> bool:
-        """Whether this lowering has computed a tensor."""
-        return tensor in self.low.env and tensor not in self.low.given
 
     # -- in backward -----------------------------------------------------------------------------------------
 
