@@ -21,6 +21,7 @@ from costmodels.liveness import memory
 from costmodels.network.topology import MeshPlacement
 from costmodels.pricing.items import Item
 from costmodels.stage_ends import StageEnd
+from costmodels.step_fit import bare
 from mesh_tf_core.errors import UserError
 
 KEPT = Path(tempfile.gettempdir()) / "layoutopt-rows"
@@ -51,13 +52,6 @@ def _code() -> str:
         for file in sorted((ROOT / package).rglob("*.py")):
             found.update(file.read_bytes())
     return found.hexdigest()
-
-
-def bare(machine: Hardware) -> Hardware:
-    """A machine whose products and memory are at the full rate, without the numbers that fits choose."""
-    whole = replace(machine.chip.memory_efficiency, value=1.0, given="", source="", date="")
-    chip = replace(machine.chip, sustained=None, launch_interval=None, memory_efficiency=whole)
-    return replace(machine, chip=chip)
 
 
 def _key(row: Row, machine: Hardware) -> str:

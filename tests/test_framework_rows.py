@@ -13,15 +13,16 @@ import layoutopt
 from benchmarks import framework_fit, framework_rows, unseen
 from benchmarks.framework_fit import (
     FITS,
-    Fitter,
-    Sums,
     base_of,
     family,
+    fitter_of,
     halves,
     rows_of,
+    sums_of,
 )
 from benchmarks.framework_rows import Row, rows, tables
 from costmodels import framework_names, load_framework, load_hardware
+from costmodels.step_fit import StepFit
 
 
 @cache
@@ -97,7 +98,7 @@ def test_a_fit_prices_as_the_product_does(name: str) -> None:
     """Equation (1) with the constants that ship is the price of a row."""
     own = [row for t in TABLES for row in rows_of(name, [quick(t)]) if row.seconds and row.ran][:2]
     for row in own:
-        (seconds,) = Fitter([], [Sums(row)]).predicted([])
+        (seconds,) = StepFit([], [sums_of(row)]).predicted([])
         assert seconds == pytest.approx(unseen.priced(row)["predicted_seconds"], rel=0.01), row.name
     assert own
 
@@ -113,10 +114,10 @@ def test_a_price_of_parts_is_that_of_the_product() -> None:
 
 def test_constants_are_found_again() -> None:
     """Of steps that equation (1) makes with other constants than those expected."""
-    sums = [Sums(quick(table)) for table in ("fms_fsdp_llama2", "torchtitan", "yafsdp_a100")]
-    fitter = Fitter(FITS["torch"].constants, sums)
+    own = [quick(table) for table in ("fms_fsdp_llama2", "torchtitan", "yafsdp_a100")]
+    fitter = fitter_of(FITS["torch"].constants, [(row, sums_of(row)) for row in own])
     fitter.seconds = fitter.predicted([c.around + 0.4 * c.width for c in fitter.used])
-    found = fitter.predicted(fitter.best(fitter.weights))
+    found = fitter.predicted(fitter.best())
     assert found == pytest.approx(fitter.seconds, rel=0.02)
 
 
