@@ -13,16 +13,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from costmodels.hardware import GpuCluster, Hardware
-from costmodels.kernels.compute import compute_cost
+from costmodels.kernels.compute import ComputeCost, Quantity, compute_cost
 from costmodels.network.topology import MeshPlacement
 from costmodels.pricing.items import Computed, Item, Sent
-from costmodels.pricing.overlap import ACTIVATION, CLASSES, GRADIENT
+from costmodels.pricing.overlap import ACTIVATION, CLASSES
 from costmodels.pricing.pricer import Pricer
+from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER
 
 SUSTAINED, EFFICIENCY = "chip.sustained", "chip.memory_efficiency"
 INTERVAL, LAUNCH = "chip.launch_interval", "topology.launch"
 HIDDEN, TENSOR = f"overlap.{GRADIENT}", f"overlap.{ACTIVATION}"
-PARAMETER = "overlap.parameter"
+GATHERED = f"overlap.{PARAMETER}"
 """Hidden as gradients are."""
 PATHS = (SUSTAINED, EFFICIENCY, INTERVAL, LAUNCH, *(f"overlap.{each}" for each in CLASSES))
 """The constants of equation (1), by their paths in a hardware file."""
@@ -101,8 +102,8 @@ class StepSums:
     ) -> None:
         self.machine, self.seconds, self.chip, self.board = machine, seconds, chip, board
         self.known = constants_of(machine)
-        full, prices, known = bare(machine), Pricer(machine, placement), {}
-        devices, kernels = placement.mesh.devices, []
+        full, prices, known = bare(machine), Pricer(machine, placement), dict[Quantity, ComputeCost]()
+        devices, kernels = placement.mesh.devices, list[tuple[float, ...]]()
         self.sent, self.launches, self.longer = np.zeros(len(CLASSES)), np.zeros(len(CLASSES)), 0.0
         for times, item in items:
             if isinstance(item, Computed):
@@ -123,9 +124,9 @@ class StepSums:
                 self.launches[own] += count * times
             else:
                 self.longer += prices.seconds_of(item)[1] * times
-        alike, index = np.unique(np.array(kernels or np.zeros((1, 6)))[:, :5], axis=0, return_inverse=True)
-        times = np.bincount(index.ravel(), weights=np.array(kernels or np.zeros((1, 6)))[:, 5])
-        self.kernels = np.column_stack([alike, times])
+        every = np.array(kernels or np.zeros((1, 6)))
+        alike, index = np.unique(every[:, :5], axis=0, return_inverse=True)
+        self.kernels = np.column_stack([alike, np.bincount(index.ravel(), weights=every[:, 5])])
 
     def constants(self, k: Mapping[str, float]) -> np.ndarray:
         """The values of `PATHS`: of `k`, else as the machine has them."""
@@ -148,7 +149,7 @@ class StepFit:
         weights: Sequence[float] = (),
         shrink: float = SHRINK,
     ) -> None:
-        self.sums, self.shrink = sums, shrink
+        self.sums, self.shrink, self.loss = sums, shrink, 0.0
         self.weights = np.array(weights or np.ones(len(sums)))
         self.seconds = np.array([s.seconds for s in sums])
         self.used = [c for c in constants if any(s.chip in c.chips for s in sums)]
@@ -163,7 +164,7 @@ class StepFit:
         self._machines = dict(zip(keys, sums, strict=True))
         self._kind = np.array([list(self._machines).index(key) for key in keys])
 
-    def values(self, scaled: Sequence[float]) -> list[float]:
+    def values(self, scaled: Iterable[float]) -> list[float]:
         """The constants so many widths from what is expected."""
         return [c.at(t) for c, t in zip(self.used, scaled, strict=True)]
 
@@ -183,21 +184,25 @@ class StepFit:
     def _on(self, chip: str, values: Sequence[float]) -> dict[str, float]:
         """The constants of a chip."""
         found = {c.name: v for c, v in zip(self.used, values, strict=True) if chip in c.chips}
-        return found | ({PARAMETER: found[HIDDEN]} if HIDDEN in found else {})
-
-    def loss(self, scaled: np.ndarray, weights: np.ndarray) -> float:
-        """What a fit makes least."""
-        off = np.abs(np.log(self.predicted(self.values(list(scaled))) / self.seconds))
-        return float(np.average(off, weights=weights) + self.shrink * (scaled**2).sum())
+        return found | ({GATHERED: found[HIDDEN]} if HIDDEN in found else {})
 
     def best(self, weights: np.ndarray | None = None) -> list[float]:
-        """Constants of the least error."""
+        """Constants of the least error; `loss` is then what was made least."""
         from scipy.optimize import minimize
 
         counted = self.weights if weights is None else weights
+
+        def loss(scaled: np.ndarray) -> float:
+            off = np.abs(np.log(self.predicted(self.values(scaled)) / self.seconds))
+            return float(np.average(off, weights=counted) + self.shrink * (scaled**2).sum())
+
         corners = np.vstack([np.zeros(len(self.used)), np.eye(len(self.used)) * 0.7])
+        if not self.used:
+            self.loss = loss(corners[0])
+            return []
         options = {"xatol": 5e-3, "fatol": 1e-5, "maxfev": 400, "initial_simplex": corners}
-        found = minimize(self.loss, corners[0], (counted,), method="Nelder-Mead", options=options)
+        found = minimize(loss, corners[0], method="Nelder-Mead", options=options)
+        self.loss = float(found.fun)
         return self.values(found.x)
 
     def intervals(self, groups: Sequence[Hashable]) -> np.ndarray:

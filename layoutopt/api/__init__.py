@@ -8,6 +8,7 @@ if TYPE_CHECKING:
 
     from layoutopt.api.comparing import candidates
     from layoutopt.api.explaining import explain
+    from layoutopt.api.learning import learn
     from layoutopt.api.pricing import cost, lint
     from layoutopt.api.replicas import choose_replicas
     from layoutopt.api.running import validate, verify
@@ -31,6 +32,7 @@ __all__ = [
     "from_huggingface",
     "from_jax",
     "from_torch",
+    "learn",
     "lint",
     "load_plan",
     "search",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from layoutopt.cli.allowed import Allowed, MaxAxesOption, OnMesh
 from layoutopt.cli.grouped import grouped
+from layoutopt.cli.learn import write_candidates
 from layoutopt.cli.options import (
     ON,
     OUTPUT,
@@ -19,8 +21,10 @@ from layoutopt.cli.options import (
     Output,
     SetOption,
     TimeLimitOption,
+    check_out,
     examples,
     in_time,
+    path_option,
     read_memory,
     read_mesh,
     time_limited,
@@ -51,6 +55,10 @@ def candidates(
     memory: MemoryOption = None,
     allowed: Allowed = OnMesh(),  # noqa: B008
     time_limit: TimeLimitOption = None,
+    out: Annotated[
+        Path | None,
+        path_option("RUNS.csv", "Write them as a table for `learn`, with step_seconds to be filled in."),
+    ] = None,
     output: Output = OUTPUT,
 ) -> None:
     """List the layouts worth measuring, and which of them predictions cannot tell apart."""
@@ -60,6 +68,7 @@ def candidates(
     from mesh_tf_core.errors import UserError
 
     terminal = output.terminal
+    check_out(out, read=[model])
     if is_choice(allowed.given("--diloco")):
         raise UserError("candidates compares no --diloco settings; give one, or compare them with `search`")
     machine = machine_on.read()  # refused before anything takes time
@@ -80,10 +89,13 @@ def candidates(
             time_limit=clock,
             **allowed.space().keywords,
         )
-    terminal.result(found.data)
-    if not output.as_json:
-        rows = [("hardware", found.data.hardware), ("framework", found.data.framework)]
-        terminal.show(facts(rows), "", _table(found), *(f"\nnote: {note}" for note in found.notes))
+    with terminal.saved(
+        out, lambda path: write_candidates(path, found, model, settings or ()), "the layouts"
+    ):
+        terminal.result(found.data)
+        if not output.as_json:
+            rows = [("hardware", found.data.hardware), ("framework", found.data.framework)]
+            terminal.show(facts(rows), "", _table(found), *(f"\nnote: {note}" for note in found.notes))
 
 
 def _table(found: LayoutCandidates) -> View:

@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
         "cost": "Predict a layout's step time by operation, axis and phase, and its peak memory.",
         "lint": "Find likely mistakes in a layout, or in your own shardings, and predict their cost.",
         "candidates": "List the layouts worth measuring, and which of them predictions cannot tell apart.",
+        "learn": "Fit a framework's constants to runs that you measured.",
         "check": "Check bounds on a plan's or layout's step time and memory; exit code 6 if one is broken.",
         "size": "Choose a model size, chips and training time by scaling laws and searched layouts.",
     },

@@ -72,16 +72,20 @@ class Decided(Refined):
     def as_options(self) -> str:
         """All that is not plain as options of commands that take one layout: '--storage w=zero3 --recompute
         layers --microbatches 2'."""
-        found = []
+        pairs = [(name, part) for name, parts in self.options().items() for part in parts]
+        return " ".join(f"{name} {shlex.quote(part)}" for name, part in pairs)
+
+    def options(self) -> dict[str, list[str]]:
+        """The same as texts of each option."""
+        found: dict[str, list[str]] = {}
         for kind in KINDS:
             values: list[str] = []
             for name, (_, plain) in kind.says.items():
                 value = getattr(self, name)
                 values += [] if value == (plain() if callable(plain) else plain) else _texts(value)
             if kind.by_hand is not None and values:
-                parts = values if kind.by_hand.several else [",".join(values)]
-                found += [f"{kind.by_hand.name} {shlex.quote(part)}" for part in parts]
-        return " ".join(found)
+                found[kind.by_hand.name] = values if kind.by_hand.several else [",".join(values)]
+        return found
 
     def places(self) -> dict[str, dict[str, Names]]:
         """The decisions refined at single places."""

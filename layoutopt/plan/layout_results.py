@@ -50,3 +50,29 @@ class CheckResult(Decided, LayoutResult):
     framework: str
     ok: Flag
     bounds: list[CheckedBound]
+
+
+class LearnedConstant(Data):
+    """A constant of a framework, by its path in a hardware file: shipped, and fitted with a 90 % interval."""
+
+    name: str
+    before: float
+    after: float
+    interval: tuple[float, float]
+
+
+class LearnResult(CommandResult):
+    """`learn`: constants fitted to measured runs.
+
+    Attributes:
+      rows: number of runs.
+      error_before, error_after: mean absolute error of each run, predicted without itself, as a share.
+    """
+
+    command = "learn"
+    framework: str
+    hardware: str
+    rows: int
+    constants: list[LearnedConstant]
+    error_before: float
+    error_after: float

@@ -1,0 +1,226 @@
+"""A framework's constants, fitted to steps that its user measured.
+
+runs = [(layoutopt.cost(model, mesh, layout, "h100", framework="torch"), seconds), ...]
+layoutopt.learn(runs).save("mine.json")  # then framework="mine.json"
+
+Constants are added one by one, each time the one that lowers the error most, while it lowers it; what ships
+stays where that predicts runs that had no part in the fit better (`costmodels.step_fit` has the equation).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from costmodels.frameworks import Framework, load_framework
+from costmodels.hardware import Hardware, hardware_names, split_name
+from costmodels.step_fit import (
+    EFFICIENCY,
+    GATHERED,
+    HIDDEN,
+    INTERVAL,
+    SUSTAINED,
+    TENSOR,
+    FittedConstant,
+    StepFit,
+    StepSums,
+    constants_of,
+)
+from layoutopt.api.pricing import PricedLayout
+from layoutopt.plan.layout_results import LearnedConstant, LearnResult
+from layoutopt.plan.notebook import Shown, table
+from layoutopt.plan.units import percent
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.files import write_file
+
+WIDTHS = {SUSTAINED: 0.1, EFFICIENCY: 0.2, INTERVAL: 10e-6, HIDDEN: 0.25, TENSOR: 0.25}
+"""The constants of one framework on one chip, and how far each is off where another stack is measured."""
+UNITS = {INTERVAL: "s"}
+CHIP = "measured"
+LEAST, MOST = 3, 4
+"""Runs, and constants."""
+GAIN = 0.002
+"""Error that one more constant must save."""
+NOISE = 0.025
+"""Of one run: few of them move constants less."""
+
+
+@dataclass(frozen=True, repr=False)
+class Learned(Shown):
+    """The constants that measured runs change.
+
+    Attributes:
+      machine: the chip under the framework that was fitted.
+      rows: number of runs.
+      constants: name, value before and after, 90 % interval of the latter; none if what ships is as good.
+      error_before, error_after: mean absolute error of each run, predicted without itself, as a share.
+    """
+
+    machine: Hardware
+    rows: int
+    constants: tuple[LearnedConstant, ...]
+    error_before: float
+    error_after: float
+
+    @property
+    def data(self) -> LearnResult:
+        """The result that `layoutopt learn --json` prints."""
+        return LearnResult(
+            framework=self.machine.framework,
+            hardware=self.machine.name,
+            rows=self.rows,
+            constants=list(self.constants),
+            error_before=self.error_before,
+            error_after=self.error_after,
+        )
+
+    def save(self, path: str | Path, of: str = "") -> None:
+        """Writes the framework with these constants to a file, for `framework=`.
+
+        Args:
+          of: what was measured, for the sources of the numbers.
+
+        Raises:
+          UserError: `path` cannot be written, or the hardware's own file sets one of the constants.
+        """
+        content = self._content(Path(path).stem, of)
+        write_file(path, json.dumps(content, indent=1) + "\n", "the framework")
+
+    def _content(self, name: str, of: str) -> dict[str, Any]:
+        base, chip = load_framework(self.machine.framework), split_name(self.machine.name)[0]
+        source = (
+            f"fitted with `layoutopt learn` to {self.rows} measured runs{of and f' of {of}'}: mean error "
+            f"{percent(self.error_before)} with {base.text}, {percent(self.error_after)} with these constants"
+        )
+        part: dict[str, Any] = {}
+        for c in self.constants:
+            number = {"value": float(f"{c.after:.4g}"), "unit": UNITS.get(c.name, "1"), "source": source}
+            number["date"] = datetime.now(UTC).date().isoformat()
+            for path in (c.name, GATHERED) if c.name == HIDDEN else (c.name,):
+                room, _, key = path.partition(".")
+                part.setdefault(room, {})[key] = number
+        variants: dict[str, Any] = {v: {"default": option} for v, option in base.chosen.items()}
+        for variant, option in _setters(base, part):
+            variants.setdefault(variant, {})["options"] = {option: {"on": {chip: part}}}
+        return {
+            "format": "layoutopt-framework/1",
+            "name": name,
+            "like": base.file or base.name,
+            "summary": f"{base.text}, as measured{of and f' in {of}'}",
+            "on": {chip: part} if part else {},
+            "variants": variants,
+        }
+
+    def to_frame(self) -> Any:
+        """A pandas DataFrame with one row per constant."""
+        return table([c.to_json() for c in self.constants])
+
+    def __repr__(self) -> str:
+        errors = f"mean error {percent(self.error_before)} before, {percent(self.error_after)} after"
+        its = f"{len(self.constants)} constants of {self.machine.framework}"
+        return f"Learned({its}, {self.rows} runs: {errors})"
+
+
+def _setters(base: Framework, part: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The chosen options that set one of these numbers, and would replace it."""
+    paths = {f"{room}.{key}" for room, numbers in part.items() for key in numbers}
+    chosen = {f"{name}={option}" for name, option in base.options().items()}
+    for option in sorted({n.option for n in base.numbers() if n.path in paths} & chosen):
+        variant, _, name = option.partition("=")
+        yield variant, name
+
+
+def learn(runs: Sequence[tuple[PricedLayout, float]]) -> Learned:
+    """Fits a framework's constants to measured steps.
+
+    Args:
+      runs: at least 3 layouts, all predicted for one hardware under one framework, each with the seconds that
+        a step of it took.
+
+    Raises:
+      UserError: fewer runs, seconds that are no positive number, several machines, or one whose kernels were
+        measured (`calibrate`).
+
+    Example:
+      >>> import layoutopt
+      >>> from examples import transformer_lm
+      >>> plain = [
+      ...     layoutopt.cost(
+      ...         transformer_lm.model(batch=8 * n), f"data:{n}", "batch:data", "h100", framework="torch"
+      ...     )
+      ...     for n in (2, 4, 8)
+      ... ]
+      >>> found = layoutopt.learn([(each, 1.2 * each.predicted.step_seconds) for each in plain])
+      >>> found.error_after < found.error_before
+      True
+    """
+    if len(runs) < LEAST:
+        raise UserError(f"learn: {len(runs)} measured runs; give at least {LEAST}")
+    machine = runs[0][0].evaluation.prices.hardware
+    chip = split_name(machine.name)[0]
+    if chip not in hardware_names() or machine.kind == "cpu":
+        raise UserError(f"learn: {chip} is no preset of GPUs or TPUs; choose one of `layoutopt hardware`")
+    for at, (each, seconds) in enumerate(runs, start=1):
+        if not 0 < seconds < np.inf:
+            raise UserError(f"learn: run {at} took {seconds!r} s; give a positive number of seconds")
+        if (its := each.evaluation.prices.hardware) != machine:
+            raise UserError(
+                f"learn: run {at} is predicted for {its.name} under {its.framework}, but run 1 for "
+                f"{machine.name} under {machine.framework}; learn from one of them at a time"
+            )
+    sums = [_sums(each, seconds) for each, seconds in runs]
+    before = _error(sums, [])
+    after = float(np.mean([_error([each], fitted([s for s in sums if s is not each])) for each in sums]))
+    if after >= before:
+        return Learned(machine, len(runs), (), before, before)
+    found = fitted(sums)
+    names, ships = [c for c, _ in found], constants_of(machine)
+    ends = StepFit(names, sums, shrink=NOISE / len(sums)).intervals(range(len(sums))).T.tolist()
+    constants = (
+        LearnedConstant(name=c.name, before=ships[c.name], after=value, interval=(low, high))
+        for (c, value), (low, high) in zip(found, ends, strict=True)
+    )
+    return Learned(machine, len(runs), tuple(constants), before, after)
+
+
+def _sums(priced: PricedLayout, seconds: float) -> StepSums:
+    prices, cost = priced.evaluation.prices, priced.evaluation.cost
+    items = ((line.times, line.item) for line in cost.lines)
+    return StepSums(prices.hardware, prices.placement, items, seconds, CHIP)
+
+
+def fitted(sums: Sequence[StepSums]) -> list[tuple[FittedConstant, float]]:
+    """The constants that lower the error of some steps of one machine most, with their values.
+
+    There are at most `MOST`, and two runs for each but the first.
+    """
+    ships, shrink = constants_of(sums[0].machine), NOISE / len(sums)
+    launched = sums[0].machine.chip.launch_interval is not None
+    left = [
+        FittedConstant((CHIP,), name, ships[name], width, 1e-3 if name == INTERVAL else 1.0)
+        for name, width in WIDTHS.items()
+        if name != INTERVAL or launched
+    ]
+    found, values = StepFit([], sums), list[float]()
+    found.best()
+    while left and len(found.used) < min(MOST, (len(sums) + 1) // 2):
+        tried = [StepFit([*found.used, c], sums, shrink=shrink) for c in left]
+        of = [fit.best() for fit in tried]
+        best = min(range(len(tried)), key=lambda n: tried[n].loss)
+        if tried[best].loss > found.loss - GAIN:
+            break
+        found, values = tried[best], of[best]
+        del left[best]
+    return [*zip(found.used, values, strict=True)]
+
+
+def _error(sums: Sequence[StepSums], constants: Sequence[tuple[FittedConstant, float]]) -> float:
+    """Mean absolute error of steps with some constants, as a share."""
+    fit = StepFit([c for c, _ in constants], sums)
+    return float(np.mean(np.abs(fit.predicted([value for _, value in constants]) / fit.seconds - 1)))

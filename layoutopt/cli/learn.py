@@ -1,0 +1,189 @@
+"""`layoutopt learn`: a framework's constants, fitted to runs that the user measured.
+
+The runs are a table that `candidates --out` writes: a line for each layout, with the options of `cost` as
+columns. Fields of options that may be given again have values with spaces between them.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from layoutopt.cli.given import UNDECIDED, read_source
+from layoutopt.cli.grouped import grouped
+from layoutopt.cli.options import (
+    LONGEST,
+    ON,
+    OUTPUT,
+    OnHardware,
+    Output,
+    check_out,
+    examples,
+    path_option,
+)
+from layoutopt.cli.terminal import facts
+from layoutopt.plan.units import percent
+from layoutopt.space.option import listed
+from reports.views.view import Column, View
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from layoutopt.api.comparing import LayoutCandidates
+    from layoutopt.api.learning import Learned
+    from layoutopt.api.pricing import PricedLayout
+
+EXAMPLES = examples(
+    "layoutopt candidates examples/transformer_lm.py --devices 8 --hardware h100 --framework torch --out "
+    "runs.csv",
+    "layoutopt learn runs.csv --hardware h100 --framework torch --out mine.json",
+)
+SECONDS = "step_seconds"
+OPTIONS = {o.parameter: o for o in listed()["by_hand"]}
+OPTION_OF = {o.name: parameter for parameter, o in OPTIONS.items()}
+ASKED = ("model", "set", "mesh", "layout", *OPTIONS)
+NOTED = ("name", "group", "predicted_seconds")
+"""Columns that `candidates` writes for people."""
+BETWEEN = " "
+
+
+@grouped
+def learn(
+    runs: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUNS.csv",
+            help="Measured runs: columns model, mesh, step_seconds and any of set, layout, "
+            f"{', '.join(OPTIONS)}, as `cost` takes them. `candidates --out` writes such a file.",
+            show_default=False,
+        ),
+    ],
+    machine_on: OnHardware = ON,
+    out: Annotated[
+        Path | None, path_option("FILE.json", "Write the framework to this file, for --framework FILE.json.")
+    ] = None,
+    output: Output = OUTPUT,
+) -> None:
+    """Fit a framework's constants to runs that you measured."""
+    from layoutopt.api.learning import learn as fitted
+
+    check_out(out, read=[runs])
+    machine_on.read()  # refused before anything takes time
+    terminal, lines = output.terminal, [*read_runs(runs)]
+    measured = [(number, line) for number, line in lines if line[SECONDS]]
+    with terminal.waiting(f"predicting {len(measured)} runs"):
+        timed = [(_priced(line, machine_on, where), _seconds(line, where)) for where, line in measured]
+        found = fitted(timed)
+    with terminal.saved(out, lambda path: found.save(path, runs.name), "the framework"):
+        terminal.result(found.data)
+        if not output.as_json:
+            terminal.show(*_shown(found, len(lines), out))
+
+
+def read_runs(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """The lines of a table of runs: where each is, and its fields by column.
+
+    Raises:
+      UserError: the file cannot be read, or has other columns, or a line of other length.
+    """
+    from mesh_tf_core.errors import UserError, known_names
+    from mesh_tf_core.reading import reading
+
+    with reading(f"runs {str(path)!r}"):
+        text = path.read_text(encoding="utf-8-sig")
+    reader = csv.DictReader(line for line in text.splitlines() if line.strip() and line[0] != "#")
+    columns = [name.strip() for name in reader.fieldnames or ()]
+    for name in ("model", SECONDS):
+        if name not in columns:
+            raise UserError(f"{path}: no column {name!r} among {', '.join(columns) or 'none'}; add it")
+    for name in columns:
+        if name not in (known := (*ASKED, SECONDS, *NOTED)):
+            raise UserError(f"{path}: column {name!r} is not known; {known_names(name, known)}")
+    reader.fieldnames = columns
+    for number, line in enumerate(reader, start=1):
+        if None in line or None in line.values():
+            raise UserError(f"{path}: run {number} has another number of fields than the heading")
+        yield f"{path}: run {number}", {name: value.strip() for name, value in line.items()}
+
+
+def _priced(line: Mapping[str, str], machine_on: OnHardware, where: str) -> PricedLayout:
+    """The layout of a line, predicted."""
+    from layoutopt.api.pricing import cost
+    from mesh_tf_core.errors import UserError
+
+    given = {n: v.split(BETWEEN) if OPTIONS[n].several else v for n in OPTIONS if (v := line.get(n))}
+    decided, settings = type(UNDECIDED)(**given), line.get("set", "").split()
+    try:
+        loaded, of = read_source(
+            line["model"], None, settings, line["mesh"] or None, line.get("layout") or None, decided
+        )
+        return cost(loaded.model, of.mesh, of.layout, machine_on.read(loaded.model), options=of.options)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _seconds(line: Mapping[str, str], where: str) -> float:
+    from mesh_tf_core.errors import UserError
+
+    try:
+        found = float(line[SECONDS])
+    except ValueError:
+        found = 0.0
+    if not 0 < found < LONGEST:
+        raise UserError(
+            f"{where}: {SECONDS} {line[SECONDS]!r} is not a positive number of seconds, e.g. 1.25"
+        )
+    return found
+
+
+def _shown(found: Learned, lines: int, out: Path | None) -> Iterator[RenderableType | View]:
+    left = lines - found.rows
+    rows = [
+        ("framework", f"{found.machine.framework} on {found.machine.name}"),
+        ("runs", f"{found.rows} measured" + (f", {left} without {SECONDS}" if left else "")),
+        ("error", f"{percent(found.error_before)} on average as shipped"),
+        ("", f"{percent(found.error_after)} with these constants, each run predicted without itself"),
+    ]
+    yield facts(rows if found.constants else rows[:3])
+    if found.constants:
+        columns = tuple(Column(n, n) for n in ("constant", "before", "after", "90 % interval"))
+        table = [
+            (c.name, f"{c.before:.3g}", f"{c.after:.3g}", f"{c.interval[0]:.3g} to {c.interval[1]:.3g}")
+            for c in found.constants
+        ]
+        yield from ("", View("Constants of the framework", columns, table))
+    else:
+        yield from ("", "No constants predict these runs better than those that ship.")
+    if out is not None:
+        yield from ("", f"Use them: --framework {out}")
+
+
+def write_candidates(path: Path, found: LayoutCandidates, model: str, settings: Sequence[str]) -> None:
+    """Writes the table that `learn` reads, whose times are to be measured."""
+    from layoutopt.plan.build import layout_of
+    from mesh_tf_core.files import write_file
+
+    rows = []
+    for each in found.chosen:
+        assert each.predicted is not None
+        row = {
+            "name": each.name,
+            "group": str(each.group),
+            "model": model,
+            "set": BETWEEN.join(settings),
+            "mesh": ";".join(f"{axis}:{size}" for axis, size in each.mesh.items()),
+            "layout": str(layout_of(each)),
+            "predicted_seconds": f"{each.predicted.step_seconds:.6g}",
+        }
+        rows.append(row | {OPTION_OF[name]: BETWEEN.join(texts) for name, texts in each.options().items()})
+    used = [n for n in (*NOTED[:2], *ASKED, NOTED[2]) if any(row.get(n) for row in rows)]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*used, SECONDS], restval="", extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_file(path, text.getvalue(), "the runs")
