@@ -98,6 +98,14 @@ class Variant(_Record):
         return self
 
 
+class LearnedError(_Record):
+    """The errors of measured runs on a chip, each predicted without itself, as shares."""
+
+    rows: int
+    mean: float
+    worst: float
+
+
 class Framework(Overlay):
     """Training software, with its variants chosen.
 
@@ -105,6 +113,7 @@ class Framework(Overlay):
       kinds: as in `Overlay`; it runs on these kinds of chips.
       says: the framework whose layouts it can express: for a file that is `like` another, that one's.
       variants: name -> its options.
+      errors: chip -> those of the user's own runs, where its numbers were fitted to them.
       chosen: variant -> option, where the user said one.
       file: the whole path, if it is a user's own.
     """
@@ -113,6 +122,7 @@ class Framework(Overlay):
     name: Text
     says: Text
     variants: Mapping[str, Variant] = {}
+    errors: Mapping[str, LearnedError] = {}
     notes: tuple[Text, ...] = ()
     chosen: Mapping[str, str] = Field(default={}, exclude=True)
     file: str = Field(default="", exclude=True)

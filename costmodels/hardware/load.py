@@ -53,7 +53,7 @@ def load_hardware(
     if profiles is not None and text in hardware_names() and (profile := profiles / f"{text}.json").is_file():
         return read_hardware(profile, settings, framework)
     if text in hardware_names():
-        if settings:
+        if settings or (framework and load_framework(framework).file):  # which may be written again
             return read_hardware(PRESETS / f"{text}.json", settings, framework)
         return _preset(text, framework)
     path = Path(text)

@@ -52,8 +52,9 @@ def errors_known(machine: Hardware, model: Model, stages: Collection[str]) -> Kn
     Args:
       stages: dimensions of layers that are pipeline stages.
     """
+    from costmodels.frameworks import load_framework
     from costmodels.hardware.known import compared, known_kinds
-    from layoutopt.plan.known import Compiled, Known, Margin
+    from layoutopt.plan.known import Compiled, Known, Margin, Runs
     from layoutopt.space.parallelism import parallelism
 
     said, found = machine.chip.memory_doubt, compared(machine)
@@ -62,9 +63,12 @@ def errors_known(machine: Hardware, model: Model, stages: Collection[str]) -> Kn
     if machine.kind == "cpu":  # a user measures his own
         return Known(memory=doubt, compiler=compiler)
     kinds, mixture = known_kinds(machine), bool(parallelism(model).experts)
-    return Known.of(
+    known = Known.of(
         kinds, machine.framework, stages=bool(stages), mixture=mixture, compiler=compiler, doubt=doubt
     )
+    own = load_framework(machine.framework).errors.get(machine.name)
+    runs = known.runs if own is None else Runs(rows=own.rows, mean=own.mean, worst=own.worst)
+    return known.model_copy(update={"runs": runs})
 
 
 def sure(machine: Hardware, known: Known) -> str:

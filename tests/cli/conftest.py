@@ -56,6 +56,7 @@ SCHEMAS: dict[str, type[Data]] = {
     "lint": results.LintResult,
     "candidates": layout_results.CandidatesResult,
     "check": layout_results.CheckResult,
+    "learn": layout_results.LearnResult,
     "explain": results.ExplainResult,
     "measure": results.MeasureResult,
     "calibrate": hardware_results.CalibrateResult,

@@ -39,6 +39,10 @@ TEXTS = {
         }
     ),
     "broken.json": "{",
+    "runs.csv": "model,mesh,layout,step_seconds\n"
+    + "".join(f"model.py,data:{n},batch:data,{2e-4 / n}\n" for n in (2, 4, 8)),
+    "few.csv": "model,mesh,layout,step_seconds\nmodel.py,data:2,batch:data,\n",
+    "wrong.csv": "model,meshes,step_seconds\n",
 }
 """Files of the folder that the commands run in, beside `model.py` and the plan of `MADE`."""
 MADE = f"search model.py {ON} --allow usual --out plan.json --quiet"
@@ -75,6 +79,12 @@ LINES: dict[str, tuple[str, ...]] = {
     ),
     "lint": (f"model.py {ON} --layout batch:data", f"model.py {ON} --layout batch:data;batch:model"),
     "candidates": (f"model.py {ON} -n 3 --allow usual", "model.py --mesh data:2 -n 0"),
+    "learn": (
+        "runs.csv --hardware tpu-v3",
+        "wrong.csv --hardware tpu-v3",
+        "few.csv --hardware tpu-v3",
+        "runs.csv",
+    ),
     "check": (
         "plan.json --model model.py --max-memory 90% --max-step 1.05x=plan.json",
         "plan.json --model model.py --max-step 0.5x=plan.json",

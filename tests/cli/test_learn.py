@@ -1,0 +1,168 @@
+"""`candidates --out`, measured, into `learn`, and its file into `--framework`."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+import layoutopt
+from costmodels import framework_names, load_framework, load_hardware
+from costmodels.step_fit import constants_of
+from examples.transformer_lm import model as transformer
+from layoutopt.api.learning import WIDTHS
+from mesh_tf_core.errors import UserError
+
+MODEL = str(Path(__file__).resolve().parents[2] / "examples" / "transformer_lm.py")
+ON = ("--hardware", "h100", "--framework", "torch")
+RunCommand = Callable[..., Result]
+
+
+def table(path: Path, seconds: Sequence[float | str], **more: str) -> Path:
+    """Runs of a model on 2, 4, … devices."""
+    with path.open("w", newline="") as f:
+        rows = csv.DictWriter(f, ["model", "set", "mesh", "layout", *more, "step_seconds"])
+        rows.writeheader()
+        for n, each in enumerate(seconds):
+            given = {"model": MODEL, "set": f"batch={64 << n} layers=2", "mesh": f"data:{2 << n}"}
+            rows.writerow({**given, "layout": "batch:data", **more, "step_seconds": each})
+    return path
+
+
+def predicted(count: int, framework: str = "torch") -> list[float]:
+    return [
+        layoutopt.cost(
+            transformer(batch=64 << n, layers=2), f"data:{2 << n}", "batch:data", "h100", framework=framework
+        ).predicted.step_seconds
+        for n in range(count)
+    ]
+
+
+def test_what_candidates_write_is_learnt_and_used(
+    run: RunCommand, result: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    runs, learnt = tmp_path / "runs.csv", tmp_path / "mine.json"
+    small = ("--set", "layers=2", "--set", "batch=64")
+    asked = ("candidates", MODEL, "--devices", "4", *small, *ON, "-n", "4", "--allow", "usual")
+    done = run(*asked, "--out", str(runs))
+    assert done.exit_code == 0, done.stderr
+    rows = [*csv.DictReader(runs.read_text().splitlines())]
+    assert len(rows) == 4 and {row["step_seconds"] for row in rows} == {""}
+    for row in rows:  # what an unknown stack would take: every step a third longer
+        row["step_seconds"] = str(1.33 * float(row["predicted_seconds"]))
+    with runs.open("w", newline="") as f:
+        writer = csv.DictWriter(f, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    found = result("learn", str(runs), *ON, "--out", str(learnt))
+    assert found["rows"] == 4 and found["framework"] == "torch" and 1 <= len(found["constants"]) <= 2
+    assert found["error_before"] == pytest.approx(1 - 1 / 1.33, rel=0.02)
+    assert found["error_after"] < 0.5 * found["error_before"]
+    for each in found["constants"]:
+        assert each["before"] != each["after"] and len(each["interval"]) == 2
+        ships, has = (constants_of(load_hardware("h100", name)) for name in ("torch", str(learnt)))
+        assert ships[each["name"]] == pytest.approx(each["before"])
+        assert has[each["name"]] == pytest.approx(each["after"], rel=1e-3)
+    first = rows[0]
+    said = ("--mesh", first["mesh"], "--layout", first["layout"], "--hardware", "h100")
+    priced = result("cost", MODEL, *small, *said, "--framework", str(learnt))
+    assert priced["predicted"]["step_seconds"] == pytest.approx(float(first["step_seconds"]), rel=0.2)
+    shown = run("cost", MODEL, *small, *said, "--framework", str(learnt)).stdout
+    assert "4 runs of this kind" in shown
+
+
+def test_runs_that_ship_well_change_nothing(run: RunCommand, tmp_path: Path) -> None:
+    seconds = [s * (0.97 if n % 2 else 1.03) for n, s in enumerate(predicted(4))]
+    runs, out = table(tmp_path / "runs.csv", seconds), tmp_path / "mine.json"
+    done = run("learn", str(runs), *ON, "--out", str(out))
+    assert "No constants predict these runs better" in done.stdout
+    assert load_hardware("h100", str(out)).chip == load_hardware("h100", "torch").chip
+
+
+@pytest.mark.parametrize(
+    "framework", [name for name in framework_names() if "gpu" in load_framework(name).kinds]
+)
+def test_every_framework_learns_with_every_option_chosen(framework: str, tmp_path: Path) -> None:
+    """A learnt number is not replaced by that of an option."""
+    base = load_framework(framework)
+    texts = [f"{framework}:{v}={o}" for v, each in base.variants.items() for o in each.options]
+    for text in (framework, *texts):
+        machine = load_hardware("h100", text)
+        ships = constants_of(machine)
+        constants = [
+            layoutopt.api.learning.LearnedConstant(
+                name=name, before=ships[name], after=0.5 * ships[name] or 1e-6, interval=(0.0, 1.0)
+            )
+            for name in WIDTHS
+        ]
+        learnt = layoutopt.api.learning.Learned(machine, tuple(constants), (0.3,), (0.1,))
+        learnt.save(tmp_path / "mine.json")
+        found = constants_of(load_hardware("h100", str(tmp_path / "mine.json")))
+        for each in constants:
+            assert found[each.name] == pytest.approx(each.after, rel=1e-3), (text, each.name)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "more", "told"),
+    [
+        ((1.0, 2.0), {}, "2 measured runs; give at least 3"),
+        ((1.0, "", 2.0), {}, "2 measured runs; give at least 3"),
+        ((1.0, "fast", 2.0), {}, "run 2: step_seconds 'fast' is not a positive number"),
+        ((1.0, -1.0, 2.0), {}, "run 2: step_seconds '-1.0' is not a positive number"),
+        ((1.0, 2.0, 3.0), {"storage": "zero9"}, "run 1: "),
+        ((1.0, 2.0, 3.0), {"recompte": "layers"}, "column 'recompte' is not known; did you mean"),
+    ],
+)
+def test_a_bad_table_is_one_line(
+    seconds: Sequence[float | str], more: dict[str, str], told: str, run: RunCommand, tmp_path: Path
+) -> None:
+    done = run("learn", str(table(tmp_path / "runs.csv", seconds, **more)), *ON)
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1
+    assert told in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "no column 'model' among none"),
+        ("model,mesh\na.py,data:2\n", "no column 'step_seconds'"),
+        ("model,step_seconds\na.py\n", "run 1 has another number of fields"),
+        ("model,mesh,step_seconds\nno_model.py,data:2,1\n", "run 1: "),
+    ],
+)
+def test_a_damaged_table_is_one_line(text: str, told: str, run: RunCommand, tmp_path: Path) -> None:
+    (tmp_path / "runs.csv").write_text(text)
+    done = run("learn", str(tmp_path / "runs.csv"), *ON)
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1
+    assert told in done.stderr
+
+
+def test_machines_that_cannot_be_learnt_are_refused(run: RunCommand, tmp_path: Path) -> None:
+    runs = table(tmp_path / "runs.csv", (1.0, 2.0, 3.0))
+    done = run("learn", str(runs))
+    assert done.exit_code == 2 and "cpu-local is no preset of GPUs or TPUs" in done.stderr
+    priced = [
+        layoutopt.cost(transformer(layers=2), "data:2", "batch:data", "h100", framework=name)
+        for name in ("torch", "torch", "megatron")
+    ]
+    with pytest.raises(UserError, match="run 3 is predicted for h100 under megatron"):
+        layoutopt.learn([(each, 1.0) for each in priced])
+
+
+def test_python_learns_as_the_command(result: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    seconds = [1.4 * s for s in predicted(3)]
+    found = result("learn", str(table(tmp_path / "runs.csv", seconds)), *ON)
+    priced = [
+        layoutopt.cost(
+            transformer(batch=64 << n, layers=2), f"data:{2 << n}", "batch:data", "h100", framework="torch"
+        )
+        for n in range(3)
+    ]
+    again = layoutopt.learn([*zip(priced, seconds, strict=True)])
+    assert json.loads(json.dumps(again.to_json())) == found
+    assert again.to_frame().shape[0] == len(found["constants"]) and "3 runs" in repr(again)
