@@ -207,6 +207,8 @@ class StepFit:
 
     def intervals(self, groups: Sequence[Hashable]) -> np.ndarray:
         """5 % and 95 % of every constant over fits to groups of steps drawn with replacement."""
+        if not self.used:
+            return np.zeros((2, 0))
         rng, names = np.random.default_rng(0), sorted({*groups}, key=str)
         index = np.array([names.index(each) for each in groups])
         drawn = []

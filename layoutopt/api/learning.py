@@ -193,19 +193,27 @@ def learn(runs: Sequence[tuple[PricedLayout, float]]) -> Learned:
 
 def learned(sums: Sequence[StepSums]) -> Learned:
     """The constants that measured steps of one machine change."""
-    machine = sums[0].machine
-    before = tuple(error_of(each, []) for each in sums)
-    after = tuple(error_of(each, fitted([s for s in sums if s is not each])) for each in sums)
-    if np.mean(after) >= LESS * np.mean(before):
-        return Learned(machine, (), before, before)
-    found = fitted(sums)
-    names, ships = [c for c, _ in found], constants_of(machine)
+    before, after, found = taken(sums)
+    names, ships = [c for c, _ in found], constants_of(sums[0].machine)
     ends = StepFit(names, sums, shrink=NOISE / len(sums)).intervals(range(len(sums))).T.tolist()
     constants = (
         LearnedConstant(name=c.name, before=ships[c.name], after=value, interval=(low, high))
         for (c, value), (low, high) in zip(found, ends, strict=True)
     )
-    return Learned(machine, tuple(constants), before, after)
+    return Learned(sums[0].machine, tuple(constants), before, after)
+
+
+Errors = tuple[float, ...]
+
+
+def taken(sums: Sequence[StepSums]) -> tuple[Errors, Errors, list[tuple[FittedConstant, float]]]:
+    """Errors of steps as shipped, those with constants of all others, and the constants: none where the
+    latter are hardly less."""
+    before = tuple(error_of(each, []) for each in sums)
+    after = tuple(error_of(each, fitted([s for s in sums if s is not each])) for each in sums)
+    if np.mean(after) >= LESS * np.mean(before):
+        return before, before, []
+    return before, after, fitted(sums)
 
 
 def _sums(priced: PricedLayout, seconds: float) -> StepSums:
