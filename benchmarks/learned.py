@@ -16,6 +16,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -69,23 +70,28 @@ def draws(steps: list[StepSums], count: int) -> list[dict[str, float]]:
     return found
 
 
+def summed(found: Mapping[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """The mean errors of all draws, and of each table."""
+    draws = [draw for own in found.values() for draw in own]
+
+    def means(own: list[dict[str, float]]) -> dict[str, float]:
+        return {name: round(fmean(draw[name] for draw in own), 4) for name in ("before", "after", "told")}
+
+    worse = sum(draw["after"] > draw["before"] + 0.01 for draw in draws)
+    tables = {name: means(own) for name, own in found.items()}
+    return {**means(draws), "draws": len(draws), "worse": worse, "tables": tables}
+
+
 def main() -> None:
-    result = dict[str, dict[str, dict[str, list[dict[str, float]]]]]()
-    for kind, unknown in (("own framework", False), ("unknown", True)):
-        every, of = tables(unknown), result.setdefault(kind, {})
+    result = list[dict[str, Any]]()
+    for kind, unknown in (("fitted to published runs", False), ("not fitted", True)):
+        every = tables(unknown)
         for count in COUNTS:
-            enough = {name: own for name, own in every.items() if len(own) >= count + OTHERS}
-            of[str(count)] = {name: draws(own, count) for name, own in enough.items()}
-            print(kind, count, "runs:", words(of[str(count)]), flush=True)
-    content = {"date": datetime.now(UTC).date().isoformat(), "runs": result}
+            enough = {name: draws(own, count) for name, own in every.items() if len(own) >= count + OTHERS}
+            result.append({"framework": kind, "runs": count, **summed(enough)})
+            print({name: value for name, value in result[-1].items() if name != "tables"}, flush=True)
+    content = {"date": datetime.now(UTC).date().isoformat(), "learned": result}
     OUT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def words(found: Mapping[str, list[dict[str, float]]]) -> str:
-    flat = [draw for own in found.values() for draw in own]
-    before, after, told = (fmean(draw[k] for draw in flat) for k in ("before", "after", "told"))
-    worse = sum(draw["after"] > draw["before"] + 0.01 for draw in flat)
-    return f"{before:.1%} before, {after:.1%} after, {told:.1%} told; {worse} of {len(flat)} worse"
 
 
 if __name__ == "__main__":

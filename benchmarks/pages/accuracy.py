@@ -40,6 +40,15 @@ models drawn with replacement. A number that *ships* may be rounded within it, o
 sources say; `layoutopt frameworks NAME` prints its source and date. A fit is *not adopted* where judged
 runs would be further off: what ships then had no part in it.
 """
+LEARNED = """\
+## Learnt from a few runs
+
+What [`layoutopt learn`](../guides/coming_from.md#your-measured-steps) does for runs that it has not seen. The
+rows of one table, chip and framework stand for what one user runs; some of them, drawn four times at random,
+are learnt from. The mean errors are those of the other rows, with the constants that ship and with those
+that were learnt; *as told* is the error that `learn` prints. Rows *not fitted* are predicted under
+`layoutopt`, whose constants know nothing of the software that ran them.
+"""
 KIND = """\
 ## By kind of run
 
@@ -116,6 +125,9 @@ def page() -> Iterator[str]:
     yield prose(FITTED)
     yield caption("python -m benchmarks.framework_fit", "framework_fit")
     yield from table(("framework", "chips", "constant", "ships", "fitted", "90 % interval"), _of_frameworks())
+    yield prose(LEARNED)
+    yield caption("python -m benchmarks.learned", "learned")
+    yield from table(("constants", "runs", "as shipped", "learnt", "as told", "worse by 1 %"), _learned())
     yield prose(KIND)
     yield from table(("chip", "framework", "model", "pipeline", *KIND_ERRORS), _by_kind())
     yield prose(EARLIER_TABLES)
@@ -127,6 +139,12 @@ def page() -> Iterator[str]:
     yield _choices(criteria)
     yield from _stages(found["stages"])
     yield _reasons(found)
+
+
+def _learned() -> Iterator[tuple[object, ...]]:
+    for row in stored("learned")["learned"]:
+        errors = (share(row[name]) for name in ("before", "after", "told"))
+        yield row["framework"], row["runs"], *errors, f"{row['worse']} of {row['draws']} draws"
 
 
 HALVES = ("judged", "fitted")
