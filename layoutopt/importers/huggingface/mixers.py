@@ -275,7 +275,7 @@ def _granite(reader: MixerReader) -> nn.Mamba2:
     fields = reader.fields
     heads, expand = fields.count("mamba_n_heads"), fields.number("mamba_expand", 2.0)
     inner = fields.count("mamba_d_ssm", int(expand * fields.count("hidden_size")))
-    fields.only("time_step_limit", [0.0, math.inf], (0.0, math.inf))
+    fields.only("time_step_limit", [0.0, math.inf], (0.0, math.inf), [0.0, {"__float__": "Infinity"}])
     names = ["d_state", "n_groups", "d_conv", "chunk_size", "proj_bias", "conv_bias"]
     return _mamba(reader, heads, inner // heads, [f"mamba_{n}" for n in names])
 
