@@ -60,12 +60,12 @@ class EndWork:
     def has(self, node: int, end: StageEnd) -> bool:
         """True if a stage does the work of a node."""
         ends = self.nodes.get(node, EVERY)
-        return not ends or end in ends or self.both
+        return not ends or end in ends or (self.both and end is StageEnd.FIRST)
 
     def of_others(self, end: StageEnd) -> frozenset[str]:
         """The variables that a stage lacks."""
         lacks = (name for name, ends in self.variables.items() if ends and end not in ends)
-        return frozenset(() if self.both else lacks)
+        return frozenset(() if self.both and end is StageEnd.FIRST else lacks)
 
     def absent(self, program: Program, end: StageEnd) -> set[int]:
         """The values of a program that a stage lacks."""
@@ -213,7 +213,7 @@ def stage_shares(graph: Outline) -> Mapping[StageEnd, Mapping[tuple[str, int], f
         return found
 
     both, held = end_work(graph).both, flying * layers
-    others = range(1, of.stages if both else of.stages - 1)
+    others = range(1, of.stages if KINDS[of.kind].turns else of.stages - 1)
     middle = max(others, key=lambda s: (held[s], layers[s]), default=0)
     found = {StageEnd.FIRST: shares(0)} | ({} if both else {StageEnd.LAST: shares(of.stages - 1)})
     fuller = layers[middle] > layers[0] or held[middle] > held[0]

@@ -68,7 +68,7 @@ class StageTimes:
 def stage_times(graph: Outline) -> StageTimes | None:
     """Those of a step with one pipeline; None of others."""
     column = schedule_of(graph)
-    return None if column is None else _Times(graph, column.schedule).found()
+    return None if column is None else _Times(graph, column.schedule, column.stage.name).found()
 
 
 class _Times:
@@ -78,8 +78,8 @@ class _Times:
     runs, nodes: node of stages -> how often it runs in one program, and these nodes.
     """
 
-    def __init__(self, graph: Outline, of: PipelineSchedule) -> None:
-        self.graph, self.of, self.work = graph, of, end_work(graph)
+    def __init__(self, graph: Outline, of: PipelineSchedule, stage: str) -> None:
+        self.graph, self.of, self.stage, self.work = graph, of, stage, end_work(graph)
         self.runs = runs_in_ticks(graph)
         self.nodes = [node for block in graph.blocks for node in block.nodes if node.index in self.runs]
         self.ticks = np.array([max(len(of.done(slot)), 1) for slot in StageAction])
@@ -149,8 +149,9 @@ class _Times:
             for last in (False, True)
         }
         nodes = {index: float(share[slot]) for index, slot in self.work.slots.items()}
-        if not KINDS[of.kind].one_way:  # A result goes to one side.
-            nodes.update((n.index, nodes[n.index] / 2) for n in self.nodes if isinstance(n.op, ShiftAlong))
+        if not KINDS[of.kind].one_way:  # A stage's result goes to one side.
+            moves = (n for n in self.nodes if isinstance(n.op, ShiftAlong) and n.op.dim == self.stage)
+            nodes.update((n.index, nodes[n.index] / 2) for n in moves)
         beside = [node for node in self.nodes if node.index not in self.work.slots]
         for node, end in ((node, self._end(node)) for node in beside):
             if end is not None:

@@ -188,7 +188,7 @@ class Evaluation:
             *self._offloads(),
             *self._one_hot(),
             *self._meets(),
-            *self.waits,
+            *filter(None, [self.waits]),
             *self.cost.notes,
             *sentences(self.program, self.prices.hardware),
             *filter(None, map(self.prices.hardware.peak_note, unsplit_flops(self.model))),

@@ -29,6 +29,7 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import TICK, Block, Node, reads
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.lower.nodes import weights
+from mesh_tf_core.ops.float8 import Quantize
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.stage_layers import loop_name
 
@@ -151,8 +152,12 @@ def _is_product(node: Node) -> bool:
 
 
 def _of_activations(node: Node, block: Block, graph: Graph) -> bool:
-    """Whether a product has no weight among its operands."""
-    return node.op.kind == "attention" or not any(graph.is_free(graph.tensor(i), block) for i in node.inputs)
+    """Whether a product has no weight among its operands, in eight bits or as it is."""
+    factors = [*node.inputs]
+    for at, maker in enumerate(map(graph.producer.get, factors)):
+        if maker is not None and isinstance(maker.op, Quantize):
+            factors[at] = maker.inputs[0]
+    return node.op.kind == "attention" or not any(graph.is_free(graph.tensor(i), block) for i in factors)
 
 
 def _between(block: Block, graph: Graph) -> frozenset[int]:

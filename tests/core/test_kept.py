@@ -168,6 +168,20 @@ def test_what_is_kept_does_not_run_again() -> None:
     assert every == none
 
 
+def test_products_in_eight_bits_are_products() -> None:
+    """Their weights are factors of eight bits, which are none of the model's variables."""
+    found = {
+        keep: again(
+            transformer(layers=2, **SIZES, float8="tensor").lower(mtf.Mesh(MESH), mtf.Layout(SPLIT), o)
+        )
+        for keep in ("", ":keep=products", ":keep=attention")
+        for o in (mtf.Options(recompute=frozenset({f"layers{keep}"})),)
+    }
+    assert found[""]["scaledeinsum"] == found[":keep=attention"]["scaledeinsum"] > 0
+    assert not found[":keep=products"]["scaledeinsum"]
+    assert found[":keep=products"]["attention"] and not found[":keep=attention"]["attention"]
+
+
 PATTERNS = {
     # torchtitan's `selective_ac_option = "op"`: the first of every two matmuls, in the order of the program.
     "products/2": "q+v+wi+wo",

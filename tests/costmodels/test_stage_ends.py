@@ -75,3 +75,14 @@ def test_a_stage_holds_no_variable_of_another_one(schedule: str) -> None:
     assert not any(
         "vocab" in h.what for h in found.holdings if found.stage is StageEnd.FIRST and h.value >= 0
     )
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_a_stage_between_the_ends_has_neither_end(schedule: str) -> None:
+    outline = program(schedule).outline
+    assert outline is not None
+    work, names = end_work(outline), {"embedding/tokens", "output/projection"}
+    assert names <= work.of_others(StageEnd.MIDDLE)
+    assert not names & work.of_others(StageEnd.FIRST) or not work.both
+    node = next(n for n, ends in work.nodes.items() if ends)
+    assert not work.has(node, StageEnd.MIDDLE)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+import layoutopt
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.liveness import memory
@@ -16,6 +17,7 @@ from costmodels.pricing.compilers.launched import Launched
 from costmodels.pricing.lines import Cost
 from costmodels.pricing.pricer import pricer
 from costmodels.stage_ends import StageEnd, end_work
+from examples.deepseek_lm import model as mixture
 from examples.transformer_lm import model as transformer
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
@@ -141,3 +143,15 @@ def test_slots_of_weights_fill_the_wait() -> None:
     of = {name: PipelineSchedule(name, P, M) for name in ("1f1b", "zb-h1")}
     assert apart(of["zb-h1"], (1, 1, 1)) < apart(of["1f1b"], (1, 2, 0))
     assert priced("zb-h1", P)[1].step_seconds != priced("1f1b", P)[1].step_seconds
+
+
+@pytest.mark.parametrize("schedule", sorted({*NAMES} - {*ONE_WAY}))
+def test_a_model_with_positions_in_every_layer_is_priced(schedule: str) -> None:
+    """Rotary positions shift elements of a head, before the stages too, and are no moves between stages."""
+    model = mixture(layers=5, batch=8, d_model=64, d_expert=32, length=16)
+    decided = {"schedule": schedule, "microbatches": 4, "framework": "megatron", "hardware": "h100"}
+    found = layoutopt.cost(model, "pipe:2", "layers:pipe", **decided)
+    lines = [x for x in found.evaluation.cost.lines if "/attention" in x.origin.scope and not x.axes]
+    times = {name: sum(x.times for x in lines if x.name == name) for name in ("shiftalong", "range")}
+    assert times["shiftalong"] == pytest.approx(2 * times["range"]) and times["range"] > 0
+    assert found.notes and all(" " in note for note in found.notes)
