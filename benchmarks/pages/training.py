@@ -43,6 +43,14 @@ the fitted law predicts {predicted:.3f} nats per byte (interval {low:.3f} to {hi
 losses of two runs are {losses}.
 """
 
+NARROW = """\
+## Narrow types beside bfloat16
+
+A mixture of experts of {parameters:,} parameters (`examples/moe_lm.py`) trains for {steps} steps with the same
+batches. The table shows mean losses of {every} steps. From step {late} on, each curve stays within
+{most:.1%} of bfloat16's.
+"""
+
 
 def page() -> Iterator[str]:
     """docs/results/training.md."""
@@ -56,6 +64,13 @@ def page() -> Iterator[str]:
     )
     yield prose(LONG, **_long(stored("long_job")["jobs"]))
     yield caption(stored("long_job")["command"], "long_job")
+    narrow = stored("narrow_types")
+    yield prose(NARROW, **_narrow(narrow))
+    yield caption(narrow["command"], "narrow_types")
+    every = [i for i in range(narrow["steps"] // narrow["every"]) if i % 2]
+    heads = (f"steps {i * narrow['every']} to {(i + 1) * narrow['every']}" for i in every)
+    rows = ((f"`{name}`", *(f"{c[i]:.3f}" for i in every)) for name, c in narrow["curves"].items())
+    yield from table(("types", *heads), rows)
     yield prose(LOCAL)
     yield caption("python -m benchmarks.validate_local", "validate_local")
     yield from table(
@@ -102,3 +117,12 @@ def _kills(failures: list[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
     for signal, own in by.items():
         times = [[f[k] for f in own if f[k] is not None] for k in ("ended", "again")]
         yield signal, len(own), *(f"{median(t):.1f} s ({max(t):.1f} s)" for t in times)
+
+
+def _narrow(found: dict[str, Any]) -> dict[str, Any]:
+    """Sizes, and the largest difference from the first curve behind the first third."""
+    first, *others = found["curves"].values()
+    begin = len(first) // 3
+    apart = (abs(a / b - 1) for c in others for a, b in zip(c[begin:], first[begin:], strict=True))
+    sizes = {name: found[name] for name in ("parameters", "steps", "every")}
+    return {**sizes, "late": begin * found["every"], "most": max(apart)}

@@ -17,20 +17,3 @@ from costmodels.calibration.drift import Drift, open_drift
 from costmodels.calibration.live import calibrate
 from costmodels.calibration.team import Team, assemble
 from costmodels.calibration.tpu import TpuCalibration, calibrate_tpu
-
-__all__ = [
-    "ClockNoise",
-    "Drift",
-    "Team",
-    "TimingSample",
-    "TpuCalibration",
-    "assemble",
-    "calibrate",
-    "calibrate_tpu",
-    "noise",
-    "open_drift",
-    "repeats_spread",
-    "sample",
-    "steps_for",
-    "typical",
-]

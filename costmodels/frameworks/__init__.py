@@ -2,15 +2,3 @@
 
 from costmodels.frameworks.framework import KINDS, Framework, Overlay, Variant
 from costmodels.frameworks.load import DEFAULT, FrameworkError, framework_names, load_framework, merged
-
-__all__ = [
-    "DEFAULT",
-    "KINDS",
-    "Framework",
-    "FrameworkError",
-    "Overlay",
-    "Variant",
-    "framework_names",
-    "load_framework",
-    "merged",
-]

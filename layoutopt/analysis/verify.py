@@ -33,7 +33,17 @@ from layoutopt.runtime.clock import UNLIMITED, Clock
 from mesh_tf_core.engines.jax.compile import CompilerRefusal, Executable, compile_for
 from mesh_tf_core.engines.jax.hlo import HloCollective, read
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.program import AllGather, AllToAll, Collective, Permute, Program, ReduceScatter, gathers
+from mesh_tf_core.ir.program import (
+    AllGather,
+    AllToAll,
+    Collective,
+    Local,
+    Permute,
+    Program,
+    ReduceScatter,
+    gathers,
+)
+from mesh_tf_core.ops.experts import ToExperts
 
 EVERY = 15.0
 """Seconds between reports of a compilation."""
@@ -275,8 +285,10 @@ def estimated(cost: Cost, hardware: Hardware, libraries: int) -> float:
 def collectives(program: Program) -> tuple[HloCollective, ...]:
     """The program's own collectives, as far as they move anything, as the JAX engine sends them: rows of
     experts in arrays of a fixed size (`gathers`, `scatters`)."""
-    out = []
+    out, alike = [], set[int]()
     for instr, times in program.walk():
+        if isinstance(instr, Local) and isinstance(instr.op, ToExperts) and instr.op.alike:
+            alike.update(instr.outputs)
         if not isinstance(instr, Collective):
             continue
         size = program.mesh.group_size(instr.axes)
@@ -287,6 +299,8 @@ def collectives(program: Program) -> tuple[HloCollective, ...]:
         kind = instr.name
         if isinstance(instr, AllToAll) and values[0].shape.sparse is not None:
             kind = AllGather.name if gathers(instr, values[0]) else ReduceScatter.name
+            # The compiler gathers a token before it copies it for each of its experts.
+            payload //= values[0].shape.sparse.filled if instr.inputs[0] in alike else 1
         if size > 1:
             out.append(HloCollective(kind, size, len(instr.inputs), payload, times))
     return tuple(out)

@@ -42,40 +42,6 @@ from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.outline import Outline
 from mesh_tf_core.ir.values import Instr, Origin, Value
 
-__all__ = [
-    "COLLECTIVES",
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
-    "Carry",
-    "Collective",
-    "Crossing",
-    "Done",
-    "HostLoad",
-    "HostStore",
-    "Input",
-    "Instr",
-    "Local",
-    "Loop",
-    "Message",
-    "Origin",
-    "Permute",
-    "Program",
-    "ReadVariable",
-    "ReduceScatter",
-    "Result",
-    "Slice",
-    "Sliced",
-    "Stored",
-    "Transfer",
-    "Value",
-    "WriteVariable",
-    "count_sent",
-    "make_loop",
-    "text",
-    "wire_bytes",
-]
-
 
 @dataclass(frozen=True)
 class Stored:

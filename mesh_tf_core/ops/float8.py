@@ -143,7 +143,7 @@ def _cut(x: Shape, scale: Shape) -> tuple[list[int], list[int]]:
     return cut, places
 
 
-def _scaled(k: Kernel, x: Any, shape: Shape, scale: Any, its: Shape) -> Any:
+def scaled(k: Kernel, x: Any, shape: Shape, scale: Any, its: Shape) -> Any:
     """x times its scales, in float32."""
     if not its.names:
         return k.binary("mul", k.cast(x, "float32"), scale)
@@ -184,7 +184,7 @@ class Quantize(Elementwise):
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         x, scale = at.inputs
-        return k.cast(_scaled(k, slices[0], x.shape, slices[1], scale.shape), self.format)
+        return k.cast(scaled(k, slices[0], x.shape, slices[1], scale.shape), self.format)
 
     def flops(self, *local: TensorType) -> float:
         return 2.0 * local[0].shape.size
@@ -215,7 +215,7 @@ class ScaledProduct(Op, abstract=True):
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         back = [k.unary("reciprocal", scale) for scale in slices[-2:]]
         pairs = zip(slices[:2], at.inputs[:2], back, at.inputs[-2:], strict=True)
-        wide = [_scaled(k, x, t.shape, scale, its.shape) for x, t, scale, its in pairs]
+        wide = [scaled(k, x, t.shape, scale, its.shape) for x, t, scale, its in pairs]
         inside = replace(at, inputs=tuple(self._wide(at.inputs)))
         return k.cast(super().kernel(k, inside, *wide, *slices[2:-2]), self.dtype)
 

@@ -15,22 +15,6 @@ from mesh_tf_core.optimizers.schedules import (
 )
 from mesh_tf_core.optimizers.sgd import SGD
 
-__all__ = [
-    "SGD",
-    "Adafactor",
-    "Adam",
-    "LinearDecay",
-    "LinearWarmup",
-    "LossScale",
-    "Optimizer",
-    "RsqrtDecay",
-    "Schedule",
-    "WarmupCosine",
-    "WarmupLinear",
-    "WarmupRsqrt",
-    "by_name",
-]
-
 
 def by_name(
     name: str,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dtypes import FLOATS
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.eight_bits import NO_SIGN, FromEightBits, ToEightBits, largest, row_of
 from mesh_tf_core.ops.math import exp, sqrt
 from mesh_tf_core.optimizers.base import LearningRate, Optimizer, Updates, slot, times
 from mesh_tf_core.tracing.graph import Graph
@@ -23,8 +25,9 @@ class Adam(Optimizer):
     Attributes:
       undecayed: regular expressions; weight decay is not applied to variables whose names contain a match,
         such as norms and biases.
-      moments: element type of the two averages, such as bfloat16 (DeepSeek-V3 2024, section 3.3.3); "own": a
-        variable's own, as in PyTorch.
+      moments: element type of the two averages, such as bfloat16 (DeepSeek-V3 2024, section 3.3.3); "int8":
+        codes with a scale for each row (`ops.eight_bits`), of the second average those of its root, as small
+        ones would be 0 beside large ones; "own": a variable's own, as in PyTorch.
 
     Example:
       >>> import mesh_tf_core as mtf
@@ -41,20 +44,17 @@ class Adam(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.moments not in (*FLOATS, "own"):
-            raise UserError(
-                f"Adam: moments={self.moments!r} is no float type; {known_names(self.moments, FLOATS)}"
-            )
+        if self.moments not in (known := (*FLOATS, "int8", "own")):
+            raise UserError(f"Adam: moments={self.moments!r} is unknown; {known_names(self.moments, known)}")
 
     def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: LearningRate) -> Updates:
         g = gradient.cast("float32")
-        dtype = variable.dtype if self.moments == "own" else self.moments
-        m_state, m = slot(graph, variable, "adam_m", variable.shape, dtype=dtype)
-        v_state, v = slot(graph, variable, "adam_v", variable.shape, dtype=dtype)
-        m = m.cast("float32") * self.beta1 + g * (1 - self.beta1)
-        v = v.cast("float32") * self.beta2 + g * g * (1 - self.beta2)
-        yield m_state, m.cast(dtype)
-        yield v_state, v.cast(dtype)
+        m_before, m_after = self._average(graph, variable, "adam_m", True)
+        v_before, v_after = self._average(graph, variable, "adam_v", False)
+        m = m_before * self.beta1 + g * (1 - self.beta1)
+        v = v_before * self.beta2 + g * g * (1 - self.beta2)
+        yield from m_after(m)
+        yield from v_after(v)
         t = (graph.step() + 1).cast("float32")
         unbias1 = 1.0 - _power(self.beta1, t)
         unbias2 = 1.0 - _power(self.beta2, t)
@@ -64,6 +64,26 @@ class Adam(Optimizer):
         if self.weight_decay and not any(re.search(p, variable.name) for p in self.undecayed):
             step = step + master * self.weight_decay
         yield variable, (master - times(step, rate)).cast(variable.dtype)
+
+    def _average(
+        self, graph: Graph, variable: Variable, name: str, signed: bool
+    ) -> tuple[Tensor, Callable[[Tensor], Updates]]:
+        """An average before the step, and what stores a new one."""
+        row = row_of(variable) if self.moments == "int8" else ""
+        dtype = {"own": variable.dtype, "int8": "float32"}.get(self.moments, self.moments)
+        if not row:
+            state, old = slot(graph, variable, name, variable.shape, dtype=dtype)
+            return old.cast("float32"), lambda new: [(state, new.cast(dtype))]
+        state, codes = slot(graph, variable, name, variable.shape, 0.0 if signed else -NO_SIGN, "int8")
+        most_state, most = slot(graph, variable, f"{name}_largest", variable.shape.without(row))
+
+        def stored(new: Tensor) -> Updates:
+            new = new if signed else sqrt(new)
+            its = largest(new, row)
+            return [(state, graph.apply(ToEightBits(signed), new, its)), (most_state, its)]
+
+        old = graph.apply(FromEightBits(signed), codes, most)
+        return old if signed else old * old, stored
 
 
 def _power(base: float, exponent: Tensor) -> Tensor:

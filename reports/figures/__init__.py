@@ -28,23 +28,3 @@ ALL: tuple[Chart, ...] = (
     calibration,
 )
 """Every figure, in the order of the report."""
-
-__all__ = [
-    "ALL",
-    "Chart",
-    "PlanLike",
-    "calibration",
-    "frontier",
-    "matrix",
-    "memory_by_layout",
-    "memory_timeline",
-    "mesh",
-    "operations",
-    "pieces",
-    "plans_memory",
-    "plans_time",
-    "predicted_measured",
-    "sensitivity",
-    "step_time",
-    "time_by_kind",
-]

@@ -12,6 +12,7 @@ import mesh_tf_core as mtf
 from examples.transformer_lm import model as transformer
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.lower.verify import verify
+from mesh_tf_core.ops.eight_bits import FromEightBits, ToEightBits, largest
 
 Array = Any
 Step = Callable[[Array, Array], Array]
@@ -166,7 +167,71 @@ def test_averages_of_adam_have_the_type_that_is_asked_for(dtype: str) -> None:
 
 
 def test_averages_of_an_unknown_type_are_refused() -> None:
-    with pytest.raises(mtf.UserError, match="int8"):
-        mtf.Adam(0.1, moments="int8")
+    with pytest.raises(mtf.UserError, match="int4"):
+        mtf.Adam(0.1, moments="int4")
     with pytest.raises(mtf.UserError, match="sgd"):
         transformer(optimizer="sgd", moments="bfloat16")
+
+
+def codes(signed: bool) -> np.ndarray:
+    """The numbers of codes, as bitsandbytes makes them, but for 1 (`create_dynamic_map`)."""
+    found = [0.0]
+    for decade in range(7):
+        ends = np.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)
+        found += [*(10.0 ** (decade - 6) * (ends[:-1] + ends[1:]) / 2)]
+    return np.array([*found, *(-n for n in found[1:])] if signed else found)
+
+
+@pytest.mark.parametrize("layout", ["", "rows:m", "d:m"])
+@pytest.mark.parametrize("signed", [True, False])
+def test_eight_bits_are_the_nearest_codes_of_a_row(signed: bool, layout: str) -> None:
+    rng, g = np.random.default_rng(0), mtf.Graph()
+    given = (rng.normal(size=(8, 512)) * np.exp(4 * rng.normal(size=(8, 512)))).astype(np.float32)
+    given[0], given[1, 3:] = 0, 0
+    given = given if signed else np.abs(given)
+    x = g.input("x", [mtf.Dim("rows", 8), mtf.Dim("d", 512)], "float32")
+    most = largest(x, "d")
+    kept = g.apply(ToEightBits(signed), x, most)
+    results = {"y": g.apply(FromEightBits(signed), kept, most), "kept": kept.cast("int32")}
+    found = LockstepEngine(mtf.lower(g, mtf.Mesh("m:2"), mtf.Layout(layout), results)).step({"x": given})
+    top = np.maximum(np.abs(given).max(1, keepdims=True), 1e-30)
+    near = np.abs((given / top)[..., None] - codes(signed)).argmin(-1)
+    np.testing.assert_allclose(found["y"], codes(signed)[near] * top * (top > 1e-30), rtol=1e-5)
+    assert found["kept"].min() >= -128 and found["kept"].max() <= 127
+
+
+EIGHT = {
+    "layers": 2,
+    "d_model": 64,
+    "heads": 2,
+    "d_kv": 64,
+    "d_ff": 128,
+    "vocab": 64,
+    "batch": 8,
+    "length": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage"), [("batch:x;d_ff:y", 1), ("d_model:x;vocab:y", 0), ("batch:x+y", 3)]
+)
+def test_eight_bits_of_averages(layout: str, stage: int) -> None:
+    """A byte an element and a number a row, split as the variable is; losses as in float32."""
+    tokens = np.random.default_rng(0).integers(0, 64, (8, 17)).astype(np.int32)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+    def trained(moments: str, layout: str, stage: int) -> tuple[list[float], int, int]:
+        model = transformer(**EIGHT, moments=moments)
+        names = [v.name for v in model.graph.variables.values() if v.trainable and len(v.shape)]
+        run = mtf.Trainer(model, "x:2;y:2", layout, mtf.Options(dict.fromkeys(names, stage)), "lockstep")
+        losses = [run.step(batch)["loss"] for _ in range(6)]
+        state = [v for n, v in run.program.variables.items() if "/adam_" in n]
+        own = sum(v.value.local_bytes(run.program.mesh) for v in state)
+        return losses, own, sum(v.variable.bytes for v in state)
+
+    alone, split = trained("int8", "", 0), trained("int8", layout, stage)
+    wide = trained("float32", layout, stage)
+    np.testing.assert_allclose(split[0], alone[0], rtol=1e-4)
+    np.testing.assert_allclose(split[0], wide[0], rtol=5e-3)
+    assert split[0] != wide[0]
+    assert 0.25 < split[2] / wide[2] < 0.29 and split[1] / wide[1] < 0.36
