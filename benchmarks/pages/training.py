@@ -46,8 +46,8 @@ losses of two runs are {losses}.
 NARROW = """\
 ## Narrow types beside bfloat16
 
-A mixture of experts of {parameters:,} parameters (`examples/moe_lm.py`) trains for {steps} steps with the same
-batches. The table shows mean losses of {every} steps. From step {late} on, each curve stays within
+A mixture of experts of {parameters:,} parameters (`examples/moe_lm.py`) trains for {steps} steps with the
+same batches. The table shows mean losses of {every} steps. From step {late} on, each curve stays within
 {most:.1%} of bfloat16's.
 """
 

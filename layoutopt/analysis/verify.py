@@ -47,6 +47,8 @@ from mesh_tf_core.ops.experts import ToExperts
 
 EVERY = 15.0
 """Seconds between reports of a compilation."""
+EXPERTS = ("expertproduct", "expertouter")
+"""Names of the products of experts."""
 SAME = 0.01
 """Bytes that differ by less than this part are the same: the compiler pads."""
 
@@ -273,11 +275,11 @@ def _in_time(
 
 
 def estimated(cost: Cost, hardware: Hardware, libraries: int) -> float:
-    """Predicted compute seconds of the parts that the compiler estimates: without attention kernels (but with
-    the preparation of their operands) if a library's kernels ran."""
+    """Predicted compute seconds of the parts that the compiler estimates: without kernels of attention and of
+    experts (but with the preparation of their operands) if a library's kernels ran."""
     left_out = 0.0
     for x in cost.lines if libraries else ():
-        if isinstance(x.item, Computed) and x.kind == "attention":
+        if isinstance(x.item, Computed) and (x.kind == "attention" or x.name in EXPERTS):
             left_out += x.times * (x.seconds - compute_cost(hardware, x.item.quantity).memory_seconds)
     return cost.compute_seconds - left_out
 

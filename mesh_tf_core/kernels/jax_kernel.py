@@ -167,7 +167,13 @@ class JaxKernel(ArrayKernel):
         begin, sizes, inside = _groups(ids, w.shape[0])
         alone = w.shape[0] == groups
         # XLA counts groups from the first row on.
-        made = lax.ragged_dot(x if alone else jnp.roll(x, -begin, 0), w, sizes)
+        rows = x if alone else jnp.roll(x, -begin, 0)
+        if (tiling := self._tiles(x, w.shape[2])) is None:
+            made = lax.ragged_dot(rows, w, sizes)
+        else:
+            from mesh_tf_core.kernels import jax_experts
+
+            made = jax_experts.product(rows, w, sizes, tiling)
         return jnp.where(inside, made if alone else jnp.roll(made, begin, 0), _like(0, x))
 
     def grouped_outer(self, x: T, y: T, ids: T, n: int, groups: int) -> T:
@@ -175,8 +181,20 @@ class JaxKernel(ArrayKernel):
         x = jnp.where(inside, x, _like(0, x))
         if n != groups:
             x, y = jnp.roll(x, -begin, 0), jnp.roll(y, -begin, 0)
-        rows = lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
-        return lax.ragged_dot_general(x, y, sizes, rows)
+        if (tiling := self._tiles(x, y.shape[1])) is None:
+            rows = lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
+            return lax.ragged_dot_general(x, y, sizes, rows)
+        from mesh_tf_core.kernels import jax_experts
+
+        return jax_experts.outer(x, y, sizes, tiling)
+
+    def _tiles(self, x: T, made: int) -> tuple[int, ...] | None:
+        """The tiles of a library's kernel for experts, if there is one here."""
+        if self.platform != "tpu":
+            return None
+        from mesh_tf_core.kernels import jax_experts
+
+        return jax_experts.tiles(x.dtype, *x.shape, made)
 
     def iota(self, n: int, dtype: str) -> T:
         return lax.iota(np_dtype(dtype), n)

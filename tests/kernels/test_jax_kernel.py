@@ -16,6 +16,7 @@ import mesh_tf_core as mtf
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.array_functions import BINARY, REDUCE, UNARY
 from mesh_tf_core.ir.kernel import Edge
+from mesh_tf_core.kernels import jax_experts
 from mesh_tf_core.kernels.array_kernel import np_dtype
 from mesh_tf_core.kernels.jax_kernel import JaxKernel
 from mesh_tf_core.kernels.numpy_kernel import NumpyKernel
@@ -296,3 +297,23 @@ def test_operation(sample: Sample) -> None:
     got = LockstepEngine(program, EagerKernel()).step(built.batch)
     for name, value in built.run(program).items():
         check_close(name, got[name], value, 3e-5, f"{sample.name} in JAX under [{program.layout}]")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_of_experts_on_tpus_are_the_products(dtype: str) -> None:
+    """An expert without rows, and rows behind the last one's."""
+    rng, sizes = np.random.default_rng(0), jnp.asarray([100, 0, 90], jnp.int32)
+    shapes = (256, 128), (3, 128, 256), (256, 256)
+    x, w, y = (jnp.asarray(rng.normal(size=s), dtype) for s in shapes)
+    tiling = jax_experts.tiles(x.dtype, 256, 128, 256)
+    assert tiling == (256, 128, 256) and jax_experts.tiles(x.dtype, 256, 100, 256) is None
+    with jax.enable_x64(False):  # the interpreter of kernels mixes widths of integers
+        made = jax_experts.product(x, w, sizes, tiling, interpret=True)[:190]
+        outer = jax_experts.outer(x, y, sizes, tiling, interpret=True)
+    rest = 1e-5 if dtype == "float32" else 1e-2
+    scale = float(jnp.abs(y).max()) * 128**0.5
+    want = jax.lax.ragged_dot(x, w, sizes)[:190]
+    np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (made, want)), atol=rest * scale)
+    ids = np.repeat([0, 2, 3], [100, 90, 66]).astype(np.int32)
+    want = JaxKernel("cpu").grouped_outer(x, y, jnp.asarray(ids), 3, 3)
+    np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (outer, want)), atol=rest * scale)
