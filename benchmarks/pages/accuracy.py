@@ -43,11 +43,11 @@ runs would be further off: what ships then had no part in it.
 LEARNED = """\
 ## Learnt from a few runs
 
-What [`layoutopt learn`](../guides/coming_from.md#your-measured-steps) does for runs that it has not seen. The
-rows of one table, chip and framework stand for what one user runs; some of them, drawn four times at random,
-are learnt from. The mean errors are those of the other rows, with the constants that ship and with those
-that were learnt; *as told* is the error that `learn` prints. Rows *not fitted* are predicted under
-`layoutopt`, whose constants know nothing of the software that ran them.
+The table shows how [`layoutopt learn`](../guides/coming_from.md#your-measured-steps) changes the error of
+other runs. The rows of one table, chip and framework stand for the runs of one user; some of them, drawn four
+times at random, are learnt from. The mean errors are those of the other rows, with the constants that ship
+and with those that were learnt; *as told* is the error that `learn` prints. Rows *not fitted* are predicted
+under `layoutopt`, whose constants were fitted to other software.
 """
 KIND = """\
 ## By kind of run

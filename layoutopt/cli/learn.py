@@ -6,6 +6,7 @@ columns. Fields of options that may be given again have values with spaces betwe
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,10 +76,9 @@ def learn(
     check_out(out, read=[runs])
     machine_on.read()  # refused before anything takes time
     terminal, lines = output.terminal, [*read_runs(runs)]
-    measured = [(number, line) for number, line in lines if line[SECONDS]]
+    measured = [(where, line) for where, line in lines if line[SECONDS]]
     with terminal.waiting(f"predicting {len(measured)} runs"):
-        timed = [(_priced(line, machine_on, where), _seconds(line, where)) for where, line in measured]
-        found = fitted(timed)
+        found = fitted([_timed(line, machine_on, where) for where, line in measured])
     with terminal.saved(out, lambda path: found.save(path, runs.name), "the framework"):
         terminal.result(found.data)
         if not output.as_json:
@@ -111,34 +111,30 @@ def read_runs(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
         yield f"{path}: run {number}", {name: value.strip() for name, value in line.items()}
 
 
-def _priced(line: Mapping[str, str], machine_on: OnHardware, where: str) -> PricedLayout:
-    """The layout of a line, predicted."""
+def _timed(line: Mapping[str, str], machine_on: OnHardware, where: str) -> tuple[PricedLayout, float]:
+    """The layout of a line, predicted, and its measured seconds."""
     from layoutopt.api.pricing import cost
     from mesh_tf_core.errors import UserError
 
     given = {n: v.split(BETWEEN) if OPTIONS[n].several else v for n in OPTIONS if (v := line.get(n))}
-    decided, settings = type(UNDECIDED)(**given), line.get("set", "").split()
     try:
-        loaded, of = read_source(
-            line["model"], None, settings, line["mesh"] or None, line.get("layout") or None, decided
-        )
-        return cost(loaded.model, of.mesh, of.layout, machine_on.read(loaded.model), options=of.options)
+        seconds = _number(line[SECONDS])
+        mesh, layout = (line.get(name) or None for name in ("mesh", "layout"))
+        settings, decided = line.get("set", "").split(), type(UNDECIDED)(**given)
+        loaded, of = read_source(line["model"], None, settings, mesh, layout, decided)
+        machine = machine_on.read(loaded.model)
+        return cost(loaded.model, of.mesh, of.layout, machine, options=of.options), seconds
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
 
 
-def _seconds(line: Mapping[str, str], where: str) -> float:
+def _number(text: str) -> float:
     from mesh_tf_core.errors import UserError
 
-    try:
-        found = float(line[SECONDS])
-    except ValueError:
-        found = 0.0
-    if not 0 < found < LONGEST:
-        raise UserError(
-            f"{where}: {SECONDS} {line[SECONDS]!r} is not a positive number of seconds, e.g. 1.25"
-        )
-    return found
+    with contextlib.suppress(ValueError):
+        if 0 < (found := float(text)) < LONGEST:
+            return found
+    raise UserError(f"{SECONDS} {text!r} is not a positive number, e.g. 1.25")
 
 
 def _shown(found: Learned, lines: int, out: Path | None) -> Iterator[RenderableType | View]:

@@ -142,6 +142,23 @@ def test_a_damaged_table_is_one_line(text: str, told: str, run: RunCommand, tmp_
     assert told in done.stderr
 
 
+def test_a_run_may_be_a_plan(run: RunCommand, result: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    rows = [
+        *csv.reader(table(tmp_path / "runs.csv", [1.3 * s for s in predicted(3)]).read_text().splitlines())
+    ]
+    plan, runs = tmp_path / "plan.json", tmp_path / "plans.csv"
+    asked = ("search", MODEL, *ON, "--mesh", "data:4", "--set", "layers=2", "--allow", "usual")
+    assert run(*asked, "--out", str(plan)).exit_code == 0
+    seconds = json.loads(plan.read_text())["predicted"]["step_seconds"]
+    rows += [
+        [str(plan), "", "", "", str(1.3 * seconds)],
+        [MODEL, "layers=2", "", str(plan), str(1.3 * seconds)],
+    ]
+    runs.write_text("\n".join(",".join(row) for row in rows))
+    found = result("learn", str(runs), *ON)
+    assert found["rows"] == 5 and found["error_before"] == pytest.approx(1 - 1 / 1.3, rel=0.02)
+
+
 def test_machines_that_cannot_be_learnt_are_refused(run: RunCommand, tmp_path: Path) -> None:
     runs = table(tmp_path / "runs.csv", (1.0, 2.0, 3.0))
     done = run("learn", str(runs))

@@ -29,9 +29,8 @@ from layoutopt.solver import (
 )
 from layoutopt.solver.answer import Solution
 from layoutopt.solver.backends.base import Raw, SolverRequest
-from layoutopt.solver.backends.highs import DUAL_TOLERANCE
-from layoutopt.solver.backends.highs_task import LinearRow, Task
-from layoutopt.solver.backends.highs_worker import Worker
+from layoutopt.solver.backends.highs import DUAL_TOLERANCE, Worker
+from layoutopt.solver.backends.highs_process import LinearRow, Task
 from layoutopt.solver.linear import linearise
 from layoutopt.solver.reductions import reduce
 from layoutopt.solver.run import SOLVERS

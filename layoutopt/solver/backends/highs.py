@@ -10,17 +10,21 @@ It runs in a separate process (`highs_process`): in one process, TensorFlow cann
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import math
+import pickle
+import subprocess
+import threading
 import time
 from collections.abc import Callable
 
 import numpy as np
 
+from layoutopt.runtime.own_process import command
 from layoutopt.solver.answer import Status
 from layoutopt.solver.backends.base import Raw, SolverRequest, interruptible, read_status
-from layoutopt.solver.backends.highs_task import HighsAnswer, LinearRow, Task
-from layoutopt.solver.backends.highs_worker import Worker
+from layoutopt.solver.backends.highs_process import HighsAnswer, LinearRow, Task
 from layoutopt.solver.linear import Constraint, LinearProgram
 
 DUAL_TOLERANCE = 1e-10
@@ -38,6 +42,53 @@ STATUSES = {
     **dict.fromkeys(("NO_SOLUTION_FOUND", "IMPRECISE"), Status.LIMIT),
 }
 """MathOpt's termination reasons."""
+
+
+class Worker:
+    """A process that solves tasks, from the first one on; it starts again after it was ended."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        atexit.register(self.end)
+
+    def ask(self, task: Task) -> HighsAnswer:
+        """The process's answer; RuntimeError if it died."""
+        with self._lock:
+            process = self._started()
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                pickle.dump(task, process.stdin)
+                process.stdin.flush()
+                found = pickle.load(process.stdout)
+            except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+                self.end()
+                raise RuntimeError(
+                    "the HiGHS worker process ended without an answer, perhaps for lack of memory"
+                ) from None
+        if isinstance(found, Exception):
+            raise found
+        assert isinstance(found, HighsAnswer)
+        return found
+
+    def end(self) -> None:
+        """Ends the process, if it runs."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                command("layoutopt.solver.backends.highs_process"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for the parent, which then ends this process
+            )
+        return self._process
+
+
 _worker = Worker()
 
 

@@ -6,11 +6,40 @@ import datetime
 import os
 import pickle
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from layoutopt.solver.backends.highs_task import HighsAnswer, Task
+from layoutopt.solver.form import Floats, Ints
+
+
+class LinearRow(NamedTuple):
+    """low <= sum of coefficients * columns <= high."""
+
+    columns: Ints
+    coefficients: Floats
+    low: float
+    high: float
+
+
+class Task(NamedTuple):
+    """Minimise costs * x with 0 <= x <= upper, the first `whole` columns being integers."""
+
+    costs: Floats
+    upper: Floats
+    whole: int
+    lines: tuple[LinearRow, ...]
+    time_limit: float | None
+    seed: int
+    dual_tolerance: float
+
+
+class HighsAnswer(NamedTuple):
+    """MathOpt's reason to stop, its dual bound, and the columns' values if it has a solution."""
+
+    reason: str
+    dual_bound: float
+    values: Floats | None
 
 
 def main() -> None:
