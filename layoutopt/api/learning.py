@@ -47,6 +47,8 @@ LEAST, MOST = 3, 4
 """Runs, and constants."""
 GAIN = 0.004
 """Error that one more constant must save."""
+FOLDS = 20
+"""Fits without some of the runs; of up to so many runs, each is left out alone."""
 LESS = 0.8
 """Share of the error, at most, with which constants are taken."""
 NOISE = 0.1
@@ -158,8 +160,7 @@ def learn(runs: Sequence[tuple[PricedLayout, float]]) -> Learned:
         a step of it took.
 
     Raises:
-      UserError: fewer runs, seconds that are no positive number, several machines, or one whose kernels were
-        measured (`calibrate`).
+      UserError: fewer runs, seconds that are no positive number, several machines, or one that is no preset.
 
     Example:
       >>> import layoutopt
@@ -177,7 +178,12 @@ def learn(runs: Sequence[tuple[PricedLayout, float]]) -> Learned:
     if len(runs) < LEAST:
         raise UserError(f"learn: {len(runs)} measured runs; give at least {LEAST}")
     machine = runs[0][0].evaluation.prices.hardware
-    chip = split_name(machine.name)[0]
+    chip, settings = split_name(machine.name)
+    for setting in settings:
+        if setting.partition("=")[0].strip().rpartition(".")[2] in {n.rpartition(".")[2] for n in WIDTHS}:
+            raise UserError(
+                f"learn: the setting {setting} of the hardware is what would be fitted; remove it"
+            )
     if chip not in hardware_names() or machine.kind == "cpu":
         raise UserError(f"learn: {chip} is no preset of GPUs or TPUs; choose one of `layoutopt hardware`")
     for at, (each, seconds) in enumerate(runs, start=1):
@@ -210,7 +216,12 @@ def taken(sums: Sequence[StepSums]) -> tuple[Errors, Errors, list[tuple[FittedCo
     """Errors of steps as shipped, those with constants of all others, and the constants: none where the
     latter are hardly less."""
     before = tuple(error_of(each, []) for each in sums)
-    after = tuple(error_of(each, fitted([s for s in sums if s is not each])) for each in sums)
+    folds = [[*range(first, len(sums), FOLDS)] for first in range(min(FOLDS, len(sums)))]
+    left = dict[int, float]()
+    for fold in folds:
+        found = fitted([each for at, each in enumerate(sums) if at not in fold])
+        left |= {at: error_of(sums[at], found) for at in fold}
+    after = tuple(left[at] for at in range(len(sums)))
     if np.mean(after) >= LESS * np.mean(before):
         return before, before, []
     return before, after, fitted(sums)

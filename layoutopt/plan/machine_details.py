@@ -53,6 +53,7 @@ def errors_known(machine: Hardware, model: Model, stages: Collection[str]) -> Kn
       stages: dimensions of layers that are pipeline stages.
     """
     from costmodels.frameworks import load_framework
+    from costmodels.hardware import split_name
     from costmodels.hardware.known import compared, known_kinds
     from layoutopt.plan.known import Compiled, Known, Margin, Runs
     from layoutopt.space.parallelism import parallelism
@@ -66,7 +67,7 @@ def errors_known(machine: Hardware, model: Model, stages: Collection[str]) -> Kn
     known = Known.of(
         kinds, machine.framework, stages=bool(stages), mixture=mixture, compiler=compiler, doubt=doubt
     )
-    own = load_framework(machine.framework).errors.get(machine.name)
+    own = load_framework(machine.framework).errors.get(split_name(machine.name)[0])
     runs = known.runs if own is None else Runs(rows=own.rows, mean=own.mean, worst=own.worst)
     return known.model_copy(update={"runs": runs})
 

@@ -163,6 +163,8 @@ def test_machines_that_cannot_be_learnt_are_refused(run: RunCommand, tmp_path: P
     runs = table(tmp_path / "runs.csv", (1.0, 2.0, 3.0))
     done = run("learn", str(runs))
     assert done.exit_code == 2 and "cpu-local is no preset of GPUs or TPUs" in done.stderr
+    done = run("learn", str(runs), *ON, "--set-hardware", "memory_efficiency=0.5")
+    assert done.exit_code == 2 and "memory_efficiency=0.5 of the hardware is what" in done.stderr
     priced = [
         layoutopt.cost(transformer(layers=2), "data:2", "batch:data", "h100", framework=name)
         for name in ("torch", "torch", "megatron")
