@@ -224,6 +224,7 @@ MEANINGS: dict[str, Meaning] = {
     "the same as selective/op, mixture of experts": again(attention=0),
     "`--recompute-activations`, `--recompute-granularity selective`": again(einsum=0, attention=1),
     "`--recompute-granularity selective --recompute-modules mlp`": again(einsum=2, attention=0),
+    "`--recompute-granularity selective --recompute-modules layernorm mlp`": again(einsum=2, attention=0),
     "`optimizer_memory_host_offload`": hosted("optimizer"),
     "`parameter_memory_host_offload`": hosted("weights"),
     "`gradient_accumulation_steps`": parts(4),
