@@ -107,6 +107,7 @@ def check(case: Case, limits: Iterable[float] | None = None) -> int:
         assert plan.solver.status == "OPTIMAL", (case, limit)
         assert plan.predicted.step_seconds == pytest.approx(min(fits), rel=SAME), (case, limit)
         assert plan.predicted.peak_memory_bytes <= limit
+        assert all(" " in note for note in plan.data.notes), plan.data.notes
     return count + 1
 
 
