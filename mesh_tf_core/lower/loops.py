@@ -198,8 +198,12 @@ class Loops(Saving):
             after.append(Local(tuple(t.outer for t in own), (total,), maker.origin, maker.op))
 
         found = [each for term, total in summed for each in terms(term, total)]
-        unread = makers.keys() & seen - {*kept, *(i for x in low.code for i in x.inputs)}
-        low.code[:] = [i for i in low.code if unread.isdisjoint(i.outputs)]
+        read, code = {*kept, *(r.inner for r in found)}, list[Instr]()
+        for instr in reversed(low.code):
+            if seen.isdisjoint(instr.outputs) or not read.isdisjoint(instr.outputs):
+                read.update(instr.inputs)
+                code.append(instr)
+        low.code[:] = code[::-1]
         return found, after
 
     def _sliced(self, block: Block) -> list[Sliced]:
