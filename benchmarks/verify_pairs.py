@@ -71,7 +71,6 @@ PAIRS = (
     medium("v5e:2x4", TWO_FOUR, SPLIT, dtype="float32"),
     medium("v5e:2x4", "model:8", SPLIT.removeprefix("batch:data;")),
     medium("v5e:2x4", EIGHT, DATA, stage=3),
-    medium("v5e:2x4", EIGHT, DATA + ";experts:data", EXPERTS, **MIXTURE),
     medium("v5e:2x4", TWO_FOUR, SPLIT, PAIRED, layers=4),
     # Few tokens: gradients and the optimizer's step are most of the work.
     medium("v5e:2x4", EIGHT, DATA, d_model=2048, d_kv=128, d_ff=8192, length=128, batch=16),
@@ -80,7 +79,6 @@ PAIRS = (
     medium("v4:2x2x2", TWO_FOUR, SPLIT),
     medium("v4:2x2x2", EIGHT, DATA, BERT),
     medium("v5p:2x2x2", FOUR_TWO, SPLIT),
-    medium("v5p:2x2x2", TWO_FOUR, SPLIT + ";experts:data", EXPERTS, **MIXTURE),
     medium("v6e:2x4", TWO_FOUR, SPLIT),
     medium("v6e:2x4", EIGHT, DATA),
     medium("v6e:2x4", FOUR_TWO, SPLIT, PAIRED, stage=3, layers=4),
@@ -94,7 +92,6 @@ PAIRS = (
     Pair("v5e:2x4", EIGHT, DATA),
     Pair("v5p:2x2x2", TWO_FOUR, SPLIT, {"dtype": "bfloat16"}),
     Pair("v6e:2x4", EIGHT, DATA, {}, MLP),
-    Pair("v5e:2x4", EIGHT, DATA + ";experts:data", {}, EXPERTS),
     Pair("v6e:2x4", EIGHT, DATA, {}, RESNET),
     # Long texts.
     medium("v5p:2x2x2", TWO_FOUR, SPLIT, length=8192, batch=4, layers=4),
@@ -103,8 +100,6 @@ PAIRS = (
     Pair("v5p:2x2x2", EIGHT, DATA, {"batch": 256, "size": 32, "channels": 64, "dtype": "bfloat16"}, RESNET),
     Pair("v5e:2x4", EIGHT, DATA, {"batch": 32, "size": 32, "channels": 16, "dtype": "bfloat16"}, UNET),
     Pair("v4:2x2x2", "data:4;slabs:2", DATA + ";depth:slabs", VOLUMES, UNET),
-    medium("v4:2x2x2", EIGHT, DATA + ";experts:data", EXPERTS, **MIXTURE),
-    medium("v6e:2x4", TWO_FOUR, SPLIT + ";experts:data", EXPERTS, **{**MIXTURE, "d_kv": 128, "heads": 8}),
 )
 
 TWO_LAYERS = {
@@ -137,6 +132,10 @@ KINDS = {
         TWO_LAYERS,
         options={"collective_matmul": ["d_ff", "heads", "vocab"]},
     ),
+    "experts, v5e": medium("v5e:2x4", EIGHT, DATA + ";experts:data", EXPERTS, **MIXTURE),
+    "experts, v5p": medium("v5p:2x2x2", TWO_FOUR, SPLIT + ";experts:data", EXPERTS, **MIXTURE),
+    "experts, v4": medium("v4:2x2x2", EIGHT, DATA + ";experts:data", EXPERTS, **MIXTURE),
+    "experts, small": Pair("v5e:2x4", EIGHT, DATA + ";experts:data", {}, EXPERTS),
     "hybrid": Pair("v5p:2x2x1", "pod:2;data:2", "batch:pod+data", TWO_LAYERS, stage="zero3@data"),
 }
 """One program of each kind of decision, to see what the compiler makes of its collectives."""

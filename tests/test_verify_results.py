@@ -47,7 +47,7 @@ def test_the_compiler_moves_what_each_kind_of_decision_says() -> None:
     assert {("reduce_scatter", 2), ("all_gather", 2)} <= kinds("sequence") & kinds("hybrid")
 
 
-@pytest.mark.parametrize(("name", "target"), [("peak_memory_bytes", 0.03), ("compute_seconds", 0.15)])
+@pytest.mark.parametrize(("name", "target"), [("peak_memory_bytes", 0.035), ("compute_seconds", 0.15)])
 def test_predictions_are_near_what_the_compiler_says(
     rows: list[dict[str, Any]], name: str, target: float
 ) -> None:

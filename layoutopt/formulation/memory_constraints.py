@@ -153,7 +153,7 @@ class MemoryConstraints:
 
     def _row(self, points: ProgramPoints, point: int, held: Mapping[RowTerm, int]) -> ResourceRow:
         name = f"memory at {points.instrs[point].name} #{point}"
-        name += " of the last stage" * (points.end is StageEnd.LAST)
+        name += f" of the {points.end.value} stage" if points.end in (StageEnd.LAST, StageEnd.MIDDLE) else ""
         return ResourceRow(name, math.inf, tuple(self._times(entry, n) for entry, n in held.items()))
 
     def _times(self, entry: RowTerm, n: int) -> RowTerm:
