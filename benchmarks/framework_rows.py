@@ -201,7 +201,7 @@ def framework_of(row: Mapping[str, str]) -> str:
     if found == "torchtitan" and "compile" not in software:
         found = "torch"
     chosen = [option for of, column, word, option in VARIANTS if of == found and word in row.get(column, "")]
-    if found == "megatron" and row["gpu"] == "DGX-B200" and row.get("cuda_graph") == "":
+    if found == "megatron" and row.get("gpu") == "DGX-B200" and row.get("cuda_graph") == "":
         chosen.append("launches=each")
     return f"{found}:{','.join(chosen)}" if chosen else found
 

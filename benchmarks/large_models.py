@@ -40,6 +40,7 @@ class Case:
     Attributes:
       searched: the mesh of the search.
       allowed: whether layers may run again in it, or keep some values then.
+      framework, schedule: of both; "": none.
       mesh, layout, stage, recompute, microbatches: of practice.
       tokens_per_second: of practice, as published; None: of this machine nobody did.
       source: of the practice.
@@ -61,6 +62,8 @@ class Case:
     source: str
     why: str
     allowed: tuple[bool | str, ...] = (False, "selective", True)
+    framework: str | None = None
+    schedule: str = ""
 
 
 MAXTEXT = "MaxText, AI-Hypercomputer/tpu-recipes training/v5p"
@@ -135,28 +138,30 @@ CASES = (
     Case(
         "DeepSeek-V3's sizes, 2,048 H100",
         v3,
-        {"batch": 16384, "length": 4096},
+        {"batch": 16384, "length": 4096, "float8": "blocks", "moments": "bfloat16"},
         "h100",
         2048,
-        "data:256;model:8",
-        "data:32;expert:64",
-        "batch:data+expert;expert_batch:data;experts:expert",
-        3,
-        "layers",
-        2,
+        "pipe:16;data:2;expert:64",
+        "pipe:16;data:2;expert:64",
+        "layers:pipe;batch:data+expert;expert_batch:data;experts:expert",
+        1,
+        "layers:keep=products+attention",
+        128,
         1e12 / (180e3 * 3600 / 2048),
         "DeepSeek-AI 2024, arXiv 2412.19437, sections 1 and 3: 180 thousand GPU hours for 10^12 tokens on "
         "2,048 H800, taken for this batch (theirs grows to 15,360 sequences)",
-        "multiplies in float8, has 16 pipeline stages of unequal layers that run both ways (DualPipe), and "
-        "splits the optimizer's state alone; priced is its split of experts over 64 GPUs, all else stored "
-        "split, in bfloat16",
+        "has two half batches that run both ways (DualPipe), here 1F1B, and layers of its stages in another "
+        "division; exchanges are hidden as DeepSeek-AI says; H800 have slower links within a node",
+        ("selective", True),
+        "megatron:dispatcher=paired",
+        "1f1b",
     ),
 )
 
 
 def solved(case: Case, limit: float) -> dict[str, Any]:
     """Searches one case and prices its practice."""
-    hardware, model = load_hardware(case.hardware), case.model(**case.hparams)
+    hardware, model = load_hardware(case.hardware, case.framework), case.model(**case.hparams)
     room = hardware.usable_memory_bytes
     found: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
@@ -164,15 +169,18 @@ def solved(case: Case, limit: float) -> dict[str, Any]:
         "tokens": model.tokens,
         **{k: v for k, v in asdict(case).items() if k not in ("model", "name")},
     }
-    options = mtf.Options(stored(model, case.stage), frozenset({case.recompute}), case.microbatches)
+    how: dict[str, Any] = {"schedule": case.schedule} if case.schedule else {}
+    options = mtf.Options(stored(model, case.stage), frozenset({case.recompute}), case.microbatches, **how)
     practice = evaluate(model, mtf.Mesh(case.mesh), mtf.Layout(case.layout), hardware, options)
     found["practice"] = asdict(Priced.of(practice, f"zero{case.stage}; recompute {case.recompute}", room))
     began = time.process_time()
     plan = layoutopt.search(
         model,
         mesh=case.searched,
-        hardware=hardware,
+        hardware=case.hardware,
+        framework=case.framework,
         recompute=case.allowed,
+        **({"pipeline": "layers", "microbatches": (case.microbatches,)} | how if how else {}),
         allow="usual",
         time_limit=limit,
         alternatives=False,

@@ -28,12 +28,12 @@ NOTES: dict[tuple[str, ...], str] = {
     "them on the chip.",
     ("GPT of 1T parameters, 2,048 cores of TPU v3",): "The recipe's layout was published for a quarter of "
     "the cores and of the batch.",
-    ("DeepSeek-V3's sizes, 512 v5p",): "The recipe keeps activations in host memory, sorts tokens by expert "
-    "and drops no token. layoutopt's model routes tokens by matrix products, so predicted steps are slower "
-    "than the published step.",
-    ("DeepSeek-V3's sizes, 2,048 H100",): "The recipe multiplies in float8 and runs 16 unequal pipeline "
-    "stages in both directions (DualPipe). layoutopt cannot run such stages; its prediction has no pipeline "
-    "and uses bfloat16. The published step is derived from 180 thousand GPU hours for 10^12 tokens.",
+    ("DeepSeek-V3's sizes, 512 v5p",): "The recipe keeps activations in host memory; its prediction "
+    "recomputes layers from inputs on the chip.",
+    ("DeepSeek-V3's sizes, 2,048 H100",): "Both multiply in float8, with exchanges of experts hidden behind "
+    "products (`megatron:dispatcher=paired`). The recipe runs stages in both directions (DualPipe), its "
+    "prediction in 1F1B. The published step is derived from 180 thousand GPU hours for 10^12 tokens on H800, "
+    "whose links within a node are slower.",
 }
 """Cases -> what a reader must know to compare their rows."""
 
