@@ -177,7 +177,9 @@ def size(
 ) -> None:
     """Choose a model size, chips and training time by scaling laws and searched layouts."""
     clock = time_limited(time_limit)
+    from layoutopt.importers.huggingface.configuration import OURS
     from layoutopt.models.loading import load_model
+    from layoutopt.sizing.answer import USUAL
     from layoutopt.sizing.sizing import size as answer
 
     terminal = output.terminal
@@ -195,11 +197,14 @@ def size(
     prices = read_prices(price or (), [machine.name for machine in machines])
     numbers = _devices(devices or ())
     limit = None if memory is None else float(parse_bytes(memory))
-    loaded = in_time(clock, model, lambda: load_model(model, settings or (), max(numbers, default=None)))
+    most = max(numbers, default=USUAL)
+    loaded = in_time(clock, model, lambda: load_model(model, settings or (), most))
+    if not numbers:  # the answer's number may be another one
+        loaded.model.assumed = {n: why and OURS for n, why in loaded.model.assumed.items()}
     machines = [read_hardware(name, set_hardware, framework, loaded.model) for name in names]
     with StepProgress(terminal, "sizing", 1) as bar:
         found = answer(
-            lambda **hparams: load_model(model, hparams).model,
+            loaded.rebuilt,
             loaded.hparams,
             loss=loss,
             days=days,

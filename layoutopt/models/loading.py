@@ -51,6 +51,12 @@ class Loaded:
         named = file_and_function(self.source)
         return {} if named is None else hashes(named[0].resolve(), self.imported)
 
+    def rebuilt(self, **hparams: Any) -> Model:
+        """The model with other hyperparameters; nobody chose those that are as they are by default."""
+        model, known = load_model(self.source, hparams).model, self.model.assumed
+        model.assumed = {n: why for n, why in known.items() if hparams.get(n) == self.hparams[n]}
+        return model
+
     def function(self, name: str) -> Callable[..., Any] | None:
         """A function of the model file that need not be there (`data`, `reference_losses`)."""
         found = getattr(self.module, name, None)

@@ -87,7 +87,8 @@ class Answering:
         return sorted(found, key=lambda c: abs(math.log(self._counted(c.size) / middle)))
 
     def _counted(self, size: ParameterCount) -> float:
-        return size.counted(self.forecast.law)
+        # Users count all experts.
+        return size.counted(self.forecast.law) + (size.idle if self.sizes else 0)
 
     def _around(self) -> tuple[float, float]:
         """Around what the law says for the work that there is."""

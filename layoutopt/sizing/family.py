@@ -26,6 +26,7 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.traits import LabelOperand
 from mesh_tf_core.model import Model
+from mesh_tf_core.ops.grouped import GroupedProduct
 from mesh_tf_core.tracing.graph import Graph
 
 BuildModel = Callable[..., Model]
@@ -275,7 +276,19 @@ def counted(model: Model) -> ParameterCount:
     trained = [v for v in model.graph.variables.values() if v.trainable]
     total = sum(v.shape.size for v in trained)
     without = sum(v.shape.size for v in trained if not {*v.shape.names} & (words | places))
-    return ParameterCount(total, without or total)
+    return ParameterCount(total, without or total, _idle(model))
+
+
+def _idle(model: Model) -> int:
+    """Parameters of experts that a token does not use: a token's products need two FLOPs for each that it
+    does."""
+    idle, graph = 0.0, model.graph
+    for node, times in graph.walk():
+        if isinstance(node.op, GroupedProduct) and model.tokens:
+            types = [graph.tensor(i).type for i in node.inputs]
+            used = node.op.flops(*types) / (2 * model.tokens)
+            idle += times * max(0.0, types[1].shape.size - used)
+    return round(idle)
 
 
 def _words(graph: Graph) -> Iterator[str]:

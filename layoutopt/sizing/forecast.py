@@ -44,14 +44,16 @@ def is_count(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Number of a model's parameters: all, and all except those of words and positions."""
+    """Number of a model's parameters: all, all except those of words and positions, and those of experts that
+    a token does not use."""
 
     total: int
     non_embedding: int
+    idle: int = 0
 
     def counted(self, law: Law) -> float:
-        """N as a law counts it."""
-        return self.non_embedding if law.counts == "non-embedding" else self.total
+        """N as a law counts it. Laws are of dense models, so of a mixture it has what a token uses."""
+        return (self.non_embedding if law.counts == "non-embedding" else self.total) - self.idle
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from layoutopt.plan.schema import ProofStatus
 from layoutopt.plan.size_results import LawInfo, SizedCandidate, SizeResult
-from layoutopt.plan.units import gap_text, percent
+from layoutopt.plan.units import count, gap_text, percent
 from layoutopt.sizing import summary
 from layoutopt.sizing.answer import Answering
 from layoutopt.sizing.fitting import FittedLaw
@@ -83,6 +83,11 @@ def _notes(answering: Answering, best: SizeRow, answer: SizedCandidate, batch: f
             f"{batch:,.0f} tokens at this loss ({data()['critical_batch']['source']}), so training needs "
             "more tokens than the law predicts"
         )
+    if idle := best.candidate.size.idle:
+        notes.append(
+            f"the scaling law was fitted to dense models; its N is the {count(own - idle)} parameters that a "
+            "token uses, without other experts (--fit fits one to your runs)"
+        )
     suits = answering.forecast.batch(best.candidate.size)
     if suits is not None:
         notes.append(
@@ -110,9 +115,9 @@ def _notes(answering: Answering, best: SizeRow, answer: SizedCandidate, batch: f
         )
     if best.timing.plan is not None:
         notes += (f"layout of the best size: {each}" for each in best.timing.plan.data.notes)
-    if count := len(answering.beaten):
+    if ruled := len(answering.beaten):
         notes.append(
-            f"{count} of {count + len(answering.rows) + len(answering.unfit)} candidates were not "
+            f"{ruled} of {ruled + len(answering.rows) + len(answering.unfit)} candidates were not "
             "searched, because even without communication time they would be worse than another "
             "candidate in loss, days or cost and better in none of the three; to search them too, use "
             "--every"

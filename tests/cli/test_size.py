@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
@@ -131,3 +132,20 @@ def test_one_size_of_the_family_is_trained_on_tokens(result: Callable[..., dict[
     sizes = {each["parameters"] for each in found["candidates"]}
     assert len(sizes) == 1 and sizes.pop() == pytest.approx(wanted, rel=0.2)
     assert found["scaled"] and found["best"]["hparams"]["layers"] > 1
+
+
+def test_defaults_that_nobody_chose_are_named(result: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """A search on as many devices has the same batch, and says so."""
+    path = tmp_path / "config.json"
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    path.write_text(json.dumps({"model_type": "llama", "rms_norm_eps": 1e-6, **sizes, **heads}), "utf-8")
+    on = ("--hardware", "tpu-v5e", "--allow", "usual", "--set", "length=8")
+    sized = result("size", str(path), "--tokens", "1e6", "--devices", "2", *on)
+    searched = result("search", str(path), "--devices", "2", *on)
+    said = next(note for note in searched["notes"] if "by default" in note)
+    assert f"layout of the best size: {said}" in sized["notes"]
+    assert sized["best"]["step_seconds"] == searched["predicted"]["step_seconds"]
+    free = result("size", str(path), "--tokens", "1e6", *on)
+    assert free["best"]["batch"] == {"batch": 64, "length": 8}
+    assert any("batch is 64 (layoutopt's choice) by default" in note for note in free["notes"])

@@ -72,6 +72,15 @@ def test_learned_positions_are_no_parameters_of_the_layers() -> None:
     assert size.total - size.non_embedding == 2 * 64 * 64 + 32 * 64
 
 
+def test_laws_count_what_a_token_uses_of_a_mixture() -> None:
+    """Two of eight experts with two matrices each, in four layers."""
+    size = counted(mixture())
+    assert size.idle == 4 * 2 * (8 - 2) * 256 * 1024
+    assert size.counted(published("besiroglu")) == size.total - size.idle
+    assert size.counted(published("kaplan")) == size.non_embedding - size.idle
+    assert counted(transformer()).idle == 0
+
+
 def test_sizes_are_near_those_that_were_asked_for() -> None:
     wanted = [3e9, 8e9, 20e9, 70e9, 200e9]
     found = [*family(llama3_8b).sizes(wanted, lambda size: size.total)]
