@@ -25,6 +25,7 @@ from layoutopt.optimize.unrestricted import unrestricted
 from layoutopt.optimize.warm_start import WarmStart
 from layoutopt.plan.build import Plan, parse_plan
 from layoutopt.plan.fields import LARGEST
+from layoutopt.runtime.clock import seldom_collected
 from layoutopt.space import allow
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.keywords import from_python, gathered
@@ -101,10 +102,9 @@ def search(
         )
     allowed, limits = gathered("search", asked, (SearchSpace, space), (Limits, limits))
     own = {"mesh": mesh, "devices": devices, "hardware": hardware, "objective": objective}
-    question = SearchQuestion.of(
-        model, {**own, "framework": framework}, allowed, limits, framework, on_progress
-    )
-    return _plan_of(question, _answer_to(question))
+    question = SearchQuestion.of(model, {**own, "framework": framework}, allowed, limits, on_progress)
+    with seldom_collected():
+        return _plan_of(question, _answer_to(question))
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,8 @@ def _answer_to(question: SearchQuestion) -> _Answer:
         if not wider:
             raise _explained(question, error, looked) from None
         refused = error
-    beyond: _Beyond | UserError | None = None
-    if wider and not (looked.stopped or request.clock.over):
-        beyond = _beyond(question, looked)
+    more_time = wider and not (looked.stopped or request.clock.over)
+    beyond = _beyond(question, looked) if more_time else None
     if isinstance(beyond, tuple):
         more, found = beyond
         if found is None:
@@ -150,13 +149,11 @@ def _answer_to(question: SearchQuestion) -> _Answer:
     raise _explained(question, refused, looked, f"; {NOT_SEARCHED}: {beyond}")
 
 
-_Beyond = tuple[LayoutSearch, EvaluatedLayout | None]
-"""The search of everything, and its best; None if it is proven that none fits."""
-
-
-def _beyond(question: SearchQuestion, usual: LayoutSearch) -> _Beyond | UserError | None:
-    """Goes on to everything. Whatever ends this search, the usual answer stays: an error is returned, and
-    None if the search says nothing."""
+def _beyond(
+    question: SearchQuestion, usual: LayoutSearch
+) -> tuple[LayoutSearch, EvaluatedLayout | None] | UserError | None:
+    """The search of everything, and its best; None for that if it is proven that none fits. Whatever ends
+    this search, the usual answer stays: an error is returned, and None if the search says nothing."""
     more = None
     try:
         start = WarmStart(question.request.wider(question.spaces[1]), question.shapes, question.limits.start)

@@ -7,6 +7,7 @@ solver.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Mapping
+from functools import cache, partial
 from typing import Any
 
 from costmodels.hardware import Hardware
@@ -80,6 +81,7 @@ class Evaluator:
       tight: the fastest layout of some mesh did not fit, so those of others may not fit either.
       again: sets of loops (`again_in`) that ran again in a layout that did not fit: their rows are needed on
         other meshes too.
+      alone: as `computed_alone`, of this model and hardware.
       rows_over: the most bytes that rows count more than the program of an evaluated layout; None: no row was
         needed.
     """
@@ -92,7 +94,7 @@ class Evaluator:
         self._prices: dict[Mesh, Pricer] = {}
         self._table_prices: TablePrices | None = None
         self.rows_over: float | None = None
-        self._computed: dict[tuple[frozenset[str] | None, bool], float] = {}
+        self.alone = cache(partial(computed_alone, model, hardware))
 
     def prices(self, mesh: Mesh) -> Pricer:
         if mesh not in self._prices:
@@ -138,13 +140,6 @@ class Evaluator:
         if KINDS[plan.kind].split:  # slots of weights fill what would be idle
             return (1.0, 1.0, max(0, parts - plan.stages + 1) / parts)
         return (1 + (plan.stages - 1) / (parts * plan.chunks),) * len(StageAction)
-
-    def alone(self, loops: frozenset[str] | None = None, products: bool = True) -> float:
-        """As `computed_alone`."""
-        key = loops, products
-        if key not in self._computed:
-            self._computed[key] = computed_alone(self.model, self.hardware, loops, products)
-        return self._computed[key]
 
     def near(self, mesh: Mesh) -> Axes:
         """Its axes inside nodes or slices, where others lie between them."""

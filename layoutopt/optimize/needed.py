@@ -12,7 +12,7 @@ from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.units import size_text
 
-ADVICE = "use {} devices or more memory, or a smaller batch"
+ADVICE = "use {}, more memory, or a smaller batch"
 EXCLUDED = ": --pin and --forbid together exclude every layout; remove one of their rules"
 NAMED = 3
 """The largest tensors that are named."""
@@ -59,7 +59,9 @@ def needed(request: Request, nearest: EvaluatedLayout, least: float, renames: bo
     held = ", ".join(f"{h.what} ({size_text(h.bytes)})" for h in nearest.evaluation.memory.holdings[:NAMED])
     whole = "".join(f"; {each}" for each in left_whole(request, nearest.evaluation))
     held, whole = in_names(held, names), in_names(whole, names)
-    few = f"at least {-(-low * mesh.devices // request.limit):,.0f}" if low > request.limit else "more"
+    # No bound: what fewer devices had to keep whole, more of them may split, and the other way round.
+    few = f"{-(-low * mesh.devices // request.limit):,.0f} devices (if memory divides evenly)"
+    few = f"about {few}" if low > request.limit else "more devices"
     return (
         f"\nthe layout with the least memory needs {size_text(nearest.peak)}{sure}: {layout} on {mesh}\n"
         f"its largest tensors: {held}{whole}; {ADVICE.format(few)}"

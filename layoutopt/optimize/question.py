@@ -90,12 +90,11 @@ class SearchQuestion:
         own: Mapping[str, Any],
         allowed: SearchSpace,
         limits: Limits,
-        framework: str | None,
         on_progress: OnSearchStatus | None,
     ) -> SearchQuestion:
         """The question of some arguments; UserError if one is wrong."""
         clock = Clock.of(limits.time_limit).again()
-        machine = machine_of(own["hardware"], framework, model.framework)
+        machine = machine_of(own["hardware"], own["framework"], model.framework)
         _check(own["mesh"], own["devices"], own["objective"], limits, clock.limit, allowed)
         shapes = meshes(own["mesh"], own["devices"], limits.max_axes, machine)
         restriction = allowed.restriction

@@ -135,8 +135,7 @@ class LayoutSearch:
         """
         clock = self.request.clock
         try:
-            # Where loading took all the time, the problems are listed all the same.
-            grace, needed = (ANSWERED, ANSWERED) if clock.over else (SEARCHED, 0.0)
+            grace, needed = (ANSWERED,) * 2 if clock.over else (SEARCHED, 0.0)  # loading took all the time
             ended = clock.within(grace, lambda: self._look(subproblems), needed)
         except KeyboardInterrupt:
             if not keep_best:
@@ -246,13 +245,13 @@ class LayoutSearch:
     def _in_order(self, limit: float) -> Iterator[Subproblem]:
         """The problems without stages first, by their bounds: what is found there closes most of the others
         before they have a graph. Before all, that of the best known: something near it may be better.
-        Within a time limit all are bounded once something fits: the gap is that of the least bound."""
+        Within a time limit the others are bounded once something fits: the gap is that of the least bound."""
         limited, staged = self.request.clock.limit is not None, [p for p in self.problems if p.key.stages]
         if limited and self.incumbents.fastest(limit) is None:
             yield from self.problems[-1:]  # what fits most likely
-        self._bound(self.problems if limited and len(self.problems) > 1 else (), limit)
         if (known := self.incumbents.fastest(limit)) is not None:
             yield self.incumbents.subproblem_of(known)
+        self._bound(staged if limited else (), limit)
         yield from sorted((each for each in self.problems if not each.key.stages), key=lambda p: p.rank)
         self._bound(() if limited else staged, limit)
         for each in sorted(staged, key=lambda p: p.rank):
@@ -261,11 +260,12 @@ class LayoutSearch:
             yield each
 
     def _bound(self, problems: Sequence[Subproblem], limit: float) -> None:
-        """Bounds problems by their layers, from few tables, in a part of the time."""
-        part = self.request.clock.part(NAMED_SHARE)
+        """Bounds problems with stages by their layers, from few tables, in a part of the time."""
+        part, told = self.request.clock.part(NAMED_SHARE), None
         for each in problems:
             if self._is_open(each, limit) and not part.over:
-                self._tell(each)
+                if told is not (told := each.unstaged):  # the others have the same tables
+                    self._tell(each)
                 self.layers.prove(each, self.incumbents.seconds(limit), shortly=True)
 
     def _is_open(self, subproblem: Subproblem, limit: float) -> bool:
@@ -395,6 +395,6 @@ class LayoutSearch:
         problems = [each for each in self.problems if not each.refused]
         self.nearest, ended = nearest_of(self.request, problems, known, self.opened)
         if self.nearest is None:
-            return EXCLUDED if ended else f"; {ADVICE.format('more')}"
+            return EXCLUDED if ended else f"; {ADVICE.format('more devices')}"
         hold_rows(self.request, self.nearest, self.incumbents.subproblem_of(self.nearest))
         return needed(self.request, self.nearest, self.least, self.renames)

@@ -24,6 +24,8 @@ it; then the condition is checked again."""
 IMPORT = "<frozen importlib._bootstrap>"
 LEAST = 0.01
 """Seconds that are left at least for work that needs some."""
+SELDOM = 500_000
+"""New objects between two looks for garbage."""
 PATIENCE = 8.0
 """Largest multiple, by the clock of a busy machine, of the seconds that work may compute."""
 
@@ -133,6 +135,17 @@ class Clock:
         finally:
             alarm.off()  # again: Ctrl-C, or the alarm itself, may have come in between
         return True
+
+
+@contextlib.contextmanager
+def seldom_collected() -> Iterator[None]:
+    """Python seldom looks for garbage in cycles: a search keeps what it makes, and each look visits that."""
+    first, *others = gc.get_threshold()
+    gc.set_threshold(max(first, SELDOM) if first else 0, *others)
+    try:
+        yield
+    finally:
+        gc.set_threshold(first, *others)
 
 
 UNLIMITED = Clock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ from collections.abc import Callable
 import pytest
 from pydantic import BaseModel, field_serializer
 
-from layoutopt.runtime.clock import UNLIMITED, Clock, Late
+from layoutopt.runtime.clock import UNLIMITED, Clock, Late, seldom_collected
 
 PAUSE = 0.005
 
@@ -180,6 +181,19 @@ def test_other_threads_are_left_alone() -> None:
     for thread in threads:
         thread.join()
     assert found == [False, True]
+
+
+@pytest.mark.parametrize("first", [700, 0, 10**6])
+def test_garbage_is_looked_for_as_before(first: int) -> None:
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(first, *before[1:])
+        with pytest.raises(ValueError, match="x"), seldom_collected():
+            assert gc.get_threshold()[0] in (0, 500_000, 10**6)
+            raise ValueError("x")
+        assert gc.get_threshold() == (first, *before[1:])
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_no_time_is_left_after_a_hurry() -> None:
