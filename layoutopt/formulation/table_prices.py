@@ -17,6 +17,10 @@ class TablePrices:
     def seconds(self, layout: Layout, options: Options) -> float:
         """Seconds of a step; inf if that is not legal."""
         draft, prices, chosen = self.draft, self.draft.pricer, self.draft.decided.write(layout, options)
+        sizes, stages = draft.context.graph.dims(), draft.decided.stages
+        split = ((n, draft.mesh.group_size(axes)) for n, axes in layout.rules if n not in stages)
+        if any(size % ways for name, ways in split for size in sizes.get(name, ())):
+            return math.inf
         total, alpha = draft.fixed_seconds, dict[BucketKey, float]()
         for cluster in draft.left:
             entry = draft.tabler_of(cluster).entry(cluster, draft.decided, chosen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -14,9 +15,12 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
+from costmodels.pricing.pricer import pricer
 from examples.moe_lm import model as experts
 from examples.transformer_lm import model as transformer
 from layoutopt.analysis.certificate import Certificate, certify, considered_by
+from layoutopt.formulation.extract import Draft
+from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.decisions import SearchSpace
@@ -196,6 +200,18 @@ def test_some_layers_of_each_stage(schedule: str) -> None:
     peaks = [priced[each][1] for each in (*some, frozenset({"layers"}))]
     assert sorted(peaks, reverse=True) == peaks and len({*peaks}) == 4
     assert check(case, [float(priced[some[1]][1]), float(priced[some[2]][1])]) == 3
+
+
+def test_tables_have_no_price_for_splits_that_do_not_divide() -> None:
+    """As of a named layout that splits a microbatch over the axis of stages too."""
+    model, mesh = transformer(layers=4, batch=16, length=16), mtf.Mesh("pipe:4;data:2")
+    asked = SearchSpace(pins={"layers": ("pipe",)}, pipeline=("layers",), schedule=("1f1b",))
+    asked = replace(asked, microbatches=(4,))
+    problem = next(p for p in subproblems(model, [mesh], asked) if p.key.stages)
+    prices = TablePrices(Draft(model, mesh, problem.decided, pricer(load_hardware("h100"), mesh), whole=True))
+    options = mtf.Options(microbatches=4, schedule="1f1b")
+    assert prices.seconds(mtf.Layout("layers:pipe;batch:data"), options) < math.inf
+    assert prices.seconds(mtf.Layout("batch:pipe+data"), options) == math.inf
 
 
 def test_a_set_of_values_is_one_of_the_layers() -> None:
