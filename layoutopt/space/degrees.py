@@ -103,6 +103,32 @@ class Degrees(DecisionRelation):
         for name, own in over.items():
             yield Coupling((*leaders, name), frozenset(own))
 
+    def blocked(self, every: Every, roles: DimRoles, mesh: Mesh) -> str:
+        """The axes that can have no use, with what prevents it."""
+        found: dict[str, list[str]] = {}
+        for axis in _axes(every, mesh):
+            found.setdefault(self._useless(every, roles, axis), []).append(f"{axis} ({mesh.size(axis)})")
+        return "; ".join(f"{', '.join(axes)}: {why}" for why, axes in found.items() if why)
+
+    def _useless(self, every: Every, roles: DimRoles, axis: str) -> str:
+        splits = {n: d.options for n, d in every.items() if type(d) is Split}
+        may = {n for n, options in splits.items() if any(axis in o for o in options)}
+        fixed = next((n for n, options in splits.items() if options and all(axis in o for o in options)), "")
+        batch, sequence = roles.named[Role.DATA], roles.named[Role.SEQUENCE] if self.sequence else ()
+        weights = [own for own in roles.weights if not own & {*roles.named[Role.EXPERTS]}]
+        held = min((sorted(own) for own in weights if not own & may), key=len, default=[])
+        tensor = not fixed or fixed in roles.names(Role.INNER, Role.OUTER)
+        usable = {*batch[:1], *sequence} if not fixed else {*batch, *sequence} & {fixed}
+        if (may & usable and not (fixed in batch and batch[0] not in may)) or (
+            tensor and weights and not held
+        ):
+            return ""
+        lost = ", ".join(f"{n} cannot: {roles.whole.get(n, 'no option is left')}" for n in held)
+        lost = f"a dimension of each weight of layers ({lost})" if lost else "weights of layers"
+        if fixed:
+            return f"this axis splits {fixed}, so it has to split {lost if tensor else batch[0]}"
+        return f"no axis of this size can split {(*batch, 'a batch')[0]} or {lost}"
+
     def _experts(self, splits: Every, roles: DimRoles, use: Use) -> list[Axes]:
         names = [n for n in roles.named[Role.EXPERTS] if n in splits]
         every = dict.fromkeys(o for n in names for o in splits[n].options) or {(): None}

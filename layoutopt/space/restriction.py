@@ -50,11 +50,13 @@ class DimRoles:
       named: role -> its dimensions.
       weights: of each trained variable, its dimensions of the roles `INNER` and `EXPERTS`.
       sizes: of each variable that is stored, the sizes of the dimensions that storage may split.
+      whole: dimension -> why it cannot be split at all.
     """
 
     named: Mapping[Role, tuple[str, ...]]
     weights: frozenset[frozenset[str]] = frozenset()
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    whole: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: Model) -> DimRoles:
@@ -74,7 +76,7 @@ class DimRoles:
         }
         weights = ({*v.shape.names} & {*inner, *own.experts} for v in variables)
         sizes = {v.name: v.shape.sizes[v.stacked :] for v in stored}
-        return cls(named, frozenset(frozenset(names) for names in weights if names), sizes)
+        return cls(named, frozenset(frozenset(names) for names in weights if names), sizes, graph.unsplit)
 
     def names(self, *of: str) -> tuple[str, ...]:
         """The dimensions of roles, and those that are named."""
@@ -123,6 +125,10 @@ class DecisionRelation(ABC):
     @abstractmethod
     def couplings(self, every: Mapping[str, Decision], roles: DimRoles, mesh: Mesh) -> Iterator[Coupling]:
         """The combinations that it allows in one subproblem."""
+
+    def blocked(self, every: Mapping[str, Decision], roles: DimRoles, mesh: Mesh) -> str:
+        """Why it may allow none: what is in its way, for messages; "": nothing that it knows."""
+        return ""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ import mesh_tf_core as mtf
 from layoutopt.importers.torch.flex import flex_written_out
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.lower.storage import narrow_reads
 from tests.importers.torch_models import (
     MIXTURES,
     MODULES,
@@ -408,6 +409,39 @@ def test_autocast_is_in_the_program(place: str) -> None:
         assert {v.dtype for v in model.graph.variables.values() if v.trainable} == {"float32"}
         off = (place, device) == ("around", "cuda") and not torch.cuda.is_available()
         assert off == any("around from_torch is off" in note for note in model.notes(mtf.Options()))
+
+
+def test_a_policy_reads_parameters_in_its_type_and_stores_them_in_theirs() -> None:
+    """As FSDP's MixedPrecisionPolicy; a scalar it leaves as it is. The module is as it was."""
+    module, batch = llama()
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+    plain, narrow = (layoutopt.from_torch(module, batch, param_dtype=t) for t in (None, torch.bfloat16))
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+    for model, read in ((plain, "float32"), (narrow, "bfloat16")):
+        assert {v.dtype for v in model.step_graph.variables.values() if v.slot_of or v.trainable} == {
+            "float32"
+        }
+        assert model.origin is not None
+        products = {e.out.dtype for e in model.origin.block.walk() if e.prim == "dot_general"}
+        assert products == {read} and bool(narrow_reads(model.step_graph)) == (model is narrow)
+    asked = {"mesh": "data:4", "hardware": "h100", "pins": "batch:data", "storage": "zero3"}
+    sent = [layoutopt.search(m, **asked, alternatives=False).predicted for m in (plain, narrow)]
+    whole, half = (p.communication_bytes_per_device["data"] for p in sent)
+    assert 0.45 < half / whole < 0.6
+    with pytest.raises(UserError, match=r"param_dtype is torch\.int8; give None or torch\.bfloat16"):
+        layoutopt.from_torch(module, batch, param_dtype=torch.int8)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_groups_of_queries_are_found_under_autocast(attention: str) -> None:
+    """Its casts lie between the repetition of keys and their reader; rotary positions are outside of it."""
+    module, batch = llama(attn_implementation=attention)
+    with torch.autocast("cpu", torch.bfloat16):
+        model = layoutopt.from_torch(module, batch)
+    assert model.origin is not None
+    q = model.origin.parameters["model/layers/0/self_attn/q_proj/weight"]
+    assert "kv_heads query_group" in " ".join(q.named)
+    assert any("leaves parameters in float32" in note for note in model.notes(mtf.Options()))
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")

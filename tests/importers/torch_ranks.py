@@ -31,6 +31,7 @@ class Found:
       held: elements of parameters, and `planned`; `names`: of the parameters.
       reduced: how often the gradients of one call of `fully_shard` were reduced, at most.
       misplaced: parameters that do not lie as the plan's placements say.
+      read: element types in which linear maps read their weights.
     """
 
     loss: float
@@ -42,6 +43,7 @@ class Found:
     misplaced: list[str]
     state: float
     reduced: int
+    read: set[str]
 
 
 def on_four(cases: Mapping[str, tuple[Any, Any, Any]], folder: Path) -> dict[str, list[Found]]:
@@ -76,10 +78,15 @@ def _local(x: Any) -> Any:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def alone(module: Any, batch: Any) -> tuple[float, dict[str, Any], dict[str, Any]]:
-    """Loss, gradients and buffers of one device."""
+def alone(module: Any, batch: Any, read: Any = None) -> tuple[float, dict[str, Any], dict[str, Any]]:
+    """Loss, gradients and buffers of one device, which reads parameters and batch in an element type."""
     own = copy.deepcopy(module)
-    loss = own(**batch)
+    if read is None:
+        loss = own(**batch)
+    else:
+        narrow = {n: p.to(read) for n, p in own.named_parameters()}
+        given = {n: x.to(read) if x.is_floating_point() else x for n, x in batch.items()}
+        loss = torch.func.functional_call(own, narrow, (), given)
     loss = loss if torch.is_tensor(loss) else loss.loss
     loss.backward()
     gradients = {n: p.grad for n, p in own.named_parameters(remove_duplicate=False)}
@@ -91,7 +98,8 @@ def _compared(plan: Any, module: Any, batch: Any) -> Found:
     if getattr(module, "config", None) is not None:
         module.config._experts_implementation = "eager"  # grouped products have no such type
     batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
-    loss, gradients, buffers = alone(module, batch)
+    types = plan.ranks.types
+    loss, gradients, buffers = alone(module, batch, torch.float32 if types[0] else None)
     own = copy.deepcopy(module)
     whole = {n: p.detach().clone() for n, p in own.named_parameters(remove_duplicate=False)}
     sizes = tuple(size for _, size in plan.ranks.mesh.axes)
@@ -116,6 +124,12 @@ def _compared(plan: Any, module: Any, batch: Any) -> Found:
     once = {id(g): g for g in gradients.values() if g is not None}.values()
     norm = float(sum(g.square().sum() for g in once)) ** 0.5
     gradients = {n: None if g is None else g / 2 for n, g in gradients.items() if n in held}
+    read = set[str]()
+    for part in [part.module for part in own.parts.values()] if hasattr(own, "parts") else [own]:
+        for each in (each for each in part.modules() if isinstance(each, torch.nn.Linear)):
+            each.register_forward_pre_hook(
+                lambda own, args: read.update({str(args[0].dtype), str(own.weight.dtype)})
+            )
     step = plan.train_step(own, Keeps(own.parameters(), lr=0.1), clip_norm=norm / 2)
     with mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=foreach_reduce) as reduces:
         ours = float(step(step.rows(batch)).detach())
@@ -139,4 +153,5 @@ def _compared(plan: Any, module: Any, batch: Any) -> Found:
         misplaced,
         max(state, default=0.0),
         max(reduced.values(), default=0),
+        read,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from layoutopt.plan.build import Plan, decided, layout_of, options_of
 from layoutopt.plan.export import FORMATS, export
 from layoutopt.plan.exported import Exported, placed
 from layoutopt.space.allow import resolved
-from layoutopt.space.decisions import Decisions, SearchSpace
+from layoutopt.space.decisions import Decisions, SearchSpace, decisions
 from layoutopt.space.degrees import Degrees
 from layoutopt.space.kind import Target
 from layoutopt.space.restriction import RestrictionError
@@ -195,6 +196,32 @@ def test_stages_that_a_framework_excludes_are_refused_before_their_graph_is_made
         for each in random.Random(own.name).sample(early, min(3, len(early))):
             with pytest.raises(UserError):
                 _ = Subproblem(each.key, built, each.space).decided
+
+
+@pytest.mark.parametrize(
+    ("mesh", "pins", "why"),
+    [
+        ("a:5", {}, r"a \(5\): no axis of this size can split batch or a dimension of each weight .*cannot"),
+        (
+            "a:2;b:2",
+            {"batch": (), "d_ff": (), "length": ()},
+            r"a \(2\), b \(2\): no axis of .*\(d_ff cannot|no options agree with .*d_ff whole",
+        ),
+        ("a:2;b:2", {"batch": ("a",), "heads": ("b",), "d_ff": ()}, r"b \(2\): this axis splits heads.*d_ff"),
+        ("a:2", {"batch": ()}, "batch|each weight"),
+    ],
+)
+def test_what_is_in_the_way_of_every_layout_is_named(mesh: str, pins: Any, why: str) -> None:
+    built = MODELS["dense"]()
+    refused = 0
+    for own in (says(name).of(built) for name in FORMS):
+        space = own.narrowed(SearchSpace(pins=pins, microbatches=(1,))).but(restriction=own)
+        try:
+            decisions(built.step_graph, Mesh(mesh), space)
+        except RestrictionError as error:
+            refused += 1
+            assert re.search(why, str(error)) and str(error).startswith(f"{own.name} can"), error
+    assert refused >= (len(FORMS) if len(pins) != 1 else 0)
 
 
 def test_a_split_that_a_framework_needs_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def _variable(
     variable = Variable(
         name,
         shape,
-        _checked(v.dtype, leaf.path),
+        _checked(leaf.dtype, leaf.path),
         _initial(leaf, shape, lead, scales),
         trained,
         lead,
@@ -99,7 +99,8 @@ def _variable(
     )
     if name in w.graph.variables:
         raise Unimportable(f"two parameters have the path {name!r}; rename one of the two")
-    return w.graph.read(w.graph.declare(variable))
+    read = w.graph.read(w.graph.declare(variable))
+    return read if lead else read.cast(our_dtype(v.dtype))  # of a stack, a loop converts its own part
 
 
 def _initial(leaf: Leaf, shape: Shape, lead: int, scales: bool) -> Initializer:

@@ -9,7 +9,7 @@ arrays, or the records below: two equations compute the same if the `repr` of th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -176,6 +176,7 @@ class Leaf:
     Attributes:
       value: the array itself, None if only its type was given.
       trained: whether the user's optimizer updates it, if it is a parameter.
+      dtype: in which it is stored; that of its `Var` is the one in which operations read it.
     """
 
     path: str
@@ -195,7 +196,7 @@ def stacked_leaf(v: Var, layers: Sequence[Leaf]) -> Leaf:
     noted = layers[0].noted
     if noted is not None:
         noted = Noted((None, *noted.names), noted.logical)
-    return Leaf(v.path, v.shape, v.dtype, value, noted, layers[0].trained)
+    return replace(layers[0], path=v.path, shape=v.shape, value=value, noted=noted)
 
 
 class Unimportable(UserError):

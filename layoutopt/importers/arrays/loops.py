@@ -10,7 +10,7 @@ from layoutopt.importers.arrays.contract import KEY, Equation, Operand, Var, has
 from layoutopt.importers.arrays.keys import Keys, at_place, state
 from layoutopt.importers.arrays.products import is_weight
 from layoutopt.importers.arrays.refusals import refuse
-from layoutopt.importers.arrays.writer import Handler, Writer
+from layoutopt.importers.arrays.writer import Handler, Writer, our_dtype
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.tensor import Tensor
 
@@ -66,9 +66,9 @@ def _scan(w: Writer, e: Equation) -> None:
             w.values[id(inner)] = _keys_of(w, keys, dim)
         for inner, outer, weight in cut:
             part = graph.slice_into(block, outer)
-            w.values[id(inner)] = part
+            w.values[id(inner)] = read = part.cast(our_dtype(inner.dtype))
             if weight:
-                w.weights.add(part.id)
+                w.weights |= {part.id, read.id}
         w.block(body)
         after = [
             _handed_on(w, e, body.outs[i], keyed[i]) if i in keyed else _whole(w, body.outs[i], states[i])

@@ -18,25 +18,25 @@ class Autocast:
     """The types of values in and after the regions of torch.autocast.
 
     Attributes:
-      dtype: of the region that is read, "" outside of one.
+      dtype: of the region that is read, "" outside of one; `met`: one was read.
     """
 
     def __init__(self) -> None:
-        self.dtype, self._met = "", False
+        self.dtype, self.met = "", False
         self._torch = torch_module()
         self._fakes = self._torch._subclasses.FakeTensorMode()
 
     def enter(self, dtype: str) -> None:
         """Begins a region; "" ends it."""
         self.dtype = dtype
-        self._met = self._met or bool(dtype)
+        self.met = self.met or bool(dtype)
 
     def typed(
         self, m: Equations, n: Any, value: Callable[[Any], Any], args: Sequence[Any], v: Any
     ) -> tuple[Sequence[Any], Any]:
         """The operands and the type of a node's result, as PyTorch chooses them; NotImplementedError: it
         refuses them."""
-        if not self._met or not all(hasattr(value(x), "dtype") for x in n.all_input_nodes):
+        if not self.met or not all(hasattr(value(x), "dtype") for x in n.all_input_nodes):
             return args, v
         plain, found = (self._called(n, value, dtype) for dtype in ("", self.dtype))
         if isinstance(found, str):

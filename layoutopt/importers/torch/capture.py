@@ -43,8 +43,11 @@ class Captured:
     autocast: str
 
 
-def captured(module: Any, batch: Any, loss: Callable[..., Any] | None) -> Captured:
+def captured(module: Any, batch: Any, loss: Callable[..., Any] | None, param_dtype: Any = None) -> Captured:
     """The module's loss of a batch as a graph, in training mode.
+
+    Args:
+      param_dtype: in which the module reads its parameters and the batch; None: in their own.
 
     Raises:
       UserError: torch.export refuses it (with the line of the module), or it has no loss.
@@ -64,7 +67,7 @@ def captured(module: Any, batch: Any, loss: Callable[..., Any] | None) -> Captur
             tensors[batch_path(keys)] = x
         values.append(x)
     given = torch.utils._pytree.tree_unflatten(values, tree)
-    whole = _with_loss(torch, module, given, loss)
+    whole = _with_loss(torch, module, given, loss, param_dtype)
     listed = given if isinstance(given, list | tuple) else [given]
     args, kwargs = ((), given) if isinstance(given, Mapping) else (tuple(listed), {})
     try:
@@ -78,6 +81,7 @@ def captured(module: Any, batch: Any, loss: Callable[..., Any] | None) -> Captur
         with ExitStack() as stack:
             for context in (_quiet(), _training(module, notes), _without_cache(module, notes)):
                 stack.enter_context(context)
+            stack.enter_context(_read_in(module, param_dtype))
             stack.enter_context(_checkpoints(torch))
             stack.enter_context(flex_written_out())
             stack.enter_context(on_gpus())
@@ -91,7 +95,7 @@ def captured(module: Any, batch: Any, loss: Callable[..., Any] | None) -> Captur
     return Captured(program, tuple(notes), tensors, "" if around is None else dtype_of(around))
 
 
-def _with_loss(torch: Any, module: Any, batch: Any, loss: Callable[..., Any] | None) -> Any:
+def _with_loss(torch: Any, module: Any, batch: Any, loss: Callable[..., Any] | None, param_dtype: Any) -> Any:
     """A module that returns the loss of a batch alone."""
     known = inspect.signature(module.forward).parameters
     open_ = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
@@ -107,7 +111,10 @@ def _with_loss(torch: Any, module: Any, batch: Any, loss: Callable[..., Any] | N
             return kwargs if loss is None or open_ else {k: v for k, v in kwargs.items() if k in known}
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            found = getattr(self, MODULE)(*args, **self.taken(kwargs))
+            read = (args, self.taken(kwargs))
+            if param_dtype is not None:
+                read = torch.utils._pytree.tree_map(lambda x: converted(x, param_dtype), read)
+            found = getattr(self, MODULE)(*read[0], **read[1])
             if loss is None:
                 return _loss_of(torch, found)
             given = args if isinstance(batch, list | tuple) else kwargs or args[0]
@@ -136,6 +143,25 @@ def _loss_of(torch: Any, found: Any) -> Any:
         f"from_torch: the module returns {what}, in which no number is the loss; give "
         "loss=function(outputs, batch), or a batch with labels if the module computes its loss from them"
     )
+
+
+def converted(x: Any, dtype: Any) -> Any:
+    """A tensor of fractions in another type; all else as it is."""
+    fractions = isinstance(x, torch_module().Tensor) and x.is_floating_point()
+    return x.to(dtype) if fractions else x
+
+
+@contextmanager
+def _read_in(module: Any, dtype: Any) -> Iterator[None]:
+    """The parameters with axes in another element type, as a MixedPrecisionPolicy of FSDP gathers them."""
+    own = {p: p.data for p in module.parameters() if p.ndim and p.is_floating_point() and dtype is not None}
+    for p, stored in own.items():
+        p.data = stored.to(dtype)
+    try:
+        yield
+    finally:
+        for p, stored in own.items():
+            p.data = stored
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from layoutopt.importers.arrays.contract import KEY, Leaf, TracedProgram, Var
 from layoutopt.importers.arrays.model import ImportedModel
 from layoutopt.importers.arrays.parts import why_not_added
 from layoutopt.importers.torch.capture import MODULE, captured
-from layoutopt.importers.torch.internals import array_of, torch_module
+from layoutopt.importers.torch.internals import array_of, dtype_of, torch_module
 from layoutopt.importers.torch.reader import read
 from layoutopt.importers.torch.styles import StyleFlow
 from layoutopt.importers.torch.torch_plan import TorchPlan
@@ -34,6 +34,10 @@ OPTIMIZERS = {
     "sgd": SGD(1e-3),
 }
 """Those of torch.optim, with its defaults."""
+SENT = (
+    "torch.autocast leaves parameters in float32, and FSDP exchanges them so, but predicted messages are in "
+    "autocast's type; from_torch(param_dtype=torch.bfloat16) plans FSDP's MixedPrecisionPolicy, which does so"
+)
 KEPT = 1 << 30
 """Bytes of parameters up to which their values are the model's initial ones."""
 
@@ -45,11 +49,13 @@ class TorchModel(ImportedModel):
     Attributes:
       combines: the operation that combines examples of the batch, for which the losses of parts of a batch do
         not add up to its own.
+      param_dtype: in which operations read parameters; "": in their own element type.
     """
 
     front_end: ClassVar[str] = "torch"
     styles: StyleFlow | None = field(default=None, repr=False, compare=False)
     combines: str = field(default="", repr=False, compare=False)
+    param_dtype: str = ""
 
     @property
     def limits(self) -> Mapping[str, tuple[tuple[Any, ...], str]]:
@@ -85,10 +91,13 @@ class TorchModel(ImportedModel):
     def applied(self, plan: Plan) -> TorchPlan:
         """The plan in the user's own module: `plan.torch`."""
         check_plan_model(plan, self)
-        return self.under(plan.mesh, plan.layout, plan.options)
+        return self.under(plan.mesh, plan.layout, plan.options, plan.data.framework or "")
 
-    def under(self, mesh: Mesh, layout: Layout, options: Options) -> TorchPlan:
+    def under(self, mesh: Mesh, layout: Layout, options: Options, framework: str = "") -> TorchPlan:
         """The module under a layout.
+
+        Args:
+          framework: as `--framework` has it; its variant `gradients` is the type of sums over microbatches.
 
         Raises:
           UserError: the plan has a decision that `plan.torch` does not apply.
@@ -99,7 +108,8 @@ class TorchModel(ImportedModel):
             raise UserError(
                 f"plan.torch does not apply this plan, in which {lost.words}; search with framework='torch'"
             )
-        return TorchPlan(self, self.styles, mesh, layout, options)
+        summed = self.param_dtype if "gradients=bfloat16" in framework else "float32"
+        return TorchPlan(self, self.styles, mesh, layout, options, (self.param_dtype, summed))
 
 
 def from_torch(
@@ -110,6 +120,7 @@ def from_torch(
     optimizer: str | Optimizer = "adamw",
     names: Mapping[str, Any] | None = None,
     name: str = "",
+    param_dtype: Any = None,
 ) -> TorchModel:
     """Builds a model from a PyTorch module. The module is traced once and not changed.
 
@@ -126,6 +137,8 @@ def from_torch(
       names: {"path/of/a/parameter": ("d_ff", "d_model")} names dimensions, and {"d_ff_2": "bottleneck"}
         renames a dimension.
       name: of the model; by default the module's class.
+      param_dtype: torch.bfloat16 or float16, in which FSDP's `MixedPrecisionPolicy(param_dtype=...)` gathers
+        parameters, and in which the module gets the fractions of the batch; None: in their own.
 
     Raises:
       UserError: torch.export cannot trace the module, or some of its operations are not supported (the
@@ -147,7 +160,11 @@ def from_torch(
     torch = torch_module()
     if not isinstance(module, torch.nn.Module):
         raise UserError(f"from_torch: {module!r} is not a torch.nn.Module; give the module to train")
-    found = captured(module, example_batch, loss)
+    if param_dtype not in (None, *(known := (torch.bfloat16, torch.float16, torch.float32))):
+        raise UserError(
+            f"from_torch: param_dtype is {param_dtype!r}; give None or {', '.join(map(str, known))}"
+        )
+    found = captured(module, example_batch, loss, param_dtype)
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(
         module.named_buffers(remove_duplicate=False)
     )
@@ -171,7 +188,8 @@ def from_torch(
         v.path = path.replace(".", "/")
         role = "params" if kind == "PARAMETER" else "state"
         value = array_of(tensor) if size <= KEPT else None
-        leaf = Leaf(v.path, v.shape, v.dtype, value, None, trained.get(id(tensor), False))
+        stored = v.dtype if param_dtype is None or role != "params" else dtype_of(own[path].dtype)
+        leaf = Leaf(v.path, v.shape, stored, value, None, trained.get(id(tensor), False))
         pairs[role].append((v, leaf))
     keys = [(program.key, Leaf("rng", (), KEY))] if program.key is not None else []
     title = name or type(module).__name__
@@ -188,7 +206,7 @@ def from_torch(
             program.new_state,
             {},
             ("loss", *("" for _ in program.block.outs[1:])),
-            (*found.notes, *program.notes),
+            (*found.notes, *program.notes, *([SENT] if program.autocast and param_dtype is None else [])),
             module,
             (example_batch,),
             ("batch",),
@@ -203,6 +221,7 @@ def from_torch(
         token_dims=made.token_dims,
         framework="torch",
         origin=made.origin,
+        param_dtype="" if param_dtype is None else dtype_of(param_dtype),
     )
     again = made.origin.rerolled
     axes = ((n, x) for a in made.origin.batch.values() for n, x in zip(a.axes, a.shape, strict=True))

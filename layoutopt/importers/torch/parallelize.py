@@ -64,12 +64,12 @@ def parallelized(module: Any, ranks: PlanRanks, mesh: Any, flow: StyleFlow, whol
     for policy in ranks.options.recompute:
         for path in [p for p in layers if flow.layers[p] == policy.dim][: policy.only or None]:
             _checkpointed(module.get_submodule(path), policy.keep)
-    if ranks.data:
+    if ranks.data or ranks.types[0]:
         if ranks.size(ranks.data) > 1:
             sync_batch_norms(module, mesh[DATA]._flatten("data").get_group())
         for path in _wrapped(module, layers, {p for paths in tied for p in paths}):
             _shard(module.get_submodule(path), ranks, mesh)
-        _shard(module if whole is None else whole, ranks, mesh)
+        _shard(module if whole is None else whole, ranks, mesh, True)
     return module
 
 
@@ -104,11 +104,16 @@ def _with_experts(mesh: Any, ranks: PlanRanks) -> Any:
     return torch_module().distributed.DeviceMesh(mesh.device_type, apart, mesh_dim_names=names)
 
 
-def _shard(module: Any, ranks: PlanRanks, mesh: Any) -> None:
+def _shard(module: Any, ranks: PlanRanks, mesh: Any, outer: bool = False) -> None:
     again = (VARIABLE, BETWEEN) in SPLIT[ranks.stage]
     scalars = {p for p in module.parameters() if not p.ndim}  # no axis to split; `ModuleStep` reduces them
-    more = {"ignored_params": scalars} if scalars else {}
-    torch_module().distributed.fsdp.fully_shard(module, mesh=mesh[DATA], reshard_after_forward=again, **more)
+    more: dict[str, Any] = {"ignored_params": scalars} if scalars else {}
+    torch = torch_module()
+    if ranks.types[0]:
+        read, reduced = getattr(torch, ranks.types[0]), getattr(torch, ranks.reduced)
+        # The trace converts what the whole module is called with, and nothing between its parts.
+        more["mp_policy"] = torch.distributed.fsdp.MixedPrecisionPolicy(read, reduced, None, outer)
+    torch.distributed.fsdp.fully_shard(module, mesh=mesh[DATA], reshard_after_forward=again, **more)
 
 
 def _products() -> Mapping[str, tuple[Any, ...]]:

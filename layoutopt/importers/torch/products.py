@@ -106,7 +106,9 @@ def _attention(
 ) -> Operand:
     """One operation: of queries [.., heads, length, d] or [.., kv heads, group, length, d]."""
     q, k, w = (m.cast(x, v.dtype) for x in (q, k, w))
-    k, w = _unrepeated(m, k), _unrepeated(m, w)
+    keys, values = _unrepeated(m, k), _unrepeated(m, w)
+    if keys.shape[:-1] == values.shape[:-1]:
+        k, w = keys, values
     size, group = q.shape[-1], 1
     if len(q.shape) > 3:
         group = q.shape[-3] // k.shape[-3]
@@ -132,6 +134,9 @@ def _attention(
 
 def _unrepeated(m: Equations, x: Operand) -> Operand:
     """Keys or values before they were repeated for every query of a group."""
+    if (cast := m.maker(x, "convert_element_type")) and x.dtype != cast.ins[0].dtype:
+        before = _unrepeated(m, cast.ins[0])
+        return x if before is cast.ins[0] else m.cast(before, x.dtype)
     e = m.maker(x, "reshape")
     wide = e and m.maker(e.ins[0], "broadcast_in_dim")
     if not e or not wide or len(e.ins[0].shape) != len(x.shape) + 1:

@@ -11,7 +11,7 @@ from layoutopt.importers.arrays.origin import ArrayAxes
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.storage import STAGES, read_stage
+from mesh_tf_core.lower.storage import BACKWARD, GRADIENT, SPLIT, STAGES, read_stage
 
 PIPE, REPLICATE, SHARD, EXPERTS, TENSOR = "pipe", "replicate", "shard", "experts", "tensor"
 """The axes of the mesh by use."""
@@ -25,6 +25,7 @@ class PlanRanks:
     Attributes:
       parameters: path -> the axes of the parameter as dimensions.
       layers: the dimensions of layers; `choices`: of experts.
+      types: in which parameters are gathered ("": their own), and gradients added up over microbatches.
     """
 
     mesh: Mesh
@@ -33,6 +34,7 @@ class PlanRanks:
     parameters: Mapping[str, ArrayAxes]
     layers: Collection[str] = ()
     choices: Collection[str] = ()
+    types: tuple[str, str] = ("", "")
 
     @cached_property
     def pipe(self) -> Axes:
@@ -55,6 +57,13 @@ class PlanRanks:
         """The stage of storage of all parameters."""
         numbers = (read_stage(s).number for s in self.options.storage.values())
         return STAGES[max(numbers, default=0)]
+
+    @cached_property
+    def reduced(self) -> str:
+        """The element type in which gradients are summed over ranks: that in which they are made, or added up
+        before."""
+        alone = self.options.microbatches == 1 or (GRADIENT, BACKWARD) in SPLIT[self.stage]
+        return self.types[0] if alone else self.types[1]
 
     @cached_property
     def data(self) -> Axes:

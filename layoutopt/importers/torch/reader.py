@@ -39,6 +39,7 @@ class ReadProgram:
       new_state: variable -> which result is its new value.
       key: the random key, if anything is drawn.
       whole: as `Equations` has it.
+      autocast: some of it runs under torch.autocast.
     """
 
     block: EquationBlock
@@ -47,6 +48,7 @@ class ReadProgram:
     key: Var | None
     notes: list[str] = field(default_factory=list)
     whole: list[Operand] = field(default_factory=list)
+    autocast: bool = False
 
 
 def read(
@@ -101,7 +103,8 @@ class _Reader:
         ins = [v for _, _, v in self.arguments] + ([self.m.key] if self.m.key else [])
         block = without_sorts(EquationBlock(ins, live(self.m.equations, results), results))
         self.notes |= dict.fromkeys(sorts_left(block))
-        return ReadProgram(block, self.arguments, new_state, self.m.key, list(self.notes), self.m.whole)
+        notes, met = list(self.notes), self.autocast.met
+        return ReadProgram(block, self.arguments, new_state, self.m.key, notes, self.m.whole, met)
 
     # -- arguments -----------------------------------------------------------------------------------------
 

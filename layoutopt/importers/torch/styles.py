@@ -98,15 +98,16 @@ class StyleFlow:
         self.experts = dict(expert_modules(module, parameters, choices))
         for path in [p for p in self.experts if not adds_up(origin.block, p)]:
             self.without[self.experts[path]] = f"{path} does more than add up what it makes of single rows"
-        names: set[str] = set()
+        names = dict[str, int]()
         for path, array, styled in linear_axes(module, parameters):
             sent = path.rpartition(".")[0] in self.experts
-            for name in (n for own in array.axes for n in own):
-                names.add(name)
+            for name, size in zip(sum(array.axes, ()), sum(array.sizes, ()), strict=True):
+                names[name] = size
                 if not styled and not (sent and name in choices):
                     self.without.setdefault(name, f"{path} is neither of a linear map nor of an embedding")
-        self._between = names & summed_dims(module, parameters)
-        self._outer = names - self._between
+        self._sizes = names
+        self._between = names.keys() & summed_dims(module, parameters)
+        self._outer = names.keys() - self._between
         for node in graph.blocks[0].nodes:
             if node.phase == Phase.FORWARD:
                 self._visit(node)
@@ -180,7 +181,7 @@ class StyleFlow:
                 with_fewer(own.get_submodule(path), ways)
 
         for name in sorted((self._between | {*self.experts.values()}) - self.without.keys()):
-            size = next(iter(self.graph.dims()[name]))
+            size = self._sizes[name]
             ways = next((n for n in range(2, size + 1) if size % n == 0), 1)
             given = module, self.parameters, batch, name, ways, partial(short, name, ways)
             why, own = (whole, heads) if whole else run_on_pieces(*given)

@@ -27,15 +27,22 @@ class TorchPlan:
 
     Args:
       styles: of the module.
+      types: as `PlanRanks` has them.
     """
 
     def __init__(
-        self, model: ImportedModel, styles: StyleFlow, mesh: Mesh, layout: Layout, options: Options
+        self,
+        model: ImportedModel,
+        styles: StyleFlow,
+        mesh: Mesh,
+        layout: Layout,
+        options: Options,
+        types: tuple[str, str] = ("", ""),
     ) -> None:
         self.model, self.styles = model, styles
         layers = {stack.dim for stack in styles.stacks}
         self.ranks = PlanRanks(
-            mesh, layout, options, styles.parameters, layers, frozenset(styles.experts.values())
+            mesh, layout, options, styles.parameters, layers, frozenset(styles.experts.values()), types
         )
         self._mesh: Any = None
 
