@@ -85,23 +85,31 @@ class Degrees(DecisionRelation):
         splits = {n: d for n, d in every.items() if isinstance(d, Split) and not isinstance(d, StageSplit)}
         further = {n: d for n, d in every.items() if isinstance(d, Elsewhere)}
         stored = {n: d for n, d in every.items() if isinstance(d, Storage)}
-        # These tell the use of every axis, as far as storage depends on it.
+        experts = roles.named[Role.EXPERTS]
+        # The use of every axis, which these tell, allows each of the others what it may be.
         leading = (*roles.named[Role.DATA][:1], *roles.named[Role.INNER])
-        leading += roles.named[Role.EXPERTS] if self.experts_where_stored else ()
-        leaders = [n for n in splits if n in leading]
-        rows, over = set[tuple[Choice, ...]](), {name: set[tuple[Choice, ...]]() for name in stored}
+        others = (*roles.named[Role.DATA][1:], *roles.named[Role.SEQUENCE])
+        core = [n for n in splits if n not in others]
+        apart = [*leading, *(experts if self.experts_where_stored else ())]
+        first = {False: [n for n in core if n in (*leading, *experts)], True: [n for n in core if n in apart]}
+        table = {n: first[n in stored] for n in (*splits, *stored) if n in stored or n in others}
+        rows, beside = set[tuple[Choice, ...]](), {name: set[tuple[Choice, ...]]() for name in table}
         for use in self._uses(axes):
-            beside = [self._further(d, roles, use.tensor) for d in further.values()]
-            for experts in self._experts(splits, roles, use):
-                for picked in self._picked(self._options(splits, roles, use, experts), roles, use.tensor):
-                    rows.update((*picked, *more) for more in itertools.product(*beside))
-                    first = tuple(c for n, c in zip(splits, picked, strict=True) if n in leaders)
-                    for name, own in over.items():
-                        stages = self._stored(every, name, use, axes)
-                        own.update((*first, c) for c in stages if self._holds(experts, c, use))
-        yield Coupling((*splits, *further), frozenset(rows))
-        for name, own in over.items():
-            yield Coupling((*leaders, name), frozenset(own))
+            more = [*itertools.product(*(self._further(d, roles, use.tensor) for d in further.values()))]
+            stages = {name: self._stored(every, name, use, axes) for name in stored}
+            for own in self._experts(splits, roles, use):
+                options: dict[str, list[Choice]] = self._options(splits, roles, use, own)
+                picked = [*self._picked({n: options[n] for n in core}, roles, use.tensor)]
+                if not all(options[n] for n in splits if n in others):
+                    continue
+                rows.update((*p, *m) for p in picked for m in more)
+                options |= {n: [c for c in each if self._holds(own, c, use)] for n, each in stages.items()}
+                for name, leaders in table.items():
+                    firsts = {tuple(c for n, c in zip(core, p, strict=True) if n in leaders) for p in picked}
+                    beside[name].update((*first, c) for first in firsts for c in options[name])
+        yield Coupling((*core, *further), frozenset(rows))
+        for name, leaders in table.items():
+            yield Coupling((*leaders, name), frozenset(beside[name]))
 
     def blocked(self, every: Every, roles: DimRoles, mesh: Mesh) -> str:
         """The axes that can have no use, with what prevents it."""
@@ -182,11 +190,16 @@ class Degrees(DecisionRelation):
             weights = [own for own in weights if not any(own < other for other in weights)]
         if tensor and not weights:
             return
-        for picked in itertools.product(*options.values()):
-            chosen = dict(zip(options, picked, strict=True))
-            used = ([a for n in own for a in chosen.get(n, ())] for own in weights)
-            if all(sorted(own) == sorted(tensor) for own in used):
-                yield picked
+        picked: list[tuple[Choice, ...]] = [()]
+        names = [*options]
+        for i, name in enumerate(names):
+            picked = [(*before, choice) for before in picked for choice in options[name]]
+            # What is wrong with some choices is so with all that has them.
+            for own in (own for own in weights if name in own):
+                known = [k for k, n in enumerate(names[: i + 1]) if n in own]
+                done = own.isdisjoint(names[i + 1 :])
+                picked = [p for p in picked if _divides([a for k in known for a in p[k]], tensor, done)]
+        yield from picked
 
     def _stored(self, every: Every, name: str, use: Use, axes: Axes) -> list[Choice]:
         """The stages over all ranks with the same weights; of hybrid sharding, over the near ones of them."""
@@ -209,6 +222,11 @@ class Degrees(DecisionRelation):
         """What may be split further elsewhere: the sequence, over the tensor axes."""
         own = _having(decision, tensor) if tensor and decision.dim in roles.named[Role.SEQUENCE] else []
         return [(), *own]
+
+
+def _divides(used: list[str], tensor: Axes, done: bool) -> bool:
+    """True if a weight has each of some axes once, or may once all of its dimensions are known."""
+    return len({*used}) == len(used) and {*used} <= {*tensor} and (not done or len(used) == len(tensor))
 
 
 def _axes(every: Every, mesh: Mesh) -> Axes:
