@@ -26,6 +26,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import layoutopt
 import mesh_tf_core as mtf
+from layoutopt.importers.torch import masks
 from layoutopt.importers.torch.flex import flex_written_out
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.errors import UserError
@@ -204,6 +205,17 @@ def test_masks_of_positions_are_no_arrays(name: str) -> None:
         (found,) = (e for e in model.origin.block.walk() if e.prim == "attention")  # type: ignore[union-attr]
         assert ((found.params["causal"], found.params["window"]), found.params["extra"]) == (wanted, "")
         assert worst < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "gemma3"])
+def test_masks_of_long_texts_are_no_arrays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those too long for a mask to be computed, as that of 4096 tokens is."""
+    monkeypatch.setattr(masks, "LARGEST", 100)
+    module, batch = MODULES[name][0]()
+    model = layoutopt.from_torch(module, batch)
+    assert model.origin is not None and not model.combines
+    found = [e.params for e in model.origin.block.walk() if e.prim == "attention"]
+    assert found and all(each["causal"] and not each["extra"] for each in found)
 
 
 class Flexed(Attention):

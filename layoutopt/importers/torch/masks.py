@@ -142,7 +142,12 @@ def _known(array: Any, shape: Sequence[int]) -> KnownArray | None:
     """An array of a result, if it is small enough."""
     array = np.asarray(array)
     array = array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
-    return KnownArray(array, tuple(shape)) if array.size <= LARGEST else None
+    if array.size > LARGEST:
+        return None
+    for axis in (a for a, n in enumerate(array.shape) if n > 1):
+        first = array.take([0], axis)
+        array = first if (array == first).all() else array
+    return KnownArray(array, tuple(shape))
 
 
 def _value(x: Any, rank: int) -> Any:
@@ -339,8 +344,8 @@ def _along(function: Callable[..., Any]) -> Follow:
 def _diff(
     shape: tuple[int, ...], x: KnownArray, n: int = 1, dim: int = -1, prepend: Any = None, *more: Any
 ) -> Shadow | None:
-    before = {} if prepend is None else {"prepend": prepend.array}
-    return _known(np.diff(x.array, n, dim, **before), shape)
+    before = {} if prepend is None else {"prepend": prepend.whole()}
+    return _known(np.diff(x.whole(), n, dim, **before), shape)
 
 
 _RULES: Mapping[str, Follow] = {
