@@ -304,21 +304,11 @@ class Decisions:
         agreed = replace(found, couplings=couplings).agreeing()
         if agreed is None:
             who = restriction.name or "the restriction"
-            said = found._blocked(couplings, restriction, mesh)
+            said = restriction.blocked(found.named, couplings, mesh)
             raise RestrictionError(
                 f"{who} can express no layout on {mesh}: {said}; use another mesh, or other pins"
             )
         return agreed
-
-    def _blocked(self, couplings: Iterable[Coupling], restriction: Restriction, mesh: Mesh) -> str:
-        """Why no options agree with a restriction."""
-        single = {c.names[0]: [o for (o,) in c.rows] for c in couplings if len(c.names) == 1}
-        for name in (n for n, left in single.items() if not left):
-            return f"it has none of the options of {name}: {', '.join(map(' '.join, self.options[name]))}"
-        left = self.within(single).named
-        why = (relation.blocked(left, restriction.about, mesh) for relation in restriction.relations)
-        fixed = (f"{n} {'+'.join(d.options[0]) or 'whole'}" for n, d in left.items() if len(d.options) == 1)
-        return "; ".join(filter(None, why)) or f"no options agree with {', '.join(fixed)}"
 
     def agreeing(self) -> Decisions | None:
         """Without options that agree with no row of a coupling; None if a decision or coupling gets empty."""

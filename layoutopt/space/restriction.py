@@ -268,6 +268,16 @@ class Restriction:
         why = f"{self.name} cannot express this{': ' if why else ''}{why}"
         return f"{asked}: {why}; {can}, or search with --framework layoutopt"
 
+    def blocked(self, every: Mapping[str, Decision], couplings: Sequence[Coupling], mesh: Mesh) -> str:
+        """Why no options of some decisions agree with it."""
+        single = {c.names[0]: tuple(o for (o,) in c.rows) for c in couplings if len(c.names) == 1}
+        for name in (n for n, left in single.items() if not left):
+            return f"it has none of the options of {name}: {', '.join(map(' '.join, every[name].options))}"
+        left = {n: replace(d, options=single.get(n, d.options)) for n, d in every.items()}
+        why = "; ".join(filter(None, (r.blocked(left, self.about, mesh) for r in self.relations)))
+        fixed = (f"{n} {'+'.join(d.options[0]) or 'whole'}" for n, d in left.items() if len(d.options) == 1)
+        return why or f"no options agree with {', '.join(fixed)}"
+
     def couplings(self, every: Mapping[str, Decision], mesh: Mesh) -> Iterator[Coupling]:
         """Its relations over the decisions of one subproblem."""
         roles = self.about
