@@ -180,8 +180,9 @@ class TickLoops:
                 if maker is not None and x is not None and maker.phase != Phase.FORWARD and is_float(x.dtype):
                     copy.tensors[i] = where(works, x, 0)
             if self.stage_again:
-                with copy.running_again():
-                    copy.layers_of(self.order.forward, stages, chunk, [known[i] for i in self.order.states])
+                copy.again = True
+                copy.layers_of(self.order.forward, stages, chunk, [known[i] for i in self.order.states])
+                copy.again = False
             come = [new.slice_into(stages, h) for h in held]
             seeds = come[: len(self.order.seeds)]
             for there, xs in zip(begins, entering, strict=False):

@@ -212,15 +212,6 @@ class VirtualStageCopy(Accumulation):
         finally:
             self.smaller, self.place = self.batches, None
 
-    @contextmanager
-    def running_again(self) -> Iterator[None]:
-        """Recomputes the code inside it for backward, and keeps the values that backward reads."""
-        self.again = True
-        try:
-            yield
-        finally:
-            self.again = False
-
     def _phase(self, node: Node) -> str:
         return Phase.RECOMPUTE if self.again and node.phase == Phase.FORWARD else node.phase
 
@@ -362,9 +353,10 @@ class VirtualStageCopy(Accumulation):
             self.tensors[i] = self.new.slice_into(block, self.tensors[o]) if found is None else found
         assert body.index is not None and forward.index is not None
         self.tensors[forward.index] = self.tensors[body.index]
-        with self.running_again():
-            for node in again.nodes:
-                self._node(node)
+        self.again = True
+        for node in again.nodes:
+            self._node(node)
+        self.again = False
         self.tensors.update((i, self.tensors[stacks[o]]) for o, i in body.sliced if o in stacks)
 
     def _number(self, block: Block) -> Tensor:
