@@ -286,3 +286,28 @@ def test_options_that_leave_with_more_microbatches_take_too_long_there() -> None
     narrow = more.narrowed(least, evaluator)
     assert narrow is not None
     assert Subproblem.of(mesh, narrow.decided).opened(evaluator).relaxed() == pytest.approx(least, rel=PRICE)
+
+
+@pytest.mark.one_in(2)
+def test_rows_of_all_stages_have_names_of_their_own() -> None:
+    """The stages between the ends have more layers than the first one, under a limit that little keeps."""
+    sizes = {"layers": 6, "d_model": 64, "d_kv": 16, "heads": 4, "d_ff": 128, "vocab": 64}
+    stages = {
+        "pipeline": "layers",
+        "schedule": "1f1b",
+        "microbatches": (8,),
+        "recompute": ("selective", True),
+    }
+    from examples.transformer_lm import model as transformer
+
+    with pytest.raises(mtf.UserError, match="no layout was found"):
+        search(
+            transformer(**sizes, batch=16, length=16),
+            mesh="pipe:4",
+            hardware="h100",
+            framework="megatron",
+            memory=8e5,
+            time_limit=6,
+            alternatives=False,
+            **stages,
+        )
