@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from layoutopt.api.comparing import LayoutCandidates
     from layoutopt.api.learning import Learned
     from layoutopt.api.pricing import PricedLayout
+    from mesh_tf_core.model import Model
 
 EXAMPLES = examples(
     "layoutopt candidates examples/transformer_lm.py --devices 8 --hardware h100 --framework torch --out "
@@ -159,6 +160,17 @@ def _shown(found: Learned, lines: int, out: Path | None) -> Iterator[RenderableT
         yield from ("", f"Use them: --framework {out}")
 
 
+def _short(model: Model | None, option: str, texts: list[str]) -> list[str]:
+    """The one value that all variables have, where that alone says the same."""
+    from layoutopt.space.decisions import typed
+
+    alike = {text.partition("=")[2] for text in texts}
+    if model is None or len(alike) > 1 or "" in alike:
+        return texts
+    same = typed(model, {option: [*alike]}) == typed(model, {option: texts})
+    return [*alike] if same else texts
+
+
 def write_candidates(path: Path, found: LayoutCandidates, model: str, settings: Sequence[str]) -> None:
     """Writes the table that `learn` reads, whose times are to be measured."""
     from layoutopt.plan.build import layout_of
@@ -176,7 +188,9 @@ def write_candidates(path: Path, found: LayoutCandidates, model: str, settings: 
             "layout": str(layout_of(each)),
             "predicted_seconds": f"{each.predicted.step_seconds:.6g}",
         }
-        rows.append(row | {OPTION_OF[name]: BETWEEN.join(texts) for name, texts in each.options().items()})
+        for name, texts in each.options().items():
+            row[OPTION_OF[name]] = BETWEEN.join(_short(found.plan.model, name, texts))
+        rows.append(row)
     used = [n for n in (*NOTED[:2], *ASKED, NOTED[2]) if any(row.get(n) for row in rows)]
     text = io.StringIO()
     writer = csv.DictWriter(text, [*used, SECONDS], restval="", extrasaction="ignore", lineterminator="\n")
