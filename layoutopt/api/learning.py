@@ -209,19 +209,15 @@ def learned(sums: Sequence[StepSums]) -> Learned:
     return Learned(sums[0].machine, tuple(constants), before, after)
 
 
-Errors = tuple[float, ...]
-
-
-def taken(sums: Sequence[StepSums]) -> tuple[Errors, Errors, list[tuple[FittedConstant, float]]]:
+def taken(
+    sums: Sequence[StepSums],
+) -> tuple[tuple[float, ...], tuple[float, ...], list[tuple[FittedConstant, float]]]:
     """Errors of steps as shipped, those with constants of all others, and the constants: none where the
     latter are hardly less."""
     before = tuple(error_of(each, []) for each in sums)
-    folds = [[*range(first, len(sums), FOLDS)] for first in range(min(FOLDS, len(sums)))]
-    left = dict[int, float]()
-    for fold in folds:
-        found = fitted([each for at, each in enumerate(sums) if at not in fold])
-        left |= {at: error_of(sums[at], found) for at in fold}
-    after = tuple(left[at] for at in range(len(sums)))
+    count = min(FOLDS, len(sums))
+    others = [fitted([s for at, s in enumerate(sums) if at % count != fold]) for fold in range(count)]
+    after = tuple(error_of(each, others[at % count]) for at, each in enumerate(sums))
     if np.mean(after) >= LESS * np.mean(before):
         return before, before, []
     return before, after, fitted(sums)

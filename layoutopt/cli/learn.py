@@ -47,7 +47,6 @@ EXAMPLES = examples(
 )
 SECONDS = "step_seconds"
 OPTIONS = {o.parameter: o for o in listed()["by_hand"]}
-OPTION_OF = {o.name: parameter for parameter, o in OPTIONS.items()}
 ASKED = ("model", "set", "mesh", "layout", *OPTIONS)
 NOTED = ("name", "group", "predicted_seconds")
 """Columns that `candidates` writes for people."""
@@ -139,23 +138,21 @@ def _number(text: str) -> float:
 
 
 def _shown(found: Learned, lines: int, out: Path | None) -> Iterator[RenderableType | View]:
-    left = lines - found.rows
+    left = f", {lines - found.rows} without {SECONDS}" * (lines > found.rows)
+    after = f"{percent(found.error_after)} with these constants, each run predicted without itself"
     rows = [
         ("framework", f"{found.machine.framework} on {found.machine.name}"),
-        ("runs", f"{found.rows} measured" + (f", {left} without {SECONDS}" if left else "")),
+        ("runs", f"{found.rows} measured{left}"),
         ("error", f"{percent(found.error_before)} on average as shipped"),
-        ("", f"{percent(found.error_after)} with these constants, each run predicted without itself"),
     ]
-    yield facts(rows if found.constants else rows[:3])
-    if found.constants:
-        columns = tuple(Column(n, n) for n in ("constant", "before", "after", "90 % interval"))
-        table = [
-            (c.name, f"{c.before:.3g}", f"{c.after:.3g}", f"{c.interval[0]:.3g} to {c.interval[1]:.3g}")
-            for c in found.constants
-        ]
-        yield from ("", View("Constants of the framework", columns, table))
-    else:
-        yield from ("", "No constants predict these runs better than those that ship.")
+    yield facts([*rows, *([("", after)] if found.constants else [])])
+    columns = tuple(Column(n, n) for n in ("constant", "before", "after", "90 % interval"))
+    table = [
+        (c.name, f"{c.before:.3g}", f"{c.after:.3g}", f"{c.interval[0]:.3g} to {c.interval[1]:.3g}")
+        for c in found.constants
+    ]
+    none = "No constants predict these runs better than those that ship."
+    yield from ("", View("Constants of the framework", columns, table) if table else none)
     if out is not None:
         yield from ("", f"Use them: --framework {out}")
 
@@ -164,11 +161,10 @@ def _short(model: Model | None, option: str, texts: list[str]) -> list[str]:
     """The one value that all variables have, where that alone says the same."""
     from layoutopt.space.decisions import typed
 
-    alike = {text.partition("=")[2] for text in texts}
-    if model is None or len(alike) > 1 or "" in alike:
+    one = [*{text.partition("=")[2] for text in texts}]
+    if model is None or len(one) > 1 or "" in one:
         return texts
-    same = typed(model, {option: [*alike]}) == typed(model, {option: texts})
-    return [*alike] if same else texts
+    return one if typed(model, {option: one}) == typed(model, {option: texts}) else texts
 
 
 def write_candidates(path: Path, found: LayoutCandidates, model: str, settings: Sequence[str]) -> None:
@@ -189,7 +185,9 @@ def write_candidates(path: Path, found: LayoutCandidates, model: str, settings: 
             "predicted_seconds": f"{each.predicted.step_seconds:.6g}",
         }
         for name, texts in each.options().items():
-            row[OPTION_OF[name]] = BETWEEN.join(_short(found.plan.model, name, texts))
+            row[name.removeprefix("--").replace("-", "_")] = BETWEEN.join(
+                _short(found.plan.model, name, texts)
+            )
         rows.append(row)
     used = [n for n in (*NOTED[:2], *ASKED, NOTED[2]) if any(row.get(n) for row in rows)]
     text = io.StringIO()
