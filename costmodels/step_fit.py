@@ -23,8 +23,7 @@ from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER
 SUSTAINED, EFFICIENCY = "chip.sustained", "chip.memory_efficiency"
 INTERVAL, LAUNCH = "chip.launch_interval", "topology.launch"
 HIDDEN, TENSOR = f"overlap.{GRADIENT}", f"overlap.{ACTIVATION}"
-GATHERED = f"overlap.{PARAMETER}"
-"""Hidden as gradients are."""
+GATHERED = f"overlap.{PARAMETER}"  # hidden as gradients are
 PATHS = (SUSTAINED, EFFICIENCY, INTERVAL, LAUNCH, *(f"overlap.{each}" for each in CLASSES))
 """The constants of equation (1), by their paths in a hardware file."""
 SHRINK = 0.004
@@ -107,8 +106,7 @@ class StepSums:
         self.sent, self.launches, self.longer = np.zeros(len(CLASSES)), np.zeros(len(CLASSES)), 0.0
         for times, item in items:
             if isinstance(item, Computed):
-                cost = known.get(item.quantity)
-                if cost is None:
+                if (cost := known.get(item.quantity)) is None:
                     cost = known[item.quantity] = compute_cost(full, item.quantity, devices)
                 product = item.quantity.op_class == "matmul"
                 most = max(cost.flop_seconds, cost.memory_seconds)
@@ -164,10 +162,6 @@ class StepFit:
         self._machines = dict(zip(keys, sums, strict=True))
         self._kind = np.array([list(self._machines).index(key) for key in keys])
 
-    def values(self, scaled: Iterable[float]) -> list[float]:
-        """The constants so many widths from what is expected."""
-        return [c.at(t) for c, t in zip(self.used, scaled, strict=True)]
-
     def predicted(self, values: Sequence[float]) -> np.ndarray:
         """Seconds of every step, with values of the constants in `used`."""
         kinds = [s.constants(self._on(chip, values)) for (chip, *_), s in self._machines.items()]
@@ -192,8 +186,11 @@ class StepFit:
 
         counted = self.weights if weights is None else weights
 
+        def values(scaled: np.ndarray) -> list[float]:
+            return [c.at(t) for c, t in zip(self.used, scaled, strict=True)]
+
         def loss(scaled: np.ndarray) -> float:
-            off = np.abs(np.log(self.predicted(self.values(scaled)) / self.seconds))
+            off = np.abs(np.log(self.predicted(values(scaled)) / self.seconds))
             return float(np.average(off, weights=counted) + self.shrink * (scaled**2).sum())
 
         corners = np.vstack([np.zeros(len(self.used)), np.eye(len(self.used)) * 0.7])
@@ -203,7 +200,7 @@ class StepFit:
         options = {"xatol": 5e-3, "fatol": 1e-5, "maxfev": 400, "initial_simplex": corners}
         found = minimize(loss, corners[0], method="Nelder-Mead", options=options)
         self.loss = float(found.fun)
-        return self.values(found.x)
+        return values(found.x)
 
     def intervals(self, groups: Sequence[Hashable]) -> np.ndarray:
         """5 % and 95 % of every constant over fits to groups of steps drawn with replacement."""

@@ -10,7 +10,7 @@ equation). What ships stays unless runs that had no part in the fit are predicte
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.frameworks import Framework, load_framework
+from costmodels.frameworks import load_framework
 from costmodels.hardware import Hardware, hardware_names, split_name
 from costmodels.step_fit import (
     EFFICIENCY,
@@ -41,7 +41,6 @@ from mesh_tf_core.files import write_file
 
 WIDTHS = {SUSTAINED: 0.1, EFFICIENCY: 0.2, INTERVAL: 10e-6, HIDDEN: 0.25, TENSOR: 0.25}
 """The constants of one framework on one chip, and how far each is off where another stack is measured."""
-UNITS = {INTERVAL: "s"}
 CHIP = "measured"
 LEAST, MOST = 3, 4
 """Runs, and constants."""
@@ -102,7 +101,7 @@ class Learned(Shown):
           of: what was measured, for the sources of the numbers.
 
         Raises:
-          UserError: `path` cannot be written, or the hardware's own file sets one of the constants.
+          UserError: `path` cannot be written.
         """
         content = self._content(Path(path).stem, of)
         write_file(path, json.dumps(content, indent=1) + "\n", "the framework")
@@ -113,16 +112,19 @@ class Learned(Shown):
             f"fitted with `layoutopt learn` to {self.rows} measured runs{of and f' of {of}'}: mean error "
             f"{percent(self.error_before)} with {base.text}, {percent(self.error_after)} with these constants"
         )
-        part: dict[str, Any] = {}
+        part, date = dict[str, Any](), datetime.now(UTC).date().isoformat()
         for c in self.constants:
-            number = {"value": float(f"{c.after:.4g}"), "unit": UNITS.get(c.name, "1"), "source": source}
-            number["date"] = datetime.now(UTC).date().isoformat()
+            value, unit = float(f"{c.after:.4g}"), "s" if c.name == INTERVAL else "1"
+            number = {"value": value, "unit": unit, "source": source, "date": date}
             for path in (c.name, GATHERED) if c.name == HIDDEN else (c.name,):
                 room, _, key = path.partition(".")
                 part.setdefault(room, {})[key] = number
         variants: dict[str, Any] = {v: {"default": option} for v, option in base.chosen.items()}
-        for variant, option in _setters(base, part):
-            variants.setdefault(variant, {})["options"] = {option: {"on": {chip: part}}}
+        paths = {f"{room}.{key}" for room, numbers in part.items() for key in numbers}
+        setters = {n.option for n in base.numbers() if n.path in paths}
+        for name_of, option in base.options().items():
+            if f"{name_of}={option}" in setters:  # it would replace the number
+                variants.setdefault(name_of, {})["options"] = {option: {"on": {chip: part}}}
         return {
             "format": "layoutopt-framework/1",
             "name": name,
@@ -141,15 +143,6 @@ class Learned(Shown):
         errors = f"mean error {percent(self.error_before)} before, {percent(self.error_after)} after"
         its = f"{len(self.constants)} constants of {self.machine.framework}"
         return f"Learned({its}, {self.rows} runs: {errors})"
-
-
-def _setters(base: Framework, part: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The chosen options that set one of these numbers, and would replace it."""
-    paths = {f"{room}.{key}" for room, numbers in part.items() for key in numbers}
-    chosen = {f"{name}={option}" for name, option in base.options().items()}
-    for option in sorted({n.option for n in base.numbers() if n.path in paths} & chosen):
-        variant, _, name = option.partition("=")
-        yield variant, name
 
 
 def learn(runs: Sequence[tuple[PricedLayout, float]]) -> Learned:
@@ -194,7 +187,11 @@ def learn(runs: Sequence[tuple[PricedLayout, float]]) -> Learned:
                 f"learn: run {at} is predicted for {its.name} under {its.framework}, but run 1 for "
                 f"{machine.name} under {machine.framework}; learn from one of them at a time"
             )
-    return learned([_sums(each, seconds) for each, seconds in runs])
+    sums = []
+    for each, seconds in runs:
+        prices, items = each.evaluation.prices, ((x.times, x.item) for x in each.evaluation.cost.lines)
+        sums.append(StepSums(prices.hardware, prices.placement, items, seconds, CHIP))
+    return learned(sums)
 
 
 def learned(sums: Sequence[StepSums]) -> Learned:
@@ -221,12 +218,6 @@ def taken(
     if np.mean(after) >= LESS * np.mean(before):
         return before, before, []
     return before, after, fitted(sums)
-
-
-def _sums(priced: PricedLayout, seconds: float) -> StepSums:
-    prices, cost = priced.evaluation.prices, priced.evaluation.cost
-    items = ((line.times, line.item) for line in cost.lines)
-    return StepSums(prices.hardware, prices.placement, items, seconds, CHIP)
 
 
 def fitted(sums: Sequence[StepSums]) -> list[tuple[FittedConstant, float]]:

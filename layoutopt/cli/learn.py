@@ -28,7 +28,7 @@ from layoutopt.cli.options import (
     path_option,
 )
 from layoutopt.cli.terminal import facts
-from layoutopt.plan.units import percent
+from layoutopt.plan.units import mesh_option, percent
 from layoutopt.space.option import listed
 from reports.views.view import Column, View
 
@@ -174,15 +174,14 @@ def write_candidates(path: Path, found: LayoutCandidates, model: str, settings: 
 
     rows = []
     for each in found.chosen:
-        assert each.predicted is not None
         row = {
             "name": each.name,
             "group": str(each.group),
             "model": model,
             "set": BETWEEN.join(settings),
-            "mesh": ";".join(f"{axis}:{size}" for axis, size in each.mesh.items()),
+            "mesh": mesh_option(each.mesh),
             "layout": str(layout_of(each)),
-            "predicted_seconds": f"{each.predicted.step_seconds:.6g}",
+            "predicted_seconds": "" if each.predicted is None else f"{each.predicted.step_seconds:.6g}",
         }
         for name, texts in each.options().items():
             row[name.removeprefix("--").replace("-", "_")] = BETWEEN.join(
