@@ -265,9 +265,7 @@ def test_nothing_fits(refused: Callable[..., str], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("layoutopt.optimize.infeasible.SHARE", 0.0)  # what would help is tested below
     line = refused(*SMALLEST, "--memory", "5KiB", "--json", code=3)  # with `repairs`, too
     assert "no layout of 'mlp' fits into 5 KiB per device" in line
-    assert re.search(
-        r"largest tensors: \S+.* \([\d.]+ [KM]iB\), .*; use at least [\d,]+ devices or more", line
-    )
+    assert re.search(r"largest tensors: \S+.* \([\d.]+ [KM]iB\), .*; use about [\d,]+ devices \(if", line)
 
 
 @pytest.mark.nightly
