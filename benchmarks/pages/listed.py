@@ -19,6 +19,7 @@ from benchmarks.pages import (
     machines,
     picks,
     speed,
+    torch_modules,
     training,
 )
 from benchmarks.pages.tables import ROOT, stored
@@ -57,6 +58,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "docs/results/gpu.md": gpu.page,
     "docs/results/speed.md": speed.page,
     "docs/results/jax_models.md": jax_models.page,
+    "docs/results/torch_modules.md": torch_modules.page,
     "docs/results/diloco.md": diloco.page,
     "docs/results/training.md": training.page,
 }

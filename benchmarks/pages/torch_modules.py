@@ -1,0 +1,77 @@
+"""PyTorch modules at full size: their import, and their searches under PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.pages.tables import caption, prose, stored, table
+
+HEAD = """\
+# PyTorch modules
+
+These {models} modules of transformers, of peft and in plain PyTorch are at their published sizes, without
+values. {imported} of them have a stored import. {exact} of these have exactly the module's parameters, and
+{loops} have the loops of layers that were written down before the first import. {right:,} of {pairs:,} pairs
+of axes are the same dimension or two as written down. *Share* is the CPU time of the import without
+`torch.export`, relative to that of `torch.export`.
+
+The searches are for {devices} devices of {hardware} under `--framework {framework} --allow usual`. {searched}
+were run, and {proven} of these proved a best layout. {about}
+"""
+
+
+def page() -> Iterator[str]:
+    """docs/results/torch_modules.md."""
+    found = stored("torch_modules")
+    rows = [r for r in found["rows"] if "parameters" in r]
+    searched = [r["search"] for r in rows if "search" in r]
+    yield prose(
+        HEAD,
+        models=len(found["rows"]),
+        imported=len(rows),
+        exact=sum(r["parameters"]["imported"] == r["parameters"]["module"] for r in rows),
+        loops=sum(sorted(r["loops"]["found"]) == sorted(r["loops"]["expected"]) for r in rows),
+        right=sum(r["axes"]["as_expected"] for r in rows),
+        pairs=sum(r["axes"]["pairs"] for r in rows),
+        devices=found["devices"],
+        hardware=found["hardware"],
+        framework=found["framework"],
+        proven=sum(s["status"] == "OPTIMAL" for s in searched),
+        searched=len(searched),
+        about=found["about"],
+    )
+    yield caption("python benchmarks/torch_modules.py", "torch_modules")
+    yield from table(
+        (
+            "module",
+            "parameters",
+            "loops",
+            "import, CPU s",
+            "share",
+            "search",
+            "search, CPU s",
+            "step, ms",
+            "plan",
+        ),
+        (_row(r) for r in found["rows"]),
+    )
+
+
+def _row(row: dict[str, Any]) -> tuple[str, ...]:
+    if "error" in row:
+        return (row["note"], row["error"], *[""] * 7)
+    own = row["import_cpu_seconds"] - row["export_cpu_seconds"]
+    s = row.get("search", {})
+    plan = [*(f"{d}:{'+'.join(axes)}" for d, axes in s.get("layout", {}).items()), *s.get("storage", ())]
+    return (
+        row["note"],
+        f"{row['parameters']['imported']:,}",
+        ", ".join(map(str, row["loops"]["found"])) or "none",
+        f"{row['import_cpu_seconds']:.1f}",
+        f"{own / row['export_cpu_seconds']:.2f}",
+        s.get("status", "not run").lower(),
+        str(s.get("cpu_seconds", "")),
+        f"{1e3 * s['step_seconds']:.1f}" if "step_seconds" in s else "",
+        "; ".join(plan),
+    )
