@@ -146,7 +146,8 @@ def _answer_to(question: SearchQuestion) -> _Answer:
         return _Answer(looked, best, notes=notes)
     if beyond is None:
         raise _explained(question, UndecidedError(str(refused)), looked, f"; {UNDECIDED}")
-    raise _explained(question, refused, looked, f"; {NOT_SEARCHED}: {beyond}")
+    more = f"; {NOT_SEARCHED}: {beyond}" * (str(beyond) != str(refused))
+    raise _explained(question, refused, looked, more)
 
 
 def _beyond(
