@@ -146,8 +146,8 @@ def _answer_to(question: SearchQuestion) -> _Answer:
         return _Answer(looked, best, notes=notes)
     if beyond is None:
         raise _explained(question, UndecidedError(str(refused)), looked, f"; {UNDECIDED}")
-    more = f"; {NOT_SEARCHED}: {beyond}" * (str(beyond) != str(refused))
-    raise _explained(question, refused, looked, more)
+    twice = str(beyond) == str(refused)
+    raise _explained(question, refused, looked, "" if twice else f"; {NOT_SEARCHED}: {beyond}")
 
 
 def _beyond(
