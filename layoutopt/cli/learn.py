@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from mesh_tf_core.model import Model
 
 EXAMPLES = examples(
-    "layoutopt candidates examples/transformer_lm.py --devices 8 --hardware h100 --framework torch --out "
-    "runs.csv",
     "layoutopt learn runs.csv --hardware h100 --framework torch --out mine.json",
 )
 SECONDS = "step_seconds"
@@ -92,10 +90,10 @@ def read_runs(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
       UserError: the file cannot be read, or has other columns, or a line of other length.
     """
     from mesh_tf_core.errors import UserError, known_names
-    from mesh_tf_core.reading import reading
+    from mesh_tf_core.reading import read_text, reading
 
     with reading(f"runs {str(path)!r}"):
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path)
     reader = csv.DictReader(line for line in text.splitlines() if line.strip() and line[0] != "#")
     columns = [name.strip() for name in reader.fieldnames or ()]
     for name in ("model", SECONDS):

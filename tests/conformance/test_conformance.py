@@ -82,9 +82,19 @@ def test_every_operation_has_a_sample() -> None:
             used |= {type(instr.op) for instr, _ in program.walk() if isinstance(instr, Local)}
     # A new key comes from the graph's own counters; tests/core/test_random.py has it. The others, lowering
     # makes of pipelines, of messages beside products and of padded shards; tests/core/test_pipelines.py,
-    # test_collective_matmul.py, test_padded_storage.py and tests/engines/test_some_layers.py have them.
+    # test_collective_matmul.py, test_padded_storage.py and tests/engines/test_some_layers.py have them. Codes
+    # of eight bits mean float32 whatever comes; tests/core/test_optimizers.py has them under every layout.
     stages = {"StageNumbers", "StagePart", "StageStack", "StageTerm"}
     chunks = {"AddProduct", "ChunkAs", "ChunkFirst", "ChunkNumber", "ChunkOf", "ChunkPut"}
-    elsewhere = {"FoldIn", "PadPieces", "CutPadding", "JoinedParts", *stages, *chunks}
+    elsewhere = {
+        "FoldIn",
+        "PadPieces",
+        "CutPadding",
+        "JoinedParts",
+        "ToEightBits",
+        "FromEightBits",
+        *stages,
+        *chunks,
+    }
     missing = {cls.__name__ for cls in _operations() - used} - elsewhere
     assert not missing

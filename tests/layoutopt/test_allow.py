@@ -129,11 +129,10 @@ def test_no_word_about_recomputation_loses_a_part() -> None:
             layoutopt.search(EXAMPLES["transformer"](), mesh="x:2", hardware="tpu-v3", recompute=(text,))
 
 
-@pytest.mark.parametrize("pinned", [("layers",), ("encoder_layers", "decoder_layers")])
-def test_pins_of_stages_that_nothing_can_have_are_refused(pinned: tuple[str, ...]) -> None:
-    model = whole_model(3) if len(pinned) < 2 else seq2seq(**SMALL)
-    pins = dict(zip(pinned, (("x",), ("y",)), strict=False))
-    for again in (("some",), ("count=2",), *[(False, True)] * (len(pinned) - 1)):
+def test_pins_of_stages_that_nothing_can_have_are_refused() -> None:
+    pinned = ("encoder_layers", "decoder_layers")
+    pins = dict(zip(pinned, (("x",), ("y",)), strict=True))
+    for again in (("some",), ("count=2",), (False, True)):
         space = SearchSpace(pipeline=pinned, pins=pins, recompute=again)
         with pytest.raises(UserError, match=f"--pin of {', '.join(pinned)} is not possible"):
-            list(ways(model, mtf.Mesh("x:2;y:2"), space))
+            list(ways(seq2seq(**SMALL), mtf.Mesh("x:2;y:2"), space))

@@ -106,6 +106,7 @@ def test_only_public_names_are_shown() -> None:
         "from_huggingface",
         "from_jax",
         "from_torch",
+        "learn",
         "lint",
         "load_plan",
         "search",
