@@ -526,6 +526,53 @@ def test_lengths_that_a_module_cuts_are_no_tokens() -> None:
     assert model.parameters == sum(p.numel() for p in module.parameters()) and not model.token_dims
 
 
+class Contrastive(nn.Module):
+    """Two towers whose loss compares all pairs, as CLIP's."""
+
+    def __init__(self):
+        super().__init__()
+        self.text, self.image = nn.Linear(6, 8), nn.Linear(10, 8)
+
+    def forward(self, text, image):
+        logits = self.text(text) @ self.image(image).t()
+        targets = torch.arange(logits.shape[0])
+        return F.cross_entropy(logits, targets) + F.cross_entropy(logits.t(), targets)
+
+
+def test_two_inputs_of_a_loss_over_pairs_have_one_batch() -> None:
+    torch.manual_seed(0)
+    batch = {"text": torch.randn(4, 6), "image": torch.randn(4, 10)}
+    model, worst = compared(Contrastive(), batch, None, "data:2", "batch:data")
+    assert worst < 1e-5 and model.batch_dim == "batch" and model.combines
+    plan = layoutopt.search(model, mesh="data:4", hardware="h100", framework="torch")
+    assert plan.layout.axes("batch") == ("data",) and any("combines examples" in n for n in plan.data.notes)
+
+
+class Picked(nn.Linear):
+    def forward(self, x):
+        found = super().forward(x)
+        return found[found > 0].mean()
+
+
+class Mean(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).mean()
+
+
+def test_sizes_that_are_not_known_or_nothing_are_refused() -> None:
+    with pytest.raises(UserError, match=r"test_from_torch\.py:\d+: a size depends on values of the batch"):
+        layoutopt.from_torch(Picked(8, 8), {"x": torch.ones(4, 8)})
+    with pytest.raises(UserError, match=r"'x' of the batch has shape \(0, 8\), which has no elements"):
+        layoutopt.from_torch(Mean(8, 8), {"x": torch.ones(0, 8)})
+
+
+@pytest.mark.parametrize("of_module", ["meta", "cpu"])
+def test_a_module_or_its_batch_may_be_on_meta(of_module: str) -> None:
+    other = "cpu" if of_module == "meta" else "meta"
+    model = layoutopt.from_torch(Mean(8, 8, device=of_module), {"x": torch.ones(4, 8, device=other)})
+    assert model.batch_dim == "batch" and model.parameters == 72
+
+
 def test_rows_of_experts_that_mix_stay_sorted() -> None:
     for mixed in (False, True):
         x = torch.randn(4, 6, 8, dtype=torch.bfloat16)

@@ -158,7 +158,9 @@ def classes(
     _twins(found, {c for v in parameters for c in found.all(v)})
     for axes in alike:
         for axis in axes[1:]:
-            _unite_if_free(found, axes[0], axis)
+            for x, y in _alike(found, axes[0], axis):
+                if y not in found.apart(x):
+                    found.unite(x, y)
     return found
 
 
@@ -260,12 +262,6 @@ def _sizes(found: Classes, nodes: Sequence[FactorNode]) -> list[int]:
 def _unite_axes(found: Classes, a: Axis, b: Axis) -> None:
     for x, y in _alike(found, a, b):
         found.unite(x, y)
-
-
-def _unite_if_free(found: Classes, a: Axis, b: Axis) -> None:
-    for x, y in _alike(found, a, b):
-        if y not in found.apart(x):
-            found.unite(x, y)
 
 
 def _alike(found: Classes, a: Axis, b: Axis) -> list[tuple[FactorNode, FactorNode]]:

@@ -54,12 +54,6 @@ def _expanded(atoms: Iterable[_Atom]) -> list[_Atom]:
     return out
 
 
-def _union(a: _Atom, b: _Atom) -> None:
-    if a is not b:
-        b.same = a
-        a.piece = a.piece or b.piece
-
-
 def _cut(atom: _Atom, size: int) -> None:
     rest = _Atom(atom.size // size, piece=atom.piece)
     atom.parts = [_Atom(size, piece=atom.piece), rest]
@@ -73,7 +67,9 @@ def _unite(left: Sequence[_Atom], right: Sequence[_Atom]) -> bool:
         if x.parts or y.parts:
             a, b = _expanded(a), _expanded(b)
         elif x is y or x.size == y.size:
-            _union(x, y)
+            if x is not y:
+                y.same = x
+                x.piece = x.piece or y.piece
             a, b = a[1:], b[1:]
         elif x.size % y.size == 0:
             _cut(x, y.size)

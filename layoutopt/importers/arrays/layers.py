@@ -171,7 +171,7 @@ class LoopFit:
         if any(p is not None and p[0] >= self.end for p in places):
             return None
         if all(x is first for x in slot):
-            return self._const(first)
+            return self._consts.setdefault(id(first), (first, Var(first.shape, first.dtype)))[1]
         return self._part(slot)
 
     def _made_inside(
@@ -195,9 +195,6 @@ class LoopFit:
         if (first.shape, first.dtype) != (second.shape, second.dtype):
             return None
         return self.carries.setdefault((offset, id(first)), (first, Var(first.shape, first.dtype)))[1]
-
-    def _const(self, x: Operand) -> Operand:
-        return self._consts.setdefault(id(x), (x, Var(x.shape, x.dtype)))[1]
 
     def _part(self, slot: Sequence[Operand]) -> Operand | None:
         """What differs from layer to layer and is made before them."""

@@ -22,6 +22,10 @@ from mesh_tf_core.errors import UserError
 
 MODULE = "module"
 """Name of the user's module inside of the one that is exported."""
+INSTEAD = (
+    "select with torch.where instead of branching or picking elements; of transformers' mixtures of experts, "
+    'load the model with experts_implementation="grouped_mm"'
+)
 RECOMPUTED = "layoutopt_recomputed"
 """The key of a node's metadata that says which checkpoint it is inside of."""
 
@@ -57,6 +61,7 @@ def captured(module: Any, batch: Any, loss: Callable[..., Any] | None, param_dty
     flat, tree = torch.utils._pytree.tree_flatten_with_path(batch)
     # The same tensor given twice would be one input, and its other reader would lose its own.
     seen: set[int] = set()
+    devices = {p.device for p in module.parameters()}
     tensors: dict[str, Any] = {}
     values = []
     for keys, x in flat:
@@ -64,6 +69,15 @@ def captured(module: Any, batch: Any, loss: Callable[..., Any] | None, param_dty
             if id(x) in seen:
                 x = x.clone()
             seen.add(id(x))
+            if not x.numel():
+                raise UserError(
+                    f"from_torch: {batch_path(keys)!r} of the batch has shape {tuple(x.shape)}, which has no "
+                    "elements; give it the shape that a training step has"
+                )
+            if len(devices | {x.device}) == 2 and any(d.type == "meta" for d in (*devices, x.device)):
+                x = torch.empty_like(
+                    x, device=next(iter(devices))
+                )  # no values are read, so one device is enough
             tensors[batch_path(keys)] = x
         values.append(x)
     given = torch.utils._pytree.tree_unflatten(values, tree)
@@ -236,11 +250,9 @@ def _checkpoints(torch: Any) -> Iterator[None]:
 def _place(function: Any) -> str:
     """What a checkpoint is around."""
     inner = getattr(function, "func", function)
-    code = getattr(inner, "__code__", None)
-    if code is not None:
-        return f"{code.co_filename}:{code.co_firstlineno}"
     owner = getattr(inner, "__self__", inner)
-    code = getattr(getattr(type(owner), "forward", None), "__code__", None)
+    forward = getattr(type(owner), "forward", None)
+    code = getattr(inner, "__code__", getattr(forward, "__code__", None))
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else type(owner).__name__
 
 
@@ -263,10 +275,7 @@ def _refused(error: Exception) -> UserError:
     instead = "rewrite this line without it, or export the module with torch.export to see more"
     if "GuardOnDataDependent" in kind or "data-dependent" in str(error):
         text = "the program depends on values of the batch or of parameters, which a traced program cannot"
-        instead = (
-            "select with torch.where instead of branching; of transformers' mixtures of experts, load the "
-            'model with experts_implementation="grouped_mm"'
-        )
+        instead = INSTEAD
     return UserError(f"from_torch: {place}torch.export cannot trace this module: {kind}: {text}; {instead}")
 
 

@@ -15,12 +15,13 @@ from layoutopt.importers.arrays.mixtures import live, sorts_left, without_sorts
 from layoutopt.importers.torch import complexes, indexing, losses, products, reductions, shapes
 from layoutopt.importers.torch.agreement import check_read, check_type
 from layoutopt.importers.torch.autocast import Autocast
-from layoutopt.importers.torch.capture import MODULE, RECOMPUTED
+from layoutopt.importers.torch.capture import INSTEAD, MODULE, RECOMPUTED
 from layoutopt.importers.torch.elementwise import TABLE, Type
 from layoutopt.importers.torch.emitter import Equations
 from layoutopt.importers.torch.internals import array_of, dtype_of, torch_module
 from layoutopt.importers.torch.masks import KnownArray, Shadow, followed, hidden
 from layoutopt.importers.torch.views import INVERSES
+from mesh_tf_core.errors import UserError
 
 __all__ = ["ReadProgram", "read"]
 
@@ -160,9 +161,7 @@ class _Reader:
         return ()
 
     def _value(self, n: Any) -> Any:
-        while n in self.same:
-            n = self.same[n]
-        return self.values[n]
+        return self.values[self._root(n)]
 
     def _call(self, n: Any) -> None:
         if n.target is operator.getitem:
@@ -187,7 +186,7 @@ class _Reader:
             self.values[n] = self._batch_norm(n, args)
             return
         written = _writes(name)
-        result = _type_of(n.meta.get("val"), self.torch)
+        result = _type_of(n.meta.get("val"), self.torch, self.m.where)
         mask = self._mask(n, name, args)
         if mask is not None:
             args = (*args[:3], mask, *args[4:])
@@ -345,9 +344,11 @@ def scope_of(path: str) -> str:
     return re.sub(r"[^\w./\-]+", "", path.removeprefix(MODULE).lstrip(".").replace(".", "/"))
 
 
-def _type_of(value: Any, torch: Any) -> Any:
+def _type_of(value: Any, torch: Any, where: str) -> Any:
     if isinstance(value, torch.Tensor):
+        if not all(isinstance(n, int) for n in value.shape):
+            raise UserError(f"from_torch: {where}: a size depends on values of the batch; {INSTEAD}")
         kind = str(value.dtype).removeprefix("torch.")
         dtype = complexes.REAL.get(kind) or dtype_of(value.dtype)
         return Type(tuple(map(int, value.shape)), dtype)
-    return [_type_of(x, torch) for x in value] if isinstance(value, list | tuple) else None
+    return [_type_of(x, torch, where) for x in value] if isinstance(value, list | tuple) else None

@@ -22,7 +22,6 @@ def sync_batch_norms(module: Any, group: Any) -> None:
 def _synced(norm: Any, group: Any) -> Any:
     torch = torch_module()
     all_reduce: Callable[..., Any] = import_module("torch.distributed.nn.functional").all_reduce
-
     alone = norm.forward
     ranks = torch.distributed.get_world_size(group)
 

@@ -47,16 +47,14 @@ def _selected_back(m: Equations, whole: Operand, value: Operand, args: Sequence[
     return _sliced_back(m, whole, row, (dim, index, index + 1))
 
 
-def _same_back(m: Equations, whole: Operand, value: Operand, args: Sequence[Any]) -> Operand:
-    return m.cast(value, whole.dtype)
-
-
 INVERSES: Mapping[str, Inverse] = {
     **dict.fromkeys(("view", "reshape", "flatten", "squeeze", "unsqueeze", "_unsafe_view"), _back),
     "transpose": _transposed_back,
     "permute": _permuted_back,
     "slice": _sliced_back,
     "select": _selected_back,
-    **dict.fromkeys(("alias", "detach", "contiguous"), _same_back),
+    **dict.fromkeys(
+        ("alias", "detach", "contiguous"), lambda m, whole, value, args: m.cast(value, whole.dtype)
+    ),
 }
 """Views that may be written to."""
