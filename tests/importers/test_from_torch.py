@@ -548,6 +548,26 @@ def test_two_inputs_of_a_loss_over_pairs_have_one_batch() -> None:
     assert plan.layout.axes("batch") == ("data",) and any("combines examples" in n for n in plan.data.notes)
 
 
+class Decoded(nn.Module):
+    """PyTorch's own layers with a causal mask, whose values they look at."""
+
+    def __init__(self):
+        super().__init__()
+        self.transformer = nn.Transformer(8, 2, 1, 1, 16, 0.0, batch_first=True)
+
+    def forward(self, x, y):
+        mask = nn.Transformer.generate_square_subsequent_mask(y.shape[1], device=y.device)
+        return self.transformer(x, y, tgt_mask=mask).square().mean()
+
+
+def test_the_masks_of_pytorchs_own_transformer_are_causal() -> None:
+    torch.manual_seed(0)
+    model, worst = compared(Decoded(), {"x": torch.randn(2, 6, 8), "y": torch.randn(2, 4, 8)})
+    assert worst < 1e-5 and model.origin is not None
+    found = [e.params["causal"] for e in model.origin.block.walk() if e.prim == "attention"]
+    assert sorted(found) == [False, False, True]
+
+
 class Picked(nn.Linear):
     def forward(self, x):
         found = super().forward(x)

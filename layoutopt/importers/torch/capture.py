@@ -60,8 +60,7 @@ def captured(module: Any, batch: Any, loss: Callable[..., Any] | None, param_dty
     notes: list[str] = []
     flat, tree = torch.utils._pytree.tree_flatten_with_path(batch)
     # The same tensor given twice would be one input, and its other reader would lose its own.
-    seen: set[int] = set()
-    devices = {p.device for p in module.parameters()}
+    seen, devices = set[int](), {p.device for p in module.parameters()}
     tensors: dict[str, Any] = {}
     values = []
     for keys, x in flat:
@@ -99,6 +98,8 @@ def captured(module: Any, batch: Any, loss: Callable[..., Any] | None, param_dty
             stack.enter_context(_checkpoints(torch))
             stack.enter_context(flex_written_out())
             stack.enter_context(on_gpus())
+            own = torch.nn.modules.transformer  # it compares a mask's values to choose a kernel
+            stack.enter_context(patch.object(own, "_detect_is_causal_mask", lambda _, it, *__: it is True))
             around = stack.enter_context(left(notes))
             stack.enter_context(torch.fx.traceback.preserve_node_meta())
             program = torch.export.export(whole, args, dict(kwargs))
@@ -227,8 +228,7 @@ def _without_cache(module: Any, notes: list[str]) -> Iterator[None]:
 @contextmanager
 def _checkpoints(torch: Any) -> Iterator[None]:
     """Marks the operations inside of torch.utils.checkpoint, which tracing would forget."""
-    own = torch.utils.checkpoint
-    mark = torch.fx.traceback.annotate
+    own, mark = torch.utils.checkpoint, torch.fx.traceback.annotate
 
     def without_reentry(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         with mark({RECOMPUTED: _place(function)}):
