@@ -3,10 +3,10 @@
     python -m benchmarks.framework_fit [FRAMEWORK …]
 
 The models of a framework, by name, are fitted and judged in turn (`judged`); no model is in both halves. At
-most six constants of a framework, in equation (1) of `costmodels.step_fit`.
-Least mean absolute error of the logarithm, where each table, model and release counts by the root of its
-rows. The interval of 90 %
-is of fits to models drawn with replacement. Results, with what ships beside what was found:
+most six constants of a framework (`costmodels.step_fit`), each with what physics or sources let expect of it:
+without that, few rows move a constant to where another one should be. Least mean absolute error of the
+logarithm, where each table, model and release counts by the root of its rows. The interval of 90 % is of fits
+to models drawn with replacement. Results, with what ships beside what was found:
 `benchmarks/results/framework_fit.json`.
 """
 
@@ -26,6 +26,7 @@ from benchmarks.errors import errors_of, order
 from benchmarks.framework_parts import parts
 from benchmarks.framework_rows import Row, rows, tables
 from costmodels import load_hardware
+from costmodels.pricing.pricer import Pricer
 from costmodels.step_fit import (
     EFFICIENCY,
     HIDDEN,
@@ -169,7 +170,9 @@ def sums_of(row: Row) -> StepSums:
     """The quantities of a row; UserError as of `layoutopt.cost`."""
     kept, chip = parts(row), chip_of(row)
     machine = load_hardware(row.hardware, row.framework)
-    return StepSums(machine, kept.placement, kept.items, row.seconds or 1.0, chip, BOARD.get(chip, 1.0))
+    assert row.seconds, row.name
+    prices = Pricer(machine, kept.placement)
+    return StepSums(prices, kept.items, row.seconds, chip, BOARD.get(chip, 1.0))
 
 
 def fitter_of(constants: Sequence[FittedConstant], own: Sequence[tuple[Row, StepSums]]) -> StepFit:

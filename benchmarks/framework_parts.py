@@ -21,7 +21,6 @@ from costmodels.liveness import memory
 from costmodels.network.topology import MeshPlacement
 from costmodels.pricing.items import Item
 from costmodels.stage_ends import StageEnd
-from costmodels.step_fit import bare
 from mesh_tf_core.errors import UserError
 
 KEPT = Path(tempfile.gettempdir()) / "layoutopt-rows"
@@ -43,6 +42,13 @@ class Parts:
     placement: MeshPlacement
     peak: float
     limit: float
+
+
+def bare(machine: Hardware) -> Hardware:
+    """A machine without the numbers that fits choose; they decide no item."""
+    whole = replace(machine.chip.memory_efficiency, value=1.0, given="", source="", date="")
+    chip = replace(machine.chip, sustained=None, launch_interval=None, memory_efficiency=whole)
+    return replace(machine, chip=chip)
 
 
 @cache

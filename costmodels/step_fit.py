@@ -1,21 +1,21 @@
 """Constants of a framework, fitted to measured steps.
 
-(1) kernel = max(interval, start + max(FLOP seconds / sustained, bytes seconds / efficiency))
-    step = sum of kernels + sum over messages of (launch + seconds) (1 - hidden)
+A step is the sum of its kernels and exposed messages (`costmodels.pricing.pricer`), whose parts are computed
+once; constants come last in each, so that the price of a step is that of the product whatever they are.
 Least mean absolute error of the logarithm, where a constant pays for leaving what is expected of it.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
 from costmodels.hardware import GpuCluster, Hardware
-from costmodels.kernels.compute import ComputeCost, Quantity, compute_cost
-from costmodels.network.topology import MeshPlacement
-from costmodels.pricing.items import Computed, Item, Sent
+from costmodels.kernels.compute import Kernel, Quantity, kernel
+from costmodels.pricing.items import Computed, Item, Sent, Transferred
 from costmodels.pricing.overlap import ACTIVATION, CLASSES
 from costmodels.pricing.pricer import Pricer
 from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER
@@ -25,7 +25,7 @@ INTERVAL, LAUNCH = "chip.launch_interval", "topology.launch"
 HIDDEN, TENSOR = f"overlap.{GRADIENT}", f"overlap.{ACTIVATION}"
 GATHERED = f"overlap.{PARAMETER}"  # hidden as gradients are
 PATHS = (SUSTAINED, EFFICIENCY, INTERVAL, LAUNCH, *(f"overlap.{each}" for each in CLASSES))
-"""The constants of equation (1), by their paths in a hardware file."""
+"""The constants, by their paths in a hardware file."""
 SHRINK = 0.004
 """Error that a constant must save to leave what is expected of it by one width."""
 DRAWS = 30
@@ -54,15 +54,8 @@ class FittedConstant:
         return min(self.most, max(least, self.around + scaled * self.width))
 
 
-def bare(machine: Hardware) -> Hardware:
-    """A machine whose products and memory are at the full rate, without the numbers that fits choose."""
-    whole = replace(machine.chip.memory_efficiency, value=1.0, given="", source="", date="")
-    chip = replace(machine.chip, sustained=None, launch_interval=None, memory_efficiency=whole)
-    return replace(machine, chip=chip)
-
-
 def constants_of(machine: Hardware) -> dict[str, float]:
-    """The constants of equation (1) as a machine has them."""
+    """The constants as a machine has them."""
     chip, topology = machine.chip, machine.topology
     return {
         SUSTAINED: 1.0 if chip.sustained is None else chip.sustained.value,
@@ -74,57 +67,53 @@ def constants_of(machine: Hardware) -> dict[str, float]:
 
 
 class StepSums:
-    """The quantities of equation (1) for a step.
+    """What the price of a step is made of, without the constants of `PATHS`.
 
     Args:
-      machine: that it is predicted for.
+      prices: of its machine and mesh.
       items: how often each runs in the step.
       seconds: measured.
       chip: as constants name it.
       board: what the clocks of this chip keep of those that constants are of.
 
     Attributes:
-      kernels: a row each: FLOP seconds, whether of a product, bytes seconds (all at the full rate), whether
-        these follow each other, start, times.
-      sent: seconds of messages without their launch, by class; `launches`: how many are launched.
-      longer: seconds of messages and transfers beyond the products between their start and their done.
+      kernels: how often each runs.
+      sent: seconds without launches, and launches, of all messages of a class (its number in `CLASSES`; one
+        more: those that nothing hides), and of each that products between its start and done hide.
+      between: seconds of a kernel that hide a message, in runs of the kernel.
     """
 
     def __init__(
         self,
-        machine: Hardware,
-        placement: MeshPlacement,
+        prices: Pricer,
         items: Iterable[tuple[float, Item]],
         seconds: float,
         chip: str = "",
         board: float = 1.0,
     ) -> None:
-        self.machine, self.seconds, self.chip, self.board = machine, seconds, chip, board
-        self.known = constants_of(machine)
-        full, prices, known = bare(machine), Pricer(machine, placement), dict[Quantity, ComputeCost]()
-        devices, kernels = placement.mesh.devices, list[tuple[float, ...]]()
-        self.sent, self.launches, self.longer = np.zeros(len(CLASSES)), np.zeros(len(CLASSES)), 0.0
+        self.machine, self.seconds, self.chip, self.board = prices.hardware, seconds, chip, board
+        self.known, self.devices = constants_of(self.machine), prices.devices
+        self.kernels = defaultdict[Quantity, float](float)
+        self.between = defaultdict[tuple[Hashable, Quantity], float](float)
+        self.sent = defaultdict[Hashable, np.ndarray](lambda: np.zeros(2))
         for times, item in items:
             if isinstance(item, Computed):
-                if (cost := known.get(item.quantity)) is None:
-                    cost = known[item.quantity] = compute_cost(full, item.quantity, devices)
-                product = item.quantity.op_class == "matmul"
-                most = max(cost.flop_seconds, cost.memory_seconds)
-                turn = cost.seconds > cost.launch_seconds + most * (1 + 1e-9)
-                both = cost.flop_seconds, product, cost.memory_seconds, turn
-                kernels.append((*both, cost.launch_seconds, times))
-            elif isinstance(item, Sent) and not item.between:
-                own = CLASSES.index(item.purpose if item.purpose in CLASSES else ACTIVATION)
-                taken = prices.seconds_of(item)[0]
+                self.kernels[item.quantity] += times
+                continue
+            key: Hashable = len(CLASSES)
+            launches, taken = 0, prices.seconds_of(item)[0]
+            if isinstance(item, Sent):
+                if prices.hidden in item.axes:
+                    continue
                 alone = 0 if item.joined else 1
-                count = (alone if item.together else len(item.payloads)) if taken else 0
-                self.sent[own] += (taken - count * self.known[LAUNCH]) * times
-                self.launches[own] += count * times
-            else:
-                self.longer += prices.seconds_of(item)[1] * times
-        every = np.array(kernels or np.zeros((1, 6)))
-        alike, index = np.unique(every[:, :5], axis=0, return_inverse=True)
-        self.kernels = np.column_stack([alike, np.bincount(index.ravel(), weights=every[:, 5])])
+                launches = (alone if item.together else len(item.payloads)) if taken else 0
+                key = CLASSES.index(item.purpose) if item.purpose in CLASSES else key
+            if isinstance(item, Sent | Transferred) and item.between:
+                key = item
+                for product, part in item.between:
+                    self.kernels[product.quantity] += 0
+                    self.between[item, product.quantity] += part * times
+            self.sent[key] += np.array([taken - launches * self.known[LAUNCH], launches]) * times
 
     def constants(self, k: Mapping[str, float]) -> np.ndarray:
         """The values of `PATHS`: of `k`, else as the machine has them."""
@@ -133,7 +122,7 @@ class StepSums:
 
 
 class StepFit:
-    """Equation (1) for many steps at once.
+    """The prices of many steps at once.
 
     Args:
       constants: those that no step has are left out.
@@ -151,13 +140,23 @@ class StepFit:
         self.weights = np.array(weights or np.ones(len(sums)))
         self.seconds = np.array([s.seconds for s in sums])
         self.used = [c for c in constants if any(s.chip in c.chips for s in sums)]
-        lengths = [len(s.kernels) for s in sums]
-        self._first, self._of = np.cumsum([0, *lengths])[:-1], np.repeat(np.arange(len(sums)), lengths)
-        columns = np.concatenate([s.kernels for s in sums]).T
-        self._flops, product, self._moved, turn, self._start, self._times = columns
-        self._product, self._turn = product > 0, turn > 0
-        self._sent, self._launches = np.array([s.sent for s in sums]), np.array([s.launches for s in sums])
-        self._longer = np.array([s.longer for s in sums])
+        kernels = [(at, s, q) for at, s in enumerate(sums) for q in s.kernels]
+        messages = [(at, key) for at, s in enumerate(sums) for key in s.sent]
+        self._of, self._message_of = (np.array([at for at, *_ in of], int) for of in (kernels, messages))
+        parts = [astuple(kernel(s.machine, q, s.devices))[:8] for _, s, q in kernels]
+        self._kernels = Kernel(*np.array(parts or np.zeros((0, 8))).T)
+        self._times = np.array([s.kernels[q] for _, s, q in kernels])
+        self._sent = np.array([sums[at].sent[key] for at, key in messages]).reshape(-1, 2).T
+        self._class = np.array([k if isinstance(k, int) else len(CLASSES) for _, k in messages], int)
+        place = {(at, q): n for n, (at, _, q) in enumerate(kernels)}
+        index = {each: n for n, each in enumerate(messages)}
+        every = [
+            (index[at, key], place[at, q], x)
+            for at, s in enumerate(sums)
+            for (key, q), x in s.between.items()
+        ]
+        hidden, product, self._runs = np.array(every or np.zeros((0, 3))).T
+        self._hidden, self._product = hidden.astype(int), product.astype(int)
         keys = [(s.chip, s.machine.name, s.machine.framework) for s in sums]
         self._machines = dict(zip(keys, sums, strict=True))
         self._kind = np.array([list(self._machines).index(key) for key in keys])
@@ -165,15 +164,17 @@ class StepFit:
     def predicted(self, values: Sequence[float]) -> np.ndarray:
         """Seconds of every step, with values of the constants in `used`."""
         kinds = [s.constants(self._on(chip, values)) for (chip, *_), s in self._machines.items()]
-        of_row = np.array(kinds)[self._kind]
+        of_row = np.pad(np.array(kinds), ((0, 0), (0, 1)))[self._kind]
         sustained, efficiency, interval = of_row[self._of, :3].T
-        worked = np.where(self._product, self._flops / sustained, self._flops)
-        moved = self._moved / efficiency
-        kernel = self._start + np.where(self._turn, worked + moved, np.maximum(worked, moved))
-        computed = np.add.reduceat(np.maximum(kernel, interval) * self._times, self._first)
-        sent = self._sent + self._launches * of_row[:, 3:4]
-        found: np.ndarray = computed + self._longer + (sent * (1 - of_row[:, 4:])).sum(axis=1)
-        return found
+        k = replace(self._kernels, interval=interval)
+        worked, moved = k.flops(sustained, np.minimum, np.maximum), k.memory(efficiency)
+        kernels = k.seconds(worked, moved, np.minimum, np.maximum)
+        own = of_row[self._message_of]
+        sent = (self._sent[0] + self._sent[1] * own[:, 3]) * (1 - own[range(len(own)), 4 + self._class])
+        under = np.zeros(len(own))
+        np.add.at(under, self._hidden, kernels[self._product] * self._runs)
+        found: np.ndarray = np.bincount(self._of, kernels * self._times, len(self.sums))
+        return found + np.bincount(self._message_of, np.maximum(sent - under, 0.0), len(self.sums))
 
     def _on(self, chip: str, values: Sequence[float]) -> dict[str, float]:
         """The constants of a chip."""

@@ -95,11 +95,11 @@ def test_constants_that_ship_lie_in_the_intervals_of_the_fit(name: str) -> None:
 
 @pytest.mark.parametrize("name", FITS)
 def test_a_fit_prices_as_the_product_does(name: str) -> None:
-    """Equation (1) with the constants that ship is the price of a row."""
+    """With the constants that ship it is the price of a row."""
     own = [row for t in TABLES for row in rows_of(name, [quick(t)]) if row.seconds and row.ran][:2]
     for row in own:
         (seconds,) = StepFit([], [sums_of(row)]).predicted([])
-        assert seconds == pytest.approx(unseen.priced(row)["predicted_seconds"], rel=0.01), row.name
+        assert seconds == pytest.approx(unseen.priced(row)["predicted_seconds"], rel=1e-9), row.name
     assert own
 
 
@@ -113,7 +113,7 @@ def test_a_price_of_parts_is_that_of_the_product() -> None:
 
 
 def test_constants_are_found_again() -> None:
-    """Of steps that equation (1) makes with other constants than those expected."""
+    """Of steps that are predicted with other constants than those expected."""
     own = [quick(table) for table in ("fms_fsdp_llama2", "torchtitan", "yafsdp_a100")]
     fitter = fitter_of(FITS["torch"].constants, [(row, sums_of(row)) for row in own])
     fitter.seconds = fitter.predicted([c.around + 0.4 * c.width for c in fitter.used])

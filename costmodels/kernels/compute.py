@@ -28,7 +28,9 @@ Nothing is faster than the peak: efficiency is at most 1, and (8) keeps to the r
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from costmodels.hardware import ComputeCurve, Hardware, MatrixUnit
 from mesh_tf_core.errors import UserError
@@ -36,6 +38,9 @@ from mesh_tf_core.ir.op import PRODUCTS
 
 MATMUL_CLASSES = PRODUCTS
 """Kinds of operations whose FLOPs are matrix products (`Op.kind`); no other list repeats them."""
+ADDING = "at the rate of adding the partial results of the convolution's taps"
+Choice = Callable[[Any, Any], Any]
+"""The smaller or the larger of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,67 +126,118 @@ def compute_seconds(hardware: Hardware, quantity: Quantity, devices: int = 1) ->
     return compute_cost(hardware, quantity, devices).seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """The seconds of one operation at the full rates, or arrays with those of many, as constants are fitted
+    (`costmodels.step_fit`): `sustained` and `memory_efficiency` come last.
+
+    Attributes:
+      product: of the matrix unit.
+      beside: that follow these, whatever is sustained: the softmax of blocks, attention at a known rate.
+      vector: of the same work on the vector unit; infinite where there is none.
+      floor: of what runs beside either: fused work, passing, adding, the peak.
+      moved: of the bytes.
+      passed: of elements that follow these.
+      launch: to start.
+      in_turn: the bytes wait for the FLOPs.
+      interval: between launches, at least.
+      rate, padding: of the product, FLOP/s and ratio.
+      where: what `floor` is of.
+    """
+
+    product: Any
+    beside: Any
+    vector: Any
+    floor: Any
+    moved: Any
+    passed: Any
+    launch: Any
+    in_turn: Any
+    interval: Any = 0.0
+    rate: float = 0.0
+    padding: float = 1.0
+    where: str = ""
+
+    def flops(self, sustained: Any, least: Choice = min, most: Choice = max) -> Any:
+        """Seconds of the FLOPs; `least` and `most` choose of numbers, or of arrays."""
+        return most(least(self.product / sustained + self.beside, self.vector), self.floor)
+
+    def memory(self, efficiency: Any) -> Any:
+        """Seconds of the bytes."""
+        return self.moved / efficiency + self.passed
+
+    def seconds(self, flops: Any, memory: Any, least: Choice = min, most: Choice = max) -> Any:
+        """Seconds of the whole: equation (1)."""
+        both = most(flops, memory) + self.in_turn * least(flops, memory)
+        return most(self.launch + both, self.interval)
+
+
+def kernel(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Kernel:
+    """The parts of an operation's time, with the arguments of `compute_seconds`."""
+    chip, contention = hardware.chip, hardware.contention(devices)
+    moved = contention * (_laid(hardware, quantity)[0] / hardware.memory_bandwidth)
+    # The vector unit has one rate for all types, which may be above the peak of a wide one.
+    is_product = quantity.op_class in MATMUL_CLASSES
+    at_peak = contention * quantity.flops / hardware.peak_flops(quantity.dtype) if is_product else 0.0
+    if (curve := _curve(hardware, quantity)) is not None:
+        taken = curve.seconds(_amount(curve, quantity)) * contention / hardware.contention(curve.devices)
+        return Kernel(0.0, math.inf, taken, at_peak, moved, 0.0, 0.0, False)
+    interval = 0.0 if chip.launch_interval is None else chip.launch_interval.value
+    launch = contention * _launch(hardware, quantity)
+    vector = contention * _vector_seconds(hardware, _reached(hardware, quantity))
+    passing = contention * _passing_seconds(hardware, quantity)
+    if not is_product:
+        return Kernel(0.0, math.inf, vector, 0.0, moved, passing, launch, False, interval)
+    known, after, handed, in_turn = _attention(hardware, quantity), 0.0, 0.0, False
+    padding = 1.0 if known else padding_ratio(chip.matrix_unit, quantity)
+    padded = quantity.flops * padding
+    if quantity.blocked and not known and chip.vector_flops is not None:
+        blocks, after, elements = quantity.blocked
+        padded, in_turn, handed = blocks * padding, True, contention * _handing_seconds(hardware, elements)
+    odd = chip.unaligned_efficiency if quantity.unaligned and not known else None
+    efficiency = known or _efficiency(hardware, padded) * (1.0 if odd is None else odd.value)
+    rate = hardware.peak_flops(quantity.dtype) * efficiency
+    product, after = contention * padded / rate, contention * _vector_seconds(hardware, after)
+    floor, where = max(
+        (contention * _vector_seconds(hardware, quantity.vector), "fused"),
+        (passing, "passing"),
+        (contention * _adding_seconds(hardware, quantity), ADDING),
+        (at_peak, "at the peak"),
+        key=lambda each: each[0],
+    )
+    parts = (0.0, product) if known else (product, after)
+    vector = math.inf if chip.vector_flops is None else vector
+    return Kernel(*parts, vector, floor, moved, handed, launch, in_turn, interval, rate, padding, where)
+
+
 def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> ComputeCost:
     """Predicts the seconds of one operation on one device and the parts of this time (equations (1) to (8)).
 
     The arguments are those of `compute_seconds`.
     """
-    contention = hardware.contention(devices)
-    memory = contention * (_laid(hardware, quantity)[0] / _reachable(hardware))
-    curve = _curve(hardware, quantity)
-    if curve is not None:
-        return _measured(hardware, quantity, curve, contention, memory)
-    in_turn = False
-    padding, flops, where = (
-        1.0,
-        contention * _vector_seconds(hardware, _reached(hardware, quantity)),
-        "vector",
-    )
-    if quantity.op_class in MATMUL_CLASSES:
-        efficiency, beside = _attention(hardware, quantity), 0.0
-        padding = 1.0 if efficiency else padding_ratio(hardware.chip.matrix_unit, quantity)
-        padded = quantity.flops * padding
-        if quantity.blocked and not efficiency and hardware.chip.vector_flops is not None:
-            in_turn, (blocks, beside, handed) = True, quantity.blocked
-            padded = blocks * padding
-            memory += contention * _handing_seconds(hardware, handed)
-        efficiency = efficiency or _efficiency(hardware, padded) * _sustained(hardware, quantity)
-        rate = hardware.peak_flops(quantity.dtype) * efficiency
-        product = contention * (padded / rate + _vector_seconds(hardware, beside))
-        if product <= flops or hardware.chip.vector_flops is None:
-            flops, where = product, f"x {padding:.3g} for padding, at {rate / 1e12:.4g} TFLOP/s"
-            if beside:
-                where += f", for blocks of {padded:.4g} matmul FLOPs and {beside:.4g} softmax FLOPs"
-        fused = contention * _vector_seconds(hardware, quantity.vector)
-        if fused > flops:
-            flops, where = fused, "fused"
-        passing = contention * _passing_seconds(hardware, quantity)
-        if passing > flops:
-            flops, where = passing, "passing"
-        adding = contention * _adding_seconds(hardware, quantity)
-        if adding > flops:
-            flops, where = adding, "at the rate of adding the partial results of the convolution's taps"
-        # The vector unit has one rate for all types, which may be above the peak of a wide one.
-        at_peak = contention * quantity.flops / hardware.peak_flops(quantity.dtype)
-        if at_peak > flops:
-            flops, where = at_peak, "at the peak"
-    else:
-        memory += contention * _passing_seconds(hardware, quantity)
-    launch = contention * _launch(hardware, quantity)
-    bound = "launch" if launch > max(flops, memory) else "flops" if flops >= memory else "memory"
-    seconds, interval = launch + max(flops, memory), hardware.chip.launch_interval
-    if in_turn:
-        seconds = launch + flops + memory
+    k, chip, contention = kernel(hardware, quantity, devices), hardware.chip, hardware.contention(devices)
+    sustained = 1.0 if chip.sustained is None else chip.sustained.value
+    flops, memory = k.flops(sustained), k.memory(chip.memory_efficiency.value)
+    seconds = k.seconds(flops, memory)
+    if (curve := _curve(hardware, quantity)) is not None:
+        bound = "measured" if seconds == k.vector else "flops" if k.floor >= memory else "memory"
+        amount = _amount(curve, quantity)
+        words = (
+            f"max({k.vector * 1e6:.4g} us measured for {amount:.4g} {curve.against}, {k.floor * 1e6:.4g} us "
+            f"at the peak, {memory * 1e6:.4g} us for {quantity.bytes:.4g} bytes)"
+        )
+        return ComputeCost(seconds, k.floor, memory, 0.0, 1.0, bound, words)
+    bound = "launch" if k.launch > max(flops, memory) else "flops" if flops >= memory else "memory"
     words = (
-        f"{launch * 1e6:.3g} us launch + max({flops * 1e6:.4g} us for {_work(hardware, quantity, where)}; "
-        f"{memory * 1e6:.4g} us for {_moved(hardware, quantity)})"
+        f"{k.launch * 1e6:.3g} us launch + max({flops * 1e6:.4g} us for "
+        f"{_work(hardware, quantity, k, sustained)}; {memory * 1e6:.4g} us for {_moved(hardware, quantity)})"
     )
     if contention > 1:
         words += f", with {contention:.3g} devices per core"
-    if interval is not None:
-        words += f", at least {interval.value * 1e6:.3g} us between launches"
-        seconds, bound = max((interval.value, "launch"), (seconds, bound))
-    return ComputeCost(seconds, flops, memory, launch, padding, bound, words)
+    if chip.launch_interval is not None:
+        words += f", at least {k.interval * 1e6:.3g} us between launches"
+        bound = "launch" if seconds == k.interval else bound
+    return ComputeCost(seconds, flops, memory, k.launch, k.padding, bound, words)
 
 
 def _launch(hardware: Hardware, quantity: Quantity) -> float:
@@ -189,21 +245,33 @@ def _launch(hardware: Hardware, quantity: Quantity) -> float:
     return (own or hardware.chip.launch_overhead).value
 
 
-def _work(hardware: Hardware, quantity: Quantity, where: str) -> str:
+def _work(hardware: Hardware, quantity: Quantity, k: Kernel, sustained: float) -> str:
     """The FLOPs that decide, and the rate they run at."""
-    if where == "passing":
-        return _passed(hardware, quantity)
-    if where not in ("vector", "fused"):
-        return f"{quantity.flops:.4g} FLOPs {where}"
-    amount = quantity.vector if where == "fused" else _reached(hardware, quantity)
+    product = k.product / sustained + k.beside
+    if k.floor > min(product, k.vector):
+        if k.where == "passing":
+            return _passed(hardware, quantity)
+        if k.where != "fused":
+            return f"{quantity.flops:.4g} FLOPs {k.where}"
+        amount = quantity.vector
+    elif product <= k.vector:
+        rate = k.rate * (sustained if k.product else 1.0)
+        words = f"{quantity.flops:.4g} FLOPs x {k.padding:.3g} for padding, at {rate / 1e12:.4g} TFLOP/s"
+        if k.in_turn and quantity.blocked:
+            blocks, beside, _ = quantity.blocked
+            words += f", for blocks of {blocks * k.padding:.4g} matmul FLOPs and {beside:.4g} softmax FLOPs"
+        return words
+    else:
+        amount = _reached(hardware, quantity)
     vector = hardware.chip.vector_flops
-    rate = f"{vector.value / hardware.devices_per_chip / 1e12:.4g} TFLOP/s" if vector else "no known rate"
-    return f"{amount:.4g} FLOPs on the vector unit at {rate}"
+    rated = f"{vector.value / hardware.devices_per_chip / 1e12:.4g} TFLOP/s" if vector else "no known rate"
+    return f"{amount:.4g} FLOPs on the vector unit at {rated}"
 
 
 def _moved(hardware: Hardware, quantity: Quantity) -> str:
     """What memory seconds consist of."""
-    words = f"{_laid(hardware, quantity)[0]:.4g} bytes at {_reachable(hardware) / 1e9:.4g} GB/s"
+    rate = hardware.memory_bandwidth * hardware.chip.memory_efficiency.value
+    words = f"{_laid(hardware, quantity)[0]:.4g} bytes at {rate / 1e9:.4g} GB/s"
     if _passing_seconds(hardware, quantity) and quantity.op_class not in MATMUL_CLASSES:
         words += f" and {_passed(hardware, quantity)}"
     return words
@@ -294,14 +362,6 @@ def _efficiency(hardware: Hardware, flops: float) -> float:
     return min(1.0, curve(min(flops, curve.points[-1][0])))
 
 
-def _sustained(hardware: Hardware, quantity: Quantity) -> float:
-    """What a product keeps of the best of a scan, in a step and with its alignment."""
-    chip = hardware.chip
-    kept = 1.0 if chip.sustained is None else chip.sustained.value
-    odd = chip.unaligned_efficiency if quantity.unaligned else None
-    return kept if odd is None else kept * odd.value
-
-
 def _attention(hardware: Hardware, quantity: Quantity) -> float | None:
     """Of equation (2): the efficiency of a kernel for attention; None if it is none or the file has none."""
     known = hardware.chip.attention_efficiency
@@ -310,11 +370,6 @@ def _attention(hardware: Hardware, quantity: Quantity) -> float | None:
     head, (least, first) = quantity.matmul_dims[2], known[0]
     below = [number.value for size, number in known if size <= head]
     return below[-1] if below else first.value * head / least
-
-
-def _reachable(hardware: Hardware) -> float:
-    """Bytes/s that a program reaches."""
-    return hardware.memory_bandwidth * hardware.chip.memory_efficiency.value
 
 
 def _curve(hardware: Hardware, quantity: Quantity) -> ComputeCurve | None:
@@ -331,19 +386,5 @@ def _curve(hardware: Hardware, quantity: Quantity) -> ComputeCurve | None:
     return None
 
 
-def _measured(
-    hardware: Hardware, quantity: Quantity, curve: ComputeCurve, contention: float, memory: float
-) -> ComputeCost:
-    """Equation (8)."""
-    amount = quantity.flops if curve.against == "flops" else quantity.bytes
-    taken = curve.seconds(amount) * contention / hardware.contention(curve.devices)
-    flops = 0.0
-    if quantity.op_class in MATMUL_CLASSES:
-        flops = contention * quantity.flops / hardware.peak_flops(quantity.dtype)
-    seconds = max(taken, flops, memory)
-    bound = "measured" if seconds == taken else "flops" if flops >= memory else "memory"
-    words = (
-        f"max({taken * 1e6:.4g} us measured for {amount:.4g} {curve.against}, {flops * 1e6:.4g} us at "
-        f"the peak, {memory * 1e6:.4g} us for {quantity.bytes:.4g} bytes)"
-    )
-    return ComputeCost(seconds, flops, memory, 0.0, 1.0, bound, words)
+def _amount(curve: ComputeCurve, quantity: Quantity) -> float:
+    return quantity.flops if curve.against == "flops" else quantity.bytes

@@ -3,8 +3,8 @@
 runs = [(layoutopt.cost(model, mesh, layout, "h100", framework="torch"), seconds), ...]
 layoutopt.learn(runs).save("mine.json")  # then framework="mine.json"
 
-Constants are added one by one, each time the one that lowers the error most (`costmodels.step_fit` has the
-equation). What ships stays unless runs that had no part in the fit are predicted clearly better.
+Constants are added one by one, each time the one that lowers the error most (`costmodels.step_fit`
+prices them). What ships stays unless runs that had no part in the fit are predicted clearly better.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ def learn(runs: Sequence[tuple[PricedLayout, float]]) -> Learned:
             )
     sums = []
     for each, seconds in runs:
-        prices, items = each.evaluation.prices, ((x.times, x.item) for x in each.evaluation.cost.lines)
-        sums.append(StepSums(prices.hardware, prices.placement, items, seconds, CHIP))
+        of = each.evaluation
+        sums.append(StepSums(of.prices, ((x.times, x.item) for x in of.cost.lines), seconds, CHIP))
     return learned(sums)
 
 
