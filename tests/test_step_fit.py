@@ -58,7 +58,7 @@ def test_a_fit_prices_as_the_product_does(
     ships, file = constants_of(machine), tmp_path / "moved.json"
     names = [n for n in WIDTHS if n != INTERVAL or machine.chip.launch_interval is not None]
     moved = tuple(LearnedConstant(name=n, before=ships[n], after=MOVED[n], interval=(0, 1)) for n in names)
-    Learned(machine, moved, (0.3,), (0.1,)).save(file)
+    Learned(machine, moved, (0.3,), (0.1,), (kind,)).save(file)
     asked = built(kind), mesh, layout, hardware
     found = layoutopt.cost(*asked, framework=framework, **said)
     after = layoutopt.cost(*asked, framework=str(file), **said).predicted.step_seconds

@@ -99,7 +99,7 @@ class Variant(_Record):
 
 
 class LearnedError(_Record):
-    """The errors of measured runs on a chip, each predicted without itself, as shares."""
+    """The errors of measured runs, each predicted by a fit without it, as shares."""
 
     rows: int
     mean: float
@@ -113,7 +113,8 @@ class Framework(Overlay):
       kinds: as in `Overlay`; it runs on these kinds of chips.
       says: the framework whose layouts it can express: for a file that is `like` another, that one's.
       variants: name -> its options.
-      errors: chip -> those of the user's own runs, where its numbers were fitted to them.
+      errors: chip, and kind of run (`layoutopt.plan.known.kind_words`) -> those of the user's own runs, to
+        which its numbers were fitted.
       chosen: variant -> option, where the user said one.
       file: the whole path, if it is a user's own.
     """
@@ -122,7 +123,7 @@ class Framework(Overlay):
     name: Text
     says: Text
     variants: Mapping[str, Variant] = {}
-    errors: Mapping[str, LearnedError] = {}
+    errors: Mapping[str, Mapping[str, LearnedError]] = {}
     notes: tuple[Text, ...] = ()
     chosen: Mapping[str, str] = Field(default={}, exclude=True)
     file: str = Field(default="", exclude=True)
@@ -134,6 +135,11 @@ class Framework(Overlay):
         version = f"@{said.pop(VERSION)}" if VERSION in said else ""
         options = ",".join(f"{name}={option}" for name, option in said.items())
         return f"{self.file or self.name}{version}{':' * bool(options)}{options}"
+
+    @property
+    def as_learned(self) -> bool:
+        """No option was chosen that replaces what `errors` were found with."""
+        return all(self.variants[name].default == option for name, option in self.chosen.items())
 
     def options(self) -> dict[str, str]:
         """Every variant with its option."""

@@ -33,14 +33,17 @@ from costmodels.step_fit import (
     constants_of,
 )
 from layoutopt.api.pricing import PricedLayout
+from layoutopt.plan.known import kind_words
 from layoutopt.plan.layout_results import LearnedConstant, LearnResult
 from layoutopt.plan.notebook import Shown, table
 from layoutopt.plan.units import percent
+from layoutopt.space.parallelism import parallelism
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.files import write_file
 
 WIDTHS = {SUSTAINED: 0.1, EFFICIENCY: 0.2, INTERVAL: 10e-6, HIDDEN: 0.25, TENSOR: 0.25}
-"""The constants of one framework on one chip, and how far each is off where another stack is measured."""
+"""The constants of one framework on one chip, and how far each may well be off: about the spread of those
+that ship, over chips and frameworks."""
 CHIP = "measured"
 LEAST, MOST = 3, 4
 """Runs, and constants."""
@@ -61,14 +64,17 @@ class Learned(Shown):
 
     Attributes:
       machine: the chip under the framework that was fitted.
-      constants: name, value before and after, 90 % interval of the latter; none if what ships is as good.
+      constants: name, value before and after, 90 % interval of fits of these constants to runs drawn anew;
+        none if what ships is as good.
       before, after: absolute error of each run, predicted without itself, as a share.
+      kinds: of each run (`layoutopt.plan.known.kind_words`).
     """
 
     machine: Hardware
     constants: tuple[LearnedConstant, ...]
     before: tuple[float, ...]
     after: tuple[float, ...]
+    kinds: tuple[str, ...]
 
     @property
     def rows(self) -> int:
@@ -125,6 +131,11 @@ class Learned(Shown):
         for name_of, option in base.options().items():
             if f"{name_of}={option}" in setters:  # it would replace the number
                 variants.setdefault(name_of, {})["options"] = {option: {"on": {chip: part}}}
+        # Those of the base go: they were found with its numbers.
+        errors: dict[str, Any] = dict.fromkeys(base.errors.get(chip, ()))
+        for kind in dict.fromkeys(self.kinds):
+            own = [error for error, its in zip(self.after, self.kinds, strict=True) if its == kind]
+            errors[kind] = {"rows": len(own), "mean": float(np.mean(own)), "worst": max(own)}
         return {
             "format": "layoutopt-framework/1",
             "name": name,
@@ -132,7 +143,7 @@ class Learned(Shown):
             "summary": f"{base.text}, as measured{of and f' in {of}'}",
             "on": {chip: part} if part else {},
             "variants": variants,
-            "errors": {chip: {"rows": self.rows, "mean": self.error_after, "worst": max(self.after)}},
+            "errors": {chip: errors},
         }
 
     def to_frame(self) -> Any:
@@ -187,23 +198,19 @@ def learn(runs: Sequence[tuple[PricedLayout, float]]) -> Learned:
                 f"learn: run {at} is predicted for {its.name} under {its.framework}, but run 1 for "
                 f"{machine.name} under {machine.framework}; learn from one of them at a time"
             )
-    sums = []
+    sums, kinds = [], []
     for each, seconds in runs:
         of = each.evaluation
         sums.append(StepSums(of.prices, ((x.times, x.item) for x in of.cost.lines), seconds, CHIP))
-    return learned(sums)
-
-
-def learned(sums: Sequence[StepSums]) -> Learned:
-    """The constants that measured steps of one machine change."""
+        kinds.append(kind_words(bool(parallelism(of.model).experts), bool(of.pipeline)))
     before, after, found = taken(sums)
-    names, ships = [c for c, _ in found], constants_of(sums[0].machine)
+    names, ships = [c for c, _ in found], constants_of(machine)
     ends = StepFit(names, sums, shrink=NOISE / len(sums)).intervals(range(len(sums))).T.tolist()
     constants = (
         LearnedConstant(name=c.name, before=ships[c.name], after=value, interval=(low, high))
         for (c, value), (low, high) in zip(found, ends, strict=True)
     )
-    return Learned(sums[0].machine, tuple(constants), before, after)
+    return Learned(machine, tuple(constants), before, after, tuple(kinds))
 
 
 def taken(

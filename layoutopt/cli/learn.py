@@ -10,6 +10,7 @@ import contextlib
 import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,7 @@ from layoutopt.cli.options import (
     LONGEST,
     ON,
     OUTPUT,
+    THIS_MACHINE,
     OnHardware,
     Output,
     check_out,
@@ -35,6 +37,7 @@ from reports.views.view import Column, View
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from costmodels.hardware import Hardware
     from layoutopt.api.comparing import LayoutCandidates
     from layoutopt.api.learning import Learned
     from layoutopt.api.pricing import PricedLayout
@@ -45,7 +48,8 @@ EXAMPLES = examples(
 )
 SECONDS = "step_seconds"
 OPTIONS = {o.parameter: o for o in listed()["by_hand"]}
-ASKED = ("model", "set", "mesh", "layout", *OPTIONS)
+PARAMETERS = {o.name: o.parameter for o in OPTIONS.values()}
+ASKED = ("model", "set", "hardware", "framework", "mesh", "layout", *OPTIONS)
 NOTED = ("name", "group", "predicted_seconds")
 """Columns that `candidates` writes for people."""
 BETWEEN = " "
@@ -57,8 +61,8 @@ def learn(
         Path,
         typer.Argument(
             metavar="RUNS.csv",
-            help="Measured runs: columns model, mesh, step_seconds and any of set, layout, "
-            f"{', '.join(OPTIONS)}, as `cost` takes them. `candidates --out` writes such a file.",
+            help="Measured runs: columns model, mesh, step_seconds and any of set, hardware, framework, "
+            f"layout, {', '.join(OPTIONS)}, as `cost` takes them. `candidates --out` writes such a file.",
             show_default=False,
         ),
     ],
@@ -72,7 +76,8 @@ def learn(
     from layoutopt.api.learning import learn as fitted
 
     check_out(out, read=[runs])
-    machine_on.read()  # refused before anything takes time
+    if _named(machine_on):
+        machine_on.read()  # refused before anything takes time
     terminal, lines = output.terminal, [*read_runs(runs)]
     measured = [(where, line) for where, line in lines if line[SECONDS]]
     with terminal.waiting(f"predicting {len(measured)} runs"):
@@ -100,6 +105,8 @@ def read_runs(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
         if name not in columns:
             raise UserError(f"{path}: no column {name!r} among {', '.join(columns) or 'none'}; add it")
     for name in columns:
+        if columns.count(name) > 1:
+            raise UserError(f"{path}: {columns.count(name)} columns are named {name!r}; leave one")
         if name not in (known := (*ASKED, SECONDS, *NOTED)):
             raise UserError(f"{path}: column {name!r} is not known; {known_names(name, known)}")
     reader.fieldnames = columns
@@ -120,10 +127,31 @@ def _timed(line: Mapping[str, str], machine_on: OnHardware, where: str) -> tuple
         mesh, layout = (line.get(name) or None for name in ("mesh", "layout"))
         settings, decided = line.get("set", "").split(), type(UNDECIDED)(**given)
         loaded, of = read_source(line["model"], None, settings, mesh, layout, decided)
-        machine = machine_on.read(loaded.model)
+        machine = _machine(line, machine_on, loaded.model)
         return cost(loaded.model, of.mesh, of.layout, machine, options=of.options), seconds
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
+
+
+def _named(asked: OnHardware) -> bool:
+    return asked.hardware != THIS_MACHINE or bool(asked.set_hardware)
+
+
+def _machine(line: Mapping[str, str], asked: OnHardware, model: Model) -> Hardware:
+    """What a run is predicted for: as asked, else as its line says; UserError if these differ."""
+    from mesh_tf_core.errors import UserError
+
+    name, software = line.get("hardware"), line.get("framework")
+    on = asked if _named(asked) or not name else replace(asked, hardware=name)
+    found = replace(on, framework=on.framework or software or None).read(model)
+    own = replace(on, framework=software or on.framework)
+    own = replace(own, hardware=name, set_hardware=None) if name else own
+    if (its := own.read(model)) != found:
+        raise UserError(
+            f"it is a run on {its.name} under {its.framework}, but {found.name} under {found.framework} is "
+            "asked for; leave out --hardware and --framework, or learn from other runs"
+        )
+    return found
 
 
 def _number(text: str) -> float:
@@ -144,7 +172,7 @@ def _shown(found: Learned, lines: int, out: Path | None) -> Iterator[RenderableT
         ("error", f"{percent(found.error_before)} on average as shipped"),
     ]
     yield facts([*rows, *([("", after)] if found.constants else [])])
-    columns = tuple(Column(n, n) for n in ("constant", "before", "after", "90 % interval"))
+    columns = tuple(Column(n, n) for n in ("constant", "before", "after", "90 % of fits"))
     table = [
         (c.name, f"{c.before:.3g}", f"{c.after:.3g}", f"{c.interval[0]:.3g} to {c.interval[1]:.3g}")
         for c in found.constants
@@ -177,18 +205,19 @@ def write_candidates(path: Path, found: LayoutCandidates, model: str, settings: 
             "group": str(each.group),
             "model": model,
             "set": BETWEEN.join(settings),
+            "hardware": found.data.hardware,
+            "framework": found.data.framework,
             "mesh": mesh_option(each.mesh),
             "layout": str(layout_of(each)),
             "predicted_seconds": "" if each.predicted is None else f"{each.predicted.step_seconds:.6g}",
         }
         for name, texts in each.options().items():
-            row[name.removeprefix("--").replace("-", "_")] = BETWEEN.join(
-                _short(found.plan.model, name, texts)
-            )
+            row[PARAMETERS[name]] = BETWEEN.join(_short(found.plan.model, name, texts))
         rows.append(row)
-    used = [n for n in (*NOTED[:2], *ASKED, NOTED[2]) if any(row.get(n) for row in rows)]
+    rows = [{name: value for name, value in row.items() if value} for row in rows]
+    used = [n for n in (*NOTED[:2], *ASKED, NOTED[2]) if any(n in row for row in rows)]
     text = io.StringIO()
-    writer = csv.DictWriter(text, [*used, SECONDS], restval="", extrasaction="ignore", lineterminator="\n")
+    writer = csv.DictWriter(text, [*used, SECONDS], restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     write_file(path, text.getvalue(), "the runs")

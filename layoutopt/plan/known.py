@@ -7,20 +7,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from layoutopt.plan.fields import Data, WholeNumber
+from layoutopt.plan.fields import Data, Flag, WholeNumber
 from layoutopt.plan.units import percent, plural
 
 
 class Runs(Data):
-    """Runs that were predicted, none of which had a part in a fit.
+    """Runs that were predicted.
 
     Attributes:
+      fitted: those of the user, each predicted by a fit without it; if not, none had a part in a fit.
       mean, worst: error of a predicted step, as a share of the real one.
     """
 
     rows: WholeNumber
     mean: float
     worst: float
+    fitted: Flag = False
 
     def __str__(self) -> str:
         return f"mean error {percent(self.mean)}, worst {percent(self.worst)}"
@@ -89,8 +91,7 @@ class Known(Data):
           framework: what the plan is priced for.
           doubt: the memory margin that is assumed.
         """
-        model = "mixture of experts" if mixture else "dense"
-        words = f"{model}, {'pipeline' if stages else 'no pipeline'}, {framework}"
+        words = f"{kind_words(mixture, stages)}, {framework}"
         alike = [k for k in kinds if (k["stages"], k["mixture"], k["fitted"]) == (stages, mixture, False)]
         names = dict.fromkeys(k["framework"] for k in alike if k["seconds"])
         if names and not any(name.partition(":")[0] in framework for name in names):
@@ -145,7 +146,10 @@ class Known(Data):
     def _parts(self) -> Iterator[str]:
         if self.runs is not None:
             count = plural(self.runs.rows, "run")
-            yield f"{count} of this kind ({self.kind}), none used in a fit: {self.runs}"
+            whose, part = "this kind", "none used in a fit"
+            if self.runs.fitted:
+                whose, part = "yours", "fitted; each predicted by a fit without it"
+            yield f"{count} of {whose} ({self.kind}), {part}: {self.runs}"
         elif self.kind:
             yield f"no published run of this kind ({self.kind})"
         if (c := self.compiler) is not None:
@@ -153,6 +157,12 @@ class Known(Data):
                 f"against the compiler's estimates, {plural(c.rows, 'program')}: median error "
                 f"{percent(c.compute)} in compute time, {percent(c.memory)} in memory"
             )
+
+
+def kind_words(mixture: bool, stages: bool) -> str:
+    """A kind of run: its model and pipeline."""
+    model = "mixture of experts" if mixture else "dense"
+    return f"{model}, {'pipeline' if stages else 'no pipeline'}"
 
 
 def _runs(errors: Sequence[float]) -> Runs | None:

@@ -55,7 +55,7 @@ def errors_known(machine: Hardware, model: Model, stages: Collection[str]) -> Kn
     from costmodels.frameworks import load_framework
     from costmodels.hardware import split_name
     from costmodels.hardware.known import compared, known_kinds
-    from layoutopt.plan.known import Compiled, Known, Margin, Runs
+    from layoutopt.plan.known import Compiled, Known, Margin, Runs, kind_words
     from layoutopt.space.parallelism import parallelism
 
     said, found = machine.chip.memory_doubt, compared(machine)
@@ -67,8 +67,11 @@ def errors_known(machine: Hardware, model: Model, stages: Collection[str]) -> Kn
     known = Known.of(
         kinds, machine.framework, stages=bool(stages), mixture=mixture, compiler=compiler, doubt=doubt
     )
-    own = load_framework(machine.framework).errors.get(split_name(machine.name)[0])
-    runs = known.runs if own is None else Runs(rows=own.rows, mean=own.mean, worst=own.worst)
+    framework = load_framework(machine.framework)
+    learnt = framework.errors.get(split_name(machine.name)[0], {}) if framework.as_learned else {}
+    if (own := learnt.get(kind_words(mixture, bool(stages)))) is None:
+        return known
+    runs = Runs(rows=own.rows, mean=own.mean, worst=own.worst, fitted=True)
     return known.model_copy(update={"runs": runs})
 
 

@@ -137,15 +137,26 @@ class Clock:
         return True
 
 
+_seldom: list[tuple[int, int, int]] = []
+"""The process's thresholds before the first search that goes on, once for each that does."""
+_collecting = threading.Lock()
+
+
 @contextlib.contextmanager
 def seldom_collected() -> Iterator[None]:
-    """Python seldom looks for garbage in cycles: a search keeps what it makes, and each look visits that."""
-    first, *others = gc.get_threshold()
-    gc.set_threshold(max(first, SELDOM) if first else 0, *others)
+    """Python seldom looks for garbage in cycles: a search keeps what it makes, and each look visits that. The
+    last of several searches in threads sets the thresholds as they were before the first."""
+    with _collecting:
+        _seldom.append(_seldom[0] if _seldom else gc.get_threshold())
+        first, *others = _seldom[0]
+        gc.set_threshold(max(first, SELDOM) if first else 0, *others)
     try:
         yield
     finally:
-        gc.set_threshold(first, *others)
+        with _collecting:
+            before = _seldom.pop()
+            if not _seldom:
+                gc.set_threshold(*before)
 
 
 UNLIMITED = Clock()

@@ -13,9 +13,14 @@ from typer.testing import Result
 
 import layoutopt
 from costmodels import framework_names, load_framework, load_hardware
-from costmodels.step_fit import constants_of
+from costmodels.step_fit import SUSTAINED, constants_of
+from examples import moe_lm
 from examples.transformer_lm import model as transformer
-from layoutopt.api.learning import WIDTHS
+from layoutopt.api.learning import WIDTHS, Learned
+from layoutopt.plan.known import kind_words
+from layoutopt.plan.layout_results import LearnedConstant
+from layoutopt.plan.machine_details import errors_known
+from layoutopt.plan.units import percent
 from mesh_tf_core.errors import UserError
 
 MODEL = str(Path(__file__).resolve().parents[2] / "examples" / "transformer_lm.py")
@@ -52,6 +57,7 @@ def test_what_candidates_write_is_learnt_and_used(
     done = run(*asked, "--out", str(runs))
     assert done.exit_code == 0, done.stderr
     rows = [*csv.DictReader(runs.read_text().splitlines())]
+    assert {(row["hardware"], row["framework"]) for row in rows} == {("h100", "torch")}
     assert len(rows) == 4 and {row["step_seconds"] for row in rows} == {""}
     for row in rows:  # what an unknown stack would take: every step a third longer
         row["step_seconds"] = str(1.33 * float(row["predicted_seconds"]))
@@ -71,9 +77,52 @@ def test_what_candidates_write_is_learnt_and_used(
     first = rows[0]
     said = ("--mesh", first["mesh"], "--layout", first["layout"], "--hardware", "h100")
     priced = result("cost", MODEL, *small, *said, "--framework", str(learnt))
-    assert priced["predicted"]["step_seconds"] == pytest.approx(float(first["step_seconds"]), rel=0.2)
+    assert priced["predicted"]["step_seconds"] == pytest.approx(
+        float(first["step_seconds"]), rel=2 * found["error_after"] + 0.01
+    )
     shown = run("cost", MODEL, *small, *said, "--framework", str(learnt)).stdout
-    assert "4 runs of this kind" in shown
+    told = f"mean error {percent(found['error_after'])}"
+    words = " ".join(shown.replace("\u00a0", " ").split())
+    assert f"4 runs of yours (dense, no pipeline, {learnt})" in words and told in words
+    assert "fitted; each predicted by a fit without it" in words and "none used" not in words
+
+
+def test_a_learnt_error_is_said_of_the_kinds_that_ran(tmp_path: Path) -> None:
+    """Not of mixtures or pipelines, where none of them was measured, nor where an option replaces numbers."""
+    path, machine = tmp_path / "mine.json", load_hardware("h100", "torch")
+    constant = LearnedConstant(name=SUSTAINED, before=0.8, after=0.5, interval=(0.4, 0.6))
+    kinds = [kind_words(False, False), kind_words(False, False), kind_words(True, True)]
+    Learned(machine, (constant,), (0.3,) * 3, (0.1, 0.3, 0.04), tuple(kinds)).save(path)
+    dense, mixture = transformer(layers=2), moe_lm.model(layers=2, experts=4)
+    mine = load_hardware("h100", str(path))
+    for model, stages, mean in (
+        (dense, (), 0.2),
+        (dense, ("layers",), None),
+        (mixture, (), None),
+        (mixture, ("layers",), 0.04),
+    ):
+        known = errors_known(mine, model, stages)
+        assert (known.runs and known.runs.mean) == (mean and pytest.approx(mean)), known.words
+        assert "none used in a fit" not in known.words
+    other = load_hardware("h100", f"{path}:attention=fa1")
+    assert errors_known(other, dense, ()).runs is None
+    again = tmp_path / "again.json"  # learnt from runs of another kind, with other numbers
+    Learned(mine, (constant,), (0.3,), (0.1,), (kind_words(True, False),)).save(again)
+    assert [*load_framework(str(again)).errors["h100"]] == [kind_words(True, False)]
+
+
+def test_runs_are_of_the_machine_that_the_table_says(
+    run: RunCommand, result: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    seconds = [1.3 * each for each in predicted(3)]
+    runs = str(table(tmp_path / "runs.csv", seconds, hardware="h100", framework="torch"))
+    for asked in ((), ON, ("--hardware", "h100"), ("--framework", "torch")):
+        found = result("learn", runs, *asked)
+        assert (found["hardware"], found["framework"], found["rows"]) == ("h100", "torch", 3)
+    for asked in (("--hardware", "a100"), ("--framework", "megatron"), (*ON[:2], "--framework", "layoutopt")):
+        done = run("learn", runs, *asked)
+        assert done.exit_code == 2 and done.stderr.count("\n") == 1
+        assert "run 1: it is a run on h100 under torch, but" in done.stderr
 
 
 def test_runs_that_ship_well_change_nothing(run: RunCommand, tmp_path: Path) -> None:
@@ -95,12 +144,12 @@ def test_every_framework_learns_with_every_option_chosen(framework: str, tmp_pat
         machine = load_hardware("h100", text)
         ships = constants_of(machine)
         constants = [
-            layoutopt.api.learning.LearnedConstant(
+            LearnedConstant(
                 name=name, before=ships[name], after=0.5 * ships[name] or 1e-6, interval=(0.0, 1.0)
             )
             for name in WIDTHS
         ]
-        learnt = layoutopt.api.learning.Learned(machine, tuple(constants), (0.3,), (0.1,))
+        learnt = Learned(machine, tuple(constants), (0.3,), (0.1,), ("dense",))
         learnt.save(tmp_path / "mine.json")
         found = constants_of(load_hardware("h100", str(tmp_path / "mine.json")))
         for each in constants:
@@ -131,6 +180,7 @@ def test_a_bad_table_is_one_line(
     [
         ("", "no column 'model' among none"),
         ("model,mesh\na.py,data:2\n", "no column 'step_seconds'"),
+        ("model,step_seconds,step_seconds\na.py,1,2\n", "2 columns are named 'step_seconds'; leave one"),
         ("model,step_seconds\na.py\n", "run 1 has another number of fields"),
         ("model,mesh,step_seconds\nno_model.py,data:2,1\n", "run 1: "),
     ],

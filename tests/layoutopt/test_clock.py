@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from pydantic import BaseModel, field_serializer
@@ -192,6 +193,32 @@ def test_garbage_is_looked_for_as_before(first: int) -> None:
             assert gc.get_threshold()[0] in (0, 500_000, 10**6)
             raise ValueError("x")
         assert gc.get_threshold() == (first, *before[1:])
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_searches_in_threads_leave_the_thresholds_as_they_were() -> None:
+    """The first begins and ends first, and the second in between."""
+    before, met = gc.get_threshold(), [threading.Event() for _ in range(3)]
+
+    def first() -> None:
+        with seldom_collected():
+            met[0].set()
+            met[1].wait(5)
+        met[2].set()
+
+    def second() -> None:
+        met[0].wait(5)
+        with seldom_collected():
+            met[1].set()
+            met[2].wait(5)
+            assert gc.get_threshold()[0] >= 500_000
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for each in [pool.submit(first), pool.submit(second)]:
+                each.result(10)
+        assert gc.get_threshold() == before
     finally:
         gc.set_threshold(*before)
 
