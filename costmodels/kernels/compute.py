@@ -183,9 +183,10 @@ def kernel(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Kernel:
         taken = curve.seconds(_amount(curve, quantity)) * contention / hardware.contention(curve.devices)
         return Kernel(0.0, math.inf, taken, at_peak, moved, 0.0, 0.0, False)
     interval = 0.0 if chip.launch_interval is None else chip.launch_interval.value
-    launch = contention * _launch(hardware, quantity)
+    own = chip.product_launch if quantity.op_class == "matmul" else None
+    launch = contention * (own or chip.launch_overhead).value
     vector = contention * _vector_seconds(hardware, _reached(hardware, quantity))
-    passing = contention * _passing_seconds(hardware, quantity)
+    passing = contention * _passing_seconds(hardware, _laid(hardware, quantity)[1])
     if not is_product:
         return Kernel(0.0, math.inf, vector, 0.0, moved, passing, launch, False, interval)
     known, after, handed, in_turn = _attention(hardware, quantity), 0.0, 0.0, False
@@ -193,7 +194,7 @@ def kernel(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Kernel:
     padded = quantity.flops * padding
     if quantity.blocked and not known and chip.vector_flops is not None:
         blocks, after, elements = quantity.blocked
-        padded, in_turn, handed = blocks * padding, True, contention * _handing_seconds(hardware, elements)
+        padded, in_turn, handed = blocks * padding, True, contention * _passing_seconds(hardware, elements)
     odd = chip.unaligned_efficiency if quantity.unaligned and not known else None
     efficiency = known or _efficiency(hardware, padded) * (1.0 if odd is None else odd.value)
     rate = hardware.peak_flops(quantity.dtype) * efficiency
@@ -240,11 +241,6 @@ def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Co
     return ComputeCost(seconds, flops, memory, k.launch, k.padding, bound, words)
 
 
-def _launch(hardware: Hardware, quantity: Quantity) -> float:
-    own = hardware.chip.product_launch if quantity.op_class == "matmul" else None
-    return (own or hardware.chip.launch_overhead).value
-
-
 def _work(hardware: Hardware, quantity: Quantity, k: Kernel, sustained: float) -> str:
     """The FLOPs that decide, and the rate they run at."""
     product = k.product / sustained + k.beside
@@ -272,7 +268,7 @@ def _moved(hardware: Hardware, quantity: Quantity) -> str:
     """What memory seconds consist of."""
     rate = hardware.memory_bandwidth * hardware.chip.memory_efficiency.value
     words = f"{_laid(hardware, quantity)[0]:.4g} bytes at {rate / 1e9:.4g} GB/s"
-    if _passing_seconds(hardware, quantity) and quantity.op_class not in MATMUL_CLASSES:
+    if _passing_seconds(hardware, _laid(hardware, quantity)[1]) and quantity.op_class not in MATMUL_CLASSES:
         words += f" and {_passed(hardware, quantity)}"
     return words
 
@@ -298,14 +294,9 @@ def _vector_seconds(hardware: Hardware, flops: float) -> float:
     return 0.0 if rate is None else flops * hardware.devices_per_chip / rate.value
 
 
-def _passing_seconds(hardware: Hardware, quantity: Quantity) -> float:
-    """Of equation (6): elements through the registers; 0 when the file does not say how long one takes."""
-    time = hardware.chip.element_time
-    return 0.0 if time is None else _laid(hardware, quantity)[1] * time.value
-
-
-def _handing_seconds(hardware: Hardware, elements: float) -> float:
-    """Of equation (2): elements written once more, through the registers, around a kernel."""
+def _passing_seconds(hardware: Hardware, elements: float) -> float:
+    """Of equations (2) and (6): elements through the registers; 0 when the file does not say how long one
+    takes."""
     time = hardware.chip.element_time
     return 0.0 if time is None else elements * time.value
 

@@ -77,7 +77,9 @@ def quantity_of(op: Op, inputs: tuple[TensorType, ...], outputs: tuple[TensorTyp
     worked = outputs if kind == "gather" else inputs[1:] if in_place(op) else (*inputs, *outputs)
     most = max((t.shape.size for t in worked), default=0)
     flops, dtype = flops_of(op, inputs), (inputs or outputs)[0].dtype
-    odd = kind == "matmul" and any(_odd(t) for t in (*inputs, *outputs))
+    # Rows of a matrix of 2-byte elements that begin at odd ones.
+    short = [t.shape.dims for t in (*inputs, *outputs) if itemsize(t.dtype) == 2 and t.shape.dims]
+    odd = kind == "matmul" and any(dims[-1].size % 2 == 1 for dims in short)
     return Quantity(
         flops,
         op.moved(inputs, outputs) if isinstance(op, PartialAccess) else all_bytes(inputs, outputs),
@@ -89,11 +91,6 @@ def quantity_of(op: Op, inputs: tuple[TensorType, ...], outputs: tuple[TensorTyp
         added=work.added,
         blocked=work.blocked,
     )
-
-
-def _odd(type: TensorType) -> bool:
-    """Whether rows of a matrix of 2-byte elements begin at odd ones."""
-    return itemsize(type.dtype) == 2 and bool(type.shape.dims) and type.shape.dims[-1].size % 2 == 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ def _slice_seconds(kind: str, size: float, route: Route) -> float:
     """Within one slice: the links between chips and those between a chip's cores work at the same time."""
     core, torus = route.level("core"), route.level("torus")
     if kind == "permute":
-        return max(_core_permute(size, core), _torus_permute(size, torus))
+        return max(size / core.rate if core else 0.0, _torus_permute(size, torus))
     if kind == "all_to_all":
         outer = route.size_at("slice")
         over = _torus_all_to_all(size / outer, torus)
@@ -80,13 +80,11 @@ def _slice_seconds(kind: str, size: float, route: Route) -> float:
         return max(over, size / route.size * (cores - 1) / cores / core.rate if core else 0.0)
     once = max(
         formulas.switch_gather(core.size, size, core.rate) if core else 0.0,
-        formulas.torus_gather(torus.size, size, torus.rate, _rings(torus), _hops(torus)) if torus else 0.0,
+        formulas.torus_gather(torus.size, size, torus.rate, all(s.ring for s in torus.segments), _hops(torus))
+        if torus
+        else 0.0,
     )
     return once * ROUNDS[kind]
-
-
-def _rings(torus: Level) -> bool:
-    return all(segment.ring for segment in torus.segments)
 
 
 def _hops(torus: Level) -> float:
@@ -106,10 +104,6 @@ def _torus_permute(size: float, torus: Level | None) -> float:
         return 0.0
     link = min(segment.rate / segment.ports for segment in torus.segments)
     return formulas.permute(size, link, sum(s.shift_hops for s in torus.segments), torus.latency)
-
-
-def _core_permute(size: float, core: Level | None) -> float:
-    return size / core.rate if core else 0.0
 
 
 def _torus_words(route: Route) -> str:

@@ -165,7 +165,13 @@ class _Lint:
                 continue
             yield self._work(axis, found)
             yield from self._indivisible(axis, found)
-        yield from self._ones()
+        for name, axis in ((name, axis) for name, axes in self.layout.items() for axis in axes):
+            if self.mesh.size(axis) == 1:
+                yield LikelyMistake(
+                    "axis of one",
+                    f"{name!r} is split over {axis!r}, an axis of one device, so nothing is split",
+                    f"remove {axis!r} from the layout, or set its size to at least 2",
+                )
         for each in self.evaluation.undivided:
             yield LikelyMistake("undivided storage", str(each))
         yield from self._memory()
@@ -228,16 +234,6 @@ class _Lint:
                     f"{name!r} has size {size}, which is not divisible by the {ways} devices of {axis!r}",
                     f"change the size to {' or '.join(map(str, near_sizes(size, ways)))}",
                 )
-
-    def _ones(self) -> Iterator[LikelyMistake]:
-        for name, axes in self.layout.items():
-            for axis in axes:
-                if self.mesh.size(axis) == 1:
-                    yield LikelyMistake(
-                        "axis of one",
-                        f"{name!r} is split over {axis!r}, an axis of one device, so nothing is split",
-                        f"remove {axis!r} from the layout, or set its size to at least 2",
-                    )
 
     def _memory(self) -> Iterator[LikelyMistake]:
         """Variables that are held more often than once, if storing them split saves memory worth it."""

@@ -77,10 +77,6 @@ class Learned(Shown):
     kinds: tuple[str, ...]
 
     @property
-    def rows(self) -> int:
-        return len(self.before)
-
-    @property
     def error_before(self) -> float:
         return float(np.mean(self.before))
 
@@ -94,7 +90,7 @@ class Learned(Shown):
         return LearnResult(
             framework=self.machine.framework,
             hardware=self.machine.name,
-            rows=self.rows,
+            rows=len(self.before),
             constants=list(self.constants),
             error_before=self.error_before,
             error_after=self.error_after,
@@ -115,7 +111,7 @@ class Learned(Shown):
     def _content(self, name: str, of: str) -> dict[str, Any]:
         base, chip = load_framework(self.machine.framework), split_name(self.machine.name)[0]
         source = (
-            f"fitted with `layoutopt learn` to {self.rows} measured runs{of and f' of {of}'}: mean error "
+            f"fitted with `layoutopt learn` to {len(self.before)} measured runs{of and f' of {of}'}: error "
             f"{percent(self.error_before)} with {base.text}, {percent(self.error_after)} with these constants"
         )
         part, date = dict[str, Any](), datetime.now(UTC).date().isoformat()
@@ -153,7 +149,7 @@ class Learned(Shown):
     def __repr__(self) -> str:
         errors = f"mean error {percent(self.error_before)} before, {percent(self.error_after)} after"
         its = f"{len(self.constants)} constants of {self.machine.framework}"
-        return f"Learned({its}, {self.rows} runs: {errors})"
+        return f"Learned({its}, {len(self.before)} runs: {errors})"
 
 
 def learn(runs: Sequence[tuple[PricedLayout, float]]) -> Learned:

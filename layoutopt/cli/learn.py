@@ -164,11 +164,11 @@ def _number(text: str) -> float:
 
 
 def _shown(found: Learned, lines: int, out: Path | None) -> Iterator[RenderableType | View]:
-    left = f", {lines - found.rows} without {SECONDS}" * (lines > found.rows)
+    left = f", {lines - len(found.before)} without {SECONDS}" * (lines > len(found.before))
     after = f"{percent(found.error_after)} with these constants, each run predicted without itself"
     rows = [
         ("framework", f"{found.machine.framework} on {found.machine.name}"),
-        ("runs", f"{found.rows} measured{left}"),
+        ("runs", f"{len(found.before)} measured{left}"),
         ("error", f"{percent(found.error_before)} on average as shipped"),
     ]
     yield facts([*rows, *([("", after)] if found.constants else [])])

@@ -168,10 +168,7 @@ class Facts:
         made.add_column(overflow="fold")
         room = options.max_width - GAP - max((cell_len(name) for name, _ in self.rows), default=0)
         for name, value in self.rows:
-            made.add_row(Text(name), Text(_breakable(value, room), style=self.styles.get(name, "")))
+            # Layouts and meshes that are too long for a line break between their rules.
+            value = " ".join(w.replace(";", "; ") if cell_len(w) > room else w for w in value.split(" "))
+            made.add_row(Text(name), Text(value, style=self.styles.get(name, "")))
         yield made
-
-
-def _breakable(text: str, room: int) -> str:
-    """With room to break it between the rules of layouts and meshes that are too long for a line."""
-    return " ".join(w.replace(";", "; ") if cell_len(w) > room else w for w in text.split(" "))

@@ -86,7 +86,8 @@ class Dependencies:
         self.owner = weights(graph)
         self.totalled = frozenset(into_totals(self.uses)) - self.returned
         self._variables()
-        self._conversions()
+        for tensor, first in self.repeated.items():  # what converts one tensor is done once for all
+            self._join(self._number(first), self._number(tensor))
         self._gathers()
         self._chunks()
         self._sums()
@@ -119,11 +120,6 @@ class Dependencies:
 
     def _number(self, tensor: int) -> int:
         return self.graph.producer[tensor].index
-
-    def _conversions(self) -> None:
-        """Joins what converts one tensor: it is done once for all of them."""
-        for tensor, first in self.repeated.items():
-            self._join(self._number(first), self._number(tensor))
 
     # -- gathers that are shared -----------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ def hashes(path: Path, loaded: Iterable[Path] = ()) -> dict[str, str]:
     folders = local_folders(path)
     also = (file for file in loaded if file.is_file() and is_local(file, folders))
     found = [*closure(path), *also]
-    return {_shown(file, path): _sha256(file) for file in dict.fromkeys(found)}
+    return {_shown(file, path): hashlib.sha256(read_file(file)).hexdigest() for file in dict.fromkeys(found)}
 
 
 def trusted(source: str, recorded: Hashes) -> dict[Path, bytes]:
@@ -230,7 +230,3 @@ def _text(file: Path) -> bytes | None:
         return read_file(file) if os.path.isfile(file) else None
     except OSError:
         return None
-
-
-def _sha256(file: Path) -> str:
-    return hashlib.sha256(read_file(file)).hexdigest()

@@ -126,7 +126,7 @@ def make_plan(
         *beside.notes(),
         *repeats,
         *_unsplit(request),
-        *_rows_over(request),
+        *([f"{said}; their bound therefore proves nothing"] if (said := rows_said(request)) else []),
         *_fewer(search.request, len(others) + 1),
     )
     solver = _solver(request, best, proof, search.considered)
@@ -363,11 +363,6 @@ def _tight(request: Request, of: Evaluation, beside: Alternatives, wider: str) -
             f"{step_change(found.step_seconds, step)})"
         )
     return [f"{doubt}; {ease}{wider}"]
-
-
-def _rows_over(request: Request) -> list[str]:
-    """That the rows count more than a program holds, if any evaluated layout shows it."""
-    return [f"{said}; their bound therefore proves nothing"] if (said := rows_said(request)) else []
 
 
 def _unsplit(request: Request) -> list[str]:

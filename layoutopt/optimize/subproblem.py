@@ -174,7 +174,7 @@ class SubproblemSearch:
         if self.refused(choices):
             return None
         # Rows take longer to make than one layout to evaluate, unless they are needed anyway.
-        if self._evaluator.tight and self._too_large(choices, limit):
+        if self._evaluator.tight and any(row.use(choices) > limit + ROUNDING for row in self.rows):
             return None
         evaluation = self.evaluate(choices)
         if evaluation.memory.peak > limit:
@@ -188,10 +188,6 @@ class SubproblemSearch:
     def refused(self, choices: tuple[int, ...]) -> bool:
         """True if the hosts lack memory for their values, or their link lacks time to move them."""
         return any(row.use(choices) > row.limit for row in self.extraction.problem.rows)
-
-    def _too_large(self, choices: tuple[int, ...], limit: float) -> bool:
-        """Whether the rows already say that a layout does not fit."""
-        return any(row.use(choices) > limit + ROUNDING for row in self.rows)
 
     def fastest(
         self,

@@ -174,7 +174,8 @@ class _LinearBuilder:
     def place(self, scopes: Iterable[Scope]) -> tuple[JointColumns, ...]:
         """One joint per maximal scope (larger scopes absorb the scopes inside them)."""
         wanted = sorted(
-            {frozenset(scope): scope for scope in scopes if len(scope) > 1}.items(), key=_size_first
+            {frozenset(scope): scope for scope in scopes if len(scope) > 1}.items(),
+            key=lambda item: (-len(item[0]), sorted(item[0])),
         )
         wide: dict[int, list[frozenset[int]]] = {}
         chosen: list[Scope] = []
@@ -238,10 +239,6 @@ class _LinearBuilder:
             for inner, table in self.tables[joint.scope]:
                 costs[joint.columns] += _lookup(table, inner, joint, math.inf)
         return costs
-
-
-def _size_first(item: tuple[frozenset[int], Scope]) -> tuple[int, list[int]]:
-    return -len(item[0]), sorted(item[0])
 
 
 def _dense(table: CostTable, sizes: tuple[int, ...], missing: float) -> Floats:

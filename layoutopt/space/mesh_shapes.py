@@ -26,19 +26,15 @@ def meshes(mesh: Mesh | str | None, devices: int | None, max_axes: int, hardware
     ordered = isinstance(hardware.topology, GpuCluster)
     shapes = mesh_shapes(devices, max_axes, ordered)
     if not ordered and not one_slice(hardware, devices):
-        shapes = [*dict.fromkeys(led for shape in shapes for led in _led(shape))]
+        # With each of its axes first in turn: the first ones lie over slices.
+        led = ((size, *shape[:i], *shape[i + 1 :]) for shape in shapes for i, size in enumerate(shape))
+        shapes = [*dict.fromkeys(led)]
     return [of_shape(shape) for shape in shapes]
 
 
 def of_shape(shape: tuple[int, ...]) -> Mesh:
     """The mesh of a shape, with axes axis0, axis1, …"""
     return Mesh([(f"axis{i}", n) for i, n in enumerate(shape)])
-
-
-def _led(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The shape with each of its axes first in turn: the first ones lie over slices."""
-    for i, size in enumerate(shape):
-        yield (size, *shape[:i], *shape[i + 1 :])
 
 
 def other_meshes(mesh: Mesh, shapes: Set[tuple[int, ...]] | None) -> Iterator[LeftOut]:

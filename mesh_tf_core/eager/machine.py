@@ -88,13 +88,10 @@ class EagerMachine:
                     )
         self.mesh, self.layout, self.kind = mesh, layout, "local" if kind == "auto" else kind
         self.sent: dict[str, float] = dict.fromkeys(mesh.names, 0.0)
-        self._open = self._numpy if kind == "lockstep" else self._tensorflow()
+        self._open = LockstepEngine if kind == "lockstep" else self._tensorflow()
         self._rules = Lowering(Graph("placement"), Oracle(Placement(mesh, layout, {})))
         self._pieces = self._open(Program(mesh, layout, (), ()))
         self._known: dict[tuple[Op, tuple[TensorType, ...]], LoweredOperation] = {}
-
-    def _numpy(self, program: Program) -> LockstepEngine:
-        return LockstepEngine(program)
 
     def _tensorflow(self) -> Callable[[Program], LockstepEngine]:
         names = prepare(self.mesh.devices, "local")

@@ -192,18 +192,12 @@ class Shape:
     @property
     def padded(self) -> PaddedDim | None:
         """The padded dimension, if there is one."""
-        for d in self.dims:
-            if isinstance(d, PaddedDim):
-                return d
-        return None
+        return next((d for d in self.dims if isinstance(d, PaddedDim)), None)
 
     @property
     def sparse(self) -> SparseDim | None:
         """The sparse dimension, if there is one."""
-        for d in self.dims:
-            if isinstance(d, SparseDim):
-                return d
-        return None
+        return next((d for d in self.dims if isinstance(d, SparseDim)), None)
 
     @property
     def places(self) -> Shape:

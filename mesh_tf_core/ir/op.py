@@ -304,7 +304,14 @@ def check_contract(cls: Any, contract: Any, abstract: bool) -> None:
     if missing and not abstract:
         raise TypeError(f"{what} does not define {', '.join(missing)}; add these methods")
     for one in extended:
-        _check_facets(what, cls, one)
+        for name in (*one.FACETS, *one.OPTIONAL):
+            own, declared = getattr(cls, name), getattr(one, name)
+            if not callable(own):
+                raise TypeError(f"{what}: {name} is {own!r}; define a method {name}{_takes(declared)}")
+            bound = isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod)
+            if not _fits(own, declared, bound):
+                must = f"must have the signature {name}{_takes(declared)}"
+                raise TypeError(f"{what}: the method {name}{_takes(own)} {must}")
         for name, allowed in one.FACTS.items():
             value = getattr(cls, name)
             if not isinstance(value, property) and value not in allowed:
@@ -328,19 +335,6 @@ def check_contract(cls: Any, contract: Any, abstract: bool) -> None:
         elif _UNHASHABLE.match(getattr(annotation, "__name__", str(annotation))):
             raise TypeError(
                 f"{what}: field {name!r} has type {annotation}, which is not hashable; use a tuple"
-            )
-
-
-def _check_facets(what: str, cls: Any, contract: Any) -> None:
-    """TypeError if a facet cannot be called as the contract declares it."""
-    for name in (*contract.FACETS, *contract.OPTIONAL):
-        own, declared = getattr(cls, name), getattr(contract, name)
-        if not callable(own):
-            raise TypeError(f"{what}: {name} is {own!r}; define a method {name}{_takes(declared)}")
-        bound = isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod)
-        if not _fits(own, declared, bound):
-            raise TypeError(
-                f"{what}: the method {name}{_takes(own)} must have the signature {name}{_takes(declared)}"
             )
 
 

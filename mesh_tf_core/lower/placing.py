@@ -76,8 +76,14 @@ class Placing(ProgramBuilder):
           layout: instead of the one in force (updates of a variable that is stored split have their own).
         """
         splits = self._natural(shape, what, layout)
-        if self.within:
-            self._check_within(shape, splits)
+        for d, axes in zip(shape.dims, splits, strict=True) if self.within else ():
+            for axis in axes:
+                if axis in self.within:  # it tells a pipeline's stages apart
+                    raise LayoutError(
+                        f"layout {self.layout}: axis {axis!r} already separates the pipeline stages, so "
+                        f"it cannot also split {d.name!r} inside a stage; split {d.name!r} over another "
+                        "axis"
+                    )
         return splits
 
     def _natural(self, shape: Shape, what: str = "", layout: Layout | None = None) -> Splits:
@@ -87,17 +93,6 @@ class Placing(ProgramBuilder):
         if splits is None:
             splits = known[shape] = self._legal(shape, self.layout if layout is None else layout, what)
         return splits
-
-    def _check_within(self, shape: Shape, splits: Splits) -> None:
-        """LayoutError if an axis that tells a pipeline's stages apart splits something inside of them."""
-        for d, axes in zip(shape.dims, splits, strict=True):
-            for axis in axes:
-                if axis in self.within:
-                    raise LayoutError(
-                        f"layout {self.layout}: axis {axis!r} already separates the pipeline stages, so "
-                        f"it cannot also split {d.name!r} inside a stage; split {d.name!r} over another "
-                        "axis"
-                    )
 
     def _legal(self, shape: Shape, rules: Layout, what: str) -> Splits:
         rules = rules.around(shape.names)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence, Set
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from mesh_tf_core.errors import UserError, known_names
@@ -200,7 +200,8 @@ def _of_kind(kind: KeptKind, block: Block, graph: Graph) -> set[int]:
     name = PRODUCTS if kind.name == OUTPUTS else kind.name
     groups = [[t for t in group if kind_of(t, block, graph) == name] for group in made]
     if kind.name == OUTPUTS:
-        groups = [[t for t in group if _becomes_state(t, block, graph)] for group in groups]
+        like = partial(_like_state, block=block, graph=graph)
+        groups = [[t for t in group if like(t) or like(_reduced(t, block, graph))] for group in groups]
     there = [group for group in groups if group and not _named(group[0], kind.without, graph)]
     return {t for group in there[:: kind.step] for t in group}
 
@@ -213,10 +214,6 @@ def _named(tensor: int, names: Iterable[str], graph: Graph) -> bool:
 def _like_state(tensor: int, block: Block, graph: Graph) -> bool:
     dims = set(graph.tensor(tensor).shape.names)
     return any(dims == set(graph.tensor(c).shape.names) for c in block.carry_in)
-
-
-def _becomes_state(tensor: int, block: Block, graph: Graph) -> bool:
-    return any(_like_state(t, block, graph) for t in (tensor, _reduced(tensor, block, graph)))
 
 
 def _reduced(tensor: int, block: Block, graph: Graph) -> int:

@@ -11,13 +11,13 @@ number of the step, is one for all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from mesh_tf_core.ir.blocks import REPLICA, Block, Node
+from mesh_tf_core.ir.blocks import REPLICA, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import Initializer, Variable
 from mesh_tf_core.ir.op import Op
@@ -97,7 +97,19 @@ class _Replicas(StepCopy):
         with new.loop(self.dim, spread=True) as body:
             assert body.index is not None
             self.number = new.tensors[body.index]
-            self._body_of(body, shared)
+            for node in self.old.nodes:  # the step of one replica
+                op = node.op
+                if node.index in shared or isinstance(op, Assign):
+                    continue
+                if isinstance(op, Read):
+                    outer = self.new.read(self.new.variables[op.variable.name])
+                    own = op.variable.name in self.own
+                    self.tensors[node.outputs[0]] = self.new.slice_into(body, outer) if own else outer
+                elif isinstance(op, Feed):
+                    fed = self.new.input(op.feed, [self.dim, *op.type.shape], op.type.dtype)
+                    self.tensors[node.outputs[0]] = self.new.slice_into(body, fed)
+                else:
+                    self._node(node)
             for node in old.nodes:
                 if isinstance(node.op, Assign) and node.index not in shared:
                     made[node.op.variable.name] = new.stack_output(body, self.tensors[node.inputs[0]])
@@ -148,19 +160,3 @@ class _Replicas(StepCopy):
                 self.new.assign(op.variable, self.tensors[node.inputs[0]])
         else:
             self._node(node)
-
-    def _body_of(self, body: Block, shared: Iterable[int]) -> None:
-        """The step of one replica."""
-        for node in self.old.nodes:
-            op = node.op
-            if node.index in shared or isinstance(op, Assign):
-                continue
-            if isinstance(op, Read):
-                outer = self.new.read(self.new.variables[op.variable.name])
-                own = op.variable.name in self.own
-                self.tensors[node.outputs[0]] = self.new.slice_into(body, outer) if own else outer
-            elif isinstance(op, Feed):
-                fed = self.new.input(op.feed, [self.dim, *op.type.shape], op.type.dtype)
-                self.tensors[node.outputs[0]] = self.new.slice_into(body, fed)
-            else:
-                self._node(node)

@@ -9,7 +9,7 @@ from layoutopt.plan.units import percent, seconds_text, shorten
 from reports.figures.bars import Bar, Bars, BarSegment
 from reports.figures.chart import SEARCH, Chart
 from reports.figures.time import key_of
-from reports.views.work import OperationWork, work
+from reports.views.work import work
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,17 +21,16 @@ def _draw_operations(plan: PlanFile, title: str = "") -> Figure:
     """One bar per operation and phase: computation and the communication that the step waits for."""
     rows = work(plan)[:MOST]
     high = max((w.seconds for w in rows), default=1.0) or 1.0
-    bars = [_bar(w) for w in rows]
+    bars = [
+        Bar(
+            name=one.name,
+            value=seconds_text(one.seconds),
+            parts=(BarSegment(one.compute, "compute"), BarSegment(one.exposed, "exposed")),
+            note=shorten(one.phase, 10),
+        )
+        for one in rows
+    ]
     return Bars(bars, high, key=key_of(bars)).draw(title).figure
-
-
-def _bar(one: OperationWork) -> Bar:
-    return Bar(
-        name=one.name,
-        value=seconds_text(one.seconds),
-        parts=(BarSegment(one.compute, "compute"), BarSegment(one.exposed, "exposed")),
-        note=shorten(one.phase, 10),
-    )
 
 
 def _find_operations(plan: PlanFile) -> str:

@@ -224,17 +224,12 @@ def labels(ax: Axes, found: Sequence[Label], dots: Sequence[tuple[float, float]]
         at, wide = points * ax.transData.transform((x, y)), text_width(text, SMALL)
         for right, up, align in PLACES:
             left = at[0] + right - (wide if align == "right" else 0.0)
-            box = (left, at[1] + up - 2.0, left + wide, at[1] + up + SMALL * 0.8)
+            box = left, low, end, top = (left, at[1] + up - 2.0, left + wide, at[1] + up + SMALL * 0.8)
             inside = points * frame.x0 <= box[0] and box[2] <= points * frame.x1 + MARGIN + 10
-            if inside and not any(_meet(box, other) for other in taken):
+            if inside and not any(left < x[2] and x[0] < end and low < x[3] and x[1] < top for x in taken):
                 label(ax, x, y, text, token, (right, up), align, bold)
                 taken.append(box)
                 break
-
-
-def _meet(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    """Whether two boxes (left, bottom, right, top) have a point in common."""
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def label(

@@ -51,7 +51,12 @@ def sections(plans: Sequence[PlanFile]) -> tuple[Section, ...]:
         else _section("pieces", "What a device stores", plans, _pieces),
         _section("time", "Where the time goes", plans, _time),
         _section("memory", "Memory", plans, _memory),
-        _section("frontier", "Time against memory", plans, _frontier),
+        _section(
+            "frontier",
+            "Time against memory",
+            plans,
+            lambda p, n: (_chart(figures.frontier, p, n, frontier(p)),),
+        ),
         _section("sensitivity", "If the hardware were different", plans, _sensitivity),
         _section("operations", "Slowest operations", plans, _operations),
         _section("evidence", "Predicted and measured", plans, _evidence, lambda p: p.details.validation),
@@ -149,10 +154,6 @@ def _memory(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
             else []
         ),
     )
-
-
-def _frontier(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
-    return (_chart(figures.frontier, plan, name, frontier(plan)),)
 
 
 def _sensitivity(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:

@@ -66,16 +66,13 @@ class Yarn(ScaledRotary):
     truncate: bool = True
 
     def rates(self, pair: Tensor, half: int) -> Tensor:
-        low, high = (self._pair_of(turns, half) for turns in (self.fast, self.slow))
+        whole = (self.original / (turns * 2 * math.pi) for turns in (self.fast, self.slow))
+        low, high = (half * math.log(each) / math.log(self.base) for each in whole)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, 2 * half - 1)
         stretched = clip((pair - low) * (1 / max(high - low, 0.001)), 0.0, 1.0)
         return super().rates(pair, half) * (1.0 - stretched + stretched * (1 / self.factor))
-
-    def _pair_of(self, turns: float, half: int) -> float:
-        """Which pair turns so many times in the original length."""
-        return half * math.log(self.original / (turns * 2 * math.pi)) / math.log(self.base)
 
 
 @dataclass(frozen=True)
@@ -163,16 +160,6 @@ def _default(inner: Fields, base: float, fields: Fields) -> nn.Rotary:
     return nn.Rotary(base)
 
 
-def _llama3(inner: Fields, base: float, fields: Fields) -> nn.Rotary:
-    return Llama3(
-        base,
-        inner.number("factor", 8.0),
-        inner.number("low_freq_factor", 1.0),
-        inner.number("high_freq_factor", 4.0),
-        _original(inner, fields),
-    )
-
-
 def _yarn(inner: Fields, base: float, fields: Fields) -> nn.Rotary:
     factor = inner.number("factor", 1.0)
     scale, all_dims = inner.number("mscale"), inner.number("mscale_all_dim")
@@ -203,7 +190,13 @@ def _original(inner: Fields, fields: Fields) -> int:
 _KINDS: dict[str, Callable[[Fields, float, Fields], nn.Rotary]] = {
     **dict.fromkeys(("default", "longrope", "proportional"), _default),
     "linear": lambda inner, base, fields: Linear(base, inner.number("factor", 1.0)),
-    "llama3": _llama3,
+    "llama3": lambda inner, base, fields: Llama3(
+        base,
+        inner.number("factor", 8.0),
+        inner.number("low_freq_factor", 1.0),
+        inner.number("high_freq_factor", 4.0),
+        _original(inner, fields),
+    ),
     "yarn": _yarn,
 }
 """Name -> what makes it. The other one, dynamic, depends on the length of every text, without a fixed `alpha`

@@ -124,16 +124,13 @@ def _read(answer: HighsAnswer, program: LinearProgram, unit: float) -> Raw:
     status = read_status("HiGHS", answer.reason, STATUSES)
     bound = -math.inf
     if math.isfinite(answer.dual_bound):
-        bound = answer.dual_bound * unit + program.constant - _doubt(program, unit)
+        doubt = DUAL_TOLERANCE * unit * (len(program.offsets) - 1 + len(program.joints))
+        bound = answer.dual_bound * unit + program.constant - doubt
     if status is Status.INFEASIBLE:
         return Raw(status, None, math.inf)
     if status is Status.LIMIT or answer.values is None:
         return Raw(Status.LIMIT, None, bound)
     return Raw(status, program.choices(answer.values), bound)
-
-
-def _doubt(program: LinearProgram, unit: float) -> float:
-    return DUAL_TOLERANCE * unit * (len(program.offsets) - 1 + len(program.joints))
 
 
 def _unit(program: LinearProgram) -> float:

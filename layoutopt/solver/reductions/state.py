@@ -60,7 +60,13 @@ class ReductionState:
             self._add_term(term)
         for number, row in enumerate(problem.rows):
             for entry in row.entries:
-                self._add_entry(number, entry)
+                if len(entry.scope) == 0:
+                    self.fixed_use[(number, -1)] = self.fixed_use.get((number, -1), 0.0) + entry.use(())
+                elif len(entry.scope) == 1:
+                    self.add_use(entry.scope[0], (number, -1), self._dense(entry.table, entry.scope, 0.0))
+                else:
+                    self._lock(entry.scope, 2 * len(self.wide_rows) + 1)
+                    self.wide_rows[len(self.wide_rows)] = (number, entry.scope, entry.table)
         for usage in problem.intervals.usages if problem.intervals else ():
             if usage.end > usage.start:
                 self.add_use(usage.variable, (usage.start, usage.end), usage.table)
@@ -78,15 +84,6 @@ class ReductionState:
             self.unary[scope[0]] = self.unary[scope[0]] + self._dense(table, scope, np.inf)
         else:
             self.add_pair(scope[0], scope[1], self._dense(table, scope, np.inf))
-
-    def _add_entry(self, row: int, entry: RowTerm) -> None:
-        if len(entry.scope) == 0:
-            self.fixed_use[(row, -1)] = self.fixed_use.get((row, -1), 0.0) + entry.use(())
-        elif len(entry.scope) == 1:
-            self.add_use(entry.scope[0], (row, -1), self._dense(entry.table, entry.scope, 0.0))
-        else:
-            self._lock(entry.scope, 2 * len(self.wide_rows) + 1)
-            self.wide_rows[len(self.wide_rows)] = (row, entry.scope, entry.table)
 
     def _lock(self, scope: Scope, number: int) -> None:
         for index in scope:
@@ -139,7 +136,12 @@ class ReductionState:
         for key, table in uses.items():
             self.add_use(variable, key, table[kept])
         for number in self.locked.get(variable, ()):
-            self._restrict(number, variable, kept)
+            if number % 2 == 0:
+                scope, whole = self.wide[number // 2]
+                self.wide[number // 2] = (scope, _sliced(whole, scope.index(variable), kept))
+            else:
+                row, scope, whole = self.wide_rows[number // 2]
+                self.wide_rows[number // 2] = (row, scope, _sliced(whole, scope.index(variable), kept))
         self.touch([variable, *self.pairs[variable]])
         if instead is None:
             size = int(kept.max()) + 2 if len(kept) else 1
@@ -155,14 +157,6 @@ class ReductionState:
             choices[variable] = max(int(renumber[old]), 0) if old < len(renumber) else 0
 
         self._record(back, forth)
-
-    def _restrict(self, number: int, variable: int, kept: Ints) -> None:
-        if number % 2 == 0:
-            scope, table = self.wide[number // 2]
-            self.wide[number // 2] = (scope, _sliced(table, scope.index(variable), kept))
-        else:
-            row, scope, table = self.wide_rows[number // 2]
-            self.wide_rows[number // 2] = (row, scope, _sliced(table, scope.index(variable), kept))
 
     def remove(self, variable: int, follows: Callable[[dict[int, int]], int]) -> None:
         """Removes a variable (its costs have moved); `follows` computes its choice from the others'."""
