@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass, replace
 import numpy as np
 
 from costmodels.hardware import GpuCluster, Hardware
-from costmodels.kernels.compute import Kernel, Quantity, kernel
+from costmodels.kernels.compute import KernelParts, Quantity, kernel_parts
 from costmodels.pricing.items import Computed, Item, Sent, Transferred
 from costmodels.pricing.overlap import ACTIVATION, CLASSES
 from costmodels.pricing.pricer import Pricer
@@ -67,7 +67,7 @@ def constants_of(machine: Hardware) -> dict[str, float]:
 
 
 class StepSums:
-    """What the price of a step is made of, without the constants of `PATHS`.
+    """The quantities that make the price of a step, without the constants of `PATHS`.
 
     Args:
       prices: of its machine and mesh.
@@ -143,8 +143,8 @@ class StepFit:
         kernels = [(at, s, q) for at, s in enumerate(sums) for q in s.kernels]
         messages = [(at, key) for at, s in enumerate(sums) for key in s.sent]
         self._of, self._message_of = (np.array([at for at, *_ in of], int) for of in (kernels, messages))
-        parts = [astuple(kernel(s.machine, q, s.devices))[:8] for _, s, q in kernels]
-        self._kernels = Kernel(*np.array(parts or np.zeros((0, 8))).T)
+        parts = [astuple(kernel_parts(s.machine, q, s.devices))[:8] for _, s, q in kernels]
+        self._kernels = KernelParts(*np.array(parts or np.zeros((0, 8))).T)
         self._times = np.array([s.kernels[q] for _, s, q in kernels])
         self._sent = np.array([sums[at].sent[key] for at, key in messages]).reshape(-1, 2).T
         self._class = np.array([k if isinstance(k, int) else len(CLASSES) for _, k in messages], int)

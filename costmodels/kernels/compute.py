@@ -39,7 +39,7 @@ from mesh_tf_core.ir.op import PRODUCTS
 MATMUL_CLASSES = PRODUCTS
 """Kinds of operations whose FLOPs are matrix products (`Op.kind`); no other list repeats them."""
 ADDING = "at the rate of adding the partial results of the convolution's taps"
-Choice = Callable[[Any, Any], Any]
+Chooser = Callable[[Any, Any], Any]
 """The smaller or the larger of two."""
 
 
@@ -127,7 +127,7 @@ def compute_seconds(hardware: Hardware, quantity: Quantity, devices: int = 1) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class KernelParts:
     """The seconds of one operation at the full rates, or arrays with those of many, as constants are fitted
     (`costmodels.step_fit`): `sustained` and `memory_efficiency` come last.
 
@@ -158,7 +158,7 @@ class Kernel:
     padding: float = 1.0
     where: str = ""
 
-    def flops(self, sustained: Any, least: Choice = min, most: Choice = max) -> Any:
+    def flops(self, sustained: Any, least: Chooser = min, most: Chooser = max) -> Any:
         """Seconds of the FLOPs; `least` and `most` choose of numbers, or of arrays."""
         return most(least(self.product / sustained + self.beside, self.vector), self.floor)
 
@@ -166,13 +166,13 @@ class Kernel:
         """Seconds of the bytes."""
         return self.moved / efficiency + self.passed
 
-    def seconds(self, flops: Any, memory: Any, least: Choice = min, most: Choice = max) -> Any:
+    def seconds(self, flops: Any, memory: Any, least: Chooser = min, most: Chooser = max) -> Any:
         """Seconds of the whole: equation (1)."""
         both = most(flops, memory) + self.in_turn * least(flops, memory)
         return most(self.launch + both, self.interval)
 
 
-def kernel(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Kernel:
+def kernel_parts(hardware: Hardware, quantity: Quantity, devices: int = 1) -> KernelParts:
     """The parts of an operation's time, with the arguments of `compute_seconds`."""
     chip, contention = hardware.chip, hardware.contention(devices)
     moved = contention * (_laid(hardware, quantity)[0] / hardware.memory_bandwidth)
@@ -181,14 +181,14 @@ def kernel(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Kernel:
     at_peak = contention * quantity.flops / hardware.peak_flops(quantity.dtype) if is_product else 0.0
     if (curve := _curve(hardware, quantity)) is not None:
         taken = curve.seconds(_amount(curve, quantity)) * contention / hardware.contention(curve.devices)
-        return Kernel(0.0, math.inf, taken, at_peak, moved, 0.0, 0.0, False)
+        return KernelParts(0.0, math.inf, taken, at_peak, moved, 0.0, 0.0, False)
     interval = 0.0 if chip.launch_interval is None else chip.launch_interval.value
     own = chip.product_launch if quantity.op_class == "matmul" else None
     launch = contention * (own or chip.launch_overhead).value
     vector = contention * _vector_seconds(hardware, _reached(hardware, quantity))
     passing = contention * _passing_seconds(hardware, _laid(hardware, quantity)[1])
     if not is_product:
-        return Kernel(0.0, math.inf, vector, 0.0, moved, passing, launch, False, interval)
+        return KernelParts(0.0, math.inf, vector, 0.0, moved, passing, launch, False, interval)
     known, after, handed, in_turn = _attention(hardware, quantity), 0.0, 0.0, False
     padding = 1.0 if known else padding_ratio(chip.matrix_unit, quantity)
     padded = quantity.flops * padding
@@ -208,7 +208,7 @@ def kernel(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Kernel:
     )
     parts = (0.0, product) if known else (product, after)
     vector = math.inf if chip.vector_flops is None else vector
-    return Kernel(*parts, vector, floor, moved, handed, launch, in_turn, interval, rate, padding, where)
+    return KernelParts(*parts, vector, floor, moved, handed, launch, in_turn, interval, rate, padding, where)
 
 
 def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> ComputeCost:
@@ -216,7 +216,7 @@ def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Co
 
     The arguments are those of `compute_seconds`.
     """
-    k, chip, contention = kernel(hardware, quantity, devices), hardware.chip, hardware.contention(devices)
+    k, chip = kernel_parts(hardware, quantity, devices), hardware.chip
     sustained = 1.0 if chip.sustained is None else chip.sustained.value
     flops, memory = k.flops(sustained), k.memory(chip.memory_efficiency.value)
     seconds = k.seconds(flops, memory)
@@ -233,7 +233,7 @@ def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Co
         f"{k.launch * 1e6:.3g} us launch + max({flops * 1e6:.4g} us for "
         f"{_work(hardware, quantity, k, sustained)}; {memory * 1e6:.4g} us for {_moved(hardware, quantity)})"
     )
-    if contention > 1:
+    if (contention := hardware.contention(devices)) > 1:
         words += f", with {contention:.3g} devices per core"
     if chip.launch_interval is not None:
         words += f", at least {k.interval * 1e6:.3g} us between launches"
@@ -241,7 +241,7 @@ def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Co
     return ComputeCost(seconds, flops, memory, k.launch, k.padding, bound, words)
 
 
-def _work(hardware: Hardware, quantity: Quantity, k: Kernel, sustained: float) -> str:
+def _work(hardware: Hardware, quantity: Quantity, k: KernelParts, sustained: float) -> str:
     """The FLOPs that decide, and the rate they run at."""
     product = k.product / sustained + k.beside
     if k.floor > min(product, k.vector):
