@@ -140,9 +140,10 @@ def main() -> None:
         return
     from benchmarks.torch_modules_made import ENTRIES
 
-    out, rows = Path(args.out), {}
+    out, rows, about = Path(args.out), {}, ""
     if out.exists():
-        rows = {r["name"]: r for r in json.loads(out.read_text(encoding="utf-8"))["rows"]}
+        old = json.loads(out.read_text(encoding="utf-8"))
+        rows, about = {r["name"]: r for r in old["rows"]}, old.get("about", "")
     for name in args.names or ENTRIES:
         command = [sys.executable, __file__, "--one", name, "--devices", str(args.devices)]
         command += ["--time-limit", str(args.time_limit)] + ["--no-search"] * args.no_search
@@ -152,11 +153,11 @@ def main() -> None:
             error = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
         except subprocess.TimeoutExpired:
             line, error = None, f"given up after {args.limit:g} s"
-        row = json.loads(line[4:]) if line else {"name": name, "error": error}
+        row = json.loads(line[4:]) if line else {"name": name, "note": ENTRIES[name].note, "error": error}
         rows[name] = row
         print(json.dumps(row), flush=True)
         head = {"date": date.today().isoformat(), "hardware": HARDWARE, "framework": FRAMEWORK}
-        head |= {"devices": args.devices, "time_limit": args.time_limit}
+        head |= {"devices": args.devices, "time_limit": args.time_limit, "about": about}
         ordered = [rows[n] for n in ENTRIES if n in rows]
         out.write_text(json.dumps({**head, "rows": ordered}, indent=1) + "\n", encoding="utf-8")
 
