@@ -115,6 +115,9 @@ SAME = {"torchtitan": "torch-compile"}
 LATER = "megatron_bridge"
 """How tables begin that were priced after the fits. Only shares of hidden exchanges were fitted to them."""
 
+CHOSEN = ("launches=each",)
+"""Options that were chosen for the errors of the rows that have them."""
+
 
 def chip_of(row: Row) -> str:
     return row.hardware.split(",")[0]
@@ -156,6 +159,8 @@ def halves() -> Callable[[Row], str]:
     apart = {name: judged(rows_of(name, every)) for name, fit in FITS.items() if fit.adopted}
 
     def half(row: Row) -> str:
+        if any(option in row.framework for option in CHOSEN):
+            return "fitted"
         if row.table.startswith(LATER):
             return "fitted" if family(row) in shares else "judged"
         name = base_of(row)

@@ -40,7 +40,7 @@ class Case:
     Attributes:
       searched: the mesh of the search.
       allowed: whether layers may run again in it, or keep some values then.
-      framework, schedule: of both; "": none.
+      framework, schedule: of both; "": none; `trainer`: those of practice, where they are others.
       mesh, layout, stage, recompute, microbatches: of practice.
       tokens_per_second: of practice, as published; None: of this machine nobody did.
       source: of the practice.
@@ -64,6 +64,7 @@ class Case:
     allowed: tuple[bool | str, ...] = (False, "selective", True)
     framework: str | None = None
     schedule: str = ""
+    trainer: tuple[str, str] | None = None
 
 
 MAXTEXT = "MaxText, AI-Hypercomputer/tpu-recipes training/v5p"
@@ -150,11 +151,12 @@ CASES = (
         1e12 / (180e3 * 3600 / 2048),
         "DeepSeek-AI 2024, arXiv 2412.19437, sections 1 and 3: 180 thousand GPU hours for 10^12 tokens on "
         "2,048 H800, taken for this batch (theirs grows to 15,360 sequences)",
-        "has two half batches that run both ways (DualPipe), here 1F1B, and layers of its stages in another "
-        "division; exchanges are hidden as DeepSeek-AI says; H800 have slower links within a node",
+        "has layers of its stages in another division; exchanges are hidden as DeepSeek-AI says; H800 have "
+        "slower links within a node",
         ("selective", True),
-        "megatron:dispatcher=paired",
+        "megatron:dispatcher=flex",
         "1f1b",
+        ("examples/frameworks/dualpipe.json", "dualpipe"),
     ),
 )
 
@@ -170,8 +172,15 @@ def solved(case: Case, limit: float) -> dict[str, Any]:
         **{k: v for k, v in asdict(case).items() if k not in ("model", "name")},
     }
     how: dict[str, Any] = {"schedule": case.schedule} if case.schedule else {}
-    options = mtf.Options(stored(model, case.stage), frozenset({case.recompute}), case.microbatches, **how)
-    practice = evaluate(model, mtf.Mesh(case.mesh), mtf.Layout(case.layout), hardware, options)
+    software, schedule = case.trainer or (case.framework, case.schedule)
+    options = mtf.Options(
+        stored(model, case.stage),
+        frozenset({case.recompute}),
+        case.microbatches,
+        **({"schedule": schedule} if schedule else {}),
+    )
+    trainer = load_hardware(case.hardware, software)
+    practice = evaluate(model, mtf.Mesh(case.mesh), mtf.Layout(case.layout), trainer, options)
     found["practice"] = asdict(Priced.of(practice, f"zero{case.stage}; recompute {case.recompute}", room))
     began = time.process_time()
     plan = layoutopt.search(

@@ -28,7 +28,8 @@ the mean over models with at least four runs on one chip.
 ## By framework
 
 Frameworks have at most six fitted constants. The models of each framework are sorted by name. Every
-second one is *judged*: its runs had no part in a fit. The other models are *fitted*. The programs are
+second one is *judged*: its runs had no part in a fit. The other models are *fitted*. So is every run
+with Megatron's option `launches=each`, which was added for the errors of these runs. The programs are
 the models of `examples/` (Paxml's GPT: with its one-hot embedding and biases), so the errors include
 the differences between these models and the published programs.
 """

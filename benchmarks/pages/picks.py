@@ -29,10 +29,14 @@ NOTES: dict[tuple[str, ...], str] = {
     ("GPT of 1T parameters, 2,048 cores of TPU v3",): "The recipe's layout was published for a quarter of "
     "the cores and of the batch.",
     ("DeepSeek-V3's sizes, 512 v5p",): "The recipe keeps activations in host memory; its prediction "
-    "recomputes layers from inputs on the chip.",
-    ("DeepSeek-V3's sizes, 2,048 H100",): "Both multiply in float8, with exchanges of experts hidden behind "
-    "products (`megatron:dispatcher=paired`). The recipe runs stages in both directions (DualPipe), its "
-    "prediction in 1F1B. The published step is derived from 180 thousand GPU hours for 10^12 tokens on H800, "
+    "recomputes layers from inputs on the chip. The plan, not proven, is slower than that "
+    "prediction, which does not fit.",
+    ("DeepSeek-V3's sizes, 2,048 H100",): "Both multiply in float8. The "
+    "recipe runs stages in both directions (DualPipe), and so does its prediction, under "
+    "`examples/frameworks/dualpipe.json`, whose exchanges of experts are hidden behind products; DualPipe "
+    "holds the layers of two stages. The plan is the best that a search of limited time found in 1F1B "
+    "under `megatron:dispatcher=flex`, where these exchanges are exposed: it says nothing of the recipe. The "
+    "published step is derived from 180 thousand GPU hours for 10^12 tokens on H800, "
     "whose links within a node are slower.",
 }
 """Cases -> what a reader must know to compare their rows."""

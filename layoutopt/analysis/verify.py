@@ -6,7 +6,7 @@ the bytes that a device contributes to sums (all-reduce and reduce-scatter toget
 permutations.
 
 (1) compute seconds of the compiler = sum of its cycle estimates / clock (`costmodels.calibration.tpus`). It
-    estimates nothing of attention in a library's kernel: that is left out on both sides
+    estimates nothing of a library's kernels, attention and experts: they are left out on both sides
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from costmodels.calibration.tpus import GENERATIONS, Generation
 from costmodels.hardware import Hardware
-from costmodels.kernels.compute import compute_cost
+from costmodels.kernels.compute import Quantity, compute_cost
 from costmodels.pricing.items import Computed
 from costmodels.pricing.lines import Cost
 from layoutopt.optimize.evaluation import Evaluation
@@ -33,6 +33,7 @@ from layoutopt.runtime.clock import UNLIMITED, Clock
 from mesh_tf_core.engines.jax.compile import CompilerRefusal, Executable, compile_for
 from mesh_tf_core.engines.jax.hlo import HloCollective, read
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.program import (
     AllGather,
     AllToAll,
@@ -44,11 +45,10 @@ from mesh_tf_core.ir.program import (
     gathers,
 )
 from mesh_tf_core.ops.experts import ToExperts
+from mesh_tf_core.ops.grouped import GroupedOuter, GroupedProduct
 
 EVERY = 15.0
 """Seconds between reports of a compilation."""
-EXPERTS = ("expertproduct", "expertouter")
-"""Names of the products of experts."""
 SAME = 0.01
 """Bytes that differ by less than this part are the same: the compiler pads."""
 
@@ -279,9 +279,27 @@ def estimated(cost: Cost, hardware: Hardware, libraries: int) -> float:
     experts (but with the preparation of their operands) if a library's kernels ran."""
     left_out = 0.0
     for x in cost.lines if libraries else ():
-        if isinstance(x.item, Computed) and (x.kind == "attention" or x.name in EXPERTS):
+        if isinstance(x.item, Computed) and (x.kind == "attention" or _tiled(x.name, x.item.quantity)):
             left_out += x.times * (x.seconds - compute_cost(hardware, x.item.quantity).memory_seconds)
     return cost.compute_seconds - left_out
+
+
+def _names(op: type[Op]) -> set[str]:
+    """The names of operations of a class."""
+    return {op.__name__.lower()}.union(*map(_names, op.__subclasses__()))
+
+
+def _tiled(name: str, of: Quantity) -> bool:
+    """True for a product of groups of rows whose sizes a library's kernel has tiles for."""
+    product, outer = name in _names(GroupedProduct), name in _names(GroupedOuter)
+    if not (product or outer) or of.matmul_dims is None:
+        return False
+    from mesh_tf_core.kernels.array_kernel import np_dtype
+    from mesh_tf_core.kernels.jax_experts import tiles
+
+    m, n, k, groups = of.matmul_dims
+    sizes = (m * groups, k, n) if product else (k * groups, m, n)
+    return tiles(np_dtype(of.dtype), *sizes) is not None
 
 
 def collectives(program: Program) -> tuple[HloCollective, ...]:

@@ -23,11 +23,11 @@ _ROWS = (
     ("layernorm", "others-attention_norm-experts_norm"),
     ("mlp", "products-feed_forward", "others-feed_forward"),
     ("shared_experts", "products-shared", "others-shared"),
-    ("moe_act", "others-experts"),
     ("moe", "products-experts", "others-experts"),
 )
 """Each of `recompute_modules`, and the values that it does not keep
-(megatron/core/transformer/transformer_config.py @d98e8a6)."""
+(megatron/core/transformer/transformer_config.py @d98e8a6). `moe` recomputes shared experts too, which are
+in the scope `experts`. `moe_act`, the activation of experts alone, has no row: it is no scope of its own."""
 
 
 def _keeps(rows: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
@@ -41,7 +41,7 @@ MEGATRON_MODULES: Mapping[tuple[str, ...], tuple[str, ...]] = {
     _keeps(rows): names
     for number in (1, 2, 3)
     for rows in combinations(_ROWS, number)
-    if len({*(names := tuple(row[0] for row in rows))}) == number and not {"moe", "moe_act"} <= {*names}
+    if len({*(names := tuple(row[0] for row in rows))}) == number
 }
 """The values that recomputed layers keep -> the modules that are recomputed."""
 

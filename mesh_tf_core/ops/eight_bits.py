@@ -3,7 +3,9 @@
 
 A row, all elements along one dimension, has one float32 number, its largest absolute value, and each element
 a code of its part x of that. A decade 10^(d-7) to 10^(d-6), d from 0 to 6, is divided evenly into 2^d codes,
-or twice as many without signs; a code means the middle of its part, and 0 is 0. The nearest code is taken.
+or twice as many without signs; a code means the middle of its part, 0 is 0, and one code is 1: a row whose
+largest number were the middle of the last part would shrink at every store. The nearest code is taken. As in
+bitsandbytes, -1 has no code: a largest number below 0 is stored as 0.993 of it.
 
 bitsandbytes has such a number for 256 consecutive elements of a device. Rows give the same numbers under
 every layout, which may split them: then the largest value is found over devices.
@@ -14,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType
@@ -24,6 +27,8 @@ from mesh_tf_core.ops.kinds import Elementwise, NoGradient
 SHORTEST, SMALLEST = 64, 4096
 """Least elements of a row; tensors with fewer than 4096 stay in float32 (bitsandbytes' `min_8bit_size`)."""
 DECADES, NO_SIGN, _TINY = range(7), 128.0, 1e-38
+_ONE = {True: -128.0, False: 1 - NO_SIGN}
+"""Whether there are signs -> the code of 1, which no decade has."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,8 @@ class ToEightBits(_EightBits):
             begin = (first + 10.0 ** (d - 7) * (1 - 0.9 / n) * (d > 0)) / 2
             code = k.where(by("ge", size, begin), place, code)
         code = k.binary("mul", code, k.unary("sign", part)) if self.signed else by("sub", code, NO_SIGN)
+        # `n` is the last decade's: 1 is nearer than its last number from a quarter of a distance below 1.
+        code = k.where(by("ge", part, 1 - 0.225 / n), k.scalar(_ONE[self.signed], "float32"), code)
         return k.cast(code, self.dtype)
 
 
@@ -97,14 +104,16 @@ class FromEightBits(_EightBits):
             value = by("add", by("mul", code, step), first - n * step)
             found = k.where(by("ge", code, n), value, found)
         found = k.binary("mul", found, k.unary("sign", given)) if self.signed else found
+        found = k.where(by("eq", given, _ONE[self.signed]), k.scalar(1.0, "float32"), found)
         return scaled(k, found, x, slices[1], its)
 
 
 def row_of(variable: Variable) -> str:
     """The dimension along which a variable's rows are, its smallest one that is long enough; "": it stays in
-    float32."""
-    own = [(d.size, d.name) for d in variable.shape.dims[variable.stacked :] if d.size >= SHORTEST]
-    return min(own)[1] if own and variable.shape.size >= SMALLEST else ""
+    float32. Stacked layers are variables of their own, as those that no loop runs."""
+    own = variable.shape.dims[variable.stacked :]
+    rows = [(d.size, d.name) for d in own if d.size >= SHORTEST]
+    return min(rows)[1] if rows and Shape(own).size >= SMALLEST else ""
 
 
 def largest(x: Tensor, row: str) -> Tensor:

@@ -209,17 +209,14 @@ class EvaluationPass:
                     f"over rows ({why}); omit the short batch, or remove {name!r} from the metrics"
                 )
             counts.append(count)
-            padded = {n: np.concatenate([a, _padding(a, most - count)]) for n, a in short.items()}
+            # Copies of the last row, or zeros where there is none.
+            last = {n: a[-1:] if len(a) else np.zeros((1, *a.shape[1:]), a.dtype) for n, a in short.items()}
+            padded = {n: np.concatenate([a, *[last[n]] * (most - count)]) for n, a in short.items()}
             if rows is not None:
                 padded = {n: widened(a, rows, self.size) for n, a in padded.items()}
             if self.parts:
                 padded = {n: a.reshape(*self.parts, *a.shape[1:]) for n, a in padded.items()}
             yield {**batch, **padded}
-
-
-def _padding(array: Any, count: int) -> Any:
-    """So many rows: copies of the last one, or zeros where there is none."""
-    return np.repeat(array[-1:] if len(array) else np.zeros((1, *array.shape[1:]), array.dtype), count, 0)
 
 
 def _true(value: Any, count: int) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from costmodels.frameworks import load_framework
 from examples.transformer_lm import model as transformer
 from layoutopt.frameworks.megatron import MEGATRON_MODULES, SAYS
 from layoutopt.plan.build import decided
@@ -334,3 +335,9 @@ def test_a_count_is_not_lost_beside_other_recomputation(to: str, again: tuple[st
     both = replace(what, framework=to, decided=what.decided.model_copy(update={"recompute": again}))
     with pytest.raises(UserError, match="recompute"):
         settings(both, to.partition("@")[0])
+
+
+def test_every_dispatcher_is_a_choice_of_megatron() -> None:
+    """`--moe-token-dispatcher-type` (megatron/training/arguments.py)."""
+    found = load_framework("megatron").variants["dispatcher"].options
+    assert {*found} <= {"allgather", "alltoall", "flex"}

@@ -221,3 +221,13 @@ def test_a_framework_of_the_users_own(tmp_path: Path) -> None:
     assert found.framework == str(path) and found.chip.sustained is not None
     assert found.chip.sustained.value == 0.7 and found.compiler == load_hardware("h100", "megatron").compiler
     assert isinstance(load_framework(found.framework), Framework)
+
+
+def test_exchanges_are_hidden_whole_by_dualpipes_trainer_alone() -> None:
+    """No option of a framework of the package says that all-to-alls of experts cost nothing."""
+    found = load_hardware("h100", "examples/frameworks/dualpipe.json")
+    assert found.hidden_fraction("experts") == 1 and found.topology.dispatch == "once"
+    for name in framework_names():
+        for number in load_framework(name).numbers():
+            if number.path == "overlap.experts":
+                assert float(number.value) < 1, (name, number.option)
