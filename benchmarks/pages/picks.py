@@ -35,7 +35,8 @@ NOTES: dict[tuple[str, ...], str] = {
     "recipe runs stages in both directions (DualPipe), and so does its prediction, under "
     "`examples/frameworks/dualpipe.json`, whose exchanges of experts are hidden behind products; DualPipe "
     "holds the layers of two stages. The plan is the best that a search of limited time found in 1F1B "
-    "under `megatron:dispatcher=flex`, where these exchanges are exposed: it says nothing of the recipe. The "
+    "under `megatron:dispatcher=flex`, where these exchanges are exposed; the recipe's layout "
+    "is predicted to be faster in 1F1B too, so the search ended too early. The "
     "published step is derived from 180 thousand GPU hours for 10^12 tokens on H800, "
     "whose links within a node are slower.",
 }
