@@ -26,13 +26,7 @@ class FrameworkError(UserError):
 
 @cache
 def framework_names() -> tuple[str, ...]:
-    """The names of the frameworks, sorted.
-
-    Example:
-      >>> import costmodels
-      >>> "megatron" in costmodels.framework_names()
-      True
-    """
+    """The names of the frameworks, sorted."""
     return tuple(sorted(path.stem for path in _DATA.glob("*.json")))
 
 

@@ -33,7 +33,6 @@ from layoutopt.runtime.clock import UNLIMITED, Clock
 from mesh_tf_core.engines.jax.compile import CompilerRefusal, Executable, compile_for
 from mesh_tf_core.engines.jax.hlo import HloCollective, read
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.program import (
     AllGather,
     AllToAll,
@@ -284,22 +283,19 @@ def estimated(cost: Cost, hardware: Hardware, libraries: int) -> float:
     return cost.compute_seconds - left_out
 
 
-def _names(op: type[Op]) -> set[str]:
-    """The names of operations of a class."""
-    return {op.__name__.lower()}.union(*map(_names, op.__subclasses__()))
-
-
 def _tiled(name: str, of: Quantity) -> bool:
     """True for a product of groups of rows whose sizes a library's kernel has tiles for."""
-    product, outer = name in _names(GroupedProduct), name in _names(GroupedOuter)
+    product, outer = (
+        name in {each.__name__.lower() for each in (op, *op.__subclasses__())}
+        for op in (GroupedProduct, GroupedOuter)
+    )
     if not (product or outer) or of.matmul_dims is None:
         return False
     from mesh_tf_core.kernels.array_kernel import np_dtype
     from mesh_tf_core.kernels.jax_experts import tiles
 
     m, n, k, groups = of.matmul_dims
-    sizes = (m * groups, k, n) if product else (k * groups, m, n)
-    return tiles(np_dtype(of.dtype), *sizes) is not None
+    return tiles(np_dtype(of.dtype), *((m * groups, k, n) if product else (k * groups, m, n))) is not None
 
 
 def collectives(program: Program) -> tuple[HloCollective, ...]:

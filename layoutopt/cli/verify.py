@@ -150,8 +150,7 @@ def _show(
         rows.append(("host", "; ".join((held, *words))))
     if made.libraries:
         alone = seconds_text(evaluation.cost.compute_seconds - found.compute_seconds)
-        kernels = f"kernels of attention and experts ({alone} predicted)"
-        rows.append(("note", f"{kernels} come from a library and are not compared"))
+        rows.append(("note", f"a library's kernels ({alone} predicted: attention, experts) are not compared"))
     if any(value.shape.sparse is not None for value in evaluation.program.values):
         room = "a TPU device has room for all rows of experts, the prediction for its own"
         rows.append(("note", f"{room}: 0.32 to 0.72 of the compiler's memory where both are known"))

@@ -19,13 +19,7 @@ def restriction_of(framework: str) -> Restriction:
 
 
 def says(name: str) -> Restriction:
-    """The restriction to what a framework can express; none if nobody says what.
-
-    Example:
-      >>> from layoutopt.frameworks import says
-      >>> says("maxtext").expresses("storage", "zero2")
-      False
-    """
+    """The restriction to what a framework can express; none if nobody says what."""
     module = name.replace("-", "_")
     if module not in {each.name for each in iter_modules(__path__)}:
         return EVERYTHING

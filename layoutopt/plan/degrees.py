@@ -252,12 +252,7 @@ def megatron(what: Exported) -> str:
     if mode == "full":
         flags += [("recompute-method", "block" if count else "uniform"), ("recompute-num-layers", count or 1)]
     for text in decided.recompute if mode == "selective" else ():
-        modules = MEGATRON_MODULES[Recomputed.parse(text).keep]
-        if "moe" in modules and any("latent" in v.name.split("/") for v in what.variables):
-            raise UserError(
-                "megatron's moe recomputes what is beside latent experts too; leave --recompute selective out"
-            )
-        flags.append(("recompute-modules", " ".join(modules)))
+        flags.append(("recompute-modules", " ".join(MEGATRON_MODULES[Recomputed.parse(text).keep])))
     offloads = _offloaded(what, OPTIMIZER, "megatron")
     options = load_framework(what.framework).options() if what.framework else {}
     dispatcher = [("moe-token-dispatcher-type", options.get("dispatcher", "alltoall"))]

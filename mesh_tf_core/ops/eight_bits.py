@@ -27,8 +27,7 @@ from mesh_tf_core.ops.kinds import Elementwise, NoGradient
 SHORTEST, SMALLEST = 64, 4096
 """Least elements of a row; tensors with fewer than 4096 stay in float32 (bitsandbytes' `min_8bit_size`)."""
 DECADES, NO_SIGN, _TINY = range(7), 128.0, 1e-38
-_ONE = {True: -128.0, False: 1 - NO_SIGN}
-"""Whether there are signs -> the code of 1, which no decade has."""
+_ONE = {True: -128.0, False: 1 - NO_SIGN}  # Whether there are signs -> the code of 1, which no decade has.
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -152,8 +151,10 @@ class EvaluationPass:
         if rows is not None:
             counts = self._of_all(rows, counts)
         sums = {
-            name: math.fsum(itertools.chain.from_iterable(map(_true, values, counts)))
-            for name, values in found.items()
+            name: math.fsum(
+                x for v, n in zip(vs, counts, strict=True) for x in v.reshape(-1)[: n if v.ndim else 1]
+            )
+            for name, vs in found.items()
         }
         return {name: self._mean(name, sums, sum(counts), len(counts)) for name in self.wanted}
 
@@ -217,11 +218,6 @@ class EvaluationPass:
             if self.parts:
                 padded = {n: a.reshape(*self.parts, *a.shape[1:]) for n, a in padded.items()}
             yield {**batch, **padded}
-
-
-def _true(value: Any, count: int) -> Any:
-    """What counts of a batch's result: its true rows, also of microbatches, or its one number."""
-    return value.reshape(-1)[:count] if value.ndim else [value]
 
 
 def forward(

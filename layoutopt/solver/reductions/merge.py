@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from layoutopt.solver.form import Floats, Ints
+from layoutopt.solver.form import Ints
 from layoutopt.solver.reductions.state import ReductionState
 
 
@@ -31,19 +31,15 @@ def separable(state: ReductionState, variable: int) -> bool:
         if variable < other and np.isfinite(table).all():
             mine = table[:, 0]
             yours = table[0] - table[0, 0]
-            if (mine[:, None] + yours[None, :] == table).all() and _exact(table):
+            # Splitting whole numbers below 2^50, or zeros and equal values, loses nothing to rounding.
+            whole = (table == np.floor(table)).all() and np.abs(table).max() < 2.0**50
+            exact = whole or (table == table[0, 0]).all()
+            if (mine[:, None] + yours[None, :] == table).all() and exact:
                 state.unary[variable] = state.unary[variable] + mine
                 state.unary[other] = state.unary[other] + yours
                 state.drop_pair(variable, other)
                 changed = True
     return changed
-
-
-def _exact(table: Floats) -> bool:
-    """Splitting whole numbers below 2^50, or zeros and equal values, loses nothing to rounding."""
-    return bool(
-        (table == table[0, 0]).all() or ((table == np.floor(table)).all() and np.abs(table).max() < 2.0**50)
-    )
 
 
 def functional(state: ReductionState, variable: int) -> bool:
