@@ -46,11 +46,11 @@ class Found:
     read: set[str]
 
 
-def on_four(cases: Mapping[str, tuple[Any, Any, Any]], folder: Path) -> dict[str, list[Found]]:
+def on_four(cases: Mapping[str, tuple[Any, ...]], folder: Path) -> dict[str, list[Found]]:
     """Name -> what each of four ranks found.
 
     Args:
-      cases: name -> (plan.torch, module, batch).
+      cases: name -> (plan.torch, module, batch), and True if the step runs inside torch.autocast.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -61,7 +61,7 @@ def on_four(cases: Mapping[str, tuple[Any, Any, Any]], folder: Path) -> dict[str
     return {name: [found[name] for found in each] for name in cases}
 
 
-def _rank(rank: int, cases: Mapping[str, tuple[Any, Any, Any]], port: int, folder: str) -> None:
+def _rank(rank: int, cases: Mapping[str, tuple[Any, ...]], port: int, folder: str) -> None:
     warnings.simplefilter("ignore")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="4")
     distributed.init_process_group("gloo")
@@ -93,13 +93,16 @@ def alone(module: Any, batch: Any, read: Any = None) -> tuple[float, dict[str, A
     return float(loss.detach()), gradients, dict(own.named_buffers())
 
 
-def _compared(plan: Any, module: Any, batch: Any) -> Found:
-    module = copy.deepcopy(module).double()  # so that rounding hides nothing
+def _compared(plan: Any, module: Any, batch: Any, cast: bool = False) -> Found:
+    module = copy.deepcopy(module)
+    module = module.float() if cast else module.double()  # so that rounding hides nothing
     if getattr(module, "config", None) is not None:
         module.config._experts_implementation = "eager"  # grouped products have no such type
-    batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+    if not cast:
+        batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
     types = plan.ranks.types
-    loss, gradients, buffers = alone(module, batch, torch.float32 if types[0] else None)
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        loss, gradients, buffers = alone(module, batch, torch.float32 if types[0] else None)
     own = copy.deepcopy(module)
     whole = {n: p.detach().clone() for n, p in own.named_parameters(remove_duplicate=False)}
     sizes = tuple(size for _, size in plan.ranks.mesh.axes)
@@ -131,7 +134,8 @@ def _compared(plan: Any, module: Any, batch: Any) -> Found:
                 lambda own, args: read.update({str(args[0].dtype), str(own.weight.dtype)})
             )
     step = plan.train_step(own, Keeps(own.parameters(), lr=0.1), clip_norm=norm / 2)
-    with mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=foreach_reduce) as reduces:
+    counted = mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=foreach_reduce)
+    with counted as reduces, torch.autocast("cpu", torch.bfloat16, enabled=cast):
         ours = float(step(step.rows(batch)).detach())
     reduced = Counter(id(call.args[0][0]) for call in reduces.call_args_list)
     sizes_of = {n: float(g.abs().max()) for n, g in gradients.items() if g is not None}

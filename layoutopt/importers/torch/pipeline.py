@@ -120,6 +120,7 @@ def _stage_class() -> Any:
 
         def forward(self, *received: Any, part: Any) -> Any:
             self.received, number = received, int(part)
+            torch.clear_autocast_cache()  # as in a step without stages
             try:
                 if self.loss is None:
                     args, kwargs = called(self.module, self.batches[number])
