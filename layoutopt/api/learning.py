@@ -42,8 +42,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.files import write_file
 
 WIDTHS = {SUSTAINED: 0.1, EFFICIENCY: 0.2, INTERVAL: 10e-6, HIDDEN: 0.25, TENSOR: 0.25}
-"""The constants of one framework on one chip, and how far each may well be off: about the spread of those
-that ship, over chips and frameworks."""
+"""The constants of one framework on one chip, and how far each may well be off: assumed, not measured."""
 CHIP = "measured"
 LEAST, MOST = 3, 4
 """Runs, and constants."""

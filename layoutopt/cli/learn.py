@@ -12,6 +12,7 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -99,21 +100,25 @@ def read_runs(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
 
     with reading(f"runs {str(path)!r}"):
         text = read_text(path)
-    reader = csv.DictReader(line for line in text.splitlines() if line.strip() and line[0] != "#")
-    columns = [name.strip() for name in reader.fieldnames or ()]
+    given = (line for line in text.splitlines() if line.strip() and line[0] != "#")
+    try:
+        heading, *lines = [*csv.reader(given, strict=True)] or [[]]
+    except csv.Error as error:
+        raise UserError(f"{path} is no table of runs: {error}") from None
+    columns = [name.strip() for name in heading]
     for name in ("model", SECONDS):
         if name not in columns:
-            raise UserError(f"{path}: no column {name!r} among {', '.join(columns) or 'none'}; add it")
+            among = shorten(", ".join(columns), 200) or "none"
+            raise UserError(f"{path}: no column {name!r} among {among}; add it")
     for name in columns:
         if columns.count(name) > 1:
             raise UserError(f"{path}: {columns.count(name)} columns are named {name!r}; leave one")
         if name not in (known := (*ASKED, SECONDS, *NOTED)):
             raise UserError(f"{path}: column {name!r} is not known; {known_names(name, known)}")
-    reader.fieldnames = columns
-    for number, line in enumerate(reader, start=1):
-        if None in line or None in line.values():
+    for number, line in enumerate(lines, start=1):
+        if len(line) != len(columns):
             raise UserError(f"{path}: run {number} has another number of fields than the heading")
-        yield f"{path}: run {number}", {name: value.strip() for name, value in line.items()}
+        yield f"{path}: run {number}", {n: value.strip() for n, value in zip(columns, line, strict=True)}
 
 
 def _timed(line: Mapping[str, str], machine_on: OnHardware, where: str) -> tuple[PricedLayout, float]:

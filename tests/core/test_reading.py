@@ -18,6 +18,7 @@ from costmodels.hardware import HardwareError, read_hardware
 from examples import mlp
 from layoutopt.cli.defaults import _read as read_targets
 from layoutopt.cli.defaults import _settings
+from layoutopt.cli.learn import read_runs as measured_runs
 from layoutopt.cli.terminal import Terminal
 from layoutopt.importers.huggingface import from_huggingface
 from layoutopt.importers.huggingface.fields import Fields
@@ -42,6 +43,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "problem.json": load,
     "config.json": from_huggingface,
     "runs.csv": read_runs,
+    "measured.csv": lambda path: [*measured_runs(path)],
     "partial.json": lambda path: Partial(path, {}) if path.is_file() else reading.read_file(path),
     "layoutopt.toml": read_targets,
     "model.py": lambda path: load_model(str(path)),
