@@ -127,7 +127,10 @@ def _own_form(plan: Plan) -> Library:
     name = load_framework(plan.data.framework or DEFAULT).says
     if name not in {*Library}:
         known = ", ".join(Library)
-        raise UserError(f"the plan's framework {name} has no format of its own; add --to with one of {known}")
+        code = "; in Python, plan.torch applies it to your module" * name.startswith("torch")
+        raise UserError(
+            f"the plan's framework {name} has no format of its own; add --to with one of {known}{code}"
+        )
     return Library(name)
 
 

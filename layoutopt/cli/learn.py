@@ -74,9 +74,11 @@ def learn(
     output: Output = OUTPUT,
 ) -> None:
     """Fit a framework's constants to runs that you measured."""
+    from costmodels.frameworks import load_framework
     from layoutopt.api.learning import learn as fitted
 
-    check_out(out, read=[runs])
+    base = load_framework(machine_on.framework).file if machine_on.framework else ""
+    check_out(out, read=[runs, base or None])
     if _named(machine_on):
         machine_on.read()  # refused before anything takes time
     terminal, lines = output.terminal, [*read_runs(runs)]

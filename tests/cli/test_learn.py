@@ -125,6 +125,14 @@ def test_runs_are_of_the_machine_that_the_table_says(
         assert "run 1: it is a run on h100 under torch, but" in done.stderr
 
 
+def test_the_framework_that_it_begins_with_is_not_written_over(run: RunCommand, tmp_path: Path) -> None:
+    mine, table = tmp_path / "mine.json", tmp_path / "runs.csv"
+    mine.write_text('{"name": "mine", "like": "torch"}')
+    table.write_text("model,step_seconds\n")
+    done = run("learn", str(table), "--hardware", "h100", "--framework", str(mine), "--out", str(mine))
+    assert done.exit_code == 2 and "would overwrite a file that this command reads" in done.stderr
+
+
 def test_runs_that_ship_well_change_nothing(run: RunCommand, tmp_path: Path) -> None:
     seconds = [s * (0.97 if n % 2 else 1.03) for n, s in enumerate(predicted(4))]
     runs, out = table(tmp_path / "runs.csv", seconds), tmp_path / "mine.json"

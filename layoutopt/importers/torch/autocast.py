@@ -105,7 +105,7 @@ def left(notes: list[str]) -> Iterator[Any]:
         found = torch.get_autocast_dtype("cuda")
         if found != torch.bfloat16:
             raise UserError(
-                "from_torch: torch.autocast around this call is off, because this machine has no GPU; write "
+                "from_torch: torch.autocast around this call is off (no GPU here, or enabled=False); write "
                 'torch.autocast("cpu", dtype=torch.bfloat16), which is imported as on a GPU, or leave it'
             )
         notes.append(
