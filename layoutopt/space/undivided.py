@@ -118,9 +118,17 @@ def _numbers(storage: Placement, variables: Iterable[Variable], ways: int) -> It
     def divides(n: int) -> bool:
         return sum(size for size, own in pieces if any(p % n == 0 for p in own)) >= (1 - MENTIONED) * total
 
-    yield "below", next((n for n in range(ways - 1, 1, -1) if divides(n)), 0)
-    yield "above", next((n for n in range(ways + 1, WIDER * ways + 1) if divides(n)), 0)
-    yield "inside", next((n for n in range(ways // 2, 1, -1) if ways % n == 0 and divides(n)), 1)
+    sizes = {p for _, own in pieces for p in own}
+    near = [n for n in sorted(_divisors(sizes, WIDER * ways)) if divides(n)]
+    yield "below", max((n for n in near if n < ways), default=0)
+    yield "above", next((n for n in near if n > ways), 0)
+    yield "inside", max((n for n in near if 2 * n <= ways and ways % n == 0), default=1)
+
+
+def _divisors(sizes: Iterable[int], most: int) -> set[int]:
+    """The divisors of any of the sizes, from 2 to `most`."""
+    pairs = {(n, p // n) for p in sizes for n in range(1, min(math.isqrt(p), most) + 1) if p % n == 0}
+    return {n for pair in pairs for n in pair if 1 < n <= most}
 
 
 def _pieces(storage: Placement, variable: Variable) -> Iterator[int]:

@@ -13,7 +13,7 @@ from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.plan.build import decided
 from layoutopt.plan.trade_names import trade_names
-from layoutopt.space.undivided import stored_at
+from layoutopt.space.undivided import storage_of, stored_at, undivided
 from mesh_tf_core.lower import Options
 from tests.layoutopt.models import SMALL
 
@@ -122,3 +122,22 @@ def test_scales_are_not_worth_a_sentence() -> None:
     options = Options(stored_at(model.graph.variables.values(), "zero3"))
     found = evaluate(model, mtf.Mesh("data:96"), mtf.Layout("length:data"), V4, options)
     assert not found.undivided and "final_norm/scale" not in found.decided.storage
+
+
+@pytest.mark.parametrize("ways", [12, 30, 97, 2**20, 999_983])
+def test_numbers_that_divide_are_found_as_by_trial(ways: int) -> None:
+    """Of as many devices as are asked, in the time of a few."""
+    storage = storage_of(
+        MODEL.graph, mtf.Mesh(f"data:{ways}"), mtf.Layout(""), dict.fromkeys(MODEL.graph.variables, "zero3")
+    )
+    (found,) = undivided(storage)
+    sizes = [[d.size for d in v.shape.dims] for n, v in MODEL.graph.variables.items() if n in found.variables]
+
+    def divides(n: int) -> bool:
+        return all(any(size % n == 0 for size in own) for own in sizes)
+
+    largest = max(map(max, sizes))
+    tried = [n for n in range(2, largest + 1) if divides(n)]
+    assert found.below == max((n for n in tried if n < ways), default=0)
+    assert found.above == min((n for n in tried if ways < n <= 2 * ways), default=0)
+    assert found.inside == max((n for n in tried if n < ways and ways % n == 0), default=1)
