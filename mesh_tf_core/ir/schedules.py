@@ -115,7 +115,9 @@ def check_schedule(schedule: str, said: str = "") -> None:
             "first=N:last=N, or layers=N+N+... with a number for each virtual stage"
         )
     if kind.rounds and (len(number) > 6 or not number.isascii() or not number.isdigit() or int(number) < 2):
-        raise UserError(f"{said}: write the number of rounds, at least 2, after the name, e.g. {name}:2")
+        raise UserError(
+            f"{said}: write the number of rounds, from 2 to 999999, after the name, e.g. {name}:2"
+        )
 
 
 def _parts(schedule: str) -> tuple[str, str, str]:

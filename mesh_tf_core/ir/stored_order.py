@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -66,11 +66,29 @@ class Interleaved:
             found = np.full(parts, -(-layers // parts))
             found[both[: -layers % parts]] -= 1
         if len(found) != parts or found.sum() != layers or found.min() < 0:
-            raise UserError(
-                f"{self.unequal} gives {len(found)} virtual stages {found.sum()} layers in all; the model "
-                f"has {layers} layers for {self.stages} stages with {self.rounds} virtual stages each"
-            )
+            raise UserError(f"{self.unequal}: {self._unfit(layers, found)}")
         return found
+
+    def _unfit(self, layers: int, found: np.ndarray) -> str:
+        """Why the layers that are given cannot be those of the stages, and which can."""
+        each = f" of {self.rounds} virtual stages" if self.rounds > 1 else ""
+        if not self.given:
+            return (
+                f"these are {found.sum()} layers in {len(found)} parts; the model has {layers} layers for "
+                f"{self.stages} stages{each}; write {self.stages * self.rounds} numbers with the sum {layers}"
+            )
+        name, (old, *_) = next(iter(self.given)), self.given.values()
+        others = [
+            replace(self, unequal=self.unequal.replace(f"{name}={old}", f"{name}={n}")) for n in range(layers)
+        ]
+        fits = [o for o in others if (own := o._between_ends(layers)).sum() == layers and own.min() >= 0]
+        near = sorted(fits, key=lambda o: (abs(o.given[name] - old), o.given[name]))[:2]
+        do = " or ".join(o.unequal for o in near) or "the layers of every stage, layers=N+N+..."
+        left, many = layers - sum(self.given.values()), self.stages - len(self.given)
+        return (
+            f"it leaves {left} of the model's {layers} layers to the other {many} of {self.stages} stages"
+            f"{each}, which share them equally; write {do}"
+        )
 
     def _between_ends(self, layers: int) -> np.ndarray:
         """Stages between those that are given share the other layers equally."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,15 @@ def test_only_stages_that_lack_layers_are_masked(schedule: str, eight: tuple[mtf
 def test_layers_that_are_not_those_of_the_model_are_refused(schedule: str, plain: mtf.Model) -> None:
     with pytest.raises(mtf.UserError, match=r"layers|did you mean|known"):
         lowered(plain, "pipe:2", "layers:pipe", schedule, 4)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("ends", ["first=0", "first=3", "last=9", "first=9:last=2", "layers=2+2"])
+def test_layers_that_do_not_fit_are_refused_with_those_that_do(ends: str, rounds: int) -> None:
+    with pytest.raises(mtf.UserError, match="; write ") as error:
+        Interleaved(4, rounds, ends).counts(8)
+    for fits in re.findall(r"((?:first|last)=\S+)", str(error.value).partition("; write ")[2]):
+        assert Interleaved(4, rounds, fits).counts(8).sum() == 8
 
 
 @pytest.mark.parametrize("schedule", ["dualpipe", "dualpipev"])

@@ -7,7 +7,7 @@ import copy
 import json
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +205,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**LOSSES["qwen3_moe"]["config"], "use_qk_norm": False}, r"use_qk_norm is 'False'; only true"),
     ({**LOSSES["bamba"]["config"], "z_loss_coefficient": 0.1}, r"z_loss_coefficient is '0.1'; only 0.0"),
 ]
+REFUSED += [
+    (changed(num_hidden_layers=None), r"has no field 'num_hidden_layers'; add the field with a whole number"),
+    (changed(rope_theta=0), r"rope_theta is '0'; give a number above 1"),
+    (
+        changed(rope_scaling={"rope_type": "linear"}),
+        r"rope_scaling has no field 'factor'; add the field with a number",
+    ),
+]
 UNREAD = {"mistral": "mlp_bias", "apertus": "mlp_bias", "gpt_neox": "num_key_value_heads"}
 """Family -> a field that others read, and its class does not."""
 LISTED: list[tuple[str, dict[str, Any], str]] = [
@@ -272,6 +280,8 @@ def followed(said: str, config: dict[str, Any], changes: dict[str, Any]) -> None
         config |= json.loads(f"{{{found[1]}}}")
     elif found := re.search(r"has no field '(\w+)'; add the field with a whole number", said):
         config[found[1]] = 2
+    elif found := re.search(r"(rope_scaling) has no field '(\w+)'; add the field with a number", said):
+        config[found[1]][found[2]] = 2.0
     else:
         found = re.search(r"(?:: (rope_\w+))?: (\w+) (?:is )?'.*?'; (.*)", said)
         assert found is not None, said
@@ -288,7 +298,7 @@ def advised(text: str) -> Any:
         (r"give a multiple of \w+ \((\d+)\)", lambda n: 8 * int(n)),
         (r"give a divisor of \w+ \((\d+)\)", int),
         (r"give a whole number of at least (\d+)", int),
-        (r"give a number above (0)", lambda _: 1.0),
+        (r"give a number above (\d)", lambda n: 1.0 + int(n)),
         (r"give a number of at least (\d+)", float),
         (r"give a number of at most (\S+)", float),
     )
@@ -302,6 +312,25 @@ def refusal(config: dict[str, Any], changes: dict[str, Any]) -> str:
     except mtf.UserError as error:
         return str(error)
     return ""
+
+
+def numbers_of(config: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """The numbers in a configuration: the object, and the name there."""
+    for at in (config, *(part for part in config.values() if isinstance(part, dict))):
+        yield from ((at, n) for n, v in at.items() if isinstance(v, int | float) and not isinstance(v, bool))
+
+
+def test_odd_numbers_are_refused_in_the_name_of_the_file() -> None:
+    """Not of layers or lines of this package, whatever the family."""
+    for number, config in enumerate(case["config"] for case in LOSSES.values()):
+        for place, _ in enumerate(numbers_of(config)):
+            other = copy.deepcopy(config)
+            at, name = [*numbers_of(other)][place]
+            at[name] = (None, 0, 7)[(number + place) % 3]
+            said = refusal(other, {})
+            assert not said or said.startswith("the configuration"), (config["model_type"], name, said)
+    mixture = {**LOSSES["mixtral"]["config"], "num_experts_per_tok": 9}
+    assert "num_experts_per_tok=9" in refusal(mixture, {})
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))

@@ -189,9 +189,9 @@ class Configuration:
     family: str
     remarks: tuple[str, ...] = ()
 
-    @property
-    def reads(self) -> ReadConfiguration:
-        return FAMILIES[self.family][1]
+    def reads(self, fields: Fields, training: ConfiguredTraining) -> LanguageModel | Model:
+        with fields.named():
+            return FAMILIES[self.family][1](fields, training)
 
     def fields(self, changed: Mapping[str, Any] = NOTHING) -> Fields:
         """The fields, some with other values."""
@@ -322,7 +322,8 @@ def _built(found: Configuration, hparams: Mapping[str, Any]) -> Model:
     for other in DTYPES:
         fields.raw(other)
     fields.finish(training.ignore.replace(" ", "").split(","))
-    model = made.model(found.family, training) if isinstance(made, LanguageModel) else made
+    with fields.named():
+        model = made.model(found.family, training) if isinstance(made, LanguageModel) else made
     own = made.remarks if isinstance(made, LanguageModel) else ()
     remarks = (*found.remarks, *own, *_omitted(fields, found.family, training.dtype))
     given = {f.name: getattr(model, f.name) for f in fields_of(model)}

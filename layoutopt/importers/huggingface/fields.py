@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,19 @@ class Fields:
         """The error for an unsupported value of a field."""
         found = self.values.get(name, self.sizes.get(name))
         return UserError(f"{self.source}: {name} is {str(found)[:60]!r}; {what}")
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Errors of layers are of this file, with the fields that have the numbers of their text."""
+        try:
+            yield
+        except UserError as error:
+            if (said := str(error)).startswith(self.source):
+                raise
+            numbers = {n for n in re.findall(r"(?<![\w.])\d+", said) if n not in "01"}
+            found = [f"{n}={v}" for n, v in self.asked.items() if str(v) in numbers]
+            of = f" (of {', '.join(found)})" if found else ""
+            raise UserError(f"{self.source}: {said}{of}") from None
 
     def raw(self, name: str, default: Any = None) -> Any:
         """The field unchanged; a missing one is its class's; null counts as missing."""
@@ -114,10 +129,12 @@ class Fields:
             raise self.wrong(name, f"give a number of at most {LARGEST_NUMBER:g}")
         return float(found)
 
-    def positive(self, name: str, default: float) -> float:
-        """A number above 0."""
-        if not (found := self.number(name, default)):
-            raise self.wrong(name, "give a number above 0")
+    def positive(self, name: str, default: float | None = None, above: float = 0.0) -> float:
+        """A number above `above`; without a default it must be there."""
+        if default is None and not self.has(name):
+            raise UserError(f"{self.source} has no field {name!r}; add the field with a number")
+        if (found := self.number(name, default or 0.0)) <= above:
+            raise self.wrong(name, f"give a number above {above:g}")
         return found
 
     def flag(self, name: str, default: bool = False) -> bool:

@@ -159,7 +159,7 @@ class Form:
             raise fields.wrong(
                 "layer_types", f"it has {len(kinds)} entries for {count} layers; give one entry per layer"
             )
-        return kinds[:count] if count and not self.single else kinds
+        return kinds[: count or fields.layers()] if not kinds or (count and not self.single) else kinds
 
     def _activation(self, fields: Fields) -> str:
         if self.activation and not fields.has("hidden_activation"):

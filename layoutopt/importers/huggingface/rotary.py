@@ -108,7 +108,7 @@ def rotary(
       partial: the share of a head that turns, where it names none; name: the field of the base.
     """
     inner = stretched(fields, kind)
-    base = inner.number("rope_theta", fields.number(name, 10000.0))
+    base = inner.positive("rope_theta", fields.positive(name, 10000.0, above=1), above=1)
     share = inner.number("partial_rotary_factor", fields.number("partial_rotary_factor", partial))
     fields.raw("original_max_position_embeddings")
     # One position per token: text; transformers reads attention_factor, not attn_factor.
@@ -161,7 +161,7 @@ def _default(inner: Fields, base: float, fields: Fields) -> nn.Rotary:
 
 
 def _yarn(inner: Fields, base: float, fields: Fields) -> nn.Rotary:
-    factor = inner.number("factor", 1.0)
+    factor = inner.positive("factor", 1.0)
     scale, all_dims = inner.number("mscale"), inner.number("mscale_all_dim")
     scaled = (
         magnitude(factor, scale) / magnitude(factor, all_dims) if scale and all_dims else magnitude(factor)
@@ -169,8 +169,8 @@ def _yarn(inner: Fields, base: float, fields: Fields) -> nn.Rotary:
     return Yarn(
         base,
         factor,
-        inner.number("beta_fast", 32.0),
-        inner.number("beta_slow", 1.0),
+        inner.positive("beta_fast", 32.0),
+        inner.positive("beta_slow", 1.0),
         _original(inner, fields),
         inner.flag("truncate", True),
         scaled=inner.number("attention_factor", scaled),
@@ -189,10 +189,10 @@ def _original(inner: Fields, fields: Fields) -> int:
 
 _KINDS: dict[str, Callable[[Fields, float, Fields], nn.Rotary]] = {
     **dict.fromkeys(("default", "longrope", "proportional"), _default),
-    "linear": lambda inner, base, fields: Linear(base, inner.number("factor", 1.0)),
+    "linear": lambda inner, base, fields: Linear(base, inner.positive("factor")),
     "llama3": lambda inner, base, fields: Llama3(
         base,
-        inner.number("factor", 8.0),
+        inner.positive("factor"),
         inner.number("low_freq_factor", 1.0),
         inner.number("high_freq_factor", 4.0),
         _original(inner, fields),
