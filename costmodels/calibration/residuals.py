@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from costmodels.calibration.fit import CalibrationFit, FittedCurve, repeat
 from costmodels.calibration.probes import LAUNCH, GroupShape, Probe, groups, probes
@@ -40,7 +39,16 @@ def residuals(hardware: Hardware) -> list[FitResidual]:
         return []
     found = hardware.calibration
     if not json.loads(found.machine).get("measured", True):
-        return _estimated(json.loads(found.measurements))
+        return [  # fitted to a compiler's estimates
+            FitResidual(
+                r["name"].partition(" ")[0].replace("_", " "),
+                r["flops"] if r["kind"] == PRODUCT else r["bytes"],
+                r["seconds"],
+                r["seconds"] * (1 + r["fitted"]),
+                r["kind"] == CHECK,
+            )
+            for r in json.loads(found.measurements)
+        ]
     mesh, quick = Mesh(json.loads(found.machine)["mesh"]), bool(json.loads(found.fit)["quick"])
     measured = {m["name"]: m for m in json.loads(found.measurements)}
     fit, kinds = _fit(hardware), groups(mesh, hardware.devices_per_process)
@@ -53,20 +61,6 @@ def residuals(hardware: Hardware) -> list[FitResidual]:
                 size = sum(c.flops for c in probe.calls) or probe.bytes or sum(c.bytes for c in probe.calls)
                 out.append(FitResidual(_what(probe), size, seconds, fitted, probe.target == "check"))
     return out
-
-
-def _estimated(rows: Sequence[Mapping[str, Any]]) -> list[FitResidual]:
-    """Of a profile that was fitted to a compiler's estimates."""
-    return [
-        FitResidual(
-            r["name"].partition(" ")[0].replace("_", " "),
-            r["flops"] if r["kind"] == PRODUCT else r["bytes"],
-            r["seconds"],
-            r["seconds"] * (1 + r["fitted"]),
-            r["kind"] == CHECK,
-        )
-        for r in rows
-    ]
 
 
 def _fit(hardware: Hardware) -> CalibrationFit:

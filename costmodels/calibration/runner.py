@@ -56,7 +56,18 @@ def measure(
             for probe in batch:
                 few = late and probe.target not in ("stores", LAUNCH)
                 samples = _samples(team, probe, min(3, rounds) if few else rounds, seconds)
-                done[probe.name] = _record(probe, samples)
+                done[probe.name] = {
+                    "name": probe.name,
+                    "target": probe.target,
+                    "axes": "+".join(probe.axes),
+                    "bytes": probe.bytes,
+                    "repeats": probe.repeats,
+                    "seconds": typical(samples),
+                    "wall_seconds": median(s.wall / s.steps for s in samples),
+                    "foreign": median(s.foreign_share for s in samples),
+                    "spread": repeats_spread(samples),
+                    "samples": len(samples),
+                }
         finally:  # also what was measured before an interruption
             if save is not None:
                 save()
@@ -83,21 +94,6 @@ def _samples(team: Team, probe: Probe, rounds: int, seconds: float) -> list[Timi
         return [team.sample(step, steps) for _ in range(rounds)]
     finally:
         engine.close()
-
-
-def _record(probe: Probe, samples: Sequence[TimingSample]) -> ProbeRecord:
-    return {
-        "name": probe.name,
-        "target": probe.target,
-        "axes": "+".join(probe.axes),
-        "bytes": probe.bytes,
-        "repeats": probe.repeats,
-        "seconds": typical(samples),
-        "wall_seconds": median(s.wall / s.steps for s in samples),
-        "foreign": median(s.foreign_share for s in samples),
-        "spread": repeats_spread(samples),
-        "samples": len(samples),
-    }
 
 
 def noise_of(done: Sequence[ProbeRecord]) -> ClockNoise:

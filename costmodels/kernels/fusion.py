@@ -273,7 +273,8 @@ class _Groups:
         names, more = self.names[one], self.names[other]
         if one == other or not (names <= more or more <= names) or {one, other} <= self.operands.keys():
             return
-        if any(self._waits(a, b) or self._operand(a, b) for a, b in ((one, other), (other, one))):
+        both = (one, other), (other, one)  # rule (2): a group's product reads from the other
+        if any(self._waits(a, b) or a in map(self._root, self.operands.get(b, ())) for a, b in both):
             return
         self.group[other] = one
         self.names[one] = names | more
@@ -287,10 +288,6 @@ class _Groups:
         """Whether a group needs something else that needs `target`."""
         others = (d for d in self.before[group] if self._root(d) not in (group, target))
         return any(self._reaches(d, target) for d in others)
-
-    def _operand(self, target: int, group: int) -> bool:
-        """Whether a group's product reads from `target`, rule (2)."""
-        return any(self._root(d) == target for d in self.operands.get(group, ()))
 
     def _reaches(self, node: int, target: int) -> bool:
         """Whether the group of a node is `target`, or reads from it, directly or not."""

@@ -177,11 +177,6 @@ def _all(table: Table) -> Table:
     return table
 
 
-def _splits(cluster: Cluster) -> int:
-    """How many of a cluster's decisions, the first ones, name mesh axes."""
-    return len(cluster.dims) + len(cluster.sums)
-
-
 class Tabler:
     """Builds the tables of one graph on one mesh; no entry twice.
 
@@ -233,7 +228,8 @@ class Tabler:
 
     def _prices(self, cluster: Cluster, decided: Decisions) -> Callable[[Sequence[Choice]], Entry | None]:
         """The price of a cluster by choices of all its decisions; what these share is made once."""
-        known, count = self._entries.setdefault(cluster, {}), _splits(cluster)
+        # The first decisions name mesh axes.
+        known, count = self._entries.setdefault(cluster, {}), len(cluster.dims) + len(cluster.sums)
         alike = [(i, cluster.alike[n]) for i, n in enumerate(cluster.decisions) if n in cluster.alike]
         placed = cache(partial(self._placed, cluster))
         switched = cache(partial(_options, cluster, decided, mesh=self.mesh))
@@ -278,7 +274,12 @@ class Tabler:
         self, cluster: Cluster, naming: Naming, layout: Layout, cut: Cut, options: Options
     ) -> Entry | None:
         """The price of a cluster; None if that is not legal."""
-        if not self._divides(layout, naming.mesh):
+        # What splits dimensions further elsewhere divides them there.
+        if any(
+            size % naming.mesh.group_size((*layout.axes(name), *axes))
+            for name, axes in layout.elsewhere
+            for size in self.sizes[name]
+        ):
             return None
         options = self._numbered(options, naming)
         oracle = self._oracle(naming, layout, options)
@@ -326,14 +327,6 @@ class Tabler:
         # One decision may be of variables that meet in another fragment, too: this graph has not those.
         storage = {v: s for v, s in options.storage.items() if v in known}
         return replace(options, storage=storage).renamed(naming.number)
-
-    def _divides(self, layout: Layout, mesh: Mesh) -> bool:
-        """Whether what splits dimensions further elsewhere divides them there."""
-        return not any(
-            size % mesh.group_size((*layout.axes(name), *axes))
-            for name, axes in layout.elsewhere
-            for size in self.sizes[name]
-        )
 
 
 class Index:

@@ -119,8 +119,9 @@ class Loaded:
                 )
             value, wanted = batch[name], tuple(tensor.shape.sizes)
             if not _is_numbers(value):
+                what = f"an array of {value.dtype}" if hasattr(value, "dtype") else typed(value)
                 raise UserError(
-                    f"{self.source}: batch input {name!r} is {_what(value)}, not an array of numbers; "
+                    f"{self.source}: batch input {name!r} is {what}, not an array of numbers; "
                     "convert the input with np.asarray"
                 )
             found = tuple(getattr(value, "shape", ()))
@@ -146,10 +147,6 @@ def _is_numbers(value: Any) -> bool:
     if not hasattr(value, "dtype"):
         return isinstance(value, int | float)
     return getattr(value.dtype, "kind", "f") not in TEXTS
-
-
-def _what(value: Any) -> str:
-    return f"an array of {value.dtype}" if hasattr(value, "dtype") else typed(value)
 
 
 _END = object()

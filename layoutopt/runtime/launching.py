@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -142,7 +142,16 @@ def run_once(command: Sequence[str], processes: int) -> Attempt:
         for index in range(processes):
             place = {ADDRESS: address, PROCESSES: str(processes), PROCESS: str(index), SECRET: secret}
             place[SECRET_FILE] = ""
-            workers.append(_started(command, place, leash, None if index == 0 else notes[index]))
+            worker = subprocess.Popen(
+                [sys.executable, "-m", "layoutopt.cli.worker", str(leash), *command],
+                env={**os.environ, **place},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL if index else None,
+                stderr=notes[index] if index else None,
+                pass_fds=(leash,),
+                start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends them all
+            )
+            workers.append(worker)
         try:
             stuck = _watched(workers)
         except KeyboardInterrupt:
@@ -150,21 +159,6 @@ def run_once(command: Sequence[str], processes: int) -> Attempt:
             raise
         codes = tuple(worker.returncode for worker in workers)
         return Attempt(codes, stuck, tuple(_last_line(note) for note in notes))
-
-
-def _started(
-    command: Sequence[str], place: Mapping[str, str], leash: int, notes: IO[bytes] | None
-) -> subprocess.Popen[bytes]:
-    """One worker, in a session of its own: Ctrl-C reaches the launcher alone, which ends them all."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "layoutopt.cli.worker", str(leash), *command],
-        env={**os.environ, **place},
-        stdin=subprocess.DEVNULL,
-        stdout=None if notes is None else subprocess.DEVNULL,
-        stderr=notes,
-        pass_fds=(leash,),
-        start_new_session=True,
-    )
 
 
 def _watched(workers: Sequence[subprocess.Popen[bytes]]) -> tuple[int, ...]:

@@ -45,10 +45,10 @@ def sections(plans: Sequence[PlanFile]) -> tuple[Section, ...]:
         _section("mesh", "The mesh", plans, _mesh),
         _joint("split", "What is split", compare.splits(plans))
         if several
-        else _section("split", "What is split", plans, _split),
+        else _section("split", "What is split", plans, _tabled(figures.matrix, rows.dims)),
         _joint("pieces", "What a device stores", compare.pieces(plans))
         if with_variables
-        else _section("pieces", "What a device stores", plans, _pieces),
+        else _section("pieces", "What a device stores", plans, _tabled(figures.pieces, rows.variable_groups)),
         _section("time", "Where the time goes", plans, _time),
         _section("memory", "Memory", plans, _memory),
         _section(
@@ -58,7 +58,7 @@ def sections(plans: Sequence[PlanFile]) -> tuple[Section, ...]:
             lambda p, n: (_chart(figures.frontier, p, n, frontier(p)),),
         ),
         _section("sensitivity", "If the hardware were different", plans, _sensitivity),
-        _section("operations", "Slowest operations", plans, _operations),
+        _section("operations", "Slowest operations", plans, _tabled(figures.operations, rows.operations)),
         _section("evidence", "Predicted and measured", plans, _evidence, lambda p: p.details.validation),
         _section("calibration", "Calibration", plans, _calibration, lambda p: p.details.calibration),
         _section("assumptions", "Assumptions and sources", plans, _assumptions, lambda p: p.details.hardware),
@@ -127,12 +127,8 @@ def _mesh(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     return (replace(block, notes=tuple(s for s in said if s)),)
 
 
-def _split(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
-    return (_table(figures.matrix, plan, rows.dims),)
-
-
-def _pieces(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
-    return (_table(figures.pieces, plan, rows.variable_groups),)
+def _tabled(chart: Chart, view: Callable[[PlanFile], View]) -> Build:
+    return lambda plan, _: (_table(chart, plan, view),)
 
 
 def _time(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
@@ -162,10 +158,6 @@ def _sensitivity(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     said = told.robust(robust) if robust is not None else ""
     notes = (f"This plan is {said}.",) if said else ()
     return (replace(block, notes=notes, controls=opened.controls(plan, name)),)
-
-
-def _operations(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
-    return (_table(figures.operations, plan, rows.operations),)
 
 
 def _evidence(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:

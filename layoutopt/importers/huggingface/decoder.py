@@ -92,7 +92,7 @@ class LanguageModel:
         tokens, targets = g.input("tokens", text), g.input("targets", text)
         vocab = Dim("vocab", self.vocab)
         embedding = nn.Embedding(vocab, Dim("d_model", self.d_model), training.dtype)
-        with g.initialized(self._initial):
+        with g.initialized(initial(self.stddev)):
             table = embedding.table(g)
             x = embedding(table, tokens)
             x = x if self.times == 1 else x * self.times
@@ -127,9 +127,6 @@ class LanguageModel:
         mean = unbalance[0] * (1.0 / max(1, self.mixtures))
         metrics = {"cross_entropy": entropy, "unbalance": mean}
         return training.model(entropy + mean * training.balance, name, text, metrics)
-
-    def _initial(self, name: str, found: Initializer) -> Initializer:
-        return Normal(self.stddev) if isinstance(found, Normal) else found
 
     def seen(self, length: int) -> tuple[LayerKind, ...]:
         """The layers for texts of this length."""
@@ -200,3 +197,8 @@ def runs(layers: tuple[LayerKind, ...]) -> Iterator[tuple[tuple[LayerKind, ...],
                 best, most = (period, count), covers
         yield layers[at : at + best[0]], best[1]
         at += best[0] * best[1]
+
+
+def initial(stddev: float) -> Callable[[str, Initializer], Initializer]:
+    """Normal initial weights of a standard deviation."""
+    return lambda name, found: Normal(stddev) if isinstance(found, Normal) else found

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from layoutopt.importers.huggingface.decoder import initial
 from layoutopt.importers.huggingface.fields import Fields
 from layoutopt.importers.huggingface.form import ACTIVATIONS
 from layoutopt.importers.huggingface.training import ConfiguredTraining
 from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.dims import Dim
-from mesh_tf_core.ir.initializers import ZEROS, Initializer, Normal
+from mesh_tf_core.ir.initializers import ZEROS, Normal
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.model import Model
 from mesh_tf_core.ops.index import gather
@@ -111,8 +110,3 @@ def _layer(fields: Fields, training: ConfiguredTraining, after: bool) -> nn.Enco
 
 def _activation(fields: Fields) -> str:
     return ACTIVATIONS[fields.text("hidden_act", "gelu", ACTIVATIONS)]
-
-
-def initial(stddev: float) -> Callable[[str, Initializer], Initializer]:
-    """Normal initial weights of a standard deviation."""
-    return lambda name, found: Normal(stddev) if isinstance(found, Normal) else found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from layoutopt.importers.huggingface.encoders import initial
+from layoutopt.importers.huggingface.decoder import initial
 from layoutopt.importers.huggingface.fields import Fields
 from layoutopt.importers.huggingface.form import ACTIVATIONS
 from layoutopt.importers.huggingface.training import ConfiguredTraining

@@ -175,7 +175,7 @@ class MixerReader:
         if kind != SLIDING or not own.local or (isinstance(named, dict) and kind in named):
             return rotary(fields, d_kv, length, kind if kind == SLIDING else FULL, partial, own.base)
         share = fields.number("partial_rotary_factor", partial)
-        return nn.Rotary(fields.positive(*own.local, above=1), turned=turning(d_kv, share))
+        return nn.Rotary(fields.positive(own.local[0], own.local[1], above=1), turned=turning(d_kv, share))
 
     def _scale(self) -> float:
         said = self.heads.scale

@@ -66,9 +66,8 @@ def after(values: Sequence[Any], done: Sequence[Any]) -> list[Any]:
     if not firsts:
         return list(values)
     never = reduce(jnp.logical_or, [(first | 1) == 0 for first in firsts])
-    return [_unless(never, jnp.asarray(x)) for x in values]
-
-
-def _unless(never: Any, x: Any) -> Any:
     # 7: a constant that few values are; of two equal ones nothing would be left to choose.
-    return x ^ never if x.dtype == jnp.bool_ else jnp.where(never, jnp.full_like(x, 7), x)
+    return [
+        x ^ never if x.dtype == jnp.bool_ else jnp.where(never, jnp.full_like(x, 7), x)
+        for x in map(jnp.asarray, values)
+    ]
