@@ -78,9 +78,8 @@ class Interleaved:
                 f"{self.stages} stages{each}; write {self.stages * self.rounds} numbers with the sum {layers}"
             )
         name, (old, *_) = next(iter(self.given)), self.given.values()
-        others = [
-            replace(self, unequal=self.unequal.replace(f"{name}={old}", f"{name}={n}")) for n in range(layers)
-        ]
+        texts = (self.unequal.replace(f"{name}={old}", f"{name}={n}") for n in range(layers))
+        others = (replace(self, unequal=text) for text in texts)
         fits = [o for o in others if (own := o._between_ends(layers)).sum() == layers and own.min() >= 0]
         near = sorted(fits, key=lambda o: (abs(o.given[name] - old), o.given[name]))[:2]
         do = " or ".join(o.unequal for o in near) or "the layers of every stage, layers=N+N+..."

@@ -121,8 +121,11 @@ class GroupedProduct(Op):
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         x, w, ids = inputs
         dx = dy.graph.apply(type(self)(self.group), dy, w, ids)
-        dw = dy.graph.apply(GroupedOuter(self.group), x, dy, ids, mtf_range(dy.graph, self.group))
-        return transpose(dx, x.shape), transpose(dw, w.shape), None
+        return transpose(dx, x.shape), transpose(self._outer(x, dy, ids), w.shape), None
+
+    def _outer(self, x: Tensor, dy: Tensor, ids: Tensor) -> Tensor:
+        """The gradient of the matrices."""
+        return dy.graph.apply(GroupedOuter(self.group), x, dy, ids, mtf_range(dy.graph, self.group))
 
 
 @dataclass(frozen=True)
@@ -188,7 +191,10 @@ class GroupedOuter(Op):
         """(rows, left, right, groups) of a device."""
         rows, left, right = self._parts(local)
         x, y = (t.shape for t in local[:2])
-        return size_of(x, rows), size_of(x, left), size_of(y, right), local[3].shape.sizes[0]
+        return size_of(x, rows), size_of(x, left), size_of(y, right), self._groups(local)
+
+    def _groups(self, local: Sequence[TensorType]) -> int:
+        return local[3].shape.sizes[0]
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         x, y, ids, *rest = inputs

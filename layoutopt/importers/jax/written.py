@@ -220,7 +220,8 @@ class _Reading:
             if over and not first.fed:
                 stage = self._stage(first, {}, tuple(a for a in self.mesh.names if a in over))
                 stages |= dict.fromkeys((each.array.variable for each in found), stage.short)
-            named = some([repr(self._said(each)) for each in found], NAMED)
+            # Layers that are one loop are named together.
+            named = some([repr(x.array.path if x.fed else x.array.variable) for x in found], NAMED)
             yield UnlikeArray(
                 f"{named}: placed {partition_spec(first.spec)}, but {self._readers(first)} {them} as "
                 f"{partition_spec(self._read_as(first))}",
@@ -263,10 +264,6 @@ class _Reading:
 
     def _path(self, each: ReadArray) -> str:
         return self._feeds[each.array.variable] if each.fed else each.array.variable
-
-    def _said(self, each: ReadArray) -> str:
-        """What a finding calls an array: layers that are one loop together."""
-        return each.array.path if each.fed else each.array.variable
 
     @cached_property
     def _feeds(self) -> dict[str, str]:
