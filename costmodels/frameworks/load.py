@@ -50,9 +50,11 @@ def load_framework(text: str) -> Framework:
     found = _preset(name) if name in framework_names() else _parsed(_content(name))
     if found.says not in (known := (found.name, *framework_names())):
         raise FrameworkError(f"framework {name!r} says {found.says!r}; {known_names(found.says, known)}")
-    asked = [each.partition("=") for each in tail.split(",") if each.strip()]
     chosen = {VERSION: version} if version else {}
-    chosen |= {variant.strip(): option.strip() for variant, _, option in asked}
+    for variant, _, option in (each.partition("=") for each in tail.split(",") if each.strip()):
+        if (variant := variant.strip()) in chosen:
+            raise FrameworkError(f"framework {text!r} gives {variant} twice; give it once")
+        chosen[variant] = option.strip()
     for variant, option in chosen.items():
         _check(found, variant, option, text)
     # A plan that is opened in another folder finds it there.
@@ -67,10 +69,8 @@ def _check(found: Framework, variant: str, option: str, text: str) -> None:
             f"{known_names(variant, found.variants)}"
         )
     if option not in (options := found.variants[variant].options):
-        raise FrameworkError(
-            f"framework {text!r}: {variant} has no option {option or 'without a name'!r}; "
-            f"{known_names(option, options)}"
-        )
+        why = f"has no option {option!r}" if option else "needs an option"
+        raise FrameworkError(f"framework {text!r}: {variant} {why}; {known_names(option, options)}")
 
 
 @cache

@@ -97,7 +97,9 @@ def test_what_a_user_asks_is_answered_in_one_line(tmp_path: Path) -> None:
         "here/mine.json": "framework 'here/mine.json' does not exist; known:",
         "torchtitan@9": "framework 'torchtitan@9': version has no option '9'; known: 0.2, 0.3, main",
         "torchtitan:kernel=x": "torchtitan has no variant 'kernel'; known: ",
-        "torchtitan:version": "version has no option 'without a name'; known: ",
+        "torchtitan:version": "torchtitan:version': version needs an option; known: ",
+        "torch:attention=fa2, attention=fa3": "gives attention twice; give it once",
+        "torchtitan@0.2:version=0.3": "gives version twice; give it once",
         str(broken): "framework 'mine' is invalid: variant is not a known field",
     }.items():
         with pytest.raises(FrameworkError) as caught:
