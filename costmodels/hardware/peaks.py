@@ -41,8 +41,7 @@ def computed_in(dtype: str, peaks: Iterable[str]) -> str:
       peaks: types that the chip has a peak for; at least one is a float (`peaks_fault`).
     """
     known, name = set(peaks), FLOAT8 if dtype.startswith(FLOAT8) else dtype
-    floats = (other for other in FLOATS if other in known)
-    order = (name, *_COMPUTED_IN.get(name, _OTHERS), *floats)
+    order = (name, *_COMPUTED_IN.get(name, _OTHERS), *FLOATS)
     return next(other for other in order if other in known)
 
 
@@ -58,12 +57,14 @@ def peaks_fault(peaks: Iterable[str]) -> str | None:
 
 def note_of(dtype: str, peaks: Mapping[str, float], name: str) -> str | None:
     """A sentence about products of a float type without a peak of its own on a chip; None if there is nothing
-    to report. Float32 on a TPU and float8 have none either: that is the rule there, and no surprise.
+    to report. Float32 on a TPU has none either: that is the rule there, and no surprise.
 
     Args:
       peaks: type -> FLOP/s of a device; name: of the hardware.
     """
     own = computed_in(dtype, peaks)
+    if dtype.startswith(FLOAT8) and own != FLOAT8:
+        return f"{name} has no units for float8, so its products are predicted in {own}; leave float8 out"
     if own == dtype or dtype not in ("float64", "bfloat16", "float16"):
         return None
     said = (
@@ -72,7 +73,6 @@ def note_of(dtype: str, peaks: Mapping[str, float], name: str) -> str | None:
     )
     if dtype == "float64":
         return f"{said} and take longer than predicted"
-    faster = [other for other in ("bfloat16", "float16") if peaks.get(other, 0.0) > peaks[own]]
-    if faster:
+    if faster := [other for other in ("bfloat16", "float16") if peaks.get(other, 0.0) > peaks[own]]:
         return f"{said}; {faster[0]} would be faster"
     return f"{said}; {own} would lose no speed and needs no loss scale" if own == "bfloat16" else said

@@ -191,7 +191,7 @@ class Evaluation:
             *filter(None, [self.waits]),
             *self.cost.notes,
             *sentences(self.program, self.prices.hardware),
-            *filter(None, map(self.prices.hardware.peak_note, unsplit_flops(self.model))),
+            *filter(None, dict.fromkeys(map(self.prices.hardware.peak_note, unsplit_flops(self.model)))),
         )
         best, mfu = self.prices.hardware.chip.published_mfu, self.predicted.mfu
         if best is None or mfu is None or mfu <= best.value:

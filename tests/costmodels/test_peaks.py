@@ -171,3 +171,12 @@ def test_random_programs_stay_below_the_peaks() -> None:
 def test_many_random_programs_stay_below_the_peaks() -> None:
     for seed in range(7, 500):
         hold(seed)
+
+
+@pytest.mark.parametrize("chip", hardware_names())
+def test_float8_without_units_is_said(chip: str) -> None:
+    found = load_hardware(chip)
+    units = "float8" in found._peaks
+    note = found.peak_note("float8_e4m3fn")
+    assert (note is None) == (units or found.is_host)
+    assert note is None or f"{chip} has no units for float8, so its products are predicted in" in note
