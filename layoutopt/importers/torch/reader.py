@@ -346,9 +346,10 @@ def scope_of(path: str) -> str:
 
 def _type_of(value: Any, torch: Any, where: str) -> Any:
     if isinstance(value, torch.Tensor):
-        if not all(isinstance(n, int) for n in value.shape):
-            raise UserError(f"from_torch: {where}: a size depends on values of the batch; {INSTEAD}")
+        try:
+            sizes = tuple(map(int, value.shape))  # what is read later may have settled a symbol
+        except torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode:
+            raise UserError(f"from_torch: {where}: a size depends on values of the batch; {INSTEAD}") from None
         kind = str(value.dtype).removeprefix("torch.")
-        dtype = complexes.REAL.get(kind) or dtype_of(value.dtype)
-        return Type(tuple(map(int, value.shape)), dtype)
+        return Type(sizes, complexes.REAL.get(kind) or dtype_of(value.dtype))
     return [_type_of(x, torch, where) for x in value] if isinstance(value, list | tuple) else None
