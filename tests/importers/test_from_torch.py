@@ -580,7 +580,7 @@ class Mean(nn.Linear):
 
 
 def test_sizes_that_are_not_known_or_nothing_are_refused() -> None:
-    with pytest.raises(UserError, match=r"test_from_torch\.py:\d+: a size depends on values of the batch"):
+    with pytest.raises(UserError, match=r"test_from_torch\.py:\d+: a size depends on values of a batch"):
         layoutopt.from_torch(Picked(8, 8), {"x": torch.ones(4, 8)})
     with pytest.raises(UserError, match=r"'x' of the batch has shape \(0, 8\), which has no elements"):
         layoutopt.from_torch(Mean(8, 8), {"x": torch.ones(0, 8)})

@@ -349,7 +349,7 @@ def _type_of(value: Any, torch: Any, where: str) -> Any:
         try:
             sizes = tuple(map(int, value.shape))  # what is read later may have settled a symbol
         except torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode:
-            raise UserError(f"from_torch: {where}: a size depends on values of the batch; {INSTEAD}") from None
+            raise UserError(f"from_torch: {where}: a size depends on values of a batch; {INSTEAD}") from None
         kind = str(value.dtype).removeprefix("torch.")
         return Type(sizes, complexes.REAL.get(kind) or dtype_of(value.dtype))
     return [_type_of(x, torch, where) for x in value] if isinstance(value, list | tuple) else None
