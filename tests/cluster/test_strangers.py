@@ -280,13 +280,15 @@ def test_the_coordinator_sees_who_is_connected(tmp_path: Path) -> None:
 def test_launch_gives_every_start_a_secret_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     places: list[dict[str, str]] = []
 
-    def started(command: Any, place: dict[str, str], *_: Any) -> subprocess.Popen[bytes]:
-        places.append(place)
-        folder = Path(place[rendezvous.ADDRESS].removeprefix(SOCKET)).parent
-        assert folder.stat().st_mode & 0o777 == 0o700
-        return subprocess.Popen(["true"])
+    begin = subprocess.Popen
 
-    monkeypatch.setattr(launching, "_started", started)
+    def started(command: Any, env: dict[str, str], **_: Any) -> subprocess.Popen[bytes]:
+        places.append(env)
+        folder = Path(env[rendezvous.ADDRESS].removeprefix(SOCKET)).parent
+        assert folder.stat().st_mode & 0o777 == 0o700
+        return begin(["true"])
+
+    monkeypatch.setattr(launching.subprocess, "Popen", started)
     for _ in range(2):
         launching.run_once(["train"], 2)
     (a, b, c, d) = (place[SECRET] for place in places)
