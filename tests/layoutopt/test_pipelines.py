@@ -300,7 +300,8 @@ def test_rows_of_all_stages_have_names_of_their_own() -> None:
     }
     from examples.transformer_lm import model as transformer
 
-    with pytest.raises(mtf.UserError, match="no layout was found"):
+    # A fast machine proves it within the limit.
+    with pytest.raises(mtf.UserError, match=r"no layout (was found|of 'transformer_lm' fits)"):
         search(
             transformer(**sizes, batch=16, length=16),
             mesh="pipe:4",
