@@ -74,9 +74,8 @@ def captured(module: Any, batch: Any, loss: Callable[..., Any] | None, param_dty
                     "elements; give it the shape that a training step has"
                 )
             if len(devices | {x.device}) == 2 and any(d.type == "meta" for d in (*devices, x.device)):
-                x = torch.empty_like(
-                    x, device=next(iter(devices))
-                )  # no values are read, so one device is enough
+                # No values are read, so one device is enough.
+                x = torch.empty_like(x, device=next(iter(devices)))
             tensors[batch_path(keys)] = x
         values.append(x)
     given = torch.utils._pytree.tree_unflatten(values, tree)

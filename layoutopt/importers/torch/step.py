@@ -78,8 +78,7 @@ class ModuleStep:
     def _run(self, parts: Sequence[Any]) -> list[tuple[Any, Any, bool]]:
         found = []
         for i, part in enumerate(parts):
-            # Autocast would read again what it cast of weights that FSDP has gathered anew since then: their
-            # gradients were lost.
+            # Autocast would read what it cast of weights before FSDP gathered them anew, and lose gradients.
             torch_module().clear_autocast_cache()
             self._ready(self.module, i == len(parts) - 1)
             loss, weight, summed = self._loss(self.module, part)
