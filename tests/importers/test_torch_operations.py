@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -43,14 +44,37 @@ EQUAL: dict[str, Made] = {
     "group_norm of its own kernel": lambda y: y * torch.group_norm(y, 2, cudnn_enabled=False),
     "pad with a value": lambda y: F.pad(y, (1, 2), value=2.0),
     "histc of whole numbers": lambda y: y * torch.histc((y * 3).abs().floor(), bins=6, min=0, max=5),
+    "histc of fractions": lambda y: y * torch.histc(y, bins=6, min=-0.5, max=0.25),
+    "histc with an end that occurs": lambda y: y * torch.histc((y * 9).abs().floor(), bins=6, min=0, max=6),
     "binary cross entropy": lambda y: F.binary_cross_entropy_with_logits(y, torch.ones(4, 6)),
 }
+ROWS = torch.tensor([2, 0, 2, 3, 1, 0, 3, 3])
+"""Rows that are read or written: some twice."""
+EACH = torch.tensor([[2, 0, 2, 3, 1, 0], [0, 1, 1, 2, 3, 3], [3, 3, 0, 0, 1, 1]])
+APART = torch.tensor([[0, 3], [1, 2], [5, 0], [4, 1]])
+AT_PLACES: dict[str, Made] = {
+    "gather of rows": lambda y: torch.gather(y, 0, ROWS.reshape(-1, 1).expand(-1, 6)),
+    "gather of repeated rows": lambda y: torch.gather(y, 0, ROWS[:, None].repeat(1, 6)),
+    "gather of columns": lambda y: y.T.gather(1, ROWS.expand(6, -1)),
+    "gather of single elements": lambda y: torch.gather(y, 0, EACH),
+    "gather of fewer columns": lambda y: torch.gather(y, 0, EACH[:, :4]),
+    "scatter_add of rows": lambda y: y.scatter_add(0, ROWS[:, None].expand(-1, 6), torch.cat([y, y * y])),
+    "scatter_add of columns": lambda y: y.T.scatter_add(1, ROWS.expand(6, -1), torch.cat([y, y * y]).T),
+    "scatter_add of single elements": lambda y: y.scatter_add(0, EACH, y[1:] * y[1:]),
+    "scatter_add in place": lambda y: y.square().scatter_add_(0, EACH, y[:3]),
+    "scatter of rows": lambda y: y.scatter(0, ROWS[2:5, None].expand(-1, 6), y[:3] * y[:3]),
+    "scatter of single elements": lambda y: y.scatter(1, APART, y[:, :2]),
+    "scatter of a number": lambda y: y.scatter(0, ROWS[:2, None].expand(-1, 6), 0.5),
+}
+EQUAL |= AT_PLACES
 REFUSED: dict[str, tuple[Made, str]] = {
     "the smallest": (lambda y: torch.topk(y, 2, largest=False)[0], "not the largest"),
     "descending order": (lambda y: y.sort(descending=True)[0], "descending"),
     "dropout of channels": (lambda y: F.dropout2d(y[:, :, None, None]), "feature_dropout"),
     "meshgrid by columns": (lambda y: torch.meshgrid(y[0], y[1], indexing="xy")[0], "indexing='xy'"),
-    "histc with other bins": (lambda y: y * torch.histc(y, bins=6, min=0, max=7), "bins"),
+    "histc with bins of the values": (lambda y: y * torch.histc(y, bins=6), "bins are between the least"),
+    "scatter that multiplies": (lambda y: y.scatter(0, EACH, y, reduce="multiply"), "reduce=multiply"),
+    "scatter_add to some columns": (lambda y: y.scatter_add(0, EACH[:, :2], y), "some places of the other"),
     "weighted classes": (lambda y: F.nll_loss(F.log_softmax(y, -1), CLASSES, torch.ones(6)), "weights"),
 }
 
@@ -74,6 +98,19 @@ def of(made: Made) -> float:
 @pytest.mark.parametrize("name", EQUAL)
 def test_numbers_equal_those_of_pytorch(name: str) -> None:
     assert of(EQUAL[name]) < 1e-5
+
+
+@pytest.mark.parametrize("name", AT_PLACES)
+def test_places_are_those_of_pytorch_under_every_split(name: str) -> None:
+    torch.manual_seed(0)
+    module, batch = Applied(AT_PLACES[name]), {"x": torch.randn(4, 6)}
+    model, worst = compared(module, batch)
+    split = 0
+    for dim in model.graph.dims():
+        with suppress(UserError):
+            worst = max(worst, compared(module, batch, None, "data:2", f"{dim}:data")[1])
+            split += 1
+    assert worst < 1e-5 and split > 1, (model.graph.dims(), split)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -268,11 +268,12 @@ class _Rewriting:
         """Sums of rows into their tokens."""
         base, at, rows = e.ins
         places = s.places.get(id(at))
-        if places is None or not s.choices or id(rows) not in s.twins or self._number(base) != 0:
+        if places is None or not s.choices or id(rows) not in s.twins:
             return
         if (places == s.at // s.choices).all() and base.shape[0] * s.choices == s.rows:
-            made = self._apart(s, e, s.twins[id(rows)])
-            self.instead[id(e.out)] = self._new(e, FROM, [made], base.shape, alike=True)
+            made = self._new(e, FROM, [self._apart(s, e, s.twins[id(rows)])], base.shape, alike=True)
+            alone = self._number(base) == 0
+            self.instead[id(e.out)] = made if alone else self._new(e, "add", [base, made], base.shape)
 
     def _shape(self, s: _Sort, rest: Sequence[int]) -> tuple[int, ...]:
         return (s.rows // s.choices, s.choices, *rest)

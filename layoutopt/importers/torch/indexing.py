@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from layoutopt.importers.arrays.contract import CapturedArray, GatherNumbers, Operand, ScatterNumbers, Var
+from layoutopt.importers.arrays.contract import (
+    CapturedArray,
+    GatherNumbers,
+    Operand,
+    ScatterNumbers,
+    Var,
+    has_fractions,
+)
 from layoutopt.importers.torch.elementwise import Type, formulas, rule
 from layoutopt.importers.torch.emitter import Equations
 
@@ -38,14 +45,26 @@ def _embedding(m: Equations, v: Type, table: Operand, ids: Operand, padding: int
 
 @rule("gather")
 def _gather(m: Equations, v: Type, x: Operand, dim: int, ids: Operand, **more: Any) -> Operand:
-    last, dim = len(x.shape) - 1, dim % len(x.shape)
-    if dim != last:
-        order = [*(a for a in range(last + 1) if a != dim), dim]
-        back = [order.index(a) for a in range(last + 1)]
-        return m.transpose(_gather(m, v, m.transpose(x, order), last, m.transpose(ids, order)), back)
-    for a, n in enumerate(ids.shape[:-1]):
-        x = m.slice(x, a, 0, n)
-    return m.picked(x, ids)
+    dim %= len(x.shape)
+    for a, n in enumerate(ids.shape):
+        x = x if a == dim else m.slice(x, a, 0, n)
+    line = _one_line(m, ids, dim)
+    if line is not None:
+        return _taken(m, x, [dim], line.shape, line)
+    order = [*(a for a in range(len(x.shape)) if a != dim), dim]
+    found = m.picked(m.transpose(x, order), m.transpose(ids, order))
+    return m.transpose(found, [order.index(a) for a in range(len(order))])
+
+
+def _one_line(m: Equations, ids: Operand, dim: int) -> Operand | None:
+    """Indices that are the same whatever the places along other axes, as a line; None if they differ."""
+    wide, varies = m.maker(ids, "broadcast_in_dim"), {a for a, n in enumerate(ids.shape) if n > 1}
+    if wide is not None:
+        own = zip(wide.params["broadcast_dimensions"], wide.ins[0].shape, strict=True)
+        varies = {a for a, n in own if n > 1}
+    if wide is None or not varies <= {dim} or (not varies and ids.shape[dim] > 1):
+        return None
+    return m.reshape(wide.ins[0], ids.shape[dim : dim + 1])
 
 
 @rule("index")
@@ -56,7 +75,11 @@ def _index(m: Equations, v: Type, x: Operand, ids: Sequence[Operand | None]) -> 
         raise NotImplementedError("it selects by truth values, so its size depends on them")
     if looked != list(range(looked[0], looked[0] + len(looked))):
         raise NotImplementedError("its indices are not beside each other")
-    shape, index = indices(m, given, [x.shape[a] for a in looked])
+    return _taken(m, x, looked, *indices(m, given, [x.shape[a] for a in looked]))
+
+
+def _taken(m: Equations, x: Operand, looked: Sequence[int], shape: Sequence[int], index: Operand) -> Operand:
+    """x at indices of a shape along axes that are beside each other."""
     k, first = len(shape), looked[0]
     kept = [a for a in range(len(x.shape)) if a not in looked]
     out = [*x.shape[:first], *shape, *x.shape[first + len(looked) :]]
@@ -111,6 +134,12 @@ def written(m: Equations, x: Operand, ids: Operand, rows: Operand, count: int, a
         ids = m.reshape(ids, (*ids.shape, 1))
     axes, k = tuple(range(count)), len(ids.shape) - 1
     at = ScatterNumbers(tuple(range(k, k + len(x.shape) - count)), axes, axes)
+    return _scattered(m, x, ids, rows, at, add)
+
+
+def _scattered(
+    m: Equations, x: Operand, ids: Operand, rows: Operand, at: ScatterNumbers, add: bool
+) -> Operand:
     more = {"dimension_numbers": at, "unique_indices": True, "mode": "clip"}
     return m.emit("scatter_add" if add else "scatter", [x, ids, rows], x.shape, x.dtype, **more)
 
@@ -124,19 +153,45 @@ def _index_add(
     return written(m, x, ids, m.cast(rows, x.dtype), 1, True)
 
 
-@rule("scatter", "scatter_add")
-def _scatter(
-    m: Equations, v: Type, x: Operand, dim: int, ids: Operand, rows: Any, *more: Any, **how: Any
-) -> Operand:
-    """One-hot masks of a router: numbers at places of the last axis."""
-    if how or more or dim % len(x.shape) != len(x.shape) - 1 or isinstance(rows, Var | CapturedArray):
-        raise NotImplementedError("it writes arrays at indices along an axis")
-    classes = x.shape[-1]
-    wide = (*ids.shape, classes)
+@rule("scatter")
+def _scatter(m: Equations, v: Type, x: Operand, dim: int, ids: Operand, rows: Any, **how: Any) -> Operand:
+    if how:
+        raise NotImplementedError(f"it has reduce={how.get('reduce')!r}")
+    last = dim % len(x.shape) == len(x.shape) - 1
+    if isinstance(rows, Var | CapturedArray) and rows.shape != () or not last:
+        return _at_places(m, x, dim, ids, m.operand(rows, x.dtype), False)
+    # One-hot masks of a router: numbers at places of the last axis.
+    wide = (*ids.shape, x.shape[-1])
     place = m.counted(wide, len(wide) - 1, "int32")
     at = m.broadcast(m.cast(ids, "int32"), wide, range(len(ids.shape)))
     hit = m.reduced("reduce_or", m.binary("eq", at, place, "int32", "bool"), [len(ids.shape) - 1])
     return m.select(hit, rows, x, v.dtype)
+
+
+@rule("scatter_add")
+def _scatter_add(m: Equations, v: Type, x: Operand, dim: int, ids: Operand, rows: Operand) -> Operand:
+    return _at_places(m, x, dim, ids, rows, True)
+
+
+def _at_places(m: Equations, x: Operand, dim: int, ids: Operand, rows: Operand, add: bool) -> Operand:
+    """x with an array written, or added, along an axis, at places that each of its elements has."""
+    dim %= len(x.shape)
+    others = [a for a in range(len(x.shape)) if a != dim]
+    if any(ids.shape[a] != x.shape[a] for a in others):
+        raise NotImplementedError("it writes at some places of the other axes")
+    rows = m.expand(rows, ids.shape) if rows.shape == () else rows
+    rows = m.slice(rows, dim, 0, ids.shape[dim])
+    line = _one_line(m, ids, dim)
+    order = [*others, dim] if line is None else [dim, *others]
+    x, rows = m.transpose(x, order), m.transpose(rows, order)
+    if line is not None:
+        found = written(m, x, line, rows, 1, add)
+    else:
+        last, lead = len(others), tuple(range(len(others)))
+        at = ScatterNumbers((), (last,), (last,), lead, lead)
+        index = m.transpose(ids, order)
+        found = _scattered(m, x, m.reshape(index, (*index.shape, 1)), rows, at, add)
+    return m.transpose(found, [order.index(a) for a in range(len(order))])
 
 
 @rule("one_hot")
@@ -187,9 +242,26 @@ def _diff(
 
 @rule("histc")
 def _histc(m: Equations, v: Type, x: Operand, bins: int = 100, min: float = 0, max: float = 0) -> Operand:
-    if (min, max) != (0, bins - 1):
-        raise NotImplementedError("its bins are not the whole numbers from 0")
-    return _bincount(m, v, x)
+    if min == max:
+        raise NotImplementedError("its bins are between the least and the largest value")
+    own = x
+    while (made := m.maker(own, "reshape", "convert_element_type")) is not None and has_fractions(own):
+        own = made.ins[0]
+    whole = not has_fractions(own) and min == 0
+    if whole and (max == bins - 1 or (max == bins and _chosen(m, own) <= bins)):
+        return _bincount(m, v, x)
+    x = m.cast(x, "float32")
+    place = m.unary("floor", m.binary("mul", m.binary("sub", x, min, x.dtype), bins / (max - min), x.dtype))
+    # The last bin has its upper end, too.
+    return _bincount(m, v, m.select(m.binary("eq", x, max, x.dtype, "bool"), bins - 1, place, x.dtype))
+
+
+def _chosen(m: Equations, x: Operand) -> float:
+    """The number of classes of which x has some, such as the experts that a router chose."""
+    while (made := m.maker(x, "reshape", "convert_element_type")) is not None:
+        x = made.ins[0]
+    made = m.maker(x, "top_k", "argmax", "argmin")
+    return math.inf if made is None or made.outs[-1] is not x else made.ins[0].shape[-1]
 
 
 @rule("bincount")
