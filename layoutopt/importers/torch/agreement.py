@@ -23,6 +23,10 @@ IN_THE_RESULT = frozenset(
 )
 """Arguments that a rule need not read: the type of the result has them, or they change no number."""
 
+PRODUCTS = frozenset(
+    ("linear", "addmm", "baddbmm", "matmul", "bmm", "mm", "mv", "dot", "conv1d", "conv2d", "conv3d")
+)
+
 
 def check_read(rule: Callable[..., Any], n: Any, args: Sequence[Any], more: Mapping[str, Any]) -> None:
     """Raises NotImplementedError if an argument that its rule does not read has an effect."""
@@ -39,6 +43,15 @@ def check_read(rule: Callable[..., Any], n: Any, args: Sequence[Any], more: Mapp
     for name, x in unread:
         if name not in IN_THE_RESULT and (name not in default or x != default[name]):
             raise NotImplementedError(f"it has {name}={x}")
+
+
+def check_operands(name: str, args: Sequence[Any]) -> None:
+    """Raises NotImplementedError for a product of operands that PyTorch does not multiply: meta tensors let
+    it pass."""
+    if name in PRODUCTS:
+        types = sorted({x.dtype for x in args if isinstance(x, Var | CapturedArray)})
+        if len(types) > 1:
+            raise NotImplementedError(f"its operands are {' and '.join(types)}; give them one element type")
 
 
 def check_type(found: Any, v: Any) -> None:

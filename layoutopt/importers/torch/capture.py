@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,10 @@ INSTEAD = (
 )
 RECOMPUTED = "layoutopt_recomputed"
 """The key of a node's metadata that says which checkpoint it is inside of."""
+
+
+class NotTracedError(UserError):
+    """A failure of torch.export that may be the module's own on this batch."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ def captured(module: Any, batch: Any, loss: Callable[..., Any] | None, param_dty
             seen.add(id(x))
             if not x.numel():
                 raise UserError(
-                    f"from_torch: {batch_path(keys)!r} of the batch has shape {tuple(x.shape)}, which has no "
+                    f"from_torch: {_named(keys)} has shape {tuple(x.shape)}, which has no "
                     "elements; give it the shape that a training step has"
                 )
             if len(devices | {x.device}) == 2 and any(d.type == "meta" for d in (*devices, x.device)):
@@ -264,6 +269,10 @@ def own_line(stack: Iterable[traceback.FrameSummary], more: Iterable[tuple[str, 
     return next((f"{file}:{line}" for file, line in lines[::-1] if not _library(file)), "")
 
 
+def _named(keys: Any) -> str:
+    return f"{path!r} of the batch" if (path := batch_path(keys)) else "the batch"
+
+
 def _refused(error: Exception) -> UserError:
     """What torch.export could not trace, with the last line of the module that it was in."""
     said = ((file, line) for file, line, _ in _FRAME.findall(str(error)))
@@ -275,9 +284,11 @@ def _refused(error: Exception) -> UserError:
     if "GuardOnDataDependent" in kind or "data-dependent" in str(error):
         text = "the program depends on values of the batch or of parameters, which a traced program cannot"
         instead = INSTEAD
-    return UserError(f"from_torch: {place}torch.export cannot trace this module: {kind}: {text}; {instead}")
+    found = UserError if instead is INSTEAD else NotTracedError
+    return found(f"from_torch: {place}torch.export cannot trace this module: {kind}: {text}; {instead}")
 
 
+@cache
 def _library(file: str) -> bool:
     """True for files of PyTorch, and of this importer."""
     own = (str(Path(torch_module().__file__).parent), str(Path(__file__).parent), "<")

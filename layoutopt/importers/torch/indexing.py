@@ -158,7 +158,7 @@ def _scatter(m: Equations, v: Type, x: Operand, dim: int, ids: Operand, rows: An
     if how:
         raise NotImplementedError(f"it has reduce={how.get('reduce')!r}")
     last = dim % len(x.shape) == len(x.shape) - 1
-    if isinstance(rows, Var | CapturedArray) and rows.shape != () or not last:
+    if (isinstance(rows, Var | CapturedArray) and rows.shape != ()) or not last:
         return _at_places(m, x, dim, ids, m.operand(rows, x.dtype), False)
     # One-hot masks of a router: numbers at places of the last axis.
     wide = (*ids.shape, x.shape[-1])

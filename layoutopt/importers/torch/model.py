@@ -13,11 +13,12 @@ from layoutopt.importers.arrays.build import built, optimizer_of
 from layoutopt.importers.arrays.contract import KEY, Leaf, TracedProgram, Var
 from layoutopt.importers.arrays.model import ImportedModel
 from layoutopt.importers.arrays.parts import why_not_added
-from layoutopt.importers.torch.capture import MODULE, captured
+from layoutopt.importers.torch.capture import MODULE, NotTracedError, captured
 from layoutopt.importers.torch.internals import array_of, dtype_of, torch_module
 from layoutopt.importers.torch.reader import read
 from layoutopt.importers.torch.styles import StyleFlow
 from layoutopt.importers.torch.torch_plan import TorchPlan
+from layoutopt.importers.torch.trials import run_on_pieces
 from layoutopt.plan.build import Plan, check_plan_model, decided
 from layoutopt.space.decisions import beyond
 from layoutopt.space.restriction import DimRoles, Role
@@ -112,6 +113,19 @@ class TorchModel(ImportedModel):
         return TorchPlan(self, self.styles, mesh, layout, options, (self.param_dtype, summed))
 
 
+def _untrained(module: Any) -> str:
+    """Why nothing of a module is trained, and what to do."""
+    own = [*module.parameters()]
+    if not own:
+        return "the module has no parameters; give the module to train"
+    if not any(p.requires_grad for p in own):
+        return "all parameters have requires_grad=False; leave it true for those to train"
+    return (
+        "the loss depends on no parameter to train; compute it from the module's outputs as a tensor, "
+        "without detach(), no_grad(), argmax() or item() between"
+    )
+
+
 def from_torch(
     module: Any,
     example_batch: Any,
@@ -164,7 +178,15 @@ def from_torch(
         raise UserError(
             f"from_torch: param_dtype is {param_dtype!r}; give None or {', '.join(map(str, known))}"
         )
-    found = captured(module, example_batch, loss, param_dtype)
+    try:
+        found = captured(module, example_batch, loss, param_dtype)
+    except NotTracedError as error:
+        if why := run_on_pieces(module, {}, example_batch)[0]:
+            raise UserError(
+                f"from_torch: the module does not run on this batch: {why}; give tensors of the shapes and "
+                "element types that a training step has"
+            ) from error
+        raise
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(
         module.named_buffers(remove_duplicate=False)
     )
@@ -223,6 +245,8 @@ def from_torch(
         origin=made.origin,
         param_dtype="" if param_dtype is None else dtype_of(param_dtype),
     )
+    if not model.parameters:
+        raise UserError(f"from_torch: {_untrained(module)}")
     again = made.origin.rerolled
     axes = ((n, x) for a in made.origin.batch.values() for n, x in zip(a.axes, a.shape, strict=True))
     rows = next((size for names, size in axes if model.batch_dim in names), 1)

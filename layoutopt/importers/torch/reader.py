@@ -6,6 +6,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,9 @@ import numpy as np
 from layoutopt.importers.arrays.contract import CapturedArray, EquationBlock, Operand, Var, has_fractions
 from layoutopt.importers.arrays.mixtures import live, sorts_left, without_sorts
 from layoutopt.importers.torch import complexes, indexing, losses, products, reductions, shapes
-from layoutopt.importers.torch.agreement import check_read, check_type
+from layoutopt.importers.torch.agreement import check_operands, check_read, check_type
 from layoutopt.importers.torch.autocast import Autocast
-from layoutopt.importers.torch.capture import INSTEAD, MODULE, RECOMPUTED
+from layoutopt.importers.torch.capture import INSTEAD, MODULE, RECOMPUTED, own_line
 from layoutopt.importers.torch.elementwise import TABLE, Type
 from layoutopt.importers.torch.emitter import Equations
 from layoutopt.importers.torch.internals import array_of, dtype_of, torch_module
@@ -84,6 +85,7 @@ class _Reader:
         self.views: dict[Any, tuple[Any, str, Any]] = {}
         self.arguments: list[tuple[str, str, Var]] = []
         self.first: dict[Any, Var] = {}
+        self.parameters = set[Any]()
         self.named: dict[str, Var] = {}
         self.notes: dict[str, None] = {}
         self.autocast = Autocast()
@@ -144,8 +146,10 @@ class _Reader:
         if kind != "USER_INPUT":
             self.named[name] = v
         self.arguments.append((kind, name, v))
-        if kind == "BUFFER":
+        if kind in ("BUFFER", "PARAMETER"):
             self.first[n] = v
+        if kind == "PARAMETER":
+            self.parameters.add(n)
 
     # -- nodes ---------------------------------------------------------------------------------------------
 
@@ -190,9 +194,12 @@ class _Reader:
         mask = self._mask(n, name, args)
         if mask is not None:
             args = (*args[:3], mask, *args[4:])
-        found = self._made(n, name.rstrip("_") if written else name, result, args, more)
-        if written:
-            own = n.args[0]
+        own = n.args[0] if written else None
+        if own is not None and self._of_parameter(own):
+            found = self._unknown(name, result, args, "it changes a parameter, which only an optimizer may")
+        else:
+            found = self._made(n, name.rstrip("_") if written else name, result, args, more)
+        if own is not None:
             self._assign(own, found)
             self.same[n] = own
             return
@@ -200,6 +207,12 @@ class _Reader:
         self._follow(n, name, result)
         if name in INVERSES and args and isinstance(args[0], Var | CapturedArray):
             self.views[n] = self._root(n.args[0]), name, (n, result, args, more)
+
+    def _of_parameter(self, n: Any) -> bool:
+        """True for a parameter of the module, and for a view of one."""
+        while (n := self._root(n)) in self.views:
+            n = self.views[n][0]
+        return n in self.parameters
 
     def _root(self, n: Any) -> Any:
         while n in self.same:
@@ -212,8 +225,7 @@ class _Reader:
         path = list(stack.values())[-1][0] if stack else ""
         self.m.scope = scope_of(path)
         trace = n.meta.get("stack_trace") or ""
-        places = re.findall(r'File "([^"]+)", line (\d+)', trace)
-        self.m.where = ":".join(places[-1]) if places else self.m.where
+        self.m.where = _place(trace) or self.m.where
         self.m.recomputed = (n.meta.get("custom") or {}).get(RECOMPUTED, "")
 
     def _made(self, n: Any, name: str, v: Any, args: Sequence[Any], more: Mapping[str, Any]) -> Any:
@@ -227,9 +239,13 @@ class _Reader:
             if rule is None:
                 return self._unknown(name, v, args, "")
             check_read(rule, n, args, more)
+            if not self.autocast.dtype:
+                check_operands(name, args)
             found = rule(self.m, v, *args, **more)
             check_type(found, v)
-        except (NotImplementedError, TypeError, ValueError, IndexError, KeyError) as error:
+        except UserError:
+            raise
+        except Exception as error:  # whatever a rule meets in a form that it does not know
             del self.m.equations[before:]
             own = isinstance(error, NotImplementedError)
             return self._unknown(
@@ -328,6 +344,13 @@ def _name(n: Any) -> str:
     """An operation's name, without its library and overload."""
     target = str(n.target)
     return target.split(".")[1] if "." in target else target
+
+
+@cache
+def _place(trace: str) -> str:
+    """The user's own line of a trace; in a module of PyTorch, that of its code."""
+    places = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    return own_line((), places) or (":".join(places[-1]) if places else "")
 
 
 def _writes(name: str) -> bool:

@@ -38,6 +38,7 @@ formulas(
         "zero": lambda m, v, x: m.full(0, v.shape, v.dtype),
         "tril": lambda m, v, x, diagonal=0: triangle(m, v, x, "ge", diagonal),
         "triu": lambda m, v, x, diagonal=0: triangle(m, v, x, "le", diagonal),
+        "item": lambda m, v, x: m.reshape(m.unary("stop_gradient", x), ()),
         "numel": lambda m, v, x: math.prod(x.shape),
         "cat concat concatenate": lambda m, v, xs, dim=0: m.concatenate(
             [m.cast(x, v.dtype) for x in xs], dim % len(v.shape)

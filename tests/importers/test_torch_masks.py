@@ -1,0 +1,141 @@
+"""Masks of attention in PyTorch modules: those of positions alone are no arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import layoutopt
+from layoutopt.importers.torch import masks
+from layoutopt.importers.torch.flex import flex_written_out
+from tests.importers.torch_models import (
+    MODULES,
+    compared,
+)
+
+
+class Attention(nn.Module):
+    """Attention under a mask of positions: `seen` of a query's and a key's."""
+
+    def __init__(self, seen: Any, additive: bool = False) -> None:
+        super().__init__()
+        self.project, self.seen, self.additive = nn.Linear(8, 24), seen, additive
+
+    def forward(self, x):
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        place = torch.arange(x.shape[1])
+        mask = self.seen(place[:, None], place[None, :])[None, None].expand(x.shape[0], 1, -1, -1)
+        if self.additive:
+            mask = torch.where(mask, 0.0, torch.finfo(x.dtype).min)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).square().mean()
+
+
+MASKS = {
+    "causal": (lambda i, j: j <= i, (True, 0)),
+    "strictly": (lambda i, j: ~(j > i), (True, 0)),
+    "window": (lambda i, j: (j <= i) & (j > i - 4), (True, 4)),
+    "both ways": (lambda i, j: ((i - j) < 4) & ((j - i) < 4), (False, 4)),
+    "none": (lambda i, j: j >= 0 * i, (False, 0)),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_positions_are_no_arrays(name: str) -> None:
+    """Trap 1 and 2: an exported program has whole masks where the model says causal or a window."""
+    seen, wanted = MASKS[name]
+    for additive in (False, True):
+        model, worst = compared(Attention(seen, additive), {"x": torch.randn(2, 12, 8)})
+        (found,) = (e for e in model.origin.block.walk() if e.prim == "attention")  # type: ignore[union-attr]
+        assert ((found.params["causal"], found.params["window"]), found.params["extra"]) == (wanted, "")
+        assert worst < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "gemma3"])
+def test_masks_of_long_texts_are_no_arrays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those too long for a mask to be computed, as that of 4096 tokens is."""
+    monkeypatch.setattr(masks, "LARGEST", 100)
+    module, batch = MODULES[name][0]()
+    model = layoutopt.from_torch(module, batch)
+    assert model.origin is not None and not model.combines
+    found = [e.params for e in model.origin.block.walk() if e.prim == "attention"]
+    assert found and all(each["causal"] and not each["extra"] for each in found)
+
+
+class Flexed(Attention):
+    """The same by `flex_attention`; `cap` bounds the scores."""
+
+    cap: Any = None
+
+    def forward(self, x):
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        sizes = x.shape[1], x.shape[1]
+        mask = create_block_mask(lambda b, h, i, j: self.seen(i, j), None, None, *sizes, device=x.device)
+        return self.attend(q, k, v, self.cap, mask).square().mean()
+
+    attend = staticmethod(flex_attention)
+
+
+UNFUSED = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+@UNFUSED
+@pytest.mark.parametrize("name", MASKS)
+def test_flexible_attention_is_attention(name: str) -> None:
+    seen, wanted = MASKS[name]
+    batch = {"x": torch.randn(2, 12, 8)}
+    module = Flexed(seen)
+    with flex_written_out():  # PyTorch has no gradients of it on CPUs
+        model, worst = compared(module, batch)
+    (found,) = (e for e in model.origin.block.walk() if e.prim == "attention")  # type: ignore[union-attr]
+    assert ((found.params["causal"], found.params["window"]), found.params["extra"]) == (wanted, "")
+    plain = Attention(seen)
+    plain.load_state_dict(module.state_dict())
+    with torch.no_grad():
+        assert torch.allclose(module(batch["x"]), plain(batch["x"]))
+    assert worst < 1e-5
+
+
+@UNFUSED
+def test_scores_that_a_module_changes_are_written_out() -> None:
+    module, batch = Flexed(MASKS["causal"][0]), {"x": torch.randn(2, 12, 8)}
+    module.cap = lambda score, b, h, i, j: torch.tanh(score) + h * (i - j)
+    with flex_written_out():
+        assert compared(module, batch)[1] < 1e-5
+        written = module(batch["x"]).detach()
+    with torch.no_grad():
+        assert torch.allclose(module(batch["x"]), written)
+
+
+def test_other_masks_stay() -> None:
+    model, worst = compared(Attention(lambda i, j: (j <= i) | (j == 3)), {"x": torch.randn(2, 12, 8)})
+    (found,) = (e for e in model.origin.block.walk() if e.prim == "attention")  # type: ignore[union-attr]
+    assert found.params["extra"] == "mask" and worst < 1e-5
+
+
+class Decoded(nn.Module):
+    """PyTorch's own layers with a causal mask, whose values they look at."""
+
+    def __init__(self):
+        super().__init__()
+        self.transformer = nn.Transformer(8, 2, 1, 1, 16, 0.0, batch_first=True)
+
+    def forward(self, x, y):
+        mask = nn.Transformer.generate_square_subsequent_mask(y.shape[1], device=y.device)
+        return self.transformer(x, y, tgt_mask=mask).square().mean()
+
+
+def test_the_masks_of_pytorchs_own_transformer_are_causal() -> None:
+    torch.manual_seed(0)
+    model, worst = compared(Decoded(), {"x": torch.randn(2, 6, 8), "y": torch.randn(2, 4, 8)})
+    assert worst < 1e-5 and model.origin is not None
+    found = [e.params["causal"] for e in model.origin.block.walk() if e.prim == "attention"]
+    assert sorted(found) == [False, False, True]

@@ -1,0 +1,167 @@
+"""PyTorch modules that cannot be imported, or whose step could train nothing."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch
+import transformers
+from torch import nn
+
+import layoutopt
+from mesh_tf_core.errors import UserError
+from tests.importers.torch_models import MODULES, compared
+
+
+def test_experts_chosen_by_python_are_refused_with_what_to_do() -> None:
+    """Trap 9."""
+    module, batch = MODULES["mixtral"][0]()
+    config = module.config
+    config._experts_implementation = "eager"
+    with pytest.raises(UserError, match='experts_implementation="grouped_mm"'):
+        layoutopt.from_torch(transformers.AutoModelForCausalLM.from_config(config).train(), batch)
+
+
+class Picked(nn.Linear):
+    def forward(self, x):
+        found = super().forward(x)
+        return found[found > 0].mean()
+
+
+class Mean(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).mean()
+
+
+def test_sizes_that_are_not_known_or_nothing_are_refused() -> None:
+    with pytest.raises(UserError, match=r"test_torch_refusals\.py:\d+: a size depends on values of a batch"):
+        layoutopt.from_torch(Picked(8, 8), {"x": torch.ones(4, 8)})
+    with pytest.raises(UserError, match=r"'x' of the batch has shape \(0, 8\), which has no elements"):
+        layoutopt.from_torch(Mean(8, 8), {"x": torch.ones(0, 8)})
+
+
+@pytest.mark.parametrize("of_module", ["meta", "cpu"])
+def test_a_module_or_its_batch_may_be_on_meta(of_module: str) -> None:
+    other = "cpu" if of_module == "meta" else "meta"
+    model = layoutopt.from_torch(Mean(8, 8, device=of_module), {"x": torch.ones(4, 8, device=other)})
+    assert model.batch_dim == "batch" and model.parameters == 72
+
+
+class Drawing(nn.Module):
+    def __init__(self, high: int) -> None:
+        super().__init__()
+        self.linear, self.high = nn.Linear(8, 8), high
+
+    def forward(self, x):
+        drawn = torch.randint(0, self.high, x.shape, device=x.device)
+        return (self.linear(x) * drawn).mean()
+
+
+def test_whole_numbers_are_drawn_from_as_many_as_a_draw_has() -> None:
+    """One of 24 bits never has the lowest bit of more."""
+    x = {"x": torch.randn(4, 8)}
+    layoutopt.from_torch(Drawing(2**24), x)
+    with pytest.raises(UserError, match=r"it draws from 16777217 numbers, more than 2\*\*24"):
+        layoutopt.from_torch(Drawing(2**24 + 1), x)
+
+
+class Unsupported(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = torch.linalg.inv(self.linear(x))
+        z = torch.cumprod(y, 0)
+        return torch.sort(z, descending=True).values.mean() + torch.poisson(y.abs()).mean()
+
+
+def test_all_that_cannot_be_imported_is_listed_with_its_lines() -> None:
+    with pytest.raises(UserError) as error:
+        layoutopt.from_torch(Unsupported(), {"x": torch.randn(8, 8)})
+    text = str(error.value)
+    assert text.startswith("from_torch: (1) ")
+    for what in ("torch.linalg_inv", "torch.cumprod", "torch.sort", "torch.poisson"):
+        assert re.search(rf"test_torch_refusals\.py:\d+: cannot import {re.escape(what)}\b", text)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.linear(x)
+        if y.sum() > 0:
+            y = y * 2
+        return y.mean()
+
+
+class Applied(nn.Module):
+    """A linear map, and a loss of the module and what it is given."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.linear, self.loss = nn.Linear(8, 8), loss
+
+    def forward(self, x):
+        return self.loss(self, x)
+
+
+def changed(module: Applied, x: Any) -> Any:
+    with torch.no_grad():
+        module.linear.weight[0].add_(1)
+    return module.linear(x).mean()
+
+
+def through(between: Any) -> Applied:
+    return Applied(lambda own, x: between(own.linear(x)).mean())
+
+
+WITHOUT = "the loss depends on no parameter to train"
+"""Steps that PyTorch would refuse, or that would train nothing, are no models."""
+REFUSED = {
+    "a number": (Applied(lambda own, x: torch.tensor(1.0)), torch.zeros(8, 8), WITHOUT),
+    "detached": (through(lambda y: y.detach()), torch.zeros(8, 8), WITHOUT),
+    "without gradients": (through(torch.no_grad()(lambda y: y * 2)), torch.zeros(8, 8), WITHOUT),
+    "the largest": (through(lambda y: y.argmax(-1).float()), torch.zeros(8, 8), WITHOUT),
+    "python's number": (through(lambda y: torch.tensor(y.mean().item())), torch.zeros(8, 8), WITHOUT),
+    "no parameters, a loss": (nn.MSELoss(), (torch.zeros(8), torch.ones(8)), "module has no parameters"),
+    "frozen": (through(lambda y: y).requires_grad_(False), torch.zeros(8, 8), "requires_grad=False"),
+    "a parameter is changed": (Applied(changed), torch.zeros(8, 8), "add_.*changes a parameter"),
+    "whole numbers": (through(lambda y: y), torch.ones(8, 8).int(), r"refusals\.py.*float32 and int32"),
+    "an array of NumPy": (
+        through(lambda y: y),
+        {"x": torch.ones(8, 8).numpy()},
+        "does not run on this batch",
+    ),
+    "another shape": (
+        through(lambda y: y),
+        torch.ones(8, 7),
+        r"not run on this batch: .*\[8, 7\] X \[8, 8\]",
+    ),
+    "data": (Branching(), {"x": torch.zeros(8, 8)}, r"test_torch_refusals\.py:\d+: .* depends on values"),
+    "no loss": (nn.Linear(8, 8), torch.zeros(8, 8), r"returns a tensor of shape \(8, 8\)"),
+    "no module": (3, {}, "3 is not a torch.nn.Module"),
+    "arguments": (nn.Linear(8, 8), {"y": torch.zeros(2)}, "cannot be called with this batch"),
+}
+
+
+def test_a_number_of_python_has_no_gradient() -> None:
+    """As `detach()`."""
+    module = through(lambda y: y * y.abs().max().item())
+    assert compared(module, {"x": torch.randn(4, 8)})[1] < 1e-5
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_say_what_to_do(name: str) -> None:
+    module, batch, message = REFUSED[name]
+    with pytest.raises(UserError, match=message) as error:
+        layoutopt.from_torch(module, batch)
+    assert str(error.value).startswith("from_torch: ")
