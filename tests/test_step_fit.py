@@ -51,6 +51,7 @@ def built(kind: str) -> Any:
 
 @pytest.mark.parametrize(("hardware", "framework"), MACHINES)
 @pytest.mark.parametrize(("kind", "mesh", "layout", "said"), KINDS)
+@pytest.mark.one_in(3)
 def test_a_fit_prices_as_the_product_does(
     kind: str, mesh: str, layout: str, said: dict[str, Any], hardware: str, framework: str, tmp_path: Path
 ) -> None:

@@ -145,6 +145,7 @@ TRAIN = ("train", MLP, *ON, "--steps", "6", "--held-out", "0")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.one_in(2)
 def test_a_signal_in_a_step_saves_what_the_step_learned(
     run: Callable[..., Result], signal_in_step: Callable[[int, int], None], tmp_path: Path, number: int
 ) -> None:

@@ -31,6 +31,7 @@ def test_ways_are_compared_and_the_plan_says_them(
 
 
 @pytest.mark.parametrize("ways", [("never",), ("never", "sites:period=30")])
+@pytest.mark.one_in(2)
 def test_every_way_starts_with_the_given_plan(
     ways: tuple[str, ...], run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def writer(request: pytest.FixtureRequest, measured: None) -> tuple[tuple[str, .
     return WRITERS[request.param]
 
 
+@pytest.mark.one_in(2)
 def test_a_full_disk_leaves_the_old_file_and_the_result(
     run: Callable[..., Result],
     writer: tuple[tuple[str, ...], str],
@@ -135,6 +136,7 @@ def test_a_place_that_cannot_be_is_said_before_the_work(
     assert sorted(tmp_path.rglob("*")) == before  # no folder was made for nothing
 
 
+@pytest.mark.one_in(2)
 def test_the_files_own_folder_is_made(
     run: Callable[..., Result], writer: tuple[tuple[str, ...], str], plan: Path, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ from tests.conformance.samples import SAMPLES
 Record = Callable[[str, Any], None]
 NAMES = [s.name for s in SAMPLES]
 SLOW = "x:2;y:4"
-RARE = {"x:2;y:2": 5, SLOW: 12}
+RARE = {"x:2;y:2": 8, SLOW: 20}
 """By day every so many samples on these meshes; on the smallest one all."""
 TASKS = [
     pytest.param(sample, mesh, numbers, id=f"{sample.name}-{mesh}{when}", marks=marks)

@@ -133,6 +133,7 @@ def test_evaluation_drops_nothing_out() -> None:
 
 @pytest.mark.parametrize("most", [4, 40])
 @pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
+@pytest.mark.one_in(3)
 def test_blocks_give_the_same(sample: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     built = Built(sample, "float64")
     want = built.dense()

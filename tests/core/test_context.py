@@ -54,6 +54,7 @@ HUNTS = {
 @pytest.mark.parametrize(
     ("name", "seed"), by_day([*(("language model", s) for s in range(1, 5)), ("bert", 1)])
 )
+@pytest.mark.one_in(3)
 def test_the_numbers_of_one_device(name: str, seed: int) -> None:
     HUNTS[name].check(name, seed)
 

@@ -202,6 +202,7 @@ HUNT = Hunt(MODELS, WAYS, grown)
     ("name", "seed"),
     by_day([*(("language model", s) for s in range(1, 5)), *((n, 4) for n in [*MODELS][1:])]),
 )
+@pytest.mark.one_in(3)
 def test_the_numbers_of_one_device(name: str, seed: int) -> None:
     HUNT.check(name, seed)
 

@@ -76,6 +76,7 @@ SLOPE = (RNG.normal(size=(8, 256)) * np.exp(4 * RNG.normal(size=(8, 256)))).asty
     ],
 )
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.one_in(3)
 def test_numbers(recipe: str, engine: str, layout: str) -> None:
     found = product(engine, layout, recipe)
 
@@ -253,6 +254,7 @@ def test_a_recipe_that_does_nothing_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ONE_WAY)
+@pytest.mark.one_in(2)
 def test_stages_train_alike_or_are_refused(schedule: str) -> None:
     """Differentiating a copy of the stages would lose the gradients of float8."""
     model, data = transformer(**SMALL, float8="mxfp8"), np.arange(256, dtype=np.int32).reshape(4, 64) % 32

@@ -52,6 +52,7 @@ CASES: list[tuple[str, str, int, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("mesh", "layout", "parts", "rounds", "given"), CASES)
+@pytest.mark.one_in(3)
 def test_losses_and_variables_are_those_of_one_device(
     mesh: str, layout: str, parts: int, rounds: int, given: dict[str, Any], plain: mtf.Model, dense: Any
 ) -> None:

@@ -46,6 +46,7 @@ def test_numbers_and_bytes(kind: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(3)
 def test_numbers_and_bytes_in_tensorflow(kind: str) -> None:
     compare(kind, "zero3", "local")
 

@@ -123,6 +123,7 @@ def trained(
 
 
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.one_in(3)
 def test_parts_give_what_the_whole_batch_gives(name: str) -> None:
     """Results and trained variables, where a part has no valid token too, split or not."""
     data = batch(slice(0, 2))

@@ -68,6 +68,7 @@ POLICIES: list[set[str]] = [
 
 
 @pytest.mark.parametrize(("mesh", "layout", "parts", "given"), CASES)
+@pytest.mark.one_in(3)
 def test_losses_and_variables_are_those_of_one_device(
     mesh: str, layout: str, parts: int, given: dict[str, Any], plain: mtf.Model, dense: Any
 ) -> None:

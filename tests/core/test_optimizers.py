@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -245,23 +246,26 @@ EIGHT = {
 }
 
 
+@cache
+def trained(moments: str, layout: str, stage: int) -> tuple[list[float], int, int]:
+    """Losses of four steps; bytes of the averages of one device, and of all."""
+    tokens = np.random.default_rng(0).integers(0, 64, (8, 17)).astype(np.int32)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    model = transformer(**EIGHT, moments=moments)
+    names = [v.name for v in model.graph.variables.values() if v.trainable and len(v.shape)]
+    run = mtf.Trainer(model, "x:2;y:2", layout, mtf.Options(dict.fromkeys(names, stage)), "lockstep")
+    losses = [run.step(batch)["loss"] for _ in range(4)]
+    state = [v for n, v in run.program.variables.items() if "/adam_" in n]
+    own = sum(v.value.local_bytes(run.program.mesh) for v in state)
+    return losses, own, sum(v.variable.bytes for v in state)
+
+
 @pytest.mark.parametrize(
     ("layout", "stage"), [("batch:x;d_ff:y", 1), ("d_model:x;vocab:y", 0), ("batch:x+y", 3)]
 )
+@pytest.mark.one_in(2)
 def test_eight_bits_of_averages(layout: str, stage: int) -> None:
     """A byte an element and a number a row, split as the variable is; losses as in float32."""
-    tokens = np.random.default_rng(0).integers(0, 64, (8, 17)).astype(np.int32)
-    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-
-    def trained(moments: str, layout: str, stage: int) -> tuple[list[float], int, int]:
-        model = transformer(**EIGHT, moments=moments)
-        names = [v.name for v in model.graph.variables.values() if v.trainable and len(v.shape)]
-        run = mtf.Trainer(model, "x:2;y:2", layout, mtf.Options(dict.fromkeys(names, stage)), "lockstep")
-        losses = [run.step(batch)["loss"] for _ in range(6)]
-        state = [v for n, v in run.program.variables.items() if "/adam_" in n]
-        own = sum(v.value.local_bytes(run.program.mesh) for v in state)
-        return losses, own, sum(v.variable.bytes for v in state)
-
     alone, split = trained("int8", "", 0), trained("int8", layout, stage)
     wide = trained("float32", layout, stage)
     np.testing.assert_allclose(split[0], alone[0], rtol=1e-4)

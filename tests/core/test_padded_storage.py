@@ -141,6 +141,7 @@ def test_small_variables_and_updates_that_mix_elements_stay_whole() -> None:
 
 
 @pytest.mark.parametrize("stages", [False, True])
+@pytest.mark.one_in(2)
 def test_what_is_saved_goes_on_over_another_number_of_devices(stages: bool) -> None:
     how = ("data:3;pipe:2", "batch:data;layers:pipe", 3, 4, False, "interleaved:2")
     found = model(layers=5)

@@ -114,6 +114,7 @@ def options(given: dict[str, Any]) -> mtf.Options:
 
 
 @pytest.mark.parametrize(("mesh", "layout", "given"), CASES)
+@pytest.mark.one_in(3)
 def test_losses_and_variables_are_those_of_one_device(
     mesh: str, layout: str, given: dict[str, Any], plain: mtf.Model, dense: Any
 ) -> None:
@@ -159,6 +160,7 @@ def test_what_is_sent_and_what_waits_is_what_the_schedule_says(
 
 
 @pytest.mark.parametrize("schedule", ONE_WAY)
+@pytest.mark.one_in(2)
 def test_devices_that_have_the_same_state_send_a_part_each(schedule: str) -> None:
     built = model()
     how = options({"microbatches": 2, "schedule": schedule})

@@ -68,6 +68,7 @@ def alone(built: mtf.Model) -> Any:
 
 
 @pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.one_in(2)
 def test_parts_draw_what_the_whole_batch_draws(parts: int, built: mtf.Model, alone: Any) -> None:
     same(step(built, "one:1", "", parts), alone)
     if parts < B.size:
@@ -76,13 +77,13 @@ def test_parts_draw_what_the_whole_batch_draws(parts: int, built: mtf.Model, alo
 
 @pytest.mark.parametrize("schedule", ONE_WAY)
 @pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_stages_draw_what_one_device_draws(parts: int, schedule: str, built: mtf.Model, alone: Any) -> None:
     same(step(built, "pipe:2", "layers:pipe", parts, schedule), alone)
 
 
 @pytest.mark.parametrize("schedule", ONE_WAY)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_what_runs_again_draws_the_same(schedule: str, built: mtf.Model, alone: Any) -> None:
     whole = not KINDS[kind_name(schedule)].split  # of which no stage runs again as a whole
     how = {"recompute": frozenset({"layers", *["tick"] * whole})}
@@ -90,6 +91,7 @@ def test_what_runs_again_draws_the_same(schedule: str, built: mtf.Model, alone: 
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.one_in(2)
 def test_every_form_of_attention_draws_the_same(form: str, built: mtf.Model, alone: Any) -> None:
     how = {"context": frozenset({("memory", form)})}
     same(step(built, "x:2;data:2", "length:x;memory:x;batch:data", 2, **how), alone)

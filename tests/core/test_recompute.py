@@ -91,6 +91,7 @@ def test_the_numbers_stay(chosen: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("chosen", [("rows",), ("layers", "rows")], ids="+".join)
+@pytest.mark.one_in(2)
 def test_variables_that_are_cast_and_stored_split(chosen: tuple[str, ...]) -> None:
     """Casts of what loops around read are made again, not stacked."""
     names = [v.name for v in model().graph.variables.values() if v.trainable]

@@ -124,7 +124,7 @@ HUNTS = {
 
 @pytest.mark.parametrize("seed", by_day(range(6)))
 @pytest.mark.parametrize("name", HUNTS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_the_numbers_of_one_device(name: str, seed: int) -> None:
     HUNTS[name].check(name, seed)
 

@@ -91,6 +91,7 @@ def same(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
 
 @pytest.mark.parametrize("recompute", [frozenset(), frozenset({"length"})])
 @pytest.mark.parametrize(("mesh", "layout"), LAYOUTS)
+@pytest.mark.one_in(3)
 def test_gradients_are_those_of_the_plain_loop(mesh: str, layout: str, recompute: frozenset[str]) -> None:
     """Also with dropout in both halves, and where a loop in a half runs again once more."""
 

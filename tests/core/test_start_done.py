@@ -99,6 +99,7 @@ def test_a_step_runs_under_products() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.one_in(2)
 def test_to_wait_at_once_changes_neither_numbers_nor_memory(rule: str) -> None:
     """On hardware that runs nothing at once, not even seconds, but for kernels that wait for a step's
     message: with what does not, they would be one."""

@@ -100,6 +100,7 @@ def bytes_of_a_parameter(stage: int, devices: int, parts: int, dtype: str) -> fl
 
 
 @pytest.mark.parametrize("devices, parts", [(1, 1), (4, 2), (64, 1)])
+@pytest.mark.one_in(2)
 def test_bytes_of_a_parameter_without_loops_are_those_of_the_paper(devices: int, parts: int) -> None:
     """Figure 1 in float32: nothing of a layer but its states stays, neither a gathered weight from forward to
     backward nor a whole gradient until the update."""

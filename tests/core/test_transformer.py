@@ -72,6 +72,7 @@ TASKS = [("plain", mesh, layout) for mesh, layout in LAYOUTS] + [
 
 
 @pytest.mark.parametrize(("variant", "mesh", "layout"), by_day(TASKS, every=5))
+@pytest.mark.one_in(2)
 def test_layouts(variant: str, mesh: str, layout: str, dense: dict[str, Any]) -> None:
     hparams = VARIANTS[variant]
     losses, variables = train(hparams, mesh, layout)
@@ -121,6 +122,7 @@ def test_recompute_saves_only_the_carry() -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("variant", "at"), [("plain", 1), ("dropout", 3), ("adafactor", 0)])
+@pytest.mark.one_in(4)
 def test_split_storage_changes_nothing(stage: int, variant: str, at: int, dense: dict[str, Any]) -> None:
     """Optimizer state, gradients and variables split over the axes that the layout leaves (ZeRO 1 to 3)."""
     mesh, layout = LAYOUTS[at]
@@ -141,6 +143,7 @@ def test_storage_with_recompute(dense: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("mesh", "layout"), [LAYOUTS[i] for i in (0, 2, 3, 8)])
 @pytest.mark.parametrize("parts", by_day([2, 4], first=1))
+@pytest.mark.one_in(2)
 def test_microbatches_change_nothing(parts: int, mesh: str, layout: str, dense: dict[str, Any]) -> None:
     losses, variables = train({}, mesh, layout, microbatches=parts)
     np.testing.assert_allclose(losses, dense["plain"][0], rtol=2e-5)

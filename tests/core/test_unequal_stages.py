@@ -90,7 +90,7 @@ def lowered(built: mtf.Model, mesh: str, layout: str, schedule: str, parts: int,
 @pytest.mark.parametrize(
     "recompute", [set(), {"layers"}, {"layers:keep=products"}, {"layers:count=1"}], ids=str
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_losses_and_variables_are_those_of_one_device(
     schedule: str, recompute: set[str], plain: mtf.Model, dense: Any
 ) -> None:
@@ -112,6 +112,7 @@ NAMED += ["interleaved:2:layers=0+2+3+0", "interleaved:2:layers=1+1+1+2"]
 
 
 @pytest.mark.parametrize("schedule", NAMED)
+@pytest.mark.one_in(2)
 def test_layers_of_stages_by_name(schedule: str, plain: mtf.Model, dense: Any) -> None:
     program = lowered(plain, "pipe:2;t:2", "layers:pipe;e:t", schedule, 4)
     check(program, dense)
@@ -125,6 +126,7 @@ def eight() -> tuple[mtf.Model, Any]:
 
 
 @pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.one_in(3)
 def test_only_stages_that_lack_layers_are_masked(schedule: str, eight: tuple[mtf.Model, Any]) -> None:
     """Without given numbers, none does; a program with such numbers computes the same."""
     built, alone = eight

@@ -67,6 +67,7 @@ def kept(found: MemoryProfile) -> int:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("gated", "activation"), REMADE)
+@pytest.mark.one_in(5)
 def test_fused_kernels_keep_their_operands_alone(layout: str, gated: bool, activation: str) -> None:
     """TransformerEngine's and Megatron-LM's: of a norm its operand and its result, of SwiGLU and GELU too, of
     relu the result."""

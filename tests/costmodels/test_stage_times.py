@@ -74,6 +74,7 @@ def test_stages_do_the_work_of_their_own(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ONE_WAY)
+@pytest.mark.one_in(2)
 def test_the_fullest_stage_waits_as_long_as_closed_forms_say(schedule: str) -> None:
     """(P - 1) forward and backward slots (Narayanan et al. 2021, section 2.2), less as many of weights (Qi et
     al. 2023, section 2.3)."""
@@ -90,6 +91,7 @@ def test_the_fullest_stage_waits_as_long_as_closed_forms_say(schedule: str) -> N
 
 
 @pytest.mark.parametrize("schedule", ONE_WAY)
+@pytest.mark.one_in(2)
 def test_a_program_for_each_stage_takes_no_longer_than_one_for_all(schedule: str) -> None:
     together, apart = (
         priced(schedule, 2 * P * rounds_of(schedule) - 1, name)[1].step_seconds
@@ -146,6 +148,7 @@ def test_slots_of_weights_fill_the_wait() -> None:
 
 
 @pytest.mark.parametrize("schedule", sorted({*NAMES} - {*ONE_WAY}))
+@pytest.mark.one_in(3)
 def test_a_model_with_positions_in_every_layer_is_priced(schedule: str) -> None:
     """Rotary positions shift elements of a head, before the stages too, and are no moves between stages."""
     model = mixture(layers=5, batch=8, d_model=64, d_expert=32, length=16)

@@ -26,6 +26,7 @@ def greedy(logits: Any, prompts: mtf.Tensor, lengths: mtf.Tensor | None) -> deco
 @pytest.mark.parametrize(
     ("decode", "kind"), [(greedy, "multi-head"), (greedy, "encoder"), (beams, "grouped-query")]
 )
+@pytest.mark.one_in(3)
 def test_eager_texts(decode: Decode, kind: str, unroll: bool) -> None:
     want = decoded(decode, KINDS[kind], MESH, LAYOUT)
     with mtf.Eager(MESH, LAYOUT, "lockstep").step(feeds(), unroll) as g:

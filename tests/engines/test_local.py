@@ -77,6 +77,7 @@ def test_replicas_equal_lockstep() -> None:
 
 
 @pytest.mark.parametrize("name", number_cases.CASES)
+@pytest.mark.one_in(2)
 def test_numbers_at_the_edges_of_their_types(name: str) -> None:
     number_cases.check(name, "local")
 
@@ -149,6 +150,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize(("mesh", "layout", "hparams"), by_day(MODELS, every=5))
+@pytest.mark.one_in(2)
 def test_training_equals_lockstep(mesh, layout, hparams):
     """Losses of three steps and all variables afterwards; the optimizer's state starts alike everywhere."""
     program = language_model(mesh, layout, **hparams)

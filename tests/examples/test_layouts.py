@@ -94,7 +94,7 @@ BY_TURNS = by_day(TASKS, every=9)
 
 
 @pytest.mark.parametrize(("name", "mesh", "layout"), BY_TURNS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_layouts(name: str, mesh: str, layout: str) -> None:
     check_same(train(*ALL[name], mesh, layout), dense(name))
 
@@ -116,6 +116,7 @@ def test_recompute_and_split_storage(name: str) -> None:
     ("name", "at"),
     by_day(itertools.product(["seq2seq", "moe", "bert", "reformer, one chunk"], [0, 1]), every=3),
 )
+@pytest.mark.one_in(2)
 def test_microbatches(name: str, at: int) -> None:
     """The renamed batch of the experts is cut with the batch."""
     mesh, layout = COMMON[at]
@@ -151,6 +152,7 @@ def test_split_images_are_not_gathered(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPATIAL)
+@pytest.mark.one_in(2)
 def test_microbatches_of_images(name: str) -> None:
     check_same(train(*SPATIAL[name], "x:2;y:2", "batch:x;height:y", microbatches=2), dense(name))
 

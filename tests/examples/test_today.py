@@ -170,7 +170,7 @@ BY_TURNS = [
 
 
 @pytest.mark.parametrize(("name", "layout"), BY_TURNS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_layouts(name: str, layout: str) -> None:
     check_same(train(CASES[name].example, hparams_of(name), "x:2;y:2", layout, steps=2), dense(name))
 

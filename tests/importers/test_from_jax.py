@@ -186,6 +186,7 @@ def test_heads_have_their_name_where_rotary_positions_take_d_kv_apart() -> None:
 
 
 @pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.one_in(2)
 def test_the_length_is_that_of_the_layers_whether_or_not_targets_are_cut_from_the_tokens(more: int) -> None:
     def loss(params: Any, tokens: Any) -> Any:
         x = params["table"][tokens[:, : tokens.shape[1] - more]]

@@ -134,6 +134,7 @@ ALSO_CALLED = [
 
 
 @pytest.mark.parametrize(("name", "other", "known"), ALSO_CALLED)
+@pytest.mark.one_in(2)
 def test_fields_have_the_other_names_of_transformers(name: str, other: str, known: str) -> None:
     config = CASES[name]
     renamed = {n: v for n, v in config.items() if n not in (other, known)} | {other: config[known]}

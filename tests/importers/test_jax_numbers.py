@@ -247,6 +247,7 @@ def test_copies_in_a_loop_that_cuts_them_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(("length", "reverse"), [(2, False), (3, False), (8, True), (33, False)])
+@pytest.mark.one_in(2)
 def test_an_associative_scan_is_imported(length: int, reverse: bool) -> None:
     """It takes slices of no elements where a length is even."""
 

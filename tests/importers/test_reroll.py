@@ -168,6 +168,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Params, list[int]]] = {
 
 
 @pytest.mark.parametrize("name", by_day(FUNCTIONS))
+@pytest.mark.one_in(2)
 def test_layers_are_a_loop_that_computes_what_the_function_does(name: str) -> None:
     loss, params, found = FUNCTIONS[name]
     model = layoutopt.from_jax(loss, params, batch())

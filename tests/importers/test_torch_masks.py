@@ -60,6 +60,7 @@ def test_masks_of_positions_are_no_arrays(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "gemma3"])
+@pytest.mark.one_in(2)
 def test_masks_of_long_texts_are_no_arrays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those too long for a mask to be computed, as that of 4096 tokens is."""
     monkeypatch.setattr(masks, "LARGEST", 100)
@@ -89,6 +90,7 @@ UNFUSED = pytest.mark.filterwarnings("ignore:flex_attention called without torch
 
 @UNFUSED
 @pytest.mark.parametrize("name", MASKS)
+@pytest.mark.one_in(2)
 def test_flexible_attention_is_attention(name: str) -> None:
     seen, wanted = MASKS[name]
     batch = {"x": torch.randn(2, 12, 8)}

@@ -238,7 +238,8 @@ def test_a_search_has_no_decision_that_is_not_applied() -> None:
 @pytest.mark.one_in(2)
 def test_a_plan_with_other_decisions_is_refused(asked: dict[str, Any]) -> None:
     model, _ = imported("tied")
-    asked = {"framework": "layoutopt", "alternatives": False, **asked}
+    plain = {"microbatches": (2,), "recompute": "never", "storage": "layout", "alternatives": False}
+    asked = {"framework": "layoutopt", **plain, **asked}
     plan = layoutopt.search(model, mesh="data:2;model:2", hardware="h100", **asked)
     with pytest.raises(UserError, match="does not apply this plan"):
         plan.torch.placements()

@@ -289,6 +289,7 @@ def first_of_each() -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sample", first_of_each())
+@pytest.mark.one_in(2)
 def test_operation(sample: Sample) -> None:
     built, mesh = Built(sample, "float32"), mtf.Mesh("x:2;y:2")
     tables = list(legal_layouts(built, mesh))

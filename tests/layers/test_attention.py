@@ -72,6 +72,7 @@ def reference(kind: layers.Attention, w: dict[str, Any], x: Any, memory: Any, bi
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.one_in(3)
 def test_kinds(name: str, form: str) -> None:
     kind = replace(KINDS[name], attention=form)
     layouts = [*LAYOUTS, ("x:2;y:2", "group:x;heads:y")] if name == "grouped" else LAYOUTS

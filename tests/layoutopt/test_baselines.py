@@ -39,6 +39,7 @@ V3 = load_hardware("tpu-v3")
 
 
 @pytest.mark.parametrize("late", [False, True])
+@pytest.mark.one_in(2)
 def test_baselines_of_a_searched_mesh_come_to_what_their_layouts_do(
     late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +226,7 @@ def test_what_is_not_legal_stays_so() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.one_in(3)
 def test_with_nothing_split_programs_differ_in_their_mesh_only(name: str) -> None:
     model = EXAMPLES[name]()
     for mesh in (mtf.Mesh("x:2;y:2"), mtf.Mesh("x:8")):
@@ -233,6 +235,7 @@ def test_with_nothing_split_programs_differ_in_their_mesh_only(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.one_in(3)
 def test_no_point_counts_a_tensor_twice(name: str) -> None:
     (points,) = SharedContext(EXAMPLES[name]()).points(frozenset(), MemoryRules(fuses=True))
     for point in range(len(points.instrs)):

@@ -57,6 +57,7 @@ def told(
 
 
 @pytest.mark.parametrize("factor", [1.01, 0.99])
+@pytest.mark.one_in(2)
 def test_where_tables_and_program_differ_nothing_is_called_optimal(
     monkeypatch: pytest.MonkeyPatch, factor: float
 ) -> None:
@@ -120,6 +121,7 @@ def test_memory_rows_above_the_program_of_an_evaluated_layout_prove_nothing(
 
 
 @pytest.mark.parametrize("kind", [Split, Storage])
+@pytest.mark.one_in(2)
 def test_rows_are_held_against_layouts_that_no_solver_proposes(
     monkeypatch: pytest.MonkeyPatch, kind: type[Decision]
 ) -> None:

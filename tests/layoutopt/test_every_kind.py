@@ -135,6 +135,7 @@ def test_a_search_that_is_allowed_everything_decides_every_kind() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(2)
 def test_a_kind_that_the_space_forgets_is_found_out(
     kind: type[Decision], monkeypatch: pytest.MonkeyPatch
 ) -> None:

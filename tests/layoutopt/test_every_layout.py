@@ -98,6 +98,7 @@ def test_layouts_of_every_kind_in_many_models(first: int) -> None:
 
 
 @pytest.mark.parametrize("more", [1e-6, -1e-6])
+@pytest.mark.one_in(2)
 def test_seconds_that_are_not_those_of_the_program_are_found(
     more: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

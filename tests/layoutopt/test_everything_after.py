@@ -158,6 +158,7 @@ def test_a_search_is_never_worse_than_that_of_the_usual(
 
 @pytest.mark.parametrize("limit", [pytest.param(s, marks=pytest.mark.nightly) for s in (0.5, 3.0)] + [0.1])
 @pytest.mark.parametrize("name", [*ASKED][:5:2])
+@pytest.mark.one_in(2)
 def test_a_time_limit_ends_it_with_an_answer_or_a_known_error(name: str, limit: float) -> None:
     error, _ = outcome(**ASKED[name], time_limit=limit)
     assert error is None or issubclass(error, LimitError | InfeasibleError)
@@ -182,6 +183,7 @@ BY_DAY = (
         for each in itertools.product(ASKED, PLACES, (KeyboardInterrupt, UserError, LimitError))
     ],
 )
+@pytest.mark.one_in(2)
 def test_what_ends_the_search_of_everything_leaves_the_usual_answer(
     name: str,
     place: str,

@@ -105,6 +105,7 @@ def test_a_pipeline_is_bounded_without_its_graph() -> None:
 
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("layers", [8, 9])
+@pytest.mark.one_in(3)
 def test_fewer_microbatches_bound_the_longest_way_of_more(schedule: str, layers: int) -> None:
     """Where each stage is a program of its own, whatever its slots take."""
     model, rng, held = mtf.Model(deep(layers)), np.random.default_rng(layers), 0

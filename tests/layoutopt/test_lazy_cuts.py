@@ -174,7 +174,7 @@ HARMLESS = (Recompute,)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_a_kind_that_cuts_forget_is_found_out(kind: type[Decision], monkeypatch: pytest.MonkeyPatch) -> None:
     if kind not in FINDS:  # a problem has one option of it, so cuts may forget it
         assert all(alone(kind, seed) is None for seed in range(2))

@@ -172,7 +172,7 @@ APART = [
 
 
 @pytest.mark.parametrize(("compiler", "case"), by_day(APART, every=13))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_tables_and_rows_of_stages_with_programs_of_their_own(compiler: CompilerName, case: int) -> None:
     name, mesh, parts, _, axes, more = (CASES + ORDERED)[case]
     compare(built(name), mesh, parts, "h100", axes, 8, compiler=compiler, tight=0.75, **more)
@@ -308,7 +308,7 @@ def test_rows_of_all_stages_have_names_of_their_own() -> None:
             hardware="h100",
             framework="megatron",
             memory=8e5,
-            time_limit=6,
+            time_limit=2,
             alternatives=False,
             **stages,
         )

@@ -79,6 +79,7 @@ def test_nothing_whole_is_called_split() -> None:
 
 
 @pytest.mark.parametrize(("mesh", "is_split"), [("data:12", False), ("data:8", True)])
+@pytest.mark.one_in(2)
 def test_named_plans(mesh: str, is_split: bool) -> None:
     plan = layoutopt.search(MODEL, mesh, hardware="tpu-v4", microbatches=(1,), recompute=(False,))
     assert any("FSDP" in a.name for a in plan.alternatives) == is_split

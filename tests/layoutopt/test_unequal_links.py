@@ -80,6 +80,7 @@ def test_storage_in_a_node_is_offered_where_links_differ() -> None:
     ],
     ids=["nodes, little work", "nodes, much work", "slices", "an axis that crosses nodes"],
 )
+@pytest.mark.one_in(2)
 def test_the_answer_is_the_best_of_all(
     hardware: Hardware, asked: int | str, large: dict[str, int], avoided: bool
 ) -> None:

@@ -32,6 +32,7 @@ def svg(chart: Chart, plan: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("make", [sample.full_plan, sample.hostile_plan], ids=["full", "hostile"])
 @pytest.mark.parametrize("chart", ALL, ids=NAMES)
+@pytest.mark.one_in(3)
 def test_figure_as_svg(chart: Chart, make: Any) -> None:
     text = svg(chart, make())
     root = ET.fromstring(text)
@@ -51,6 +52,7 @@ def test_figure_as_svg(chart: Chart, make: Any) -> None:
 
 
 @pytest.mark.parametrize("chart", ALL, ids=NAMES)
+@pytest.mark.one_in(2)
 def test_texts_stay_inside(chart: Chart) -> None:
     """By the drawing's own font, the widest that pages use."""
     for plan in (sample.full_plan(), sample.hostile_plan()):
@@ -65,6 +67,7 @@ def test_texts_stay_inside(chart: Chart) -> None:
 
 
 @pytest.mark.parametrize("chart", ALL, ids=NAMES)
+@pytest.mark.one_in(2)
 def test_title_is_the_finding(chart: Chart) -> None:
     plan = reports.plan_of(sample.full_plan())
     texts = " ".join(t.get_text() for t in chart(plan).axes[0].texts)
