@@ -4,9 +4,9 @@
     python benchmarks/torch_gpu.py --out measured.json [--seconds 400] [NAME...]
     python benchmarks/torch_gpu.py --join predicted.json measured.json --out benchmarks/results/torch_gpu.json
 
-The machine that measures needs torch, transformers and a GPU, and nothing of this project. Modules are unmodified
-ones of transformers in a bare training loop: AdamW with its defaults, gradients set to None. A row is written
-when it ends.
+The machine that measures needs torch, transformers and a GPU, and nothing of this project. Modules are
+unmodified ones of transformers in a bare training loop: AdamW with its defaults, gradients set to None. A row
+is written when it ends.
 """
 
 from __future__ import annotations
