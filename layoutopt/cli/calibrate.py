@@ -55,7 +55,6 @@ def calibrate(
             metavar="TPU",
             help="Fit a profile of this TPU, e.g. tpu-v5e, to its compiler's estimates instead of timing "
             "this machine (no TPU is needed).",
-            show_default=False,
         ),
     ] = None,
     refresh: Annotated[

@@ -41,7 +41,6 @@ def explain(
             metavar="LAYOUT",
             help="Compare the plan's predicted time, item by item, with that of another layout: DIM:AXIS "
             'rules, or the name of an alternative in the plan, e.g. "FSDP".',
-            show_default=False,
         ),
     ] = None,
     pin: Annotated[
@@ -49,7 +48,6 @@ def explain(
         typer.Option(
             metavar="RULES",
             help='Show how much requiring this split would cost, e.g. "batch:none" (repeatable).',
-            show_default=False,
         ),
     ] = None,
     without: Annotated[
@@ -59,7 +57,6 @@ def explain(
             help="Show the best step time without this decision: "
             f"{', '.join(listed_options()['features'])}, or all, for each decision of the plan in turn "
             "(repeatable).",
-            show_default=False,
         ),
     ] = None,
     sensitivity: Annotated[

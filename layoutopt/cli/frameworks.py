@@ -25,7 +25,6 @@ def frameworks(
             metavar="[NAME_OR_FILE]",
             help="Framework to show: NAME[@VERSION][:variant=option,…], or a framework file.",
             autocompletion=complete_framework,
-            show_default=False,
         ),
     ] = None,
     as_json: JsonOption = False,

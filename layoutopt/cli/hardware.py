@@ -32,7 +32,6 @@ def hardware(
             metavar="[NAME_OR_FILE]",
             help="Name of a preset, or a profile file, to show.",
             autocompletion=complete_hardware,
-            show_default=False,
         ),
     ] = None,
     set_hardware: SetHardwareOption = None,

@@ -45,7 +45,6 @@ def init(
             metavar="NAME",
             help="Write this example and the files it imports to examples/NAME.py, instead of FILE.",
             autocompletion=complete_example,
-            show_default=False,
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,

@@ -33,25 +33,15 @@ class Job:
         ),
     ] = False
     coordinator: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT", help="Address of the job's first process, HOST:PORT.", show_default=False
-        ),
+        str | None, typer.Option(metavar="HOST:PORT", help="Address of the job's first process, HOST:PORT.")
     ] = None
     processes: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Number of processes in the job (with --coordinator).",
-            show_default=False,
-        ),
+        typer.Option(min=1, metavar="N", help="Number of processes in the job (with --coordinator)."),
     ] = None
     process: Annotated[
         int | None,
-        typer.Option(
-            min=0, metavar="I", help="Rank of this process, from 0 (with --coordinator).", show_default=False
-        ),
+        typer.Option(min=0, metavar="I", help="Rank of this process, from 0 (with --coordinator)."),
     ] = None
     timeout: Annotated[
         float | None,

@@ -39,11 +39,7 @@ MOST = 256
 def launch(
     command: Annotated[
         list[str],
-        typer.Argument(
-            metavar="-- train MODEL …",
-            help=f"Command that every worker runs: {TOGETHER}.",
-            show_default=False,
-        ),
+        typer.Argument(metavar="-- train MODEL …", help=f"Command that every worker runs: {TOGETHER}."),
     ],
     processes: Annotated[
         int, typer.Option("-n", "--processes", min=1, max=MOST, help="Number of worker processes.")

@@ -64,7 +64,6 @@ def learn(
             metavar="RUNS.csv",
             help="Measured runs: columns model, mesh, step_seconds and any of set, hardware, framework, "
             f"layout, {', '.join(OPTIONS)}, as `cost` takes them. `candidates --out` writes such a file.",
-            show_default=False,
         ),
     ],
     machine_on: OnHardware = ON,

@@ -69,7 +69,6 @@ ModelArgument = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="Model: FILE.py, FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION, or a Hugging Face CONFIG.json.",
-        show_default=False,
     ),
 ]
 SetOption = Annotated[
@@ -79,17 +78,11 @@ SetOption = Annotated[
         metavar="NAME=VALUE",
         help="Set a hyperparameter of the model, e.g. batch=128 (repeatable).",
         autocompletion=complete_setting,
-        show_default=False,
     ),
 ]
 MeshOption = Annotated[
     str | None,
-    typer.Option(
-        "--mesh",
-        metavar="MESH",
-        help='Device mesh: axes and their sizes, e.g. "data:2;model:4".',
-        show_default=False,
-    ),
+    typer.Option("--mesh", metavar="MESH", help='Device mesh: axes and their sizes, e.g. "data:2;model:4".'),
 ]
 DevicesOption = Annotated[
     int | None,
@@ -97,7 +90,6 @@ DevicesOption = Annotated[
         "--devices",
         metavar="N",
         help="Number of devices; the search also chooses the shape of the mesh (instead of --mesh).",
-        show_default=False,
     ),
 ]
 LayoutOption = Annotated[
@@ -147,7 +139,6 @@ SetHardwareOption = Annotated[
         "--set-hardware",
         metavar="NAME=VALUE",
         help="Override a number of the hardware, e.g. node_egress=100GB/s (repeatable).",
-        show_default=False,
     ),
 ]
 FrameworkOption = Annotated[

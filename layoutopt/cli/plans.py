@@ -18,16 +18,13 @@ if TYPE_CHECKING:
     from layoutopt.plan.build import Plan
     from layoutopt.plan.schema import Told
 
-PlanArgument = Annotated[
-    Path, typer.Argument(metavar="PLAN", help="Plan file, made by `search --out`.", show_default=False)
-]
+PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file, made by `search --out`.")]
 SourceArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL_OR_PLAN",
         help="Model (FILE.py, FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION, or a Hugging Face CONFIG.json), or "
         "a plan file made by `search --out`.",
-        show_default=False,
     ),
 ]
 ModelOption = Annotated[

@@ -30,8 +30,7 @@ FULL = {"lines", "variables", "memory"}
 @grouped
 def report(
     plans: Annotated[
-        list[Path],
-        typer.Argument(metavar="PLAN...", help="Plan files, made by `search --out`.", show_default=False),
+        list[Path], typer.Argument(metavar="PLAN...", help="Plan files, made by `search --out`.")
     ],
     out: Annotated[
         Path, path_option("FILE.html", "Write the report to this file.", show_default=True)
@@ -39,9 +38,7 @@ def report(
     validation: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE.json",
-            help="JSON file from `validate --out`; adds measured times to the report.",
-            show_default=False,
+            metavar="FILE.json", help="JSON file from `validate --out`; adds measured times to the report."
         ),
     ] = None,
     figures: Annotated[

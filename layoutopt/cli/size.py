@@ -49,17 +49,11 @@ EXAMPLES = examples(
 def size(
     model: ModelArgument,
     budget: Annotated[
-        str | None,
-        typer.Option(metavar="FLOP", help="Training compute in FLOP, e.g. 1e22.", show_default=False),
+        str | None, typer.Option(metavar="FLOP", help="Training compute in FLOP, e.g. 1e22.")
     ] = None,
-    loss: Annotated[
-        float | None, typer.Option(metavar="L", help="Loss to reach, in nats per token.", show_default=False)
-    ] = None,
+    loss: Annotated[float | None, typer.Option(metavar="L", help="Loss to reach, in nats per token.")] = None,
     money: Annotated[
-        str | None,
-        typer.Option(
-            metavar="M", help="Budget, in the currency of --price (requires --price).", show_default=False
-        ),
+        str | None, typer.Option(metavar="M", help="Budget, in the currency of --price (requires --price).")
     ] = None,
     tokens: Annotated[
         str | None,
@@ -67,7 +61,6 @@ def size(
             metavar="T",
             help="Number of training tokens, e.g. 300B; MODEL keeps its size (or has that of --sizes), and "
             "only the chips are chosen.",
-            show_default=False,
         ),
     ] = None,
     days: Annotated[
@@ -76,7 +69,6 @@ def size(
             metavar="D",
             help="Training time in days (with --devices); with --budget, --loss, --money or --tokens, the "
             "longest acceptable training time.",
-            show_default=False,
         ),
     ] = None,
     devices: Annotated[
@@ -103,7 +95,6 @@ def size(
             metavar="RUNS.csv",
             help="Fit the scaling law to your own runs, instead of using --law. RUNS.csv has the columns N "
             "(parameters), D (tokens) and loss.",
-            show_default=False,
         ),
     ] = None,
     scale: Annotated[
@@ -126,9 +117,7 @@ def size(
     unique: Annotated[
         str | None,
         typer.Option(
-            metavar="T",
-            help="Number of unique tokens in your data; training on more tokens repeats them.",
-            show_default=False,
+            metavar="T", help="Number of unique tokens in your data; training on more tokens repeats them."
         ),
     ] = None,
     inference: Annotated[
@@ -137,16 +126,11 @@ def size(
             metavar="T",
             help="Number of tokens that the model will generate after training; adds their cost to that "
             "of training.",
-            show_default=False,
         ),
     ] = None,
     pretrained: Annotated[
         str | None,
-        typer.Option(
-            metavar="DATA",
-            help="Start from a model pretrained on this data: text or text+code.",
-            show_default=False,
-        ),
+        typer.Option(metavar="DATA", help="Start from a model pretrained on this data: text or text+code."),
     ] = None,
     characters: Annotated[
         float, typer.Option(metavar="C", help="Characters per token (with --pretrained).")
@@ -154,9 +138,7 @@ def size(
     replicas: Annotated[
         int | None,
         typer.Option(
-            metavar="M",
-            help="Number of DiLoCo replicas; the predicted loss rises with this number.",
-            show_default=False,
+            metavar="M", help="Number of DiLoCo replicas; the predicted loss rises with this number."
         ),
     ] = None,
     every: Annotated[

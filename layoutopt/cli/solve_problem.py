@@ -45,7 +45,6 @@ def solve_problem(
             metavar="FILE",
             help="Problem file (.json or .json.gz), in layoutopt's format (docs/explanation/search.md) or "
             "that of the ASPLOS 2025 contest.",
-            show_default=False,
         ),
     ],
     solver: Annotated[

@@ -77,7 +77,6 @@ def train(
             metavar="STEP",
             help="Resume from the checkpoint of this step instead of the newest; newer checkpoints are "
             "renamed.",
-            show_default=False,
         ),
     ] = None,
     every: Annotated[int, typer.Option(min=1, help="Number of steps between checkpoints.")] = 100,
@@ -112,7 +111,6 @@ def train(
             help="DiLoCo between jobs: train as replica I of N jobs that synchronise every `period` "
             "steps through a shared directory; a late or lost job does not stop the others. Other "
             "settings: patience=60, staleness=1, bits=32, fragments=1, rate=0.7, momentum=0.9.",
-            show_default=False,
         ),
     ] = None,
     trace: TraceOption = None,

@@ -20,7 +20,6 @@ TokensOption = Annotated[
         metavar="T",
         help="Also report the days of training on this many tokens, e.g. 300B, and the cost if --price is "
         "given.",
-        show_default=False,
     ),
 ]
 PriceOption = Annotated[
@@ -28,7 +27,6 @@ PriceOption = Annotated[
     typer.Option(
         metavar="[NAME=]P",
         help="Price per chip-hour, e.g. 4.2, or that of one --hardware, e.g. tpu-v5p=4.2 (repeatable).",
-        show_default=False,
     ),
 ]
 

@@ -49,7 +49,6 @@ def verify(
             metavar="NAME",
             help="TPU topology, as the TPU compiler names it, e.g. v4:2x2x1, v5e:2x4, v5p:4x4x4, v6e:4x4, "
             "tpu7x:2x2x1.",
-            show_default=False,
         ),
     ],
     mesh: MeshOption = None,

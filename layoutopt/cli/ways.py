@@ -27,7 +27,6 @@ AcceptLossOption = Annotated[
         metavar="SHARE",
         help="Exclude DiLoCo settings that raise the loss by more than this fraction, e.g. 0.02, "
         "according to a published scaling law (with several --diloco).",
-        show_default=False,
     ),
 ]
 
