@@ -5,51 +5,18 @@ plan = layoutopt.search(model, devices=512, hardware="tpu-v3")
 
 from __future__ import annotations
 
+from layoutopt import api
+
 TYPE_CHECKING = False  # typing's own takes longer to import than everything else here
 if TYPE_CHECKING:
     from typing import Any
 
-    from layoutopt.api import (
-        Limits,
-        Plan,
-        SearchSpace,
-        candidates,
-        choose_replicas,
-        cost,
-        explain,
-        from_huggingface,
-        from_jax,
-        from_torch,
-        learn,
-        lint,
-        load_plan,
-        search,
-        size,
-        validate,
-        verify,
-    )
+    from layoutopt.api import *  # noqa: F403
 
     __version__: str
 
-__all__ = [
-    "Limits",
-    "Plan",
-    "SearchSpace",
-    "candidates",
-    "choose_replicas",
-    "cost",
-    "explain",
-    "from_huggingface",
-    "from_jax",
-    "from_torch",
-    "learn",
-    "lint",
-    "load_plan",
-    "search",
-    "size",
-    "validate",
-    "verify",
-]
+__all__ = list(api.__all__)
+__all__.remove("AUTO")
 
 
 def __getattr__(name: str) -> Any:

@@ -306,9 +306,9 @@ BY_NIGHT = {
     "half stage 1",
     "half stage 2",
     "in flight",
-    *(f"schedule {schedule}" for schedule in ("1f1b", "circular:2", "zb-h1", "zb-v", "dualpipev")),
+    *(f"schedule {schedule}" for schedule in NAMES if schedule != "interleaved:2"),
     "offload of what loops keep and of stages",
-    *[name for name in CASES if name.startswith("numbers ")][1::2],
+    *[name for name in CASES if name.startswith(("numbers ", "stored split: "))][1::2],
 }
 """Cases that take long, or have another one like them."""
 
