@@ -12,24 +12,13 @@ from layoutopt.space.restriction import ANY, Even, Only, Restriction
 from layoutopt.space.splits import Split
 from mesh_tf_core.lower.offload import OPTIMIZER, WEIGHTS
 
+_BATCH = "batch batch_no_exp embed_and_logits_batch kv_batch kv_batch_no_exp"
+_LENGTH = "length length_no_exp attn_length attn_length_no_exp norm_length q_length q_length_no_exp"
+_AXES = "data tensor fsdp tensor_transpose fsdp_transpose sequence context expert"
 # Dimension -> the logical axes that mean it, of activations and of weights (`logical_axis_rules`).
 MAXTEXT_DIMS: Mapping[str, Sequence[str]] = {
-    "batch": (
-        "activation_batch",
-        "activation_batch_no_exp",
-        "activation_embed_and_logits_batch",
-        "activation_kv_batch",
-        "activation_kv_batch_no_exp",
-    ),
-    "length": (
-        "activation_length",
-        "activation_length_no_exp",
-        "activation_attn_length",
-        "activation_attn_length_no_exp",
-        "activation_norm_length",
-        "activation_q_length",
-        "activation_q_length_no_exp",
-    ),
+    "batch": tuple(f"activation_{name}" for name in _BATCH.split()),
+    "length": tuple(f"activation_{name}" for name in _LENGTH.split()),
     "memory_length": ("activation_kv_length",),
     "d_model": ("embed", "embed_no_exp", "norm", "activation_embed"),
     "d_ff": ("mlp", "mlp_no_fsdp", "activation_mlp"),
@@ -39,19 +28,8 @@ MAXTEXT_DIMS: Mapping[str, Sequence[str]] = {
     "experts": ("exp", "activation_exp"),
 }
 # MaxText's mesh axes are fixed names (`mesh_axes` of the same file); ours take the first one that is free.
-MAXTEXT_AXES = (
-    "data",
-    "tensor",
-    "fsdp",
-    "tensor_transpose",
-    "fsdp_transpose",
-    "sequence",
-    "context",
-    "expert",
-)
+MAXTEXT_AXES = tuple(_AXES.split())
 MAXTEXT_ALIKE = {"batch": "data", "model": "tensor", "experts": "expert"}
-
-
 MAXTEXT_ROWS: Mapping[str, Sequence[str]] = {
     **{each: row for row in MAXTEXT_DIMS.values() for each in row},
     **MAXTEXT_DIMS,

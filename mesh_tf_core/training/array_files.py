@@ -30,19 +30,12 @@ from mesh_tf_core.kernels.array_kernel import np_dtype
 from mesh_tf_core.reading import opened
 
 SAFE = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
+    **{f"F{bits}": f"float{bits}" for bits in (64, 32, 16)},
+    **{
+        f"{k}{bits}": f"{name}{bits}" for k, name in (("I", "int"), ("U", "uint")) for bits in (64, 32, 16, 8)
+    },
     "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "U32": "uint32",
-    "I8": "int8",
     "BOOL": "bool",
-    "I16": "int16",
-    "U8": "uint8",
-    "U16": "uint16",
-    "U64": "uint64",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
     "C64": "complex64",

@@ -68,7 +68,7 @@ def sections(plans: Sequence[PlanFile]) -> tuple[Section, ...]:
 
 def _joint(id: str, title: str, view: View) -> Section:
     """One table of all plans."""
-    return Section(id, title, LEADS[id], shared=(PageBlock(grid=grid(view)),))
+    return Section(id, title, LEADS["plan"][id], shared=(PageBlock(grid=grid(view)),))
 
 
 def _section(
@@ -87,7 +87,7 @@ def _section(
         panels.append(Panel(name, shorten(plan.model.name, 60), build(plan, f"{id}-{letter(i).lower()}")))
     if all(b.missing for p in panels for b in p.blocks):
         return Section(id, title, "", missing=panels[0].blocks[0].missing)
-    return Section(id, title, LEADS[id], tuple(panels))
+    return Section(id, title, LEADS["plan"][id], tuple(panels))
 
 
 def _chart(chart: Chart, plan: PlanFile, name: str, view: View | None = None) -> PageBlock:

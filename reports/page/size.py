@@ -13,26 +13,11 @@ from mesh_tf_core.files import write_file
 from reports.figures import size as figures
 from reports.page.answers import ENOUGH, GOOD_ERROR, PageAnswer
 from reports.page.cells import PageBlock, Panel, Section, grid
+from reports.page.leads import LEADS
 from reports.page.render import environment, script, style
 from reports.svg import figure_svg
 from reports.tables.sizes import candidates
 from reports.views.layouts import record
-
-LEADS = {
-    "loss": (
-        "Each thin line is the training of one size, and the dot is its end. The thick line is the least "
-        "loss that the scaling law allows for the compute, at six FLOPs per parameter and token."
-    ),
-    "time": (
-        "The best size on each searched number of devices. The numbers at the ends of a line are numbers "
-        "of devices. Step times are those of the best layouts found."
-    ),
-    "candidates": (
-        "Every searched size with its best layout. No other size is better than one on the frontier in "
-        "all of loss, days and cost."
-    ),
-    "law": "The scaling law with its constants and sources, and notes on the result.",
-}
 
 
 def size_html(found: SizeResult, written: str | None = None) -> str:
@@ -121,7 +106,7 @@ def _sections(found: SizeResult) -> list[Section]:
 
 
 def _section(id: str, title: str, block: PageBlock) -> Section:
-    return Section(id, title, LEADS[id], (Panel("", "", (block,)),))
+    return Section(id, title, LEADS["size"][id], (Panel("", "", (block,)),))
 
 
 def _law(found: SizeResult) -> PageBlock:
