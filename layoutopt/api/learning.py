@@ -10,7 +10,8 @@ prices them). What ships stays unless runs that had no part in the fit are predi
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,6 +34,7 @@ from costmodels.step_fit import (
     constants_of,
 )
 from layoutopt.api.pricing import PricedLayout
+from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.plan.known import kind_words
 from layoutopt.plan.layout_results import LearnedConstant, LearnResult
 from layoutopt.plan.notebook import Shown, table
@@ -46,6 +48,8 @@ WIDTHS = {SUSTAINED: 0.1, EFFICIENCY: 0.2, INTERVAL: 10e-6, HIDDEN: 0.25, TENSOR
 CHIP = "measured"
 LEAST, MOST = 3, 4
 """Runs, and constants."""
+FAR = 100.0
+"""A step that takes so many times as long as predicted, or as short, is a mistake."""
 GAIN = 0.004
 """Error that one more constant must save."""
 FOLDS = 20
@@ -65,8 +69,8 @@ class Learned(Shown):
       machine: the chip under the framework that was fitted.
       constants: name, value before and after, 90 % interval of fits of these constants to runs drawn anew;
         none if what ships is as good.
-      before, after: absolute error of each run, predicted without itself, as a share.
-      kinds: of each run (`layoutopt.plan.known.kind_words`).
+      before, after: absolute error of each layout, predicted without its runs, as a share.
+      kinds: of each layout (`layoutopt.plan.known.kind_words`).
     """
 
     machine: Hardware
@@ -155,11 +159,12 @@ def learn(runs: Sequence[tuple[PricedLayout, float]]) -> Learned:
     """Fits a framework's constants to measured steps.
 
     Args:
-      runs: at least 3 layouts, all predicted for one hardware under one framework, each with the seconds that
-        a step of it took.
+      runs: at least 3 different layouts, all predicted for one hardware under one framework, each with the
+        seconds that a step of it took. Of equal layouts the mean counts.
 
     Raises:
-      UserError: fewer runs, seconds that are no positive number, several machines, or one that is no preset.
+      UserError: fewer layouts, seconds that are no positive number or far from those predicted, several
+        machines, or one that is no preset.
 
     Example:
       >>> import layoutopt
@@ -174,8 +179,8 @@ def learn(runs: Sequence[tuple[PricedLayout, float]]) -> Learned:
       >>> found.error_after < found.error_before
       True
     """
-    if len(runs) < LEAST:
-        raise UserError(f"learn: {len(runs)} measured runs; give at least {LEAST}")
+    if not runs:
+        raise UserError(f"learn: no measured runs; give at least {LEAST}")
     machine = runs[0][0].evaluation.prices.hardware
     chip, settings = split_name(machine.name)
     for setting in settings:
@@ -193,9 +198,21 @@ def learn(runs: Sequence[tuple[PricedLayout, float]]) -> Learned:
                 f"learn: run {at} is predicted for {its.name} under {its.framework}, but run 1 for "
                 f"{machine.name} under {machine.framework}; learn from one of them at a time"
             )
-    sums, kinds = [], []
+        likely = each.predicted.step_seconds
+        if not 1 / FAR < seconds / likely < FAR:
+            far = f"{seconds:.3g} s, but {likely:.3g} s are predicted"
+            raise UserError(f"learn: run {at} took {far}; give the seconds of one step")
+    apart = defaultdict[Hashable, list[tuple[Evaluation, float]]](list)
     for each, seconds in runs:
         of = each.evaluation
+        key = of.model.fingerprint, of.program.mesh, of.program.layout, of.options.key
+        apart[key].append((of, seconds))
+    if len(apart) < LEAST:
+        runs_of = f"{len(runs)} measured runs of {len(apart)} different layouts"
+        raise UserError(f"learn: {runs_of}; give at least {LEAST} layouts")
+    sums, kinds = [], []
+    for own in apart.values():
+        of, seconds = own[0][0], float(np.mean([took for _, took in own]))
         sums.append(StepSums(of.prices, ((x.times, x.item) for x in of.cost.lines), seconds, CHIP))
         kinds.append(kind_words(bool(parallelism(of.model).experts), bool(of.pipeline)))
     before, after, found = taken(sums)

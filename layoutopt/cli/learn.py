@@ -75,19 +75,26 @@ def learn(
     """Fit a framework's constants to runs that you measured."""
     from costmodels.frameworks import load_framework
     from layoutopt.api.learning import learn as fitted
+    from mesh_tf_core.errors import UserError
 
     base = load_framework(machine_on.framework).file if machine_on.framework else ""
     check_out(out, read=[runs, base or None])
     if _named(machine_on):
         machine_on.read()  # refused before anything takes time
     terminal, lines = output.terminal, [*read_runs(runs)]
-    measured = [(where, line) for where, line in lines if line[SECONDS]]
+    measured = [(where, line, _number(line[SECONDS], where)) for where, line in lines if line[SECONDS]]
+    if lines and not measured:
+        raise UserError(f"{runs}: {SECONDS} is empty in every line; write there how long a step took")
+    priced: dict[tuple[str, ...], PricedLayout] = {}
     with terminal.waiting(f"predicting {len(measured)} runs"):
-        found = fitted([_timed(line, machine_on, where) for where, line in measured])
+        for where, line, _ in measured:
+            if (key := _asked(line)) not in priced:
+                priced[key] = _priced(line, machine_on, where)
+        found = fitted([(priced[_asked(line)], seconds) for _, line, seconds in measured])
     with terminal.saved(out, lambda path: found.save(path, runs.name), "the framework"):
         terminal.result(found.data)
         if not output.as_json:
-            terminal.show(*_shown(found, len(lines), out))
+            terminal.show(*_shown(found, len(lines), len(measured), out))
 
 
 def read_runs(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
@@ -101,7 +108,7 @@ def read_runs(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
 
     with reading(f"runs {str(path)!r}"):
         text = read_text(path)
-    given = (line for line in text.splitlines() if line.strip() and line[0] != "#")
+    given = (line for line in text.splitlines(keepends=True) if line.strip() and line[0] != "#")
     try:
         heading, *lines = [*csv.reader(given, strict=True)] or [[]]
     except csv.Error as error:
@@ -122,19 +129,23 @@ def read_runs(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
         yield f"{path}: run {number}", {n: value.strip() for n, value in zip(columns, line, strict=True)}
 
 
-def _timed(line: Mapping[str, str], machine_on: OnHardware, where: str) -> tuple[PricedLayout, float]:
-    """The layout of a line, predicted, and its measured seconds."""
+def _asked(line: Mapping[str, str]) -> tuple[str, ...]:
+    """The fields that say what ran."""
+    return tuple(line.get(name, "") for name in ASKED)
+
+
+def _priced(line: Mapping[str, str], machine_on: OnHardware, where: str) -> PricedLayout:
+    """The layout of a line, predicted."""
     from layoutopt.api.pricing import cost
     from mesh_tf_core.errors import UserError
 
     given = {n: v.split(BETWEEN) if OPTIONS[n].several else v for n in OPTIONS if (v := line.get(n))}
     try:
-        seconds = _number(line[SECONDS])
         mesh, layout = (line.get(name) or None for name in ("mesh", "layout"))
         settings, decided = line.get("set", "").split(), type(UNDECIDED)(**given)
         loaded, of = read_source(line["model"], None, settings, mesh, layout, decided)
         machine = _machine(line, machine_on, loaded.model)
-        return cost(loaded.model, of.mesh, of.layout, machine, options=of.options), seconds
+        return cost(loaded.model, of.mesh, of.layout, machine, options=of.options)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
 
@@ -160,21 +171,22 @@ def _machine(line: Mapping[str, str], asked: OnHardware, model: Model) -> Hardwa
     return found
 
 
-def _number(text: str) -> float:
+def _number(text: str, where: str) -> float:
     from mesh_tf_core.errors import UserError
 
     with contextlib.suppress(ValueError):
-        if 0 < (found := float(text)) < LONGEST:
+        if "_" not in text and 0 < (found := float(text)) < LONGEST:
             return found
-    raise UserError(f"{SECONDS} {text!r} is not a positive number, e.g. 1.25")
+    raise UserError(f"{where}: {SECONDS} {shorten(text, 40)!r} is not a positive number, e.g. 1.25")
 
 
-def _shown(found: Learned, lines: int, out: Path | None) -> Iterator[RenderableType | View]:
-    left = f", {lines - len(found.before)} without {SECONDS}" * (lines > len(found.before))
-    after = f"{percent(found.error_after)} with these constants, each run predicted without itself"
+def _shown(found: Learned, lines: int, runs: int, out: Path | None) -> Iterator[RenderableType | View]:
+    left = f" of {len(found.before)} different layouts" * (runs > len(found.before))
+    left += f", {lines - runs} without {SECONDS}" * (lines > runs)
+    after = f"{percent(found.error_after)} with these constants, each layout predicted without its runs"
     rows = [
         ("framework", f"{found.machine.framework} on {found.machine.name}"),
-        ("runs", f"{len(found.before)} measured{left}"),
+        ("runs", f"{runs} measured{left}"),
         ("error", f"{percent(found.error_before)} on average as shipped"),
     ]
     yield facts([*rows, *([("", after)] if found.constants else [])])
@@ -185,7 +197,7 @@ def _shown(found: Learned, lines: int, out: Path | None) -> Iterator[RenderableT
     ]
     none = "No constants predict these runs better than those that ship."
     yield from ("", View("Constants of the framework", columns, table) if table else none)
-    if out is not None:
+    if out is not None and table:
         yield from ("", f"Use them: --framework {out}")
 
 

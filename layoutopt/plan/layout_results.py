@@ -65,8 +65,8 @@ class LearnResult(CommandResult):
     """`learn`: constants fitted to measured runs.
 
     Attributes:
-      rows: number of runs.
-      error_before, error_after: mean absolute error of each run, predicted without itself, as a share.
+      rows: number of different layouts that were measured.
+      error_before, error_after: mean absolute error of each, predicted without its runs, as a share.
     """
 
     command = "learn"
