@@ -17,7 +17,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,10 @@ class Fit:
     """The constants of a framework.
 
     Attributes:
-      tables: how the names of the tables begin whose rows they are fitted to; '': all rows of this
-        framework.
       adopted: what was found ships; if not, as the judged rows would be further off, none has a part.
     """
 
     constants: tuple[FittedConstant, ...]
-    tables: str = ""
     adopted: bool = True
 
 
@@ -86,15 +83,12 @@ FITS = {
         FittedConstant(GPUS, HIDDEN, 0.5, 0.2),
         FittedConstant(H100, TENSOR, 0.7, 0.3),
     )),
-    "megatron:kernels=2022": Fit(
-        (
-            FittedConstant(A100 + V100, INTERVAL, 44e-6, 20e-6),
-            FittedConstant(A100 + V100, EFFICIENCY, 0.6, 0.2),
-            FittedConstant(A100 + V100, LAUNCH, 100e-6, 50e-6),
-        ),
-        "vtrain",
-        adopted=False,
-    ),
+    "megatron:kernels=2022": Fit((
+        FittedConstant(A100 + V100, SUSTAINED, 0.9, 0.1),
+        FittedConstant(A100 + V100, INTERVAL, 44e-6, 20e-6),
+        FittedConstant(A100 + V100, EFFICIENCY, 0.6, 0.2),
+        FittedConstant(A100 + V100, LAUNCH, 100e-6, 50e-6),
+    )),
     "maxtext": Fit((
         FittedConstant(H100, SUSTAINED, 0.88, 0.1),
         FittedConstant(TPUS, SUSTAINED, 0.95, 0.05),
@@ -134,9 +128,16 @@ def judged(found: Iterable[Row]) -> set[str]:
 
 
 def base_of(row: Row) -> str:
-    """The framework whose constants a row is fitted with."""
+    """The framework whose models are judged in turn with that of a row."""
     name = row.framework.partition(":")[0]
     return SAME.get(name, name)
+
+
+def fit_of(row: Row) -> str:
+    """The fit of the constants of a row: that of an option, or of its framework."""
+    name, _, options = row.framework.partition(":")
+    own = (f"{name}:{option}" for option in options.split(","))
+    return next((each for each in own if each in FITS), base_of(row))
 
 
 def timed() -> list[Row]:
@@ -145,25 +146,28 @@ def timed() -> list[Row]:
 
 
 def rows_of(name: str, every: Iterable[Row]) -> list[Row]:
-    """The rows of a fit, fitted and judged, as that framework runs them."""
-    asked = FITS[name].tables
-    if asked:
-        return [replace(row, framework=name) for row in every if row.table.startswith(asked)]
-    return [row for row in every if base_of(row) == name and not row.table.startswith(LATER)]
+    """The rows of a fit, fitted and judged."""
+    return [row for row in every if fit_of(row) == name and not row.table.startswith(LATER)]
+
+
+def judged_of(name: str, every: Iterable[Row]) -> set[str]:
+    """The models of a fit that are judged, each in all fits of its framework."""
+    base = name.partition(":")[0]
+    return judged(row for row in every if base_of(row) == base and not row.table.startswith(LATER))
 
 
 def halves() -> Callable[[Row], str]:
     """Says of a row of any table: judged, fitted, or no part, as a row of a fitted model without a time."""
     every = timed()
     shares = {family(row) for row in every if "exchange=" in row.framework}
-    apart = {name: judged(rows_of(name, every)) for name, fit in FITS.items() if fit.adopted}
+    apart = {name: judged_of(name, every) for name, fit in FITS.items() if fit.adopted}
 
     def half(row: Row) -> str:
         if any(option in row.framework for option in CHOSEN):
             return "fitted"
         if row.table.startswith(LATER):
             return "fitted" if family(row) in shares else "judged"
-        name = base_of(row)
+        name = fit_of(row)
         if name not in apart or family(row) in apart[name]:
             return "judged"
         return "fitted" if row.seconds and row.ran else "no part"
@@ -205,8 +209,7 @@ def priceable(found: Iterable[Row]) -> list[tuple[Row, StepSums]]:
 
 def fitted(name: str, every: Iterable[Row]) -> dict[str, Any]:
     """The constants of a framework and the errors with them and with those that ship, judged rows first."""
-    own = rows_of(name, every)
-    apart, sums = judged(own), priceable(own)
+    apart, sums = judged_of(name, every), priceable(rows_of(name, every))
     part = [each for each in sums if family(each[0]) not in apart]
     fitter, whole = fitter_of(FITS[name].constants, part), fitter_of(FITS[name].constants, sums)
     values, ends = fitter.best(), fitter.intervals([family(row) for row, _ in part])

@@ -55,7 +55,7 @@ SOFTWARE = {
 """Words in the name of the software that ran a row -> the framework that it is priced under; the first that
 is found counts. InternEvo and LiBai have Megatron's parallelism and kernels; nanotron, FSDP and YaFSDP are
 eager PyTorch. What torchtitan did not compile is eager PyTorch (`framework_of`)."""
-EVERY = {"vtrain_a100_h2048": 16, "vtrain_a100_multi": 3}
+EVERY = {"vtrain_a100_h1024": 16, "vtrain_a100_h2048": 16, "vtrain_a100_multi": 3}
 """Tables of a few numbers many times over (`benchmarks.published_layers`), of which one row in so many is
 priced."""
 EGRESS = {("fms_fsdp_llama2", "a100_80gb"): "50", ("fms_fsdp_llama2", "h100_80gb"): "100"}
@@ -182,12 +182,14 @@ VARIANTS = (
     ("torch", "attention", "RMS kernel", "kernels=fused"),
     ("torchtitan", "framework", "async TP", "tensor_messages=async"),
     ("torchtitan", "source", "202412", "loss=torch"),
+    ("megatron", "framework", "Megatron-DeepSpeed", "kernels=2022"),
     ("megatron", "framework", "InternEvo", "optimizer=flat"),
     ("megatron", "framework", "InternEvo", "gradients=bfloat16"),
     ("megatron", "optimizer_states", "grads bfloat16", "gradients=bfloat16"),
     ("torch", "framework", "nanotron", "loss=in_place"),
     ("torch", "framework", "nanotron", "optimizer=fused"),
     ("torch", "framework", "AA-Scaling", "gradients=bfloat16"),
+    ("torch", "framework", "AA-Scaling", "checkpoint=whole"),
     ("megatron", "moe_comm_overlap", "1", "exchange=overlapped"),
     ("megatron", "dispatcher", "ep", "dispatcher=flex"),
 )

@@ -67,7 +67,7 @@ def _published() -> Iterator[KnownRow]:
     for table, found in _read("published")["tables"].items():
         for row in found["rows"]:
             staged = row["stages"] > 1
-            if Path(table).stem in again and not staged:
+            if Path(table).stem in again:
                 continue
             yield KnownRow(
                 table.removeprefix("published/").removesuffix(".csv"),

@@ -22,7 +22,11 @@ VOCAB_VTRAIN = 50257
 (VIA-Research/vTrain src/config.py, src/model/gpt_modeling.py @f8dda84)."""
 SIZES = ("layers", "d_model", "heads", "vocab", "length", "batch")
 """Arguments of `published_megatron.gpt`."""
-VTRAIN = ("vtrain_a100_h1024.csv", "published/vtrain_a100_h2048.csv", "published/vtrain_a100_multi.csv")
+VTRAIN = (
+    "published/vtrain_a100_h1024.csv",
+    "published/vtrain_a100_h2048.csv",
+    "published/vtrain_a100_multi.csv",
+)
 
 
 def mesh_and_layout(split: Mapping[str, int], rules: str) -> tuple[str, str]:
@@ -42,7 +46,8 @@ def megatron_program(
     """Tensor, data and pipeline parallel, every layer computed again; each stage is a program of its own."""
     mesh, layout = mesh_and_layout({"pipe": stages, "data": data, "model": tensor}, MEGATRON)
     schedule = ONE_F_ONE_B if stages > 1 else GPIPE
-    return lowered(gpt, sizes, mesh, layout, recompute=True, microbatches=parts, schedule=schedule)
+    how = {"recompute": True, "to_the_end": True, "microbatches": parts, "schedule": schedule}
+    return lowered(gpt, sizes, mesh, layout, **how)
 
 
 STAGED = 4

@@ -52,13 +52,13 @@ class Run:
     @property
     def fitted(self) -> bool:
         """Whether a constant was fitted to it, or chosen while its errors were known."""
-        return not (self.keeps or self.stages > 1) and self.table in LOOKED_AT
+        return not self.keeps and self.table in LOOKED_AT
 
 
 LOOKED_AT = (
     "gspmd_tpuv3.csv",
     "gspmd_tpuv3_more.csv",
-    "vtrain_a100_h1024.csv",
+    "published/vtrain_a100_h1024.csv",
     "published/vtrain_a100_h2048.csv",
     "published/vtrain_a100_multi.csv",
     "oneflow_megatron_v100.csv",
@@ -126,10 +126,11 @@ def lowered(
     keep: str = "",
     microbatches: int = 1,
     schedule: str = GPIPE,
+    to_the_end: bool = False,
 ) -> mtf.Program:
     """The step of a model under a layout; `recompute` runs every layer again in backward, but for what is to
-    `keep`."""
-    model = build(**sizes)
+    `keep`, `to_the_end` or not (`Model.second_runs`)."""
+    model = build(**sizes).second_runs(to_the_end)
     loops = {b.dim.name for b in model.graph.blocks if b.dim is not None} if recompute else ()
     again = frozenset(f"{name}:keep={keep}" if keep else name for name in loops)
     options = mtf.Options(stored(model, stage) if stage else {}, again, microbatches, schedule=schedule)

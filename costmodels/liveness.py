@@ -104,6 +104,7 @@ class MemoryRules:
       remakes, wide_logits, masks, parameters: rules (9), (10), (13) and (14).
       overwrites: rule (4) of `mesh_tf_core.ir.liveness` holds for element-wise operations; else rule (12).
       loss_copies, step_copies, gradient_bytes, gathers: rules (15) to (17), (11); 0: as the program has.
+      to_the_end: 1: recomputation goes to the end of what it recomputes (`mesh_tf_core.tracing.graph.Graph`).
     """
 
     fuses: bool = False
@@ -118,6 +119,7 @@ class MemoryRules:
     step_copies: float = 0
     gradient_bytes: float = 0
     gathers: float = 0
+    to_the_end: float = 0
 
     def sizes(self, program: Program, end: StageEnd = StageEnd.FIRST) -> ValueSizes:
         """The sizes of a program's values, at one stage."""

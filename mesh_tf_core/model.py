@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.dims import Dim
@@ -79,7 +80,7 @@ class Model:
     framework: str = "layoutopt"
     network: Callable[[Graph], Callable[..., Tensor]] | None = field(default=None, repr=False)
     _whole: TrainingStep | None = field(default=None, repr=False, compare=False)
-    _others: dict[Hashable, tuple[int, TrainingStep]] = field(default_factory=dict, repr=False, compare=False)
+    _others: dict[Hashable, tuple[int, Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.loss, Tensor) or len(self.loss.shape):
@@ -158,6 +159,20 @@ class Model:
         """The graph with gradients and updates."""
         return self.training_step().graph
 
+    def second_runs(self, to_the_end: bool) -> Self:
+        """The same model with recomputation as some software has it (`Graph.to_the_end`)."""
+        whole = self.training_step()
+        if whole.graph.to_the_end == to_the_end:
+            return self
+        version, other = self._others.get(to_the_end, (-1, self))
+        if version != whole.graph.version:
+            other, graph = copy(self), copy(whole.graph)
+            graph.to_the_end = to_the_end
+            other._whole = replace(whole, graph=graph)
+            other._others = {not to_the_end: (graph.version, self)}
+            self._others[to_the_end] = whole.graph.version, other
+        return other
+
     def training_step(
         self,
         microbatches: int = 1,
@@ -175,10 +190,8 @@ class Model:
         key = microbatches, schedule, again, *sorted(stages.items())
         version, step = self._others.get(key, (-1, whole))
         if version != whole.graph.version:
-            if stages:
-                step = self._pipelined(microbatches, stages, schedule, again)
-            else:
-                step = self._in_parts(microbatches)
+            asked = microbatches, stages, schedule, again
+            step = self._pipelined(*asked) if stages else self._in_parts(microbatches)
             self._others[key] = whole.graph.version, step
         return step
 
@@ -192,8 +205,7 @@ class Model:
         """The stages of pipelines under a layout: dimensions of layers that it splits -> how often."""
         counted = loop_dims(self.graph)
         split = ((n, axes) for n, axes in layout.rules if n in counted and set(axes) <= {*mesh.names})
-        ways = {name: mesh.group_size(axes) for name, axes in split}
-        return {name: n for name, n in ways.items() if n > 1}
+        return {name: n for name, axes in split if (n := mesh.group_size(axes)) > 1}
 
     def _whole_step(self, loss: Tensor, metrics: Mapping[str, Tensor]) -> TrainingStep:
         graph = graph_of(loss)
@@ -267,12 +279,9 @@ class Model:
     def _backward_in(self, dtype: str) -> bool:
         """Whether a gradient of the step is made in an element type."""
         graph = self.step_graph
-
-        def found() -> bool:
-            backward = (node for node, _ in graph.walk() if node.phase == Phase.BACKWARD)
-            return any(graph.tensor(o).dtype == dtype for node in backward for o in node.outputs)
-
-        return graph.remembered(("backward in", dtype), found)
+        made = (o for node, _ in graph.walk() if node.phase == Phase.BACKWARD for o in node.outputs)
+        types = (graph.tensor(o).dtype for o in made)
+        return graph.remembered(("backward in", dtype), lambda: dtype in types)
 
     def lower(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT, *, check: bool = True) -> Program:
         """The training step as an SPMD program; `check` as in `lower`."""

@@ -90,5 +90,10 @@ def _chip(kind: str) -> str:
 def _variants(found: list[Framework]) -> Iterator[tuple[object, ...]]:
     for each in found:
         for name, variant in each.variants.items():
-            options = ", ".join(f"`{o}`" + " (default)" * (o == variant.default) for o in variant.options)
-            yield f"`{each.name}`", f"`{name}`", options, variant.summary
+            options = (
+                f"`{option}`"
+                + " (default)" * (option == variant.default)
+                + f" ({', '.join(its.only)})" * bool(its.only)
+                for option, its in variant.options.items()
+            )
+            yield f"`{each.name}`", f"`{name}`", ", ".join(options), variant.summary

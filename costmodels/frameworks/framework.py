@@ -57,19 +57,25 @@ class Overlay(_Record):
       summary: in words, for who must choose.
       kinds: kind of chip -> parts of the files of all chips of that kind.
       on: preset -> parts of its file, also for files that are `like` it. They replace those of its kind.
+      only: the presets that have it; empty: all.
     """
 
     summary: Text
     kinds: Mapping[ChipKind, dict[str, Any]] = {}
     on: Mapping[str, dict[str, Any]] = {}
+    only: tuple[str, ...] = ()
 
-    @field_validator("on")
+    @field_validator("on", "only")
     @classmethod
-    def _presets(cls, on: Mapping[str, dict[str, Any]]) -> Mapping[str, dict[str, Any]]:
+    def _presets(cls, on: Any) -> Any:
         for chip in on:
             if chip not in (known := hardware_names()):
                 raise ValueError(f"{chip!r} is no hardware preset; {known_names(chip, known)}")
         return on
+
+    def has(self, chip: str) -> bool:
+        """True if a chip has it, or is no preset."""
+        return not self.only or chip in self.only or chip not in hardware_names()
 
     def parts(self, kind: str, chips: Sequence[str]) -> Iterator[dict[str, Any]]:
         """The parts for a chip, each replacing what an earlier one says.
@@ -160,6 +166,16 @@ class Framework(Overlay):
                 value = "curve" if "points" in said else f"{said['value']}{f' {unit}' * (unit not in PLAIN)}"
                 sourced = {k: said[k] for k in ("source", "date", "uncertainty") if k in said}
                 yield OverlaidNumber(option, chip, path, value, **sourced)
+
+    def lacking(self, chip: str) -> str:
+        """Why a chip cannot have what was chosen; "" if it can."""
+        for name, option in self.chosen.items():
+            options = self.variants[name].options
+            if not options[option].has(chip):
+                others = ", ".join(f"{name}={each}" for each, its in options.items() if its.has(chip))
+                only = ", ".join(options[option].only)
+                return f"{self.text!r}: {name}={option} is of {only}, not of {chip}; choose one of {others}"
+        return ""
 
     def overlays(self) -> Iterator[Overlay]:
         """The framework itself, then the option of each variant."""

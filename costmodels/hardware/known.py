@@ -26,7 +26,7 @@ def _numbers(kind: Mapping[str, Any]) -> Hardware:
 
 
 def _numbers_of(machine: Hardware) -> Hardware:
-    """What is held beside the program changes no time, and little of most peaks."""
+    """What is held beside the program, and how far recomputation goes, changes little of times and peaks."""
     return replace(machine, framework=DEFAULT, holds=())
 
 

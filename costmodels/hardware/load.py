@@ -183,6 +183,10 @@ def _described(content: Any, path: Path, framework: str | None) -> Any:
             f"framework {software.name} does not run on {chips[0]}, a {kind}; give other --hardware, or one "
             f"of the frameworks that do: {', '.join(runs)}"
         )
+    # A file of one's own stands for the preset that it is like.
+    preset = next((chip for chip in reversed(chips) if chip in hardware_names()), chips[0])
+    if lacks := software.lacking(preset):
+        raise HardwareError(f"framework {lacks}")
     if "compiler" not in base:
         for overlay in software.overlays():
             for part in overlay.parts(str(kind), chips):
@@ -201,7 +205,9 @@ def check_framework(text: str) -> Framework:
     for chip in hardware_names() if found.file else ():
         if load_hardware(chip).kind in found.kinds:
             for each in ("", *texts):
-                load_hardware(chip, f"{found.file}{':' * bool(each)}{each}")
+                text = f"{found.file}{':' * bool(each)}{each}"
+                if not load_framework(text).lacking(chip):
+                    load_hardware(chip, text)
     return found
 
 

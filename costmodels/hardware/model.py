@@ -37,8 +37,8 @@ COMPILER_NAMES: tuple[CompilerName, ...] = get_args(CompilerName)
 """The compiler profiles that a file may name (`costmodels.pricing.compilers`)."""
 Purpose = Literal["gradient", "parameter", "activation", "experts", "all_to_all"]
 """The classes of messages of which a file may say what is hidden (`costmodels.pricing.overlap`)."""
-HeldRule = Literal["loss_copies", "step_copies", "gradient_bytes", "gathers"]
-"""The rules of memory that a file may give a number (`costmodels.liveness.MemoryRules`)."""
+HeldRule = Literal["loss_copies", "step_copies", "gradient_bytes", "gathers", "to_the_end"]
+"""The rules of memory and recomputation that a file may give a number (`liveness.MemoryRules`)."""
 
 
 @dataclass(frozen=True, slots=True)

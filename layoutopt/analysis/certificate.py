@@ -154,7 +154,7 @@ def certify(
     mesh = plan.mesh if devices is None else None
     evaluator = Evaluator(model, hardware)
     shapes = meshes(mesh, devices, max_axes, hardware)
-    problems = subproblems(model, shapes, asked, evaluator.near)
+    problems = subproblems(evaluator.model, shapes, asked, evaluator.near)
     yield from rule_out(evaluator, problems, plan.predicted.step_seconds, limit)
 
 

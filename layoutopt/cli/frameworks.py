@@ -87,7 +87,10 @@ def _summary(found: Framework) -> dict[str, Any]:
         name: {
             "summary": each.summary,
             "default": each.default,
-            "options": {option: overlay.summary for option, overlay in each.options.items()},
+            "options": {
+                option: its.summary + (f" ({', '.join(its.only)})" if its.only else "")
+                for option, its in each.options.items()
+            },
         }
         for name, each in found.variants.items()
     }

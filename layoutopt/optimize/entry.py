@@ -225,7 +225,7 @@ def _plan_of(question: SearchQuestion, answer: _Answer) -> Plan:
         ).with_details(search=question.recorded(beyond=answer.usual is not None))
 
     # No function of its own: a plan goes to other processes (pickle) with what completes it.
-    model, machine = request.model, request.hardware
+    model, machine = request.model.second_runs(False), request.hardware
     full = partial(with_details, model=model, hardware=machine, limit=int(min(request.limit, LARGEST)))
     try:
         clock.within(SEARCHED, lambda: _rank(answer, others, 1 if clock.over else limits.top))

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from costmodels.hardware import Hardware
 from costmodels.kernels.fused import Fused
 from costmodels.liveness import MemoryProfile, memory
 from costmodels.pipeline_bubble import PipelineBubble, waiting
+from costmodels.pricing.compilers import compiler_of
 from costmodels.pricing.items import Computed
 from costmodels.pricing.pricer import Cost, Line, Pricer
 from costmodels.pricing.refused import sentences
@@ -351,6 +353,11 @@ def beside_steps(met: Cost, how: DiLoCo, step: float) -> Iterator[Line]:
     left = max(0.0, 1 - how.delay * step / total) if total else 1.0
     for x in met.lines:
         yield replace(x, exposed=x.exposed * left) if how.delay and how.axis in x.axes else x
+
+
+def as_run(model: Model, hardware: Hardware) -> Model:
+    """The model, recomputed as the software of some hardware does."""
+    return model.second_runs(bool(compiler_of(hardware).rules.to_the_end))
 
 
 def unsplit(model: Model) -> Program:

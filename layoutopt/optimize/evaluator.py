@@ -15,7 +15,7 @@ from costmodels.kernels.compute import MATMUL_CLASSES
 from costmodels.pricing.pricer import Pricer, pricer
 from layoutopt.formulation.extract import Draft
 from layoutopt.formulation.table_prices import TablePrices
-from layoutopt.optimize.evaluation import DEFAULT, ONE_DEVICE, Evaluation, unsplit
+from layoutopt.optimize.evaluation import DEFAULT, ONE_DEVICE, Evaluation, as_run, unsplit
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.recompute import RunsAgain
 from mesh_tf_core.arguments import is_number
@@ -66,7 +66,7 @@ def evaluate(
     check: bool = True,
 ) -> Evaluation:
     """Lowers one layout to price and walk it; `check` as in `lower`. LayoutError if it is not legal."""
-    prices = prices or pricer(hardware, mesh)
+    model, prices = as_run(model, hardware), prices or pricer(hardware, mesh)
     if options.diloco is not None:
         found = model.replicas(mesh, layout, options, check=check)
         return Evaluation(model, found.inner, prices, found, options)
@@ -87,14 +87,14 @@ class Evaluator:
     """
 
     def __init__(self, model: Model, hardware: Hardware) -> None:
-        self.model, self.hardware = model, hardware
+        self.model, self.hardware = as_run(model, hardware), hardware
         self.tight = False
         self.again: dict[RunsAgain, None] = {}
         self._known: dict[tuple[Mesh, Layout, Hashable], Evaluation | str] = {}
         self._prices: dict[Mesh, Pricer] = {}
         self._table_prices: TablePrices | None = None
         self.rows_over: float | None = None
-        self.alone = cache(partial(computed_alone, model, hardware))
+        self.alone = cache(partial(computed_alone, self.model, hardware))
 
     def prices(self, mesh: Mesh) -> Pricer:
         if mesh not in self._prices:

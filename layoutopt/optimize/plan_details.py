@@ -47,7 +47,7 @@ def with_details(
     evaluator = Evaluator(model, hardware)
     found = evaluator(plan.mesh, plan.layout, plan.options)
     calibration = calibration_details(hardware)
-    graph = model.step_of(plan.mesh, plan.layout, plan.options).graph
+    graph = evaluator.model.step_of(plan.mesh, plan.layout, plan.options).graph
     nodes = {(n.index, n.scope): model.graph.places.get(n.path, "") for n, _ in graph.walk()}
     places = [nodes.get((x.origin.node, x.origin.scope), "") for x in found.cost.lines]
     shown = _shown(places, source)

@@ -164,7 +164,7 @@ def nearest_plan(request: Request, search: LayoutSearch) -> Plan | None:
     proof = plan.solver.model_copy(
         update={"status": ProofStatus.INFEASIBLE, "likely_bound": None, "likely_gap": None}
     )
-    return Plan(plan.data.model_copy(update={"solver": proof}), model=request.model)
+    return Plan(plan.data.model_copy(update={"solver": proof}), model=request.model.second_runs(False))
 
 
 def _slices(hardware: Hardware, mesh: Mesh) -> Iterator[tuple[str, int]]:

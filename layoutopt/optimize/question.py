@@ -9,6 +9,7 @@ from typing import Any
 
 from costmodels.hardware import Hardware, machine_of
 from layoutopt.frameworks import restriction_of
+from layoutopt.optimize.evaluation import as_run
 from layoutopt.optimize.evaluator import check_limit
 from layoutopt.optimize.request import Better, OnSearchStatus, Request
 from layoutopt.plan.build import Plan
@@ -111,7 +112,7 @@ class SearchQuestion:
         within = [restriction.narrowed(each).but(restriction=restriction) for each in free]
         memory = machine.usable_memory_bytes if limits.memory is None else float(limits.memory)
         asked = (memory, objective, within[0], limits.top, clock, on_progress, limits.on_better)
-        request = Request(model, machine, *asked)
+        request = Request(as_run(model, machine), machine, *asked)
         return cls(request, within[: 1 + (within[-1] != within[0])], free, shapes, limits, own)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from functools import partial
 
 from mesh_tf_core.ir.blocks import MICROBATCH
@@ -17,7 +17,7 @@ from mesh_tf_core.lower.nodes import check_context, check_products
 from mesh_tf_core.lower.options import DEFAULT, Options
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placement import Placement, check_counted, placement
-from mesh_tf_core.lower.rematerialization import check_recompute
+from mesh_tf_core.lower.rematerialization import check_recompute, rematerialization
 from mesh_tf_core.lower.start_done import start_and_done
 from mesh_tf_core.lower.subgraph import NO_CUT, Cut, Subgraph
 from mesh_tf_core.lower.sums import delay_sums
@@ -28,10 +28,10 @@ from mesh_tf_core.tracing.graph import Graph
 Pass = Callable[[Program], Program]
 
 
-def passes(options: Options = DEFAULT) -> Mapping[str, Pass]:
-    """The passes by name, in their order."""
+def passes(options: Options = DEFAULT, again: Set[int] = frozenset()) -> Mapping[str, Pass]:
+    """The passes by name, in their order; `again` as in `drop_dead`."""
     return {
-        "dead": drop_dead,
+        "dead": partial(drop_dead, again=again),
         "pending sums": delay_sums,
         "collective matmul": partial(decompose, dims=options.collective_matmul),
         "combine": combine_small,
@@ -85,7 +85,8 @@ def lower(
         check_counted(layout, MICROBATCH, (*layout.axes(MICROBATCH), *layout.further(MICROBATCH)))
     check_recompute(graph, options.recompute)
     program = lower_base(graph, Oracle(where or placement(graph, mesh, layout, options)), results, options)
-    for run in passes(options).values():
+    again = rematerialization(graph, options.recompute).not_dead()
+    for run in passes(options, again).values():
         program = run(program)
     return verify(compact(program)) if check else program
 

@@ -191,6 +191,12 @@ def kept_values(words: Iterable[str], block: Block, graph: Graph) -> set[int]:
     return {_reduced(t, block, graph) for t in found} if found else found
 
 
+def handed_on(keep: Iterable[str], block: Block, graph: Graph) -> set[int]:
+    """The tensors that modules which words leave out (`products-experts`) give to others in a loop's body."""
+    kinds = filter(None, map(KeptKind.of, keep))
+    return {t for kind in kinds for name in kind.without for t in _leaving(name, block, graph)}
+
+
 def _of_kind(kind: KeptKind, block: Block, graph: Graph) -> set[int]:
     """The values of a kind: those of an operation count as one."""
     if kind.name == OTHERS:

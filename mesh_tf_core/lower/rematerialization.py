@@ -4,6 +4,10 @@ A recomputed loop saves its state instead of the values that its backward reads.
 one, which does not run again, that one stacks this state once more, with everything that the second run reads
 from its own body; the backward body then begins with the parts of these stacks. `remat_policy` decides what
 it keeps besides its state.
+
+A second run ends with the last value that backward reads, as XLA drops what is dead and PyTorch's checkpoint
+stops early. Where a graph's second runs go `to_the_end`, they also make what the loop, or each module that a
+policy leaves out, hands on, as a checkpoint does that is an autograd function (Megatron-LM's, DeepSpeed's).
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import NamedTuple
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import TICK, Block, Node
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.lower.offload import ACTIVATIONS, OffloadSet
 from mesh_tf_core.lower.remat_policy import (
     SETS,
@@ -22,6 +27,7 @@ from mesh_tf_core.lower.remat_policy import (
     Recomputed,
     Sets,
     check_kept,
+    handed_on,
     kept_values,
     means_something,
 )
@@ -86,12 +92,19 @@ class Rematerialization:
         if key not in self._follows:
             keep = self.names.get(loop_name(block, self.graph) or "", ()) if self.again(block) else ()
             may = {t for t in kept_values(keep, block, self.graph) if not self.unsaved(t)}
-            wanted = {t for t, stack in block.saved.items() if stack not in unread}
+            wanted = {t for t, stack in block.saved.items() if stack not in unread} | self.ends(block)
             if live:
                 wanted = {t for t in wanted if not self.unsaved(t)} | self._own(block, unread)
             read = frozenset(needed_for(wanted, block, may, live, self._inside(unread) if live else _none))
             self._follows[key] = Rerun(read & may, read)
         return self._follows[key]
+
+    def ends(self, block: Block) -> set[int]:
+        """The tensors that the second run of a loop's body makes though backward does not read them."""
+        if not self.graph.to_the_end or not self.again(block):
+            return set()
+        keep = self.names[loop_name(block, self.graph) or ""]
+        return handed_on(keep, block, self.graph) if keep else {*block.carry_out}
 
     def _own(self, block: Block, unread: frozenset[int]) -> set[int]:
         """The tensors of a loop's own body that second runs inside of it need."""
@@ -126,6 +139,15 @@ class Rematerialization:
         needed = needed_for(read, alone, NOTHING, True, handed)
         runs = {node.index for node in _running(alone, needed, NOTHING, handed)}
         return {node.index for node, _ in scan.body.walk()} - runs
+
+    def not_dead(self) -> frozenset[int]:
+        """The nodes whose second run is no dead code, whether or not anything reads what they make."""
+        if not self.graph.to_the_end:
+            return NOTHING
+        own = (leading_to(self.ends(b), b, self.second(b).kept) for b in self.graph.blocks if self.again(b))
+        inside = (inner for nodes in own for inner, _ in Block(-1, nodes=nodes).walk())
+        copied = (node for node, _ in self.graph.walk() if node.phase == Phase.RECOMPUTE)
+        return frozenset(node.index for node in (*inside, *copied))
 
     @cached_property
     def _nested(self) -> bool:
@@ -349,9 +371,10 @@ def layer_again(graph: Graph, asked: Recomputed) -> LayerAgain:
         return WHOLE_STAGE
     check_recompute(graph, frozenset({asked}))
     layers = (*saving_loops(graph, asked.dim), graph.blocks[0])[0]
-    kept, read = rematerialization(graph, frozenset({asked})).second(layers)
+    remat = rematerialization(graph, frozenset({asked}))
+    kept, read = remat.second(layers)
     stays = (*(i for i in layers.carry_in if i in read), *sorted(kept.difference(layers.carry_in)))
-    return LayerAgain(stays, leading_to(layers.saved, layers, kept), asked.only)
+    return LayerAgain(stays, leading_to({*layers.saved, *remat.ends(layers)}, layers, kept), asked.only)
 
 
 def running_again(block: Block, kept: Set[int] = NOTHING) -> list[Node]:

@@ -141,7 +141,8 @@ class Saving:
         assert block.index is not None and forward.index is not None
         self.low.env[forward.index] = self.low.env[block.index]
         running, self.running = self.running, loop_name(forward, self.low.graph) or ""
-        for node in leading_to([tensor for tensor, _ in again], forward, self.remat.second(forward).kept):
+        made = {tensor for tensor, _ in again} | self.remat.ends(forward)
+        for node in leading_to(made, forward, self.remat.second(forward).kept):
             if node.body is not None:
                 self._load_for(node, self._kept[forward.id])
             self._node(node, True)

@@ -4,10 +4,11 @@ pass `dead`, which removes instructions with unused results, in loops too."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 
 from mesh_tf_core.ir.blocks import Node
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import (
     Carry,
     Done,
@@ -135,18 +136,20 @@ class Readers:
         return self.graph.producer[self.inner(tensor)]
 
 
-def drop_dead(program: Program) -> Program:
+def drop_dead(program: Program, again: Set[int] = frozenset()) -> Program:
     """Keeps instructions that lead to a result or a written variable (and every input, so that feeds stay as
-    declared)."""
+    declared); of the nodes `again`, also all of their second runs."""
     live = set(program.results.values())
-    return replace(program, code=tuple(_sweep(program.code, live)))
+    return replace(program, code=tuple(_sweep(program.code, live, again)))
 
 
-def _sweep(code: Sequence[Instr], live: set[int]) -> list[Instr]:
+def _sweep(code: Sequence[Instr], live: set[int], again: Set[int]) -> list[Instr]:
     kept: list[Instr] = []
     for instr in reversed(code):
+        if instr.origin.phase == Phase.RECOMPUTE and instr.origin.node in again:
+            live.update(instr.outputs)
         if isinstance(instr, Loop):
-            found = _loop(instr, live)
+            found = _loop(instr, live, again)
             if found is None:
                 continue
             instr = found
@@ -162,14 +165,14 @@ def _sweep(code: Sequence[Instr], live: set[int]) -> list[Instr]:
     return kept[::-1]
 
 
-def _loop(loop: Loop, live: set[int]) -> Loop | None:
+def _loop(loop: Loop, live: set[int], again: Set[int]) -> Loop | None:
     stacked = tuple(r for r in loop.stacked if r.outer in live)
     summed = tuple(r for r in loop.summed if r.outer in live)
     carried = tuple(c for c in loop.carried if c.final in live)
     while True:
         inside = {r.inner for r in (*stacked, *summed)} | {c.leave for c in carried}
         inside |= {i for i in (loop.runs, loop.first) if i is not None}
-        body = _sweep(loop.body, inside)
+        body = _sweep(loop.body, inside, again)
         # A carry is needed if the body reads it, whether or not its final value is.
         more = tuple(c for c in loop.carried if c in carried or c.enter in inside)
         if len(more) == len(carried):

@@ -46,6 +46,7 @@ class Copy:
         self.new = Graph(graph.name) if new is None else new
         self.new.variables.update(graph.variables)
         self.new.unsplit.update(graph.unsplit)
+        self.new.to_the_end = graph.to_the_end
         self.new.places = graph.places
         self.number: Tensor | None = None
         self.tensors: dict[int, Tensor] = {}

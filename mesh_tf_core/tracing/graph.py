@@ -43,6 +43,8 @@ class Graph(Residuals, Remembering):
       version: a number that differs after every change.
       count: number of nodes, including those of loops; nodes are numbered in the order of their creation.
       unsplit: dimensions that no search splits, with the reason.
+      to_the_end: loops that backward recomputes run to their end a second time, not only to the last value
+        that backward reads (`lower.rematerialization`).
       places: path of an operation -> 'file:line' of the model that creates it; `place` has that of another
         library's program.
 
@@ -65,6 +67,7 @@ class Graph(Residuals, Remembering):
         self.inputs: dict[str, Tensor] = {}
         self.gradient_of: dict[int, str] = {}
         self.unsplit: dict[str, str] = {}
+        self.to_the_end = False
         self.places: dict[str, str] = {}
         self.place: str | None = None
         self.gradient_functions: list[Callable[..., Any]] = []

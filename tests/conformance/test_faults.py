@@ -113,7 +113,7 @@ def _without_sums(program: Program) -> Program:
 def after_others(monkeypatch: pytest.MonkeyPatch, broken: pipeline.Pass) -> None:
     """Lets a pass run after the library's."""
     passes = pipeline.passes
-    monkeypatch.setattr(pipeline, "passes", lambda options: {**passes(options), "broken": broken})
+    monkeypatch.setattr(pipeline, "passes", lambda *said: {**passes(*said), "broken": broken})
 
 
 def test_pass_that_drops_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,41 @@ def check_chip(name: str, chip: str) -> None:
     for path, number in machine.numbers():
         assert number.source.strip() and number.date[:2] == "20", path
     for variant, each in software.variants.items():
-        for option in each.options:
-            found = load_hardware(chip, f"{name}:{variant}={option}")
-            assert load_framework(found.framework).options()[variant] == option
+        for option, overlay in each.options.items():
+            text = f"{name}:{variant}={option}"
+            if overlay.has(chip):
+                assert load_framework(load_hardware(chip, text).framework).options()[variant] == option
+                continue
+            with pytest.raises(
+                HardwareError, match=f"{variant}={option} is of .*, not of {chip}; choose one of "
+            ):
+                load_hardware(chip, text)
+
+
+def test_no_option_is_taken_in_silence() -> None:
+    """One with numbers of single chips has some of each chip that has it, or is what the chip does anyhow."""
+    anyhow = {("attention", "fa2"), ("attention", "cudnn")}
+    for name in framework_names():
+        software = load_framework(name)
+        gpus = (
+            [chip for chip in CHIPS if load_hardware(chip).kind == "gpu"] if "gpu" in software.kinds else []
+        )
+        for variant, each in software.variants.items():
+            numbers = ((o, overlay) for o, overlay in each.options.items() if overlay.on)
+            for option, overlay in numbers if variant != "tensor_messages" else ():
+                assert overlay.only or overlay.kinds, (name, variant, option)
+                for chip in filter(overlay.has, gpus):
+                    found = load_hardware(chip, f"{name}:{variant}={option}")
+                    plain = replace(load_hardware(chip, name), framework=found.framework)
+                    assert found != plain or (variant, option) in anyhow, (name, variant, option, chip)
+
+
+def test_a_file_of_ones_own_has_what_its_preset_has(tmp_path: Path) -> None:
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({"like": "a100", "name": "ours"}))
+    assert load_hardware(own, "torch:attention=fa1").framework == "torch:attention=fa1"
+    with pytest.raises(HardwareError, match="not of a100; choose one of attention=fa2, attention=fa1"):
+        load_hardware(own, "torch:attention=fa3")
 
 
 @pytest.mark.parametrize("name", framework_names())

@@ -15,6 +15,7 @@ from layoutopt import search
 from layoutopt.cli.allowed import OnMesh
 from layoutopt.formulation.extract import Extraction, extract
 from layoutopt.optimize import subproblem
+from layoutopt.optimize.evaluation import as_run
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.solver import evaluate as value_of
 from layoutopt.space.decisions import SearchSpace, decisions
@@ -30,16 +31,19 @@ EVERY = (False, "selective", True)
 def extraction(
     name: str, mesh: mtf.Mesh, parts: int, hardware: str, allowed: tuple[bool | str, ...] = EVERY
 ) -> Extraction:
-    model = EXAMPLES[name]()
+    hardware, _, framework = hardware.partition("/")
+    machine = load_hardware(hardware, framework or None)
+    model = as_run(EXAMPLES[name](), machine)
     graph = model.training_step(parts).graph
     decided = decisions(graph, mesh, SearchSpace(microbatches=(parts,), recompute=allowed))
-    return extract(model, mesh, decided, pricer(load_hardware(hardware), mesh))
+    return extract(model, mesh, decided, pricer(machine, mesh))
 
 
 def compare(
     name: str, on: str, parts: int, hardware: str, count: int, allowed: tuple[bool | str, ...] = EVERY
 ) -> None:
-    model, mesh, machine = EXAMPLES[name](), mtf.Mesh(on), load_hardware(hardware)
+    chip, _, framework = hardware.partition("/")
+    model, mesh, machine = EXAMPLES[name](), mtf.Mesh(on), load_hardware(chip, framework or None)
     found, rng, compared = extraction(name, mesh, parts, hardware, allowed), random.Random(parts), 0
     while compared < count:
         layout, options = found.decided.read(some_choices(found.decided, rng))
@@ -61,6 +65,12 @@ def compare(
 
 def test_a_transformer() -> None:
     compare("transformer with fused attention", "data:2;model:2", 2, "tpu-v3", 8)
+
+
+@pytest.mark.parametrize("hardware", ["a100/megatron", "h100/torch:checkpoint=whole"])
+def test_second_runs_to_the_end(hardware: str) -> None:
+    modules = ("keep=products-feed_forward+others-feed_forward+attention", *EVERY)
+    compare("transformer with fused attention", "data:2;model:2", 2, hardware, 8, modules)
 
 
 def test_sets_of_ones_own() -> None:
