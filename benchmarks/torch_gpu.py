@@ -140,7 +140,7 @@ class Run:
         if self.checkpoint:
             made.gradient_checkpointing_enable({"use_reentrant": False})
         if self.types == "bf16":
-            nn.Module.to(made, torch.bfloat16)
+            made = made.bfloat16()
         return made.train()
 
     def given(self, device: str) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from costmodels.kernels.fusion import ALONE, FREE, MAP, REDUCE, casts_variable, role
+from costmodels.kernels.fusion import ALONE, FREE, MAP, REDUCE, Fuses, casts_variable, role
 from mesh_tf_core.ir.blocks import IN_FLIGHT, Node
 from mesh_tf_core.ir.dtypes import TensorType, is_float, itemsize
 from mesh_tf_core.ir.op import PRODUCTS, Op
@@ -35,19 +35,21 @@ class KeptValues:
     Attributes:
       of: tensor -> the value that it is a name of, in or outside of the body that computes it.
       names: value -> its tensors outside of that body: stacks, rings and their parts.
-      remade: values that kernels of backward make again from others.
+      remade: values that kernels of backward make again from others; `inside`: those of them that one call of
+        a library makes and reads.
       masks: value -> masks of dropout, of its shape, that are kept as long.
     """
 
     of: dict[int, int] = field(default_factory=dict)
     names: dict[int, frozenset[int]] = field(default_factory=dict)
     remade: frozenset[int] = frozenset()
+    inside: frozenset[int] = frozenset()
     masks: dict[int, int] = field(default_factory=dict)
 
-    @property
-    def without_memory(self) -> frozenset[int]:
-        """The tensors of `remade`."""
-        return frozenset[int]().union(*(self.names[value] for value in self.remade))
+    def without_memory(self, fuses: Fuses) -> frozenset[int]:
+        """The tensors that have no memory where these operations share kernels."""
+        remade = self.inside if fuses is Fuses.CALLS else self.remade
+        return frozenset[int]().union(*(self.names[value] for value in remade))
 
 
 @per_graph
@@ -59,7 +61,8 @@ def kept_values(graph: Outline) -> KeptValues:
 class _Finder:
     """Attributes:
     same: tensor -> another name of its value, towards the one that stands for all.
-    makers: value -> the nodes that compute it; `read`: the roles of the operations that read it in backward.
+    makers: value -> the nodes that compute it; `read`: the roles of the operations that read it in backward;
+      `calls`: the calls of those that read it.
     """
 
     def __init__(self, graph: Outline) -> None:
@@ -70,12 +73,15 @@ class _Finder:
                 self._join(_moved(node))
         self.makers: dict[int, list[Node]] = {}
         self.read: dict[int, set[str]] = {}
+        self.calls: dict[int, set[str]] = {}
         for node in (n for block in graph.blocks for n in block.nodes if n.body is None):
             moved = {o for _, o in _moved(node)}
             for o in (o for o in node.outputs if o not in moved and not self._constant(node)):
                 self.makers.setdefault(self.value(o), []).append(node)
-            for i in node.inputs if not moved and node.phase != Phase.FORWARD else ():
-                self.read.setdefault(self.value(i), set()).add(self._role(node))
+            for i in node.inputs if not moved else ():
+                self.calls.setdefault(self.value(i), set()).add(node.call)
+                if node.phase != Phase.FORWARD:
+                    self.read.setdefault(self.value(i), set()).add(self._role(node))
         for block in graph.blocks:
             pairs = zip(block.carry_in, block.carry_out, strict=False)
             carried = (self.value(i) for i, o in pairs if self.value(i) != self.value(o))
@@ -117,6 +123,7 @@ class _Finder:
                     names[value].add(tensor)
         found.names = {value: frozenset(tensors) for value, tensors in names.items()}
         found.remade = frozenset(filter(self._remade, self.kept))
+        found.inside = self._inside()
         for block in graph.blocks:
             here = Counter(v for node in block.nodes for v in self._like(node, found))
             found.masks.update((v, max(n, found.masks.get(v, 0))) for v, n in here.items())
@@ -142,6 +149,30 @@ class _Finder:
         if not makers or not self.read.get(value, set()) <= {MAP, REDUCE}:
             return False
         return all(self._fused(node) and self._follows(node, node) for node in makers)
+
+    def _inside(self) -> frozenset[int]:
+        """The kept values that a call makes for itself alone, and makes again from its operands. Where an
+        operand is not kept, the first value that follows from it takes its place."""
+        own = sorted(filter(self._in_one_call, self.kept))
+        operands: dict[int, int] = {}
+        for value in own:
+            for node in self.makers[value]:
+                for i in node.inputs if self._role(node) == MAP else ():
+                    outside = self.value(i) not in self.kept and self._maker_call(i) != node.call
+                    if outside and self.graph.tensor(i) == self.graph.tensor(node.outputs[0]):
+                        operands.setdefault(self.value(i), value)
+        kept, self.kept = self.kept, self.kept | operands.keys()
+        found = frozenset(v for v in own if v not in operands.values() and self._remade(v))
+        self.kept = kept
+        return found
+
+    def _in_one_call(self, value: int) -> bool:
+        calls = {node.call for node in self.makers.get(value, ())} | self.calls.get(value, set())
+        return len(calls) == 1 and "" not in calls
+
+    def _maker_call(self, tensor: int) -> str:
+        maker = self.graph.producer.get(tensor)
+        return "" if maker is None else maker.call
 
     def _fused(self, node: Node) -> bool:
         """Whether a kernel makes elements one by one, with statistics of their row at most."""

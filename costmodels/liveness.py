@@ -44,7 +44,7 @@ from dataclasses import dataclass, field, replace
 from costmodels.held_by_frameworks import Beside, accumulated, moments
 from costmodels.kept import gathered, kept_values, logits, masked, staying, variable_casts
 from costmodels.kernels.fused import Fused, fused, made_by_kernels, unwritten
-from costmodels.kernels.fusion import fusion_of
+from costmodels.kernels.fusion import Fuses, fusion_of
 from costmodels.kernels.quantities import tiling
 from costmodels.stage_ends import EndWork, StageEnd, end_work, stage_shares
 from mesh_tf_core.ir.dims import Dim, Shape
@@ -98,7 +98,7 @@ class MemoryRules:
     """The rules of memory that hold for a compiler or engine.
 
     Attributes:
-      fuses: the compiler makes kernels of several operations: rules (4) to (6).
+      fuses: the operations that share kernels: rules (4) to (6), of a library's calls (4) alone.
       tiles: arrays lie in tiles: rule (7).
       stage_programs: each stage of a pipeline is a program of its own: rule (8).
       remakes, wide_logits, masks, parameters: rules (9), (10), (13) and (14).
@@ -107,7 +107,7 @@ class MemoryRules:
       to_the_end: 1: recomputation goes to the end of what it recomputes (`mesh_tf_core.tracing.graph.Graph`).
     """
 
-    fuses: bool = False
+    fuses: Fuses = Fuses.NONE
     tiles: bool = False
     stage_programs: bool = False
     remakes: bool = False
@@ -255,17 +255,19 @@ def kernel_memory(
     stays = {*staying(program)} if rules.stage_programs else set()
     stays |= rules.work(program).absent(program, end) if end is not None else set()
     if rules.remakes and program.outline is not None:
-        remade = kept_values(program.outline).without_memory
+        remade = kept_values(program.outline).without_memory(rules.fuses)
         stays |= {value.id for value in program.values if value.tensor in remade}
     casts = tuple(each for each in variable_casts(program) if each[1].outputs[0] not in stays)
-    if not rules.fuses:
+    inside, made_of = set[int](), dict[int, int]()
+    if rules.fuses is not Fuses.NONE and anyhow:
+        inside, made_of = unwritten(program, rules.fuses)
+    elif rules.fuses is not Fuses.NONE:
+        kernels = kernels or fused(program, rules.fuses)
+        inside, made_of = set(kernels.inner), dict(kernels.casts)
+    if rules.fuses is not Fuses.ALL:
         casts = casts if rules.parameters else ()
-        return KernelMemory({}, {}, frozenset({*stays, *(cast.outputs[0] for _, cast, _, _ in casts)}), casts)
-    if anyhow:
-        inside, made_of = unwritten(program)
-    else:
-        kernels = kernels or fused(program)
-        inside, made_of = set(kernels.inner), kernels.casts
+        nowhere = stays | inside | {cast.outputs[0] for _, cast, _, _ in casts}
+        return KernelMemory({}, {}, frozenset(nowhere), casts)
     twice: dict[int, int] = {}
     nowhere = (inside | made_of.keys()) - (logits(program) if rules.wide_logits else set()) | stays
     for instr, _ in program.walk():

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from costmodels.kernels.fusion import ALONE, PRODUCT, casts_variable
+from costmodels.kernels.fusion import ALONE, PRODUCT, Fuses, casts_variable
 from costmodels.kernels.groups import Group, GroupContext, VariableCast
 from costmodels.kernels.partition import FusedKernel
 from mesh_tf_core.ir.instructions import STEP
@@ -57,9 +57,9 @@ FusionUnit: TypeAlias = "Instr | Group | VariableCast"
 """A unit that is priced on its own."""
 
 
-def fused(program: Program) -> Fused:
+def fused(program: Program, fuses: Fuses = Fuses.ALL) -> Fused:
     """The kernels of a program."""
-    found = _Fuser(program)
+    found = _Fuser(program, fuses)
     items: list[tuple[Instr | FusedKernel, float]] = []
     inner: set[int] = set()
     for item, times in found.run():
@@ -75,9 +75,9 @@ def fused(program: Program) -> Fused:
     return Fused(tuple(items), frozenset(inner), found.casts)
 
 
-def unwritten(program: Program) -> tuple[set[int], Mapping[int, int]]:
+def unwritten(program: Program, fuses: Fuses) -> tuple[set[int], dict[int, int]]:
     """The values that stay inside of kernels under some sizes, and its `casts`."""
-    found = _Fuser(program)
+    found = _Fuser(program, fuses)
     inside: set[int] = set()
     for item, _ in found.run():
         if isinstance(item, Group):
@@ -85,9 +85,9 @@ def unwritten(program: Program) -> tuple[set[int], Mapping[int, int]]:
     return inside, found.casts
 
 
-def grouped(program: Program) -> list[tuple[FusionUnit, float]]:
+def grouped(program: Program, fuses: Fuses = Fuses.ALL) -> list[tuple[FusionUnit, float]]:
     """As the items of `fused`, with whole groups in place of the kernels that they fall into."""
-    return _Fuser(program).run()
+    return _Fuser(program, fuses).run()
 
 
 def made_by_kernels(loop: Loop) -> set[int]:
@@ -99,9 +99,9 @@ def made_by_kernels(loop: Loop) -> set[int]:
 class _Fuser:
     """Walks a program block by block."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.context = GroupContext(program)
+    def __init__(self, program: Program, fuses: Fuses) -> None:
+        self.program, self.compiled = program, fuses is Fuses.ALL
+        self.context = GroupContext(program, fuses)
         self.items: list[tuple[FusionUnit, float]] = []
         self.casts: dict[int, int] = {}
 
@@ -137,7 +137,8 @@ class _Fuser:
                 context.readers[context.source(i)].add(group)
         for i in ends:
             context.readers[context.source(i)].add(None)
-        context.stacked.update(map(context.source, stacked))
+        if self.compiled:  # else a stack is the arrays that were made, each where it was made
+            context.stacked.update(map(context.source, stacked))
         whole = {id(g.instrs[-1]): g for found in groups.values() for g in found}
         casts = self.casts
         for group in whole.values():
@@ -157,7 +158,7 @@ class _Fuser:
         """What is not in a group, and what becomes of casts by rules (5) and (6)."""
         if isinstance(instr, Local) and self._is_remade(instr):
             return
-        if not isinstance(instr, Local) or not casts_variable(instr, self.program):
+        if not self.compiled or not isinstance(instr, Local) or not casts_variable(instr, self.program):
             yield instr
         elif not looped and not self._is_half(instr):
             self.casts[instr.outputs[0]] = instr.inputs[0]

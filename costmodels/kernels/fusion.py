@@ -15,27 +15,40 @@ compiler makes of training steps):
   (5) no kernel waits for another one that waits for it;
   (6) a cast to a wider float that another phase reads, too (logits, for the loss and for its gradient), is
       made wherever it is read: what is written and kept is the narrow one.
+Where a library has a kernel for each of its calls, as PyTorch has for layer_norm or gelu, only
+  (7) operations of one call (`Node.call`) share a kernel, and others are a kernel each; rule (6) does not
+      hold.
 A layout splits these groups further, at collectives, and so does a reduction whose result is used in the same
 group (`costmodels.kernels.fused`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import lru_cache
 
 from mesh_tf_core.ir.blocks import Node, reads
 from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.op import Op, TensorType
-from mesh_tf_core.ir.outline import Outline, per_graph
+from mesh_tf_core.ir.outline import Outline
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Instr, Local, Program
 from mesh_tf_core.ir.structure import Connection, Read
 from mesh_tf_core.ir.traits import in_place, read_operands
 from mesh_tf_core.lower.nodes import converts_variable, repeated, updated, with_parts
 from mesh_tf_core.lower.rematerialization import running_again
+
+
+class Fuses(StrEnum):
+    """The operations that share kernels: none, those of one call of a library, or whatever a compiler may
+    join."""
+
+    NONE = "none"
+    CALLS = "calls"
+    ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -84,15 +97,14 @@ def role(op: Op, inputs: tuple[TensorType, ...]) -> str:
     return REDUCE if roles.reduced else MAP
 
 
-@per_graph
-def fusion(graph: Outline) -> Fusion:
+def fusion(graph: Outline, fuses: Fuses = Fuses.ALL) -> Fusion:
     """The groups of a graph."""
-    return _Groups(graph).found()
+    return graph.remembered((Fusion, fuses), lambda: _Groups(graph, fuses).found())
 
 
-def fusion_of(program: Program) -> Fusion:
+def fusion_of(program: Program, fuses: Fuses = Fuses.ALL) -> Fusion:
     """The groups of a lowered program's graph; none for a program that was written by hand."""
-    return Fusion() if program.outline is None else fusion(program.outline)
+    return Fusion() if program.outline is None else fusion(program.outline, fuses)
 
 
 def casts_variable(instr: Instr, program: Program) -> bool:
@@ -105,8 +117,8 @@ class _Groups:
     """Attributes: `group` is a forest of joined nodes; by its roots: `names` of dimensions, `before` (nodes
     outside that it reads from), the `first` and `last` member, the makers of its product's `operands`."""
 
-    def __init__(self, graph: Outline) -> None:
-        self.graph = graph
+    def __init__(self, graph: Outline, fuses: Fuses) -> None:
+        self.graph, self.calls = graph, fuses is Fuses.CALLS
         self.nodes = [n for n, _ in graph.walk()]
         self.blocks = [graph.blocks[0], *(n.body for n in self.nodes if n.body is not None)]
         self.same: dict[int, int] = {}
@@ -119,12 +131,15 @@ class _Groups:
         self.last: dict[int, int] = {}
         self.operands: dict[int, frozenset[int]] = {}
         self.stored: set[int] = set()
-        self.remade = self._remade()
+        self.remade = {} if self.calls else self._remade()
 
     def found(self) -> Fusion:
         for node in self.nodes:
             self._visit(node)
         groups = {n: self._root(n) for n in self.fuses}
+        if self.calls:
+            sizes = Counter(groups.values())
+            groups = {n: root for n, root in groups.items() if sizes[root] > 1}
         self._between(groups)
         regrouped = frozenset(names for node in self.nodes for names in self._regrouped(node))
         stored, aliases = frozenset(self.stored), self._aliases()
@@ -259,6 +274,8 @@ class _Groups:
         """Rule (4) for a node and what makes one of its operands."""
         made = self.graph.tensor(tensor)
         if maker.phase != node.phase or made.block != self.graph.tensor(node.outputs[0]).block:
+            return False
+        if self.calls and (not node.call or maker.call != node.call):
             return False
         return maker.scope == node.scope if self._updates(node) else bool(made.shape)
 

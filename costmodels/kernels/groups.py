@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from costmodels.kernels.fusion import MAP, PRODUCT, REDUCE, Fusion, fusion_of, role
+from costmodels.kernels.fusion import MAP, PRODUCT, REDUCE, Fuses, Fusion, fusion_of, role
 from costmodels.kernels.partition import FusedKernel, KernelStep, OperandKey, Partition, Sizes, Types
 from costmodels.kernels.quantities import ExpandedOperation, flops_of, parts_of, tiling
 from mesh_tf_core.ir.dtypes import itemsize
@@ -25,9 +25,11 @@ class GroupContext:
       producer: value -> the instruction that computes it.
       readers: value -> the groups that read it; None for anything else.
       stacked: values that loops stack.
+      fuses: the operations that may share a kernel.
     """
 
     program: Program
+    fuses: Fuses = Fuses.ALL
     same: dict[int, int] = field(default_factory=dict)
     producer: dict[int, Instr] = field(default_factory=dict)
     readers: dict[int, set[Group | None]] = field(default_factory=lambda: defaultdict(set))
@@ -35,7 +37,7 @@ class GroupContext:
 
     @cached_property
     def fusion(self) -> Fusion:
-        return fusion_of(self.program)
+        return fusion_of(self.program, self.fuses)
 
     def source(self, value: int) -> int:
         """The value that a renamed one is."""

@@ -113,6 +113,17 @@ class ExpandedOperation:
     narrow: bool
 
 
+def apart(op: Op, inputs: Sequence[TensorType]) -> list[Quantity]:
+    """The work of the parts of an operation that expands, where each is a kernel of its own."""
+    parts = parts_of(op, tuple(inputs))
+    bytes = {**dict(enumerate(t.bytes for t in inputs)), **{part.output: part.bytes for part in parts}}
+    kind, dtype = "elementwise", inputs[0].dtype
+    return [
+        Quantity(p.flops, float(p.bytes + sum(bytes[i] for i in p.inputs)), kind, dtype, elements=p.elements)
+        for p in parts
+    ]
+
+
 @lru_cache(maxsize=1 << 16)
 def parts_of(op: Op, types: tuple[TensorType, ...]) -> tuple[ExpandedOperation, ...]:
     """The parts of an operation that expands, on operands of these types, up to the one that makes its

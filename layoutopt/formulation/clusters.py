@@ -119,12 +119,14 @@ class _Builder:
 
     def _kernel(self, node: Node, inside: Set[int]) -> Hashable:
         """What of fusion matters to a price: with which of the nodes, and what of it others read."""
-        fusion = self.dependencies.fusion
-        group = fusion.group.get(node.index)
-        others = sorted(i for i in inside if i != node.index and fusion.group.get(i) == group is not None)
         position = {i: n for n, i in enumerate(sorted(inside))}
-        read = tuple((o in fusion.leaving, o in fusion.again) for o in node.outputs)
-        return tuple(position[i] for i in others), read
+        found: list[Hashable] = []
+        for way in self.dependencies.fusions:
+            group = way.group.get(node.index)
+            others = sorted(i for i in inside if i != node.index and way.group.get(i) == group is not None)
+            read = tuple((o in way.leaving, o in way.again) for o in node.outputs)
+            found.append((tuple(position[i] for i in others), read))
+        return tuple(found)
 
     def _switches(self, node: Node) -> tuple[str, ...]:
         """Decisions, splits apart, that change how a node is lowered."""

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Set
 from fractions import Fraction
 
-from costmodels.kernels.fusion import fusion
+from costmodels.kernels.fusion import Fuses, fusion
 from costmodels.stage_times import stage_times
 from layoutopt.space.decisions import Structure
 from mesh_tf_core.ir.blocks import Block, Node
@@ -44,7 +44,7 @@ class Dependencies:
       additions: nodes of the step itself that may have pending sums -> the operands whose sums may be
         pending.
       totalled: tensors whose sum the update's total takes.
-      fusion: operations that a compiler may run as one kernel.
+      fusions: operations that may run as one kernel, of a compiler and of a library whose calls are kernels.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class Dependencies:
     ) -> None:
         self.further, self.keeps, self.products = structure.further, structure.keeps, structure.products
         self.granularity = dict(structure.granularity)
-        self.graph, self.returned, self.fusion = graph, frozenset(returned), fusion(graph.outline())
+        self.graph, self.returned = graph, frozenset(returned)
+        self.fusions = tuple(fusion(graph.outline(), each) for each in (Fuses.ALL, Fuses.CALLS))
         apart = stage_times(graph.outline())
         self.counts: dict[int, float] = {} if apart is None else dict(apart.nodes)
         live = {instr.origin.node for instr, _ in program.walk()}
@@ -192,12 +193,13 @@ class Dependencies:
     # -- kernels ---------------------------------------------------------------------------------------------
 
     def _fused(self) -> None:
-        """What a compiler may run as one kernel is priced as one."""
-        first: dict[int, int] = {}
-        for node in self.live:
-            group = self.fusion.group.get(node.index)
-            for g in (*([] if group is None else [group]), *self.fusion.aliases.get(node.index, ())):
-                self._join(first.setdefault(g, node.index), node.index)
+        """What may run as one kernel is priced as one."""
+        for way in self.fusions:
+            first: dict[int, int] = {}
+            for node in self.live:
+                group = way.group.get(node.index)
+                for g in (*([] if group is None else [group]), *way.aliases.get(node.index, ())):
+                    self._join(first.setdefault(g, node.index), node.index)
 
     def root(self, index: int) -> int:
         parent = self.parent

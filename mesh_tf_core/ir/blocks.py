@@ -34,6 +34,7 @@ class Node:
       scope: path of names given by the model, for reports.
       body: the block of a scan.
       name: of the operation in its scope; an operation of backward has the name of its forward operation.
+      call: the library's call that computes it with others (`Scopes.in_call`); backward's has the same name.
     """
 
     index: int
@@ -44,6 +45,7 @@ class Node:
     phase: Phase
     body: Block | None = None
     name: str = ""
+    call: str = ""
 
     @property
     def path(self) -> str:

@@ -27,6 +27,7 @@ class Scopes:
         self._scope: list[str] = []
         self._phase = Phase.FORWARD
         self._named: str | None = None
+        self._call = ""
         self._shared: int | None = None
         self._around: int | None = None
         self._frozen = False
@@ -52,18 +53,30 @@ class Scopes:
             self._scope.pop()
 
     @contextmanager
-    def phase(self, name: Phase | str, scope: str | None = None, named: str | None = None) -> Iterator[None]:
-        """Marks operations as backward or update; `scope` replaces the path of names, and `named` is the name
-        of the operation that they belong to. UserError if it is no phase."""
+    def phase(
+        self, name: Phase | str, scope: str | None = None, named: str | None = None, call: str = ""
+    ) -> Iterator[None]:
+        """Marks operations as backward or update; `scope` replaces the path of names, `named` is the name of
+        the operation that they belong to, and `call` is as of `in_call`. UserError if it is no phase."""
         if name not in {*Phase}:
             raise UserError(f"unknown phase {name!r}; {known_names(name, Phase)}")
-        saved = self._phase, self._scope, self._named
-        self._phase, self._named = Phase(name), named
+        saved = self._phase, self._scope, self._named, self._call
+        self._phase, self._named, self._call = Phase(name), named, call
         self._scope = [scope] if scope else ([] if scope == "" else self._scope)
         try:
             yield
         finally:
-            self._phase, self._scope, self._named = saved
+            self._phase, self._scope, self._named, self._call = saved
+
+    @contextmanager
+    def in_call(self, call: str) -> Iterator[None]:
+        """Operations built inside are what one call of a library computes, which has a kernel for all of
+        them; "": each is a call of its own."""
+        saved, self._call = self._call, call
+        try:
+            yield
+        finally:
+            self._call = saved
 
     @contextmanager
     def sharing(self) -> Iterator[None]:

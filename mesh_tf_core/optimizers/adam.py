@@ -48,32 +48,45 @@ class Adam(Optimizer):
             raise UserError(f"Adam: moments={self.moments!r} is unknown; {known_names(self.moments, known)}")
 
     def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: LearningRate) -> Updates:
-        g = gradient.cast("float32")
+        kind = self._computed_in(variable)
+        g = gradient.cast(kind)
         m_before, m_after = self._average(graph, variable, "adam_m", True)
         v_before, v_after = self._average(graph, variable, "adam_v", False)
-        m = m_before * self.beta1 + g * (1 - self.beta1)
-        v = v_before * self.beta2 + g * g * (1 - self.beta2)
+        with graph.in_call("lerp"):
+            m = m_before * self.beta1 + g * (1 - self.beta1)
+        v = v_before * self.beta2
+        with graph.in_call("addcmul"):
+            v = v + g * g * (1 - self.beta2)
         yield from m_after(m)
         yield from v_after(v)
         t = (graph.step() + 1).cast("float32")
-        unbias1 = 1.0 - _power(self.beta1, t)
-        unbias2 = 1.0 - _power(self.beta2, t)
+        unbias1 = (1.0 - _power(self.beta1, t)).cast(kind)
+        unbias2 = (1.0 - _power(self.beta2, t)).cast(kind)
         w = graph.read(variable)
-        master = w.cast("float32")
-        step = (m / unbias1) / (sqrt(v / unbias2) + self.epsilon)
-        if self.weight_decay and not any(re.search(p, variable.name) for p in self.undecayed):
-            step = step + master * self.weight_decay
-        yield variable, (master - times(step, rate)).cast(variable.dtype)
+        master = w.cast(kind)
+        root = sqrt(v / unbias2) + self.epsilon
+        decay = bool(self.weight_decay) and not any(re.search(p, variable.name) for p in self.undecayed)
+        decayed = master * self.weight_decay if decay else None
+        with graph.in_call("addcdiv"):
+            step = (m / unbias1) / root
+            step = step if decayed is None else step + decayed
+            new = master - times(step, rate)
+        yield variable, new.cast(variable.dtype)
+
+    def _computed_in(self, variable: Variable) -> str:
+        """Element type of the arithmetic."""
+        return variable.dtype if self.moments == "own" else "float32"
 
     def _average(
         self, graph: Graph, variable: Variable, name: str, signed: bool
     ) -> tuple[Tensor, Callable[[Tensor], Updates]]:
         """An average before the step, and what stores a new one."""
         row = row_of(variable) if self.moments == "int8" else ""
-        dtype = {"own": variable.dtype, "int8": "float32"}.get(self.moments, self.moments)
+        kind = self._computed_in(variable)
+        dtype = {"own": kind, "int8": "float32"}.get(self.moments, self.moments)
         if not row:
             state, old = slot(graph, variable, name, variable.shape, dtype=dtype)
-            return old.cast("float32"), lambda new: [(state, new.cast(dtype))]
+            return old.cast(kind), lambda new: [(state, new.cast(dtype))]
         state, codes = slot(graph, variable, name, variable.shape, 0.0 if signed else -NO_SIGN, "int8")
         most_state, most = slot(graph, variable, f"{name}_largest", variable.shape.without(row))
 

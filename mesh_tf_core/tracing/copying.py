@@ -86,7 +86,7 @@ class Copy:
         return self.new.number(block)
 
     def _node(self, node: Node) -> None:
-        with self.new.phase(self._phase(node), node.scope, node.name):
+        with self.new.phase(self._phase(node), node.scope, node.name, node.call):
             if node.body is not None:
                 self._scan(node, node.body)
                 return

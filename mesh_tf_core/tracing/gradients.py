@@ -101,7 +101,7 @@ class _BackwardWalk:
         for node in reversed(nodes):
             if not any(o in pending for o in node.outputs):
                 continue
-            with self.graph.phase(Phase.BACKWARD, node.scope, node.name):
+            with self.graph.phase(Phase.BACKWARD, node.scope, node.name, node.call):
                 dys = [settle(o) for o in node.outputs]
                 for i, dx in self._node(node, dys):
                     if dx is not None and i in self.needed:

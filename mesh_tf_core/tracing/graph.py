@@ -197,6 +197,7 @@ class Graph(Residuals, Remembering):
             self._phase,
             body,
             self._named or self._name(op),
+            self._call,
         )
         self.count += 1
         if self._phase == Phase.FORWARD and node.path not in self.places:

@@ -291,7 +291,7 @@ class VirtualStageCopy(Accumulation):
             for o in results:
                 self.tensors.pop(o, None)
             with (
-                self.new.phase(self._phase(node), node.scope, node.name),
+                self.new.phase(self._phase(node), node.scope, node.name, node.call),
                 self.chunk_of(stages, stage, chunk),
             ):
                 self._looped(node, body if self.half is None else self.half.body, states)

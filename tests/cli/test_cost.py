@@ -14,6 +14,7 @@ from typer.testing import Result
 import mesh_tf_core as mtf
 from costmodels.hardware import hardware_names, load_hardware, preset_content, write_profile
 from costmodels.hardware.profiles import made_profiles_directory, profiles_directory
+from costmodels.kernels.fusion import Fuses
 from costmodels.liveness import MemoryRules, memory
 from costmodels.pricing.hidden import Hidden
 from costmodels.pricing.pricer import price
@@ -81,7 +82,7 @@ def test_the_numbers_are_the_cost_models(result: Callable[..., dict[str, Any]]) 
     cost = price(program, load_hardware("tpu-v3"))
     found = result(*COST, "--hardware", "tpu-v3")["predicted"]
     assert found["step_seconds"] == pytest.approx(cost.step_seconds, rel=1e-12)
-    assert found["peak_memory_bytes"] == memory(program, MemoryRules(fuses=True)).peak
+    assert found["peak_memory_bytes"] == memory(program, MemoryRules(fuses=Fuses.ALL)).peak
     assert found["flops_per_device"] == cost.flops
     assert found["communication_bytes_per_device"] == program.communication_bytes()
 

@@ -13,6 +13,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
+from costmodels.kernels.fusion import Fuses
 from costmodels.liveness import MemoryRules, memory
 from costmodels.pricing.pricer import price
 from examples import transformer_lm
@@ -211,9 +212,11 @@ def test_casts_of_weights_there_are_of_one_layer(stage: int) -> None:
     assert loads == [stage != 1] * 2
     half = 2 * D.size**2 * LAYERS.size
     kept = [
-        h for h in memory(there, MemoryRules(fuses=True)).holdings if h.bytes >= half and "bfloat16" in h.what
+        h
+        for h in memory(there, MemoryRules(fuses=Fuses.ALL)).holdings
+        if h.bytes >= half and "bfloat16" in h.what
     ]
-    plain = memory(lowered(False, stage), MemoryRules(fuses=True)).holdings
+    plain = memory(lowered(False, stage), MemoryRules(fuses=Fuses.ALL)).holdings
     assert any(h.bytes >= half and "bfloat16" in h.what for h in plain)
     assert bool(kept) is (stage == 1)
 

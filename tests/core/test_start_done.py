@@ -13,6 +13,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
+from costmodels.kernels.fusion import Fuses
 from costmodels.liveness import MemoryRules, memory
 from costmodels.pricing.overlap import overlapped
 from costmodels.pricing.pricer import price
@@ -106,7 +107,9 @@ def test_to_wait_at_once_changes_neither_numbers_nor_memory(rule: str) -> None:
     program = lowered(rule)
     plain = waiting(program)
     assert text(plain).count("_start(") == 0 < text(program).count("_start(")
-    assert memory(plain, MemoryRules(fuses=True)).peak == memory(program, MemoryRules(fuses=True)).peak
+    assert (
+        memory(plain, MemoryRules(fuses=Fuses.ALL)).peak == memory(program, MemoryRules(fuses=Fuses.ALL)).peak
+    )
     machine = replace(load_hardware("tpu-v5e"), overlap=())
     seconds = [price(each, machine).step_seconds for each in (plain, program)]
     assert seconds[0] == seconds[1] or (rule == STEP and seconds[0] < seconds[1])

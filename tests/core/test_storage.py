@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
+from costmodels.kernels.fusion import Fuses
 from costmodels.liveness import MemoryRules, memory
 from mesh_tf_core import Dim
 from mesh_tf_core.engines import open_engine
@@ -68,7 +69,7 @@ def state_bytes(found: Program) -> int:
     """What a step holds of weights at its peak: as stored, as read by all layers, their gradients. A layer's
     own gathered weights, and what it computes, come on top."""
     total = 0
-    for h in memory(found, MemoryRules(fuses=True)).holdings:
+    for h in memory(found, MemoryRules(fuses=Fuses.ALL)).holdings:
         value = None if h.value < 0 else found.values[h.value]
         if value is None or (
             "batch" not in value.shape.names
@@ -94,7 +95,7 @@ def bytes_of_a_parameter(stage: int, devices: int, parts: int, dtype: str) -> fl
     d, peak = 1024, dict[tuple[int, int], int]()
     for layers, times in itertools.product((6, 12), (1, 2)):
         found = lowered(written(layers, d, 256 * parts * times, dtype), stage, f"data:{devices}", parts)
-        peak[layers, times] = memory(found, MemoryRules(fuses=True)).peak
+        peak[layers, times] = memory(found, MemoryRules(fuses=Fuses.ALL)).peak
     once, twice = (peak[12, times] - peak[6, times] for times in (1, 2))
     return (2 * once - twice) / (6 * d * d)
 

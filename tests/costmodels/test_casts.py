@@ -7,6 +7,7 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.kernels.fused import fused
+from costmodels.kernels.fusion import Fuses
 from costmodels.kernels.groups import FusedKernel
 from costmodels.liveness import MemoryRules, memory
 from costmodels.pricing.pricer import pricer
@@ -99,7 +100,7 @@ def test_a_cast_in_a_loop_runs_once_in_a_step() -> None:
 
 def test_casts_of_all_layers_are_held_from_loop_to_loop() -> None:
     program = step(layers=True)
-    found = memory(program, MemoryRules(fuses=True))
+    found = memory(program, MemoryRules(fuses=Fuses.ALL))
     held = [h for h in found.holdings if h.what in ("bfloat16[d:32 f:128]", "bfloat16[f:128 d:32]")]
     assert [h.bytes for h in held] == [2 * SIZE * LAYERS.size] * 2
     assert {h.origin.phase for h in held if h.origin} == {"forward"}

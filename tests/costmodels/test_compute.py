@@ -12,6 +12,7 @@ import mesh_tf_core as mtf
 from costmodels import Quantity, compute_cost, compute_seconds, load_hardware
 from costmodels.hardware import ComputeCurve, Curve, Hardware, hardware_names
 from costmodels.kernels.compute import padding_ratio
+from costmodels.kernels.fusion import Fuses
 from costmodels.kernels.quantities import quantity_of, tiling
 from costmodels.liveness import MemoryRules, memory
 from costmodels.pricing.pricer import price
@@ -188,8 +189,8 @@ def test_narrow_arrays_take_whole_tiles_in_time_and_memory() -> None:
     x = g.input("x", [Dim("b", 64), Dim("h", 64), Dim("w", 64), Dim("c", 32)], "float32")
     program = mtf.lower(g, mtf.Mesh("all:1"), mtf.Layout(), {"y": mtf.exp(x)})
     size = 4 * 64**3 * 32
-    tiled = memory(program, MemoryRules(fuses=True, tiles=True)).peak
-    assert memory(program, MemoryRules(fuses=True)).peak == tiled / 2 >= size
+    tiled = memory(program, MemoryRules(fuses=Fuses.ALL, tiles=True)).peak
+    assert memory(program, MemoryRules(fuses=Fuses.ALL)).peak == tiled / 2 >= size
     tpu, gpu = (price(program, load_hardware(name)).lines[0] for name in ("tpu-v4", "h100"))
     bandwidth, element = 1200e9 * 0.859, 4.82e-12
     assert tpu.seconds == pytest.approx(0.756e-6 + 2 * (2 * size / bandwidth + size / 4 * element))

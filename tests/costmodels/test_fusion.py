@@ -10,7 +10,7 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.kernels.fused import fused
-from costmodels.kernels.fusion import fusion
+from costmodels.kernels.fusion import Fuses, fusion
 from costmodels.kernels.groups import FusedKernel
 from costmodels.kernels.quantities import of_local
 from costmodels.liveness import MemoryRules, memory
@@ -214,7 +214,7 @@ def test_fused_work_costs_no_more_and_holds_no_more() -> None:
     assert together.compute_seconds < alone.compute_seconds
     assert together.communication_seconds == pytest.approx(alone.communication_seconds, rel=1e-12)
     assert together.flops == pytest.approx(alone.flops, rel=1e-12)
-    assert memory(program, MemoryRules(fuses=True)).peak <= memory(program).peak
+    assert memory(program, MemoryRules(fuses=Fuses.ALL)).peak <= memory(program).peak
 
 
 def test_kernels_are_those_of_the_graph_when_a_program_was_lowered() -> None:

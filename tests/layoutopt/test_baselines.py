@@ -13,6 +13,7 @@ import pytest
 import layoutopt.optimize.evaluator as evaluator_module
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
+from costmodels.kernels.fusion import Fuses
 from costmodels.liveness import MemoryRules
 from examples.transformer_lm import model as transformer
 from layoutopt.cli.units import parse_bytes
@@ -237,7 +238,7 @@ def test_with_nothing_split_programs_differ_in_their_mesh_only(name: str) -> Non
 @pytest.mark.parametrize("name", EXAMPLES)
 @pytest.mark.one_in(3)
 def test_no_point_counts_a_tensor_twice(name: str) -> None:
-    (points,) = SharedContext(EXAMPLES[name]()).points(frozenset(), MemoryRules(fuses=True))
+    (points,) = SharedContext(EXAMPLES[name]()).points(frozenset(), MemoryRules(fuses=Fuses.ALL))
     for point in range(len(points.instrs)):
         keys = [key for key, _ in points.at(point) if key[0] == "tensor"]
         assert len(keys) == len(set(keys)), points.instrs[point].text()

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from costmodels.hardware import Hardware
-from costmodels.kernels.fused import Fused
+from costmodels.kernels.fused import Fused, fused, grouped
+from costmodels.kernels.fusion import Fuses
 from costmodels.kernels.groups import Group, VariableCast
 from costmodels.kernels.partition import FusedKernel, Types
-from costmodels.kernels.quantities import of_copy, of_local
+from costmodels.kernels.quantities import of_copy, of_kernel, of_local
 from costmodels.liveness import MemoryRules
 from costmodels.pricing.items import Called, Computed, Started
 from costmodels.pricing.units import Find, PlacedValue, Sending, Stack, Unit
@@ -20,6 +21,12 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Program, Transfer
 from mesh_tf_core.ops.binary import Binary
+
+
+def computed(kernel: FusedKernel, local: Types) -> Computed:
+    """The item of a kernel."""
+    flops = sum([of_local(instr, local).flops for instr in kernel.ends])
+    return Computed(of_kernel(kernel, local), flops)
 
 
 @dataclass(frozen=True)
@@ -54,12 +61,14 @@ class Compiler:
 
     def kernels(self, program: Program) -> Fused | None:
         """The kernels of a program; None where none are made."""
-        return None
+        fuses = self.memory.fuses
+        return None if fuses is Fuses.NONE else fused(program, fuses)
 
     def timed(self, program: Program) -> Iterable[tuple[Instr | Group | VariableCast, float]]:
         """The instructions of a program, or the groups of kernels that they fall into, each with how often
         it runs."""
-        return program.expected()
+        fuses = self.memory.fuses
+        return program.expected() if fuses is Fuses.NONE else grouped(program, fuses)
 
     def computes(self, instr: Local) -> bool:
         """True if an instruction that no kernel has taken is one itself."""
@@ -87,8 +96,10 @@ class Compiler:
     # -- kernels ---------------------------------------------------------------------------------------------
 
     def kernel(self, kernel: FusedKernel, local: Types) -> Iterator[Computed]:
-        """The item of a kernel, if it is one."""
-        raise NotImplementedError(f"{self.name} does not fuse operations")
+        """The item of a kernel, if it is one: an operation on statistics alone is part of the kernel that
+        reads them."""
+        if not kernel.between:
+            yield computed(kernel, local)
 
     def local(self, instr: Local, find: Find, local: Types) -> Iterator[Computed | Called]:
         """The item of an instruction that runs as a separate kernel, if it does."""

@@ -16,6 +16,11 @@ megatron/core/tensor_parallel/cross_entropy.py). PyTorch's own kernels write res
 what their derivatives read (pytorch/pytorch tools/autograd/derivatives.yaml). Both keep the masks of
 dropout, a byte an element (Korthikanti et al. 2022, section 4.1), and weights in the type of the computation
 as the model's parameters (Rajbhandari et al. 2020, section 3.1).
+(6) PyTorch has one kernel for all operations of a call such as layer_norm, gelu, batch_norm or linear with a
+bias (aten/src/ATen/native/native_functions.yaml), and backward of the call makes again what it can from what
+it keeps. (7) It stacks nothing: a loop's stacks are the arrays that the iterations made, each where it was
+made. (8) Models write RMSNorm out of pow, mean, rsqrt and mul, and each is a kernel (LlamaRMSNorm of
+huggingface/transformers, src/transformers/models/llama/modeling_llama.py).
 """
 
 from __future__ import annotations
@@ -25,13 +30,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from costmodels.kept import of_ring
+from costmodels.kernels.fusion import Fuses
 from costmodels.kernels.partition import FusedKernel, Types
+from costmodels.kernels.quantities import apart
 from costmodels.liveness import MemoryRules
 from costmodels.pricing.compilers.xla import Joining, Xla
 from costmodels.pricing.items import Called, Computed
-from costmodels.pricing.units import Find
+from costmodels.pricing.units import Find, Unit
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.program import Local, Loop, Program
+from mesh_tf_core.ops.norm import Normalize, NormalizeGrad
 
 
 def is_no_kernel(instr: Local, local: Types) -> bool:
@@ -41,33 +49,8 @@ def is_no_kernel(instr: Local, local: Types) -> bool:
 
 
 @dataclass(frozen=True)
-class EagerLaunch(Joining):
-    """Every operation is a kernel."""
-
-    name: ClassVar[str] = "eager"
-    memory: ClassVar[MemoryRules] = MemoryRules(
-        stage_programs=True, masks=True, parameters=True, overwrites=False
-    )
-
-    def parts(self, program: Program) -> Mapping[int, int]:
-        """Rule (4)."""
-        loops = (i for i, _ in program.walk() if isinstance(i, Loop))
-        sums = {program.added.get(result.outer, result.outer) for loop in loops for result in loop.stacked}
-        return {i: program.values[i].shape.sizes[0] for i in (program.joined.get(sum, sum) for sum in sums)}
-
-    def local(self, instr: Local, find: Find, local: Types) -> Iterator[Computed | Called]:
-        if not is_no_kernel(instr, local):
-            yield from super().local(instr, find, local)
-
-
-@dataclass(frozen=True)
-class Launched(Joining, Xla):
-    """Kernels fuse as in XLA, written by hand (Megatron-LM's), or made by a compiler one by one."""
-
-    name: ClassVar[str] = "launched"
-    memory: ClassVar[MemoryRules] = MemoryRules(
-        fuses=True, stage_programs=True, remakes=True, wide_logits=True, masks=True, parameters=True
-    )
+class HostLaunched(Joining):
+    """A host launches every kernel, rules (1) to (3)."""
 
     def kernel(self, kernel: FusedKernel, local: Types) -> Iterator[Computed]:
         if not all(is_no_kernel(instr, local) for instr in kernel.instrs):
@@ -76,3 +59,40 @@ class Launched(Joining, Xla):
     def local(self, instr: Local, find: Find, local: Types) -> Iterator[Computed | Called]:
         if not is_no_kernel(instr, local):
             yield from super().local(instr, find, local)
+
+
+@dataclass(frozen=True)
+class EagerLaunch(HostLaunched):
+    """Every call of the library is a kernel, rule (6), and every other operation."""
+
+    name: ClassVar[str] = "eager"
+    memory: ClassVar[MemoryRules] = MemoryRules(
+        fuses=Fuses.CALLS, stage_programs=True, remakes=True, masks=True, parameters=True, overwrites=False
+    )
+
+    def parts(self, program: Program) -> Mapping[int, int]:
+        """Rule (4)."""
+        loops = (i for i, _ in program.walk() if isinstance(i, Loop))
+        sums = {program.added.get(result.outer, result.outer) for loop in loops for result in loop.stacked}
+        return {i: program.values[i].shape.sizes[0] for i in (program.joined.get(sum, sum) for sum in sums)}
+
+    def stacked(self, program: Program, loop: Loop) -> Iterator[tuple[Unit, float]]:
+        """Rule (7)."""
+        yield from ()
+
+    def local(self, instr: Local, find: Find, local: Types) -> Iterator[Computed | Called]:
+        if isinstance(instr.op, Normalize | NormalizeGrad) and not instr.op.center:  # Rule (8).
+            for part in apart(instr.op, [local(i) for i in instr.inputs]):
+                yield Computed(part, part.flops)
+            return
+        yield from super().local(instr, find, local)
+
+
+@dataclass(frozen=True)
+class Launched(HostLaunched, Xla):
+    """Kernels fuse as in XLA, written by hand (Megatron-LM's), or made by a compiler one by one."""
+
+    name: ClassVar[str] = "launched"
+    memory: ClassVar[MemoryRules] = MemoryRules(
+        fuses=Fuses.ALL, stage_programs=True, remakes=True, wide_logits=True, masks=True, parameters=True
+    )

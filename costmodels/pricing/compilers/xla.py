@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from costmodels.hardware import Hardware
-from costmodels.kernels.fused import Fused, fused, grouped, made_by_kernels
-from costmodels.kernels.groups import Group, VariableCast
+from costmodels.kernels.fused import made_by_kernels
+from costmodels.kernels.fusion import Fuses
 from costmodels.kernels.partition import FusedKernel, Types
-from costmodels.kernels.quantities import of_copy, of_kernel, of_local
+from costmodels.kernels.quantities import of_copy
 from costmodels.liveness import MemoryRules
-from costmodels.pricing.compilers.base import Compiler
+from costmodels.pricing.compilers.base import Compiler, computed
 from costmodels.pricing.items import Called, Computed
 from costmodels.pricing.units import Sending, Stack, Unit
 from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER
@@ -24,7 +24,6 @@ from mesh_tf_core.ir.program import (
     AllReduce,
     AllToAll,
     Collective,
-    Instr,
     Local,
     Loop,
     Program,
@@ -41,18 +40,11 @@ class Xla(Compiler):
     (1) A stack that it cannot prove to be written as a whole, from the last part to the first, is set to zero
         before.
     (2) Additions to a loop's sum, or to a part of it (`Program.added`), read and write it in place: by the
-    kernel that computes the term, else by a separate addition. (3) Operations on statistics only are part of
-    the kernel that reads them.
+    kernel that computes the term, else by a separate addition.
     """
 
     name: ClassVar[str] = "xla"
-    memory: ClassVar[MemoryRules] = MemoryRules(fuses=True)
-
-    def kernels(self, program: Program) -> Fused | None:
-        return fused(program)
-
-    def timed(self, program: Program) -> Iterable[tuple[Instr | Group | VariableCast, float]]:
-        return grouped(program)
+    memory: ClassVar[MemoryRules] = MemoryRules(fuses=Fuses.ALL)
 
     def stack(self, loop: Loop, inner: int, stack: int) -> Stack:
         return Stack(loop, stack, 1 + loop.reverse, loop.reverse)
@@ -66,16 +58,6 @@ class Xla(Compiler):
             if stack in program.added:
                 whole, share = program.share(loop, stack)
                 yield Stack(loop, whole, 2), share
-
-    def kernel(self, kernel: FusedKernel, local: Types) -> Iterator[Computed]:
-        if not kernel.between:
-            yield computed(kernel, local)
-
-
-def computed(kernel: FusedKernel, local: Types) -> Computed:
-    """The item of a kernel."""
-    flops = sum([of_local(instr, local).flops for instr in kernel.ends])
-    return Computed(of_kernel(kernel, local), flops)
 
 
 @dataclass(frozen=True)
@@ -112,7 +94,7 @@ class XlaTpu(Xla):
     """
 
     name: ClassVar[str] = "xla-tpu"
-    memory: ClassVar[MemoryRules] = MemoryRules(fuses=True, tiles=True)
+    memory: ClassVar[MemoryRules] = MemoryRules(fuses=Fuses.ALL, tiles=True)
     library: ClassVar[str] = "tpu"
 
     def computes(self, instr: Local) -> bool:

@@ -70,6 +70,7 @@ class Equation:
       body: of a loop (scan), or of a function with a custom derivative (custom).
       backward: of the latter: operands, results, their gradients -> gradients of the operands.
       recomputed: file and line of the user's own checkpoint that it is inside of.
+      call: the library's call that it is a part of, if that has one kernel for all of its parts.
     """
 
     prim: str
@@ -81,6 +82,7 @@ class Equation:
     body: EquationBlock | None = None
     backward: EquationBlock | None = None
     recomputed: str = ""
+    call: str = ""
 
     @property
     def out(self) -> Var:

@@ -41,7 +41,7 @@ def _attention(w: Writer, e: Equation) -> None:
     (q, k, v), extras, y = e.ins[:3], list(e.ins[3:]), e.out
     rows, keys = len(y.shape), len(k.shape)
     lead = [(a, a) for a in range(keys - 2)]
-    query = w.renamed(w.full(q), w.between(q, y, [(a, a) for a in range(rows - 1)]))
+    query = w.renamed(w.whole(q), w.between(q, y, [(a, a) for a in range(rows - 1)]))
     taken = {d.name for a in range(rows - 1) for d in w.dims(y, a)}
     query, length = _one(w, query, w.dims(y, rows - 2), set())
     query, inner = _one(w, query, w.dims(q, rows - 1), taken)
@@ -51,7 +51,7 @@ def _attention(w: Writer, e: Equation) -> None:
         places, own = w.dims(x, keys - 2), w.dims(x, keys - 1)
         # Under names of their own first: a key's place may be called as a query's.
         apart = {d.name: w.fresh(d.name) for d in (*places, *own)}
-        t = w.renamed(w.full(x), {**w.between(x, y, lead), **apart})
+        t = w.renamed(w.whole(x), {**w.between(x, y, lead), **apart})
         t, one = _one(w, t, [Dim(apart[d.name], d.size) for d in places], set())
         t, width = _one(w, t, [Dim(apart[d.name], d.size) for d in own], set())
         if not memory:

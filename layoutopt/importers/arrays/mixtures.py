@@ -110,7 +110,7 @@ class _Rewriting:
         """The result of a new equation, of the line of another one."""
         out = Var(tuple(shape), like.outs[0].dtype)
         made = Equation(prim, ins, [out], params, like.where, like.scope)
-        made.recomputed = like.recomputed
+        made.recomputed, made.call = like.recomputed, like.call
         return self._emit(made)
 
     def _reshaped(self, e: Equation, x: Operand, shape: Sequence[int]) -> Var:

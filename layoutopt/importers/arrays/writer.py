@@ -187,6 +187,12 @@ class Writer:
         """The value with all its dimensions, in order."""
         return mtf.broadcast(self.tensor(v), self.shape(v))
 
+    def whole(self, v: Operand) -> Tensor:
+        """The value with all its dimensions, in the order that it has."""
+        t = self.tensor(v)
+        lacking = [d for d in self.shape(v) if d.name not in t.shape.names]
+        return mtf.broadcast(t, [*lacking, *t.shape]) if lacking else t
+
     def put(self, v: Var, value: WrittenValue) -> None:
         """The value of a result."""
         if isinstance(value, Tensor):
@@ -344,7 +350,8 @@ class Writer:
         before = self.graph.count
         self.graph.place = e.where
         follows = self.refusals.follows(e)
-        with nullcontext() if e.body is not None else self.graph.scope(scope_of(e)):
+        inside = nullcontext() if e.body is not None else self.graph.scope(scope_of(e))
+        with inside, self.graph.in_call(e.call):
             try:
                 self._written(e)
                 self.refusals.leave(e)

@@ -30,7 +30,7 @@ class Equations:
 
     Attributes:
       equations: so far.
-      where, scope, recomputed: file and line, module and checkpoint of what is written now.
+      where, scope, recomputed, call: file and line, module, checkpoint and call of what is written now.
       made: id of a value -> the equation that computes it.
       key: the random key of the step; None if nothing is drawn.
       whole: values that a step in parts has of the whole batch: counts of targets, statistics of BatchNorm.
@@ -38,7 +38,7 @@ class Equations:
 
     def __init__(self) -> None:
         self.equations: list[Equation] = []
-        self.where = self.scope = self.recomputed = ""
+        self.where = self.scope = self.recomputed = self.call = ""
         self.made: dict[int, Equation] = {}
         self.key: Var | None = None
         self.whole: list[Operand] = []
@@ -47,7 +47,8 @@ class Equations:
 
     def several(self, prim: str, ins: Sequence[Operand], outs: Sequence[Var], **params: Any) -> list[Var]:
         """The results of an equation."""
-        e = Equation(prim, list(ins), list(outs), params, self.where, self.scope, recomputed=self.recomputed)
+        e = Equation(prim, list(ins), list(outs), params, self.where, self.scope)
+        e.recomputed, e.call = self.recomputed, self.call
         self.equations.append(e)
         self.made.update((id(y), e) for y in e.outs)
         return e.outs

@@ -232,8 +232,10 @@ class _Reader:
         """The result of an operation; of one without a rule, a value that the import refuses."""
         rule: Callable[..., Any] | None = TABLE.get(name)
         before = len(self.m.equations)
+        self.m.call = ""
         try:
             args, v = self.autocast.typed(self.m, n, self._value, args, v)
+            self.m.call = n.name
             if complexes.is_about(name, args):
                 return complexes.made(self.m, name, v, args)
             if rule is None:
@@ -284,6 +286,7 @@ class _Reader:
 
     def _batch_norm(self, n: Any, args: Sequence[Any]) -> Operand:
         x, *given = args[:5]
+        self.m.call = n.name
         train, momentum, epsilon = args[5:8]
         y, mean, var = products.batch_norm(self.m, x, given, train, momentum, epsilon)
         for own, new in zip(n.args[3:5], (mean, var), strict=True):
