@@ -122,13 +122,12 @@ def test_a_part_of_a_stack_has_no_memory_and_a_stack_under_two_names_lies_once()
     x = g.input("x", [B, s, D], "float32")
     loss = mtf.reduce_mean(mtf.scan(block, x * g.variable("scale", [D], mtf.ONES), LAYERS))
     program = mtf.Model(loss, by_name("sgd", 0.1), name="m").lower(Mesh("x:2"), Layout("batch:x"))
-    held = {fuses: memory(program, MemoryRules(fuses)).holdings for fuses in (False, True)}
+    held = {fuses: memory(program, MemoryRules(fuses)).holdings for fuses in (Fuses.NONE, Fuses.ALL)}
     stack = LAYERS.size * x.type.bytes // 2
     stacks = {fuses: [h.what for h in found if h.bytes == stack] for fuses, found in held.items()}
-    assert any("queries" in what for what in stacks[False]) and any(
-        "memory" in what for what in stacks[False]
-    )
-    assert len(stacks[True]) == 1
+    apart = stacks[Fuses.NONE]
+    assert any("queries" in what for what in apart) and any("memory" in what for what in apart)
+    assert len(stacks[Fuses.ALL]) == 1
 
 
 def test_a_stack_written_from_its_end_is_set_to_zero_first() -> None:
@@ -162,7 +161,8 @@ def test_logits_are_widened_where_the_loss_and_its_gradient_read_them(microbatch
     rows = b.size // 2 // microbatches
     once, (read, *_) = 2 * rows * v.size, [x.bytes for x in priced.lines if "crossentropygrad" in x.text]
     assert read == pytest.approx(2 * once, rel=0.1)
-    held = [[h.what for h in memory(program, MemoryRules(fuses)).holdings] for fuses in (False, True)]
+    rules = [MemoryRules(fuses) for fuses in (Fuses.NONE, Fuses.ALL)]
+    held = [[h.what for h in memory(program, each).holdings] for each in rules]
     assert [any("float32[batch" in what and "vocab" in what for what in found) for found in held] == [
         True,
         False,
