@@ -62,6 +62,7 @@ class Quantity:
       blocked: FLOPs, vector operations and elements handed over of a kernel that works on blocks
         (`Work.blocked`).
       tiled: bytes and elements in whole tiles; None if tiles add nothing.
+      joins: it runs in one kernel with many others like it, and has no launch of its own.
     """
 
     flops: float
@@ -75,6 +76,7 @@ class Quantity:
     added: tuple[int, int] | None = None
     blocked: tuple[float, float, float] | None = None
     tiled: tuple[float, float] | None = None
+    joins: bool = False
 
     def __post_init__(self) -> None:
         if self.flops < 0 or self.bytes < 0:
@@ -182,9 +184,9 @@ def kernel_parts(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Ke
     if (curve := _curve(hardware, quantity)) is not None:
         taken = curve.seconds(_amount(curve, quantity)) * contention / hardware.contention(curve.devices)
         return KernelParts(0.0, math.inf, taken, at_peak, moved, 0.0, 0.0, False)
-    interval = 0.0 if chip.launch_interval is None else chip.launch_interval.value
+    interval = 0.0 if chip.launch_interval is None or quantity.joins else chip.launch_interval.value
     own = chip.product_launch if quantity.op_class == "matmul" else None
-    launch = contention * (own or chip.launch_overhead).value
+    launch = 0.0 if quantity.joins else contention * (own or chip.launch_overhead).value
     vector = contention * _vector_seconds(hardware, _reached(hardware, quantity))
     passing = contention * _passing_seconds(hardware, _laid(hardware, quantity)[1])
     if not is_product:

@@ -20,14 +20,15 @@ as the model's parameters (Rajbhandari et al. 2020, section 3.1).
 bias (aten/src/ATen/native/native_functions.yaml), and backward of the call makes again what it can from what
 it keeps. (7) It stacks nothing: a loop's stacks are the arrays that the iterations made, each where it was
 made. (8) Models write RMSNorm out of pow, mean, rsqrt and mul, and each is a kernel (LlamaRMSNorm of
-huggingface/transformers, src/transformers/models/llama/modeling_llama.py).
+huggingface/transformers, src/transformers/models/llama/modeling_llama.py). (9) The optimizer's kernels work
+on all variables at once (torch.optim's foreach; Apex's and TransformerEngine's multi_tensor_apply).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
 
 from costmodels.kept import of_ring
 from costmodels.kernels.fusion import Fuses
@@ -38,8 +39,11 @@ from costmodels.pricing.compilers.xla import Joining, Xla
 from costmodels.pricing.items import Called, Computed
 from costmodels.pricing.units import Find, Unit
 from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Local, Loop, Program
 from mesh_tf_core.ops.norm import Normalize, NormalizeGrad
+
+C = TypeVar("C", Computed, Computed | Called)
 
 
 def is_no_kernel(instr: Local, local: Types) -> bool:
@@ -50,15 +54,23 @@ def is_no_kernel(instr: Local, local: Types) -> bool:
 
 @dataclass(frozen=True)
 class HostLaunched(Joining):
-    """A host launches every kernel, rules (1) to (3)."""
+    """A host launches every kernel, rules (1) to (3) and (9)."""
 
     def kernel(self, kernel: FusedKernel, local: Types) -> Iterator[Computed]:
         if not all(is_no_kernel(instr, local) for instr in kernel.instrs):
-            yield from super().kernel(kernel, local)
+            yield from _joined(super().kernel(kernel, local), kernel.instrs[0])
 
     def local(self, instr: Local, find: Find, local: Types) -> Iterator[Computed | Called]:
         if not is_no_kernel(instr, local):
-            yield from super().local(instr, find, local)
+            yield from _joined(super().local(instr, find, local), instr)
+
+
+def _joined(items: Iterable[C], instr: Local) -> Iterator[C]:
+    """Rule (9) for the items of an instruction."""
+    for item in items:
+        if isinstance(item, Computed) and instr.origin.phase == Phase.UPDATE:
+            item = replace(item, quantity=replace(item.quantity, joins=True))
+        yield item
 
 
 @dataclass(frozen=True)
