@@ -29,6 +29,8 @@ import transformers
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks import torch_modules_plain as plain
+
 WARM, STEPS = 3, 8
 LLAMA_1B = {
     "hidden_size": 2048,
@@ -109,7 +111,8 @@ class Run:
     """A module and how it trains.
 
     Attributes:
-      kind, sizes: of transformers: the model and the arguments of its configuration.
+      kind, sizes: of transformers: the model and the arguments of its configuration; "plain.NAME": of
+        `torch_modules_plain`.
       batch: name -> shape of whole numbers below `vocab`, or (shape, "float").
       types: "bf16": everything; "autocast": float32 parameters under torch.autocast; "fsdp": fully_shard with
         MixedPrecisionPolicy(param_dtype=bfloat16) on one device.
@@ -130,13 +133,18 @@ class Run:
     def framework(self) -> str:
         return "torch-compile" if self.compiled else "torch"
 
-    def module(self, device: str) -> nn.Module:
+    def module(self, device: str) -> Any:
         """The module in training mode, with values unless the device is meta."""
+        made: Any
+        if self.kind.startswith("plain."):
+            with torch.device(device):
+                made = getattr(plain, self.kind.removeprefix("plain."))(**self.sizes)
+            return made.bfloat16().train() if self.types == "bf16" else made.train()
         name = self.config or self.kind.split("For")[0].removesuffix("LMHeadModel") + "Config"
         config = getattr(transformers, name)(**{"use_cache": False, **self.sizes})
         torch.manual_seed(0)
         with torch.device(device):
-            made: nn.Module = getattr(transformers, self.kind)._from_config(config)
+            made = getattr(transformers, self.kind)._from_config(config)
         if self.checkpoint:
             made.gradient_checkpointing_enable({"use_reentrant": False})
         if self.types == "bf16":
@@ -208,7 +216,118 @@ RUNS: dict[str, Run] = {
     "Qwen3 0.6B, compiled": Run("Qwen3ForCausalLM", QWEN3, text(8, 2048), compiled=True),
     "ViT-L/16, compiled": Run(*VIT, image(128), vocab=1000, compiled=True),
     "BERT-large, compiled": Run("BertForMaskedLM", LARGE, text(32, 512), vocab=30000, compiled=True),
+    # What follows was measured after the rules and constants were settled on the runs above.
+    "OPT 1.3B": Run(
+        "OPTForCausalLM",
+        {
+            "hidden_size": 2048,
+            "ffn_dim": 8192,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "word_embed_proj_dim": 2048,
+        },
+        text(4, 2048),
+    ),
+    "Pythia 1.4B": Run(
+        "GPTNeoXForCausalLM",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "vocab_size": 50304,
+        },
+        text(4, 2048),
+    ),
+    "OLMo 2 1B": Run(
+        "Olmo2ForCausalLM",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "vocab_size": 100352,
+        },
+        text(4, 2048),
+    ),
+    "Mistral, 12 layers, autocast": Run(
+        "MistralForCausalLM",
+        {**LLAMA_8B, "num_hidden_layers": 12, "vocab_size": 32768, "sliding_window": None},
+        text(2, 4096),
+        types="autocast",
+    ),
+    "Mixtral, 2 layers": Run(
+        "MixtralForCausalLM",
+        {
+            **LLAMA_8B,
+            "num_hidden_layers": 2,
+            "vocab_size": 32000,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "experts_implementation": "grouped_mm",
+        },
+        text(4, 4096),
+    ),
+    "Phi-3 mini, 16 layers, checkpoint": Run(
+        "Phi3ForCausalLM",
+        {
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "vocab_size": 32064,
+            "pad_token_id": 0,
+        },
+        text(4, 4096),
+        checkpoint=True,
+    ),
+    "RoBERTa-large, autocast": Run(
+        "RobertaForMaskedLM",
+        {**LARGE, "max_position_embeddings": 514},
+        text(32, 384),
+        vocab=30000,
+        types="autocast",
+    ),
+    "DINOv2-L": Run(
+        "Dinov2ForImageClassification",
+        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "num_labels": 1000},
+        image(96),
+        vocab=1000,
+    ),
+    "DiT-XL/2": Run(
+        "plain.DiT",
+        {},
+        {
+            "x": (48, 4, 32, 32, "float"),
+            "t": (48,),
+            "y": (48,),
+            "noise": (48, 4, 32, 32, "float"),
+        },
+        vocab=1000,
+        types="autocast",
+    ),
+    "nanoGPT 124M": Run("plain.GPT", {}, text(24, 1024, "idx", "targets"), vocab=50000),
+    "ViT-L/16, autocast, compiled": Run(*VIT, image(128), vocab=1000, types="autocast", compiled=True),
+    "nanoGPT 124M, compiled": Run(
+        "plain.GPT", {}, text(24, 1024, "idx", "targets"), vocab=50000, compiled=True
+    ),
+    "Pythia 1.4B, compiled": Run(
+        "GPTNeoXForCausalLM",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "vocab_size": 50304,
+        },
+        text(4, 2048),
+        compiled=True,
+    ),
 }
+SEEN = 26
+"""How many of the runs, the first ones, were looked at while rules and constants were revised."""
 
 
 def predicted(run: Run, hardware: str) -> dict[str, Any]:
@@ -270,7 +389,8 @@ def _step(run: Run) -> Callable[[], None]:
 
     def step() -> None:
         with run.cast("cuda"):
-            loss = call(**batch).loss
+            found = call(**batch)
+            loss = found.loss if hasattr(found, "loss") else found[-1] if isinstance(found, tuple) else found
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
