@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from costmodels.hardware import Hardware
 from layoutopt.optimize.bounds import EXACT, Source
 from layoutopt.optimize.evaluator import Evaluator
+from layoutopt.optimize.first_runs import FirstRuns
 from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.layer_bounds import LayerBounds
 from layoutopt.optimize.subproblems import Subproblem, related, subproblems
@@ -39,7 +40,7 @@ MOST = 5000
 """Layouts listed for one problem."""
 FASTER = "faster"
 """Marks a problem in which a faster layout fits."""
-RULES_OUT = Source.PIECES, Source.LAYERS, Source.REFUSED, Source.TABLES, Source.LISTED
+RULES_OUT = Source.PIECES, Source.LAYERS, Source.FIRST_RUNS, Source.REFUSED, Source.TABLES, Source.LISTED
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class Certificate:
             Source.TABLES: "by their own bound",
             Source.PIECES: "by the bound of fewer microbatches",
             Source.LAYERS: "by the layers of a stage",
+            Source.FIRST_RUNS: "by the first runs of stages",
             Source.REFUSED: "because the model refuses them",
             Source.LISTED: f"by listing {listed:,} layouts that do not fit",
         }
@@ -162,10 +164,12 @@ def rule_out(
     evaluator: Evaluator, problems: Iterable[Subproblem], claimed: float, limit: float
 ) -> Iterator[Ruled]:
     """Checks problems in the order of a search against the claimed least seconds within a memory limit."""
-    seconds, layers = claimed * (1 - EXACT), LayerBounds(evaluator)
+    seconds, proofs = claimed * (1 - EXACT), (LayerBounds(evaluator), FirstRuns(evaluator))
     for subproblem in related(problems):
         subproblem.inherit(evaluator)
-        layers.prove(subproblem, seconds)
+        for proof in proofs:
+            if subproblem.bounds.lower().value < seconds:
+                proof.prove(subproblem, seconds)
         if subproblem.bounds.lower().value < seconds and subproblem.refused:
             subproblem.bounds.prove(math.inf, Source.REFUSED)
         known = subproblem.bounds.lower().value >= seconds

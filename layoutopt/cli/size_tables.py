@@ -67,6 +67,8 @@ def _answer(found: SizeResult, best: SizedCandidate) -> list[tuple[str, str]]:
         ),
         ("takes", f"{best.lasts()}, {best.costs()}"),
     ]
+    if found.unsearched:
+        rows.append(("not compared", f"{', '.join(found.unsearched)}: no time to search; raise --time-limit"))
     if found.flat is not None:
         rows.append(("flat", found.flat.in_words()))
     if found.optimum is not None:

@@ -204,6 +204,10 @@ class Draft:
         met = self._met.get(id(cluster))
         return self.tabler if met is None else met.tabler(self.mesh, self.pricer)
 
+    def entry(self, cluster: Cluster, chosen: Mapping[str, Choice]) -> Entry | None:
+        """The price of a cluster under one choice of everything; None if that is not legal."""
+        return self.tabler_of(cluster).entry(cluster, self.decided, chosen)
+
     def make(self, cluster: Cluster) -> Table:
         """The table of a cluster that has none."""
         self.bound(cluster)

@@ -32,6 +32,8 @@ class Source(StrEnum):
     """A device computes its share of the compute on one device."""
     LAYERS = "layers"
     """The layers of a stage take their part of the layers without stages."""
+    FIRST_RUNS = "first runs"
+    """What stages run at first, whatever they recompute."""
     REFUSED = "refused"
     """The model cannot be split like that."""
     PIECES = "pieces"

@@ -5,8 +5,9 @@ cost of the best layout with it under these tables (`problem.marginals`). The le
 table is added: a device computes its share of them, if pieces cost no less than their share of the whole
 (`Pricer.pieces_cost_more`). If the sum exceeds the time of a known layout that fits, the option is removed,
 and later tables are made over the remaining ones. Where the bound of the whole problem is more, no further
-table is needed. Tables with large costs and few entries come first; their cost is estimated by that of their
-cluster without splits.
+table is needed. Tables that raise the bound most, by their entries, come first. Their cost is estimated by
+that of their cluster without splits, then under the best choices by the tables so far, which avoid what is
+known to be slow.
 
 The best choices by the tables so far are evaluated now and then: they are often a better known layout.
 """
@@ -37,6 +38,8 @@ from mesh_tf_core.lower import Options
 
 FIRST, MORE = 40, 0.3
 """Entries before options are looked at: at first, and as a part of those that there are."""
+LITTLE = 0.01
+"""Least part of a cluster's seconds that count for the order of tables."""
 PROPOSED = 0.5
 """Share of the estimated seconds in complete tables from which their best choices are evaluated."""
 
@@ -86,10 +89,15 @@ def fix_options(
     total, told = sum(weight[id(c)].seconds for c in draft.left), 0.0
     known, bound, made, last = upper, 0.0, 0, 0
     queue: list[Cluster] = []
+    seconds = {id(c): weight[id(c)].seconds for c in draft.left}
+
+    def worth(cluster: Cluster) -> float:
+        own = seconds.get(id(cluster), known)
+        least = weight[id(cluster)].computed / _ways(cluster, draft)  # the bound has it without a table
+        return max(own - least, LITTLE * own) / _width(cluster, draft.decided)
+
     while draft.left and not clock.over:
-        if not queue:  # the best last
-            worth = {id(c): weight[id(c)].seconds / _width(c, draft.decided) for c in draft.left}
-            queue = sorted(draft.left, key=lambda c: -worth[id(c)])[::-1]
+        queue = queue or sorted(draft.left, key=worth, reverse=True)[::-1]  # the best last
         best = queue.pop()
         told += weight[id(best)].seconds
         made += len(draft.make(best).entries)
@@ -106,9 +114,10 @@ def fix_options(
         if found.exact:
             # What is not told yet takes about its part of the time too.
             hopeful = told >= PROPOSED * total and found.bound * total <= known * told
-            if hopeful and (choices := found.best()) is not None:
+            if (choices := found.best()) is not None:
+                seconds = _under(draft, choices)
                 with suppress(LayoutError):  # a cluster without a table yet may forbid it
-                    known = min(known, propose(*draft.read(choices)))
+                    known = min(known, propose(*draft.read(choices))) if hopeful else known
             # Should the evaluator be below the tables, these keep what is best by them.
             most = max(known, bound) * (1 + SLACK)
             left = _below(most - rest, marginals(found, problem.sizes), draft.decided)
@@ -182,11 +191,19 @@ def fill(weights: ClusterWeights, draft: Draft) -> ClusterWeights:
     return weights
 
 
+def _under(draft: Draft, choices: Sequence[int]) -> dict[int, float]:
+    """By their ids, the seconds of clusters without a table under choices of `Draft.times` that are legal."""
+    options, free = draft.decided.options, draft.decided.free
+    chosen = draft.decided.fixed | {n: options[n][c] for n, c in zip(free, choices, strict=True)}
+    every = [(c, draft.entry(c, chosen)) for c in draft.left]
+    return {id(c): c.multiplicity * e.seconds for c, e in every if e is not None}
+
+
 def _weight(draft: Draft, cluster: Cluster) -> Weight:
     decided, tabler = draft.decided, draft.tabler_of(cluster)
     plain = {n: options[0] for n in cluster.decisions if (options := decided.options.get(n))}
     plain |= {n: () for n in cluster.dims if n not in decided.stages}
-    entry = tabler.entry(cluster, decided, plain)
+    entry = draft.entry(cluster, plain)
     if entry is None:
         return Weight(0.0, 0.0)
     seconds = cluster.multiplicity * entry.seconds
@@ -196,7 +213,7 @@ def _weight(draft: Draft, cluster: Cluster) -> Weight:
     switches = [n for n in cluster.switches if cluster.saves or n not in decided.of(Recompute)]
     every = itertools.product(*(decided.options.get(n, ((),)) for n in switches))
     chosen = [plain | dict(zip(switches, choices, strict=True)) for choices in every]
-    entries = ((each, tabler.entry(cluster, decided, each)) for each in chosen)
+    entries = ((each, draft.entry(cluster, each)) for each in chosen)
     computed = [tabler.computed(cluster, entry, each) for each, entry in entries if entry is not None]
     return Weight(seconds, cluster.multiplicity * min(computed))
 

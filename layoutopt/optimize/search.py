@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from layoutopt.optimize.agreement import hold_rows
 from layoutopt.optimize.best_plans import held
 from layoutopt.optimize.bounds import Bound, Source, State
+from layoutopt.optimize.first_runs import FirstRuns
 from layoutopt.optimize.fixing import ClusterWeights, faster, option_costs
 from layoutopt.optimize.incumbents import Incumbents
 from layoutopt.optimize.layer_bounds import LayerBounds
@@ -95,6 +96,7 @@ class LayoutSearch:
             self.incumbents.found += self.after.incumbents.found
             self.incumbents.subproblems |= self.after.incumbents.subproblems
         self.layers = LayerBounds(self.request.evaluator)
+        self.first_runs = FirstRuns(self.request.evaluator, self.request.clock)
 
     @property
     def considered(self) -> int:
@@ -255,8 +257,9 @@ class LayoutSearch:
         yield from sorted((each for each in self.problems if not each.key.stages), key=lambda p: p.rank)
         self._bound(() if limited else staged, limit)
         for each in sorted(staged, key=lambda p: p.rank):
-            if self._is_open(each, limit) and not self.request.late:
-                self.layers.prove(each, self.incumbents.seconds(limit))
+            for proof in (self.layers, self.first_runs):
+                if self._is_open(each, limit) and not self.request.late:
+                    proof.prove(each, self.incumbents.seconds(limit))
             yield each
 
     def _bound(self, problems: Sequence[Subproblem], limit: float) -> None:

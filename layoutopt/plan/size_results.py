@@ -217,6 +217,7 @@ class SizeResult(CommandResult):
 
     Attributes:
       accuracy: how sure the times of each hardware of the candidates are.
+      unsearched: hardware that there was no time for.
       scaled: hyperparameters in which sizes differ, with their powers of a common factor.
       courses: of some of the sizes that were searched; `least`: the least loss by the law at some FLOPs.
     """
@@ -230,6 +231,7 @@ class SizeResult(CommandResult):
     scaled: dict[str, float] = Field(default_factory=dict)
     beaten: list[Beaten] = Field(default_factory=list)
     unfit: list[Unfit] = Field(default_factory=list)
+    unsearched: list[str] = Field(default_factory=list)
     optimum: Optimum | None = None
     flat: Flat | None = None
     sweeps: list[Sweep] = Field(default_factory=list)

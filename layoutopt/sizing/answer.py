@@ -143,13 +143,21 @@ class Answering:
         for candidate in candidates:
             for machine in self._promising(candidate):
                 for devices in explicit or (None,):
+                    self.timer.share = 1 / max(1, self.planned - self._done - self.missing)
                     if self.timer.clock.over:
                         self.missing += 1
                     elif devices is not None:
                         self._add(candidate, machine, devices)
                     else:
                         self._one(candidate, machine)
+        self.timer.share = 1.0
         self._complete_flat()
+
+    @property
+    def unsearched(self) -> list[str]:
+        """The hardware that no size was looked at on."""
+        seen = {r.timing.machine.name for r in (*self.rows, *self.beaten)} | {u.hardware for u in self.unfit}
+        return [machine.name for machine in self.machines if machine.name not in seen]
 
     @property
     def _done(self) -> int:

@@ -54,6 +54,7 @@ def result_of(answering: Answering, best: SizeRow) -> SizeResult:
         scaled={} if question.goal == "tokens" and answering.sizes is None else answering.family.powers,
         beaten=[*map(summary.beaten, answering.beaten)],
         unfit=answering.unfit,
+        unsearched=answering.unsearched,
         optimum=summary.optimum(answering, best),
         flat=summary.flat(answering, best),
         sweeps=[*summary.sweeps(answering, best)],

@@ -159,7 +159,7 @@ def size(
       model: a function from hyperparameters to a model, like model() in a model file.
       hparams: hyperparameters with other values than their defaults.
       price: the price of a chip-hour: one number, or a mapping from the name of the hardware.
-      framework: the training software (None: the hardware's own).
+      framework: the training software (None: the model's own).
       space: the search space of the layouts, without decisions that name axes of a mesh.
       limits: `memory` and `max_axes` apply to each search, `time_limit` and `keep_best` to all together.
       asked: fields of `Goal`, `Scaling`, `SizeRange`, `SearchSpace` and `Limits`; they override `goal`,
@@ -191,13 +191,14 @@ def size(
                 f"size: {f.name!r} applies only to a single search of a layout, not to size; "
                 f"{known_names(f.name, LIMITS)}"
             )
-    machines = machines_of(hardware, price, limits.memory, framework)
-    return _sized(model, hparams, goal, scaling, sizes, chosen, limits, machines, on_progress)
+    _check(sizes.candidates, sizes.sizes, limits.memory, sizes.scale)
+    family = Family(model, _all_hparams(model, hparams), sizes.scale)
+    machines = machines_of(hardware, price, limits.memory, framework, family.own.model)
+    return _sized(family, goal, scaling, sizes, chosen, limits, machines, on_progress)
 
 
 def _sized(
-    model: Callable[..., Model],
-    hparams: Mapping[str, Any] | None,
+    family: Family,
     goal: Goal,
     scaling: Scaling,
     sizes: SizeRange,
@@ -208,7 +209,6 @@ def _sized(
 ) -> Sizing:
     served = {name: value for name, value in vars(goal).items() if name not in ("devices", "inference")}
     question = SizingQuestion(**served, devices=_numbers(goal.devices), served=goal.inference)
-    _check(sizes.candidates, sizes.sizes, limits.memory, sizes.scale)
     if question.tokens is not None and sizes.sizes is not None and sizes.sizes[0] != sizes.sizes[1]:
         raise UserError(
             "--tokens requires a single size, but --sizes gives a range; write e.g. --sizes 13B, or "
@@ -227,7 +227,6 @@ def _sized(
                 )
     told = scaling.unique, scaling.pretrained, scaling.characters, scaling.replicas
     forecast = Forecast(_law(scaling.law, scaling.runs), *told)
-    family = Family(model, _all_hparams(model, hparams), sizes.scale)
     clock = Clock.of(limits.time_limit).again()
     may = {name: value for name, value in chosen.keywords.items() if name in (*LAYOUTS, "allow")}
     timer = Timer(limits.max_axes, clock, may)
@@ -260,10 +259,13 @@ def machines_of(
     price: float | Mapping[str, float] | None,
     memory: float | None = None,
     framework: str | None = None,
+    model: Model | None = None,
 ) -> list[OfferedHardware]:
-    """The machines of a question, each once, with their prices."""
+    """The machines of a question, each once, with their prices; under the framework of a model, unless one is
+    named."""
     asked: list[Any] = [*hardware] if isinstance(hardware, list | tuple) else [hardware]
-    loaded = [machine_of(each, framework) for each in asked]
+    own = () if model is None else (model.framework,)
+    loaded = [machine_of(each, framework, *own) for each in asked]
     names = [machine.name for machine in loaded]
     prices = price if isinstance(price, Mapping) else dict.fromkeys(names, price)
     for name, value in prices.items():

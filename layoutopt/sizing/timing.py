@@ -66,6 +66,7 @@ class Timer:
 
     Args:
       clock: when to end.
+      share: the part of the time left that the next search may take.
       allowed: further choices of `search`, as its keywords.
 
     Attributes:
@@ -73,7 +74,7 @@ class Timer:
     """
 
     def __init__(self, max_axes: int, clock: Clock, allowed: Mapping[str, Any] | None = None) -> None:
-        self.max_axes, self.clock, self.allowed = max_axes, clock, dict(allowed or {})
+        self.max_axes, self.clock, self.allowed, self.share = max_axes, clock, dict(allowed or {}), 1.0
         self.usual = not (allow.unsaid() or "allow" in self.allowed)
         self._beyond: Clock | None = None
         self.known: dict[tuple[int, str, int], Timing] = {}
@@ -108,6 +109,7 @@ class Timer:
     def _searched(
         self, candidate: SizeCandidate, machine: OfferedHardware, devices: int, **more: Any
     ) -> Timing:
+        part = self.clock if self.share == 1 else self.clock.part(self.share)
         try:
             plan = search(
                 candidate.model,
@@ -116,7 +118,7 @@ class Timer:
                 memory=machine.limit,
                 max_axes=self.max_axes,
                 alternatives=False,
-                **{"time_limit": self.clock, "allow": allow.unsaid() or allow.USUAL, **self.allowed, **more},
+                **{"time_limit": part, "allow": allow.unsaid() or allow.USUAL, **self.allowed, **more},
             )
         except InfeasibleError as error:
             return Timing(candidate, machine, devices, math.inf, reason=str(error))
