@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass
 from costmodels.hardware import Hardware
 from layoutopt.optimize.bounds import EXACT, Source
 from layoutopt.optimize.evaluator import Evaluator
-from layoutopt.optimize.first_runs import FirstRuns
 from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.layer_bounds import LayerBounds
 from layoutopt.optimize.subproblems import Subproblem, related, subproblems
@@ -164,12 +163,10 @@ def rule_out(
     evaluator: Evaluator, problems: Iterable[Subproblem], claimed: float, limit: float
 ) -> Iterator[Ruled]:
     """Checks problems in the order of a search against the claimed least seconds within a memory limit."""
-    seconds, proofs = claimed * (1 - EXACT), (LayerBounds(evaluator), FirstRuns(evaluator))
+    seconds, layers = claimed * (1 - EXACT), LayerBounds(evaluator)
     for subproblem in related(problems):
         subproblem.inherit(evaluator)
-        for proof in proofs:
-            if subproblem.bounds.lower().value < seconds:
-                proof.prove(subproblem, seconds)
+        layers.prove(subproblem, seconds)
         if subproblem.bounds.lower().value < seconds and subproblem.refused:
             subproblem.bounds.prove(math.inf, Source.REFUSED)
         known = subproblem.bounds.lower().value >= seconds

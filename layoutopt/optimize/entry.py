@@ -17,7 +17,14 @@ from layoutopt.optimize.infeasible import diagnose
 from layoutopt.optimize.plan_details import with_details
 from layoutopt.optimize.planning import make_plan, nearest_plan
 from layoutopt.optimize.question import Limits, SearchQuestion
-from layoutopt.optimize.request import ANSWERED, BESIDE, SEARCHED, OnSearchStatus, SearchStatus
+from layoutopt.optimize.request import (
+    ANSWERED,
+    BESIDE,
+    SEARCHED,
+    STOPPED,
+    OnSearchStatus,
+    SearchStatus,
+)
 from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem, possible, subproblems
@@ -38,8 +45,6 @@ from mesh_tf_core.model import Model
 __all__ = ["AUTO", "Limits", "Objective", "OnSearchStatus", "SearchSpace", "SearchStatus", "search"]
 UNDECIDED = "the search ended before it was decided whether another layout fits (--allow everything)"
 NOT_SEARCHED = "only the usual layouts were searched"
-STOPPING = 2.0
-"""Seconds after Ctrl-C for what is beside the usual answer."""
 
 
 def search(
@@ -208,7 +213,7 @@ def _plan_of(question: SearchQuestion, answer: _Answer) -> Plan:
         request = looked.request.like(clock=request.clock)
     clock, others = request.clock, list[EvaluatedLayout]()
     if looked.stopped:
-        clock.hurry(STOPPING if answer.usual else 0.0)  # the plan has its own time
+        clock.hurry(STOPPED if answer.usual else 0.0)  # the plan has its own time
 
     def plan() -> Plan:
         with suppress(KeyboardInterrupt):

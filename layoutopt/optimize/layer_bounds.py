@@ -20,31 +20,37 @@ pieces cost no less than their share of the whole, also every multiple of its mi
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from costmodels.kernels.groups import Group
 from costmodels.kernels.partition import FusedKernel
 from costmodels.pricing.overlap import loads_or_stores
 from costmodels.pricing.units import Stack, Unit, first_of
 from costmodels.stage_times import stage_times
+from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.extract import Draft
 from layoutopt.formulation.tables import Entry, Table
 from layoutopt.optimize.bounds import Source
 from layoutopt.optimize.evaluator import Evaluator
-from layoutopt.optimize.subproblems import Subproblem, beside
+from layoutopt.optimize.fixing import fix_options
+from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, beside
 from layoutopt.solver import eliminate
+from layoutopt.space.kind import Choice
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import Program, Transfer
+from mesh_tf_core.ir.program import Local, Program, Transfer
 from mesh_tf_core.ir.schedules import KINDS
 from mesh_tf_core.ir.stage_orders import StageAction
+from mesh_tf_core.ops.kinds import Move
 from mesh_tf_core.tracing.microbatch_order import second_half
 from mesh_tf_core.tracing.stage_layers import loop_dims
 
@@ -85,10 +91,11 @@ class LayerBounds:
         self._layers: dict[tuple[Mesh, int, str, Axes], _Layers | None] = {}
         self._slots: dict[str, SlotsByProgram] = {}
         self._seconds: dict[tuple[Mesh, int, str, Axes, tuple[float, ...]], float] = {}
+        self._first: dict[SubproblemKey, float] = {}
 
     def prove(self, subproblem: Subproblem, enough: float, shortly: bool = False) -> None:
         """Proves the bound of a problem by its layers, from the tables of as few microbatches as show that
-        it takes `enough` seconds; `shortly`: from the fewest alone."""
+        it takes `enough` seconds, then by `FirstRuns`; `shortly`: from the fewest alone."""
         plain = subproblem.unstaged or subproblem
         pieces = self.evaluator.prices(subproblem.mesh).pieces_cost_more
         if subproblem.space.diloco is not None or plain.given is not None:  # tables are kept by mesh
@@ -100,6 +107,17 @@ class LayerBounds:
                     subproblem.bounds.prove(self._bound(subproblem, of, exactly), Source.LAYERS)
                 if subproblem.bounds.lower().value >= enough:
                     return
+        again, key = subproblem.space.recompute, subproblem.key._replace(again=frozenset())
+        if shortly or again == (False,) or not key.stages or math.isinf(enough):
+            return
+        if key not in self._first:
+            self._first[key] = 0.0
+            with suppress(UserError):  # such stages may be refused without recomputation
+                first, mesh = subproblem.without_again.unrestricted, subproblem.mesh
+                draft = FirstRuns(self.evaluator.model, mesh, first, self.evaluator.prices(mesh))
+                bound = fix_options(draft, enough, lambda *_: math.inf)
+                self._first[key] = 0.0 if draft.unsplit else bound
+        subproblem.bounds.prove(min(self._first[key], enough), Source.FIRST_RUNS)
 
     def _bound(self, subproblem: Subproblem, plain: Subproblem, exactly: bool) -> float:
         """The bound by the layers in a step without stages; `exactly`: with the runs of slots in the graph of
@@ -215,3 +233,53 @@ def _nodes(unit: Unit) -> set[int]:
     first = first_of(unit)
     moves = isinstance(first, Transfer) or getattr(first, "rule", "") in (GRADIENT, PARAMETER)
     return set() if moves else {first.origin.node}
+
+
+class FirstRuns(Draft):
+    """A pipeline whose stages recompute nothing, without what they save for backward: whatever stages
+    recompute takes no less, as second runs come on top. What is kept differs in moves on a device, and in
+    writes to stacks that are no sums."""
+
+    def __init__(self, *asked: Any) -> None:
+        super().__init__(*asked)
+        self._counted: dict[int, tuple[Program, list[bool]]] = {}
+
+    def make(self, cluster: Cluster) -> Table:
+        table, fixed = super().make(cluster), self.decided.fixed
+        entries = {
+            a: self._first(cluster, entry, fixed | dict(zip(table.names, a, strict=True)))
+            for a, entry in table.entries.items()
+        }
+        self.tables[-1] = replace(table, entries=entries)
+        return self.tables[-1]
+
+    def entry(self, cluster: Cluster, chosen: Mapping[str, Choice]) -> Entry | None:
+        entry = super().entry(cluster, chosen)
+        return None if entry is None else self._first(cluster, entry, chosen)
+
+    def _first(self, cluster: Cluster, entry: Entry, chosen: Mapping[str, Choice]) -> Entry:
+        first, *more = entry.lowered
+        cost, program = first.cost, first.program
+        assert cost is not None and program is not None
+        prices = self.tabler_of(cluster).prices_of(cluster, chosen)
+        if id(program) not in self._counted:
+            units = prices.itemiser.units(replace(program, results={}))
+            counted = [not _saves(unit, program) for unit, *_ in units if not loads_or_stores(unit)]
+            self._counted[id(program)] = program, counted
+        counted = self._counted[id(program)][1]
+        if all(counted):
+            return entry
+        left = tuple([x for x, counts in zip(cost, counted, strict=True) if counts])
+        seconds = max(entry.seconds - prices.total(cost) + prices.total(left), 0.0)
+        return replace(entry, seconds=seconds, lowered=(replace(first, cost=left), *more))
+
+
+def _saves(unit: Unit, program: Program) -> bool:
+    """True if a unit may keep something for backward, or bring it: a move on a device, or a write to a stack
+    that is no sum, in a loop that is not backward's."""
+    if not isinstance(unit, Stack):
+        every = unit.instrs if isinstance(unit, FusedKernel | Group) else (unit,)
+        return all(isinstance(each, Local) and isinstance(each.op, Move) for each in every)
+    if unit.loop.origin.phase in (Phase.BACKWARD, Phase.UPDATE):
+        return False
+    return unit.value not in program.added and unit.value not in {total for _, total in unit.loop.summed}

@@ -24,7 +24,7 @@ from layoutopt.optimize.alternatives import HEADROOM, Alternatives, Shapes, call
 from layoutopt.optimize.baselines import axis_names, called_mesh, in_names
 from layoutopt.optimize.bounds import EXACT, Bound, Source
 from layoutopt.optimize.evaluation import Evaluation
-from layoutopt.optimize.request import BESIDE, BESIDE_SHARE, PLANNED, Request, left_whole, space_of
+from layoutopt.optimize.request import BESIDE, BESIDE_SHARE, PLANNED, STOPPED, Request, left_whole, space_of
 from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem
@@ -103,7 +103,7 @@ def make_plan(
         beside.retry(search)
 
     with request.clock.at_most(max(BESIDE, BESIDE_SHARE * request.clock.elapsed)):
-        request.clock.within(PLANNED, look)
+        request.clock.within(STOPPED if search.stopped else PLANNED, look)
     proof.doubt(request)  # Layouts that the alternatives searched may show it, too.
     missing = [*beside.missing]
     apart = None if search.proven or usual is None else usual[1]  # others are those of its search

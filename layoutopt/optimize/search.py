@@ -24,14 +24,13 @@ from dataclasses import dataclass, field, replace
 from layoutopt.optimize.agreement import hold_rows
 from layoutopt.optimize.best_plans import held
 from layoutopt.optimize.bounds import Bound, Source, State
-from layoutopt.optimize.first_runs import FirstRuns
 from layoutopt.optimize.fixing import ClusterWeights, faster, option_costs
 from layoutopt.optimize.incumbents import Incumbents
 from layoutopt.optimize.layer_bounds import LayerBounds
 from layoutopt.optimize.least_memory import least_memory
 from layoutopt.optimize.merging import simplest
 from layoutopt.optimize.needed import ADVICE, EXCLUDED, nearest_of, needed
-from layoutopt.optimize.request import ANSWERED, SEARCHED, Request, SearchStatus, uneven
+from layoutopt.optimize.request import ANSWERED, SEARCHED, STOPPED, Request, SearchStatus, uneven
 from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.optimize.warm_start import WarmStart
@@ -96,7 +95,6 @@ class LayoutSearch:
             self.incumbents.found += self.after.incumbents.found
             self.incumbents.subproblems |= self.after.incumbents.subproblems
         self.layers = LayerBounds(self.request.evaluator)
-        self.first_runs = FirstRuns(self.request.evaluator, self.request.clock)
 
     @property
     def considered(self) -> int:
@@ -187,7 +185,7 @@ class LayoutSearch:
         self.proven = False
         needed = ANSWERED if self.incumbents.best() is None else 0.0
         with suppress(KeyboardInterrupt):
-            grace = STOPPING if self.stopped and needed else ANSWERED
+            grace = (STOPPING if needed else STOPPED) if self.stopped else ANSWERED
             self.request.clock.within(grace, self._last_look, needed)
         self.best = self.best or self.incumbents.best()
         if self.listed and self.request.objective == Objective.MEMORY:
@@ -257,9 +255,8 @@ class LayoutSearch:
         yield from sorted((each for each in self.problems if not each.key.stages), key=lambda p: p.rank)
         self._bound(() if limited else staged, limit)
         for each in sorted(staged, key=lambda p: p.rank):
-            for proof in (self.layers, self.first_runs):
-                if self._is_open(each, limit) and not self.request.late:
-                    proof.prove(each, self.incumbents.seconds(limit))
+            if self._is_open(each, limit) and not self.request.late:
+                self.layers.prove(each, self.incumbents.seconds(limit))
             yield each
 
     def _bound(self, problems: Sequence[Subproblem], limit: float) -> None:

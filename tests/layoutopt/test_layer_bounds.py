@@ -15,6 +15,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels import load_hardware
+from layoutopt.optimize import layer_bounds
 from layoutopt.optimize.bounds import SLACK, Source
 from layoutopt.optimize.evaluator import Evaluator, evaluate
 from layoutopt.optimize.layer_bounds import LayerBounds
@@ -58,6 +59,38 @@ def test_no_layout_takes_less_than_its_layers(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(10, 40))
 def test_no_layout_of_many_takes_less_than_its_layers(seed: int) -> None:
     assert all(0 < bound <= least * (1 + SLACK) for bound, least in compared(seed, 12))
+
+
+def first_runs(seed: int, most: int) -> Iterator[tuple[float, float]]:
+    """The bounds of pipelines by the first runs of their stages, and their least seconds by their tables."""
+    rng, model = random.Random(seed), whole_model(seed)
+    mesh, machine = mtf.Mesh(rng.choice(["x:2;y:2", "x:4"])), some_machine(rng)
+    evaluator, target = Evaluator(model, machine), Target.on(machine, model, mesh)
+    allowed = opened(rng, model).but(**ScheduleDecision.widest(target), pipeline=("layers",))
+    allowed = allowed.but(recompute=(False, "selective", "some", True))
+    every = [p for p in subproblems(model, [mesh], allowed, evaluator.near) if p.key.again and not p.refused]
+    for each in rng.sample(every, min(most, len(every))):
+        LayerBounds(evaluator).prove(each, 1e9)
+        found = [b.value for b in each.bounds.proven if b.source is Source.FIRST_RUNS]
+        yield max(found, default=0.0), each.opened(evaluator).relaxed()
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_no_recomputation_takes_less_than_the_first_runs(seed: int) -> None:
+    found = [*first_runs(seed, 2)]
+    assert any(bound for bound, _ in found) and all(bound <= least * (1 + SLACK) for bound, least in found)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(14, 40))
+def test_no_recomputation_of_many_takes_less_than_the_first_runs(seed: int) -> None:
+    assert all(bound <= least * (1 + SLACK) for bound, least in first_runs(seed, 6))
+
+
+def test_counting_what_is_saved_would_be_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What recomputation makes superfluous is no part of the bound."""
+    monkeypatch.setattr(layer_bounds, "_saves", lambda *_: False)
+    assert any(bound > least for seed in (0, 3) for bound, least in first_runs(seed, 3))
 
 
 def test_layers_that_a_stage_lacks_would_be_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

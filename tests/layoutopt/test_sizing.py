@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import mesh_tf_core as mtf
 from examples.moe_lm import model as mixture
 from examples.transformer_lm import llama3_8b
 from examples.transformer_lm import model as transformer
+from layoutopt.cli import size_tables
 from layoutopt.models.hparams import defaults_of
 from layoutopt.optimize.evaluation import unsplit_flops
 from layoutopt.plan.build import Plan
@@ -161,6 +163,7 @@ def searches() -> Iterator[dict[Any, Plan]]:
             model.parameters,
             model.tokens,
             asked["hardware"].name,
+            asked["hardware"].framework,
             asked["devices"],
             asked["memory"],
             allowed,
@@ -280,6 +283,39 @@ def test_what_was_not_searched_in_time_is_not_called_impossible(monkeypatch: pyt
         layoutopt.size(words, TINY, every=True, days=1e-9, **BUDGET, **ASKED)
     with pytest.raises(LimitError, match="no size was searched within the time limit"):
         layoutopt.size(words, TINY, every=True, **BUDGET, **ASKED)
+
+
+def test_hardware_without_time_is_named_beside_the_recommendation(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended(monkeypatch, LimitError)
+    asked: dict[str, Any] = {**ASKED, **BUDGET, "hardware": ["tpu-v5e", "tpu-v4"], "candidates": 1}
+    found = layoutopt.size(words, TINY, every=True, **asked).data
+    (left,) = found.unsearched
+    assert {left, found.best.hardware} == {"tpu-v5e", "tpu-v4"}
+    rows = [name for name, words in size_tables._answer(found, found.best) if left in words]
+    assert rows == ["not compared"]
+
+
+def test_searches_of_sizes_divide_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, limits = timing.search, list[float]()
+
+    def search(model: Model, **asked: Any) -> Plan:
+        limits.append(asked["time_limit"].limit)
+        return real(model, **asked)
+
+    monkeypatch.setattr(timing, "search", search)
+    layoutopt.size(words, TINY, every=True, time_limit=90, allow="usual", **BUDGET, **ASKED)
+    assert len(limits) == 3 and limits[0] <= 30 < limits[1] <= 45 < limits[2] <= 90
+
+
+def test_a_model_brings_its_framework() -> None:
+    def model(**hparams: Any) -> Model:
+        return replace(words(**hparams), framework="torch")
+
+    asked: dict[str, Any] = {**ASKED, **BUDGET, "hardware": "h100", "candidates": 1, "allow": "usual"}
+    found = layoutopt.size(model, TINY, **asked)
+    assert found.plan.data.framework == "torch"
+    named = layoutopt.size(model, TINY, framework="layoutopt", **asked)
+    assert named.plan.data.framework == "layoutopt"
 
 
 def test_layouts_may_choose_what_a_search_may() -> None:
