@@ -118,11 +118,6 @@ class WhatIfAnswer:
     reason: str = ""
 
 
-def with_pins(asked: SearchSpace, more: str | None) -> SearchSpace:
-    """The request with further pins; a new pin of a dimension replaces the old one."""
-    return asked.but(pins={**asked.pins, **parse_rules(more)})
-
-
 def without(asked: SearchSpace, name: str) -> SearchSpace:
     """The same without one of `FEATURES`; UserError if the search could not choose it, or only it."""
     feature = FEATURES[name]
@@ -206,7 +201,7 @@ def finder(
         rules = without(asked, forbid) if forbid else asked
         more: dict[str, Any] = {"objective": objective, "time_limit": clock.rest, "alternatives": False}
         try:
-            space = on_mesh(model, plan.mesh, with_pins(rules, pins))
+            space = on_mesh(model, plan.mesh, rules.but(pins={**rules.pins, **parse_rules(pins)}))
             known.sort(key=lambda p: p.predicted.step_seconds)
             start = next((p for p in known if covers(space, model, p, near)), None)
             found = search(model, plan.mesh, None, hardware, space, memory=memory, start=start, **more)

@@ -17,15 +17,8 @@ from layoutopt.optimize.infeasible import diagnose
 from layoutopt.optimize.plan_details import with_details
 from layoutopt.optimize.planning import make_plan, nearest_plan
 from layoutopt.optimize.question import Limits, SearchQuestion
-from layoutopt.optimize.request import (
-    ANSWERED,
-    BESIDE,
-    SEARCHED,
-    STOPPED,
-    OnSearchStatus,
-    SearchStatus,
-)
-from layoutopt.optimize.search import LayoutSearch
+from layoutopt.optimize.request import ANSWERED, BESIDE, SEARCHED, OnSearchStatus, SearchStatus
+from layoutopt.optimize.search import STOPPED, LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem, possible, subproblems
 from layoutopt.optimize.unrestricted import unrestricted

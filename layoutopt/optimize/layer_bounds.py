@@ -113,9 +113,9 @@ class LayerBounds:
         if key not in self._first:
             self._first[key] = 0.0
             with suppress(UserError):  # such stages may be refused without recomputation
-                first, mesh = subproblem.without_again.unrestricted, subproblem.mesh
-                draft = FirstRuns(self.evaluator.model, mesh, first, self.evaluator.prices(mesh))
-                bound = fix_options(draft, enough, lambda *_: math.inf)
+                first = replace(subproblem, key=key, space=subproblem.space.but(again=frozenset()))
+                asked = self.evaluator.model, key.mesh, first.unrestricted, self.evaluator.prices(key.mesh)
+                bound = fix_options(draft := FirstRuns(*asked), enough, lambda *_: math.inf)
                 self._first[key] = 0.0 if draft.unsplit else bound
         subproblem.bounds.prove(min(self._first[key], enough), Source.FIRST_RUNS)
 

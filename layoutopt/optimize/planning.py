@@ -24,8 +24,8 @@ from layoutopt.optimize.alternatives import HEADROOM, Alternatives, Shapes, call
 from layoutopt.optimize.baselines import axis_names, called_mesh, in_names
 from layoutopt.optimize.bounds import EXACT, Bound, Source
 from layoutopt.optimize.evaluation import Evaluation
-from layoutopt.optimize.request import BESIDE, BESIDE_SHARE, PLANNED, STOPPED, Request, left_whole, space_of
-from layoutopt.optimize.search import LayoutSearch
+from layoutopt.optimize.request import BESIDE, BESIDE_SHARE, PLANNED, Request, left_whole, space_of
+from layoutopt.optimize.search import STOPPED, LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.build import Plan, axes_of, decided, model_info

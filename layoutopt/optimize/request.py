@@ -50,8 +50,6 @@ Better = Callable[[str, float, int], None]
 SEARCHED, ANSWERED, PLANNED = 0.6, 1.3, 1.6
 """Seconds after the time limit for solvers to end and for their answers to be evaluated; for finding any
 layout that fits, if none is known, or as many of computing; for predicting alternatives."""
-STOPPED = 0.4
-"""Seconds after Ctrl-C for each of these, if an answer is known."""
 BEYOND = 60.0
 """Seconds for what is not usual, if no time limit is given."""
 BESIDE, BESIDE_SHARE = 20.0, 4.0

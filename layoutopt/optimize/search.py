@@ -30,7 +30,7 @@ from layoutopt.optimize.layer_bounds import LayerBounds
 from layoutopt.optimize.least_memory import least_memory
 from layoutopt.optimize.merging import simplest
 from layoutopt.optimize.needed import ADVICE, EXCLUDED, nearest_of, needed
-from layoutopt.optimize.request import ANSWERED, SEARCHED, STOPPED, Request, SearchStatus, uneven
+from layoutopt.optimize.request import ANSWERED, SEARCHED, Request, SearchStatus, uneven
 from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.optimize.warm_start import WarmStart
@@ -44,8 +44,8 @@ from mesh_tf_core.lower import Options
 
 NAMED_SHARE = 0.25
 """Part of a time limit in which named layouts are predicted before anything is listed or solved."""
-STOPPING = 5.0
-"""Seconds after Ctrl-C in which named layouts are predicted, if nothing that fits was found yet."""
+STOPPING, STOPPED = 5.0, 0.4
+"""Seconds after Ctrl-C for predicting named layouts, if nothing that fits is known, else for any work."""
 EVENLY = " with equal shards"
 """Note about layouts with equal shards if other layouts could split further."""
 MOST_POINTS = 200

@@ -139,12 +139,6 @@ class Subproblem:
             return
 
     @property
-    def without_again(self) -> Subproblem:
-        """The same without recomputation in stages, and without bounds."""
-        key, space = self.key._replace(again=frozenset()), self.space.but(again=frozenset())
-        return Subproblem(key, self.model, space, unstaged=self.unstaged)
-
-    @property
     def mesh(self) -> Mesh:
         """Its mesh."""
         return self.key.mesh

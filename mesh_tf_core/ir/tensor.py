@@ -106,6 +106,15 @@ _INSTEAD = {
 """What other libraries' tensors have -> what to write."""
 
 
+def _operator(name: str, swapped: bool = False) -> Callable[[Tensor, Tensor | float], Tensor]:
+    """The method of an operator between tensors; `swapped`: the tensor is on the right."""
+
+    def method(self: Tensor, other: Tensor | float) -> Tensor:
+        return self.graph.binary(name, other, self) if swapped else self.graph.binary(name, self, other)
+
+    return method
+
+
 class TensorAttributeError(UserError, AttributeError):
     """An attribute of other libraries' tensors, and its replacement."""
 
@@ -171,53 +180,15 @@ class Tensor:
         where = " (the bodies of loops and branches are built before they run)" if self.block else ""
         raise UserError(f"{self!r} has no value while the model is being built{where}; {advice}")
 
-    def __add__(self, other: Tensor | float) -> Tensor:
-        return self.graph.binary("add", self, other)
-
-    def __radd__(self, other: float) -> Tensor:
-        return self.graph.binary("add", other, self)
-
-    def __sub__(self, other: Tensor | float) -> Tensor:
-        return self.graph.binary("sub", self, other)
-
-    def __rsub__(self, other: float) -> Tensor:
-        return self.graph.binary("sub", other, self)
-
-    def __mul__(self, other: Tensor | float) -> Tensor:
-        return self.graph.binary("mul", self, other)
-
-    def __rmul__(self, other: float) -> Tensor:
-        return self.graph.binary("mul", other, self)
-
-    def __truediv__(self, other: Tensor | float) -> Tensor:
-        return self.graph.binary("div", self, other)
-
-    def __rtruediv__(self, other: float) -> Tensor:
-        return self.graph.binary("div", other, self)
-
-    def __pow__(self, other: Tensor | float) -> Tensor:
-        return self.graph.binary("pow", self, other)
+    __add__, __radd__ = _operator("add"), _operator("add", swapped=True)
+    __sub__, __rsub__ = _operator("sub"), _operator("sub", swapped=True)
+    __mul__, __rmul__ = _operator("mul"), _operator("mul", swapped=True)
+    __truediv__, __rtruediv__ = _operator("div"), _operator("div", swapped=True)
+    __pow__, __and__, __or__ = _operator("pow"), _operator("and"), _operator("or")
+    __lt__, __le__, __gt__, __ge__ = map(_operator, ("lt", "le", "gt", "ge"))
 
     def __neg__(self) -> Tensor:
         return self.graph.binary("mul", self, -1.0)
-
-    def __lt__(self, other: Tensor | float) -> Tensor:
-        return self.graph.binary("lt", self, other)
-
-    def __le__(self, other: Tensor | float) -> Tensor:
-        return self.graph.binary("le", self, other)
-
-    def __gt__(self, other: Tensor | float) -> Tensor:
-        return self.graph.binary("gt", self, other)
-
-    def __ge__(self, other: Tensor | float) -> Tensor:
-        return self.graph.binary("ge", self, other)
-
-    def __and__(self, other: Tensor) -> Tensor:
-        return self.graph.binary("and", self, other)
-
-    def __or__(self, other: Tensor) -> Tensor:
-        return self.graph.binary("or", self, other)
 
     def __invert__(self) -> Tensor:
         return self.graph.unary("not", self)
