@@ -18,8 +18,8 @@ from layoutopt.cli.options import (
     Output,
     SetHardwareOption,
     SetOption,
-    complete_hardware,
     examples,
+    hardware_option,
     read_hardware,
 )
 from layoutopt.cli.plans import ModelOption, SourceArgument, machine_of_plan
@@ -48,14 +48,7 @@ class OnPlannedHardware:
     """The hardware and the software of a plan, unless others are named."""
 
     hardware: Annotated[
-        str | None,
-        typer.Option(
-            "--hardware",
-            metavar="NAME_OR_FILE",
-            help="Hardware to predict for, by name or file (see `layoutopt hardware`).",
-            autocompletion=complete_hardware,
-            show_default=f"the plan's; of a model {THIS_MACHINE}",
-        ),
+        str | None, hardware_option(show_default=f"the plan's; of a model {THIS_MACHINE}")
     ] = None
     set_hardware: SetHardwareOption = None
     framework: FrameworkOption = None

@@ -64,6 +64,15 @@ def complete_setting(context: typer.Context, incomplete: str) -> list[str]:
     return []
 
 
+def hardware_option(
+    help: str = "Hardware to predict for, by name or file (see `layoutopt hardware`).", **told: Any
+) -> Any:
+    """The option `--hardware`; `told`: how its default is shown."""
+    return typer.Option(
+        "--hardware", metavar="NAME_OR_FILE", help=help, autocompletion=complete_hardware, **told
+    )
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
@@ -101,35 +110,18 @@ LayoutOption = Annotated[
         show_default="nothing is split",
     ),
 ]
-HardwareOption = Annotated[
-    str,
-    typer.Option(
-        "--hardware",
-        metavar="NAME_OR_FILE",
-        help="Hardware to predict for, by name or file (see `layoutopt hardware`).",
-        autocompletion=complete_hardware,
-    ),
-]
+HardwareOption = Annotated[str, hardware_option()]
 RunsOnOption = Annotated[
     str | None,
-    typer.Option(
-        "--hardware",
-        metavar="NAME_OR_FILE",
-        help="Hardware to predict for, by name or file (see `layoutopt hardware`).",
-        autocompletion=complete_hardware,
-        show_default=(
-            "the plan's hardware if this run uses it, else the preset of this machine's accelerators, "
-            f"else {THIS_MACHINE}"
-        ),
+    hardware_option(
+        show_default="the plan's hardware if this run uses it, else the preset of this machine's "
+        f"accelerators, else {THIS_MACHINE}"
     ),
 ]
 HardwaresOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--hardware",
-        metavar="NAME_OR_FILE",
-        help="Hardware to compare, by name or file (see `layoutopt hardware`; repeatable).",
-        autocompletion=complete_hardware,
+    hardware_option(
+        "Hardware to compare, by name or file (see `layoutopt hardware`; repeatable).",
         show_default=THIS_MACHINE,
     ),
 ]
