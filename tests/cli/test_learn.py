@@ -55,7 +55,7 @@ def test_what_candidates_write_is_learnt_and_used(
 ) -> None:
     runs, learnt = tmp_path / "runs.csv", tmp_path / "mine.json"
     small = ("--set", "layers=2", "--set", "batch=64")
-    asked = ("candidates", MODEL, "--devices", "4", *small, *ON, "-n", "4", "--allow", "usual")
+    asked = ("candidates", MODEL, "--mesh", "data:2;model:2", *small, *ON, "-n", "4", "--allow", "usual")
     done = run(*asked, "--out", str(runs))
     assert done.exit_code == 0, done.stderr
     rows = [*csv.DictReader(runs.read_text().splitlines())]

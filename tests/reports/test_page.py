@@ -15,6 +15,8 @@ import pytest
 import reports
 from layoutopt.plan.schema import PlanFile, PricedAlternative, plan_file
 from mesh_tf_core.errors import UserError
+from reports import svg
+from reports.figures.chart import Chart
 from reports.page.answers import parallelism_text
 from reports.views.facts import proof
 from tests.reports import sample
@@ -76,6 +78,19 @@ def pages() -> dict[str, str]:
     return {name: reports.report_html(make(), written="2020-01-01") for name, make in PLANS.items()}
 
 
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of words do without figures, whose drawing takes nearly all of a page's time."""
+    if not {"pages", "figures"} & set(request.fixturenames):
+        monkeypatch.setattr(Chart, "__call__", lambda *_, **__: None)
+        monkeypatch.setattr(svg, "_file", lambda _: b'<svg viewBox="0 0 1 1"/>')
+
+
+@pytest.fixture
+def figures() -> None:
+    """A test looks at figures."""
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_page_is_whole(pages: dict[str, str], name: str) -> None:
     page = Page(pages[name])
@@ -84,8 +99,9 @@ def test_page_is_whole(pages: dict[str, str], name: str) -> None:
     assert len(ids) == len(set(ids))
     for link in page.of("a"):
         assert str(link["href"]).removeprefix("#") in ids
-    for svg in page.of("svg"):
-        assert svg["role"] == "img" and svg["aria-labelledby"] in ids and svg["aria-describedby"] in ids
+    for figure in page.of("svg"):
+        assert figure["role"] == "img"
+        assert figure["aria-labelledby"] in ids and figure["aria-describedby"] in ids
     assert len(page.of("h1")) == 1 and page.of("html")[0]["lang"] == "en"
     assert len(page.of("title")) == 1 + len(page.of("svg"))
 
@@ -325,7 +341,7 @@ def test_what_the_fit_had_not_seen_counts() -> None:
     assert "42 compiler estimates; median error" in Page(html).text.replace("\u00a0", " ")
 
 
-def test_where_the_mesh_lies() -> None:
+def test_where_the_mesh_lies(figures: None) -> None:
     plan = sample.full_plan()
     plan["details"]["hardware"]["lies"] = {"data": "16 along y (ring)", "model": "2 cores × 16 along x"}
     page = Page(reports.report_html([plan]))
@@ -424,7 +440,7 @@ def test_same_plan_same_page(pages: dict[str, str]) -> None:
     assert "Written on" not in reports.report_html([sample.plain_plan()], written="")
 
 
-def test_file(tmp_path: Path) -> None:
+def test_file(figures: None, tmp_path: Path) -> None:
     reports.write_report([sample.plain_plan()], tmp_path / "r.html")
     assert (tmp_path / "r.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     with pytest.raises(UserError, match=r"the report .* cannot be written: it is a folder"):
@@ -449,7 +465,7 @@ def test_notes_of_the_plan_are_shown() -> None:
     assert "<code>lower</code> says 1.1 s" in reports.report_html([plan])
 
 
-def test_what_readers_point_at_open_and_copy() -> None:
+def test_what_readers_point_at_open_and_copy(figures: None) -> None:
     plan = sample.full_plan()
     plan["details"]["search"] = {"command": "layoutopt search model.py --devices 512"}
     line = next(x for x in plan["details"]["lines"] if not x.get("communication"))
@@ -470,7 +486,7 @@ def test_what_readers_point_at_open_and_copy() -> None:
     )
 
 
-def test_every_bar_of_a_comparison_names_its_hardware() -> None:
+def test_every_bar_of_a_comparison_names_its_hardware(figures: None) -> None:
     plans = [sample.full_plan(), sample.full_plan()]
     plans[1]["hardware"] = "tpu-v3"
     plans[1]["details"]["memory"]["limit"] = 14 * sample.GIB
