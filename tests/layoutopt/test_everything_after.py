@@ -31,6 +31,8 @@ from reports.views import facts
 from tests.searching import search
 
 ON: dict[str, Any] = {"mesh": "data:2", "hardware": "tpu-v5e", "microbatches": "1"}
+MLP = mlp.model()
+"""Made once: what a search lowers, another one finds there."""
 TIGHT = 230e3
 """Bytes that no usual layout keeps to; weights and optimizer on hosts do."""
 pytestmark = pytest.mark.usefixtures("everything_after")
@@ -44,8 +46,8 @@ def rows(plan: layoutopt.Plan) -> dict[str, str]:
 @pytest.mark.one_in(2)
 def test_it_is_the_best_of_everything_and_tells_the_best_of_the_usual(objective: str) -> None:
     asked = {**ON, "objective": objective}
-    every, usual = (search(mlp.model(), **asked, allow=word) for word in ("everything", "usual"))
-    plan = search(mlp.model(), **asked)
+    every, usual = (search(MLP, **asked, allow=word) for word in ("everything", "usual"))
+    plan = search(MLP, **asked)
     assert plan.solver.status == "OPTIMAL" and plan.solver.objective == every.solver.objective
     assert plan.solver.layouts_considered == every.solver.layouts_considered
     told = plan.data.usual
@@ -58,8 +60,8 @@ def test_it_is_the_best_of_everything_and_tells_the_best_of_the_usual(objective:
 
 def test_what_is_not_usual_is_found() -> None:
     with pytest.raises(InfeasibleError):
-        search(mlp.model(), **ON, memory=TIGHT, allow="usual")
-    plan = search(mlp.model(), **ON, memory=TIGHT)
+        search(MLP, **ON, memory=TIGHT, allow="usual")
+    plan = search(MLP, **ON, memory=TIGHT)
     assert plan.options.offload and rows(plan)["usual"].endswith("of the usual kinds fits")
     assert compared_with(plan, plan_hardware(plan)).offload
     assert not compared_with(plan, plan_hardware(plan)).collective_matmul
@@ -73,14 +75,14 @@ def plan_hardware(plan: layoutopt.Plan) -> Any:
 
 def test_the_usual_answer_stays_where_the_time_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "BEYOND", 0.0)
-    plan, usual = search(mlp.model(), **ON, top=3), search(mlp.model(), **ON, allow="usual")
+    plan, usual = search(MLP, **ON, top=3), search(MLP, **ON, allow="usual")
     assert plan.solver.status == "FEASIBLE" and 0 < plan.solver.bound <= plan.solver.objective
     assert plan.solver.objective == usual.solver.objective and "nothing so far" in rows(plan)["usual"]
     told = plan.data.usual
     assert told is not None and (told.status, told.gap) == ("OPTIMAL", 0.0)
     assert [a.name for a in plan.alternatives] == ["usual number 2", "usual number 3"]
     with pytest.raises(UndecidedError, match="allow=everything"):
-        search(mlp.model(), **ON, memory=9e4)
+        search(MLP, **ON, memory=9e4)
 
 
 def test_ctrl_c_ends_the_search_of_everything() -> None:
@@ -88,29 +90,29 @@ def test_ctrl_c_ends_the_search_of_everything() -> None:
         if now.space == "everything":
             raise KeyboardInterrupt
 
-    plan = search(mlp.model(), **ON, on_progress=told, keep_best=True)
+    plan = search(MLP, **ON, on_progress=told, keep_best=True)
     assert plan.stopped and plan.data.usual is not None and plan.data.usual.proven
     with pytest.raises(KeyboardInterrupt):
-        search(mlp.model(), **ON, on_progress=told)
+        search(MLP, **ON, on_progress=told)
 
 
 def test_questions_about_the_answer_are_about_what_it_is_compared_with(tmp_path: Path) -> None:
     """Those of usual layouts, where it is one: also when the plan is read again."""
-    plan = search(mlp.model(), **ON)
-    usual = search(mlp.model(), **ON, allow="usual").allowed
+    plan = search(MLP, **ON)
+    usual = search(MLP, **ON, allow="usual").allowed
     plan.save(tmp_path / "plan.json")
-    for each in (plan, load_plan(tmp_path / "plan.json").of(mlp.model())):
+    for each in (plan, load_plan(tmp_path / "plan.json").of(MLP)):
         assert compared_with(each, plan_hardware(plan)) == usual != each.allowed
     assert _chosen(plan) == {"microbatches": "1"}  # `--like` asks the same
 
 
 def test_what_is_said_is_part_of_both() -> None:
-    plan = search(mlp.model(), **ON, storage="layout", forbid="batch:data")
+    plan = search(MLP, **ON, storage="layout", forbid="batch:data")
     for space in (plan.allowed, compared_with(plan, plan_hardware(plan))):
         assert space.storage == ("layout",) and space.forbid == {"batch": ("data",)}
     assert plan.data.details.search is not None and "storage" not in plan.data.details.search.first
-    assert search(mlp.model(), **ON, allow="-offload").data.usual is None
-    assert search(mlp.model(), **ON, objective="pareto").data.usual is None  # a whole frontier takes long
+    assert search(MLP, **ON, allow="-offload").data.usual is None
+    assert search(MLP, **ON, objective="pareto").data.usual is None  # a whole frontier takes long
 
 
 SMALL = transformer_lm.model(
@@ -218,7 +220,7 @@ def test_ctrl_c_beside_the_answer_ends_it(monkeypatch: pytest.MonkeyPatch) -> No
         raise KeyboardInterrupt
 
     monkeypatch.setattr(k_best, "k_best", stop)
-    plan = search(mlp.model(), **ON, top=3, keep_best=True)
+    plan = search(MLP, **ON, top=3, keep_best=True)
     assert plan.stopped and plan.data.usual is not None
 
 
@@ -232,7 +234,7 @@ def test_what_is_said_counts_though_it_is_the_default() -> None:
 
 
 def test_a_plan_file_with_other_choices_is_refused(tmp_path: Path) -> None:
-    plan, path = search(mlp.model(), **ON), tmp_path / "plan.json"
+    plan, path = search(MLP, **ON), tmp_path / "plan.json"
     plan.save(path)
     for first in ({"bogus": 1}, {"storage": 3}):
         said = json.loads(path.read_text())

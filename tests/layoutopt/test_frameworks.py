@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import cache
 from pkgutil import iter_modules
 
 import pytest
@@ -33,9 +34,9 @@ from tests.marks import by_day
 
 NAMED = [name for name in framework_names() if load_framework(name).says == name != DEFAULT]
 SIZES = {"layers": 2, "d_model": 32, "d_kv": 8, "heads": 4, "d_ff": 64, "vocab": 64, "batch": 16, "length": 8}
-MODELS = {
-    "dense": lambda: transformer_lm.model(**SIZES, kv_heads=2),
-    "experts": lambda: moe_lm.model(**SIZES, experts=4),
+MODELS = {  # made once: what a search lowers, another one finds there
+    "dense": cache(lambda: transformer_lm.model(**SIZES, kv_heads=2)),
+    "experts": cache(lambda: moe_lm.model(**SIZES, experts=4)),
 }
 
 
