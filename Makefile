@@ -28,16 +28,14 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# pytest comes last: its summary is the last line of the output.
-test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
-
-test-fast: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not nightly"
-
+test-fast: MARK := -m "not slow and not nightly"
 # The long hunts for surprises: larger fuzzing than `make test` has time for.
-test-nightly: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m nightly
+test-nightly: MARK := -m nightly
+
+# Lint runs beside the first tests, and tells at once what is wrong. pytest's summary is the last line of the output.
+test test-fast test-nightly: install
+	@{ $(MAKE) --no-print-directory lint > $(VENV)/lint.txt 2>&1 || { cat $(VENV)/lint.txt; false; }; } & lint=$$!; \
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(MARK); tests=$$?; wait $$lint && exit $$tests
 
 format: install
 	$(BIN)/ruff check --fix-only
