@@ -27,11 +27,9 @@ class Arithmetic(Protocol[V]):
 
     def zeros(self, id: int) -> V:
         """A value of zeros, of the type of a value of the program."""
-        ...
 
     def add(self, total: V, term: V) -> V:
         """Their sum."""
-        ...
 
 
 class InTurn(Arithmetic[V], Protocol[V]):
@@ -39,27 +37,21 @@ class InTurn(Arithmetic[V], Protocol[V]):
 
     def number(self, at: int) -> V:
         """An int32 scalar."""
-        ...
 
     def parts(self, stack: V) -> Sequence[V]:
         """The elements of the first dimension."""
-        ...
 
     def stack(self, parts: Sequence[V]) -> V:
         """The inverse of `parts`."""
-        ...
 
     def chunk(self, stack: V, first: V, size: int) -> V:
         """`size` elements of the first dimension, from a number on that devices have each their own of."""
-        ...
 
     def within(self, chunk: V, first: V, stack: V) -> V:
         """The inverse: a stack with these elements replaced."""
-        ...
 
     def chosen(self, iterations: Iterations[V], values: dict[int, V]) -> Left[V]:
         """`iterations.run(values)` if the loop's condition holds among the values, else `skip`."""
-        ...
 
 
 class Iterations(Generic[V]):

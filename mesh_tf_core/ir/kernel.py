@@ -46,33 +46,27 @@ class Kernel(Protocol):
 
     def unary(self, fn: str, x: T) -> T:
         """fn in UNARY, element by element."""
-        ...
 
     def binary(self, fn: str, x: T, y: T) -> T:
         """fn in BINARY with NumPy broadcasting; comparisons give bool."""
-        ...
 
     def where(self, condition: T, x: T, y: T) -> T: ...
 
     def reduce(self, fn: str, x: T, axes: Sequence[int]) -> T:
         """fn in REDUCE over axes, which disappear."""
-        ...
 
     def einsum(self, spec: str, *xs: T) -> T:
         """NumPy's einsum with an explicit output; bfloat16 and float16 accumulate in float32 where
         possible; two of float8 give float32."""
-        ...
 
     def conv(self, x: T, w: T, strides: Sequence[int], dilations: Sequence[int]) -> T:
         """Correlation without padding of x [n, 1 to 3 spatial axes, in] with w [spatial axes, in, out]."""
-        ...
 
     def padded_conv(
         self, x: T, w: T, strides: Sequence[int], dilations: Sequence[int], edges: Sequence[Edge]
     ) -> T | None:
         """The same of x with its spatial axes padded, where the library needs no padded array in memory; None
         if it does."""
-        ...
 
     def softmax(self, x: T, axis: int) -> T: ...
 
@@ -81,18 +75,15 @@ class Kernel(Protocol):
     def exp_less(self, x: T, total: T, axis: int, own: bool) -> T:
         """exp(x - total), where total has size 1 along the axis; `own` means that total is the log-sum-exp of
         x along it, so the result is x's softmax."""
-        ...
 
     def cumsum(self, x: T, axis: int, exclusive: bool, reverse: bool) -> T: ...
 
     def argmax(self, x: T, axis: int) -> T:
         """int32 position of the first largest element."""
-        ...
 
     def top_k(self, x: T, n: int) -> tuple[T, T]:
         """Values and int32 positions of the n largest along the last axis, largest first, ties by
         position."""
-        ...
 
     def reshape(self, x: T, shape: Sequence[int]) -> T: ...
 
@@ -104,16 +95,13 @@ class Kernel(Protocol):
 
     def slice(self, x: T, begin: Sequence[Any], sizes: Sequence[int]) -> T:
         """A block; `begin` may hold integer scalars of the library."""
-        ...
 
     def put(self, x: T, piece: T, axis: int, place: Any) -> T:
         """x with `piece`, which lacks the axis, at index `place` (an integer scalar of the library)."""
-        ...
 
     def add_at(self, x: T, values: T, ids: T, axis: int) -> T:
         """x with `values` added at the valid index `ids` along the axis, one for every position of the other
         axes: both have x's shape without the axis."""
-        ...
 
     def pad(self, x: T, paddings: Sequence[tuple[int, int]], value: float = 0.0) -> T: ...
 
@@ -121,21 +109,17 @@ class Kernel(Protocol):
 
     def take(self, table: T, ids: T) -> T:
         """Rows of `table` (axis 0) for valid ids of any shape: shape ids.shape + table.shape[1:]."""
-        ...
 
     def segment_sum(self, x: T, ids: T, n: int) -> T:
         """Sums rows of x (leading axes = ids' axes) into n rows; ids < 0 are dropped."""
-        ...
 
     def grouped(self, x: T, w: T, ids: T, groups: int) -> T:
         """Rows x [rows, k] times the matrix of their group, of w [n, k, m]: [rows, m]. The ids [rows] never
         decrease; rows whose id is not in 0 .. n - 1 give zeros. `groups` are those on all devices: with all
         of them, no id is negative."""
-        ...
 
     def grouped_outer(self, x: T, y: T, ids: T, n: int, groups: int) -> T:
         """Products of rows x [rows, k] and y [rows, m], summed group by group: [n, k, m]; as `grouped`."""
-        ...
 
     def full(self, shape: Sequence[int], value: float, dtype: str) -> T: ...
 
@@ -143,32 +127,26 @@ class Kernel(Protocol):
 
     def array(self, values: Any, dtype: str) -> T:
         """Constants, of any shape: an array of NumPy or a sequence."""
-        ...
 
     def cast(self, x: T, dtype: str) -> T: ...
 
     def scalar(self, value: Any, dtype: str) -> T:
         """A scalar of the library from a Python number or an integer scalar of the library."""
-        ...
 
     def together(self, fn: Callable[..., T], *xs: T) -> T:
         """fn(kernel, *xs): many element-wise functions of few arrays, in one pass over memory where the
         library can; `fn` is a function of a module."""
-        ...
 
     def loop(self, n: int, step: LoopStep, carried: Sequence[T]) -> tuple[list[T], list[T]]:
         """step(i, carried) -> (carried, made) for i = 0 .. n - 1, one after the other. Returns the last
         `carried`, and each `made` stacked along a new first axis."""
-        ...
 
     def attention(self, a: Attending) -> tuple[T, T] | None:
         """Result and log-sum-exp (see `Attending`) by a kernel of the library's own; None if it has none for
         these operands."""
-        ...
 
     def attention_gradient(self, a: Attending, result: T, lse: T, dresult: T) -> tuple[T, T, T] | None:
         """Gradients of query, key and value by a kernel of the library's own; None if it has none."""
-        ...
 
 
 BLOCKS = (512, 256, 128)

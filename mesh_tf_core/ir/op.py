@@ -53,11 +53,9 @@ class MeshContext(Protocol):
 
     def ways(self, axes: Axes) -> int:
         """Number of devices in a group over some axes."""
-        ...
 
     def ordered(self, axes: Iterable[str]) -> Axes:
         """Axes in the order of the mesh."""
-        ...
 
 
 FLAG = (False, True)
@@ -74,37 +72,29 @@ class Emitter(Protocol):
     @property
     def layout(self) -> Layout:
         """The layout in force."""
-        ...
 
     @property
     def oracle(self) -> MeshContext:
         """The mesh's sizes and order of axes."""
-        ...
 
     @property
     def origin(self) -> Origin:
         """The origin of this operation's instructions."""
-        ...
 
     def natural(self, shape: Shape) -> Splits:
         """The placement that the layout gives a shape; LayoutError if it is not legal."""
-        ...
 
     def check_disjoint(self, op: Op, names: Iterable[str]) -> None:
         """LayoutError if two of these dimensions are split over the same axis."""
-        ...
 
     def new(self, type: TensorType, splits: Splits, partial: Axes = ()) -> int:
         """A new value, which an instruction must compute."""
-        ...
 
     def emit(self, instr: Instr) -> None:
         """Appends an instruction."""
-        ...
 
     def type_of(self, id: int) -> TensorType:
         """The global type of a value."""
-        ...
 
     def local(
         self,
@@ -115,11 +105,9 @@ class Emitter(Protocol):
         partials: Iterable[Axes] = (),
     ) -> list[int]:
         """New values that every device computes from its pieces of the inputs; `partials` are pending."""
-        ...
 
     def applied(self, op: Op, *inputs: int, splits: Splits | None = None, partial: Axes = ()) -> int:
         """The one result of a local operation; without `splits`, it has the splits of the first input."""
-        ...
 
     def sent(
         self,
@@ -132,33 +120,26 @@ class Emitter(Protocol):
         rule: str = "",
     ) -> int:
         """The piece that another device of the group sends (see `Permute`)."""
-        ...
 
     def done(self, ids: Sequence[int]) -> None:
         """Waits for pieces that were sent by a rule."""
-        ...
 
     def placed(self, id: int, splits: Splits) -> int:
         """The value with other splits."""
-        ...
 
     def parted(self, id: int, dim: str) -> Splits:
         """The splits of a value, with another dimension than `dim` split over all axes that split none."""
-        ...
 
     def loop(
         self, dim: Dim, state: Sequence[int], body: Callable[[int, list[int]], Sequence[int]]
     ) -> list[int]:
         """Emits a loop: `body` builds one iteration from its number and the state."""
-        ...
 
     def without(self, id: int, whole: Iterable[str]) -> int:
         """The value with the dimensions `whole` gathered."""
-        ...
 
     def joined(self, id: int, axes: Axes, combine: str) -> int:
         """The value all-reduced."""
-        ...
 
 
 @dataclass(frozen=True, eq=False, init=False)

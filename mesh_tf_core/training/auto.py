@@ -23,7 +23,6 @@ class PlannedTraining(Protocol):
 
     def check(self, model: Model) -> None:
         """UserError, naming the difference, unless it was made for this model."""
-        ...
 
     @property
     def mesh(self) -> Mesh: ...
@@ -37,7 +36,6 @@ class PlannedTraining(Protocol):
     @property
     def slices(self) -> Mapping[str, int]:
         """Mesh axis -> number of slices that it spans."""
-        ...
 
 
 class LayoutFinder(Protocol):
@@ -45,11 +43,9 @@ class LayoutFinder(Protocol):
 
     def best(self, model: Model, mesh: Mesh) -> Mapping[str, Any]:
         """The plan of the best layout, as JSON, which one process sends to the others."""
-        ...
 
     def read(self, plan: Mapping[str, Any]) -> PlannedTraining:
         """The plan of its JSON."""
-        ...
 
 
 GROUP = "mesh_tf_core.search"
