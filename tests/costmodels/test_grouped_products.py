@@ -11,7 +11,7 @@ DATA = Path(__file__).parents[1] / "data" / "published_configurations.json"
 
 
 def test_full_recomputation_of_larger_microbatches_ties_with_selective_of_single_sequences() -> None:
-    """Qwen3-30B-A3B on 16 H100: four sequences at once are worth a forward pass."""
+    """Qwen3-30B-A3B on 16 H100: four sequences at once are worth a forward pass, all of it."""
     config = json.loads(DATA.read_text(encoding="utf-8"))["models"]["Qwen3-30B-A3B"]["config"]
     model = layoutopt.from_huggingface(config, batch=512, length=4096)
     seconds = [
@@ -27,4 +27,4 @@ def test_full_recomputation_of_larger_microbatches_ties_with_selective_of_single
         ).predicted.step_seconds
         for sequences, recompute in ((1, "layers:keep=products"), (4, "layers"))
     ]
-    assert seconds[1] < 1.02 * seconds[0]
+    assert seconds[1] < 1.03 * seconds[0]
