@@ -9,7 +9,7 @@ adds up, an update theirs whose gradient it reads, and a variable theirs who upd
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -23,15 +23,17 @@ from mesh_tf_core.ir.schedules import KINDS
 from mesh_tf_core.ir.stage_orders import StageAction
 from mesh_tf_core.ir.structure import Assign
 from mesh_tf_core.ops.neighbours import ShiftAlong
-from mesh_tf_core.ops.ticks import LayerNumbers, ScheduleColumn
+from mesh_tf_core.ops.ticks import LayerNumbers, Passing, ScheduleColumn
 
 
 class StageEnd(Enum):
-    """The first stage, the last one, or the fullest one between them, which has no work of its own."""
+    """The first stage, the last one, or the fullest one between them, which has no work of its own; and the
+    one of these that most gradients of weights wait at, when they do."""
 
     FIRST = "first"
     LAST = "last"
     MIDDLE = "fullest middle"
+    DRAINED = "drained middle"
 
 
 Ends = frozenset[StageEnd]
@@ -47,7 +49,8 @@ class EndWork:
       nodes: node -> the stages that do it; others are all stages'.
       slots: node -> the kind of slot that it is part of.
       variables: as `nodes`, of their variables.
-      both: the first stage is also the last one.
+      both: the first stage is also the last one; `elsewhere`: nodes of the streams of microbatches of which
+        it is not, which the stage at the other end has.
       losses: of how many microbatches the last stage holds the loss until backward.
     """
 
@@ -55,12 +58,17 @@ class EndWork:
     slots: dict[int, StageAction] = field(default_factory=dict)
     variables: dict[str, Ends] = field(default_factory=dict)
     both: bool = False
+    elsewhere: set[int] = field(default_factory=set)
     losses: int = 1
 
     def has(self, node: int, end: StageEnd) -> bool:
         """True if a stage does the work of a node."""
         ends = self.nodes.get(node, EVERY)
-        return not ends or end in ends or (self.both and end is StageEnd.FIRST)
+        return (
+            not ends
+            or (end in ends and node not in self.elsewhere)
+            or (self.both and end is StageEnd.FIRST and node not in self.elsewhere)
+        )
 
     def of_others(self, end: StageEnd) -> frozenset[str]:
         """The variables that a stage lacks."""
@@ -122,6 +130,7 @@ class _Ends:
                 read = (i for i in reads(node) if graph.tensor(i).shape.dims)
                 self._takes(node, EVERY.union(*(self.own.get(i, EVERY) for i in read)))
         self._read()
+        self.found.elsewhere.update(self._elsewhere() if KINDS[of.kind].mirrored else ())
         for node in graph.nodes:
             if isinstance(node.op, Assign):
                 self.found.variables[node.op.variable.name] = self.found.nodes.get(node.index, EVERY)
@@ -147,6 +156,20 @@ class _Ends:
         results = (*block.summed, *block.stacked)
         self.own.update((outer, self.own[inner]) for inner, outer in results if inner in self.own)
 
+    def _elsewhere(self) -> Iterator[int]:
+        """The nodes that run in ticks of a stream which begins, or ends, at another than the first stage."""
+        passing = {n.outputs[0]: n.op for n in self.graph.nodes if isinstance(n.op, Passing)}
+        others = {o for o, op in passing.items() if op.schedule.end(op.end, op.stream)[0]}
+        for block in (b for b in self.graph.blocks if b.dim is not None and b.dim.name == TICK):
+            numbers = {inner for outer, inner in block.sliced if outer in others}
+            for node in block.nodes:
+                if numbers.isdisjoint(reads(node)):
+                    continue
+                if node.body is None:
+                    numbers.update(o for o in node.outputs if not self.graph.tensor(o).shape.dims)
+                else:
+                    yield from (n.index for n in (node, *(n for n, _ in node.body.walk())))
+
     def _takes(self, node: Node, ends: Ends) -> None:
         """A node, and what it makes, is the work of some stages, if these are known."""
         if not ends:
@@ -168,6 +191,7 @@ class _Ends:
         for node in reversed(self.open):
             # What a branch makes goes out of it.
             made = {*node.outputs, *(leaves[o] for o in node.outputs if o in leaves)}
+            made |= {*node.body.saved.values()} if node.body is not None else set()
             read = set[int]().union(*(readers.get(o, ()) for o in made))
             if node.index in inside and not self.entering.isdisjoint(made):
                 self._takes(node, frozenset({StageEnd.FIRST}))
@@ -192,17 +216,23 @@ def layer_numbers(graph: Outline) -> LayerNumbers | None:
 @per_graph
 def stage_shares(graph: Outline) -> Mapping[StageEnd, Mapping[tuple[str, int], float]]:
     """Stages that are programs of their own -> the shares of microbatches in flight and of layers that they
-    have. One between the ends is there if it has more layers than the first."""
+    have. One between the ends is there if it has more layers than the first, or more waits there."""
     if (column := schedule_of(graph)) is None:
         return {}
     of, numbers = column.schedule, layer_numbers(graph)
     layers = np.ones(of.stages)
     if numbers is not None:
         layers = of.order.of_stages(numbers.layers).sum(axis=1) / numbers.place.size
-    flying = np.array([of.in_flight_apart(stage) for stage in range(of.stages)])
+    every = range(of.stages)
+    flying, waiting = np.array([of.held_apart(stage) for stage in every]).T
+    ring = of.ring(StageAction.BACKWARD) if KINDS[of.kind].split else 0
 
-    def shares(stage: int) -> dict[tuple[str, int], float]:
-        found = {(IN_FLIGHT, of.in_flight): flying[stage] / of.in_flight}
+    def shares(stage: int, late: bool = False) -> dict[tuple[str, int], float]:
+        held = of.held_apart(stage, late)
+        found = {(IN_FLIGHT, ring): held[1] / max(ring, 1)}
+        found[IN_FLIGHT, of.in_flight] = max(
+            held[0] / of.in_flight, found.get((IN_FLIGHT, of.in_flight), 0.0)
+        )
         for slot in list(StageAction)[:2]:
             places, here = of.waiting(slot), of.arrivals(slot)[:, stage].max() + 1
             found[ARRIVING, places] = max(found.get((ARRIVING, places), 0.0), here / max(places, 1))
@@ -212,9 +242,14 @@ def stage_shares(graph: Outline) -> Mapping[StageEnd, Mapping[tuple[str, int], f
             found |= dict.fromkeys(sizes - {(numbers.stage.name, of.stages)}, layers[stage])
         return found
 
-    both, held = end_work(graph).both, flying * layers
+    both = end_work(graph).both
     others = range(1, of.stages if KINDS[of.kind].turns else of.stages - 1)
-    middle = max(others, key=lambda s: (held[s], layers[s]), default=0)
     found = {StageEnd.FIRST: shares(0)} | ({} if both else {StageEnd.LAST: shares(of.stages - 1)})
-    fuller = layers[middle] > layers[0] or held[middle] > held[0]
-    return found | ({StageEnd.MIDDLE: shares(middle)} if fuller else {})
+    if others:
+        middle = max(others, key=lambda s: (flying[s] * layers[s], waiting[s] * layers[s], layers[s]))
+        kept = [flying * layers, waiting * layers, layers]
+        found |= {StageEnd.MIDDLE: shares(middle)} if any(each[middle] > each[0] for each in kept) else {}
+        late = max(others, key=lambda s: of.held_apart(s, True)[1] * layers[s])
+        if of.held_apart(late, True)[1] > waiting[middle]:
+            found[StageEnd.DRAINED] = shares(late, True)
+    return found

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,15 +42,16 @@ from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, beside
 from layoutopt.solver import eliminate
 from layoutopt.space.kind import Choice
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.outline import Outline
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Local, Program, Transfer
 from mesh_tf_core.ir.schedules import KINDS
 from mesh_tf_core.ir.stage_orders import StageAction
 from mesh_tf_core.ops.kinds import Move
+from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.microbatch_order import second_half
 from mesh_tf_core.tracing.stage_layers import loop_dims
 
@@ -179,7 +180,7 @@ class LayerBounds:
         decided = beside(plain.unrestricted, axes)
         decided = decided.within({d.name: [()] for d in decided.every if d.beside})
         draft = Draft(self.evaluator.model, plain.mesh, decided, self.evaluator.prices(plain.mesh))
-        slots = slots_of(draft.context.graph.blocks, dim)
+        slots = slots_of(draft.context.graph, dim)
         draft.left = [c for c in draft.left if c.members and slots.keys() >= {*c.members[0]}]
         made = [draft.make(cluster) for cluster in [*draft.left]]
         known = self._slots.setdefault(dim, {})
@@ -187,11 +188,11 @@ class LayerBounds:
         return None if draft.unsplit else _Layers(draft, found)
 
 
-def slots_of(blocks: Collection[Block], dim: str) -> Slots:
+def slots_of(graph: Graph | Outline, dim: str) -> Slots:
     """Node in loops over layers -> the kind of slots that runs it, or one that runs no more often."""
     found = dict[int, StageAction]()
-    for block in (b for b in blocks if b.dim is not None and b.dim.name == dim):
-        late = second_half(block)
+    for block in (b for b in graph.blocks if b.dim is not None and b.dim.name == dim):
+        late = second_half(block, graph)
         for top in block.nodes:
             back = StageAction.WEIGHTS if top.index in late else StageAction.BACKWARD
             inner = () if top.body is None else (node for node, _ in top.body.walk())

@@ -292,9 +292,28 @@ class PipelineSchedule:
     @property
     def held(self) -> np.ndarray:
         """[stage]: virtual stages of microbatches in flight there, at most."""
+        return self._open(StageAction.FORWARD).max(axis=0)
+
+    def _open(self, begin: StageAction) -> np.ndarray:
+        """[tick, stage]: virtual stages of microbatches between a slot and their last one."""
         there = (self.table[..., 0] != IDLE).astype(int)
         over = np.cumsum(there[..., self.last], axis=0) - there[..., self.last]
-        return (np.cumsum(there[..., StageAction.FORWARD], axis=0) - over).max(axis=0)
+        found: np.ndarray = np.cumsum(there[..., begin], axis=0) - over
+        return found
+
+    def held_apart(self, stage: int, late: bool = False) -> tuple[int, int]:
+        """Virtual stages of microbatches of which a stage with a program of its own holds values of forward,
+        as `in_flight_apart`, and at the same time those that only the slots of weights read; `late`: when
+        the most of these wait."""
+        if not KINDS[self.kind].split:
+            return self.in_flight_apart(stage), 0
+        if KINDS[self.kind].order is None:  # as many wait as the stage has stages before it
+            every = self.in_flight_apart(stage)
+            return every, min(every, stage + 1)
+        flying, waiting = (self._open(slot)[:, stage].tolist() for slot in list(StageAction)[:2])
+        order = itemgetter(1, 0) if late else itemgetter(0, 1)
+        found: tuple[int, int] = max(zip(flying, waiting, strict=True), key=order)
+        return found
 
     @property
     def virtual(self) -> np.ndarray:

@@ -153,11 +153,19 @@ def _is_product(node: Node) -> bool:
 
 def _of_activations(node: Node, block: Block, graph: Graph) -> bool:
     """Whether a product has no weight among its operands, in eight bits or as it is."""
-    factors = [*node.inputs]
-    for at, maker in enumerate(map(graph.producer.get, factors)):
+    factors = (graph.tensor(i) for i in _factors(node, graph))
+    return node.op.kind == "attention" or not any(graph.is_free(each, block) for each in factors)
+
+
+def _factors(node: Node, graph: Graph) -> Iterator[int]:
+    """What a product multiplies, before it was rounded to eight bits."""
+    for i in node.inputs:
+        maker = graph.producer.get(i)
         if maker is not None and isinstance(maker.op, Quantize):
-            factors[at] = maker.inputs[0]
-    return node.op.kind == "attention" or not any(graph.is_free(graph.tensor(i), block) for i in factors)
+            while maker is not None and maker.inputs and (maker.op.free or isinstance(maker.op, Quantize)):
+                i = maker.inputs[0]
+                maker = graph.producer.get(i)
+        yield i
 
 
 def _between(block: Block, graph: Graph) -> frozenset[int]:
@@ -241,10 +249,12 @@ def _reduced(tensor: int, block: Block, graph: Graph) -> int:
 
 
 def _leaving(name: str, block: Block, graph: Graph) -> set[int]:
-    """What a scope, or an operation, gives to others in its body."""
+    """What a scope, or an operation, gives to others in its body; of an operation also what backward alone
+    reads (a factor of eight bits)."""
     inside = [node for node in block.nodes if name in _names(node, graph)]
     numbers = {node.index for node in inside}
-    read: set[int] = set()
+    read = {o for n in inside if "/" in name and f"/{n.path}".endswith(f"/{name}") for o in n.outputs}
+    read &= block.saved.keys()
     for node in block.nodes if inside else ():
         if node.index not in numbers:
             read |= reads(node)
@@ -255,7 +265,7 @@ def _names(node: Node, graph: Graph) -> Iterator[str]:
     """What a node may be called: by the parts of its path, and of that of its weights."""
     paths = [node.path]
     if node.op.kind == "matmul":
-        paths += [weights(graph)[i] for i in node.inputs if i in weights(graph)]
+        paths += [weights(graph)[i] for i in _factors(node, graph) if i in weights(graph)]
     for path in paths:
         parts = path.split("/")
         for i in range(len(parts)):

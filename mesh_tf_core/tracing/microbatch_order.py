@@ -4,14 +4,16 @@ the backward of layers, for schedules in which gradients of weights have slots o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block, Node, reads
 from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.outline import Outline
 from mesh_tf_core.tracing.batch_linearity import Linearity, outer_reads
+from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.microbatch import Accumulation
 
 
@@ -176,28 +178,43 @@ class HalfBackward:
       body: of the loop, with the nodes and results of this half.
       between: tensors that the first half makes and the second one reads.
       first: which half it is.
+      casts: nodes of the forward body that the second half has again: other names and wider types of what is
+        `between`, and so kept once; `called`: tensors of this body -> those of the forward one.
     """
 
     body: Block
     between: Sequence[int]
     first: bool
+    casts: Sequence[Node] = ()
+    called: Mapping[int, int] = field(default_factory=dict)
 
 
-def second_half(body: Block, first: Collection[int] = ()) -> set[int]:
+def second_half(body: Block, graph: Graph | Outline, first: Collection[int] = ()) -> set[int]:
     """The nodes of the second half of the backward of layers; `first` as of `halves`."""
     needed = {*body.carry_out, *(i for i, o in body.summed if o in first)}
     late, found = set[int](), set[int]()
     for node in reversed(body.nodes):
         needed |= reads(node) if not needed.isdisjoint(node.outputs) else set()
     for node in body.nodes:
-        waits = node.op.kind == "matmul" and needed.isdisjoint(node.outputs)
+        waits = _is_matrix(node, graph) and needed.isdisjoint(node.outputs)
         if waits or not late.isdisjoint(reads(node)):
             found.add(node.index)
             late.update(node.outputs)
     return found
 
 
-def halves(body: Block, first: Collection[int], again: Collection[int]) -> tuple[HalfBackward, HalfBackward]:
+def _is_matrix(node: Node, graph: Graph | Outline) -> bool:
+    """True if a product has rows of one operand and columns of another: the gradient of a norm's scale, which
+    has neither, takes less time than storing what it reads."""
+    if node.op.kind != "matmul":
+        return False
+    shared = set[str].intersection(*({*graph.tensor(i).shape.names} for i in node.inputs[:2]))
+    return any(not shared >= {*graph.tensor(o).shape.names} for o in node.outputs)
+
+
+def halves(
+    body: Block, graph: Graph | Outline, first: Collection[int], again: Collection[int]
+) -> tuple[HalfBackward, HalfBackward]:
     """The backward of layers in two halves. Products that the state's gradient does not need go to the second
     half, with everything computed from them; all other operations go to the first half, where they share
     kernels.
@@ -206,12 +223,23 @@ def halves(body: Block, first: Collection[int], again: Collection[int]) -> tuple
       first: results, of the graph around, that the first half has to make.
       again: stacks whose parts are computed again in the first half.
     """
-    second = second_half(body, first)
+    second = second_half(body, graph, first)
     early, left = ([n for n in body.nodes if (n.index in second) is later] for later in (False, True))
     late = {o for node in left for o in node.outputs}
     made = {*body.carry_in, *(o for node in early for o in node.outputs)}
     made |= {i for o, i in body.sliced if o in again}
-    between = sorted(made & set[int]().union(*map(reads, left)))
+    for node in reversed(early):  # one value under several names is kept once
+        if node.op.free and len(node.inputs) == 1 and any(o in reads(n) for n in left for o in node.outputs):
+            left.insert(0, node)
+            made -= {*node.outputs}
+    stacks = {} if body.forward is None else {o: i for i, o in body.forward.saved.items() if o in again}
+    read = made & set[int]().union(*map(reads, left))
+    casts, called = dict[int, Node](), {i: stacks[o] for o, i in body.sliced if o in stacks and i in read}
+    between = {*read} - called.keys()
+    for tensor in called.values():
+        while (node := graph.producer.get(tensor)) is not None and _renames(node, graph):
+            casts[node.index], tensor = node, node.inputs[0]
+        between.add(tensor)
     one, two = (
         replace(
             body,
@@ -222,4 +250,13 @@ def halves(body: Block, first: Collection[int], again: Collection[int]) -> tuple
         for nodes, later in ((early, False), (left, True))
     )
     two.carry_in = two.carry_out = ()
-    return HalfBackward(one, between, True), HalfBackward(two, between, False)
+    more = [casts[index] for index in sorted(casts)], called
+    return HalfBackward(one, sorted(between), True), HalfBackward(two, sorted(between), False, *more)
+
+
+def _renames(node: Node, graph: Graph | Outline) -> bool:
+    """True if a node makes one value of another that is no larger, without work."""
+    if len(node.inputs) != 1 or len(node.outputs) != 1 or not (node.op.free or node.op.converts):
+        return False
+    source, made = (graph.tensor(i).type for i in (*node.inputs, *node.outputs))
+    return source.shape.size == made.shape.size and source.bytes <= made.bytes

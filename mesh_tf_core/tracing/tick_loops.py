@@ -73,8 +73,8 @@ class TickLoops:
         saved = [] if self.stage_again else [i for i, o in layers.saved.items() if o in read]
 
         def part(dim: Dim, begin: int, second: LayerAgain | None) -> LayerPart:
-            stacks = {*layers.saved.values()} if second else set[int]()
-            two = halves(order.body(order.backward), order.rows, stacks) if splits else ()
+            stacks = {o for i, o in layers.saved.items() if second and i not in second.kept}
+            two = halves(order.body(order.backward), order.old, order.rows, stacks) if splits else ()
             return LayerPart(dim, begin, second, second.kept if second else saved, two)
 
         second, chunk = None if self.stage_again else again, copy.chunk

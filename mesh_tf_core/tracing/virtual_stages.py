@@ -319,8 +319,8 @@ class VirtualStageCopy(Accumulation):
         for node, _ in self.body.walk():  # those around first
             saved = node.body.saved if node.body is not None else {}
             self.wanted.update(i for i, o in saved.items() if o in self.wanted)
-        if part.second is None:
-            self.tensors.update((self.body.saved[i], x) for i, x in kept.items())
+        saved = self.body.saved
+        self.tensors.update((saved[i], x) for i, x in kept.items() if i in saved)
 
     def some(self, only: int) -> int:
         """A number of layers of each stage; LayoutError if they do not have as many, and one more."""
@@ -334,8 +334,12 @@ class VirtualStageCopy(Accumulation):
     def _parts(self, body: Block, block: Block) -> None:
         if self.half is not None and not self.half.first and body is self.half.body:
             self.tensors.update((i, self.new.slice_into(block, x)) for i, x in self.between.items())
+            for node in self.half.casts:
+                self._node(node)
+            self.tensors.update((i, self.tensors[f]) for i, f in self.half.called.items())
+            known = self.between.keys() | self.half.called.keys()
             wanted = {i for i, _ in (*body.stacked, *body.summed)}.union(*map(reads, body.nodes))
-            parts = [(o, i) for o, i in body.sliced if i in wanted and i not in self.between]
+            parts = [(o, i) for o, i in body.sliced if i in wanted and i not in known]
             block.sliced += [(self.tensors[o].id, self._inner(block, i).id) for o, i in parts]
             return
         again, forward = self.part.second if self.place is not None else None, self.body
