@@ -11,7 +11,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import ZEROS
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.layers.base import activation, check_rate, project
+from mesh_tf_core.layers.base import activation, check_rate, gated, project
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.random import dropout
 
@@ -126,8 +126,13 @@ class FeedForward:
             hidden = project(x, "wi", [d], [self.d_ff])
             if self.bias:
                 hidden = hidden + g.variable("bi", [self.d_ff], ZEROS, activation_dtype=x.dtype)
-            hidden = activation(self.activation)(hidden)
-            if self.gated:
-                hidden = hidden * project(x, "wg", [d], [self.d_ff])
-            y = project(dropout(hidden, self.dropout), "wo", [self.d_ff], [d])
+            act, again = activation(self.activation), None
+            if not self.gated:
+                hidden = act(hidden)
+            elif self.dropout:
+                hidden = act(hidden) * project(x, "wg", [d], [self.d_ff])
+            else:
+                parts = [hidden, project(x, "wg", [d], [self.d_ff])]
+                hidden, again = gated(lambda a, b: act(a) * b, parts, self.d_ff.name)
+            y = project(dropout(hidden, self.dropout), "wo", [self.d_ff], [d], again=again)
             return y + g.variable("bo", [d], ZEROS, activation_dtype=x.dtype) if self.bias else y

@@ -20,7 +20,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, SparseDim
 from mesh_tf_core.ir.initializers import ZEROS, Normal
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.layers.base import activation, check_rate, project, weighted
+from mesh_tf_core.layers.base import activation, check_rate, gated, project, weighted
 from mesh_tf_core.layers.dense import FeedForward
 from mesh_tf_core.layers.routing import SWITCH, Router
 from mesh_tf_core.layers.top_experts import TopExperts
@@ -133,18 +133,24 @@ class MixtureOfExperts:
         even = gates * 0.0 + 1.0
         rows, gates = (rows * gates, even) if self.gates_first else (rows, gates)
 
-        def product(x: Tensor, name: str, inner: Dim, outer: Dim, times: Tensor) -> Tensor:
+        def product(
+            x: Tensor, name: str, inner: Dim, outer: Dim, times: Tensor, again: Tensor | None = None
+        ) -> Tensor:
             w, recipe = expert_weight(x, f"w{name}", [self.experts], inner, outer), x.graph.in_float8
-            y = float8_expert_product(x, w, ids, recipe) if recipe else expert_product(x, w, ids)
+            y = float8_expert_product(x, w, ids, recipe, again) if recipe else expert_product(x, w, ids)
             if not self.bias:
                 return y
             b = x.graph.variable(f"b{name}", [self.experts, one, outer], ZEROS, activation_dtype=x.dtype)
             return y + expert_product(reshape(times, [*times.shape, one]), b, ids)
 
-        h = activation(self.activation)(product(rows, "i", d, self.d_ff, even))
-        if self.gated:
-            h = h * activation(self.up)(product(rows, "g", d, self.d_ff, even))
-        y = product(h if self.gates_first else h * gates, "o", self.d_ff, d, gates)
+        def unit(*given: Tensor) -> Tensor:
+            h = activation(self.activation)(given[0])
+            h = h * activation(self.up)(given[1]) if self.gated else h
+            return h if self.gates_first else h * given[-1]
+
+        parts = [product(rows, name, d, self.d_ff, even) for name in ("i", "g")[: 1 + self.gated]]
+        h, again = gated(unit, parts, self.d_ff.name, () if self.gates_first else [gates])
+        y = product(h, "o", self.d_ff, d, gates, again)
         return transpose(from_experts(y, found.choice, tokens, [d.name]), x.shape), found.loss
 
     def feed_forward(self, x: Tensor, filled: float) -> Tensor:

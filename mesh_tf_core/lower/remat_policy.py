@@ -196,6 +196,8 @@ def kept_values(words: Iterable[str], block: Block, graph: Graph) -> set[int]:
         kind = KeptKind.of(word)
         found |= _leaving(word, block, graph) if kind is None else _of_kind(kind, block, graph)
     found = {t for t in found if not graph.is_free(graph.tensor(t), block)}
+    makers = (graph.producer.get(t) for t in found)
+    found |= {m.inputs[1] for m in makers if m is not None and isinstance(m.op, Quantize)}  # its scales
     return {_reduced(t, block, graph) for t in found} if found else found
 
 

@@ -56,11 +56,13 @@ class Float8Recipe:
       backward: the format of gradients of results; factors of forward are e4m3.
       scaled: elements with one scale: "tensor" all, "row" those that a product sums, or a number of
         consecutive ones among these.
+      gates: backward of gated units has their inputs in eight bits (`layers.base.gated`).
     """
 
     text: str
     backward: str
     scaled: str | int
+    gates: bool = False
 
     def parts(self, x: Shape, summed: Sequence[str], weight: bool = False) -> tuple[tuple[str, ...], str]:
         """The dimensions over which a scale is one, and that along which it changes from block to block."""
@@ -83,7 +85,7 @@ RECIPES = {
     ),
     "rowwise": Float8Recipe("one scale for a row or column of a product (torchao's rowwise)", E4M3, "row"),
     "blocks": Float8Recipe(
-        "one scale for 128 elements (DeepSeek-V3, section 3.3; its weights: 128 x 128)", E4M3, 128
+        "one scale for 128 elements (DeepSeek-V3, section 3.3; its weights: 128 x 128)", E4M3, 128, True
     ),
     "mxfp8": Float8Recipe("one scale for 32 elements (OCP Microscaling Formats 1.0, MXFP8)", E4M3, 32),
 }
@@ -194,6 +196,28 @@ class Quantize(Elementwise):
 
 
 @dataclass(frozen=True)
+class Dequantize(NoGradient, Elementwise):
+    """Numbers of eight bits divided by their scales."""
+
+    dtype: str
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return super().roles(inputs[0])
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return TensorType(inputs[0].shape, self.dtype)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        x, scale = at.inputs
+        return k.cast(
+            scaled(k, slices[0], x.shape, k.unary("reciprocal", slices[1]), scale.shape), self.dtype
+        )
+
+    def flops(self, *local: TensorType) -> float:
+        return 2.0 * local[0].shape.size
+
+
+@dataclass(frozen=True)
 class ScaledProduct(Op, abstract=True):
     """A product whose first two operands have eight bits; the last two are their scales, by which it is
     divided. The result has another dtype."""
@@ -285,7 +309,11 @@ def quantized(
 
 
 def float8_einsum(
-    xs: Sequence[Tensor], output: Shape | Sequence[Dim], needed: float = 1.0, recipe: str = "tensor"
+    xs: Sequence[Tensor],
+    output: Shape | Sequence[Dim],
+    needed: float = 1.0,
+    recipe: str = "tensor",
+    again: Tensor | None = None,
 ) -> Tensor:
     """`einsum` of two tensors in float8.
 
@@ -294,6 +322,7 @@ def float8_einsum(
         keeps the factor that is made of the first one, and makes that of the second one, a weight, anew.
       needed: as of `einsum`.
       recipe: one of `RECIPES`.
+      again: the first one as backward has it (`layers.base.gated`), of which the kept factor is made.
     """
     shape = Shape(output)
     types = [x.type for x in xs]
@@ -302,11 +331,13 @@ def float8_einsum(
     x, w = xs
     dx, dw = (Shape(d for d in a.shape if d in {*shape, *b.shape}) for a, b in ((x, w), (w, x)))
     forward, of_x, of_w = (ScaledEinsum(out, needed, x.dtype) for out in (shape, dx, dw))
-    return _product(x, w, (), recipe, (forward, of_x, of_w), (shape, dx, dw))
+    return _product(x, w, (), recipe, (forward, of_x, of_w), (shape, dx, dw), again)
 
 
-def float8_expert_product(x: Tensor, w: Tensor, ids: Tensor, recipe: str) -> Tensor:
-    """`ops.experts.expert_product` in float8."""
+def float8_expert_product(
+    x: Tensor, w: Tensor, ids: Tensor, recipe: str, again: Tensor | None = None
+) -> Tensor:
+    """`ops.experts.expert_product` in float8; `again` as of `float8_einsum`."""
     experts = w.shape.dim(of_experts(ids))
     forward = ScaledExpertProduct(experts, x.dtype)
     made = forward.infer(x.type, w.type, ids.type, x.type, w.type).shape
@@ -317,6 +348,7 @@ def float8_expert_product(x: Tensor, w: Tensor, ids: Tensor, recipe: str) -> Ten
         recipe,
         (forward, forward, ScaledExpertOuter(experts, x.dtype)),
         (made, x.shape, w.shape),
+        again,
     )
 
 
@@ -327,8 +359,9 @@ def _product(
     recipe: str,
     ops: tuple[Op, Op, Op],
     shapes: tuple[Shape, Shape, Shape],
+    again: Tensor | None,
 ) -> Tensor:
-    """A product and its gradients.
+    """A product and its gradients; `again` as of `float8_einsum`.
 
     Args:
       ops, shapes: of the product, of dx and of dw.
@@ -339,7 +372,7 @@ def _product(
         made: Tensor = graph.apply(op, a[0], b[0], *ids, a[1], b[1])
         return made
 
-    kept = _factor(x, shapes[2], E4M3, recipe)
+    kept = _factor(x if again is None else again, shapes[2], E4M3, recipe)
 
     def backward(dys: list[Tensor | None], given: list[Tensor], made: list[Tensor]) -> list[Tensor]:
         (dy,) = dys
@@ -355,6 +388,13 @@ def _product(
 
     out: Tensor = custom_gradient(forward, backward, [x, w])  # type: ignore[assignment]
     return out
+
+
+def in_eight_bits(x: Tensor, dim: str, recipe: str) -> Tensor:
+    """x as a recipe's eight bits know it, with scales along a dimension, and without a gradient."""
+    values, scales = quantized(stop_gradient(x), E4M3, recipe_named(recipe), (dim,))
+    found: Tensor = x.graph.apply(Dequantize(x.dtype), values, scales)
+    return found
 
 
 def _factor(x: Tensor, out: Shape, format: str, recipe: str, weight: bool = False) -> _Factor:

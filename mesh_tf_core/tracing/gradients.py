@@ -42,6 +42,18 @@ def gradients(loss: Tensor, wrt: Sequence[Tensor]) -> list[Tensor | None]:
     return [found.get(x.id) for x in wrt]
 
 
+def gradients_inside(made: Tensor, dy: Tensor, wrt: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients of tensors of which `made` is computed in its own block, given that of `made`, inside a
+    custom gradient."""
+    graph, needed, nodes = graph_of(made), {x.id for x in wrt}, list[Node]()
+    for node in graph.blocks[made.block].nodes:
+        if node.body is None and not needed.isdisjoint(node.inputs):
+            needed.update(node.outputs)
+            nodes.append(node)
+    found = _BackwardWalk(graph, needed).run({made.id: [dy]}, nodes)
+    return [found.get(x.id) for x in wrt]
+
+
 def unwidened(x: Tensor) -> Tensor:
     """The smaller float that a tensor was cast from, if any: the same information in half the bytes."""
     graph = graph_of(x)
