@@ -46,7 +46,7 @@ from costmodels.kept import gathered, kept_values, logits, masked, staying, vari
 from costmodels.kernels.fused import Fused, fused, made_by_kernels, unwritten
 from costmodels.kernels.fusion import Fuses, fusion_of
 from costmodels.kernels.quantities import tiling
-from costmodels.stage_ends import EndWork, StageEnd, end_work, stage_shares
+from costmodels.stage_ends import EndWork, StageEnd, end_work, schedule_of, stage_shares
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.liveness import Held, Liveness
 from mesh_tf_core.ir.mesh import Mesh
@@ -129,7 +129,15 @@ class MemoryRules:
         more.update({t: n - 1 for t, n in (gathered(program) if self.gathers else {}).items()})
         if self.gradient_bytes:
             more.update({t: self.gradient_bytes / n - 1 for t, n in accumulated(program)})
-        return ValueSizes(regrouped, shares, more)
+        return ValueSizes(regrouped, shares, more, self._flying(program))
+
+    def _flying(self, program: Program) -> Mapping[int, float]:
+        """What loops before the stages keep, and its copies in flight at the first stage, rule (8)."""
+        work = self.work(program)
+        column = schedule_of(program.outline) if work.again and program.outline is not None else None
+        loops = [i for i, _ in program.walk() if isinstance(i, Loop) and i.origin.node in work.again]
+        flying = 1 if column is None else column.schedule.in_flight_apart(0)
+        return {outer: flying for loop in loops for _, outer in loop.stacked}
 
     def stages(self, program: Program) -> Mapping[StageEnd, Mapping[tuple[str, int], float]]:
         """The stages that may be the fullest, with their shares of dimensions, rule (8)."""
@@ -170,15 +178,17 @@ class ValueSizes:
       regrouped: `Fusion.regrouped` where arrays lie in tiles, None where they do not.
       shares: name and size of a dimension -> the share of it that a stage of its own has.
       more: kept tensor -> bytes that are kept besides for each of its own.
+      flying: value -> its copies, one for each microbatch.
     """
 
     regrouped: frozenset[frozenset[str]] | None = None
     shares: Mapping[tuple[str, int], float] = field(default_factory=dict)
     more: Mapping[int, float] = field(default_factory=dict)
+    flying: Mapping[int, float] = field(default_factory=dict)
 
     def of(self, value: Value, mesh: Mesh) -> int:
         """Bytes of one device's piece of a value."""
-        held = 1 + self.more.get(value.tensor, 0)
+        held = (1 + self.more.get(value.tensor, 0)) * self.flying.get(value.id, 1)
         for dim in value.shape if self.shares else ():
             held *= self.share(dim)
         size = round(value.local_bytes(mesh) * held)

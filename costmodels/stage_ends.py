@@ -51,6 +51,8 @@ class EndWork:
       variables: as `nodes`, of their variables.
       both: the first stage is also the last one; `elsewhere`: nodes of the streams of microbatches of which
         it is not, which the stage at the other end has.
+      again: nodes of the first stage that make forward values once more in a backward slot. A stage with a
+        program of its own has kept them.
       losses: of how many microbatches the last stage holds the loss until backward.
     """
 
@@ -59,6 +61,7 @@ class EndWork:
     variables: dict[str, Ends] = field(default_factory=dict)
     both: bool = False
     elsewhere: set[int] = field(default_factory=set)
+    again: set[int] = field(default_factory=set)
     losses: int = 1
 
     def has(self, node: int, end: StageEnd) -> bool:
@@ -159,15 +162,14 @@ class _Ends:
     def _elsewhere(self) -> Iterator[int]:
         """The nodes that run in ticks of a stream which begins, or ends, at another than the first stage."""
         passing = {n.outputs[0]: n.op for n in self.graph.nodes if isinstance(n.op, Passing)}
-        others = {o for o, op in passing.items() if op.schedule.end(op.end, op.stream)[0]}
-        for block in (b for b in self.graph.blocks if b.dim is not None and b.dim.name == TICK):
-            numbers = {inner for outer, inner in block.sliced if outer in others}
+        numbers = {o for o, op in passing.items() if op.schedule.end(op.end, op.stream)[0]}
+        for block in self.graph.blocks:
+            numbers.update(inner for outer, inner in block.sliced if outer in numbers)
             for node in block.nodes:
-                if numbers.isdisjoint(reads(node)):
-                    continue
                 if node.body is None:
-                    numbers.update(o for o in node.outputs if not self.graph.tensor(o).shape.dims)
-                else:
+                    made = (o for o in node.outputs if self.graph.tensor(o).type.dtype == "bool")
+                    numbers.update(made if not numbers.isdisjoint(node.inputs) else ())
+                elif node.body.runs in numbers:
                     yield from (n.index for n in (node, *(n for n, _ in node.body.walk())))
 
     def _takes(self, node: Node, ends: Ends) -> None:
@@ -182,6 +184,7 @@ class _Ends:
     def _read(self) -> None:
         """What enters the stages is made by the first one; what only single stages read, by these."""
         inside = {n.index for block in self.graph.blocks[1:] for n in block.nodes}
+        phases = {n.index: n.phase for block in self.graph.blocks for n in block.nodes}
         leaves = {i: o for block in self.graph.blocks if block.single for i, o in block.summed}
         readers: dict[int, set[int]] = {}
         for node in (n for block in self.graph.blocks for n in block.nodes):
@@ -197,6 +200,10 @@ class _Ends:
                 self._takes(node, frozenset({StageEnd.FIRST}))
             elif read and read <= self.found.nodes.keys():
                 self._takes(node, EVERY.union(*(self.found.nodes[r] for r in read)))
+                late = {r for r in read if phases[r] != Phase.FORWARD} | self.found.again
+                if node.index in inside and node.phase == Phase.FORWARD and read <= late:
+                    inner = node.body.walk() if node.body is not None else ()
+                    self.found.again.update(n.index for n in (node, *(n for n, _ in inner)))
 
 
 def _slot(node: Node, columns: Mapping[int, StageAction]) -> StageAction | None:

@@ -7,7 +7,8 @@ one program has in ticks count
 
   layers  as many as there are slots on the way, each with the layers that its stage has
   ends    what only the first or the last stage does: as many as there are slots of that stage on the way
-  none    of what takes results of a stage at an end to all stages (`mesh_tf_core.tracing.tick_loops`)
+  none    of what the first stage has kept since its forward slot, which one program makes once more, and
+          of what takes results of a stage at an end to all stages (`mesh_tf_core.tracing.tick_loops`)
 
 The model's FLOPs decide which way is the longest (those of unaligned products count more), for every layout
 the same one, so that prices of parts of a program add up. Work behind the ticks (the update) counts as one
@@ -44,6 +45,7 @@ class StageTimes:
 
     Attributes:
       nodes: node in ticks -> the share of its runs that counts; all of others.
+      again: node whose results are made once more for backward -> the share if they were not kept.
       runs: node -> how often it runs.
       tensors: what loops add up or stack of such nodes -> the same.
       waits: node of a slot -> the part of what counts in which the fullest stage waits for others; below zero
@@ -53,6 +55,7 @@ class StageTimes:
     """
 
     nodes: Mapping[int, float]
+    again: Mapping[int, float]
     runs: Mapping[int, float]
     tensors: Mapping[int, float]
     waits: Mapping[int, float]
@@ -103,7 +106,7 @@ class _Times:
         ends = self.work.nodes.get(node.index)
         if not ends:
             return None
-        enters = ends == {FIRST} and node.phase == Phase.FORWARD
+        enters = ends == {FIRST} and node.phase == Phase.FORWARD and node.index not in self.work.again
         return (FORWARD, False) if enters else (BACKWARD, ends != {FIRST})
 
     def _costs(self) -> np.ndarray:
@@ -111,7 +114,8 @@ class _Times:
         slots = defaultdict[StageAction, float](float)
         ends = defaultdict[tuple[StageAction, bool], float](float)
         for node in self.nodes:
-            flops = 0.0 if node.body is not None else self.runs[node.index] * self._work(node)
+            once = node.body is None and node.index not in self.work.again
+            flops = self.runs[node.index] * self._work(node) if once else 0.0
             if node.index in self.work.slots:
                 slots[self.work.slots[node.index]] += flops
             elif (end := self._end(node)) is not None:
@@ -159,6 +163,8 @@ class _Times:
         for node in beside:
             if node.body is not None and node.body.spread:
                 nodes.update((n.index, 0.0) for n in (node, *(n for n, _ in node.body.walk())))
+        again = {index: nodes[index] for index in self.work.again if index in nodes}
+        nodes.update(dict.fromkeys(again, 0.0))
         tensors = dict[int, float]()
         for block in reversed(self.graph.blocks):
             for inner, outer in (*block.summed, *block.stacked):
@@ -168,6 +174,7 @@ class _Times:
                     tensors[inner] = tensors[outer] = counts
         return StageTimes(
             nodes,
+            again,
             self.runs,
             tensors,
             {index: float(waits[slot]) for index, slot in self.work.slots.items()},

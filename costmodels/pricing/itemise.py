@@ -24,6 +24,7 @@ from costmodels.stage_times import StageTimes
 from mesh_tf_core.ir.instructions import GRADIENT, AllReduce, AllToAll, ReduceScatter
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Collective, Local, Loop, Permute, Program, Transfer, wire_bytes
 from mesh_tf_core.lower.combine import SMALL_BYTES
 
@@ -142,16 +143,19 @@ def _share(unit: Unit, times: float, stages: StageTimes, program: Program) -> fl
     """The share of a unit's runs that counts; all of what waits behind the ticks, as sums of gradients do."""
     gradients = program.outline.gradient_of if program.outline is not None else ()
     if isinstance(unit, Stack):
-        node, value = unit.loop.origin.node, unit.value
+        origin, value = unit.loop.origin, unit.value
     else:
         instr = first_of(unit)
-        node, value = instr.origin.node, instr.outputs[0]
+        origin, value = instr.origin, instr.outputs[0]
+    node = origin.node
     tensor = program.values[value].tensor
     if node not in stages.nodes:
         return stages.tensors.get(tensor, 1.0)
     sums = isinstance(unit, AllReduce | ReduceScatter) and (unit.rule == GRADIENT or tensor in gradients)
     if sums and times == 1:
         return 1.0
+    if node in stages.again and origin.phase == Phase.RECOMPUTE:
+        return stages.again[node]
     return stages.nodes[node] if times > 0.999 * stages.runs[node] else 1.0
 
 
