@@ -35,7 +35,7 @@ from mesh_tf_core.errors import UserError
 CompilerName = Literal["none", "xla", "xla-tpu", "xla-gpu", "xla-cpu", "launched", "eager", "local"]
 COMPILER_NAMES: tuple[CompilerName, ...] = get_args(CompilerName)
 """The compiler profiles that a file may name (`costmodels.pricing.compilers`)."""
-Purpose = Literal["gradient", "parameter", "activation", "experts", "all_to_all"]
+Purpose = Literal["gradient", "parameter", "activation", "experts", "paired_experts", "all_to_all"]
 """The classes of messages of which a file may say what is hidden (`costmodels.pricing.overlap`)."""
 HeldRule = Literal["loss_copies", "step_copies", "gradient_bytes", "gathers", "to_the_end"]
 """The rules of memory and recomputation that a file may give a number (`liveness.MemoryRules`)."""
@@ -296,7 +296,8 @@ class Hardware:
     def hidden_fraction(self, purpose: str) -> float:
         """Fraction of a collective's time that runs under compute, by its class
         (`costmodels.pricing.overlap`); 0 unless the file has one."""
-        return next((number.value for name, number in self.overlap if name == purpose), 0.0)
+        known = {name: number.value for name, number in self.overlap}
+        return known.get(purpose, known.get(purpose.removeprefix("paired_"), 0.0))
 
     def numbers(self) -> Iterator[tuple[str, Number]]:
         """Every number with its path, for `layoutopt hardware NAME`."""

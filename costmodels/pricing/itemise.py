@@ -20,12 +20,14 @@ from costmodels.pricing.compilers import Compiler, compiler_of
 from costmodels.pricing.items import Between, Computed, Item, Sent, Transferred
 from costmodels.pricing.overlap import Overlapped, awaited, overlapped
 from costmodels.pricing.units import Find, Sending, Stack, Unit, first_of
+from costmodels.stage_ends import schedule_of
 from costmodels.stage_times import StageTimes
 from mesh_tf_core.ir.instructions import GRADIENT, AllReduce, AllToAll, ReduceScatter
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Collective, Local, Loop, Permute, Program, Transfer, wire_bytes
+from mesh_tf_core.ir.schedules import KINDS
 from mesh_tf_core.lower.combine import SMALL_BYTES
 
 
@@ -57,6 +59,8 @@ class Itemiser:
         """
         compiler = self.compiler
         stages = compiler.stages(program)
+        column = None if program.outline is None else schedule_of(program.outline)
+        pairs = column is not None and KINDS[column.schedule.kind].pairs
 
         def counts(unit: Unit, times: float) -> float:
             return 1.0 if stages is None else _share(unit, times, stages, program)
@@ -66,7 +70,9 @@ class Itemiser:
         parts = compiler.parts(program)
         for what, times in timed:
             if isinstance(what, Collective):
-                rule = (self.overlaps and what.rule) or awaited(what, program.values[what.inputs[0]].shape)
+                rule = (self.overlaps and what.rule) or awaited(
+                    what, program.values[what.inputs[0]].shape, pairs
+                )
                 sending = compiler.sending(what, rule, parts)
                 yield at_once.get(what.outputs[0], what), times, counts(what, times), sending
             elif isinstance(what, Loop):

@@ -11,6 +11,8 @@ hidden fraction in a hardware file.
   experts, all_to_all   an all-to-all that the device waits for, of rows between tokens and experts, or
                         another: kernels that send tensors piece by piece beside their products (a file's
                         fraction of `activation`) send neither
+  paired_experts        rows between tokens and experts where slots of two microbatches are one block
+                        (`ScheduleKind.pairs`); as `experts` where a file does not say
 A rule that a file does not name is exposed. In a loop of n iterations, the work between a start and a done
 that are one iteration apart (`Message.pipelined`) hides the messages of all iterations except one.
 """
@@ -30,7 +32,9 @@ ACTIVATION = "activation"
 """The note on a message that the device waits for."""
 EXCHANGE = "experts"
 """The note on an all-to-all of rows between tokens and their experts."""
-AWAITED = (ACTIVATION, EXCHANGE, AllToAll.name)
+PAIRED = "paired_experts"
+"""The same where the slot of another microbatch runs meanwhile."""
+AWAITED = (ACTIVATION, EXCHANGE, PAIRED, AllToAll.name)
 """The notes on messages that the device waits for."""
 CLASSES = (GRADIENT, PARAMETER, *AWAITED)
 """The rules that hardware files have fractions for."""
@@ -38,11 +42,15 @@ LONGER = (STEP, HOST)
 """The rules by which the time is the longer one of messages and products."""
 
 
-def awaited(message: Collective, shape: Shape) -> str:
-    """The rule of a message that the device waits for; `shape` is that of its first value."""
+def awaited(message: Collective, shape: Shape, pairs: bool = False) -> str:
+    """The rule of a message that the device waits for.
+
+    Args:
+      shape: of its first value; `pairs`: as `ScheduleKind` says of the step.
+    """
     if not isinstance(message, AllToAll):
         return ACTIVATION
-    return message.name if shape.sparse is None else EXCHANGE
+    return message.name if shape.sparse is None else PAIRED if pairs else EXCHANGE
 
 
 @dataclass(frozen=True, slots=True)

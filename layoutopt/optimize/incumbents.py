@@ -7,11 +7,13 @@ beside every answer, so no plan is slower than the plan of an expert.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from costmodels.hardware import Hardware
 from layoutopt.optimize.baselines import axis_names, by_name, called_mesh
+from layoutopt.optimize.bounds import State
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.heuristics import greedy
 from layoutopt.optimize.request import Request
@@ -158,6 +160,26 @@ class Incumbents:
         for each in named(self.request.model, subproblem, lean=True) if not lean else ():
             if each.layout in large and not clock.over:
                 self.offer(*each)
+
+    def spread(self, limit: float, problems: Iterable[Subproblem], clock: Clock) -> None:
+        """Predicts the splits and storage of the fastest layout in other problems with its stages: these
+        differ in their schedules, microbatches and recomputed parts, each of which makes another graph."""
+        if (found := self.fastest(limit)) is None or not (own := self.subproblem_of(found).key).stages:
+            return
+        beside = found.options.recompute - own.again
+        for each in problems:
+            key, better = each.key, each.bounds.state(self.seconds(limit), limit) is State.OPEN
+            if clock.over:
+                return
+            if (
+                better
+                and key != own
+                and (key.mesh, key.stages) == (own.mesh, own.stages)
+                and not each.refused
+            ):
+                how = {"schedule": key.schedule, "microbatches": key.microbatches}
+                for recompute in dict.fromkeys((beside | key.again, key.again)):
+                    self.offer(each.mesh, found.layout, replace(found.options, recompute=recompute, **how))
 
     def beat_named(self, limit: float) -> None:
         """Searches the named layouts on the mesh of the fastest one, and the greedy one, which are listed

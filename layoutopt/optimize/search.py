@@ -244,13 +244,14 @@ class LayoutSearch:
 
     def _in_order(self, limit: float) -> Iterator[Subproblem]:
         """The problems without stages first, by their bounds: what is found there closes most of the others
-        before they have a graph. Before all, that of the best known: something near it may be better.
+        before they have a graph. Before all, that of the best known, and what is near it in other graphs.
         Within a time limit the others are bounded once something fits: the gap is that of the least bound."""
         limited, staged = self.request.clock.limit is not None, [p for p in self.problems if p.key.stages]
         if limited and self.incumbents.fastest(limit) is None:
             yield from self.problems[-1:]  # what fits most likely
         if (known := self.incumbents.fastest(limit)) is not None:
             yield self.incumbents.subproblem_of(known)
+            self.incumbents.spread(limit, staged, self.request.clock.part(NAMED_SHARE))
         self._bound(staged if limited else (), limit)
         yield from sorted((each for each in self.problems if not each.key.stages), key=lambda p: p.rank)
         self._bound(() if limited else staged, limit)
@@ -291,7 +292,6 @@ class LayoutSearch:
         if narrow is None:
             bounds.prove(upper, Source.TABLES)
             return None
-
         fits = True
 
         def propose(layout: Layout, options: Options) -> float:

@@ -35,7 +35,6 @@ and w <= f <= b:
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -49,9 +48,10 @@ from mesh_tf_core.ir.stage_orders import (
     Order,
     StageAction,
     StageWork,
+    arrivals_of,
     dualpipe,
     dualpipe_v,
-    fitted,
+    places_of,
     ticks_of,
     timed,
     zero_bubble_v,
@@ -71,6 +71,8 @@ class ScheduleKind:
       split: gradients of weights have slots of their own.
       turns: virtual stages run down the stages and up again.
       mirrored: half of the microbatches enter at the last stage, which has a copy of the first one's layers.
+      pairs: slots of two microbatches, forward and backward, are one block, whose messages and products
+        programs of their own run at once.
       order: of the slots of a stage, if these do not follow from the above.
     """
 
@@ -79,6 +81,7 @@ class ScheduleKind:
     split: bool = False
     turns: bool = False
     mirrored: bool = False
+    pairs: bool = False
     order: Callable[[int, int, int], Order] | None = None
 
     @property
@@ -94,8 +97,8 @@ KINDS = {
     INTERLEAVED: ScheduleKind(rounds=True, at_once=True),
     "zb-h1": ScheduleKind(at_once=True, split=True),
     "zb-v": ScheduleKind(at_once=True, split=True, turns=True, order=zero_bubble_v),
-    "dualpipev": ScheduleKind(at_once=True, split=True, turns=True, order=dualpipe_v),
-    "dualpipe": ScheduleKind(at_once=True, split=True, mirrored=True, order=dualpipe),
+    "dualpipev": ScheduleKind(at_once=True, split=True, turns=True, pairs=True, order=dualpipe_v),
+    "dualpipe": ScheduleKind(at_once=True, split=True, mirrored=True, pairs=True, order=dualpipe),
 }
 NAMES = tuple(name + ":2" * kind.rounds for name, kind in KINDS.items())
 """All schedules, by their names."""
@@ -253,7 +256,7 @@ class PipelineSchedule:
     def places(self, begin: StageAction) -> np.ndarray:
         """[tick, stage, slot]: the position in a ring of a stage where slots of one kind store a value, which
         other slots read until the last one; IDLE where nothing is stored, or read as zeros."""
-        return _places(self, begin)
+        return places_of(self, begin)
 
     def ring(self, begin: StageAction) -> int:
         """The number of places in the ring."""
@@ -263,7 +266,7 @@ class PipelineSchedule:
         """[tick, stage, way]: the place in a ring of a stage where a result of slots of this kind arrives at
         the end of a tick, from the stage before it, or from the one behind or itself; and where a slot takes
         one; IDLE where none does."""
-        return _arrivals(self, slot)
+        return arrivals_of(self, slot)
 
     def waiting(self, slot: StageAction) -> int:
         """The number of places in that ring."""
@@ -379,38 +382,3 @@ def _in_one_direction(of: PipelineSchedule) -> Iterator[tuple[int, int, StageWor
     for slot, when in ticks.items():
         for (stage, chunk, item), tick in np.ndenumerate(when):
             yield int(tick), stage, (slot, item, chunk)
-
-
-def _when(of: PipelineSchedule, slot: StageAction) -> dict[tuple[int, int, int], int]:
-    """Stage, microbatch and chunk -> the tick of their slot, in the order of ticks."""
-    there = np.argwhere(of.table[..., slot, 0] != IDLE).tolist()
-    return {(stage, *of.table[tick, stage, slot].tolist()): tick for tick, stage in there}
-
-
-@lru_cache(maxsize=64)
-def _places(of: PipelineSchedule, begin: StageAction) -> np.ndarray:
-    # Idle slots take forward values that are numbers, and zeros as gradients: no gradient comes of these.
-    places = np.full(of.table.shape[:3], 0 if begin is StageAction.FORWARD else IDLE, np.int32)
-    places[..., begin], lies = IDLE, dict[tuple[int, int, int], int]()
-    begins, ends = _when(of, begin), _when(of, of.last)
-    for _, found in itertools.groupby(sorted(begins, key=itemgetter(0)), itemgetter(0)):
-        own = [*found]
-        lies.update(zip(own, fitted((begins[key], ends[key]) for key in own), strict=True))
-    for slot in list(StageAction)[begin:]:
-        for key, tick in _when(of, slot).items():
-            places[tick, key[0], slot] = lies[key]
-    return places
-
-
-@lru_cache(maxsize=64)
-def _arrivals(of: PipelineSchedule, slot: StageAction) -> np.ndarray:
-    when = {(of.virtual[s, chunk], item): (tick, s) for (s, item, chunk), tick in _when(of, slot).items()}
-    found = np.full((*of.table.shape[:2], 3), IDLE, np.int32)
-    step = -1 if slot is StageAction.BACKWARD else 1
-    come = ((*at, *when[v + step, m]) for (v, m), at in when.items() if (v + step, m) in when)
-    for stage, each in itertools.groupby(sorted(come, key=itemgetter(3)), itemgetter(3)):
-        here = [*each]
-        places = fitted((tick + 1, then) for tick, _, then, _ in here)
-        for (tick, source, then, _), place in zip(here, places, strict=True):
-            found[tick, stage, int(source >= stage)] = found[then, stage, 2] = place
-    return found

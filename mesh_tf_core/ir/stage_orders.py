@@ -19,10 +19,14 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
+from functools import lru_cache
 from operator import itemgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from mesh_tf_core.ir.schedules import PipelineSchedule
 
 IDLE = -1
 
@@ -176,3 +180,40 @@ def timed(
         done.update(dict.fromkeys(makes, free[stage]))
         blocks.append(TimedBlock((blocks[before].end if before >= 0 else 0.0) + seconds, before, slots))
     return blocks
+
+
+def _when(of: PipelineSchedule, slot: StageAction) -> dict[tuple[int, int, int], int]:
+    """Stage, microbatch and chunk -> the tick of their slot, in the order of ticks."""
+    there = np.argwhere(of.table[..., slot, 0] != IDLE).tolist()
+    return {(stage, *of.table[tick, stage, slot].tolist()): tick for tick, stage in there}
+
+
+@lru_cache(maxsize=64)
+def places_of(of: PipelineSchedule, begin: StageAction) -> np.ndarray:
+    """`PipelineSchedule.places`."""
+    # Idle slots take forward values that are numbers, and zeros as gradients: no gradient comes of these.
+    places = np.full(of.table.shape[:3], 0 if begin is StageAction.FORWARD else IDLE, np.int32)
+    places[..., begin], lies = IDLE, dict[tuple[int, int, int], int]()
+    begins, ends = _when(of, begin), _when(of, of.last)
+    for _, found in itertools.groupby(sorted(begins, key=itemgetter(0)), itemgetter(0)):
+        own = [*found]
+        lies.update(zip(own, fitted((begins[key], ends[key]) for key in own), strict=True))
+    for slot in list(StageAction)[begin:]:
+        for key, tick in _when(of, slot).items():
+            places[tick, key[0], slot] = lies[key]
+    return places
+
+
+@lru_cache(maxsize=64)
+def arrivals_of(of: PipelineSchedule, slot: StageAction) -> np.ndarray:
+    """`PipelineSchedule.arrivals`."""
+    when = {(of.virtual[s, chunk], item): (tick, s) for (s, item, chunk), tick in _when(of, slot).items()}
+    found = np.full((*of.table.shape[:2], 3), IDLE, np.int32)
+    step = -1 if slot is StageAction.BACKWARD else 1
+    come = ((*at, *when[v + step, m]) for (v, m), at in when.items() if (v + step, m) in when)
+    for stage, each in itertools.groupby(sorted(come, key=itemgetter(3)), itemgetter(3)):
+        here = [*each]
+        places = fitted((tick + 1, then) for tick, _, then, _ in here)
+        for (tick, source, then, _), place in zip(here, places, strict=True):
+            found[tick, stage, int(source >= stage)] = found[then, stage, 2] = place
+    return found

@@ -196,25 +196,12 @@ class Quantize(Elementwise):
 
 
 @dataclass(frozen=True)
-class Dequantize(NoGradient, Elementwise):
-    """Numbers of eight bits divided by their scales."""
-
-    dtype: str
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return super().roles(inputs[0])
-
-    def infer(self, *inputs: TensorType) -> TensorType:
-        return TensorType(inputs[0].shape, self.dtype)
+class Dequantize(Quantize):
+    """Numbers of eight bits divided by their scales, in another format."""
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        x, scale = at.inputs
-        return k.cast(
-            scaled(k, slices[0], x.shape, k.unary("reciprocal", slices[1]), scale.shape), self.dtype
-        )
-
-    def flops(self, *local: TensorType) -> float:
-        return 2.0 * local[0].shape.size
+        back = k.unary("reciprocal", slices[1])
+        return k.cast(scaled(k, slices[0], at.inputs[0].shape, back, at.inputs[1].shape), self.format)
 
 
 @dataclass(frozen=True)
