@@ -12,7 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,12 @@ class Case:
     Attributes:
       searched: the mesh of the search.
       allowed: whether layers may run again in it, or keep some values then.
-      framework, schedule: of both; "": none; `trainer`: those of practice, where they are others.
-      mesh, layout, stage, recompute, microbatches: of practice.
+      framework, schedule: of both; none by default.
+      mesh, layout, stage, recompute (with ";" between loops), microbatches: of practice.
       tokens_per_second: of practice, as published; None: of this machine nobody did.
       source: of the practice.
       why: what practice does otherwise than the program that is priced.
+      changes: of one decision of practice each, in words: what other fields of the case are then.
     """
 
     name: str
@@ -64,7 +65,7 @@ class Case:
     allowed: tuple[bool | str, ...] = (False, "selective", True)
     framework: str | None = None
     schedule: str = ""
-    trainer: tuple[str, str] | None = None
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 MAXTEXT = "MaxText, AI-Hypercomputer/tpu-recipes training/v5p"
@@ -85,6 +86,15 @@ GSPMD_1T: dict[str, Any] = {
     "width": "width",
 }
 """`DenseLm1T16x16` of benchmarks/data/gspmd_tpuv3.csv, with four times its batch."""
+SMALL = "gate/quantize+gate/quantize_2"
+KEPT_DENSE = f"keep=attention+o+q_down+kv_down+k_rotary+{SMALL}"
+KEPT = f"{KEPT_DENSE}+experts/quantize"
+"""What DeepSeek-V3's layers keep for backward (sections 3.2.3 and 3.3.3): not what norms, the up-projections
+of attention and SwiGLU make."""
+BFLOAT16 = ";".join(
+    f"{loop}:keep=attention+o+q_down+kv_down+k_rotary+wi+wg" for loop in ("layers", "dense_layers")
+)
+FLOAT8: dict[str, Any] = {"batch": 16384, "length": 4096, "float8": "blocks", "moments": "bfloat16"}
 CASES = (
     Case(
         "Llama 3.1 405B, 512 v5p",
@@ -139,26 +149,57 @@ CASES = (
     Case(
         "DeepSeek-V3's sizes, 2,048 H100",
         v3,
-        {"batch": 16384, "length": 4096, "float8": "blocks", "moments": "bfloat16"},
+        FLOAT8,
         "h100",
         2048,
         "pipe:16;data:2;expert:64",
         "pipe:16;data:2;expert:64",
         "layers:pipe;batch:data+expert;expert_batch:data;experts:expert",
         1,
-        "layers:keep=products+attention",
+        f"layers:{KEPT};dense_layers:{KEPT_DENSE}",
         128,
         1e12 / (180e3 * 3600 / 2048),
         "DeepSeek-AI 2024, arXiv 2412.19437, sections 1 and 3: 180 thousand GPU hours for 10^12 tokens on "
         "2,048 H800, taken for this batch (theirs grows to 15,360 sequences)",
-        "has layers of its stages in another division; exchanges are hidden as DeepSeek-AI says; H800 have "
-        "slower links within a node",
-        ("selective", True),
-        "megatron:dispatcher=flex",
-        "1f1b",
-        ("examples/frameworks/dualpipe.json", "dualpipe"),
+        "trains a second prediction head too; the division of its layers is not published; exchanges are "
+        "hidden as DeepSeek-AI says; H800 have slower links within a node",
+        (KEPT, "selective", True),
+        "examples/frameworks/dualpipe.json",
+        "dualpipe:first=1:last=1",
+        {
+            "inputs of gated units are kept in bfloat16": {
+                "recompute": f"layers:{KEPT};dense_layers:{KEPT_DENSE}".replace(SMALL, "wi+wg")
+            },
+            "up-projections of attention are kept too": {
+                "recompute": f"layers:{KEPT}+q_up+k_up+v_up;dense_layers:{KEPT_DENSE}+q_up+k_up+v_up"
+            },
+            "rows at experts are sent again in backward": {
+                "recompute": f"layers:{KEPT};dense_layers:{KEPT_DENSE}".replace("+experts/quantize", "")
+            },
+            "all layers are recomputed": {"recompute": "layers;dense_layers"},
+            "nothing is recomputed": {"recompute": ""},
+            "stages have equal numbers of layers with experts": {"schedule": "dualpipe"},
+            "stages run in 1F1B, and exchanges are waited for": {"schedule": "1f1b:first=1:last=1"},
+            "bfloat16 products": {"hparams": {**FLOAT8, "float8": ""}, "recompute": BFLOAT16},
+            "float32 moments": {"hparams": {**FLOAT8, "moments": "float32"}},
+            "a row is sent to each of a token's experts (Megatron's trainer, 1F1B)": {
+                "framework": "megatron",
+                "schedule": "1f1b:first=1:last=1",
+            },
+        },
     ),
 )
+
+
+def practice_of(case: Case) -> Priced:
+    """The price of a case's practice."""
+    hardware, model = load_hardware(case.hardware, case.framework), case.model(**case.hparams)
+    again = frozenset(filter(None, case.recompute.split(";")))
+    how: dict[str, Any] = {"schedule": case.schedule} if case.schedule else {}
+    options = mtf.Options(stored(model, case.stage), again, case.microbatches, **how)
+    found = evaluate(model, mtf.Mesh(case.mesh), mtf.Layout(case.layout), hardware, options)
+    decided = "; ".join((f"zero{case.stage}", *(f"recompute {each}" for each in case.recompute.split(";"))))
+    return Priced.of(found, decided, hardware.usable_memory_bytes)
 
 
 def solved(case: Case, limit: float) -> dict[str, Any]:
@@ -169,19 +210,13 @@ def solved(case: Case, limit: float) -> dict[str, Any]:
         "date": datetime.now(UTC).date().isoformat(),
         "parameters": model.parameters,
         "tokens": model.tokens,
-        **{k: v for k, v in asdict(case).items() if k not in ("model", "name")},
+        **{k: v for k, v in asdict(case).items() if k not in ("model", "name", "changes")},
+    }
+    found["practice"] = asdict(practice_of(case))
+    found["changes"] = {
+        words: asdict(practice_of(replace(case, **other))) for words, other in case.changes.items()
     }
     how: dict[str, Any] = {"schedule": case.schedule} if case.schedule else {}
-    software, schedule = case.trainer or (case.framework, case.schedule)
-    options = mtf.Options(
-        stored(model, case.stage),
-        frozenset({case.recompute}),
-        case.microbatches,
-        **({"schedule": schedule} if schedule else {}),
-    )
-    trainer = load_hardware(case.hardware, software)
-    practice = evaluate(model, mtf.Mesh(case.mesh), mtf.Layout(case.layout), trainer, options)
-    found["practice"] = asdict(Priced.of(practice, f"zero{case.stage}; recompute {case.recompute}", room))
     began = time.process_time()
     plan = layoutopt.search(
         model,

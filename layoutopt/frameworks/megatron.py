@@ -24,9 +24,12 @@ _ROWS = (
     ("mlp", "products-feed_forward", "others-feed_forward"),
     ("shared_experts", "products-shared", "others-shared"),
     ("moe", "products-experts", "others-experts"),
+    ("mla_up_proj", "products-q_up-k_up-v_up", "others-attention"),
+    ("mla_up_proj", "products-q-k_up-v_up", "others-attention"),
 )
 """Each of `recompute_modules`, and the values that it does not keep
-(megatron/core/transformer/transformer_config.py @d98e8a6). `moe` recomputes shared experts too, which are
+(megatron/core/transformer/transformer_config.py @d98e8a6). `layernorm` is named by what follows, and the
+up-projection of queries by their rank, if they have one. `moe` recomputes shared experts too, which are
 in the scope `experts`. `moe_act`, the activation of experts alone, has no row: it is no scope of its own."""
 
 

@@ -178,8 +178,9 @@ def runs_again(
         yield from (frozenset({Recomputed(dim, keep)}) for keep in sets)
         if mesh is not None:
             order = layer_order(schedule, mesh.group_size(axes))
-            number = order.size(max(model.graph.dims()[dim])) // order.stages * (order.chunks == 1)
-            yield from (frozenset({Recomputed(dim, (), n)}) for n in counts(number, allowed.recompute))
+            with suppress(UserError):  # layers that do not suit these stages, which is said later
+                number = order.size(max(model.graph.dims()[dim])) // order.stages * (order.chunks == 1)
+                yield from (frozenset({Recomputed(dim, (), n)}) for n in counts(number, allowed.recompute))
         if True in allowed.recompute:
             yield frozenset({Recomputed(dim)})
     if True in allowed.recompute:

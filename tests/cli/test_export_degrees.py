@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from costmodels.frameworks import load_framework
+from examples.deepseek_lm import model as latent
 from examples.transformer_lm import model as transformer
 from layoutopt.frameworks.megatron import MEGATRON_MODULES, SAYS
 from layoutopt.plan.build import decided
@@ -24,6 +25,7 @@ from layoutopt.space.decisions import SearchSpace
 from mesh_tf_core import Layout, Mesh, Options
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.op import PRODUCTS
+from mesh_tf_core.lower.nodes import weights
 from mesh_tf_core.lower.remat_policy import Policies, policies
 from mesh_tf_core.lower.rematerialization import keep_sets, rematerialization
 
@@ -212,6 +214,18 @@ def test_megatrons_modules_are_recomputed_by_name() -> None:
         again = rematerialization(graph, what_again(keep)).running(frozenset())["layers"]
         scopes = {node.path.partition("/")[0] for node in again if node.op.kind in PRODUCTS}
         assert scopes == {products[name] for name in MEGATRON_MODULES[keep] if name in products}
+
+
+@pytest.mark.parametrize(("rank", "query"), [(0, "q"), (48, "q_up")])
+def test_up_projections_of_latent_attention_are_a_module(rank: int, query: str) -> None:
+    """Megatron's `mla_up_proj`: products of queries, keys and values with their last weights."""
+    graph, module = latent(q_rank=rank).step_graph, ("mla_up_proj",)
+    sets = keep_sets(graph, "layers", tuple(MEGATRON_MODULES))
+    (keep,) = (each for each in sets if MEGATRON_MODULES[each] == module)
+    again = rematerialization(graph, what_again(keep)).running(frozenset())["layers"]
+    known = weights(graph)
+    read = {known[i] for n in again if n.op.kind in PRODUCTS for i in n.inputs if i in known}
+    assert {name.rpartition("/")[2] for name in read} == {query, "k_up", "v_up"}
 
 
 def what_again(keep: tuple[str, ...]) -> Policies:

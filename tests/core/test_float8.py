@@ -11,13 +11,16 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.kernels.compute import Quantity, compute_seconds
+from examples.deepseek_lm import model as latent
 from examples.moe_lm import model as mixture
 from examples.resnet import model as resnet
 from examples.transformer_lm import model as transformer
 from mesh_tf_core import layers
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.schedules import ONE_WAY
+from mesh_tf_core.layers.base import gated
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.remat_policy import policies
 from mesh_tf_core.ops.float8 import E4M3, E5M2, LARGEST, RECIPES, Quantize, quantized
 from tests.marks import by_day
 
@@ -208,6 +211,36 @@ def test_backward_keeps_eight_bits() -> None:
     assert E4M3 in kept(True) and E4M3 not in kept(False)
 
 
+def test_backward_of_gated_units_has_their_inputs_in_eight_bits() -> None:
+    """Forward is exact; gradients are those at the rounded inputs (DeepSeek-V3, section 3.3.3)."""
+    a, b, gate, slope = (RNG.normal(size=(8, 512)) for _ in range(4))
+
+    def found(recipe: str) -> dict[str, Any]:
+        g = mtf.Graph()
+        xs = [g.input(name, [B, WIDE], "float64") for name in ("a", "b", "gate", "slope")]
+        with g.float8(recipe):
+            y, again = gated(lambda a, b, c: mtf.silu(a) * b * c, xs[:2], WIDE.name, xs[2:3])
+        assert (again is not None) is (recipe == "blocks")
+        made = {"y": y} | dict(zip("abc", mtf.gradients(mtf.reduce_sum(y * xs[3]), xs[:3]), strict=True))
+        made |= {} if again is None else {"again": again}
+        program = mtf.lower(g, mtf.Mesh("x:2;y:2"), mtf.Layout("batch:x;d_model:y"), made)
+        return LockstepEngine(program).step({"a": a, "b": b, "gate": gate, "slope": slope})
+
+    def sigmoid(x: Any) -> Any:
+        return 1 / (1 + np.exp(-x))
+
+    exact, small = found(""), found("blocks")
+    np.testing.assert_allclose(small["y"], exact["y"], rtol=1e-12)
+    near_a, near_b = (rounded(x, E4M3, "blocks", 1).astype(np.float64) for x in (a, b))
+    unit = near_a * sigmoid(near_a)
+    np.testing.assert_allclose(small["again"], unit * near_b * gate, rtol=1e-9)
+    np.testing.assert_allclose(small["c"], slope * unit * near_b, rtol=1e-9)
+    np.testing.assert_allclose(small["b"], slope * unit * gate, rtol=1e-9)
+    bend = sigmoid(near_a) * (1 + near_a * (1 - sigmoid(near_a)))
+    np.testing.assert_allclose(small["a"], slope * bend * near_b * gate, rtol=1e-9)
+    assert np.abs(small["a"] - exact["a"]).max() > 1e-3
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -267,6 +300,24 @@ def test_stages_train_alike_or_are_refused(schedule: str) -> None:
     found = run.step({"tokens": data, "targets": data})["loss"]
     alone = mtf.Trainer(model, "x:1", "", engine="lockstep").step({"tokens": data, "targets": data})["loss"]
     assert found == pytest.approx(alone, rel=1e-3)
+
+
+def test_stages_keep_factors_by_name() -> None:
+    """What is kept by the name of a weight or an operation stays for both slots of backward, also in stages
+    with slots for weights; the rest, other names and wider types of a value among it, is made again."""
+    data = {n: RNG.integers(0, 32, (4, 128)).astype(np.int32) for n in ("tokens", "targets")}
+    sizes = {"layers": 2, "dense": 0, "d_model": 128, "heads": 2, "d_expert": 128, "experts": 2, "vocab": 32}
+    words = "attention+o+wi+wg+gate/quantize+gate/quantize_2+experts/quantize"
+
+    def loss(layout: str, **given: Any) -> list[float]:
+        model = latent(**sizes, chosen=1, shared=0, batch=4, dtype="bfloat16", float8="blocks")
+        run = mtf.Trainer(model, "x:2", layout, Options(microbatches=2, **given), "lockstep")
+        return [run.step(data)["loss"] for _ in range(2)]
+
+    alone, again = loss(""), policies([f"layers:keep={words}"])
+    for schedule in ("1f1b", "zb-h1"):
+        found = loss("layers:x", schedule=schedule, recompute=again)
+        np.testing.assert_allclose(found, alone, rtol=2e-3)
 
 
 @pytest.mark.nightly
