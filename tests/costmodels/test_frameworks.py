@@ -261,8 +261,10 @@ def test_a_framework_of_the_users_own(tmp_path: Path) -> None:
 def test_exchanges_are_hidden_whole_by_dualpipes_trainer_alone() -> None:
     """No option of a framework of the package says that all-to-alls of experts cost nothing."""
     found = load_hardware("h100", "examples/frameworks/dualpipe.json")
-    assert found.hidden_fraction("experts") == 1 and found.topology.dispatch == "once"
+    hidden = [found.hidden_fraction(each) for each in ("paired_experts", "experts")]
+    assert hidden == [1, 0] and found.topology.dispatch == "once"
+    assert load_hardware("h100", "megatron:exchange=overlapped").hidden_fraction("paired_experts") == 0.4
     for name in framework_names():
         for number in load_framework(name).numbers():
-            if number.path == "overlap.experts":
+            if number.path in ("overlap.experts", "overlap.paired_experts"):
                 assert float(number.value) < 1, (name, number.option)
