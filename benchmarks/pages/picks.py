@@ -29,18 +29,21 @@ NOTES: dict[tuple[str, ...], str] = {
     ("GPT of 1T parameters, 2,048 cores of TPU v3",): "The recipe's layout was published for a quarter of "
     "the cores and of the batch.",
     ("DeepSeek-V3's sizes, 512 v5p",): "The recipe keeps activations in host memory; its prediction "
-    "recomputes layers from inputs on the chip. The plan, not proven, is slower than that "
-    "prediction, which does not fit.",
-    ("DeepSeek-V3's sizes, 2,048 H100",): "Both multiply in float8. The "
-    "recipe runs stages in both directions (DualPipe), and so does its prediction, under "
-    "`examples/frameworks/dualpipe.json`, whose exchanges of experts are hidden behind products; DualPipe "
-    "holds the layers of two stages. The plan is the best that a search of limited time found in 1F1B "
-    "under `megatron:dispatcher=flex`, where these exchanges are exposed; the recipe's layout "
-    "is predicted to be faster in 1F1B too, so the search ended too early. The "
-    "published step is derived from 180 thousand GPU hours for 10^12 tokens on H800, "
-    "whose links within a node are slower.",
+    "recomputes layers from inputs on the chip, and does not fit.",
+    ("DeepSeek-V3's sizes, 2,048 H100",): "Plan and recipe run under `examples/frameworks/dualpipe.json`: "
+    "products in float8, stages in both directions (DualPipe), exchanges of experts hidden behind the other "
+    "microbatch of a block. The first stage has the embedding, the three dense layers and one layer with "
+    "experts, the last one has one and the output layer; each device has the layers of two stages. For "
+    "this mesh, schedule and number of microbatches, the search decided about splits, storage, stages and "
+    "recomputation. The prediction lacks the second prediction head. The published step is derived from "
+    "180 thousand GPU hours for 10^12 tokens on H800, whose links within a node are slower.",
 }
 """Cases -> what a reader must know to compare their rows."""
+WORTH = """\
+## Decisions of the recipe for {name}
+
+Each row changes one decision of the recipe and nothing else. Memory is that of the fullest stage.
+"""
 
 
 def page() -> Iterator[str]:
@@ -57,6 +60,19 @@ def page() -> Iterator[str]:
     for names, note in NOTES.items():
         source = "".join(f" Source: {each}." for each in {sources[n]: n for n in names if n in sources})
         yield prose(f"- **{' and '.join(names)}.** {note}{source}").rstrip("\n")
+    for name, found in large.items():
+        if found.get("changes"):
+            yield ""
+            yield prose(WORTH.format(name=name)).rstrip("\n")
+            yield ""
+            yield from table(("the recipe, but", "step", "memory"), _changes(found))
+
+
+def _changes(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of predictions of practice, as it is and with one decision changed."""
+    for words, priced in {"(nothing)": found["practice"], **found["changes"]}.items():
+        memory = bytes_text(priced["peak_memory_bytes"]) + ("" if priced["fits"] else ": does not fit")
+        yield words, f"{priced['step_seconds']:.2f} s", memory
 
 
 def _llama(cases: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -397,6 +397,14 @@ def test_an_architecture_that_is_known_is_built_under_any_name() -> None:
     )
 
 
+def test_a_mixture_of_no_experts_is_said_to_be_dense() -> None:
+    """As in granite-4.0-h-1b; transformers builds the shared block alone."""
+    config = LOSSES["granitemoehybrid"]["config"]
+    made = from_huggingface({**config, "num_local_experts": 0})
+    assert "num_local_experts is 0, so all layers are dense" in made.remarks
+    assert not any("dense" in remark for remark in from_huggingface(config).remarks)
+
+
 def test_fields_of_published_files_that_training_does_not_read() -> None:
     """Their weights may be quantised; old fields have no reader in transformers either."""
     more = {"is_llama_config": True, "quantization_config": {"quant_method": "fp8"}}

@@ -281,6 +281,8 @@ def _renamed(values: Mapping[str, Any], family: str) -> Iterator[str]:
     told = {**class_defaults()["families"].get(family, NOTHING), **values}
     if dropped := [n for n in _idle(family) if n.endswith(("dropout", "pdrop")) and told.get(n)]:
         yield f"these layers drop nothing, whatever {' and '.join(dropped)} of the configuration says"
+    if none := [n for n in ("num_experts", "num_local_experts", "n_routed_experts") if values.get(n) == 0]:
+        yield f"{none[0]} is 0, so all layers are dense"
     if values.get("quantization_config"):
         yield (
             "quantization_config is ignored, because it describes the published weights; training is planned "
