@@ -202,8 +202,8 @@ class _Ends:
                 self._takes(node, EVERY.union(*(self.found.nodes[r] for r in read)))
                 late = {r for r in read if phases[r] != Phase.FORWARD} | self.found.again
                 if node.index in inside and node.phase == Phase.FORWARD and read <= late:
-                    inner = node.body.walk() if node.body is not None else ()
-                    self.found.again.update(n.index for n in (node, *(n for n, _ in inner)))
+                    body = () if node.body is None else (n.index for n, _ in node.body.walk())
+                    self.found.again |= {node.index, *body}
 
 
 def _slot(node: Node, columns: Mapping[int, StageAction]) -> StageAction | None:

@@ -177,9 +177,9 @@ class Incumbents:
                 and (key.mesh, key.stages) == (own.mesh, own.stages)
                 and not each.refused
             ):
-                how = {"schedule": key.schedule, "microbatches": key.microbatches}
+                how = replace(found.options, schedule=key.schedule, microbatches=key.microbatches)
                 for recompute in dict.fromkeys((beside | key.again, key.again)):
-                    self.offer(each.mesh, found.layout, replace(found.options, recompute=recompute, **how))
+                    self.offer(each.mesh, found.layout, replace(how, recompute=recompute))
 
     def beat_named(self, limit: float) -> None:
         """Searches the named layouts on the mesh of the fastest one, and the greedy one, which are listed

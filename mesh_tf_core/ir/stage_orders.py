@@ -21,12 +21,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from functools import lru_cache
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from mesh_tf_core.ir.schedules import PipelineSchedule
 
 IDLE = -1
 
@@ -182,15 +179,15 @@ def timed(
     return blocks
 
 
-def _when(of: PipelineSchedule, slot: StageAction) -> dict[tuple[int, int, int], int]:
+def _when(of: Any, slot: StageAction) -> dict[tuple[int, int, int], int]:
     """Stage, microbatch and chunk -> the tick of their slot, in the order of ticks."""
     there = np.argwhere(of.table[..., slot, 0] != IDLE).tolist()
     return {(stage, *of.table[tick, stage, slot].tolist()): tick for tick, stage in there}
 
 
 @lru_cache(maxsize=64)
-def places_of(of: PipelineSchedule, begin: StageAction) -> np.ndarray:
-    """`PipelineSchedule.places`."""
+def places_of(of: Any, begin: StageAction) -> np.ndarray:
+    """`PipelineSchedule.places` of a schedule."""
     # Idle slots take forward values that are numbers, and zeros as gradients: no gradient comes of these.
     places = np.full(of.table.shape[:3], 0 if begin is StageAction.FORWARD else IDLE, np.int32)
     places[..., begin], lies = IDLE, dict[tuple[int, int, int], int]()
@@ -205,8 +202,8 @@ def places_of(of: PipelineSchedule, begin: StageAction) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-def arrivals_of(of: PipelineSchedule, slot: StageAction) -> np.ndarray:
-    """`PipelineSchedule.arrivals`."""
+def arrivals_of(of: Any, slot: StageAction) -> np.ndarray:
+    """`PipelineSchedule.arrivals` of a schedule."""
     when = {(of.virtual[s, chunk], item): (tick, s) for (s, item, chunk), tick in _when(of, slot).items()}
     found = np.full((*of.table.shape[:2], 3), IDLE, np.int32)
     step = -1 if slot is StageAction.BACKWARD else 1

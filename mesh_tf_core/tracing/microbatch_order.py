@@ -237,8 +237,8 @@ def halves(
     casts, called = dict[int, Node](), {i: stacks[o] for o, i in body.sliced if o in stacks and i in read}
     between = {*read} - called.keys()
     for tensor in called.values():
-        while (node := graph.producer.get(tensor)) is not None and _renames(node, graph):
-            casts[node.index], tensor = node, node.inputs[0]
+        while (maker := graph.producer.get(tensor)) is not None and _renames(maker, graph):
+            casts[maker.index], tensor = maker, maker.inputs[0]
         between.add(tensor)
     one, two = (
         replace(

@@ -337,9 +337,9 @@ class VirtualStageCopy(Accumulation):
             for node in self.half.casts:
                 self._node(node)
             self.tensors.update((i, self.tensors[f]) for i, f in self.half.called.items())
-            known = self.between.keys() | self.half.called.keys()
+            made = self.between.keys() | self.half.called.keys()
             wanted = {i for i, _ in (*body.stacked, *body.summed)}.union(*map(reads, body.nodes))
-            parts = [(o, i) for o, i in body.sliced if i in wanted and i not in known]
+            parts = [(o, i) for o, i in body.sliced if i in wanted and i not in made]
             block.sliced += [(self.tensors[o].id, self._inner(block, i).id) for o, i in parts]
             return
         again, forward = self.part.second if self.place is not None else None, self.body
