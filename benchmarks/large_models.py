@@ -40,7 +40,7 @@ class Case:
     Attributes:
       searched: the mesh of the search.
       allowed: whether layers may run again in it, or keep some values then.
-      framework, schedule: of both; none by default.
+      framework, schedule, pins: of both; none by default.
       mesh, layout, stage, recompute (with ";" between loops), microbatches: of practice.
       tokens_per_second: of practice, as published; None: of this machine nobody did.
       source: of the practice.
@@ -65,6 +65,7 @@ class Case:
     allowed: tuple[bool | str, ...] = (False, "selective", True)
     framework: str | None = None
     schedule: str = ""
+    pins: dict[str, str] = field(default_factory=dict)
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -166,6 +167,7 @@ CASES = (
         (KEPT, "selective", True),
         "examples/frameworks/dualpipe.json",
         "dualpipe:first=1:last=1",
+        {"layers": "pipe"},
         {
             "inputs of gated units are kept in bfloat16": {
                 "recompute": f"layers:{KEPT};dense_layers:{KEPT_DENSE}".replace(SMALL, "wi+wg")
@@ -216,7 +218,7 @@ def solved(case: Case, limit: float) -> dict[str, Any]:
     found["changes"] = {
         words: asdict(practice_of(replace(case, **other))) for words, other in case.changes.items()
     }
-    how: dict[str, Any] = {"schedule": case.schedule} if case.schedule else {}
+    how: dict[str, Any] = {"schedule": case.schedule, "pins": case.pins} if case.schedule else {}
     began = time.process_time()
     plan = layoutopt.search(
         model,

@@ -131,14 +131,14 @@ class Incumbents:
             self.offer(*each)
 
     def price_named(self, start: WarmStart, clock: Clock, told: Callable[[str, int, int], None]) -> None:
-        """Predicts what experts would write: with the least memory until something fits, then as written in
-        the first problem. If the time of `clock` is over already, an answer is all that is missing.
+        """Predicts what experts would write: with the least memory until something fits, then as written, for
+        each use of stages. If the time of `clock` is over already, an answer is all that is missing.
 
         Args:
           told: called with what is done, the number of a problem, and their count.
         """
         limit, count, late = self.request.limit, len(start.problems), clock.over
-        for lean, order in ((True, start.leanest_first()), (False, start.problems[:1])):
+        for lean, order in ((True, start.leanest_first()), (False, start.each_use())):
             for number, each in enumerate(order, 1):
                 if (lean or clock.over) if self.fitting(limit) else clock.over and not late:
                     break

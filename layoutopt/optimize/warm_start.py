@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from layoutopt.optimize.baselines import by_name
 from layoutopt.optimize.request import Request
-from layoutopt.optimize.subproblems import Subproblem, listed, possible, related
+from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, listed, possible, related
 from layoutopt.plan.build import Plan
 from layoutopt.space.splits import Split
 from mesh_tf_core.ir.layout import Axes, Layout
@@ -68,6 +68,16 @@ class WarmStart:
             if mesh.shape == plan.mesh.shape:
                 names = dict(zip(plan.mesh.names, mesh.names, strict=True))
                 yield FirstLayout(mesh, plan.layout.renamed(names), plan.options.renamed(names), EARLIER)
+
+    def each_use(self) -> Iterator[Subproblem]:
+        """The first problem, and of every use of stages the possible one that recomputes most."""
+        yield from self.problems[:1]
+        known = set[SubproblemKey]()
+        for each in reversed(self.problems):
+            use = each.key._replace(again=frozenset())
+            if each.key.stages and use not in known and not each.refused:
+                known.add(use)
+                yield each
 
     def leanest_first(self) -> list[Subproblem]:
         """The problems in which a device has the fewest examples at a time first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import ml_dtypes
@@ -271,7 +272,7 @@ def test_experts_train_alike_under_layouts(recipe: str) -> None:
     def trained(layout: str, float8: str) -> list[float]:
         model = mixture(**SMALL, experts=4, capacity_factor=0.0, float8=float8)
         run = mtf.Trainer(model, "x:2;y:2", layout, engine="lockstep")
-        return [run.step(data)["loss"] for _ in range(3)]
+        return [run.step(data)["loss"] for _ in range(2)]
 
     alone, wide = trained("", recipe), trained("", "")
     np.testing.assert_allclose(alone, wide, rtol=0.02)
@@ -305,19 +306,17 @@ def test_stages_train_alike_or_are_refused(schedule: str) -> None:
 def test_stages_keep_factors_by_name() -> None:
     """What is kept by the name of a weight or an operation stays for both slots of backward, also in stages
     with slots for weights; the rest, other names and wider types of a value among it, is made again."""
-    data = {n: RNG.integers(0, 32, (4, 128)).astype(np.int32) for n in ("tokens", "targets")}
+    data = {n: np.arange(512, dtype=np.int32).reshape(4, 128) ** 2 % 31 for n in ("tokens", "targets")}
     sizes = {"layers": 2, "dense": 0, "d_model": 128, "heads": 2, "d_expert": 128, "experts": 2, "vocab": 32}
     words = "attention+o+wi+wg+gate/quantize+gate/quantize_2+experts/quantize"
 
-    def loss(layout: str, **given: Any) -> list[float]:
+    def loss(schedule: str, recompute: Iterable[str] = ()) -> list[float]:
         model = latent(**sizes, chosen=1, shared=0, batch=4, dtype="bfloat16", float8="blocks")
-        run = mtf.Trainer(model, "x:2", layout, Options(microbatches=2, **given), "lockstep")
+        options = Options(microbatches=2, schedule=schedule, recompute=policies(recompute))
+        run = mtf.Trainer(model, "x:2", "layers:x", options, "lockstep")
         return [run.step(data)["loss"] for _ in range(2)]
 
-    alone, again = loss(""), policies([f"layers:keep={words}"])
-    for schedule in ("1f1b", "zb-h1"):
-        found = loss("layers:x", schedule=schedule, recompute=again)
-        np.testing.assert_allclose(found, alone, rtol=2e-3)
+    np.testing.assert_allclose(loss("zb-h1", [f"layers:keep={words}"]), loss("zb-h1"), rtol=1e-5)
 
 
 @pytest.mark.nightly

@@ -17,6 +17,8 @@ from examples.transformer_lm import model as transformer
 from layoutopt import SearchSpace, search
 from layoutopt.optimize.entry import SearchStatus
 from layoutopt.optimize.evaluator import Evaluator
+from layoutopt.optimize.incumbents import Incumbents
+from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.optimize.warm_start import EARLIER, PINS, FirstLayout, named
 from layoutopt.plan.build import Plan
@@ -98,6 +100,29 @@ def _honest(plan: Plan) -> None:
     assert 0 < found.bound < plan.predicted.step_seconds
     assert found.gap == pytest.approx(1 - found.bound / plan.predicted.step_seconds)
     assert any("than the one it began with: " in note for note in plan.data.notes)
+
+
+def test_the_best_layout_is_predicted_in_other_graphs_of_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedules and recomputed parts of stages make graphs: splits that are good in one mostly are in others.
+    Layouts by name were predicted for each use of stages before."""
+    seen: list[tuple[EvaluatedLayout | None, list[EvaluatedLayout], list[EvaluatedLayout]]] = []
+    spread = Incumbents.spread
+
+    def told(self: Incumbents, limit: float, *rest: Any) -> None:
+        known, before = self.fastest(limit), [*self.found]
+        spread(self, limit, *rest)
+        seen.append((known, before, self.found[len(before) :]))
+
+    monkeypatch.setattr(Incumbents, "spread", told)
+    asked: dict[str, Any] = {"schedule": ("gpipe", "1f1b"), "recompute": (False, "selective", True)}
+    space = SearchSpace(pipeline=("layers",), pins="layers:a", microbatches=(4,), **asked)
+    search(MODELS["stages"](), mesh="a:2;b:2", hardware=HARDWARE, space=space, time_limit=60.0)
+    known, before, after = seen[0]
+    assert known is not None and known.layout.axes("layers") == ("a",)
+    assert {f.options.schedule for f in before} == {"gpipe", "1f1b"}
+    assert len(after) >= 3 and {f.layout for f in after} == {known.layout}
+    ways = {(f.options.schedule, f.options.recompute) for f in after}
+    assert len(ways) == len(after) and (known.options.schedule, known.options.recompute) not in ways
 
 
 def test_it_is_predicted_before_subproblems_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
