@@ -51,8 +51,8 @@ class EndWork:
       variables: as `nodes`, of their variables.
       both: the first stage is also the last one; `elsewhere`: nodes of the streams of microbatches of which
         it is not, which the stage at the other end has.
-      again: nodes of the first stage that make forward values once more in a backward slot. A stage with a
-        program of its own has kept them.
+      again: loops over layers of the first stage that make forward values once more in a backward slot, and
+        what is inside. A stage with a program of its own has kept them.
       losses: of how many microbatches the last stage holds the loss until backward.
     """
 
@@ -201,9 +201,8 @@ class _Ends:
             elif read and read <= self.found.nodes.keys():
                 self._takes(node, EVERY.union(*(self.found.nodes[r] for r in read)))
                 late = {r for r in read if phases[r] != Phase.FORWARD} | self.found.again
-                if node.index in inside and node.phase == Phase.FORWARD and read <= late:
-                    body = () if node.body is None else (n.index for n, _ in node.body.walk())
-                    self.found.again |= {node.index, *body}
+                if node.body is not None and node.phase == Phase.FORWARD and read <= late:
+                    self.found.again |= {node.index, *(n.index for n, _ in node.body.walk())}
 
 
 def _slot(node: Node, columns: Mapping[int, StageAction]) -> StageAction | None:
