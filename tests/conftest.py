@@ -25,6 +25,9 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 FAST_COMPILER = "--xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILER}".strip()
 
+# Imports and collected tests stay: to look for garbage among them takes a tenth of their time.
+gc.disable()
+
 # What the user calibrated, and how the user's terminal looks, are no part of the checkout.
 _CACHE = tempfile.mkdtemp(prefix="layoutopt-tests-")
 atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
@@ -103,6 +106,7 @@ def eight_devices() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 10)
+    gc.enable()
 
 
 @pytest.fixture
