@@ -36,7 +36,7 @@ from layoutopt.importers.torch.losses_of_parts import WeightedLoss  # noqa: E402
 from layoutopt.importers.torch.pipeline import Pipeline, part_of, stage_numbers  # noqa: E402
 from tests.importers.torch_models import MIXTURES  # noqa: E402
 from tests.importers.torch_modules import MODULES, Given, Literal, layered, literal, perceptron  # noqa: E402
-from tests.importers.torch_ranks import on_four  # noqa: E402
+from tests.importers.torch_ranks import on_ranks  # noqa: E402
 
 SQUARE = "data:2;model:2"
 TENSORS = "kv_heads:model;d_ff:model;vocab:model"
@@ -158,11 +158,11 @@ def four(cases: Any, folder: Path) -> dict[str, Any]:
     asked = {"hardware": "h100", "framework": "torch", "alternatives": False}
     plans["searched"] = layoutopt.search(model, mesh=SQUARE, **asked).torch, module, batch
     names = {case: {n for n, _ in module.named_parameters()} for case, (_, module, *_) in plans.items()}
-    return {case: (ranks, names[case]) for case, ranks in on_four(plans, folder).items()}
+    return {case: (ranks, names[case]) for case, ranks in on_ranks(plans, folder).items()}
 
 
 @pytest.mark.parametrize("cases", [DAILY, pytest.param({*CASES} - {*DAILY}, marks=pytest.mark.nightly)])
-def test_loss_gradients_and_parameters_on_four_processes(cases: Any, tmp_path: Path) -> None:
+def test_loss_gradients_and_parameters_on_ranks_processes(cases: Any, tmp_path: Path) -> None:
     """Also with padding that leaves ranks unequal numbers of tokens, tied and frozen weights, statistics of
     batches, and norms of single heads."""
     # In a process of its own: ranks are forked, and other tests of this one have threads of JAX.

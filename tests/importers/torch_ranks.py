@@ -1,4 +1,4 @@
-"""A step of a parallelized module on four processes, beside a step on one."""
+"""A step of a parallelized module on several processes, beside a step on one."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Found:
     read: set[str]
 
 
-def on_four(cases: Mapping[str, tuple[Any, ...]], folder: Path) -> dict[str, list[Found]]:
-    """Name -> what each of four ranks found.
+def on_ranks(cases: Mapping[str, tuple[Any, ...]], folder: Path, count: int = 4) -> dict[str, list[Found]]:
+    """Name -> what each rank found.
 
     Args:
       cases: name -> (plan.torch, module, batch), and True if the step runs inside torch.autocast.
@@ -56,14 +56,16 @@ def on_four(cases: Mapping[str, tuple[Any, ...]], folder: Path) -> dict[str, lis
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     torch.set_num_threads(1)  # forked processes must not share a pool of threads
-    torch.multiprocessing.start_processes(_rank, (cases, port, str(folder)), nprocs=4, start_method="fork")
-    each = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(4)]
+    given = cases, port, str(folder), count
+    torch.multiprocessing.start_processes(_rank, given, nprocs=count, start_method="fork")
+    each = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(count)]
     return {name: [found[name] for found in each] for name in cases}
 
 
-def _rank(rank: int, cases: Mapping[str, tuple[Any, ...]], port: int, folder: str) -> None:
+def _rank(rank: int, cases: Mapping[str, tuple[Any, ...]], port: int, folder: str, count: int) -> None:
     warnings.simplefilter("ignore")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="4")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank))
+    os.environ["WORLD_SIZE"] = str(count)
     distributed.init_process_group("gloo")
     found = {name: _compared(*case) for name, case in cases.items()}
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
