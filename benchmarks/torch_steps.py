@@ -111,8 +111,8 @@ def made(name: str) -> Given:
     return MODULES[name]()
 
 
-def _stepped(plan: Any, given: Given, rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds of each round of ours, and of FSDP2 written by hand."""
+def _stepped(plan: Any, given: Given, rounds: int) -> Any:
+    """[ours, FSDP2 written by hand] x [seconds, CPU seconds of all ranks] x rounds."""
     import torch
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
@@ -141,16 +141,18 @@ def _stepped(plan: Any, given: Given, rounds: int) -> tuple[list[float], list[fl
         adam.step()
         adam.zero_grad()
 
-    each: tuple[list[float], list[float]] = ([], [])
+    each = torch.zeros(2, 2, rounds, dtype=torch.float64)
     for n in range(rounds + 1):
         for i in (0, 1) if n % 2 else (1, 0):
             distributed.barrier()
-            start = time.perf_counter()
+            start = time.perf_counter(), time.process_time()
             step(rows) if i == 0 else by_hand()
             distributed.barrier()
             if n:  # the first of each is a warm-up
-                each[i].append(time.perf_counter() - start)
-    return each
+                each[i, 0, n - 1] = time.perf_counter() - start[0]
+                each[i, 1, n - 1] = time.process_time() - start[1]
+    distributed.all_reduce(each[:, 1])
+    return each.tolist()
 
 
 def _rank(rank: int, plan: Any, given: Given, port: int, count: int, rounds: int, folder: str) -> None:
@@ -196,10 +198,16 @@ def one(name: str, ranks: int, rounds: int) -> dict[str, Any]:
             port = free.getsockname()[1]
         given = plan.torch, (module, batch, layers), port, ranks, rounds, folder
         torch.multiprocessing.start_processes(_rank, given, nprocs=ranks, start_method="fork")
-        ours, theirs = pickle.loads(Path(folder, "steps.pickle").read_bytes())
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    row |= {"step_seconds": statistics.median(ours), "fsdp2_seconds": statistics.median(theirs)}
-    return row | {"ratio": statistics.median(ratios), "ratios": [round(r, 3) for r in ratios]}
+        both = pickle.loads(Path(folder, "steps.pickle").read_bytes())
+    for n, kind in enumerate(("", "cpu_")):
+        ours, theirs = both[0][n], both[1][n]
+        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+        row |= {
+            f"step_{kind}seconds": statistics.median(ours),
+            f"fsdp2_{kind}seconds": statistics.median(theirs),
+        }
+        row |= {f"{kind}ratio": statistics.median(ratios), f"{kind}ratios": [round(r, 3) for r in ratios]}
+    return row
 
 
 def main() -> None:

@@ -56,6 +56,10 @@ class _Sort:
     named: dict[int, Any] = field(default_factory=dict)
     twins: dict[int, Var] = field(default_factory=dict)
 
+    @property
+    def known(self) -> tuple[Mapping[int, Any], ...]:
+        return self.places, self.back, self.named, self.twins
+
 
 def without_sorts(block: EquationBlock) -> EquationBlock:
     """A block whose mixtures of experts have no order of rows."""
@@ -80,7 +84,8 @@ class _Rewriting:
         self.makers: dict[int, Equation] = {}
         self.instead: dict[int, Operand] = {}
         self.numbers: dict[int, Any] = {}
-        self.sorts: list[_Sort] = []
+        self.about: dict[int, list[_Sort]] = {}
+        self.made = {id(y): x for x in block.equations for y in x.outs}
 
     def done(self) -> EquationBlock:
         for n, e in enumerate(self.block.equations):
@@ -88,9 +93,14 @@ class _Rewriting:
                 e = replace(e, ins=[self.instead.get(id(x), x) for x in e.ins])
             self._emit(e)
             if e.prim == "sort" and (found := self._sorted(e, self.block.equations[n:])):
-                self.sorts.append(found)
-            for sort in self.sorts:
+                for known in found.known:
+                    for own in known:
+                        self.about.setdefault(own, []).append(found)
+            for sort in {id(s): s for x in e.ins for s in self.about.get(id(x), ())}.values():
                 self._visit(sort, e)
+                for y in e.outs:
+                    if any(id(y) in known for known in sort.known):
+                        self.about.setdefault(id(y), []).append(sort)
         outs = [self.instead.get(id(x), x) for x in self.block.outs]
         return EquationBlock(self.block.ins, live(self.out, outs), outs, self.block.equations)
 
@@ -128,7 +138,7 @@ class _Rewriting:
         if product is None or places is None or places.prim != "iota" or len(key.shape) != 1:
             return None
         weights = product.ins[1]
-        made = {id(y): x for x in self.block.equations for y in x.outs}
+        made = self.made
         while id(weights) in made and made[id(weights)].prim in ("transpose", "convert_element_type"):
             weights = made[id(weights)].ins[0]
         first = product.ins[1].shape[:1]
@@ -142,7 +152,11 @@ class _Rewriting:
         found.places[id(e.outs[1])] = at
         for each in (key, e.outs[0]):
             found.named[id(each)] = np.arange(first[0])
-        for earlier in self.out:
+        source = self.makers.get(id(key))
+        begin = (
+            0 if source is None else next(i for i in reversed(range(len(self.out))) if self.out[i] is source)
+        )
+        for earlier in self.out[begin:]:
             self._follow(found.named, earlier)
         return found
 

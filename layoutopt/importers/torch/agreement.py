@@ -4,6 +4,7 @@ A rule without these checks would take another operation's arguments in silence.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -33,9 +34,8 @@ def check_read(rule: Callable[..., Any], n: Any, args: Sequence[Any], more: Mapp
     schema = getattr(n.target, "_schema", None)
     if schema is None:
         return
-    known = list(signature(rule).parameters.values())[2:]
-    names = {p.name for p in known}
-    in_order = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in known) if GIVEN not in names else len(args)
+    names, in_order = _read(rule)
+    in_order = len(args) if GIVEN in names else in_order
     positional = [a for a in schema.arguments if not a.kwarg_only]
     unread = [(a.name, x) for a, x in [*zip(positional, args, strict=False)][in_order:]]
     unread += [(name, x) for name, x in more.items() if name not in names]
@@ -43,6 +43,13 @@ def check_read(rule: Callable[..., Any], n: Any, args: Sequence[Any], more: Mapp
     for name, x in unread:
         if name not in IN_THE_RESULT and (name not in default or x != default[name]):
             raise NotImplementedError(f"it has {name}={x}")
+
+
+@cache
+def _read(rule: Callable[..., Any]) -> tuple[frozenset[str], int]:
+    """The arguments that a rule reads, and how many of them in order."""
+    known = list(signature(rule).parameters.values())[2:]
+    return frozenset(p.name for p in known), sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in known)
 
 
 def check_operands(name: str, args: Sequence[Any]) -> None:

@@ -45,11 +45,11 @@ def adds_up(block: EquationBlock, path: str) -> bool:
     weight, given, row, several, done = range(5)
     stage = {id(x): weight for x in block.ins if x.path.startswith(scope)}
     for e in block.equations:
-        of = {stage.get(id(x), given) for x in e.ins if isinstance(x, Var)} - {weight}
-        if not f"{e.scope}/".startswith(scope):
-            if of & {row, several}:
+        if not e.scope.startswith(scope[:-1]) or not f"{e.scope}/".startswith(scope):
+            if any(stage.get(id(x)) in (row, several) for x in e.ins):
                 return False
             continue
+        of = {stage.get(id(x), given) for x in e.ins if isinstance(x, Var)} - {weight}
         now = max(of, default=weight)
         if e.prim in (TO, FROM):
             now = row if e.prim == TO else done if e.params["alike"] else several

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
@@ -45,6 +47,33 @@ def array_of(tensor: Any) -> Any:
         return None
     own = tensor.detach().cpu()
     return (own.float() if own.dtype == torch.bfloat16 else own).numpy()
+
+
+def copied(module: Any) -> Any:
+    """A copy of a module with the same parameters and buffers.
+
+    Modules have a dozen empty tables of hooks each, which `copy.deepcopy` alone takes long to copy.
+    """
+    whole = torch_module().nn.Module
+    memo: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    compiled = "_compiled_call_impl"  # which Module's own copies leave out, too
+
+    def value(x: Any) -> Any:
+        kind: Any = type(x)
+        if id(x) in memo:
+            return memo[id(x)]
+        if kind in (dict, OrderedDict):
+            made = memo[id(x)] = kind()
+            made.update((k, value(y)) for k, y in x.items())
+            return made
+        plain = isinstance(x, whole) and not hasattr(kind, "__deepcopy__")
+        if not plain or kind.__getstate__ is not whole.__getstate__ or "__reduce__" in vars(kind):
+            return copy.deepcopy(x, memo)
+        made = memo[id(x)] = object.__new__(kind)
+        made.__dict__.update((k, value(y)) for k, y in x.__dict__.items() if k != compiled)
+        return made
+
+    return value(module)
 
 
 def called(module: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

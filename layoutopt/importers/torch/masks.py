@@ -16,6 +16,8 @@ import numpy as np
 
 LARGEST = 1 << 22
 """Elements up to which arrays are computed."""
+LONGEST = 1 << 20
+"""Positions up to which they are followed: longer lines number the rows that a mixture sorts."""
 _HIDES = -1e4
 """What is added to logits from here on down hides a key."""
 
@@ -159,7 +161,9 @@ def _value(x: Any, rank: int) -> Any:
 def _arange(shape: tuple[int, ...], *args: Any, **more: Any) -> Shadow | None:
     numbers = [x for x in args if isinstance(x, int | float)]
     begin, step = (numbers[0] if len(numbers) > 1 else 0), (numbers[2] if len(numbers) > 2 else 1)
-    return _known(begin + step * np.arange(shape[0]), shape)
+    if shape[0] > LONGEST:
+        return None
+    return KnownArray(begin + step * np.arange(shape[0]), shape)
 
 
 def _filled(value: Any) -> Follow:

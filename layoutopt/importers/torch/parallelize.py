@@ -87,7 +87,7 @@ def _wrapped(module: Any, layers: Collection[str], tied: set[str]) -> Iterator[s
     inside = tuple(layers)
     # Each call of `fully_shard` makes arrays of its own: two layers would come apart.
     yield from (p for p in inside if not any(path.startswith(f"{p}.") for path in tied))
-    for path, own in module.named_modules():
+    for path, own in reversed([*module.named_modules()]):  # what is inside of a module first
         if path and not any(path == p or path.startswith(f"{p}.") for p in inside):
             named = {f"{path}.{name}": p for name, p in own.named_parameters(recurse=False)}
             known = hasattr(own, "set_requires_gradient_sync")

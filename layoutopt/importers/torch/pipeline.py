@@ -7,14 +7,13 @@ the call ends.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from layoutopt.importers.torch.internals import called, torch_module
+from layoutopt.importers.torch.internals import called, copied, torch_module
 from layoutopt.importers.torch.passing import map_first
 from layoutopt.importers.torch.stacks import LayerList
 from mesh_tf_core.errors import UserError, known_names
@@ -62,8 +61,7 @@ def stage_numbers(layers: int, stages: int, schedule: str) -> list[list[tuple[in
 
 def part_of(module: Any, outline: StageOutline, begin: int, end: int) -> Any:
     """A module with the layers of one part of a stage; its tensors are those of the whole module."""
-    tensors = (*module.parameters(), *module.buffers())
-    own = copy.deepcopy(module, {id(t): t for t in tensors})
+    own = copied(module)
     paths = outline.stack.paths
     part: Any = _stage_class()(own, outline)
     for n, path in enumerate(paths):

@@ -9,8 +9,9 @@ head, may: its gradient is added up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 from layoutopt.importers.arrays.origin import ArrayAxes, ImportedFunction
@@ -93,6 +94,7 @@ class StyleFlow:
         self.partial: dict[str, set[str]] = {}
         self._weights: dict[int, frozenset[str]] = {}
         self._live: set[int] = set()
+        self._met = set[tuple[str, str]]()
         found = (e for e in origin.rerolled.block.walk() if e.prim == TO)
         choices = frozenset(origin.names[origin.classes.of(e.ins[1], 0)[0]] for e in found)
         self.experts = dict(expert_modules(module, parameters, choices))
@@ -141,6 +143,7 @@ class StyleFlow:
         out = {n for o in node.outputs for n in self.graph.tensor(o).type.shape.names}
         seen = out | {n for t in tensors for n in t.type.shape.names}
         touched = self._between & seen
+        self._met.update(combinations(sorted(seen & self._sizes.keys()), 2))
         for name in touched & out:  # each rank has a part of the gradient of a weight without the dimension
             self._note_partial(name, node, weights)
         if any(weights) and node.op.kind in ("matmul", "gather"):
@@ -175,21 +178,27 @@ class StyleFlow:
             name = self.experts.pop(path)
             self.without[name] = f"{path} is not called with tokens, numbers of experts and weights"
 
-        def short(name: str, ways: int, own: Any) -> None:
+        def short(pieces: Mapping[str, int], own: Any) -> None:
             shortened(own, self._logs.values())
-            for path in (p for p, dim in self.experts.items() if dim == name):
-                with_fewer(own.get_submodule(path), ways)
+            for path in (p for p, dim in self.experts.items() if dim in pieces):
+                with_fewer(own.get_submodule(path), pieces[self.experts[path]])
 
-        for name in sorted((self._between | {*self.experts.values()}) - self.without.keys()):
-            size = self._sizes[name]
-            ways = next((n for n in range(2, size + 1) if size % n == 0), 1)
-            given = module, self.parameters, batch, name, ways, partial(short, name, ways)
-            why, own = (whole, heads) if whole else run_on_pieces(*given)
+        def fails(names: Collection[str]) -> str:
+            sizes = {name: self._sizes[name] for name in names}
+            pieces = {d: next((n for n in range(2, s + 1) if s % n == 0), 1) for d, s in sizes.items()}
+            why, own = run_on_pieces(module, self.parameters, batch, pieces, partial(short, pieces))
             if not why and own.keys() != heads.keys():
                 place = next(iter(own.values()))
                 why = f"{place}: attention would have heads of {[*own]} elements in place of {[*heads]}"
-            if why:
-                self.code[name] = self.without[name] = f"the module does not run on a part of it: {why}"
+            return why
+
+        for group in self._apart((self._between | {*self.experts.values()}) - self.without.keys()):
+            if whole or fails(group):
+                for name in group:
+                    if why := whole or fails([name]):
+                        self.code[name] = self.without[name] = (
+                            f"the module does not run on a part of it: {why}"
+                        )
         trained = {n for a in self.parameters.values() for names in a.axes for n in names}
         passed = {name for stack in self.stacks for name in stack.passed[1:]} - trained
         between = tuple(sorted(n for n in passed if self._between_blocks(module, batch, n)))
@@ -199,6 +208,17 @@ class StyleFlow:
         if isinstance(found, str):
             self.limits["pipeline"] = (), found
         self.outline = None if isinstance(found, str) else found
+
+    def _apart(self, names: Collection[str]) -> list[list[str]]:
+        """Dimensions in groups, each of which one trial is for: no operation and no parameter has two of a
+        group, so that code meets pieces of one at a time."""
+        held = (sorted(set(sum(a.axes, ()))) for a in self.parameters.values())
+        met = self._met.union(*(combinations(own, 2) for own in held))
+        groups: list[list[str]] = []
+        for name in sorted(names):
+            own = next((g for g in groups if not any((other, name) in met for other in g)), None)
+            groups.append([name]) if own is None else own.append(name)
+        return groups
 
     def _listen(self, called: dict[str, bool], module: Any) -> None:
         for log in self._logs.values():

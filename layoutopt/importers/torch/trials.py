@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import math
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -14,22 +14,22 @@ from layoutopt.importers.arrays.origin import ArrayAxes
 from layoutopt.importers.torch.autocast import on_gpus
 from layoutopt.importers.torch.capture import own_line
 from layoutopt.importers.torch.flex import flex_written_out
-from layoutopt.importers.torch.internals import called, torch_module
+from layoutopt.importers.torch.internals import called, copied, torch_module
 
 
 def run_on_pieces(
     module: Any,
     parameters: Mapping[str, ArrayAxes],
     batch: Any,
-    name: str = "",
-    ways: int = 1,
+    pieces: Mapping[str, int] | None = None,
     prepare: Callable[[Any], Any] | None = None,
 ) -> tuple[str, dict[int, str]]:
-    """Why a module does not run on one of some pieces of a dimension, '' if it does; and the numbers of
+    """Why a module does not run on one of some pieces of dimensions, '' if it does; and the numbers of
     elements of a head in attention, which code such as `x.view(b, t, self.heads, -1)` would change in
     silence, each with a line of the user's.
 
     Args:
+      pieces: dimension -> how many pieces of it there are.
       prepare: changes a copy of the module first, or returns what is to run instead.
     """
     torch = torch_module()
@@ -47,13 +47,15 @@ def run_on_pieces(
 
     def piece(path: str, tensor: Any) -> Any:
         own = parameters[path].axes if path in parameters else ()
-        shape = [size // ways if own and name in own[a] else size for a, size in enumerate(tensor.shape)]
+        shape = [*tensor.shape]
+        for a, names in enumerate(own):
+            shape[a] //= math.prod((pieces or {}).get(name, 1) for name in names)
         return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.is_floating_point())
 
     held = {p: piece(p, t) for p, t in module.named_parameters()}
     held |= {p: t.to("meta") for p, t in module.named_buffers()}
     given = torch.utils._pytree.tree_map(lambda x: x.to("meta") if torch.is_tensor(x) else x, batch)
-    own = _copied(module)
+    own = copied(module)  # so that what its code keeps of this call is not the user's
     if prepare is not None:
         own = prepare(own) or own
         kept = {p for p, _ in (*own.named_parameters(), *own.named_buffers())}
@@ -75,9 +77,3 @@ def run_on_pieces(
         why = str(error).partition("\n")[0] or type(error).__name__
         return f"{place}: {why}" if place else why, heads
     return "", heads
-
-
-def _copied(module: Any) -> Any:
-    """The module with the same parameters, so that what its code keeps of this call is not the user's."""
-    tensors = (*module.parameters(), *module.buffers())
-    return copy.deepcopy(module, {id(t): t for t in tensors})
