@@ -151,7 +151,9 @@ def _stepped(plan: Any, given: Given, rounds: int) -> Any:
             if n:  # the first of each is a warm-up
                 each[i, 0, n - 1] = time.perf_counter() - start[0]
                 each[i, 1, n - 1] = time.process_time() - start[1]
-    distributed.all_reduce(each[:, 1])
+    spent = each[:, 1].contiguous()
+    distributed.all_reduce(spent)
+    each[:, 1] = spent
     return each.tolist()
 
 

@@ -33,6 +33,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from layoutopt.importers.torch.losses_of_parts import WeightedLoss  # noqa: E402
+from layoutopt.importers.torch.parallelize import _wrapped  # noqa: E402
 from layoutopt.importers.torch.pipeline import Pipeline, part_of, stage_numbers  # noqa: E402
 from tests.importers.torch_models import MIXTURES  # noqa: E402
 from tests.importers.torch_modules import MODULES, Given, Literal, layered, literal, perceptron  # noqa: E402
@@ -128,6 +129,7 @@ CASES: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
     "mixed, tensor alone": ("perceptron", "model:4", "blocks:model", "", MIXED),
     "mixed, stages": ("four layers", "stage:2;data:2", PIPED, "zero2@data", {"microbatches": 4, **MIXED}),
     "mixed, experts": ("mixture", "data:4", "batch:data;experts:data", "zero3", MIXED),
+    "tables and convolutions": ("images", "data:4", "batch:data", "zero3", {"microbatches": 2}),
     "tensor alone": ("perceptron", "model:4", "blocks:model", "", {"recompute": ("layers",)}),
 }
 """Name -> module, mesh, layout, stage of storage, options."""
@@ -468,6 +470,14 @@ def test_batch_norm_has_neither_microbatches_nor_recomputation() -> None:
     assert plan.options.microbatches == 1 and not plan.options.recompute
     with pytest.raises(UserError, match="torch cannot express this"):
         layoutopt.search(model, mesh="data:4", hardware="h100", framework="torch", microbatches="2")
+
+
+def test_what_is_inside_of_a_module_is_sharded_first() -> None:
+    """`fully_shard` refuses a module inside of one that is sharded: ViT's patches lie beside a table."""
+    module, _ = MODULES["images"]()
+    wrapped = [*_wrapped(module, [], set())]
+    inner, outer = "vit.embeddings.patch_embeddings.projection", "vit.embeddings"
+    assert wrapped.index(inner) < wrapped.index(outer)
 
 
 def test_placements_name_the_axes_of_the_mesh() -> None:
