@@ -7,9 +7,10 @@ Predictions and tables bound layouts with any memory; a solver bounds those with
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from types import MappingProxyType
 
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.space.kind import Choice
@@ -78,12 +79,14 @@ class ProvenBounds:
       proven: bounds in seconds, none of which follows from another.
       least: bytes that no layout holds less than.
       costs: of options, whatever memory a layout takes.
+      left: seconds, and the options that layouts which take fewer may have, as far as first runs show.
       best: the fastest layout within the last limit, if that is proven.
     """
 
     proven: list[Bound] = field(default_factory=lambda: [Bound()])
     least: float = 0.0
     costs: OptionCosts = field(default_factory=dict)
+    left: tuple[float, Mapping[str, Sequence[Choice]]] = (0.0, MappingProxyType({}))
     best: EvaluatedLayout | None = None
 
     def prove(self, seconds: float, source: Source, within: float = math.inf) -> None:

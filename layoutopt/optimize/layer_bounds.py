@@ -60,6 +60,7 @@ Slots = Mapping[int, StageAction]
 SlotKinds = frozenset[StageAction]
 SlotsByProgram = dict[int, tuple[Program, list[SlotKinds]]]
 """By the ids of programs: the kinds of slots that surely run each part of its cost."""
+Options = Mapping[str, Sequence[Choice]]
 SlotSeconds = Mapping[SlotKinds, float]
 """Seconds of kernels and messages, by the kinds of slots that may run them."""
 
@@ -92,7 +93,7 @@ class LayerBounds:
         self._layers: dict[tuple[Mesh, int, str, Axes], _Layers | None] = {}
         self._slots: dict[str, SlotsByProgram] = {}
         self._seconds: dict[tuple[Mesh, int, str, Axes, tuple[float, ...]], float] = {}
-        self._first: dict[SubproblemKey, float] = {}
+        self._first: dict[SubproblemKey, tuple[float, tuple[float, Options]]] = {}
 
     def prove(self, subproblem: Subproblem, enough: float, shortly: bool = False) -> None:
         """Proves the bound of a problem by its layers, from the tables of as few microbatches as show that
@@ -112,13 +113,15 @@ class LayerBounds:
         if shortly or again == (False,) or not key.stages or math.isinf(enough):
             return
         if key not in self._first:
-            self._first[key] = 0.0
+            self._first[key] = 0.0, (0.0, {})
             with suppress(UserError):  # such stages may be refused without recomputation
                 first = replace(subproblem, key=key, space=subproblem.space.but(again=frozenset()))
                 asked = self.evaluator.model, key.mesh, first.unrestricted, self.evaluator.prices(key.mesh)
                 bound = fix_options(draft := FirstRuns(*asked), enough, lambda *_: math.inf)
-                self._first[key] = 0.0 if draft.unsplit else bound
-        subproblem.bounds.prove(min(self._first[key], enough), Source.FIRST_RUNS)
+                if not draft.unsplit:
+                    self._first[key] = bound, (enough, draft.decided.options)
+        bound, subproblem.bounds.left = self._first[key]
+        subproblem.bounds.prove(min(bound, enough), Source.FIRST_RUNS)
 
     def _bound(self, subproblem: Subproblem, plain: Subproblem, exactly: bool) -> float:
         """The bound by the layers in a step without stages; `exactly`: with the runs of slots in the graph of

@@ -24,8 +24,8 @@ it; then the condition is checked again."""
 IMPORT = "<frozen importlib._bootstrap>"
 LEAST = 0.01
 """Seconds that are left at least for work that needs some."""
-SELDOM = 500_000
-"""New objects between two looks for garbage."""
+SELDOM, WHOLE = 500_000, 1_000
+"""New objects between two looks for garbage; looks at what survived some, between two at everything."""
 PATIENCE = 8.0
 """Largest multiple, by the clock of a busy machine, of the seconds that work may compute."""
 
@@ -148,8 +148,8 @@ def seldom_collected() -> Iterator[None]:
     last of several searches in threads sets the thresholds as they were before the first."""
     with _collecting:
         _seldom.append(_seldom[0] if _seldom else gc.get_threshold())
-        first, *others = _seldom[0]
-        gc.set_threshold(max(first, SELDOM) if first else 0, *others)
+        first, second, third = _seldom[0]
+        gc.set_threshold(max(first, SELDOM) if first else 0, second, max(third, WHOLE))
     try:
         yield
     finally:

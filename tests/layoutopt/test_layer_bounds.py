@@ -19,6 +19,7 @@ from layoutopt.optimize import layer_bounds
 from layoutopt.optimize.bounds import SLACK, Source
 from layoutopt.optimize.evaluator import Evaluator, evaluate
 from layoutopt.optimize.layer_bounds import LayerBounds
+from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, subproblems
 from layoutopt.space.kind import Target
 from layoutopt.space.schedule import ScheduleDecision
@@ -61,18 +62,39 @@ def test_no_layout_of_many_takes_less_than_its_layers(seed: int) -> None:
     assert all(0 < bound <= least * (1 + SLACK) for bound, least in compared(seed, 12))
 
 
-def first_runs(seed: int, most: int) -> Iterator[tuple[float, float]]:
-    """The bounds of pipelines by the first runs of their stages, and their least seconds by their tables."""
+def recomputing(seed: int, most: int) -> tuple[Evaluator, list[Subproblem]]:
+    """Pipelines whose stages recompute something, with every kind of decision free."""
     rng, model = random.Random(seed), whole_model(seed)
     mesh, machine = mtf.Mesh(rng.choice(["x:2;y:2", "x:4"])), some_machine(rng)
     evaluator, target = Evaluator(model, machine), Target.on(machine, model, mesh)
     allowed = opened(rng, model).but(**ScheduleDecision.widest(target), pipeline=("layers",))
     allowed = allowed.but(recompute=(False, "selective", "some", True))
     every = [p for p in subproblems(model, [mesh], allowed, evaluator.near) if p.key.again and not p.refused]
-    for each in rng.sample(every, min(most, len(every))):
+    return evaluator, rng.sample(every, min(most, len(every)))
+
+
+def first_runs(seed: int, most: int) -> Iterator[tuple[float, float]]:
+    """The bounds of pipelines by the first runs of their stages, and their least seconds by their tables."""
+    evaluator, every = recomputing(seed, most)
+    for each in every:
         LayerBounds(evaluator).prove(each, 1e9)
         found = [b.value for b in each.bounds.proven if b.source is Source.FIRST_RUNS]
         yield max(found, default=0.0), each.opened(evaluator).relaxed()
+
+
+@pytest.mark.parametrize("seed", [3, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(4, 30))])
+def test_first_runs_leave_the_options_of_the_fastest(seed: int) -> None:
+    (evaluator, every), removed = recomputing(seed, 2), 0
+    for each in every:
+        least = each.opened(evaluator).relaxed()
+        LayerBounds(evaluator).prove(each, least * (1 + 1e-6))
+        rest = each.narrowed(least, evaluator)
+        assert rest is not None
+        found = SubproblemSearch.whole(evaluator, rest.mesh, rest.decided).relaxed()
+        assert found == pytest.approx(least, rel=SLACK)
+        fewer = sum(len(o) for o in rest.decided.options.values())
+        removed += sum(len(o) for o in each.decided.options.values()) - fewer
+    assert removed
 
 
 @pytest.mark.parametrize("seed", [0, 5])
