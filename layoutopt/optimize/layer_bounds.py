@@ -109,8 +109,8 @@ class LayerBounds:
                     subproblem.bounds.prove(self._bound(subproblem, of, exactly), Source.LAYERS)
                 if subproblem.bounds.lower().value >= enough:
                     return
-        again, key = subproblem.space.recompute, subproblem.key._replace(again=frozenset())
-        if shortly or again == (False,) or not key.stages or math.isinf(enough):
+        several, key = len(subproblem.space.recompute) > 1, subproblem.key._replace(again=frozenset())
+        if shortly or not (several and key.stages) or math.isinf(enough):
             return
         if key not in self._first:
             self._first[key] = 0.0, (0.0, {})
