@@ -34,7 +34,7 @@ class Source(StrEnum):
     LAYERS = "layers"
     """The layers of a stage take their part of the layers without stages."""
     FIRST_RUNS = "first runs"
-    """What stages run at first, whatever they recompute."""
+    """Stages run their first runs, whatever they recompute."""
     REFUSED = "refused"
     """The model cannot be split like that."""
     PIECES = "pieces"

@@ -60,7 +60,7 @@ Slots = Mapping[int, StageAction]
 SlotKinds = frozenset[StageAction]
 SlotsByProgram = dict[int, tuple[Program, list[SlotKinds]]]
 """By the ids of programs: the kinds of slots that surely run each part of its cost."""
-Options = Mapping[str, Sequence[Choice]]
+LeftOptions = Mapping[str, Sequence[Choice]]
 SlotSeconds = Mapping[SlotKinds, float]
 """Seconds of kernels and messages, by the kinds of slots that may run them."""
 
@@ -93,7 +93,7 @@ class LayerBounds:
         self._layers: dict[tuple[Mesh, int, str, Axes], _Layers | None] = {}
         self._slots: dict[str, SlotsByProgram] = {}
         self._seconds: dict[tuple[Mesh, int, str, Axes, tuple[float, ...]], float] = {}
-        self._first: dict[SubproblemKey, tuple[float, tuple[float, Options]]] = {}
+        self._first: dict[SubproblemKey, tuple[float, tuple[float, LeftOptions]]] = {}
 
     def prove(self, subproblem: Subproblem, enough: float, shortly: bool = False) -> None:
         """Proves the bound of a problem by its layers, from the tables of as few microbatches as show that
