@@ -154,12 +154,6 @@ class Answering:
         self._complete_flat()
 
     @property
-    def unsearched(self) -> list[str]:
-        """The hardware that no size was looked at on."""
-        seen = {r.timing.machine.name for r in (*self.rows, *self.beaten)} | {u.hardware for u in self.unfit}
-        return [machine.name for machine in self.machines if machine.name not in seen]
-
-    @property
     def _done(self) -> int:
         """Searches."""
         return len(self.rows) + len(self.unfit) + len(self.beaten)

@@ -44,7 +44,8 @@ def result_of(answering: Answering, best: SizeRow) -> SizeResult:
     )
     told = {id(r): summary.sized(r, forecast, id(r) in best_of_all) for r in rows}
     answer = told[id(best)]
-    batch = critical_batch(best.loss)
+    batch, seen = critical_batch(best.loss), {each.hardware for each in answering.unfit}
+    seen |= {row.timing.machine.name for row in (*rows, *answering.beaten)}
     return SizeResult(
         model=best.candidate.model.name,
         question=question.facts(),
@@ -54,7 +55,7 @@ def result_of(answering: Answering, best: SizeRow) -> SizeResult:
         scaled={} if question.goal == "tokens" and answering.sizes is None else answering.family.powers,
         beaten=[*map(summary.beaten, answering.beaten)],
         unfit=answering.unfit,
-        unsearched=answering.unsearched,
+        unsearched=[machine.name for machine in answering.machines if machine.name not in seen],
         optimum=summary.optimum(answering, best),
         flat=summary.flat(answering, best),
         sweeps=[*summary.sweeps(answering, best)],
