@@ -146,6 +146,7 @@ class StepFit:
         parts = [astuple(kernel_parts(s.machine, q, s.devices))[:8] for _, s, q in kernels]
         self._kernels = KernelParts(*np.array(parts or np.zeros((0, 8))).T)
         self._times = np.array([s.kernels[q] for _, s, q in kernels])
+        self._launched = np.array([not q.joins for *_, q in kernels])
         self._sent = np.array([sums[at].sent[key] for at, key in messages]).reshape(-1, 2).T
         self._class = np.array([k if isinstance(k, int) else len(CLASSES) for _, k in messages], int)
         place = {(at, q): n for n, (at, _, q) in enumerate(kernels)}
@@ -166,7 +167,7 @@ class StepFit:
         kinds = [s.constants(self._on(chip, values)) for (chip, *_), s in self._machines.items()]
         of_row = np.pad(np.array(kinds), ((0, 0), (0, 1)))[self._kind]
         sustained, efficiency, interval = of_row[self._of, :3].T
-        k = replace(self._kernels, interval=interval)
+        k = replace(self._kernels, interval=interval * self._launched)
         worked, moved = k.flops(sustained, np.minimum, np.maximum), k.memory(efficiency)
         kernels = k.seconds(worked, moved, np.minimum, np.maximum)
         own = of_row[self._message_of]

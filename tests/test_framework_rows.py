@@ -125,12 +125,15 @@ def test_words_of_a_row_choose_its_framework() -> None:
     row = {"framework": "AA-Scaling (PyTorch, own)", "attention": "flash: flash_attentionv1.0.8"}
     assert framework_rows.framework_of(row) == "torch:attention=fa1,gradients=bfloat16,checkpoint=whole"
     row["attention"] = "flash: flash_attention2 + RMS kernel"
-    assert framework_rows.framework_of(row) == "torch:kernels=fused,gradients=bfloat16,checkpoint=whole"
+    assert (
+        framework_rows.framework_of(row)
+        == "torch:kernels=fused,gradients=bfloat16,checkpoint=whole,attention=fa2"
+    )
     for software, name in {
-        "torchtitan: PyTorch FSDP2": "torch",
+        "torchtitan: PyTorch FSDP2": "torch:attention=fa2",
         "torchtitan: PyTorch FSDP2 + TP, torch.compile, async TP": "torchtitan:tensor_messages=async",
         "Megatron-DeepSpeed (PyTorch)": "megatron:kernels=2022",
-        "nanotron (PyTorch)": "torch:loss=in_place,optimizer=fused",
+        "nanotron (PyTorch)": "torch:loss=in_place,optimizer=fused,attention=fa2",
         "InternEvo (PyTorch)": "megatron:optimizer=flat,gradients=bfloat16",
         "NeMo, TransformerEngine (PyTorch)": "megatron",
         "MaxText on XLA:GPU (24.11.1 recipe)": "maxtext",
