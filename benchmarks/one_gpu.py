@@ -267,17 +267,17 @@ def joined(parts: Sequence[Path], hardware: str) -> dict[str, Any]:
         for name, run in found["steps"].items()
         if "error" not in run
     }
-    wrong = {name: said for name, said in found["operations"].items() if said}
+    wrong = {name: said for name, said in found.get("operations", {}).items() if said}
     return {
         "date": found["date"],
         "hardware": hardware,
         "machine": found.get("machine", {}),
-        "operations": {"run": len(found["operations"]), "wrong": wrong},
-        "training": {name: run["largest"] for name, run in found["training"].items()},
+        "operations": {"run": len(found.get("operations", {})), "wrong": wrong},
+        "training": {name: run["largest"] for name, run in found.get("training", {}).items()},
         "steps": steps,
         "kernels": {
             name: {"measured": _classes(run), "predicted": predicted_classes(name, hardware)}
-            for name, run in found["kernels"].items()
+            for name, run in found.get("kernels", {}).items()
         },
     }
 

@@ -2,7 +2,8 @@
 
     python benchmarks/torch_gpu.py --predict --out predicted.json [--hardware h200]
     python benchmarks/torch_gpu.py --out measured.json [--seconds 400] [NAME...]
-    python benchmarks/torch_gpu.py --join predicted.json measured.json --out benchmarks/results/torch_gpu.json
+    python benchmarks/torch_gpu.py --join first.json measured.json predicted.json \
+        --out benchmarks/results/torch_gpu.json
 
 The machine that measures needs torch, transformers and a GPU, and nothing of this project. Modules are
 unmodified ones of transformers in a bare training loop: AdamW with its defaults, gradients set to None. A row
@@ -454,20 +455,35 @@ def results(args: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def joined(parts: Sequence[str], hardware: str) -> dict[str, Any]:
-    """Predictions beside measurements."""
-    before, after = (json.loads(Path(part).read_text(encoding="utf-8")) for part in parts)
+    """Measurements beside the predictions that were made before them, and those of today, which are of runs
+    that were not measured too."""
+    first, seen, today = (json.loads(Path(part).read_text(encoding="utf-8")) for part in parts)
     rows = {}
-    for name, seen in after["rows"].items():
-        said = before["rows"].get(name, {})
-        if "error" not in seen and "error" not in said:
-            rows[name] = {"predicted": said, "measured": seen}
-    return {
-        "date": after["date"],
-        "predicted": before["date"],
-        "hardware": hardware,
-        "machine": after["machine"],
-        "rows": rows,
-    }
+    for name, said in today["rows"].items():
+        of_run = {"first": first, "measured": seen}
+        found = {what: of["rows"][name] for what, of in of_run.items() if name in of["rows"]}
+        if "kernels" in found.get("measured", {}):
+            found["measured"] = {**found["measured"], "kernels": _by_kind(found["measured"]["kernels"])}
+        rows[name] = {"predicted": said, **found}
+    dates = {"date": seen["date"], "predicted": today["date"], "hardware": hardware}
+    return {**dates, "machine": seen["machine"], "rows": rows}
+
+
+def _by_kind(kernels: Sequence[Sequence[Any]]) -> dict[str, float]:
+    """Milliseconds of the longest kernels by kind, and of all."""
+    found: dict[str, float] = {"all": kernels[0][2]}
+    for name, _, milliseconds in kernels[1:]:
+        kind = next((k for k, parts in KINDS.items() if any(part in name for part in parts)), "others")
+        found[kind] = found.get(kind, 0.0) + milliseconds
+    return found
+
+
+KINDS = {
+    "attention": ("flash", "fmha", "sdpa", "compute_dot_do_o"),
+    "products": ("nvjet", "gemm", "cutlass", "cublas"),
+    "optimizer": ("multi_tensor",),
+}
+"""Kind of kernels -> words in their names."""
 
 
 def main() -> None:
@@ -475,7 +491,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--predict", action="store_true")
-    parser.add_argument("--join", nargs=2)
+    parser.add_argument("--join", nargs=3)
     parser.add_argument("--hardware", default="h200")
     parser.add_argument("--seconds", type=float, default=400.0)
     parser.add_argument("--no-kernels", action="store_true")
