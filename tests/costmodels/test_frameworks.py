@@ -87,7 +87,9 @@ def test_a_file_of_ones_own_has_what_its_preset_has(tmp_path: Path) -> None:
     own = tmp_path / "own.json"
     own.write_text(json.dumps({"like": "a100", "name": "ours"}))
     assert load_hardware(own, "torch:attention=fa1").framework == "torch:attention=fa1"
-    with pytest.raises(HardwareError, match="not of a100; choose one of attention=fa2, attention=fa1"):
+    with pytest.raises(
+        HardwareError, match="not of a100; choose one of attention=sdpa, attention=fa2, attention=fa1"
+    ):
         load_hardware(own, "torch:attention=fa3")
 
 

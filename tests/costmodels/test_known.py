@@ -91,15 +91,13 @@ def test_frameworks_of_equal_numbers_share_their_errors() -> None:
     """A version, the default option of a variant, and one framework like another."""
     for one, other in {
         "torchtitan": "torchtitan@0.3",
-        "torch:attention=fa2": "torch:attention=fa2,kernels=eager",
-        "layoutopt": "jax",
+        "torch": "torch:attention=cudnn",
+        "mesh-tensorflow": "layoutopt",
         "megatron": "megatron:kernels=core",
     }.items():
         assert known_kinds(load_hardware("h100", one)) == known_kinds(load_hardware("h100", other)) != []
-    for other in ("torch:attention=cudnn", "megatron"):
-        assert known_kinds(load_hardware("h100", "torch:attention=fa2")) != known_kinds(
-            load_hardware("h100", other)
-        )
+    for other in ("torch:kernels=fused", "megatron"):
+        assert known_kinds(load_hardware("h100", "torch")) != known_kinds(load_hardware("h100", other))
 
 
 def test_every_kind_is_of_a_preset_and_a_framework() -> None:

@@ -190,8 +190,7 @@ class Writer:
     def whole(self, v: Operand) -> Tensor:
         """The value with all its dimensions, in the order that it has."""
         t = self.tensor(v)
-        lacking = [d for d in self.shape(v) if d.name not in t.shape.names]
-        return mtf.broadcast(t, [*lacking, *t.shape]) if lacking else t
+        return mtf.broadcast(t, [*(d for d in self.shape(v) if d.name not in t.shape.names), *t.shape])
 
     def put(self, v: Var, value: WrittenValue) -> None:
         """The value of a result."""
