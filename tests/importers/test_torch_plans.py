@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from layoutopt.importers.torch.losses_of_parts import WeightedLoss  # noqa: E402
 from layoutopt.importers.torch.parallelize import _wrapped  # noqa: E402
 from layoutopt.importers.torch.pipeline import Pipeline, part_of, stage_numbers  # noqa: E402
-from tests.importers.torch_models import MIXTURES  # noqa: E402
+from tests.importers.torch_models import MIXTURES, t5  # noqa: E402
 from tests.importers.torch_modules import MODULES, Given, Literal, layered, literal, perceptron  # noqa: E402
 from tests.importers.torch_ranks import on_ranks  # noqa: E402
 
@@ -478,6 +478,12 @@ def test_what_is_inside_of_a_module_is_sharded_first() -> None:
     wrapped = [*_wrapped(module, [], set())]
     inner, outer = "vit.embeddings.patch_embeddings.projection", "vit.embeddings"
     assert wrapped.index(inner) < wrapped.index(outer)
+    module, _ = t5()
+    found = [
+        *_wrapped(module, [f"{part}.block.{n}" for part in ("encoder", "decoder") for n in (1, 2)], set())
+    ]
+    assert {f"{part}.block.{n}" for part in ("encoder", "decoder") for n in range(3)} < {*found}
+    assert not any(".block.0." in path for path in found)
 
 
 def test_placements_name_the_axes_of_the_mesh() -> None:

@@ -84,9 +84,11 @@ def same_everywhere(module: Any) -> None:
 def _wrapped(module: Any, layers: Collection[str], tied: set[str]) -> Iterator[str]:
     """What gathers its parameters on its own: each layer, and outside of them each module with a matrix, as
     the root keeps what it gathers until the backward pass. A tied weight is the root's."""
-    lists = {p.rpartition(".")[0] for p in layers}
     # The first layer of T5 has a table that the others have not, and is no part of their loop.
-    beside = (p for p, _ in module.named_modules() if p.rpartition(".")[0] in lists - {""})
+    lists = {p.rpartition(".")[0] for p in layers}
+    kinds = torch_module().nn.ModuleList | torch_module().nn.ModuleDict
+    lists = {p for p in lists if isinstance(module.get_submodule(p), kinds)}
+    beside = (p for p, own in module.named_modules() if p.rpartition(".")[0] in lists and [*own.parameters()])
     inside = tuple(dict.fromkeys((*layers, *beside)))
     # Each call of `fully_shard` makes arrays of its own: two layers would come apart.
     yield from (p for p in inside if not any(path.startswith(f"{p}.") for path in tied))
