@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PUBLIC := mesh_tf_core costmodels layoutopt reports
+LINT := $(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy && $(BIN)/lint-imports
 PIP := $(BIN)/pip --disable-pip-version-check --no-input
 # Tests start hundreds of processes: without files of bytecode each compiles the packages again (about a second).
 export PYTHONDONTWRITEBYTECODE :=
@@ -23,10 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 lint: install
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(LINT)
 
 test-fast: MARK := -m "not slow and not nightly"
 # The long hunts for surprises: larger fuzzing than `make test` has time for.
@@ -34,7 +32,7 @@ test-nightly: MARK := -m nightly
 
 # Lint runs beside the first tests, and tells at once what is wrong. pytest's summary is the last line of the output.
 test test-fast test-nightly: install
-	@{ $(MAKE) --no-print-directory lint > $(VENV)/lint.txt 2>&1 || { cat $(VENV)/lint.txt; false; }; } & lint=$$!; \
+	@{ { $(LINT); } > $(VENV)/lint.txt 2>&1 || { cat $(VENV)/lint.txt; false; }; } & lint=$$!; \
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(MARK); tests=$$?; wait $$lint && exit $$tests
 
 format: install
