@@ -191,15 +191,17 @@ def size(
                 f"size: {f.name!r} applies only to a single search of a layout, not to size; "
                 f"{known_names(f.name, LIMITS)}"
             )
+    served = {name: value for name, value in vars(goal).items() if name not in ("devices", "inference")}
+    question = SizingQuestion(**served, devices=_numbers(goal.devices), served=goal.inference)
     _check(sizes.candidates, sizes.sizes, limits.memory, sizes.scale)
     family = Family(model, _all_hparams(model, hparams), sizes.scale)
     machines = machines_of(hardware, price, limits.memory, framework, family.own.model)
-    return _sized(family, goal, scaling, sizes, chosen, limits, machines, on_progress)
+    return _sized(question, family, scaling, sizes, chosen, limits, machines, on_progress)
 
 
 def _sized(
+    question: SizingQuestion,
     family: Family,
-    goal: Goal,
     scaling: Scaling,
     sizes: SizeRange,
     chosen: SearchSpace,
@@ -207,8 +209,6 @@ def _sized(
     machines: list[OfferedHardware],
     on_progress: Tell | None,
 ) -> Sizing:
-    served = {name: value for name, value in vars(goal).items() if name not in ("devices", "inference")}
-    question = SizingQuestion(**served, devices=_numbers(goal.devices), served=goal.inference)
     if question.tokens is not None and sizes.sizes is not None and sizes.sizes[0] != sizes.sizes[1]:
         raise UserError(
             "--tokens requires a single size, but --sizes gives a range; write e.g. --sizes 13B, or "
