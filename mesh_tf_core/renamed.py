@@ -1,35 +1,8 @@
 """Names of Mesh-TensorFlow that are others here, for errors; docs/guides/mesh_tensorflow.md lists all."""
 
-RENAMED = {
-    "Dimension": "Dim",
-    "LayoutRules": "Layout",
-    "Lowering": "lower",
-    "VariableDType": "Graph.variable",
-    "get_variable": "Graph.variable",
-    "StackedVariable": "scan",
-    "import_tf_tensor": "Graph.input",
-    "import_fully_replicated": "Graph.input",
-    "convert_to_shape": "Shape",
-    "convert_to_layout_rules": "Layout",
-    "matmul": "einsum",
-    "mtf_pow": "pow",
-    "mtf_abs": "abs",
-    "mtf_slice": "slice_dim",
-    "to_float": "cast",
-    "to_bfloat16": "cast",
-    "to_int32": "cast",
-    "sub": "subtract",
-    "reduce_logsumexp": "logsumexp",
-    "replace_dimensions": "rename_dimension",
-    "nth_largest_element": "nth_largest",
-    "nth_smallest_element": "nth_smallest",
-    "recompute_grad": "recomputable",
-    "serialize_training_step": "Options",
-    "MtfCheckpointSaverListener": "Trainer",
-    "MtfRestoreHook": "Trainer",
-    "SgdOptimizer": "SGD",
-    "MomentumOptimizer": "SGD",
-    "AdamWeightDecayOptimizer": "Adam",
-    "AdafactorOptimizer": "Adafactor",
-}
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+RENAMED: Mapping[str, str] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 """Mesh-TensorFlow's name -> name in this library, both after `mtf.`."""

@@ -51,6 +51,7 @@ def init(
     output: Output = OUTPUT,
 ) -> None:
     """Write a commented model.py to start from, or an example."""
+    from layoutopt.models import shipped
     from layoutopt.plan.results import InitResult
     from mesh_tf_core.errors import UserError
     from mesh_tf_core.files import write_file
@@ -62,8 +63,7 @@ def init(
             raise UserError(f"{str(path)!r} does not end in .py; write for example `layoutopt init model.py`")
         if jax and torch:
             raise UserError("--jax and --torch write different files; remove one of them")
-        kind = "_jax" if jax else "_torch" if torch else ""
-        starter = read_text(Path(__file__).with_name(f"starter{kind}.py"))
+        starter = read_text(shipped.starter("jax" if jax else "torch" if torch else "mesh_tf"))
         texts = {path: starter.replace("model.py", path.name)}
     else:
         if jax or torch or path != USUAL:

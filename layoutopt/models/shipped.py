@@ -24,6 +24,11 @@ def home() -> Path:
     return installed if installed.is_dir() else package.parent / FOLDER
 
 
+def starter(library: str) -> Path:
+    """The model file to start from, of a library: mesh_tf, jax or torch."""
+    return home() / "starters" / f"{library}.py"
+
+
 def names() -> list[str]:
     """Files with a function `model`; the others are helpers."""
     return [file.stem for file in sorted(home().glob("*.py")) if "\ndef model(" in read_text(file)]

@@ -96,7 +96,7 @@ def test_json_has_no_numbers_that_are_none() -> None:
 
 def interrupted(folder: Path, at: str, how: str) -> str:
     """The starter model, stopped as by Ctrl-C at a place in its text."""
-    text = (ROOT / "layoutopt/cli/starter.py").read_text(encoding="utf-8")
+    text = (ROOT / "examples/starters/mesh_tf.py").read_text(encoding="utf-8")
     assert at in text
     file = folder / "model.py"
     file.write_text(text.replace(at, how), encoding="utf-8")

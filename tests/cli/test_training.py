@@ -354,7 +354,7 @@ def test_what_replicas_did_since_they_met_is_said(run: Callable[..., Result]) ->
 
 
 def test_data_that_fails_is_one_line(refused: Callable[..., str], tmp_path: Path) -> None:
-    text = Path("layoutopt/cli/starter.py").read_text(encoding="utf-8")
+    text = Path("examples/starters/mesh_tf.py").read_text(encoding="utf-8")
     file = tmp_path / "model.py"
     file.write_text(text.replace('yield {"x"', 'yield {"y"'), encoding="utf-8")
     line = refused(
