@@ -44,7 +44,6 @@ from layoutopt.plan.results import (
 from layoutopt.plan.schema import ProofStatus
 from layoutopt.plan.under import under
 from layoutopt.plan.units import bytes_text, some, step_change
-from layoutopt.plan.ways import Turning
 from layoutopt.runtime.clock import Clock
 from layoutopt.space.exclusions import CHECK, MEMORY, SENSITIVITY, memory_words, refuse
 from layoutopt.space.objective import Objective
@@ -86,7 +85,6 @@ class Explained(Shown):
       kept: the step time if recomputed loops keep other values.
       conditions: sensitivity and robustness, with `sensitivity=True`.
       proof: the check of the proof, with `check=True`.
-      turning: the comparison of ways to synchronise replicas on other links.
     """
 
     plan: Plan
@@ -103,7 +101,6 @@ class Explained(Shown):
     kept: tuple[Keeping, ...] = ()
     conditions: Conditions | None = None
     proof: Certificate | None = None
-    turning: Turning | None = None
 
     @property
     def placed(self) -> tuple[PlacedValues, ...]:
@@ -139,7 +136,6 @@ class Explained(Shown):
     def data(self) -> ExplainResult:
         """The result that `layoutopt explain --json` prints."""
         step, peak = self.evaluation.cost.step_seconds, self.evaluation.memory.peak
-        more = {**self.details, **({} if self.turning is None else {"turning": self.turning})}
         return ExplainResult(
             model=self.plan.data.model,
             layout=self.plan.data.layout,
@@ -169,7 +165,7 @@ class Explained(Shown):
                 )
                 for k in self.kept
             ),
-            **more,
+            **self.details,
         )
 
     def _worth(self, a: WhatIfAnswer) -> Worth:
@@ -391,7 +387,4 @@ def _varied(
 
 def with_found(found: Explained) -> Plan:
     """Adds the results of an explanation to the plan's details."""
-    ways, plan = found.plan.data.details.ways, found.plan
-    if ways is not None and found.turning is not None:
-        plan = plan.with_details(ways=ways.model_copy(update={"turning": found.turning}))
-    return plan.with_details(**found.details)
+    return found.plan.with_details(**found.details)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +20,6 @@ from layoutopt.cli.options import (
 )
 from layoutopt.cli.plans import ModelOption, PlanArgument, open_plan
 from layoutopt.cli.progress import StepProgress
-from layoutopt.cli.ways import compared_on_links
 from layoutopt.space.option import listed as listed_options
 
 EXAMPLES = examples(
@@ -111,7 +109,6 @@ def explain(
             check,
             lambda done, total, what: bar.update(done, what, max(total, done + 1)),
         )
-    found = replace(found, turning=compared_on_links(terminal, planned, clock, sensitivity))
     with terminal.saved(out, with_found(found).save, "the plan"):
         terminal.result(found.data)
         if not output.as_json:

@@ -12,7 +12,7 @@ from layoutopt.cli.cost_tables import overlap_table
 from layoutopt.cli.plan_tables import Fits, rules_text, summary, verdicts
 from layoutopt.cli.plans import Planned
 from layoutopt.cli.terminal import Terminal, facts, layout_text
-from layoutopt.cli.ways import show_turning, show_ways
+from layoutopt.cli.ways import show_ways
 from layoutopt.plan.build import decided
 from layoutopt.plan.covered import listed
 from layoutopt.plan.machine_details import sure
@@ -181,7 +181,6 @@ def show_explained(terminal: Terminal, planned: Planned, found: Explained) -> No
     if found.conditions is not None:
         show_conditions(terminal, found.plan, found.conditions)
     show_ways(terminal, found.plan)
-    show_turning(terminal, found.turning)
     if own.space is not None and own.space.not_looked_at:
         left = listed(own.space.not_looked_at)
         terminal.show("", View("Not searched", texts("choices", "searched with"), left))

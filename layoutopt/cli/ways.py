@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layoutopt.cli.terminal import Terminal
-from layoutopt.plan.units import seconds_text, share_text, signed_percent
-from reports.views.view import BYTES, FLAG, SECONDS, SHARE, Cell, Column, Kind, View, ViewRow
+from layoutopt.plan.units import signed_percent
+from reports.views.view import BYTES, FLAG, SECONDS, SHARE, Cell, Column, Kind, View
 
 if TYPE_CHECKING:
-    from layoutopt.cli.plans import Planned
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.build import Plan
-    from layoutopt.plan.ways import AtLink, ReplicaStrategy, Turning
-    from layoutopt.runtime.clock import Clock
     from mesh_tf_core.model import Model
 
 AcceptLossOption = Annotated[
@@ -102,52 +99,3 @@ def show_ways(terminal: Terminal, plan: Plan) -> None:
         "parameter."
     )
     terminal.show(law)
-
-
-def compared_on_links(terminal: Terminal, found: Planned, clock: Clock, anew: bool) -> Turning | None:
-    """The comparison of a plan's ways on other links.
-
-    Args:
-      anew: search every way again on each link.
-    """
-    from layoutopt.analysis.turning import searched, turning
-    from layoutopt.models.loading import load_model
-
-    plan, ways = found.plan, found.plan.data.details.ways
-    if ways is None:
-        return None
-    own = plan.data.model.hparams
-
-    def build(way: ReplicaStrategy) -> Model:
-        if way.hparams == ways.compared[0].hparams:
-            return found.loaded.model
-        return load_model(found.loaded.source, {**own, **way.hparams}).model
-
-    with terminal.waiting("predicting the settings of synchronisation on other links"):
-        if not anew:
-            return turning(ways.compared, build, found.hardware)
-        return searched(ways.compared, build, found.hardware, plan.allowed, found.limit, clock)
-
-
-def show_turning(terminal: Terminal, found: Turning | None) -> None:
-    """A column for every way, a row for every link."""
-    if found is None:
-        return
-    names = list(dict.fromkeys(name for point in found.at for name in point.seconds))
-    columns = (
-        Column("gigabits", "Gbit/s", Kind(lambda rate: f"{rate:.3g}")),
-        Column("times", "of this link", Kind(lambda ratio: f"{ratio:g}×")),
-        *(Column(name, name, SECONDS) for name in names),
-    )
-    rows: list[ViewRow] = [
-        (point.gigabits, point.times, *(_cell(point, name) for name in names)) for point in found.at
-    ]
-    title = f"Synchronisation of {found.axis!r} on other links: {found.words}"
-    terminal.show("", View(title, columns, rows))
-
-
-def _cell(point: AtLink, name: str) -> Cell:
-    if name not in point.seconds:
-        return Cell("not known")
-    mfu = f" ({share_text(point.mfu[name], 1)} MFU)" if name in point.mfu else ""
-    return Cell(f"{seconds_text(point.seconds[name])}{mfu}", value=point.seconds[name])

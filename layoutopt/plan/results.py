@@ -17,7 +17,6 @@ from layoutopt.plan.evidence import Validation
 from layoutopt.plan.fields import Data, Figure, Flag, PositiveInteger
 from layoutopt.plan.schema import ModelInfo, Predicted
 from layoutopt.plan.training import TrainingForecast
-from layoutopt.plan.ways import Turning
 
 LayoutAxes = dict[str, list[str]]
 """Dimension to mesh axes."""
@@ -274,8 +273,7 @@ class Placed(Data):
 
 
 class ExplainResult(CommandResult):
-    """`explain`: the last five fields are present on request, `kept` if loops are recomputed, `turning` for a
-    plan of several ways."""
+    """`explain`: the last five fields are present on request, `kept` if loops are recomputed."""
 
     command = "explain"
     model: ModelInfo
@@ -293,7 +291,6 @@ class ExplainResult(CommandResult):
     sensitivity: tuple[FactorCurve, ...] = ()
     robustness: Robustness | None = None
     proof: Proof | None = None
-    turning: Turning | None = None
 
 
 class LowerResult(Refined, LayoutResult):

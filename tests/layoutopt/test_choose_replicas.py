@@ -9,9 +9,8 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware, with_settings
 from layoutopt import Plan, choose_replicas, search
-from layoutopt.analysis.turning import link_times, turning
 from layoutopt.api.replicas import ways_of
-from layoutopt.plan.ways import SYNCHRONOUS, AtLink, ReplicaStrategy, Turning
+from layoutopt.plan.ways import SYNCHRONOUS
 from tests.core.test_replicas import model
 
 MESH, ROWS = "sites:2;data:8", 1 << 20
@@ -103,50 +102,6 @@ def test_searched_values_are_those_that_enumeration_finds(machine: Hardware) -> 
     assert plan.predicted.step_seconds == pytest.approx(min(e.predicted.step_seconds for e in each), rel=1e-9)
     with pytest.raises(mtf.UserError, match="no runs for fragments, quantised synchronisation or delays"):
         choose_replicas(build, MESH, ["sites:bits=8/4"], machine, accept_loss=0.5, **FEW)
-
-
-@pytest.mark.nightly
-def test_where_it_turns(chosen: Plan, machine: Hardware) -> None:
-    ways = chosen.data.details.ways
-    assert ways is not None
-
-    def its(way: ReplicaStrategy) -> mtf.Model:
-        return build(way.replicas)
-
-    found = turning(ways.compared, its, machine, tuple(4.0**n for n in range(-2, 12, 2)))
-    assert found is not None and len(found.turns) == 1
-    base = found.at[1]
-    assert base.times == 1 and base.seconds[chosen.data.details.ways.compared[0].name] == pytest.approx(
-        chosen.predicted.step_seconds
-    )
-    times = found.turns[0] / base.gigabits
-    there = turning(ways.compared, its, machine, (times,))
-    assert there is not None
-    rare = min(s for name, s in there.at[0].seconds.items() if name != SYNCHRONOUS)
-    assert rare == pytest.approx(there.at[0].seconds[SYNCHRONOUS], rel=1e-2)
-    faster = link_times(machine, mtf.Mesh(MESH), "sites", 2.0).topology
-    assert faster.nic_bandwidth.value == 2 * machine.topology.nic_bandwidth.value  # type: ignore[union-attr]
-    assert faster.node_bandwidth == machine.topology.node_bandwidth  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(
-    ("pays", "turns", "words"),
-    [
-        ((0, 0, 0), (), "nowhere from 1 to 100"),
-        ((1, 1, 1), (), "from 1 to 100"),
-        ((1, 0, 0), (3,), "below 3"),
-        ((0, 1, 0), (3, 30), "from 3 to 30"),
-        ((0, 0, 1), (30,), "above 30"),
-        ((1, 0, 1), (3, 30), "below 3 and above 30"),
-    ],
-)
-def test_its_words(pays: tuple[int, ...], turns: tuple[float, ...], words: str) -> None:
-    at = [
-        AtLink(times=1, gigabits=rate, seconds={SYNCHRONOUS: 1.0, "sites": 0.5 if p else 2.0})
-        for rate, p in zip((1, 10, 100), pays, strict=True)
-    ]
-    said = Turning(axis="sites", at=tuple(at), turns=turns, searched=True).words
-    assert said == f"rare synchronisation is faster {words} Gbit/s between a replica and the others"
 
 
 def test_errors(machine: Hardware) -> None:
