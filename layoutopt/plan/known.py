@@ -94,7 +94,11 @@ class Known(Data):
         words = f"{kind_words(mixture, stages)}, {framework}"
         alike = [k for k in kinds if (k["stages"], k["mixture"], k["fitted"]) == (stages, mixture, False)]
         names = dict.fromkeys(k["framework"] for k in alike if k["seconds"])
-        if names and not any(name.partition(":")[0] in framework for name in names):
+        base, _, asked = framework.partition(":")
+        if names and not any(
+            name.partition(":")[0] in base and {*asked.split(",")} <= {"", *name.partition(":")[2].split(",")}
+            for name in names
+        ):
             words += f" as {' and '.join(names)}"  # frameworks with equal numbers share what is known
         seconds, held = ([error for k in alike for error in k[name]] for name in ("seconds", "memory"))
         margins = [m for m in (doubt, _margin(held)) if m is not None]

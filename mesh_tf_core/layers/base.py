@@ -56,11 +56,7 @@ def check_rate(layer: object, rate: float) -> None:
 
 
 def weighted(
-    x: Tensor,
-    w: Tensor,
-    output: Shape | Sequence[Dim],
-    needed: float = 1.0,
-    again: Tensor | None = None,
+    x: Tensor, w: Tensor, output: Shape | Sequence[Dim], needed: float = 1.0, again: Tensor | None = None
 ) -> Tensor:
     """x times a layer's weight, by the float8 recipe of the graph if it has one; `needed`: as of `einsum`;
     `again`: x as its backward has it (`gated`)."""

@@ -129,7 +129,7 @@ class FeedForward:
             act, again = activation(self.activation), None
             if not self.gated:
                 hidden = act(hidden)
-            elif self.dropout:
+            elif self.dropout:  # backward reads what was dropped, which `again` lacks
                 hidden = act(hidden) * project(x, "wg", [d], [self.d_ff])
             else:
                 parts = [hidden, project(x, "wg", [d], [self.d_ff])]

@@ -100,6 +100,22 @@ def test_frameworks_of_equal_numbers_share_their_errors() -> None:
         assert known_kinds(load_hardware("h100", "torch")) != known_kinds(load_hardware("h100", other))
 
 
+@pytest.mark.parametrize(
+    ("asked", "compared_as"),
+    [
+        ("torch", ""),
+        ("torch:attention=fa2", ""),
+        ("torch:attention=masked", " as torch:attention=fa2"),
+        ("torch-compile", ""),
+        ("torch-compile:attention=masked", " as torch-compile"),
+        ("torchtitan@0.3", " as torch-compile"),
+    ],
+)
+def test_an_answer_names_the_runs_where_other_options_were_asked(asked: str, compared_as: str) -> None:
+    kind = errors_known(load_hardware("h100", asked), model(False), ()).kind
+    assert kind.partition(f"dense, no pipeline, {asked}")[2].split(" and ")[0] == compared_as
+
+
 def test_every_kind_is_of_a_preset_and_a_framework() -> None:
     kinds = json.loads(FILE.read_text(encoding="utf-8"))["kinds"]
     assert {kind["hardware"] for kind in kinds} <= {*PRESETS}
