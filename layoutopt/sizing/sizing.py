@@ -194,21 +194,13 @@ def size(
     served = {name: value for name, value in vars(goal).items() if name not in ("devices", "inference")}
     question = SizingQuestion(**served, devices=_numbers(goal.devices), served=goal.inference)
     _check(sizes.candidates, sizes.sizes, limits.memory, sizes.scale)
+    forecast = _forecast(question, scaling, sizes)
     family = Family(model, _all_hparams(model, hparams), sizes.scale)
     machines = machines_of(hardware, price, limits.memory, framework, family.own.model)
-    return _sized(question, family, scaling, sizes, chosen, limits, machines, on_progress)
+    return _sized(question, family, forecast, sizes, chosen, limits, machines, on_progress)
 
 
-def _sized(
-    question: SizingQuestion,
-    family: Family,
-    scaling: Scaling,
-    sizes: SizeRange,
-    chosen: SearchSpace,
-    limits: Limits,
-    machines: list[OfferedHardware],
-    on_progress: Tell | None,
-) -> Sizing:
+def _forecast(question: SizingQuestion, scaling: Scaling, sizes: SizeRange) -> Forecast:
     if question.tokens is not None and sizes.sizes is not None and sizes.sizes[0] != sizes.sizes[1]:
         raise UserError(
             "--tokens requires a single size, but --sizes gives a range; write e.g. --sizes 13B, or "
@@ -218,6 +210,20 @@ def _sized(
         raise UserError(
             "--law (a published law) and --fit (a law fitted to your runs) cannot be combined; remove one"
         )
+    told = scaling.unique, scaling.pretrained, scaling.characters, scaling.replicas
+    return Forecast(_law(scaling.law, scaling.runs), *told)
+
+
+def _sized(
+    question: SizingQuestion,
+    family: Family,
+    forecast: Forecast,
+    sizes: SizeRange,
+    chosen: SearchSpace,
+    limits: Limits,
+    machines: list[OfferedHardware],
+    on_progress: Tell | None,
+) -> Sizing:
     if question.money is not None:
         for machine in machines:
             if machine.price is None:
@@ -225,8 +231,6 @@ def _sized(
                     f"--money requires the price of a chip-hour of {machine.name}; give the price, e.g. "
                     f"--price {machine.name}=4.2"
                 )
-    told = scaling.unique, scaling.pretrained, scaling.characters, scaling.replicas
-    forecast = Forecast(_law(scaling.law, scaling.runs), *told)
     clock = Clock.of(limits.time_limit).again()
     may = {name: value for name, value in chosen.keywords.items() if name in (*LAYOUTS, "allow")}
     timer = Timer(limits.max_axes, clock, may)

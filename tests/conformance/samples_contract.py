@@ -11,7 +11,7 @@ from scipy import special
 import mesh_tf_core as mtf
 from mesh_tf_core.ir.dims import SparseDim
 from mesh_tf_core.ops.experts import expert_product, from_experts, to_experts
-from mesh_tf_core.ops.float8 import float8_expert_product
+from mesh_tf_core.ops.float8 import float8_expert_product, in_eight_bits
 from tests.conformance.helper import Arg, Sample, dims
 
 AB = Arg("a:8 b:4")
@@ -144,6 +144,14 @@ EINSUM = (
         lambda x, w: in_float8(x, "float8_e4m3fn") @ in_float8(w, "float8_e4m3fn"),
         together=("a b c",),
         stops=(0, 1),
+    ),
+    Sample(
+        "in eight bits",
+        "einsum",
+        lambda g, x: in_eight_bits(x, "b", "tensor"),
+        (AB,),
+        lambda x: in_float8(x, "float8_e4m3fn"),
+        stops=(0,),
     ),
     Sample(
         "broadcast",
