@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import mesh_tf_core as mtf
+from benchmarks import large_models
 from benchmarks.llama_picks import published_mfu
 from benchmarks.published_tpu import maxtext
 from costmodels import load_hardware
@@ -346,3 +347,15 @@ def test_products_that_only_choose_are_said() -> None:
     (short,), (long,) = shares(chosen_by_products(64, 512)), shares(chosen_by_products(16, 2048))
     assert 5 < short < long < 100
     assert not shares(transformer(**SIZES)) and not shares(mixture(**{**SIZES, "experts": 16}))
+
+
+def test_published_steps_count_the_flops_of_the_predicted_ones() -> None:
+    """MFU times seconds, by the peaks of the same products, is one number for a case."""
+    cases = [
+        c for c in json.loads(large_models.OUT.read_text(encoding="utf-8")).values() if c.get("published")
+    ]
+    assert len(cases) >= 3
+    for case in cases:
+        own, pick, recipe = case["published"], case["pick"], case["practice"]
+        least = [own["mfu"] * own["seconds"], *(p["mfu"] * p["step_seconds"] for p in (pick, recipe))]
+        assert least == pytest.approx([least[0]] * 3, rel=1e-6)
