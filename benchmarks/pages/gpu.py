@@ -21,13 +21,14 @@ TORCH = """\
 
 Unmodified modules of transformers {transformers} in a bare training loop with PyTorch {torch}, on one
 {device}: AdamW with its defaults, bfloat16 unless the name says `autocast` (float32 parameters) or `FSDP`
-(`fully_shard` of each layer, `param_dtype` bfloat16). *First* is what was predicted before anything was
-measured, under `--framework torch`, or `torch-compile` for compiled modules. Of {eager} eager runs its mean
-error was {first_eager}, of {compiled} compiled ones {first_compiled}. What follows from the runs is in the
-prediction of today: each call of PyTorch is one kernel and keeps its operands, the optimizer's kernels are
-shared by all variables, RMSNorm as transformers writes it is several kernels, PyTorch 2.11 takes cuDNN's
-attention, and products run at {sustained:.0%} of the rate of single products. *Error* is that of today; of
-eager runs it says how well the rules fit these runs, not how well they predict others.
+(`fully_shard` of each layer, `param_dtype` bfloat16). *First* is the prediction made before any measurement,
+under `--framework torch`, or `torch-compile` for compiled modules. Its mean error was {first_eager} over
+{eager} eager runs and {first_compiled} over {compiled} compiled runs. The column *predicted* has the rules
+that follow from these runs: each call of PyTorch is one kernel and keeps its operands, the optimizer's
+kernels are shared by all variables, RMSNorm as transformers writes it is several kernels, PyTorch 2.11 takes
+cuDNN's attention, and products run at {sustained:.0%} of the rate of single products. *Error* compares
+*predicted* with *measured*: for eager runs, it shows how well the rules fit these runs, not how well they
+predict others.
 
 *Memory* is the most that arrays took (`max_memory_allocated`). PyTorch's allocator reserved {reserved} more
 on average.
@@ -40,7 +41,7 @@ attention a mask in place of `is_causal`, and cuDNN's kernels take three times a
 (`torch-compile:attention=masked`). The constants of `torch-compile` were fitted to published steps: they have
 slower products than these runs and no mask, and here the two errors nearly cancel.
 
-These modules were predicted at the same time and not measured yet:
+These modules were predicted at the same time, and have no measurement:
 """
 JAX = """\
 ## Our own models
