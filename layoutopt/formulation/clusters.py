@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Set
 from dataclasses import replace
 
+from costmodels.kept import kept_values
 from layoutopt.formulation.accesses import Accesses
 from layoutopt.formulation.cluster import Cluster, numbers_of, pairs_of, rules_of, stages_of, subgraph_of
 from layoutopt.formulation.cuts import PendingSum
@@ -59,6 +60,7 @@ class _Builder:
         self.graph, self.dependencies, self.further = dependencies.graph, dependencies, dependencies.further
         self.runs, self.delivered = SecondRuns(dependencies), delivered(dependencies.graph)
         self.products = product_dims(dependencies.graph)
+        self.values = kept_values(dependencies.graph.outline())
 
     def signature(self, nodes: list[Node]) -> Hashable:
         """Equal for clusters with the same operations on the same types, connected and repeated alike."""
@@ -94,11 +96,17 @@ class _Builder:
             again = tuple((run, *(t in read_then[run] for t in leading)) for run in own)
             kept = tuple(self.runs.kept.get(o) for o in node.outputs)
             idle = tuple(texts for texts, found in self.runs.idle.items() if node.index in found)
-            how = (switches, node.phase, kernel, anyway, totalled, apart, again, kept, idle)
+            memory = tuple(self._memory(o) for o in node.outputs)
+            how = (switches, node.phase, kernel, anyway, totalled, apart, again, kept, idle, memory)
             parts.append((_bare(node), tuple(types), times, leaves, early, what, *how))
         if any(isinstance(n.op, Scan) for n in nodes):
             parts.append(nodes[0].index)
         return tuple(parts)
+
+    def _memory(self, tensor: int) -> tuple[int, bool, bool]:
+        """What rules of memory ask about a tensor's value, which readers in other clusters decide, too."""
+        value = self.values.of.get(tensor, -1)
+        return self.values.masks.get(value, 0), value in self.values.remade, value in self.values.inside
 
     def _readers(self, each: Twin) -> Hashable:
         """What backward does with what a second run moves."""

@@ -21,6 +21,7 @@ from layoutopt.formulation.extract import Draft, Extraction, extract, legal_prob
 from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.optimize.evaluator import Evaluator, evaluate
 from layoutopt.optimize.subproblem import ROUNDING, SubproblemSearch
+from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.decisions import Decisions, SearchSpace, decisions
 from layoutopt.space.kind import grouped
@@ -383,3 +384,26 @@ def test_forms_of_attention_that_are_not_lowered_would_be_refused(
     some = entries()
     monkeypatch.setattr(tables, "_crossing", lambda cluster, names, found, given: found)
     assert some and some == entries()
+
+
+def test_masks_of_dropout_are_counted_once() -> None:
+    """Two products that layers keep are alike, but masks are held beside the first one."""
+    graph = mtf.Graph("dropped")
+    rows, width, layers = mtf.Dim("rows", 8), mtf.Dim("width", 32), mtf.Dim("layers", 4)
+
+    def layer(x: mtf.Tensor) -> mtf.Tensor:
+        for name in ("a", "b"):
+            w = graph.variable(name, [width, mtf.Dim("inner", 32)], mtf.Normal(0.1))
+            y = mtf.rename(mtf.einsum([x, w], [rows, mtf.Dim("inner", 32)]), inner="width")
+            x = x + mtf.dropout(y, 0.1)
+        return x
+
+    loss = mtf.reduce_mean(mtf.scan(layer, graph.input("x", [rows, width], "float32"), layers))
+    model, mesh = mtf.Model(loss, mtf.SGD(0.1), name="dropped"), mtf.Mesh("pipe:2")
+    asked = SearchSpace(
+        pipeline=("layers",), microbatches=(1,), storage=("layout",), recompute=("keep=products",)
+    )
+    compared = 0
+    for each in subproblems(model, [mesh], asked):
+        compared += compare_some(model, mesh, each.decided, load_hardware("h100", "torch"), 1, 2)
+    assert compared
