@@ -31,6 +31,9 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
 
+USES_SHARE = 0.2
+"""Part of the time of named layouts for other uses of stages than the first, whose graphs take long."""
+
 
 class Incumbents:
     """The layouts of one search.
@@ -81,8 +84,11 @@ class Incumbents:
 
     def seconds(self, limit: float) -> float:
         """The seconds of the fastest within a limit, at most `most`; inf if there is none."""
-        found = self.fastest(limit)
-        return self.most if found is None else min(self.most, found.seconds)
+        return min([self.most, *(f.seconds for f in self.fitting(limit))])
+
+    def is_open(self, subproblem: Subproblem, limit: float) -> bool:
+        """True if something faster than the fastest within a limit may be in a problem."""
+        return subproblem.bounds.state(self.seconds(limit), limit) is State.OPEN
 
     def subproblem_of(self, found: EvaluatedLayout) -> Subproblem:
         """The decisions of the subproblem where a layout was found."""
@@ -90,13 +96,8 @@ class Incumbents:
 
     def has(self, mesh: Mesh, layout: Layout, options: Options) -> bool:
         """True if a layout is one of the space."""
-        here = self.subproblem(SubproblemKey.of(self.request.model, mesh, layout, options))
-        return here is not None and here.decided.allows(layout, options)
-
-    def subproblem(self, key: SubproblemKey) -> Subproblem | None:
-        """The subproblem with this key; None if there is none."""
-        found = self.subproblems.get(key)
-        return None if found is None or found.refused else found
+        here = self.subproblems.get(SubproblemKey.of(self.request.model, mesh, layout, options))
+        return here is not None and not here.refused and here.decided.allows(layout, options)
 
     def may_express(self, mesh: Mesh, layout: Layout, options: Options) -> bool:
         """True unless a restriction excludes a layout."""
@@ -106,12 +107,9 @@ class Incumbents:
         """Prices a layout; None if it is not one that may be chosen."""
         options = self.request.meeting(options)
         asked = mesh, layout, options
-        if (
-            known := next((f for f in self.found if (f.mesh, f.layout, f.options) == asked), None)
-        ) is not None:
+        known = next((f for f in self.found if (f.mesh, f.layout, f.options) == asked), None)
+        if known is not None or not self.has(mesh, layout, options):
             return known
-        if not self.has(mesh, layout, options):
-            return None
         try:
             evaluation = self.request.evaluator(mesh, layout, options)
         except LayoutError:
@@ -131,14 +129,17 @@ class Incumbents:
             self.offer(*each)
 
     def price_named(self, start: WarmStart, clock: Clock, told: Callable[[str, int, int], None]) -> None:
-        """Predicts what experts would write: with the least memory until something fits, then as written, for
-        each use of stages. If the time of `clock` is over already, an answer is all that is missing.
+        """Predicts what experts would write: with the least memory until something fits, then as written in
+        the first problem and, where nothing was known before, for a part of the time in each use of stages.
+        If the time of `clock` is over already, an answer is all that is missing.
 
         Args:
           told: called with what is done, the number of a problem, and their count.
         """
         limit, count, late = self.request.limit, len(start.problems), clock.over
-        for lean, order in ((True, start.leanest_first()), (False, start.each_use())):
+        uses = () if self.fitting(limit) else start.each_use(lambda each: self.is_open(each, limit))
+        for lean, order in ((True, start.leanest_first()), (False, start.problems[:1]), (False, uses)):
+            clock = clock.part(USES_SHARE) if order is uses else clock
             for number, each in enumerate(order, 1):
                 if (lean or clock.over) if self.fitting(limit) else clock.over and not late:
                     break
@@ -168,15 +169,10 @@ class Incumbents:
             return
         beside = found.options.recompute - own.again
         for each in problems:
-            key, better = each.key, each.bounds.state(self.seconds(limit), limit) is State.OPEN
+            key = each.key
             if clock.over:
                 return
-            if (
-                better
-                and key != own
-                and (key.mesh, key.stages) == (own.mesh, own.stages)
-                and not each.refused
-            ):
+            if key != own and key[:2] == own[:2] and self.is_open(each, limit) and not each.refused:
                 how = replace(found.options, schedule=key.schedule, microbatches=key.microbatches)
                 for recompute in dict.fromkeys((beside | key.again, key.again)):
                     self.offer(each.mesh, found.layout, replace(how, recompute=recompute))

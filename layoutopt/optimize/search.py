@@ -38,7 +38,7 @@ from layoutopt.plan.units import size_text
 from layoutopt.runtime.clock import Clock
 from layoutopt.space.allow import USUAL
 from layoutopt.space.objective import Objective
-from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
+from mesh_tf_core.errors import InfeasibleError, LimitError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower import Options
 
@@ -221,21 +221,20 @@ class LayoutSearch:
         request, incumbents = self.request, self.incumbents
         if len(self.problems) > 1 or request.clock.limit is not None:
             for each in self.problems:  # nothing waits less than not at all
-                with suppress(UserError):  # layers that are given to stages may be too few
-                    each.bounds.prove(request.evaluator.least(each.mesh, each.plans), Source.SHARE)
+                each.bound_by_share(request.evaluator)
         fixes = request.objective == Objective.TIME
         for number, each in enumerate(self._in_order(limit)):
             each.inherit(request.evaluator)
-            if self._is_open(each, limit) and each.refused:
+            if self.incumbents.is_open(each, limit) and each.refused:
                 each.bounds.prove(math.inf, Source.REFUSED)
-            if self._is_open(each, limit):
+            if self.incumbents.is_open(each, limit):
                 self._hold([each])
             if not number and fixes and not incumbents.fitting(limit) and not each.refused:
                 incumbents.price_on(each)
-            if self._is_open(each, limit) and not request.late:
+            if self.incumbents.is_open(each, limit) and not request.late:
                 self._tell(each)
                 search = self._fixed(each, limit) if fixes else self.opened(each)
-                if search is not None and self._is_open(each, limit):
+                if search is not None and self.incumbents.is_open(each, limit):
                     self._ask(each, search, limit)
         if self._open(limit):
             self.proven = False
@@ -256,7 +255,7 @@ class LayoutSearch:
         yield from sorted((each for each in self.problems if not each.key.stages), key=lambda p: p.rank)
         self._bound(() if limited else staged, limit)
         for each in sorted(staged, key=lambda p: p.rank):
-            if self._is_open(each, limit) and not self.request.late:
+            if self.incumbents.is_open(each, limit) and not self.request.late:
                 self.layers.prove(each, self.incumbents.seconds(limit))
             yield each
 
@@ -264,14 +263,10 @@ class LayoutSearch:
         """Bounds problems with stages by their layers, from few tables, in a part of the time."""
         part, told = self.request.clock.part(NAMED_SHARE), None
         for each in problems:
-            if self._is_open(each, limit) and not part.over:
+            if self.incumbents.is_open(each, limit) and not part.over:
                 if told is not (told := each.unstaged):  # the others have the same tables
                     self._tell(each)
                 self.layers.prove(each, self.incumbents.seconds(limit), shortly=True)
-
-    def _is_open(self, subproblem: Subproblem, limit: float) -> bool:
-        """True if something better than the best so far may be in a problem."""
-        return subproblem.bounds.state(self.incumbents.seconds(limit), limit) is State.OPEN
 
     def _open(self, limit: float) -> list[Subproblem]:
         """The problems that something better may be in."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -220,6 +221,11 @@ class Subproblem:
             self.whole = SubproblemSearch.whole(evaluator, self.mesh, self.decided)
             self.bounds.prove(self.whole.relaxed(clock), Source.TABLES)
         return self.whole
+
+    def bound_by_share(self, evaluator: Evaluator) -> None:
+        """Proves that devices compute their share, waiting as long as stages do."""
+        with suppress(UserError):  # layers that are given to stages may be too few
+            self.bounds.prove(evaluator.least(self.mesh, self.plans), Source.SHARE)
 
     def inherit(self, evaluator: Evaluator) -> None:
         """Proves bounds that follow from fewer microbatches."""

@@ -7,9 +7,11 @@ Each takes milliseconds, and no table. So a search has an answer soon, however m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 from layoutopt.optimize.baselines import by_name
@@ -69,15 +71,15 @@ class WarmStart:
                 names = dict(zip(plan.mesh.names, mesh.names, strict=True))
                 yield FirstLayout(mesh, plan.layout.renamed(names), plan.options.renamed(names), EARLIER)
 
-    def each_use(self) -> Iterator[Subproblem]:
-        """The first problem, and of every use of stages the possible one that recomputes most."""
-        yield from self.problems[:1]
-        known = set[SubproblemKey]()
-        for each in reversed(self.problems):
-            use = each.key._replace(again=frozenset())
-            if each.key.stages and use not in known and not each.refused:
-                known.add(use)
-                yield each
+    def each_use(self, hopeful: Callable[[Subproblem], bool]) -> Iterator[Subproblem]:
+        """Of every use of stages the possible problem that recomputes most, if it is `hopeful`: bounds tell
+        before it has a graph. First that with the least bound."""
+        uses = defaultdict[SubproblemKey, list[Subproblem]](list)
+        for each in (each for each in reversed(self.problems) if each.key.stages):
+            each.bound_by_share(self.request.evaluator)
+            uses[each.key._replace(again=frozenset())].append(each)
+        for use in sorted(uses.values(), key=lambda use: use[0].bounds.lower().value):
+            yield from islice((each for each in use if hopeful(each) and not each.refused), 1)
 
     def leanest_first(self) -> list[Subproblem]:
         """The problems in which a device has the fewest examples at a time first."""
