@@ -19,8 +19,8 @@ from layoutopt.optimize.entry import SearchStatus
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.incumbents import Incumbents
 from layoutopt.optimize.subproblem import EvaluatedLayout
-from layoutopt.optimize.subproblems import subproblems
-from layoutopt.optimize.warm_start import EARLIER, PINS, FirstLayout, named
+from layoutopt.optimize.subproblems import Subproblem, subproblems
+from layoutopt.optimize.warm_start import EARLIER, PINS, FirstLayout, WarmStart, named
 from layoutopt.plan.build import Plan
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.schedules import ONE_WAY
@@ -123,6 +123,43 @@ def test_the_best_layout_is_predicted_in_other_graphs_of_its_stages(monkeypatch:
     assert len(after) >= 3 and {f.layout for f in after} == {known.layout}
     ways = {(f.options.schedule, f.options.recompute) for f in after}
     assert len(ways) == len(after) and (known.options.schedule, known.options.recompute) not in ways
+
+
+def test_uses_of_stages_have_graphs_before_a_search_only_where_nothing_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each graph takes long. What bounds rule out has none, and what may be the fastest comes first."""
+    graphs: list[str] = []
+    seen: list[tuple[int, list[Subproblem], int]] = []
+    pipelined, price_named = mtf.Model._pipelined, Incumbents.price_named
+
+    def made(self: mtf.Model, *rest: Any) -> Any:
+        graphs.append(self.name)
+        return pipelined(self, *rest)
+
+    def told(self: Incumbents, start: WarmStart, *rest: Any) -> None:
+        graphs.clear()
+        price_named(self, start, *rest)
+        if not start.request.allowed.pipeline:  # the usual layouts
+            return
+        count = len(graphs)
+        assert not [*start.each_use(lambda _: False)] and len(graphs) == count
+        seen.append((count, [*start.each_use(lambda _: True)], len(start.problems)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mtf.Model, "_pipelined", made)
+    monkeypatch.setattr(Incumbents, "price_named", told)
+    asked: dict[str, Any] = {"mesh": "a:2;b:2", "hardware": HARDWARE, "microbatches": (2, 4)}
+    asked |= {"time_limit": 60.0, "keep_best": True, "alternatives": False}
+    stages = {"pipeline": "layers", "schedule": ("gpipe", "1f1b"), "recompute": (False, True)}
+    monkeypatch.delenv("LAYOUTOPT_ALLOW", raising=False)
+    usual = search(MODELS["stages"](), **asked)
+    assert usual.solver.status == "FEASIBLE" and not seen[0][0]
+    assert [each for each in seen[0][1] if each.key.stages]
+    search(MODELS["stages"](), **asked, **stages, allow="usual")
+    count, uses, problems = seen[1]
+    bounds = [each.bounds.lower().value for each in uses]
+    assert count and 4 <= len(uses) < problems and bounds == sorted(bounds) and len({*bounds}) > 1
 
 
 def test_it_is_predicted_before_subproblems_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
