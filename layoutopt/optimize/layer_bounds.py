@@ -119,7 +119,7 @@ class LayerBounds:
                 asked = self.evaluator.model, key.mesh, first.unrestricted, self.evaluator.prices(key.mesh)
                 bound = fix_options(draft := FirstRuns(*asked), enough, lambda *_: math.inf)
                 if not draft.unsplit:
-                    self._first[key] = bound, (enough, draft.decided.options)
+                    self._first[key] = min(bound, enough), (enough, draft.decided.options)
         bound, subproblem.bounds.left = self._first[key]
         subproblem.bounds.prove(min(bound, enough), Source.FIRST_RUNS)
 
