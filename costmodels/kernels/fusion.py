@@ -46,7 +46,7 @@ class Fuses(StrEnum):
     """The operations that share kernels: none, those of one call of a library, or whatever a compiler may
     join."""
 
-    NONE = "none"
+    NONE = ""
     CALLS = "calls"
     ALL = "all"
 

@@ -48,33 +48,43 @@ class Adam(Optimizer):
             raise UserError(f"Adam: moments={self.moments!r} is unknown; {known_names(self.moments, known)}")
 
     def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: LearningRate) -> Updates:
-        kind = self._computed_in(variable)
+        kind = self._kept_in(variable)
+
+        def kernel(name: str, made: Callable[..., Tensor], *operands: Tensor) -> Tensor:
+            """What one kernel of PyTorch's optimizer makes, rounded once."""
+            with graph.in_call(name):
+                found: Tensor = made(*(x.cast("float32") for x in operands))
+                return found.cast(kind)
+
         g = gradient.cast(kind)
         m_before, m_after = self._average(graph, variable, "adam_m", True)
         v_before, v_after = self._average(graph, variable, "adam_v", False)
-        with graph.in_call("lerp"):
-            m = m_before * self.beta1 + g * (1 - self.beta1)
-        v = v_before * self.beta2
-        with graph.in_call("addcmul"):
-            v = v + g * g * (1 - self.beta2)
+        m = kernel("lerp", lambda m, g: m * self.beta1 + g * (1 - self.beta1), m_before, g)
+        v = kernel("mul", lambda v: v * self.beta2, v_before)
+        v = kernel("addcmul", lambda v, g: v + g * g * (1 - self.beta2), v, g)
         yield from m_after(m)
         yield from v_after(v)
         t = (graph.step() + 1).cast("float32")
-        unbias1 = (1.0 - _power(self.beta1, t)).cast(kind)
-        unbias2 = (1.0 - _power(self.beta2, t)).cast(kind)
-        w = graph.read(variable)
-        master = w.cast(kind)
-        root = sqrt(v / unbias2) + self.epsilon
-        decay = bool(self.weight_decay) and not any(re.search(p, variable.name) for p in self.undecayed)
-        decayed = master * self.weight_decay if decay else None
-        with graph.in_call("addcdiv"):
-            step = (m / unbias1) / root
-            step = step if decayed is None else step + decayed
-            new = master - times(step, rate)
-        yield variable, new.cast(variable.dtype)
+        unbias1 = 1.0 - _power(self.beta1, t)
+        unbias2 = 1.0 - _power(self.beta2, t)
+        decay = self.weight_decay
+        if any(re.search(p, variable.name) for p in self.undecayed):
+            decay = 0.0
+        root = kernel("div", lambda v: v / unbias2, v)
+        root = kernel("sqrt", sqrt, root)
+        root = kernel("add", lambda root: root + self.epsilon, root)
 
-    def _computed_in(self, variable: Variable) -> str:
-        """Element type of the arithmetic."""
+        def stepped(w: Tensor, m: Tensor, root: Tensor) -> Tensor:
+            step = (m / unbias1) / root
+            return w - times(step + w * decay if decay else step, rate)
+
+        yield (
+            variable,
+            kernel("addcdiv", stepped, graph.read(variable).cast(kind), m, root).cast(variable.dtype),
+        )
+
+    def _kept_in(self, variable: Variable) -> str:
+        """Element type of what kernels write."""
         return variable.dtype if self.moments == "own" else "float32"
 
     def _average(
@@ -82,7 +92,7 @@ class Adam(Optimizer):
     ) -> tuple[Tensor, Callable[[Tensor], Updates]]:
         """An average before the step, and what stores a new one."""
         row = row_of(variable) if self.moments == "int8" else ""
-        kind = self._computed_in(variable)
+        kind = self._kept_in(variable)
         dtype = {"own": kind, "int8": "float32"}.get(self.moments, self.moments)
         if not row:
             state, old = slot(graph, variable, name, variable.shape, dtype=dtype)

@@ -188,8 +188,8 @@ def test_equal_layouts_are_one(
 @pytest.mark.parametrize(
     ("seconds", "more", "told"),
     [
-        ((0.1, 0.2), {}, "2 measured runs of 2 different layouts; give at least 3"),
-        ((0.1, "", 0.2), {}, "2 measured runs of 2 different layouts; give at least 3"),
+        ((0.01, 0.02), {}, "2 measured runs of 2 different layouts; give at least 3"),
+        ((0.01, "", 0.02), {}, "2 measured runs of 2 different layouts; give at least 3"),
         (("", "", ""), {}, "step_seconds is empty in every line; write there how long"),
         ((1.0, "fast", 2.0), {}, "run 2: step_seconds 'fast' is not a positive number"),
         ((1.0, -1.0, 2.0), {}, "run 2: step_seconds '-1.0' is not a positive number"),
