@@ -67,9 +67,7 @@ class Adam(Optimizer):
         t = (graph.step() + 1).cast("float32")
         unbias1 = 1.0 - _power(self.beta1, t)
         unbias2 = 1.0 - _power(self.beta2, t)
-        decay = self.weight_decay
-        if any(re.search(p, variable.name) for p in self.undecayed):
-            decay = 0.0
+        decay = 0.0 if any(re.search(p, variable.name) for p in self.undecayed) else self.weight_decay
         root = kernel("div", lambda v: v / unbias2, v)
         root = kernel("sqrt", sqrt, root)
         root = kernel("add", lambda root: root + self.epsilon, root)
