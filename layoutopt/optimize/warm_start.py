@@ -72,7 +72,7 @@ class WarmStart:
                 yield FirstLayout(mesh, plan.layout.renamed(names), plan.options.renamed(names), EARLIER)
 
     def each_use(self, hopeful: Callable[[Subproblem], bool]) -> Iterator[Subproblem]:
-        """Of every use of stages the possible problem that recomputes most, if it is `hopeful`: bounds tell
+        """The possible problem of every use of stages that recomputes most, if it is `hopeful`: bounds tell
         before it has a graph. First that with the least bound."""
         uses = defaultdict[SubproblemKey, list[Subproblem]](list)
         for each in (each for each in reversed(self.problems) if each.key.stages):

@@ -102,6 +102,7 @@ def _honest(plan: Plan) -> None:
     assert any("than the one it began with: " in note for note in plan.data.notes)
 
 
+@pytest.mark.nightly
 def test_the_best_layout_is_predicted_in_other_graphs_of_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schedules and recomputed parts of stages make graphs: splits that are good in one mostly are in others.
     Layouts by name were predicted for each use of stages before."""
