@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import site
 import subprocess
 import sys
 import time
@@ -153,6 +154,11 @@ def main() -> None:
             error = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
         except subprocess.TimeoutExpired:
             line, error = None, f"given up after {args.limit:g} s"
+        for folder in (
+            *site.getsitepackages(),
+            str(HERE.parent),
+        ):
+            line, error = line and line.replace(f"{folder}/", ""), error.replace(f"{folder}/", "")
         row = json.loads(line[4:]) if line else {"name": name, "note": ENTRIES[name].note, "error": error}
         rows[name] = row
         print(json.dumps(row), flush=True)
