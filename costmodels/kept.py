@@ -8,7 +8,7 @@ names, and holds under every layout.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 
 from costmodels.kernels.fusion import ALONE, FREE, MAP, REDUCE, Fuses, casts_variable, role
@@ -122,7 +122,7 @@ class _Finder:
                 if tensor in stacks or graph.tensor(tensor).block not in home[value]:
                     names[value].add(tensor)
         found.names = {value: frozenset(tensors) for value, tensors in names.items()}
-        found.remade = frozenset(filter(self._remade, self.kept))
+        found.remade = frozenset(value for value in self.kept if self._remade(value, self.kept))
         found.inside = self._inside()
         for block in graph.blocks:
             here = Counter(v for node in block.nodes for v in self._like(node, found))
@@ -144,11 +144,11 @@ class _Finder:
     def _types(self, node: Node) -> tuple[TensorType, ...]:
         return tuple(self.graph.tensor(i).type for i in (*node.inputs, *node.outputs))
 
-    def _remade(self, value: int) -> bool:
+    def _remade(self, value: int, known: Set[int]) -> bool:
         makers = self.makers.get(value, ())
         if not makers or not self.read.get(value, set()) <= {MAP, REDUCE}:
             return False
-        return all(self._fused(node) and self._follows(node, node) for node in makers)
+        return all(self._fused(node) and self._follows(node, node, known) for node in makers)
 
     def _inside(self) -> frozenset[int]:
         """The kept values that a call makes for itself alone, and makes again from its operands. Where an
@@ -161,10 +161,8 @@ class _Finder:
                     outside = self.value(i) not in self.kept and self._maker_call(i) != node.call
                     if outside and self.graph.tensor(i) == self.graph.tensor(node.outputs[0]):
                         operands.setdefault(self.value(i), value)
-        kept, self.kept = self.kept, self.kept | operands.keys()
-        found = frozenset(v for v in own if v not in operands.values() and self._remade(v))
-        self.kept = kept
-        return found
+        known = self.kept | operands.keys()
+        return frozenset(v for v in own if v not in operands.values() and self._remade(v, known))
 
     def _in_one_call(self, value: int) -> bool:
         calls = {node.call for node in self.makers.get(value, ())} | self.calls.get(value, set())
@@ -179,19 +177,19 @@ class _Finder:
         sizes = [type.shape.size for type in self._types(node)]
         return self._role(node) in (MAP, REDUCE) and max(sizes) == sizes[-1]
 
-    def _follows(self, node: Node, last: Node) -> bool:
-        """Whether backward has the operands of a node: each is kept, is there for all iterations, lacks
+    def _follows(self, node: Node, last: Node, known: Set[int]) -> bool:
+        """Whether backward has the operands of a node: each is `known`, is there for all iterations, lacks
         dimensions of what the `last` node makes, so that keeping it takes little, or follows from such."""
         made = self.graph.tensor(last.outputs[0])
         for i in node.inputs:
             operand, maker = self.graph.tensor(i), self.graph.producer.get(i)
-            known = self.value(i) in self.kept or operand.block != made.block
-            if known or maker is None or not {*made.shape.names} <= {*operand.shape.names}:
+            there = self.value(i) in known or operand.block != made.block
+            if there or maker is None or not {*made.shape.names} <= {*operand.shape.names}:
                 continue
             if (
                 maker.body is not None
                 or self._role(maker) not in (FREE, MAP)
-                or not self._follows(maker, last)
+                or not self._follows(maker, last, known)
             ):
                 return False
         return True
