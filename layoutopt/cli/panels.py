@@ -9,34 +9,12 @@ from typing import Any
 TARGET, CHOICES, RULES, OUTPUT = "Target", "Decisions to search", "Rules", "Output"
 PANELS = {
     TARGET: (
-        "mesh",
-        "devices",
-        "max_axes",
-        "layout",
-        "settings",
-        "hardware",
-        "set_hardware",
-        "framework",
-        "memory",
-        "model",
-        "target",
-        "like",
+        "mesh devices max_axes layout settings hardware set_hardware framework memory model target like"
     ),
-    RULES: (
-        "objective",
-        "pin",
-        "forbid",
-        "top",
-        "time_limit",
-        "accept_loss",
-        "tokens",
-        "price",
-        "max_memory",
-        "max_step",
-    ),
-    OUTPUT: ("out", "report", "text", "lines", "trace", "as_json", "quiet", "help"),
+    RULES: "objective pin forbid top time_limit accept_loss tokens price max_memory max_step",
+    OUTPUT: "out report text lines trace as_json quiet help",
 }
-"""Panel -> parameters of options; those of kinds of decisions are in `CHOICES`."""
+"""Panel -> parameters of options, as words; those of kinds of decisions are in `CHOICES`."""
 MOST_USED = ("mesh", "devices", "layout", "hardware", "memory", "allow", "steps", "out", "as_json")
 """Parameters that `-h` says, the first few that a command has."""
 FEW = 5
@@ -51,7 +29,7 @@ def into_panels(command: Any) -> None:
     """
     from typer import Context  # which the list of commands does without
 
-    panels = {name: panel for panel, names in PANELS.items() for name in names}
+    panels = {name: panel for panel, names in PANELS.items() for name in names.split()}
     for param in command.get_params(Context(command)):
         if param.param_type_name == "argument" or param.is_flag:
             param.display_type_rich = lambda ctx: None

@@ -126,8 +126,9 @@ class Terminal:
     def result(self, data: Data) -> None:
         """The result for programs; nothing without `--json`."""
         if self.shown and self.as_json:
-            ascii = not has_unicode(sys.stdout)
-            sys.stdout.write(json.dumps(plain(data), indent=2, allow_nan=False, ensure_ascii=ascii) + "\n")
+            out = self.out.file  # while a thread still runs the user's code, `sys.stdout` is its stderr
+            ascii = not has_unicode(out)
+            out.write(json.dumps(plain(data), indent=2, allow_nan=False, ensure_ascii=ascii) + "\n")
 
 
 def _console(stream: IO[str]) -> Console:

@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from hashlib import sha256
@@ -134,12 +135,39 @@ def _search_path(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
+class _Aside:
+    """Within it, what the user's code prints goes to stderr, until the last thread has left.
+
+    Batches are made in a thread: `redirect_stdout` would give back what each of two threads found."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self._streams = sys.stdout, sys.stderr
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._streams = sys.stdout, sys.stderr
+                sys.stdout = sys.stderr
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            own, aside = self._streams
+            if not self._inside and sys.stdout is aside:
+                sys.stdout = own
+
+
+_aside = _Aside()
+
+
 @contextlib.contextmanager
 def user_errors(what: str, module: ModuleType | None, path: Path | None = None) -> Iterator[None]:
     """Turns every exception of the user's code into one line; prints of the code go to stderr."""
     file = str(path or getattr(module, "__file__", None) or "")
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with _aside:
             yield
     except UserError as error:
         line = _line(error, file)

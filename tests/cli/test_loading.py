@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from layoutopt.cli.terminal import Terminal
 from layoutopt.models.loading import Loaded, hyperparameters, load_model
+from layoutopt.models.source import user_errors
+from layoutopt.plan.fields import Data
 from mesh_tf_core.errors import LayoutError, UserError
 
 MODEL = """
@@ -93,6 +98,22 @@ def test_what_a_file_prints_stays_out_of_results(tmp_path: Path, capsys: pytest.
     loaded(tmp_path, "\nprint('hello from the file')\n")
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "hello from the file\n")
+
+
+def test_prints_of_threads_leave_the_streams_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two that enter and leave in any order, as a thread of batches and the main thread do."""
+    own, told = sys.stdout, Terminal(as_json=True)
+    for first in (0, 1):
+        inside = [contextlib.ExitStack() for _ in range(2)]
+        for each in inside:
+            each.enter_context(user_errors("model", None))
+        print("prints")
+        inside[first].close()
+        told.result(Data())
+        inside[1 - first].close()
+        assert sys.stdout is own
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == (2 * "{}\n", 2 * "prints\n")
 
 
 # -- hyperparameters ----------------------------------------------------------------

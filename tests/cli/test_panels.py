@@ -47,7 +47,9 @@ def test_options_are_in_their_panels(name: str) -> None:
 
 def test_panels_name_parameters_that_there_are() -> None:
     known = {p.name for command in GROUP.commands.values() for p in command.params}  # type: ignore[attr-defined]
-    assert {*MOST_USED} <= known and {n for names in PANELS.values() for n in names} <= known | {"help"}
+    assert {*MOST_USED} <= known and {n for names in PANELS.values() for n in names.split()} <= known | {
+        "help"
+    }
 
 
 def test_the_help_of_no_command_waits_for_the_runtime() -> None:
