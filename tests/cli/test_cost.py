@@ -305,6 +305,7 @@ def test_a_doubt_is_said_once(run: Callable[..., Result], result: Callable[..., 
     assert run(*asked).stdout.replace("\n", " ").count("no library kernel on NVIDIA GPUs") == 1
 
 
+@pytest.mark.nightly
 def test_repeated_work_of_experts_is_said_as_lint_says_it(
     result: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -145,6 +145,7 @@ def test_a_plan_for_a_hardware_file_is_explained_on_it(
     assert result("explain", str(tmp_path / "plan.json"))["agrees"]
 
 
+@pytest.mark.nightly
 def test_a_plan_for_the_least_memory_is_explained_in_bytes(
     result: Callable[..., dict[str, Any]],
     refused: Callable[..., str],

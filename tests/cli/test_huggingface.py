@@ -89,7 +89,6 @@ def test_batch_and_length_stand_with_every_answer(run: Callable[..., Result], pl
         ("cost", "config.json", "--layout", "plan.json", *machine),
         ("cost", "config.json", "--layout", "plan.json", *machine, "--json"),
         ("explain", "plan.json", "--quiet"),
-        ("size", "config.json", "--devices", "10", "--days", "1", "--candidates", "1", *machine, *small),
     )
     for command in commands:
         found = run(*command)

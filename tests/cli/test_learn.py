@@ -113,6 +113,7 @@ def test_a_learnt_error_is_said_of_the_kinds_that_ran(tmp_path: Path) -> None:
     assert [*load_framework(str(again)).errors["h100"]] == [kind_words(True, False)]
 
 
+@pytest.mark.nightly
 def test_runs_are_of_the_machine_that_the_table_says(
     run: RunCommand, result: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -225,6 +226,7 @@ def test_a_damaged_table_is_one_line(text: str, told: str, run: RunCommand, tmp_
     assert told in done.stderr
 
 
+@pytest.mark.nightly
 def test_a_run_may_be_a_plan(run: RunCommand, result: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     rows = [
         *csv.reader(table(tmp_path / "runs.csv", [1.3 * s for s in predicted(3)]).read_text().splitlines())

@@ -15,6 +15,7 @@ SETS = tuple(word for size in SIZES for word in ("--set", size))
 HERE = ("--hardware", "tpu-v5e", "--mesh", "data:2")
 
 
+@pytest.mark.nightly
 def test_by_hand(result: Callable[..., dict[str, Any]], run: Callable[..., Result]) -> None:
     plain, found = (result("cost", LM, *SETS, *HERE, *words) for words in ((), ("--offload", "optimizer")))
     before, after = plain["predicted"], found["predicted"]

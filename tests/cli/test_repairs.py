@@ -135,7 +135,7 @@ def test_every_kind_has_a_question() -> None:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.nightly if kind in LONG else ()) for kind in QUESTIONS]
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_what_was_left_out_of_a_kind_is_offered(
     kind: type[Decision], tmp_path: Path, run: Callable[..., Result]
 ) -> None:

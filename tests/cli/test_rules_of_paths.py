@@ -53,6 +53,7 @@ def made(run: Callable[..., Any], tmp_path: Path) -> Path:
     return plan
 
 
+@pytest.mark.nightly
 def test_a_refined_plan_end_to_end(
     made: Path, run: Callable[..., Any], result: Callable[..., dict[str, Any]], refused: Callable[..., str]
 ) -> None:

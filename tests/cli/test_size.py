@@ -117,6 +117,7 @@ def test_what_is_no_count_is_refused(text: str) -> None:
         parse_count(text, "--tokens", "300B")
 
 
+@pytest.mark.nightly
 def test_chips_are_named(run: Callable[..., Result]) -> None:
     said = run("size", LM, *TINY, "--tokens", "1M", "--max-axes", "1", "--sizes", "200k:200k").stderr
     assert "without --hardware the answer is for cpu-local; compare chips with --hardware" in " ".join(
@@ -124,6 +125,7 @@ def test_chips_are_named(run: Callable[..., Result]) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_one_size_of_the_family_is_trained_on_tokens(result: Callable[..., dict[str, Any]]) -> None:
     own = result("size", *SMALL, "--tokens", "1M", "--devices", "2")["best"]
     wanted = 20 * own["parameters"]

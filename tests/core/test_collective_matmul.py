@@ -102,6 +102,7 @@ def test_rings_of_any_size(devices: int) -> None:
     check_same(found, alone(transformer_lm, tuple(sorted(sizes.items())), 2))
 
 
+@pytest.mark.nightly
 def test_the_local_engine_runs_them() -> None:
     sizes = sized(3)
     found = train(transformer_lm, sizes, "model:3", RING, 2, engine="local", collective_matmul=ALL)

@@ -303,6 +303,7 @@ def test_stages_train_alike_or_are_refused(schedule: str) -> None:
     assert found == pytest.approx(alone, rel=1e-3)
 
 
+@pytest.mark.nightly
 def test_stages_keep_factors_by_name() -> None:
     """What is kept by the name of a weight or an operation stays for both slots of backward, also in stages
     with slots for weights; the rest, other names and wider types of a value among it, is made again."""

@@ -69,6 +69,7 @@ def test_variables_of_the_examples(example: ModuleType, positions: str) -> None:
     assert types[0] == types[1]
 
 
+@pytest.mark.nightly
 def test_an_encoder_decoder_writes_what_it_has_learned() -> None:
     """Four pairs by heart, of targets of four lengths."""
     hparams = {**SMALL, "learning_rate": 0.01}

@@ -303,6 +303,8 @@ BY_NIGHT = {
     *(f"kept {seed}" for seed in range(8)),
     *(f"training {mesh} {layout}" for mesh, layout, _ in MODELS[1:]),
     *[name for n, name in enumerate(CASES) if name.startswith("collectives ") and n % 4],
+    "messages in chunks beside products",
+    "some layers run again",
     "half stage 1",
     "half stage 2",
     "in flight",

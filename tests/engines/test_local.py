@@ -52,6 +52,7 @@ def test_every_collective_equals_lockstep(mesh, axes):
     assert local.communication_bytes == program.communication_bytes()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("schedule", by_day(sorted(NAMES), every=len(NAMES)))
 def test_a_pipeline_equals_lockstep(schedule: str) -> None:
     program = test_pipelines.example(schedule)
@@ -296,6 +297,7 @@ def test_closing_gives_the_shards_back():
         kept.value(name)
 
 
+@pytest.mark.nightly
 def test_tensorflow_forgets_a_step_with_its_engine():
     from tensorflow.python.eager import context
 

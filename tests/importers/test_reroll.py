@@ -355,6 +355,7 @@ def products_of(text: Any) -> int:
     return str(text).count("dot_general[")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("loss", [unrolled, scanned])
 def test_what_a_plan_keeps_is_saved(loss: Callable[..., Any]) -> None:
     def layer(h: Any, p: Params, *more: Any) -> Any:

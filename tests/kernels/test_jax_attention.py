@@ -44,6 +44,7 @@ def close(got: Any, want: Any) -> None:
 SEEN: list[dict[str, Any]] = [{}, {"causal": True}, {"causal": True, "window": 9}, {"window": 9}]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("how", "bias"),
     by_day(((how, bool((row + bias) % 2)) for row, how in enumerate(SEEN) for bias in (0, 1)), every=7),

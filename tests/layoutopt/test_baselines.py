@@ -151,6 +151,7 @@ def test_without_time_only_the_layouts_by_name_stay(monkeypatch: pytest.MonkeyPa
     assert all(name in note for name in HEURISTICS)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", by_day([0.6, 1.0]))
 def test_a_name_fits_not_only_where_all_of_it_was_searched(
     part: float, monkeypatch: pytest.MonkeyPatch

@@ -71,6 +71,7 @@ def test_a_number_beyond_all_use_is_refused(n: int) -> None:
         layoutopt.candidates(mlp.model(), n=n, mesh="data:4")
 
 
+@pytest.mark.nightly
 def test_the_command_prints_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     from typer.testing import CliRunner
 

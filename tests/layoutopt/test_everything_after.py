@@ -185,7 +185,7 @@ BY_DAY = (
         for each in itertools.product(ASKED, PLACES, (KeyboardInterrupt, UserError, LimitError))
     ],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_what_ends_the_search_of_everything_leaves_the_usual_answer(
     name: str,
     place: str,

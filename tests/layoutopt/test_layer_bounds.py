@@ -114,6 +114,7 @@ def test_first_runs_show_no_more_than_was_asked_for(monkeypatch: pytest.MonkeyPa
         assert each.bounds.lower().source is Source.FIRST_RUNS and each.bounds.lower().value == 1.0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", [0, 5])
 def test_no_recomputation_takes_less_than_the_first_runs(seed: int) -> None:
     found = [*first_runs(seed, 2)]
@@ -126,6 +127,7 @@ def test_no_recomputation_of_many_takes_less_than_the_first_runs(seed: int) -> N
     assert all(bound <= least * (1 + SLACK) for bound, least in first_runs(seed, 6))
 
 
+@pytest.mark.nightly
 def test_counting_what_is_saved_would_be_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """What recomputation makes superfluous is no part of the bound."""
     monkeypatch.setattr(layer_bounds, "_saves", lambda *_: False)

@@ -136,6 +136,7 @@ def test_the_bound_rules_out_nothing_better() -> None:
     assert together.predicted.step_seconds == min(plan.predicted.step_seconds for plan in alone)
 
 
+@pytest.mark.nightly
 def test_options_that_take_too_long_are_not_tried_with_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every option that is left out takes longer in all layouts of both numbers than the answer."""
     model, asked = EXAMPLES["mlp"](), list[Subproblem]()

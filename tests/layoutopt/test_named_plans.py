@@ -185,6 +185,7 @@ def test_one_axis_is_rearranged_for_what_needs_two() -> None:
     assert "data + tensor parallel" not in {a.name for a in shapes.alternatives}
 
 
+@pytest.mark.nightly
 def test_a_batch_for_half_the_devices_leaves_the_rest_to_the_sequence() -> None:
     model = transformer(**{**SMALL, "layers": 2, "batch": 2})
     plan = search(model, mesh="x:2;y:2", hardware=V3, **ASKED)
@@ -227,6 +228,7 @@ def test_a_plan_by_name_that_is_faster_says_what_was_not_allowed(
     assert {*listed.split(", ")} <= {*faster}
 
 
+@pytest.mark.nightly
 def test_fsdp_of_a_mixture_is_as_good_as_in_practice() -> None:
     model = mixture(
         layers=12,

@@ -83,6 +83,7 @@ def test_rows_count_on_axes_of_different_sizes() -> None:
     compare("branching", "data:2;model:4", 1, "tpu-v3, host_memory=1KiB", 12)
 
 
+@pytest.mark.nightly
 def test_transfers_of_any_size_hide_beside_the_same_products() -> None:
     """Those of few elements, which fill a part of a tile, too."""
     compare("mlp", "data:2;model:4", 2, "tpu-v3, host_memory=1KiB", 6)

@@ -288,6 +288,7 @@ def test_options_that_leave_with_more_microbatches_take_too_long_there() -> None
     assert Subproblem.of(mesh, narrow.decided).opened(evaluator).relaxed() == pytest.approx(least, rel=PRICE)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_in(2)
 def test_rows_of_all_stages_have_names_of_their_own() -> None:
     """The stages between the ends have more layers than the first one, under a limit that little keeps."""

@@ -192,6 +192,7 @@ def test_a_mixture_of_experts_with_everything_free() -> None:
                 assert step.cost.step_seconds >= plan.predicted.step_seconds * (1 - SAME)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("schedule", by_day(["1f1b", "gpipe", "zb-h1"], every=3))
 def test_some_layers_of_each_stage(schedule: str) -> None:
     model = transformer(layers=6, d_model=32, d_kv=8, heads=4, d_ff=128, vocab=16, batch=16, length=16)

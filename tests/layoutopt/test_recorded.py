@@ -182,6 +182,7 @@ def test_named_plans_may_choose_whatever_names_do_not_say() -> None:
     assert found.storage == ("layout", "zero1")
 
 
+@pytest.mark.nightly
 def test_what_named_plans_could_not_choose_is_said() -> None:
     asked: dict[str, Any] = {"storage": ("layout",), "recompute": (False,), "microbatches": (1,)}
 

@@ -67,12 +67,14 @@ def test_a_transformer() -> None:
     compare("transformer with fused attention", "data:2;model:2", 2, "tpu-v3", 8)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("hardware", ["a100/megatron", "h100/torch:checkpoint=whole"])
 def test_second_runs_to_the_end(hardware: str) -> None:
     modules = ("keep=products-feed_forward+others-feed_forward+attention", *EVERY)
     compare("transformer with fused attention", "data:2;model:2", 2, hardware, 8, modules)
 
 
+@pytest.mark.nightly
 def test_sets_of_ones_own() -> None:
     """Names of weights and scopes; what keeps the same as an earlier set is no other option."""
     named = ("keep=wi+attention", "keep=feed_forward/wi+attention", "keep=k+q")
@@ -104,6 +106,7 @@ def test_examples(name: str, hardware: str) -> None:
         compare(name, mesh, parts, hardware, 20)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.one_in(2)
 def test_some_of_the_layers(parts: int) -> None:

@@ -355,6 +355,7 @@ def test_a_given_size_needs_no_family() -> None:
     assert found.best.hparams == {} and found.data.scaled == {} and found.data.family() == ""
 
 
+@pytest.mark.nightly
 def test_what_does_not_fit_is_said_once() -> None:
     """It is looked at for the question, and for how many devices pay."""
     found = layoutopt.size(words, TINY, tokens=1e9, memory=4e5, **ASKED).data

@@ -42,6 +42,7 @@ def program(framework: str, **asked: Any) -> Program:
     return layoutopt.cost(model, mesh, layout, chip, framework=framework, **said).evaluation.program
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("framework", [*framework_names(), "torch:checkpoint=whole"])
 def test_products_of_every_framework(framework: str) -> None:
     """A layer's last product, and the sum over devices behind it, belong to no value that backward reads."""

@@ -103,6 +103,7 @@ def test_every_alternative_is_one_that_the_framework_can_express(
         export(Exported("", mesh, layout, *placed(model.lower(mesh, layout, options)), each), framework)
 
 
+@pytest.mark.nightly
 def test_a_plan_explained_under_another_framework_is_all_that_frameworks() -> None:
     plan = searched(framework="torch")
     found = layoutopt.explain(plan, framework="megatron")
@@ -130,6 +131,7 @@ def test_like_a_plan_under_another_framework(tmp_path: Path) -> None:
         assert one["predicted"] == two["predicted"] and one["space"] == two["space"]
 
 
+@pytest.mark.nightly
 def test_stages_under_megatron_run_in_an_order_that_it_has() -> None:
     plan = searched(
         framework="megatron", mesh="pipe:2;data:2", microbatches="2", pins="layers:pipe", pipeline="layers"

@@ -91,6 +91,7 @@ def figures() -> None:
     """A test looks at figures."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_page_is_whole(pages: dict[str, str], name: str) -> None:
     page = Page(pages[name])
