@@ -6,6 +6,7 @@ from costmodels.hardware.load import (
     check_framework,
     load_hardware,
     machine_of,
+    numbers_of,
     preset_content,
     profile_of,
     read_hardware,
@@ -32,7 +33,7 @@ __all__ = [
     "COMPILER_NAMES", "Calibration", "Chip", "CollectiveCurve", "ComputeCurve", "Curve", "Efficiency",
     "GpuCluster", "Hardware", "HardwareError", "MatrixUnit", "Number", "Protocol", "Registers",
     "SharedMemory", "SwitchReduce", "Torus", "Wraparound", "check_framework", "drawn", "hardware_names",
-    "load_hardware", "machine_of", "monotone", "preset_content", "profile_of", "read_hardware",
+    "load_hardware", "machine_of", "monotone", "numbers_of", "preset_content", "profile_of", "read_hardware",
     "split_name", "varied", "with_bandwidth", "with_settings", "write_profile",
 ]
 # fmt: on

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodels.frameworks import DEFAULT, KINDS, Framework, framework_names, load_framework, merged
+from costmodels.frameworks.framework import OverlaidNumber
 from costmodels.hardware.model import Hardware
 from costmodels.hardware.profiles import profiles_directory
 from costmodels.hardware.settings import HardwareError, changed, split_name, with_settings
@@ -209,6 +210,17 @@ def check_framework(text: str) -> Framework:
                 if not load_framework(text).lacking(chip):
                     load_hardware(chip, text)
     return found
+
+
+def numbers_of(preset: str, framework: Framework) -> list[OverlaidNumber]:
+    """The numbers that a preset has from a framework and its options; HardwareError if it has none."""
+    kind = preset_content(preset)["kind"]
+    load_hardware(preset, framework.text)
+    chips = (kind, read_json(PRESETS / f"{preset}.json").get("like"), preset)
+    options = ("", *(f"{name}={option}" for name, option in framework.options().items()))
+    said = [n for n in framework.numbers() if n.option in options and n.chip in chips]
+    said.sort(key=lambda n: (options.index(n.option), chips.index(n.chip)))  # the last that is said counts
+    return [*{n.path: n for n in said}.values()]
 
 
 def profile_of(content: Mapping[str, Any], path: Path) -> Hardware:

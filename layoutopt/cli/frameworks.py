@@ -6,15 +6,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layoutopt.cli.options import JsonOption, complete_framework, examples
+from layoutopt.cli.options import JsonOption, complete_framework, examples, hardware_option
 from layoutopt.cli.terminal import Terminal, facts
 from reports.views.view import Column, Kind, View
 
 if TYPE_CHECKING:
     from costmodels.frameworks import Framework
+    from costmodels.frameworks.framework import OverlaidNumber
 
 EXAMPLES = examples(
-    "layoutopt frameworks", "layoutopt frameworks megatron", "layoutopt frameworks torchtitan --json"
+    "layoutopt frameworks",
+    "layoutopt frameworks megatron --hardware h100",
+    "layoutopt frameworks torchtitan --json",
 )
 
 
@@ -27,17 +30,23 @@ def frameworks(
             autocompletion=complete_framework,
         ),
     ] = None,
+    hardware: Annotated[
+        str | None, hardware_option("A preset: list what runs on it, or show what its predictions take.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the training software that can be predicted, or show one with its sources."""
     from costmodels.frameworks import framework_names, load_framework
-    from costmodels.hardware import check_framework
+    from costmodels.hardware import check_framework, numbers_of, preset_content
 
     terminal = Terminal(as_json)
     if name is None:
-        _list(terminal, [load_framework(each) for each in framework_names()])
+        kind = None if hardware is None else preset_content(hardware)["kind"]
+        every = map(load_framework, framework_names())
+        _list(terminal, [each for each in every if kind is None or kind in each.kinds])
     else:
-        _one(terminal, check_framework(name))
+        found = check_framework(name)
+        _one(terminal, found, numbers_of(hardware, found) if hardware else [*found.numbers()])
 
 
 def _list(terminal: Terminal, found: list[Framework]) -> None:
@@ -52,13 +61,12 @@ def _list(terminal: Terminal, found: list[Framework]) -> None:
     )
     rows = [(f.name, ", ".join(f.kinds), ", ".join(f.variants), f.summary) for f in found]
     terminal.show(View("Training software", columns, rows))
-    terminal.show("", "layoutopt frameworks NAME shows every number with its source.")
+    terminal.show("", "layoutopt frameworks NAME --hardware CHIP shows every number with its source.")
 
 
-def _one(terminal: Terminal, found: Framework) -> None:
+def _one(terminal: Terminal, found: Framework, numbers: list[OverlaidNumber]) -> None:
     from layoutopt.plan.hardware_results import FrameworkResult
 
-    numbers = [*found.numbers()]
     terminal.result(FrameworkResult(**_summary(found), notes=list(found.notes), numbers=numbers))
     chosen = found.options()
     rows = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -270,3 +271,20 @@ def test_exchanges_are_hidden_whole_by_dualpipes_trainer_alone() -> None:
         for number in load_framework(name).numbers():
             if number.path in ("overlap.experts", "overlap.paired_experts"):
                 assert float(number.value) < 1, (name, number.option)
+
+
+def test_what_is_shown_of_a_chip_is_what_it_has() -> None:
+    """`frameworks NAME --hardware CHIP`, of all that runs on it: each number once, as predictions take it."""
+    for name, chip in itertools.product(framework_names(), CHIPS):
+        done = CliRunner().invoke(app, ["frameworks", name, "--hardware", chip, "--json"])
+        if (kind := load_hardware(chip).kind) not in load_framework(name).kinds:
+            assert done.exit_code == 2 and f"framework {name} does not run on {chip}, a {kind}" in done.stderr
+            continue
+        shown = {n["path"]: n for n in json.loads(done.stdout)["numbers"]}
+        has = {path: n for path, n in load_hardware(chip, name).numbers() if path in shown}
+        assert len(shown) == len(json.loads(done.stdout)["numbers"]) and has
+        assert {p: (n.given, n.source) for p, n in has.items()} == {
+            p: (shown[p]["value"], shown[p]["source"]) for p in has
+        }
+    listed = json.loads(CliRunner().invoke(app, ["frameworks", "--hardware", "tpu-v4", "--json"]).stdout)
+    assert {"jax", "maxtext"} <= {f["name"] for f in listed["frameworks"]} < {*framework_names()}

@@ -28,24 +28,16 @@ from mesh_tf_core.ops.shape import Reshape
 # -- of numbers ----------------------------------------------------------------------------------------------
 
 
+_ALIKE = "exp log log1p expm1 sin cos tanh sqrt square sign floor"
+"""Primitives whose names NumPy and `mesh_tf_core` have too."""
 _NUMBERS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(np, name) for name in _ALIKE.split()},
     "neg": np.negative,
-    "exp": np.exp,
     "exp2": np.exp2,
-    "log": np.log,
-    "log1p": np.log1p,
-    "expm1": np.expm1,
-    "sin": np.sin,
-    "cos": np.cos,
     "tan": np.tan,
-    "tanh": np.tanh,
-    "sqrt": np.sqrt,
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "logistic": lambda x: 1 / (1 + np.exp(-x)),
-    "square": np.square,
     "abs": np.abs,
-    "sign": np.sign,
-    "floor": np.floor,
     "ceil": np.ceil,
     "not": np.invert,
     "is_finite": np.isfinite,
@@ -100,27 +92,17 @@ def _power(x: Tensor, n: int) -> Tensor:
 
 
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    **{name: getattr(mtf, name) for name in _ALIKE.split()},
     "neg": lambda x: -x,
-    "exp": mtf.exp,
     "exp2": lambda x: mtf.exp(x * math.log(2)),
-    "log": mtf.log,
-    "log1p": mtf.log1p,
-    "expm1": mtf.expm1,
-    "sin": mtf.sin,
-    "cos": mtf.cos,
     "tan": lambda x: mtf.sin(x) / mtf.cos(x),
-    "tanh": mtf.tanh,
     # Differences of exponentials lose all digits near 0, also in the gradient of a sum of exponentials.
     "sinh": lambda x: (mtf.expm1(x) - mtf.expm1(-x)) * 0.5,
     "cosh": lambda x: mtf.square(mtf.expm1(x * 0.5) - mtf.expm1(x * -0.5)) * 0.5 + 1.0,
     "logistic": mtf.sigmoid,
-    "sqrt": mtf.sqrt,
     "rsqrt": mtf.rsqrt,
     "cbrt": lambda x: mtf.sign(x) * mtf.pow(mtf.abs(x), 1 / 3),
-    "square": mtf.square,
     "abs": modulus,
-    "sign": mtf.sign,
-    "floor": mtf.floor,
     "ceil": lambda x: -mtf.floor(-x),
     "erf": mtf.erf,
     "erfc": mtf.erfc,

@@ -22,12 +22,9 @@ class Type:
 
 AtenRule = Callable[..., Any]
 """rule(emitter, type of the result or a list of them, arguments ...) -> the result or a list of them."""
+_ALIKE = "neg exp exp2 log log1p expm1 rsqrt sqrt square cos sin tan tanh abs erf floor ceil sign"
 _UNARY = {
-    **{
-        n: n
-        for n in ("neg", "exp", "log", "rsqrt", "sqrt", "cos", "sin", "tan", "tanh", "abs", "erf", "floor")
-    },
-    **{n: n for n in ("ceil", "sign", "log1p", "expm1", "square", "exp2")},
+    **{n: n for n in _ALIKE.split()},
     "sigmoid": "logistic",
     "bitwise_not": "not",
 }
