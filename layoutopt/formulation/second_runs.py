@@ -98,9 +98,9 @@ class SecondRuns:
         return [frozenset(filter(None, each)) for each in itertools.product(*every)][1:]
 
     def _find(self, nest: frozenset[str], recompute: Policies) -> None:
-        remat, unread = rematerialization(self.graph, recompute), self.dependencies.unread
+        remat = rematerialization(self.graph, recompute, self.dependencies.unread)
         said = sorted(each.dim for each in recompute)
-        for name, nodes in remat.running(unread).items():
+        for name, nodes in remat.running().items():
             run = SecondRun(recompute, name)
             self.again[run] = {node.index for node in nodes}
             for node in nodes:
@@ -109,7 +109,7 @@ class SecondRuns:
                     self._switch(node.index, [name])
         self.idle[recompute] = set()
         for node in self._loops:
-            self.idle[recompute] |= remat.idle(node, self._read_of(node), unread)
+            self.idle[recompute] |= remat.idle(node, self._read_of(node))
         for tensor in self._handed(remat):
             self.kept[tensor] = (*self.kept.get(tensor, ()), recompute)
             if tensor in self._makers:
@@ -143,12 +143,12 @@ class SecondRuns:
 
     def _handed(self, remat: Rematerialization) -> set[int]:
         """The tensors that loops keep, or hand out for second runs inside of them."""
-        handed, found = remat.handed(self.dependencies.unread), set[int]()
+        found = set[int]()
         for block in self.graph.blocks:
             if remat.again(block):
-                found |= remat.second(block, self.dependencies.unread, live=True).kept
+                found |= remat.second(block).kept
             elif has_backward(block, self.graph):
-                found |= handed(block)
+                found |= remat.handed(block)
         return found
 
     def early(self, nodes: Sequence[Node], run: SecondRun) -> frozenset[int]:

@@ -64,18 +64,12 @@ class Lowering(Placing):
         self.context, self.collective_matmul = dict(options.context), options.collective_matmul
         self.feeds: dict[str, int] = {}
         self.loops = Loops(self, options.recompute, self.node, self.nodes)
-        self._again = bool(self.part.again)
         self._terms = gradient_terms(graph)
 
-    def node(self, node: Node, again: bool = False) -> None:
-        """Lowers one node in the layout at its path; the update of a variable in that of its state.
-
-        Args:
-          again: a forward node runs a second time, for backward.
-        """
+    def node(self, node: Node) -> None:
+        """Lowers one node in the layout at its path; the update of a variable in that of its state."""
         plan = plan_of(node, self.graph)
-        saved, self._again = self._again, again or self._again
-        self.origin = plan.again if self._again else plan.first
+        self.origin = plan.again if self.run else plan.first
         around = self.layout
         self.lay_out(self._layout_of(node, plan))
         try:
@@ -85,7 +79,6 @@ class Lowering(Placing):
         for tensor in node.outputs if not plan.updates else ():
             if tensor in self._terms and tensor in self.env:
                 self._scatter(tensor)
-        self._again = saved
 
     def _layout_of(self, node: Node, plan: NodePlan) -> Layout:
         """The layout that holds at a node: of an update, and of what adds up terms of a gradient that lie as
@@ -156,7 +149,7 @@ class Lowering(Placing):
         if dtype is None:
             return master
         self.masters[v.tensor] = master
-        if self._again:
+        if self.run:
             plain = TensorType(self.plain_type(v).shape, dtype)
             return self.new(plain, self.natural(plain.shape), (), v.tensor)
         half = self.new(TensorType(v.shape, dtype), v.splits, (), v.tensor)
@@ -230,11 +223,7 @@ class Lowering(Placing):
         if tensor < 0 or tensor in self.returned:
             return False
         block = self.graph.blocks[self.graph.tensor(tensor).block]
-        remat = self.loops.remat
-        if remat.inside(block, self.loops.running) and remat.again(block):
-            if tensor in remat.second(block, self.part.unread, self.part.alone).kept:
-                return False
-        elif tensor in block.saved and block.saved[tensor] not in self.part.unread:
+        if tensor in self.loops.remat.left(block, self.run):
             return False
         leaving = (*block.carry_out, *(i for i, _ in (*block.stacked, *block.summed)))
         return tensor not in leaving and not any(tensor in node.inputs for node in block.nodes)
@@ -284,13 +273,13 @@ class Lowering(Placing):
         """Notes what backward moves of a tensor that a second run reads: its readers are lowered, and
         dropped."""
         value = self.lying(each.tensor)
-        env, count, again, self._again = self.env, len(self.code), self._again, False
+        env, count, run, self.run = self.env, len(self.code), self.run, ""
         for node in each.readers:
             self.env = {**env, each.twin: value}
             # A layout that it does not allow, its own lowering refuses.
             with suppress(LayoutError):
                 self.node(node)
-        self.env, self._again = env, again
+        self.env, self.run = env, run
         del self.code[count:]
 
 

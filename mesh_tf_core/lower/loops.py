@@ -43,7 +43,7 @@ class Loops(Saving):
         self,
         low: Placing,
         recompute: Policies,
-        node: Callable[[Node, bool], None],
+        node: Callable[[Node], None],
         nodes: Callable[[Block], None],
     ) -> None:
         super().__init__(low, recompute, node)
@@ -83,9 +83,12 @@ class Loops(Saving):
         if not asked or not self.remat.again(block.forward or block):
             return ((0, size, self.remat),)
         (count,), rest = (each.only for each in asked), self.recompute - asked
-        again = rematerialization(self.low.graph, rest | {each.whole for each in asked})
-        parts = (0, count, again), (count, size - count, rematerialization(self.low.graph, rest))
-        return parts[:1] if self.low.part.again else parts[::-1] if block.reverse else parts
+        again, once = (
+            rematerialization(self.low.graph, each, self.low.part.unread)
+            for each in (rest | {each.whole for each in asked}, rest)
+        )
+        parts = (0, count, again), (count, size - count, once)
+        return parts[:1] if self.low.run else parts[::-1] if block.reverse else parts
 
     def _loop(
         self, node: Node, block: Block, init: Sequence[int], offset: int | None = None

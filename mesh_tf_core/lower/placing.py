@@ -28,6 +28,8 @@ class Placing(ProgramBuilder):
 
     Attributes:
       layout: in force.
+      run: "" in the first run; else what is lowered runs a second time for backward: the name of the loops
+        whose second run it belongs to, or `rematerialization.beside`.
       within: axes over which the iterations around are spread (see `Block.spread`).
       chunked: the gathers of the current operation overlap it in chunks (`collective_matmul`), so a second
         run gathers again.
@@ -46,7 +48,7 @@ class Placing(ProgramBuilder):
         super().__init__()
         self.graph, self.oracle, self.part = graph, oracle, part or GraphPart(graph.blocks[0])
         self.mesh, self.layout = oracle.mesh, oracle.layout
-        self.within: Axes = ()
+        self.run, self.within = self.part.again, Axes()
         self.chunked = False
         self.env: dict[int, int] = {}
         self._here: dict[Shape, Splits] = {}

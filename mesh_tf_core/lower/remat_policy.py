@@ -11,7 +11,7 @@ A kept value is stacked as in a loop without recomputation. What may be kept:
                weight's rows are split, devices add it up, and need not again
     attention  results of attention with the statistics of its rows, and of other products of two activations;
                what is between two of these (the softmax of plain attention)
-    others     of everything else (norms, activation functions, loops inside), what backward reads
+    others     of everything else (norms, activation functions, results of loops), what backward reads
 or by name: a scope (`attention`), of which what is read outside of it is kept, an operation of one
 (`attention/einsum`), a weight (`wi`, `feed_forward/wi`), whose products are.
 Of a kind also a part: `products-experts` what no scope or weight `experts` makes; in program order,
@@ -23,6 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import lru_cache, partial
+from itertools import chain
 from typing import NamedTuple
 
 from mesh_tf_core.errors import UserError, known_names
@@ -210,7 +211,7 @@ def handed_on(keep: Iterable[str], block: Block, graph: Graph) -> set[int]:
 def _of_kind(kind: KeptKind, block: Block, graph: Graph) -> set[int]:
     """The values of a kind: those of an operation count as one."""
     if kind.name == OTHERS:
-        made: Iterable[tuple[int, ...]] = ((t,) for t in sorted(block.saved))
+        made: Iterable[tuple[int, ...]] = ((t,) for t in sorted(_saved(block)))
     else:
         made = (n.outputs for n in block.nodes if n.op.kind in ("matmul", "attention"))
     name = PRODUCTS if kind.name == OUTPUTS else kind.name
@@ -220,6 +221,13 @@ def _of_kind(kind: KeptKind, block: Block, graph: Graph) -> set[int]:
         groups = [[t for t in group if like(t) or like(_reduced(t, block, graph))] for group in groups]
     there = [group for group in groups if group and not _named(group[0], kind.without, graph)]
     return {t for group in there[:: kind.step] for t in group}
+
+
+def _saved(block: Block) -> set[int]:
+    """The tensors of a body that backward reads, but for stacks that loops inside save for it: these save in
+    the second run, since in the first one no backward follows."""
+    inside = (node.body.saved.values() for node in block.nodes if node.body is not None)
+    return block.saved.keys() - {*chain(*inside)}
 
 
 def _named(tensor: int, names: Iterable[str], graph: Graph) -> bool:
@@ -284,7 +292,7 @@ def check_kept(recompute: Policies, loops: Set[str], blocks: Iterable[Block], gr
     """
     known: dict[str, Recomputed] = {}
     blocks = list(blocks)
-    for asked in recompute:
+    for asked in sorted(recompute):
         text = str(asked)
         if asked.dim not in loops:
             example = f"{min(loops, default='')}:keep=products+attention"
@@ -332,9 +340,8 @@ def _check_count(text: str, asked: Recomputed, blocks: Iterable[Block], graph: G
 def means_something(word: str, blocks: Sequence[Block], graph: Graph) -> bool:
     """True if loops have values of a word, and those that it leaves out."""
     kind = KeptKind.of(word)
-    if kind is None:
-        return any(kept_values((word,), block, graph) for block in blocks)
-    return {*kind.without} <= _every_name(blocks, graph)
+    known = kind is None or {*kind.without} <= _every_name(blocks, graph)
+    return known and any(kept_values((word,), block, graph) for block in blocks)
 
 
 def _every_name(blocks: Iterable[Block], graph: Graph) -> set[str]:
@@ -353,9 +360,7 @@ def _check_without(text: str, word: str, blocks: Iterable[Block], graph: Graph) 
 
 def words_of(block: Block, graph: Graph) -> Iterator[str]:
     """The words that may name saveable values of a body; of scoped names the single words."""
-    made = {*block.saved, *(o for node in block.nodes for o in node.outputs)}
-    kinds = {kind_of(t, block, graph) for t in made}
-    yield from (word for word in KINDS if word in kinds or (word == OUTPUTS and PRODUCTS in kinds))
+    yield from (word for word in KINDS if kept_values((word,), block, graph))
     for node in block.nodes:
         names = (n for n in _names(node, graph) if "/" not in n and n != node.name and not n.isdigit())
         yield from filter(None, names)

@@ -37,67 +37,73 @@ from mesh_tf_core.tracing.stage_layers import loop_name
 
 NOTHING: frozenset[int] = frozenset()
 Handed = Callable[[Block], Set[int]]
-"""The tensors of a loop's body that it hands out for second runs inside it."""
+"""The tensors of a loop's body that it hands out for second runs of it and inside it."""
 
 
 class Rerun(NamedTuple):
-    """A loop's tensors that it stacks, of its kept values, and all that its second run reads, these too."""
+    """The second run of a loop's body.
+
+    Attributes:
+      kept: tensors of the body that the loop stacks, of its kept values.
+      read: all tensors that the second run reads or makes, these too.
+      nodes: nodes of the body that run.
+    """
 
     kept: frozenset[int]
     read: frozenset[int]
+    nodes: tuple[Node, ...]
 
 
-def rematerialization(graph: Graph, recompute: Policies) -> Rematerialization:
+def rematerialization(
+    graph: Graph, recompute: Policies, unread: frozenset[int] | None = None
+) -> Rematerialization:
     """The recomputation of some policies, computed once per graph."""
-    return graph.remembered((Rematerialization, recompute), lambda: Rematerialization(graph, recompute))
+    key = Rematerialization, recompute, unread
+    return graph.remembered(key, lambda: Rematerialization(graph, recompute, unread))
 
 
 class Rematerialization:
-    """The recomputed loops of a graph under some policies."""
+    """The recomputed loops of a graph under some policies.
 
-    def __init__(self, graph: Graph, recompute: Policies) -> None:
+    Args:
+      unread: stacks of saved values that nothing reads, if it is known what is dead: then second runs are
+        without that. None: all of a program is lowered, which drops what is dead afterwards.
+    """
+
+    def __init__(self, graph: Graph, recompute: Policies, unread: frozenset[int] | None = None) -> None:
         self.graph, self.names = graph, {each.dim: each.keep for each in recompute}
-        self._needs: dict[tuple[int, frozenset[int], bool], frozenset[int]] = {}
-        self._follows: dict[tuple[int, frozenset[int], bool], Rerun] = {}
+        self.live, self.unread = unread is not None, unread or NOTHING
+        self._needs: dict[int, frozenset[int]] = {}
+        self._follows: dict[int, Rerun] = {}
 
     def again(self, block: Block) -> bool:
         """True if a loop's body runs again in its backward."""
         return loop_name(block, self.graph) in self.names and has_backward(block, self.graph)
 
-    def around(self, block: Block) -> Block | None:
-        """The next loop around one that runs again."""
+    def run_of(self, block: Block) -> str:
+        """The run in which a loop saves for backward: "", or the second one of the loops of this name."""
         outer = None if block.parent is None else self.graph.blocks[block.parent]
-        return outer if outer is None or self.again(outer) else self.around(outer)
-
-    def inside(self, block: Block, name: str) -> bool:
-        """True if a loop is inside of one of some name, "" of the graph itself."""
-        if not name:
-            return True
-        outer = None if block.parent is None else self.graph.blocks[block.parent]
-        return outer is not None and (loop_name(outer, self.graph) == name or self.inside(outer, name))
+        if outer is None:
+            return ""
+        return loop_name(outer, self.graph) or "" if self.again(outer) else self.run_of(outer)
 
     def unsaved(self, tensor: int) -> bool:
         """True if a stack of saved values is not made, for the loop that would save it runs again."""
         loop, inner = self._savers.get(tensor, (None, -1))
         return loop is not None and (self.again(loop) or self.unsaved(inner))
 
-    def second(self, block: Block, unread: frozenset[int] = NOTHING, live: bool = False) -> Rerun:
-        """The second run of a loop's body.
-
-        Args:
-          unread: stacks of saved values that nothing reads.
-          live: as in `needed_for`.
-        """
-        key = block.id, unread, live
-        if key not in self._follows:
+    def second(self, block: Block) -> Rerun:
+        """The second run of a loop's body."""
+        if block.id not in self._follows:
             keep = self.names.get(loop_name(block, self.graph) or "", ()) if self.again(block) else ()
             may = {t for t in kept_values(keep, block, self.graph) if not self.unsaved(t)}
-            wanted = {t for t, stack in block.saved.items() if stack not in unread} | self.ends(block)
-            if live:
-                wanted = {t for t in wanted if not self.unsaved(t)} | self._own(block, unread)
-            read = frozenset(needed_for(wanted, block, may, live, self._inside(unread) if live else _none))
-            self._follows[key] = Rerun(read & may, read)
-        return self._follows[key]
+            wanted = {t for t, stack in block.saved.items() if stack not in self.unread} | self.ends(block)
+            if self.live:
+                wanted = {t for t in wanted if not self.unsaved(t)} | self.own(block)
+            read = frozenset(needed_for(wanted, block, may, self._inside, self.live))
+            nodes = (node for node in block.nodes if _makes(node, read, read & may, self._inside))
+            self._follows[block.id] = Rerun(read & may, read, tuple(nodes))
+        return self._follows[block.id]
 
     def ends(self, block: Block) -> set[int]:
         """The tensors that the second run of a loop's body makes though backward does not read them."""
@@ -106,27 +112,32 @@ class Rematerialization:
         keep = self.names[loop_name(block, self.graph) or ""]
         return handed_on(keep, block, self.graph) if keep else {*block.carry_out}
 
-    def _own(self, block: Block, unread: frozenset[int]) -> set[int]:
+    def own(self, block: Block) -> set[int]:
         """The tensors of a loop's own body that second runs inside of it need."""
-        needs = (self.needs(inner, unread, live=True) for inner in self.inner(block))
+        needs = (self.needs(inner) for inner in self.inner(block))
         return {t for found in needs for t in found if self.graph.tensor(t).block == block.id}
 
-    def handed(self, unread: frozenset[int]) -> Handed:
-        """The tensors that loops hand out for the second runs of their bodies; see `needed_for`."""
+    def handed(self, block: Block) -> Set[int]:
+        """The tensors of a loop's body that it stacks for second runs of it and inside it: of others nothing
+        brings them to the backward body."""
+        if self.again(block):
+            kept, read, _ = self.second(block)
+            return kept | read.intersection(block.carry_in)
+        stacked = {t for t, stack in block.saved.items() if stack not in self.unread and not self.unsaved(t)}
+        own = self.own(block) - stacked
+        return {t for t in own if not self.graph.is_free(self.graph.tensor(t), block)}
 
-        def found(block: Block) -> Set[int]:
-            if self.again(block):
-                kept, read = self.second(block, unread, live=True)
-                return kept | read.intersection(block.carry_in)
-            own = self._own(block, unread)
-            return {t for t in own if self.stacked(t, block, unread)}
+    def left(self, block: Block, run: str) -> Set[int]:
+        """The tensors of a loop's body that a run of it leaves for backward, or for second runs."""
+        if self.again(block) and loop_name(block, self.graph) != run:
+            return self.second(block).kept
+        return {t for t, stack in block.saved.items() if stack not in self.unread}
 
-        return found
+    @property
+    def _inside(self) -> Handed:
+        return self.handed if self.live and self._nested else _none
 
-    def _inside(self, unread: frozenset[int]) -> Handed:
-        return self.handed(unread) if self._nested else _none
-
-    def idle(self, scan: Node, read: Set[int], unread: frozenset[int]) -> set[int]:
+    def idle(self, scan: Node, read: Set[int]) -> set[int]:
         """The nodes of a loop's body, by their indices, that do nothing in the first run of a loop that runs
         again: second run, whose results are only saved.
 
@@ -135,16 +146,16 @@ class Rematerialization:
         """
         if scan.body is None or not self.again(scan.body):
             return set()
-        alone, handed = Block(-1, nodes=[scan]), self.handed(unread)
-        needed = needed_for(read, alone, NOTHING, True, handed)
-        runs = {node.index for node in _running(alone, needed, NOTHING, handed)}
+        alone = Block(-1, nodes=[scan])
+        needed = needed_for(read, alone, NOTHING, self.handed)
+        runs = {node.index for node in _running(alone, needed, NOTHING, self.handed)}
         return {node.index for node, _ in scan.body.walk()} - runs
 
     def not_dead(self) -> frozenset[int]:
         """The nodes whose second run is no dead code, whether or not anything reads what they make."""
         if not self.graph.to_the_end:
             return NOTHING
-        own = (leading_to(self.ends(b), b, self.second(b).kept) for b in self.graph.blocks if self.again(b))
+        own = (_leading_to(self.ends(b), b, self.second(b).kept) for b in self.graph.blocks if self.again(b))
         inside = (inner for nodes in own for inner, _ in Block(-1, nodes=nodes).walk())
         copied = (node for node, _ in self.graph.walk() if node.phase == Phase.RECOMPUTE)
         return frozenset(node.index for node in (*inside, *copied))
@@ -155,24 +166,20 @@ class Rematerialization:
         again = (b for b in self.graph.blocks if self.again(b))
         return any(not has_backward(b, self.graph, beside=True) for b in again)
 
-    def running(self, unread: frozenset[int]) -> dict[str, list[Node]]:
+    def running(self) -> dict[str, list[Node]]:
         """The nodes that run a second time for backward: by the name of the loop whose second run they belong
-        to; by `beside` for values that are computed again, without work, in the backward of a loop inside.
-
-        Args:
-          unread: stacks of saved values that nothing reads.
-        """
+        to; by `beside` for values that are computed again, without work, in the backward of a loop inside."""
         found: dict[str, list[Node]] = {}
         for block in self.graph.blocks:
             if self.again(block):
-                kept, needed = self.second(block, unread, live=True)
-                nodes = list(_running(block, needed, kept, self._inside(unread)))
+                kept, needed, _ = self.second(block)
+                nodes = list(_running(block, needed, kept, self._inside))
                 found.setdefault(loop_name(block, self.graph) or "", []).extend(nodes)
-            elif self._nested and (nodes := self._brought(block, unread)):
+            elif self._nested and (nodes := self._brought(block)):
                 found[beside(block)] = nodes
         return found
 
-    def _brought(self, block: Block, unread: frozenset[int]) -> list[Node]:
+    def _brought(self, block: Block) -> list[Node]:
         """The nodes of a body that are made again in its backward's, for second runs inside."""
         found: set[int] = set()
         for back in (b for b in self.graph.blocks if b.forward is block):
@@ -180,8 +187,8 @@ class Rematerialization:
                 inner = None if node.body is None else node.body.forward
                 if inner is not None and inner.parent == block.id:
                     late = {o for n in back.nodes[at:] for o in n.outputs}
-                    needs, has = self.needs(inner, unread, live=True), back.captured
-                    found |= {t for t in needs if t not in has or has[t] in late}
+                    has = back.captured
+                    found |= {t for t in self.needs(inner) if t not in has or has[t] in late}
         own = {t for t in found if self.graph.tensor(t).block == block.id}
         free = {t for t in own if self.graph.is_free(self.graph.tensor(t), block)}
         return [node for node in block.nodes if free.intersection(node.outputs)]
@@ -195,25 +202,23 @@ class Rematerialization:
     def _slices(self) -> dict[int, int]:
         return {inner: outer for b in self.graph.blocks for outer, inner in b.sliced} if self.names else {}
 
-    def needs(self, loop: Block, unread: frozenset[int] = NOTHING, live: bool = False) -> frozenset[int]:
-        """Tensors that second runs of `loop`, or of loops inside it, read or derive without work; the
-        arguments are those of `second`."""
+    def needs(self, loop: Block) -> frozenset[int]:
+        """Tensors that second runs of `loop`, or of loops inside it, read or derive without work."""
         if not self.names:
-            return frozenset()
-        key = loop.id, unread, live
-        if key not in self._needs:
+            return NOTHING
+        if loop.id not in self._needs:
             found: set[int] = set()
             if self.again(loop):
-                found |= self.second(loop, unread, live).read
+                found |= self.second(loop).read
             else:
-                found.update(*(self.needs(inner, unread, live) for inner in self.inner(loop)))
+                found.update(*(self.needs(inner) for inner in self.inner(loop)))
             todo = list(found)
             for t in todo:
                 new = {self._slices[t]} if t in self._slices else set(self._free_inputs(t))
                 todo += new - found
                 found |= new
-            self._needs[key] = frozenset(found)
-        return self._needs[key]
+            self._needs[loop.id] = frozenset(found)
+        return self._needs[loop.id]
 
     def _free_inputs(self, tensor: int) -> tuple[int, ...]:
         """What a loop body's tensor follows from, if that takes no work."""
@@ -224,17 +229,6 @@ class Rematerialization:
         """The loops of a body whose backward is in another body."""
         bodies = (n.body for n in loop.nodes if n.body is not None)
         return [b for b in bodies if not has_backward(b, self.graph, beside=True)]
-
-    def of_body(self, block: Block) -> list[int]:
-        """The tensors of a loop's own body that second runs inside of it need."""
-        if self.again(block):
-            return []
-        return sorted(t for t in self.needs(block) if self.graph.tensor(t).block == block.id)
-
-    def stacked(self, tensor: int, block: Block, unread: frozenset[int] = NOTHING) -> bool:
-        """True if a tensor `of_body` must be stacked for it: nothing else brings it to the backward body."""
-        saved = tensor in block.saved and block.saved[tensor] not in unread and not self.unsaved(tensor)
-        return not saved and not self.graph.is_free(self.graph.tensor(tensor), block)
 
 
 def _none(_: Block) -> Set[int]:
@@ -288,15 +282,18 @@ def check_recompute(graph: Graph, recompute: Policies) -> None:
 
 
 def needed_for(
-    wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING, live: bool = False, handed: Handed = _none
+    wanted: Iterable[int],
+    block: Block,
+    kept: Set[int] = NOTHING,
+    handed: Handed = _none,
+    live: bool = True,
 ) -> set[int]:
     """The tensors, including those of inner loops, from which the tensors `wanted` of a block are computed,
     given the kept ones.
 
     Args:
-      live: without the states of loops inside that nothing follows from: lowering makes them, and drops them
-        as dead.
       handed: additional results of inner loops.
+      live: without the states of loops inside that nothing follows from.
     """
     needed = set(wanted)
     for node in reversed(block.nodes):
@@ -309,10 +306,10 @@ def needed_for(
             leaving = (*body.stacked, *body.summed, *body.saved.items())
             ends = [i for i, outer in leaving if outer in needed]
             ends += [*handed(body)]
-            ends += [body.runs] if live and body.runs is not None else []
+            ends += [] if body.runs is None else [body.runs]
             states = [not live or o in needed for o in node.outputs[: len(body.carry_in)]]
             while True:
-                inner = needed_for([*compress(body.carry_out, states), *ends], body, NOTHING, live, handed)
+                inner = needed_for([*compress(body.carry_out, states), *ends], body, NOTHING, handed, live)
                 read = [s or i in inner for s, i in zip(states, body.carry_in, strict=True)]
                 if read == states:
                     break
@@ -336,9 +333,9 @@ def _hands(node: Node, handed: Handed) -> bool:
     return bool(handed(body)) or any(_hands(inner, handed) for inner in body.nodes)
 
 
-def leading_to(wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING) -> list[Node]:
+def _leading_to(wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING) -> list[Node]:
     """The nodes of `block` from which the tensors `wanted` follow, in order; see `needed_for`."""
-    needed = needed_for(wanted, block, kept)
+    needed = needed_for(wanted, block, kept, live=False)
     return [node for node in block.nodes if _makes(node, needed, kept)]
 
 
@@ -372,14 +369,14 @@ def layer_again(graph: Graph, asked: Recomputed) -> LayerAgain:
     check_recompute(graph, frozenset({asked}))
     layers = (*saving_loops(graph, asked.dim), graph.blocks[0])[0]
     remat = rematerialization(graph, frozenset({asked}))
-    kept, read = remat.second(layers)
+    kept, read, nodes = remat.second(layers)
     stays = (*(i for i in layers.carry_in if i in read), *sorted(kept.difference(layers.carry_in)))
-    return LayerAgain(stays, leading_to({*layers.saved, *remat.ends(layers)}, layers, kept), asked.only)
+    return LayerAgain(stays, nodes, asked.only)
 
 
 def running_again(block: Block, kept: Set[int] = NOTHING) -> list[Node]:
     """The nodes, including those of inner loops, that run a second time when a loop's body is recomputed."""
-    return list(_running(block, needed_for(block.saved, block, kept, live=True), kept, _none))
+    return list(_running(block, needed_for(block.saved, block, kept), kept, _none))
 
 
 def _running(block: Block, needed: Set[int], kept: Set[int], handed: Handed) -> Iterator[Node]:

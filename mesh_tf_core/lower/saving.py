@@ -16,7 +16,7 @@ from mesh_tf_core.ir.program import Origin, Result, Sliced
 from mesh_tf_core.lower.placement import check_counted
 from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.remat_policy import Policies
-from mesh_tf_core.lower.rematerialization import Rematerialization, leading_to, rematerialization
+from mesh_tf_core.lower.rematerialization import Rematerialization, beside, rematerialization
 from mesh_tf_core.lower.storage import BACKWARD, SAVED
 from mesh_tf_core.tracing.residuals import several
 from mesh_tf_core.tracing.stage_layers import loop_name
@@ -33,18 +33,14 @@ class Saving:
       low: its state.
       recompute: the loops that backward recomputes, and the values that they keep
         (`remat_policy.Recomputed`).
-      node: lowers a node, a second time or not.
-
-    Attributes:
-      running: the name of the loop whose second run is being lowered; "" in the first run.
+      node: lowers a node.
     """
 
-    def __init__(self, low: Placing, recompute: Policies, node: Callable[[Node, bool], None]) -> None:
+    def __init__(self, low: Placing, recompute: Policies, node: Callable[[Node], None]) -> None:
         self.low, self._node = low, node
-        self.remat = rematerialization(low.graph, recompute)
+        self.remat = rematerialization(low.graph, recompute, low.part.unread)
         self._kept: dict[int, dict[SavedKey, int]] = {}
         self._parts: dict[Rematerialization, dict[int, dict[SavedKey, int]]] = {}
-        self.running = low.part.again
 
     # -- in forward ------------------------------------------------------------------------------------------
 
@@ -52,26 +48,17 @@ class Saving:
         """What recomputation saves instead in a `part` of a loop, mostly all of it: the state at the
         beginning of every iteration, as far as it is read again, and what it is to keep; for loops inside
         that run again, what they keep and read."""
-        if not self.remat.names or self._keeps_nothing(block):
+        if not self.remat.names or self.remat.run_of(block) != self.low.run:
             return []
         found: dict[SavedKey, int] = {}
+        for inner in self.remat.inner(block):
+            kept = self._kept.get(inner.id, {})
+            found.update(((inner.id, key), value) for key, value in kept.items())
         here = self.low.env.keys() - self.low.given  # what this lowering has computed
-        if self.remat.again(block):
-            unread, alone = self.low.part.unread, self.low.part.alone
-            read = self.remat.second(block, live=alone).read  # the whole program drops what is dead
-            found.update((t, self.low.env[t]) for t in part.carry_in if t in read)
-            stays = self.remat.second(block, unread, alone).kept
-            found.update((t, self.low.value_of(t)) for t in sorted(stays & here))
-            if self._lies_on_host(block):
-                # What decides whether an iteration runs is read before it begins.
-                found |= self._on_host({key: x for key, x in found.items() if key != block.runs}, node)
-        else:
-            for inner in self.remat.inner(block):
-                kept = self._kept.get(inner.id, {})
-                found.update(((inner.id, key), value) for key, value in kept.items())
-            for t in self.remat.of_body(block):
-                if t in here and self.remat.stacked(t, block, self.low.part.unread):
-                    found[t] = self.low.value_of(t)
+        found.update((t, self.low.value_of(t)) for t in sorted(self.remat.handed(block) & here))
+        if self.remat.again(block) and self._lies_on_host(block):
+            # What decides whether an iteration runs is read before it begins.
+            found |= self._on_host({key: x for key, x in found.items() if key != block.runs}, node)
         self._kept[block.id] = {key: self._outer(value, part) for key, value in found.items()}
         return [Result(value, self._kept[block.id][key]) for key, value in found.items()]
 
@@ -91,7 +78,7 @@ class Saving:
 
     def _saved(self, block: Block, whole: Block, node: Node) -> list[Result]:
         """The stacks that a loop, or a part of the `whole` of it, saves for its backward."""
-        if not block.saved or self.remat.again(whole) or self._keeps_nothing(whole):
+        if not block.saved or self.remat.again(whole) or self.remat.run_of(whole) != self.low.run:
             return []
         saved = [(i, o) for i, o in block.saved.items() if not self.remat.unsaved(i)]
         pairs = self._read_again(saved, block)
@@ -102,26 +89,16 @@ class Saving:
             self.low.env[outer] = self._outer(found[inner], block, self.low.graph.tensor(outer).shape)
         return [Result(found[inner], self.low.env[outer]) for inner, outer in pairs]
 
-    def _keeps_nothing(self, block: Block) -> bool:
-        """Whether nobody reads what a loop would save in this run: it is inside of another one that runs
-        again before its backward does, or it is not inside of the one whose second run this is. (The whole
-        program drops that as dead.)"""
-        around = self.remat.around(block)
-        later = around is not None and self.remat.inside(around, self.running)
-        return later or not self.remat.inside(block, self.running)
-
     def _read_again(self, pairs: list[tuple[int, int]], block: Block) -> list[tuple[int, int]]:
-        """What a loop stacks in a second run: only what backward reads. (The whole program drops the rest as
-        dead.)"""
-        part = self.low.part
-        if not part.again:
+        """What a loop stacks in a second run: only what that reads, or backward."""
+        if not self.low.run:
             return pairs
-        around = self.remat.around(block)
-        while around is not None and loop_name(around, self.low.graph) != part.again:
-            around = self.remat.around(around)
-        if around is None:
-            return []
-        needed = self.remat.second(around, part.unread, live=True).read
+        around = block
+        while loop_name(around, self.low.graph) != self.low.run:
+            if around.parent is None:
+                return []
+            around = self.low.graph.blocks[around.parent]
+        needed = self.remat.second(around).read
         return [(i, outer) for i, outer in pairs if outer in needed]
 
     # -- in backward -----------------------------------------------------------------------------------------
@@ -130,7 +107,8 @@ class Saving:
         """Runs the needed part of the forward body inside the backward body."""
         forward = block.forward
         assert forward is not None
-        pairs = [self._part(stack, key) for key, stack in self._kept[forward.id].items()]
+        kept = self._kept.get(forward.id, {})
+        pairs = [self._part(stack, key) for key, stack in kept.items()]
         then, needed = self._stands_for(block), self.remat.needs(forward)
         known = {then.get(outer, outer): inner for outer, inner in block.sliced}
         for outer, inner in forward.sliced:
@@ -140,13 +118,12 @@ class Saving:
                 pairs.append(self._part(self.low.lying(outer), inner))
         assert block.index is not None and forward.index is not None
         self.low.env[forward.index] = self.low.env[block.index]
-        running, self.running = self.running, loop_name(forward, self.low.graph) or ""
-        made = {tensor for tensor, _ in again} | self.remat.ends(forward)
-        for node in leading_to(made, forward, self.remat.second(forward).kept):
+        run, self.low.run = self.low.run, loop_name(forward, self.low.graph) or ""
+        for node in self.remat.second(forward).nodes:
             if node.body is not None:
-                self._load_for(node, self._kept[forward.id])
-            self._node(node, True)
-        self.running = running
+                self._load_for(node, kept)
+            self._node(node)
+        self.low.run = run
         for tensor, inner in again:
             if not self.remat.unsaved(tensor):
                 self.low.env[inner] = self.low.value_of(tensor)
@@ -174,6 +151,7 @@ class Saving:
         if self.remat.again(then):
             return
         wanted = {t for t in self.remat.needs(forward) if graph.tensor(t).block == then.id}
+        run, self.low.run = self.low.run, beside(then)
         for node in then.nodes:
             missing = False
             for t in wanted.intersection(node.outputs):
@@ -182,7 +160,8 @@ class Saving:
                 else:
                     missing = missing or graph.is_free(graph.tensor(t), then)
             if missing:
-                self._node(node, True)
+                self._node(node)
+        self.low.run = run
 
     def _unpacked(self, block: Block, forward: Block) -> list[Sliced]:
         """One iteration's part of what the forward loop keeps for loops inside that run again."""
@@ -193,7 +172,7 @@ class Saving:
                 self._kept.setdefault(key[0], {})[key[1]] = pairs[-1].inner
         stacks = {inner: outer for outer, inner in forward.sliced}
         stacks.update((i, o) for i, o in forward.saved.items() if not self.remat.unsaved(i))
-        for t in self.remat.of_body(forward):
+        for t in sorted(self.remat.own(forward)):
             if t == forward.index:
                 self.low.env[t] = self.low.env[block.index]  # type: ignore[index]
             elif block.captured.get(t) in self.low.env:

@@ -158,9 +158,10 @@ class MicrobatchOrder:
     def _check(self) -> None:
         body, refuse = self.body(self.forward), self.refuse
         inside = [n for n, _ in body.walk()]
-        if any(n.body is not None and n.body.runs is not None for n in inside) or body.runs is not None:
+        loops = [body, *(n.body for n in inside if n.body is not None)]
+        if any(each.runs is not None for each in loops):
             raise refuse("the layers have branches or end early, but all stages run the same program")
-        if body.halves:
+        if any(each.halves for each in loops):
             raise refuse("reversible layers are not supported")
         if any(self.kind(o) is Linearity.PER_EXAMPLE for _, o in body.stacked):
             raise refuse("the layers stack values that depend on single examples")

@@ -211,7 +211,7 @@ def test_megatrons_modules_are_recomputed_by_name() -> None:
         found = settings(what, "megatron")
         assert found["recompute-granularity"] == "selective"
         assert tuple(found["recompute-modules"].split()) == MEGATRON_MODULES[keep]
-        again = rematerialization(graph, what_again(keep)).running(frozenset())["layers"]
+        again = rematerialization(graph, what_again(keep)).running()["layers"]
         scopes = {node.path.partition("/")[0] for node in again if node.op.kind in PRODUCTS}
         assert scopes == {products[name] for name in MEGATRON_MODULES[keep] if name in products}
 
@@ -222,7 +222,7 @@ def test_up_projections_of_latent_attention_are_a_module(rank: int, query: str) 
     graph, module = latent(q_rank=rank).step_graph, ("mla_up_proj",)
     sets = keep_sets(graph, "layers", tuple(MEGATRON_MODULES))
     (keep,) = (each for each in sets if MEGATRON_MODULES[each] == module)
-    again = rematerialization(graph, what_again(keep)).running(frozenset())["layers"]
+    again = rematerialization(graph, what_again(keep)).running()["layers"]
     known = weights(graph)
     read = {known[i] for n in again if n.op.kind in PRODUCTS for i in n.inputs if i in known}
     assert {name.rpartition("/")[2] for name in read} == {query, "k_up", "v_up"}

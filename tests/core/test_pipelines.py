@@ -21,6 +21,7 @@ from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import ONE_WAY, PipelineSchedule
 from mesh_tf_core.lower.verify import verify
+from tests.layoutopt.models import nested as loops_in_groups
 
 B, L, D = mtf.Dim("batch", 8), mtf.Dim("length", 3), mtf.Dim("d", 4)
 E, V = mtf.Dim("e", 8), mtf.Dim("vocabulary", 8)
@@ -280,6 +281,7 @@ def test_what_cannot_be_a_pipeline_is_refused_with_what_to_do(plain: mtf.Model) 
 
     nested = mtf.scan(lambda h: mtf.scan(inner, h, LAYERS), x, mtf.Dim("groups", 2))
     refused("layers:pipe", "inside another", mtf.Model(mtf.reduce_mean(mtf.square(nested))))
+    refused("groups:pipe", "reversible layers are not supported", loops_in_groups(True), "pipe:3")
 
     g = mtf.Graph()
     x = g.input("x", [B, D], "float64")

@@ -15,6 +15,8 @@ from examples import transformer_lm
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Loop
+from mesh_tf_core.lower.remat_policy import Recomputed
+from mesh_tf_core.lower.rematerialization import keep_sets
 from mesh_tf_core.lower.verify import verify
 from tests.marks import by_day
 
@@ -99,6 +101,19 @@ def test_variables_that_are_cast_and_stored_split(chosen: tuple[str, ...]) -> No
     got, _ = run(frozenset(chosen), "x:2;y:2", "batch:x;hidden:y", "float32", storage=storage)
     for name, value in plain("float32").items():
         np.testing.assert_allclose(got[name], value, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_every_set_of_kept_values_of_loops_inside_of_each_other() -> None:
+    """A loop inside of one that keeps values for itself saves its stacks in the second run only."""
+    whole = model("float64")
+    sets = ([None, *(Recomputed(n, k) for k in ((), *keep_sets(whole.step_graph, n)))] for n in NAMES)
+    every = [frozenset(filter(None, chosen)) for chosen in itertools.product(*sets)]
+    assert len(every) == 24
+    for chosen in every:
+        whole.lower(mtf.Mesh("x:2"), mtf.Layout("batch:x"), mtf.Options(recompute=chosen))
+    got, _ = run(frozenset({"groups:keep=others", "layers:keep=products+others", "rows"}), "x:2", "batch:x")
+    for name, value in plain("float64").items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-9, atol=1e-10, err_msg=name)
 
 
 def test_less_is_kept() -> None:
