@@ -32,18 +32,24 @@ class LayoutCandidates(Shown):
     Attributes:
       plan: the search's answer.
       chosen: the layouts, with the error known of their kind, and groups.
+      asked: the number of layouts asked for.
     """
 
     plan: Plan
     chosen: tuple[Candidate, ...]
+    asked: int
 
     @property
     def notes(self) -> Iterator[str]:
-        """Consequences of the errors for the order, then the notes of the search."""
+        """Why there are not more, consequences of the errors for the order, then the notes of the search."""
+        if (listed := len(self.chosen)) < self.asked:
+            whole = "the search found no others that fit"
+            cut = "the search ended before it had listed more; give a longer --time-limit"
+            yield f"{listed} of {self.asked} layouts: {whole if self.plan.solver.proven else cut}"
         for number in dict.fromkeys(each.group for each in self.chosen):
             alike = [each for each in self.chosen if each.group == number]
             errors = [each.error for each in alike if each.error is not None]
-            names = some([each.name for each in alike], len(alike))
+            names = some([each.name for each in alike], 4)
             if len(alike) == 1:
                 continue
             if len(errors) < len(alike):
@@ -67,19 +73,10 @@ class LayoutCandidates(Shown):
 
     def to_frame(self) -> Any:
         """A pandas DataFrame with one row per layout."""
+        fields = ("name", "mesh", "layout", "error", "group")
+        rows = ({f: getattr(each, f) for f in fields} for each in self.chosen)
         return table(
-            [
-                {
-                    "name": each.name,
-                    "mesh": each.mesh,
-                    "layout": each.layout,
-                    "step_seconds": each.predicted.step_seconds,
-                    "error": each.error,
-                    "group": each.group,
-                }
-                for each in self.chosen
-                if each.predicted is not None
-            ]
+            [{**r, "step_seconds": _seconds(each)} for r, each in zip(rows, self.chosen, strict=True)]
         )
 
     def __repr__(self) -> str:
@@ -112,7 +109,8 @@ def candidates(model: Model, n: int = 4, **asked: Any) -> LayoutCandidates:
         raise UserError(f"candidates: n is {n!r}; give a number of layouts from 1 to {MOST}")
     machine = machine_of(asked.get("hardware", HARDWARE), asked.get("framework"), model.framework)
     plan = search(model, top=n, **asked)
-    return LayoutCandidates(plan, tuple(_grouped(_distinct(plan)[:n], partial(errors_known, machine, model))))
+    chosen = _grouped(_distinct(plan)[:n], partial(errors_known, machine, model))
+    return LayoutCandidates(plan, tuple(chosen), n)
 
 
 def _distinct(plan: Plan) -> list[Alternative]:

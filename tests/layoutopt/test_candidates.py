@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 import layoutopt
 from examples import mlp
 from examples.transformer_lm import model as transformer
-from layoutopt.api.comparing import _grouped
+from layoutopt.api.comparing import LayoutCandidates, _grouped
 from layoutopt.plan.known import Known, Runs
 from layoutopt.plan.schema import Alternative, Predicted
 from mesh_tf_core.errors import UserError
@@ -83,3 +84,12 @@ def test_the_command_prints_the_same(capsys: pytest.CaptureFixture[str]) -> None
     same = layoutopt.candidates(mlp.model(), n=3, mesh="data:2", hardware="tpu-v5e").to_json()
     assert found["format"] == "layoutopt-candidates/1"
     assert [each["name"] for each in found["candidates"]] == [each["name"] for each in same["candidates"]]
+
+
+def test_why_there_are_fewer_than_asked_is_said() -> None:
+    asked: dict[str, Any] = {"storage": ("layout",), "recompute": (False,), "microbatches": (1,)}
+    found = layoutopt.candidates(mlp.model(), n=100, mesh="x:2", hardware="tpu-v5e", pins="batch:x", **asked)
+    assert f"{len(found.chosen)} of 100 layouts: the search found no others that fit" in [*found.notes]
+    plan = SimpleNamespace(solver=SimpleNamespace(proven=False), data=SimpleNamespace(notes=[]))
+    (cut,) = LayoutCandidates(cast("Any", plan), (), 4).notes
+    assert cut.startswith("0 of 4 layouts") and "longer --time-limit" in cut
