@@ -15,7 +15,7 @@ from layoutopt.importers.huggingface.training import ConfiguredTraining
 
 Arrays = dict[str, Any]
 WHOLE = ("cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "helium", "llama4_text")
-NEIGHBOURS = ("glm", "glm4", *WHOLE)
+NEIGHBOURS = ("glm", "glm4", "glm4v_text", *WHOLE)
 """Families that rotate neighbours (besides those of latent attention): of a whole head, or of its half."""
 USUAL = {
     "query_layernorm": "q_norm",
@@ -86,6 +86,7 @@ class Layer:
         if "attn.Wqkv.weight" in self.w:
             return self.encoder()
         self.norms()
+        self.own()
         for prefix in ("self_attn.", "mixer.", "mamba.", "linear_attn.", "conv."):
             inner = {n.removeprefix(prefix): x for n, x in self.w.items() if n.startswith(prefix)}
             if "kv_a_proj_with_mqa.weight" in inner:
@@ -147,6 +148,9 @@ class Layer:
             "feed_forward_after_norm/scale", "post_mlp_layernorm.weight", "post_feedforward_layernorm.weight"
         )
         middle = "post_attention_layernorm.weight"
+        if "post_norm1.weight" in self.w:  # HyperCLOVA X
+            self.put("attention_after_norm/scale", "post_norm1.weight")
+            self.put("feed_forward_after_norm/scale", "post_norm2.weight")
         if "post_self_attn_layernorm.weight" in self.w or ("input_layernorm.weight" in self.w and not both):
             self.put("feed_forward_norm/scale", middle, "pre_ff_layernorm.weight")
             self.put("attention_after_norm/scale", "post_self_attn_layernorm.weight")
@@ -155,6 +159,13 @@ class Layer:
             self.put("feed_forward_norm/scale", "pre_feedforward_layernorm.weight", "norm.weight")
             if mixes:
                 self.made.pop("feed_forward_norm/scale", None)
+
+    def own(self) -> None:
+        """The embedding of this layer alone (Gemma 4)."""
+        if "per_layer_input_gate.weight" in self.w:
+            for n, theirs in (("gate", "input_gate"), ("out", "projection")):
+                self.made[f"own/{n}"] = self.w[f"per_layer_{theirs}.weight"].T
+            self.made["own/after_norm/scale"] = self.w["post_per_layer_input_norm.weight"]
 
     def attention(self, w: Mapping[str, Any]) -> None:
         made, heads = self.made, self.c["num_attention_heads"]
@@ -342,6 +353,17 @@ class Layer:
             made["experts/shared_gate"] = w["shared_expert_gate.weight"].T
 
 
+def own_embedding(state: Mapping[str, Any], layer: int, layers: int) -> Arrays:
+    """The part of a layer in what the embeddings of all layers are joined to (Gemma 4)."""
+    if "embed_tokens_per_layer.weight" not in state:
+        return {}
+    table, mapped = (
+        np.split(state[f"{n}.weight"], layers, axis)[layer]
+        for n, axis in (("embed_tokens_per_layer", 1), ("per_layer_model_projection", 0))
+    )
+    return {"own/embedding/tokens": table, "own/map": mapped.T}
+
+
 def ours(state: Mapping[str, Any], config: Mapping[str, Any], length: int) -> Arrays:
     """Our names -> arrays, of as many elements as the variables."""
     found = chosen(config, "the configuration")
@@ -358,6 +380,7 @@ def ours(state: Mapping[str, Any], config: Mapping[str, Any], length: int) -> Ar
             ("embed_tokens.weight", "embeddings.weight", "embeddings.tok_embeddings.weight"),
         ),
         ("embedding_norm/scale", ("embeddings.norm.weight",)),
+        ("own_norm/scale", ("per_layer_projection_norm.weight",)),
         ("transform/weight", ("head.dense.weight",)),
         ("transform_norm/scale", ("head.norm.weight",)),
         ("final_norm/scale", ("norm.weight", "norm_f.weight", "final_layernorm.weight", "final_norm.weight")),
@@ -377,7 +400,7 @@ def ours(state: Mapping[str, Any], config: Mapping[str, Any], length: int) -> Ar
             for i in range(first + place, first + count * len(period), len(period)):
                 start = f"layers.{i}."
                 inner = {n.removeprefix(start): x for n, x in state.items() if n.startswith(start)}
-                each.append(Layer(inner, config).read())
+                each.append(Layer(inner, config).read() | own_embedding(state, i, len(decoder.layers)))
             made |= {f"{scope}/{n}": np.stack([layer[n] for layer in each]) for n in each[0]}
         first += count * len(period)
     return made

@@ -41,14 +41,15 @@ FAMILIES: dict[str, tuple[str, ReadConfiguration]] = {
 }
 """model_type -> the architecture and its reader."""
 ALSO = {
+    "MiMoForCausalLM": "qwen2",
     "MiniMaxM1ForCausalLM": "minimax",
     "MiniMaxText01ForCausalLM": "minimax",
     "PhiMoEForCausalLM": "phimoe",
 }
 """Architectures of other names -> the family that they are."""
-TEXT = "text_config"
-PARTS = ("vision_config", "audio_config")
-"""Parts of a model of several media, where `TEXT` is the language model."""
+TEXTS = ("text_config", "llm_config", "language_config")
+PARTS = ("vision_config", "audio_config", "encoder_config")
+"""Parts of a model of several media, where the first of `TEXTS` is the language model."""
 DTYPES = ("dtype", "torch_dtype")
 INHERITED = (*DTYPES, "tie_word_embeddings", "quantization_config")
 """Fields of the whole that hold for its text part, unless that says otherwise."""
@@ -208,21 +209,25 @@ def chosen(values: Mapping[str, Any], source: str) -> Configuration:
     Raises:
       UserError: neither can be built.
     """
-    text = values.get(TEXT)
-    parts = [n for n, v in values.items() if n.endswith("_config") and isinstance(v, Mapping) and n != TEXT]
-    if (family := _family(values)) is not None:
-        known = _in_our_names(values, family)
-        return Configuration(known, source, _checked(values, source, family), (*_renamed(values, family),))
+    if isinstance(thinker := values.get("thinker_config"), Mapping):  # of a model that also speaks
+        return chosen(thinker, f"{source}: thinker_config")
+    name = next((n for n in TEXTS if isinstance(values.get(n), Mapping)), TEXTS[0])
+    text, where = values.get(name), f"{source}: {name}"
+    if text is None and (flat := f"{values.get('model_type')}_text") in FAMILIES:  # as older files are
+        text, name, where = {**values, "model_type": flat, "architectures": None}, "the text model", source
+        text = {n: v for n, v in text.items() if n not in PARTS}
     if isinstance(text, Mapping) and (family := _family(text)) is not None:
         inherited = {n: values[n] for n in INHERITED if n in values}
         inner = {**inherited, **{n: v for n, v in text.items() if v is not None or n not in inherited}}
-        others = [n for n in parts if n in PARTS]
+        others = [n for n in PARTS if isinstance(values.get(n), Mapping)]
         left = f", without its {' and '.join(others)}" if others else ""
-        said = f"only {TEXT} of {source} is planned{left}"
-        where = f"{source}: {TEXT}"
+        said = f"only {name} of {source} is planned{left}"
         known = _in_our_names(inner, family)
         return Configuration(known, where, _checked(inner, where, family), (said, *_renamed(inner, family)))
-    also = f", nor is its {TEXT} ({str(text.get('model_type'))[:60]!r})" if isinstance(text, Mapping) else ""
+    if (family := _family(values)) is not None:
+        known = _in_our_names(values, family)
+        return Configuration(known, source, _checked(values, source, family), (*_renamed(values, family),))
+    also = f", nor is its {name} ({str(text.get('model_type'))[:60]!r})" if isinstance(text, Mapping) else ""
     raise UserError(
         f"{source}: model_type {str(values.get('model_type'))[:60]!r} is not supported{also}; known: "
         f"{', '.join(FAMILIES)}; write this model with mesh_tf_core.layers (layoutopt init), or import "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from layoutopt.importers.huggingface.forms import Mixture, Norm, within
+from layoutopt.importers.huggingface.sharing import Kept, LayerEmbedding, at_once, needed, of_last
 from layoutopt.importers.huggingface.training import ConfiguredTraining
 from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.dims import Dim
@@ -63,6 +64,7 @@ class LanguageModel:
       masked: "", or the activation of a transformation before the logits of a model of masked tokens;
         its embeddings are normalised, and targets below 0 do not count (ModernBERT). mask_bias: of that.
       remarks: where the model is not what its family publishes, in words.
+      own: an embedding of every layer; None: there is none.
     """
 
     layers: tuple[LayerKind, ...]
@@ -79,6 +81,7 @@ class LanguageModel:
     remarks: tuple[str, ...] = ()
     masked: str = ""
     mask_bias: bool = False
+    own: LayerEmbedding | None = None
 
     @property
     def mixtures(self) -> int:
@@ -100,10 +103,12 @@ class LanguageModel:
             carry: tuple[Tensor, ...] = (
                 (x, reduce_sum(targets.cast("float32") * 0.0)) if training.balance else (x,)
             )
-            first = 0
-            for number, (period, count) in enumerate(runs(self.seen(training.length))):
-                carry = self._stack(carry, period, count, number, first)
-                first += count * len(period)
+            first, seen = 0, self.seen(training.length)
+            kept: Kept = {"own": self.own.given(tokens, x)} if self.own else {}
+            for number, (period, count) in enumerate(runs(seen)):
+                end = first + count * len(period)
+                carry = self._stack(carry, period, count, number, first, kept, needed(period, seen[end:]))
+                first = end
             x, *unbalance = carry
             x = self.norm(x, "final_norm")
             if self.masked:
@@ -133,29 +138,45 @@ class LanguageModel:
         return tuple(layer.within(length) for layer in self.layers)
 
     def _stack(
-        self, carry: tuple[Tensor, ...], period: Sequence[LayerKind], count: int, number: int, first: int
+        self,
+        carry: tuple[Tensor, ...],
+        period: Sequence[LayerKind],
+        count: int,
+        number: int,
+        first: int,
+        kept: Kept,
+        later: Sequence[str],
     ) -> tuple[Tensor, ...]:
-        """`count` times the layers of a period, as one loop; `first`: the number of its first layer."""
+        """`count` times the layers of a period, as one loop; `first`: the number of its first layer; `later`:
+        what other loops read, which it puts into `kept`."""
         g, name = carry[0].graph, "layers" if not number else f"layers_{number}"
         deep = any(isinstance(layer.mixer, nn.LightningAttention) for layer in period)
         turns = mtf_range(g, Dim(name, count))
 
-        def body(carry: tuple[Tensor, ...], *turn: Tensor) -> tuple[Tensor, ...]:
+        names: list[str] = []
+
+        def body(carry: tuple[Tensor, ...], *turn: Tensor) -> Any:
+            inside = dict(kept)
             for place, layer in enumerate(period):
                 depth = [t * len(period) + (first + place) for t in turn]
                 if len(period) == 1:
-                    carry = self._layer(layer, carry, depth)
+                    carry = self._layer(layer, carry, depth, inside)
                 else:
                     with carry[0].graph.scope(f"layer_{place}"):
-                        carry = self._layer(layer, carry, depth)
-            return carry
+                        carry = self._layer(layer, carry, depth, inside)
+            names.extend(n for n in later for _ in inside[n])
+            return (carry, [t for n in later for t in inside[n]]) if later else carry
 
         with g.scope(name):
-            made: tuple[Tensor, ...] = scan(body, carry, Dim(name, count), [turns] if deep else [])
-        return made
+            made = scan(body, carry, Dim(name, count), [turns] if deep else [])
+        carry, every = made if later else (made, ())
+        kept.update(dict.fromkeys(later, ()))
+        for n, stacked in zip(names, every, strict=False):
+            kept[n] = (*kept[n], of_last(stacked, Dim(name, count)))
+        return carry
 
     def _layer(
-        self, layer: LayerKind, carry: tuple[Tensor, ...], depth: Sequence[Tensor]
+        self, layer: LayerKind, carry: tuple[Tensor, ...], depth: Sequence[Tensor], store: Kept
     ) -> tuple[Tensor, ...]:
         x, *losses = carry
         entered = x
@@ -174,13 +195,15 @@ class LanguageModel:
                 y = seen if bare else self.norm(seen, f"{name}_norm")
             x = y if self.place == "carried" else x
             deep = isinstance(block, nn.LightningAttention)
-            found = block(y, *(depth if deep else [x] if getattr(block, "raw", False) else []))
+            ready: Any = block
+            ready = replace(ready, store=store) if hasattr(block, "store") else block
+            found = ready(y, *(depth if deep else [x] if getattr(block, "raw", False) else []))
             y, *more = found if isinstance(found, tuple) else (found,)
             losses = [before + loss for before, loss in zip(losses, more, strict=False)] if more else losses
             if self.place in ("after", "both"):
                 y = self.norm(y, f"{name}_after_norm")
             x = (x if kept == 1 else x * kept) + (y if added == 1 else y * added)
-        return x, *losses
+        return (x if self.own is None else x + self.own(x, *store["own"])), *losses
 
 
 def runs(layers: tuple[LayerKind, ...]) -> Iterator[tuple[tuple[LayerKind, ...], int]]:
@@ -192,7 +215,8 @@ def runs(layers: tuple[LayerKind, ...]) -> Iterator[tuple[tuple[LayerKind, ...],
             count = 1
             while layers[at + count * period : at + (count + 1) * period] == layers[at : at + period]:
                 count += 1
-            covers = period * count if count > 1 or period == 1 else 0
+            whole = (count > 1 or period == 1) and at_once(layers[at : at + period])
+            covers = period * count if whole else 0
             if covers > most:
                 best, most = (period, count), covers
         yield layers[at : at + best[0]], best[1]

@@ -16,12 +16,16 @@ from layoutopt.importers.huggingface.form import Form
 from layoutopt.importers.huggingface.mixers import Heads
 from layoutopt.importers.huggingface.mixtures import Experts
 
+_ROWS = json.loads((Path(__file__).parent / "families.json").read_text(encoding="utf-8"))
+
 
 def _form(said: Mapping[str, Any]) -> Form:
-    """The form of a row; a pattern is the name of a function of `patterns`, or arguments of `alternating`."""
-    parts: dict[str, Any] = {n: v for n, v in said.items() if n != "architecture"}
+    """The form of a row, of the row that it is `like` with changes; a pattern is the name of a function of
+    `patterns`, or arguments of `alternating`."""
+    said = {**_ROWS.get(said.get("like"), {}), **said}
+    parts: dict[str, Any] = {n: v for n, v in said.items() if n not in ("architecture", "like")}
     for name, made in (("heads", Heads), ("mixture", Experts)):
-        if name in said:
+        if said.get(name) is not None:
             parts[name] = made(**said[name])
     if (pattern := said.get("pattern")) is not None:
         named = isinstance(pattern, str)
@@ -29,6 +33,5 @@ def _form(said: Mapping[str, Any]) -> Form:
     return Form(**parts)
 
 
-_ROWS = json.loads((Path(__file__).parent / "families.json").read_text(encoding="utf-8"))
 FORMS: dict[str, tuple[str, Form]] = {name: (row["architecture"], _form(row)) for name, row in _ROWS.items()}
 """model_type -> the architecture, and its form."""

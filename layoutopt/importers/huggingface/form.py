@@ -11,10 +11,12 @@ from layoutopt.importers.huggingface import mixers
 from layoutopt.importers.huggingface.decoder import LanguageModel, LayerBlock, LayerKind
 from layoutopt.importers.huggingface.fields import Fields
 from layoutopt.importers.huggingface.forms import BesideExperts, Mlp, Norm, SelfAttention
-from layoutopt.importers.huggingface.mixers import FULL, LINEAR, Heads
+from layoutopt.importers.huggingface.mixers import FULL, LINEAR, SLIDING, Heads
 from layoutopt.importers.huggingface.mixtures import Experts
 from layoutopt.importers.huggingface.patterns import LayerPattern, chunked, unturned
+from layoutopt.importers.huggingface.sharing import LayerEmbedding, share_keys, share_masks
 from layoutopt.importers.huggingface.training import ConfiguredTraining
+from mesh_tf_core.ir.dims import Dim
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -66,6 +68,8 @@ class Form:
       remarks: where the model is not what its family publishes, in words.
       only: fields that may have no other values.
       masked: as of `LanguageModel`.
+      own: the field of the size of an embedding of every layer; shared: that of how many last layers read
+        keys and values of earlier ones.
     """
 
     norm: Mapping[str, bool | str] = field(default_factory=dict)
@@ -89,6 +93,8 @@ class Form:
     remarks: Sequence[str] = ()
     only: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     masked: bool = False
+    own: str = ""
+    shared: str = ""
 
     def read(self, fields: Fields, training: ConfiguredTraining) -> LanguageModel:
         """The model of a configuration."""
@@ -99,31 +105,36 @@ class Form:
         norm = Norm(fields.number(fields.first(*EPSILONS), 1e-6), **told)
         act = self._activation(fields)
         reader = mixers.MixerReader(fields, training, self.heads, norm, self.linear, len(kinds))
-        for kind in (FULL, LINEAR) if self.linear else ():  # fields of a kind that no layer is
+        apart = (SLIDING,) if self.heads.full or self.heads.windowed else ()
+        for kind in (FULL, LINEAR) if self.linear else apart:  # fields of a kind that no layer is
             reader.mixer(kind)
         mixed = self.mixture is not None and (not self.beside or fields.flag(self.beside))
         mixing = self.mixture.read(fields, training, act, len(kinds)) if mixed and self.mixture else None
         dense = self._mlp(fields, act, self.varied or (mixing is not None and all(mixing.where)))
         added = fields.number(self.added, 1.0) if self.added else 1.0
+        last = fields.count(self.shared, 0, least=0) if self.shared else 0
+        doubled = fields.flag("use_double_wide_mlp") if self.shared else False
+        wide = replace(dense, d_ff=2 * dense.d_ff) if doubled else dense
 
         def block(kind: str, number: int) -> LayerBlock | None:
             mixed = kind == mixers.MOE if self.single else mixing is not None and mixing.where[number]
             if self.single and kind not in (mixers.MOE, mixers.MLP):
                 return None
             if not mixed or mixing is None:
-                return dense
+                return wide if number >= len(kinds) - last else dense
             return BesideExperts(dense, mixing.block, norm) if self.beside else mixing.block
 
+        every = self._sharing(fields, [reader.mixer(kind) for kind in kinds], kinds)
         layers = tuple(
-            LayerKind(reader.mixer(kind), block(kind, i), *self._factors(fields, kind, added))
-            for i, kind in enumerate(kinds)
+            LayerKind(mixer, block(kind, i), *self._factors(fields, kind, added))
+            for i, (kind, mixer) in enumerate(zip(kinds, every, strict=True))
         )
         width = fields.count("hidden_size")
         rooted = self.times == "root" or (self.times == "mup_enabled" and fields.flag(self.times))
         if self.masked:
             layers = (replace(layers[0], bare=True), *layers[1:])
-        act = ACTIVATIONS[fields.text("classifier_activation", "gelu", ACTIVATIONS)]
-        ends = act, fields.flag("classifier_bias")
+        head = ACTIVATIONS[fields.text("classifier_activation", "gelu", ACTIVATIONS)]
+        ends = head, fields.flag("classifier_bias")
         if self.varied:
             blocks = fields.listed("block_configs")
             if len(blocks) != len(layers):
@@ -142,8 +153,30 @@ class Form:
             width**0.5 if rooted else 1.0 if self.times == "mup_enabled" else fields.factor(self.times),
             1 / fields.positive(self.logits[1:], 1.0) if "/" in self.logits else fields.factor(self.logits),
             tuple(self.remarks),
-            *(ends if self.masked else ()),
+            *(ends if self.masked else ("", False)),
+            self._own(fields, act, norm),
         )
+
+    def _own(self, fields: Fields, act: str, norm: Norm) -> LayerEmbedding | None:
+        """The embedding of every layer."""
+        if not self.own:
+            return None
+        size = fields.count(self.own, 0, least=0)
+        vocab = fields.count("vocab_size_per_layer_input", fields.count("vocab_size"))
+        name = "vocab" if vocab == fields.count("vocab_size") else "own_vocab"
+        return LayerEmbedding(Dim(name, vocab), size, act, norm) if size else None
+
+    def _sharing(self, fields: Fields, mixers: list[Any], kinds: Sequence[str]) -> Sequence[Any]:
+        """The mixers, where some read what others keep."""
+        types = fields.listed("indexer_types") if self.heads.indexed else []
+        if "shared" in types:
+            if len(types) != len(mixers) or types[0] == "shared":
+                raise fields.wrong("indexer_types", f"give {len(mixers)} entries, the first of them 'full'")
+            return list(share_masks(mixers, types))
+        last = fields.count(self.shared, 0, least=0, most=len(mixers) - 1) if self.shared else 0
+        if not {*kinds[len(kinds) - last :]} <= {*kinds[: len(kinds) - last]}:
+            raise fields.wrong(self.shared, "give fewer layers: none before them is of the kind of each")
+        return list(share_keys(mixers, kinds, last)) if last else mixers
 
     def _kinds(self, fields: Fields) -> Sequence[str]:
         count = fields.layers() if fields.has("num_hidden_layers") else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from mesh_tf_core import layers as nn
@@ -114,24 +114,25 @@ class SelfAttention(nn.Attention):
         q, k = self.queries(x), project(memory, "k", [d], [*self.kv_dims, self.d_kv], biased)
         v = k if self.shared_kv else project(memory, "v", [d], [*self.kv_dims, self.value_dim], biased)
         if self.clipped:
-            q, k, v = (clip(t, -self.clipped, self.clipped) for t in (q, k, v))
-        if self.norm is not None:
-            names = [
-                [d.name for d in heads] if self.across else [] for heads in (self.head_dims, self.kv_dims)
-            ]
-            q, k = (
-                self.norm(t, f"{n}_norm", *heads, self.d_kv.name)
-                for t, n, heads in zip((q, k), "qk", names, strict=True)
-            )
+            k, v = (clip(t, -self.clipped, self.clipped) for t in (k, v))
+        k = self._normed(k, "k_norm", self.kv_dims)
         if self.value_norm and self.norm is not None:
             v = replace(self.norm, scale=False)(v, "v_norm", self.value_dim.name)
         k, v = (t if n == 1 else t * n for t, n in zip((k, v), self.times, strict=True))
-        if self.tuned:
-            every, by, first = self.tuned
-            place = mtf_range(x.graph, x.dim(self.length)).cast("float32") + first
-            q = q * (log1p(floor(place * (1 / every))) * by + 1.0).cast(q.dtype)
+        return q, k, v
+
+    def queries(self, x: Tensor) -> Tensor:
+        """[others, d_model] -> [others, heads, d_kv], before positions turn them."""
+        q = super().queries(x)
+        q = clip(q, -self.clipped, self.clipped) if self.clipped else q
+        q = tuned(self._normed(q, "q_norm", self.head_dims), self.length, self.tuned)
         usual = self.d_kv.size**-0.5
-        return (q * (self.scale / usual) if self.scale and self.scale != usual else q), k, v
+        return q * (self.scale / usual) if self.scale and self.scale != usual else q
+
+    def _normed(self, x: Tensor, name: str, heads: Sequence[Dim]) -> Tensor:
+        if self.norm is None:
+            return x
+        return self.norm(x, name, *([d.name for d in heads] if self.across else []), self.d_kv.name)
 
     def weights(self, logits: Tensor, mask: Tensor | None, memory: str) -> Tensor:
         capped = tanh(logits * (1 / self.cap)) * self.cap if self.cap else logits
@@ -146,6 +147,15 @@ class SelfAttention(nn.Attention):
     def within(self, length: int) -> SelfAttention:
         """The same for texts of this length: a window that they fit into is none."""
         return replace(self, window=self.window if self.window < length else 0)
+
+
+def tuned(q: Tensor, length: str, numbers: tuple[float, ...]) -> Tensor:
+    """Queries scaled by position, as of `SelfAttention.tuned`."""
+    if not numbers:
+        return q
+    every, by, first = numbers
+    place = mtf_range(q.graph, q.dim(length)).cast("float32") + first
+    return q * (log1p(floor(place * (1 / every))) * by + 1.0).cast(q.dtype)
 
 
 @dataclass(frozen=True)
@@ -195,20 +205,28 @@ class Indexer:
 
 @dataclass(frozen=True)
 class ScaledLatentAttention(nn.LatentAttention):
-    """Latent attention with logits multiplied by `times`, and perhaps an indexer of keys."""
+    """Latent attention with logits multiplied by `times`, and perhaps an indexer of keys, whose mask later
+    layers can read (`keeps`, `reads` and `store` as of `SharingAttention`); `tuned` as of `SelfAttention`."""
 
     times: float = 1.0
+    tuned: tuple[float, ...] = ()
     indexer: Indexer | None = None
+    keeps: str = ""
+    reads: str = ""
+    store: dict[str, tuple[Tensor, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def high(self, low: Tensor, position: Tensor | None = None) -> Tensor:
-        q = super().high(low, position)
+        q = tuned(super().high(low, position), self.length, self.tuned)
         return q if self.times == 1 else q * self.times
 
     def chosen(self, q: Tensor, low: Tensor, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if self.indexer is None:
-            return q, mask
-        nothing, seen = self.indexer(low, x, self.positions, self.length, self.memory_length)
-        return q + nothing.cast(q.dtype), seen if mask is None or seen is None else logical_and(mask, seen)
+        seen = next(iter(self.store[self.reads]), None) if self.reads else None
+        if self.indexer is not None:
+            nothing, seen = self.indexer(low, x, self.positions, self.length, self.memory_length)
+            q = q + nothing.cast(q.dtype)
+        if self.keeps:
+            self.store[self.keeps] = () if seen is None else (seen,)
+        return q, seen if mask is None or seen is None else logical_and(mask, seen)
 
     def within(self, length: int) -> ScaledLatentAttention:
         """The same for texts of this length."""

@@ -19,7 +19,8 @@ from mesh_tf_core.ir.dims import Dim
 FULL, SLIDING, CHUNKED, LINEAR = (f"{kind}_attention" for kind in ("full", "sliding", "chunked", "linear"))
 UNTURNED, BOTH, MLP, MOE = "attention without positions", "attention beside a state space", "mlp", "moe"
 KINDS = {kind: kind for kind in (FULL, SLIDING, CHUNKED, LINEAR, MLP, MOE, UNTURNED, BOTH)}
-KINDS |= {"attention": FULL, "mamba": LINEAR, "conv": LINEAR, "indexed_attention": FULL}
+KINDS |= {"attention": FULL, "mamba": LINEAR, "conv": LINEAR}
+KINDS |= dict.fromkeys(("indexed_attention", "deepseek_sparse_attention"), FULL)
 """Names of kinds of layers there -> here."""
 
 
@@ -183,7 +184,7 @@ class MixerReader:
             return said
         if said == "query_pre_attn_scalar":
             return float(self.fields.positive(said, 256) ** -0.5)
-        return self.fields.positive(said, 1.0)
+        return self.fields.positive(said) if self.fields.has(said) else 0.0
 
     def _tuned(self, kind: str) -> tuple[float, ...]:
         fields = self.fields
@@ -205,11 +206,9 @@ class MixerReader:
         rank = fields.count("q_lora_rank") if fields.has("q_lora_rank") else 0
         indexer = None
         if own.indexed:
-            if "shared" in fields.listed("indexer_types"):
-                raise fields.wrong("indexer_types", "layers that share an indexer are not supported")
             heads, size, most = (fields.count(f"index_{n}") for n in ("n_heads", "head_dim", "topk"))
             indexer = forms.Indexer(heads, size, most, turned)
-        positions = rotary(fields, turned, self.training.length)
+        positions = replace(rotary(fields, turned, self.training.length), turned=0)  # a share of a whole head
         return forms.ScaledLatentAttention(
             Dim("heads", fields.count("num_attention_heads")),
             Dim("d_kv", fields.count("qk_nope_head_dim", 128)),
@@ -222,6 +221,7 @@ class MixerReader:
             d_v=Dim("d_v", fields.count("v_head_dim", 128)),
             positions=positions,
             times=magnitude(inner.number("factor", 1.0), all_dims) ** 2 if all_dims else 1.0,
+            tuned=self._tuned(FULL),
             indexer=indexer,
         )
 

@@ -112,7 +112,7 @@ def rotary(
     share = inner.number("partial_rotary_factor", fields.number("partial_rotary_factor", partial))
     fields.raw("original_max_position_embeddings")
     # One position per token: text; transformers reads attention_factor, not attn_factor.
-    inner.skip("attn_factor", "mrope_section", "mrope_interleaved")
+    inner.skip("attn_factor", "mrope_section", "mrope_interleaved", "interleaved")
     said = "type" if inner.raw("rope_type") is None and inner.raw("type") is not None else "rope_type"
     inner.raw("type")
     if inner.raw(said) == "dynamic" and "alpha" in fields.known and inner.number("alpha"):
@@ -188,7 +188,7 @@ def _original(inner: Fields, fields: Fields) -> int:
 
 
 _KINDS: dict[str, Callable[[Fields, float, Fields], nn.Rotary]] = {
-    **dict.fromkeys(("default", "longrope", "proportional"), _default),
+    **dict.fromkeys(("default", "longrope", "mrope", "proportional"), _default),
     "linear": lambda inner, base, fields: Linear(base, inner.positive("factor")),
     "llama3": lambda inner, base, fields: Llama3(
         base,
