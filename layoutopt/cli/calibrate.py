@@ -8,21 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from layoutopt.cli import options
 from layoutopt.cli.calibrate_tpu import for_tpu
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.job import ALONE, Job
-from layoutopt.cli.options import (
-    OUTPUT,
-    THIS_MACHINE,
-    EngineName,
-    EngineOption,
-    MeshOption,
-    Output,
-    check_out,
-    examples,
-    path_option,
-    read_mesh,
-)
 from layoutopt.cli.progress import StepProgress
 from layoutopt.cli.running import Session, kept
 from layoutopt.cli.terminal import Terminal, facts
@@ -32,7 +21,7 @@ if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from mesh_tf_core import Mesh
 
-EXAMPLES = examples(
+EXAMPLES = options.examples(
     "layoutopt calibrate",
     'layoutopt calibrate --mesh "data:2;model:2" --thorough --out build/mine.json',
     'layoutopt launch -n 2 -- calibrate --mesh "data:2;model:2" --out build/two.json',
@@ -43,7 +32,7 @@ DEFAULT_MESH = "data:2;model:4"
 
 @grouped
 def calibrate(
-    mesh: MeshOption = None,
+    mesh: options.MeshOption = None,
     thorough: Annotated[
         bool,
         typer.Option("--thorough", help="Measure more sizes, with more repetitions (takes a few minutes)."),
@@ -67,15 +56,15 @@ def calibrate(
     ] = False,
     out: Annotated[
         Path | None,
-        path_option(
+        options.path_option(
             "PROFILE.json",
             "Write the profile to this file.",
             show_default="the cached profile of cpu-local; with --target, no file",
         ),
     ] = None,
-    engine: EngineOption = EngineName.auto,
+    engine: options.EngineOption = options.EngineName.auto,
     job: Job = ALONE,
-    output: Output = OUTPUT,
+    output: options.Output = options.OUTPUT,
 ) -> None:
     """Fit a hardware profile to measurements of this machine, or to the TPU compiler's estimates."""
     from mesh_tf_core import UserError
@@ -98,15 +87,15 @@ def calibrate(
         raise UserError("--refresh needs a TPU to compile for; add --target, e.g. --target tpu-v5e")
     if not job.several and out is None and (kind := chosen(engine)) != "local":
         raise UserError(
-            f"the profile {THIS_MACHINE} describes the engine local, but this run measures the engine "
-            f"{kind}; write the profile to another file with --out PROFILE.json"
+            f"the profile {options.THIS_MACHINE} describes the engine local, but this run measures the "
+            f"engine {kind}; write the profile to another file with --out PROFILE.json"
         )
     if job.several and out is None:
         raise UserError(
-            f"the profile {THIS_MACHINE} describes one process, but --cluster measures several; write "
-            "the profile to another file with --out PROFILE.json"
+            f"the profile {options.THIS_MACHINE} describes one process, but --cluster measures several; "
+            "write the profile to another file with --out PROFILE.json"
         )
-    where = read_mesh(DEFAULT_MESH if mesh is None else mesh)
+    where = options.read_mesh(DEFAULT_MESH if mesh is None else mesh)
     with job.open(engine, output) as session:
         if session.cluster is not None:
             # First of all: what fails then ends the others too.
@@ -123,8 +112,8 @@ def _this_machine(session: Session, mesh: Mesh, thorough: bool, out: Path | None
     from layoutopt.plan.hardware_results import CalibrateResult
 
     terminal = session.terminal
-    target = out or made_profiles_directory() / f"{THIS_MACHINE}.json"
-    check_out(target)
+    target = out or made_profiles_directory() / f"{options.THIS_MACHINE}.json"
+    options.check_out(target)
     # A pipe has no folder for what was measured so far.
     is_file = target.is_file() or not target.exists()
     partial = target.with_name(f"{target.stem}.partial.json") if is_file else None
@@ -136,7 +125,7 @@ def _this_machine(session: Session, mesh: Mesh, thorough: bool, out: Path | None
         terminal.result(CalibrateResult(profile=str(target), **_summary(content)))
         if not terminal.as_json:
             _show(terminal, profile_of(content, target), content)
-    used = f"--hardware {out}" if out is not None else f"--hardware {THIS_MACHINE}, the default,"
+    used = f"--hardware {out}" if out is not None else f"--hardware {options.THIS_MACHINE}, the default,"
     terminal.say(f"{used} now uses this profile")
 
 

@@ -7,28 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layoutopt.cli import options
 from layoutopt.cli.allowed import Allowed, MaxAxesOption, OnMesh
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.learn import write_candidates
-from layoutopt.cli.options import (
-    ON,
-    OUTPUT,
-    DevicesOption,
-    MemoryOption,
-    MeshOption,
-    ModelArgument,
-    OnHardware,
-    Output,
-    SetOption,
-    TimeLimitOption,
-    check_out,
-    examples,
-    in_time,
-    path_option,
-    read_memory,
-    read_mesh,
-    time_limited,
-)
 from layoutopt.cli.terminal import facts
 from layoutopt.cli.ways import is_choice
 from layoutopt.plan.units import percent
@@ -37,7 +19,7 @@ from reports.views.view import RULES, SECONDS, WHOLE, Column, View
 if TYPE_CHECKING:
     from layoutopt.api.comparing import LayoutCandidates
 
-EXAMPLES = examples(
+EXAMPLES = options.examples(
     "layoutopt candidates examples/transformer_lm.py --devices 8 --hardware h100 --framework torch",
     'layoutopt candidates examples/mlp.py --mesh "data:4" --hardware tpu-v5e -n 3 --json',
 )
@@ -45,37 +27,39 @@ EXAMPLES = examples(
 
 @grouped
 def candidates(
-    model: ModelArgument,
+    model: options.ModelArgument,
     number: Annotated[int, typer.Option("-n", "--number", metavar="N", help="Most layouts to list.")] = 4,
-    mesh: MeshOption = None,
-    devices: DevicesOption = None,
+    mesh: options.MeshOption = None,
+    devices: options.DevicesOption = None,
     max_axes: MaxAxesOption = 2,
-    settings: SetOption = None,
-    machine_on: OnHardware = ON,
-    memory: MemoryOption = None,
+    settings: options.SetOption = None,
+    machine_on: options.OnHardware = options.ON,
+    memory: options.MemoryOption = None,
     allowed: Allowed = OnMesh(),  # noqa: B008
-    time_limit: TimeLimitOption = None,
+    time_limit: options.TimeLimitOption = None,
     out: Annotated[
         Path | None,
-        path_option("RUNS.csv", "Write them as a table for `learn`, with step_seconds to be filled in."),
+        options.path_option(
+            "RUNS.csv", "Write them as a table for `learn`, with step_seconds to be filled in."
+        ),
     ] = None,
-    output: Output = OUTPUT,
+    output: options.Output = options.OUTPUT,
 ) -> None:
     """List the layouts worth measuring, and which of them predictions cannot tell apart."""
-    clock = time_limited(time_limit)
+    clock = options.time_limited(time_limit)
     from layoutopt.api.comparing import candidates as find
     from layoutopt.models.loading import load_model
     from mesh_tf_core.errors import UserError
 
     terminal = output.terminal
-    check_out(out, read=[model])
+    options.check_out(out, read=[model])
     if is_choice(allowed.given("--diloco")):
         raise UserError("candidates compares no --diloco settings; give one, or compare them with `search`")
     machine = machine_on.read()  # refused before anything takes time
-    limit = None if memory is None else read_memory(memory, machine)
-    on = None if mesh is None else read_mesh(mesh)
+    limit = None if memory is None else options.read_memory(memory, machine)
+    on = None if mesh is None else options.read_mesh(mesh)
     many = devices if on is None else on.devices
-    loaded = in_time(clock, model, lambda: load_model(model, settings or (), many))
+    loaded = options.in_time(clock, model, lambda: load_model(model, settings or (), many))
     with terminal.waiting(f"searching {loaded.model.name}"):
         found = find(
             loaded.model,

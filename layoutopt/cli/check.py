@@ -7,21 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layoutopt.cli import options
 from layoutopt.cli.given import UNDECIDED, ByHand, read_source
 from layoutopt.cli.grouped import grouped
-from layoutopt.cli.options import (
-    OUTPUT,
-    THIS_MACHINE,
-    FrameworkOption,
-    LayoutOption,
-    MeshOption,
-    Output,
-    SetHardwareOption,
-    SetOption,
-    examples,
-    hardware_option,
-    read_hardware,
-)
 from layoutopt.cli.plans import ModelOption, SourceArgument, machine_of_plan
 from layoutopt.cli.terminal import BAD, FITS, facts
 from layoutopt.cli.units import parse_bytes, parse_seconds
@@ -33,7 +21,7 @@ if TYPE_CHECKING:
     from layoutopt.plan.layout_results import CheckedBound
     from mesh_tf_core.model import Model
 
-EXAMPLES = examples(
+EXAMPLES = options.examples(
     "layoutopt check plan.json --max-memory 90%",
     "layoutopt check plan.json --max-step 1.05x=baseline.json",
     'layoutopt check examples/transformer_lm.py --mesh "data:8" --layout "batch:data" --hardware tpu-v5e '
@@ -48,18 +36,19 @@ class OnPlannedHardware:
     """The hardware and the software of a plan, unless others are named."""
 
     hardware: Annotated[
-        str | None, hardware_option(show_default=f"the plan's; of a model {THIS_MACHINE}")
+        str | None, options.hardware_option(show_default=f"the plan's; of a model {options.THIS_MACHINE}")
     ] = None
-    set_hardware: SetHardwareOption = None
-    framework: FrameworkOption = None
+    set_hardware: options.SetHardwareOption = None
+    framework: options.FrameworkOption = None
 
     def read(self, model: Model, plan: Plan | None) -> Hardware:
         """The hardware under a framework; the plan's, or the model's own, where none is named."""
         if plan is None:
-            return read_hardware(self.hardware or THIS_MACHINE, self.set_hardware, self.framework, model)
+            named = self.hardware or options.THIS_MACHINE
+            return options.read_hardware(named, self.set_hardware, self.framework, model)
         if self.hardware is None:
             return machine_of_plan(plan, self.set_hardware, self.framework)
-        return read_hardware(self.hardware, self.set_hardware, self.framework or plan.data.framework)
+        return options.read_hardware(self.hardware, self.set_hardware, self.framework or plan.data.framework)
 
 
 ON_PLANNED = OnPlannedHardware()
@@ -85,13 +74,13 @@ def check(
             show_default="none",
         ),
     ] = None,
-    mesh: MeshOption = None,
-    layout: LayoutOption = None,
+    mesh: options.MeshOption = None,
+    layout: options.LayoutOption = None,
     decided: ByHand = UNDECIDED,
-    settings: SetOption = None,
+    settings: options.SetOption = None,
     machine_on: OnPlannedHardware = ON_PLANNED,
     model: ModelOption = None,
-    output: Output = OUTPUT,
+    output: options.Output = options.OUTPUT,
 ) -> None:
     """Check bounds on a plan's or layout's step time and memory; exit code 6 if one is broken."""
     from layoutopt.api.pricing import cost
@@ -131,8 +120,8 @@ def check(
         terminal.show(facts([*rows, *((each.name, _words(each)) for each in bounds)], colours))
     if broken:
         said = ", ".join(f"{each.name} {_words(each)}" for each in broken)
-        options = [f"--max-{each.name}" for each in broken if each.name != HOST]
-        more = f", or raise {' and '.join(options)}" if options else ""
+        raised = [f"--max-{each.name}" for each in broken if each.name != HOST]
+        more = f", or raise {' and '.join(raised)}" if raised else ""
         raise BrokenBoundError(f"{source}: {said}; choose another layout{more}")
 
 

@@ -5,23 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from layoutopt.cli import options
 from layoutopt.cli.given import UNDECIDED, ByHand
 from layoutopt.cli.grouped import grouped
-from layoutopt.cli.options import (
-    ON,
-    OUTPUT,
-    THIS_MACHINE,
-    LayoutOption,
-    LinesOption,
-    MemoryOption,
-    MeshOption,
-    ModelArgument,
-    OnHardware,
-    Output,
-    SetOption,
-    examples,
-    read_memory,
-)
 from layoutopt.cli.terminal import BAD, FITS, Terminal, facts, layout_text
 from layoutopt.cli.training_cost import PriceOption, TokensOption, read_prices, read_tokens
 from layoutopt.plan.units import seconds_text, used_text
@@ -34,7 +20,7 @@ if TYPE_CHECKING:
     from layoutopt.plan.results import CostLine
     from layoutopt.plan.training import TrainingForecast
 
-EXAMPLES = examples(
+EXAMPLES = options.examples(
     'layoutopt cost examples/transformer_lm.py --mesh "data:2;model:4" --layout "batch:data;d_ff:model"',
     'layoutopt cost examples/transformer_lm.py --set layers=48 --mesh "data:16;model:32" '
     '--layout "batch:data;heads:model;d_ff:model;vocab:model" --hardware tpu-v2 --json',
@@ -43,17 +29,17 @@ EXAMPLES = examples(
 
 @grouped
 def cost(
-    model: ModelArgument,
-    mesh: MeshOption = None,
-    layout: LayoutOption = None,
+    model: options.ModelArgument,
+    mesh: options.MeshOption = None,
+    layout: options.LayoutOption = None,
     decided: ByHand = UNDECIDED,
-    settings: SetOption = None,
-    machine_on: OnHardware = ON,
-    memory: MemoryOption = None,
+    settings: options.SetOption = None,
+    machine_on: options.OnHardware = options.ON,
+    memory: options.MemoryOption = None,
     tokens: TokensOption = None,
     price: PriceOption = None,
-    lines: LinesOption = False,
-    output: Output = OUTPUT,
+    lines: options.LinesOption = False,
+    output: options.Output = options.OUTPUT,
 ) -> None:
     """Predict a layout's step time by operation, axis and phase, and its peak memory."""
     from costmodels.frameworks import DEFAULT
@@ -61,7 +47,7 @@ def cost(
 
     terminal = output.terminal
     machine = machine_on.read()  # refused before anything takes time
-    limit = read_memory(memory, machine)
+    limit = options.read_memory(memory, machine)
     count, prices = read_tokens(tokens), read_prices(price or (), [machine.name])
     loaded, given = decided.load(model, settings, mesh, layout)
     machine = machine_on.read(loaded.model)
@@ -77,12 +63,12 @@ def cost(
     )
     of, notes = found.evaluation, list(found.notes)
     opened = opened_lines(of) if lines else []
-    if given.plan is not None and machine_on.hardware == THIS_MACHINE != given.plan.data.hardware:
+    if given.plan is not None and machine_on.hardware == options.THIS_MACHINE != given.plan.data.hardware:
         its, software = given.plan.data.hardware, given.plan.data.framework
         its += f" --framework {software}" if software not in (None, DEFAULT) else ""
         notes.append(
-            f"the plan is for {given.plan.data.hardware}, but this prediction is for {THIS_MACHINE}; add "
-            f"--hardware {its} to predict for the plan's hardware"
+            f"the plan is for {given.plan.data.hardware}, but this prediction is for {options.THIS_MACHINE}; "
+            f"add --hardware {its} to predict for the plan's hardware"
         )
     more: dict[str, Any] = {"notes": notes} if notes else {}
     terminal.result(found.data.model_copy(update=more | ({"lines": opened} if lines else {})))

@@ -7,22 +7,13 @@ from typing import Annotated
 
 import typer
 
+from layoutopt.cli import options
 from layoutopt.cli.grouped import grouped
-from layoutopt.cli.options import (
-    OUTPUT,
-    FrameworkOption,
-    Output,
-    TimeLimitOption,
-    check_out,
-    examples,
-    path_option,
-    time_limited,
-)
 from layoutopt.cli.plans import ModelOption, PlanArgument, open_plan
 from layoutopt.cli.progress import StepProgress
 from layoutopt.space.option import listed as listed_options
 
-EXAMPLES = examples(
+EXAMPLES = options.examples(
     "layoutopt explain plan.json",
     'layoutopt explain plan.json --against "batch:data+model" --pin "batch:none" --json',
     "layoutopt explain plan.json --without all",
@@ -75,7 +66,7 @@ def explain(
     ] = False,
     out: Annotated[
         Path | None,
-        path_option(
+        options.path_option(
             "PLAN.json",
             (
                 "Write the plan to this file with the results of --sensitivity and --check, which "
@@ -84,18 +75,18 @@ def explain(
         ),
     ] = None,
     model: ModelOption = None,
-    framework: FrameworkOption = None,
-    time_limit: TimeLimitOption = None,
-    output: Output = OUTPUT,
+    framework: options.FrameworkOption = None,
+    time_limit: options.TimeLimitOption = None,
+    output: options.Output = options.OUTPUT,
 ) -> None:
     """Explain a plan: what each split saves, which limit binds, and what a pin costs."""
     from layoutopt.api.explaining import explain as explained
     from layoutopt.api.explaining import with_found
     from mesh_tf_core.errors import UserError
 
-    clock = time_limited(time_limit)
+    clock = options.time_limited(time_limit)
     terminal = output.terminal
-    check_out(out, read=[model])
+    options.check_out(out, read=[model])
     planned = open_plan(plan, model, framework=framework)
     with StepProgress(terminal, "searching", 1) as bar:
         found = explained(

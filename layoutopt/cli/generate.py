@@ -13,21 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from layoutopt.cli import options
 from layoutopt.cli.given import UNDECIDED, GivenOptions
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.job import ALONE, Job
-from layoutopt.cli.options import (
-    OUTPUT,
-    EngineName,
-    EngineOption,
-    LayoutOption,
-    MeshOption,
-    ModelArgument,
-    Output,
-    SetOption,
-    checkpoint_option,
-    examples,
-)
 from layoutopt.cli.plans import is_plan
 from layoutopt.cli.running import Session, restored
 from layoutopt.cli.terminal import Terminal
@@ -39,7 +28,7 @@ if TYPE_CHECKING:
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.results import Continuation, Continued
 
-EXAMPLES = examples(
+EXAMPLES = options.examples(
     'layoutopt generate examples/transformer_lm.py --checkpoint build/run --prompt "def main("',
     'layoutopt generate examples/transformer_lm.py --checkpoint build/run --prompt "import " --set beams=4 '
     '--mesh "data:2;model:2" --layout "beam:data;heads:model" --json',
@@ -49,18 +38,20 @@ ONE_DEVICE = "device:1"
 
 @grouped
 def generate(
-    model: ModelArgument,
-    checkpoint: Annotated[Path, checkpoint_option("Checkpoint folder, written by `train --checkpoint`.")],
+    model: options.ModelArgument,
+    checkpoint: Annotated[
+        Path, options.checkpoint_option("Checkpoint folder, written by `train --checkpoint`.")
+    ],
     prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="Text to continue (repeatable).")],
-    mesh: MeshOption = None,
-    layout: LayoutOption = None,
-    settings: SetOption = None,
+    mesh: options.MeshOption = None,
+    layout: options.LayoutOption = None,
+    settings: options.SetOption = None,
     seed: Annotated[
         int, typer.Option(min=-(2**31), max=2**31 - 1, help="Random seed, for models that sample.")
     ] = 0,
-    engine: EngineOption = EngineName.auto,
+    engine: options.EngineOption = options.EngineName.auto,
     job: Job = ALONE,
-    output: Output = OUTPUT,
+    output: options.Output = options.OUTPUT,
 ) -> None:
     """Continue prompts with a trained model, under any layout."""
     from layoutopt.plan.build import axes_of, model_info

@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layoutopt.cli.options import (
-    FrameworkOption,
-    JsonOption,
-    SetHardwareOption,
-    complete_hardware,
-    examples,
-    read_hardware,
-)
+from layoutopt.cli import options
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.plan.units import bytes_text, rate_text
 from reports.views.view import BYTES, Column, Kind, View
@@ -22,7 +15,9 @@ from reports.views.view import BYTES, Column, Kind, View
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
 
-EXAMPLES = examples("layoutopt hardware", "layoutopt hardware tpu-v5e", "layoutopt hardware h100 --json")
+EXAMPLES = options.examples(
+    "layoutopt hardware", "layoutopt hardware tpu-v5e", "layoutopt hardware h100 --json"
+)
 
 
 def hardware(
@@ -31,26 +26,26 @@ def hardware(
         typer.Argument(
             metavar="[NAME_OR_FILE]",
             help="Name of a preset, or a profile file, to show.",
-            autocompletion=complete_hardware,
+            autocompletion=options.complete_hardware,
         ),
     ] = None,
-    set_hardware: SetHardwareOption = None,
-    framework: FrameworkOption = None,
-    as_json: JsonOption = False,
+    set_hardware: options.SetHardwareOption = None,
+    framework: options.FrameworkOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """List the hardware presets, or show one with the source of each number."""
     terminal = Terminal(as_json)
     if name is None:
         _list(terminal)
     else:
-        _one(terminal, read_hardware(name, set_hardware, framework))
+        _one(terminal, options.read_hardware(name, set_hardware, framework))
 
 
 def _list(terminal: Terminal) -> None:
     from costmodels.hardware import hardware_names
     from layoutopt.plan.hardware_results import HardwareList, HardwareSummary
 
-    machines = [read_hardware(name) for name in hardware_names()]
+    machines = [options.read_hardware(name) for name in hardware_names()]
     terminal.result(HardwareList(hardware=[HardwareSummary(**_summary(m)) for m in machines]))
     columns = (
         Column("name", "name"),

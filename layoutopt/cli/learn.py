@@ -17,19 +17,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layoutopt.cli import options
 from layoutopt.cli.given import UNDECIDED, read_source
 from layoutopt.cli.grouped import grouped
-from layoutopt.cli.options import (
-    LONGEST,
-    ON,
-    OUTPUT,
-    THIS_MACHINE,
-    OnHardware,
-    Output,
-    check_out,
-    examples,
-    path_option,
-)
 from layoutopt.cli.terminal import facts
 from layoutopt.plan.units import mesh_option, percent
 from layoutopt.space.option import listed
@@ -44,7 +34,7 @@ if TYPE_CHECKING:
     from layoutopt.api.pricing import PricedLayout
     from mesh_tf_core.model import Model
 
-EXAMPLES = examples(
+EXAMPLES = options.examples(
     "layoutopt learn runs.csv --hardware h100 --framework torch --out mine.json",
 )
 SECONDS = "step_seconds"
@@ -66,11 +56,12 @@ def learn(
             f"layout, {', '.join(OPTIONS)}, as `cost` takes them. `candidates --out` writes such a file.",
         ),
     ],
-    machine_on: OnHardware = ON,
+    machine_on: options.OnHardware = options.ON,
     out: Annotated[
-        Path | None, path_option("FILE.json", "Write the framework to this file, for --framework FILE.json.")
+        Path | None,
+        options.path_option("FILE.json", "Write the framework to this file, for --framework FILE.json."),
     ] = None,
-    output: Output = OUTPUT,
+    output: options.Output = options.OUTPUT,
 ) -> None:
     """Fit a framework's constants to runs that you measured."""
     from costmodels.frameworks import load_framework
@@ -78,7 +69,7 @@ def learn(
     from mesh_tf_core.errors import UserError
 
     base = load_framework(machine_on.framework).file if machine_on.framework else ""
-    check_out(out, read=[runs, base or None])
+    options.check_out(out, read=[runs, base or None])
     if _named(machine_on):
         machine_on.read()  # refused before anything takes time
     terminal, lines = output.terminal, [*read_runs(runs)]
@@ -134,7 +125,7 @@ def _asked(line: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(line.get(name, "") for name in ASKED)
 
 
-def _priced(line: Mapping[str, str], machine_on: OnHardware, where: str) -> PricedLayout:
+def _priced(line: Mapping[str, str], machine_on: options.OnHardware, where: str) -> PricedLayout:
     """The layout of a line, predicted."""
     from layoutopt.api.pricing import cost
     from mesh_tf_core.errors import UserError
@@ -150,11 +141,11 @@ def _priced(line: Mapping[str, str], machine_on: OnHardware, where: str) -> Pric
         raise UserError(f"{where}: {error}") from None
 
 
-def _named(asked: OnHardware) -> bool:
-    return asked.hardware != THIS_MACHINE or bool(asked.set_hardware)
+def _named(asked: options.OnHardware) -> bool:
+    return asked.hardware != options.THIS_MACHINE or bool(asked.set_hardware)
 
 
-def _machine(line: Mapping[str, str], asked: OnHardware, model: Model) -> Hardware:
+def _machine(line: Mapping[str, str], asked: options.OnHardware, model: Model) -> Hardware:
     """What a run is predicted for: as asked, else as its line says; UserError if these differ."""
     from mesh_tf_core.errors import UserError
 
@@ -175,7 +166,7 @@ def _number(text: str, where: str) -> float:
     from mesh_tf_core.errors import UserError
 
     with contextlib.suppress(ValueError):
-        if "_" not in text and 0 < (found := float(text)) < LONGEST:
+        if "_" not in text and 0 < (found := float(text)) < options.LONGEST:
             return found
     raise UserError(f"{where}: {SECONDS} {shorten(text, 40)!r} is not a positive number, e.g. 1.25")
 

@@ -8,21 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from layoutopt.cli import options
 from layoutopt.cli.cost import show_doubts
 from layoutopt.cli.given import UNDECIDED, ByHand, GivenOptions
 from layoutopt.cli.grouped import grouped
-from layoutopt.cli.options import (
-    ON,
-    OUTPUT,
-    LayoutOption,
-    MeshOption,
-    ModelArgument,
-    OnHardware,
-    Output,
-    SetOption,
-    examples,
-    read_mesh,
-)
 from layoutopt.cli.plans import load_with_plan
 from layoutopt.cli.terminal import FITS, facts, layout_text
 from layoutopt.plan.units import seconds_text, used_text
@@ -33,7 +22,7 @@ if TYPE_CHECKING:
     from layoutopt.models.loading import Loaded
     from mesh_tf_core import Options
 
-EXAMPLES = examples(
+EXAMPLES = options.examples(
     'layoutopt lint examples/transformer_lm.py --mesh "data:2;model:4" --layout "batch:data;d_ff:model"',
     'layoutopt lint train.py --mesh "data:8"',
 )
@@ -41,12 +30,12 @@ EXAMPLES = examples(
 
 @grouped
 def lint(
-    model: ModelArgument,
-    mesh: MeshOption = None,
-    layout: LayoutOption = None,
+    model: options.ModelArgument,
+    mesh: options.MeshOption = None,
+    layout: options.LayoutOption = None,
     decided: ByHand = UNDECIDED,
-    settings: SetOption = None,
-    machine_on: OnHardware = ON,
+    settings: options.SetOption = None,
+    machine_on: options.OnHardware = options.ON,
     time_limit: Annotated[
         float,
         typer.Option(
@@ -56,7 +45,7 @@ def lint(
             help="Stop the search for the best layout after this many seconds.",
         ),
     ] = 60.0,
-    output: Output = OUTPUT,
+    output: options.Output = options.OUTPUT,
 ) -> None:
     """Find likely mistakes in a layout, or in your own shardings, and predict their cost."""
     from layoutopt.api.pricing import lint as linted
@@ -119,13 +108,13 @@ def _text(given: GivenOptions, pipeline: Mapping[str, int]) -> str:
 
 
 def own_shardings(
-    loaded: Loaded, mesh: str | None, options: Options
+    loaded: Loaded, mesh: str | None, besides: Options
 ) -> tuple[GivenOptions, list[UnlikeArray]]:
     """The results of the file's `shardings()`, (PartitionSpecs of parameters, of the batch), and the arrays
     that lie otherwise than operations read them.
 
     Args:
-      options: what else is decided; a parameter that its sharding stores split is stored so all the same.
+      besides: what else is decided; a parameter that its sharding stores split is stored so all the same.
 
     Raises:
       UserError: a model that is not from JAX, or shardings that do not fit it.
@@ -146,6 +135,6 @@ def own_shardings(
     if not isinstance(said, tuple) or len(said) != 2:
         kind = f"a tuple of length {len(said)}" if isinstance(said, tuple) else type(said).__name__
         raise UserError(f"{loaded.source}: shardings() must return {front.said}, but returned {kind}")
-    chosen = read_mesh(mesh)
-    found = front.written()(model, chosen, *said, options)
+    chosen = options.read_mesh(mesh)
+    found = front.written()(model, chosen, *said, besides)
     return GivenOptions(chosen, found.layout, found.options), found.unlike

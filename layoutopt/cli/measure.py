@@ -8,24 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layoutopt.cli import options
 from layoutopt.cli.given import UNDECIDED, ByHand, GivenOptions
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.job import ALONE, Job
-from layoutopt.cli.options import (
-    OUTPUT,
-    THIS_MACHINE,
-    EngineName,
-    EngineOption,
-    LayoutOption,
-    MeshOption,
-    ModelArgument,
-    Output,
-    RunsOnOption,
-    SetHardwareOption,
-    SetOption,
-    examples,
-    read_hardware,
-)
 from layoutopt.cli.progress import StepProgress
 from layoutopt.cli.running import COMPILING, Session, Timed, batches, items_of, machine_of_run, timed_steps
 from layoutopt.cli.terminal import Terminal, facts, layout_text
@@ -37,7 +23,7 @@ if TYPE_CHECKING:
     from layoutopt.optimize.evaluation import Evaluation
     from mesh_tf_core.training import Trainer
 
-EXAMPLES = examples(
+EXAMPLES = options.examples(
     'layoutopt measure examples/mlp.py --mesh "data:4" --layout "batch:data" --steps 20',
     'layoutopt measure examples/transformer_lm.py --mesh "data:2;model:4" --layout "d_ff:model" --json',
 )
@@ -48,26 +34,26 @@ BATCHES = 100
 
 @grouped
 def measure(
-    model: ModelArgument,
-    mesh: MeshOption = None,
-    layout: LayoutOption = None,
+    model: options.ModelArgument,
+    mesh: options.MeshOption = None,
+    layout: options.LayoutOption = None,
     decided: ByHand = UNDECIDED,
-    settings: SetOption = None,
+    settings: options.SetOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of steps to time.")] = 10,
     warm_up: Annotated[int, typer.Option(min=1, help="Number of warm-up steps, which are not timed.")] = 2,
     trace: TraceOption = None,
-    hardware: RunsOnOption = None,
-    set_hardware: SetHardwareOption = None,
-    engine: EngineOption = EngineName.auto,
+    hardware: options.RunsOnOption = None,
+    set_hardware: options.SetHardwareOption = None,
+    engine: options.EngineOption = options.EngineName.auto,
     job: Job = ALONE,
-    output: Output = OUTPUT,
+    output: options.Output = options.OUTPUT,
 ) -> None:
     """Time a layout's step on this machine and count the bytes that devices send."""
     from layoutopt.analysis.difference import difference_notes
     from layoutopt.plan.build import axes_of, refined_of
     from layoutopt.plan.results import MeasureResult
 
-    read_hardware(hardware or THIS_MACHINE, set_hardware)  # refused before anything takes time
+    options.read_hardware(hardware or options.THIS_MACHINE, set_hardware)  # refused before it takes time
     with job.open(engine, output) as session:
         terminal, traced = session.terminal, Trace(session, trace)
         loaded = session.load(model, settings, mesh, layout)

@@ -8,30 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
+from layoutopt.cli import options
 from layoutopt.cli.again import command_line
 from layoutopt.cli.allowed import Allowed, MaxAxesOption, OnMesh
 from layoutopt.cli.defaults import START
 from layoutopt.cli.exits import tell
 from layoutopt.cli.grouped import grouped
-from layoutopt.cli.options import (
-    ON,
-    OUTPUT,
-    DevicesOption,
-    MemoryOption,
-    MeshOption,
-    ModelArgument,
-    OnHardware,
-    Output,
-    SetOption,
-    TimeLimitOption,
-    check_out,
-    examples,
-    in_time,
-    path_option,
-    read_memory,
-    read_mesh,
-    time_limited,
-)
 from layoutopt.cli.progress import Bounds
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.training_cost import PriceOption, TokensOption, read_prices, read_tokens, training_cost
@@ -49,7 +31,7 @@ if TYPE_CHECKING:
     from layoutopt.plan.build import Plan
     from mesh_tf_core.errors import NoLayoutError
 
-EXAMPLES = examples(
+EXAMPLES = options.examples(
     'layoutopt search examples/transformer_lm.py --mesh "data:2;model:4" --out plan.json',
     "layoutopt search examples/transformer_lm.py --devices 512 --hardware tpu-v2 --set batch=512",
     'layoutopt search examples/mlp.py --mesh "data:4" --objective memory --pin "batch:data" --top 3 --json',
@@ -62,13 +44,13 @@ DETAILED = 1.35
 @grouped
 def search(
     typed: typer.Context,
-    model: ModelArgument,
-    mesh: MeshOption = None,
-    devices: DevicesOption = None,
+    model: options.ModelArgument,
+    mesh: options.MeshOption = None,
+    devices: options.DevicesOption = None,
     max_axes: MaxAxesOption = 2,
-    settings: SetOption = None,
-    machine_on: OnHardware = ON,
-    memory: MemoryOption = None,
+    settings: options.SetOption = None,
+    machine_on: options.OnHardware = options.ON,
+    memory: options.MemoryOption = None,
     objective: Annotated[
         Objective,
         typer.Option(
@@ -81,13 +63,15 @@ def search(
     top: Annotated[int, typer.Option(metavar="K", help="List the K best layouts.")] = 1,
     tokens: TokensOption = None,
     price: PriceOption = None,
-    time_limit: TimeLimitOption = None,
-    out: Annotated[Path | None, path_option("PLAN.json", "Write the plan to this file.")] = None,
-    report: Annotated[Path | None, path_option("FILE.html", "Write an HTML report to this file.")] = None,
-    output: Output = OUTPUT,
+    time_limit: options.TimeLimitOption = None,
+    out: Annotated[Path | None, options.path_option("PLAN.json", "Write the plan to this file.")] = None,
+    report: Annotated[
+        Path | None, options.path_option("FILE.html", "Write an HTML report to this file.")
+    ] = None,
+    output: options.Output = options.OUTPUT,
 ) -> None:
     """Find the best layout of a model, prove that it is optimal, and show it with its alternatives."""
-    clock = time_limited(time_limit)  # of all that this command does
+    clock = options.time_limited(time_limit)  # of all that this command does
     from costmodels.hardware import with_settings
     from layoutopt.models.loading import load_model
     from layoutopt.optimize.entry import search as find
@@ -95,14 +79,14 @@ def search(
     from mesh_tf_core.errors import NoLayoutError
 
     terminal = output.terminal
-    check_out(out, read=[model])
-    check_out(report, "--report", [model, out])
+    options.check_out(out, read=[model])
+    options.check_out(report, "--report", [model, out])
     machine = machine_on.read()  # refused before anything takes time
-    limit = read_memory(memory, machine)
+    limit = options.read_memory(memory, machine)
     count, prices = read_tokens(tokens), read_prices(price or (), [machine.name])
-    on = None if mesh is None else read_mesh(mesh)
+    on = None if mesh is None else options.read_mesh(mesh)
     many = devices if on is None else on.devices
-    loaded = in_time(clock, model, lambda: load_model(model, settings or (), many))
+    loaded = options.in_time(clock, model, lambda: load_model(model, settings or (), many))
     check_tokens(count, loaded.model.tokens)
     machine = machine_on.read(loaded.model)
     where: dict[str, Any] = {"mesh": on, "devices": devices, "max_axes": max_axes, "hardware": machine}

@@ -9,26 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from layoutopt.cli import options
 from layoutopt.cli.allowed import Allowed, MaxAxesOption, OnAnyMesh
 from layoutopt.cli.grouped import grouped
-from layoutopt.cli.options import (
-    OUTPUT,
-    THIS_MACHINE,
-    FrameworkOption,
-    HardwaresOption,
-    MemoryOption,
-    ModelArgument,
-    Output,
-    SetHardwareOption,
-    SetOption,
-    TimeLimitOption,
-    check_out,
-    examples,
-    in_time,
-    path_option,
-    read_hardware,
-    time_limited,
-)
 from layoutopt.cli.progress import StepProgress
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.training_cost import PriceOption, read_prices
@@ -37,7 +20,7 @@ from layoutopt.cli.units import parse_bytes, parse_count
 if TYPE_CHECKING:
     from layoutopt.plan.size_results import SizeResult
 
-EXAMPLES = examples(
+EXAMPLES = options.examples(
     "layoutopt size examples/transformer_lm.py:llama3_8b --budget 1e22 --hardware tpu-v5p --devices 64",
     "layoutopt size examples/transformer_lm.py:llama3_8b --tokens 300B --hardware tpu-v5p --hardware h100 "
     "--price tpu-v5p=4.2 --price h100=3",
@@ -47,7 +30,7 @@ EXAMPLES = examples(
 
 @grouped
 def size(
-    model: ModelArgument,
+    model: options.ModelArgument,
     budget: Annotated[
         str | None, typer.Option(metavar="FLOP", help="Training compute in FLOP, e.g. 1e22.")
     ] = None,
@@ -79,7 +62,7 @@ def size(
             show_default="searched",
         ),
     ] = None,
-    hardware: HardwaresOption = None,
+    hardware: options.HardwaresOption = None,
     price: PriceOption = None,
     law: Annotated[
         str | None,
@@ -146,27 +129,29 @@ def size(
     ] = False,
     max_axes: MaxAxesOption = 2,
     allowed: Allowed = OnAnyMesh(),  # noqa: B008
-    settings: SetOption = None,
-    set_hardware: SetHardwareOption = None,
-    framework: FrameworkOption = None,
-    memory: MemoryOption = None,
-    time_limit: TimeLimitOption = None,
+    settings: options.SetOption = None,
+    set_hardware: options.SetHardwareOption = None,
+    framework: options.FrameworkOption = None,
+    memory: options.MemoryOption = None,
+    time_limit: options.TimeLimitOption = None,
     out: Annotated[
-        Path | None, path_option("PLAN.json", "Write the plan of the best size to this file.")
+        Path | None, options.path_option("PLAN.json", "Write the plan of the best size to this file.")
     ] = None,
-    report: Annotated[Path | None, path_option("FILE.html", "Write an HTML report to this file.")] = None,
-    output: Output = OUTPUT,
+    report: Annotated[
+        Path | None, options.path_option("FILE.html", "Write an HTML report to this file.")
+    ] = None,
+    output: options.Output = options.OUTPUT,
 ) -> None:
     """Choose a model size, chips and training time by scaling laws and searched layouts."""
-    clock = time_limited(time_limit)
+    clock = options.time_limited(time_limit)
     from layoutopt.importers.huggingface.configuration import OURS
     from layoutopt.models.loading import load_model
     from layoutopt.sizing.answer import USUAL
     from layoutopt.sizing.sizing import size as answer
 
     terminal = output.terminal
-    check_out(out, read=[model])
-    check_out(report, "--report", [model, out])
+    options.check_out(out, read=[model])
+    options.check_out(report, "--report", [model, out])
     asked: dict[str, Any] = {
         "budget": _count(budget, "--budget", "1e22"),
         "money": _count(money, "--money", "1e6"),
@@ -174,16 +159,16 @@ def size(
         "unique": _count(unique, "--unique", "100B"),
         "inference": _count(inference, "--inference", "1T") or 0.0,
     }
-    names = hardware or [THIS_MACHINE]
-    machines = [read_hardware(name, set_hardware, framework) for name in names]
+    names = hardware or [options.THIS_MACHINE]
+    machines = [options.read_hardware(name, set_hardware, framework) for name in names]
     prices = read_prices(price or (), [machine.name for machine in machines])
     numbers = _devices(devices or ())
     limit = None if memory is None else float(parse_bytes(memory))
     most = max(numbers, default=USUAL)
-    loaded = in_time(clock, model, lambda: load_model(model, settings or (), most))
+    loaded = options.in_time(clock, model, lambda: load_model(model, settings or (), most))
     if not numbers:  # the answer's number may be another one
         loaded.model.assumed = {n: why and OURS for n, why in loaded.model.assumed.items()}
-    machines = [read_hardware(name, set_hardware, framework, loaded.model) for name in names]
+    machines = [options.read_hardware(name, set_hardware, framework, loaded.model) for name in names]
     with StepProgress(terminal, "sizing", 1) as bar:
         found = answer(
             loaded.rebuilt,
@@ -213,7 +198,8 @@ def size(
     plan = found.plan.with_details(source=model, source_sha256=loaded.hashes())
     if not hardware and not devices:
         terminal.say(
-            f"without --hardware the answer is for {THIS_MACHINE}; compare chips with --hardware (repeatable)"
+            f"without --hardware the answer is for {options.THIS_MACHINE}; compare chips with --hardware "
+            "(repeatable)"
         )
     with terminal.saved(out, plan.save, "the plan"):
         if found.stopped:

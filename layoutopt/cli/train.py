@@ -8,25 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layoutopt.cli import options
 from layoutopt.cli.given import UNDECIDED, ByHand, GivenOptions
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.job import ALONE, Job
-from layoutopt.cli.options import (
-    OUTPUT,
-    THIS_MACHINE,
-    EngineName,
-    EngineOption,
-    MeshOption,
-    ModelArgument,
-    Output,
-    RunsOnOption,
-    SetHardwareOption,
-    SetOption,
-    checkpoint_option,
-    examples,
-    read_hardware,
-    read_mesh,
-)
 from layoutopt.cli.progress import Bounds
 from layoutopt.cli.running import Session, machine_here, machine_of_run
 from layoutopt.cli.terminal import Terminal, layout_text
@@ -41,7 +26,7 @@ if TYPE_CHECKING:
     from layoutopt.plan.build import Plan
 
 AUTO = "auto"
-EXAMPLES = examples(
+EXAMPLES = options.examples(
     'layoutopt train examples/transformer_lm.py --layout auto --mesh "data:2;model:4" --steps 200',
     "layoutopt train examples/transformer_lm.py --layout plan.json --steps 1000 --checkpoint build/run",
     'layoutopt train examples/mlp.py --layout "batch:data" --mesh "data:4" --set hidden=256 --json',
@@ -51,7 +36,7 @@ SEARCHING = "searching the layout"
 
 @grouped
 def train(
-    model: ModelArgument,
+    model: options.ModelArgument,
     layout: Annotated[
         str,
         typer.Option(
@@ -60,13 +45,13 @@ def train(
             "best layout first).",
         ),
     ] = AUTO,
-    mesh: MeshOption = None,
+    mesh: options.MeshOption = None,
     decided: ByHand = UNDECIDED,
-    settings: SetOption = None,
+    settings: options.SetOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Train up to this step.")] = 100,
     checkpoint: Annotated[
         Path | None,
-        checkpoint_option(
+        options.checkpoint_option(
             "Folder to save checkpoints in and to resume from; the layout may change in between."
         ),
     ] = None,
@@ -114,11 +99,11 @@ def train(
         ),
     ] = None,
     trace: TraceOption = None,
-    hardware: RunsOnOption = None,
-    set_hardware: SetHardwareOption = None,
-    engine: EngineOption = EngineName.auto,
+    hardware: options.RunsOnOption = None,
+    set_hardware: options.SetHardwareOption = None,
+    engine: options.EngineOption = options.EngineName.auto,
     job: Job = ALONE,
-    output: Output = OUTPUT,
+    output: options.Output = options.OUTPUT,
 ) -> None:
     """Train a model on this machine, under the best layout or your own."""
     from mesh_tf_core.errors import UserError
@@ -156,7 +141,7 @@ def train(
         if session.cluster is None:  # the others of a cluster are told
             stack.enter_context(signals.nothing_to_keep(stopped))
         try:
-            read_hardware(hardware or THIS_MACHINE, set_hardware)  # refused before anything takes time
+            options.read_hardware(hardware or options.THIS_MACHINE, set_hardware)  # refused first
             loaded = session.load(model, settings, mesh, layout)
             loaded.needed("data")  # before any work is done for it
             if layout == AUTO:
@@ -205,7 +190,7 @@ def _searched(session: Session, loaded: Loaded, machine: Hardware, mesh: str | N
 
     cluster, terminal = session.cluster, session.terminal
     count = device_count(session.engine, cluster) if mesh is None else None
-    given = read_mesh(mesh) if count is None else None
+    given = options.read_mesh(mesh) if count is None else None
     devices = count if given is None else given.devices
     assert devices is not None
 

@@ -8,23 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from layoutopt.cli import options
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.job import ALONE, Job
-from layoutopt.cli.options import (
-    ON,
-    OUTPUT,
-    EngineName,
-    EngineOption,
-    MeshOption,
-    ModelArgument,
-    OnHardware,
-    Output,
-    SetOption,
-    check_out,
-    examples,
-    path_option,
-    read_mesh,
-)
 from layoutopt.cli.progress import StepProgress
 from layoutopt.cli.running import batches
 from layoutopt.cli.terminal import Terminal, facts, plain
@@ -33,7 +19,7 @@ from reports.views.view import RULES, SECONDS, TIMES, WHOLE, Column, Kind, View
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
 
-EXAMPLES = examples(
+EXAMPLES = options.examples(
     'layoutopt validate examples/mlp.py --mesh "data:2;model:2" --layouts 6',
     'layoutopt validate examples/transformer_lm.py --mesh "data:2;model:4" --out build/validation.json',
 )
@@ -44,30 +30,30 @@ MOST = 1000
 
 @grouped
 def validate(
-    model: ModelArgument,
-    mesh: MeshOption = None,
+    model: options.ModelArgument,
+    mesh: options.MeshOption = None,
     layouts: Annotated[
         int, typer.Option(min=2, max=MOST, metavar="N", help="Number of layouts to run.")
     ] = 12,
     steps: Annotated[int, typer.Option(min=1, help="Number of timing samples per layout.")] = 7,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the random layouts.")] = 0,
-    settings: SetOption = None,
-    machine_on: OnHardware = ON,
-    engine: EngineOption = EngineName.auto,
+    settings: options.SetOption = None,
+    machine_on: options.OnHardware = options.ON,
+    engine: options.EngineOption = options.EngineName.auto,
     out: Annotated[
         Path | None,
-        path_option("FILE.json", "Write the result as JSON to this file, for `report --validation`."),
+        options.path_option("FILE.json", "Write the result as JSON to this file, for `report --validation`."),
     ] = None,
     job: Job = ALONE,
-    output: Output = OUTPUT,
+    output: options.Output = options.OUTPUT,
 ) -> None:
     """Measure several layouts on this machine and compare them with their predictions."""
     from layoutopt.api.running import validate as run
     from mesh_tf_core.files import write_file
 
-    check_out(out, read=[model])
+    options.check_out(out, read=[model])
     machine = machine_on.read()
-    devices = read_mesh(mesh)
+    devices = options.read_mesh(mesh)
     with job.open(engine, output) as session:
         terminal = session.terminal
         loaded = session.load(model, settings, mesh)

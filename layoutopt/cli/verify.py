@@ -7,22 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layoutopt.cli import options
 from layoutopt.cli.given import UNDECIDED, ByHand, GivenOptions, read_source
 from layoutopt.cli.grouped import grouped
-from layoutopt.cli.options import (
-    OUTPUT,
-    LayoutOption,
-    MeshOption,
-    Output,
-    SetOption,
-    TimeLimitOption,
-    check_out,
-    examples,
-    in_time,
-    path_option,
-    read_hardware,
-    time_limited,
-)
 from layoutopt.cli.plans import ModelOption, SourceArgument
 from layoutopt.cli.terminal import Terminal, facts, layout_text
 from layoutopt.plan.units import bytes_text, duration_text, seconds_text, times_text
@@ -33,7 +20,7 @@ if TYPE_CHECKING:
     from layoutopt.models.loading import Loaded
     from layoutopt.optimize.evaluation import Evaluation
 
-EXAMPLES = examples(
+EXAMPLES = options.examples(
     'layoutopt verify examples/transformer_lm.py --topology v5e:2x4 --mesh "data:2;model:4" '
     '--layout "batch:data;heads:model;d_ff:model;vocab:model"',
     "layoutopt verify plan.json --topology v5p:4x4x4 --json",
@@ -51,16 +38,16 @@ def verify(
             "tpu7x:2x2x1.",
         ),
     ],
-    mesh: MeshOption = None,
-    layout: LayoutOption = None,
+    mesh: options.MeshOption = None,
+    layout: options.LayoutOption = None,
     decided: ByHand = UNDECIDED,
-    settings: SetOption = None,
+    settings: options.SetOption = None,
     model: ModelOption = None,
     text: Annotated[
-        Path | None, path_option("FILE", "Write the compiled program (HLO) to this file.")
+        Path | None, options.path_option("FILE", "Write the compiled program (HLO) to this file.")
     ] = None,
-    time_limit: TimeLimitOption = None,
-    output: Output = OUTPUT,
+    time_limit: options.TimeLimitOption = None,
+    output: options.Output = options.OUTPUT,
 ) -> None:
     """Compile with the TPU compiler and compare collectives, memory and compute time with the prediction."""
     from layoutopt.analysis.verify import generation
@@ -70,14 +57,14 @@ def verify(
     from mesh_tf_core.errors import InfeasibleError, LimitError
     from mesh_tf_core.files import write_file
 
-    terminal, clock = output.terminal, time_limited(time_limit)
-    check_out(text, "--text", [source, model])
-    machine = read_hardware(generation(topology).hardware)
-    loaded, given = in_time(
+    terminal, clock = output.terminal, options.time_limited(time_limit)
+    options.check_out(text, "--text", [source, model])
+    machine = options.read_hardware(generation(topology).hardware)
+    loaded, given = options.in_time(
         clock, source, lambda: read_source(source, model, settings, mesh, layout, decided)
     )
     terminal.say("predicting the step")
-    priced = in_time(
+    priced = options.in_time(
         clock,
         source,
         lambda: cost(loaded.model, given.mesh, given.layout, machine, options=given.options),

@@ -7,18 +7,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from layoutopt.optimize.baselines import (
-    CONTEXT,
-    FSDP,
-    Baselines,
-    NamedStrategy,
-    Pinned,
-    axis_names,
-    by_name,
-    called_mesh,
-    chosen_by_name,
-    in_names,
-)
+from layoutopt.optimize import baselines
 from layoutopt.optimize.best_plans import FAR, BestPlans, StrategyAnswer
 from layoutopt.optimize.bounds import EXACT
 from layoutopt.optimize.evaluation import Evaluation
@@ -78,7 +67,7 @@ class Alternatives:
     far: list[str] = field(default_factory=list)
     none: list[str] = field(default_factory=list)
     full: bool = False
-    plans: Mapping[str, Sequence[NamedStrategy]] = field(default_factory=dict)
+    plans: Mapping[str, Sequence[baselines.NamedStrategy]] = field(default_factory=dict)
     usual: Request | None = None
 
     def look(self, searched: LayoutSearch, usual: LayoutSearch | None = None) -> None:
@@ -86,10 +75,10 @@ class Alternatives:
         request, best = self.request, self.best
         first = usual if usual and usual.incumbents.has(best.mesh, best.layout, best.options) else searched
         subproblem = first.incumbents.subproblem_of(best)
-        quick = {name: (m, x, o) for name, m, x, o in by_name(request.model, best.mesh, self.names)}
+        quick = {name: (m, x, o) for name, m, x, o in baselines.by_name(request.model, best.mesh, self.names)}
         quick = {name: own for name, own in quick.items() if searched.incumbents.may_express(*own)}
-        self.plans = plans = Baselines(request.model, best.mesh, self.shapes).plans()
-        self.none = [] if {FSDP, CONTEXT} & plans.keys() else [FSDP]
+        self.plans = plans = baselines.Baselines(request.model, best.mesh, self.shapes).plans()
+        self.none = [] if {baselines.FSDP, baselines.CONTEXT} & plans.keys() else [baselines.FSDP]
         search = BestPlans((self.usual or self.request), best.seconds)
         self.missing += dict.fromkeys([*plans, *quick, *HEURISTICS])  # until they are found
         self._with_less_memory(searched)
@@ -102,7 +91,7 @@ class Alternatives:
         for name, heuristic in HEURISTICS.items():
             known = None if request.late else heuristic((self.usual or self.request), subproblem)
             if known is not None and searched.incumbents.may_express(best.mesh, *known):
-                pinned = Pinned(request.model, best.mesh, known[0])
+                pinned = baselines.Pinned(request.model, best.mesh, known[0])
                 self._add(name, search.with_options(pinned), (best.mesh, *known))
             elif not request.late:
                 self.missing.remove(name)
@@ -173,7 +162,7 @@ class Alternatives:
     def _not_by_name(self) -> list[str]:
         """What could be chosen, and layouts by name could not; and what of it the answer has."""
         request, best = self.request, self.best
-        whole, few = request.allowed, chosen_by_name((self.usual or self.request).allowed)
+        whole, few = request.allowed, baselines.chosen_by_name((self.usual or self.request).allowed)
         if not near_axes(best.mesh, whole, request.evaluator.near):  # hybrid means nothing here
             whole = replace(whole, storage=tuple(stage for stage in whole.storage if stage != HYBRID))
 
@@ -265,7 +254,7 @@ def _within(
 
 def called(request: Request, name: str, found: EvaluatedLayout, searched_mesh: bool) -> Alternative:
     """A layout that was searched, with names for its own axes."""
-    names = axis_names(found.layout, found.mesh, request.model) if searched_mesh else {}
+    names = baselines.axis_names(found.layout, found.mesh, request.model) if searched_mesh else {}
     return priced(request, name, found.mesh, found.layout, found.options, names)
 
 
@@ -285,11 +274,11 @@ def priced(
         reason = evaluation.reason(request.limit)
     return Alternative(
         name=name,
-        mesh=called_mesh(mesh, names).as_dict(),
+        mesh=baselines.called_mesh(mesh, names).as_dict(),
         layout=axes_of(rules),
         predicted=predicted,
         feasible=reason is None,
-        reason=None if reason is None else in_names(reason, names),
+        reason=None if reason is None else baselines.in_names(reason, names),
         **decided(used.renamed(names), rules, request.model.stages(mesh, layout)).model_dump(),
     )
 
@@ -297,5 +286,5 @@ def priced(
 def predicted_of(evaluation: Evaluation, names: Mapping[str, str]) -> Predicted:
     """The predicted step of an evaluation, with the given names of axes."""
     found = evaluation.predicted
-    sent = {in_names(key, names): n for key, n in found.communication_bytes_per_device.items()}
+    sent = {baselines.in_names(key, names): n for key, n in found.communication_bytes_per_device.items()}
     return found.model_copy(update={"communication_bytes_per_device": sent})

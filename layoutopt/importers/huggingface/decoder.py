@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import mesh_tf_core as mtf
 from layoutopt.importers.huggingface.forms import Mixture, Norm, within
 from layoutopt.importers.huggingface.sharing import Kept, LayerEmbedding, at_once, needed, of_last
 from layoutopt.importers.huggingface.training import ConfiguredTraining
@@ -14,11 +15,6 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import ZEROS, Initializer, Normal
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.model import Model
-from mesh_tf_core.ops.index import mtf_range
-from mesh_tf_core.ops.math import tanh
-from mesh_tf_core.ops.reduce import reduce_mean, reduce_sum
-from mesh_tf_core.ops.shape import rename
-from mesh_tf_core.ops.softmax import softmax_cross_entropy
 from mesh_tf_core.tracing.scan import scan
 
 LONGEST_PERIOD = 16
@@ -101,7 +97,7 @@ class LanguageModel:
             x = x if self.times == 1 else x * self.times
             x = self.norm(x, "embedding_norm") if self.masked else x
             carry: tuple[Tensor, ...] = (
-                (x, reduce_sum(targets.cast("float32") * 0.0)) if training.balance else (x,)
+                (x, mtf.reduce_sum(targets.cast("float32") * 0.0)) if training.balance else (x,)
             )
             first, seen = 0, self.seen(training.length)
             kept: Kept = {"own": self.own.given(tokens, x)} if self.own else {}
@@ -113,20 +109,20 @@ class LanguageModel:
             x = self.norm(x, "final_norm")
             if self.masked:
                 made = nn.Dense((x.dim("d_model"),), ("d_hidden",), self.mask_bias, self.masked, "transform")
-                x = self.norm(made(rename(x, d_model="d_hidden")), "transform_norm")
+                x = self.norm(made(mtf.rename(x, d_model="d_hidden")), "transform_norm")
             logits = embedding.logits(x, table if self.tied else None)
             if self.head_bias:
                 with g.scope("output"):
                     logits = logits + g.variable("bias", [vocab], ZEROS, activation_dtype=training.dtype)
         logits = logits if self.logits == 1 else logits * self.logits
         if self.final_cap:
-            logits = tanh(logits * (1 / self.final_cap)) * self.final_cap
-        entropy = softmax_cross_entropy(logits, targets, vocab)
+            logits = mtf.tanh(logits * (1 / self.final_cap)) * self.final_cap
+        entropy = mtf.softmax_cross_entropy(logits, targets, vocab)
         if self.masked:
             counted = (targets >= 0).cast("float32")
-            entropy = reduce_sum(entropy * counted) / reduce_sum(counted)
+            entropy = mtf.reduce_sum(entropy * counted) / mtf.reduce_sum(counted)
         else:
-            entropy = reduce_mean(entropy)
+            entropy = mtf.reduce_mean(entropy)
         if not unbalance:
             return training.model(entropy, name, text)
         mean = unbalance[0] * (1.0 / max(1, self.mixtures))
@@ -151,7 +147,7 @@ class LanguageModel:
         what other loops read, which it puts into `kept`."""
         g, name = carry[0].graph, "layers" if not number else f"layers_{number}"
         deep = any(isinstance(layer.mixer, nn.LightningAttention) for layer in period)
-        turns = mtf_range(g, Dim(name, count))
+        turns = mtf.mtf_range(g, Dim(name, count))
 
         names: list[str] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mesh_tf_core as mtf
 from layoutopt.importers.huggingface.decoder import initial
 from layoutopt.importers.huggingface.fields import Fields
 from layoutopt.importers.huggingface.form import ACTIVATIONS
@@ -11,12 +12,6 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import ZEROS, Normal
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.model import Model
-from mesh_tf_core.ops.index import gather
-from mesh_tf_core.ops.order import reduce_first
-from mesh_tf_core.ops.random import dropout
-from mesh_tf_core.ops.reduce import reduce_mean, reduce_sum
-from mesh_tf_core.ops.shape import rename
-from mesh_tf_core.ops.softmax import softmax_cross_entropy
 from mesh_tf_core.tracing.scan import scan
 
 
@@ -48,16 +43,17 @@ def bert(fields: Fields, training: ConfiguredTraining) -> Model:
             of = g.variable(
                 "segments", [kinds, Dim("d_model", width)], Normal(0.02), activation_dtype=training.dtype
             )
-        x = norm(positions(embedding(table, tokens) + gather(of, segments, kinds)), "embedding_norm")
+        x = norm(positions(embedding(table, tokens) + mtf.gather(of, segments, kinds)), "embedding_norm")
         with g.scope("layers"):
-            x = scan(layer, dropout(x, rate), Dim("layers", fields.layers()))
-        hidden = rename(x, d_model="d_hidden")
+            x = scan(layer, mtf.dropout(x, rate), Dim("layers", fields.layers()))
+        hidden = mtf.rename(x, d_model="d_hidden")
         x = nn.Dense((Dim("d_model", width),), ("d_hidden",), True, act, "transform")(hidden)
         logits = embedding.logits(norm(x, "transform_norm"), table if tied else None)
         with g.scope("output"):
             logits = logits + g.variable("bias", [vocab], ZEROS, activation_dtype=training.dtype)
     counted = (targets >= 0).cast("float32")
-    loss = reduce_sum(softmax_cross_entropy(logits, targets, vocab) * counted) / reduce_sum(counted)
+    entropy = mtf.softmax_cross_entropy(logits, targets, vocab)
+    loss = mtf.reduce_sum(entropy * counted) / mtf.reduce_sum(counted)
     return training.model(loss, "bert", text)
 
 
@@ -81,10 +77,10 @@ def vit(fields: Fields, training: ConfiguredTraining) -> Model:
     with g.initialized(initial(fields.number("initializer_range", 0.02))):
         x = nn.ImageTokens(patch, Dim("d_model", fields.count("hidden_size")))(image.cast(training.dtype))
         with g.scope("layers"):
-            x = scan(layer, dropout(x, rate), Dim("layers", fields.layers()))
+            x = scan(layer, mtf.dropout(x, rate), Dim("layers", fields.layers()))
         x = nn.LayerNorm(bias=True, name="final_norm", epsilon=epsilon)(x)
-        logits = nn.Dense((classes,), ("d_model",), True, name="output")(reduce_first(x, "length"))
-    return training.model(reduce_mean(softmax_cross_entropy(logits, label, classes)), "vit")
+        logits = nn.Dense((classes,), ("d_model",), True, name="output")(mtf.reduce_first(x, "length"))
+    return training.model(mtf.reduce_mean(mtf.softmax_cross_entropy(logits, label, classes)), "vit")
 
 
 def _layer(fields: Fields, training: ConfiguredTraining, after: bool) -> nn.EncoderLayer:

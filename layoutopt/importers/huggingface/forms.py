@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
+import mesh_tf_core as mtf
 from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import ONES, ZEROS, Constant
@@ -14,27 +15,6 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import activation, project
 from mesh_tf_core.layers.recurrent import short_conv, unit_rms
 from mesh_tf_core.layers.routing import Router
-from mesh_tf_core.ops.activations import clip
-from mesh_tf_core.ops.basic import stop_gradient
-from mesh_tf_core.ops.binary import where
-from mesh_tf_core.ops.einsum import einsum
-from mesh_tf_core.ops.index import mtf_range
-from mesh_tf_core.ops.math import (
-    expm1,
-    floor,
-    log1p,
-    logical_and,
-    minimum,
-    relu,
-    sigmoid,
-    softplus,
-    square,
-    tanh,
-)
-from mesh_tf_core.ops.norm import layer_norm, rms_norm
-from mesh_tf_core.ops.order import nth_largest
-from mesh_tf_core.ops.reduce import reduce_sum
-from mesh_tf_core.ops.shape import rename
 from mesh_tf_core.ops.softmax import masked
 
 
@@ -65,9 +45,9 @@ class Norm:
             if self.bias:
                 bias = g.variable("bias", own, ZEROS, activation_dtype=x.dtype)
             if self.center:
-                return layer_norm(x, own[0], scale, bias, self.epsilon)
+                return mtf.layer_norm(x, own[0], scale, bias, self.epsilon)
             if len(own) == 1:
-                return rms_norm(x, own[0], scale, self.epsilon)
+                return mtf.rms_norm(x, own[0], scale, self.epsilon)
             y = unit_rms(x, own, self.epsilon)
             return y if scale is None else y * scale
 
@@ -114,7 +94,7 @@ class SelfAttention(nn.Attention):
         q, k = self.queries(x), project(memory, "k", [d], [*self.kv_dims, self.d_kv], biased)
         v = k if self.shared_kv else project(memory, "v", [d], [*self.kv_dims, self.value_dim], biased)
         if self.clipped:
-            k, v = (clip(t, -self.clipped, self.clipped) for t in (k, v))
+            k, v = (mtf.clip(t, -self.clipped, self.clipped) for t in (k, v))
         k = self._normed(k, "k_norm", self.kv_dims)
         if self.value_norm and self.norm is not None:
             v = replace(self.norm, scale=False)(v, "v_norm", self.value_dim.name)
@@ -124,7 +104,7 @@ class SelfAttention(nn.Attention):
     def queries(self, x: Tensor) -> Tensor:
         """[others, d_model] -> [others, heads, d_kv], before positions turn them."""
         q = super().queries(x)
-        q = clip(q, -self.clipped, self.clipped) if self.clipped else q
+        q = mtf.clip(q, -self.clipped, self.clipped) if self.clipped else q
         q = tuned(self._normed(q, "q_norm", self.head_dims), self.length, self.tuned)
         usual = self.d_kv.size**-0.5
         return q * (self.scale / usual) if self.scale and self.scale != usual else q
@@ -135,13 +115,13 @@ class SelfAttention(nn.Attention):
         return self.norm(x, name, *([d.name for d in heads] if self.across else []), self.d_kv.name)
 
     def weights(self, logits: Tensor, mask: Tensor | None, memory: str) -> Tensor:
-        capped = tanh(logits * (1 / self.cap)) * self.cap if self.cap else logits
+        capped = mtf.tanh(logits * (1 / self.cap)) * self.cap if self.cap else logits
         return super().weights(capped, mask, memory)
 
     def joined(self, mixed: Tensor, x: Tensor) -> Tensor:
         if self.gated:
             gate = project(x, "gate", [x.dim(self.d_model)], [*self.head_dims, self.value_dim])
-            mixed = mixed * sigmoid(gate)
+            mixed = mixed * mtf.sigmoid(gate)
         return super().joined(mixed, x)
 
     def within(self, length: int) -> SelfAttention:
@@ -154,8 +134,8 @@ def tuned(q: Tensor, length: str, numbers: tuple[float, ...]) -> Tensor:
     if not numbers:
         return q
     every, by, first = numbers
-    place = mtf_range(q.graph, q.dim(length)).cast("float32") + first
-    return q * (log1p(floor(place * (1 / every))) * by + 1.0).cast(q.dtype)
+    place = mtf.mtf_range(q.graph, q.dim(length)).cast("float32") + first
+    return q * (mtf.log1p(mtf.floor(place * (1 / every))) * by + 1.0).cast(q.dtype)
 
 
 @dataclass(frozen=True)
@@ -190,17 +170,21 @@ class Indexer:
             q = project(low, "q", [low.dim("q_rank")], [heads, d_head])
             k = Norm(1e-6, center=True, bias=True)(project(x, "k", [d], [d_head]), "k_norm", "d_index")
             w = project(x, "weights", [d], [heads])
-            nothing = reduce_sum(q * 0.0, [heads, d_head]) + reduce_sum(k * 0.0, [d_head])
-            nothing += reduce_sum(w * 0.0, [heads])
+            nothing = mtf.reduce_sum(q * 0.0, [heads, d_head]) + mtf.reduce_sum(k * 0.0, [d_head])
+            nothing += mtf.reduce_sum(w * 0.0, [heads])
             if x.dim(length).size <= self.chosen:
                 return nothing, None
             turned = replace(positions, turned=self.turned)
-            q, k, w = (stop_gradient(t) for t in (q, k, w))
-            q, k = turned(q, length, "d_index"), rename(turned(k, length, "d_index"), **{length: memory})
+            q, k, w = (mtf.stop_gradient(t) for t in (q, k, w))
+            q, k = turned(q, length, "d_index"), mtf.rename(turned(k, length, "d_index"), **{length: memory})
             rows = list(x.shape.without("d_model"))
-            found = einsum([relu(einsum([q, k], [*rows, heads, k.dim(memory)])), w], [*rows, k.dim(memory)])
-            found = masked(found, mtf_range(x.graph, x.dim(length)) >= mtf_range(x.graph, k.dim(memory)))
-            return nothing, found >= nth_largest(found, self.chosen - 1, memory)
+            found = mtf.einsum(
+                [mtf.relu(mtf.einsum([q, k], [*rows, heads, k.dim(memory)])), w], [*rows, k.dim(memory)]
+            )
+            found = masked(
+                found, mtf.mtf_range(x.graph, x.dim(length)) >= mtf.mtf_range(x.graph, k.dim(memory))
+            )
+            return nothing, found >= mtf.nth_largest(found, self.chosen - 1, memory)
 
 
 @dataclass(frozen=True)
@@ -226,7 +210,7 @@ class ScaledLatentAttention(nn.LatentAttention):
             q = q + nothing.cast(q.dtype)
         if self.keeps:
             self.store[self.keeps] = () if seen is None else (seen,)
-        return q, seen if mask is None or seen is None else logical_and(mask, seen)
+        return q, seen if mask is None or seen is None else mtf.logical_and(mask, seen)
 
     def within(self, length: int) -> ScaledLatentAttention:
         """The same for texts of this length."""
@@ -283,11 +267,11 @@ def xielu(x: Tensor) -> Tensor:
     """x²a + x/2 above 0, else (exp(x) - 1 - x)b + x/2, with learned a and b (Huang and Schlag 2024)."""
     begin = math.log(math.expm1(0.8)), math.log(math.expm1(0.3))
     above, below = (
-        softplus(x.graph.variable(n, [], Constant(v), activation_dtype=x.dtype))
+        mtf.softplus(x.graph.variable(n, [], Constant(v), activation_dtype=x.dtype))
         for n, v in zip(("above", "below"), begin, strict=True)
     )
-    under = (expm1(minimum(x, 0.0)) - x) * (below + 0.5)
-    return where(x > 0.0, square(x) * above, under) + x * 0.5
+    under = (mtf.expm1(mtf.minimum(x, 0.0)) - x) * (below + 0.5)
+    return mtf.where(x > 0.0, mtf.square(x) * above, under) + x * 0.5
 
 
 @dataclass(frozen=True)
@@ -321,10 +305,10 @@ class Mixture:
             return self.experts(x)
         d, small = x.dim("d_model"), Dim("d_latent", self.latent)
         with x.graph.scope("latent"):
-            low = rename(project(x, "in", [d], [small]), d_latent="d_model")
+            low = mtf.rename(project(x, "in", [d], [small]), d_latent="d_model")
         y, loss = replace(self, shared=0).experts(low, seen=x)
         with x.graph.scope("latent"):
-            y = project(rename(y, d_model="d_latent"), "out", [small], [d])
+            y = project(mtf.rename(y, d_model="d_latent"), "out", [small], [d])
         if self.shared:
             y = y + Mlp(self.shared, self.activation, self.gated, name="shared")(x)
         return y, loss
@@ -360,7 +344,7 @@ class BesideExperts:
         g, d = x.graph, x.dim("d_model")
         with g.scope("feed_forward"):
             scale = g.variable("router_scale", [d], ONES, activation_dtype=x.dtype)
-            seen = rms_norm(x, d, scale, self.norm.epsilon) * d.size**-0.5
+            seen = mtf.rms_norm(x, d, scale, self.norm.epsilon) * d.size**-0.5
             before = self.norm(x, "experts_norm")
         mixed, loss = self.mixture.experts(before, seen)
         y = self.dense(y)

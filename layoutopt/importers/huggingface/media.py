@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import mesh_tf_core as mtf
 from layoutopt.importers.huggingface.decoder import initial
 from layoutopt.importers.huggingface.fields import Fields
 from layoutopt.importers.huggingface.form import ACTIVATIONS
@@ -14,13 +15,6 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Constant, Normal
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.model import Model
-from mesh_tf_core.ops.einsum import broadcast, einsum
-from mesh_tf_core.ops.index import mtf_range
-from mesh_tf_core.ops.math import equal, exp, rsqrt, softplus, square
-from mesh_tf_core.ops.random import dropout
-from mesh_tf_core.ops.reduce import reduce_mean, reduce_sum
-from mesh_tf_core.ops.shape import rename
-from mesh_tf_core.ops.softmax import softmax_cross_entropy
 from mesh_tf_core.tracing.scan import scan
 
 
@@ -46,17 +40,17 @@ def siglip(fields: Fields, training: ConfiguredTraining) -> Model:
         tower = _Tower(said, training)
         embedding = nn.Embedding(Dim("vocab", said.count("vocab_size", 32000)), tower.width, training.dtype)
         x = tower.stack(nn.LearnedPositions(positions)(embedding(embedding.table(g), text)), "text_layers")
-        last = equal(mtf_range(g, text.dim("length")), text.dim("length").size - 1).cast(x.dtype)
+        last = mtf.equal(mtf.mtf_range(g, text.dim("length")), text.dim("length").size - 1).cast(x.dtype)
         joint = Dim("d_joint", said.count("projection_size", tower.width.size))
-        y = nn.Dense((joint,), ("d_model",), True, name="head")(einsum([x, last], [b, tower.width]))
-        words = rename(_unit(rename(y, d_joint="d_model")), batch="texts")
+        y = nn.Dense((joint,), ("d_model",), True, name="head")(mtf.einsum([x, last], [b, tower.width]))
+        words = mtf.rename(_unit(mtf.rename(y, d_joint="d_model")), batch="texts")
     scale, offset = (
         g.variable(n, [], Constant(v), activation_dtype="float32")
         for n, v in (("logit_scale", 2.303), ("logit_bias", -10.0))
     )
-    logits = einsum([pictures, words], [b, words.dim("texts")]) * exp(scale) + offset
-    paired = equal(mtf_range(g, b), rename(mtf_range(g, b), batch="texts")).cast("float32")
-    loss = reduce_sum(softplus(logits * (1.0 - paired * 2.0))) * (1.0 / training.batch)
+    logits = mtf.einsum([pictures, words], [b, words.dim("texts")]) * mtf.exp(scale) + offset
+    paired = mtf.equal(mtf.mtf_range(g, b), mtf.rename(mtf.mtf_range(g, b), batch="texts")).cast("float32")
+    loss = mtf.reduce_sum(mtf.softplus(logits * (1.0 - paired * 2.0))) * (1.0 / training.batch)
     return training.model(loss, "siglip")
 
 
@@ -91,17 +85,19 @@ class _Tower:
         g, (b, _, d) = x.graph, x.shape.dims
         one = Dim("length", 1)
         with g.scope("pool"):
-            probe = broadcast(g.variable("probe", [d], Normal(1.0), activation_dtype=x.dtype), [b, one, d])
+            probe = mtf.broadcast(
+                g.variable("probe", [d], Normal(1.0), activation_dtype=x.dtype), [b, one, d]
+            )
             attention = replace(self.attention, dropout=0.0)
-            y = attention(probe, memory=rename(x, length="memory_length"))
+            y = attention(probe, memory=mtf.rename(x, length="memory_length"))
             y = y + self.block(self.norm(y, "norm"))
-        return reduce_sum(y, one)
+        return mtf.reduce_sum(y, one)
 
 
 def _unit(x: Tensor) -> Tensor:
     """Vectors of norm 1, in float32."""
     y = x.cast("float32")
-    return y * rsqrt(reduce_sum(square(y), "d_model"))
+    return y * mtf.rsqrt(mtf.reduce_sum(mtf.square(y), "d_model"))
 
 
 def whisper(fields: Fields, training: ConfiguredTraining) -> Model:
@@ -126,7 +122,7 @@ def whisper(fields: Fields, training: ConfiguredTraining) -> Model:
         )
 
     def plus(x: Tensor, layer: Any, name: str, *memory: Tensor) -> Tensor:
-        return x + dropout(
+        return x + mtf.dropout(
             layer(nn.LayerNorm(bias=True, name=f"{name}_norm", epsilon=1e-5)(x), *memory), rate
         )
 
@@ -144,7 +140,7 @@ def whisper(fields: Fields, training: ConfiguredTraining) -> Model:
             for name, inputs, stride in (("conv1", "mel_bins", 1), ("conv2", "", 2)):
                 form = nn.Conv(width, ("length",), 3, stride, bias=True, even=True, activation=act, name=name)
                 x = replace(form, inputs=inputs)(x)
-            x = dropout(nn.LearnedPositions(frames)(x), rate)
+            x = mtf.dropout(nn.LearnedPositions(frames)(x), rate)
             own, inner = attending("encoder", "attention"), block("encoder")
 
             def encode(x: Tensor) -> Tensor:
@@ -152,11 +148,11 @@ def whisper(fields: Fields, training: ConfiguredTraining) -> Model:
 
             x = scan(encode, x, Dim("encoder_layers", fields.count("encoder_layers")))
             x = nn.LayerNorm(bias=True, name="final_norm", epsilon=1e-5)(x)
-            memory = rename(x, length="memory_length")
+            memory = mtf.rename(x, length="memory_length")
         with g.scope("decoder"):
             embedding = nn.Embedding(vocab, width, training.dtype)
             table = embedding.table(g)
-            x = dropout(nn.LearnedPositions(words)(embedding(table, tokens) * times), rate)
+            x = mtf.dropout(nn.LearnedPositions(words)(embedding(table, tokens) * times), rate)
             back, across = (
                 attending("decoder", "attention", causal=True),
                 attending("decoder", "cross_attention"),
@@ -170,4 +166,4 @@ def whisper(fields: Fields, training: ConfiguredTraining) -> Model:
             x = scan(decode, x, Dim("decoder_layers", fields.count("decoder_layers")))
             x = nn.LayerNorm(bias=True, name="final_norm", epsilon=1e-5)(x)
         logits = embedding.logits(x, table if fields.flag("tie_word_embeddings", True) else None)
-    return training.model(reduce_mean(softmax_cross_entropy(logits, targets, vocab)), "whisper", text)
+    return training.model(mtf.reduce_mean(mtf.softmax_cross_entropy(logits, targets, vocab)), "whisper", text)

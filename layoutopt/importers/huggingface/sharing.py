@@ -71,25 +71,20 @@ def share_masks(mixers: Sequence[ScaledLatentAttention], types: Sequence[Any]) -
 
 def at_once(period: Sequence[Any]) -> bool:
     """True unless a layer reads what a later one of the same period keeps: an earlier turn's."""
-    kept: set[str] = set()
-    every = {getattr(layer.mixer, "keeps", "") for layer in period}
-    for layer in period:
-        if (reads := getattr(layer.mixer, "reads", "")) in every - kept and reads:
-            return False
-        kept.add(getattr(layer.mixer, "keeps", ""))
-    return True
+    keeps, reads = _names(period, "keeps"), _names(period, "reads")
+    return not any(name and name in keeps[i:] and name not in keeps[:i] for i, name in enumerate(reads))
 
 
 def needed(period: Sequence[Any], later: Sequence[Any]) -> list[str]:
-    """What the layers of a period keep and one of the later layers reads."""
-    names = dict.fromkeys(getattr(layer.mixer, "keeps", "") for layer in period)
-    found = []
-    for name in filter(None, names):
-        uses = (getattr(layer.mixer, "reads", "") == name for layer in later)
-        ends = (getattr(layer.mixer, "keeps", "") == name for layer in later)
-        if next((use for use, end in zip(uses, ends, strict=True) if use or end), False):
-            found.append(name)
-    return found
+    """What the layers of a period keep and one of the later layers reads before another keeps it."""
+    keeps, reads = _names(later, "keeps"), _names(later, "reads")
+    own = dict.fromkeys(filter(None, _names(period, "keeps")))
+    return [n for n in own if n in reads and n not in keeps[: reads.index(n)]]
+
+
+def _names(layers: Sequence[Any], role: str) -> list[str]:
+    """What each layer keeps, or reads."""
+    return [getattr(layer.mixer, role, "") for layer in layers]
 
 
 def of_last(stacked: Tensor, dim: Dim) -> Tensor:
