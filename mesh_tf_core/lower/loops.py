@@ -116,7 +116,6 @@ class Loops(Saving):
             sums, pairs = self._read_again(block.summed, block), self._read_again(block.stacked, block)
             stacked = [self._result(inner, outer, block) for inner, outer in pairs]
             stacked += self._saved(block, whole, node)
-            stacked += self._keeps(whole, node, block)
             summed = [self._result(inner, outer, None) for inner, outer in sums]
             behind = list[Instr]()
             if not over:
@@ -211,34 +210,32 @@ class Loops(Saving):
 
     def _sliced(self, block: Block) -> list[Sliced]:
         """Parts of stacked values; with recomputation, saved values are computed anew instead."""
-        forward = block.forward
+        forward, around = block.forward, self.low.graph.blocks[block.parent or 0]
+        then = {now: then for then, now in around.captured.items()}
         saved = {o: i for i, o in forward.saved.items()} if forward else {}
-        then = self._stands_for(block)
-        pairs = []
-        again: list[tuple[int, int]] = []
+        pairs, again = list[Sliced](), dict[int, int]()
         for outer, inner in block.sliced:
             tensor = saved.get(then.get(outer, outer))
             if tensor is not None and forward and self.remat.again(forward):
-                again.append((tensor, inner))
-                continue
-            if tensor is not None and self.remat.unsaved(tensor):
-                continue
-            pairs.append(self._part(self.low.lying(outer), inner))
+                again[inner] = tensor
+            elif tensor is None or not self.remat.unsaved(tensor):
+                pairs.append(self._part(self.low.lying(outer), inner))
         if block.spread:
             pairs += self._masters(block)
-        if again:
-            pairs += self._recomputed(block, again)
-        elif forward and not self.remat.again(forward):
-            pairs += self._unpacked(block, forward)
+        if forward:
+            pairs += self._taken(block, forward)
+        if forward and again:
+            self._recompute(forward)
+        for inner, tensor in again.items():
+            if not self.remat.unsaved(tensor):
+                self.low.env[inner] = self.low.value_of(tensor)
         return pairs
 
     def _masters(self, block: Block) -> list[Sliced]:
         """An iteration's parts of master copies, which the updates inside work on."""
         masters = self.low.masters
         found = [
-            (inner, self._part(masters[outer], (inner, inner)))
-            for outer, inner in block.sliced
-            if outer in masters
+            (inner, self._part(masters[outer], None)) for outer, inner in block.sliced if outer in masters
         ]
         masters.update((inner, part.inner) for inner, part in found)
         return [part for _, part in found]

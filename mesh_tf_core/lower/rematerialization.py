@@ -40,6 +40,13 @@ Handed = Callable[[Block], Set[int]]
 """The tensors of a loop's body that it hands out for second runs of it and inside it."""
 
 
+class KeptTensor(NamedTuple):
+    """A tensor of the body of a `loop` (its id) that second runs need: loops around it pass it on."""
+
+    loop: int
+    tensor: int
+
+
 class Rerun(NamedTuple):
     """The second run of a loop's body.
 
@@ -75,6 +82,7 @@ class Rematerialization:
         self.live, self.unread = unread is not None, unread or NOTHING
         self._needs: dict[int, frozenset[int]] = {}
         self._follows: dict[int, Rerun] = {}
+        self._passed: dict[int, list[KeptTensor]] = {}
 
     def again(self, block: Block) -> bool:
         """True if a loop's body runs again in its backward."""
@@ -99,7 +107,7 @@ class Rematerialization:
             may = {t for t in kept_values(keep, block, self.graph) if not self.unsaved(t)}
             wanted = {t for t, stack in block.saved.items() if stack not in self.unread} | self.ends(block)
             if self.live:
-                wanted = {t for t in wanted if not self.unsaved(t)} | self.own(block)
+                wanted = {t for t in wanted if not self.unsaved(t)} | self.own(block, *self.inner(block))
             read = frozenset(needed_for(wanted, block, may, self._inside, self.live))
             nodes = (node for node in block.nodes if _makes(node, read, read & may, self._inside))
             self._follows[block.id] = Rerun(read & may, read, tuple(nodes))
@@ -112,10 +120,18 @@ class Rematerialization:
         keep = self.names[loop_name(block, self.graph) or ""]
         return handed_on(keep, block, self.graph) if keep else {*block.carry_out}
 
-    def own(self, block: Block) -> set[int]:
-        """The tensors of a loop's own body that second runs inside of it need."""
-        needs = (self.needs(inner) for inner in self.inner(block))
+    def own(self, block: Block, *loops: Block) -> set[int]:
+        """The tensors of a loop's own body that second runs of some `loops` need."""
+        needs = (self.needs(each) for each in loops)
         return {t for found in needs for t in found if self.graph.tensor(t).block == block.id}
+
+    def passed(self, block: Block) -> list[KeptTensor]:
+        """The tensors that a loop stacks for second runs: those of loops inside, and its own."""
+        if self.names and block.id not in self._passed:
+            inner = () if self.again(block) else self.inner(block)
+            own = (KeptTensor(block.id, t) for t in sorted(self.handed(block)))
+            self._passed[block.id] = [*(key for body in inner for key in self.passed(body)), *own]
+        return self._passed.get(block.id, [])
 
     def handed(self, block: Block) -> Set[int]:
         """The tensors of a loop's body that it stacks for second runs of it and inside it: of others nothing
@@ -124,7 +140,7 @@ class Rematerialization:
             kept, read, _ = self.second(block)
             return kept | read.intersection(block.carry_in)
         stacked = {t for t, stack in block.saved.items() if stack not in self.unread and not self.unsaved(t)}
-        own = self.own(block) - stacked
+        own = self.own(block, *self.inner(block)) - stacked
         return {t for t in own if not self.graph.is_free(self.graph.tensor(t), block)}
 
     def left(self, block: Block, run: str) -> Set[int]:
@@ -155,8 +171,12 @@ class Rematerialization:
         """The nodes whose second run is no dead code, whether or not anything reads what they make."""
         if not self.graph.to_the_end:
             return NOTHING
-        own = (_leading_to(self.ends(b), b, self.second(b).kept) for b in self.graph.blocks if self.again(b))
-        inside = (inner for nodes in own for inner, _ in Block(-1, nodes=nodes).walk())
+        found = list[Node]()
+        for block in filter(self.again, self.graph.blocks):
+            kept = self.second(block).kept
+            needed = needed_for(self.ends(block), block, kept, live=False)
+            found += [node for node in block.nodes if _makes(node, needed, kept)]
+        inside = (inner for inner, _ in Block(-1, nodes=found).walk())
         copied = (node for node, _ in self.graph.walk() if node.phase == Phase.RECOMPUTE)
         return frozenset(node.index for node in (*inside, *copied))
 
@@ -333,12 +353,6 @@ def _hands(node: Node, handed: Handed) -> bool:
     return bool(handed(body)) or any(_hands(inner, handed) for inner in body.nodes)
 
 
-def _leading_to(wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING) -> list[Node]:
-    """The nodes of `block` from which the tensors `wanted` follow, in order; see `needed_for`."""
-    needed = needed_for(wanted, block, kept, live=False)
-    return [node for node in block.nodes if _makes(node, needed, kept)]
-
-
 def check_saved(recompute: Policies, offload: OffloadSet, whole: Graph, staged: Graph, where: str) -> None:
     """UserError for rows of saved values (`placement.SAVED`) without such values in the step: only values
     that a loop saves for its backward are recomputed, or stored on the hosts.
@@ -369,9 +383,7 @@ def layer_again(graph: Graph, asked: Recomputed) -> LayerAgain:
     check_recompute(graph, frozenset({asked}))
     layers = (*saving_loops(graph, asked.dim), graph.blocks[0])[0]
     remat = rematerialization(graph, frozenset({asked}))
-    kept, read, nodes = remat.second(layers)
-    stays = (*(i for i in layers.carry_in if i in read), *sorted(kept.difference(layers.carry_in)))
-    return LayerAgain(stays, nodes, asked.only)
+    return LayerAgain(sorted(remat.handed(layers)), remat.second(layers).nodes, asked.only)
 
 
 def running_again(block: Block, kept: Set[int] = NOTHING) -> list[Node]:

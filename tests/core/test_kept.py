@@ -238,20 +238,18 @@ def test_another_value_in_the_place_of_a_kept_one_is_caught(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planted fault: two kept values of one shape change places."""
-    keeps = loops.Loops._keeps
+    saved = loops.Loops._saved
 
     def wrong(self: loops.Loops, *given: Any) -> Any:
-        found = keeps(self, *given)
-        stacks = self._kept.get(given[0].id, {})
-        large = [key for key in stacks if isinstance(key, int)]
-        shapes = {key: self.low.values[stacks[key]].shape for key in large}
-        pairs = [(a, b) for a in large for b in large if a < b and shapes[a] == shapes[b]]
+        found, stacks = saved(self, *given), self._kept
+        shapes = {key: self.low.values[stack].shape for key, stack in stacks.items()}
+        pairs = [(a, b) for a in shapes for b in shapes if a < b and shapes[a] == shapes[b]]
         if pairs:
             a, b = pairs[0]
             stacks[a], stacks[b] = stacks[b], stacks[a]
         return found
 
-    monkeypatch.setattr(loops.Loops, "_keeps", wrong)
+    monkeypatch.setattr(loops.Loops, "_saved", wrong)
     chosen = mtf.Options(recompute=frozenset({"layers:keep=products"}))
     program = made("fused").lower(mtf.Mesh(MESH), mtf.Layout(SPLIT), chosen)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
