@@ -8,6 +8,7 @@ from benchmarks.pages.tables import prose, table
 from costmodels.frameworks import Framework, framework_names, load_framework
 from costmodels.hardware import hardware_names, load_hardware
 from layoutopt.frameworks import says
+from layoutopt.front_ends import FRONT_ENDS
 from layoutopt.space.kind import ALL
 
 HEAD = """\
@@ -27,7 +28,10 @@ options of its variants. A JSON file of your own takes `"like"` a framework and 
 ones do, keeps its own numbers under any framework: only what may be searched changes.
 """
 
-
+RUNS = """
+The last column is what each runs. torchtitan, Megatron-LM and MaxText have models of their own: an imported
+program, or a `config.json` of another family, is predicted as if they had it, and a note says so.
+"""
 EXPRESSED = """
 ## What each can express
 
@@ -52,7 +56,8 @@ def page() -> Iterator[str]:
     """docs/reference/frameworks.md."""
     found = [load_framework(name) for name in framework_names()]
     yield prose(HEAD)
-    yield from table(("name", "software", "chips", "compiler profile"), map(_row, found))
+    yield from table(("name", "software", "chips", "compiler profile", "runs"), map(_row, found))
+    yield prose(RUNS)
     yield EXPRESSED
     yield from table(("framework", "alike for all variables", *FIELDS), map(_expressed, found))
     variants = [each for each in found if each.variants]
@@ -64,7 +69,18 @@ def page() -> Iterator[str]:
 def _row(found: Framework) -> tuple[object, ...]:
     kinds = [kind for kind in found.kinds if kind != "cpu"]  # a machine's own profile stays
     profiles = [f"`{load_hardware(_chip(kind), found.name).compiler}`" for kind in kinds]
-    return f"`{found.name}`", found.summary, ", ".join(found.kinds), ", ".join(profiles)
+    return f"`{found.name}`", found.summary, ", ".join(found.kinds), ", ".join(profiles), _runs(found)
+
+
+def _runs(found: Framework) -> str:
+    """The programs that it runs."""
+    runs = found.programs
+    if runs is None:
+        return "any model"
+    own = [f"your {FRONT_ENDS[each].title} programs" for each in runs.libraries]
+    if runs.families is not None:
+        own.append("models of its own" + f" ({len(runs.families)} families)" * bool(runs.families))
+    return ", ".join(own)
 
 
 def _expressed(found: Framework) -> tuple[object, ...]:

@@ -50,17 +50,33 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
+class Programs(_Record):
+    """The programs that a framework runs.
+
+    Attributes:
+      libraries: it runs programs that users write with these (`layoutopt.front_ends`).
+      families: of its own models, as the `model_type` of a config.json; None: it has none.
+    """
+
+    libraries: tuple[Text, ...] = ()
+    families: tuple[Text, ...] | None = None
+    source: str = ""
+    date: str = ""
+
+
 class Overlay(_Record):
     """Parts of hardware files that a framework, or one of its options, changes.
 
     Attributes:
       summary: in words, for who must choose.
+      runs: its programs, if they are not those of the framework; of a framework, None: any.
       kinds: kind of chip -> parts of the files of all chips of that kind.
       on: preset -> parts of its file, also for files that are `like` it. They replace those of its kind.
       only: the presets that have it; empty: all.
     """
 
     summary: Text
+    runs: Programs | None = None
     kinds: Mapping[ChipKind, dict[str, Any]] = {}
     on: Mapping[str, dict[str, Any]] = {}
     only: tuple[str, ...] = ()
@@ -176,6 +192,11 @@ class Framework(Overlay):
                 only = ", ".join(options[option].only)
                 return f"{self.text!r}: {name}={option} is of {only}, not of {chip}; choose one of {others}"
         return ""
+
+    @property
+    def programs(self) -> Programs | None:
+        """The programs that it runs with what was chosen; None: any."""
+        return [each.runs for each in self.overlays() if each.runs is not None or each is self][-1]
 
     def overlays(self) -> Iterator[Overlay]:
         """The framework itself, then the option of each variant."""

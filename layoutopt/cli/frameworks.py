@@ -67,12 +67,14 @@ def _list(terminal: Terminal, found: list[Framework]) -> None:
 def _one(terminal: Terminal, found: Framework, numbers: list[OverlaidNumber]) -> None:
     from layoutopt.plan.hardware_results import FrameworkResult
 
-    terminal.result(FrameworkResult(**_summary(found), notes=list(found.notes), numbers=numbers))
-    chosen = found.options()
+    chosen, runs = found.options(), found.programs
+    own = {"notes": list(found.notes), "runs": runs, "numbers": numbers}
+    terminal.result(FrameworkResult(**_summary(found), **own))
     rows = [
         ("name", found.text),
         ("", found.summary),
         ("runs on", ", ".join(found.kinds)),
+        *([("models", ", ".join(runs.families))] if runs and runs.families else []),
         *((name, f"{chosen[name]} of {', '.join(each.options)}") for name, each in found.variants.items()),
         *(("note", note) for note in found.notes),
     ]

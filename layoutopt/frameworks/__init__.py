@@ -10,7 +10,9 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from costmodels.frameworks import load_framework
+from layoutopt.front_ends import FRONT_ENDS
 from layoutopt.space.restriction import EVERYTHING, Restriction
+from mesh_tf_core.model import Model
 
 
 def restriction_of(framework: str) -> Restriction:
@@ -25,3 +27,18 @@ def says(name: str) -> Restriction:
         return EVERYTHING
     found: Restriction = import_module(f"{__name__}.{module}").SAYS
     return found
+
+
+def runs_another(framework: str, model: Model) -> str:
+    """How the program that a framework runs differs from a model's own; "" if it runs that."""
+    found, front = load_framework(framework), FRONT_ENDS.get(getattr(model, "front_end", ""))
+    runs, family = found.programs, getattr(model, "family", "")
+    if runs is None:
+        return ""
+    predicted = f"the prediction is of these operations as {found.name} would run them"
+    if front is not None and front.name not in runs.libraries:
+        own = f"; --framework {model.framework} predicts {front.program} itself"
+        return f"{found.name} does not run {front.program}: {predicted}{own}"
+    if family and runs.families is not None and family not in runs.families:
+        return f"{found.name} has no model of the family {family!r}: {predicted}"
+    return ""

@@ -15,6 +15,7 @@ from costmodels.pricing.items import Computed
 from costmodels.pricing.pricer import Cost, Line, Pricer
 from costmodels.pricing.refused import sentences
 from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
+from layoutopt.frameworks import runs_another
 from layoutopt.plan.known import Known
 from layoutopt.plan.machine_details import errors_known
 from layoutopt.plan.schema import Predicted
@@ -186,6 +187,7 @@ class Evaluation:
         """Differences of kind, known underestimates, and results above every published one."""
         own = (
             *self._assumed(),
+            *filter(None, [runs_another(self.prices.hardware.framework, self.model)]),
             *map(str, self.undivided),
             *self._offloads(),
             *self._one_hot(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from costmodels.frameworks.framework import OverlaidNumber
+from costmodels.frameworks.framework import OverlaidNumber, Programs
 from layoutopt.plan.fields import Data, Figure, Flag
 from layoutopt.plan.results import CommandResult
 
@@ -122,8 +122,13 @@ class FrameworkList(CommandResult):
 
 
 class FrameworkResult(FrameworkSummary, CommandResult):
-    """`frameworks NAME`: what it sets, with the source of each number."""
+    """`frameworks NAME`: what it sets, with the source of each number.
+
+    Attributes:
+      runs: the programs that it runs; None: any.
+    """
 
     command = "frameworks"
     notes: list[str]
+    runs: Programs | None
     numbers: list[OverlaidNumber]

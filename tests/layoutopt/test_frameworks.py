@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from functools import cache
 from pkgutil import iter_modules
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,9 @@ import mesh_tf_core as mtf
 from costmodels.frameworks import DEFAULT, framework_names, load_framework
 from costmodels.hardware import load_hardware, machine_of
 from examples import mlp, moe_lm, transformer_lm
-from layoutopt.frameworks import says
+from layoutopt.frameworks import runs_another, says
+from layoutopt.front_ends import FRONT_ENDS
+from layoutopt.importers.huggingface.configuration import FAMILIES
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
@@ -160,3 +163,34 @@ def test_hybrid_sharding_is_of_the_stages_that_a_framework_has() -> None:
         (each,) = (c for c in decided.couplings if any(name in c.names for name in decided.of(Storage)))
         over = {row[-1][0] for row in each.rows if row[-1][1:] == ("b",) and row[0] == ("a", "b")}
         assert each.names[0] == "batch" and over == hybrid
+
+
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+TINY |= {"vocab_size": 64, "max_position_embeddings": 16, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize("name", framework_names())
+def test_an_answer_says_where_a_framework_runs_another_program(name: str) -> None:
+    """A user's program in another library, or where it has models of its own; a family that it lacks."""
+    runs = load_framework(name).programs
+    families = () if runs is None else runs.families or ()
+    assert {*families} <= {*FAMILIES}
+    for front in FRONT_ENDS.values():
+        model = SimpleNamespace(front_end=front.name, framework=front.name)
+        said = runs_another(name, model)  # type: ignore[arg-type]
+        assert bool(said) == (runs is not None and front.name not in runs.libraries)
+        assert not said or f"--framework {front.name} predicts" in said
+    for family in ("llama", "olmo2"):
+        model = layoutopt.from_huggingface({**TINY, "model_type": family}, batch=2)
+        chip = "tpu-v4" if name == "mesh-tensorflow" else "h100"
+        notes = layoutopt.cost(model, "data:2", "batch:data", chip, framework=name).notes
+        lacks = runs is not None and runs.families is not None and family not in families
+        assert any(f"has no model of the family '{family}'" in note for note in notes) == lacks
+
+
+def test_a_release_has_models_of_its_own() -> None:
+    def own(name: str) -> tuple[str, ...]:
+        runs = load_framework(name).programs
+        return () if runs is None else runs.families or ()
+
+    assert "llama4_text" in own("torchtitan@0.2") and "llama4_text" not in own("torchtitan")

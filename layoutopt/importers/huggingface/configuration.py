@@ -130,6 +130,11 @@ class ConfiguredModel(Model):
 
     found: Configuration | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def family(self) -> str:
+        """Its `model_type`."""
+        return "" if self.found is None else self.found.family
+
     def modules(self, plan: Plan) -> dict[str, tuple[ExportedTensor, ...]]:
         """The parameters of the modules of transformers, as a plan splits them; none if some have no array of
         their own there."""
