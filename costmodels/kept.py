@@ -34,9 +34,10 @@ class KeptValues:
 
     Attributes:
       of: tensor -> the value that it is a name of, in or outside of the body that computes it.
-      names: value -> its tensors outside of that body: stacks, rings and their parts.
-      remade: values that kernels of backward make again from others; `inside`: those of them that one call of
-        a library makes and reads.
+      names: value -> its tensors outside of that body: stacks, rings and their parts. Of values that no loop
+        keeps, only those `inside`, with all their tensors.
+      remade: values that kernels of backward make again from others; `inside`: those that one call of a
+        library makes and reads, in loops or outside of them.
       masks: value -> masks of dropout, of its shape, that are kept as long.
     """
 
@@ -113,17 +114,19 @@ class _Finder:
             value: {graph.tensor(o).block for node in self.makers.get(value, ()) for o in node.outputs}
             for value in self.kept
         }
-        found = KeptValues()
-        names: dict[int, set[int]] = {value: set() for value in self.kept}
+        read = {v for v in self.read if any(self._outside(node) for node in self.makers.get(v, ()))}
+        found = KeptValues(inside=self._inside(self.kept | read))
+        names: dict[int, set[int]] = {value: set() for value in self.kept | found.inside}
         for tensor in range(len(graph.tensors)):
             value = self.value(tensor)
-            if value in names:
+            if value in self.kept:
                 found.of[tensor] = value
                 if tensor in stacks or graph.tensor(tensor).block not in home[value]:
                     names[value].add(tensor)
+            elif value in names:
+                names[value].add(tensor)
         found.names = {value: frozenset(tensors) for value, tensors in names.items()}
         found.remade = frozenset(value for value in self.kept if self._remade(value, self.kept))
-        found.inside = self._inside()
         for block in graph.blocks:
             here = Counter(v for node in block.nodes for v in self._like(node, found))
             found.masks.update((v, max(n, found.masks.get(v, 0))) for v, n in here.items())
@@ -150,18 +153,22 @@ class _Finder:
             return False
         return all(self._fused(node) and self._follows(node, node, known) for node in makers)
 
-    def _inside(self) -> frozenset[int]:
+    def _outside(self, node: Node) -> bool:
+        """Whether a node of forward is in no loop."""
+        return node.phase == Phase.FORWARD and self.graph.tensor(node.outputs[0]).block == 0
+
+    def _inside(self, kept: Set[int]) -> frozenset[int]:
         """The kept values that a call makes for itself alone, and makes again from its operands. Where an
         operand is not kept, the first value that follows from it takes its place."""
-        own = sorted(filter(self._in_one_call, self.kept))
+        own = sorted(filter(self._in_one_call, kept))
         operands: dict[int, int] = {}
         for value in own:
             for node in self.makers[value]:
                 for i in node.inputs if self._role(node) == MAP else ():
-                    outside = self.value(i) not in self.kept and self._maker_call(i) != node.call
+                    outside = self.value(i) not in kept and self._maker_call(i) != node.call
                     if outside and self.graph.tensor(i) == self.graph.tensor(node.outputs[0]):
                         operands.setdefault(self.value(i), value)
-        known = self.kept | operands.keys()
+        known = kept | operands.keys()
         return frozenset(v for v in own if v not in operands.values() and self._remade(v, known))
 
     def _in_one_call(self, value: int) -> bool:
