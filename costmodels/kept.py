@@ -38,6 +38,7 @@ class KeptValues:
         keeps, only those `inside`, with all their tensors.
       remade: values that kernels of backward make again from others; `inside`: those that one call of a
         library makes and reads, in loops or outside of them.
+      views: tensors that are another name of a value that a loop keeps under its first name.
       masks: value -> masks of dropout, of its shape, that are kept as long.
     """
 
@@ -45,12 +46,14 @@ class KeptValues:
     names: dict[int, frozenset[int]] = field(default_factory=dict)
     remade: frozenset[int] = frozenset()
     inside: frozenset[int] = frozenset()
+    views: frozenset[int] = frozenset()
     masks: dict[int, int] = field(default_factory=dict)
 
     def without_memory(self, fuses: Fuses) -> frozenset[int]:
         """The tensors that have no memory where these operations share kernels."""
-        remade = self.inside if fuses is Fuses.CALLS else self.remade
-        return frozenset[int]().union(*(self.names[value] for value in remade))
+        calls = fuses is Fuses.CALLS
+        remade, views = (self.inside, self.views) if calls else (self.remade, frozenset[int]())
+        return views.union(*(self.names[value] for value in remade))
 
 
 @per_graph
@@ -127,6 +130,7 @@ class _Finder:
                 names[value].add(tensor)
         found.names = {value: frozenset(tensors) for value, tensors in names.items()}
         found.remade = frozenset(value for value in self.kept if self._remade(value, self.kept))
+        found.views = frozenset(self._views())
         for block in graph.blocks:
             here = Counter(v for node in block.nodes for v in self._like(node, found))
             found.masks.update((v, max(n, found.masks.get(v, 0))) for v, n in here.items())
@@ -152,6 +156,14 @@ class _Finder:
         if not makers or not self.read.get(value, set()) <= {MAP, REDUCE}:
             return False
         return all(self._fused(node) and self._follows(node, node, known) for node in makers)
+
+    def _views(self) -> Iterator[int]:
+        """Stacks of a value that a loop saves under another name too: views of one array in PyTorch."""
+        for block in self.graph.blocks:
+            first = dict[int, int]()
+            for inner, stack in block.saved.items():
+                if first.setdefault(self.value(inner), stack) != stack:
+                    yield stack
 
     def _outside(self, node: Node) -> bool:
         """Whether a node of forward is in no loop."""

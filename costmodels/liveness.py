@@ -277,6 +277,8 @@ def kernel_memory(
     if rules.fuses is not Fuses.ALL:
         casts = casts if rules.parameters else ()
         nowhere = stays | inside | {cast.outputs[0] for _, cast, _, _ in casts}
+        loops = (instr for instr, _ in program.walk() if isinstance(instr, Loop)) if rules.remakes else ()
+        nowhere.update(part.inner for loop in loops for part in loop.sliced)
         return KernelMemory({}, {}, frozenset(nowhere), casts)
     twice: dict[int, int] = {}
     nowhere = (inside | made_of.keys()) - (logits(program) if rules.wide_logits else set()) | stays
