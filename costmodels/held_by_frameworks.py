@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 
-from costmodels.kept import logits
+from costmodels.kept import logits, own_share
 from costmodels.stage_ends import EndWork, StageEnd
 from mesh_tf_core.ir.blocks import MICROBATCH, TICK
 from mesh_tf_core.ir.dtypes import itemsize
@@ -15,14 +15,15 @@ class Beside:
     """Bytes that instructions hold besides the values of the program, rules (15) and (16).
 
     Args:
-      copies: arrays of logits in float32 at the loss and its gradient.
+      copies: arrays of logits at the loss and its gradient, in float32 or as a library has them.
       step: bytes of the optimizer's step.
       work: of the stages; `end`: the one that the program is of.
     """
 
     def __init__(self, program: Program, copies: float, step: float, work: EndWork, end: StageEnd) -> None:
         self.logits = logits(program) if copies or work.losses > 1 else set[int]()
-        self.copies, self.step, self.work, self.end = copies, round(step), work, end
+        self.copies, self.step = copies and copies * own_share(program), round(step)
+        self.work, self.end = work, end
 
     def at(self, instr: Instr, held: Mapping[int, int], over: Collection[int], size: ValueSize) -> int:
         """The bytes at one instruction.

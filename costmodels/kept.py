@@ -280,6 +280,25 @@ def logits(program: Program) -> set[int]:
     return found
 
 
+def own_share(program: Program) -> float:
+    """The part of the bytes of `logits` that the arrays of a library's loss have: it computes in float32, but
+    makes arrays in the type of its operand, which is narrower where the cast is the loss's own."""
+    makers = {} if program.outline is None else program.outline.producer
+    casts = dict[int, tuple[str, float]]()
+    for instr, _ in program.walk():
+        node = makers.get(program.values[instr.outputs[0]].tensor) if isinstance(instr, Local) else None
+        if not isinstance(instr, Local) or node is None or not node.call:
+            continue
+        if instr.op.converts:
+            read, made = (itemsize(program.values[i].dtype) for i in (instr.inputs[0], instr.outputs[0]))
+            casts[instr.outputs[0]] = node.call, read / made
+        elif isinstance(instr.op, LabelOperand):
+            for call, share in (casts[i] for i in instr.inputs if i in casts):
+                if call == node.call:
+                    return share
+    return 1.0
+
+
 def _moved(node: Node) -> Iterator[tuple[int, int]]:
     """Pairs of names of one value: what a node reads, and what it only hands on."""
     if node.body is not None:

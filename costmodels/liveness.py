@@ -28,8 +28,9 @@ Where PyTorch's autograd decides what stays for backward (`costmodels.kept`)
   (14) the casts of rule (6) are the model's parameters, and are held through the whole step
 
 Where a framework gives a number (`MemoryRules`, from `Hardware.holds`)
-  (15) the loss and its gradient hold so many arrays of the logits' size in float32; where a stage has its own
-       program, of every microbatch until its backward
+  (15) the loss and its gradient hold so many arrays of the logits' size, in float32 unless the library's call
+       casts them itself (`kept.own_share`); where a stage has its own program, of every microbatch until its
+       backward
   (16) the optimizer's step holds so many arrays of the size of a moment of every variable at once
   (17) sums of gradients over microbatches take so many bytes an element
   (11) 1: a product keeps its operands as it read them, gathered; else it gathers them again in backward

@@ -51,8 +51,8 @@ The engine `jax` ran these models on one {device} and one H200, with JAX {versio
 """
 STEPS = """\
 Presets are used as they ship, under `--framework layoutopt`. Its `memory_efficiency` on GPUs was fitted to
-the times of the dense models in bfloat16; the mixture and the float32 row had no part in it.
-Matrix products are in bfloat16, except in the float32 row. That row is predicted at the peak of TF32, and the measured rate
+the times of the dense models in bfloat16; the mixture and the float32 row had no part in it. Matrix products
+are in bfloat16, except in the float32 row. That row is predicted at the peak of TF32, and the measured rate
 was far below this peak. Measured memory is the peak that JAX reports, including libraries. `--offload
 optimizer` saved no memory: the peak was the same without it.
 """
