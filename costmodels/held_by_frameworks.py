@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 
-from costmodels.kept import logits, own_share
+from costmodels.kept import logits
 from costmodels.stage_ends import EndWork, StageEnd
 from mesh_tf_core.ir.blocks import MICROBATCH, TICK
 from mesh_tf_core.ir.dtypes import itemsize
@@ -21,9 +21,8 @@ class Beside:
     """
 
     def __init__(self, program: Program, copies: float, step: float, work: EndWork, end: StageEnd) -> None:
-        self.logits = logits(program) if copies or work.losses > 1 else set[int]()
-        self.copies, self.step = copies and copies * own_share(program), round(step)
-        self.work, self.end = work, end
+        self.logits = logits(program) if copies or work.losses > 1 else dict[int, float]()
+        self.copies, self.step, self.work, self.end = copies, round(step), work, end
 
     def at(self, instr: Instr, held: Mapping[int, int], over: Collection[int], size: ValueSize) -> int:
         """The bytes at one instruction.
@@ -33,11 +32,13 @@ class Beside:
         """
         if instr.origin.phase == Phase.UPDATE:
             return self.step
-        made = self.logits.intersection(instr.outputs)
-        if not made or self.logits.isdisjoint(instr.inputs) or not self.work.has(instr.origin.node, self.end):
+        made = self.logits.keys() & instr.outputs
+        has = made and not self.logits.keys().isdisjoint(instr.inputs)
+        if not has or not self.work.has(instr.origin.node, self.end):
             return 0
         there = sum(b for i, b in held.items() if i in self.logits and i not in over)
-        return self.work.losses * max(there, round(self.copies * max(map(size, made)))) - there
+        most = max(self.copies * self.logits[i] * size(i) for i in made)
+        return self.work.losses * max(there, round(most)) - there
 
 
 def moments(program: Program, stored: Mapping[str, int]) -> int:

@@ -254,49 +254,30 @@ def gathered(program: Program) -> dict[int, int]:
     return found
 
 
-def logits(program: Program) -> set[int]:
-    """The values that were cast to a wider type, of which labels pick elements, and their gradients."""
-    wider, found = set[int](), set[int]()
+def logits(program: Program) -> dict[int, float]:
+    """The values that were cast to a wider type, of which labels pick elements, and their gradients, each
+    with the part of its bytes that PyTorch's arrays have: where the cast is the loss's own, it is done in
+    registers, and the arrays have the type before it."""
+    makers = {} if program.outline is None else program.outline.producer
+    wider, found = dict[int, tuple[str, float]](), dict[int, float]()
     for instr, _ in program.walk():
-        if isinstance(instr, Collective) and not wider.isdisjoint(instr.inputs):
-            wider.update(instr.outputs)
+        if isinstance(instr, Collective):
+            wider |= {o: wider[i] for i, o in zip(instr.inputs, instr.outputs, strict=False) if i in wider}
         if not isinstance(instr, Local):
             continue
         read, made = ([program.values[i] for i in ids] for ids in (instr.inputs, instr.outputs))
-        if (
-            instr.op.converts
-            and is_float(read[0].dtype)
-            and itemsize(read[0].dtype) < itemsize(made[0].dtype)
-        ):
-            wider.add(made[0].id)
+        maker = makers.get(made[0].tensor)
+        call = "" if maker is None else maker.call
+        share = itemsize(read[0].dtype) / itemsize(made[0].dtype) if read else 1.0
+        if instr.op.converts and is_float(read[0].dtype) and share < 1:
+            wider[made[0].id] = call, share
         elif isinstance(instr.op, LabelOperand):
-            found |= wider.intersection(instr.inputs)
-        elif instr.origin.phase == Phase.BACKWARD and not found.isdisjoint(instr.inputs):
-            found.update(
-                y.id
-                for y in made
-                if (y.shape, y.dtype) in {(x.shape, x.dtype) for x in read if x.id in found}
-            )
+            of = ((i, *wider[i]) for i in instr.inputs if i in wider)
+            found |= {i: share if own == call != "" else 1.0 for i, own, share in of}
+        elif instr.origin.phase == Phase.BACKWARD and not found.keys().isdisjoint(instr.inputs):
+            alike = {(x.shape, x.dtype): found[x.id] for x in read if x.id in found}
+            found |= {y.id: alike[y.shape, y.dtype] for y in made if (y.shape, y.dtype) in alike}
     return found
-
-
-def own_share(program: Program) -> float:
-    """The part of the bytes of `logits` that the arrays of a library's loss have: it computes in float32, but
-    makes arrays in the type of its operand, which is narrower where the cast is the loss's own."""
-    makers = {} if program.outline is None else program.outline.producer
-    casts = dict[int, tuple[str, float]]()
-    for instr, _ in program.walk():
-        node = makers.get(program.values[instr.outputs[0]].tensor) if isinstance(instr, Local) else None
-        if not isinstance(instr, Local) or node is None or not node.call:
-            continue
-        if instr.op.converts:
-            read, made = (itemsize(program.values[i].dtype) for i in (instr.inputs[0], instr.outputs[0]))
-            casts[instr.outputs[0]] = node.call, read / made
-        elif isinstance(instr.op, LabelOperand):
-            for call, share in (casts[i] for i in instr.inputs if i in casts):
-                if call == node.call:
-                    return share
-    return 1.0
 
 
 def _moved(node: Node) -> Iterator[tuple[int, int]]:

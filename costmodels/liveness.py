@@ -29,7 +29,7 @@ Where PyTorch's autograd decides what stays for backward (`costmodels.kept`)
 
 Where a framework gives a number (`MemoryRules`, from `Hardware.holds`)
   (15) the loss and its gradient hold so many arrays of the logits' size, in float32 unless the library's call
-       casts them itself (`kept.own_share`); where a stage has its own program, of every microbatch until its
+       casts them itself (`kept.logits`); where a stage has its own program, of every microbatch until its
        backward
   (16) the optimizer's step holds so many arrays of the size of a moment of every variable at once
   (17) sums of gradients over microbatches take so many bytes an element
@@ -282,7 +282,7 @@ def kernel_memory(
         nowhere.update(part.inner for loop in loops for part in loop.sliced)
         return KernelMemory({}, {}, frozenset(nowhere), casts)
     twice: dict[int, int] = {}
-    nowhere = (inside | made_of.keys()) - (logits(program) if rules.wide_logits else set()) | stays
+    nowhere = (inside | made_of.keys()) - (logits(program).keys() if rules.wide_logits else set()) | stays
     for instr, _ in program.walk():
         if isinstance(instr, Loop):
             nowhere.update(part.inner for part in instr.sliced)

@@ -67,9 +67,8 @@ def _list(terminal: Terminal, found: list[Framework]) -> None:
 def _one(terminal: Terminal, found: Framework, numbers: list[OverlaidNumber]) -> None:
     from layoutopt.plan.hardware_results import FrameworkResult
 
-    chosen, runs = found.options(), found.programs
-    own = {"notes": list(found.notes), "runs": runs, "numbers": numbers}
-    terminal.result(FrameworkResult(**_summary(found), **own))
+    chosen, runs, notes = found.options(), found.programs, list(found.notes)
+    terminal.result(FrameworkResult(**_summary(found), notes=notes, runs=runs, numbers=numbers))
     rows = [
         ("name", found.text),
         ("", found.summary),

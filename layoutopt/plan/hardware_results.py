@@ -122,11 +122,8 @@ class FrameworkList(CommandResult):
 
 
 class FrameworkResult(FrameworkSummary, CommandResult):
-    """`frameworks NAME`: what it sets, with the source of each number.
-
-    Attributes:
-      runs: the programs that it runs; None: any.
-    """
+    """`frameworks NAME`: the programs that it runs (null: any), and what it sets, with the source of each
+    number."""
 
     command = "frameworks"
     notes: list[str]

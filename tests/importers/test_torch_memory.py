@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def convolutions() -> tuple[nn.Module, torch.Tensor]:
     widths = (3, 8, 16, 24)
     layers = [
         part
-        for a, b in zip(widths, widths[1:], strict=False)
+        for a, b in pairwise(widths)
         for part in (nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
     ]
     return nn.Sequential(*layers), torch.empty(4, 3, 16, 16)
