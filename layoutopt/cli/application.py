@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +15,9 @@ from layoutopt.cli.group import CommandGroup
 from layoutopt.cli.listing import COMMANDS, PURPOSE, VERSION
 from layoutopt.cli.panels import into_panels
 from layoutopt.runtime import signals
+
+EXAMPLES = Path(__file__).with_name("examples.json")
+"""Command -> lines that work, as its help and the reference show them."""
 
 
 class _Commands(Mapping[str, Any]):
@@ -34,12 +39,18 @@ class _Commands(Mapping[str, Any]):
             with signals.nothing_to_keep(lambda: None):
                 module = importlib.import_module(f"layoutopt.cli.{word}")
             alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-            registered = alone.command(name, cls=Command, epilog=module.EXAMPLES, rich_help_panel=panel)
+            registered = alone.command(name, cls=Command, epilog=_examples(name), rich_help_panel=panel)
             registered(getattr(module, word))
             made = self._made[name] = typer.main.get_command(alone)
             add_sources(made)
             into_panels(made)
         return self._made[name]
+
+
+def _examples(name: str) -> str:
+    """The end of a command's help: lines that work."""
+    lines: list[str] = json.loads(EXAMPLES.read_text(encoding="utf-8")).get(name, [])
+    return "\n\n".join(["Examples:" if len(lines) > 1 else "Example:", *lines])
 
 
 class _Layoutopt(CommandGroup):

@@ -21,12 +21,6 @@ if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from mesh_tf_core import Mesh
 
-EXAMPLES = options.examples(
-    "layoutopt calibrate",
-    'layoutopt calibrate --mesh "data:2;model:2" --thorough --out build/mine.json',
-    'layoutopt launch -n 2 -- calibrate --mesh "data:2;model:2" --out build/two.json',
-    "layoutopt calibrate --target tpu-v5e --out build/v5e.json",
-)
 DEFAULT_MESH = "data:2;model:4"
 
 

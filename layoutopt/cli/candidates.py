@@ -19,11 +19,6 @@ from reports.views.view import RULES, SECONDS, WHOLE, Column, View
 if TYPE_CHECKING:
     from layoutopt.api.comparing import LayoutCandidates
 
-EXAMPLES = options.examples(
-    "layoutopt candidates examples/transformer_lm.py --devices 8 --hardware h100 --framework torch",
-    'layoutopt candidates examples/mlp.py --mesh "data:4" --hardware tpu-v5e -n 3 --json',
-)
-
 
 @grouped
 def candidates(

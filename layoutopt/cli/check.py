@@ -21,12 +21,6 @@ if TYPE_CHECKING:
     from layoutopt.plan.layout_results import CheckedBound
     from mesh_tf_core.model import Model
 
-EXAMPLES = options.examples(
-    "layoutopt check plan.json --max-memory 90%",
-    "layoutopt check plan.json --max-step 1.05x=baseline.json",
-    'layoutopt check examples/transformer_lm.py --mesh "data:8" --layout "batch:data" --hardware tpu-v5e '
-    "--max-step 2.5s --json",
-)
 STEP, MEMORY, HOST = "step", "memory", "host memory"
 TEXTS = {STEP: seconds_text, MEMORY: bytes_text, HOST: bytes_text}
 

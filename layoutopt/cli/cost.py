@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from layoutopt.plan.results import CostLine
     from layoutopt.plan.training import TrainingForecast
 
-EXAMPLES = options.examples(
-    'layoutopt cost examples/transformer_lm.py --mesh "data:2;model:4" --layout "batch:data;d_ff:model"',
-    'layoutopt cost examples/transformer_lm.py --set layers=48 --mesh "data:16;model:32" '
-    '--layout "batch:data;heads:model;d_ff:model;vocab:model" --hardware tpu-v2 --json',
-)
-
 
 @grouped
 def cost(

@@ -13,13 +13,6 @@ from layoutopt.cli.plans import ModelOption, PlanArgument, open_plan
 from layoutopt.cli.progress import StepProgress
 from layoutopt.space.option import listed as listed_options
 
-EXAMPLES = options.examples(
-    "layoutopt explain plan.json",
-    'layoutopt explain plan.json --against "batch:data+model" --pin "batch:none" --json',
-    "layoutopt explain plan.json --without all",
-    "layoutopt explain plan.json --sensitivity --check --out plan.json",
-)
-
 
 @grouped
 def explain(

@@ -11,19 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layoutopt.cli.grouped import grouped
-from layoutopt.cli.options import OUTPUT, Output, check_out, examples, path_option
+from layoutopt.cli.options import OUTPUT, Output, check_out, path_option
 from layoutopt.cli.plans import ModelOption, PlanArgument, say_damage, with_model
 from layoutopt.cli.terminal import Terminal
 
 if TYPE_CHECKING:
     from layoutopt.plan.build import Plan
     from layoutopt.plan.exported import ExportedTensor
-
-EXAMPLES = examples(
-    "layoutopt export plan.json --to mesh-tensorflow",
-    "layoutopt export plan.json --to jax --out shardings.py",
-    "layoutopt export plan.json --to perfetto --out step.json.gz",
-)
 
 
 class Library(StrEnum):

@@ -6,19 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layoutopt.cli.options import JsonOption, complete_framework, examples, hardware_option
+from layoutopt.cli.options import JsonOption, complete_framework, hardware_option
 from layoutopt.cli.terminal import Terminal, facts
 from reports.views.view import Column, Kind, View
 
 if TYPE_CHECKING:
     from costmodels.frameworks import Framework
     from costmodels.frameworks.framework import OverlaidNumber
-
-EXAMPLES = examples(
-    "layoutopt frameworks",
-    "layoutopt frameworks megatron --hardware h100",
-    "layoutopt frameworks torchtitan --json",
-)
 
 
 def frameworks(

@@ -28,11 +28,6 @@ if TYPE_CHECKING:
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.results import Continuation, Continued
 
-EXAMPLES = options.examples(
-    'layoutopt generate examples/transformer_lm.py --checkpoint build/run --prompt "def main("',
-    'layoutopt generate examples/transformer_lm.py --checkpoint build/run --prompt "import " --set beams=4 '
-    '--mesh "data:2;model:2" --layout "beam:data;heads:model" --json',
-)
 ONE_DEVICE = "device:1"
 
 

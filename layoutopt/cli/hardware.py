@@ -15,10 +15,6 @@ from reports.views.view import BYTES, Column, Kind, View
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
 
-EXAMPLES = options.examples(
-    "layoutopt hardware", "layoutopt hardware tpu-v5e", "layoutopt hardware h100 --json"
-)
-
 
 def hardware(
     name: Annotated[

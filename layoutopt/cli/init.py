@@ -9,15 +9,8 @@ from typing import Annotated
 import typer
 
 from layoutopt.cli.grouped import grouped
-from layoutopt.cli.options import OUTPUT, Output, examples, path_argument
+from layoutopt.cli.options import OUTPUT, Output, path_argument
 
-EXAMPLES = examples(
-    "layoutopt init",
-    "layoutopt init my_model.py",
-    "layoutopt init --jax train.py",
-    "layoutopt init --torch train.py",
-    "layoutopt init --example transformer_lm",
-)
 USUAL = Path("model.py")
 MESH = '--mesh "data:2;model:4"'
 

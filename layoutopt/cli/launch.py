@@ -7,15 +7,7 @@ from typing import Annotated
 
 import typer
 
-from layoutopt.cli.options import examples
 from layoutopt.cli.terminal import Terminal
-
-EXAMPLES = examples(
-    'layoutopt launch -n 2 -- train examples/mlp.py --mesh "data:4" --layout "batch:data" --steps 100',
-    'layoutopt launch -n 2 -- calibrate --mesh "data:2;model:2" --out build/two.json',
-    "layoutopt launch -n 4 -- train examples/transformer_lm.py "
-    '--mesh "data:4;model:2" --layout "batch:data;d_ff:model" --checkpoint build/run',
-)
 
 AGAIN = "run the same command again"
 AFTER_FAILURE = {

@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from layoutopt.api.pricing import PricedLayout
     from mesh_tf_core.model import Model
 
-EXAMPLES = options.examples(
-    "layoutopt learn runs.csv --hardware h100 --framework torch --out mine.json",
-)
 SECONDS = "step_seconds"
 OPTIONS = {o.parameter: o for o in listed()["by_hand"]}
 PARAMETERS = {o.name: o.parameter for o in OPTIONS.values()}

@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from layoutopt.models.loading import Loaded
     from mesh_tf_core import Options
 
-EXAMPLES = options.examples(
-    'layoutopt lint examples/transformer_lm.py --mesh "data:2;model:4" --layout "batch:data;d_ff:model"',
-    'layoutopt lint train.py --mesh "data:8"',
-)
-
 
 @grouped
 def lint(

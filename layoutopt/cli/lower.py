@@ -12,16 +12,11 @@ import typer
 
 from layoutopt.cli.given import UNDECIDED, ByHand
 from layoutopt.cli.grouped import grouped
-from layoutopt.cli.options import JsonOption, LayoutOption, MeshOption, ModelArgument, SetOption, examples
+from layoutopt.cli.options import JsonOption, LayoutOption, MeshOption, ModelArgument, SetOption
 from layoutopt.cli.terminal import Terminal
 
 if TYPE_CHECKING:
     from mesh_tf_core import Program
-
-EXAMPLES = examples(
-    'layoutopt lower examples/mlp.py --mesh "data:4" --layout "batch:data"',
-    'layoutopt lower examples/transformer_lm.py --mesh "data:2;model:4" --layout "heads:model" | less',
-)
 
 
 class LowerOutput(StrEnum):

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from layoutopt.optimize.evaluation import Evaluation
     from mesh_tf_core.training import Trainer
 
-EXAMPLES = options.examples(
-    'layoutopt measure examples/mlp.py --mesh "data:4" --layout "batch:data" --steps 20',
-    'layoutopt measure examples/transformer_lm.py --mesh "data:2;model:4" --layout "d_ff:model" --json',
-)
 
 BATCHES = 100
 """At most so many are held; further steps are fed with the same ones."""

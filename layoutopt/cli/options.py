@@ -264,11 +264,6 @@ class Output:
 OUTPUT = Output()
 
 
-def examples(*lines: str) -> str:
-    """The end of a command's help: commands that work."""
-    return "\n\n".join(["Examples:" if len(lines) > 1 else "Example:", *lines])
-
-
 def read_hardware(
     name: str, settings: Sequence[str] | None = None, framework: str | None = None, model: Model | None = None
 ) -> Hardware:

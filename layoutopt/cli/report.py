@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layoutopt.cli.grouped import grouped
-from layoutopt.cli.options import OUTPUT, Output, check_out, examples, path_option
+from layoutopt.cli.options import OUTPUT, Output, check_out, path_option
 from layoutopt.cli.plans import ModelOption, machine_of_plan, with_model
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.training_cost import PriceOption, TokensOption, read_prices, read_tokens, training_cost
@@ -19,10 +19,6 @@ from layoutopt.plan.units import bytes_text
 if TYPE_CHECKING:
     from layoutopt.plan.build import Plan
 
-EXAMPLES = examples(
-    "layoutopt report plan.json --out report.html",
-    "layoutopt report first.json second.json --out both.html --figures build/figures --tables build/tables",
-)
 FULL = {"lines", "variables", "memory"}
 """Details without which a report has gaps."""
 

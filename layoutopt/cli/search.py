@@ -31,11 +31,6 @@ if TYPE_CHECKING:
     from layoutopt.plan.build import Plan
     from mesh_tf_core.errors import NoLayoutError
 
-EXAMPLES = options.examples(
-    'layoutopt search examples/transformer_lm.py --mesh "data:2;model:4" --out plan.json',
-    "layoutopt search examples/transformer_lm.py --devices 512 --hardware tpu-v2 --set batch=512",
-    'layoutopt search examples/mlp.py --mesh "data:4" --objective memory --pin "batch:data" --top 3 --json',
-)
 
 DETAILED = 1.35
 """Seconds after the time limit in which a plan's details are made."""

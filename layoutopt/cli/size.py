@@ -20,13 +20,6 @@ from layoutopt.cli.units import parse_bytes, parse_count
 if TYPE_CHECKING:
     from layoutopt.plan.size_results import SizeResult
 
-EXAMPLES = options.examples(
-    "layoutopt size examples/transformer_lm.py:llama3_8b --budget 1e22 --hardware tpu-v5p --devices 64",
-    "layoutopt size examples/transformer_lm.py:llama3_8b --tokens 300B --hardware tpu-v5p --hardware h100 "
-    "--price tpu-v5p=4.2 --price h100=3",
-    "layoutopt size model.py --devices 64 --days 30 --hardware h100 --fit runs.csv --json",
-)
-
 
 @grouped
 def size(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layoutopt.cli.grouped import grouped
-from layoutopt.cli.options import OUTPUT, Output, TimeLimitOption, examples, in_time, time_limited
+from layoutopt.cli.options import OUTPUT, Output, TimeLimitOption, in_time, time_limited
 from layoutopt.cli.progress import Bounds
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.plan.units import duration_text
@@ -19,10 +19,6 @@ from reports.views.view import View, texts
 if TYPE_CHECKING:
     from layoutopt.solver import Problem, Solution
 
-EXAMPLES = examples(
-    "layoutopt solve-problem problem.json",
-    "layoutopt solve-problem asplos-2025-iopddl-A.json.gz --time-limit 60 --json",
-)
 MOST_ROWS = 40
 CONFLICT_SECONDS = 60.0
 FIRST = 1.0

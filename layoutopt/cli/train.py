@@ -26,11 +26,6 @@ if TYPE_CHECKING:
     from layoutopt.plan.build import Plan
 
 AUTO = "auto"
-EXAMPLES = options.examples(
-    'layoutopt train examples/transformer_lm.py --layout auto --mesh "data:2;model:4" --steps 200',
-    "layoutopt train examples/transformer_lm.py --layout plan.json --steps 1000 --checkpoint build/run",
-    'layoutopt train examples/mlp.py --layout "batch:data" --mesh "data:4" --set hidden=256 --json',
-)
 SEARCHING = "searching the layout"
 
 

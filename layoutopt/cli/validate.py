@@ -19,10 +19,6 @@ from reports.views.view import RULES, SECONDS, TIMES, WHOLE, Column, Kind, View
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
 
-EXAMPLES = options.examples(
-    'layoutopt validate examples/mlp.py --mesh "data:2;model:2" --layouts 6',
-    'layoutopt validate examples/transformer_lm.py --mesh "data:2;model:4" --out build/validation.json',
-)
 
 MOST = 1000
 """Number of layouts to run; each needs an engine of its own."""

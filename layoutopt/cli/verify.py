@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from layoutopt.models.loading import Loaded
     from layoutopt.optimize.evaluation import Evaluation
 
-EXAMPLES = options.examples(
-    'layoutopt verify examples/transformer_lm.py --topology v5e:2x4 --mesh "data:2;model:4" '
-    '--layout "batch:data;heads:model;d_ff:model;vocab:model"',
-    "layoutopt verify plan.json --topology v5p:4x4x4 --json",
-)
-
 
 @grouped
 def verify(
