@@ -271,6 +271,8 @@ def _row(table: str, row: Mapping[str, str]) -> Row:
     if batch // (data * micro) > 1:
         decided["microbatches"] = batch // (data * micro)
     ways, differs = recomputed(row, layers)
+    if pp > 1 and "nanotron" in row["framework"] and _head_before_loss(row, layers, pp):
+        differs = (*differs, "the stage of the head sends the logits to that of the loss")
     axes = {"pipe": pp, **split, "context": cp, "model": tp}
     if egress := row.get("node_gbps") or EGRESS.get((table, gpu)):
         hardware += f", node_egress={egress}GB/s"
@@ -310,12 +312,25 @@ def _stage_layers(row: Mapping[str, str], layers: int, stages: int) -> list[int]
         return [int(((part > 0) & (part <= layers)).sum()) for part in parts]
     if "nanotron" not in row["framework"]:
         return []
-    width, inner = int(row["d_model"]), int(row["d_ff"])
-    one, head, stage, cost = 4 * width**2 + 3 * width * inner, width * int(row["vocab"]), 0, 0
-    for _ in range(layers):
-        found[stage], cost = found[stage] + 1, cost + one
-        stage += cost * stages > (stage + 1) * (layers * one + head)
+    for stage in _nanotron_stages(row, layers, stages)[:layers]:
+        found[stage] += 1
     return found
+
+
+def _nanotron_stages(row: Mapping[str, str], layers: int, stages: int) -> list[int]:
+    """The stages of nanotron's layers, head and loss."""
+    width, inner = int(row["d_model"]), int(row["d_ff"])
+    one, head, cost = 4 * width**2 + 3 * width * inner, width * int(row["vocab"]), 0
+    found = [0]
+    for each in [one] * layers + [head]:
+        cost += each
+        found.append(found[-1] + (cost * stages > (found[-1] + 1) * (layers * one + head)))
+    return found
+
+
+def _head_before_loss(row: Mapping[str, str], layers: int, stages: int) -> bool:
+    *_, head, loss = _nanotron_stages(row, layers, stages)
+    return head < loss
 
 
 def _data_axes(

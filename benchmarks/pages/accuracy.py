@@ -101,11 +101,12 @@ fastest is {mean} slower than the best published layout on average, worst {most}
 REASONS = """\
 ## Where errors come from
 
-- **Kernel launches in eager PyTorch.** The model assumes a fixed launch time for each kernel. With
-  small microbatches, the host can be slower: a vTrain layer (hidden size {hidden}, {tensor}-way tensor
-  parallelism, microbatch {micro}) takes {published:.2f} ms and is predicted to take {predicted:.2f} ms.
-  The model also ignores that the host launches short kernels while a long one runs, so it predicts such
-  kernels too slow.
+- **Kernel launches in eager PyTorch.** A host launches ahead of its GPU, so a step takes the longer of the
+  two. The model adds up kernels, each with at least a fixed launch time: it predicts short kernels beside
+  long ones too slow, and small microbatches, for which the host is slower, too fast. A vTrain layer (hidden
+  size {hidden}, {tensor}-way tensor parallelism, microbatch {micro}) takes {published:.2f} ms and is
+  predicted to take {predicted:.2f} ms. Modules of transformers need about 30 μs of the host for each kernel
+  ([small batch](gpu.md#pytorch)).
 - **Activations.** Predicted peaks differ from those of Korthikanti et al. 2022 by at most {memory}. Two
   larger differences partly cancel: the prediction keeps one more normalised array per norm, but no
   dropout masks.
@@ -114,6 +115,9 @@ REASONS = """\
   those on several nodes {between}. Messages between stages need less than a second of a step at the
   network's rate. What the latter need beyond it follows neither the number nor the bytes of these messages,
   and Aleph Alpha's code does not need it: its 2 stages are {two} too fast on average, its 4 stages {four}.
+  The authors of these runs later changed the versions and the linked libraries of their environment to "fix
+  throughput issue" (huggingface/bench_cluster @f55b5e5). With 16 stages, nanotron sends the logits from the
+  stage of the head to that of the loss, which the prediction does not.
 - **Work that is not modelled.** FSDP1 and FSDP2 copy parameters and gradients between buffers and wait for
   the host, which YaFSDP does not: steps of FSDP1 with short sequences are predicted too fast.
 """
