@@ -48,6 +48,7 @@ USUAL = {
 RENAMED = (
     "afmoe",
     "apertus",
+    "apertus1p5_text",
     "gpt_neox",
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
@@ -369,7 +370,7 @@ def ours(state: Mapping[str, Any], config: Mapping[str, Any], length: int) -> Ar
     found = chosen(config, "the configuration")
     decoder = found.reads(found.fields(), ConfiguredTraining(batch=1, length=length))
     assert isinstance(decoder, LanguageModel)
-    state = {n.removeprefix("model.").removeprefix("gpt_neox."): x for n, x in state.items()}
+    state = {re.sub(r"^(model|gpt_neox|backbone)\.", "", n): x for n, x in state.items()}
     if config["model_type"] in RENAMED:
         for theirs, usual in USUAL.items():
             state = {re.sub(rf"(?<![a-z_]){re.escape(theirs)}", usual, n): x for n, x in state.items()}

@@ -233,10 +233,12 @@ def chosen(values: Mapping[str, Any], source: str) -> Configuration:
         known = _in_our_names(values, family)
         return Configuration(known, source, _checked(values, source, family), (*_renamed(values, family),))
     also = f", nor is its {name} ({str(text.get('model_type'))[:60]!r})" if isinstance(text, Mapping) else ""
+    kind, of_text = (str((part or values).get("model_type"))[:60] for part in (values, text))
+    lacks = next(filter(None, map(class_defaults()["lacks"].get, (kind, of_text, f"{kind}_text"))), "")
     raise UserError(
-        f"{source}: model_type {str(values.get('model_type'))[:60]!r} is not supported{also}; known: "
-        f"{', '.join(FAMILIES)}; write this model with mesh_tf_core.layers (layoutopt init), or import "
-        f"it with layoutopt.from_torch or layoutopt.from_jax{_foreign(values if text is None else text)}"
+        f"{source}: model_type {kind!r} is not supported{also}{lacks and f'; layoutopt lacks {lacks}'}; "
+        f"known: {', '.join(FAMILIES)}; write this model with mesh_tf_core.layers (layoutopt init), or "
+        f"import it with layoutopt.from_torch or layoutopt.from_jax{_foreign(text or values)}"
     )
 
 

@@ -105,12 +105,14 @@ class Form:
         norm = Norm(fields.number(fields.first(*EPSILONS), 1e-6), **told)
         act = self._activation(fields)
         reader = mixers.MixerReader(fields, training, self.heads, norm, self.linear, len(kinds))
-        apart = (SLIDING,) if self.heads.full or self.heads.windowed else ()
-        for kind in (FULL, LINEAR) if self.linear else apart:  # fields of a kind that no layer is
+        apart: Sequence[str] = (SLIDING,) if self.heads.full or self.heads.windowed else ()
+        apart = (FULL, LINEAR) if self.linear and fields.has("num_attention_heads") else apart
+        for kind in apart:  # fields of a kind that no layer is
             reader.mixer(kind)
         mixed = self.mixture is not None and (not self.beside or fields.flag(self.beside))
         mixing = self.mixture.read(fields, training, act, len(kinds)) if mixed and self.mixture else None
-        dense = self._mlp(fields, act, self.varied or (mixing is not None and all(mixing.where)))
+        every = mixing is not None and all(mixing.where)
+        dense = self._mlp(fields, act, self.varied or self.single or every)
         added = fields.number(self.added, 1.0) if self.added else 1.0
         last = fields.count(self.shared, 0, least=0) if self.shared else 0
         doubled = fields.flag("use_double_wide_mlp") if self.shared else False
@@ -124,10 +126,10 @@ class Form:
                 return wide if number >= len(kinds) - last else dense
             return BesideExperts(dense, mixing.block, norm) if self.beside else mixing.block
 
-        every = self._sharing(fields, [reader.mixer(kind) for kind in kinds], kinds)
+        shared = self._sharing(fields, [reader.mixer(kind) for kind in kinds], kinds)
         layers = tuple(
             LayerKind(mixer, block(kind, i), *self._factors(fields, kind, added))
-            for i, (kind, mixer) in enumerate(zip(kinds, every, strict=True))
+            for i, (kind, mixer) in enumerate(zip(kinds, shared, strict=True))
         )
         width = fields.count("hidden_size")
         rooted = self.times == "root" or (self.times == "mup_enabled" and fields.flag(self.times))
@@ -164,7 +166,7 @@ class Form:
         size = fields.count(self.own, 0, least=0)
         vocab = fields.count("vocab_size_per_layer_input", fields.count("vocab_size"))
         name = "vocab" if vocab == fields.count("vocab_size") else "own_vocab"
-        return LayerEmbedding(Dim(name, vocab), size, act, norm) if size else None
+        return LayerEmbedding(Dim(name, vocab), Dim("d_own", size), act, norm) if size else None
 
     def _sharing(self, fields: Fields, mixers: list[Any], kinds: Sequence[str]) -> Sequence[Any]:
         """The mixers, where some read what others keep."""

@@ -98,18 +98,13 @@ class LayerEmbedding:
     the layer's result (Gemma 4 E2B and E4B).
 
     Attributes:
-      vocab, size: of an embedding.
+      vocab, own: of an embedding.
     """
 
     vocab: Dim
-    size: int
+    own: Dim
     activation: str
     norm: Norm
-
-    @property
-    def own(self) -> Dim:
-        """Its dimension."""
-        return Dim("d_own", self.size)
 
     def given(self, tokens: Tensor, embedded: Tensor) -> tuple[Tensor, ...]:
         """What every layer reads: tokens and their first embedding, and the scale of its norm."""
