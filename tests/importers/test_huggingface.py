@@ -146,8 +146,8 @@ def changed(**more: Any) -> dict[str, Any]:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
-        {**TINY, "model_type": "mamba2", "architectures": None},
-        "model_type 'mamba2' is not supported; known: bert, .* whisper; write this model with",
+        {**TINY, "model_type": "mamba", "architectures": None},
+        "model_type 'mamba' is not supported; layoutopt lacks scans.*; known: bert, .*; write this model",
     ),
     ({"hidden_size": 4}, r"model_type 'None' is not supported; known: bert"),
     (

@@ -8,7 +8,7 @@ from typing import Any
 
 import mesh_tf_core as mtf
 from layoutopt.importers.huggingface.forms import Mixture, Norm, within
-from layoutopt.importers.huggingface.sharing import Kept, LayerEmbedding, at_once, needed, of_last
+from layoutopt.importers.huggingface.sharing import KeptTensors, LayerEmbedding, at_once, needed, of_last
 from layoutopt.importers.huggingface.training import ConfiguredTraining
 from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.dims import Dim
@@ -100,7 +100,7 @@ class LanguageModel:
                 (x, mtf.reduce_sum(targets.cast("float32") * 0.0)) if training.balance else (x,)
             )
             first, seen = 0, self.seen(training.length)
-            kept: Kept = {"own": self.own.given(tokens, x)} if self.own else {}
+            kept: KeptTensors = {"own": self.own.given(tokens, x)} if self.own else {}
             for number, (period, count) in enumerate(runs(seen)):
                 end = first + count * len(period)
                 carry = self._stack(carry, period, count, number, first, kept, needed(period, seen[end:]))
@@ -140,7 +140,7 @@ class LanguageModel:
         count: int,
         number: int,
         first: int,
-        kept: Kept,
+        kept: KeptTensors,
         later: Sequence[str],
     ) -> tuple[Tensor, ...]:
         """`count` times the layers of a period, as one loop; `first`: the number of its first layer; `later`:
@@ -172,7 +172,7 @@ class LanguageModel:
         return carry
 
     def _layer(
-        self, layer: LayerKind, carry: tuple[Tensor, ...], depth: Sequence[Tensor], store: Kept
+        self, layer: LayerKind, carry: tuple[Tensor, ...], depth: Sequence[Tensor], store: KeptTensors
     ) -> tuple[Tensor, ...]:
         x, *losses = carry
         entered = x

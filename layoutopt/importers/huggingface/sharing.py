@@ -1,4 +1,4 @@
-"""What a layer reads besides its input: what earlier layers keep for it, and an embedding of its own."""
+"""Inputs of a layer besides its own: tensors that earlier layers keep for it, and an embedding."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mesh_tf_core.layers.base import activation, project
 from mesh_tf_core.ops.norm import rms_norm
 from mesh_tf_core.ops.shape import reshape, slice_dim
 
-Kept = dict[str, tuple[Tensor, ...]]
-"""What layers keep for later ones, by name."""
+KeptTensors = dict[str, tuple[Tensor, ...]]
+"""Tensors that layers keep for later ones, by name."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class SharingAttention(SelfAttention):
 
     keeps: str = ""
     reads: str = ""
-    store: Kept = field(default_factory=dict, compare=False, repr=False)
+    store: KeptTensors = field(default_factory=dict, compare=False, repr=False)
 
     def over_text(self, x: Tensor, given: Given) -> Tensor:
         turn = self.rotary
@@ -76,14 +76,14 @@ def at_once(period: Sequence[Any]) -> bool:
 
 
 def needed(period: Sequence[Any], later: Sequence[Any]) -> list[str]:
-    """What the layers of a period keep and one of the later layers reads before another keeps it."""
+    """Names that the layers of a period keep and one of the later layers reads before another keeps it."""
     keeps, reads = _names(later, "keeps"), _names(later, "reads")
     own = dict.fromkeys(filter(None, _names(period, "keeps")))
     return [n for n in own if n in reads and n not in keeps[: reads.index(n)]]
 
 
 def _names(layers: Sequence[Any], role: str) -> list[str]:
-    """What each layer keeps, or reads."""
+    """The name that each layer keeps, or reads."""
     return [getattr(layer.mixer, role, "") for layer in layers]
 
 
@@ -107,7 +107,7 @@ class LayerEmbedding:
     norm: Norm
 
     def given(self, tokens: Tensor, embedded: Tensor) -> tuple[Tensor, ...]:
-        """What every layer reads: tokens and their first embedding, and the scale of its norm."""
+        """Inputs of every layer: tokens and their first embedding, and the scale of its norm."""
         with tokens.graph.scope("own_norm"):
             scale = tokens.graph.variable("scale", [self.own], ONES, activation_dtype=embedded.dtype)
         return tokens, embedded, scale
