@@ -16,7 +16,8 @@ token counts with the experts that it asks for, as long as they have room. A bra
 loop that may stop early as if it did not. Imported programs count the products that they write.
 """
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 
 from costmodels.hardware import Hardware
 from costmodels.kernels.compute import MATMUL_CLASSES
@@ -34,14 +35,7 @@ def model_flops(program: Program) -> dict[str, float]:
     Args:
       program: of a training step, on one device, nothing recomputed.
     """
-    found: dict[str, float] = {}
-    for instr, times in program.expected():
-        if isinstance(instr, Local) and instr.origin.phase in PHASES:
-            inputs = [program.local(i) for i in instr.inputs]
-            if flops := _needed(instr.op, inputs):
-                dtype = inputs[0].dtype
-                found[dtype] = found.get(dtype, 0.0) + times * flops
-    return found
+    return _flops(program, PHASES, _needed)
 
 
 def recomputes(program: Program) -> bool:
@@ -51,15 +45,18 @@ def recomputes(program: Program) -> bool:
 
 def run_flops(program: Program) -> dict[str, float]:
     """FLOPs of equation (3), by the dtype that the products run in."""
-    found: dict[str, float] = {}
-    devices = program.mesh.devices
+    found = _flops(program, (*PHASES, Phase.RECOMPUTE), flops_of)
+    return {dtype: program.mesh.devices * flops for dtype, flops in found.items()}
+
+
+def _flops(program: Program, phases: Sequence[Phase], of: Callable[..., float]) -> dict[str, float]:
+    found = defaultdict[str, float](float)
     for instr, times in program.expected():
-        if isinstance(instr, Local) and instr.origin.phase in (*PHASES, Phase.RECOMPUTE):
+        if isinstance(instr, Local) and instr.op.kind in MATMUL_CLASSES and instr.origin.phase in phases:
             inputs = [program.local(i) for i in instr.inputs]
-            if instr.op.kind in MATMUL_CLASSES and inputs:
-                dtype = inputs[0].dtype
-                found[dtype] = found.get(dtype, 0.0) + devices * times * flops_of(instr.op, inputs)
-    return found
+            if inputs and (flops := of(instr.op, inputs)):
+                found[inputs[0].dtype] += times * flops
+    return dict(found)
 
 
 def _needed(op: Op, inputs: list[TensorType]) -> float:
@@ -67,7 +64,7 @@ def _needed(op: Op, inputs: list[TensorType]) -> float:
     work = op.work(*inputs)
     dims = work.product
     # One of rows, columns and what is summed may be 1 (a vector's product), not two (elements, or a sum).
-    if op.kind not in MATMUL_CLASSES or (dims is not None and sorted(dims[1:])[1] == 1) or len(inputs) < 2:
+    if (dims is not None and sorted(dims[1:])[1] == 1) or len(inputs) < 2:
         return 0.0
     return flops_of(op, inputs) - work.overhead
 

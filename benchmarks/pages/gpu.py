@@ -36,7 +36,8 @@ on average.
 TORCH_NOTES = """\
 T5 is another program there: transformers 5.17 computes its attention in float32 step by step, the module that
 was imported (5.24) calls `scaled_dot_product_attention`. The small batch waits for the host, which takes
-about 30 μs for each kernel of this model; the preset has 12 μs. Under `torch.compile`, transformers hands
+about 30 μs for each kernel of this model (`host_interval`; answers say where that is longer than the step).
+Under `torch.compile`, transformers hands
 attention a mask in place of `is_causal`, and cuDNN's kernels take three times as long
 (`torch-compile:attention=masked`). The constants of `torch-compile` were fitted to published steps: they have
 slower products than these runs and no mask, and here the two errors nearly cancel.

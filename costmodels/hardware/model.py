@@ -75,7 +75,8 @@ class Chip:
 
     `element_time`: seconds in which one device brings an element through the registers of its vector unit.
     `launch_interval`: a host that launches kernels one by one needs so long for each; None: it does not
-    launch them (one program is compiled for the step).
+    launch them (one program is compiled for the step). `host_interval`: its time for each in a whole step,
+    which is no shorter than all of them together.
     `sustained`: what whole steps keep of `matmul_efficiency`, which is of one product alone, the best of a
     scan: clocks fall under load, and not every product has the best shape. None: all of it.
     `unaligned_efficiency`: what products of 16-bit matrices keep whose rows begin at odd elements: copies of
@@ -109,6 +110,7 @@ class Chip:
     registers: Registers | None = None
     host_cores: Count | None = None
     launch_interval: Time | None = None
+    host_interval: Time | None = None
     sustained: PositiveFraction | None = None
     unaligned_efficiency: PositiveFraction | None = None
     attention_efficiency: ByHead | None = None

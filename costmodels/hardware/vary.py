@@ -63,11 +63,7 @@ def drawn(hardware: Hardware, seed: int) -> Hardware:
     Numbers are drawn independently, log-normally, with the relative standard deviation of the file.
     """
     draw = random.Random(seed)
-
-    def factor(_path: str, uncertainty: float | None) -> float:
-        return draw.lognormvariate(0.0, uncertainty) if uncertainty else 1.0
-
-    return varied(hardware, factor)
+    return varied(hardware, lambda _, doubt: draw.lognormvariate(0.0, doubt) if doubt else 1.0)
 
 
 def _varied(path: str, value: Any, factor: NumberFactor) -> Any:

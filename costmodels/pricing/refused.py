@@ -10,9 +10,8 @@ from mesh_tf_core.ops.attending import AnyAttention
 NAMED = {"tpu": "TPUs", "gpu": "NVIDIA GPUs"}
 
 
-def refused(program: Program, hardware: Hardware) -> dict[str, list[str]]:
-    """Reason for a missing kernel -> the scopes where it applies, in order; empty if the compiler's libraries
-    are not known."""
+def sentences(program: Program, hardware: Hardware) -> list[str]:
+    """One for every reason for a missing kernel, in order; none if the compiler's libraries are not known."""
     found: dict[str, dict[str, None]] = {}
     library = compiler_of(hardware).library
     for instr, _ in program.walk() if library else ():
@@ -20,14 +19,9 @@ def refused(program: Program, hardware: Hardware) -> dict[str, list[str]]:
             reason = lacks_kernel(instr.op.laid(*map(program.local, instr.inputs)), library)
             if reason:
                 found.setdefault(reason, {})[instr.origin.scope] = None
-    return {reason: list(scopes) for reason, scopes in found.items()}
-
-
-def sentences(program: Program, hardware: Hardware) -> list[str]:
-    """One for every reason."""
     return [
-        f"no library kernel on {NAMED[compiler_of(hardware).library]} supports attention with {reason} "
-        f"({', '.join(scopes[:3])}{', ...' if len(scopes) > 3 else ''}), so this attention runs in blocks "
+        f"no library kernel on {NAMED[library]} supports attention with {reason} "
+        f"({', '.join([*scopes][:3])}{', ...' if len(scopes) > 3 else ''}), so this attention runs in blocks "
         "of logits and takes longer than predicted, because the prediction assumes a kernel"
-        for reason, scopes in refused(program, hardware).items()
+        for reason, scopes in found.items()
     ]

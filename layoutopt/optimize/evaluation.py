@@ -189,6 +189,7 @@ class Evaluation:
             *self._assumed(),
             *filter(None, [runs_another(self.prices.hardware.framework, self.model)]),
             *map(str, self.undivided),
+            *self._launches(),
             *self._offloads(),
             *self._one_hot(),
             *self._meets(),
@@ -249,6 +250,16 @@ class Evaluation:
             f"{said}, of which {seconds_text(waits)} is exposed; the rest overlaps with {how.delay} steps "
             "if the engine communicates during steps (layoutopt's engines do not)"
         )
+
+    def _launches(self) -> Iterator[str]:
+        """The host's time for the kernels of a step, where it is the longer one."""
+        each, kernels = self.prices.hardware.chip.host_interval, (x for x in self.cost.lines if not x.axes)
+        number = sum(x.times for x in kernels if not (isinstance(x.item, Computed) and x.item.quantity.joins))
+        if each is not None and number * each.value > self.cost.step_seconds:
+            yield (
+                f"the host needs about {seconds_text(number * each.value)} to launch {number:,.0f} kernels a "
+                "step, which takes no less; launch fewer, with larger microbatches or a compiler"
+            )
 
     def _offloads(self) -> Iterator[str]:
         """What to know of what lies on the hosts."""

@@ -194,3 +194,14 @@ def test_a_release_has_models_of_its_own() -> None:
         return () if runs is None else runs.families or ()
 
     assert "llama4_text" in own("torchtitan@0.2") and "llama4_text" not in own("torchtitan")
+
+
+@pytest.mark.parametrize("name", ["torch", "deepspeed", "torch:kernels=fused", "torchtitan", "jax"])
+def test_an_answer_says_where_the_host_takes_longer(name: str) -> None:
+    """In eager PyTorch, with few tokens. No answer of a compiled program says so, nor of large kernels."""
+    for length, sizes in ((8, {}), (1024, {"d_model": 4096, "d_ff": 16384, "batch": 64, "vocab": 32768})):
+        model = transformer_lm.model(**{**SIZES, **sizes, "length": length, "dtype": "bfloat16"})
+        found = layoutopt.cost(model, "data:8", "batch:data", "h100", framework=name)
+        waits = any(note.startswith("the host needs about") for note in found.notes)
+        eager = load_hardware("h100", name).chip.host_interval is not None
+        assert waits == (eager and length == 8), found.notes
