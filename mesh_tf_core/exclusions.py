@@ -23,7 +23,7 @@ class Exclusion(NamedTuple):
 
 REPLICAS, STAGES, SCHEDULE, CHUNKS, MEANS = "replicas", "stages", "schedule", "chunks", "running means"
 MEETINGS, CLUSTER, DECODING, MICROBATCHES = "meetings", "cluster", "decoding", "microbatches"
-SPLIT_BACKWARD, STAGE_AGAIN, SOME_AGAIN = "split backward", "recomputed stages", "some recomputed layers"
+SOME_AGAIN = "some recomputed layers"
 EXCLUDED = (
     Exclusion(REPLICAS, STAGES, "a replica cannot be split into pipeline stages"),
     Exclusion(REPLICAS, SCHEDULE, "a replica cannot be split into pipeline stages"),
@@ -37,11 +37,6 @@ EXCLUDED = (
         "when decoding, a token must pass through all layers before the next token can start",
     ),
     Exclusion(SOME_AGAIN, CHUNKS, "the gradients of all chunks of a stage are one array"),
-    Exclusion(
-        SPLIT_BACKWARD,
-        STAGE_AGAIN,
-        "when whole stages are recomputed, weight gradients cannot be computed separately",
-    ),
 )
 """The pairs that the runtime cannot combine."""
 

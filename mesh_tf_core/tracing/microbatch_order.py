@@ -214,7 +214,7 @@ def _is_matrix(node: Node, graph: Graph | Outline) -> bool:
 
 
 def halves(
-    body: Block, graph: Graph | Outline, first: Collection[int], again: Collection[int]
+    body: Block, graph: Graph | Outline, first: Collection[int], again: Mapping[int, int]
 ) -> tuple[HalfBackward, HalfBackward]:
     """The backward of layers in two halves. Products that the state's gradient does not need go to the second
     half, with everything computed from them; all other operations go to the first half, where they share
@@ -222,7 +222,7 @@ def halves(
 
     Args:
       first: results, of the graph around, that the first half has to make.
-      again: stacks whose parts are computed again in the first half.
+      again: stacks whose parts are computed again for the first half -> its tensors that are these.
     """
     second = second_half(body, graph, first)
     early, left = ([n for n in body.nodes if (n.index in second) is later] for later in (False, True))
@@ -233,9 +233,8 @@ def halves(
         if node.op.free and len(node.inputs) == 1 and any(o in reads(n) for n in left for o in node.outputs):
             left.insert(0, node)
             made -= {*node.outputs}
-    stacks = {} if body.forward is None else {o: i for i, o in body.forward.saved.items() if o in again}
     read = made & set[int]().union(*map(reads, left))
-    casts, called = dict[int, Node](), {i: stacks[o] for o, i in body.sliced if o in stacks and i in read}
+    casts, called = dict[int, Node](), {i: again[o] for o, i in body.sliced if o in again and i in read}
     between = {*read} - called.keys()
     for tensor in called.values():
         while (maker := graph.producer.get(tensor)) is not None and _renames(maker, graph):

@@ -7,8 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import partial, reduce
 
-from mesh_tf_core.exclusions import SPLIT_BACKWARD, STAGE_AGAIN, refuse
-from mesh_tf_core.ir.blocks import ARRIVING, IN_FLIGHT, TICK, Block, Node
+from mesh_tf_core.ir.blocks import ARRIVING, IN_FLIGHT, Block, Node
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.phase import Phase
@@ -67,14 +66,15 @@ class TickLoops:
         passes = tuple(i for i in self.order.passes if i in used)
         self.held = self.flows if self.stage_again else passes
         splits = self.schedule.last is StageAction.WEIGHTS and bool(order.seeds)
-        whole = f"recompute {TICK}" if self.stage_again else ""
-        refuse({SPLIT_BACKWARD: f"schedule {copy.named}" if splits else "", STAGE_AGAIN: whole})
         read = {o for n in order.over[1:] for o, _ in order.body(n).sliced}
         saved = [] if self.stage_again else [i for i, o in layers.saved.items() if o in read]
 
         def part(dim: Dim, begin: int, second: LayerAgain | None) -> LayerPart:
-            stacks = {o for i, o in layers.saved.items() if second and i not in second.kept}
-            two = halves(order.body(order.backward), order.old, order.rows, stacks) if splits else ()
+            made = {o: i for i, o in layers.saved.items() if second and i not in second.kept}
+            if self.stage_again:  # all layers of the stage run again, and save, before one goes backward
+                parts = dict(order.body(order.backward).sliced)
+                made = {o: parts[o] for o in layers.saved.values() if o in parts}
+            two = halves(order.body(order.backward), order.old, order.rows, made) if splits else ()
             return LayerPart(dim, begin, second, second.kept if second else saved, two)
 
         second, chunk = None if self.stage_again else again, copy.chunk

@@ -21,12 +21,10 @@ from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import PipelineSchedule
 from mesh_tf_core.lower.verify import verify
 from mesh_tf_core.ops.dynamic import DynamicSlice
-from tests.core.test_one_forward_one_backward import FURTHER, POLICIES, lowered, nested
+from tests.core.test_one_forward_one_backward import FURTHER, lowered, nested
 from tests.core.test_pipelines import changed, model, same, steps
 
 ZERO = "zb-h1"
-FEW: list[set[str]] = [p for p in POLICIES if "tick" not in p]
-"""What of stages may run again there."""
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +57,9 @@ CASES: list[tuple[str, str, int, dict[str, Any]]] = [
         {"recompute": {"layers:keep=products"}, "storage": FURTHER},
     ),
     ("pipe:2;t:2", "layers:pipe;d:t", 4, {"recompute": {"layers:keep=others"}}),
+    ("pipe:2;data:2", "layers:pipe;batch:data", 4, {"recompute": {"tick"}, "storage": FURTHER}),
+    ("pipe:2", "layers:pipe", 4, {"recompute": {"tick", "layers:count=1"}}),
+    ("pipe:4", "layers:pipe", 2, {"recompute": {"tick", "layers:keep=products"}}),
 ]
 
 
@@ -117,7 +118,7 @@ def test_how_long_stages_wait(plain: mtf.Model) -> None:
     assert 0 < found[ZERO].seconds < found["1f1b"].seconds
 
 
-@pytest.mark.parametrize("again", [(), ("layers", "parts"), ("layers:keep=others",)])
+@pytest.mark.parametrize("again", [(), ("layers", "parts"), ("layers:keep=others",), ("tick", "parts")])
 def test_loops_inside_of_layers(again: tuple[str, ...]) -> None:
     built, rows = nested(), np.random.default_rng(4).normal(size=(8, 4))
 
@@ -160,7 +161,13 @@ def test_planted_faults_are_seen(fault: str, plain: mtf.Model, dense: Any) -> No
         same(steps(verify(broken))[:2], dense)
 
 
-def test_what_it_cannot_do_is_refused_with_what_to_do(plain: mtf.Model) -> None:
-    with pytest.raises(mtf.UserError, match="recompute tick: when whole stages are recomputed") as error:
-        lowered(plain, "pipe:2", "layers:pipe", 4, ZERO, recompute={"tick"})
-    assert "\n" not in str(error.value)
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe"])
+def test_whole_stages_run_again_before_gradients_of_weights_wait(
+    schedule: str, plain: mtf.Model, dense: Any
+) -> None:
+    """What these read of the second run waits with them, in place of all that backward reads."""
+    program, other = (
+        lowered(plain, "pipe:2", "layers:pipe", 4, schedule, recompute=again) for again in ({"tick"}, set())
+    )
+    check(program, dense)
+    assert memory(program).peak < memory(other).peak
