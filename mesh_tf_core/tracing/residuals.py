@@ -101,14 +101,17 @@ class Residuals(Builder):
     def is_free(self, x: Tensor, forward: Block) -> bool:
         """True if x follows, by element-wise work alone, from variables, the index and values from
         outside."""
-        if x.block != forward.id or x.id == forward.index:
-            return True
-        if x.id in {inner for _, inner in forward.sliced}:
-            return True
-        node = self.producer.get(x.id)
-        if node is None or node.body is not None or node.op.kind not in ("data", "elementwise"):
-            return False
-        return all(self.is_free(self.tensors[i], forward) for i in node.inputs)
+        known, left = {forward.index, *(inner for _, inner in forward.sliced)}, [x]
+        while left:  # chains are longer than Python may call itself
+            t = left.pop()
+            if t.block != forward.id or t.id in known:
+                continue
+            node = self.producer.get(t.id)
+            if node is None or node.body is not None or node.op.kind not in ("data", "elementwise"):
+                return False
+            known.add(t.id)
+            left += [self.tensors[i] for i in node.inputs]
+        return True
 
     def _rebuild(self, block: Block, level: int, x: Tensor) -> Tensor:
         node = self.producer[x.id]

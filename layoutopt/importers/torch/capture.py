@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from layoutopt.importers.torch.autocast import left, on_gpus
+from layoutopt.importers.torch.checks import checks_passed
 from layoutopt.importers.torch.flex import flex_written_out
 from layoutopt.importers.torch.internals import batch_path, dtype_of, torch_module
 from mesh_tf_core.errors import UserError
@@ -101,6 +102,7 @@ def captured(module: Any, batch: Any, loss: Callable[..., Any] | None, param_dty
             stack.enter_context(_read_in(module, param_dtype))
             stack.enter_context(_checkpoints(torch))
             stack.enter_context(flex_written_out())
+            stack.enter_context(checks_passed(library))
             stack.enter_context(on_gpus())
             own = torch.nn.modules.transformer  # it compares a mask's values to choose a kernel
             stack.enter_context(patch.object(own, "_detect_is_causal_mask", lambda _, it, *__: it is True))
@@ -266,7 +268,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
 def own_line(stack: Iterable[traceback.FrameSummary], more: Iterable[tuple[str, Any]] = ()) -> str:
     """The last line of a stack that is in neither PyTorch nor this importer, as FILE:LINE; '' if none is."""
     lines = (*((frame.filename, frame.lineno) for frame in stack), *more)
-    return next((f"{file}:{line}" for file, line in lines[::-1] if not _library(file)), "")
+    return next((f"{file}:{line}" for file, line in lines[::-1] if not library(file)), "")
 
 
 def _named(keys: Any) -> str:
@@ -289,7 +291,7 @@ def _refused(error: Exception) -> UserError:
 
 
 @cache
-def _library(file: str) -> bool:
+def library(file: str) -> bool:
     """True for files of PyTorch, and of this importer."""
     own = (str(Path(torch_module().__file__).parent), str(Path(__file__).parent), "<")
     return file.startswith(own)

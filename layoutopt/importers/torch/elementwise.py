@@ -124,25 +124,20 @@ formulas(
         "rsub": lambda m, v, a, b, alpha=1: m.binary(
             "sub", b, a if alpha == 1 else m.binary("mul", a, alpha, v.dtype), v.dtype
         ),
-        "relu6 hardtanh": lambda m, v, x, low=0.0, high=6.0: m.binary(
-            "min", m.binary("max", x, low, x.dtype), high, x.dtype
-        ),
         "floor_divide": lambda m, v, a, b: _divided(m, v, a, b, "floor"),
         "logical_not": lambda m, v, x: m.binary("eq", x, 0, x.dtype, "bool"),
         "reciprocal": lambda m, v, x: m.binary("div", 1, x, v.dtype),
         "silu": lambda m, v, x: m.binary("mul", x, m.unary("logistic", x), x.dtype),
         "relu": lambda m, v, x: m.relu(x),
-        "log_sigmoid": lambda m, v, x: m.unary("neg", softplus(m, v, m.unary("neg", x))),
         "to _to_copy type_as float": lambda m, v, x, *how, **more: m.cast(x, v.dtype),
         "contiguous clone alias detach_ lift_fresh_copy lift_fresh": lambda m, v, x, *how, **more: x,
         "detach": lambda m, v, x: m.unary("stop_gradient", x),
         "where": lambda m, v, where, yes, no: m.select(where, yes, no, v.dtype),
         "masked_fill": lambda m, v, x, mask, value: m.select(mask, value, x, v.dtype),
         "clamp_min": lambda m, v, x, low: m.binary("max", x, low, v.dtype),
-        "leaky_relu": lambda m, v, x, slope=0.01: _above(m, x, m.binary("mul", x, slope, x.dtype)),
-        "elu": lambda m, v, x, alpha=1.0, *more: _above(
-            m, x, m.binary("mul", m.unary("expm1", m.binary("min", x, 0, x.dtype)), alpha, x.dtype)
-        ),
+        "round": lambda m, v, x: m.unary("round", x, rounding_method="TO_NEAREST_EVEN"),
+        "isfinite": lambda m, v, x: m.emit("is_finite", [x], x.shape, "bool"),
+        "log2": lambda m, v, x: m.binary("mul", m.unary("log", m.cast(x, v.dtype)), 1 / math.log(2), v.dtype),
     }
 )
 
@@ -192,11 +187,6 @@ def _pow(m: Equations, v: Type, x: Scalar, e: Scalar) -> Operand:
     if e == 0.5 and isinstance(x, Var):
         return m.unary("sqrt", m.cast(x, v.dtype))
     return m.binary("pow", x, e, v.dtype)
-
-
-def _above(m: Equations, x: Operand, under: Operand) -> Operand:
-    """x where it is positive, else another array."""
-    return m.select(m.binary("gt", x, 0, x.dtype, "bool"), x, under, x.dtype)
 
 
 @rule("gelu")

@@ -67,7 +67,7 @@ def _one_line(m: Equations, ids: Operand, dim: int) -> Operand | None:
     return m.reshape(wide.ins[0], ids.shape[dim : dim + 1])
 
 
-@rule("index")
+@rule("index", "_unsafe_index")
 def _index(m: Equations, v: Type, x: Operand, ids: Sequence[Operand | None]) -> Operand:
     looked = [a for a, i in enumerate(ids) if i is not None]
     given = [i for i in ids if i is not None]
@@ -194,6 +194,28 @@ def _at_places(m: Equations, x: Operand, dim: int, ids: Operand, rows: Operand, 
     return m.transpose(found, [order.index(a) for a in range(len(order))])
 
 
+@rule("masked_scatter")
+def _masked_scatter(m: Equations, v: Type, x: Operand, mask: Operand, rows: Operand) -> Operand:
+    """x with the elements of `rows`, in order, where a mask is true: image features at image tokens.
+
+    PyTorch counts through the whole batch, which would then be one axis with the tokens.
+    """
+    wide = m.maker(mask, "broadcast_in_dim")
+    batch, count = v.shape[0], math.prod(rows.shape) // v.shape[-1]
+    kept = mask.shape[-1] == 1 or (wide is not None and (wide.ins[0].shape[-1] == 1))
+    if len(v.shape) != 3 or not kept or rows.shape[-1] != v.shape[-1] or count % batch:
+        raise NotImplementedError("its mask is not of whole rows, as many in each example")
+    said = "imported as if all examples had as many tokens of images or sounds as the first"
+    m.notes[f"{m.where}: {said}"] = None
+    line = m.reshape(m.slice(mask, 2, 0, 1), v.shape[:2])
+    counts = m.unary("cumsum", m.cast(line, "int32"), axis=1, reverse=False)
+    places = m.binary("max", m.binary("sub", counts, 1, "int32"), 0, "int32")
+    rows = m.reshape(m.cast(rows, v.dtype), (batch, count // batch, v.shape[2]))
+    numbers = GatherNumbers((2,), (1,), (1,), (0,), (0,))
+    found = m.gather(rows, places, v.shape, numbers, (1, 1, v.shape[2]))
+    return m.select(m.broadcast(line, v.shape, (0, 1)), found, x, v.dtype)
+
+
 @rule("one_hot")
 def _one_hot(m: Equations, v: Type, ids: Operand, classes: int = -1) -> Operand:
     place = m.counted(v.shape, len(v.shape) - 1, "int32")
@@ -226,18 +248,6 @@ def _sort(
     count = m.counted(x.shape, dim, "int32")
     found = m.several("sort", [x, count], outs, dimension=dim, is_stable=True, num_keys=1)
     return found if isinstance(v, list) else found[1]
-
-
-@rule("diff")
-def _diff(
-    m: Equations, v: Type, x: Operand, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None
-) -> Operand:
-    dim %= len(x.shape)
-    x = m.concatenate([y for y in (prepend, x, append) if y is not None], dim)
-    for _ in range(n):
-        size = x.shape[dim] - 1
-        x = m.binary("sub", m.slice(x, dim, 1, size), m.slice(x, dim, 0, size), x.dtype)
-    return x
 
 
 @rule("histc")

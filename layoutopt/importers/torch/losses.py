@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from layoutopt.importers.arrays.contract import Operand
-from layoutopt.importers.torch.elementwise import Type, formulas, rule, softplus
+from layoutopt.importers.torch.elementwise import Type, formulas, rule
 from layoutopt.importers.torch.emitter import Equations
 from layoutopt.importers.torch.internals import FLOATS
 
@@ -23,39 +23,8 @@ formulas(
         "mse_loss": lambda m, v, x, y, reduction=_MEAN: _reduce(
             m, m.unary("integer_pow", m.binary("sub", x, y, v.dtype), y=2), reduction
         ),
-        "l1_loss": lambda m, v, x, y, reduction=_MEAN: _reduce(
-            m, m.unary("abs", m.binary("sub", x, y, v.dtype)), reduction
-        ),
     }
 )
-
-
-@rule("smooth_l1_loss", "huber_loss")
-def _smooth(
-    m: Equations, v: Type, x: Operand, y: Operand, reduction: int = _MEAN, beta: float = 1.0
-) -> Operand:
-    if beta != 1:
-        raise NotImplementedError("its beta is not 1")
-    far = m.unary("abs", m.binary("sub", x, y, v.dtype))
-    near = m.binary("mul", m.unary("integer_pow", far, y=2), 0.5, v.dtype)
-    inside = m.binary("lt", far, 1, v.dtype, "bool")
-    return _reduce(m, m.select(inside, near, m.binary("sub", far, 0.5, v.dtype), v.dtype), reduction)
-
-
-@rule("binary_cross_entropy_with_logits")
-def _binary_entropy(
-    m: Equations,
-    v: Type,
-    x: Operand,
-    y: Operand,
-    weight: Any = None,
-    pos_weight: Any = None,
-    reduction: int = _MEAN,
-) -> Operand:
-    if pos_weight is not None:
-        raise NotImplementedError("it has pos_weight")
-    found = m.binary("sub", softplus(m, v, x), m.binary("mul", x, y, x.dtype), x.dtype)
-    return _reduce(m, found if weight is None else m.binary("mul", found, weight, x.dtype), reduction)
 
 
 @rule("cross_entropy_loss")

@@ -1,4 +1,4 @@
-"""ATen's products, attention, convolutions, pooling and normalisations."""
+"""ATen's products, attention and normalisations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from layoutopt.importers.arrays.contract import ConvNumbers, Operand, RaggedNumbers
+from layoutopt.importers.arrays.contract import Operand, RaggedNumbers
 from layoutopt.importers.torch.elementwise import Type, formulas, rule
 from layoutopt.importers.torch.emitter import Equations
 from layoutopt.importers.torch.masks import HiddenKeys
@@ -222,124 +222,6 @@ def _mixed(m: Equations, old: Operand, now: Operand, momentum: float) -> Operand
     now = m.cast(m.reshape(now, old.shape), old.dtype)
     kept = m.binary("mul", old, 1 - momentum, old.dtype)
     return m.binary("add", kept, m.binary("mul", now, momentum, old.dtype), old.dtype)
-
-
-# -- convolutions and windows --------------------------------------------------------------------------------
-
-
-def _each(given: Any, count: int) -> list[int]:
-    """An argument for every axis of space."""
-    listed = list(given) if isinstance(given, list | tuple) else [given]
-    return listed * count if len(listed) == 1 else listed
-
-
-@rule("conv1d", "conv2d", "conv3d")
-def _conv(
-    m: Equations,
-    v: Type,
-    x: Operand,
-    w: Operand,
-    bias: Operand | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Operand:
-    space, spec = len(x.shape) - 2, tuple(range(len(x.shape)))
-    dilations = _each(dilation, space)
-    if padding == "same":
-        total = [d * (n - 1) for d, n in zip(dilations, w.shape[2:], strict=True)]
-        pads = [(t // 2, t - t // 2) for t in total]
-    else:
-        pads = [(p, p) for p in _each(0 if padding == "valid" else padding, space)]
-    y = m.emit(
-        "conv_general_dilated",
-        [m.cast(x, v.dtype), m.cast(w, v.dtype)],
-        v.shape,
-        v.dtype,
-        dimension_numbers=ConvNumbers(spec, spec, spec),
-        window_strides=tuple(_each(stride, space)),
-        padding=tuple(pads),
-        lhs_dilation=(1,) * space,
-        rhs_dilation=tuple(dilations),
-        feature_group_count=groups,
-        batch_group_count=1,
-    )
-    return m.added(y, bias, 1)
-
-
-@rule("max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices")
-def _max_pool(
-    m: Equations,
-    v: Any,
-    x: Operand,
-    size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-) -> Any:
-    if any(d != 1 for d in _each(dilation, 1)) or ceil_mode:
-        raise NotImplementedError("it has dilation or rounds its size up")
-    found = _window(m, "reduce_window_max", v[0] if isinstance(v, list) else v, x, size, stride, padding)
-    return [found, None] if isinstance(v, list) else found
-
-
-@rule("avg_pool1d", "avg_pool2d", "avg_pool3d")
-def _avg_pool(
-    m: Equations,
-    v: Type,
-    x: Operand,
-    size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Operand:
-    if any(_each(padding, 1)) or ceil_mode:
-        raise NotImplementedError("it pads, or rounds its size up")
-    total = _window(m, "reduce_window_sum", v, x, size, stride, padding)
-    count = divisor_override or math.prod(_each(size, len(x.shape) - 2))
-    return m.binary("mul", total, 1 / count, v.dtype)
-
-
-def _window(m: Equations, prim: str, v: Type, x: Operand, size: Any, stride: Any, padding: Any) -> Operand:
-    space = len(x.shape) - 2
-    sizes, pads = _each(size, space), _each(padding, space)
-    strides = _each(stride, space) if stride or stride == 0 else sizes
-    return m.emit(
-        prim,
-        [x],
-        v.shape,
-        v.dtype,
-        window_dimensions=(1, 1, *sizes),
-        window_strides=(1, 1, *strides),
-        padding=((0, 0), (0, 0), *((p, p) for p in pads)),
-        base_dilation=(1,) * (space + 2),
-        window_dilation=(1,) * (space + 2),
-    )
-
-
-@rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
-def _adaptive(m: Equations, v: Type, x: Operand, *more: Any) -> Operand:
-    axes = range(2, len(x.shape))
-    if all(v.shape[a] == 1 for a in axes):
-        return m.mean(x, axes, True)
-    if any(x.shape[a] % v.shape[a] for a in axes):
-        raise NotImplementedError("its windows are not equal")
-    sizes = [x.shape[a] // v.shape[a] for a in axes]
-    total = _window(m, "reduce_window_sum", v, x, sizes, sizes, 0)
-    return m.binary("mul", total, 1 / math.prod(sizes), v.dtype)
-
-
-@rule("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
-def _nearest(m: Equations, v: Type, x: Operand, *more: Any, **how: Any) -> Operand:
-    if any(b % a for a, b in zip(x.shape, v.shape, strict=True)):
-        raise NotImplementedError("its factors are not whole numbers")
-    wide = [n for a, b in zip(x.shape[2:], v.shape[2:], strict=True) for n in (a, b // a)]
-    axes = [0, 1, *range(2, 2 + len(wide), 2)]
-    return m.reshape(m.broadcast(x, (*x.shape[:2], *wide), axes), v.shape)
 
 
 GROUPED = ("_grouped_mm", "grouped_mm_fallback")

@@ -13,10 +13,11 @@ import numpy as np
 
 from layoutopt.importers.arrays.contract import CapturedArray, EquationBlock, Operand, Var, has_fractions
 from layoutopt.importers.arrays.mixtures import live, sorts_left, without_sorts
-from layoutopt.importers.torch import complexes, indexing, losses, products, reductions, shapes
+from layoutopt.importers.torch import complexes, indexing, losses, products, reductions, shapes, windows
 from layoutopt.importers.torch.agreement import check_operands, check_read, check_type
 from layoutopt.importers.torch.autocast import Autocast
 from layoutopt.importers.torch.capture import INSTEAD, MODULE, RECOMPUTED, own_line
+from layoutopt.importers.torch.decomposed import decomposed
 from layoutopt.importers.torch.elementwise import TABLE, Type
 from layoutopt.importers.torch.emitter import Equations
 from layoutopt.importers.torch.internals import array_of, dtype_of, torch_module
@@ -26,7 +27,7 @@ from mesh_tf_core.errors import UserError
 
 __all__ = ["ReadProgram", "read"]
 
-_TABLES = (indexing, losses, products, reductions, shapes)
+_TABLES = (indexing, losses, products, reductions, shapes, windows)
 """They register their rules in `TABLE` when they are imported."""
 _CHECKS = re.compile(r"_assert|sym_constrain|_check")
 
@@ -87,7 +88,6 @@ class _Reader:
         self.first: dict[Any, Var] = {}
         self.parameters = set[Any]()
         self.named: dict[str, Var] = {}
-        self.notes: dict[str, None] = {}
         self.autocast = Autocast()
 
     def done(self) -> ReadProgram:
@@ -105,8 +105,7 @@ class _Reader:
                 results.append(self.values[n])
         ins = [v for _, _, v in self.arguments] + ([self.m.key] if self.m.key else [])
         block = without_sorts(EquationBlock(ins, live(self.m.equations, results), results))
-        self.notes |= dict.fromkeys(sorts_left(block))
-        notes, met = list(self.notes), self.autocast.met
+        notes, met = [*self.m.notes, *sorts_left(block)], self.autocast.met
         return ReadProgram(block, self.arguments, new_state, self.m.key, notes, self.m.whole, met)
 
     # -- arguments -----------------------------------------------------------------------------------------
@@ -239,7 +238,7 @@ class _Reader:
             if complexes.is_about(name, args):
                 return complexes.made(self.m, name, v, args)
             if rule is None:
-                return self._unknown(name, v, args, "")
+                return self._in_smaller_ones(n, name, v, args, "")
             check_read(rule, n, args, more)
             if not self.autocast.dtype:
                 check_operands(name, args)
@@ -250,9 +249,8 @@ class _Reader:
         except Exception as error:  # whatever a rule meets in a form that it does not know
             del self.m.equations[before:]
             own = isinstance(error, NotImplementedError)
-            return self._unknown(
-                name, v, args, str(error) if own else "it is called in a form that has no rule"
-            )
+            why = str(error) if own else "it is called in a form that has no rule"
+            return self._in_smaller_ones(n, name, v, args, why)
         return found
 
     def _unknown(self, name: str, v: Any, args: Sequence[Any], why: str) -> Any:
@@ -261,6 +259,18 @@ class _Reader:
         outs = [Var(t.shape, t.dtype) for t in types]
         self.m.several(f"torch.{name}", ins, outs, why=why)
         return outs if isinstance(v, list) else outs[0] if outs else None
+
+    def _in_smaller_ones(self, n: Any, name: str, v: Any, args: Sequence[Any], why: str) -> Any:
+        """The result of an operation without a rule, as the operations that PyTorch itself makes it of."""
+        body, before = decomposed(n), len(self.m.equations)
+        if body is not None:
+            places = (x for x in body.graph.nodes if x.op == "placeholder")
+            self.same.update(zip(places, n.all_input_nodes, strict=True))
+            found = self._run(body, body.graph)
+            if not any(e.prim.startswith("torch.") for e in self.m.equations[before:]):
+                return list(found) if isinstance(v, list) else found
+            del self.m.equations[before:]
+        return self._unknown(name, v, args, why)
 
     def _inlined(self, n: Any, target: str, args: Sequence[Any]) -> Any:
         """The results of a part of the graph that a context is around."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from layoutopt.importers.arrays.contract import CapturedArray, Operand, Var
-from layoutopt.importers.torch.elementwise import TABLE, AtenRule, Type, dims_of, formulas, rule
+from layoutopt.importers.torch.elementwise import TABLE, AtenRule, Type, dims_of, formulas
 from layoutopt.importers.torch.emitter import Equations
 
 
@@ -20,7 +20,7 @@ def _reduction(prim: str) -> AtenRule:
     return write
 
 
-_REDUCTIONS = {"sum": "sum", "amax": "max", "amin": "min", "any": "or", "all": "and"}
+_REDUCTIONS = {"sum": "sum", "amax": "max", "amin": "min", "any": "or", "all": "and", "prod": "prod"}
 TABLE |= {name: _reduction(f"reduce_{own}") for name, own in _REDUCTIONS.items()}
 
 
@@ -103,21 +103,3 @@ def _spread(root: bool) -> AtenRule:
 
 
 TABLE |= {"var": _spread(False), "var_mean": _spread(False), "std": _spread(True), "std_mean": _spread(True)}
-
-
-@rule("norm", "linalg_vector_norm")
-def _norm(
-    m: Equations, v: Type, x: Operand, order: Any = 2, dim: Any = None, keepdim: bool = False, **more: Any
-) -> Operand:
-    if order not in (2, None):
-        raise NotImplementedError("it is not the norm of order 2")
-    squares = m.unary("integer_pow", m.cast(x, v.dtype), y=2)
-    return m.unary("sqrt", m.reduced("reduce_sum", squares, dims_of(dim, len(x.shape)), keepdim))
-
-
-@rule("logsumexp")
-def _logsumexp(m: Equations, v: Type, x: Operand, dim: Any, keepdim: bool = False) -> Operand:
-    axes = dims_of(dim, len(x.shape))
-    most = m.unary("stop_gradient", m.reduced("reduce_max", x, axes, True))
-    total = m.reduced("reduce_sum", m.unary("exp", m.binary("sub", x, most, x.dtype)), axes, True)
-    return m.reshape(m.binary("add", m.unary("log", total), most, x.dtype), v.shape)

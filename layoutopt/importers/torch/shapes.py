@@ -32,12 +32,10 @@ formulas(
         "permute": lambda m, v, x, order: m.transpose(x, order),
         "unbind": lambda m, v, x, dim=0: [_select(m, t, x, dim, i) for i, t in enumerate(v)],
         "flip": lambda m, v, x, dims: m.unary("rev", x, dimensions=tuple(d % len(x.shape) for d in dims)),
-        "linspace": lambda m, v, a, b, count, **more: m.constant(np.linspace(a, b, count), v.dtype),
         "ones new_ones ones_like": lambda m, v, *given, **more: m.full(1, v.shape, v.dtype),
         "copy": lambda m, v, x, y, *more: m.expand(m.cast(y, v.dtype), v.shape),
         "zero": lambda m, v, x: m.full(0, v.shape, v.dtype),
-        "tril": lambda m, v, x, diagonal=0: triangle(m, v, x, "ge", diagonal),
-        "triu": lambda m, v, x, diagonal=0: triangle(m, v, x, "le", diagonal),
+        "eye": lambda m, v, *given, **more: m.constant(np.eye(*v.shape), v.dtype),
         "item": lambda m, v, x: m.reshape(m.unary("stop_gradient", x), ()),
         "numel": lambda m, v, x: math.prod(x.shape),
         "cat concat concatenate": lambda m, v, xs, dim=0: m.concatenate(
@@ -51,31 +49,11 @@ formulas(
 )
 
 
-@rule("broadcast_tensors", "meshgrid")
-def _broadcast_tensors(
-    m: Equations, v: Sequence[Type], xs: Sequence[Operand], indexing: str = "ij"
-) -> list[Operand]:
-    if indexing != "ij":
-        raise NotImplementedError(f"it has indexing={indexing!r}")
-    if all(len(x.shape) == 1 for x in xs) and len(v[0].shape) == len(xs) > 1:
-        return [m.broadcast(x, t.shape, [a]) for a, (x, t) in enumerate(zip(xs, v, strict=True))]
-    return [m.expand(x, t.shape) for x, t in zip(xs, v, strict=True)]
-
-
 @rule("transpose", "swapaxes", "transpose_copy")
 def _transpose(m: Equations, v: Type, x: Operand, a: int, b: int) -> Operand:
     order = list(range(len(x.shape)))
     order[a], order[b] = order[b], order[a]
     return m.transpose(x, order)
-
-
-@rule("movedim", "moveaxis")
-def _movedim(m: Equations, v: Type, x: Operand, source: Any, target: Any) -> Operand:
-    rank = len(x.shape)
-    froms, tos = ([d % rank for d in (n if isinstance(n, list | tuple) else [n])] for n in (source, target))
-    at = dict(zip(tos, froms, strict=True))
-    rest = iter(a for a in range(rank) if a not in froms)
-    return m.transpose(x, [at[a] if a in at else next(rest) for a in range(rank)])
 
 
 @rule("slice")
@@ -106,14 +84,6 @@ def _split(m: Equations, v: Sequence[Type], x: Operand, sizes: Any, dim: int = 0
     return found
 
 
-@rule("stack")
-def _stack(m: Equations, v: Type, xs: Sequence[Operand], dim: int = 0) -> Operand:
-    dim %= len(v.shape)
-    lead = [1 if a == dim else n for a, n in enumerate(v.shape)]
-    rows = [m.broadcast(m.cast(x, v.dtype), lead, [a for a in range(len(lead)) if a != dim]) for x in xs]
-    return m.concatenate(rows, dim)
-
-
 @rule("pad", "constant_pad_nd")
 def _pad(
     m: Equations, v: Type, x: Operand, widths: Sequence[int], mode: Any = "constant", value: Any = None
@@ -127,6 +97,21 @@ def _pad(
     for i in range(len(widths) // 2):
         config[-1 - i] = (int(widths[2 * i]), int(widths[2 * i + 1]), 0)
     return m.emit("pad", [x, m.constant(value, x.dtype)], v.shape, x.dtype, padding_config=tuple(config))
+
+
+@rule("unfold")
+def _unfold(m: Equations, v: Type, x: Operand, dim: int, size: int, step: int) -> Operand:
+    """Windows along an axis, the places in them as the last axis."""
+    dim %= len(x.shape)
+    count = v.shape[dim]
+    if size == step:
+        x = m.reshape(m.slice(x, dim, 0, count * size), (*x.shape[:dim], count, size, *x.shape[dim + 1 :]))
+        return m.transpose(x, [a for a in range(len(x.shape)) if a != dim + 1] + [dim + 1])
+    parts = [
+        m.slice(x, dim, at, count, step) if step > 1 else m.slice(x, dim, at, count) for at in range(size)
+    ]
+    lead = [*parts[0].shape, 1]
+    return m.concatenate([m.reshape(y, lead) for y in parts], len(lead) - 1)
 
 
 @rule("repeat", "tile")
@@ -147,17 +132,6 @@ def _repeat_interleave(
     return m.reshape(m.broadcast(x, wide, [a for a in range(len(wide)) if a != dim + 1]), v.shape)
 
 
-@rule("roll")
-def _roll(m: Equations, v: Type, x: Operand, shifts: Any, dims: Any = ()) -> Operand:
-    pairs = zip(*(n if isinstance(n, list | tuple) else [n] for n in (shifts, dims)), strict=True)
-    for shift, dim in pairs:
-        n = x.shape[dim]
-        if cut := -shift % n:
-            ends = m.slice(x, dim % len(x.shape), cut, n - cut), m.slice(x, dim % len(x.shape), 0, cut)
-            x = m.concatenate(ends, dim % len(x.shape))
-    return x
-
-
 # -- arrays of nothing ---------------------------------------------------------------------------------------
 
 
@@ -174,14 +148,6 @@ def _arange(m: Equations, v: Type, *given: Any, **more: Any) -> Operand:
 def _full(m: Equations, v: Type, *given: Any, **more: Any) -> Operand:
     value = next(x for x in given[::-1] if isinstance(x, int | float | bool | Var | CapturedArray))
     return m.full(value, v.shape, v.dtype)
-
-
-def triangle(m: Equations, v: Type, x: Operand, prim: str, diagonal: int) -> Operand:
-    """x where its row plus `diagonal` compares so with its column, else 0."""
-    two = v.shape[-2:]
-    row = m.binary("add", m.counted(two, 0, "int32"), diagonal, "int32")
-    inside = m.binary(prim, row, m.counted(two, 1, "int32"), "int32", "bool")
-    return m.select(m.ranked(inside, len(v.shape)), x, 0, v.dtype)
 
 
 @rule("randint", "randint_like")

@@ -12,7 +12,8 @@ from unittest.mock import patch
 
 from layoutopt.importers.arrays.origin import ArrayAxes
 from layoutopt.importers.torch.autocast import on_gpus
-from layoutopt.importers.torch.capture import own_line
+from layoutopt.importers.torch.capture import library, own_line
+from layoutopt.importers.torch.checks import checks_passed
 from layoutopt.importers.torch.flex import flex_written_out
 from layoutopt.importers.torch.internals import called, copied, torch_module
 
@@ -67,6 +68,7 @@ def run_on_pieces(
             for flag in ("_is_exporting_flag", "_is_compiling_flag"):
                 stack.enter_context(patch.object(torch.compiler, flag, True))
             stack.enter_context(flex_written_out())
+            stack.enter_context(checks_passed(library))
             stack.enter_context(on_gpus())
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # parts may be compiled
             stack.enter_context(Mode())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from layoutopt.importers.arrays.contract import Operand
 from layoutopt.importers.torch.emitter import Equations
 
@@ -29,10 +31,19 @@ def _permuted_back(m: Equations, whole: Operand, value: Operand, args: Sequence[
 def _sliced_back(m: Equations, whole: Operand, value: Operand, args: Sequence[Any]) -> Operand:
     default: list[Any] = [0, None, None, 1]
     dim, start, _, step = [*args, *default[len(args) :]]
-    if step != 1:
-        raise NotImplementedError("it writes to a slice with steps")
     dim %= len(whole.shape)
     start = 0 if start is None else max(start + whole.shape[dim], 0) if start < 0 else start
+    if 0 in value.shape:
+        return whole
+    if step != 1:
+        places = np.arange(whole.shape[dim]) - start
+        hit = (places >= 0) & (places % step == 0) & (places < value.shape[dim] * step)
+        apart = [(0, 0, 0)] * len(whole.shape)
+        apart[dim] = (start, whole.shape[dim] - start - (value.shape[dim] - 1) * step - 1, step - 1)
+        ins = [value, m.constant(0, value.dtype)]
+        wide = m.emit("pad", ins, whole.shape, value.dtype, padding_config=tuple(apart))
+        hits = m.broadcast(m.constant(hit, "bool"), whole.shape, [dim])
+        return m.select(hits, wide, whole, whole.dtype)
     end = start + value.shape[dim]
     rest = whole.shape[dim] - end
     parts = [m.slice(whole, dim, 0, start)] if start else []

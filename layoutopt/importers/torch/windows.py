@@ -1,0 +1,196 @@
+"""ATen's convolutions, pooling and interpolation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from layoutopt.importers.arrays.contract import ConvNumbers, Operand
+from layoutopt.importers.torch.elementwise import Type, rule
+from layoutopt.importers.torch.emitter import Equations, Extents
+
+
+def _each(given: Any, count: int) -> list[int]:
+    """An argument for every axis of space."""
+    listed = list(given) if isinstance(given, list | tuple) else [given]
+    return listed * count if len(listed) == 1 else listed
+
+
+@rule("conv1d", "conv2d", "conv3d")
+def _conv(
+    m: Equations,
+    v: Type,
+    x: Operand,
+    w: Operand,
+    bias: Operand | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Operand:
+    space = len(x.shape) - 2
+    dilations = _each(dilation, space)
+    if padding == "same":
+        total = [d * (n - 1) for d, n in zip(dilations, w.shape[2:], strict=True)]
+        pads = [(t // 2, t - t // 2) for t in total]
+    else:
+        pads = [(p, p) for p in _each(0 if padding == "valid" else padding, space)]
+    return _convolved(m, v, x, w, bias, _each(stride, space), pads, [1] * space, dilations, groups)
+
+
+def _convolved(
+    m: Equations,
+    v: Type,
+    x: Operand,
+    w: Operand,
+    bias: Operand | None,
+    strides: Extents,
+    pads: Sequence[tuple[int, int]],
+    spread: Extents,
+    dilations: Extents,
+    groups: int,
+) -> Operand:
+    """x, with spread - 1 zeros between its elements, and filters."""
+    spec = tuple(range(len(x.shape)))
+    y = m.emit(
+        "conv_general_dilated",
+        [m.cast(x, v.dtype), m.cast(w, v.dtype)],
+        v.shape,
+        v.dtype,
+        dimension_numbers=ConvNumbers(spec, spec, spec),
+        window_strides=tuple(strides),
+        padding=tuple(pads),
+        lhs_dilation=tuple(spread),
+        rhs_dilation=tuple(dilations),
+        feature_group_count=groups,
+        batch_group_count=1,
+    )
+    return m.added(y, bias, 1)
+
+
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def _transposed(
+    m: Equations,
+    v: Type,
+    x: Operand,
+    w: Operand,
+    bias: Operand | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Operand:
+    """A filter [in, out of a group, ...] at every place of x."""
+    space, (ins, outs, *taps) = len(x.shape) - 2, w.shape
+    strides, dilations = _each(stride, space), _each(dilation, space)
+    x, w = m.cast(x, v.dtype), m.cast(w, v.dtype)
+    if (
+        groups == 1
+        and strides == taps
+        and v.shape[2:] == tuple(map(math.prod, zip(x.shape[2:], taps, strict=True)))
+    ):
+        # Nothing overlaps: one product, whose results lie side by side.
+        y = m.product(x, w, ([1], [0]))
+        order = [0, space + 1, *(a for i in range(space) for a in (1 + i, space + 2 + i))]
+        return m.added(m.reshape(m.transpose(y, order), v.shape), bias, 1)
+    w = m.reshape(w, (groups, ins // groups, outs, *taps))
+    w = m.transpose(w, [0, 2, 1, *range(3, 3 + space)])
+    w = m.unary(
+        "rev", m.reshape(w, (groups * outs, ins // groups, *taps)), dimensions=tuple(range(2, 2 + space))
+    )
+    pads = []
+    for n, k, p, more in zip(
+        dilations, taps, _each(padding, space), _each(output_padding, space), strict=True
+    ):
+        pads.append((n * (k - 1) - p, n * (k - 1) - p + more))
+    return _convolved(m, v, x, w, bias, [1] * space, pads, strides, dilations, groups)
+
+
+@rule("max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices")
+def _max_pool(
+    m: Equations,
+    v: Any,
+    x: Operand,
+    size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+) -> Any:
+    if any(d != 1 for d in _each(dilation, 1)):
+        raise NotImplementedError("it has dilation")
+    found = _window(m, "reduce_window_max", v[0] if isinstance(v, list) else v, x, size, stride, padding)
+    return [found, None] if isinstance(v, list) else found
+
+
+@rule("avg_pool1d", "avg_pool2d", "avg_pool3d")
+def _avg_pool(
+    m: Equations,
+    v: Type,
+    x: Operand,
+    size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Operand:
+    total = _window(m, "reduce_window_sum", v, x, size, stride, padding)
+    space = len(x.shape) - 2
+    sizes, pads = _each(size, space), _each(padding, space)
+    if divisor_override:
+        return m.binary("mul", total, 1 / divisor_override, v.dtype)
+    counts = np.ones((1,) * len(v.shape))
+    for i, (k, step, p) in enumerate(zip(sizes, _steps(sizes, stride), pads, strict=True)):
+        begin = np.arange(v.shape[2 + i]) * step - p
+        low, high = (-p, x.shape[2 + i] + p) if count_include_pad else (0, x.shape[2 + i])
+        own = np.minimum(begin + k, high) - np.maximum(begin, low)
+        counts = counts * own.reshape([-1 if a == 2 + i else 1 for a in range(len(v.shape))])
+    if (counts == counts.flat[0]).all():
+        return m.binary("mul", total, 1 / float(counts.flat[0]), v.dtype)
+    return m.binary("mul", total, m.constant(1 / counts, v.dtype), v.dtype)
+
+
+def _steps(sizes: Sequence[int], stride: Any) -> list[int]:
+    return _each(stride, len(sizes)) if stride or stride == 0 else [*sizes]
+
+
+def _window(m: Equations, prim: str, v: Type, x: Operand, size: Any, stride: Any, padding: Any) -> Operand:
+    """A reduction of windows; the last ones of an axis may reach beyond its padding (ceil_mode)."""
+    space = len(x.shape) - 2
+    sizes, pads = _each(size, space), _each(padding, space)
+    strides = _steps(sizes, stride)
+    each = zip(x.shape[2:], v.shape[2:], sizes, strides, pads, strict=True)
+    ends = [(p, max((out - 1) * step + k - n - p, 0)) for n, out, k, step, p in each]
+    return m.emit(
+        prim,
+        [x],
+        v.shape,
+        v.dtype,
+        window_dimensions=(1, 1, *sizes),
+        window_strides=(1, 1, *strides),
+        padding=((0, 0), (0, 0), *ends),
+        base_dilation=(1,) * (space + 2),
+        window_dilation=(1,) * (space + 2),
+    )
+
+
+@rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
+def _adaptive(m: Equations, v: Type, x: Operand, *more: Any) -> Operand:
+    axes = range(2, len(x.shape))
+    if all(v.shape[a] == 1 for a in axes):
+        return m.mean(x, axes, True)
+    raise NotImplementedError("it makes several windows")
+
+
+@rule("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
+def _nearest(m: Equations, v: Type, x: Operand, *more: Any, **how: Any) -> Operand:
+    if any(b % a for a, b in zip(x.shape, v.shape, strict=True)):
+        raise NotImplementedError("its factors are not whole numbers")
+    wide = [n for a, b in zip(x.shape[2:], v.shape[2:], strict=True) for n in (a, b // a)]
+    axes = [0, 1, *range(2, 2 + len(wide), 2)]
+    return m.reshape(m.broadcast(x, (*x.shape[:2], *wide), axes), v.shape)
