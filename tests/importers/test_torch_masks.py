@@ -1,4 +1,4 @@
-"""Masks of attention in PyTorch modules: those of positions alone are no arrays."""
+"""Masks in PyTorch modules: those of attention by positions alone are no arrays; those of image tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from layoutopt.importers.torch import masks
 from layoutopt.importers.torch.flex import flex_written_out
 from tests.importers.torch_models import (
     MODULES,
+    VOCAB,
     compared,
+    tokens,
 )
 
 
@@ -141,3 +143,28 @@ def test_the_masks_of_pytorchs_own_transformer_are_causal() -> None:
     assert worst < 1e-5 and model.origin is not None
     found = [e.params["causal"] for e in model.origin.block.walk() if e.prim == "attention"]
     assert sorted(found) == [False, False, True]
+
+
+class Scattered(nn.Module):
+    """Features of images in the places of image tokens, as models of images and text have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.sight = nn.Embedding(VOCAB, 8), nn.Linear(5, 8)
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(self, ids, image, labels):
+        x = self.words(ids)
+        x = x.masked_scatter((ids == 1).unsqueeze(-1), self.sight(image).flatten(0, 1))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("layout", ["", "batch:data"])
+def test_image_features_stay_with_their_examples(layout: str) -> None:
+    torch.manual_seed(0)
+    ids = tokens().clamp(2)
+    ids[0, :3], ids[1, 4:7], ids[2:, 5:10:2] = 1, 1, 1
+    batch = {"ids": ids, "image": torch.randn(4, 3, 5), "labels": tokens()}
+    model, worst = compared(Scattered(), batch, None, "data:2", layout)
+    assert worst < 1e-5 and not model.combines
+    assert any("as many tokens of images" in note for note in model.origin.notes)

@@ -67,15 +67,60 @@ AT_PLACES: dict[str, Made] = {
     "scatter of a number": lambda y: y.scatter(0, ROWS[:2, None].expand(-1, 6), 0.5),
 }
 EQUAL |= AT_PLACES
+
+
+def _written(y: torch.Tensor) -> torch.Tensor:
+    """Every third element written, and an empty slice."""
+    y = y * 1.0
+    y[:, 1::3] = y[:, :1] * 2
+    y[::2] += 1
+    y[:, 6:] = 0
+    return y
+
+
+_IMAGE = torch.arange(2 * 3 * 3 * 3.0).reshape(2, 3, 3, 3).sin()
+_SPACE: dict[str, Made] = {
+    "padded pooling": lambda x: F.avg_pool2d(x, 3, 2, 1),
+    "padded pooling of what is there": lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+    "pooling that rounds up": lambda x: F.avg_pool2d(x, 3, 2, ceil_mode=True),
+    "largest that rounds up": lambda x: F.max_pool2d(x, 3, 2, ceil_mode=True),
+    "pooling to unequal windows": lambda x: F.adaptive_avg_pool2d(x, (3, 5)),
+    "bilinear": lambda x: F.interpolate(x, size=(13, 5), mode="bilinear"),
+    "bicubic by a factor": lambda x: F.interpolate(x, scale_factor=1.6, mode="bicubic"),
+    "nearest": lambda x: F.interpolate(x, size=(13, 5)),
+    "a transposed convolution": lambda x: F.conv_transpose2d(x, _IMAGE[..., :2, :2], stride=2),
+    "one that overlaps": lambda x: F.conv_transpose2d(x, _IMAGE, None, 2, 1, 1),
+    "one of groups": lambda x: F.conv_transpose2d(x, _IMAGE[..., :2], None, (2, 1), 1, groups=2, dilation=2),
+    "pixel_shuffle": lambda x: F.pixel_shuffle(F.pad(x, (0, 0, 0, 0, 0, 2)), 2),
+}
+"""Of an image [1, 2, 4, 6]."""
+SMALLER: dict[str, Made] = {
+    "activations": lambda y: F.hardswish(y) + F.hardsigmoid(y) + F.elu(y) + F.relu6(y * 1.0, inplace=True),
+    "gates": lambda y: F.glu(y) + torch.nan_to_num(y.logit(1e-3))[:, :3],
+    "orders of norms": lambda y: F.normalize(y, p=1) * y.norm(dim=1, keepdim=True),
+    "windows": lambda y: y.unfold(1, 4, 2),
+    "weighted classes": lambda y: F.nll_loss(F.log_softmax(y, -1), CLASSES, torch.arange(1.0, 7)),
+    "probabilities of classes": lambda y: F.cross_entropy(y, y.sin().softmax(-1).detach()),
+    "losses": lambda y: F.smooth_l1_loss(y, y.sin(), beta=0.5) + F.huber_loss(y, y.cos(), delta=0.3),
+    "meshgrid by columns": lambda y: torch.meshgrid(y[0], y[1], indexing="xy")[0],
+    "finite": lambda y: torch.where(torch.isfinite(y) & ~torch.isinf(y), y, 0.0) + torch.round(y).detach(),
+    "products": lambda y: y.prod(1) + torch.log2(y.abs() + 1).cumprod(1)[:, -1],
+    "slices with steps": _written,
+    **{name: lambda y, of=of: of(torch.stack([y, y.sin()])[None]) for name, of in _SPACE.items()},
+}
+"""Mostly operations that have no rule of their own, but a definition by smaller ones."""
+EQUAL |= SMALLER
 REFUSED: dict[str, tuple[Made, str]] = {
     "the smallest": (lambda y: torch.topk(y, 2, largest=False)[0], "not the largest"),
     "descending order": (lambda y: y.sort(descending=True)[0], "descending"),
     "dropout of channels": (lambda y: F.dropout2d(y[:, :, None, None]), "feature_dropout"),
-    "meshgrid by columns": (lambda y: torch.meshgrid(y[0], y[1], indexing="xy")[0], "indexing='xy'"),
     "histc with bins of the values": (lambda y: y * torch.histc(y, bins=6), "bins are between the least"),
     "scatter that multiplies": (lambda y: y.scatter(0, EACH, y, reduce="multiply"), "reduce=multiply"),
     "scatter_add to some columns": (lambda y: y.scatter_add(0, EACH[:, :2], y), "some places of the other"),
-    "weighted classes": (lambda y: F.nll_loss(F.log_softmax(y, -1), CLASSES, torch.ones(6)), "weights"),
+    "interpolation without aliases": (
+        lambda y: F.interpolate(y[None, None], 3, mode="bilinear", antialias=True),
+        "cannot import torch._upsample_bilinear2d_aa",
+    ),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ class Unsupported(nn.Module):
 
     def forward(self, x):
         y = torch.linalg.inv(self.linear(x))
-        z = torch.cumprod(y, 0)
+        z = torch.logcumsumexp(y, 0)
         return torch.sort(z, descending=True).values.mean() + torch.poisson(y.abs()).mean()
 
 
@@ -87,7 +88,7 @@ def test_all_that_cannot_be_imported_is_listed_with_its_lines() -> None:
         layoutopt.from_torch(Unsupported(), {"x": torch.randn(8, 8)})
     text = str(error.value)
     assert text.startswith("from_torch: (1) ")
-    for what in ("torch.linalg_inv", "torch.cumprod", "torch.sort", "torch.poisson"):
+    for what in ("torch.linalg_inv", "torch.logcumsumexp", "torch.sort", "torch.poisson"):
         assert re.search(rf"test_torch_refusals\.py:\d+: cannot import {re.escape(what)}\b", text)
 
 
@@ -101,6 +102,25 @@ class Branching(nn.Module):
         if y.sum() > 0:
             y = y * 2
         return y.mean()
+
+
+class Checking(Branching):
+    """Raises for values that would be wrong, and warns of odd ones."""
+
+    def forward(self, x):
+        y = self.linear(x)
+        if x is not None and x.max() >= 9:
+            raise ValueError("too large")
+        if not (torch.isfinite(x).all() and (x > -9).all()):
+            raise ValueError("too small")
+        assert torch.all(x <= 1).item(), "more than 1"
+        if x.sum() > 3:
+            warnings.warn("many", stacklevel=1)
+        return y.mean()
+
+
+def test_checks_of_values_are_passed() -> None:
+    assert layoutopt.from_torch(Checking(), {"x": torch.zeros(8, 8)}).parameters == 72
 
 
 class Applied(nn.Module):

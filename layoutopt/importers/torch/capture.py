@@ -189,12 +189,10 @@ def _read_in(module: Any, dtype: Any) -> Iterator[None]:
 def _quiet() -> Iterator[None]:
     """torch.export warns of its own internals."""
     disabled = logging.root.manager.disable
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), redirect_stderr(StringIO()):  # where it prints graphs
         logging.disable(logging.CRITICAL)
         try:
-            with redirect_stderr(StringIO()):  # where it prints a graph that it cannot finish
-                yield
+            yield
         finally:
             logging.disable(disabled)
 
@@ -218,17 +216,14 @@ def _training(module: Any, notes: list[str]) -> Iterator[None]:
 @contextmanager
 def _without_cache(module: Any, notes: list[str]) -> Iterator[None]:
     """transformers' keys and values of earlier steps, which no training step reads."""
-    configs: list[Any] = [getattr(m, "config", None) for m in module.modules()]
+    configs = (getattr(m, "config", None) for m in module.modules())
     own = {id(c): c for c in configs if getattr(c, "use_cache", None)}
-    for config in own.values():
-        config.use_cache = False
     if own:
         notes.append("config.use_cache is true, but a training step keeps no cache, so none was imported")
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for config in own.values():
-            config.use_cache = True
+            stack.enter_context(patch.object(config, "use_cache", False))
+        yield
 
 
 @contextmanager

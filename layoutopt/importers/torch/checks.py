@@ -19,8 +19,7 @@ _SAYS = frozenset({"warn", "warning", "warning_once", "info", "info_once", "debu
 
 @contextmanager
 def checks_passed(library: Callable[[str], bool]) -> Iterator[None]:
-    """Whatever a branch tests that only raises or warns is as if it were well; other branches on values
-    fail as they do.
+    """All is well for branches that only raise or warn; other branches on values fail as they do.
 
     Args:
       library: True for files that are not the user's.
@@ -35,8 +34,7 @@ def checks_passed(library: Callable[[str], bool]) -> Iterator[None]:
                 frame: FrameType | None = sys._getframe(1)
                 while frame is not None and library(frame.f_code.co_filename):
                     frame = frame.f_back
-                found = None if frame is None else _well(frame)
-                if found is None:
+                if frame is None or (found := _well(frame)) is None:
                     raise
                 return found
 
@@ -54,11 +52,10 @@ def _well(frame: FrameType) -> bool | None:
     for node in ast.walk(_parsed(frame.f_code.co_filename)):
         if not isinstance(node, ast.If | ast.Assert):
             continue
-        if not node.test.lineno <= line <= (node.test.end_lineno or line):
-            continue
-        wanted = isinstance(node, ast.Assert)
-        if isinstance(node, ast.Assert) or (not node.orelse and all(map(_only_says, node.body))):
-            read = [*_read(node.test, wanted)]
+        bad = node.body + node.orelse if isinstance(node, ast.If) else []
+        within = node.test.lineno <= line <= (node.test.end_lineno or line)
+        if within and all(map(_only_says, bad)):
+            read = [*_read(node.test, not bad)]
             # Values are made by calls or compared; a wrong guess meets the error that the branch raises.
             values = {v for v, x in read if any(isinstance(y, ast.Call) for y in ast.walk(x))}
             values = values or {v for v, _ in read}
@@ -83,6 +80,6 @@ def _read(test: ast.expr, wanted: bool) -> Iterator[tuple[bool, ast.expr]]:
 
 
 def _only_says(statement: ast.stmt) -> bool:
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        return getattr(statement.value.func, "attr", getattr(statement.value.func, "id", "")) in _SAYS
-    return isinstance(statement, ast.Raise | ast.Pass)
+    called = getattr(getattr(statement, "value", None), "func", None)
+    says = getattr(called, "attr", getattr(called, "id", "")) in _SAYS
+    return says or isinstance(statement, ast.Raise | ast.Pass)

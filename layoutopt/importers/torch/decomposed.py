@@ -7,18 +7,24 @@ from typing import Any
 from layoutopt.importers.torch.internals import torch_module
 
 
-def decomposed(n: Any) -> Any:
-    """A graph of the tensors of a node that gives its result; None if PyTorch knows no smaller operations."""
+def decomposed(n: Any, known: dict[Any, Any]) -> Any:
+    """A graph of the tensors of a node that gives its result; None if PyTorch knows no smaller operations.
+
+    Args:
+      known: those of nodes with equal arguments, which are added to.
+    """
     torch = torch_module()
     from torch._decomp import decomposition_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    if not isinstance(n.target, torch._ops.OpOverload):
-        return None
     nodes = n.all_input_nodes
     fakes = [x.meta.get("val") for x in nodes]
-    if not all(isinstance(x, torch.Tensor) for x in fakes):
+    if not isinstance(n.target, torch._ops.OpOverload) or not all(map(torch.is_tensor, fakes)):
         return None
+    alike = {x: f"{x.meta['val'].dtype}{[*x.meta['val'].shape]}@{i}" for i, x in enumerate(nodes)}
+    key = str((n.target, *(torch.fx.node.map_arg(a, alike.get) for a in (n.args, n.kwargs))))
+    if key in known:
+        return known[key]
 
     def called(*given: Any) -> Any:
         at = dict(zip(nodes, given, strict=True))
@@ -31,10 +37,7 @@ def decomposed(n: Any) -> Any:
         with mode, torch.no_grad():
             body = make_fx(called, decomposition_table=own)(*fakes)
     except Exception:  # whatever it raises where sizes depend on values
-        return None
-    inner = [x for x in body.graph.nodes if x.op == "call_function"]
-    if any(x.target == n.target for x in inner):
-        return None
-    for x in inner:
-        x.meta.update((k, n.meta[k]) for k in ("stack_trace", "nn_module_stack", "custom") if k in n.meta)
-    return body
+        body = None
+    same = body is None or any(x.target == n.target for x in body.graph.nodes)
+    known[key] = None if same else body
+    return known[key]

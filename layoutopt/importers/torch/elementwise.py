@@ -121,9 +121,6 @@ TABLE |= {name: _binary(prim) for name, prim in _BINARY.items()}
 TABLE |= {name: _comparison(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 formulas(
     {
-        "rsub": lambda m, v, a, b, alpha=1: m.binary(
-            "sub", b, a if alpha == 1 else m.binary("mul", a, alpha, v.dtype), v.dtype
-        ),
         "floor_divide": lambda m, v, a, b: _divided(m, v, a, b, "floor"),
         "logical_not": lambda m, v, x: m.binary("eq", x, 0, x.dtype, "bool"),
         "reciprocal": lambda m, v, x: m.binary("div", 1, x, v.dtype),
@@ -187,18 +184,6 @@ def _pow(m: Equations, v: Type, x: Scalar, e: Scalar) -> Operand:
     if e == 0.5 and isinstance(x, Var):
         return m.unary("sqrt", m.cast(x, v.dtype))
     return m.binary("pow", x, e, v.dtype)
-
-
-@rule("gelu")
-def _gelu(m: Equations, v: Type, x: Operand, approximate: str = "none") -> Operand:
-    if approximate == "tanh":
-        cubed = m.binary("mul", m.unary("integer_pow", x, y=3), 0.044715, x.dtype)
-        inner = m.binary("mul", m.binary("add", x, cubed, x.dtype), math.sqrt(2 / math.pi), x.dtype)
-        inner = m.unary("tanh", inner)
-    else:
-        inner = m.unary("erf", m.binary("mul", x, math.sqrt(0.5), x.dtype))
-    half = m.binary("mul", x, 0.5, x.dtype)
-    return m.binary("mul", half, m.binary("add", inner, 1, x.dtype), x.dtype)
 
 
 @rule("softplus")

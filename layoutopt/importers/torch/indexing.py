@@ -144,15 +144,6 @@ def _scattered(
     return m.emit("scatter_add" if add else "scatter", [x, ids, rows], x.shape, x.dtype, **more)
 
 
-@rule("index_add")
-def _index_add(
-    m: Equations, v: Type, x: Operand, dim: int, ids: Operand, rows: Operand, alpha: float = 1
-) -> Operand:
-    if dim % len(x.shape) or alpha != 1:
-        raise NotImplementedError("it adds along an inner axis, or with a factor")
-    return written(m, x, ids, m.cast(rows, x.dtype), 1, True)
-
-
 @rule("scatter")
 def _scatter(m: Equations, v: Type, x: Operand, dim: int, ids: Operand, rows: Any, **how: Any) -> Operand:
     if how:
@@ -205,8 +196,7 @@ def _masked_scatter(m: Equations, v: Type, x: Operand, mask: Operand, rows: Oper
     kept = mask.shape[-1] == 1 or (wide is not None and (wide.ins[0].shape[-1] == 1))
     if len(v.shape) != 3 or not kept or rows.shape[-1] != v.shape[-1] or count % batch:
         raise NotImplementedError("its mask is not of whole rows, as many in each example")
-    said = "imported as if all examples had as many tokens of images or sounds as the first"
-    m.notes[f"{m.where}: {said}"] = None
+    m.notes[f"{m.where}: imported as if each example had as many tokens of images or sounds"] = None
     line = m.reshape(m.slice(mask, 2, 0, 1), v.shape[:2])
     counts = m.unary("cumsum", m.cast(line, "int32"), axis=1, reverse=False)
     places = m.binary("max", m.binary("sub", counts, 1, "int32"), 0, "int32")

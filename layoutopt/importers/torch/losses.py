@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from layoutopt.importers.arrays.contract import Operand
-from layoutopt.importers.torch.elementwise import Type, formulas, rule
+from layoutopt.importers.torch.elementwise import Type, rule
 from layoutopt.importers.torch.emitter import Equations
 from layoutopt.importers.torch.internals import FLOATS
 
@@ -16,15 +16,6 @@ def _reduce(m: Equations, x: Operand, reduction: int) -> Operand:
     if reduction == _MEAN:
         return m.mean(x, range(len(x.shape)))
     return m.reduced("reduce_sum", x, range(len(x.shape))) if reduction == _SUM else x
-
-
-formulas(
-    {
-        "mse_loss": lambda m, v, x, y, reduction=_MEAN: _reduce(
-            m, m.unary("integer_pow", m.binary("sub", x, y, v.dtype), y=2), reduction
-        ),
-    }
-)
 
 
 @rule("cross_entropy_loss")
@@ -38,15 +29,10 @@ def _cross_entropy(
     ignored: int = -100,
     smoothing: float = 0.0,
 ) -> Operand:
-    """Of logits [rows, classes, ...] and class numbers [rows, ...], or probabilities of x's shape."""
-    if weight is not None or (smoothing and x.shape == y.shape):
+    """Of logits [rows, classes, ...] and class numbers [rows, ...]."""
+    if weight is not None or y.dtype in FLOATS:
         raise NotImplementedError("it weights classes")
     x = _classes_last(m, x)
-    if y.dtype in FLOATS:
-        y = _classes_last(m, y)
-        each = m.unary("neg", m.binary("mul", y, m.softmax(x, -1, log=True), x.dtype))
-        rows = m.reduced("reduce_sum", each, [len(x.shape) - 1])
-        return _reduce(m, rows, reduction)
     counts, safe = _targets(m, y, ignored)
     loss: Operand = m.emit("cross_entropy", [x, safe], y.shape, x.dtype)
     if smoothing:

@@ -19,9 +19,6 @@ formulas(
         "linear": lambda m, v, x, w, bias=None: m.added(
             m.product(m.cast(x, v.dtype), m.cast(w, v.dtype), ([len(x.shape) - 1], [1])), bias
         ),
-        "outer": lambda m, v, x, y: m.binary(
-            "mul", m.broadcast(x, (*x.shape, 1), [0]), m.broadcast(y, (1, *y.shape), [1]), v.dtype
-        ),
         "layer_norm": lambda m, v, x, shape, weight=None, bias=None, epsilon=1e-5, *more: _affine(
             m, normalized(m, x, own := [*range(len(x.shape))][-len(shape) :], epsilon), weight, bias, own
         ),
@@ -30,18 +27,6 @@ formulas(
         ),
     }
 )
-
-
-@rule("addmm", "baddbmm")
-def _added_to(
-    m: Equations, v: Type, y: Operand, a: Operand, b: Operand, beta: float = 1, alpha: float = 1
-) -> Operand:
-    found = _matmul(m, v, a, b)
-    found = found if alpha == 1 else m.binary("mul", found, alpha, v.dtype)
-    if beta == 0:
-        return found
-    y = m.expand(m.cast(y, v.dtype), v.shape)
-    return m.binary("add", found, y if beta == 1 else m.binary("mul", y, beta, v.dtype), v.dtype)
 
 
 @rule("matmul", "bmm", "mm", "mv", "dot")
@@ -184,17 +169,6 @@ def normalized(m: Equations, x: Operand, axes: Sequence[int], epsilon: float) ->
 def _scaled(m: Equations, x: Operand, mean: Operand, var: Operand, epsilon: float) -> Operand:
     rate = m.unary("rsqrt", m.binary("add", var, epsilon, x.dtype))
     return m.binary("mul", m.binary("sub", x, mean, x.dtype), rate, x.dtype)
-
-
-@rule("rms_norm", "_fused_rms_norm")
-def _rms_norm(
-    m: Equations, v: Type, x: Operand, shape: Sequence[int], weight: Any = None, epsilon: Any = None
-) -> Operand:
-    if len(shape) != 1:
-        raise NotImplementedError("it normalises several axes")
-    lowest = {"float32": 1.1920929e-07, "bfloat16": 0.0078125, "float16": 0.00097656}[x.dtype]
-    y = m.unary("normalize", x, epsilon=lowest if epsilon is None else epsilon, center=False)
-    return y if weight is None else m.along("mul", y, weight, [-1])
 
 
 def batch_norm(

@@ -88,6 +88,7 @@ class _Reader:
         self.first: dict[Any, Var] = {}
         self.parameters = set[Any]()
         self.named: dict[str, Var] = {}
+        self.smaller: dict[Any, Any] = {}
         self.autocast = Autocast()
 
     def done(self) -> ReadProgram:
@@ -240,8 +241,8 @@ class _Reader:
             if rule is None:
                 return self._in_smaller_ones(n, name, v, args, "")
             check_read(rule, n, args, more)
-            if not self.autocast.dtype:
-                check_operands(name, args)
+            if not self.autocast.dtype and (why := check_operands(name, args)):
+                return self._unknown(name, v, args, why)
             found = rule(self.m, v, *args, **more)
             check_type(found, v)
         except UserError:
@@ -262,10 +263,13 @@ class _Reader:
 
     def _in_smaller_ones(self, n: Any, name: str, v: Any, args: Sequence[Any], why: str) -> Any:
         """The result of an operation without a rule, as the operations that PyTorch itself makes it of."""
-        body, before = decomposed(n), len(self.m.equations)
+        body, before = decomposed(n, self.smaller), len(self.m.equations)
         if body is not None:
             places = (x for x in body.graph.nodes if x.op == "placeholder")
             self.same.update(zip(places, n.all_input_nodes, strict=True))
+            for x in body.graph.nodes:  # of all nodes with such arguments
+                self.shadows.pop(x, None)
+                x.meta |= {k: n.meta.get(k) for k in ("stack_trace", "nn_module_stack", "custom")}
             found = self._run(body, body.graph)
             if not any(e.prim.startswith("torch.") for e in self.m.equations[before:]):
                 return list(found) if isinstance(v, list) else found

@@ -20,9 +20,6 @@ formulas(
         "unsqueeze": lambda m, v, x, dim: m.broadcast(
             x, v.shape, [a for a in range(len(v.shape)) if a != dim % len(v.shape)]
         ),
-        "narrow": lambda m, v, x, dim, start, length: m.slice(
-            x, dim % len(x.shape), start % max(x.shape[dim], 1), length
-        ),
         "zeros new_zeros zeros_like empty new_empty empty_like empty_permuted": lambda m, v, *given, **more: (
             m.full(0, v.shape, v.dtype)
         ),
@@ -35,13 +32,12 @@ formulas(
         "ones new_ones ones_like": lambda m, v, *given, **more: m.full(1, v.shape, v.dtype),
         "copy": lambda m, v, x, y, *more: m.expand(m.cast(y, v.dtype), v.shape),
         "zero": lambda m, v, x: m.full(0, v.shape, v.dtype),
-        "eye": lambda m, v, *given, **more: m.constant(np.eye(*v.shape), v.dtype),
         "item": lambda m, v, x: m.reshape(m.unary("stop_gradient", x), ()),
         "numel": lambda m, v, x: math.prod(x.shape),
         "cat concat concatenate": lambda m, v, xs, dim=0: m.concatenate(
             [m.cast(x, v.dtype) for x in xs], dim % len(v.shape)
         ),
-        "t numpy_T mT": lambda m, v, x: _transpose(m, v, x, -1, -2) if len(x.shape) > 1 else x,
+        "t numpy_T mT": lambda m, v, x: swapped(m, v, x, -1, -2) if len(x.shape) > 1 else x,
         "fill": lambda m, v, x, value: m.full(
             m.reshape(value, ()) if isinstance(value, Var | CapturedArray) else value, v.shape, v.dtype
         ),
@@ -50,7 +46,8 @@ formulas(
 
 
 @rule("transpose", "swapaxes", "transpose_copy")
-def _transpose(m: Equations, v: Type, x: Operand, a: int, b: int) -> Operand:
+def swapped(m: Equations, v: Any, x: Operand, a: int, b: int) -> Operand:
+    """x with two axes in each other's place."""
     order = list(range(len(x.shape)))
     order[a], order[b] = order[b], order[a]
     return m.transpose(x, order)
@@ -84,15 +81,8 @@ def _split(m: Equations, v: Sequence[Type], x: Operand, sizes: Any, dim: int = 0
     return found
 
 
-@rule("pad", "constant_pad_nd")
-def _pad(
-    m: Equations, v: Type, x: Operand, widths: Sequence[int], mode: Any = "constant", value: Any = None
-) -> Operand:
-    if not isinstance(mode, str):  # of `constant_pad_nd`, which has no mode
-        mode, value = "constant", mode
-    if mode != "constant":
-        raise NotImplementedError(f"it pads with the mode {mode}")
-    value = value or 0
+@rule("constant_pad_nd")
+def _pad(m: Equations, v: Type, x: Operand, widths: Sequence[int], value: Any = 0) -> Operand:
     config = [(0, 0, 0)] * len(x.shape)
     for i in range(len(widths) // 2):
         config[-1 - i] = (int(widths[2 * i]), int(widths[2 * i + 1]), 0)
@@ -101,35 +91,9 @@ def _pad(
 
 @rule("unfold")
 def _unfold(m: Equations, v: Type, x: Operand, dim: int, size: int, step: int) -> Operand:
-    """Windows along an axis, the places in them as the last axis."""
-    dim %= len(x.shape)
-    count = v.shape[dim]
-    if size == step:
-        x = m.reshape(m.slice(x, dim, 0, count * size), (*x.shape[:dim], count, size, *x.shape[dim + 1 :]))
-        return m.transpose(x, [a for a in range(len(x.shape)) if a != dim + 1] + [dim + 1])
-    parts = [
-        m.slice(x, dim, at, count, step) if step > 1 else m.slice(x, dim, at, count) for at in range(size)
-    ]
-    lead = [*parts[0].shape, 1]
-    return m.concatenate([m.reshape(y, lead) for y in parts], len(lead) - 1)
-
-
-@rule("repeat", "tile")
-def _repeat(m: Equations, v: Type, x: Operand, counts: Sequence[int]) -> Operand:
-    x = m.reshape(x, (*(1,) * (len(counts) - len(x.shape)), *x.shape))
-    sizes = [n for count, size in zip(counts, x.shape, strict=True) for n in (count, size)]
-    return m.reshape(m.broadcast(x, sizes, range(1, len(sizes), 2)), v.shape)
-
-
-@rule("repeat_interleave")
-def _repeat_interleave(
-    m: Equations, v: Type, x: Operand, count: Any, dim: Any = None, **more: Any
-) -> Operand:
-    if not isinstance(count, int) or dim is None:
-        raise NotImplementedError("it repeats elements by different counts, or all axes as one")
-    dim %= len(x.shape)
-    wide = [*x.shape[: dim + 1], count, *x.shape[dim + 1 :]]
-    return m.reshape(m.broadcast(x, wide, [a for a in range(len(wide)) if a != dim + 1]), v.shape)
+    """Windows along an axis; the places in them are the last axis."""
+    parts = [m.slice(x, dim % len(x.shape), at, v.shape[dim], step) for at in range(size)]
+    return m.concatenate([m.reshape(y, (*y.shape, 1)) for y in parts], len(x.shape))
 
 
 # -- arrays of nothing ---------------------------------------------------------------------------------------

@@ -9,18 +9,9 @@ import numpy as np
 
 from layoutopt.importers.arrays.contract import Operand
 from layoutopt.importers.torch.emitter import Equations
+from layoutopt.importers.torch.shapes import swapped
 
 Inverse = Callable[[Equations, Operand, Operand, Sequence[Any]], Operand]
-
-
-def _back(m: Equations, whole: Operand, value: Operand, args: Sequence[Any]) -> Operand:
-    return m.reshape(value, whole.shape)
-
-
-def _transposed_back(m: Equations, whole: Operand, value: Operand, args: Sequence[Any]) -> Operand:
-    order = list(range(len(value.shape)))
-    order[args[0]], order[args[1]] = order[args[1]], order[args[0]]
-    return m.transpose(value, order)
 
 
 def _permuted_back(m: Equations, whole: Operand, value: Operand, args: Sequence[Any]) -> Operand:
@@ -58,14 +49,16 @@ def _selected_back(m: Equations, whole: Operand, value: Operand, args: Sequence[
     return _sliced_back(m, whole, row, (dim, index, index + 1))
 
 
+def _back(m: Equations, whole: Operand, value: Operand, args: Sequence[Any]) -> Operand:
+    return m.reshape(value, whole.shape)
+
+
 INVERSES: Mapping[str, Inverse] = {
     **dict.fromkeys(("view", "reshape", "flatten", "squeeze", "unsqueeze", "_unsafe_view"), _back),
-    "transpose": _transposed_back,
+    "transpose": lambda m, whole, value, args: swapped(m, whole, value, *args),
     "permute": _permuted_back,
     "slice": _sliced_back,
     "select": _selected_back,
-    **dict.fromkeys(
-        ("alias", "detach", "contiguous"), lambda m, whole, value, args: m.cast(value, whole.dtype)
-    ),
+    **dict.fromkeys(("alias", "detach", "contiguous"), lambda m, of, value, args: m.cast(value, of.dtype)),
 }
 """Views that may be written to."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from layoutopt.importers.arrays.contract import ConvNumbers, Operand
 from layoutopt.importers.torch.elementwise import Type, rule
-from layoutopt.importers.torch.emitter import Equations, Extents
+from layoutopt.importers.torch.emitter import Equations
 
 
 def _each(given: Any, count: int) -> list[int]:
@@ -30,40 +28,24 @@ def _conv(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
+    spread: Any = 1,
 ) -> Operand:
-    space = len(x.shape) - 2
+    """Of x with spread - 1 zeros between its elements."""
+    space, spec = len(x.shape) - 2, tuple(range(len(x.shape)))
     dilations = _each(dilation, space)
+    pads = [(p, p) if isinstance(p, int) else p for p in _each(0 if padding == "valid" else padding, space)]
     if padding == "same":
         total = [d * (n - 1) for d, n in zip(dilations, w.shape[2:], strict=True)]
         pads = [(t // 2, t - t // 2) for t in total]
-    else:
-        pads = [(p, p) for p in _each(0 if padding == "valid" else padding, space)]
-    return _convolved(m, v, x, w, bias, _each(stride, space), pads, [1] * space, dilations, groups)
-
-
-def _convolved(
-    m: Equations,
-    v: Type,
-    x: Operand,
-    w: Operand,
-    bias: Operand | None,
-    strides: Extents,
-    pads: Sequence[tuple[int, int]],
-    spread: Extents,
-    dilations: Extents,
-    groups: int,
-) -> Operand:
-    """x, with spread - 1 zeros between its elements, and filters."""
-    spec = tuple(range(len(x.shape)))
     y = m.emit(
         "conv_general_dilated",
         [m.cast(x, v.dtype), m.cast(w, v.dtype)],
         v.shape,
         v.dtype,
         dimension_numbers=ConvNumbers(spec, spec, spec),
-        window_strides=tuple(strides),
+        window_strides=tuple(_each(stride, space)),
         padding=tuple(pads),
-        lhs_dilation=tuple(spread),
+        lhs_dilation=tuple(_each(spread, space)),
         rhs_dilation=tuple(dilations),
         feature_group_count=groups,
         batch_group_count=1,
@@ -84,30 +66,20 @@ def _transposed(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Operand:
-    """A filter [in, out of a group, ...] at every place of x."""
+    """Of a filter [in, out of a group, ...]."""
     space, (ins, outs, *taps) = len(x.shape) - 2, w.shape
-    strides, dilations = _each(stride, space), _each(dilation, space)
-    x, w = m.cast(x, v.dtype), m.cast(w, v.dtype)
-    if (
-        groups == 1
-        and strides == taps
-        and v.shape[2:] == tuple(map(math.prod, zip(x.shape[2:], taps, strict=True)))
-    ):
+    wide = tuple(n * k for n, k in zip(x.shape[2:], taps, strict=True))
+    if groups == 1 and _each(stride, space) == taps and v.shape[2:] == wide:
         # Nothing overlaps: one product, whose results lie side by side.
-        y = m.product(x, w, ([1], [0]))
+        y = m.product(m.cast(x, v.dtype), m.cast(w, v.dtype), ([1], [0]))
         order = [0, space + 1, *(a for i in range(space) for a in (1 + i, space + 2 + i))]
         return m.added(m.reshape(m.transpose(y, order), v.shape), bias, 1)
-    w = m.reshape(w, (groups, ins // groups, outs, *taps))
-    w = m.transpose(w, [0, 2, 1, *range(3, 3 + space)])
-    w = m.unary(
-        "rev", m.reshape(w, (groups * outs, ins // groups, *taps)), dimensions=tuple(range(2, 2 + space))
-    )
-    pads = []
-    for n, k, p, more in zip(
-        dilations, taps, _each(padding, space), _each(output_padding, space), strict=True
-    ):
-        pads.append((n * (k - 1) - p, n * (k - 1) - p + more))
-    return _convolved(m, v, x, w, bias, [1] * space, pads, strides, dilations, groups)
+    w = m.transpose(m.reshape(w, (groups, ins // groups, outs, *taps)), [0, 2, 1, *range(3, 3 + space)])
+    w = m.reshape(w, (groups * outs, ins // groups, *taps))
+    w = m.unary("rev", w, dimensions=tuple(range(2, 2 + space)))
+    each = (_each(dilation, space), taps, _each(padding, space), _each(output_padding, space))
+    pads = [(d * (k - 1) - p, d * (k - 1) - p + more) for d, k, p, more in zip(*each, strict=True)]
+    return _conv(m, v, x, w, bias, 1, pads, dilation, groups, stride)
 
 
 @rule("max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices")
@@ -140,30 +112,24 @@ def _avg_pool(
     divisor_override: int | None = None,
 ) -> Operand:
     total = _window(m, "reduce_window_sum", v, x, size, stride, padding)
-    space = len(x.shape) - 2
-    sizes, pads = _each(size, space), _each(padding, space)
-    if divisor_override:
-        return m.binary("mul", total, 1 / divisor_override, v.dtype)
-    counts = np.ones((1,) * len(v.shape))
-    for i, (k, step, p) in enumerate(zip(sizes, _steps(sizes, stride), pads, strict=True)):
-        begin = np.arange(v.shape[2 + i]) * step - p
-        low, high = (-p, x.shape[2 + i] + p) if count_include_pad else (0, x.shape[2 + i])
-        own = np.minimum(begin + k, high) - np.maximum(begin, low)
-        counts = counts * own.reshape([-1 if a == 2 + i else 1 for a in range(len(v.shape))])
-    if (counts == counts.flat[0]).all():
-        return m.binary("mul", total, 1 / float(counts.flat[0]), v.dtype)
+    counts, space = np.ones((1,) * len(v.shape)), len(x.shape) - 2
+    sizes = _each(size, space)
+    each = zip(sizes, _each(stride or sizes, space), _each(padding, space), x.shape[2:], strict=True)
+    for axis, (k, step, p, n) in enumerate(each, 2):
+        low = np.arange(v.shape[axis]) * step - p
+        over = p if count_include_pad else 0
+        own = np.minimum(low + k, n + over) - np.maximum(low, -over)
+        counts = counts * own.reshape([-1 if a == axis else 1 for a in range(len(v.shape))])
+    if divisor_override or (counts == counts.flat[0]).all():
+        return m.binary("mul", total, 1 / float(divisor_override or counts.flat[0]), v.dtype)
     return m.binary("mul", total, m.constant(1 / counts, v.dtype), v.dtype)
-
-
-def _steps(sizes: Sequence[int], stride: Any) -> list[int]:
-    return _each(stride, len(sizes)) if stride or stride == 0 else [*sizes]
 
 
 def _window(m: Equations, prim: str, v: Type, x: Operand, size: Any, stride: Any, padding: Any) -> Operand:
     """A reduction of windows; the last ones of an axis may reach beyond its padding (ceil_mode)."""
     space = len(x.shape) - 2
     sizes, pads = _each(size, space), _each(padding, space)
-    strides = _steps(sizes, stride)
+    strides = _each(stride or sizes, space)
     each = zip(x.shape[2:], v.shape[2:], sizes, strides, pads, strict=True)
     ends = [(p, max((out - 1) * step + k - n - p, 0)) for n, out, k, step, p in each]
     return m.emit(
@@ -177,14 +143,6 @@ def _window(m: Equations, prim: str, v: Type, x: Operand, size: Any, stride: Any
         base_dilation=(1,) * (space + 2),
         window_dilation=(1,) * (space + 2),
     )
-
-
-@rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
-def _adaptive(m: Equations, v: Type, x: Operand, *more: Any) -> Operand:
-    axes = range(2, len(x.shape))
-    if all(v.shape[a] == 1 for a in axes):
-        return m.mean(x, axes, True)
-    raise NotImplementedError("it makes several windows")
 
 
 @rule("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
