@@ -197,8 +197,10 @@ def kernel_parts(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Ke
     if quantity.blocked and not known and chip.vector_flops is not None:
         blocks, after, elements = quantity.blocked
         padded, in_turn, handed = blocks * padding, True, contention * _passing_seconds(hardware, elements)
-    odd = chip.unaligned_efficiency if quantity.unaligned and not known else None
-    efficiency = known or _efficiency(hardware, padded) * (1.0 if odd is None else odd.value)
+    odd = chip.unaligned_efficiency if quantity.unaligned else None
+    narrow = chip.float8_efficiency if hardware.peak_dtype(quantity.dtype) == "float8" else None
+    kept = math.prod(each.value for each in (odd, narrow) if each is not None)
+    efficiency = known or _efficiency(hardware, padded) * kept
     rate = hardware.peak_flops(quantity.dtype) * efficiency
     product, after = contention * padded / rate, contention * _vector_seconds(hardware, after)
     floor, where = max(
