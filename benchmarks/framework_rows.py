@@ -109,6 +109,8 @@ NO_STEPS, UNTIMED = "moe_layer", "golden"
 """Words in the names of tables that are of no step, or whose times say nothing: tests of a few steps, whose
 small peaks are mostly workspaces."""
 SMALL = 8.0  # GiB
+UNKNOWN, SHORT = "flash (Triton)", 2048
+"""A kernel of attention whose rate on its chip is not known; the length up to which it takes little time."""
 
 
 def tables() -> list[str]:
@@ -188,6 +190,8 @@ VARIANTS = (
     ("megatron", "optimizer_states", "grads bfloat16", "gradients=bfloat16"),
     ("torch", "framework", "nanotron", "loss=in_place"),
     ("torch", "framework", "nanotron", "optimizer=fused"),
+    ("torch", "framework", "LLM Foundry", "gradients=bfloat16"),
+    ("torch", "framework", "LLM Foundry", "loss=fused"),
     ("torch", "framework", "AA-Scaling", "gradients=bfloat16"),
     ("torch", "framework", "AA-Scaling", "checkpoint=whole"),
     ("megatron", "moe_comm_overlap", "1", "exchange=overlapped"),
@@ -271,6 +275,10 @@ def _row(table: str, row: Mapping[str, str]) -> Row:
     if batch // (data * micro) > 1:
         decided["microbatches"] = batch // (data * micro)
     ways, differs = recomputed(row, layers)
+    if row["attention"] == UNKNOWN:
+        if int(row["seq"]) > SHORT:
+            raise CannotError("the rate of the kernel of attention is not known")
+        differs = (*differs, "the rate of the kernel of attention is not known: as FlashAttention 2")
     if pp > 1 and "nanotron" in row["framework"] and _head_before_loss(row, layers, pp):
         differs = (*differs, "the stage of the head sends the logits to that of the loss")
     axes = {"pipe": pp, **split, "context": cp, "model": tp}

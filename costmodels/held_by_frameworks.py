@@ -38,7 +38,7 @@ class Beside:
             return 0
         there = sum(b for i, b in held.items() if i in self.logits and i not in over)
         most = max(self.copies * self.logits[i] * size(i) for i in made)
-        return self.work.losses * max(there, round(most)) - there
+        return self.work.losses * (round(most) or there) - there
 
 
 def moments(program: Program, stored: Mapping[str, int]) -> int:

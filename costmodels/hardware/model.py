@@ -81,7 +81,8 @@ class Chip:
     scan: clocks fall under load, and not every product has the best shape. None: all of it.
     `unaligned_efficiency`: what products of 16-bit matrices keep whose rows begin at odd elements: copies of
     4 bytes and more, as tensor cores are fed by, cannot be used. None: all (a compiler pads such matrices).
-    `float8_efficiency`: what float8 products keep besides, with the scales of blocks; None: all.
+    `grouped_efficiency`: what products keep whose rows have matrices of their groups, as those of experts.
+    None: all.
     `attention_efficiency`: of kernels that compute attention as one; None: as any product.
     `published_mfu`: the most that a published run reached (`costmodels.utilisation`, from its seconds); no
     price reads it, plans are held against it. None: no run is known.
@@ -114,7 +115,7 @@ class Chip:
     host_interval: Time | None = None
     sustained: PositiveFraction | None = None
     unaligned_efficiency: PositiveFraction | None = None
-    float8_efficiency: PositiveFraction | None = None
+    grouped_efficiency: PositiveFraction | None = None
     attention_efficiency: ByHead | None = None
     published_mfu: PositiveFraction | None = None
     tap_time: Time | None = None

@@ -7,7 +7,8 @@ r"""Seconds of one local operation from its quantities: a roofline with padding,
     file says what is sustained; of attention in one kernel, FLOPs / (peak(dtype) · efficiency(head)), where
     it says that: below the smallest head that was measured, the softmax bounds the kernel, and the efficiency
     falls with the head's size. A product of matrices whose rows begin at odd elements reaches
-    `unaligned_efficiency` of the rate, where the file has one. Without an efficiency of attention, one
+    `unaligned_efficiency` of the rate, one of groups of rows (experts) `grouped_efficiency`, where the file
+    has them. Without an efficiency of attention, one
     that works on blocks (`Work.blocked`) takes its products and its vector operations / vector rate, one
     after the other; around it, its operands and results pass through the registers
 (3) TPU padding: n and k to the width of the matrix unit, m to sublanes, in the better of the two orientations
@@ -62,6 +63,7 @@ class Quantity:
       blocked: FLOPs, vector operations and elements handed over of a kernel that works on blocks
         (`Work.blocked`).
       tiled: bytes and elements in whole tiles; None if tiles add nothing.
+      grouped: of `Work.grouped`.
       joins: it runs in one kernel with many others like it, and has no launch of its own.
     """
 
@@ -76,6 +78,7 @@ class Quantity:
     added: tuple[int, int] | None = None
     blocked: tuple[float, float, float] | None = None
     tiled: tuple[float, float] | None = None
+    grouped: bool = False
     joins: bool = False
 
     def __post_init__(self) -> None:
@@ -198,9 +201,8 @@ def kernel_parts(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Ke
         blocks, after, elements = quantity.blocked
         padded, in_turn, handed = blocks * padding, True, contention * _passing_seconds(hardware, elements)
     odd = chip.unaligned_efficiency if quantity.unaligned else None
-    narrow = chip.float8_efficiency if hardware.peak_dtype(quantity.dtype) == "float8" else None
-    kept = math.prod(each.value for each in (odd, narrow) if each is not None)
-    efficiency = known or _efficiency(hardware, padded) * kept
+    uneven = chip.grouped_efficiency if quantity.grouped else None
+    efficiency = known or math.prod(s.value for s in (odd, uneven) if s) * _efficiency(hardware, padded)
     rate = hardware.peak_flops(quantity.dtype) * efficiency
     product, after = contention * padded / rate, contention * _vector_seconds(hardware, after)
     floor, where = max(

@@ -25,7 +25,18 @@ from functools import cached_property
 
 import numpy as np
 
-from layoutopt.solver import form
+from layoutopt.solver.form import (
+    Choices,
+    CostTable,
+    Floats,
+    Ints,
+    Problem,
+    ProblemError,
+    ResourceRow,
+    RowTerm,
+    Scope,
+    Sparse,
+)
 
 DENSE_CELLS = 1 << 22
 """A table of more cells than this must be sparse to be written as columns."""
@@ -35,12 +46,12 @@ DENSE_CELLS = 1 << 22
 class JointColumns:
     """The columns start, start + 1, ... of the assignments (rows of `assignments`) of one scope."""
 
-    scope: form.Scope
-    assignments: form.Ints
+    scope: Scope
+    assignments: Ints
     start: int
 
     @property
-    def columns(self) -> form.Ints:
+    def columns(self) -> Ints:
         """Column numbers, one per assignment."""
         return np.arange(self.start, self.start + len(self.assignments), dtype=np.int64)
 
@@ -49,8 +60,8 @@ class JointColumns:
 class Constraint:
     """sum of coefficients * columns <= limit, or == limit."""
 
-    columns: form.Ints
-    coefficients: form.Floats
+    columns: Ints
+    coefficients: Floats
     limit: float
     equality: bool = False
 
@@ -59,14 +70,14 @@ class Constraint:
 class LinearProgram:
     """Plain data; `offsets[i]` is variable i's first column, `offsets[-1]` the first joint column."""
 
-    problem: form.Problem
-    offsets: form.Ints
+    problem: Problem
+    offsets: Ints
     joints: tuple[JointColumns, ...]
-    homes: dict[frozenset[int], form.Scope]
-    costs: form.Floats
+    homes: dict[frozenset[int], Scope]
+    costs: Floats
     constant: float
-    forbidden: form.Ints
-    marginals: tuple[form.Ints, form.Ints, form.Ints]
+    forbidden: Ints
+    marginals: tuple[Ints, Ints, Ints]
 
     @property
     def columns(self) -> int:
@@ -74,14 +85,14 @@ class LinearProgram:
         return len(self.costs)
 
     @property
-    def groups(self) -> Iterator[form.Floats]:
+    def groups(self) -> Iterator[Floats]:
         """The costs of each group of columns of which a solution picks exactly one."""
         for start, end in zip(self.offsets[:-1], self.offsets[1:], strict=True):
             yield self.costs[start:end]
         for joint in self.joints:
             yield self.costs[joint.start : joint.start + len(joint.assignments)]
 
-    def values(self, choices: Sequence[int]) -> form.Floats:
+    def values(self, choices: Sequence[int]) -> Floats:
         """The 0/1 value of every column under `choices` (forbidden joints are all 0)."""
         values = np.zeros(self.columns)
         chosen = np.asarray(choices, dtype=np.int64)
@@ -91,15 +102,15 @@ class LinearProgram:
             values[joint.start + found] = 1
         return values
 
-    def choices(self, values: form.Floats) -> form.Choices:
+    def choices(self, values: Floats) -> Choices:
         """The choices in a solution: each variable's largest column."""
         starts = self.offsets
         return tuple(int(np.argmax(values[starts[i] : starts[i + 1]])) for i in range(len(starts) - 1))
 
-    def resource(self, row: form.ResourceRow) -> Constraint:
+    def resource(self, row: ResourceRow) -> Constraint:
         """(5) for one row."""
-        columns: list[form.Ints] = []
-        coefficients: list[form.Floats] = []
+        columns: list[Ints] = []
+        coefficients: list[Floats] = []
         limit = row.limit
         for entry in row.entries:
             if len(entry.scope) == 0:
@@ -115,7 +126,7 @@ class LinearProgram:
         keep = sums != 0
         return Constraint(merged[keep], sums[keep], limit)
 
-    def _entry(self, entry: form.RowTerm) -> tuple[form.Ints, form.Floats]:
+    def _entry(self, entry: RowTerm) -> tuple[Ints, Floats]:
         if len(entry.scope) == 1:
             start = self.offsets[entry.scope[0]]
             uses = _dense(entry.table, (self.problem.sizes[entry.scope[0]],), 0.0)
@@ -124,7 +135,7 @@ class LinearProgram:
         return joint.columns, _lookup(entry.table, entry.scope, joint, 0.0)
 
     @cached_property
-    def by_scope(self) -> dict[form.Scope, JointColumns]:
+    def by_scope(self) -> dict[Scope, JointColumns]:
         """The joint columns of each scope that has some."""
         return {joint.scope: joint for joint in self.joints}
 
@@ -134,7 +145,7 @@ class LinearProgram:
         return Constraint(columns, np.ones(len(columns)), len(columns) - 1)
 
 
-def linearise(problem: form.Problem) -> LinearProgram:
+def linearise(problem: Problem) -> LinearProgram:
     """Writes `problem` without its rows as a 0/1 program; rows are added with `LinearProgram.resource`."""
     offsets = np.concatenate([[0], np.cumsum(problem.sizes, dtype=np.int64)]).astype(np.int64)
     builder = _LinearBuilder(problem, offsets)
@@ -153,21 +164,21 @@ def linearise(problem: form.Problem) -> LinearProgram:
 class _LinearBuilder:
     """The state of `linearise`: which scope's columns carry which terms."""
 
-    def __init__(self, problem: form.Problem, offsets: form.Ints) -> None:
+    def __init__(self, problem: Problem, offsets: Ints) -> None:
         self.problem = problem
         self.offsets = offsets
         self.constant = problem.constant
-        self.homes: dict[frozenset[int], form.Scope] = {}
-        self.tables: dict[form.Scope, list[tuple[form.Scope, form.CostTable]]] = {}
+        self.homes: dict[frozenset[int], Scope] = {}
+        self.tables: dict[Scope, list[tuple[Scope, CostTable]]] = {}
 
-    def place(self, scopes: Iterable[form.Scope]) -> tuple[JointColumns, ...]:
+    def place(self, scopes: Iterable[Scope]) -> tuple[JointColumns, ...]:
         """One joint per maximal scope (larger scopes absorb the scopes inside them)."""
         wanted = sorted(
             {frozenset(scope): scope for scope in scopes if len(scope) > 1}.items(),
             key=lambda item: (-len(item[0]), sorted(item[0])),
         )
         wide: dict[int, list[frozenset[int]]] = {}
-        chosen: list[form.Scope] = []
+        chosen: list[Scope] = []
         for members, scope in wanted:
             around = next((big for big in wide.get(scope[0], ()) if members <= big), None)
             if around is not None:
@@ -189,13 +200,13 @@ class _LinearBuilder:
             start += len(joint.assignments)
         return tuple(joints)
 
-    def _assignments(self, scope: form.Scope) -> form.Ints:
+    def _assignments(self, scope: Scope) -> Ints:
         """The assignments of `scope` that no term forbids; the smallest sparse table, if any, seeds them."""
         sizes = tuple(self.problem.sizes[index] for index in scope)
         full = [
             table
             for inner, table in self.tables[scope]
-            if isinstance(table, form.Sparse) and len(inner) == len(scope)
+            if isinstance(table, Sparse) and len(inner) == len(scope)
         ]
         if full:
             seed = min(full, key=lambda table: len(table.values))
@@ -203,7 +214,7 @@ class _LinearBuilder:
             cells = seed.assignments[:, [inner.index(index) for index in scope]]
         elif math.prod(sizes) > DENSE_CELLS:
             names = ", ".join(self.problem.variables[index].name for index in scope)
-            raise form.ProblemError(
+            raise ProblemError(
                 f"the dense tables over the variables ({names}) have {math.prod(sizes)} cells, which is "
                 "too many; give sparse tables"
             )
@@ -215,7 +226,7 @@ class _LinearBuilder:
             allowed &= np.isfinite(_lookup(table, inner, probe, math.inf))
         return probe.assignments[allowed]
 
-    def costs(self, joints: Sequence[JointColumns]) -> form.Floats:
+    def costs(self, joints: Sequence[JointColumns]) -> Floats:
         """(4): the cost of every column, inf for the choices that are forbidden."""
         costs = np.zeros(int(self.offsets[-1]) + sum(len(joint.assignments) for joint in joints))
         for term in self.problem.terms:
@@ -230,18 +241,18 @@ class _LinearBuilder:
         return costs
 
 
-def _dense(table: form.CostTable, sizes: tuple[int, ...], missing: float) -> form.Floats:
-    if not isinstance(table, form.Sparse):
+def _dense(table: CostTable, sizes: tuple[int, ...], missing: float) -> Floats:
+    if not isinstance(table, Sparse):
         return table
     full = np.full(sizes, missing)
     full[tuple(table.assignments.T)] = table.values
     return full
 
 
-def _lookup(table: form.CostTable, scope: form.Scope, joint: JointColumns, missing: float) -> form.Floats:
+def _lookup(table: CostTable, scope: Scope, joint: JointColumns, missing: float) -> Floats:
     """The value of `table` (over `scope`) at each of the joint's assignments."""
     cells = joint.assignments[:, [joint.scope.index(index) for index in scope]]
-    if not isinstance(table, form.Sparse):
+    if not isinstance(table, Sparse):
         return table[tuple(cells.T)]
     if not len(table.values):
         return np.full(len(cells), missing)
@@ -254,13 +265,11 @@ def _lookup(table: form.CostTable, scope: form.Scope, joint: JointColumns, missi
     return np.where(known[order[place]] == wanted, table.values[order[place]], missing)
 
 
-def _marginals(
-    problem: form.Problem, offsets: form.Ints, joints: Sequence[JointColumns]
-) -> tuple[form.Ints, form.Ints, form.Ints]:
+def _marginals(problem: Problem, offsets: Ints, joints: Sequence[JointColumns]) -> tuple[Ints, Ints, Ints]:
     """(2) as triplets (row, column, +1 or -1) of equalities with right side 0."""
-    rows: list[form.Ints] = []
-    columns: list[form.Ints] = []
-    signs: list[form.Ints] = []
+    rows: list[Ints] = []
+    columns: list[Ints] = []
+    signs: list[Ints] = []
     count = 0
     for joint in joints:
         for axis, index in enumerate(joint.scope):

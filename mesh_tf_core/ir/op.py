@@ -360,12 +360,14 @@ class Work:
       blocked: FLOPs of the matrix unit and operations of the vector unit that take turns in a kernel that
         works on blocks, and elements of operands and results that are made ready for it; None: it is no such
         kernel.
+      grouped: each row is multiplied by the matrix of its group.
     """
 
     product: tuple[int, int, int, int] | None = None
     overhead: float = 0.0
     added: tuple[int, int] | None = None
     blocked: tuple[float, float, float] | None = None
+    grouped: bool = False
 
 
 NO_PRODUCT = Work()

@@ -13,33 +13,20 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 T = Any
 TILES = (512, 256, 128)
-"""Rows and columns of a tile: the first that divides, else the last, with zeros to fill it."""
+"""Rows and columns of a tile: the first that divides."""
 
 
 def tiles(dtype: Any, *sizes: int) -> tuple[int, ...] | None:
-    """Tiles of rows, summed and made elements; None where these kernels have no such type."""
-    if dtype not in (jnp.bfloat16, jnp.float32):
-        return None
-    return tuple(next((t for t in TILES if n % t == 0), TILES[-1]) for n in sizes)
+    """Tiles of rows, summed and made elements; None where these kernels have none."""
+    found = tuple(next((t for t in TILES if n % t == 0), 0) for n in sizes)
+    return found if all(found) and dtype in (jnp.bfloat16, jnp.float32) else None
 
 
 def product(x: T, w: T, sizes: T, tiling: tuple[int, ...], interpret: bool = False) -> T:
     """`lax.ragged_dot` of x [rows, summed] and w [experts, summed, made]."""
-    rows, summed, made = tiling
-    found = gmm(
-        _filled(x, rows, summed), _filled(w, 1, summed, made), sizes, x.dtype, tiling, interpret=interpret
-    )
-    return found[: len(x), : w.shape[2]]
+    return gmm(x, w, sizes, x.dtype, tiling, interpret=interpret)
 
 
 def outer(x: T, y: T, sizes: T, tiling: tuple[int, ...], interpret: bool = False) -> T:
     """x [rows, summed] times y [rows, made] for each expert: [experts, summed, made]."""
-    rows, summed, made = tiling
-    found = tgmm(
-        _filled(x, rows, summed).T, _filled(y, rows, made), sizes, x.dtype, tiling, interpret=interpret
-    )
-    return found[:, : x.shape[1], : y.shape[1]]
-
-
-def _filled(x: T, *tiling: int) -> T:
-    return jnp.pad(x, [(0, -n % tile) for n, tile in zip(x.shape, tiling, strict=True)])
+    return tgmm(x.T, y, sizes, x.dtype, tiling, interpret=interpret)

@@ -29,7 +29,8 @@ class LayerNorm:
         with g.scope(self.name):
             scale = g.variable("scale", [d], ONES, activation_dtype=x.dtype)
             bias = g.variable("bias", [d], ZEROS, activation_dtype=x.dtype) if self.bias else None
-            return layer_norm(x, d, scale, bias, self.epsilon)
+            with g.in_call(g.path("layer_norm")):
+                return layer_norm(x, d, scale, bias, self.epsilon)
 
 
 @dataclass(frozen=True)

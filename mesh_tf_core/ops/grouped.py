@@ -110,7 +110,8 @@ class GroupedProduct(Op):
 
     def work(self, *local: TensorType) -> Work:
         rows, summed, made, groups = self._sizes(local)
-        return Work((groups, max(1, rows // (groups if self.inside else self.group.size)), made, summed))
+        every = groups if self.inside else self.group.size
+        return Work((groups, max(1, rows // every), made, summed), grouped=True)
 
     def _sizes(self, local: Sequence[TensorType]) -> tuple[int, int, int, int]:
         """(rows, summed, made, groups) of a device."""
@@ -185,7 +186,7 @@ class GroupedOuter(Op):
     def work(self, *local: TensorType) -> Work:
         rows, left, right, groups = self._sizes(local)
         every = groups if self.product.inside else self.group.size
-        return Work((groups, left, right, max(1, rows // every)))
+        return Work((groups, left, right, max(1, rows // every)), grouped=True)
 
     def _sizes(self, local: Sequence[TensorType]) -> tuple[int, int, int, int]:
         """(rows, left, right, groups) of a device."""

@@ -58,6 +58,23 @@ def test_a_call_keeps_its_operand_alone() -> None:
     assert values.inside and values.without_memory(Fuses.ALL) != values.without_memory(Fuses.CALLS)
 
 
+def test_layer_norm_keeps_its_operand_and_its_result() -> None:
+    """As `torch.nn.functional.layer_norm`: not the normalised rows before they are scaled."""
+    graph = mtf.Graph("norms")
+    x = graph.input("x", [ROWS, WIDTH], "float32")
+
+    def layer(x: mtf.Tensor) -> mtf.Tensor:
+        normed = mtf.layers.LayerNorm("width", bias=True)(x)
+        w = graph.variable("w", [WIDTH, Dim("inner", 1024)], mtf.Normal(0.1))
+        return x + mtf.rename(mtf.einsum([normed, w], [ROWS, Dim("inner", 1024)]), inner="width")
+
+    model = mtf.Model(mtf.reduce_mean(mtf.scan(layer, x, LAYERS)), mtf.SGD(0.1), name="norms")
+    program = model.lower(mtf.Mesh("all:1"), mtf.Layout(""))
+    stack = LAYERS.size * ROWS.size * WIDTH.size * 4
+    kept = sum(h.bytes == stack for h in memory(program, COMPILERS["eager"].memory).holdings)
+    assert kept == 2
+
+
 def test_compilers_that_fuse_do_not_ask_whose_call_it_is() -> None:
     machine = replace(load_hardware("h200"), compiler="xla-gpu")
     lines = [price(step(each), machine).lines for each in (True, False)]

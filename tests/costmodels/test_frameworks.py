@@ -26,8 +26,8 @@ from costmodels.pricing.compilers import COMPILERS
 from layoutopt.cli import app
 
 SOFTWARE = (
-    "attention_efficiency", "launch_interval", "memory_doubt", "memory_reserve", "published_mfu", "sustained",
-    "unaligned_efficiency",
+    "attention_efficiency", "grouped_efficiency", "launch_interval", "memory_doubt", "memory_reserve",
+    "published_mfu", "sustained", "unaligned_efficiency",
 )  # fmt: skip
 """Numbers of a chip's file that depend on what runs on it."""
 CHIPS = [name for name in hardware_names() if load_hardware(name).kind != "cpu"]

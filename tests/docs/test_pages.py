@@ -17,8 +17,6 @@ import typer
 from typer.testing import CliRunner
 
 import mesh_tf_core
-from benchmarks import large_models, llama_picks
-from costmodels.hardware import load_hardware
 from layoutopt.cli import app
 from layoutopt.solver import cost
 from layoutopt.solver.files import problem_from
@@ -264,13 +262,3 @@ def test_complete_files_parse(page: Path) -> None:
     whole = page.read_text(encoding="utf-8")
     for kind, content in re.findall(r"^```(\w+)\n(.*?)^```$", whole, re.MULTILINE | re.DOTALL):
         assert parsed(kind, content), content
-
-
-def test_presets_are_fitted_to_no_run_of_the_page_of_picks() -> None:
-    """As it says: no number that a price reads is from the file of a recipe."""
-    for case in (*llama_picks.CASES, *large_models.CASES):
-        framework = getattr(case, "framework", None)
-        hardware = load_hardware(case.hardware, framework) if framework else load_hardware(case.hardware)
-        recipe = re.search(r"(\S+/\S+) @|GPU hours", case.source)
-        read = [(name, n.source) for name, n in hardware.numbers() if name != "chip.published_mfu"]
-        assert read and not [each for each in read if recipe and recipe[0] in each[1]], case.name

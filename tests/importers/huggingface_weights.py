@@ -321,7 +321,7 @@ class Layer:
             return
         for n, own in (("fc1_latent_proj", "in"), ("fc2_latent_proj", "out")):
             if f"{n}.weight" in w:
-                made[f"experts/latent/{own}"] = w[f"{n}.weight"].T
+                made[f"latent/{own}"] = w[f"{n}.weight"].T
         flat = self.family in ("gpt_oss", "llama4_text")
         if "experts.gate_up_proj" in w:
             both = w["experts.gate_up_proj"] if flat else w["experts.gate_up_proj"].swapaxes(1, 2)
@@ -347,7 +347,7 @@ class Layer:
             for n, own in {"gate_proj": "wi", "up_proj": "wg" if gated else "wi", "down_proj": "wo"}.items():
                 if f"{top}.{n}.weight" in w and "fc1_latent_proj.weight" in w:
                     place = "out" if own == "wo" else "in/0" if own == "wi" else "in/1"
-                    made[f"experts/shared/{place}/weight"] = w[f"{top}.{n}.weight"].T
+                    made[f"shared/{place}/weight"] = w[f"{top}.{n}.weight"].T
                 elif f"{top}.{n}.weight" in w:
                     made[f"experts/shared/{own}"] = w[f"{top}.{n}.weight"].T
         if "shared_expert_gate.weight" in w:

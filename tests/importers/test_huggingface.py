@@ -50,13 +50,6 @@ def test_published_files_are_built_as_they_are(name: str) -> None:
     assert from_huggingface(PUBLISHED[name]["config"]).parameters == PUBLISHED[name]["parameters"]
 
 
-@pytest.mark.parametrize("name", [n for n in LOSSES if "num_experts_per_tok" in LOSSES[n]["config"]])
-def test_shared_experts_and_projections_to_experts_are_in_the_scope_of_experts(name: str) -> None:
-    """Frameworks recompute them with the experts (Megatron's module `moe`)."""
-    parts = [n.split("/") for n in from_huggingface(LOSSES[name]["config"]).graph.variables]
-    assert all("experts" in part for part in parts if {"shared", "latent"} & {*part})
-
-
 def test_what_is_lacking_is_on_the_page_and_no_family() -> None:
     page = (DATA.parents[1] / "docs" / "guides" / "huggingface.md").read_text(encoding="utf-8")
     for family, lacks in class_defaults()["lacks"].items():

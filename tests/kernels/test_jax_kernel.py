@@ -301,15 +301,13 @@ def test_operation(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("dims", [(256, 128, 256), (250, 100, 180)])
-def test_kernels_of_experts_on_tpus_are_the_products(dtype: str, dims: tuple[int, int, int]) -> None:
-    """An expert without rows, and rows behind the last one's; sizes that fill tiles, and that do not."""
-    rng, sizes, (rows, summed, made_of) = np.random.default_rng(0), jnp.asarray([100, 0, 90], jnp.int32), dims
-    shapes = (rows, summed), (3, summed, made_of), (rows, made_of)
+def test_kernels_of_experts_on_tpus_are_the_products(dtype: str) -> None:
+    """An expert without rows, and rows behind the last one's."""
+    rng, sizes = np.random.default_rng(0), jnp.asarray([100, 0, 90], jnp.int32)
+    shapes = (256, 128), (3, 128, 256), (256, 256)
     x, w, y = (jnp.asarray(rng.normal(size=s), dtype) for s in shapes)
-    tiling = jax_experts.tiles(x.dtype, *dims)
-    assert tiling == ((256, 128, 256) if rows == 256 else (128, 128, 128))
-    assert jax_experts.tiles(jnp.float16, *dims) is None
+    tiling = jax_experts.tiles(x.dtype, 256, 128, 256)
+    assert tiling == (256, 128, 256) and jax_experts.tiles(x.dtype, 256, 100, 256) is None
     with jax.enable_x64(False):  # the interpreter of kernels mixes widths of integers
         made = jax_experts.product(x, w, sizes, tiling, interpret=True)[:190]
         outer = jax_experts.outer(x, y, sizes, tiling, interpret=True)
@@ -317,6 +315,6 @@ def test_kernels_of_experts_on_tpus_are_the_products(dtype: str, dims: tuple[int
     scale = float(jnp.abs(y).max()) * 128**0.5
     want = jax.lax.ragged_dot(x, w, sizes)[:190]
     np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (made, want)), atol=rest * scale)
-    ids = np.repeat([0, 2, 3], [100, 90, rows - 190]).astype(np.int32)
+    ids = np.repeat([0, 2, 3], [100, 90, 66]).astype(np.int32)
     want = JaxKernel("cpu").grouped_outer(x, y, jnp.asarray(ids), 3, 3)
     np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (outer, want)), atol=rest * scale)

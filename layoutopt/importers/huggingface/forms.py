@@ -303,15 +303,15 @@ class Mixture:
         """[batch, length, d_model] -> the same, and the router's loss."""
         if not self.latent:
             return self.experts(x)
-        g, d, small = x.graph, x.dim("d_model"), Dim("d_latent", self.latent)
-        with g.scope("experts"), g.scope("latent"):
+        d, small = x.dim("d_model"), Dim("d_latent", self.latent)
+        with x.graph.scope("latent"):
             low = mtf.rename(project(x, "in", [d], [small]), d_latent="d_model")
         y, loss = replace(self, shared=0).experts(low, seen=x)
-        with g.scope("experts"):
-            with g.scope("latent"):
-                y = project(mtf.rename(y, d_model="d_latent"), "out", [small], [d])
-            shared = Mlp(self.shared, self.activation, self.gated, name="shared")
-            return y + shared(x) if self.shared else y, loss
+        with x.graph.scope("latent"):
+            y = project(mtf.rename(y, d_model="d_latent"), "out", [small], [d])
+        if self.shared:
+            y = y + Mlp(self.shared, self.activation, self.gated, name="shared")(x)
+        return y, loss
 
     def experts(self, x: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x through the experts; `seen`: what the router sees, if not x."""
