@@ -135,8 +135,8 @@ class MemoryRules:
     def _flying(self, program: Program) -> Mapping[int, float]:
         """What loops before the stages keep, and its copies in flight at the first stage, rule (8)."""
         work = self.work(program)
-        column = schedule_of(program.outline) if work.again and program.outline is not None else None
-        loops = [i for i, _ in program.walk() if isinstance(i, Loop) and i.origin.node in work.again]
+        column = schedule_of(program.outline) if work.remade and program.outline is not None else None
+        loops = [i for i, _ in program.walk() if isinstance(i, Loop) and i.origin.node in work.remade]
         flying = 1 if column is None else column.schedule.in_flight_apart(0)
         return {outer: flying for loop in loops for _, outer in loop.stacked}
 

@@ -51,7 +51,7 @@ class EndWork:
       variables: as `nodes`, of their variables.
       both: the first stage is also the last one; `elsewhere`: nodes of the streams of microbatches of which
         it is not, which the stage at the other end has.
-      again: loops over layers of the first stage that make forward values once more in a backward slot, and
+      remade: loops over layers of the first stage that make forward values once more in a backward slot, and
         what is inside. A stage with a program of its own has kept them.
       losses: of how many microbatches the last stage holds the loss until backward.
     """
@@ -61,7 +61,7 @@ class EndWork:
     variables: dict[str, Ends] = field(default_factory=dict)
     both: bool = False
     elsewhere: set[int] = field(default_factory=set)
-    again: set[int] = field(default_factory=set)
+    remade: set[int] = field(default_factory=set)
     losses: int = 1
 
     def has(self, node: int, end: StageEnd) -> bool:
@@ -200,9 +200,9 @@ class _Ends:
                 self._takes(node, frozenset({StageEnd.FIRST}))
             elif read and read <= self.found.nodes.keys():
                 self._takes(node, EVERY.union(*(self.found.nodes[r] for r in read)))
-                late = {r for r in read if phases[r] != Phase.FORWARD} | self.found.again
+                late = {r for r in read if phases[r] != Phase.FORWARD} | self.found.remade
                 if node.body is not None and node.phase == Phase.FORWARD and read <= late:
-                    self.found.again |= {node.index, *(n.index for n, _ in node.body.walk())}
+                    self.found.remade |= {node.index, *(n.index for n, _ in node.body.walk())}
 
 
 def _slot(node: Node, columns: Mapping[int, StageAction]) -> StageAction | None:
@@ -240,7 +240,7 @@ def stage_shares(graph: Outline) -> Mapping[StageEnd, Mapping[tuple[str, int], f
             held[0] / of.in_flight, found.get((IN_FLIGHT, of.in_flight), 0.0)
         )
         for slot in list(StageAction)[:2]:
-            places, here = of.waiting(slot), of.arrivals(slot)[:, stage].max() + 1
+            places, here = of.waiting(slot), of.arrivals[slot][:, stage].max() + 1
             found[ARRIVING, places] = max(found.get((ARRIVING, places), 0.0), here / max(places, 1))
         if numbers is not None:
             own, place = numbers.place.name, numbers.place.size

@@ -106,7 +106,7 @@ class _Times:
         ends = self.work.nodes.get(node.index)
         if not ends:
             return None
-        enters = ends == {FIRST} and node.phase == Phase.FORWARD and node.index not in self.work.again
+        enters = ends == {FIRST} and node.phase == Phase.FORWARD and node.index not in self.work.remade
         return (FORWARD, False) if enters else (BACKWARD, ends != {FIRST})
 
     def _costs(self) -> np.ndarray:
@@ -114,7 +114,7 @@ class _Times:
         slots = defaultdict[StageAction, float](float)
         ends = defaultdict[tuple[StageAction, bool], float](float)
         for node in self.nodes:
-            once = node.body is None and node.index not in self.work.again
+            once = node.body is None and node.index not in self.work.remade
             flops = self.runs[node.index] * self._work(node) if once else 0.0
             if node.index in self.work.slots:
                 slots[self.work.slots[node.index]] += flops
@@ -163,7 +163,7 @@ class _Times:
         for node in beside:
             if node.body is not None and node.body.spread:
                 nodes.update((n.index, 0.0) for n in (node, *(n for n, _ in node.body.walk())))
-        again = {index: nodes[index] for index in self.work.again if index in nodes}
+        again = {index: nodes[index] for index in self.work.remade if index in nodes}
         nodes.update(dict.fromkeys(again, 0.0))
         tensors = dict[int, float]()
         for block in reversed(self.graph.blocks):

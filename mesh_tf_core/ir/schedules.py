@@ -253,24 +253,27 @@ class PipelineSchedule:
         """The last slot of a virtual stage."""
         return StageAction.WEIGHTS if KINDS[self.kind].split else StageAction.BACKWARD
 
-    def places(self, begin: StageAction) -> np.ndarray:
-        """[tick, stage, slot]: the position in a ring of a stage where slots of one kind store a value, which
-        other slots read until the last one; IDLE where nothing is stored, or read as zeros."""
-        return places_of(self, begin)
+    @cached_property
+    def places(self) -> Sequence[np.ndarray]:
+        """Kind of slots -> [tick, stage, slot]: the position in a ring of a stage where slots of this kind
+        store a value, which other slots read until the last one; IDLE where nothing is stored, or read as
+        zeros."""
+        return [places_of(self.table, begin, self.last) for begin in list(StageAction)[:2]]
 
     def ring(self, begin: StageAction) -> int:
         """The number of places in the ring."""
-        return int(self.places(begin).max()) + 1
+        return int(self.places[begin].max()) + 1
 
-    def arrivals(self, slot: StageAction) -> np.ndarray:
-        """[tick, stage, way]: the place in a ring of a stage where a result of slots of this kind arrives at
-        the end of a tick, from the stage before it, or from the one behind or itself; and where a slot takes
-        one; IDLE where none does."""
-        return arrivals_of(self, slot)
+    @cached_property
+    def arrivals(self) -> Sequence[np.ndarray]:
+        """Kind of slots -> [tick, stage, way]: the place in a ring of a stage where a result of slots of this
+        kind arrives at the end of a tick, from the stage before it, or from the one behind or itself; and
+        where a slot takes one; IDLE where none does."""
+        return [arrivals_of(self.table, self.virtual, slot) for slot in list(StageAction)[:2]]
 
     def waiting(self, slot: StageAction) -> int:
         """The number of places in that ring."""
-        return int(self.arrivals(slot).max()) + 1
+        return int(self.arrivals[slot].max()) + 1
 
     @property
     def in_flight(self) -> int:

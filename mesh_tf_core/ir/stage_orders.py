@@ -19,9 +19,8 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
-from functools import lru_cache
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -179,33 +178,31 @@ def timed(
     return blocks
 
 
-def _when(of: Any, slot: StageAction) -> dict[tuple[int, int, int], int]:
+def _when(table: np.ndarray, slot: StageAction) -> dict[tuple[int, int, int], int]:
     """Stage, microbatch and chunk -> the tick of their slot, in the order of ticks."""
-    there = np.argwhere(of.table[..., slot, 0] != IDLE).tolist()
-    return {(stage, *of.table[tick, stage, slot].tolist()): tick for tick, stage in there}
+    there = np.argwhere(table[..., slot, 0] != IDLE).tolist()
+    return {(stage, *table[tick, stage, slot].tolist()): tick for tick, stage in there}
 
 
-@lru_cache(maxsize=64)
-def places_of(of: Any, begin: StageAction) -> np.ndarray:
-    """`PipelineSchedule.places` of a schedule."""
+def places_of(table: np.ndarray, begin: StageAction, last: StageAction) -> np.ndarray:
+    """`PipelineSchedule.places` of a table; `last`: the slot that ends a virtual stage."""
     # Idle slots take forward values that are numbers, and zeros as gradients: no gradient comes of these.
-    places = np.full(of.table.shape[:3], 0 if begin is StageAction.FORWARD else IDLE, np.int32)
+    places = np.full(table.shape[:3], 0 if begin is StageAction.FORWARD else IDLE, np.int32)
     places[..., begin], lies = IDLE, dict[tuple[int, int, int], int]()
-    begins, ends = _when(of, begin), _when(of, of.last)
+    begins, ends = _when(table, begin), _when(table, last)
     for _, found in itertools.groupby(sorted(begins, key=itemgetter(0)), itemgetter(0)):
         own = [*found]
         lies.update(zip(own, fitted((begins[key], ends[key]) for key in own), strict=True))
     for slot in list(StageAction)[begin:]:
-        for key, tick in _when(of, slot).items():
+        for key, tick in _when(table, slot).items():
             places[tick, key[0], slot] = lies[key]
     return places
 
 
-@lru_cache(maxsize=64)
-def arrivals_of(of: Any, slot: StageAction) -> np.ndarray:
-    """`PipelineSchedule.arrivals` of a schedule."""
-    when = {(of.virtual[s, chunk], item): (tick, s) for (s, item, chunk), tick in _when(of, slot).items()}
-    found = np.full((*of.table.shape[:2], 3), IDLE, np.int32)
+def arrivals_of(table: np.ndarray, virtual: np.ndarray, slot: StageAction) -> np.ndarray:
+    """`PipelineSchedule.arrivals` of a table."""
+    when = {(virtual[s, chunk], item): (tick, s) for (s, item, chunk), tick in _when(table, slot).items()}
+    found = np.full((*table.shape[:2], 3), IDLE, np.int32)
     step = -1 if slot is StageAction.BACKWARD else 1
     come = ((*at, *when[v + step, m]) for (v, m), at in when.items() if (v + step, m) in when)
     for stage, each in itertools.groupby(sorted(come, key=itemgetter(3)), itemgetter(3)):

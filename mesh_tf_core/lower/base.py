@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.builder import ProgramBuilder
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.op import Op, TensorType
@@ -273,14 +274,14 @@ class Lowering(Placing):
         """Notes what backward moves of a tensor that a second run reads: its readers are lowered, and
         dropped."""
         value = self.lying(each.tensor)
-        env, count, run, self.run = self.env, len(self.code), self.run, ""
-        for node in each.readers:
-            self.env = {**env, each.twin: value}
-            # A layout that it does not allow, its own lowering refuses.
-            with suppress(LayoutError):
-                self.node(node)
+        env, run, self.run = self.env, self.run, ""
+        with ProgramBuilder.block(self):  # what they make is no code of this part
+            for node in each.readers:
+                self.env = {**env, each.twin: value}
+                # A layout that it does not allow, its own lowering refuses.
+                with suppress(LayoutError):
+                    self.node(node)
         self.env, self.run = env, run
-        del self.code[count:]
 
 
 def lower_base(

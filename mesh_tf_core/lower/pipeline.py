@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Set
 from functools import partial
 
+from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import MICROBATCH
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -14,10 +15,12 @@ from mesh_tf_core.lower.base import lower_base
 from mesh_tf_core.lower.collective_matmul import decompose
 from mesh_tf_core.lower.combine import combine_small
 from mesh_tf_core.lower.nodes import check_context, check_products
+from mesh_tf_core.lower.offload import ACTIVATIONS, OffloadSet
 from mesh_tf_core.lower.options import DEFAULT, Options
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placement import Placement, check_counted, placement
-from mesh_tf_core.lower.rematerialization import check_recompute, rematerialization
+from mesh_tf_core.lower.remat_policy import Policies
+from mesh_tf_core.lower.rematerialization import check_recompute, recomputable, rematerialization
 from mesh_tf_core.lower.start_done import start_and_done
 from mesh_tf_core.lower.subgraph import NO_CUT, Cut, Subgraph
 from mesh_tf_core.lower.sums import delay_sums
@@ -89,6 +92,29 @@ def lower(
     for run in passes(options, again).values():
         program = run(program)
     return verify(compact(program)) if check else program
+
+
+def check_saved(recompute: Policies, offload: OffloadSet, whole: Graph, staged: Graph, where: str) -> None:
+    """UserError for rows of saved values (`placement.SAVED`) without such values in the step: only values
+    that a loop saves for its backward are recomputed, or stored on the hosts.
+
+    Args:
+      recompute: the loops that run again.
+      whole, staged: the step without stages, and with them, in a schedule: `where`.
+    """
+    known, here = recomputable(whole), {*recomputable(staged)}
+    said = {f"recompute {str(each)!r}": each.dim for each in sorted(recompute)}
+    hosted = {f"offload {kind}={dim}": dim for kind, dim in sorted(offload) if kind == ACTIVATIONS}
+    for what, dim in (said | hosted).items():
+        if dim in known and dim not in here:
+            raise UserError(
+                f"{what}: in {where}, values that loops over {dim!r} save for the backward pass stay on "
+                f"the devices; remove {what}"
+            )
+        if what in hosted and dim not in here:
+            raise UserError(
+                f"{what}: no loop over {dim!r} saves values for a backward pass; {known_names(dim, known)}"
+            )
 
 
 def begin_part(

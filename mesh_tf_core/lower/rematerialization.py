@@ -12,15 +12,13 @@ policy leaves out, hands on, as a checkpoint does that is an autograd function (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import cached_property
 from itertools import compress
 from typing import NamedTuple
 
-from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import TICK, Block, Node
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.lower.offload import ACTIVATIONS, OffloadSet
 from mesh_tf_core.lower.remat_policy import (
     SETS,
     Policies,
@@ -201,17 +199,23 @@ class Rematerialization:
 
     def _brought(self, block: Block) -> list[Node]:
         """The nodes of a body that are made again in its backward's, for second runs inside."""
-        found: set[int] = set()
-        for back in (b for b in self.graph.blocks if b.forward is block):
-            for at, node in enumerate(back.nodes):
-                inner = None if node.body is None else node.body.forward
-                if inner is not None and inner.parent == block.id:
-                    late = {o for n in back.nodes[at:] for o in n.outputs}
-                    has = back.captured
-                    found |= {t for t in self.needs(inner) if t not in has or has[t] in late}
-        own = {t for t in found if self.graph.tensor(t).block == block.id}
-        free = {t for t in own if self.graph.is_free(self.graph.tensor(t), block)}
-        return [node for node in block.nodes if free.intersection(node.outputs)]
+        backs = (back for back in self.graph.blocks if back.forward is block)
+        loops = ((back, node.body) for back in backs for node in back.nodes if node.body is not None)
+        found = {node.index for back, loop in loops for node in self.brought(back, loop)[1]}
+        return [node for node in block.nodes if node.index in found]
+
+    def brought(self, around: Block, loop: Block) -> tuple[Mapping[int, int], list[Node]]:
+        """What second runs need of the forward's body before a `loop` of the backward's, `around` it: the
+        tensors that are there -> what stands for them; nodes that make others again, without work."""
+        then, forward = around.forward, loop.forward
+        if then is None or forward is None or forward.parent != then.id or self.again(then):
+            return {}, []
+        at = next(n for n, node in enumerate(around.nodes) if node.body and node.body.id == loop.id)
+        late = {o for node in around.nodes[at:] for o in node.outputs}
+        wanted = self.own(then, forward).intersection(o for node in then.nodes for o in node.outputs)
+        there = {t: now for t in wanted if (now := around.captured.get(t, -1)) >= 0 and now not in late}
+        free = {t for t in wanted - there.keys() if self.graph.is_free(self.graph.tensor(t), then)}
+        return there, [node for node in then.nodes if free.intersection(node.outputs)]
 
     @cached_property
     def _savers(self) -> dict[int, tuple[Block, int]]:
@@ -351,29 +355,6 @@ def _hands(node: Node, handed: Handed) -> bool:
     if body is None or handed is _none:
         return False
     return bool(handed(body)) or any(_hands(inner, handed) for inner in body.nodes)
-
-
-def check_saved(recompute: Policies, offload: OffloadSet, whole: Graph, staged: Graph, where: str) -> None:
-    """UserError for rows of saved values (`placement.SAVED`) without such values in the step: only values
-    that a loop saves for its backward are recomputed, or stored on the hosts.
-
-    Args:
-      recompute: the loops that run again.
-      whole, staged: the step without stages, and with them, in a schedule: `where`.
-    """
-    known, here = recomputable(whole), {*recomputable(staged)}
-    said = {f"recompute {str(each)!r}": each.dim for each in sorted(recompute)}
-    hosted = {f"offload {kind}={dim}": dim for kind, dim in sorted(offload) if kind == ACTIVATIONS}
-    for what, dim in (said | hosted).items():
-        if dim in known and dim not in here:
-            raise UserError(
-                f"{what}: in {where}, values that loops over {dim!r} save for the backward pass stay on "
-                f"the devices; remove {what}"
-            )
-        if what in hosted and dim not in here:
-            raise UserError(
-                f"{what}: no loop over {dim!r} saves values for a backward pass; {known_names(dim, known)}"
-            )
 
 
 def layer_again(graph: Graph, asked: Recomputed) -> LayerAgain:

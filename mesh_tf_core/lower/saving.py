@@ -140,24 +140,14 @@ class Saving:
 
     def _bring(self, block: Block) -> None:
         """Before a backward loop: what second runs inside need without work from the body around."""
-        forward, graph = block.forward, self.low.graph
-        if forward is None or forward.parent == block.parent or not self.remat.names:
+        if block.parent is None or not self.remat.names:
             return
-        assert forward.parent is not None and block.parent is not None
-        then, now = graph.blocks[forward.parent], graph.blocks[block.parent]
-        if self.remat.again(then):
-            return
-        wanted = self.remat.own(then, forward)
-        run, self.low.run = self.low.run, beside(then)
-        for node in then.nodes:
-            missing = False
-            for t in wanted.intersection(node.outputs):
-                if now.captured.get(t) in self.low.env:
-                    self.low.env[t] = self.low.env[now.captured[t]]
-                else:
-                    missing = missing or graph.is_free(graph.tensor(t), then)
-            if missing:
-                self._node(node)
+        around, env, run = self.low.graph.blocks[block.parent], self.low.env, self.low.run
+        there, nodes = self.remat.brought(around, block)
+        env.update((t, env[now]) for t, now in there.items() if now in env)
+        for node in nodes:
+            self.low.run = beside(around)
+            self._node(node)
         self.low.run = run
 
     # -- stacks and their parts ------------------------------------------------------------------------------

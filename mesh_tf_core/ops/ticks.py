@@ -51,9 +51,9 @@ class ScheduleColumn(Source):
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         rows = slice(self.begin, self.begin + self.tick.size)
         if self.column in RINGS:
-            numbers = self.schedule.places(RINGS[self.column])[rows, :, self.slot]
+            numbers = self.schedule.places[RINGS[self.column]][rows, :, self.slot]
         elif self.column in ARRIVALS:
-            numbers = self.schedule.arrivals(self.slot)[rows, :, ARRIVALS.index(self.column)]
+            numbers = self.schedule.arrivals[self.slot][rows, :, ARRIVALS.index(self.column)]
         else:
             numbers = self.schedule.table[rows, :, self.slot, int(self.column == CHUNK)]
         return _of_stages(k, at, numbers, self.stage)

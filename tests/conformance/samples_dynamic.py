@@ -40,8 +40,8 @@ def _table(column: str) -> Sample:
     def dense(x: np.ndarray) -> Any:
         table = s.table[9:14, :, StageAction.BACKWARD]
         numbers = {"microbatch": table[..., 0], CHUNK: table[..., 1]}
-        numbers |= {name: s.places(put)[9:14, :, StageAction.BACKWARD] for name, put in RINGS.items()}
-        arrivals = s.arrivals(StageAction.BACKWARD)[9:14]
+        numbers |= {name: s.places[put][9:14, :, StageAction.BACKWARD] for name, put in RINGS.items()}
+        arrivals = s.arrivals[StageAction.BACKWARD][9:14]
         numbers |= {name: arrivals[..., way] for way, name in enumerate(ARRIVALS)}
         last = np.where(table[:, 3, 1] == 1, table[:, 3, 0], -1)
         return x + numbers[column], x + last[:, None]

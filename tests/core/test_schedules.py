@@ -53,7 +53,7 @@ def test_every_stage_works_on_what_the_one_before_has_handed_on(of: PipelineSche
     for tick, slot, stage in np.argwhere(table[..., 0].transpose(0, 2, 1) > -2).tolist():
         item, chunk = table[tick, stage, slot].tolist()
         for put in puts:
-            place, ring = int(of.places(put)[tick, stage, slot]), rings.setdefault((stage, put), {})
+            place, ring = int(of.places[put][tick, stage, slot]), rings.setdefault((stage, put), {})
             if slot == put:
                 assert (place == IDLE) == (item == IDLE) and place < of.ring(put)
                 ring[place] = (item, chunk)
