@@ -17,22 +17,12 @@ from functools import cached_property
 
 import numpy as np
 
+from layoutopt import solver
 from layoutopt.formulation.cuts import PendingSum
 from layoutopt.formulation.extract import Extraction, extract
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.runtime.clock import UNLIMITED, Clock
-from layoutopt.solver import (
-    Elimination,
-    Problem,
-    ResourceRow,
-    RowTerm,
-    Solution,
-    Status,
-    Term,
-    eliminate,
-    solve,
-)
 from layoutopt.solver import cost as objective
 from layoutopt.solver import evaluate as evaluate_choices
 from layoutopt.space.decisions import Decisions
@@ -109,7 +99,7 @@ class SubproblemSearch:
         self._evaluator, self.extraction, self.mesh = evaluator, extraction, extraction.mesh
         self.evaluations: dict[tuple[int, ...], Evaluation] = {}
         self.again = [*dict.fromkeys((frozenset(), *self._again_elsewhere()))]
-        self.cuts: dict[str, ResourceRow] = {}
+        self.cuts: dict[str, solver.ResourceRow] = {}
         self._held: dict[tuple[int, ...], int] = {}  # choices -> number of rows that they were held against
 
     @classmethod
@@ -135,9 +125,9 @@ class SubproblemSearch:
         return EvaluatedLayout(self.mesh, *self.extraction.read(choices), self.evaluate(choices))
 
     @cached_property
-    def eliminated(self) -> Elimination:
+    def eliminated(self) -> solver.Elimination:
         """The elimination of the problem without its memory rows."""
-        return eliminate(self.extraction.problem)
+        return solver.eliminate(self.extraction.problem)
 
     def relaxed(self, clock: Clock = UNLIMITED) -> float:
         """A bound on the seconds of every layout, whatever memory it takes."""
@@ -145,18 +135,18 @@ class SubproblemSearch:
             return 0.0
         if self.eliminated.exact:
             return self.eliminated.bound
-        solution = solve(self.extraction.problem, time_limit=clock.rest)
+        solution = solver.solve(self.extraction.problem, time_limit=clock.rest)
         go_on(solution)
         return solution.bound
 
     @property
-    def rows(self) -> tuple[ResourceRow, ...]:
+    def rows(self) -> tuple[solver.ResourceRow, ...]:
         """The rows of the devices' memory so far: those of sets of recomputed loops in earlier answers, and
         of none, and cuts from layouts that did not fit."""
         plain = (row for again in self.again for row in self.extraction.memory.rows(again))
         return (*plain, *self.cuts.values())
 
-    def limited(self, limit: float) -> Problem:
+    def limited(self, limit: float) -> solver.Problem:
         """The problem with its rows under a memory limit."""
         rows = (replace(row, limit=limit) for row in self.rows)
         return replace(self.extraction.problem, rows=(*self.extraction.problem.rows, *rows))
@@ -166,7 +156,7 @@ class SubproblemSearch:
     ) -> SubproblemOutcome | None:
         """The fastest layout whatever memory it takes, if it fits: then no solver is needed."""
         problem = self.pinned(self.extraction.problem, pinned)
-        eliminated = eliminate(problem) if pinned else self.eliminated
+        eliminated = solver.eliminate(problem) if pinned else self.eliminated
         choices = eliminated.best()
         if choices is None:
             return None
@@ -241,17 +231,17 @@ class SubproblemSearch:
             rows_limit = limit + ROUNDING if exact else limit * (1 - part * (1 - share))
             problem = self.pinned(self.limited(rows_limit), pinned or {})
             problem = replace(problem, rows=(*problem.rows, *(unlike(b, problem.sizes) for b in banned)))
-            solution = solve(problem, time_limit=clock.rest, upper_bound=upper, on_progress=listener)
+            solution = solver.solve(problem, time_limit=clock.rest, upper_bound=upper, on_progress=listener)
             if exact:
                 bound = max(bound, solution.bound)
             if solution.choices is None:
                 go_on(solution)
-                proven = exact and solution.status is Status.INFEASIBLE
+                proven = exact and solution.status is solver.Status.INFEASIBLE
                 return SubproblemOutcome(None, math.inf if proven else bound, proven)
             choices = canonical(problem, self.extraction, solution.choices)
             evaluation = self.evaluate(choices)
             if evaluation.memory.peak <= limit:
-                proven = exact and solution.status is Status.OPTIMAL
+                proven = exact and solution.status is solver.Status.OPTIMAL
                 return SubproblemOutcome(self.evaluated(choices), bound, proven, solution.stopped)
             go_on(solution)
             counted = max(row.use(choices) for row in self.rows)
@@ -276,13 +266,13 @@ class SubproblemSearch:
         cells = sum(int(term.values.size) for term in self.extraction.problem.terms)
         return min(max(CELLS // max(cells, 1), ATTEMPTS[0]), ATTEMPTS[1])
 
-    def pinned(self, problem: Problem, pinned: Mapping[str, Choice]) -> Problem:
+    def pinned(self, problem: solver.Problem, pinned: Mapping[str, Choice]) -> solver.Problem:
         """A problem in which some decisions are taken already."""
         terms = []
         for name, choice in pinned.items():
             options = self.extraction.decided.options[name]
             table = np.array([0.0 if o == choice else math.inf for o in options])
-            terms.append(Term((self.extraction.names.index(name),), table, f"pin {name}"))
+            terms.append(solver.Term((self.extraction.names.index(name),), table, f"pin {name}"))
         return replace(problem, terms=(*problem.terms, *terms))
 
     def learn(self, choices: tuple[int, ...]) -> bool:
@@ -297,7 +287,7 @@ class SubproblemSearch:
         self.cuts[row.name] = row
         return False
 
-    def _cut(self, choices: tuple[int, ...]) -> ResourceRow:
+    def _cut(self, choices: tuple[int, ...]) -> solver.ResourceRow:
         """The row of choices that do not fit: of the step of one replica, where there are several."""
         from layoutopt.optimize.lazy_cuts import lazy_cut
 
@@ -313,21 +303,21 @@ class SubproblemSearch:
         return lazy_cut(self.extraction, choices, own, met)
 
 
-def go_on(solution: Solution) -> None:
+def go_on(solution: solver.Solution) -> None:
     """Ctrl-C ends a solver, which then returns its best answer; it also ends the whole search."""
     if solution.stopped:
         raise KeyboardInterrupt
 
 
-def unlike(decided: Mapping[int, Sequence[int]], sizes: Sequence[int]) -> ResourceRow:
+def unlike(decided: Mapping[int, Sequence[int]], sizes: Sequence[int]) -> solver.ResourceRow:
     """A row that forbids some choices of all that is decided, by variable, in every combination, whatever
     follows of them: message groups, and where sums wait."""
     tables = {i: np.isin(np.arange(sizes[i]), choices).astype(float) for i, choices in decided.items()}
-    entries = tuple(RowTerm((i,), table) for i, table in tables.items())
-    return ResourceRow(f"not {tuple(decided.values())}", len(decided) - 1.0, entries)
+    entries = tuple(solver.RowTerm((i,), table) for i, table in tables.items())
+    return solver.ResourceRow(f"not {tuple(decided.values())}", len(decided) - 1.0, entries)
 
 
-def canonical(problem: Problem, extraction: Extraction, choices: tuple[int, ...]) -> tuple[int, ...]:
+def canonical(problem: solver.Problem, extraction: Extraction, choices: tuple[int, ...]) -> tuple[int, ...]:
     """Choices that cost no more, with the plain option wherever it makes no difference."""
     best = list(choices)
     most = objective(problem, choices) * (1 + EQUAL)

@@ -405,6 +405,13 @@ def test_an_architecture_that_is_known_is_built_under_any_name() -> None:
     )
 
 
+def test_layers_of_further_predictions_are_said_to_be_left_out() -> None:
+    config = LOSSES["deepseek_v3"]["config"]
+    made = from_huggingface({**config, "num_nextn_predict_layers": 1})
+    assert "1 layer of multi-token prediction is not planned" in made.remarks
+    assert not any("prediction" in r for r in from_huggingface(config).remarks)
+
+
 def test_a_mixture_of_no_experts_is_said_to_be_dense() -> None:
     """As in granite-4.0-h-1b; transformers builds the shared block alone."""
     config = LOSSES["granitemoehybrid"]["config"]

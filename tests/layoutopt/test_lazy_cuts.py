@@ -19,8 +19,9 @@ from costmodels.hardware import load_hardware
 from examples.moe_lm import model as experts
 from examples.resnet import model as resnet
 from examples.transformer_lm import model as transformer
+from layoutopt import solver
 from layoutopt.formulation.extract import Extraction
-from layoutopt.optimize import lazy_cuts, subproblem
+from layoutopt.optimize import lazy_cuts
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.lazy_cuts import lazy_cut
@@ -205,7 +206,7 @@ def test_a_rival_is_not_asked_for_a_proof_among_layouts_that_are_a_little_too_la
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     search, asked = opened(EXAMPLES["mlp"](), "data:2;model:2", 1, "tpu-v3"), []
-    true, solve = search.evaluate, subproblem.solve
+    true, solve = search.evaluate, solver.solve
 
     def larger(choices: tuple[int, ...]) -> Evaluation:
         known = copy(true(choices))
@@ -214,7 +215,7 @@ def test_a_rival_is_not_asked_for_a_proof_among_layouts_that_are_a_little_too_la
 
     monkeypatch.setattr(search, "evaluate", larger)
     monkeypatch.setattr(search, "learn", lambda choices: None)
-    monkeypatch.setattr(subproblem, "solve", lambda *a, **k: asked.append(1) or solve(*a, **k))
+    monkeypatch.setattr(solver, "solve", lambda *a, **k: asked.append(1) or solve(*a, **k))
     fastest, least = search.fastest(math.inf).found, leanest(search)[0]
     assert fastest is not None and least is not None
     # The rows let the fastest pass, the evaluator does not.

@@ -53,6 +53,8 @@ PARTS = ("vision_config", "audio_config", "encoder_config")
 DTYPES = ("dtype", "torch_dtype")
 INHERITED = (*DTYPES, "tie_word_embeddings", "quantization_config")
 """Fields of the whole that hold for its text part, unless that says otherwise."""
+PREDICTING = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
+"""Numbers of layers that predict further tokens, which no class of transformers has."""
 LENGTH = 2048
 """Default number of tokens of a text; fewer if the model has fewer positions."""
 OURS = "layoutopt's choice"
@@ -295,6 +297,8 @@ def _renamed(values: Mapping[str, Any], family: str) -> Iterator[str]:
         yield f"these layers drop nothing, whatever {' and '.join(dropped)} of the configuration says"
     if none := [n for n in ("num_experts", "num_local_experts", "n_routed_experts") if values.get(n) == 0]:
         yield f"{none[0]} is 0, so all layers are dense"
+    if more := next((values[n] for n in PREDICTING if isinstance(values.get(n), int) and values[n] > 0), 0):
+        yield f"{plural(more, 'layer')} of multi-token prediction {'is' if more == 1 else 'are'} not planned"
     if values.get("quantization_config"):
         yield (
             "quantization_config is ignored, because it describes the published weights; training is planned "
