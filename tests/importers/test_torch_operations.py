@@ -106,6 +106,9 @@ SMALLER: dict[str, Made] = {
     "finite": lambda y: torch.where(torch.isfinite(y) & ~torch.isinf(y), y, 0.0) + torch.round(y).detach(),
     "products": lambda y: y.prod(1) + torch.log2(y.abs() + 1).cumprod(1)[:, -1],
     "slices with steps": _written,
+    "softplus at 0": lambda y: F.softplus(y - y.detach()) + F.softplus(60 * y, beta=3) * y,
+    "log-sigmoid at 0": lambda y: F.logsigmoid(y - y.detach()) * y.detach(),
+    "entropy at 0": lambda y: F.binary_cross_entropy_with_logits(y - y.detach(), torch.ones(4, 6)) + y.sum(),
     **{name: lambda y, of=of: of(torch.stack([y, y.sin()])[None]) for name, of in _SPACE.items()},
 }
 """Mostly operations that have no rule of their own, but a definition by smaller ones."""

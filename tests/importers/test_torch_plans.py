@@ -472,6 +472,19 @@ def test_batch_norm_has_neither_microbatches_nor_recomputation() -> None:
         layoutopt.search(model, mesh="data:4", hardware="h100", framework="torch", microbatches="2")
 
 
+class Pooled(torch.nn.Module):
+    """Attention over all places for each class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+        self.head = torch.nn.Linear(16, 8)
+
+    def forward(self, x, y):
+        found = self.attention(x[:, :1], x, x, need_weights=False)[0]
+        return torch.nn.functional.cross_entropy(self.head(found[:, 0]), y)
+
+
 def test_what_is_inside_of_a_module_is_sharded_first() -> None:
     """`fully_shard` refuses a module inside of one that is sharded: ViT's patches lie beside a table."""
     module, _ = MODULES["images"]()
@@ -479,6 +492,14 @@ def test_what_is_inside_of_a_module_is_sharded_first() -> None:
     inner, outer = "vit.embeddings.patch_embeddings.projection", "vit.embeddings"
     assert wrapped.index(inner) < wrapped.index(outer)
     module, _ = t5()
+    # Blocks that are no loop, as the first of T5, are wrapped like the others; other matrices only if asked.
+    blocks = {f"{part}.block.{n}" for part in ("encoder", "decoder") for n in range(3)}
+    assert {*_wrapped(module, [], set(), None, False)} == blocks
+    # Nothing calls a projection whose weight `nn.MultiheadAttention` reads itself.
+    pooled = Pooled()
+    images = {"x": torch.randn(8, 4, 16), "y": torch.arange(8)}
+    called = layoutopt.from_torch(pooled, images).styles.called
+    assert {*_wrapped(pooled, [], set(), called)} == {"attention", "head"}
     found = [
         *_wrapped(module, [f"{part}.block.{n}" for part in ("encoder", "decoder") for n in (1, 2)], set())
     ]

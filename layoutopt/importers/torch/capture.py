@@ -76,8 +76,8 @@ def captured(module: Any, batch: Any, loss: Callable[..., Any] | None, param_dty
             seen.add(id(x))
             if not x.numel():
                 raise UserError(
-                    f"from_torch: {_named(keys)} has shape {tuple(x.shape)}, which has no "
-                    "elements; give it the shape that a training step has"
+                    f"from_torch: {batch_path(keys) or 'all'!r} of the batch has shape {tuple(x.shape)}, "
+                    "which has no elements; give it the shape that a training step has"
                 )
             if len(devices | {x.device}) == 2 and any(d.type == "meta" for d in (*devices, x.device)):
                 # No values are read, so one device is enough.
@@ -264,10 +264,6 @@ def own_line(stack: Iterable[traceback.FrameSummary], more: Iterable[tuple[str, 
     """The last line of a stack that is in neither PyTorch nor this importer, as FILE:LINE; '' if none is."""
     lines = (*((frame.filename, frame.lineno) for frame in stack), *more)
     return next((f"{file}:{line}" for file, line in lines[::-1] if not library(file)), "")
-
-
-def _named(keys: Any) -> str:
-    return f"{path!r} of the batch" if (path := batch_path(keys)) else "the batch"
 
 
 def _refused(error: Exception) -> UserError:

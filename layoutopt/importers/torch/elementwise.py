@@ -63,7 +63,7 @@ def formulas(rules: Mapping[str, AtenRule]) -> None:
 
 def dims_of(dim: Any, rank: int) -> list[int]:
     """The axes that an argument `dim` means; all of them if it is None or empty."""
-    if dim is None or (isinstance(dim, list | tuple) and not dim):
+    if dim in (None, [], ()):
         return list(range(rank))
     return [d % rank for d in (dim if isinstance(dim, list | tuple) else [dim])]
 
@@ -126,6 +126,8 @@ formulas(
         "reciprocal": lambda m, v, x: m.binary("div", 1, x, v.dtype),
         "silu": lambda m, v, x: m.binary("mul", x, m.unary("logistic", x), x.dtype),
         "relu": lambda m, v, x: m.relu(x),
+        "log_sigmoid": lambda m, v, x: m.unary("neg", softplus(m, v, m.unary("neg", x))),
+        "log_sigmoid_forward": lambda m, v, x: [TABLE["log_sigmoid"](m, v[0], x), None],
         "to _to_copy type_as float": lambda m, v, x, *how, **more: m.cast(x, v.dtype),
         "contiguous clone alias detach_ lift_fresh_copy lift_fresh": lambda m, v, x, *how, **more: x,
         "detach": lambda m, v, x: m.unary("stop_gradient", x),
@@ -188,11 +190,11 @@ def _pow(m: Equations, v: Type, x: Scalar, e: Scalar) -> Operand:
 
 @rule("softplus")
 def softplus(m: Equations, v: Type, x: Operand, beta: float = 1, threshold: float = 20) -> Operand:
-    """log(1 + exp(beta x)) / beta."""
+    """log(1 + exp(beta x)) / beta, and x where that is the same; its slope at 0 is a half."""
     z = m.binary("mul", x, beta, x.dtype)
-    tail = m.unary("log1p", m.unary("exp", m.unary("neg", m.unary("abs", z))))
-    found = m.binary("add", m.binary("max", z, 0, x.dtype), tail, x.dtype)
-    return m.binary("mul", found, 1 / beta, x.dtype)
+    near = m.unary("log1p", m.unary("exp", m.binary("min", z, threshold, x.dtype)))
+    far = m.binary("gt", z, threshold, x.dtype, "bool")
+    return m.select(far, x, m.binary("mul", near, 1 / beta, x.dtype), x.dtype)
 
 
 @rule("clamp", "clip")

@@ -187,10 +187,7 @@ def _at_places(m: Equations, x: Operand, dim: int, ids: Operand, rows: Operand, 
 
 @rule("masked_scatter")
 def _masked_scatter(m: Equations, v: Type, x: Operand, mask: Operand, rows: Operand) -> Operand:
-    """x with the elements of `rows`, in order, where a mask is true: image features at image tokens.
-
-    PyTorch counts through the whole batch, which would then be one axis with the tokens.
-    """
+    """x with `rows`, in order, where a mask is true: image features at image tokens."""
     wide = m.maker(mask, "broadcast_in_dim")
     batch, count = v.shape[0], math.prod(rows.shape) // v.shape[-1]
     kept = mask.shape[-1] == 1 or (wide is not None and (wide.ins[0].shape[-1] == 1))

@@ -54,7 +54,7 @@ def copied(module: Any) -> Any:
 
     Modules have a dozen empty tables of hooks each, which `copy.deepcopy` alone takes long to copy.
     """
-    whole = torch_module().nn.Module
+    whole, tensor = torch_module().nn.Module, torch_module().Tensor
     memo: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
     compiled = "_compiled_call_impl"  # which Module's own copies leave out, too
 
@@ -62,6 +62,8 @@ def copied(module: Any) -> Any:
         kind: Any = type(x)
         if id(x) in memo:
             return memo[id(x)]
+        if isinstance(x, tensor) and not x.is_leaf:  # of a call before, which none may copy
+            return x.detach()
         if kind in (dict, OrderedDict):
             made = memo[id(x)] = kind()
             made.update((k, value(y)) for k, y in x.items())

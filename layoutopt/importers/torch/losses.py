@@ -12,12 +12,6 @@ from layoutopt.importers.torch.internals import FLOATS
 _MEAN, _SUM = 1, 2
 
 
-def _reduce(m: Equations, x: Operand, reduction: int) -> Operand:
-    if reduction == _MEAN:
-        return m.mean(x, range(len(x.shape)))
-    return m.reduced("reduce_sum", x, range(len(x.shape))) if reduction == _SUM else x
-
-
 @rule("cross_entropy_loss")
 def _cross_entropy(
     m: Equations,
@@ -70,9 +64,9 @@ def _targets(m: Equations, y: Operand, ignored: int) -> tuple[Operand, Operand]:
 def _counted(m: Equations, loss: Operand, counts: Operand, reduction: int) -> Operand:
     """The losses of rows that count: each, their sum, or their mean."""
     loss = m.select(counts, loss, 0, loss.dtype)
-    if reduction != _MEAN:
-        return _reduce(m, loss, reduction)
     every = range(len(loss.shape))
+    if reduction != _MEAN:
+        return m.reduced("reduce_sum", loss, every) if reduction == _SUM else loss
     number = m.reduced("reduce_sum", m.cast(counts, loss.dtype), every)
     m.whole.append(number)
     return m.binary("div", m.reduced("reduce_sum", loss, every), number, loss.dtype)

@@ -14,7 +14,7 @@ from layoutopt.importers.torch.synced import sync_batch_norms
 from layoutopt.importers.torch.tensor_ranks import holds, shared_parameters, split_weights
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.lower.remat_policy import ATTENTION, PRODUCTS
-from mesh_tf_core.lower.storage import BETWEEN, SPLIT, VARIABLE
+from mesh_tf_core.lower.storage import BACKWARD, BETWEEN, GRADIENT, SPLIT, VARIABLE
 
 
 def by_use(ranks: PlanRanks, device_mesh: Any) -> Any:
@@ -67,7 +67,9 @@ def parallelized(module: Any, ranks: PlanRanks, mesh: Any, flow: StyleFlow, whol
     if ranks.data or ranks.types[0]:
         if ranks.size(ranks.data) > 1:
             sync_batch_norms(module, mesh[DATA]._flatten("data").get_group())
-        for path in _wrapped(module, layers, {p for paths in tied for p in paths}):
+        # Where all lies whole until the end of the backward pass, more groups are more messages alone.
+        often = (GRADIENT, BACKWARD) in SPLIT[ranks.stage]
+        for path in _wrapped(module, layers, {p for paths in tied for p in paths}, flow.called, often):
             _shard(module.get_submodule(path), ranks, mesh)
         _shard(module if whole is None else whole, ranks, mesh, True)
     return module
@@ -81,18 +83,28 @@ def same_everywhere(module: Any) -> None:
             torch.distributed.broadcast(tensor.detach(), src=0)
 
 
-def _wrapped(module: Any, layers: Collection[str], tied: set[str]) -> Iterator[str]:
+def _wrapped(
+    module: Any, layers: Collection[str], tied: set[str], called: Any = None, matrices: bool = True
+) -> Iterator[str]:
     """What gathers its parameters on its own: each layer, and outside of them each module with a matrix, as
-    the root keeps what it gathers until the backward pass. A tied weight is the root's."""
-    # The first layer of T5 has a table that the others have not, and is no part of their loop.
-    lists = {p.rpartition(".")[0] for p in layers}
-    kinds = torch_module().nn.ModuleList | torch_module().nn.ModuleDict
-    lists = {p for p in lists if isinstance(module.get_submodule(p), kinds)}
-    beside = (p for p, own in module.named_modules() if p.rpartition(".")[0] in lists and [*own.parameters()])
+    the root keeps what it gathers until the backward pass. A tied weight is the root's, as is what is not
+    `called`: nothing would gather it."""
+    nn, lists = torch_module().nn, {p.rpartition(".")[0] for p in layers}
+    lists = {p for p in lists if isinstance(module.get_submodule(p), nn.ModuleList | nn.ModuleDict)}
+    for (
+        p,
+        own,
+    ) in module.named_modules():  # layers that differ are no loop, as the first of T5, which has a table
+        alike = isinstance(own, nn.ModuleList) and len(own) > 1 and len({*map(type, own)}) == 1
+        if alike and not any(f"{p}.".startswith(f"{q}.") or q.startswith(f"{p}.") for q in lists):
+            lists.add(p)
+    every = [p for p, _ in module.named_modules() if called is None or p in called]
+    beside = (p for p in every if p.rpartition(".")[0] in lists and [*module.get_submodule(p).parameters()])
     inside = tuple(dict.fromkeys((*layers, *beside)))
     # Each call of `fully_shard` makes arrays of its own: two layers would come apart.
     yield from (p for p in inside if not any(path.startswith(f"{p}.") for path in tied))
-    for path, own in reversed([*module.named_modules()]):  # what is inside of a module first
+    for path in every[::-1] if matrices else ():  # what is inside of a module first
+        own = module.get_submodule(path)
         if path and not any(path == p or path.startswith(f"{p}.") for p in inside):
             named = {f"{path}.{name}": p for name, p in own.named_parameters(recurse=False)}
             known = hasattr(own, "set_requires_gradient_sync")

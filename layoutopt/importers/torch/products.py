@@ -198,15 +198,11 @@ def _mixed(m: Equations, old: Operand, now: Operand, momentum: float) -> Operand
     return m.binary("add", kept, m.binary("mul", now, momentum, old.dtype), old.dtype)
 
 
-GROUPED = ("_grouped_mm", "grouped_mm_fallback")
-"""Products of rows that are sorted by group."""
-
-
-@rule(*GROUPED)
+@rule("_grouped_mm", "grouped_mm_fallback")
 def _grouped_mm(
     m: Equations, v: Type, x: Operand, w: Operand, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> Operand:
-    """Rows times the matrix of their group; `offs`: where each group ends."""
+    """Rows, sorted by group, times the matrix of their group; `offs`: where each group ends."""
     if len(x.shape) != 2 or len(w.shape) != 3 or offs is None or bias is not None:
         raise NotImplementedError("its first operand is not rows in consecutive groups")
     n, dtype = offs.shape[0], offs.dtype

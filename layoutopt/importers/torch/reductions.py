@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from layoutopt.importers.arrays.contract import CapturedArray, Operand, Var
-from layoutopt.importers.torch.elementwise import TABLE, AtenRule, Type, dims_of, formulas
+from layoutopt.importers.torch.elementwise import TABLE, AtenRule, Type, dims_of, formulas, rule
 from layoutopt.importers.torch.emitter import Equations
 
 
@@ -78,28 +78,22 @@ def variance(m: Equations, x: Operand, axes: Sequence[int], mean: Operand, corre
     return m.binary("mul", m.reduced("reduce_sum", z, axes, True), 1 / (count - correction), x.dtype)
 
 
-def _spread(root: bool) -> AtenRule:
-    """The variance or its root; a truth value in the place of `dim` is `unbiased`."""
-
-    def write(
-        m: Equations,
-        v: Any,
-        x: Operand,
-        dim: Any = None,
-        unbiased: bool = True,
-        keepdim: bool = False,
-        correction: Any = None,
-    ) -> Any:
-        if isinstance(dim, bool):
-            dim, unbiased = None, dim
-        axes = dims_of(dim, len(x.shape))
-        first = v[0] if isinstance(v, list) else v
-        mean = m.mean(x, axes, True)
-        found = variance(m, x, axes, mean, int(unbiased) if correction is None else correction)
-        found = m.reshape(m.unary("sqrt", found) if root else found, first.shape)
-        return [found, m.reshape(mean, v[1].shape)] if isinstance(v, list) else found
-
-    return write
-
-
-TABLE |= {"var": _spread(False), "var_mean": _spread(False), "std": _spread(True), "std_mean": _spread(True)}
+@rule("var", "var_mean")
+def _spread(
+    m: Equations,
+    v: Any,
+    x: Operand,
+    dim: Any = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    correction: Any = None,
+) -> Any:
+    """A truth value in the place of `dim` is `unbiased`."""
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    axes = dims_of(dim, len(x.shape))
+    mean = m.mean(x, axes, True)
+    found = variance(m, x, axes, mean, int(unbiased) if correction is None else correction)
+    if isinstance(v, list):
+        return [m.reshape(found, v[0].shape), m.reshape(mean, v[1].shape)]
+    return m.reshape(found, v.shape)

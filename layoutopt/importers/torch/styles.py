@@ -63,6 +63,7 @@ class StyleFlow:
     """The styles that a split of each dimension would need.
 
     Attributes:
+      called: paths of modules that are called; None: unknown.
       without: dimension -> why no style splits it.
       partial: dimension -> the variables whose gradients are parts of a sum if it is split; of a sequence, if
         it is split between tensor-parallel blocks.
@@ -174,6 +175,7 @@ class StyleFlow:
         called: dict[str, bool] = {}
         self._logs = {stack: CallLog(stack) for stack in self.stacks}
         whole, heads = run_on_pieces(module, self.parameters, batch, prepare=partial(self._listen, called))
+        self.called: Any = None if whole else self.called
         for path in [p for p in self.experts if not called.get(p)]:
             name = self.experts.pop(path)
             self.without[name] = f"{path} is not called with tokens, numbers of experts and weights"
@@ -223,6 +225,9 @@ class StyleFlow:
     def _listen(self, called: dict[str, bool], module: Any) -> None:
         for log in self._logs.values():
             log.listen(module)
+        self.called = set[str]()
+        for path, each in module.named_modules():
+            each.register_forward_pre_hook(lambda own, given, path=path: self.called.add(path))
         for path in self.experts:
 
             def hook(own: Any, args: Any, kwargs: Any, out: Any, path: str = path) -> None:

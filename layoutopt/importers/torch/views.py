@@ -49,12 +49,11 @@ def _selected_back(m: Equations, whole: Operand, value: Operand, args: Sequence[
     return _sliced_back(m, whole, row, (dim, index, index + 1))
 
 
-def _back(m: Equations, whole: Operand, value: Operand, args: Sequence[Any]) -> Operand:
-    return m.reshape(value, whole.shape)
-
-
 INVERSES: Mapping[str, Inverse] = {
-    **dict.fromkeys(("view", "reshape", "flatten", "squeeze", "unsqueeze", "_unsafe_view"), _back),
+    **dict.fromkeys(
+        ("view", "reshape", "flatten", "squeeze", "unsqueeze", "_unsafe_view"),
+        lambda m, of, value, args: m.reshape(value, of.shape),
+    ),
     "transpose": lambda m, whole, value, args: swapped(m, whole, value, *args),
     "permute": _permuted_back,
     "slice": _sliced_back,
