@@ -420,10 +420,25 @@ def test_a_mixture_of_no_experts_is_said_to_be_dense() -> None:
     assert not any("dense" in remark for remark in from_huggingface(config).remarks)
 
 
+def test_activations_have_the_dtype_that_trainers_give_them() -> None:
+    """Where a file names none, quantised weights mean bfloat16; a note says it until one is set."""
+    quantised = {"quantization_config": {"quant_method": "mxfp4"}}
+    for more, dtype in (
+        (quantised, "bfloat16"),
+        ({}, "float32"),
+        ({**quantised, "torch_dtype": "float16"}, "float16"),
+    ):
+        made, other = from_huggingface(changed(**more)), "float32" if dtype == "bfloat16" else "bfloat16"
+        assert made.hparams["dtype"] == dtype
+        assert any("names no torch_dtype" in remark for remark in made.remarks) == ("torch_dtype" not in more)
+        remarks = from_huggingface(changed(**more), dtype=other).remarks
+        assert not any("names no torch_dtype" in remark for remark in remarks)
+
+
 def test_fields_of_published_files_that_training_does_not_read() -> None:
     """Their weights may be quantised; old fields have no reader in transformers either."""
     more = {"is_llama_config": True, "quantization_config": {"quant_method": "fp8"}}
-    made = from_huggingface(changed(**more))
+    made = from_huggingface(changed(**more), dtype="float32")
     assert made.fingerprint == from_huggingface(TINY).fingerprint
     assert any("quantization_config is ignored" in remark for remark in made.remarks)
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}

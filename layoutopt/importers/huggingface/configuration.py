@@ -300,10 +300,7 @@ def _renamed(values: Mapping[str, Any], family: str) -> Iterator[str]:
     if more := next((values[n] for n in PREDICTING if isinstance(values.get(n), int) and values[n] > 0), 0):
         yield f"{plural(more, 'layer')} of multi-token prediction {'is' if more == 1 else 'are'} not planned"
     if values.get("quantization_config"):
-        yield (
-            "quantization_config is ignored, because it describes the published weights; training is planned "
-            "without quantised weights"
-        )
+        yield "quantization_config is ignored: it describes the published weights, not those of training"
 
 
 def _idle(family: str) -> list[str]:
@@ -321,7 +318,7 @@ def class_defaults() -> dict[str, Any]:
 def _hyperparameters(found: Configuration) -> dict[str, Any]:
     """What may be set: of training, and the plain fields of the configuration that its family reads."""
     fields = found.fields()
-    own = asdict(ConfiguredTraining(length=_length(fields), dtype=_dtype(fields)))
+    own = asdict(ConfiguredTraining(length=_length(fields), dtype=_dtype(found)))
     found.reads(fields, ConfiguredTraining(batch=1, length=1))
     plain = {
         n: v
@@ -343,19 +340,19 @@ def _built(found: Configuration, hparams: Mapping[str, Any]) -> Model:
     with fields.named():
         model = made.model(found.family, training) if isinstance(made, LanguageModel) else made
     own = made.remarks if isinstance(made, LanguageModel) else ()
-    remarks = (*found.remarks, *own, *_omitted(fields, found.family, training.dtype))
+    remarks = (*found.remarks, *own, *_omitted(found, fields, training.dtype))
     given = {f.name: getattr(model, f.name) for f in fields_of(model)}
     return ConfiguredModel(**{**given, "hparams": hparams, "remarks": remarks}, found=found)
 
 
-def _omitted(fields: Fields, family: str, dtype: str) -> Iterator[str]:
+def _omitted(found: Configuration, fields: Fields, dtype: str) -> Iterator[str]:
     """What a file leaves to its class."""
     sizes = {n: v for n, v in fields.sizes.items() if n in fields.counted and n not in fields.values}
     if sizes:
         told, library = ", ".join(f"{n} {v:,}" for n, v in sizes.items()), class_defaults()["library"]
         yield f"the file omits {told}: the defaults of {fields.sizes['class']} ({library})"
-    if not any(map(fields.has, DTYPES)):
-        yield f"the file names no torch_dtype, so activations are {dtype}; set e.g. --set dtype=bfloat16"
+    if not any(map(fields.has, DTYPES)) and dtype == _dtype(found):
+        yield f"the file names no torch_dtype, so activations are {dtype}; --set dtype=NAME changes it"
 
 
 def _length(fields: Fields) -> int:
@@ -364,11 +361,13 @@ def _length(fields: Fields) -> int:
     return min(LENGTH, longest) if isinstance(longest, int) and longest > 0 else LENGTH
 
 
-def _dtype(fields: Fields) -> str:
-    said = fields.values.get("dtype") or fields.values.get("torch_dtype") or "float32"
+def _dtype(found: Configuration) -> str:
+    # Trainers undo the quantisation of published weights in bfloat16.
+    usual = "bfloat16" if found.values.get("quantization_config") else "float32"
+    said = found.values.get("dtype") or found.values.get("torch_dtype") or usual
     if said not in _OWN_DTYPES:
         raise UserError(
-            f"{fields.source}: torch_dtype {str(said)[:60]!r}; {known_names(str(said)[:60], _OWN_DTYPES)}"
+            f"{found.source}: torch_dtype {str(said)[:60]!r}; {known_names(str(said)[:60], _OWN_DTYPES)}"
         )
     return str(said)
 
