@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+import layoutopt
 
 Given = tuple[nn.Module, dict[str, torch.Tensor]]
 
@@ -252,3 +255,10 @@ MODULES: dict[str, Any] = {
     "scalar": scalar,
     "biased": layered,
 }
+
+
+@cache
+def imported(name: str, **more: Any) -> tuple[Any, Given]:
+    """A model of a module, and the module with its batch."""
+    given = MODULES[name]()
+    return layoutopt.from_torch(*given, **more), given

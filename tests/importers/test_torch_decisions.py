@@ -1,0 +1,377 @@
+"""Which decisions a search has of a module, and what `plan.torch` makes of them, without processes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import layoutopt
+from layoutopt.frameworks import says
+from layoutopt.frameworks.torch import StartedSchedules
+from layoutopt.space.decisions import SearchSpace
+from layoutopt.space.microbatches import Microbatches
+from layoutopt.space.restriction import NO_ROLES
+from layoutopt.space.schedule import ScheduleDecision
+from layoutopt.space.splits import domains
+from layoutopt.space.stages import StageSplit, ways
+from mesh_tf_core import Layout, Mesh, Options
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.schedules import layer_order
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from layoutopt.importers.torch.losses_of_parts import WeightedLoss  # noqa: E402
+from layoutopt.importers.torch.parallelize import _wrapped  # noqa: E402
+from layoutopt.importers.torch.pipeline import Pipeline, part_of, stage_numbers  # noqa: E402
+from tests.importers.torch_models import MIXTURES, t5  # noqa: E402
+from tests.importers.torch_modules import MODULES, Literal, imported, layered, literal, perceptron  # noqa: E402
+
+SQUARE = "data:2;model:2"
+TENSORS = "kv_heads:model;d_ff:model;vocab:model"
+HEADS = f"batch:data;{TENSORS}"
+PIPED = "batch:data;layers:stage"
+MIXED = {"param_dtype": torch.float32}
+"""Of modules in float64, so that rounding hides nothing."""
+KEEP = ("layers:keep=products+attention",)
+CAST = "autocast"
+"""Option of a case: its step runs inside torch.autocast."""
+
+
+def test_dimensions_that_no_style_splits_are_left_out_of_the_search() -> None:
+    """A norm of d_ff would be that of a piece; a literal number of heads fails on a piece."""
+    for given, dim, why in (
+        (perceptron(normed=True), "blocks", "is neither of a linear map nor of an embedding"),
+        (literal(), "heads", "does not run on a part of it"),
+        (literal(rest=-1), "heads", "attention would have heads of [4] elements in place of [8]"),
+        (MODULES["qwen3"](), "query_group", "combines it with values that all ranks have alike"),
+    ):
+        model = layoutopt.from_torch(*given)
+        assert why in model.graph.unsplit[dim], model.graph.unsplit
+        # Code that can be written otherwise is said without being asked, with its line.
+        said = [note for note in model.notes(Options()) if note.startswith(f"{dim} stays whole")]
+        assert bool(said) == ("does not run on a part" in model.graph.unsplit[dim])
+        assert all("torch_modules.py:" in note for note in said)
+        with pytest.raises(UserError):
+            layoutopt.search(model, mesh="data:2;model:2", hardware="h100", pins=f"{dim}:model")
+
+
+def test_a_search_has_no_decision_that_is_not_applied() -> None:
+    """What is refused has a reason: a limit of PyTorch, or what of the module prevents it."""
+    every: dict[str, list[tuple[dict[str, Any], str]]] = {
+        "llama": [
+            ({"context": "ring"}, "context_parallel is experimental"),
+            ({"offload": "optimizer"}, "updates on the CPU"),
+        ],
+        # A tied weight would be on two stages, and linear maps of another class have no pieces.
+        "gpt2": [
+            ({"pipeline": "layers"}, "reads values or weights from before them"),
+            ({"elsewhere": ("length",)}, "are modules of their own"),
+        ],
+        "convolutions": [
+            ({"pipeline": "layers"}, "BatchNorm has statistics"),
+            ({"recompute": "always"}, "BatchNorm has statistics"),
+        ],
+        "encoder": [({"pipeline": "layers"}, "the module's lists are 'layers'")],
+    }
+    for name, several in every.items():
+        for asked, why in several:
+            with pytest.raises(UserError, match=f"torch cannot express this: .*{why}"):
+                model, _ = imported(name)
+                layoutopt.search(model, mesh="data:2;model:2", hardware="h100", framework="torch", **asked)
+    mixed, _ = imported("mixer")
+    with pytest.raises(UserError, match="torch cannot express this"):  # its blocks have no forward
+        layoutopt.search(mixed, mesh="data:4", hardware="h100", framework="torch", recompute="always")
+
+
+@pytest.mark.parametrize("asked", [{"pipeline": "layers", "pins": "layers:model"}])
+@pytest.mark.one_in(2)
+def test_a_plan_with_other_decisions_is_refused(asked: dict[str, Any]) -> None:
+    model, _ = imported("tied")
+    plain = {"microbatches": (2,), "recompute": "never", "storage": "layout", "alternatives": False}
+    asked = {"framework": "layoutopt", **plain, **asked}
+    plan = layoutopt.search(model, mesh="data:2;model:2", hardware="h100", **asked)
+    with pytest.raises(UserError, match="does not apply this plan"):
+        plan.torch.placements()
+
+
+class Combining(torch.nn.Module):
+    def __init__(self, found: Any) -> None:
+        super().__init__()
+        self.linear, self.found = torch.nn.Linear(8, 8), found
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return self.found(self.linear(x), y)
+
+
+COMBINING = {
+    "sub": lambda h, y: torch.nn.functional.mse_loss(h - h.mean(0), y),
+    "div": lambda h, y: (h * y).sum() / y.sum(),
+    "range": lambda h, y: torch.nn.functional.cross_entropy(h @ h.t(), torch.arange(len(h))) + (h * y).mean(),
+}
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.nightly] * (name != "mixtral")) for name in MIXTURES]
+)
+@pytest.mark.one_in(2)
+def test_a_mixture_is_that_of_its_configuration(family: str, tmp_path: Path) -> None:
+    """Its layout, and its time within the forms of single operations, which at this size is that of their
+    launches: a module makes tables of positions once, the described model in each layer."""
+    config = MIXTURES[family]
+    module = AutoModelForCausalLM.from_config(config).train()
+    ids = torch.zeros((8, 32), dtype=torch.int64)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(module.config.to_dict(), default=str), encoding="utf-8")
+    described = layoutopt.from_huggingface(str(file), batch=8, length=32, dtype="float32")
+    traced = layoutopt.from_torch(module, {"input_ids": ids, "labels": ids.clone()})
+    assert described.parameters == traced.parameters
+    asked = {"mesh": "data:4", "hardware": "h100", "framework": "torch", "alternatives": False}
+    first, second = (layoutopt.search(model, **asked) for model in (described, traced))
+    assert first.layout == second.layout
+    assert first.predicted.step_seconds == pytest.approx(second.predicted.step_seconds, rel=0.25)
+
+
+@pytest.mark.parametrize("what", COMBINING)
+def test_operations_that_combine_examples_are_said(what: str) -> None:
+    """A data rank combines its own examples alone."""
+    batch = {"x": torch.randn(4, 8), "y": torch.randn(4, 8)}
+    model = layoutopt.from_torch(Combining(COMBINING[what]), batch)
+    (note,) = (note for note in model.notes(Options()) if "combines examples" in note)
+    assert note.startswith(f"{what}(")
+    with pytest.raises(UserError, match="write a mean over examples, or use one microbatch"):
+        model.lower(Mesh("data:1"), Layout(""), Options(microbatches=2))
+    for name in ("llama", "convolutions"):
+        assert not imported(name)[0].combines
+
+
+class Added(torch.nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
+
+    def forward(self, x: Any) -> Any:
+        return x + super().forward(x)
+
+
+class Fused(Literal):
+    """An MLP before attention whose heads stay whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Added()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.mlp(x), y)
+
+
+def test_what_stays_whole_with_other_dimensions_is_said() -> None:
+    """Every weight of a layer is split, or none."""
+    notes = layoutopt.from_torch(Fused(), literal()[1]).notes(Options())
+    said = [note for note in notes if "splits all weights of a layer or none, and heads stays" in note]
+    assert len(said) == 1 and "d_ff" in said[0].partition(" cannot be split")[0], notes
+
+
+@pytest.mark.parametrize(
+    ("cut", "more"),
+    [
+        (True, {}),
+        (True, {"places": "embedding"}),
+        (False, {"places": "embedding", "length": 8}),  # 8 rows: which axis is the batch?
+        (False, {"places": "own"}),
+        (False, {"kept": True}),
+    ],
+)
+def test_modules_that_stages_would_compute_otherwise_have_none(cut: bool, more: dict[str, Any]) -> None:
+    """Tables that may be those of the batch, a parameter beside the layers, and results of all layers."""
+    styles = layoutopt.from_torch(*layered(Added, **more)).styles
+    assert (styles.outline is not None) == cut
+    assert cut or styles.limits["pipeline"][0] == ()
+
+
+def test_dimensions_of_parameters_that_nothing_reads_stay_whole() -> None:
+    """Else two could be split over one axis, which no operation rules out. Pipelines are not asked for
+    of modules that have none."""
+    model = layoutopt.from_torch(*layered(Added, places="own"))
+    assert {dim: domains(model.graph, Mesh("x:2"), SearchSpace())[dim] for dim in ("at", "at_2")} == {
+        "at": ((),),
+        "at_2": ((),),
+    }
+    assert list(ways(model, Mesh("x:2"), SearchSpace(schedule=("1f1b",)).but(given=frozenset())))
+
+
+def test_stages_have_the_layers_that_their_schedule_says() -> None:
+    for schedule in ("1f1b", "1f1b:first=1", "gpipe:layers=1+3", "interleaved:2:layers=1+2+0+1"):
+        found = stage_numbers(4, 2, schedule)
+        counts = [[end - begin for begin, end in spans] for spans in found]
+        assert counts == layer_order(schedule, 2).of_stages(4).tolist()
+    assert stage_numbers(4, 2, "1f1b:first=1") == [[(0, 1)], [(1, 4)]]
+
+
+def test_the_parts_of_a_pipeline_take_the_state_of_the_whole_module() -> None:
+    model, (module, _) = imported("four layers")
+    parts = {n: part_of(module, model.styles.outline, n, n + 2) for n in (0, 2)}
+    pipeline = Pipeline({n: copy.deepcopy(part) for n, part in parts.items()}, "1f1b", 2, None, "cpu").eval()
+    whole = {name: x + 1 for name, x in module.state_dict().items()}
+    pipeline.load_state_dict(whole)
+    found = pipeline.state_dict()
+    assert found.keys() == whole.keys() and all(torch.equal(x, whole[name]) for name, x in found.items())
+    assert not any(part.module.training for part in pipeline.parts.values())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        pipeline.load_state_dict({})
+    wrong = {**whole, "model.layer.0.weight": torch.zeros(1)}
+    with pytest.raises(UserError, match=r"the module has no 'model\.layer\.0\.weight'"):
+        pipeline.load_state_dict(wrong)
+    name = next(iter(whole))
+    left = {k: v for k, v in wrong.items() if k != name}
+    assert pipeline.load_state_dict(left, strict=False) == ([name], ["model.layer.0.weight"])
+
+
+@pytest.mark.parametrize("framework", ["torch", "torchtitan"])
+def test_schedules_that_do_not_start_are_left_out(framework: str) -> None:
+    """`Schedule1F1B` raises for fewer microbatches than stages, and interleaved rounds are equally long."""
+    numbers = tuple((str(n),) for n in (1, 2, 4, 5, 6, 8))
+    for schedule, stages, left in (
+        ("1f1b", 4, "4 5 6 8"),
+        ("gpipe", 4, "1 2 4 5 6 8"),
+        ("interleaved:2", 2, "1 2 4 6 8"),
+        ("interleaved:2", 4, "1 2 4 5 6 8"),
+        ("dualpipev", 2, "4 5 6 8"),
+    ):
+        every = {
+            "parts": Microbatches("parts", numbers),
+            "layers": StageSplit("layers", (("stage",),)),
+            "schedule": ScheduleDecision("schedule", ((schedule,) if schedule != "gpipe" else (),)),
+        }
+        limits = says(framework)
+        for own in (limits, *limits.applied.values()):
+            (relation,) = (r for r in own.relations if isinstance(r, StartedSchedules))
+            found = [*relation.couplings(every, NO_ROLES, Mesh(f"stage:{stages}"))]
+            rows = {number for coupling in found for (number,) in coupling.rows} or {*numbers}
+            assert rows == {(n,) for n in left.split()}, (schedule, stages)
+
+
+FUNCTIONS = torch.nn.functional
+LOSSES: dict[str, tuple[Any, bool]] = {
+    "mean": (lambda h, y: FUNCTIONS.mse_loss(h, y), False),
+    "mean of examples": (lambda h, y: (h - y).square().sum() / len(y), False),
+    "sum": (lambda h, y: FUNCTIONS.mse_loss(h, y, reduction="sum"), False),
+    "sum of cross entropies": (lambda h, y: FUNCTIONS.cross_entropy(h, y, reduction="sum"), False),
+    "divided": (lambda h, y: FUNCTIONS.cross_entropy(h, y, reduction="sum") / len(y), True),
+    "plain sum": (lambda h, y: (h - y).square().sum(), True),
+}
+
+
+@pytest.mark.parametrize("what", LOSSES)
+def test_losses_of_parts_add_up_or_are_refused(what: str) -> None:
+    loss, refused = LOSSES[what]
+    module, x, y = torch.nn.Linear(8, 8), torch.randn(4, 8), torch.rand(4, 8).softmax(-1)
+    whole = loss(module(x), y)
+    alone, _, _ = WeightedLoss(lambda out, part: loss(out, part[1]), 1)(OnFirst(module), (x, y))
+    assert torch.allclose(alone, whole)
+    parts = [*zip(x.chunk(2), y.chunk(2), strict=True)]
+    weighted = WeightedLoss(lambda out, part: loss(out, part[1]), 2)
+    if refused:
+        with pytest.raises(UserError, match="cannot be told"):
+            weighted(OnFirst(module), parts[0])
+        return
+    found = [weighted(OnFirst(module), part) for part in parts]
+    total = 1.0 if found[0][2] else sum(weight for _, weight, _ in found)
+    assert torch.allclose(sum(value for value, _, _ in found) / total, whole)
+
+
+class OnFirst(torch.nn.Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return self.inner(x)
+
+
+def test_a_layer_is_what_a_loop_repeats() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x: Any) -> Any:
+            return x + torch.relu(self.linear(x))
+
+    class Stages(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            made = (torch.nn.Sequential(*(Block() for _ in range(n))) for n in (1, 4))
+            self.stages = torch.nn.ModuleList(made)
+
+        def forward(self, x: Any) -> Any:
+            for stage in self.stages:
+                x = stage(x).roll(1, 1)
+            return x.square().mean()
+
+    model = layoutopt.from_torch(Stages(), {"x": torch.randn(4, 8)})
+    assert [*model.styles.layers] == [f"stages.1.{n}" for n in range(4)]
+
+
+def test_batch_norm_has_neither_microbatches_nor_recomputation() -> None:
+    model, _ = imported("convolutions")
+    plan = layoutopt.search(model, mesh="data:4", hardware="h100", alternatives=False)
+    assert plan.options.microbatches == 1 and not plan.options.recompute
+    with pytest.raises(UserError, match="torch cannot express this"):
+        layoutopt.search(model, mesh="data:4", hardware="h100", framework="torch", microbatches="2")
+
+
+class Pooled(torch.nn.Module):
+    """Attention over all places for each class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+        self.head = torch.nn.Linear(16, 8)
+
+    def forward(self, x, y):
+        found = self.attention(x[:, :1], x, x, need_weights=False)[0]
+        return torch.nn.functional.cross_entropy(self.head(found[:, 0]), y)
+
+
+def test_what_is_inside_of_a_module_is_sharded_first() -> None:
+    """`fully_shard` refuses a module inside of one that is sharded: ViT's patches lie beside a table."""
+    module, _ = MODULES["images"]()
+    wrapped = [*_wrapped(module, [], set())]
+    inner, outer = "vit.embeddings.patch_embeddings.projection", "vit.embeddings"
+    assert wrapped.index(inner) < wrapped.index(outer)
+    module, _ = t5()
+    # Blocks that are no loop, as the first of T5, are wrapped like the others; other matrices only if asked.
+    blocks = {f"{part}.block.{n}" for part in ("encoder", "decoder") for n in range(3)}
+    assert {*_wrapped(module, [], set(), None, False)} == blocks
+    # Nothing calls a projection whose weight `nn.MultiheadAttention` reads itself.
+    pooled = Pooled()
+    images = {"x": torch.randn(8, 4, 16), "y": torch.arange(8)}
+    called = layoutopt.from_torch(pooled, images).styles.called
+    assert {*_wrapped(pooled, [], set(), called)} == {"attention", "head"}
+    found = [
+        *_wrapped(module, [f"{part}.block.{n}" for part in ("encoder", "decoder") for n in (1, 2)], set())
+    ]
+    assert {f"{part}.block.{n}" for part in ("encoder", "decoder") for n in range(3)} < {*found}
+    assert not any(".block.0." in path for path in found)
+
+
+def test_placements_name_the_axes_of_the_mesh() -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    model, (module, _) = imported("llama")
+    asked = {"pins": "kv_heads:model;d_ff:model", "storage": "layout", "alternatives": False}
+    plan = layoutopt.search(model, mesh="data:2;model:2", hardware="h100", **asked)
+    placements = plan.torch.placements()
+    assert set(placements) == {path for path, _ in module.named_parameters()}
+    assert placements["model.layers.1.self_attn.q_proj.weight"] == [Replicate(), Shard(0)]
+    assert placements["model.layers.1.mlp.down_proj.weight"] == [Replicate(), Shard(1)]
+    with pytest.raises(UserError, match="not parallelized"):
+        plan.torch.train_step(module, torch.optim.SGD(module.parameters()))
+    with pytest.raises(UserError, match="the module has no parameter 'model"):
+        plan.torch.parallelize(MODULES["mixer"]()[0])
