@@ -7,22 +7,24 @@ sizes. So with T_s the seconds of all L layers in it that a slot of kind s runs 
 of weights), and r_s how often a step counts such slots as a multiple of M times L / P layers
 (`Evaluator.slot_runs`), no layout of the pipeline takes less than
 
-    min over splits of sum_s r_s T_s / P  +  messages between stages  +  the share of a device outside layers
+    min over splits of (sum_s r_s T_s + G) / P  +  messages between stages  +  a device's share outside layers
 
 where one program runs all stages; else what is outside runs beside other stages' layers and does not count.
 
 T counts what every first run of a layer has, however variables are stored, whatever is kept for backward and
-whatever is recomputed: kernels, and messages about activations. Writes to stacks, messages about weights and
-gradients, moves to hosts and second runs come on top, so the decisions about these (`Decision.beside`) are
-plain, and the tables are small. One set of tables bounds every schedule and every recomputed part; where
+whatever is recomputed: kernels, and messages about activations. Writes to stacks, messages about weights,
+moves to hosts and second runs come on top, so the decisions about these (`Decision.beside`) are plain, and
+the tables are small. G are messages about gradients, with the storage under which they take least: one
+program sends each at least once. One set of tables bounds every schedule and every recomputed part; where
 pieces cost no less than their share of the whole, also every multiple of its microbatches.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,15 +43,17 @@ from layoutopt.optimize.fixing import fix_options
 from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, beside
 from layoutopt.solver import eliminate
 from layoutopt.space.kind import Choice
+from layoutopt.space.storage import Storage
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.outline import Outline
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import Local, Program, Transfer
+from mesh_tf_core.ir.program import AllReduce, Local, Program, ReduceScatter, Transfer
 from mesh_tf_core.ir.schedules import KINDS
 from mesh_tf_core.ir.stage_orders import StageAction
+from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.ops.kinds import Move
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.microbatch_order import second_half
@@ -58,8 +62,10 @@ from mesh_tf_core.tracing.stage_layers import loop_dims
 Slots = Mapping[int, StageAction]
 """Node -> the kind of slots that runs it."""
 SlotKinds = frozenset[StageAction]
-SlotsByProgram = dict[int, tuple[Program, list[SlotKinds]]]
-"""By the ids of programs: the kinds of slots that surely run each part of its cost."""
+ONCE: SlotKinds = frozenset()
+"""Of what a step has once at least, in whatever slot."""
+SlotsByProgram = dict[int, tuple[Program, list[SlotKinds | None]]]
+"""By the ids of programs: the kinds of slots that surely run each part of its cost; none: `ONCE`."""
 LeftOptions = Mapping[str, Sequence[Choice]]
 SlotSeconds = Mapping[SlotKinds, float]
 """Seconds of kernels and messages, by the kinds of slots that may run them."""
@@ -76,11 +82,14 @@ class _Layers:
     draft: Draft
     tables: list[tuple[Table, list[SlotSeconds]]]
 
-    def least(self, runs: Sequence[float]) -> float:
-        """The least seconds of all layers, their slots counted so often."""
+    def least(self, runs: Sequence[float], once: float) -> float:
+        """The least seconds of all layers, their slots counted so often, and what is `ONCE`."""
         every = []
         for table, seconds in self.tables:
-            counted = (sum(s * min(runs[i] for i in slots) for slots, s in each.items()) for each in seconds)
+            counted = (
+                sum(s * min((runs[i] for i in slots), default=once) for slots, s in each.items())
+                for each in seconds
+            )
             every.append(replace(table, entries=dict(zip(table.entries, map(Entry, counted), strict=True))))
         return eliminate(self.draft.times(every)).bound
 
@@ -93,6 +102,7 @@ class LayerBounds:
         self._layers: dict[tuple[Mesh, int, str, Axes], _Layers | None] = {}
         self._slots: dict[str, SlotsByProgram] = {}
         self._seconds: dict[tuple[Mesh, int, str, Axes, tuple[float, ...]], float] = {}
+        self._bounds: dict[tuple[bool, SubproblemKey, int], float] = {}
         self._first: dict[SubproblemKey, tuple[float, tuple[float, LeftOptions]]] = {}
 
     def prove(self, subproblem: Subproblem, enough: float, shortly: bool = False) -> None:
@@ -102,14 +112,18 @@ class LayerBounds:
         pieces = self.evaluator.prices(subproblem.mesh).pieces_cost_more
         if subproblem.space.diloco is not None or plain.given is not None:  # tables are kept by mesh
             return
-        every = (*(plain.fewer if pieces else ()), plain)
-        for exactly in (False, True)[: 1 if shortly else 2]:
+        several, key = len(subproblem.space.recompute) > 1, subproblem.key._replace(again=frozenset())
+        every, apart = (*(plain.fewer if pieces else ()), plain), self.evaluator.apart(subproblem.mesh)
+        for exactly in (False, True)[: 2 if apart and not shortly else 1]:
             for of in every[:1] if shortly else every:
-                with suppress(UserError):
-                    subproblem.bounds.prove(self._bound(subproblem, of, exactly), Source.LAYERS)
+                own = exactly, subproblem.key if exactly else key, of.microbatches
+                if own not in self._bounds:
+                    self._bounds[own] = 0.0
+                    with suppress(UserError):
+                        self._bounds[own] = self._bound(subproblem, of, exactly)
+                subproblem.bounds.prove(self._bounds[own], Source.LAYERS)
                 if subproblem.bounds.lower().value >= enough:
                     return
-        several, key = len(subproblem.space.recompute) > 1, subproblem.key._replace(again=frozenset())
         if shortly or not (several and key.stages) or math.isinf(enough):
             return
         if key not in self._first:
@@ -137,7 +151,7 @@ class LayerBounds:
             plan = subproblem.plans[dim]
             runs = evaluator.slot_runs(mesh, dim, plan)
             handed = self._handed(subproblem, dim, axes, runs)
-            if exactly and evaluator.apart(mesh):
+            if exactly:
                 runs = self._counted(subproblem, dim) or runs
             seconds = self._least(plain, dim, axes, runs) / plan.stages + handed
             found.append(seconds if evaluator.apart(mesh) else seconds + outside / mesh.devices)
@@ -173,21 +187,23 @@ class LayerBounds:
         layers = self._layers[key]
         if layers is None or not runs[0]:  # nothing is known, or a stage has no layers
             return 0.0
-        scaled = tuple(share / runs[0] for share in runs)
-        if (*key, scaled) not in self._seconds:
-            self._seconds[*key, scaled] = layers.least(scaled)
-        return runs[0] * self._seconds[*key, scaled]
+        if (*key, runs) not in self._seconds:
+            alone = axes and self.evaluator.apart(plain.mesh)
+            once = float(not alone and self.evaluator.prices(plain.mesh).pieces_cost_more)
+            self._seconds[*key, runs] = layers.least(runs, once)
+        return self._seconds[*key, runs]
 
     def _made(self, plain: Subproblem, dim: str, axes: Axes) -> _Layers | None:
         """None where a table would be too large."""
         decided = beside(plain.unrestricted, axes)
+        stored = {n: _scattered(decided.options[n], plain.mesh, axes) for n in decided.of(Storage)}
         decided = decided.within({d.name: [()] for d in decided.every if d.beside})
         draft = Draft(self.evaluator.model, plain.mesh, decided, self.evaluator.prices(plain.mesh))
         slots = slots_of(draft.context.graph, dim)
         draft.left = [c for c in draft.left if c.members and slots.keys() >= {*c.members[0]}]
         made = [draft.make(cluster) for cluster in [*draft.left]]
         known = self._slots.setdefault(dim, {})
-        found = [(table, [*_certain(draft, table, slots, known)]) for table in made]
+        found = [(table, [*_certain(draft, table, slots, known, stored)]) for table in made]
         return None if draft.unsplit else _Layers(draft, found)
 
 
@@ -204,11 +220,24 @@ def slots_of(graph: Graph | Outline, dim: str) -> Slots:
     return found
 
 
-def _certain(draft: Draft, table: Table, slots: Slots, known: SlotsByProgram) -> Iterator[SlotSeconds]:
-    """The seconds of what every first run has, of every entry of a table."""
-    fixed = draft.decided.fixed
-    for assignment, entry in table.entries.items():
-        chosen = {**fixed, **dict(zip(table.names, assignment, strict=True))}
+def _scattered(options: Iterable[Choice], mesh: Mesh, axes: Axes) -> list[Choice]:
+    """The ways to store a variable of a stage that differ in messages about gradients: zero1 over the same
+    axes, as later stages send no less often, and as the layout says."""
+    over = [[a for a in option[1:] or mesh.names if a not in axes] for option in options if option]
+    return [(), *dict.fromkeys((STAGES[1], *each) for each in over if each)]
+
+
+def _certain(
+    draft: Draft, table: Table, slots: Slots, known: SlotsByProgram, stored: LeftOptions
+) -> Iterator[SlotSeconds]:
+    """The seconds of what every first run has, of every entry of a table.
+
+    Args:
+      stored: ways to store variables, by the names of decisions.
+    """
+    fixed, names = draft.decided.fixed, [n for n in table.cluster.switches if n in stored]
+
+    def seconds(entry: Entry, chosen: Mapping[str, Choice]) -> SlotSeconds:
         prices, found = draft.tabler.prices_of(table.cluster, chosen), defaultdict[SlotKinds, float](float)
         cost, program = entry.lowered[0].cost, entry.lowered[0].program
         assert cost is not None and program is not None
@@ -217,15 +246,30 @@ def _certain(draft: Draft, table: Table, slots: Slots, known: SlotsByProgram) ->
             kinds = [_slots(unit, slots) for unit, *_ in units if not loads_or_stores(unit)]
             known[id(program)] = program, kinds
         for each, where in zip(cost, known[id(program)][1], strict=True):
-            if where:
+            if where is not None:
                 found[where] += prices.total((each,))
+        if ONCE in found:  # what may travel with others is not counted
+            small = (draft.pricer.message_seconds(k.axes, b) for k, of in entry.small.items() for b in of)
+            found[ONCE] = max(found[ONCE] - sum(small), 0.0)
+        return found
+
+    for assignment, entry in table.entries.items():
+        chosen = {**fixed, **dict(zip(table.names, assignment, strict=True))}
+        found = seconds(entry, chosen)
+        if found.get(ONCE):
+            for choices in itertools.product(*(stored[n] for n in names)):
+                other = {**chosen, **dict(zip(names, choices, strict=True))}
+                if (sent := draft.entry(table.cluster, other)) is not None:
+                    found = {**found, ONCE: min(found[ONCE], seconds(sent, other).get(ONCE, 0.0))}
         yield found
 
 
-def _slots(unit: Unit, slots: Slots) -> SlotKinds:
-    """The kinds of slots that surely run a unit; none if it depends on storage."""
+def _slots(unit: Unit, slots: Slots) -> SlotKinds | None:
+    """The kinds of slots that surely run a unit; None if it depends on storage."""
     own = _nodes(unit)
-    return frozenset([slots[node] for node in own]) if slots.keys() >= own else frozenset()
+    if not own:
+        return ONCE if isinstance(unit, AllReduce | ReduceScatter) and unit.rule == GRADIENT else None
+    return frozenset([slots[node] for node in own]) if slots.keys() >= own else None
 
 
 def _nodes(unit: Unit) -> set[int]:

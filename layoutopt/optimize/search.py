@@ -249,7 +249,7 @@ class LayoutSearch:
         if limited and self.incumbents.fastest(limit) is None:
             yield from self.problems[-1:]  # what fits most likely
         if (known := self.incumbents.fastest(limit)) is not None:
-            yield self.incumbents.subproblem_of(known)
+            yield self.incumbents.subproblem_of(self.simpler(known))  # fewer axes, fewer options
             self.incumbents.spread(limit, staged, self.request.clock.part(NAMED_SHARE))
         self._bound(staged if limited else (), limit)
         yield from sorted((each for each in self.problems if not each.key.stages), key=lambda p: p.rank)

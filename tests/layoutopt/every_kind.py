@@ -47,14 +47,14 @@ MACHINES = ("tpu-v3", "a100-eager", "h100", "tpu-v4", "tpu-v5e")
 Kinds = tuple[type[Decision], ...]
 
 
-def whole_model(seed: int) -> mtf.Model:
+def whole_model(seed: int, times: int = 1) -> mtf.Model:
     """A model about which every kind has something to decide: layers of attention, products and a few random
-    operations, and an optimizer that keeps state."""
+    operations, and an optimizer that keeps state; `times` as wide."""
     rng = random.Random(seed)
     g = mtf.Graph(f"whole {seed}")
     dtype = rng.choice(["float32", "float32", "bfloat16"])
-    b, s, d = mtf.Dim("batch", 4), mtf.Dim("length", 4), mtf.Dim("d", rng.choice([4, 8, 32]))
-    f, keys = mtf.Dim("f", rng.choice([4, 8, 16, 64])), mtf.Dim("keys", s.size)
+    b, s, d = mtf.Dim("batch", 4), mtf.Dim("length", 4), mtf.Dim("d", times * rng.choice([4, 8, 32]))
+    f, keys = mtf.Dim("f", times * rng.choice([4, 8, 16, 64])), mtf.Dim("keys", s.size)
     made, causal, first, wide = itertools.count(), *(rng.random() < p for p in (0.5, 0.3, 0.6))
     heads = [mtf.Dim("heads", 2)] if rng.random() < 0.4 else []
     extra = [rng.choice(["bias", "norm", "unary", "softmax", *["none"] * 6]) for _ in range(3)]

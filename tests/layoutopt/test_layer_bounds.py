@@ -19,18 +19,25 @@ from layoutopt.optimize import layer_bounds
 from layoutopt.optimize.bounds import SLACK, Source
 from layoutopt.optimize.evaluator import Evaluator, evaluate
 from layoutopt.optimize.fixing import option_costs
-from layoutopt.optimize.layer_bounds import LayerBounds
+from layoutopt.optimize.layer_bounds import ONCE, LayerBounds
 from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, subproblems
 from layoutopt.space.kind import Target
 from layoutopt.space.schedule import ScheduleDecision
+from layoutopt.space.sequence_parallel import Elsewhere
+from layoutopt.space.splits import Split
+from mesh_tf_core.ir.instructions import GRADIENT
 from mesh_tf_core.ir.schedules import KINDS, NAMES, ONE_WAY, PipelineSchedule
 from tests.layoutopt.every_kind import opened, some_machine, whole_model
+from tests.layoutopt.models import some_choices
 from tests.marks import by_day
 
+WIDE = 64
+"""Times the width of whole models with which gradients are too large to travel together."""
 
-def pipelines(seed: int, most: int) -> tuple[Evaluator, list[Subproblem]]:
+
+def pipelines(seed: int, most: int, times: int) -> tuple[Evaluator, list[Subproblem]]:
     """Some pipelines of every schedule, and a problem without stages, with every kind of decision free."""
-    rng, model = random.Random(seed), whole_model(seed)
+    rng, model = random.Random(seed), whole_model(seed, times)
     mesh, machine = mtf.Mesh(rng.choice(["x:2;y:2", "x:4"])), some_machine(rng)
     evaluator, target = Evaluator(model, machine), Target.on(machine, model, mesh)
     allowed = opened(rng, model).but(**ScheduleDecision.widest(target), pipeline=("layers",))
@@ -40,9 +47,9 @@ def pipelines(seed: int, most: int) -> tuple[Evaluator, list[Subproblem]]:
     return evaluator, [*found, rng.choice([p for p in every if not p.key.stages])]
 
 
-def compared(seed: int, most: int) -> Iterator[tuple[float, float]]:
+def compared(seed: int, most: int, times: int = 1) -> Iterator[tuple[float, float]]:
     """The bounds of such problems by their layers, and their least seconds by their tables."""
-    evaluator, every = pipelines(seed, most)
+    evaluator, every = pipelines(seed, most, times)
     layers = LayerBounds(evaluator)
     for each in every:
         layers.prove(each, math.inf)
@@ -52,14 +59,14 @@ def compared(seed: int, most: int) -> Iterator[tuple[float, float]]:
 
 @pytest.mark.parametrize("seed", by_day(range(10), every=5))
 def test_no_layout_takes_less_than_its_layers(seed: int) -> None:
-    found = [*compared(seed, 1)]
+    found = [*compared(seed, 1, (1, WIDE)[seed % 2])]
     assert found and all(0 < bound <= least * (1 + SLACK) for bound, least in found)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(10, 40))
 def test_no_layout_of_many_takes_less_than_its_layers(seed: int) -> None:
-    assert all(0 < bound <= least * (1 + SLACK) for bound, least in compared(seed, 12))
+    assert all(0 < bound <= least * (1 + SLACK) for bound, least in compared(seed, 12, (1, WIDE)[seed % 2]))
 
 
 def recomputing(seed: int, most: int) -> tuple[Evaluator, list[Subproblem]]:
@@ -150,6 +157,38 @@ def test_messages_that_no_tick_sends_would_be_found_out(monkeypatch: pytest.Monk
     own = LayerBounds._handed
     monkeypatch.setattr(LayerBounds, "_handed", lambda *asked: 9 * own(*asked))
     assert any(bound > least for seed in range(3) for bound, least in compared(seed, 1))
+
+
+def gradients(seed: int, most: int, many: int) -> Iterator[tuple[float, float]]:
+    """Seconds of messages about gradients in tables of layers, of a stage, and in programs of pipelines."""
+    (evaluator, every), rng = pipelines(seed, most, WIDE), random.Random(seed)
+    for each in every[:-1]:
+        (dim, axes), plain = *each.key.stages, each.unstaged
+        assert plain is not None
+        layers = LayerBounds(evaluator)._made(plain, dim, axes)
+        assert layers is not None
+        for _ in range(many):
+            chosen = some_choices(each.decided, rng)
+            for name in (*each.decided.of(Split), *each.decided.of(Elsewhere)):
+                outside = {*chosen[name]}.isdisjoint(axes) or name == dim
+                chosen[name] = chosen[name] if outside else ()
+            with suppress(mtf.LayoutError, KeyError):
+                chosen |= dict.fromkeys(layers.draft.decided.options.keys() - chosen.keys(), ())
+                found = 0.0
+                for table, seconds in layers.tables:
+                    rows = dict(zip(table.entries, seconds, strict=True))
+                    found += rows[tuple(chosen[n] for n in table.names)].get(ONCE, 0.0)
+                cost = evaluator(each.mesh, *each.decided.read(chosen)).cost
+                sent = sum(x.exposed * x.times for x in cost.lines if x.purpose == GRADIENT)
+                yield found / each.stages[dim], sent
+
+
+@pytest.mark.parametrize("seed", [6, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(7, 20))])
+def test_stages_send_the_gradients_of_their_layers(seed: int) -> None:
+    """Whatever storage, schedule and recomputed parts; twice as many would be found out."""
+    found = [*gradients(seed, 3, 20)]
+    assert all(bound <= sent * (1 + SLACK) for bound, sent in found)
+    assert seed > 6 or any(2 * bound > sent for bound, sent in found)
 
 
 @pytest.mark.parametrize("layers", [8, 9])
