@@ -102,7 +102,6 @@ class LayerBounds:
         self._layers: dict[tuple[Mesh, int, str, Axes], _Layers | None] = {}
         self._slots: dict[str, SlotsByProgram] = {}
         self._seconds: dict[tuple[Mesh, int, str, Axes, tuple[float, ...]], float] = {}
-        self._bounds: dict[tuple[bool, SubproblemKey, int], float] = {}
         self._first: dict[SubproblemKey, tuple[float, tuple[float, LeftOptions]]] = {}
 
     def prove(self, subproblem: Subproblem, enough: float, shortly: bool = False) -> None:
@@ -116,12 +115,8 @@ class LayerBounds:
         every, apart = (*(plain.fewer if pieces else ()), plain), self.evaluator.apart(subproblem.mesh)
         for exactly in (False, True)[: 2 if apart and not shortly else 1]:
             for of in every[:1] if shortly else every:
-                own = exactly, subproblem.key if exactly else key, of.microbatches
-                if own not in self._bounds:
-                    self._bounds[own] = 0.0
-                    with suppress(UserError):
-                        self._bounds[own] = self._bound(subproblem, of, exactly)
-                subproblem.bounds.prove(self._bounds[own], Source.LAYERS)
+                with suppress(UserError):
+                    subproblem.bounds.prove(self._bound(subproblem, of, exactly), Source.LAYERS)
                 if subproblem.bounds.lower().value >= enough:
                     return
         if shortly or not (several and key.stages) or math.isinf(enough):
@@ -230,11 +225,7 @@ def _scattered(options: Iterable[Choice], mesh: Mesh, axes: Axes) -> list[Choice
 def _certain(
     draft: Draft, table: Table, slots: Slots, known: SlotsByProgram, stored: LeftOptions
 ) -> Iterator[SlotSeconds]:
-    """The seconds of what every first run has, of every entry of a table.
-
-    Args:
-      stored: ways to store variables, by the names of decisions.
-    """
+    """The seconds of what every first run has, of every entry of a table; `stored`: as `_scattered`."""
     fixed, names = draft.decided.fixed, [n for n in table.cluster.switches if n in stored]
 
     def seconds(entry: Entry, chosen: Mapping[str, Choice]) -> SlotSeconds:

@@ -64,7 +64,7 @@ class LayoutSearch:
       listed: the problems are all there.
       none: why there is no answer, if that is proven.
       nearest: the layout that was found to need least memory, where none fits.
-      unsplit: dimensions that had to stay whole (`Extraction.unsplit`).
+      unsplit: problem -> dimensions that had to stay whole there (`Extraction.unsplit`).
       weights: approximate costs of clusters, for `faster`.
       start: what is predicted before the problems are listed.
       called: its space, in a word, if it is one of several.
@@ -82,7 +82,7 @@ class LayoutSearch:
     listed: bool = False
     none: str = ""
     nearest: EvaluatedLayout | None = None
-    unsplit: dict[str, None] = field(default_factory=dict)
+    unsplit: dict[Subproblem, Sequence[str]] = field(default_factory=dict)
     weights: ClusterWeights = field(default_factory=dict)
     start: WarmStart | None = None
     called: str = ""
@@ -253,6 +253,7 @@ class LayoutSearch:
             self.incumbents.spread(limit, staged, self.request.clock.part(NAMED_SHARE))
         self._bound(staged if limited else (), limit)
         yield from sorted((each for each in self.problems if not each.key.stages), key=lambda p: p.rank)
+        yield from [each for each, whole in self.unsplit.items() if whole]  # something faster is known now
         self._bound(() if limited else staged, limit)
         for each in sorted(staged, key=lambda p: p.rank):
             if self.incumbents.is_open(each, limit) and not self.request.late:
@@ -276,7 +277,7 @@ class LayoutSearch:
     def opened(self, subproblem: Subproblem) -> SubproblemSearch:
         """The whole problem, with all its options."""
         search = subproblem.opened(self.request.evaluator, self.request.clock)
-        self.unsplit.update(dict.fromkeys(search.extraction.unsplit))
+        self.unsplit[subproblem] = search.extraction.unsplit
         return search
 
     def _fixed(self, subproblem: Subproblem, limit: float) -> SubproblemSearch | None:
@@ -284,6 +285,7 @@ class LayoutSearch:
         request, incumbents, bounds = self.request, self.incumbents, subproblem.bounds
         upper = incumbents.seconds(limit)
         narrow = subproblem.narrowed(upper, request.evaluator)
+        self.unsplit.pop(subproblem, None)
         if narrow is None:
             bounds.prove(upper, Source.TABLES)
             return None
@@ -302,7 +304,7 @@ class LayoutSearch:
         search = faster(*asked, told=lambda part: self._tell(subproblem, part=part))
         if search is not None:
             bounds.costs = option_costs(search, subproblem.decided, incumbents.seconds(limit)) or bounds.costs
-            self.unsplit.update(dict.fromkeys(search.extraction.unsplit))
+            self.unsplit[subproblem] = search.extraction.unsplit
         return search
 
     def _ask(self, subproblem: Subproblem, search: SubproblemSearch, limit: float) -> None:

@@ -30,37 +30,20 @@ from mesh_tf_core.ops.shape import Reshape
 
 _ALIKE = "exp log log1p expm1 sin cos tanh sqrt square sign floor"
 """Primitives whose names NumPy and `mesh_tf_core` have too."""
+_CALLED = (
+    "neg:negative exp2:exp2 tan:tan abs:abs ceil:ceil not:invert is_finite:isfinite add:add add_any:add "
+    "sub:subtract mul:multiply max:maximum min:minimum pow:power rem:fmod eq:equal ne:not_equal lt:less "
+    "le:less_equal gt:greater ge:greater_equal and:bitwise_and or:bitwise_or xor:bitwise_xor"
+)
+"""Primitives, and what NumPy calls them."""
 _NUMBERS: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in _ALIKE.split()},
-    "neg": np.negative,
-    "exp2": np.exp2,
-    "tan": np.tan,
+    **{name: getattr(np, ours) for name, ours in (pair.split(":") for pair in _CALLED.split())},
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "logistic": lambda x: 1 / (1 + np.exp(-x)),
-    "abs": np.abs,
-    "ceil": np.ceil,
-    "not": np.invert,
-    "is_finite": np.isfinite,
-    "add": np.add,
-    "add_any": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
     "div": lambda x, y: (
         np.divide(x, y) if np.result_type(x, y).kind == "f" else np.trunc(np.divide(x, y)).astype(x.dtype)
     ),
-    "max": np.maximum,
-    "min": np.minimum,
-    "pow": np.power,
-    "rem": np.fmod,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
 }
 """What primitives make of numbers that are known when the model is built."""
 
