@@ -156,7 +156,7 @@ def test_messages_that_no_tick_sends_would_be_found_out(monkeypatch: pytest.Monk
     """Nine times as many messages between stages would exceed the tables."""
     own = LayerBounds._handed
     monkeypatch.setattr(LayerBounds, "_handed", lambda *asked: 9 * own(*asked))
-    assert any(bound > least for seed in range(3) for bound, least in compared(seed, 1))
+    assert any(bound > least for bound, least in compared(4, 1))
 
 
 def gradients(seed: int, most: int, many: int) -> Iterator[tuple[float, float]]:
