@@ -13,14 +13,7 @@ UNITS: dict[str, tuple[str, float]] = {
     "count": ("count", 1.0),
 }  # fmt: skip
 
-SI = {
-    "compute rate": "FLOP/s",
-    "memory": "B",
-    "bandwidth": "B/s",
-    "time": "s",
-    "fraction": "1",
-    "count": "count",
-}
+SI = {quantity: unit for unit, (quantity, factor) in UNITS.items() if factor == 1.0}
 
 
 def units_of(quantity: str) -> tuple[str, ...]:

@@ -86,10 +86,7 @@ class _Layers:
         """The least seconds of all layers, their slots counted so often, and what is `ONCE`."""
         every = []
         for table, seconds in self.tables:
-            counted = (
-                sum(s * min((runs[i] for i in slots), default=once) for slots, s in each.items())
-                for each in seconds
-            )
+            counted = (sum(s * min([runs[i] for i in w] or [once]) for w, s in x.items()) for x in seconds)
             every.append(replace(table, entries=dict(zip(table.entries, map(Entry, counted), strict=True))))
         return eliminate(self.draft.times(every)).bound
 

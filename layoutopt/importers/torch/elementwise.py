@@ -23,25 +23,14 @@ class Type:
 AtenRule = Callable[..., Any]
 """rule(emitter, type of the result or a list of them, arguments ...) -> the result or a list of them."""
 _ALIKE = "neg exp exp2 log log1p expm1 rsqrt sqrt square cos sin tan tanh abs erf floor ceil sign"
-_UNARY = {
-    **{n: n for n in _ALIKE.split()},
-    "sigmoid": "logistic",
-    "bitwise_not": "not",
-}
+_UNARY = {n: n for n in _ALIKE.split()} | {"sigmoid": "logistic", "bitwise_not": "not"}
+_CALLED = (
+    "maximum:max minimum:min true_divide:div bitwise_and:and bitwise_or:or logical_and:and logical_or:or "
+    "__and__:and __or__:or logical_xor:xor bitwise_xor:xor fmod:rem"
+)
 _BINARY = {
     **{n: n for n in ("add", "sub", "mul", "div", "pow", "atan2")},
-    "maximum": "max",
-    "minimum": "min",
-    "true_divide": "div",
-    "bitwise_and": "and",
-    "bitwise_or": "or",
-    "logical_and": "and",
-    "logical_or": "or",
-    "__and__": "and",
-    "__or__": "or",
-    "logical_xor": "xor",
-    "bitwise_xor": "xor",
-    "fmod": "rem",
+    **dict(pair.split(":") for pair in _CALLED.split()),
 }
 TABLE: dict[str, AtenRule] = {}
 
