@@ -98,6 +98,8 @@ SMALLER: dict[str, Made] = {
     "activations": lambda y: F.hardswish(y) + F.hardsigmoid(y) + F.elu(y) + F.relu6(y * 1.0, inplace=True),
     "gates": lambda y: F.glu(y) + torch.nan_to_num(y.logit(1e-3))[:, :3],
     "orders of norms": lambda y: F.normalize(y, p=1) * y.norm(dim=1, keepdim=True),
+    "one window of a line": lambda y: y * F.adaptive_avg_pool1d(y[None], 1)[0],
+    "one window of space": lambda y: y * F.adaptive_avg_pool3d(y.reshape(1, 1, 4, 3, 2), 1).squeeze(),
     "windows": lambda y: y.unfold(1, 4, 2),
     "weighted classes": lambda y: F.nll_loss(F.log_softmax(y, -1), CLASSES, torch.arange(1.0, 7)),
     "probabilities of classes": lambda y: F.cross_entropy(y, y.sin().softmax(-1).detach()),

@@ -61,6 +61,7 @@ formulas(
         "mean": lambda m, v, x, dim=None, keepdim=False, **more: m.mean(
             m.cast(x, v.dtype), dims_of(dim, len(x.shape)), keepdim
         ),
+        "adaptive_avg_pool1d adaptive_avg_pool3d": lambda m, v, x, n: m.mean(x, range(2, len(x.shape)), True),
         "softmax _softmax special_softmax": lambda m, v, x, dim, *more, **how: m.softmax(
             m.cast(x, v.dtype), dim
         ),

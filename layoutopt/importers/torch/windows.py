@@ -66,7 +66,6 @@ def _transposed(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Operand:
-    """Of a filter [in, out of a group, ...]."""
     space, (ins, outs, *taps) = len(x.shape) - 2, w.shape
     wide = tuple(n * k for n, k in zip(x.shape[2:], taps, strict=True))
     if groups == 1 and _each(stride, space) == taps and v.shape[2:] == wide:
