@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 import layoutopt.optimize.search as places
-import layoutopt.optimize.subproblem as mesh_search
-from layoutopt import search
+from layoutopt import search, solver
 from layoutopt.optimize.planning import make_plan
 from layoutopt.solver import Problem, Solution, solve
 from tests.layoutopt.models import EXAMPLES
@@ -70,7 +69,7 @@ def test_what_the_solver_had_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(problem: Problem, **asked: Any) -> Solution:
         return replace(solve(problem, **asked), stopped=True)
 
-    monkeypatch.setattr(mesh_search, "solve", stopped)
+    monkeypatch.setattr(solver, "solve", stopped)
     kept = search(model, memory=limit, keep_best=True, **on)
     assert kept.solver.status == "FEASIBLE"
     assert kept.predicted.peak_memory_bytes <= limit
