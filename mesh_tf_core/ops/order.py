@@ -25,7 +25,7 @@ from mesh_tf_core.ops.common import dim_name
 from mesh_tf_core.ops.index import Range
 from mesh_tf_core.ops.kinds import MadeByLowering, NoGradient, Reduction
 from mesh_tf_core.ops.math import logical_not, not_equal
-from mesh_tf_core.ops.reduce import reduce_max, reduce_min, reduce_sum
+from mesh_tf_core.ops.reduce import Reduce, reduce_max, reduce_min, reduce_sum
 from mesh_tf_core.ops.shape import rename, reshape, slice_dim
 
 
@@ -67,6 +67,17 @@ class ArgMax(NoGradient, Reduction):
             best = where(not_equal(x, x), places - dim.size, best)
         found = reduce_min(best, self.dim)
         return where(found < 0, found + dim.size, found) if is_float(x.dtype) else found
+
+
+@dataclass(frozen=True)
+class FirstExtreme(Reduce):
+    """The largest or smallest along one dimension; the first of equal elements has all of the gradient."""
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        (x,), (name,) = inputs, self.dims
+        place = (argmax if self.fn == "max" else argmin)(x, name)
+        chosen = x.graph.apply(Range(x.shape.dim(name), "int32")).equal(place)
+        return (where(chosen, dy, 0.0),)
 
 
 @dataclass(frozen=True)
@@ -266,6 +277,12 @@ def argmax(x: Tensor, dim: Dim | str) -> Tensor:
 def argmin(x: Tensor, dim: Dim | str) -> Tensor:
     """int32 position of the first smallest element along `dim`; of the first NaN if there is one."""
     return argmax(_reversed(x), dim)
+
+
+def first_extreme(fn: str, x: Tensor, dim: Dim | str) -> Tensor:
+    """max or min along `dim`, as `FirstExtreme`."""
+    found: Tensor = x.graph.apply(FirstExtreme(fn, (dim_name(dim),)), x)
+    return found
 
 
 def top_k(x: Tensor, dim: Dim | str, best: Dim) -> tuple[Tensor, Tensor]:

@@ -80,6 +80,12 @@ CORNERS = {
     "relu6": lambda z: jax.nn.relu6(z) + jax.nn.relu6(6 + z),
     "logaddexp": lambda z: jnp.logaddexp(z, 2 * z),
     "softplus": jax.nn.softplus,
+    "hard": lambda z: jax.nn.hard_tanh(1 + z) + jax.nn.hard_sigmoid(3 + z) + jax.nn.hard_swish(3 + z),
+    "leaky": lambda z: jax.nn.leaky_relu(z) + jax.nn.elu(z) + jax.nn.selu(z) + jax.nn.celu(z),
+    "rest": lambda z: jax.lax.rem(z, jnp.float32(0.7)) + jnp.mod(z, 0.5),
+    "largest": lambda z: z.max() + z.min() + jnp.linalg.norm(z, jnp.inf) + jax.nn.logsumexp(z),
+    "window": lambda z: jax.lax.reduce_window(z, -jnp.inf, jax.lax.max, (3,), (1,), "SAME"),
+    "order": lambda z: jnp.sort(z) + jax.lax.top_k(z, 4)[0] + jnp.sign(z) * z,
 }
 
 

@@ -202,6 +202,18 @@ def compared(
     layout: str = "",
 ) -> tuple[TorchModel, float]:
     """The imported model, and the largest relative difference of loss and gradients from PyTorch's."""
+    model, off = differences(module, batch, loss, mesh, layout)
+    return model, float(np.max([*off.values()]))  # NaN if one is
+
+
+def differences(
+    module: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    loss: Callable[..., Any] | None = None,
+    mesh: str = "data:1",
+    layout: str = "",
+) -> tuple[TorchModel, dict[str, float]]:
+    """The imported model, and the relative differences of loss and of gradients by parameter."""
     model = layoutopt.from_torch(module, dict(batch), loss=loss)
     graph = model.graph
     trained = [v.name for v in graph.variables.values() if v.trainable]
@@ -217,7 +229,7 @@ def compared(
     outputs = module(**own)
     expected = loss(outputs, batch) if loss is not None else getattr(outputs, "loss", outputs)
     expected.backward()
-    worst = abs(float(found["loss"]) / float(expected.detach()) - 1)
+    off = {"loss": abs(float(found["loss"]) / float(expected.detach()) - 1)}
     largest = max(float(p.grad.abs().max()) for p in module.parameters() if p.grad is not None)
     assert model.origin is not None
     for path, array in model.origin.parameters.items():
@@ -229,5 +241,5 @@ def compared(
         assert wanted is not None, path
         # The slope of a key's bias is 0 but for rounding.
         scale = max(float(wanted.abs().max()), largest / 100)
-        worst = max(worst, float(np.abs(got - wanted.numpy()).max()) / scale)
-    return model, worst
+        off[path] = float(np.abs(got - wanted.numpy()).max()) / scale
+    return model, off

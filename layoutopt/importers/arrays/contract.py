@@ -21,6 +21,8 @@ KEY = "key"
 """Dtype of random keys."""
 FLAT = "flat"
 """Parameter of an equation in a function whose library wrote its derivative: its slope at corners is 0."""
+FIRST = "first"
+"""Parameter of an extreme of several: the first of equal operands or elements has all of the slope."""
 
 
 @dataclass(eq=False, slots=True)

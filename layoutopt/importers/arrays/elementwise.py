@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import mesh_tf_core as mtf
-from layoutopt.importers.arrays.contract import FLAT, Equation
+from layoutopt.importers.arrays.contract import FIRST, FLAT, Equation
 from layoutopt.importers.arrays.keys import key_of
 from layoutopt.importers.arrays.refusals import refuse
 from layoutopt.importers.arrays.writer import (
@@ -61,7 +61,7 @@ def _rem(x: Any, y: Any) -> Tensor:
     """With the sign of x, as XLA's."""
     if isinstance(x, Tensor):
         size = mtf.abs(y) if isinstance(y, Tensor) else abs(y)
-        return mtf.mod(mtf.abs(x), size) * mtf.sign(x)
+        return mtf.mod(modulus(x), size) * mtf.where(x < 0, -1, mtf.ones_like(x))
     return mtf.mod(abs(x), mtf.abs(y)) * (1 if x >= 0 else -1)
 
 
@@ -117,18 +117,17 @@ def _extreme_of(fn: str) -> Callable[[Any, Any], Tensor]:
     return lambda x, y: extreme(fn, x, y)
 
 
-def _flat(e: Equation, given: Sequence[Any]) -> Tensor | None:
-    """An extreme of a number and a tensor in a function whose derivative JAX wrote itself (`jax.nn.relu`):
-    where both are equal, its slope is 0."""
-    if FLAT not in e.params or e.prim not in ("max", "min"):
-        return None
+def _cornered(e: Equation, given: Sequence[Any]) -> Tensor | None:
+    """An extreme whose slope at equal operands is said: that of the first, or, of a number and a tensor in a
+    function whose derivative its library wrote (`jax.nn.relu`), 0."""
     numbers = [x for x in given if not isinstance(x, Tensor)]
-    if not numbers:
+    if e.prim not in ("max", "min") or not (FIRST in e.params or (FLAT in e.params and numbers)):
         return None
-    (t,) = (x for x in given if isinstance(x, Tensor))
-    if e.prim == "max" and numbers[0] == 0:
-        return mtf.relu(t)
-    return (mtf.maximum if e.prim == "max" else mtf.minimum)(numbers[0], t)
+    # Of equal operands `maximum` takes the first.
+    x, y = given if FIRST in e.params else sorted(given, key=lambda x: isinstance(x, Tensor))
+    if e.prim == "max" and FLAT in e.params and x == 0:
+        return mtf.relu(y)
+    return (mtf.maximum if e.prim == "max" else mtf.minimum)(x, y)
 
 
 _BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
@@ -190,8 +189,8 @@ def _binary(w: Writer, e: Equation) -> None:
         v.value if isinstance(v, ScalarArray) else w.drawn(v, op) for v, op in zip(values, e.ins, strict=True)
     ]
     fn = _int_div if e.prim == "div" and not is_float(our_dtype(e.ins[0].dtype)) else _BINARY[e.prim]
-    flat = _flat(e, given)
-    w.put(e.out, fn(*given) if flat is None else flat)
+    cornered = _cornered(e, given)
+    w.put(e.out, fn(*given) if cornered is None else cornered)
 
 
 def _integer_pow(w: Writer, e: Equation) -> None:

@@ -1,13 +1,14 @@
 """Sums, extremes and their places over dimensions."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mesh_tf_core as mtf
-from layoutopt.importers.arrays.contract import Equation
+from layoutopt.importers.arrays.contract import FIRST, Equation
 from layoutopt.importers.arrays.refusals import refuse
 from layoutopt.importers.arrays.writer import Handler, ScalarArray, Writer, our_dtype
+from mesh_tf_core.ops.order import first_extreme
 
 _REDUCE = {
     "reduce_sum": mtf.reduce_sum,
@@ -40,6 +41,10 @@ def _reduce(w: Writer, e: Equation) -> None:
         made = found(value.value) if count else _OF_NOTHING[e.prim]
         w.put(e.out, ScalarArray(made, e.out.dtype))
         return
+    if FIRST in e.params:
+        t, dim = w.merged(x, axes[0])
+        w.put(e.out, w.renamed(first_extreme(e.prim.removeprefix("reduce_"), t, dim), _between(w, e, kept)))
+        return
     gone = [d for a in axes for d in w.dims(x, a)]
     t = w.drawn(value, x)
     # What is the same all along a dimension is summed by counting.
@@ -50,7 +55,12 @@ def _reduce(w: Writer, e: Equation) -> None:
         done = done * lacking
     elif lacking > 1 and e.prim == "reduce_prod":
         done = mtf.pow(done, float(lacking))
-    w.put(e.out, w.renamed(done, w.between(x, e.out, [(a, i) for i, a in enumerate(kept)])))
+    w.put(e.out, w.renamed(done, _between(w, e, kept)))
+
+
+def _between(w: Writer, e: Equation, kept: Sequence[int]) -> dict[str, str]:
+    """The names of dimensions that are left -> those of the result."""
+    return w.between(e.ins[0], e.out, [(a, i) for i, a in enumerate(kept)])
 
 
 def _extreme(w: Writer, e: Equation) -> None:
@@ -58,8 +68,7 @@ def _extreme(w: Writer, e: Equation) -> None:
     t, dim = w.merged(x, axis)
     found = (mtf.argmax if e.prim == "argmax" else mtf.argmin)(t, dim)
     kept = [a for a in range(len(x.shape)) if a != axis]
-    named = w.renamed(found, w.between(x, e.out, [(a, i) for i, a in enumerate(kept)]))
-    w.put(e.out, named.cast(our_dtype(e.out.dtype)))
+    w.put(e.out, w.renamed(found, _between(w, e, kept)).cast(our_dtype(e.out.dtype)))
 
 
 TABLE: Mapping[str, Handler] = {**dict.fromkeys(_REDUCE, _reduce), "argmax": _extreme, "argmin": _extreme}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from layoutopt.importers.arrays.contract import CapturedArray, Equation, Operand, Var
+from layoutopt.importers.arrays.contract import FLAT, CapturedArray, Equation, Operand, Var
 from layoutopt.importers.torch.emitter import Equations, Scalar
 from layoutopt.importers.torch.internals import FLOATS
 
@@ -22,7 +22,7 @@ class Type:
 
 AtenRule = Callable[..., Any]
 """rule(emitter, type of the result or a list of them, arguments ...) -> the result or a list of them."""
-_ALIKE = "neg exp exp2 log log1p expm1 rsqrt sqrt square cos sin tan tanh abs erf floor ceil sign"
+_ALIKE = "neg exp exp2 log log1p expm1 rsqrt sqrt square cos sin tan tanh erf floor ceil sign"
 _UNARY = {n: n for n in _ALIKE.split()} | {"sigmoid": "logistic", "bitwise_not": "not"}
 _CALLED = (
     "maximum:max minimum:min true_divide:div bitwise_and:and bitwise_or:or logical_and:and logical_or:or "
@@ -114,7 +114,14 @@ formulas(
         "logical_not": lambda m, v, x: m.binary("eq", x, 0, x.dtype, "bool"),
         "reciprocal": lambda m, v, x: m.binary("div", 1, x, v.dtype),
         "silu": lambda m, v, x: m.binary("mul", x, m.unary("logistic", x), x.dtype),
-        "relu": lambda m, v, x: m.relu(x),
+        "abs": lambda m, v, x: m.unary("abs", x, **{FLAT: True}),
+        "relu": lambda m, v, x: m.clamped(x, 0, None, x.dtype, FLAT),
+        "relu6": lambda m, v, x: m.clamped(x, 0, 6, x.dtype, FLAT),
+        "hardtanh": lambda m, v, x, min_val=-1, max_val=1: m.clamped(x, min_val, max_val, x.dtype, FLAT),
+        "hardsigmoid": lambda m, v, x: m.binary(
+            "mul", TABLE["relu6"](m, v, m.binary("add", x, 3, x.dtype)), 1 / 6, x.dtype
+        ),
+        "hardswish": lambda m, v, x: m.binary("mul", x, TABLE["hardsigmoid"](m, v, x), x.dtype),
         "log_sigmoid": lambda m, v, x: m.unary("neg", softplus(m, v, m.unary("neg", x))),
         "log_sigmoid_forward": lambda m, v, x: [TABLE["log_sigmoid"](m, v[0], x), None],
         "to _to_copy type_as float": lambda m, v, x, *how, **more: m.cast(x, v.dtype),
@@ -122,7 +129,9 @@ formulas(
         "detach": lambda m, v, x: m.unary("stop_gradient", x),
         "where": lambda m, v, where, yes, no: m.select(where, yes, no, v.dtype),
         "masked_fill": lambda m, v, x, mask, value: m.select(mask, value, x, v.dtype),
-        "clamp_min": lambda m, v, x, low: m.binary("max", x, low, v.dtype),
+        "clamp clip": lambda m, v, x, min=None, max=None: m.clamped(x, min, max, v.dtype),
+        "clamp_min": lambda m, v, x, min: m.clamped(x, min, None, v.dtype),
+        "clamp_max": lambda m, v, x, max: m.clamped(x, None, max, v.dtype),
         "round": lambda m, v, x: m.unary("round", x, rounding_method="TO_NEAREST_EVEN"),
         "isfinite": lambda m, v, x: m.emit("is_finite", [x], x.shape, "bool"),
         "log2": lambda m, v, x: m.binary("mul", m.unary("log", m.cast(x, v.dtype)), 1 / math.log(2), v.dtype),
@@ -181,16 +190,9 @@ def _pow(m: Equations, v: Type, x: Scalar, e: Scalar) -> Operand:
 def softplus(m: Equations, v: Type, x: Operand, beta: float = 1, threshold: float = 20) -> Operand:
     """log(1 + exp(beta x)) / beta, and x where that is the same; its slope at 0 is a half."""
     z = m.binary("mul", x, beta, x.dtype)
-    near = m.unary("log1p", m.unary("exp", m.binary("min", z, threshold, x.dtype)))
+    near = m.unary("log1p", m.unary("exp", m.clamped(z, None, threshold, x.dtype)))
     far = m.binary("gt", z, threshold, x.dtype, "bool")
     return m.select(far, x, m.binary("mul", near, 1 / beta, x.dtype), x.dtype)
-
-
-@rule("clamp", "clip")
-def _clamp(m: Equations, v: Type, x: Operand, min: Any = None, max: Any = None) -> Operand:
-    if min is not None:
-        x = m.binary("max", x, min, v.dtype)
-    return x if max is None else m.binary("min", x, max, v.dtype)
 
 
 @rule("dropout", "native_dropout")

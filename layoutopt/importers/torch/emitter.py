@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from layoutopt.importers.arrays.contract import (
-    FLAT,
+    FIRST,
     KEY,
     CapturedArray,
     Equation,
@@ -162,11 +162,13 @@ class Equations:
         ins = [self.expand(v, shape) if v.shape else self.broadcast(v, shape, ()) for v in (where, y, x)]
         return self.emit("select_n", ins, shape, dtype)
 
-    def reduced(self, prim: str, x: Operand, axes: Iterable[int], keep: bool = False) -> Operand:
+    def reduced(
+        self, prim: str, x: Operand, axes: Iterable[int], keep: bool = False, **params: Any
+    ) -> Operand:
         rank = len(x.shape)
         gone = tuple(sorted({a % rank for a in axes}))
         kept = [a for a in range(rank) if a not in gone]
-        y = self.emit(prim, [x], [x.shape[a] for a in kept], x.dtype, axes=gone)
+        y = self.emit(prim, [x], [x.shape[a] for a in kept], x.dtype, axes=gone, **params)
         return self.broadcast(y, [1 if a in gone else x.shape[a] for a in range(rank)], kept) if keep else y
 
     def mean(self, x: Operand, axes: Iterable[int], keep: bool = False) -> Operand:
@@ -174,10 +176,15 @@ class Equations:
         count = math.prod(x.shape[a] for a in axes)
         return self.binary("mul", self.reduced("reduce_sum", x, axes, keep), 1 / count, x.dtype)
 
-    def relu(self, x: Operand) -> Operand:
-        y = self.binary("max", x, 0, x.dtype)
-        self.equations[-1].params[FLAT] = True
-        return y
+    def clamped(
+        self, x: Operand, low: Scalar | None, high: Scalar | None, dtype: str, slope: str = FIRST
+    ) -> Operand:
+        """x between two ends, where its slope is 1 (FIRST) or 0 (FLAT)."""
+        for prim, end in (("max", low), ("min", high)):
+            if end is not None:
+                x = self.binary(prim, x, end, dtype)
+                self.equations[-1].params[slope] = True
+        return x
 
     def softmax(self, x: Operand, axis: int, log: bool = False) -> Operand:
         most = self.unary("stop_gradient", self.reduced("reduce_max", x, [axis], True))

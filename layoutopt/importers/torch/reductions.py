@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from layoutopt.importers.arrays.contract import CapturedArray, Operand, Var
+from layoutopt.importers.arrays.contract import FIRST, FLAT, CapturedArray, Operand, Var
 from layoutopt.importers.torch.elementwise import TABLE, AtenRule, Type, dims_of, formulas, rule
 from layoutopt.importers.torch.emitter import Equations
 
@@ -29,9 +29,9 @@ def _max_or_min(prim: str) -> AtenRule:
         if isinstance(other, Var | CapturedArray):
             return m.binary(prim, x, other, v.dtype)
         axes = dims_of(other, len(x.shape))
-        found = m.reduced(f"reduce_{prim}", x, axes, keepdim)
         if not isinstance(v, list):
-            return found
+            return m.reduced(f"reduce_{prim}", x, axes, keepdim)
+        found = m.reduced(f"reduce_{prim}", x, axes, keepdim, **{FIRST: True})
         left = [n for a, n in enumerate(x.shape) if a not in axes]
         places = m.emit(f"arg{prim}", [x], left, "int32", axes=tuple(axes))
         return [found, m.reshape(places, v[1].shape)]
@@ -79,22 +79,53 @@ def variance(m: Equations, x: Operand, axes: Sequence[int], mean: Operand, corre
     return m.binary("mul", m.reduced("reduce_sum", z, axes, True), 1 / (count - correction), x.dtype)
 
 
-@rule("var", "var_mean")
-def _spread(
-    m: Equations,
-    v: Any,
-    x: Operand,
-    dim: Any = None,
-    unbiased: bool = True,
-    keepdim: bool = False,
-    correction: Any = None,
-) -> Any:
-    """A truth value in the place of `dim` is `unbiased`."""
-    if isinstance(dim, bool):
-        dim, unbiased = None, dim
-    axes = dims_of(dim, len(x.shape))
-    mean = m.mean(x, axes, True)
-    found = variance(m, x, axes, mean, int(unbiased) if correction is None else correction)
-    if isinstance(v, list):
-        return [m.reshape(found, v[0].shape), m.reshape(mean, v[1].shape)]
-    return m.reshape(found, v.shape)
+def _root(m: Equations, x: Operand, p: float = 2) -> Operand:
+    """The p-th root, whose slope at 0 is 0: that of norms and spreads."""
+    zero = m.binary("eq", x, 0, x.dtype, "bool")
+    inside = m.select(zero, 1, x, x.dtype)
+    found = m.unary("sqrt", inside) if p == 2 else m.binary("pow", inside, 1 / p, x.dtype)
+    return m.select(zero, 0, found, x.dtype)
+
+
+@rule("linalg_vector_norm", "norm")
+def _norm(
+    m: Equations, v: Type, x: Operand, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Operand:
+    order = 2 if p in ("fro", None) else p
+    if not 1 < order < math.inf:
+        raise NotImplementedError("its order is no number above 1")
+    x = m.cast(x, "float64" if v.dtype == "float64" else "float32")
+    size = x if order == 2 else m.unary("abs", x, **{FLAT: True})
+    powers = TABLE["pow"](m, Type(x.shape, x.dtype), size, order)
+    return m.cast(
+        _root(m, m.reduced("reduce_sum", powers, dims_of(dim, len(x.shape)), keepdim), order), v.dtype
+    )
+
+
+def _spread(root: bool) -> AtenRule:
+    """The variance, or its root; a truth value in the place of `dim` is `unbiased`."""
+
+    def write(
+        m: Equations,
+        v: Any,
+        x: Operand,
+        dim: Any = None,
+        unbiased: bool = True,
+        keepdim: bool = False,
+        correction: Any = None,
+    ) -> Any:
+        if isinstance(dim, bool):
+            dim, unbiased = None, dim
+        axes = dims_of(dim, len(x.shape))
+        mean = m.mean(x, axes, True)
+        found = variance(m, x, axes, mean, int(unbiased) if correction is None else correction)
+        found = _root(m, found) if root else found
+        if isinstance(v, list):
+            return [m.reshape(found, v[0].shape), m.reshape(mean, v[1].shape)]
+        return m.reshape(found, v.shape)
+
+    return write
+
+
+TABLE |= {"var": _spread(False), "std": _spread(True)}
+TABLE |= {f"{name}_mean": TABLE[name] for name in ("var", "std")}
