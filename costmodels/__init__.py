@@ -9,24 +9,8 @@ from costmodels.network.route import Route
 from costmodels.network.topology import MeshPlacement, place
 
 __all__ = [
-    "COLLECTIVES",
-    "CollectiveCost",
-    "ComputeCost",
-    "Framework",
-    "FrameworkError",
-    "Hardware",
-    "HardwareError",
-    "MeshPlacement",
-    "Quantity",
-    "Route",
-    "collective_cost",
-    "collective_seconds",
-    "compute_cost",
-    "compute_seconds",
-    "framework_names",
-    "full_bytes",
-    "hardware_names",
-    "load_framework",
-    "load_hardware",
-    "place",
-]
+    "COLLECTIVES", "CollectiveCost", "ComputeCost", "Framework", "FrameworkError", "Hardware",
+    "HardwareError", "MeshPlacement", "Quantity", "Route", "collective_cost", "collective_seconds",
+    "compute_cost", "compute_seconds", "framework_names", "full_bytes", "hardware_names", "load_framework",
+    "load_hardware", "place",
+]  # fmt: skip

@@ -43,20 +43,9 @@ DEPTH = (
 HEADS = ("heads", "num_heads", "n_heads", "n_head", "num_attention_heads")
 GROUPS = ("kv_heads", "num_kv_heads", "num_key_value_heads")
 WIDTH = (
-    "d_model",
-    "width",
-    "hidden",
-    "hidden_size",
-    "n_embd",
-    "d_ff",
-    "d_expert",
-    "d_inner",
-    "kv_rank",
-    "q_rank",
-    "ffn_dim",
-    "intermediate_size",
-    "moe_intermediate_size",
-)
+    "d_model", "width", "hidden", "hidden_size", "n_embd", "d_ff", "d_expert", "d_inner", "kv_rank",
+    "q_rank", "ffn_dim", "intermediate_size", "moe_intermediate_size",
+)  # fmt: skip
 """Roles of hyperparameters, by their names in examples and Hugging Face configurations."""
 RULES = ("both", "depth", "width")
 POWERS = "layers:1;d_model:1;heads:1"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import mesh_tf_core as mtf
-from layoutopt.importers.arrays.contract import FIRST, FLAT, Equation
+from layoutopt.importers.arrays.contract import FIRST, FLAT, Equation, Operand
 from layoutopt.importers.arrays.keys import key_of
 from layoutopt.importers.arrays.refusals import refuse
 from layoutopt.importers.arrays.writer import (
@@ -163,6 +163,12 @@ def _folded(e: Equation, values: list[WrittenValue]) -> ScalarArray | None:
     return ScalarArray(np.asarray(found).item(), e.out.dtype)
 
 
+def _given(w: Writer, values: Sequence[WrittenValue], ins: Sequence[Operand]) -> list[Any]:
+    """Numbers that are known, and tensors."""
+    each = zip(values, ins, strict=True)
+    return [v.value if isinstance(v, ScalarArray) else w.drawn(v, x) for v, x in each]
+
+
 def _unary(w: Writer, e: Equation) -> None:
     values = [w.elementwise(e.ins[0], e.out)]
     folded = _folded(e, values)
@@ -185,9 +191,7 @@ def _binary(w: Writer, e: Equation) -> None:
     ):
         w.put(e.out, Kept(x, float(y.value)))
         return
-    given = [
-        v.value if isinstance(v, ScalarArray) else w.drawn(v, op) for v, op in zip(values, e.ins, strict=True)
-    ]
+    given = _given(w, values, e.ins)
     fn = _int_div if e.prim == "div" and not is_float(our_dtype(e.ins[0].dtype)) else _BINARY[e.prim]
     cornered = _cornered(e, given)
     w.put(e.out, fn(*given) if cornered is None else cornered)
@@ -287,10 +291,7 @@ def _select(w: Writer, e: Equation) -> None:
         yes = w.drawn(yes, e.ins[2])
     elif not isinstance(no, ScalarArray) and not isinstance(yes, ScalarArray):
         no, yes = w.drawn(no, e.ins[1]), w.drawn(yes, e.ins[2])
-    given = [
-        v.value if isinstance(v, ScalarArray) else w.drawn(v, x) for v, x in ((yes, e.ins[2]), (no, e.ins[1]))
-    ]
-    w.put(e.out, mtf.where(w.drawn(which, e.ins[0]), *given))
+    w.put(e.out, mtf.where(w.drawn(which, e.ins[0]), *_given(w, (yes, no), (e.ins[2], e.ins[1]))))
 
 
 def _dropout(w: Writer, kept: Kept, x: Tensor) -> Tensor | None:
@@ -318,17 +319,12 @@ def _dropout(w: Writer, kept: Kept, x: Tensor) -> Tensor | None:
 
 
 def _clamp(w: Writer, e: Equation) -> None:
-    low, x, high = (w.elementwise(v, e.out) for v in e.ins)
-    found: Any = x.value if isinstance(x, ScalarArray) else w.drawn(x, e.ins[1])
-    ends = [
-        v.value if isinstance(v, ScalarArray) else w.drawn(v, op)
-        for v, op in ((low, e.ins[0]), (high, e.ins[2]))
-    ]
-    if isinstance(found, Tensor) or any(isinstance(v, Tensor) for v in ends):
+    low, x, high = _given(w, [w.elementwise(v, e.out) for v in e.ins], e.ins)
+    if any(isinstance(v, Tensor) for v in (low, x, high)):
         # At its ends the slope is 0: of equal operands `maximum` takes the first.
-        w.put(e.out, mtf.minimum(ends[1], mtf.maximum(ends[0], found)))
+        w.put(e.out, mtf.minimum(high, mtf.maximum(low, x)))
     else:
-        w.put(e.out, ScalarArray(min(max(found, ends[0]), ends[1]), e.out.dtype))
+        w.put(e.out, ScalarArray(min(max(x, low), high), e.out.dtype))
 
 
 TABLE: Mapping[str, Handler] = {

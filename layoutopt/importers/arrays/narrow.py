@@ -10,26 +10,10 @@ from mesh_tf_core.ir.tensor import Tensor
 WIDER = {"uint8": "int32", "int16": "int32", "uint16": "int32", "uint64": "int64", "int4": "int8"}
 """JAX's element types without an equal in the runtime, and their replacements."""
 _WRAPPING = ("uint8", "int16", "uint16")
-_GROWING = frozenset(
-    [
-        "add",
-        "add_any",
-        "sub",
-        "mul",
-        "neg",
-        "integer_pow",
-        "abs",
-        "sign",
-        "not",
-        "shift_left",
-        "dot_general",
-        "reduce_sum",
-        "cumsum",
-        "scatter-add",
-        "scatter_add",
-        "convert_element_type",
-    ]
-)
+_GROWING = frozenset((
+    "add", "add_any", "sub", "mul", "neg", "integer_pow", "abs", "sign", "not", "shift_left", "dot_general",
+    "reduce_sum", "cumsum", "scatter-add", "scatter_add", "convert_element_type",
+))  # fmt: skip
 """Primitives whose results may lie outside of their operands' range."""
 
 

@@ -9,30 +9,11 @@ from layoutopt.importers.arrays.axis_relations import Axis, Same
 from layoutopt.importers.arrays.contract import Equation, EquationBlock, Operand
 from layoutopt.importers.arrays.indexing import indexing
 
-_KEEPING = frozenset(
-    (
-        "broadcast_in_dim",
-        "reshape",
-        "transpose",
-        "squeeze",
-        "convert_element_type",
-        "slice",
-        "dynamic_slice",
-        "copy",
-        "stop_gradient",
-        "gather",
-        "tile",
-        "select_n",
-        "sort",
-        "split",
-        "max",
-        "min",
-        "clamp",
-    )
-)
+_KEEPING = frozenset((
+    "broadcast_in_dim", "reshape", "transpose", "squeeze", "convert_element_type", "slice", "dynamic_slice",
+    "copy", "stop_gradient", "gather", "tile", "select_n", "sort", "split", "max", "min", "clamp",
+))  # fmt: skip
 """Primitives whose results are elements of an operand."""
-
-
 _CLIPS = ("max", "min", "clamp")
 
 

@@ -10,14 +10,8 @@ from layoutopt.importers.arrays.refusals import refuse
 from layoutopt.importers.arrays.writer import Handler, ScalarArray, Writer, our_dtype
 from mesh_tf_core.ops.order import first_extreme
 
-_REDUCE = {
-    "reduce_sum": mtf.reduce_sum,
-    "reduce_max": mtf.reduce_max,
-    "reduce_min": mtf.reduce_min,
-    "reduce_prod": mtf.reduce_prod,
-    "reduce_and": mtf.reduce_all,
-    "reduce_or": mtf.reduce_any,
-}
+_REDUCE = {f"reduce_{name}": getattr(mtf, f"reduce_{name}") for name in ("sum", "max", "min", "prod")}
+_REDUCE |= {"reduce_and": mtf.reduce_all, "reduce_or": mtf.reduce_any}
 _OF_NOTHING = {"reduce_sum": 0, "reduce_prod": 1, "reduce_and": True, "reduce_or": False}
 """Reductions of arrays without elements."""
 
