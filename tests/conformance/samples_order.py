@@ -7,6 +7,7 @@ from scipy import special
 
 import mesh_tf_core as mtf
 from mesh_tf_core.ops.neighbours import ReverseAlong
+from mesh_tf_core.ops.order import first_extreme
 from tests.conformance.helper import Arg, Sample, dims
 
 AB = Arg("a:8 b:4")
@@ -64,6 +65,7 @@ ORDER = (
         lambda x: _top(x, 6, 0),
         together=("a b k",),
     ),
+    Sample("first_extreme", "order", lambda g, x: first_extreme("max", x, "a"), (AB,), lambda x: x.max(0)),
     Sample("top_1", "order", lambda g, x: mtf.top_1(x, "a"), (AB,), lambda x: (x.max(0), x.argmax(0))),
     Sample("sort", "order", lambda g, x: mtf.sort(x, "a"), (AB,), lambda x: np.sort(x, 0)),
     Sample(
