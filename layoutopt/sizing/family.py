@@ -31,15 +31,9 @@ from mesh_tf_core.tracing.graph import Graph
 
 BuildModel = Callable[..., Model]
 DEPTH = (
-    "layers",
-    "encoder_layers",
-    "decoder_layers",
-    "num_layers",
-    "n_layers",
-    "n_layer",
-    "depth",
+    "layers", "encoder_layers", "decoder_layers", "num_layers", "n_layers", "n_layer", "depth",
     "num_hidden_layers",
-)
+)  # fmt: skip
 HEADS = ("heads", "num_heads", "n_heads", "n_head", "num_attention_heads")
 GROUPS = ("kv_heads", "num_kv_heads", "num_key_value_heads")
 WIDTH = (

@@ -47,6 +47,28 @@ def test_sizes_that_are_not_known_or_nothing_are_refused() -> None:
         layoutopt.from_torch(Mean(8, 8), {"x": torch.ones(0, 8)})
 
 
+class Dropped(Mean):
+    """A layer that LayerDrop skips."""
+
+    def forward(self, x):
+        return x.mean() if torch.rand([]) < 0.1 else super().forward(x)
+
+
+def test_layers_that_are_skipped_at_random_are_refused_with_what_to_do() -> None:
+    with pytest.raises(UserError, match=r"of the batch, parameters or a draw, .* rate of LayerDrop to 0;"):
+        layoutopt.from_torch(Dropped(8, 8), {"x": torch.ones(4, 8)})
+
+
+def test_all_parameters_that_are_not_reached_are_one_note() -> None:
+    module = Mean(8, 8)
+    module.others = nn.ModuleList(nn.Linear(8, 8) for _ in range(18))
+    (note,) = layoutopt.from_torch(module, {"x": torch.ones(4, 8)}).origin.notes
+    assert note.startswith("others/0/weight, others/0/bias, others/1/weight and 33 more: the loss does not")
+    module.others = nn.ModuleList([nn.Identity(), nn.Linear(8, 8, bias=False)])
+    (note,) = layoutopt.from_torch(module, {"x": torch.ones(4, 8)}).origin.notes
+    assert note.startswith("others/1/weight: the loss does not depend on this parameter; the model stores")
+
+
 @pytest.mark.parametrize("of_module", ["meta", "cpu"])
 def test_a_module_or_its_batch_may_be_on_meta(of_module: str) -> None:
     other = "cpu" if of_module == "meta" else "meta"

@@ -18,6 +18,7 @@ from layoutopt.importers.arrays.contract import (
 from layoutopt.importers.arrays.keys import root, shape_of
 from layoutopt.importers.arrays.names import ArgumentArrays
 from layoutopt.importers.arrays.writer import Writer, beginning, our_dtype
+from layoutopt.plan.units import some
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import DTYPES, is_float
 from mesh_tf_core.ir.initializers import ONES, ZEROS, Initializer, Normal, Variable
@@ -41,16 +42,18 @@ def arguments(
     used = {id(x) for e in block.walk() for x in e.ins} | {id(x) for x in block.outs}
     trained = _trained(block)
     stacked, scales = layered(block), factors_of_values(block)
+    apart = []
     for v, leaf in arrays.parameters:
         reached = is_float(our_dtype(v.dtype)) and id(v) in trained
         learns = reached and leaf.trained
         if is_float(our_dtype(v.dtype)) and not reached and leaf.trained:
-            w.notes.append(
-                f"{leaf.path}: the loss does not depend on this parameter, so the model stores the "
-                "parameter but does not train it"
-            )
+            apart.append(leaf.path)
         members = arrays.stacks.get(v, ())
         w.values[id(v)] = _variable(w, v, leaf, learns, id(v) in stacked, id(v) in scales, members)
+    if apart:
+        which = f"these {len(apart)} parameters" if apart[1:] else "this parameter"
+        why = f"the loss does not depend on {which}; the model stores but does not train"
+        w.notes.append(f"{some(apart, 3, 80)}: {why} {'them' if apart[1:] else 'it'}")
     for v, leaf in arrays.state:
         if v.dtype == KEY:
             w.values[id(v)] = replace(root(f"state/{v.path}", v.shape), stepped=id(v) in changed)

@@ -25,8 +25,8 @@ from mesh_tf_core.errors import UserError
 MODULE = "module"
 """Name of the user's module inside of the one that is exported."""
 INSTEAD = (
-    "select with torch.where instead of branching or picking elements; of transformers' mixtures of experts, "
-    'load the model with experts_implementation="grouped_mm"'
+    "select with torch.where instead of branching or picking elements, and set the rate of LayerDrop to 0; "
+    'of transformers\' mixtures of experts, load the model with experts_implementation="grouped_mm"'
 )
 RECOMPUTED = "layoutopt_recomputed"
 """The key of a node's metadata that says which checkpoint it is inside of."""
@@ -275,7 +275,9 @@ def _refused(error: Exception) -> UserError:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     instead = "rewrite this line without it, or export the module with torch.export to see more"
     if "GuardOnDataDependent" in kind or "data-dependent" in str(error):
-        text = "the program depends on values of the batch or of parameters, which a traced program cannot"
+        text = (
+            "the program depends on values, of the batch, parameters or a draw, which a traced program cannot"
+        )
         instead = INSTEAD
     found = UserError if instead is INSTEAD else NotTracedError
     return found(f"from_torch: {place}torch.export cannot trace this module: {kind}: {text}; {instead}")
