@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_LINES = 118_536
+MOST_LINES = 118_532
 """Of all packages together. It changes downwards alone."""
 
 

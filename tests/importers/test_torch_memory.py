@@ -39,6 +39,12 @@ def attention() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*(Block(64, 4) for _ in range(4))), torch.empty(8, 32, 64)
 
 
+def narrow() -> tuple[nn.Module, torch.Tensor]:
+    """In a type that kernels compute in a wider one."""
+    module, x = attention()
+    return module.bfloat16(), x.bfloat16()
+
+
 def convolutions() -> tuple[nn.Module, torch.Tensor]:
     """Of different widths, so that no loop is made of them."""
     widths = (3, 8, 16, 24)
@@ -66,7 +72,7 @@ def saved(module: nn.Module, x: torch.Tensor) -> int:
     return sum(found.values())
 
 
-@pytest.mark.parametrize("build", [attention, convolutions])
+@pytest.mark.parametrize("build", [attention, narrow, convolutions])
 def test_eager_pytorch_keeps_what_autograd_saves(
     build: Callable[[], tuple[nn.Module, torch.Tensor]],
 ) -> None:

@@ -33,9 +33,16 @@ def decomposed(n: Any, known: dict[Any, Any]) -> Any:
 
     own = {n.target: decomposition_table[n.target]} if n.target in decomposition_table else {}
     mode = fakes[0].fake_mode if fakes else torch._subclasses.FakeTensorMode()
+    every = [*fakes, *torch.utils._pytree.tree_leaves(n.meta["val"])]
+    types = {x.dtype for x in filter(torch.is_tensor, every) if x.is_floating_point()}
     try:
         with mode, torch.no_grad():
+            if len(types) == 1:  # a kernel widens elements in registers: it has no wider arrays
+                fakes = [x.float() if x.is_floating_point() else x for x in fakes]
             body = make_fx(called, decomposition_table=own)(*fakes)
+            for x in body.graph.nodes if len(types) == 1 else ():
+                if torch.is_tensor(y := x.meta.get("val")) and y.is_floating_point():
+                    x.meta["val"] = y.to(*types)
     except Exception:  # whatever it raises where sizes depend on values
         body = None
     same = body is None or any(x.target == n.target for x in body.graph.nodes)

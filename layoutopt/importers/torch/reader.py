@@ -89,6 +89,7 @@ class _Reader:
         self.parameters = set[Any]()
         self.named: dict[str, Var] = {}
         self.smaller: dict[Any, Any] = {}
+        self.call = ""
         self.autocast = Autocast()
 
     def done(self) -> ReadProgram:
@@ -235,7 +236,7 @@ class _Reader:
         self.m.call = ""
         try:
             args, v = self.autocast.typed(self.m, n, self._value, args, v)
-            self.m.call = n.name
+            self.m.call = self.call or n.name
             if complexes.is_about(name, args):
                 return complexes.made(self.m, name, v, args)
             if rule is None:
@@ -270,7 +271,11 @@ class _Reader:
             for x in body.graph.nodes:  # of all nodes with such arguments
                 self.shadows.pop(x, None)
                 x.meta |= {k: n.meta.get(k) for k in ("stack_trace", "nn_module_stack", "custom")}
+            outer = self.call, self.autocast.dtype
+            self.call = self.call or n.name  # PyTorch runs it as one, and keeps its operands
+            self.autocast.enter("")
             found = self._run(body, body.graph)
+            self.call, self.autocast.dtype = outer
             if not any(e.prim.startswith("torch.") for e in self.m.equations[before:]):
                 return list(found) if isinstance(v, list) else found
             del self.m.equations[before:]

@@ -37,19 +37,11 @@ def _conv(
     if padding == "same":
         total = [d * (n - 1) for d, n in zip(dilations, w.shape[2:], strict=True)]
         pads = [(t // 2, t - t // 2) for t in total]
-    y = m.emit(
-        "conv_general_dilated",
-        [m.cast(x, v.dtype), m.cast(w, v.dtype)],
-        v.shape,
-        v.dtype,
-        dimension_numbers=ConvNumbers(spec, spec, spec),
-        window_strides=tuple(_each(stride, space)),
-        padding=tuple(pads),
-        lhs_dilation=tuple(_each(spread, space)),
-        rhs_dilation=tuple(dilations),
-        feature_group_count=groups,
-        batch_group_count=1,
-    )
+    how: dict[str, Any] = {"dimension_numbers": ConvNumbers(spec, spec, spec), "batch_group_count": 1}
+    how |= {"lhs_dilation": tuple(_each(spread, space)), "rhs_dilation": tuple(dilations)}
+    how |= {"window_strides": tuple(_each(stride, space)), "padding": tuple(pads)}
+    ins = [m.cast(x, v.dtype), m.cast(w, v.dtype)]
+    y = m.emit("conv_general_dilated", ins, v.shape, v.dtype, feature_group_count=groups, **how)
     return m.added(y, bias, 1)
 
 
@@ -131,17 +123,9 @@ def _window(m: Equations, prim: str, v: Type, x: Operand, size: Any, stride: Any
     strides = _each(stride or sizes, space)
     each = zip(x.shape[2:], v.shape[2:], sizes, strides, pads, strict=True)
     ends = [(p, max((out - 1) * step + k - n - p, 0)) for n, out, k, step, p in each]
-    return m.emit(
-        prim,
-        [x],
-        v.shape,
-        v.dtype,
-        window_dimensions=(1, 1, *sizes),
-        window_strides=(1, 1, *strides),
-        padding=((0, 0), (0, 0), *ends),
-        base_dilation=(1,) * (space + 2),
-        window_dilation=(1,) * (space + 2),
-    )
+    how: dict[str, Any] = {"window_dimensions": (1, 1, *sizes), "window_strides": (1, 1, *strides)}
+    how |= dict.fromkeys(("base_dilation", "window_dilation"), (1,) * (space + 2))
+    return m.emit(prim, [x], v.shape, v.dtype, padding=((0, 0), (0, 0), *ends), **how)
 
 
 @rule("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
