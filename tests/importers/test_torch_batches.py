@@ -1,0 +1,105 @@
+"""What is computed of a whole batch: rows sorted by expert, losses over pairs of examples, means over counted
+tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+import layoutopt
+import mesh_tf_core as mtf
+from tests.importers.torch_models import (
+    MIXTURES,
+    compared,
+    llama,
+    tokens,
+)
+
+
+class Grouped(nn.Module):
+    """A mixture written by hand: rows of a token's experts are added up in place; `mixed`: in an order that
+    mixes them first."""
+
+    def __init__(self, mixed: bool = False) -> None:
+        super().__init__()
+        self.router, self.mixed = nn.Linear(8, 4, bias=False), mixed
+        self.inner, self.outer = (nn.Parameter(torch.randn(4, 8, 8)) for _ in range(2))
+
+    def forward(self, x):
+        tokens = x.reshape(-1, 8)
+        gates, chosen = self.router(tokens).softmax(-1).topk(2)
+        order = chosen.view(-1).argsort(stable=True)
+        rows = tokens[order // 2]
+        rows = rows.roll(1, 0) if self.mixed else rows
+        ends = torch.bincount(chosen.view(-1), minlength=4).cumsum(0).to(torch.int32)
+        rows = torch._grouped_mm(
+            torch.relu(torch._grouped_mm(rows, self.inner, offs=ends)), self.outer, offs=ends
+        )
+        rows = rows * gates.reshape(-1)[order][:, None]
+        return torch.zeros_like(tokens).index_add(0, order // 2, rows).square().mean()
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.one_in(4)
+def test_mixtures_are_products_of_tokens_with_their_experts(family: str) -> None:
+    """Trap 9: what is sorted over the whole batch is split by no layout."""
+    torch.manual_seed(0)
+    module = transformers.AutoModelForCausalLM.from_config(MIXTURES[family]).train()
+    model, worst = compared(module, {"input_ids": tokens(), "labels": tokens()})
+    assert worst < 1e-5 and model.origin is not None and not model.combines
+    prims = [e.prim for e in model.origin.block.walk()]
+    assert "expert_product" in prims and "sort" not in prims and "ragged_dot_general" not in prims
+
+
+def test_lengths_that_a_module_cuts_are_no_tokens() -> None:
+    """Mamba 2 sums over pieces of a sequence."""
+    sizes = {"num_heads": 4, "head_dim": 16, "vocab_size": 64, "hidden_size": 32, "state_size": 8}
+    config = transformers.Mamba2Config(**sizes, num_hidden_layers=3, n_groups=1, expand=2, chunk_size=8)
+    module = transformers.AutoModelForCausalLM.from_config(config).train()
+    model = layoutopt.from_torch(module, {"input_ids": tokens(), "labels": tokens()})
+    assert model.parameters == sum(p.numel() for p in module.parameters()) and not model.token_dims
+
+
+class Contrastive(nn.Module):
+    """Two towers whose loss compares all pairs, as CLIP's."""
+
+    def __init__(self):
+        super().__init__()
+        self.text, self.image = nn.Linear(6, 8), nn.Linear(10, 8)
+
+    def forward(self, text, image):
+        logits = self.text(text) @ self.image(image).t()
+        targets = torch.arange(logits.shape[0])
+        return F.cross_entropy(logits, targets) + F.cross_entropy(logits.t(), targets)
+
+
+def test_two_inputs_of_a_loss_over_pairs_have_one_batch() -> None:
+    torch.manual_seed(0)
+    batch = {"text": torch.randn(4, 6), "image": torch.randn(4, 10)}
+    model, worst = compared(Contrastive(), batch, None, "data:2", "batch:data")
+    assert worst < 1e-5 and model.batch_dim == "batch" and model.combines
+    plan = layoutopt.search(model, mesh="data:4", hardware="h100", framework="torch")
+    assert plan.layout.axes("batch") == ("data",) and any("combines examples" in n for n in plan.data.notes)
+
+
+def test_rows_of_experts_that_mix_stay_sorted() -> None:
+    for mixed in (False, True):
+        x = torch.randn(4, 6, 8, dtype=torch.bfloat16)
+        model = layoutopt.from_torch(Grouped(mixed).bfloat16(), {"x": x})
+        said = [note for note in model.origin.notes if "sorted by expert" in note]  # type: ignore[union-attr]
+        assert bool(said) == mixed
+
+
+def test_means_over_counted_tokens_are_those_of_the_whole_batch() -> None:
+    """Trap 10: microbatches are not means of means."""
+    module, batch = llama()
+    for given in (batch, {**batch, "num_items_in_batch": 60}):
+        model = layoutopt.from_torch(module, given)
+        assert model.lower(mtf.Mesh("data:1"), mtf.Layout(""), mtf.Options(microbatches=2))
