@@ -249,7 +249,7 @@ class LayoutSearch:
         if limited and self.incumbents.fastest(limit) is None:
             yield from self.problems[-1:]  # what fits most likely
         if (known := self.incumbents.fastest(limit)) is not None:
-            yield self.incumbents.subproblem_of(self.simpler(known))  # fewer axes, fewer options
+            yield self.incumbents.subproblem_of(known)
             self.incumbents.spread(limit, staged, self.request.clock.part(NAMED_SHARE))
         self._bound(staged if limited else (), limit)
         yield from sorted((each for each in self.problems if not each.key.stages), key=lambda p: p.rank)
@@ -285,7 +285,6 @@ class LayoutSearch:
         request, incumbents, bounds = self.request, self.incumbents, subproblem.bounds
         upper = incumbents.seconds(limit)
         narrow = subproblem.narrowed(upper, request.evaluator)
-        self.unsplit.pop(subproblem, None)
         if narrow is None:
             bounds.prove(upper, Source.TABLES)
             return None
