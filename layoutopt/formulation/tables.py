@@ -152,8 +152,8 @@ def _crossing(
 
 def is_large(cluster: Cluster, decided: Decisions, most: int) -> bool:
     """True if a cluster has more than `most` legal assignments; they are counted no further."""
-    bare = cluster.decisions, cluster.shapes, decided.options, cluster.follows
-    return len(assignments(*bare, most)) > most
+    names = [n for n in cluster.decisions if n in decided.options]  # not every kind is allowed
+    return len(assignments(names, cluster.shapes, decided.options, cluster.follows, most)) > most
 
 
 def _options(cluster: Cluster, decided: Decisions, switches: Sequence[Choice], mesh: Mesh) -> Options:

@@ -175,6 +175,7 @@ class LayerBounds:
     def _least(self, plain: Subproblem, dim: str, axes: Axes, runs: tuple[float, ...]) -> float:
         key = plain.mesh, plain.microbatches, dim, axes
         if key not in self._layers:
+            self._layers[key] = None  # also where these layers are refused
             self._layers[key] = self._made(plain, dim, axes)
         layers = self._layers[key]
         if layers is None or not runs[0]:  # nothing is known, or a stage has no layers

@@ -283,7 +283,7 @@ def _notes(proof: _Proof, missing: Sequence[str], unsplit: Sequence[str]) -> lis
     why = "the searches of some named layouts reached their time limit"
     notes = [f"{why}: {', '.join(missing)}"] if missing else []
     tables = proof.tables
-    if unsplit:
+    if unsplit and not proof.proven:
         notes.append(
             "some operations have too many dimensions to enumerate all their splits, so the search did "
             f"not split {some(unsplit, NAMED)} there and optimality is not proven; pin some of these "

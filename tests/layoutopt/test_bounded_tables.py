@@ -18,7 +18,7 @@ from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import Table, Tabler, legal
 from layoutopt.space.decisions import Decisions, SearchSpace, decisions
 from mesh_tf_core import layers as nn
-from tests.layoutopt.models import random_model
+from tests.layoutopt.models import EXAMPLES, random_model
 from tests.layoutopt.test_tables import compare
 from tests.marks import by_day
 from tests.searching import search
@@ -149,7 +149,9 @@ def test_no_table_is_made_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> 
     """Additions in loops are not cut: the smallest dimensions stay whole, and nothing is claimed."""
     on = {"mesh": "data:2;model:2", "hardware": "tpu-v3", "microbatches": (1,), "recompute": (False,)}
     proven = search(summed_in_layers(3), **on)
-    assert proven.solver.status == "OPTIMAL" and not any("stayed whole" in n for n in proven.data.notes or ())
+    assert proven.solver.status == "OPTIMAL" and not any(
+        "too many dimensions" in n for n in proven.data.notes or ()
+    )
     made: list[int] = []
     table = Tabler.table
 
@@ -166,3 +168,20 @@ def test_no_table_is_made_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> 
         assert any("some operations have too many dimensions" in n for n in found.data.notes or ())
         if objective == "time":
             assert found.solver.bound <= proven.solver.objective <= found.solver.objective
+
+
+def test_tables_are_counted_where_few_kinds_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clusters know of kinds that a question does not allow; whatever stays whole, no bound is too high."""
+    on: dict[str, Any] = {
+        "mesh": "data:2;model:2",
+        "hardware": "tpu-v3",
+        "microbatches": (1,),
+        "allow": "usual",
+    }
+    best = search(EXAMPLES["mlp"](), **on).predicted.step_seconds
+    for most in (100, 1000):
+        monkeypatch.setattr("layoutopt.formulation.extract.MOST_LOWERED", most)
+        found = search(EXAMPLES["mlp"](), **on)
+        assert found.solver.status == ("FEASIBLE" if most == 100 else "OPTIMAL")
+        assert found.solver.bound is not None and found.solver.bound <= best * (1 + 1e-9)
+        assert best <= found.predicted.step_seconds * (1 + 1e-9)
