@@ -26,6 +26,7 @@ MAXTEXT_DIMS: Mapping[str, Sequence[str]] = {
     "d_kv": ("kv", "kv_head_dim", "activation_kv", "activation_kv_head_dim"),
     "vocab": ("vocab", "activation_vocab"),
     "experts": ("exp", "activation_exp"),
+    "expert_batch": ("activation_batch_moe",),
 }
 # MaxText's mesh axes are fixed names (`mesh_axes` of the same file); ours take the first one that is free.
 MAXTEXT_AXES = tuple(_AXES.split())
@@ -35,10 +36,8 @@ MAXTEXT_ROWS: Mapping[str, Sequence[str]] = {
     **MAXTEXT_DIMS,
 }
 """The same, with MaxText's own names for a model with its parameters."""
-MAXTEXT_WEIGHTS = ("embed", "embed_no_exp")
-"""The logical axes of every matrix, which MaxText splits for FSDP; `d_model` here."""
-MAXTEXT_BETWEEN = "activation_norm_length"
-"""The length in the residual stream and norms."""
+# The logical axes of each matrix, which MaxText splits for FSDP (`d_model` here); the length between layers.
+MAXTEXT_WEIGHTS, MAXTEXT_BETWEEN = ("embed", "embed_no_exp"), "activation_norm_length"
 MAXTEXT_HOST = {OPTIMIZER: "optimizer_memory_host_offload", WEIGHTS: "parameter_memory_host_offload"}
 """The kind of values on the hosts -> its name in MaxText."""
 MAXTEXT_STORED = {"zero1": "data", "zero3": "fsdp"}

@@ -170,12 +170,13 @@ def _maxtext_offload(what: Exported) -> list[str]:
 
 
 def _maxtext_batch(what: Exported) -> list[str]:
-    """How MaxText counts the batch: examples of a device in one part."""
-    parts, examples = what.decided.microbatches, 0
-    lines = [f"gradient_accumulation_steps: {parts}"] if parts > 1 else []
+    """How MaxText counts the batch: examples of a device in one part, and their length."""
+    parts, sizes = what.decided.microbatches, dict[str, int]()
     for tensor in what.inputs:
-        examples = dict(zip(tensor.dims, tensor.sizes, strict=False)).get("batch", examples)
-    return [*lines, f"per_device_batch_size: {examples / what.mesh.devices:g}"] if examples else lines
+        sizes |= zip(tensor.dims, tensor.sizes, strict=False)
+    lines = [f"gradient_accumulation_steps: {parts}"] if parts > 1 else []
+    lines += [f"per_device_batch_size: {sizes['batch'] / what.mesh.devices:g}"] if "batch" in sizes else []
+    return [*lines, f"max_target_length: {sizes['length']}"] if "length" in sizes else lines
 
 
 def _renamed(axes: Axes, names: Mapping[str, str]) -> list[str]:

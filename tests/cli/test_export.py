@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -199,7 +200,7 @@ def test_maxtext_says_storage_recompute_and_microbatches(
     assert "ici_fsdp_parallelism: 2\n" in head and "ici_tensor_parallelism: 2\n" in head
     # MaxText counts the examples of a device in one part: 8 of four devices in two parts.
     assert "remat_policy: full\n" in head and "gradient_accumulation_steps: 2\n" in head
-    assert "per_device_batch_size: 1\n" in head
+    assert re.search(r"per_device_batch_size: 1\nmax_target_length: \d+\n", head)
     assert table["activation_batch"] == table["embed"] == ["fsdp"] and table["mlp"] == ["tensor"]
 
 
