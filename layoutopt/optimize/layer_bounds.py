@@ -63,7 +63,7 @@ Slots = Mapping[int, StageAction]
 """Node -> the kind of slots that runs it."""
 SlotKinds = frozenset[StageAction]
 ONCE: SlotKinds = frozenset()
-"""Of what a step has once at least, in whatever slot."""
+"""The kinds of slots of what a step has once at least, in whatever slot."""
 SlotsByProgram = dict[int, tuple[Program, list[SlotKinds | None]]]
 """By the ids of programs: the kinds of slots that surely run each part of its cost; none: `ONCE`."""
 LeftOptions = Mapping[str, Sequence[Choice]]

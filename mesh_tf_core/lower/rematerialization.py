@@ -205,7 +205,7 @@ class Rematerialization:
         return [node for node in block.nodes if node.index in found]
 
     def brought(self, around: Block, loop: Block) -> tuple[Mapping[int, int], list[Node]]:
-        """What second runs need of the forward's body before a `loop` of the backward's, `around` it: the
+        """The needs of second runs in the forward's body before a `loop` of the backward's, `around` it: the
         tensors that are there -> what stands for them; nodes that make others again, without work."""
         then, forward = around.forward, loop.forward
         if then is None or forward is None or forward.parent != then.id or self.again(then):

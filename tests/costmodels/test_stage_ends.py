@@ -149,5 +149,5 @@ def test_layers_before_the_stages_are_kept_and_computed_once(schedule: str) -> N
     outline = whole.outline
     assert outline is not None
     times, work = stage_times(outline), end_work(outline)
-    assert times is not None and work.again
+    assert times is not None and work.remade
     assert all(times.nodes[node] == 0 and times.again[node] > 0 for node in times.again)
