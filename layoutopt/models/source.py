@@ -136,9 +136,7 @@ def _search_path(folder: Path) -> None:
 
 
 class _Aside:
-    """Within it, what the user's code prints goes to stderr, until the last thread has left.
-
-    Batches are made in a thread: `redirect_stdout` would give back what each of two threads found."""
+    """Within it, what the user's code prints goes to stderr, until the last of several threads has left."""
 
     def __init__(self) -> None:
         self._lock, self._inside = threading.Lock(), 0

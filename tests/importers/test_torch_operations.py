@@ -30,6 +30,8 @@ EQUAL: dict[str, Made] = {
     "div downwards": lambda y: y * torch.div(y * 7, 2.0, rounding_mode="floor"),
     "whole numbers downwards": lambda y: y * ((y * 9).to(torch.int32) // 2),
     "whole numbers towards zero": lambda y: y * torch.div((y * 9).int(), 2, rounding_mode="trunc"),
+    "addmm of a row": lambda y: torch.addmm(y[0], y, y.mT @ y),
+    "addmm of a matrix": lambda y: torch.addmm(y, y, y.mT @ y),
     "addmm with factors": lambda y: torch.addmm(y, y, y.mT @ y, beta=2, alpha=3),
     "an index from the end": lambda y: y[torch.tensor([-1, 0, 2, 1])],
     "an index from the end of a column": lambda y: y[:, torch.tensor([-1, 0])],

@@ -115,3 +115,22 @@ def test_state_of_the_optimizer_has_the_type_of_the_parameters() -> None:
     model = layoutopt.from_torch(module.bfloat16(), {**batch, "x": batch["x"].bfloat16()}, loss=classified)
     slots = {v.dtype for v in model.step_graph.variables.values() if v.slot_of}
     assert slots == {"bfloat16"}
+
+
+def test_products_with_a_bias_have_the_type_of_autocast() -> None:
+    """GPT-2's Conv1D is `addmm` of float32 weights, and of a norm's float32 rows."""
+
+    class Rows(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.w = torch.nn.LayerNorm(16), torch.nn.Parameter(torch.randn(16, 16))
+            self.b = torch.nn.Parameter(torch.zeros(16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = torch.addmm(self.b, self.norm(x), self.w)
+                return torch.addmm(self.b, y, self.w).float().square().mean()
+
+    graph = layoutopt.from_torch(Rows(), {"x": torch.randn(8, 16)}).graph
+    products = [n for n, _ in graph.walk() if n.op.kind == "matmul"]
+    assert len(products) == 2 and {graph.tensor(i).dtype for n in products for i in n.inputs} == {"bfloat16"}

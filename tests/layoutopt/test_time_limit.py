@@ -123,7 +123,7 @@ def test_what_fits_most_likely_is_priced_first(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("objective", by_day(["pareto", "memory"]))
 def test_other_objectives(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = search(EXAMPLES["mlp"](), objective=objective, **ON, **PLAIN)
-    stick(monkeypatch, "layoutopt.optimize.subproblem:solve", 2)
+    stick(monkeypatch, "layoutopt.solver:solve", 2)
     plan = search(EXAMPLES["mlp"](), objective=objective, time_limit=SOON, **ON, **PLAIN)
     assert plan.solver.status == "FEASIBLE" and plan.solver.bound is not None
     assert plan.solver.bound <= (whole.solver.objective or 0) * (1 + TOLERANCE)

@@ -19,6 +19,7 @@ formulas(
         "linear": lambda m, v, x, w, bias=None: m.added(
             m.product(m.cast(x, v.dtype), m.cast(w, v.dtype), ([len(x.shape) - 1], [1])), bias
         ),
+        "addmm": lambda m, v, y, a, b: m.binary("add", _matmul(m, v, a, b), m.expand(y, v.shape), v.dtype),
         "layer_norm": lambda m, v, x, shape, weight=None, bias=None, epsilon=1e-5, *more: _affine(
             m, normalized(m, x, own := [*range(len(x.shape))][-len(shape) :], epsilon), weight, bias, own
         ),
