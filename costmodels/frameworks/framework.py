@@ -93,15 +93,10 @@ class Overlay(_Record):
         """True if a chip has it, or is no preset."""
         return not self.only or chip in self.only or chip not in hardware_names()
 
-    def parts(self, kind: str, chips: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """The parts for a chip, each replacing what an earlier one says.
-
-        Args:
-          chips: the chip, after the one that it is `like`.
-        """
-        for found in (self.kinds.get(kind), *map(self.on.get, chips)):  # type: ignore[call-overload]
-            if found is not None:
-                yield found
+    def parts(self, kind: str, chips: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The parts of a kind, then of `chips`: of the one that the last is `like`, and of the last."""
+        named: dict[Any, Any] = {**self.kinds, **self.on}
+        return ((name, named[name]) for name in (kind, *chips) if named.get(name) is not None)
 
 
 class Variant(_Record):
@@ -169,19 +164,21 @@ class Framework(Overlay):
 
     def numbers(self) -> Iterator[OverlaidNumber]:
         """Everything that the framework and every option of each variant set."""
-        yield from self._of("", self)
-        for name, variant in self.variants.items():
-            for option, overlay in variant.options.items():
-                yield from self._of(f"{name}={option}", overlay)
+        options = [(f"{name}={o}", its) for name, v in self.variants.items() for o, its in v.options.items()]
+        for option, overlay in [("", self), *options]:
+            for chip, part in (*overlay.kinds.items(), *overlay.on.items()):
+                yield from (number for _, number in _said(option, chip, part) if number is not None)
 
-    def _of(self, option: str, overlay: Overlay) -> Iterator[OverlaidNumber]:
-        for chip, part in (*overlay.kinds.items(), *overlay.on.items()):
-            for path, found in _leaves(part, ""):
-                said: Mapping[str, Any] = found if isinstance(found, Mapping) else {"value": found}
-                unit = said.get("unit", "1")
-                value = "curve" if "points" in said else f"{said['value']}{f' {unit}' * (unit not in PLAIN)}"
-                sourced = {k: said[k] for k in ("source", "date", "uncertainty") if k in said}
-                yield OverlaidNumber(option, chip, path, value, **sourced)
+    def taken(self, kind: str, chips: Sequence[str]) -> list[OverlaidNumber]:
+        """The numbers of a chip under the framework and its options; arguments as of `Overlay.parts`."""
+        found: dict[str, OverlaidNumber] = {}
+        options = ("", *(f"{name}={option}" for name, option in self.options().items()))
+        for option, overlay in zip(options, self.overlays(), strict=True):
+            for chip, part in overlay.parts(kind, chips):
+                for path, number in _said(option, chip, part):
+                    found = {p: n for p, n in found.items() if not f"{p}.".startswith(f"{path}.")}
+                    found |= {} if number is None else {path: number}
+        return [*found.values()]
 
     def lacking(self, chip: str) -> str:
         """Why a chip cannot have what was chosen; "" if it can."""
@@ -205,10 +202,20 @@ class Framework(Overlay):
             yield self.variants[name].options[option]
 
 
+def _said(option: str, chip: str, part: Any) -> Iterator[tuple[str, OverlaidNumber | None]]:
+    """The numbers of a part by their paths; None: what the chip has there is removed."""
+    for path, found in _leaves(part, ""):
+        said: Mapping[str, Any] = found if isinstance(found, Mapping) else {"value": found}
+        unit = said.get("unit", "1")
+        value = "curve" if "points" in said else f"{said['value']}{f' {unit}' * (unit not in PLAIN)}"
+        sourced = {k: said[k] for k in ("source", "date", "uncertainty") if k in said}
+        yield path, None if found is None else OverlaidNumber(option, chip, path, value, **sourced)
+
+
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The numbers, curves and plain values of a part of a hardware file, each with its path."""
+    """The numbers, curves, plain values and removals of a part of a hardware file, each with its path."""
     if isinstance(value, Mapping) and not {"value", "points"} & value.keys():
         for key, inner in value.items():
             yield from _leaves(inner, f"{path}.{key}" if path else key)
-    elif value is not None:  # null removes what the chip has
+    else:
         yield path, value

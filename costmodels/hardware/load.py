@@ -190,7 +190,7 @@ def _described(content: Any, path: Path, framework: str | None) -> Any:
         raise HardwareError(f"framework {lacks}")
     if "compiler" not in base:
         for overlay in software.overlays():
-            for part in overlay.parts(str(kind), chips):
+            for _, part in overlay.parts(str(kind), chips):
                 base = merged(base, deepcopy(part))  # frameworks are read once, for all who ask
     return {**merged(base, own), "framework": software.text}
 
@@ -216,11 +216,7 @@ def numbers_of(preset: str, framework: Framework) -> list[OverlaidNumber]:
     """The numbers that a preset has from a framework and its options; HardwareError if it has none."""
     kind = preset_content(preset)["kind"]
     load_hardware(preset, framework.text)
-    chips = (kind, read_json(PRESETS / f"{preset}.json").get("like"), preset)
-    options = ("", *(f"{name}={option}" for name, option in framework.options().items()))
-    said = [n for n in framework.numbers() if n.option in options and n.chip in chips]
-    said.sort(key=lambda n: (options.index(n.option), chips.index(n.chip)))  # the last that is said counts
-    return [*{n.path: n for n in said}.values()]
+    return framework.taken(kind, (read_json(PRESETS / f"{preset}.json").get("like", ""), preset))
 
 
 def profile_of(content: Mapping[str, Any], path: Path) -> Hardware:

@@ -20,7 +20,7 @@ from costmodels import (
     load_hardware,
 )
 from costmodels.frameworks import DEFAULT, Framework
-from costmodels.hardware import machine_of, preset_content
+from costmodels.hardware import machine_of, numbers_of, preset_content
 from costmodels.presets import PRESETS
 from costmodels.pricing.compilers import COMPILERS
 from layoutopt.cli import app
@@ -286,5 +286,9 @@ def test_what_is_shown_of_a_chip_is_what_it_has() -> None:
         assert {p: (n.given, n.source) for p, n in has.items()} == {
             p: (shown[p]["value"], shown[p]["source"]) for p in has
         }
+    paths = [
+        {n.path for n in numbers_of("h100", load_framework(f"torch:loss={o}"))} for o in ("torch", "in_place")
+    ]
+    assert paths[0] - paths[1] == {"holds.loss_copies"}, "an option that removes a number"
     listed = json.loads(CliRunner().invoke(app, ["frameworks", "--hardware", "tpu-v4", "--json"]).stdout)
     assert {"jax", "maxtext"} <= {f["name"] for f in listed["frameworks"]} < {*framework_names()}
