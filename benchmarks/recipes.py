@@ -8,13 +8,11 @@ predicted when a row was priced for the first time.
 from __future__ import annotations
 
 import json
-import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import layoutopt
-from layoutopt.models.loading import load_model
 
 HERE = Path(__file__).parent
 OUT = HERE / "results" / "recipes.json"
@@ -22,11 +20,9 @@ CONFIGS = HERE.parent / "tests" / "data" / "published_configurations.json"
 DECIDED = ("storage", "recompute", "offload", "context")
 
 
-def priced(row: dict[str, Any], config: dict[str, Any], folder: Path) -> dict[str, Any]:
+def priced(row: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """A recipe with its prediction."""
-    path = folder / "config.json"
-    path.write_text(json.dumps({**config, **row.get("change", {})}), encoding="utf-8")
-    model = load_model(str(path), [f"{name}={value}" for name, value in row["settings"].items()]).model
+    model = layoutopt.from_huggingface({**config, **row.get("change", {})}, **row["settings"])
     decided = {name: row[name] for name in DECIDED if name in row}
     asked = {"hardware": row["hardware"], "framework": row["framework"]}
     found = layoutopt.cost(model, row["mesh"], row["layout"], **asked, **decided)
@@ -39,13 +35,11 @@ def main() -> None:
     before = json.loads(OUT.read_text(encoding="utf-8"))["rows"] if OUT.exists() else []
     known = {(r["name"], r["mesh"]): r["first"] for r in before}
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for row in content["rows"]:
-            found = priced(row, configs[row["config"]]["config"], Path(folder))
-            key = row["name"], row["mesh"]
-            rows.append({**row, "predicted": found, "first": known.get(key, found)})
-            error = found["seconds"] / row["seconds"] - 1
-            print(f"{row['name']:26} {row['mesh']:20} {error:+.1%} {found['gib']:.1f} GiB", flush=True)
+    for row in content["rows"]:
+        found = priced(row, configs[row["config"]]["config"])
+        rows.append({**row, "predicted": found, "first": known.get((row["name"], row["mesh"]), found)})
+        error = found["seconds"] / row["seconds"] - 1
+        print(f"{row['name']:26} {row['mesh']:20} {error:+.1%} {found['gib']:.1f} GiB", flush=True)
     date = datetime.now(UTC).date().isoformat()
     OUT.write_text(json.dumps({"date": date, "source": content["source"], "rows": rows}, indent=1) + "\n")
 

@@ -175,12 +175,11 @@ def _first() -> Iterator[str]:
     refused = known["ran_called_too_large"]
     yield prose(FIRST, rows=known["rows"], priced=known["priced"], refused=refused)
     yield caption("python -m benchmarks.unseen", "unseen_first")
-    chips = {name: [r for r in now["found"] if r["hardware"].startswith(name)] for name in ("a100", "h100")}
-    today = [(f"today, {name}", errors_of(r["predicted_seconds"] / r["seconds"] - 1 for r in found))
-             for name, found in chips.items()]  # fmt: skip
     rows = [("first, a100", known["priced"], *_signed(known), refused)]
-    large = {name: sum(not r["fits"] for r in found) for name, found in chips.items()}
-    rows += [(of, q["rows"], *_signed(q), large[of[-4:]]) for of, q in today if q]
+    for chip in ("a100", "h100"):
+        own = [r for r in now["found"] if r["hardware"].startswith(chip)]
+        if q := errors_of(r["predicted_seconds"] / r["seconds"] - 1 for r in own):
+            rows.append((f"today, {chip}", q["rows"], *_signed(q), sum(not r["fits"] for r in own)))
     yield from table(("LLM Foundry", *ERRORS, "called too large"), rows)
     yield caption("python -m benchmarks.recipes", "recipes")
     yield from table(

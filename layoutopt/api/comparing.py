@@ -73,11 +73,9 @@ class LayoutCandidates(Shown):
 
     def to_frame(self) -> Any:
         """A pandas DataFrame with one row per layout."""
-        fields = ("name", "mesh", "layout", "error", "group")
-        rows = ({f: getattr(each, f) for f in fields} for each in self.chosen)
-        return table(
-            [{**r, "step_seconds": _seconds(each)} for r, each in zip(rows, self.chosen, strict=True)]
-        )
+        fields = ("name", "mesh", "layout", "step_seconds", "error", "group")
+        shown = ({"step_seconds": _seconds(each), **dict(each)} for each in self.chosen)
+        return table([{name: row[name] for name in fields} for row in shown])
 
     def __repr__(self) -> str:
         fastest = self.plan.predicted.step_seconds

@@ -33,15 +33,7 @@ from layoutopt.importers.torch.pipeline import Pipeline, part_of, stage_numbers 
 from tests.importers.torch_models import MIXTURES, t5  # noqa: E402
 from tests.importers.torch_modules import MODULES, Literal, imported, layered, literal, perceptron  # noqa: E402
 
-SQUARE = "data:2;model:2"
 TENSORS = "kv_heads:model;d_ff:model;vocab:model"
-HEADS = f"batch:data;{TENSORS}"
-PIPED = "batch:data;layers:stage"
-MIXED = {"param_dtype": torch.float32}
-"""Of modules in float64, so that rounding hides nothing."""
-KEEP = ("layers:keep=products+attention",)
-CAST = "autocast"
-"""Option of a case: its step runs inside torch.autocast."""
 
 
 def test_dimensions_that_no_style_splits_are_left_out_of_the_search() -> None:
