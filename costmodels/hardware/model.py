@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, get_args
 
-from costmodels.frameworks import DEFAULT
+from costmodels.frameworks import DEFAULT, load_framework
 from costmodels.hardware.curve import Curve
 from costmodels.hardware.links import GpuCluster, SharedMemory, Torus
 from costmodels.hardware.numbers import (
@@ -29,7 +29,7 @@ from costmodels.hardware.numbers import (
     Rate,
     Time,
 )
-from costmodels.hardware.peaks import computed_in, note_of
+from costmodels.hardware.peaks import Tf32, computed_in, note_of
 from mesh_tf_core.errors import UserError
 
 CompilerName = Literal["none", "xla", "xla-tpu", "xla-gpu", "xla-cpu", "launched", "eager", "local"]
@@ -175,6 +175,7 @@ class Hardware:
 
     Attributes:
       compiler: the profile of the compiler or engine of its programs (`costmodels.pricing.compilers`).
+      tf32: the products of float32 that its software computes in TF32, where the chip has it.
       framework: the software whose overlays its numbers have (`costmodels.load_framework`).
       holds: numbers of the rules of memory, by their names.
       jax_devices: JAX's names of such a device (`jax.Device.device_kind`).
@@ -194,6 +195,7 @@ class Hardware:
     chip: Chip
     topology: Torus | GpuCluster | SharedMemory
     compiler: CompilerName = "none"
+    tf32: Tf32 = "products"
     framework: str = DEFAULT
     jax_devices: tuple[str, ...] = ()
     overlap: NamedPairs[Fraction] = ()
@@ -286,9 +288,21 @@ class Hardware:
         """Peak FLOP/s of one device for products of `dtype` (see `peak_dtype`)."""
         return self._peaks[self.peak_dtype(dtype)]
 
+    def product_flops(self, dtype: str, convolution: bool = False) -> float:
+        """Peak FLOP/s of one device for products of `dtype`, or convolutions, as the software computes them:
+        float32 may be slower than the chip could (`tf32`)."""
+        allowed = self.tf32 == "products" or (convolution and self.tf32 == "convolutions")
+        return self._peaks[computed_in(dtype, self._peaks, tf32=allowed)]
+
     def peak_note(self, dtype: str) -> str | None:
-        """A note on products of `dtype` where the chip has no peak for it; None: no note. Hosts have one
-        measured rate for all dtypes."""
+        """A note on products of `dtype` where the chip has no peak for it, or the software does not use it;
+        None: no note. Hosts have one measured rate for all dtypes."""
+        if dtype == "float32" and (times := self.peak_flops(dtype) / self.product_flops(dtype)) > 1:
+            software, _, options = self.framework.partition(":")
+            named = f" (--framework {software}:{options and options + ','}float32=tf32)"
+            faster = f"TF32{named if 'float32' in load_framework(self.framework).variants else ''}"
+            said = f"{software} computes products of float32 in float32 by default; {faster}"
+            return f"{said} is {times:.3g} times as fast on {self.name}"
         return None if self.is_host else note_of(dtype, self._peaks, self.name)
 
     def contention(self, devices: int) -> float:

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 else:
     Collective = Literal[tuple(COLLECTIVES)]
 Date = Annotated[str, StringConstraints(pattern=r"^\d{4}(-\d{2}(-\d{2})?)?$")]
-CurvePoints = list[tuple[float, float]]
 
 
 class _File(BaseModel):
@@ -77,16 +76,22 @@ def _number(measures: numbers.Measures) -> Any:
     return Annotated[_NumberFile, AfterValidator(check)]
 
 
-class _EfficiencyFile(_File):
-    points: CurvePoints
+class _CurveFile(_File):
+    points: list[tuple[float, float]]
     source: Text
     date: Date
     uncertainty: float | None = None
 
     @model_validator(mode="after")
-    def _bounded(self) -> _EfficiencyFile:
+    def _monotone(self) -> _CurveFile:
         if fault := curve_fault(self.points):
             raise ValueError(fault)
+        return self
+
+
+class _EfficiencyFile(_CurveFile):
+    @model_validator(mode="after")
+    def _bounded(self) -> _EfficiencyFile:
         if self.points[-1][1] > 1 or self.points[0][1] <= 0:
             raise ValueError("every y value (a fraction of the peak) must be above 0 and at most 1")
         for (x0, y0), (x1, y1) in pairwise(self.points):
@@ -182,19 +187,6 @@ _Fraction: Any = _field(numbers.Fraction)
 _Held: Any = _field(numbers.Count)
 
 
-class _CurveFile(_File):
-    points: CurvePoints
-    source: Text
-    date: Date
-    uncertainty: float | None = None
-
-    @model_validator(mode="after")
-    def _monotone(self) -> _CurveFile:
-        if fault := curve_fault(self.points):
-            raise ValueError(fault)
-        return self
-
-
 class _CollectiveCurveFile(_CurveFile):
     collective: Collective
     group_size: Annotated[int, Field(ge=2)]
@@ -238,6 +230,7 @@ class _HardwareFile(_Form):
     jax_devices: list[Text] = []
     calibrated: bool
     compiler: model.CompilerName = "none"
+    tf32: model.Tf32 = "products"
     framework: Text = DEFAULT
     chip: _ChipForm
     topology: _TopologyForm

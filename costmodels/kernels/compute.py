@@ -183,7 +183,8 @@ def kernel_parts(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Ke
     moved = contention * (_laid(hardware, quantity)[0] / hardware.memory_bandwidth)
     # The vector unit has one rate for all types, which may be above the peak of a wide one.
     is_product = quantity.op_class in MATMUL_CLASSES
-    at_peak = contention * quantity.flops / hardware.peak_flops(quantity.dtype) if is_product else 0.0
+    peak = hardware.product_flops(quantity.dtype, convolution=quantity.added is not None)
+    at_peak = contention * quantity.flops / peak if is_product else 0.0
     if (curve := _curve(hardware, quantity)) is not None:
         taken = curve.seconds(_amount(curve, quantity)) * contention / hardware.contention(curve.devices)
         return KernelParts(0.0, math.inf, taken, at_peak, moved, 0.0, 0.0, False)
@@ -203,7 +204,7 @@ def kernel_parts(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Ke
     odd = chip.unaligned_efficiency if quantity.unaligned else None
     uneven = chip.grouped_efficiency if quantity.grouped else None
     efficiency = known or math.prod(s.value for s in (odd, uneven) if s) * _efficiency(hardware, padded)
-    rate = hardware.peak_flops(quantity.dtype) * efficiency
+    rate = peak * efficiency
     product, after = contention * padded / rate, contention * _vector_seconds(hardware, after)
     floor, where = max(
         (contention * _vector_seconds(hardware, quantity.vector), "fused"),

@@ -112,7 +112,7 @@ def _summary(machine: Hardware) -> dict[str, Any]:
         "memory_bytes": int(machine.memory_bytes),
         "usable_memory_bytes": int(machine.usable_memory_bytes),
         "memory_bandwidth": machine.memory_bandwidth,
-        "peak_flops": {dtype: machine.peak_flops(dtype) for dtype, _ in machine.chip.peak_flops},
+        "peak_flops": {dtype: n.value / machine.devices_per_chip for dtype, n in machine.chip.peak_flops},
     }
 
 

@@ -39,6 +39,8 @@ DEFAULT = Options()
 CHOOSING = 0.05
 """The share of a step from which products that only choose are mentioned."""
 ONE_DEVICE = Mesh("all:1")
+WORTH_A_NOTE = 0.01
+"""Share of the FLOPs of a type of products that is worth a note."""
 SLOTS = 100
 """Characters of a line of slots."""
 
@@ -185,6 +187,8 @@ class Evaluation:
     @cached_property
     def notes(self) -> tuple[str, ...]:
         """Differences of kind, known underestimates, and results above every published one."""
+        flops = unsplit_flops(self.model)
+        multiplied = [dtype for dtype, n in flops.items() if n >= WORTH_A_NOTE * sum(flops.values())]
         own = (
             *self._assumed(),
             *filter(None, [runs_another(self.prices.hardware.framework, self.model)]),
@@ -196,7 +200,7 @@ class Evaluation:
             *filter(None, [self.waits]),
             *self.cost.notes,
             *sentences(self.program, self.prices.hardware),
-            *filter(None, dict.fromkeys(map(self.prices.hardware.peak_note, unsplit_flops(self.model)))),
+            *filter(None, dict.fromkeys(map(self.prices.hardware.peak_note, multiplied))),
         )
         best, mfu = self.prices.hardware.chip.published_mfu, self.predicted.mfu
         if best is None or mfu is None or mfu <= best.value:

@@ -304,7 +304,7 @@ class Answering:
             wanted = self.question.money / machine.price * HOUR / seconds * machine.hardware.devices_per_chip
         else:
             tokens = self.question.trained(self.forecast, candidate, None)
-            rate = machine.hardware.peak_flops(self.dtype) * GUESSED_MFU
+            rate = machine.hardware.product_flops(self.dtype) * GUESSED_MFU
             wanted = candidate.flops_per_token * tokens / rate / seconds if math.isfinite(tokens) else 1
         return max(least, 2 ** math.ceil(math.log2(min(max(wanted, 1), 2**16))))
 

@@ -118,7 +118,7 @@ class SizingQuestion:
         """FLOPs of training that a machine gives by a guess, the least and the most."""
         if self.budget is not None:
             return self.budget, self.budget
-        peak = machine.hardware.peak_flops(dtype) * GUESSED_MFU
+        peak = machine.hardware.product_flops(dtype) * GUESSED_MFU
         if self.money is not None:
             assert machine.price is not None
             found = self.money / machine.price * HOUR * peak * machine.hardware.devices_per_chip

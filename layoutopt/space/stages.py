@@ -160,11 +160,7 @@ def ways(model: Model, mesh: Mesh, allowed: Space) -> Iterator[Space]:
 
 
 def runs_again(
-    model: Model,
-    stages: Mapping[str, Axes],
-    allowed: Space,
-    mesh: Mesh | None = None,
-    schedule: str = GPIPE,
+    model: Model, stages: Mapping[str, Axes], allowed: Space, mesh: Mesh | None = None, schedule: str = GPIPE
 ) -> Iterator[Policies]:
     """The recomputed parts of stages, each of which makes another graph; of some layers of each, if a mesh
     and a schedule are given."""

@@ -40,11 +40,7 @@ class Loops(Saving):
     """
 
     def __init__(
-        self,
-        low: Placing,
-        recompute: Policies,
-        node: Callable[[Node], None],
-        nodes: Callable[[Block], None],
+        self, low: Placing, recompute: Policies, node: Callable[[Node], None], nodes: Callable[[Block], None]
     ) -> None:
         super().__init__(low, recompute, node)
         self.recompute = recompute

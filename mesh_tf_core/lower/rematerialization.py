@@ -306,11 +306,7 @@ def check_recompute(graph: Graph, recompute: Policies) -> None:
 
 
 def needed_for(
-    wanted: Iterable[int],
-    block: Block,
-    kept: Set[int] = NOTHING,
-    handed: Handed = _none,
-    live: bool = True,
+    wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING, handed: Handed = _none, live: bool = True
 ) -> set[int]:
     """The tensors, including those of inner loops, from which the tensors `wanted` of a block are computed,
     given the kept ones.

@@ -227,7 +227,7 @@ def test_a_cost_says_what_bounds_it() -> None:
 
 
 def test_products_use_the_listed_peak_or_that_of_what_computes_them() -> None:
-    assert load_hardware("a100").peak_dtype("float32") == "float32"
+    assert load_hardware("a100").peak_dtype("float32") == "tf32"
     assert load_hardware("tpu-v4").peak_dtype("float32") == "bfloat16"
     assert load_hardware("v100").peak_dtype("bfloat16") == "float32"
     assert load_hardware("cpu-local").peak_dtype("bfloat16") == "float32"

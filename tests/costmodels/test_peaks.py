@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 import mesh_tf_core as mtf
-from costmodels import hardware_names, load_hardware
+from costmodels import framework_names, hardware_names, load_framework, load_hardware
 from costmodels.hardware import HardwareError, preset_content
-from costmodels.hardware.peaks import FLOAT8, computed_in
+from costmodels.hardware.peaks import FLOAT8, TF32, computed_in
 from costmodels.hardware.schema import read
 from costmodels.kernels.compute import MATMUL_CLASSES, Quantity, compute_cost
 from costmodels.kernels.quantities import flops_of
@@ -46,7 +46,7 @@ def test_no_type_is_faster_than_the_chip(name: str) -> None:
     most = next((n for known, n in SIXTEEN_BITS.items() if name.startswith(known)), None)
     for dtype in (*DTYPES, *FORMATS):
         peak, own = hardware.peak_flops(dtype), hardware.peak_dtype(dtype)
-        assert own in (dtype, FLOAT8, *FLOATS), f"{dtype} is computed in {own}"
+        assert own in (dtype, FLOAT8, TF32, *FLOATS), f"{dtype} is computed in {own}"
         if dtype in FLOATS:
             assert most is None or peak * hardware.devices_per_chip <= most * (1 + 1e-12), dtype
         for sizes in ((8192, 8192, 8192, 1), (16, 2048, 300, 12), (3, 5, 7, 1)):
@@ -73,6 +73,35 @@ def test_notes_of_gpus_and_hosts() -> None:
     assert (v100.peak_note("bfloat16") or "").endswith("float16 would be faster")
     assert v100.peak_note("float64") is None and load_hardware("cpu-local").peak_note("float64") is None
     assert "longer than predicted" in (load_hardware("tpu-v4").peak_note("float64") or "")
+
+
+FLOAT32 = {"v100": 15.7, "a100": 19.5, "h100": 67, "h200": 67, "b200": 80, "gb200": 80, "gb300": 80}
+FLOAT32 |= {"mi300x": 163.4, "mi325x": 163.4, "mi355x": 157.3}
+"""TFLOP/s of a chip outside its tensor cores, by the makers' data sheets: a second copy on purpose."""
+
+
+@pytest.mark.parametrize("name", framework_names())
+def test_software_multiplies_float32_in_float32_or_tf32(name: str) -> None:
+    """PyTorch's default is float32, XLA's and TransformerEngine's TF32 on NVIDIA's GPUs."""
+    slow = name.startswith(("torch", "transformers", "deepspeed"))
+    work = Quantity(2.0 * 8192**3, 0.0, "matmul", "float32", (8192, 8192, 8192, 1))
+    for chip in (c for c in hardware_names() if load_hardware(c).kind in load_framework(name).kinds):
+        hardware = load_hardware(chip, name)
+        known = next((n for key, n in FLOAT32.items() if chip.startswith(key)), None)
+        has, amd = TF32 in hardware._peaks, chip.startswith("mi")
+        in_float32 = known is not None and (slow or amd or not has)
+        assert (hardware.product_flops("float32") == (known or 0) * 1e12) == in_float32, chip
+        assert hardware.product_flops("float32", convolution=True) == hardware._peaks.get(
+            "float32" if amd and has else TF32, hardware.product_flops("float32")
+        )
+        assert (hardware.peak_note("float32") is not None) == (in_float32 and has)
+        seconds = compute_cost(hardware, work).seconds
+        assert seconds >= work.flops / hardware.product_flops("float32") * (1 - 1e-12)
+        if slow and has:
+            faster = load_hardware(chip, f"{name}:float32=tf32")
+            assert faster.product_flops("float32") == hardware._peaks[TF32]
+            assert compute_cost(faster, work).seconds < seconds
+            assert f"--framework {name}:float32=tf32" in (hardware.peak_note("float32") or "")
 
 
 def test_a_file_gives_rates_of_floats() -> None:

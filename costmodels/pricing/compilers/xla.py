@@ -19,16 +19,7 @@ from costmodels.pricing.units import Sending, Stack, Unit
 from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
-from mesh_tf_core.ir.program import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Collective,
-    Local,
-    Loop,
-    Program,
-    Transfer,
-)
+from mesh_tf_core.ir.program import AllGather, AllReduce, AllToAll, Collective, Local, Loop, Program, Transfer
 from mesh_tf_core.ir.traits import PartialAccess
 
 
