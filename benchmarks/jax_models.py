@@ -151,7 +151,7 @@ def checked(loss, args) -> dict:
             own = model.origin.parameters[path]
             got = np.asarray(found.get(own.variable, 0.0), np.float64)
             got = got if own.layer is None or own.variable not in found else got[own.layer]
-            ours[path] = got = got.reshape(want.shape) if got.shape else 0 * want
+            ours[path] = got = got.reshape(want.shape) if own.variable in found else 0 * want
             norm, by = np.linalg.norm(want), float(np.linalg.norm(got - want))
             # What is 0 but for rounding, as of a bias that a normalization takes off again.
             if norm > SMALLEST * whole:

@@ -70,6 +70,15 @@ def test_small_and_large_numbers_keep_their_digits(fn: Any, at: float) -> None:
     assert max(compared(layoutopt.from_jax(loss, *given), loss, given, []).values()) <= 1e-5
 
 
+def test_exponents_are_whole_numbers_of_another_type() -> None:
+    def loss(params, batch):
+        slopes = 2.0 ** -jnp.arange(1, 5)
+        return ((params["w"] * slopes) ** batch["n"] + jnp.power(params["w"], batch["x"])).sum()
+
+    given = {"w": jnp.array([1.5, 0.5, 2.0, 0.3])}, {"n": jnp.array([1, 2, 3, -2]), "x": numbers()(4)}
+    assert max(compared(layoutopt.from_jax(loss, *given), loss, given, []).values()) <= 1e-5
+
+
 CORNERS = {
     "abs": jnp.abs,
     "maximum": lambda z: jnp.maximum(z, 0),

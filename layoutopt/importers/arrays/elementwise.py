@@ -192,6 +192,8 @@ def _binary(w: Writer, e: Equation) -> None:
         w.put(e.out, Kept(x, float(y.value)))
         return
     given = _given(w, values, e.ins)
+    if e.prim == "pow":  # alone has operands of two types: JAX's exponents may be whole
+        given = [x.cast(our_dtype(e.out.dtype)) if isinstance(x, Tensor) else x for x in given]
     fn = _int_div if e.prim == "div" and not is_float(our_dtype(e.ins[0].dtype)) else _BINARY[e.prim]
     cornered = _cornered(e, given)
     w.put(e.out, fn(*given) if cornered is None else cornered)
@@ -199,10 +201,8 @@ def _binary(w: Writer, e: Equation) -> None:
 
 def _integer_pow(w: Writer, e: Equation) -> None:
     x, n = w.elementwise(e.ins[0], e.out), int(e.params["y"])
-    if isinstance(x, ScalarArray):
-        w.put(e.out, ScalarArray(x.value**n, e.out.dtype))
-    else:
-        w.put(e.out, _power(w.drawn(x, e.ins[0]), n))
+    by_number = isinstance(x, ScalarArray) and ScalarArray(x.value**n, e.out.dtype)
+    w.put(e.out, by_number or _power(w.drawn(x, e.ins[0]), n))
 
 
 def _round(w: Writer, e: Equation) -> None:
