@@ -28,7 +28,7 @@ Segments = tuple[Tensor, Tensor]
 
 FORMS = ("fused", "plain")
 """Attention as one operation, or written out."""
-BIASES = ("none", "qkv", "qvo", "all")
+BIASES = ("none", "o", "qkv", "qvo", "all")
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Attention:
       shared_kv: keys are the values: one projection for both.
       extra_logit: of a key without a value, so that the weights may add up to less than 1; None: no such key.
       sinks: that logit is learned, per head (gpt-oss).
-      biases: which projections add a learned bias: `none`, `qkv` (as Qwen 2), `qvo` (as Whisper), or `all`
-        (as BERT, GPT-2, ViT).
+      biases: which projections add a learned bias: `none`, `o` (as GPT-Neo), `qkv` (as Qwen 2), `qvo` (as
+        Whisper), or `all` (as BERT, GPT-2, ViT).
       attention: `fused`, one operation that never holds all logits (`mtf.attention`); or `plain`, written out
         in products and a softmax. Attention with other logits or weights, and texts that grow position by
         position, are always written as separate operations.
@@ -295,16 +295,17 @@ class Attention:
 
     def projections(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of x, keys and values of the memory."""
-        q, d = self.queries(x), x.dim(self.d_model)
+        q, d, biased = self.queries(x), x.dim(self.d_model), self.biases not in ("none", "o")
         if self.shared_kv:
-            kv = project(memory, "kv", [d], [*self.kv_dims, self.d_kv], self.biases != "none")
+            kv = project(memory, "kv", [d], [*self.kv_dims, self.d_kv], biased)
             return q, kv, kv
         k = project(memory, "k", [d], [*self.kv_dims, self.d_kv], self.biases in ("qkv", "all"))
-        return q, k, project(memory, "v", [d], [*self.kv_dims, self.d_kv], self.biases != "none")
+        return q, k, project(memory, "v", [d], [*self.kv_dims, self.d_kv], biased)
 
     def queries(self, x: Tensor) -> Tensor:
         """[others, d_model] -> [others, heads, d_kv]."""
-        return project(x, "q", [x.dim(self.d_model)], [*self.head_dims, self.d_kv], self.biases != "none")
+        biased = self.biases not in ("none", "o")
+        return project(x, "q", [x.dim(self.d_model)], [*self.head_dims, self.d_kv], biased)
 
     def relative(self, x: Tensor) -> Tensor:
         """int32 [length, memory_length]: the key's position minus the query's, for `RelativeBias`."""
@@ -373,7 +374,9 @@ class Attention:
     def joined(self, mixed: Tensor, x: Tensor) -> Tensor:
         """The heads' outputs projected to x's dimensions."""
         last = [x.dim(self.d_model)]
-        return project(mixed, "o", [*self.head_dims, self.value_dim], last, self.biases in ("qvo", "all"))
+        return project(
+            mixed, "o", [*self.head_dims, self.value_dim], last, self.biases in ("o", "qvo", "all")
+        )
 
 
 def both(a: Tensor | None, b: Tensor) -> Tensor:

@@ -67,6 +67,7 @@ class LearnedPositions:
     Attributes:
       count: positions that have one; at least the length of x.
       length: name of x's dimension of positions.
+      first: the row of x's first position.
     """
 
     count: int
@@ -74,6 +75,7 @@ class LearnedPositions:
     d_model: str = "d_model"
     stddev: float = 0.02
     name: str = "embedding"
+    first: int = 0
 
     @classmethod
     def named(cls, positions: str, length: int, *others: str) -> LearnedPositions:
@@ -109,13 +111,14 @@ class LearnedPositions:
         """
         if one_of_all(cache):
             table = self.table(x.graph, x.dim(self.d_model), x.dtype) if table is None else table
-            return x + dynamic_slice(table, cache.position, "positions")
+            at = cache.position + self.first if self.first else cache.position
+            return x + dynamic_slice(table, at, "positions")
         size = x.dim(self.length).size
-        if self.count < size:
+        if self.count < (end := self.first + size):
             raise UserError(
-                f"LearnedPositions: count={self.count} is less than {self.length}={size}; increase count to "
-                f"at least {size}"
+                f"LearnedPositions: count={self.count} is less than {self.length}={end}; increase count to "
+                f"at least {end}"
             )
         if table is None:
             table = self.table(x.graph, x.dim(self.d_model), x.dtype)
-        return x + rename(slice_dim(table, "positions", 0, size), positions=self.length)
+        return x + rename(slice_dim(table, "positions", self.first, size), positions=self.length)

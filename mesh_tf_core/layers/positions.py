@@ -26,11 +26,13 @@ class Sinusoids:
 
     Attributes:
       length, d_model: names of x's positions and of its features; the number of features is even.
+      first: the number of x's first position.
     """
 
     base: float = 10000.0
     length: str = "length"
     d_model: str = "d_model"
+    first: int = 0
 
     def __call__(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         """Same dimensions as x.
@@ -50,6 +52,7 @@ class Sinusoids:
         wave = (feature - cosine.cast("int32") * half).cast("float32")
         rate = exp(wave * (-math.log(self.base) / (half - 1)))
         positions = cache.position if one_of_all(cache) else mtf_range(g, x.dim(self.length))
+        positions = positions + self.first if self.first else positions
         angle = positions.cast("float32") * rate
         return x + where(cosine, cos(angle), sin(angle)).cast(x.dtype)
 

@@ -57,7 +57,7 @@ def test_refused_primitives_are_those_without_a_handler() -> None:
 
 def test_every_family_is_on_its_page_and_compared() -> None:
     page = (PAGE.parent / "huggingface.md").read_text(encoding="utf-8")
-    named = {*re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)))}
+    named = {*re.findall(r"`([\w-]+)`", " ".join(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)))}
     data = PAGE.parents[2] / "tests" / "data"
     other = {n for n, (_, form) in FORMS.items() if form.remarks or form.varied}  # not as in transformers
     for file, left in (("huggingface_counts.json", {"nemotron-nas"}), ("huggingface_losses.json", other)):

@@ -28,12 +28,10 @@ TOWERS = {
     "head.mlp.": "pool/",
     "head.probe": "pool/probe",
     "mlp.": "",
-    "fc1.weight": "feed_forward/wi",
-    "fc1.bias": "feed_forward/bi",
-    "fc2.weight": "feed_forward/wo",
-    "fc2.bias": "feed_forward/bo",
+    "fc1": "feed_forward/in/0",
+    "fc2": "feed_forward/out",
     "token_embedding.weight": "embedding/tokens",
-    "embed_tokens.weight": "embedding/tokens",
+    "decoder/embed_tokens.weight": "embedding/tokens",
     "position_embedding.weight": "embedding/positions",
     "embed_positions.weight": "embedding/positions",
     "patch_embedding.": "embedding/",
@@ -63,7 +61,7 @@ def media(state: Mapping[str, Any]) -> dict[str, Any]:
             own = (name + end).replace(".", "/")
             y = y if plain else y.transpose(TURNED[y.ndim])
             if inside:
-                stacks[re.sub(r"layers/\d+/", "", own)].append(y)
+                stacks[re.sub(r"layers/\d+/", "layers/", own)].append(y)
             else:
                 made[own] = y
     return made | {name: np.stack(rows) for name, rows in stacks.items()}

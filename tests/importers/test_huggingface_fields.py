@@ -37,8 +37,10 @@ TOKENS = torch.from_numpy(np.random.default_rng(0).integers(0, 32, (2, 12)))
 def theirs(config: dict[str, Any]) -> tuple[int, float] | None:
     """Trained parameters, and the loss with weights that follow from their names; None: refused."""
     kept = {n: v for n, v in config.items() if n not in ("architectures", "dtype", "torch_dtype")}
+    made = CONFIG_MAPPING[config["model_type"]]
+    also = {*made().to_dict(), *made.attribute_map}
     for old, ours in class_defaults()["renamed"].get(config["model_type"], {}).items():
-        kept |= {old: kept.pop(ours)} if ours in kept else {}
+        kept |= {old: kept.pop(ours)} if ours in kept and old in also else {}
     try:
         found = transformers.AutoConfig.for_model(kept.pop("model_type"), **kept)
         found._attn_implementation = found._experts_implementation = "eager"

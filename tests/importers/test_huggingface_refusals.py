@@ -34,9 +34,12 @@ def changed(**more: Any) -> dict[str, Any]:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {**TINY, "model_type": "mamba", "architectures": None},
-        "model_type 'mamba' is not supported; layoutopt lacks scans.*; known: bert, .*; write this model",
+        r"model_type 'mamba' is not supported; layoutopt lacks scans.*; nearest: mamba2, .*; write this",
     ),
-    ({"hidden_size": 4}, r"model_type 'None' is not supported; known: bert"),
+    (
+        {"hidden_size": 4},
+        r"model_type 'None' is not supported; all \d+ are in docs/guides/huggingface.md; write",
+    ),
     (
         changed(architectures=["LlamaForSequenceClassification"]),
         r"for model_type 'llama' layoutopt builds only LlamaForCausalLM",
@@ -46,7 +49,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "model_type": "blip",
             "text_config": {**TINY, "model_type": "blip_text_model", "architectures": None},
         },
-        r"'blip' is not supported, nor is its text_config \('blip_text_model'\); known: bert, .*; write",
+        r"'blip' is not supported, nor is its text_config \('blip_text_model'\); nearest: clip, siglip; all",
     ),
     (
         changed(strange_gate=True, other=3),

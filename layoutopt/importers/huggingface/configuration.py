@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from dataclasses import fields as fields_of
-from functools import cache
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from layoutopt.importers.huggingface import encoders, families, media
+from layoutopt.importers.huggingface import families
 from layoutopt.importers.huggingface.decoder import LanguageModel
-from layoutopt.importers.huggingface.fields import NOTHING, Fields, read
+from layoutopt.importers.huggingface.fields import NOTHING, Fields, class_defaults, read
 from layoutopt.importers.huggingface.modules import module_tensors
 from layoutopt.importers.huggingface.training import ConfiguredTraining
-from layoutopt.importers.huggingface.weights import decoder_names, encoder_names
+from layoutopt.importers.huggingface.weights import decoder_names, other_names
 from layoutopt.plan.exported import MODULES, ExportedTensor
 from layoutopt.plan.units import plural
 from mesh_tf_core.errors import UserError, known_names
@@ -33,11 +32,7 @@ if TYPE_CHECKING:
 
 ReadConfiguration = Callable[[Fields, ConfiguredTraining], LanguageModel | Model]
 FAMILIES: dict[str, tuple[str, ReadConfiguration]] = {
-    "bert": ("BertForMaskedLM", encoders.bert),
-    **{name: (architecture, form.read) for name, (architecture, form) in families.FORMS.items()},
-    "siglip": ("SiglipModel", media.siglip),
-    "vit": ("ViTForImageClassification", encoders.vit),
-    "whisper": ("WhisperForConditionalGeneration", media.whisper),
+    name: (architecture, form.read) for name, (architecture, form) in families.FORMS.items()
 }
 """model_type -> the architecture and its reader."""
 ALSO = {
@@ -116,9 +111,9 @@ def _sources(found: Configuration, model: Model) -> dict[str, Source] | None:
     """The weights of a model in checkpoints of its family; None if they are not arrays of their own there."""
     variables = {n: v for n, v in graph_of(model.loss).variables.items() if v.trainable}
     made = found.reads(found.fields(model.hparams), ConfiguredTraining(batch=1, length=1))
-    if not isinstance(made, LanguageModel):
-        return dict(encoder_names(found.family, variables)) or None
-    names = dict(decoder_names(made, found.family, model.hparams["length"], variables))
+    names = dict(other_names(found.family, variables))
+    if not names and isinstance(made, LanguageModel):
+        names = dict(decoder_names(made, found.family, model.hparams["length"], variables))
     return names if names.keys() == variables.keys() else None
 
 
@@ -237,10 +232,13 @@ def chosen(values: Mapping[str, Any], source: str) -> Configuration:
     also = f", nor is its {name} ({str(text.get('model_type'))[:60]!r})" if isinstance(text, Mapping) else ""
     kind, of_text = (str((part or values).get("model_type"))[:60] for part in (values, text))
     lacks = next(filter(None, map(class_defaults()["lacks"].get, (kind, of_text, f"{kind}_text"))), "")
+    close = [n for k in (kind, of_text) for n in get_close_matches(k, FAMILIES, 3)]
+    near = f"nearest: {', '.join(dict.fromkeys(close))}; " if close else ""
     raise UserError(
         f"{source}: model_type {kind!r} is not supported{also}{lacks and f'; layoutopt lacks {lacks}'}; "
-        f"known: {', '.join(FAMILIES)}; write this model with mesh_tf_core.layers (layoutopt init), or "
-        f"import it with layoutopt.from_torch or layoutopt.from_jax{_foreign(text or values)}"
+        f"{near}all {len(FAMILIES)} are in docs/guides/huggingface.md; write this model with "
+        "mesh_tf_core.layers (layoutopt init), or import it with layoutopt.from_torch or "
+        f"layoutopt.from_jax{_foreign(text or values)}"
     )
 
 
@@ -293,8 +291,8 @@ def _renamed(values: Mapping[str, Any], family: str) -> Iterator[str]:
         said = str(values.get("model_type"))[:60]
         yield f"model_type {said!r} is built as {FAMILIES[family][0]}, the architecture that the file names"
     told = {**class_defaults()["families"].get(family, NOTHING), **values}
-    if dropped := [n for n in _idle(family) if n.endswith(("dropout", "pdrop")) and told.get(n)]:
-        yield f"these layers drop nothing, whatever {' and '.join(dropped)} of the configuration says"
+    if dropped := [n for n in _idle(family) if n.endswith(("dropout", "drop")) and told.get(n)]:
+        yield f"these layers do not apply {' and '.join(dropped)} of the configuration"
     if none := [n for n in ("num_experts", "num_local_experts", "n_routed_experts") if values.get(n) == 0]:
         yield f"{none[0]} is 0, so all layers are dense"
     if more := next((values[n] for n in PREDICTING if isinstance(values.get(n), int) and values[n] > 0), 0):
@@ -308,17 +306,10 @@ def _idle(family: str) -> list[str]:
     return list(class_defaults()["without_effect"].get(family, ()))
 
 
-@cache
-def class_defaults() -> dict[str, Any]:
-    """Sizes that the classes of transformers have where a file omits them, by family, with their source."""
-    found: dict[str, Any] = json.loads((Path(__file__).parent / "defaults.json").read_text(encoding="utf-8"))
-    return found
-
-
 def _hyperparameters(found: Configuration) -> dict[str, Any]:
     """What may be set: of training, and the plain fields of the configuration that its family reads."""
     fields = found.fields()
-    own = asdict(ConfiguredTraining(length=_length(fields), dtype=_dtype(found)))
+    own = asdict(ConfiguredTraining(length=_length(found.family, fields), dtype=_dtype(found)))
     found.reads(fields, ConfiguredTraining(batch=1, length=1))
     plain = {
         n: v
@@ -339,8 +330,7 @@ def _built(found: Configuration, hparams: Mapping[str, Any]) -> Model:
     fields.finish(training.ignore.replace(" ", "").split(","))
     with fields.named():
         model = made.model(found.family, training) if isinstance(made, LanguageModel) else made
-    own = made.remarks if isinstance(made, LanguageModel) else ()
-    remarks = (*found.remarks, *own, *_omitted(found, fields, training.dtype))
+    remarks = (*found.remarks, *made.remarks, *_omitted(found, fields, training.dtype))
     given = {f.name: getattr(model, f.name) for f in fields_of(model)}
     return ConfiguredModel(**{**given, "hparams": hparams, "remarks": remarks}, found=found)
 
@@ -355,9 +345,12 @@ def _omitted(found: Configuration, fields: Fields, dtype: str) -> Iterator[str]:
         yield f"the file names no torch_dtype, so activations are {dtype}; --set dtype=NAME changes it"
 
 
-def _length(fields: Fields) -> int:
+def _length(family: str, fields: Fields) -> int:
     name = "max_position_embeddings"
     longest = fields.values.get(name, fields.sizes.get(name))
+    behind = families.FORMS[family][1].behind if family in families.FORMS else 0
+    if isinstance(behind, str) and isinstance(longest, int):
+        longest -= fields.count(behind, least=0) + 1
     return min(LENGTH, longest) if isinstance(longest, int) and longest > 0 else LENGTH
 
 

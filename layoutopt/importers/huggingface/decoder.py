@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +13,9 @@ from layoutopt.importers.huggingface.sharing import KeptTensors, LayerEmbedding,
 from layoutopt.importers.huggingface.training import ConfiguredTraining
 from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.dims import Dim
-from mesh_tf_core.ir.initializers import ZEROS, Initializer, Normal
+from mesh_tf_core.ir.initializers import ZEROS, Constant, Initializer, Normal
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.layers.base import project
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.scan import scan
 
@@ -30,6 +32,7 @@ class LayerKind:
     Attributes:
       kept, added: factors of a block's input and of its result where they are added, of both blocks.
       bare: attention has no norm before it.
+      cross: attention to the memory, between them.
     """
 
     mixer: LayerBlock | None
@@ -37,15 +40,25 @@ class LayerKind:
     kept: tuple[float, float] = (1.0, 1.0)
     added: tuple[float, float] = (1.0, 1.0)
     bare: bool = False
+    cross: LayerBlock | None = None
 
     def within(self, length: int) -> LayerKind:
         """The layer for texts of this length."""
         return replace(self, mixer=within(self.mixer, length))
 
+    @property
+    def blocks(self) -> Iterator[tuple[str, LayerBlock, float, float]]:
+        """Their names, and factors of their inputs and results."""
+        every = (self.mixer, self.cross, self.feed_forward)
+        for name, block in zip(("attention", "cross_attention", "feed_forward"), every, strict=True):
+            if block is not None:
+                last = block is self.feed_forward
+                yield name, block, self.kept[last], self.added[last]
 
-PLACES = ("before", "after", "both", "parallel", "beside", "carried")
+
+PLACES = ("before", "after", "both", "parallel", "beside", "carried", "summed")
 """Where norms stand: before blocks; after them; on both sides; one before two parallel blocks, or one before
-each of them; before, where results are added to what is normalised (MiniMax)."""
+each of them; before, where results are added to what is normalised (MiniMax); behind the sums (BERT)."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +66,21 @@ class LanguageModel:
     """A language model.
 
     Attributes:
-      norm: of blocks; place: where it stands (`PLACES`).
+      norm: of blocks; place: where it stands (`PLACES`); final: there is one behind the last layer.
       tied, head_bias: of the projection to the vocabulary.
       times, logits: factors of embeddings and of the vocabulary's logits; final_cap: their bound (0: none).
       stddev: of initial weights.
-      masked: "", or the activation of a transformation before the logits of a model of masked tokens;
-        its embeddings are normalised, and targets below 0 do not count (ModernBERT). mask_bias: of that.
+      masked: "", or the activation of a transformation before the logits of a model of masked tokens, where
+        targets below 0 do not count. mask_bias: of that.
       remarks: where the model is not what its family publishes, in words.
       own: an embedding of every layer; None: there is none.
+      positions, segments: what is added to embeddings: of positions, and of so many kinds of segments.
+      normed: embeddings are normalised. small: their size, from which they are mapped to d_model; 0: that.
+      rates: of dropout, of embeddings and of blocks' results.
+      relative: biases of attention that all layers share. repeated: all layers are one (ALBERT).
+      encoder: of the text that the decoder attends to; side: begins the names of its loops over layers.
+      speech: what comes before an encoder's layers in place of an embedding.
+      scaled: blocks' results are multiplied by learned scales, at first this; 0: they are not (DINOv2).
     """
 
     layers: tuple[LayerKind, ...]
@@ -78,6 +98,23 @@ class LanguageModel:
     masked: str = ""
     mask_bias: bool = False
     own: LayerEmbedding | None = None
+    positions: nn.LearnedPositions | nn.Sinusoids | None = None
+    segments: int = 0
+    normed: bool = False
+    small: int = 0
+    rates: tuple[float, float] = (0.0, 0.0)
+    relative: nn.RelativeBias | None = None
+    repeated: bool = False
+    final: bool = True
+    encoder: LanguageModel | None = None
+    side: str = ""
+    speech: Callable[..., Tensor] | None = None
+    scaled: float = 0.0
+
+    @property
+    def width(self) -> Dim:
+        """The dimension of what layers see."""
+        return Dim("d_model", self.d_model)
 
     @property
     def mixtures(self) -> int:
@@ -85,31 +122,35 @@ class LanguageModel:
         return sum(isinstance(layer.feed_forward, Mixture) for layer in self.layers)
 
     def model(self, name: str, training: ConfiguredTraining) -> Model:
-        """The model; its batches are `tokens` and `targets` [batch, length]."""
+        """The model; its batches are `tokens` and `targets`, with an encoder `text` too, and with several
+        kinds of segments `segments` [batch, length]."""
         g = training.graph(name)
         text = [Dim("batch", training.batch), Dim("length", training.length)]
         tokens, targets = g.input("tokens", text), g.input("targets", text)
         vocab = Dim("vocab", self.vocab)
-        embedding = nn.Embedding(vocab, Dim("d_model", self.d_model), training.dtype)
+        width = Dim("d_small", self.small) if self.small else self.width
+        embedding = nn.Embedding(vocab, width, training.dtype)
+        memory = None
         with g.initialized(initial(self.stddev)):
             table = embedding.table(g)
-            x = embedding(table, tokens)
-            x = x if self.times == 1 else x * self.times
-            x = self.norm(x, "embedding_norm") if self.masked else x
-            carry: tuple[Tensor, ...] = (
-                (x, mtf.reduce_sum(targets.cast("float32") * 0.0)) if training.balance else (x,)
-            )
-            first, seen = 0, self.seen(training.length)
-            kept: KeptTensors = {"own": self.own.given(tokens, x)} if self.own else {}
-            for number, (period, count) in enumerate(runs(seen)):
-                end = first + count * len(period)
-                carry = self._stack(carry, period, count, number, first, kept, needed(period, seen[end:]))
-                first = end
-            x, *unbalance = carry
-            x = self.norm(x, "final_norm")
+            if self.encoder is not None:
+                with g.scope("encoder"):
+                    if self.encoder.speech is None:
+                        x = self.encoder.embedded(embedding, table, g.input("text", text))
+                    else:
+                        x = self.encoder.placed(self.encoder.speech(g, text[0], self.width, training.dtype))
+                    (memory,) = self.encoder.hidden((x,), {})
+            with g.scope("decoder") if memory is not None else nullcontext():
+                kind = g.input("segments", text) if self.segments > 1 else None
+                x = self.embedded(embedding, table, tokens, kind)
+                kept: KeptTensors = {"own": self.own.given(tokens, x)} if self.own else {}
+                loss = (mtf.reduce_sum(targets.cast("float32") * 0.0),) if training.balance else ()
+                x, *unbalance = self.hidden((x, *loss), kept, memory)
             if self.masked:
-                made = nn.Dense((x.dim("d_model"),), ("d_hidden",), self.mask_bias, self.masked, "transform")
-                x = self.norm(made(mtf.rename(x, d_model="d_hidden")), "transform_norm")
+                made = nn.Dense((width,), ("d_hidden",), self.mask_bias, self.masked, "transform")
+                x = self.norm(made(mtf.rename(x, d_model="d_hidden")), "transform_norm", width.name)
+            if self.small:
+                embedding = replace(embedding, d_model=width if self.masked else self.width)
             logits = embedding.logits(x, table if self.tied else None)
             if self.head_bias:
                 with g.scope("output"):
@@ -129,6 +170,52 @@ class LanguageModel:
         metrics = {"cross_entropy": entropy, "unbalance": mean}
         return training.model(entropy + mean * training.balance, name, text, metrics)
 
+    def embedded(
+        self, embedding: nn.Embedding, table: Tensor, tokens: Tensor, kind: Tensor | None = None
+    ) -> Tensor:
+        """[batch, length] -> [batch, length, d_model]."""
+        g, width = tokens.graph, embedding.d_model
+        x = embedding(table, tokens)
+        x = x if self.times == 1 else x * self.times
+        if self.segments:
+            kinds = Dim("segment_kinds", self.segments)
+            with g.scope("embedding"):
+                of = g.variable("segments", [kinds, width], Normal(0.02), activation_dtype=x.dtype)
+            x = x + (mtf.reduce_sum(of, kinds) if kind is None else mtf.gather(of, kind, kinds))
+        x = self.placed(x, width)
+        if not self.small:
+            return x
+        with g.scope("embedding"):
+            return project(x, "map", [width], [self.width], True)
+
+    def placed(self, x: Tensor, width: Dim | None = None) -> Tensor:
+        """Embeddings with their positions, norm and dropout."""
+        width = width or self.width
+        x = x if self.positions is None else replace(self.positions, d_model=width.name)(x)
+        return mtf.dropout(self.norm(x, "embedding_norm", width.name) if self.normed else x, self.rates[0])
+
+    def hidden(
+        self, carry: tuple[Tensor, ...], kept: KeptTensors, memory: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """The layers' result of embeddings [batch, length, d_model], and of the routers' loss behind them;
+        `memory`: of an encoder."""
+        x = carry[0]
+        if memory is not None:
+            kept["memory"] = (mtf.rename(memory, length="memory_length"),)
+        if self.relative is not None:
+            length = x.dim("length")
+            keys = mtf.mtf_range(x.graph, Dim("memory_length", length.size))
+            mixer: Any = self.layers[0].mixer
+            distance = keys - mtf.mtf_range(x.graph, length)
+            kept["relative"] = (self.relative(distance, mixer.head_dims, x.dtype),)
+        first, seen = 0, self.seen(x.dim("length").size)
+        for number, (period, count) in enumerate(runs(seen)):
+            end = first + count * len(period)
+            with x.graph.sharing() if self.repeated else nullcontext():
+                carry = self._stack(carry, period, count, number, first, kept, needed(period, seen[end:]))
+            first = end
+        return (self.norm(carry[0], "final_norm"), *carry[1:]) if self.final else carry
+
     def seen(self, length: int) -> tuple[LayerKind, ...]:
         """The layers for texts of this length."""
         return tuple(layer.within(length) for layer in self.layers)
@@ -147,7 +234,8 @@ class LanguageModel:
         what other loops read, which it puts into `kept`."""
         g, name = carry[0].graph, "layers" if not number else f"layers_{number}"
         deep = any(isinstance(layer.mixer, nn.LightningAttention) for layer in period)
-        turns = mtf.mtf_range(g, Dim(name, count))
+        loop = Dim(self.side + name, count)
+        turns = mtf.mtf_range(g, loop)
 
         names: list[str] = []
 
@@ -164,11 +252,11 @@ class LanguageModel:
             return (carry, [t for n in later for t in inside[n]]) if later else carry
 
         with g.scope(name):
-            made = scan(body, carry, Dim(name, count), [turns] if deep else [])
+            made = scan(body, carry, loop, [turns] if deep else [])
         carry, every = made if later else (made, ())
         kept.update(dict.fromkeys(later, ()))
         for n, stacked in zip(names, every, strict=False):
-            kept[n] = (*kept[n], of_last(stacked, Dim(name, count)))
+            kept[n] = (*kept[n], of_last(stacked, loop))
         return carry
 
     def _layer(
@@ -176,29 +264,34 @@ class LanguageModel:
     ) -> tuple[Tensor, ...]:
         x, *losses = carry
         entered = x
-        for block, kept, added in zip(
-            (layer.mixer, layer.feed_forward), layer.kept, layer.added, strict=True
-        ):
-            if block is None:
-                continue
-            name = "feed_forward" if block is layer.feed_forward else "attention"
+        for name, block, kept, added in layer.blocks:
             first = block is layer.mixer or layer.mixer is None
             if self.place == "parallel":
                 y = entered = self.norm(x, "attention_norm") if first else entered
             else:
-                bare = self.place == "after" or (layer.bare and first)
+                bare = self.place in ("after", "summed") or (layer.bare and first)
                 seen = entered if self.place == "beside" else x
                 y = seen if bare else self.norm(seen, f"{name}_norm")
             x = y if self.place == "carried" else x
             deep = isinstance(block, nn.LightningAttention)
             ready: Any = block
             ready = replace(ready, store=store) if hasattr(block, "store") else block
-            found = ready(y, *(depth if deep else [x] if getattr(block, "raw", False) else []))
+            if block is layer.cross:
+                found = ready(y, *store["memory"])
+            elif block is layer.mixer and "relative" in store:
+                found = ready(y, bias=store["relative"][0])
+            else:
+                found = ready(y, *(depth if deep else [x] if getattr(block, "raw", False) else []))
             y, *more = found if isinstance(found, tuple) else (found,)
             losses = [before + loss for before, loss in zip(losses, more, strict=False)] if more else losses
             if self.place in ("after", "both"):
                 y = self.norm(y, f"{name}_after_norm")
-            x = (x if kept == 1 else x * kept) + (y if added == 1 else y * added)
+            if self.scaled:
+                begin = Constant(self.scaled)
+                y = y * x.graph.variable(f"{name}_scale", [self.width], begin, activation_dtype=x.dtype)
+            y = mtf.dropout(y if added == 1 else y * added, self.rates[1])
+            x = (x if kept == 1 else x * kept) + y
+            x = self.norm(x, f"{name}_norm") if self.place == "summed" else x
         return (x if self.own is None else x + self.own(x, *store["own"])), *losses
 
 

@@ -22,8 +22,12 @@ _ROWS = json.loads((Path(__file__).parent / "families.json").read_text(encoding=
 def _form(said: Mapping[str, Any]) -> Form:
     """The form of a row, of the row that it is `like` with changes; a pattern is the name of a function of
     `patterns`, or arguments of `alternating`."""
-    said = {**_ROWS.get(said.get("like"), {}), **said}
+    said = _whole(said)
     parts: dict[str, Any] = {n: v for n, v in said.items() if n not in ("architecture", "like")}
+    if encoder := parts.pop("encoder", None):
+        parts["encoder"] = _form({**said, "encoder": None, "side": "encoder_", **encoder})
+        parts["side"] = "decoder_"
+    parts["cases"] = [(wanted, _form({**said, "cases": [], **new})) for wanted, new in said.get("cases", ())]
     for name, made in (("heads", Heads), ("mixture", Experts)):
         if said.get(name) is not None:
             parts[name] = made(**said[name])
@@ -31,6 +35,11 @@ def _form(said: Mapping[str, Any]) -> Form:
         named = isinstance(pattern, str)
         parts["pattern"] = getattr(patterns, pattern) if named else patterns.alternating(**pattern)
     return Form(**parts)
+
+
+def _whole(said: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row with what it takes from the one that it is `like`."""
+    return {**_whole(_ROWS[said["like"]]), **said} if "like" in said else said
 
 
 FORMS: dict[str, tuple[str, Form]] = {name: (row["architecture"], _form(row)) for name, row in _ROWS.items()}

@@ -7,6 +7,8 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ class Fields:
       known: those that its class reads; others are as if missing, and errors if they say anything, except the
         `idle`, which change nothing. Empty: all.
       asked: names of the fields that were read, and their values; counted: those that are sizes.
-      parts: fields inside fields, by name.
+      parts: fields inside fields, by name. names: that some are read by -> their own.
     """
 
     def __init__(
@@ -45,14 +47,26 @@ class Fields:
         self.source, self.sizes, self.known, self.idle = source, sizes, known, idle
         self.values = {n: v for n, v in values.items() if not known or n in known}
         self.others = {n: v for n, v in values.items() if n not in self.values and n not in idle}
+        self.names: Mapping[str, str] = {}
         self.asked: dict[str, Any] = {}
         self.counted: set[str] = set()
         self.parts: dict[str, Fields] = {}
 
     def wrong(self, name: str, what: str) -> UserError:
         """The error for an unsupported value of a field."""
-        found = self.values.get(name, self.sizes.get(name))
+        found = self.values.get(name := self._own(name), self.sizes.get(name))
         return UserError(f"{self.source}: {name} is {str(found)[:60]!r}; {what}")
+
+    def under(self, names: Mapping[str, str]) -> Fields:
+        """The same fields, some read by other names (the keys) than they have."""
+        other = copy(self)
+        other.names = names
+        return other
+
+    def _own(self, name: str) -> str:
+        """The name that a field has."""
+        own = self.names.get(name, name)
+        return own if own in self.values or own in self.sizes else name
 
     @contextmanager
     def named(self) -> Iterator[None]:
@@ -69,7 +83,7 @@ class Fields:
 
     def raw(self, name: str, default: Any = None) -> Any:
         """The field unchanged; a missing one is its class's; null counts as missing."""
-        found = self.values.get(name, self.sizes.get(name))
+        found = self.values.get(name := self._own(name), self.sizes.get(name))
         found = default if found is None else found
         self.asked[name] = found
         return found
@@ -81,7 +95,7 @@ class Fields:
 
     def has(self, name: str) -> bool:
         """True if there is such a field that is not null, in the file or else in its class."""
-        return self.values.get(name, self.sizes.get(name)) is not None
+        return self.values.get(name := self._own(name), self.sizes.get(name)) is not None
 
     def first(self, *names: str) -> str:
         """The name of the first field that the file has, or else its class; else the first name."""
@@ -99,7 +113,7 @@ class Fields:
         so many layers is one."""
         if default is None and not self.has(name):
             raise UserError(f"{self.source} has no field {name!r}; add the field with a whole number")
-        self.counted.add(name)
+        self.counted.add(self._own(name))
         found = self.raw(name, default)
         if isinstance(found, list) and layers == found.count(found[0] if found else None) == len(found) > 0:
             found = found[0]
@@ -162,11 +176,11 @@ class Fields:
                 f"only {said} is supported; to use another value, write the model with mesh_tf_core.layers",
             )
 
-    def part(self, name: str, values: Any) -> Fields:
-        """The fields inside a field."""
+    def part(self, name: str, values: Any, sizes: Mapping[str, int] = NOTHING) -> Fields:
+        """The fields inside a field; `sizes`: of its class."""
         if not isinstance(values, Mapping):
             raise UserError(f"{self.source}: {name} is {str(values)[:60]!r}; give an object")
-        return self.parts.setdefault(name, Fields(values, f"{self.source}: {name}", idle=self.idle))
+        return self.parts.setdefault(name, Fields(values, f"{self.source}: {name}", sizes, idle=self.idle))
 
     def finish(self, ignored: Sequence[str] = ()) -> None:
         """UserError for fields that no reader used, here or inside others, unless they are off (null, false,
@@ -183,6 +197,13 @@ class Fields:
             )
         for part in self.parts.values():
             part.finish(ignored)
+
+
+@cache
+def class_defaults() -> dict[str, Any]:
+    """Sizes that the classes of transformers have where a file omits them, by family, with their source."""
+    found: dict[str, Any] = json.loads((Path(__file__).parent / "defaults.json").read_text(encoding="utf-8"))
+    return found
 
 
 def read(path: Path, shown: str) -> dict[str, Any]:

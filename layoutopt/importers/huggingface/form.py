@@ -11,12 +11,15 @@ from layoutopt.importers.huggingface import mixers
 from layoutopt.importers.huggingface.decoder import LanguageModel, LayerBlock, LayerKind
 from layoutopt.importers.huggingface.fields import Fields
 from layoutopt.importers.huggingface.forms import BesideExperts, Mlp, Norm, SelfAttention
+from layoutopt.importers.huggingface.media import READERS, Speech
 from layoutopt.importers.huggingface.mixers import FULL, LINEAR, SLIDING, Heads
 from layoutopt.importers.huggingface.mixtures import Experts
 from layoutopt.importers.huggingface.patterns import LayerPattern, chunked, unturned
 from layoutopt.importers.huggingface.sharing import LayerEmbedding, share_keys, share_masks
 from layoutopt.importers.huggingface.training import ConfiguredTraining
+from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.model import Model
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -42,6 +45,7 @@ EPSILONS = (
     "norm_epsilon",
 )
 HIDDEN = ("hidden_activation", "mlp_hidden_act", "hidden_act")
+ROOTED = ("mup_enabled", "scale_embedding")
 LLAMA = Heads()
 
 
@@ -63,13 +67,28 @@ class Form:
       dense: the field of the hidden size of feed-forward blocks.
       head_bias: of the logits; a name is a field.
       times, logits, added: fields of factors of embeddings, logits and results of blocks; "root": the root of
-        the width, and "mup_enabled" where that field is true; after "/", the field of a divisor.
+        the width, and a field of `ROOTED` where it is true; after "/", the field of a divisor; "tied": one
+        over the root of the width, where the output's weights are the embeddings'.
       factors: blocks' inputs and results have factors by kind of layer (MiniMax).
       remarks: where the model is not what its family publishes, in words.
       only: fields that may have no other values.
-      masked: as of `LanguageModel`.
+      masked: as of `LanguageModel`: "classifier" has an activation and a bias by fields of that name,
+        "hidden" those of the layers.
       own: the field of the size of an embedding of every layer; shared: that of how many last layers read
         keys and values of earlier ones.
+      positions: "learned", "sinusoids" in tensor2tensor's form, those "of whole widths" in that of Vaswani et
+        al.; behind: how many of the first ones no text uses, or the field of the number of the last.
+      segments: the field of the number of kinds; small: that of the size of embeddings.
+      normed, repeated, final: as of `LanguageModel`.
+      dropout: fields of the rates of embeddings, and of blocks' results.
+      wide: the size of a feed-forward block over the model's, where a file omits it.
+      relative: biases of attention: fields of the number of buckets, and of the largest distance or itself.
+      names: field that is read -> its name in the file.
+      cases: [[fields with values, other parts of a family that has these], ...].
+      encoder: the form of the encoder that a decoder attends to; None: there is none.
+      speech: fields of the bins of its spectra and of their number; (): it reads text.
+      reads: what makes the model (`READERS`); "": `LanguageModel`.
+      scaled: the field of `LanguageModel.scaled`. tied: the output's weights always are the embeddings'.
     """
 
     norm: Mapping[str, bool | str] = field(default_factory=dict)
@@ -92,14 +111,43 @@ class Form:
     factors: bool = False
     remarks: Sequence[str] = ()
     only: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    masked: bool = False
+    masked: str = ""
     own: str = ""
     shared: str = ""
+    positions: str = ""
+    behind: int | str = 0
+    segments: str = ""
+    small: str = ""
+    normed: bool | str = False
+    repeated: bool = False
+    final: bool | str = True
+    dropout: Sequence[str] = ()
+    wide: int = 0
+    relative: Sequence[Any] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+    cases: Sequence[tuple[Mapping[str, Any], Form]] = ()
+    encoder: Form | None = None
+    side: str = ""
+    speech: Sequence[str] = ()
+    reads: str = ""
+    scaled: str = ""
+    tied: bool = False
 
-    def read(self, fields: Fields, training: ConfiguredTraining) -> LanguageModel:
+    def read(self, fields: Fields, training: ConfiguredTraining) -> LanguageModel | Model:
         """The model of a configuration."""
+        made = READERS.get(self.reads)
+        return (
+            self.stack(fields, training) if made is None else made(self.reads, self.stack, fields, training)
+        )
+
+    def stack(self, fields: Fields, training: ConfiguredTraining) -> LanguageModel:
+        """The layers of a configuration, and what is around them in a language model."""
+        for wanted, other in self.cases:
+            if all(fields.raw(n) == v for n, v in wanted.items()):
+                return other.stack(fields, training)
+        asked, fields = fields, fields.under(self.names) if self.names else fields
         for name, values in self.only.items():
-            fields.only(name, *values)
+            fields.only(name, *(fields.raw(v[1:]) if str(v)[:1] == "=" else v for v in values))
         kinds = self._kinds(fields)
         told = {n: fields.flag(v) if isinstance(v, str) else v for n, v in self.norm.items()}
         norm = Norm(fields.number(fields.first(*EPSILONS), 1e-6), **told)
@@ -128,15 +176,25 @@ class Form:
 
         shared = self._sharing(fields, [reader.mixer(kind) for kind in kinds], kinds)
         layers = tuple(
-            LayerKind(mixer, block(kind, i), *self._factors(fields, kind, added))
+            LayerKind(mixer, block(kind, i), *self._factors(fields, kind, added), cross=self._cross(mixer))
             for i, (kind, mixer) in enumerate(zip(kinds, shared, strict=True))
         )
         width = fields.count("hidden_size")
-        rooted = self.times == "root" or (self.times == "mup_enabled" and fields.flag(self.times))
-        if self.masked:
+        bins, frames = map(fields.count, self.speech) if self.speech else (0, 0)
+        speech = Speech(bins, frames, act) if bins else None
+        rates = [fields.number(n) if n else 0.0 for n in self.dropout or [""]]
+        rooted = self.times == "root" or (self.times in ROOTED and fields.flag(self.times))
+        tied = fields.flag("tie_word_embeddings")
+        if self.logits == "tied":
+            logits = width**-0.5 if fields.flag("scale_decoder_outputs", tied) else 1.0
+        else:
+            divided = "/" in self.logits
+            logits = 1 / fields.positive(self.logits[1:], 1.0) if divided else fields.factor(self.logits)
+        ends = (act, True) if self.masked else ("", False)
+        if self.masked == "classifier":
             layers = (replace(layers[0], bare=True), *layers[1:])
-        head = ACTIVATIONS[fields.text("classifier_activation", "gelu", ACTIVATIONS)]
-        ends = head, fields.flag("classifier_bias")
+            head = ACTIVATIONS[fields.text("classifier_activation", "gelu", ACTIVATIONS)]
+            ends = head, fields.flag("classifier_bias")
         if self.varied:
             blocks = fields.listed("block_configs")
             if len(blocks) != len(layers):
@@ -144,20 +202,60 @@ class Form:
             layers = tuple(map(partial(varied, fields, width), layers, blocks))
         return LanguageModel(
             layers,
-            fields.count("vocab_size"),
+            fields.count("vocab_size", 1 if self.reads else None),
             width,
             norm,
-            fields.flag("tie_word_embeddings"),
+            tied or self.tied,
             fields.number("initializer_range", 0.02),
             self.place,
             fields.flag(self.head_bias) if isinstance(self.head_bias, str) else self.head_bias,
             fields.number("final_logit_softcapping"),
-            width**0.5 if rooted else 1.0 if self.times == "mup_enabled" else fields.factor(self.times),
-            1 / fields.positive(self.logits[1:], 1.0) if "/" in self.logits else fields.factor(self.logits),
+            width**0.5 if rooted else 1.0 if self.times in ROOTED else fields.factor(self.times),
+            logits,
             tuple(self.remarks),
-            *(ends if self.masked else ("", False)),
+            *ends,
             self._own(fields, act, norm),
+            self._positions(fields),
+            fields.count(self.segments, 0, least=0) if self.segments else 0,
+            fields.flag(self.normed) if isinstance(self.normed, str) else self.normed,
+            0 if not self.small or (small := fields.count(self.small, width)) == width else small,
+            (rates[0], rates[-1]),
+            self._relative(fields),
+            self.repeated,
+            fields.flag(self.final, True) if isinstance(self.final, str) else self.final,
+            self.encoder.stack(asked, training) if self.encoder else None,
+            self.side,
+            speech,
+            fields.number(self.scaled) if self.scaled else 0.0,
         )
+
+    def _positions(self, fields: Fields) -> nn.LearnedPositions | nn.Sinusoids | None:
+        """What is added to embeddings."""
+        if self.positions.startswith("sinusoids") and isinstance(self.behind, int):
+            half = fields.count("hidden_size") // 2
+            base = 10000.0 ** ((half - 1) / half) if self.positions == "sinusoids of whole widths" else 1e4
+            return nn.Sinusoids(base, first=self.behind)
+        if not self.positions:
+            return None
+        count, first = fields.count("max_position_embeddings"), self.behind
+        if isinstance(first, str):  # positions of texts begin behind that of what fills them up
+            first = fields.count(first, least=0) + 1
+            return nn.LearnedPositions(count, first=first)
+        return nn.LearnedPositions(count + first, first=first)
+
+    def _relative(self, fields: Fields) -> nn.RelativeBias | None:
+        """The biases that layers share."""
+        if not self.relative:
+            return None
+        buckets, far = self.relative
+        most = fields.count(far) if isinstance(far, str) else far
+        return nn.RelativeBias(fields.count(buckets), most, bidirectional=not self.heads.causal)
+
+    def _cross(self, mixer: Any) -> SelfAttention | None:
+        """The attention to the encoder's text."""
+        if self.encoder is None:
+            return None
+        return replace(mixer, causal=False, rotary=None, window=0, name="cross_attention")
 
     def _own(self, fields: Fields, act: str, norm: Norm) -> LayerEmbedding | None:
         """The embedding of every layer."""
@@ -208,7 +306,8 @@ class Form:
     def _mlp(self, fields: Fields, act: str, unused: bool) -> Mlp:
         biased = self.mlp_bias
         bias = fields.flag(biased) if isinstance(biased, str) and biased else bool(biased)
-        size = 1 if unused and not fields.has(self.dense) else fields.count(self.dense)
+        width = self.wide * fields.count("hidden_size") if self.wide else None
+        size = 1 if unused and not fields.has(self.dense) else fields.count(self.dense, width)
         if fields.flag("block_auto_adjust_ff_dim"):  # of LFM2
             each = fields.count("block_multiple_of", 256)
             size = int(fields.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
+import numpy as np
+
 import mesh_tf_core as mtf
 from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.dims import Dim
@@ -15,6 +17,7 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import activation, project
 from mesh_tf_core.layers.recurrent import short_conv, unit_rms
 from mesh_tf_core.layers.routing import Router
+from mesh_tf_core.ops.filled import constant
 from mesh_tf_core.ops.softmax import masked
 
 
@@ -45,7 +48,8 @@ class Norm:
             if self.bias:
                 bias = g.variable("bias", own, ZEROS, activation_dtype=x.dtype)
             if self.center:
-                return mtf.layer_norm(x, own[0], scale, bias, self.epsilon)
+                with g.in_call(g.path("layer_norm")):
+                    return mtf.layer_norm(x, own[0], scale, bias, self.epsilon)
             if len(own) == 1:
                 return mtf.rms_norm(x, own[0], scale, self.epsilon)
             y = unit_rms(x, own, self.epsilon)
@@ -65,6 +69,8 @@ class SelfAttention(nn.Attention):
       clipped: the bound of queries, keys and values; 0: none.
       times: factors of keys and values.
       tuned: queries are scaled by 1 + b log(1 + floor((position + c) / a)), (a, b, c) (Llama 4); (): not.
+      slopes: the factor of biases that grow with a key's position, in each head at another rate (Press et al.
+        2022, "ALiBi"; the softmax does not see what all keys of a query have in common); 0: none.
     """
 
     norm: Norm | None = None
@@ -77,7 +83,20 @@ class SelfAttention(nn.Attention):
     clipped: float = 0.0
     times: tuple[float, float] = (1.0, 1.0)
     tuned: tuple[float, ...] = ()
+    slopes: float = 0.0
     biased: ClassVar[bool] = True
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, *seen: Any) -> Tensor:
+        """Attends with the biases of positions."""
+        if not self.slopes:
+            return super().attended(q, k, v, x, *seen)
+        mask, _, *others = seen
+        count = 2 ** math.floor(math.log2(self.heads.size))
+        rates = [2 ** (-8 * (i + 1) / count) for i in range(count)]
+        rates += [2 ** (-8 * (i + 0.5) / count) for i in range(self.heads.size - count)]
+        slopes = constant(x.graph, np.array(rates, np.float32) * self.slopes, [self.heads])
+        bias = mtf.mtf_range(x.graph, k.dim(self.memory_length)).cast("float32") * slopes
+        return super().attended(q, k, v, x, mask, bias.cast(x.dtype), *others)
 
     @property
     def fused(self) -> bool:
@@ -90,8 +109,11 @@ class SelfAttention(nn.Attention):
 
     def projections(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of x, keys and values of the memory."""
-        d, biased = x.dim(self.d_model), self.biases != "none"
-        q, k = self.queries(x), project(memory, "k", [d], [*self.kv_dims, self.d_kv], biased)
+        d, biased = x.dim(self.d_model), self.biases not in ("none", "o")
+        q, k = (
+            self.queries(x),
+            project(memory, "k", [d], [*self.kv_dims, self.d_kv], biased and self.biases != "qvo"),
+        )
         v = k if self.shared_kv else project(memory, "v", [d], [*self.kv_dims, self.value_dim], biased)
         if self.clipped:
             k, v = (mtf.clip(t, -self.clipped, self.clipped) for t in (k, v))

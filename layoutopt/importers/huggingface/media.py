@@ -1,169 +1,151 @@
-"""Models of two media: images beside their texts (SigLIP), and the texts of speech (Whisper)."""
+"""Models of images, of images beside texts, and of speech, whose layers are those of a `Form`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mesh_tf_core as mtf
-from layoutopt.importers.huggingface.decoder import initial
-from layoutopt.importers.huggingface.fields import Fields
-from layoutopt.importers.huggingface.form import ACTIVATIONS
+from layoutopt.importers.huggingface.decoder import LanguageModel, initial
+from layoutopt.importers.huggingface.fields import Fields, class_defaults
 from layoutopt.importers.huggingface.training import ConfiguredTraining
 from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.dims import Dim
-from mesh_tf_core.ir.initializers import Constant, Normal
+from mesh_tf_core.ir.initializers import ZEROS, Constant, Normal
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.model import Model
-from mesh_tf_core.tracing.scan import scan
+from mesh_tf_core.tracing.graph import Graph
+
+Stack = Callable[[Fields, ConfiguredTraining], LanguageModel]
+"""Reads layers."""
 
 
-def siglip(fields: Fields, training: ConfiguredTraining) -> Model:
-    """SiglipModel (Zhai et al. 2023): inputs `image` [batch, height, width, colours] and `text` [batch,
-    length]; every pair of an image and a text is a choice of its own between yes and no."""
-    fields.raw("initializer_factor")
-    seen, said = (fields.part(n, fields.raw(n, {})) for n in ("vision_config", "text_config"))
-    seen.only("vision_use_head", True)
-    for part in (seen, said):
-        part.raw("output_attentions")
-    g, b = training.graph("siglip"), Dim("batch", training.batch)
-    size, patch = seen.count("image_size", 224), seen.count("patch_size", 16)
-    sides = [Dim("height", size), Dim("width", size), Dim("colours", seen.count("num_channels", 3))]
-    image = g.input("image", [b, *sides], "float32").cast(training.dtype)
-    positions = said.count("max_position_embeddings", 64)
-    text = g.input("text", [b, Dim("length", min(training.length, positions))])
-    with g.scope("image"):
-        tower = _Tower(seen, training)
-        x = nn.ImageTokens(patch, tower.width, whole=False)(image)
-        pictures = _unit(tower.pooled(tower.stack(x, "image_layers")))
-    with g.scope("text"):
-        tower = _Tower(said, training)
-        embedding = nn.Embedding(Dim("vocab", said.count("vocab_size", 32000)), tower.width, training.dtype)
-        x = tower.stack(nn.LearnedPositions(positions)(embedding(embedding.table(g), text)), "text_layers")
-        last = mtf.equal(mtf.mtf_range(g, text.dim("length")), text.dim("length").size - 1).cast(x.dtype)
-        joint = Dim("d_joint", said.count("projection_size", tower.width.size))
-        y = nn.Dense((joint,), ("d_model",), True, name="head")(mtf.einsum([x, last], [b, tower.width]))
-        words = mtf.rename(_unit(mtf.rename(y, d_joint="d_model")), batch="texts")
-    scale, offset = (
-        g.variable(n, [], Constant(v), activation_dtype="float32")
-        for n, v in (("logit_scale", 2.303), ("logit_bias", -10.0))
-    )
-    logits = mtf.einsum([pictures, words], [b, words.dim("texts")]) * mtf.exp(scale) + offset
-    paired = mtf.equal(mtf.mtf_range(g, b), mtf.rename(mtf.mtf_range(g, b), batch="texts")).cast("float32")
-    loss = mtf.reduce_sum(mtf.softplus(logits * (1.0 - paired * 2.0))) * (1.0 / training.batch)
-    return training.model(loss, "siglip")
+@dataclass(frozen=True)
+class Speech:
+    """The first part of an encoder of speech: two convolutions over spectra, every second position of which
+    goes on."""
 
+    bins: int
+    frames: int
+    activation: str
 
-class _Tower:
-    """A stack of layers with norms before their blocks, and biases."""
-
-    def __init__(self, fields: Fields, training: ConfiguredTraining) -> None:
-        width, heads = fields.count("hidden_size", 768), fields.count("num_attention_heads", 12)
-        if width % heads:
-            raise fields.wrong("hidden_size", f"give a multiple of num_attention_heads ({heads})")
-        self.width, self.layers = Dim("d_model", width), fields.count("num_hidden_layers", 12)
-        self.epsilon = fields.number("layer_norm_eps", 1e-6)
-        self.attention = nn.Attention(
-            Dim("heads", heads),
-            Dim("d_kv", width // heads),
-            dropout=fields.number("attention_dropout"),
-            biases="all",
-            attention=training.attention,
-        )
-        act = ACTIVATIONS[fields.text("hidden_act", "gelu_pytorch_tanh", ACTIVATIONS)]
-        self.block = nn.FeedForward(Dim("d_ff", fields.count("intermediate_size", 3072)), act, bias=True)
-
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        return nn.LayerNorm(bias=True, name=name, epsilon=self.epsilon)(x)
-
-    def stack(self, x: Tensor, name: str) -> Tensor:
-        layer = nn.EncoderLayer(self.attention, self.block, epsilon=self.epsilon)
-        return self.norm(scan(layer, x, Dim(name, self.layers)), "final_norm")
-
-    def pooled(self, x: Tensor) -> Tensor:
-        """[batch, length, d_model] -> [batch, d_model], by attention from one learned query."""
-        g, (b, _, d) = x.graph, x.shape.dims
-        one = Dim("length", 1)
-        with g.scope("pool"):
-            probe = mtf.broadcast(
-                g.variable("probe", [d], Normal(1.0), activation_dtype=x.dtype), [b, one, d]
+    def __call__(self, graph: Graph, batch: Dim, width: Dim, dtype: str) -> Tensor:
+        """The input `audio` [batch, 2 frames, mel_bins] as [batch, frames, d_model]."""
+        dims = [batch, Dim("length", 2 * self.frames), Dim("mel_bins", self.bins)]
+        x = graph.input("audio", dims, "float32").cast(dtype)
+        for name, inputs, stride in (("conv1", "mel_bins", 1), ("conv2", "", 2)):
+            form = nn.Conv(
+                width, ("length",), 3, stride, bias=True, even=True, activation=self.activation, name=name
             )
-            attention = replace(self.attention, dropout=0.0)
-            y = attention(probe, memory=mtf.rename(x, length="memory_length"))
-            y = y + self.block(self.norm(y, "norm"))
-        return mtf.reduce_sum(y, one)
+            x = replace(form, inputs=inputs)(x)
+        return x
+
+
+def _image(fields: Fields, training: ConfiguredTraining, graph: Graph, tokens: nn.ImageTokens) -> Tensor:
+    """The input `image` [batch, height, width, colours] as tokens."""
+    size, colours = fields.count("image_size"), Dim("colours", fields.count("num_channels"))
+    sides = [Dim("batch", training.batch), Dim("height", size), Dim("width", size), colours]
+    tokens = replace(tokens, patch=fields.count("patch_size"))
+    return tokens(graph.input("image", sides, "float32").cast(training.dtype))
+
+
+def classifier(name: str, stack: Stack, fields: Fields, training: ConfiguredTraining) -> Model:
+    """ViT (Dosovitskiy et al. 2021) and its kind with a map to classes: inputs `image` [batch, height, width,
+    colours] and `label` [batch]. Classes follow from the token of the whole image; in DINOv2 (Oquab et al.
+    2023) also from the mean of the others."""
+    named = fields.raw("id2label", {})
+    if not isinstance(named, dict):
+        raise fields.wrong("id2label", "give an object")
+    tower, g = stack(fields, training), training.graph(name)
+    label = g.input("label", [Dim("batch", training.batch)])
+    classes = Dim("classes", fields.count("num_labels", len(named) or 2))
+    with g.initialized(initial(tower.stddev)):
+        x = _image(fields, training, g, nn.ImageTokens(1, tower.width))
+        if name == "dinov2":  # the token of hidden squares, of which classification has none
+            x = x + g.variable("mask", [tower.width], ZEROS, activation_dtype=x.dtype) * 0.0
+        (x,) = tower.hidden((mtf.dropout(x, tower.rates[0]),), {})
+        y, inputs = mtf.reduce_first(x, "length"), ["d_model"]
+        if name == "dinov2":
+            count = x.dim("length").size
+            others = (mtf.reduce_sum(x, "length") - y) * (1 / (count - 1))
+            y, inputs = mtf.stack([y, others], "pooled"), ["pooled", "d_model"]
+        logits = nn.Dense((classes,), tuple(inputs), True, name="output")(y)
+    return training.model(mtf.reduce_mean(mtf.softmax_cross_entropy(logits, label, classes)), name)
+
+
+def pairs(name: str, stack: Stack, fields: Fields, training: ConfiguredTraining) -> Model:
+    """Images beside their texts: inputs `image` [batch, height, width, colours] and `text` [batch, length].
+    In CLIP (Radford et al. 2021) every image chooses its text and every text its image; in SigLIP (Zhai et
+    al. 2023) each pair is a choice of its own between yes and no. Texts have all their positions."""
+    seen, said = (
+        fields.part(n, fields.raw(n, {}), class_defaults()["parts"][f"{name}: {n}"])
+        for n in ("vision_config", "text_config")
+    )
+    seen.only("vision_use_head", True)
+    fields.raw("initializer_factor")
+    for part in (seen, said):
+        part.skip("output_attentions", "projection_dim", "initializer_factor")
+    g, b, clip = training.graph(name), Dim("batch", training.batch), name == "clip"
+    image, texts = (replace(stack(part, training), final=False) for part in (seen, said))
+    positions = said.count("max_position_embeddings")
+    text = g.input("text", [b, Dim("length", min(training.length, positions))])
+    joint = Dim("d_joint", fields.count("projection_dim") if clip else said.count("projection_size"))
+    with g.scope("image"):
+        x = _image(seen, training, g, nn.ImageTokens(1, image.width, not clip, clip))
+        x = image.norm(x, "embedding_norm") if clip else x
+        (x,) = replace(image, side="image_").hidden((x,), {})
+        if clip:
+            y = image.norm(mtf.reduce_first(x, "length"), "final_norm")
+            y = nn.Dense((joint,), ("d_model",), name="head")(y)
+        else:
+            y = mtf.rename(_pooled(image, image.norm(x, "final_norm")), d_model="d_joint")
+        pictures = _unit(y)
+    with g.scope("text"):
+        embedding = nn.Embedding(Dim("vocab", said.count("vocab_size")), texts.width, training.dtype)
+        x = nn.LearnedPositions(positions)(embedding(embedding.table(g), text))
+        texts = replace(texts, side="text_")
+        if clip:
+            mixer: Any = texts.layers[0].mixer
+            causal = replace(texts.layers[0], mixer=replace(mixer, causal=True))
+            texts = replace(texts, layers=(causal,) * len(texts.layers))
+        (x,) = texts.hidden((x,), {})
+        length = text.dim("length")
+        last = mtf.equal(mtf.mtf_range(g, length), length.size - 1).cast(x.dtype)
+        y = mtf.einsum([texts.norm(x, "final_norm"), last], [b, texts.width])
+        words = _unit(mtf.rename(nn.Dense((joint,), ("d_model",), not clip, name="head")(y), batch="texts"))
+    begin = {"logit_scale": 2.6592} if clip else {"logit_scale": 2.303, "logit_bias": -10.0}
+    scale, *offset = (g.variable(n, [], Constant(v), activation_dtype="float32") for n, v in begin.items())
+    logits = mtf.einsum([pictures, words], [b, words.dim("texts")]) * mtf.exp(scale)
+    if clip:
+        own = mtf.mtf_range(g, b)
+        chosen = [(logits, own, words.dim("texts")), (logits, mtf.rename(own, batch="texts"), b)]
+        losses = [mtf.reduce_mean(mtf.softmax_cross_entropy(*each)) for each in chosen]
+        return training.model((losses[0] + losses[1]) * 0.5, name)
+    paired = mtf.equal(mtf.mtf_range(g, b), mtf.rename(mtf.mtf_range(g, b), batch="texts")).cast("float32")
+    loss = mtf.reduce_sum(mtf.softplus((logits + offset[0]) * (1.0 - paired * 2.0)))
+    return training.model(loss * (1.0 / training.batch), name)
+
+
+def _pooled(tower: LanguageModel, x: Tensor) -> Tensor:
+    """[batch, length, d_model] -> [batch, d_model], by attention from one learned query."""
+    g, (b, _, d) = x.graph, x.shape.dims
+    one, layer = Dim("length", 1), tower.layers[0]
+    mixer: Any = layer.mixer
+    with g.scope("pool"):
+        probe = g.variable("probe", [d], Normal(1.0), activation_dtype=x.dtype)
+        attention = replace(mixer, dropout=0.0)
+        y = attention(mtf.broadcast(probe, [b, one, d]), memory=mtf.rename(x, length="memory_length"))
+        y = y + layer.feed_forward(tower.norm(y, "norm"))  # type: ignore[misc]
+    return mtf.reduce_sum(y, one)
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Vectors of norm 1, in float32."""
+    """Vectors of norm 1 along d_joint, in float32."""
     y = x.cast("float32")
-    return y * mtf.rsqrt(mtf.reduce_sum(mtf.square(y), "d_model"))
+    return y * mtf.rsqrt(mtf.reduce_sum(mtf.square(y), "d_joint"))
 
 
-def whisper(fields: Fields, training: ConfiguredTraining) -> Model:
-    """WhisperForConditionalGeneration (Radford et al. 2022): inputs `audio` [batch, frames, mel_bins], and
-    `tokens` and `targets` [batch, length]."""
-    for name in ("encoder_layerdrop", "decoder_layerdrop", "activation_dropout"):
-        fields.only(name, 0, 0.0)
-    fields.only("apply_spec_augment", False)
-    width, rate = Dim("d_model", fields.count("d_model")), fields.number("dropout")
-    act = ACTIVATIONS[fields.text("activation_function", "gelu", ACTIVATIONS)]
-    frames, words = fields.count("max_source_positions"), fields.count("max_position_embeddings")
-    times = width.size**0.5 if fields.flag("scale_embedding") else 1.0
-
-    def attending(kind: str, name: str, **more: Any) -> nn.Attention:
-        heads = fields.count(f"{kind}_attention_heads")
-        if width.size % heads:
-            raise fields.wrong("d_model", f"give a multiple of {kind}_attention_heads ({heads})")
-        size, off = Dim("d_kv", width.size // heads), fields.number("attention_dropout")
-        form = training.attention
-        return nn.Attention(
-            Dim("heads", heads), size, biases="qvo", dropout=off, attention=form, name=name, **more
-        )
-
-    def plus(x: Tensor, layer: Any, name: str, *memory: Tensor) -> Tensor:
-        return x + mtf.dropout(
-            layer(nn.LayerNorm(bias=True, name=f"{name}_norm", epsilon=1e-5)(x), *memory), rate
-        )
-
-    def block(kind: str) -> nn.FeedForward:
-        return nn.FeedForward(Dim("d_ff", fields.count(f"{kind}_ffn_dim")), act, bias=True)
-
-    g, b = training.graph("whisper"), Dim("batch", training.batch)
-    text = [b, Dim("length", min(training.length, words))]
-    bins = Dim("mel_bins", fields.count("num_mel_bins"))
-    x = g.input("audio", [b, Dim("length", 2 * frames), bins], "float32").cast(training.dtype)
-    tokens, targets = g.input("tokens", text), g.input("targets", text)
-    vocab = Dim("vocab", fields.count("vocab_size"))
-    with g.initialized(initial(fields.number("init_std", 0.02))):
-        with g.scope("encoder"):
-            for name, inputs, stride in (("conv1", "mel_bins", 1), ("conv2", "", 2)):
-                form = nn.Conv(width, ("length",), 3, stride, bias=True, even=True, activation=act, name=name)
-                x = replace(form, inputs=inputs)(x)
-            x = mtf.dropout(nn.LearnedPositions(frames)(x), rate)
-            own, inner = attending("encoder", "attention"), block("encoder")
-
-            def encode(x: Tensor) -> Tensor:
-                return plus(plus(x, own, "attention"), inner, "feed_forward")
-
-            x = scan(encode, x, Dim("encoder_layers", fields.count("encoder_layers")))
-            x = nn.LayerNorm(bias=True, name="final_norm", epsilon=1e-5)(x)
-            memory = mtf.rename(x, length="memory_length")
-        with g.scope("decoder"):
-            embedding = nn.Embedding(vocab, width, training.dtype)
-            table = embedding.table(g)
-            x = mtf.dropout(nn.LearnedPositions(words)(embedding(table, tokens) * times), rate)
-            back, across = (
-                attending("decoder", "attention", causal=True),
-                attending("decoder", "cross_attention"),
-            )
-            last = block("decoder")
-
-            def decode(x: Tensor) -> Tensor:
-                x = plus(plus(x, back, "attention"), across, "cross_attention", memory)
-                return plus(x, last, "feed_forward")
-
-            x = scan(decode, x, Dim("decoder_layers", fields.count("decoder_layers")))
-            x = nn.LayerNorm(bias=True, name="final_norm", epsilon=1e-5)(x)
-        logits = embedding.logits(x, table if fields.flag("tie_word_embeddings", True) else None)
-    return training.model(mtf.reduce_mean(mtf.softmax_cross_entropy(logits, targets, vocab)), "whisper", text)
+READERS: Mapping[str, Callable[[str, Stack, Fields, ConfiguredTraining], Model]]
+READERS = {"vit": classifier, "deit": classifier, "dinov2": classifier, "clip": pairs, "siglip": pairs}
+"""What makes a model of layers that a form reads."""

@@ -46,6 +46,8 @@ class Heads:
       times: fields of factors of keys and values.
       latent, indexed: latent attention, with an indexer.
       causal: a query sees keys up to its own position. base: the field of the rotary base.
+      keys: the field of the number of heads of keys and values, or it itself.
+      slopes: biases that fall with the distance of a key (ALiBi); "scaled": as logits are (Falcon).
     """
 
     biases: str = "all"
@@ -69,6 +71,8 @@ class Heads:
     indexed: bool = False
     causal: bool = True
     base: str = "rope_theta"
+    keys: str | int = "num_key_value_heads"
+    slopes: str = ""
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ class MixerReader:
         size = named("head_dim")
         if not fields.has(size) and width % heads:
             raise fields.wrong("hidden_size", f"give a multiple of num_attention_heads ({heads})")
-        of_keys = fields.count(named("num_key_value_heads"), heads)
+        of_keys = own.keys if isinstance(own.keys, int) else fields.count(named(own.keys), heads)
         if heads % of_keys:
             raise fields.wrong(
                 named("num_key_value_heads"), f"give a divisor of num_attention_heads ({heads})"
@@ -135,6 +139,7 @@ class MixerReader:
             clipped=fields.number(own.clipped) if own.clipped else 0.0,
             times=(fields.factor(own.times[0]), fields.factor(own.times[1])),
             tuned=self._tuned(kind),
+            slopes=(own.slopes and (d_kv**-0.5 if own.slopes == "scaled" else 1.0)) or 0.0,
         )
         same = {f.name: getattr(made, f.name) for f in fields_of(made)}
         return forms.ChunkedSelfAttention(**same, chunk=chunk) if chunk else made
@@ -307,5 +312,6 @@ LINEARS: dict[str, Callable[[MixerReader], Any]] = {
     "lightning": _lightning,
     "granite": _granite,
     "nemotron": _nemotron,
+    "mamba2": lambda reader: replace(_nemotron(reader), least=0.0),
 }
 """Linear attention and state spaces by name."""

@@ -23,10 +23,11 @@ _TIED = {
 _MOVED = {
     "block_sparse_moe": "mlp",
     "vit.encoder.layer": "vit.layers",
-    "vit.layers.*.attention.attention.query": "vit.layers.*.attention.q_proj",
-    "vit.layers.*.attention.attention.key": "vit.layers.*.attention.k_proj",
-    "vit.layers.*.attention.attention.value": "vit.layers.*.attention.v_proj",
+    "attention.attention.query": "attention.q_proj",
+    "attention.attention.key": "attention.k_proj",
+    "attention.attention.value": "attention.v_proj",
     "vit.layers.*.attention.output.dense": "vit.layers.*.attention.o_proj",
+    "dinov2.encoder.layer.*.attention.output.dense": "dinov2.encoder.layer.*.attention.o_proj",
     "vit.layers.*.intermediate.dense": "vit.layers.*.mlp.fc1",
     "vit.layers.*.output.dense": "vit.layers.*.mlp.fc2",
 }
@@ -54,15 +55,15 @@ def _tensor(variable: Variable, source: Source, layout: Layout) -> ExportedTenso
     if ".experts." in path:
         return _experts(path, dims, layout)
     order = source.transpose or tuple(range(len(dims)))
-    if len(order) > 2:
-        return None  # kernels of images, which no plan splits
+    if not 0 < len(order) < 3:
+        return None  # kernels of images and numbers, which no plan splits
     if len(order) == 1:
         groups = [dims]
     else:
         cut = 1 if dims[0].name == _STREAM else len(dims) - 1
         into = [dims[:cut], dims[cut:]]
         groups = [into[order.index(axis)] for axis in range(2)]
-    return _exported(path, groups, layout, variable.name.startswith("embedding/") and path.endswith("weight"))
+    return _exported(path, groups, layout, "embedding/" in variable.name and path.endswith("weight"))
 
 
 def _experts(path: str, dims: Dims, layout: Layout) -> ExportedTensor:

@@ -25,6 +25,13 @@ def alternating(every: int, names: Sequence[str] = (), usual: str = SLIDING, ful
     return kinds
 
 
+def neo(fields: Fields, count: int) -> Sequence[str]:
+    """GPT-Neo: kinds and how often they follow each other."""
+    types = fields.listed("attention_types") or [[["global", "local"], count // 2]]
+    listed = fields.listed("attention_layers") or [k for kinds, n in types for k in kinds * n]
+    return [SLIDING if kind == "local" else FULL for kind in listed]
+
+
 def qwen(fields: Fields, count: int) -> Sequence[str]:
     """Windows from `max_window_layers` on, if they are used at all."""
     kinds = late(fields, count)

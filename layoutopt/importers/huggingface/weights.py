@@ -1,8 +1,9 @@
 """The locations of the weights of Hugging Face checkpoints, for `Trainer.load`.
 
 `weights.json` names the array of each variable and the order of its axes: `layer` of Llama's layers, `after`
-and `mixtral` where a family has others, `outside` around the layers, `encoder` of layers of encoders. Those
-of `joined` families have Llama's variables, but arrays that join, name or order them otherwise.
+and `mixtral` where a family has others, `outside` around the layers; `others` have tables of their own, for
+each of their `stacks` of layers. The `joined` families have arrays that join, name or order variables
+otherwise.
 """
 
 from __future__ import annotations
@@ -63,13 +64,11 @@ def _stack(
             yield variable.name, Source(every, tuple(order))
 
 
-def encoder_names(family: str, variables: Mapping[str, Variable]) -> Iterator[tuple[str, Source]]:
-    """The source of every trained variable of an encoder."""
-    if family not in _NAMES["encoders"]:
-        return
-    encoder = _NAMES["encoders"][family]
-    yield from _outside(encoder["outside"], variables)
-    for own, (theirs, order) in _NAMES["encoder"].items():
-        attention, first, second = encoder["inside"]
-        name = theirs.format(a=attention, n=first, m=second)
-        yield f"layers/{own}", Source(f"{encoder['top']}.encoder.layer.{{}}.{name}", tuple(order))
+def other_names(family: str, variables: Mapping[str, Variable]) -> Iterator[tuple[str, Source]]:
+    """The source of every trained variable of a family with `stacks`."""
+    row = _NAMES["others"].get(family, {"outside": {}, "stacks": []})
+    yield from _outside(row["outside"], variables)
+    for ours, top, table, *needed in row["stacks"]:
+        for own, (theirs, order) in _NAMES[table].items():
+            if {name := f"{ours}/{own}", *needed} <= variables.keys():
+                yield name, Source(f"{top}.{{}}.{theirs}", tuple(order))

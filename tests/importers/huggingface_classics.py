@@ -1,0 +1,109 @@
+"""The weights of decoders of 2019 to 2023 in memory of transformers under the names of our variables: what
+their modules join is taken apart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from layoutopt.importers.huggingface.configuration import chosen
+from layoutopt.importers.huggingface.decoder import LanguageModel, runs
+from layoutopt.importers.huggingface.training import ConfiguredTraining
+from tests.importers.huggingface_weights import apart
+
+Arrays = dict[str, Any]
+FAMILIES = ("gpt2", "gpt_bigcode", "gptj", "codegen", "gpt_neo", "bloom", "falcon")
+OUTSIDE = {
+    "wte": "embedding/tokens",
+    "word_embeddings": "embedding/tokens",
+    "wpe": "embedding/positions",
+    "word_embeddings_layernorm": "embedding_norm",
+    "ln_f": "final_norm",
+    "lm_head": "output/projection",
+}
+NORMS = {"ln_1": "attention", "input_layernorm": "attention", "ln_attn": "attention"}
+NORMS |= dict.fromkeys(("ln_2", "post_attention_layernorm", "ln_mlp"), "feed_forward")
+MATRICES = {"mlp.c_fc": "in/0", "mlp.fc_in": "in/0", "mlp.dense_h_to_4h": "in/0"}
+MATRICES |= dict.fromkeys(("mlp.c_proj", "mlp.fc_out", "mlp.dense_4h_to_h"), "out")
+
+
+def parts(x: Any, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Queries, keys and values of an array whose rows join them."""
+    family, heads = config["model_type"], config.get("n_head") or config["num_attention_heads"]
+    d_kv = (config.get("n_embd") or config["hidden_size"]) // heads
+    rows = x.reshape(-1, d_kv, *x.shape[1:])
+    if family == "codegen":
+        for n, part in zip("qvk", np.moveaxis(x.reshape(4, 3, -1, *x.shape[1:]), 1, 0), strict=True):
+            yield n, part.reshape(-1, *x.shape[1:])
+        return
+    if family == "gpt2":
+        yield from zip("qkv", np.split(x, 3), strict=True)
+        return
+    one = config.get("multi_query", True) and not config.get("new_decoder_architecture")
+    kv = 1 if family in ("gpt_bigcode", "falcon") and one else config.get("num_kv_heads", heads)
+    grouped = rows.reshape(kv, -1, *rows.shape[1:])
+    for n, part in zip("qkv", (grouped[:, :-2], grouped[:, -2:-1], grouped[:, -1:]), strict=True):
+        yield n, part.reshape(-1, *x.shape[1:])
+
+
+def layer(w: Mapping[str, Any], config: Mapping[str, Any]) -> Arrays:
+    """Our name inside a layer -> array."""
+    made: Arrays = {}
+    family = config["model_type"]
+    for name, x in w.items():
+        theirs, _, kind = name.rpartition(".")
+        matrix = x.T if family != "gpt2" and x.ndim == 2 else x
+        end = "_bias" if kind == "bias" else ""
+        if theirs in NORMS:
+            made[f"{NORMS[theirs]}_norm/{'bias' if end else 'scale'}"] = x
+        elif theirs in MATRICES:
+            made[f"feed_forward/{MATRICES[theirs]}/{kind}"] = matrix
+        elif theirs.endswith(("c_attn", "query_key_value", "qkv_proj")):
+            for n, part in parts(x.T if family == "gpt2" else x, config):
+                made[f"attention/{n}{end}"] = part.T
+        elif found := re.search(r"\.(q|k|v)_proj$", theirs):
+            made[f"attention/{found[1]}{end}"] = matrix
+        else:
+            made[f"attention/o{end}"] = matrix
+    if family in ("gptj", "codegen"):
+        heads, turned = config["n_head"], config["rotary_dim"]
+        for n in "qk":
+            x = made[f"attention/{n}"]
+            x = x.reshape(len(x), heads, -1)
+            made[f"attention/{n}"] = x[..., apart(x.shape[-1], turned)]
+    return made
+
+
+def classic(state: Mapping[str, Any], config: Mapping[str, Any], length: int) -> Arrays:
+    """Our names -> arrays, of as many elements as the variables."""
+    found = chosen(config, "the configuration")
+    decoder = found.reads(found.fields(), ConfiguredTraining(batch=1, length=length))
+    assert isinstance(decoder, LanguageModel)
+    state = {n.removeprefix("transformer."): x for n, x in state.items()}
+    made: Arrays = {}
+    for name, x in state.items():
+        theirs, _, kind = name.rpartition(".")
+        if (own := OUTSIDE.get(theirs)) is None:
+            continue
+        if own.endswith("norm"):
+            own += "/bias" if kind == "bias" else "/scale"
+        made["output/bias" if own == "output/projection" and kind == "bias" else own] = (
+            x.T if own == "output/projection" else x
+        )
+    first = 0
+    for number, (period, count) in enumerate(runs(decoder.seen(length))):
+        top = f"layers_{number}" if number else "layers"
+        for place in range(len(period)):
+            scope = f"{top}/layer_{place}" if len(period) > 1 else top
+            each = []
+            for i in range(first + place, first + count * len(period), len(period)):
+                start = f"h.{i}."
+                each.append(
+                    layer({n.removeprefix(start): x for n, x in state.items() if n.startswith(start)}, config)
+                )
+            made |= {f"{scope}/{n}": np.stack([one[n] for one in each]) for n in each[0]}
+        first += count * len(period)
+    return made
