@@ -21,29 +21,11 @@ from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.model import Model
 
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu_exact",
-    "gelu_new": "gelu",
-    "gelu_pytorch_tanh": "gelu",
-    "gelu_fast": "gelu",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "relu2": "relu_squared",
-    "sigmoid": "sigmoid",
-    "xielu": "xielu",
-    "tanh": "tanh",
-}
+ACTIVATIONS = {n: n for n in ("silu", "relu", "quick_gelu", "sigmoid", "xielu", "tanh")}
+ACTIVATIONS |= dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu")
+ACTIVATIONS |= {"swish": "silu", "gelu": "gelu_exact", "relu2": "relu_squared"}
 """Names of activations there -> here."""
-EPSILONS = (
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "layer_norm_epsilon",
-    "layernorm_epsilon",
-    "norm_eps",
-    "norm_epsilon",
-)
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps")
 HIDDEN = ("hidden_activation", "mlp_hidden_act", "hidden_act")
 ROOTED = ("mup_enabled", "scale_embedding")
 LLAMA = Heads()
@@ -150,7 +132,7 @@ class Form:
             fields.only(name, *(fields.raw(v[1:]) if str(v)[:1] == "=" else v for v in values))
         kinds = self._kinds(fields)
         told = {n: fields.flag(v) if isinstance(v, str) else v for n, v in self.norm.items()}
-        norm = Norm(fields.number(fields.first(*EPSILONS), 1e-6), **told)
+        norm = Norm(fields.number(fields.first(*EPSILONS, "norm_epsilon"), 1e-6), **told)
         act = self._activation(fields)
         reader = mixers.MixerReader(fields, training, self.heads, norm, self.linear, len(kinds))
         apart: Sequence[str] = (SLIDING,) if self.heads.full or self.heads.windowed else ()

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from layoutopt.importers.huggingface.weights import NAMES
 from layoutopt.plan.exported import ExportedTensor
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
@@ -15,23 +16,9 @@ from mesh_tf_core.training.weights import Source
 
 Dims = Sequence[Dim]
 _NUMBER = re.compile(r"(?<=\.)(\d+|\{\})(?=\.)")
-_TIED = {
-    "model.embed_tokens.weight": "lm_head.weight",
-    "bert.embeddings.word_embeddings.weight": "cls.predictions.decoder.weight",
-}
-"""Table of tokens -> the head that has the same weights, where the model stores no other."""
-_MOVED = {
-    "block_sparse_moe": "mlp",
-    "vit.encoder.layer": "vit.layers",
-    "attention.attention.query": "attention.q_proj",
-    "attention.attention.key": "attention.k_proj",
-    "attention.attention.value": "attention.v_proj",
-    "vit.layers.*.attention.output.dense": "vit.layers.*.attention.o_proj",
-    "dinov2.encoder.layer.*.attention.output.dense": "dinov2.encoder.layer.*.attention.o_proj",
-    "vit.layers.*.intermediate.dense": "vit.layers.*.mlp.fc1",
-    "vit.layers.*.output.dense": "vit.layers.*.mlp.fc2",
-}
-"""Part of a name in checkpoints -> in the modules of transformers 5."""
+_TIED, _MOVED = NAMES["tied"], NAMES["moved"]
+"""Table of tokens -> the head that has the same weights, where the model stores no other; part of a name in
+checkpoints -> in the modules of transformers 5."""
 _STREAM = "d_model"
 
 

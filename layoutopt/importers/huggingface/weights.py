@@ -16,8 +16,8 @@ from layoutopt.importers.huggingface.decoder import LanguageModel, LayerKind, ru
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.training.weights import Source
 
-_NAMES = json.loads((Path(__file__).parent / "weights.json").read_text(encoding="utf-8"))
-_AFTER = _NAMES["after"]
+NAMES = json.loads((Path(__file__).parent / "weights.json").read_text(encoding="utf-8"))
+_AFTER = NAMES["after"]
 _PLACED = {"both": _AFTER, "after": {n: w for n, w in _AFTER.items() if "_after_" in n}}
 """Of families that normalise blocks on both sides, or after them."""
 
@@ -26,11 +26,11 @@ def decoder_names(
     decoder: LanguageModel, family: str, length: int, variables: Mapping[str, Variable]
 ) -> Iterator[tuple[str, Source]]:
     """The source of every trained variable of a language model, as far as arrays have one variable each."""
-    if family in _NAMES["joined"]:
+    if family in NAMES["joined"]:
         return
-    other = _NAMES["mixtral"] if family == "mixtral" else {}
-    yield from _outside(_NAMES["outside"], variables)
-    inside = {**_NAMES["layer"], **_PLACED.get(decoder.place, {}), **other}
+    other = NAMES["mixtral"] if family == "mixtral" else {}
+    yield from _outside(NAMES["outside"], variables)
+    inside = {**NAMES["layer"], **_PLACED.get(decoder.place, {}), **other}
     first = 0
     for number, (period, count) in enumerate(runs(decoder.seen(length))):
         yield from _stack(inside, period, count, number, first, variables)
@@ -66,9 +66,9 @@ def _stack(
 
 def other_names(family: str, variables: Mapping[str, Variable]) -> Iterator[tuple[str, Source]]:
     """The source of every trained variable of a family with `stacks`."""
-    row = _NAMES["others"].get(family, {"outside": {}, "stacks": []})
+    row = NAMES["others"].get(family, {"outside": {}, "stacks": []})
     yield from _outside(row["outside"], variables)
     for ours, top, table, *needed in row["stacks"]:
-        for own, (theirs, order) in _NAMES[table].items():
+        for own, (theirs, order) in NAMES[table].items():
             if {name := f"{ours}/{own}", *needed} <= variables.keys():
                 yield name, Source(f"{top}.{{}}.{theirs}", tuple(order))
