@@ -47,15 +47,15 @@ MAXTEXT_REMAT: Mapping[tuple[str, ...], str] = {
     ("products",): "minimal",
     ("products", "attention"): "minimal_with_context",
 }
-"""The values that a recomputed layer keeps -> the `remat_policy` that keeps them. (The last one saves the
-most.)"""
+"""The values that a recomputed layer keeps -> the `remat_policy` that keeps them. The last saves the most;
+"none" recomputes all of scanned layers (src/maxtext/layers/nnx_decoders.py @e591f30)."""
 
 SAYS = Restriction(
     "maxtext",
     says={
         "storage": ("layout", *MAXTEXT_STORED, "hybrid"),
         "elsewhere": ("length",),
-        "recompute": (False, True, *(f"{KEEP}{'+'.join(keep)}" for keep in MAXTEXT_REMAT if keep)),
+        "recompute": (True, *(f"{KEEP}{'+'.join(keep)}" for keep in MAXTEXT_REMAT if keep)),
         "offload": ("optimizer", "weights"),
         "microbatches": ANY,
     },

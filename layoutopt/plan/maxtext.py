@@ -106,7 +106,7 @@ def maxtext(what: Exported) -> str:
         for each in MAXTEXT_WEIGHTS:
             logical[each] = [*logical.get(each, ()), *_renamed(stored, names)]
     rules = [json.dumps([each, axes]) for each, axes in logical.items()]
-    more = [f"remat_policy: {_maxtext_policy(what)}", *([f"dtype: {what.dtype}"] if what.dtype else [])]
+    more = [*_maxtext_policy(what), *([f"dtype: {what.dtype}"] if what.dtype else [])]
     more += ["shard_optimizer_over_data: True"] if stage == "zero1" else []
     more += _maxtext_offload(what)
     more += _maxtext_batch(what)
@@ -130,8 +130,8 @@ def maxtext(what: Exported) -> str:
     )
 
 
-def _maxtext_policy(what: Exported) -> str:
-    """The `remat_policy` of a plan; where nothing runs again, the one that saves the most."""
+def _maxtext_policy(what: Exported) -> list[str]:
+    """The `remat_policy` of a plan; where nothing runs again, the one that saves the most, with a comment."""
     policies = {}
     for text in what.decided.recompute:
         policies[MAXTEXT_REMAT[Recomputed.parse(text).keep]] = text
@@ -146,7 +146,8 @@ def _maxtext_policy(what: Exported) -> str:
             "maxtext has one remat_policy for all layers, but this plan recomputes only "
             f"{some(sorted(again), NAMED)}, not {some(left, NAMED)}; {OTHER}"
         )
-    return next(iter(policies), MAXTEXT_REMAT["products", "attention"])
+    always = [] if policies else [comment("no remat_policy recomputes nothing in scanned layers")]
+    return [*always, f"remat_policy: {next(iter(policies), MAXTEXT_REMAT['products', 'attention'])}"]
 
 
 def _stacks(what: Exported) -> list[str]:

@@ -84,9 +84,11 @@ def _again_text(value: Sequence[bool | str]) -> str | None:
 
 
 def _again_within(value: Sequence[bool | str], said: Sequence[bool | str]) -> tuple[bool | str, ...]:
-    """What is allowed, of what software says: of "selective" every set that it has, of "some" any number."""
+    """What is allowed, of what software says: of "selective" every set that it has, of "some" any number;
+    beside others, in place of never the set that keeps most, its last one, where it always recomputes."""
     own = [SELECTIVE] if SELECTIVE in said else [each for each in said if str(each).startswith(KEEP)]
-    every = (each for one in value for each in (own if one == SELECTIVE else [one]))
+    means = {SELECTIVE: own} | ({False: own[-1:]} if len(value) > 1 and False not in said else {})
+    every = dict.fromkeys(each for one in value for each in means.get(one, [one]))
     kinds = {COUNT: SOME, KEEP: SELECTIVE}
     return tuple(one for one in every if one in said or kinds.get(f"{one}".split("=")[0] + "=") in said)
 

@@ -254,7 +254,7 @@ class Restriction:
             if argument is None or argument.within is None or value is None or said is ANY:
                 continue
             plain = argument.plain(f.default)
-            known = plain if isinstance(plain, tuple) else ()
+            known = plain if isinstance(plain, tuple) and not said else ()
             more = tuple(v for v in (value if isinstance(value, tuple) else (value,)) if v not in known)
             left = argument.within(more, said)
             if more and not left and usual is not None and value != getattr(usual, f.name):
@@ -264,7 +264,11 @@ class Restriction:
 
     def _refused(self, argument: Any, value: Any, said: Sequence[Any], why: str) -> str:
         asked = " ".join(f"{option} {text}" for option, text in argument.texts(value).items() if text)
-        can = f"it can express {', '.join(map(str, said))}" if said else f"remove {argument.options[0].name}"
+        can = (
+            f"it can express {', '.join(argument.text((v,)) or str(v) for v in said)}"
+            if said
+            else f"remove {argument.options[0].name}"
+        )
         why = f"{self.name} cannot express this{': ' if why else ''}{why}"
         return f"{asked}: {why}; {can}, or search with --framework layoutopt"
 
