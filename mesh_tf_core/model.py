@@ -56,6 +56,7 @@ class Model:
       assumed: hyperparameters that nobody set -> why they have their value, '' for an ordinary default.
       remarks: notes for every plan of the model, such as on what its file leaves open.
       framework: the training software that runs it where a question names none.
+      given: the model as its user built it, if this is a padded one.
       network: network(graph) builds the model in another graph and returns the function that computes logits
         there (see `decoding`); None for models that do not generate text.
 
@@ -80,15 +81,13 @@ class Model:
     remarks: Sequence[str] = ()
     framework: str = "layoutopt"
     network: Callable[[Graph], Callable[..., Tensor]] | None = field(default=None, repr=False)
+    given: Model | None = field(default=None, repr=False, compare=False)
     _whole: TrainingStep | None = field(default=None, repr=False, compare=False)
     _others: dict[Hashable, tuple[int, Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.loss, Tensor) or len(self.loss.shape):
-            raise UserError(
-                f"Model: loss must be a scalar tensor, found {self.loss!r}; reduce it, e.g. with "
-                "mtf.reduce_mean"
-            )
+            raise UserError(f"Model: loss must be a scalar tensor, found {self.loss!r}; use mtf.reduce_mean")
         _ = self.tokens
 
     @property
@@ -109,7 +108,7 @@ class Model:
     @property
     def fingerprint(self) -> str:
         """Changes when an operation, a shape, a dtype or a variable of the training step changes."""
-        graph = self.step_graph
+        graph = (self.given or self).step_graph
         return graph.remembered("fingerprint", lambda: _fingerprint(graph))
 
     @property
@@ -293,9 +292,8 @@ class Model:
         check_offload(options.offload, step.graph.variables)
         if options.schedule != GPIPE and not stages:
             raise UserError(
-                f"schedule {options.schedule}: a schedule needs pipeline stages, and the layout has "
-                "none; split the dimension of a loop over layers, e.g. layers:pipe, or remove the "
-                "schedule"
+                f"schedule {options.schedule}: a schedule needs pipeline stages, and the layout has none; "
+                "split the dimension of a loop over layers, e.g. layers:pipe, or remove the schedule"
             )
         again = of_stages(options.recompute, stages)
         options = replace(options, recompute=options.recompute - again)

@@ -44,6 +44,10 @@ In PyTorch's frameworks, Megatron-LM, DeepSpeed and MaxText each axis of the mes
 weights (heads, d_ff and vocab together) or the sequence, and experts lie over some of these axes. ZeRO shards
 over the axes that do not split weights.
 
+Megatron-LM pads the vocabulary of its models to a multiple of 128: parameters, time and memory are those of
+the padded model, and `export` writes the option with which tensor ranks pad to no more. MaxText recomputes
+something in every layer, so its policy that keeps most (`keep=products+attention`) stands for never.
+
 In PyTorch's frameworks, the prices of pipelines with `zero2` or `zero3` are those of stages that reduce
 gradients with each microbatch (and, with `zero3`, release the weights), as those of `plan.torch` do. A
 `PipelineStage` of torch 2.13 whose module is under `fully_shard` keeps both whole until the last microbatch:

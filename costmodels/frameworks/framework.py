@@ -123,6 +123,14 @@ class LearnedError(_Record):
     worst: float
 
 
+class Padding(_Record):
+    """A dimension of a framework's own models is as long as a multiple."""
+
+    multiple: int
+    source: Text
+    date: Text
+
+
 class Framework(Overlay):
     """Training software, with its variants chosen.
 
@@ -130,6 +138,7 @@ class Framework(Overlay):
       kinds: as in `Overlay`; it runs on these kinds of chips.
       says: the framework whose layouts it can express: for a file that is `like` another, that one's.
       variants: name -> its options.
+      pads: dimension of weights -> its padding.
       errors: chip, and kind of run (`layoutopt.plan.known.kind_words`) -> those of the user's own runs, to
         which its numbers were fitted.
       chosen: variant -> option, where the user said one.
@@ -140,6 +149,7 @@ class Framework(Overlay):
     name: Text
     says: Text
     variants: Mapping[str, Variant] = {}
+    pads: Mapping[str, Padding] = {}
     errors: Mapping[str, Mapping[str, LearnedError]] = {}
     notes: tuple[Text, ...] = ()
     chosen: Mapping[str, str] = Field(default={}, exclude=True)

@@ -10,19 +10,14 @@ from typing import Any
 from costmodels.hardware.curve import Curve
 from costmodels.hardware.model import CollectiveCurve, ComputeCurve, Efficiency, Hardware
 from costmodels.hardware.numbers import Number
+from mesh_tf_core.tables import words
 
 NumberFactor = Callable[[str, float | None], float]
 """factor(path, relative uncertainty) -> factor of a number, or of a rate."""
 
-NETWORK = (
-    "topology.link_bandwidth",
-    "topology.core_bandwidth",
-    "topology.network_bandwidth",
-    "topology.node_bandwidth",
-    "topology.node_egress",
-    "topology.nic_bandwidth",
-    "topology.copy_bandwidth",
-    "topology.switch_reduce.bandwidth",
+NETWORK = words(
+    "topology.link_bandwidth topology.core_bandwidth topology.network_bandwidth topology.node_bandwidth "
+    "topology.node_egress topology.nic_bandwidth topology.copy_bandwidth topology.switch_reduce.bandwidth"
 )
 """Paths, or their beginnings, of the bandwidths between devices; the limits of protocols are theirs too."""
 

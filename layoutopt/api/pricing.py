@@ -346,6 +346,5 @@ def _idle(found: Evaluation, options: Options) -> list[str]:
         return []
     return [
         f"--collective-matmul {asked} changes nothing here: no matmul with these dimensions has an "
-        "all-gather or reduce-scatter over their axes; add sequence parallelism "
-        "(length@elsewhere:AXIS)"
+        "all-gather or reduce-scatter over their axes; add sequence parallelism (length@elsewhere:AXIS)"
     ]

@@ -237,10 +237,9 @@ def shared(build: BuildReplica, whole: Model, count: int) -> Model:
     model = build(count)
     if model.examples * count != whole.examples or model.parameters != whole.parameters:
         raise UserError(
-            f"the model of one of {count} replicas has {model.examples} examples and "
-            f"{model.parameters:,} parameters, but the whole model has {whole.examples} and "
-            f"{whole.parameters:,}; build a replica's model with its share of the batch and the same "
-            "parameters"
+            f"the model of one of {count} replicas has {model.examples} examples and {model.parameters:,} "
+            f"parameters, but the whole model has {whole.examples} and {whole.parameters:,}; build a "
+            "replica's model with its share of the batch and the same parameters"
         )
     return model
 

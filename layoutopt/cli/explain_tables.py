@@ -78,8 +78,7 @@ def kept_table(evaluation: Evaluation, fits: Fits, found: list[Keeping]) -> View
     """The table of the step if recomputed loops keep more, or less."""
     step = evaluation.cost.step_seconds
     columns = (
-        Column("loop", "loop"),
-        Column("change", "keeps"),
+        *texts("loop", change="keeps"),
         Column("step_seconds", "step", SECONDS),
         Column("more_seconds", "more", MORE),
         Column("peak_bytes", "memory", BYTES),
@@ -95,8 +94,7 @@ def placement_table(found: Sequence[PlacedValues]) -> View:
         Column("values", "values", short=True),
         Column("phase", "phase", short=True),
         Column("names", "of", rank=1),
-        Column("further", "split further over"),
-        Column("memory", "memory"),
+        *texts(further="split further over", memory="memory"),
         Column("dtype", "dtype", rank=2),
         Column("again", "read again by"),
         Column("bytes", "bytes", BYTES),
@@ -116,9 +114,7 @@ def show_against(
     """Prints where another layout's step differs from the plan's."""
     ours, theirs = evaluation.cost.step_seconds, other.cost.step_seconds
     columns = (
-        Column("operation", "operation"),
-        Column("phase", "phase"),
-        Column("axes", "on"),
+        *texts("operation", "phase", axes="on"),
         Column("plan_seconds", "the plan", SECONDS),
         Column("other_seconds", "the other", SECONDS),
         Column("saved_seconds", "saved", MORE),

@@ -8,7 +8,7 @@ import typer
 
 from layoutopt.cli.options import JsonOption, complete_framework, hardware_option
 from layoutopt.cli.terminal import Terminal, facts
-from reports.views.view import Column, Kind, View
+from reports.views.view import Column, Kind, View, texts
 
 if TYPE_CHECKING:
     from costmodels.frameworks import Framework
@@ -47,12 +47,7 @@ def _list(terminal: Terminal, found: list[Framework]) -> None:
     from layoutopt.plan.hardware_results import FrameworkList, FrameworkSummary
 
     terminal.result(FrameworkList(frameworks=[FrameworkSummary(**_summary(each)) for each in found]))
-    columns = (
-        Column("name", "name"),
-        Column("chips", "chips"),
-        Column("variants", "variants"),
-        Column("summary", "software"),
-    )
+    columns = texts("name", "chips", "variants", summary="software")
     rows = [(f.name, ", ".join(f.kinds), ", ".join(f.variants), f.summary) for f in found]
     terminal.show(View("Training software", columns, rows))
     terminal.show("", "layoutopt frameworks NAME --hardware CHIP shows every number with its source.")
@@ -61,7 +56,9 @@ def _list(terminal: Terminal, found: list[Framework]) -> None:
 def _one(terminal: Terminal, found: Framework, numbers: list[OverlaidNumber]) -> None:
     from layoutopt.plan.hardware_results import FrameworkResult
 
-    chosen, runs, notes = found.options(), found.programs, list(found.notes)
+    chosen, runs = found.options(), found.programs
+    pads = (f"{n} of its models is a multiple of {p.multiple} ({p.source})" for n, p in found.pads.items())
+    notes = [*found.notes, *pads]
     terminal.result(FrameworkResult(**_summary(found), notes=notes, runs=runs, numbers=numbers))
     rows = [
         ("name", found.text),
@@ -69,17 +66,13 @@ def _one(terminal: Terminal, found: Framework, numbers: list[OverlaidNumber]) ->
         ("runs on", ", ".join(found.kinds)),
         *([("models", ", ".join(runs.families))] if runs and runs.families else []),
         *((name, f"{chosen[name]} of {', '.join(each.options)}") for name, each in found.variants.items()),
-        *(("note", note) for note in found.notes),
+        *(("note", note) for note in notes),
     ]
     terminal.show(facts(rows), "")
     columns = (
-        Column("option", "option"),
-        Column("chip", "chip"),
-        Column("number", "what"),
-        Column("value", "value"),
+        *texts("option", "chip", number="what", value="value"),
         Column("uncertainty", "±", Kind(lambda share: f"{100 * share:.0f}%")),
-        Column("date", "date"),
-        Column("source", "source"),
+        *texts("date", "source"),
     )
     shown = [(n.option, n.chip, n.path, n.value, n.uncertainty, n.date, n.source) for n in numbers]
     terminal.show(View("Set in place of the chip's own", columns, shown))

@@ -10,7 +10,7 @@ import typer
 from layoutopt.cli import options
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.plan.units import bytes_text, rate_text
-from reports.views.view import BYTES, Column, Kind, View
+from reports.views.view import BYTES, Column, Kind, View, texts
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
@@ -44,13 +44,11 @@ def _list(terminal: Terminal) -> None:
     machines = [options.read_hardware(name) for name in hardware_names()]
     terminal.result(HardwareList(hardware=[HardwareSummary(**_summary(m)) for m in machines]))
     columns = (
-        Column("name", "name"),
-        Column("device", "a device is"),
+        *texts("name", device="a device is"),
         Column("peak_flops", "peak (bfloat16)", Kind(lambda rate: rate_text(rate, "FLOP/s"))),
         Column("memory_bytes", "memory", BYTES),
         Column("memory_bandwidth", "memory bandwidth", Kind(lambda rate: rate_text(rate, "B/s"))),
-        Column("topology", "topology"),
-        Column("calibrated", "calibrated"),
+        *texts("topology", "calibrated"),
     )
     rows = [
         (
@@ -92,8 +90,7 @@ def _one(terminal: Terminal, machine: Hardware) -> None:
         Column("number", "what"),
         Column("value", "value", Kind(str)),
         Column("uncertainty", "±", Kind(lambda share: f"{100 * share:.0f}%")),
-        Column("date", "date"),
-        Column("source", "source"),
+        *texts("date", "source"),
     )
     numbers = [(path, n.given, n.uncertainty, n.date, n.source) for path, n in machine.numbers()]
     curves = [(path, "curve", c.uncertainty, c.date, c.source) for path, c in machine.curves()]

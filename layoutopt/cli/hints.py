@@ -12,18 +12,13 @@ import typer
 from layoutopt.plan.units import some
 
 OPTIONS = {
-    "--gpus": "--devices",
-    "--tpus": "--devices",
-    "--chips": "--devices",
-    "--num-devices": "--devices",
-    "--num-gpus": "--devices",
-    "--world-size": "--devices",
+    **dict.fromkeys(
+        ("--gpus", "--tpus", "--chips", "--num-devices", "--num-gpus", "--world-size"), "--devices"
+    ),
+    **dict.fromkeys(("--mem", "--hbm"), "--memory"),
+    **dict.fromkeys(("--seconds", "--timeout"), "--time-limit"),
     "--output": "--out",
-    "--mem": "--memory",
-    "--hbm": "--memory",
     "--epochs": "--steps",
-    "--seconds": "--time-limit",
-    "--timeout": "--time-limit",
 }
 """Other tools' options by ours."""
 FORMS = {
@@ -31,15 +26,12 @@ FORMS = {
     "torch": "torchtitan",
     "fsdp": "accelerate",
     "huggingface": "transformers",
-    "flax": "jax",
-    "equinox": "jax",
-    "haiku": "jax",
-    "keras": "jax",
+    **dict.fromkeys(("flax", "equinox", "haiku", "keras"), "jax"),
     "tensorflow": "tf-dtensor",
     "tf": "tf-dtensor",
+    "levanter": "haliax",
     "mtf": "mesh-tensorflow",
     "mesh_tensorflow": "mesh-tensorflow",
-    "levanter": "haliax",
 }
 """Libraries by the form that is nearest to theirs."""
 

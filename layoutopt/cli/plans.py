@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -161,7 +161,6 @@ def load_planned(
     from layoutopt.cli.options import read_mesh
     from layoutopt.models.hparams import parse_settings
     from layoutopt.models.loading import hyperparameters, load_model
-    from layoutopt.plan.build import check_plan_model
     from mesh_tf_core import UserError
 
     if plan is None:
@@ -169,7 +168,7 @@ def load_planned(
     changed = parse_settings(settings or (), hyperparameters(source), source)
     try:
         loaded = load_model(source, {**plan.data.model.hparams, **changed})
-        check_plan_model(plan, loaded.model)
+        model = plan.of(loaded.model).model or loaded.model
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    return loaded
+    return replace(loaded, model=model)

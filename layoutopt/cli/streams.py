@@ -15,18 +15,8 @@ from collections.abc import Iterator
 from typing import IO
 
 OUT, ERR = 1, 2
-PLAIN = {
-    "×": "x",
-    "µ": "u",
-    **dict.fromkeys("–−—─", "-"),
-    "±": "+-",
-    "→": "->",
-    "≥": ">=",
-    "≤": "<=",
-    "…": "...",
-    **dict.fromkeys("“”", '"'),
-    "’": "'",
-}
+PLAIN = dict(zip("×µ–−—─“”’", 'xu----""\'', strict=True))
+PLAIN |= {"±": "+-", "→": "->", "≥": ">=", "≤": "<=", "…": "..."}
 """Replacements of special characters in ASCII."""
 HANDLER = "layoutopt.plain"
 

@@ -169,9 +169,8 @@ def _refuse_decided(decided: ByHand) -> None:
 
     if decided:
         raise UserError(
-            "--layout auto searches with the defaults of `search`; remove "
-            f"{', '.join(decided.texts)}, or search with these options and train with --layout "
-            "PLAN.json"
+            f"--layout auto searches with the defaults of `search`; remove {', '.join(decided.texts)}, or "
+            "search with these options and train with --layout PLAN.json"
         )
 
 

@@ -221,9 +221,8 @@ class TrainingRun:
         left = (self.steps - step) * actual
         return (
             f"loss {self.losses[-1]:.4f}, {throughput_text(self.items / actual, self.item)}, "
-            f"{seconds_text(actual)} a step ({seconds_text(self.predicted.step_seconds)} predicted"
-            f"{self.elsewhere}), "
-            f"{duration_text(left)} left"
+            f"{seconds_text(actual)} a step ({seconds_text(self.predicted.step_seconds)} "
+            f"predicted{self.elsewhere}), {duration_text(left)} left"
         )
 
     @cached_property

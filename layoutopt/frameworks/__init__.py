@@ -13,6 +13,7 @@ from costmodels.frameworks import load_framework
 from layoutopt.front_ends import FRONT_ENDS
 from layoutopt.space.restriction import EVERYTHING, Restriction
 from mesh_tf_core.model import Model
+from mesh_tf_core.padding import padded as longer
 
 
 def restriction_of(framework: str) -> Restriction:
@@ -27,6 +28,21 @@ def says(name: str) -> Restriction:
         return EVERYTHING
     found: Restriction = import_module(f"{__name__}.{module}").SAYS
     return found
+
+
+def padded(framework: str, model: Model) -> Model:
+    """The model with the dimensions that a framework pads; programs of users stay as they are."""
+    pads = {} if getattr(model, "front_end", "") else load_framework(framework).pads
+    for dim, its in pads.items():
+        model = longer(model, dim, its.multiple)
+    return model
+
+
+def padding_note(framework: str, model: Model) -> str:
+    """The dimensions of a padded model, in words; "" if it is none."""
+    before, after = (model.given or model).graph.dims(), model.graph.dims()
+    changed = [f"{n} from {max(own):,} to {max(after[n]):,}" for n, own in before.items() if own != after[n]]
+    return f"{load_framework(framework).name} pads {', '.join(changed)}" if changed else ""
 
 
 def runs_another(framework: str, model: Model) -> str:

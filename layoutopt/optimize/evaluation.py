@@ -15,7 +15,7 @@ from costmodels.pricing.items import Computed
 from costmodels.pricing.pricer import Cost, Line, Pricer
 from costmodels.pricing.refused import sentences
 from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
-from layoutopt.frameworks import runs_another
+from layoutopt.frameworks import padded, padding_note, runs_another
 from layoutopt.plan.known import Known
 from layoutopt.plan.machine_details import errors_known
 from layoutopt.plan.schema import Predicted
@@ -191,7 +191,9 @@ class Evaluation:
         multiplied = [dtype for dtype, n in flops.items() if n >= WORTH_A_NOTE * sum(flops.values())]
         own = (
             *self._assumed(),
-            *filter(None, [runs_another(self.prices.hardware.framework, self.model)]),
+            *filter(
+                None, (of(self.prices.hardware.framework, self.model) for of in (runs_another, padding_note))
+            ),
             *map(str, self.undivided),
             *self._launches(),
             *self._offloads(),
@@ -242,8 +244,7 @@ class Evaluation:
         longest = max(over_axis(cost, how.axis) for cost in costs)
         said = (
             f"each device sends {size_text(max(sent))} over {how.axis!r} every {how.every} steps "
-            f"({size_text(sum(sent) / how.period)} per step on average), which takes "
-            f"{seconds_text(longest)}"
+            f"({size_text(sum(sent) / how.period)} per step on average), which takes {seconds_text(longest)}"
         )
         if not how.delay:
             yield f"{said}, all of it exposed"
@@ -373,7 +374,8 @@ def beside_steps(met: Cost, how: DiLoCo, step: float) -> Iterator[Line]:
 
 
 def as_run(model: Model, hardware: Hardware) -> Model:
-    """The model, recomputed as the software of some hardware does."""
+    """The model, padded and recomputed as the software of some hardware does."""
+    model = padded(hardware.framework, model)
     return model.second_runs(bool(compiler_of(hardware).rules.to_the_end))
 
 

@@ -98,6 +98,7 @@ class SearchQuestion:
         machine = machine_of(own["hardware"], own["framework"], model.framework)
         _check(own["mesh"], own["devices"], own["objective"], limits, clock.limit, allowed)
         shapes = meshes(own["mesh"], own["devices"], limits.max_axes, machine)
+        model = as_run(model, machine)
         restriction = allowed.restriction
         if restriction is EVERYTHING:
             restriction = restriction_of(machine.framework)
@@ -112,7 +113,7 @@ class SearchQuestion:
         within = [restriction.narrowed(each).but(restriction=restriction) for each in free]
         memory = machine.usable_memory_bytes if limits.memory is None else float(limits.memory)
         asked = (memory, objective, within[0], limits.top, clock, on_progress, limits.on_better)
-        request = Request(as_run(model, machine), machine, *asked)
+        request = Request(model, machine, *asked)
         return cls(request, within[: 1 + (within[-1] != within[0])], free, shapes, limits, own)
 
     @property

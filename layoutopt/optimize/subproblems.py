@@ -324,9 +324,8 @@ def possible(
         for each in (each for each in refused if each.key.stages):
             why.setdefault(each.key.schedule, str(refused[each]))
         raise UserError(
-            f"--pipeline {dims} is not possible "
-            f"({_reasons(why) or why_none(model, shapes, allowed)}); choose another mesh, or "
-            "remove --pipeline"
+            f"--pipeline {dims} is not possible ({_reasons(why) or why_none(model, shapes, allowed)}); "
+            "choose another mesh, or remove --pipeline"
         )
     yield from (each for each in found if each not in refused)
 

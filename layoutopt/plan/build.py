@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from layoutopt.frameworks import says
+from costmodels.frameworks import DEFAULT
+from layoutopt.frameworks import padded, says
 from layoutopt.front_ends import FRONT_ENDS
 from layoutopt.plan.decided import SAID, Decided
 from layoutopt.plan.details import Searched
@@ -102,9 +103,8 @@ class Plan:
         if self._said() != self._made:
             mesh, layout, _ = self._made
             raise UserError(
-                f"the data of this plan for {layout} on {mesh} was changed, so the prediction and the "
-                "proof are of another layout; search with pins, or predict your own layout with "
-                "`cost`"
+                f"the data of this plan for {layout} on {mesh} was changed, so the prediction and the proof "
+                "are of another layout; search with pins, or predict your own layout with `cost`"
             )
         return self._made
 
@@ -228,7 +228,7 @@ class Plan:
           UserError: the plan was made for another model.
         """
         self.check(model)
-        return Plan(self.data, self.stopped, model, self.complete)
+        return Plan(self.data, self.stopped, padded(self.data.framework or DEFAULT, model), self.complete)
 
     @property
     def jax(self) -> Any:

@@ -237,6 +237,9 @@ def megatron(what: Exported) -> str:
         ("global-batch-size", found.batch),
         ("seq-length", found.length),
     ]
+    if found.tensor > 1 and any(VOCAB in v.dims for v in what.variables):  # it pads to this times the ranks
+        every = load_framework("megatron").pads[VOCAB].multiple
+        flags.append(("make-vocab-size-divisible-by", max(1, every // found.tensor)))
     order, counts = stages_of(what)
     if counts and not order.given:
         own = ["t" * n for n in counts]

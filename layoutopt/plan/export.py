@@ -55,9 +55,8 @@ def export(what: Exported, to: str) -> str:
     if (refined := what.decided.places()) and not form.every_variable:
         path, rules = next(iter(refined.items()))
         raise UserError(
-            f"{to} splits a dimension in the same way everywhere, but this plan splits "
-            f"{rules_in(rules)} in {path!r}; remove these rules, or rename these dimensions in "
-            "that part of the model"
+            f"{to} splits a dimension in the same way everywhere, but this plan splits {rules_in(rules)} in "
+            f"{path!r}; remove these rules, or rename these dimensions in that part of the model"
         )
     return form.write(what)
 
@@ -102,8 +101,7 @@ def _single(splits: Iterable[tuple[str, Axes]], to: str) -> None:
         if len(axes) > 1:
             raise UserError(
                 f"{to} splits a dimension over one mesh axis, but this plan splits {name!r} over "
-                f"{'+'.join(axes)}; search with --storage layout or --max-axes 1, or choose another "
-                "format"
+                f"{'+'.join(axes)}; search with --storage layout or --max-axes 1, or choose another format"
             )
 
 

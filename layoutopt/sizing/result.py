@@ -119,10 +119,9 @@ def _notes(answering: Answering, best: SizeRow, answer: SizedCandidate, batch: f
         notes += (f"layout of the best size: {each}" for each in best.timing.plan.data.notes)
     if ruled := len(answering.beaten):
         notes.append(
-            f"{ruled} of {ruled + len(answering.rows) + len(answering.unfit)} candidates were not "
-            "searched, because even without communication time they would be worse than another "
-            "candidate in loss, days or cost and better in none of the three; to search them too, use "
-            "--every"
+            f"{ruled} of {ruled + len(answering.rows) + len(answering.unfit)} candidates were not searched, "
+            "because even without communication time they would be worse than another candidate in loss, "
+            "days or cost and better in none of the three; to search them too, use --every"
         )
     if answering.missing:
         why = "stopped" if answering.stopped else "time limit reached"

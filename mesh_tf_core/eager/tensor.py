@@ -53,9 +53,8 @@ class EagerTensor(Tensor):
     def _scalar(self) -> Any:
         if self.shape.size != 1:
             raise UserError(
-                f"{self!r} has {self.shape.size} elements, so it cannot be converted to one number or "
-                "bool; reduce it first (mtf.reduce_any, mtf.reduce_all, mtf.reduce_max, …) or call "
-                ".numpy()"
+                f"{self!r} has {self.shape.size} elements, so it cannot be converted to one number or bool; "
+                "reduce it first (mtf.reduce_any, mtf.reduce_all, mtf.reduce_max, …) or call .numpy()"
             )
         return self.numpy().item()
 

@@ -7,18 +7,10 @@ from dataclasses import dataclass
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.tables import pairs
 
-_SIZES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int64": 8,
-    "int32": 4,
-    "uint32": 4,
-    "int8": 1,
-    "bool": 1,
-}
+_BYTES = "float64:8 float32:4 bfloat16:2 float16:2 int64:8 int32:4 uint32:4 int8:1 bool:1"
+_SIZES = {name: int(size) for name, size in pairs(_BYTES).items()}
 DTYPES = tuple(_SIZES)
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 """The dtypes for factors of products only (`mtf.float8_einsum`): nothing else is computed or stored in
@@ -26,22 +18,10 @@ them."""
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 INTEGERS = tuple(name for name in DTYPES if name not in (*FLOATS, "bool"))
 _EIGHT_BITS = re.compile("float8|fp8|f8|e4m3|e5m2")
-_MEANT = {
-    "bf16": "bfloat16",
-    "half": "float16",
-    "fp16": "float16",
-    "f16": "float16",
-    "float": "float32",
-    "single": "float32",
-    "fp32": "float32",
-    "f32": "float32",
-    "tf32": "float32",
-    "double": "float64",
-    "fp64": "float64",
-    "f64": "float64",
-    "int": "int32",
-    "long": "int64",
-}
+_MEANT = pairs(
+    "bf16:bfloat16 half:float16 fp16:float16 f16:float16 float:float32 single:float32 fp32:float32 "
+    "f32:float32 tf32:float32 double:float64 fp64:float64 f64:float64 int:int32 long:int64"
+)
 """Other names of element types; of those with eight bits, the smallest there is."""
 
 

@@ -204,9 +204,8 @@ class FromFunction(Initializer):
             )
         if not np.array_equal(made, again, equal_nan=made.dtype.kind == "f"):
             raise UserError(
-                f"{what} returned different numbers in two calls with the same seed, so the initial "
-                "values would depend on the layout; draw all random numbers from the generator that it "
-                "receives"
+                f"{what} returned different numbers in two calls with the same seed, so the initial values "
+                "would depend on the layout; draw all random numbers from the generator that it receives"
             )
         return made
 

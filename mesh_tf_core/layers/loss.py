@@ -55,8 +55,7 @@ class CrossEntropy:
         else:
             raise UserError(
                 f"CrossEntropy: targets must be class ids without the dimension {self.dim!r}, or "
-                f"probabilities with the dimensions of the logits [{logits.shape}]; found "
-                f"[{targets.shape}]"
+                f"probabilities with the dimensions of the logits [{logits.shape}]; found [{targets.shape}]"
             )
         loss = sharp + (lse - reduce_mean(logits, self.dim) - sharp) * self.label_smoothing
         return loss + lse * lse * self.z_loss if self.z_loss else loss

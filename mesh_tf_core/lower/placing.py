@@ -82,9 +82,8 @@ class Placing(ProgramBuilder):
             for axis in axes:
                 if axis in self.within:  # it tells a pipeline's stages apart
                     raise LayoutError(
-                        f"layout {self.layout}: axis {axis!r} already separates the pipeline stages, so "
-                        f"it cannot also split {d.name!r} inside a stage; split {d.name!r} over another "
-                        "axis"
+                        f"layout {self.layout}: axis {axis!r} already separates the pipeline stages, so it "
+                        f"cannot also split {d.name!r} inside a stage; split {d.name!r} over another axis"
                     )
         return splits
 

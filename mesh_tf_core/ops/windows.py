@@ -52,9 +52,8 @@ class Window:
         count = (inputs + self.before + self.after - self.reach) // self.stride + 1
         if count < 1:
             raise UserError(
-                f"window along {self.dim!r} spans {self.reach} elements ({self}), but the input has "
-                f"{inputs} and padding adds {self.before + self.after}; use a smaller window or more "
-                "padding"
+                f"window along {self.dim!r} spans {self.reach} elements ({self}), but the input has {inputs} "
+                f"and padding adds {self.before + self.after}; use a smaller window or more padding"
             )
         return count
 

@@ -218,7 +218,37 @@ class StepCopy(Copy):
         block.saved = {self.tensors[i].id: self._outer(o, block) for i, o in body.saved.items()}
 
 
-class PartCopy(Copy):
+class ResizedCopy(Copy):
+    """A copy some of whose dimensions have other sizes.
+
+    Attributes:
+      sizes: these dimensions -> what they are in the copy.
+    """
+
+    sizes: Mapping[Dim, Dim]
+
+    def _shape(self, shape: Shape) -> Shape:
+        return Shape(self.sizes.get(d, d) for d in shape)
+
+    def _substituted(self, value: Any) -> Any:
+        """The same description with the other sizes."""
+        if isinstance(value, Dim):
+            return self.sizes.get(value, value)
+        if isinstance(value, Shape):
+            return self._shape(value)
+        if isinstance(value, tuple):
+            return tuple(self._substituted(v) for v in value)
+        if isinstance(value, TensorType):
+            return TensorType(self._shape(value.shape), value.dtype)
+        return value
+
+    def _op(self, op: Any) -> Any:
+        changed = {f.name: self._substituted(getattr(op, f.name)) for f in dataclasses.fields(op)}
+        same = all(changed[n] == getattr(op, n) for n in changed)
+        return op if same else dataclasses.replace(op, **changed)
+
+
+class PartCopy(ResizedCopy):
     """A copy whose operations work on a part of the batch.
 
     Args:
@@ -227,7 +257,7 @@ class PartCopy(Copy):
 
     Attributes:
       names, size: of the batch dimension.
-      smaller: the batch dimensions -> those of a part, for nodes that are copied for parts.
+      sizes: the batch dimensions -> those of a part, for nodes that are copied for parts.
       rows: of the whole batch, those that a part has.
       linearity: of the results of the copied nodes.
     """
@@ -249,8 +279,8 @@ class PartCopy(Copy):
                 f"choose a divisor of {self.size}"
             )
         self.names = batch_names(graph, batch)
-        self.smaller = {Dim(n, self.size): Dim(n, self.size // parts) for n in self.names}
-        self.rows = PartRows(Shape(self.smaller), self.size // parts)
+        self.sizes = {Dim(n, self.size): Dim(n, self.size // parts) for n in self.names}
+        self.rows = PartRows(Shape(self.sizes), self.size // parts)
 
     def refusal(self, what: str) -> LayoutError:
         """The error for a graph that cannot work on parts."""
@@ -259,7 +289,7 @@ class PartCopy(Copy):
     def check_batch(self, tensors: Iterable[Tensor]) -> None:
         """LayoutError if one of some tensors has the batch twice."""
         for t in tensors:
-            both = [d.name for d in t.shape if d in self.smaller]
+            both = [d.name for d in t.shape if d in self.sizes]
             if len(both) > 1:
                 raise self.refusal(
                     f"a tensor [{t.shape}] has two batch dimensions ({' and '.join(both)}), but examples of "
@@ -284,26 +314,6 @@ class PartCopy(Copy):
             return scale(x, 1 / self.parts)
         assert self.number is not None
         return where(equal(self.number, 0), x, 0)
-
-    def _shape(self, shape: Shape) -> Shape:
-        return Shape(self.smaller.get(d, d) for d in shape)
-
-    def _substituted(self, value: Any) -> Any:
-        """The same description with the smaller batch."""
-        if isinstance(value, Dim):
-            return self.smaller.get(value, value)
-        if isinstance(value, Shape):
-            return self._shape(value)
-        if isinstance(value, tuple):
-            return tuple(self._substituted(v) for v in value)
-        if isinstance(value, TensorType):
-            return TensorType(self._shape(value.shape), value.dtype)
-        return value
-
-    def _op(self, op: Any) -> Any:
-        changed = {f.name: self._substituted(getattr(op, f.name)) for f in dataclasses.fields(op)}
-        same = all(changed[n] == getattr(op, n) for n in changed)
-        return op if same else dataclasses.replace(op, **changed)
 
     def _applied(self, op: Op, inputs: Sequence[Tensor], node: Node) -> tuple[Tensor, ...]:
         fixes = f"{op.describe()} works only for the whole batch"

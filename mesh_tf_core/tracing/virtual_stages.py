@@ -77,7 +77,7 @@ class VirtualStageCopy(Accumulation):
         for name in (MICROBATCH, IN_FLIGHT, ARRIVING):
             self.new.unsplit[name] = "microbatches pass through the pipeline stages one after another"
         self.again = False
-        self.batches = self.smaller
+        self.batches = self.sizes
         self.stacks: set[int] = set()
         self.place: CopiedLayers | None = None
         trained = [v for v in graph.variables.values() if v.trainable]
@@ -185,15 +185,15 @@ class VirtualStageCopy(Accumulation):
         return self.raw[tensor]
 
     def _whole(self, old: int) -> Tensor:
-        around = self.smaller, self.place, self.again
-        self.smaller, self.place, self.again = self.batches, None, False
+        around = self.sizes, self.place, self.again
+        self.sizes, self.place, self.again = self.batches, None, False
         try:
             if old in self.lies and old not in self.outside:
                 with self.new.at_root():
                     self.outside[old] = reordered(self.lies[old], self.order, self.all, lies=True)
             return super()._whole(old)
         finally:
-            self.smaller, self.place, self.again = around
+            self.sizes, self.place, self.again = around
 
     # -- what has a stage's, or a chunk's --------------------------------------------------------------------
 
@@ -206,11 +206,11 @@ class VirtualStageCopy(Accumulation):
         of_all = stage if chunk is None else chunk * step + stage
         first = None if chunk is None else chunk * size
         numbers = layer_numbers(self.new, self.order, self.all, stages, self.own)
-        self.smaller, self.place = self.of_chunk, CopiedLayers(of_all * size, first, numbers)
+        self.sizes, self.place = self.of_chunk, CopiedLayers(of_all * size, first, numbers)
         try:
             yield
         finally:
-            self.smaller, self.place = self.batches, None
+            self.sizes, self.place = self.batches, None
 
     def _phase(self, node: Node) -> str:
         return Phase.RECOMPUTE if self.again and node.phase == Phase.FORWARD else node.phase
@@ -221,9 +221,9 @@ class VirtualStageCopy(Accumulation):
         if self.layers not in self.old.tensor(tensor).shape.names:
             # What is no stage's own may be stored over the axes that tell stages apart.
             return Copy._outer(self, tensor, block, dtype)
-        self.smaller = self.of_stage if tensor in self.stacks else self.of_chunk
+        self.sizes = self.of_stage if tensor in self.stacks else self.of_chunk
         found = super()._outer(tensor, block, dtype)
-        self.smaller = self.of_chunk
+        self.sizes = self.of_chunk
         return found
 
     def _begun(self, body: Block, block: Block) -> None:

@@ -113,9 +113,8 @@ def finish(folder: Path, step: int, written: Iterable[Any], extra: Mapping[str, 
         _look(folder, step)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"step {step} is not saved: {reason(error)}, although every process reported that it had "
-            "written its part (earlier checkpoints are kept); check that all processes use the same "
-            "file system"
+            f"step {step} is not saved: {reason(error)}, although every process reported that it had written "
+            "its part (earlier checkpoints are kept); check that all processes use the same file system"
         ) from None
     root = folder.parent
     final = root / named(step)
@@ -148,8 +147,7 @@ def _entries_of(step: int, written: Iterable[Any]) -> dict[str, ManifestEntry]:
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"step {step} is not saved: a process sent an invalid report of its pieces "
-            f"({' '.join(str(error).split())[:200]}); start all processes with the same version of "
-            "layoutopt"
+            f"({' '.join(str(error).split())[:200]}); start all processes with the same version of layoutopt"
         ) from None
 
 

@@ -145,8 +145,7 @@ class _JointCheckpoint:
                 if not folder.is_dir() or folder.is_symlink():
                     raise UserError(
                         f"{self._cluster.name(self._cluster.index)} cannot find {str(folder)!r}, which "
-                        f"{self._cluster.name(0)} created; use a checkpoint directory that all machines "
-                        "share"
+                        f"{self._cluster.name(0)} created; use a checkpoint directory that all machines share"
                     )
                 said += checkpoint.write_pieces(folder, self._cluster.index, pieces)
             # The writer says what went wrong first: a folder is also gone because it could not write.

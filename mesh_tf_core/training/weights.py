@@ -301,8 +301,7 @@ def _parts(variable: Variable, source: Source) -> _Parts:
     if counted > variable.stacked:
         raise UserError(
             f"load: {source.name!r} has {counted} placeholders {{}}, but {variable.name!r} "
-            f"[{variable.shape}] has only {variable.stacked} stacked dimensions; use one placeholder for "
-            "each"
+            f"[{variable.shape}] has only {variable.stacked} stacked dimensions; use one placeholder for each"
         )
     names = tuple(
         first + "".join(f"{n}{text}" for n, text in zip(at, others, strict=True))

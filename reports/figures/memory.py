@@ -225,9 +225,8 @@ def _tell_memory_timeline(plan: PlanFile) -> str:
     ]
     held = "; ".join(f"{h.name} {bytes_text(h.bytes)}" for h in holdings_at_peak(found)[:MOST_HOLDINGS])
     return (
-        f"Memory on one device over {len(found.points):,} instructions: "
-        f"{', '.join(parts) or 'one phase'}. {_find_memory_timeline(plan)}. Largest tensors at the peak: "
-        f"{held or 'not recorded'}."
+        f"Memory on one device over {len(found.points):,} instructions: {', '.join(parts) or 'one phase'}. "
+        f"{_find_memory_timeline(plan)}. Largest tensors at the peak: {held or 'not recorded'}."
     )
 
 

@@ -128,9 +128,9 @@ class Column:
         return replace(found, text=self.kind.say(found.value))
 
 
-def texts(*heads: str) -> tuple[Column, ...]:
-    """Columns of texts; their headings also name them in data."""
-    return tuple(Column(head.replace(" ", "_"), head) for head in heads)
+def texts(*same: str, **heads: str) -> tuple[Column, ...]:
+    """Columns of texts; their headings also name them in data, but for those of `heads`."""
+    return tuple(Column(*each) for each in ({n.replace(" ", "_"): n for n in same} | heads).items())
 
 
 ViewRow = Sequence[CellValue | Cell]

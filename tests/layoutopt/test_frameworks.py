@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from pkgutil import iter_modules
 from types import SimpleNamespace
 
@@ -15,10 +17,11 @@ import layoutopt.frameworks
 import mesh_tf_core as mtf
 from costmodels.frameworks import DEFAULT, framework_names, load_framework
 from costmodels.hardware import load_hardware, machine_of
-from examples import mlp, moe_lm, transformer_lm
-from layoutopt.frameworks import runs_another, says
+from examples import mlp, moe_lm, transformer_lm, transformer_seq2seq
+from layoutopt.frameworks import padded, runs_another, says
 from layoutopt.front_ends import FRONT_ENDS
 from layoutopt.importers.huggingface.configuration import FAMILIES
+from layoutopt.optimize.evaluator import evaluate
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
@@ -215,3 +218,44 @@ def test_an_answer_says_where_the_host_takes_longer(name: str) -> None:
         waits = any(note.startswith("the host needs about") for note in found.notes)
         eager = load_hardware("h100", name).chip.host_interval is not None
         assert waits == (eager and length == 8), found.notes
+
+
+@pytest.mark.parametrize("build", [transformer_lm.model, moe_lm.model, transformer_seq2seq.model])
+def test_megatron_pads_the_vocabulary(build: Callable[..., mtf.Model]) -> None:
+    """Parameters, time and memory are those of a model that was built so, also once gradients are known."""
+    small = {"d_model": 64, "d_kv": 16, "heads": 4, "d_ff": 128, "batch": 8, "length": 16}
+    given, own = build(**small, vocab=1001), build(**small, vocab=1024)
+    mesh, layout = mtf.Mesh("data:2;model:2"), mtf.Layout("batch:data;heads:model;d_ff:model;vocab:model")
+    for _ in range(2):
+        found, built = (evaluate(m, mesh, layout, load_hardware("h100", "megatron")) for m in (given, own))
+        assert found.model.parameters == built.model.parameters > given.parameters
+        assert found.predicted == built.predicted
+        assert "megatron pads vocab from 1,001 to 1,024" in found.notes and not built.model.given
+        assert found.model.fingerprint == given.fingerprint != built.model.fingerprint
+        assert padded("megatron", found.model) is found.model
+        given.training_step()
+    for name in framework_names():
+        assert (padded(name, given) is given) == (name != "megatron")
+
+
+def test_a_plan_with_a_padded_vocabulary_goes_on_to_its_framework(tmp_path: Path) -> None:
+    given = transformer_lm.model(
+        layers=2, d_model=64, d_kv=16, heads=4, d_ff=128, vocab=1001, batch=8, length=16, dtype="bfloat16"
+    )
+    plan = layoutopt.search(
+        given,
+        "data:2;model:4",
+        hardware="h100",
+        framework="megatron",
+        pins={"heads": ("model",)},
+        allow="usual",
+    )
+    assert plan.layout.axes("vocab") == ("model",) and plan.data.model.parameters > given.parameters
+    plan.save(tmp_path / "plan.json")
+    again = layoutopt.load_plan(tmp_path / "plan.json").of(given)
+    assert again.model is not None and again.model.parameters == plan.data.model.parameters
+    tensors = placed(again.model.lower(again.mesh, again.layout, again.options))
+    text = export(
+        Exported("", again.mesh, again.layout, *tensors, decided(again.options, again.layout)), "megatron"
+    )
+    assert "--make-vocab-size-divisible-by 32\n" in text  # times 4 ranks: 128

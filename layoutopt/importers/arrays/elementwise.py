@@ -24,6 +24,7 @@ from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.activations import extreme, modulus
 from mesh_tf_core.ops.shape import Reshape
+from mesh_tf_core.tables import pairs
 
 # -- of numbers ----------------------------------------------------------------------------------------------
 
@@ -38,7 +39,7 @@ _CALLED = (
 """Primitives, and what NumPy calls them."""
 _NUMBERS: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in _ALIKE.split()},
-    **{name: getattr(np, ours) for name, ours in (pair.split(":") for pair in _CALLED.split())},
+    **{name: getattr(np, ours) for name, ours in pairs(_CALLED).items()},
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "logistic": lambda x: 1 / (1 + np.exp(-x)),
     "div": lambda x, y: (
@@ -131,13 +132,11 @@ def _cornered(e: Equation, given: Sequence[Any]) -> Tensor | None:
 
 
 _BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
-    "add": mtf.add,
-    "add_any": mtf.add,
+    **dict.fromkeys(("add", "add_any"), mtf.add),
     "sub": mtf.subtract,
     "mul": mtf.multiply,
     "div": mtf.divide,
-    "max": _extreme_of("max"),
-    "min": _extreme_of("min"),
+    **{name: _extreme_of(name) for name in ("max", "min")},
     "pow": mtf.pow,
     "rem": _rem,
     "eq": mtf.equal,
@@ -146,9 +145,7 @@ _BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
     "le": mtf.less_equal,
     "gt": mtf.greater,
     "ge": mtf.greater_equal,
-    "and": _bitwise("and"),
-    "or": _bitwise("or"),
-    "xor": _bitwise("xor"),
+    **{name: _bitwise(name) for name in ("and", "or", "xor")},
 }
 
 

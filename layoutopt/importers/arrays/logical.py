@@ -63,10 +63,9 @@ def logical_axes(arrays: Sequence[tuple[Var, Leaf]], notes: list[str]) -> list[L
     if len(several) >= _MESH_SHARE * len(perhaps) > 0:
         name = several[0].name
         notes.append(
-            f"the axis names of {several[0].path} and other arrays are read as mesh axes, not as "
-            f"dimensions, because {name!r} occurs with the sizes "
-            f"{', '.join(map(str, sorted(sizes[name])))}; name dimensions with names=, and check these "
-            "shardings with `layoutopt lint`"
+            f"the axis names of {several[0].path} and other arrays are read as mesh axes, not as dimensions, "
+            f"because {name!r} occurs with the sizes {', '.join(map(str, sorted(sizes[name])))}; name "
+            "dimensions with names=, and check these shardings with `layoutopt lint`"
         )
         perhaps = []
     return sure + perhaps

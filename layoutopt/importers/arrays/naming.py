@@ -90,9 +90,8 @@ class _Naming:
             axes = list(said) if isinstance(said, tuple | list) else [said]
             if len(axes) != len(leaf.shape):
                 raise Unimportable(
-                    f"names[{path!r}] has {len(axes)} entries, but the array's shape "
-                    f"{leaf.shape} has {len(leaf.shape)} axes; give one name per axis, and None for an "
-                    "axis without a name"
+                    f"names[{path!r}] has {len(axes)} entries, but the array's shape {leaf.shape} has "
+                    f"{len(leaf.shape)} axes; give one name per axis, and None for an axis without a name"
                 )
             for a, name in enumerate(axes):
                 self._said(path, a, self.classes.of(v, a + first), name)
@@ -104,9 +103,8 @@ class _Naming:
         if len(parts) != len(nodes):
             sizes = " x ".join(str(self.classes.size[n]) for n in nodes) or "1 (no dimension)"
             raise Unimportable(
-                f"names[{path!r}] gives axis {axis} the name {name!r}, but the function "
-                f"reshapes this axis into {len(nodes)} dimensions ({sizes}); give a tuple of {len(nodes)} "
-                "names, or None"
+                f"names[{path!r}] gives axis {axis} the name {name!r}, but the function reshapes this axis "
+                f"into {len(nodes)} dimensions ({sizes}); give a tuple of {len(nodes)} names, or None"
             )
         for node, part in zip(nodes, parts, strict=True):
             if part is None:

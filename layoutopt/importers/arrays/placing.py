@@ -141,8 +141,7 @@ def inner_dims(arrays: Iterable[ArrayAxes], splits: str) -> dict[str, str]:
                 text = " x ".join(f"{n}:{size}" for n, size in zip(names, sizes, strict=True))
                 found.setdefault(
                     inner,
-                    f"{inner!r} is an inner part of axis {a} of {array.path!r} ({text}), and "
-                    f"{splits} cannot split such a part; give {inner!r} an axis of its own in "
-                    f"{array.path!r}",
+                    f"{inner!r} is an inner part of axis {a} of {array.path!r} ({text}), and {splits} "
+                    f"cannot split such a part; give {inner!r} an axis of its own in {array.path!r}",
                 )
     return found

@@ -14,6 +14,7 @@ import numpy as np
 
 from layoutopt.importers.arrays.contract import KEY
 from mesh_tf_core.errors import UserError, not_installed
+from mesh_tf_core.tables import words
 
 _HERE = str(Path(__file__).resolve().parent)
 
@@ -86,16 +87,7 @@ def without_dead(closed: Any) -> Any:
     return type(closed)(found.replace(eqns=eqns), closed.consts)
 
 
-_OF_KEYS = (
-    "random_unwrap",
-    "random_wrap",
-    "slice",
-    "dynamic_slice",
-    "squeeze",
-    "reshape",
-    "unstack",
-    "split",
-)
+_OF_KEYS = words("random_unwrap random_wrap slice dynamic_slice squeeze reshape unstack split")
 """What makes keys of keys, of their own type or as whole numbers."""
 
 

@@ -13,18 +13,9 @@ from typing import Any, Protocol, TypeVar
 from layoutopt.importers.arrays.contract import KEY
 from layoutopt.importers.jax.internals import called, is_jax_own, is_literal, place_of, scope_of, type_of
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.tables import words
 
-CALLS = (
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "call",
-    "remat2",
-    "checkpoint",
-    "remat",
-    "core_closed_call",
-)
+CALLS = words("jit pjit closed_call core_call call remat2 checkpoint remat core_closed_call")
 RANDOM = {"_uniform": "random_uniform", "_normal_real": "random_normal", "_normal": "random_normal"}
 """Functions of jax.random that are taken as a whole."""
 CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")

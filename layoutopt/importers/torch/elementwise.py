@@ -10,6 +10,7 @@ from typing import Any
 from layoutopt.importers.arrays.contract import FLAT, CapturedArray, Equation, Operand, Var
 from layoutopt.importers.torch.emitter import Equations, Scalar
 from layoutopt.importers.torch.internals import FLOATS
+from mesh_tf_core.tables import pairs
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,7 @@ _CALLED = (
     "maximum:max minimum:min true_divide:div bitwise_and:and bitwise_or:or logical_and:and logical_or:or "
     "__and__:and __or__:or logical_xor:xor bitwise_xor:xor fmod:rem"
 )
-_BINARY = {
-    **{n: n for n in ("add", "sub", "mul", "div", "pow", "atan2")},
-    **dict(pair.split(":") for pair in _CALLED.split()),
-}
+_BINARY = {n: n for n in ("add", "sub", "mul", "div", "pow", "atan2")} | pairs(_CALLED)
 TABLE: dict[str, AtenRule] = {}
 
 

@@ -135,10 +135,9 @@ def devices(count: int, processes: int = 1) -> tuple[Any, ...]:
     here = len(jax.local_devices())
     if processes > 1 and (len(found) != count or here != own):
         raise UserError(
-            f"the mesh needs {own} devices in each of {processes} processes, but JAX found {here} "
-            f"devices ({found[0].platform}) in this process and {len(found)} in total; change the size "
-            "of the mesh, or assign each process its own devices (JAX_LOCAL_DEVICE_IDS, "
-            "CUDA_VISIBLE_DEVICES)"
+            f"the mesh needs {own} devices in each of {processes} processes, but JAX found {here} devices "
+            f"({found[0].platform}) in this process and {len(found)} in total; change the size of the mesh, "
+            "or assign each process its own devices (JAX_LOCAL_DEVICE_IDS, CUDA_VISIBLE_DEVICES)"
         )
     if len(found) < count:
         raise UserError(

@@ -14,18 +14,10 @@ import tensorflow as tf
 from tensorflow.python.eager import context, execute
 
 from mesh_tf_core.engines.tf.simplify import simplified
+from mesh_tf_core.tables import pairs
 
 _steps = itertools.count()
-_OUTPUT = {
-    "AddN": "sum",
-    "AddV2": "z",
-    "Less": "z",
-    "LogicalAnd": "z",
-    "Maximum": "z",
-    "Minimum": "z",
-    "Sub": "z",
-    "ZerosLike": "y",
-}
+_OUTPUT = pairs("AddN:sum AddV2:z Less:z LogicalAnd:z Maximum:z Minimum:z Sub:z ZerosLike:y")
 """Names of operations' outputs, where they are not "output"."""
 
 
