@@ -8,17 +8,13 @@ partial result, which is all-reduced at once. `passes` then moves those sums.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
 
-from mesh_tf_core.errors import LayoutError
-from mesh_tf_core.ir.blocks import Block, Node
-from mesh_tf_core.ir.builder import ProgramBuilder
+from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import Input, Local, Origin, Program, ReadVariable, Stored, WriteVariable
+from mesh_tf_core.ir.program import Input, Local, Program, ReadVariable, Stored, WriteVariable
 from mesh_tf_core.ir.structure import Assign, Connection, Feed, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import ContextParallel
@@ -34,15 +30,14 @@ from mesh_tf_core.lower.nodes import (
 )
 from mesh_tf_core.lower.options import DEFAULT, Options
 from mesh_tf_core.lower.oracle import Oracle
-from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.storage import BACKWARD, FORWARD, GRADIENT, UPDATE, VARIABLE
-from mesh_tf_core.lower.subgraph import GraphPart, Twin
+from mesh_tf_core.lower.subgraph import GraphPart
 from mesh_tf_core.ops.basic import AddN, Cast
 from mesh_tf_core.ops.stages import JoinedParts
 from mesh_tf_core.tracing.graph import Graph
 
 
-class Lowering(Placing):
+class Lowering(Loops):
     """The state of one lowering, which visits the nodes of a graph.
 
     Attributes:
@@ -59,12 +54,11 @@ class Lowering(Placing):
         part: GraphPart | None = None,
         results: Collection[Tensor] = (),
     ) -> None:
-        super().__init__(graph, oracle, part)
+        super().__init__(graph, oracle, options.recompute, part)
         # The results of a part are all that it makes, whether anything reads them or not.
         self.returned = frozenset(t.id for t in results if not self.part.alone)
         self.context, self.collective_matmul = dict(options.context), options.collective_matmul
         self.feeds: dict[str, int] = {}
-        self.loops = Loops(self, options.recompute, self.node, self.nodes)
         self._terms = gradient_terms(graph)
 
     def node(self, node: Node) -> None:
@@ -126,7 +120,7 @@ class Lowering(Placing):
                 if out >= 0:
                     self.bind(tensor, out)
         elif isinstance(op, Scan):
-            self.loops.loop(node)
+            self.scan(node)
         elif isinstance(op, Feed):
             (tensor,), (type,) = node.outputs, plan.types
             out = self.new(type, self.natural(type.shape, f"input {op.feed!r}"), tensor=tensor)
@@ -224,7 +218,7 @@ class Lowering(Placing):
         if tensor < 0 or tensor in self.returned:
             return False
         block = self.graph.blocks[self.graph.tensor(tensor).block]
-        if tensor in self.loops.remat.left(block, self.run):
+        if tensor in self.remat.left(block, self.run):
             return False
         leaving = (*block.carry_out, *(i for i, _ in (*block.stacked, *block.summed)))
         return tensor not in leaving and not any(tensor in node.inputs for node in block.nodes)
@@ -255,34 +249,6 @@ class Lowering(Placing):
             env.update(zip(node.outputs, outputs, strict=True))
         return [env[found.result]]
 
-    def nodes(self, block: Block) -> None:
-        beside = self.part.beside
-        for node in block.nodes:
-            for each in beside.get(node.index, ()) if beside else ():
-                self._moved_beside(each)
-            self.node(node)
-        for want in self.part.wanted.get(block.id, ()):
-            if not want.gradient_of:
-                self.origin = replace(self.origin, phase=want.phase)
-                self.to_natural(self.value_of(want.tensor))
-            elif want.tensor in self.env:
-                # The update asks for it: a sum that only the update reads may travel with others.
-                self.origin = Origin(self.origin.node, want.gradient_of, want.phase)
-                self.reshard(self.env[want.tensor], self.oracle.row(GRADIENT, want.gradient_of, UPDATE))
-
-    def _moved_beside(self, each: Twin) -> None:
-        """Notes what backward moves of a tensor that a second run reads: its readers are lowered, and
-        dropped."""
-        value = self.lying(each.tensor)
-        env, run, self.run = self.env, self.run, ""
-        with ProgramBuilder.block(self):  # what they make is no code of this part
-            for node in each.readers:
-                self.env = {**env, each.twin: value}
-                # A layout that it does not allow, its own lowering refuses.
-                with suppress(LayoutError):
-                    self.node(node)
-        self.env, self.run = env, run
-
 
 def lower_base(
     graph: Graph,
@@ -301,7 +267,7 @@ def lower_base(
     state.env.update(state.masters)
     if state.part.alone:
         # A part returns what it has where that lies: it may be of a loop's body, whose layout is another.
-        every = enumerate((*state.loops.before, state.env))
+        every = enumerate((*state.before, state.env))
         named = ((at, env, n, t.id) for at, env in every for n, t in (results or {}).items())
         returned = {n + "'" * at: env[t] for at, env, n, t in named if t in env}
     else:

@@ -3,7 +3,7 @@ values kept for second runs, on the devices or on their hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from functools import lru_cache
 from typing import TypeVar
 
@@ -14,32 +14,41 @@ from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Origin, Result, Sliced
+from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placement import check_counted
 from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.lower.rematerialization import KeptTensor, Rematerialization, beside, rematerialization
 from mesh_tf_core.lower.storage import BACKWARD, SAVED
+from mesh_tf_core.lower.subgraph import GraphPart
+from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.residuals import several
 from mesh_tf_core.tracing.stage_layers import loop_name
 
 K = TypeVar("K")
 
 
-class Saving:
+class Saving(Placing):
     """The stacks of one lowering's loops.
 
-    Args:
-      low: its state.
+    Attributes:
       recompute: the loops that backward recomputes, and the values that they keep
-        (`remat_policy.Recomputed`).
-      node: lowers a node.
+        (`remat_policy.Recomputed`); `remat`: the same, of the iterations that are being lowered.
+      before: values in each part of a loop.
     """
 
-    def __init__(self, low: Placing, recompute: Policies, node: Callable[[Node], None]) -> None:
-        self.low, self._node = low, node
-        self.remat = rematerialization(low.graph, recompute, low.part.unread)
+    def __init__(
+        self, graph: Graph, oracle: Oracle, recompute: Policies, part: GraphPart | None = None
+    ) -> None:
+        super().__init__(graph, oracle, part)
+        self.recompute, self.remat = recompute, rematerialization(graph, recompute, self.part.unread)
         self._kept: dict[KeptTensor, int] = {}
         self._parts: dict[Rematerialization, dict[KeptTensor, int]] = {}
+        self.before: list[dict[int, int]] = []
+
+    def node(self, node: Node) -> None:
+        """Lowers a node."""
+        raise NotImplementedError
 
     # -- in forward ------------------------------------------------------------------------------------------
 
@@ -47,24 +56,24 @@ class Saving:
         """The stacks that a loop, or a part of the `whole` of it, saves for its backward: what that reads. Or
         for second runs: the state at the beginning of every iteration, as far as it is read again, and what
         is kept; for loops inside that run again, what they keep and read."""
-        remat, env = self.remat, self.low.env
-        if remat.run_of(whole) != self.low.run:
+        remat, env = self.remat, self.env
+        if remat.run_of(whole) != self.run:
             return []
         again = remat.again(whole)
         own = [(i, o) for i, o in block.saved.items() if not again and not remat.unsaved(i)]
         pairs = self._read_again(own, block)
-        saved = {i: self.low.lying(i) for i, _ in pairs}
+        saved = {i: self.lying(i) for i, _ in pairs}
         if saved and self._lies_on_host(whole):
-            saved |= self._on_host({i: x for i, x in saved.items() if not self.low.values[x].host}, node)
+            saved |= self._on_host({i: x for i, x in saved.items() if not self.values[x].host}, node)
         for inner, outer in pairs:
-            env[outer] = self._outer(saved[inner], block, self.low.graph.tensor(outer).shape)
+            env[outer] = self._outer(saved[inner], block, self.graph.tensor(outer).shape)
         results = [Result(saved[inner], env[outer]) for inner, outer in pairs]
         kept: dict[KeptTensor, int] = {}
         for key in remat.passed(whole):
             if key.loop != whole.id:
                 kept.update({key: self._kept[key]} if key in self._kept else {})
-            elif key.tensor in env and key.tensor not in self.low.given:  # a part's own nodes made it
-                kept[key] = self.low.value_of(key.tensor)
+            elif key.tensor in env and key.tensor not in self.given:  # a part's own nodes made it
+                kept[key] = self.value_of(key.tensor)
         if again and self._lies_on_host(whole):
             # What decides whether an iteration runs is read before it begins.
             kept |= self._on_host({key: x for key, x in kept.items() if key.tensor != whole.runs}, node)
@@ -74,14 +83,14 @@ class Saving:
         return results
 
     def _lies_on_host(self, block: Block) -> bool:
-        name = loop_name(block, self.low.graph)
-        return name is not None and self.low.oracle.row(SAVED, name, BACKWARD).host
+        name = loop_name(block, self.graph)
+        return name is not None and self.oracle.row(SAVED, name, BACKWARD).host
 
     def _on_host(self, found: Mapping[K, int], node: Node) -> dict[K, int]:
         """What a loop saves, brought to the host: its state as an iteration begins, the rest as it ends."""
-        code, made = self.low.code, {o for instr in self.low.code for o in instr.outputs}
-        self.low.origin, at = Origin(node.index, node.scope, node.phase), len(code)
-        kept = {key: self.low.kept_on_host(value) for key, value in found.items()}
+        code, made = self.code, {o for instr in self.code for o in instr.outputs}
+        self.origin, at = Origin(node.index, node.scope, node.phase), len(code)
+        kept = {key: self.kept_on_host(value) for key, value in found.items()}
         stores = code[at:]
         code[at:] = [store for store in stores if store.inputs[0] in made]
         code[:0] = [store for store in stores if store.inputs[0] not in made]
@@ -89,13 +98,13 @@ class Saving:
 
     def _read_again(self, pairs: list[tuple[int, int]], block: Block) -> list[tuple[int, int]]:
         """What a loop stacks in a second run: only what that reads, or backward."""
-        if not self.low.run:
+        if not self.run:
             return pairs
         around = block
-        while loop_name(around, self.low.graph) != self.low.run:
+        while loop_name(around, self.graph) != self.run:
             if around.parent is None:
                 return []
-            around = self.low.graph.blocks[around.parent]
+            around = self.graph.blocks[around.parent]
         needed = self.remat.second(around).read
         return [(i, outer) for i, outer in pairs if outer in needed]
 
@@ -103,7 +112,7 @@ class Saving:
 
     def _taken(self, block: Block, forward: Block) -> list[Sliced]:
         """The parts of what a forward loop keeps, and reads by parts, for its second run or those inside."""
-        env, pairs, remat = self.low.env, list[Sliced](), self.remat
+        env, pairs, remat = self.env, list[Sliced](), self.remat
         for key in remat.passed(forward):
             own = key.loop == forward.id
             pairs.append(self._part(self._kept[key], key.tensor if own else None))
@@ -119,43 +128,43 @@ class Saving:
             if here.get(t) in env:
                 env[t] = env[here[t]]
             elif t in stacks:
-                pairs.append(self._part(self.low.lying(stacks[t]), t))
+                pairs.append(self._part(self.lying(stacks[t]), t))
         return pairs
 
     def _recompute(self, forward: Block) -> None:
         """Runs the needed part of the forward body inside the backward body."""
-        run, self.low.run = self.low.run, loop_name(forward, self.low.graph) or ""
+        run, self.run = self.run, loop_name(forward, self.graph) or ""
         for node in self.remat.second(forward).nodes:
             if node.body is not None:
                 self._load_for(node, {key.tensor for key in self.remat.passed(forward)})
-            self._node(node)
-        self.low.run = run
+            self.node(node)
+        self.run = run
 
     def _load_for(self, node: Node, kept: Set[int]) -> None:
         """Brings what was kept on the hosts and a loop, or a branch, reads before that begins: once for the
         body around."""
-        self.low.origin = Origin(node.index, node.scope, Phase.RECOMPUTE)
+        self.origin = Origin(node.index, node.scope, Phase.RECOMPUTE)
         for tensor in sorted(reads(node) & kept):
-            self.low.env[tensor] = self.low.on_device(self.low.env[tensor])
+            self.env[tensor] = self.on_device(self.env[tensor])
 
     def _bring(self, block: Block) -> None:
         """Before a backward loop: what second runs inside need without work from the body around."""
         if block.parent is None or not self.remat.names:
             return
-        around, env, run = self.low.graph.blocks[block.parent], self.low.env, self.low.run
+        around, env, run = self.graph.blocks[block.parent], self.env, self.run
         there, nodes = self.remat.brought(around, block)
         env.update((t, env[now]) for t, now in there.items() if now in env)
         for node in nodes:
-            self.low.run = beside(around)
-            self._node(node)
-        self.low.run = run
+            self.run = beside(around)
+            self.node(node)
+        self.run = run
 
     # -- stacks and their parts ------------------------------------------------------------------------------
 
     def _over(self, block: Block) -> Axes:
         """The axes that the iterations of a loop are spread over: the stages of a pipeline."""
         assert block.dim is not None
-        layout, name, ways = self.low.layout, block.dim.name, self.low.oracle.ways
+        layout, name, ways = self.layout, block.dim.name, self.oracle.ways
         axes, further = layout.axes(name), layout.further(name)
         check_counted(layout, name, further if block.spread or ways(axes) == 1 else (*axes, *further))
         if not block.spread:
@@ -163,38 +172,36 @@ class Saving:
         if ways(axes) != block.dim.size:
             found = f"{'+'.join(axes)} has {ways(axes)}" if axes else "no rule splits it"
             raise LayoutError(
-                f"layout {self.low.layout}: {block.dim.name!r} must be split over exactly {block.dim.size} "
+                f"layout {self.layout}: {block.dim.name!r} must be split over exactly {block.dim.size} "
                 f"devices, but {found}"
             )
         return axes
 
     def _part(self, outer: int, inner: int | None) -> Sliced:
-        v = self.low.values[outer]
+        v = self.values[outer]
         shape, splits = _part_of(v.shape), v.splits[1:]
-        size = None if inner is None else several(self.low.graph.tensor(inner).shape, v.shape)
+        size = None if inner is None else several(self.graph.tensor(inner).shape, v.shape)
         if size is not None:
             shape, splits = _stack_of(size, shape), ((), *splits)
-        part = self.low.new(TensorType(shape, v.dtype), splits, v.partial, host=v.host)
+        part = self.new(TensorType(shape, v.dtype), splits, v.partial, host=v.host)
         if inner is not None:
-            self.low.bind(inner, part)
+            self.bind(inner, part)
         return Sliced(outer, part)
 
     def _outer(self, id: int, stack: Block | None, whole: Shape | None = None) -> int:
         """A new value for what a loop makes of a body's; `whole`: of a stack of which an iteration gives
         several elements, or that is longer than the loop."""
-        v = self.low.values[id]
+        v = self.values[id]
         if stack is None:
-            return self.low.like(v, v.splits, v.partial)
+            return self.like(v, v.splits, v.partial)
         assert stack.dim is not None
         over = self._over(stack)
-        if stack.dim != self.low.graph.blocks[stack.id].dim:
+        if stack.dim != self.graph.blocks[stack.id].dim:
             whole = None  # of a part of the loop
         dim, shape, splits = stack.dim if whole is None else whole.dims[0], v.shape, v.splits
         if whole is not None and several(shape, whole) is not None:
             shape, splits = _part_of(shape), splits[1:]
-        return self.low.new(
-            TensorType(_stack_of(dim, shape), v.dtype), (over, *splits), v.partial, host=v.host
-        )
+        return self.new(TensorType(_stack_of(dim, shape), v.dtype), (over, *splits), v.partial, host=v.host)
 
 
 @lru_cache(maxsize=1 << 14)
