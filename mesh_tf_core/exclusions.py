@@ -21,9 +21,8 @@ class Exclusion(NamedTuple):
     why: str
 
 
-REPLICAS, STAGES, SCHEDULE, CHUNKS, MEANS = "replicas", "stages", "schedule", "chunks", "running means"
+REPLICAS, STAGES, SCHEDULE, MEANS = "replicas", "stages", "schedule", "running means"
 MEETINGS, CLUSTER, DECODING, MICROBATCHES = "meetings", "cluster", "decoding", "microbatches"
-SOME_AGAIN = "some recomputed layers"
 EXCLUDED = (
     Exclusion(REPLICAS, STAGES, "a replica cannot be split into pipeline stages"),
     Exclusion(REPLICAS, SCHEDULE, "a replica cannot be split into pipeline stages"),
@@ -36,7 +35,6 @@ EXCLUDED = (
         STAGES,
         "when decoding, a token must pass through all layers before the next token can start",
     ),
-    Exclusion(SOME_AGAIN, CHUNKS, "the gradients of all chunks of a stage are one array"),
 )
 """The pairs that the runtime cannot combine."""
 

@@ -133,6 +133,8 @@ def in_turn(iterations: Iterations[V], engine: InTurn[V]) -> None:
     """Runs a loop, one iteration after the other."""
     loop, env = iterations.loop, iterations.env
     first, offset = None if loop.first is None else env[loop.first], loop.offset or 0
+    if first is not None and offset:
+        first = engine.add(first, engine.number(offset))
 
     def parts_of(stack: int, whole: V) -> Sequence[V]:
         if first is not None and stack in iterations.longer:

@@ -93,7 +93,8 @@ class Block:
         passes its carries on, stacks zeros and adds nothing.
       first: int scalar from outside: the element at which iterations begin in stacks that are longer than the
         loop; other elements of their results are zero.
-      begin: the number of that element, if it is the same in all runs: results have the loop's length.
+      begin: the number of the element of a loop over a part of its dimension; without `first`, results have
+        the loop's length.
       single: a block of one iteration that the model does not see as a loop: values lack its dimension.
       branch: of a choice: the share of the times in which it is taken, as a price counts it.
       spread: its iterations run at once, each on the devices that hold its part of `dim`: the stages of a

@@ -56,7 +56,8 @@ class Loop(Instr):
       branch: of a choice: the share of the times in which it runs, as a price counts it.
       first: int32 scalar from outside: the element of stacks that are longer than the loop at which
         iterations begin; other elements of their results are zero.
-      offset: the first element, of a loop over a part of its dimension; its stacks have this part alone.
+      offset: the first element, of a loop over a part of its dimension; its stacks have this part alone, or
+        with `first` are as long as the whole, and this part is as far behind that.
       undecided: in a part that is lowered alone, without the value that decides whether an iteration runs.
       `inputs` and `outputs` list all values that cross the border, in that order; `inputs` ends with the
       values of outside that the body reads directly.

@@ -28,7 +28,7 @@ from mesh_tf_core.lower.saving import Saving
 from mesh_tf_core.lower.storage import BACKWARD, GRADIENT, UPDATE
 from mesh_tf_core.lower.subgraph import Twin
 from mesh_tf_core.ops.basic import AddN
-from mesh_tf_core.ops.stages import JoinedParts, StageNumbers, StagePart, StageStack, StageTerm
+from mesh_tf_core.ops.stages import JoinedParts, PartsInPlace, StageNumbers, StagePart, StageStack, StageTerm
 from mesh_tf_core.tracing.residuals import several
 from mesh_tf_core.tracing.stage_layers import loop_name
 
@@ -57,7 +57,11 @@ class Loops(Saving):
         for o, values in made.items() if len(parts) > 1 else ():
             pieces, v = [value for _, value in sorted(values)], self.values[values[0][1]]
             op: Op = AddN() if o in sums else JoinedParts(block.dim.name)
-            type = TensorType(v.shape if o in sums else v.shape.resized(block.dim), v.dtype)
+            if o in stacks and v.shape.sizes[0] == self.graph.tensor(o).shape.sizes[0]:
+                op = PartsInPlace()
+            type = TensorType(
+                v.shape.resized(block.dim) if isinstance(op, JoinedParts) else v.shape, v.dtype
+            )
             self.env[o] = self.new(type, v.splits, v.partial, o)
             self.emit(Local(tuple(pieces), (self.env[o],), origin, op))
 
@@ -169,7 +173,7 @@ class Loops(Saving):
         Args:
           kept: what else the loop hands out.
         """
-        calls = (i for i in self.code if isinstance(i, Local) and isinstance(i.op, StageStack | JoinedParts))
+        calls = (i for i in self.code if isinstance(i, Local) and isinstance(i.op, StageStack | JoinedParts | PartsInPlace))
         makers = {i.outputs[0]: i for i in calls}
         after, seen = list[Instr](), set[int]()
 

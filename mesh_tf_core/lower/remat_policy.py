@@ -328,10 +328,8 @@ def _check_count(text: str, asked: Recomputed, blocks: Iterable[Block], graph: G
                 f"count, or {asked.whole} to recompute all"
             )
         apart = all(back.forward is not block or back.parent != block.parent for back in graph.blocks)
-        chunks = block.first is not None
-        if apart or chunks or any(node.body is not None and node.body.saved for node in block.nodes):
-            other = "a stage has several chunks of them" if chunks else "it has loops inside"
-            why = "its backward is in another loop" if apart else other
+        if apart or any(node.body is not None and node.body.saved for node in block.nodes):
+            why = "its backward is in another loop" if apart else "it has loops inside"
             raise UserError(
                 f"recompute {text!r}: {why}, so all its iterations are alike; write {asked.whole}"
             )

@@ -196,7 +196,8 @@ class Saving(Placing):
             return self.like(v, v.splits, v.partial)
         assert stack.dim is not None
         over = self._over(stack)
-        if stack.dim != self.graph.blocks[stack.id].dim:
+        every = self.graph.blocks[stack.id].dim
+        if whole is not None and stack.dim != every == whole.dims[0]:
             whole = None  # of a part of the loop
         dim, shape, splits = stack.dim if whole is None else whole.dims[0], v.shape, v.splits
         if whole is not None and several(shape, whole) is not None:

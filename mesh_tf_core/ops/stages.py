@@ -10,6 +10,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.traits import PartialAccess
+from mesh_tf_core.ops.basic import AddN
 from mesh_tf_core.ops.index import Range
 from mesh_tf_core.ops.kinds import MadeByLowering, Move
 from mesh_tf_core.ops.shape import Concat
@@ -64,6 +65,14 @@ class JoinedParts(PartialAccess, MadeByLowering, Concat):
 
     free: ClassVar[bool] = True
     linear: ClassVar[bool] = True
+    joins: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class PartsInPlace(PartialAccess, MadeByLowering, AddN):
+    """The same of stacks as long as the whole, in which each loop wrote its own elements, among zeros."""
+
+    free: ClassVar[bool] = True
     joins: ClassVar[bool] = True
 
 

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from mesh_tf_core.errors import LayoutError
-from mesh_tf_core.exclusions import CHUNKS, SOME_AGAIN, refuse
 from mesh_tf_core.ir.blocks import ARRIVING, IN_FLIGHT, MICROBATCH, Block, Node, reads
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import Variable
@@ -20,7 +19,7 @@ from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.math import maximum
-from mesh_tf_core.ops.stages import JoinedParts
+from mesh_tf_core.ops.stages import JoinedParts, PartsInPlace
 from mesh_tf_core.tracing.batch_linearity import Linearity, outer_reads
 from mesh_tf_core.tracing.copying import Copy
 from mesh_tf_core.tracing.gradients import depends_on
@@ -306,7 +305,8 @@ class VirtualStageCopy(Accumulation):
         """A stack of all layers of a virtual stage, or a sum over them, of those of its parts."""
         if len(parts) == 1 or self.layers not in self.old.tensor(tensor).shape.names:
             return add_n(parts)
-        found: Tensor = self.new.apply(JoinedParts(self.own.name), *parts)
+        op = JoinedParts(self.own.name) if self.order.chunks == 1 else PartsInPlace()
+        found: Tensor = self.new.apply(op, *parts)
         if tensor in self.old.gradient_of:
             self.new.deliver([(found, self.old.gradient_of[tensor])])
         return found
@@ -315,7 +315,7 @@ class VirtualStageCopy(Accumulation):
         """From now on layers of this part are copied, of which backward has what they kept."""
         self.part, self.held, self.between, self.wanted = part, {**kept}, {**between}, {*part.keeps}
         self.of_chunk = {**self.batches, self.all: part.dim}
-        self.of_stage = {**self.batches, self.all: Dim(part.dim.name, part.dim.size * self.order.chunks)}
+        self.of_stage = {**self.batches, self.all: self.own if self.order.chunks > 1 else part.dim}
         for node, _ in self.body.walk():  # those around first
             saved = node.body.saved if node.body is not None else {}
             self.wanted.update(i for i, o in saved.items() if o in self.wanted)
@@ -324,8 +324,7 @@ class VirtualStageCopy(Accumulation):
 
     def some(self, only: int) -> int:
         """A number of layers of each stage; LayoutError if they do not have as many, and one more."""
-        text, size, chunks = f"recompute {self.layers}:count={only}", self.chunk.size, self.order.chunks
-        refuse({SOME_AGAIN: text * bool(only), CHUNKS: f"schedule {self.named}" * (chunks > 1)})
+        text, size = f"recompute {self.layers}:count={only}", self.chunk.size
         if only >= size:
             todo = f"write a smaller count, or {self.layers} to recompute all"
             raise LayoutError(f"{text}: a stage has {size} layer{'s' * (size > 1)} here; {todo}")

@@ -91,6 +91,7 @@ def test_every_operation_has_a_sample() -> None:
         "PadPieces",
         "CutPadding",
         "JoinedParts",
+        "PartsInPlace",
         "ToEightBits",
         "FromEightBits",
         *stages,

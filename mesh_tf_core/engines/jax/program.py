@@ -172,7 +172,7 @@ class _Device(WholeReplica):
         longer = self.program.longer(loop)
         iterations = Iterations(loop, env, body, self, self.program.added, longer)
         offset = loop.offset or 0
-        first = offset if loop.first is None else env[loop.first]
+        first = offset if loop.first is None else offset + env[loop.first]
         onto = [
             self.zeros(s.outer) if x is None and s.outer in longer else x
             for s, x in zip(loop.stacked, iterations.onto, strict=True)
