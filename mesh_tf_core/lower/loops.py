@@ -59,9 +59,7 @@ class Loops(Saving):
             op: Op = AddN() if o in sums else JoinedParts(block.dim.name)
             if o in stacks and v.shape.sizes[0] == self.graph.tensor(o).shape.sizes[0]:
                 op = PartsInPlace()
-            type = TensorType(
-                v.shape.resized(block.dim) if isinstance(op, JoinedParts) else v.shape, v.dtype
-            )
+            type = TensorType(v.shape.resized(block.dim) if isinstance(op, JoinedParts) else v.shape, v.dtype)
             self.env[o] = self.new(type, v.splits, v.partial, o)
             self.emit(Local(tuple(pieces), (self.env[o],), origin, op))
 
@@ -173,7 +171,11 @@ class Loops(Saving):
         Args:
           kept: what else the loop hands out.
         """
-        calls = (i for i in self.code if isinstance(i, Local) and isinstance(i.op, StageStack | JoinedParts | PartsInPlace))
+        calls = (
+            i
+            for i in self.code
+            if isinstance(i, Local) and isinstance(i.op, StageStack | JoinedParts | PartsInPlace)
+        )
         makers = {i.outputs[0]: i for i in calls}
         after, seen = list[Instr](), set[int]()
 

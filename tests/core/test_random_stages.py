@@ -12,10 +12,12 @@ import mesh_tf_core as mtf
 from costmodels.liveness import memory
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import KINDS, NAMES, kind_name
+from mesh_tf_core.lower.offload import WEIGHTS
 from tests.core.test_one_forward_one_backward import POLICIES
 from tests.core.test_pipelines import model, options, same, steps
 
 LAYERS = mtf.Dim("layers", 8)
+VARIABLES = ("wi", "wo", "table", "shared")
 FEW, MANY = 2, 200
 """Layouts of each schedule by day and by night."""
 SEEDS = [*range(FEW), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(FEW, MANY))]
@@ -38,7 +40,8 @@ def test_numbers_and_bytes(seed: int, asked: tuple[str, mtf.Model, Any]) -> None
     *found, engine = steps(program)
     same(found, dense)
     assert engine.communication_bytes == program.communication_bytes()
-    assert engine.variable_bytes == sum(s.value.local_bytes(program.mesh) for s in program.variables.values())
+    own = (s.value.local_bytes(program.mesh) for s in program.variables.values() if not s.host)
+    assert engine.variable_bytes == sum(own)
     assert engine.peak_memory_bytes == memory(program).peak
 
 
@@ -59,7 +62,8 @@ def drawn(rng: random.Random, built: mtf.Model, schedule: str, small: bool) -> P
         "microbatches": rng.choice([1, 2, 4, 8][: 3 if small else 4]),
         "schedule": schedule,
         "recompute": rng.choice(POLICIES),
-        "storage": {name: rng.randrange(4) for name in ("wi", "wo", "table", "shared")},
+        "storage": {name: rng.randrange(4) for name in VARIABLES},
+        "offload": frozenset((WEIGHTS, name) for name in VARIABLES if rng.random() < 0.2),
     }
     try:
         return built.lower(mtf.Mesh(mesh), mtf.Layout(layout), options(given))

@@ -24,8 +24,11 @@ from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.decisions import SearchSpace
+from layoutopt.space.kind import ALL
+from layoutopt.space.restriction import Restriction
 from layoutopt.space.splits import parse_rules
 from mesh_tf_core.errors import InfeasibleError
+from mesh_tf_core.ir.schedules import rounds_of
 from mesh_tf_core.lower.remat_policy import SETS, Recomputed
 from tests.marks import by_day
 from tests.searching import search
@@ -35,7 +38,8 @@ SAME = 1e-9
 
 @dataclass(frozen=True)
 class Case:
-    """A pipeline of which everything is pinned but what runs again."""
+    """A pipeline of which everything is pinned but what runs again, and, if `hosted`, whether the optimizer's
+    state lies on the hosts."""
 
     model: mtf.Model
     mesh: str
@@ -46,6 +50,7 @@ class Case:
     storage: str = "layout"
     selective: bool = False
     some: tuple[int, ...] = ()
+    hosted: bool = False
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -53,6 +58,7 @@ class Case:
         dims = {d for d in self.model.graph.dims() if not d.endswith("_of_stage")}
         pins = {**dict.fromkeys(dims, ()), **parse_rules(self.layout)}
         return {
+            "allow": ("usual",),
             "pins": pins,
             "storage": (self.storage,),
             "recompute": (False, *["selective"] * self.selective, *(f"count={n}" for n in self.some), True),
@@ -60,28 +66,37 @@ class Case:
             "context": ("gather",),
             "pipeline": ("layers",),
             "schedule": (self.schedule,),
+            "offload": ("optimizer",) * self.hosted,
+            "restriction": Restriction(granularity={"offload": ALL}),
         }
 
     def priced(self) -> dict[frozenset[str], tuple[float, int]]:
-        """Every set of loops -> seconds of a step, and bytes of a device; `cost` prices no others."""
+        """Every set of loops, and "offload" -> seconds of a step, and bytes of a device; `cost` prices no
+        others."""
         machine, mesh = load_hardware(self.hardware), mtf.Mesh(self.mesh)
         keeps = ((), *SETS) if self.selective else ((),)
         found: dict[frozenset[str], tuple[float, int]] = {}
-        storage = {} if self.storage == "layout" else dict.fromkeys(self._stored(), int(self.storage[-1]))
-        for texts in _texts(keeps, self.some):
-            how = mtf.Options(storage, texts, self.microbatches, schedule=self.schedule)
+        storage = (
+            {}
+            if self.storage == "layout"
+            else dict.fromkeys(self._stored(self.storage), int(self.storage[-1]))
+        )
+        hosted = frozenset(("optimizer", name) for name in self._stored("zero1"))
+        for texts, host in itertools.product(_texts(keeps, self.some), (False, True)[: 1 + self.hosted]):
+            offload = hosted if host else frozenset()
+            how = mtf.Options(storage, texts, self.microbatches, offload=offload, schedule=self.schedule)
             try:
                 step = evaluate(self.model, mesh, mtf.Layout(parse_rules(self.layout)), machine, how)
             except mtf.UserError as error:
-                if "have no values of kind or scope" not in str(error) and "combined" not in str(error):
+                if "have no values of kind or scope" not in str(error):
                     raise
                 continue
-            found[texts] = step.cost.step_seconds, step.memory.peak
+            found[texts | {"offload"} if host else texts] = step.cost.step_seconds, step.memory.peak
         return found
 
-    def _stored(self) -> list[str]:
+    def _stored(self, storage: str) -> list[str]:
         """The variables that a search stores so: from zero2 on, those of the stages alone."""
-        few = self.storage != "zero1"
+        few = storage != "zero1"
         variables = [v for v in self.model.graph.variables.values() if v.trainable and len(v.shape)]
         return [v.name for v in variables if "layers" in v.shape.names or not few]
 
@@ -240,7 +255,8 @@ def test_a_set_of_values_is_one_of_the_layers() -> None:
 
 
 def random_case(seed: int) -> Case:
-    """A small pipeline: any schedule, some splits, one storage; one in four may keep values."""
+    """A small pipeline: any schedule, some splits, one storage; one in four may keep values, as many may have
+    the optimizer's state on the hosts."""
     rng = random.Random(seed)
     mesh, stages = rng.choice([("pipe:2", 2), ("pipe:2;t:2", 2), ("pipe:4", 4), ("t:2;pipe:2", 2)])
     schedule = rng.choice(["gpipe", "1f1b", "interleaved:2", "circular:2"])
@@ -266,10 +282,11 @@ def random_case(seed: int) -> Case:
         model = transformer(**sizes, gated=rng.random() < 0.3, attention=rng.choice(["fused", "plain"]))
     hardware = rng.choice(["tpu-v4", "h100", "a100", "tpu-v5e", "cpu-local"])
     parts = rng.choice([2, 4, 8])
-    storage = rng.choice(["layout", "layout", "zero1", "zero3"])
+    storage = rng.choice(["layout", "layout", "zero1", "zero3", "zero2"])
     selective = rng.random() < 0.25
-    some = (1,) if layers > stages and ":" not in schedule and rng.random() < 0.5 else ()
-    return Case(model, mesh, hardware, ";".join(rules), schedule, parts, storage, selective, some)
+    some = (1,) if layers > stages * rounds_of(schedule) and rng.random() < 0.5 else ()
+    hosted = hardware != "cpu-local" and rng.random() < 0.25
+    return Case(model, mesh, hardware, ";".join(rules), schedule, parts, storage, selective, some, hosted)
 
 
 @pytest.mark.nightly
