@@ -2,9 +2,9 @@
 layers before the stages (embedding), and those behind them (output layer, loss), with their weights.
 
 One program for all stages has their work beside the stages' in its loops over ticks
-(`mesh_tf_core.tracing.tick_loops`). What depends on what leaves the stages forward is the last stage's; what
-depends on what leaves them backward, and what enters them, is the first one's. A sum is theirs whose terms it
-adds up, an update theirs whose gradient it reads, and a variable theirs who update it.
+(`mesh_tf_core.tracing.pipelined_step`). What depends on what leaves the stages forward is the last stage's;
+what depends on what leaves them backward, and what enters them, is the first one's. A sum is theirs whose
+terms it adds up, an update theirs whose gradient it reads, and a variable theirs who update it.
 """
 
 from __future__ import annotations

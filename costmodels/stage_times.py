@@ -8,7 +8,7 @@ one program has in ticks count
   layers  as many as there are slots on the way, each with the layers that its stage has
   ends    what only the first or the last stage does: as many as there are slots of that stage on the way
   none    of what the first stage has kept since its forward slot, which one program makes once more, and
-          of what takes results of a stage at an end to all stages (`mesh_tf_core.tracing.tick_loops`)
+          of what takes results of a stage at an end to all stages (`mesh_tf_core.tracing.pipelined_step`)
 
 The model's FLOPs decide which way is the longest (those of unaligned products count more), for every layout
 the same one, so that prices of parts of a program add up. Work behind the ticks (the update) counts as one

@@ -32,7 +32,7 @@ from mesh_tf_core.tracing.assigning import as_updates
 from mesh_tf_core.tracing.gradients import gradients, unwidened
 from mesh_tf_core.tracing.graph import Graph, graph_of
 from mesh_tf_core.tracing.microbatch import accumulate
-from mesh_tf_core.tracing.pipelined_step import pipelined_step
+from mesh_tf_core.tracing.pipelined_step import PipelinedStep
 from mesh_tf_core.tracing.stage_layers import loop_dims
 
 DEFAULT = Options()
@@ -240,8 +240,8 @@ class Model:
             )
         ((dim, count),) = stages.items()
         second = next((layer_again(whole.graph, each) for each in again), None)
-        given = whole.graph, self.batch_dim, microbatches, dim, count, schedule
-        return self._added_up(lambda wanted: pipelined_step(*given, wanted, second))
+        step = PipelinedStep(whole.graph, self.batch_dim, microbatches, dim, count, schedule, second)
+        return self._added_up(step.run)
 
     def _in_parts(self, microbatches: int) -> TrainingStep:
         whole = self.training_step()

@@ -37,6 +37,8 @@ class LayerAgain(NamedTuple):
     only: int = 0
 
 
+Again = LayerAgain | None
+"""None: nothing is recomputed, stages keep all values that backward reads."""
 WHOLE_STAGE = LayerAgain()
 """All layers of a virtual stage are recomputed, one after the other, from the input state."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -24,13 +24,11 @@ from mesh_tf_core.tracing.batch_linearity import Linearity, outer_reads
 from mesh_tf_core.tracing.copying import Copy
 from mesh_tf_core.tracing.gradients import depends_on
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.layer_parts import CopiedLayers, LayerPart, OfParts
+from mesh_tf_core.tracing.layer_parts import Again, CopiedLayers, LayerPart, OfParts
 from mesh_tf_core.tracing.microbatch import Accumulation
 from mesh_tf_core.tracing.microbatch_order import HalfBackward, MicrobatchOrder, When
 from mesh_tf_core.tracing.stage_layers import added, check_stages, layers_of_stage, lying, reordered
 from mesh_tf_core.tracing.table_rows import layer_numbers
-
-CopyLoops = Callable[["VirtualStageCopy", MicrobatchOrder], dict[int, Tensor]]
 
 
 class VirtualStageCopy(Accumulation):
@@ -39,9 +37,10 @@ class VirtualStageCopy(Accumulation):
     Args:
       dim, stages: the dimension of the layers, and the number of stages.
       schedule: of `ir.schedules`.
-      loops: builds the loops over its ticks, and gives the sums that are wanted.
+      again: the part of layers that backward recomputes.
 
     Attributes:
+      course: the order of a microbatch's work.
       layers, stage, own, chunk: dimensions of all layers (its name), of the stages, of the layers of a stage,
         and of one of its chunks; `all`: as the model has them, `lie`: with those that stages lack.
       there: in a loop over layers, whether the stage has this one.
@@ -53,14 +52,15 @@ class VirtualStageCopy(Accumulation):
       raw: variables in the order of chunks, as stored; `lies`: the same for sums of stacks.
     """
 
+    course: MicrobatchOrder
     parted: Sequence[LayerPart]
     body: Block
     half: HalfBackward | None = None
 
     def __init__(
-        self, graph: Graph, batch: str, parts: int, dim: str, stages: int, schedule: str, loops: CopyLoops
+        self, graph: Graph, batch: str, parts: int, dim: str, stages: int, schedule: str, again: Again = None
     ) -> None:
-        self.loops, self.named, self.layers = loops, schedule, dim
+        self.named, self.layers = schedule, dim
         check_stages(graph, dim, stages, schedule)
         self.raw: dict[int, Tensor] = {}
         self.lies: dict[int, Tensor] = {}
@@ -75,7 +75,7 @@ class VirtualStageCopy(Accumulation):
         self.chunk = Dim(self.own.name, self.own.size // self.order.chunks)
         for name in (MICROBATCH, IN_FLIGHT, ARRIVING):
             self.new.unsplit[name] = "microbatches pass through the pipeline stages one after another"
-        self.again = False
+        self.second, self.again = again, False
         self.batches = self.sizes
         self.stacks: set[int] = set()
         self.place: CopiedLayers | None = None
@@ -108,12 +108,17 @@ class VirtualStageCopy(Accumulation):
         one = len(forward) == 1 and len(backward) <= 1
         if not one or any(n.body.forward is not forward[0].body for n in backward):  # type: ignore[union-attr]
             raise self.refusal("the model has more than one loop over these layers")
-        order = MicrobatchOrder(self, needed, (*forward, *backward), sums, self.trained, self.refusal)
-        made = self.loops(self, order)
+        both = *forward, *backward
+        self.course = MicrobatchOrder(self, needed, both, sums, self.trained, self.refusal)
+        made = self.loops()
         stacks = {o: x for o, x in made.items() if self.moves and o in self.stacks}
         with self.new.phase(Phase.BACKWARD, ""):
             self.lies.update({o: added(x, self.order) for o, x in stacks.items()})
         self.outside.update({o: x for o, x in made.items() if o not in self.lies})
+
+    def loops(self) -> dict[int, Tensor]:
+        """Builds the loops over the ticks of the schedule; the sums that are wanted."""
+        raise NotImplementedError
 
     def _is_added(self, tensor: int) -> bool:
         """Not what adds other sums that have to be whole: a microbatch goes through the stages once."""
@@ -124,19 +129,12 @@ class VirtualStageCopy(Accumulation):
                 return False
         return super()._is_added(tensor)
 
-    def take(
-        self,
-        order: MicrobatchOrder,
-        number: Tensor,
-        known: Mapping[int, Tensor],
-        wanted: Iterable[int],
-        until: When,
-    ) -> None:
+    def take(self, number: Tensor, known: Mapping[int, Tensor], wanted: Iterable[int], until: When) -> None:
         """Takes the number of a microbatch, and computes the wanted values from known ones."""
         self.number, self.tensors, self.blocks = number, {**self.given, **known}, {}
         left, nodes = {*wanted} - self.tensors.keys(), list[Node]()
-        for node in reversed(order.needed):
-            if order.runs[node.index] <= until and not left.isdisjoint(self.made_by(node)):
+        for node in reversed(self.course.needed):
+            if self.course.runs[node.index] <= until and not left.isdisjoint(self.made_by(node)):
                 nodes.append(node)
                 left |= outer_reads(self.old, node, self.is_whole) - self.tensors.keys()
         for fed in sorted(left & self.fed.keys()):
@@ -359,7 +357,7 @@ class VirtualStageCopy(Accumulation):
         self.again = True
         for node in again.nodes:
             self._node(node)
-        self.again = False
+        self.second, self.again = again, False
         self.tensors.update((i, self.tensors[stacks[o]]) for o, i in body.sliced if o in stacks)
 
     def _number(self, block: Block) -> Tensor:

@@ -45,7 +45,7 @@ from mesh_tf_core.ops.binary import Binary
 from mesh_tf_core.ops.reduce import reduce_any, reduce_max, reduce_mean
 from mesh_tf_core.optimizers.base import EMA
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.pipelined_step import pipelined_step
+from mesh_tf_core.tracing.pipelined_step import PipelinedStep
 from mesh_tf_core.training.members import VariablePlace, places, read_elsewhere
 from mesh_tf_core.training.prefetch import Prefetch
 from mesh_tf_core.training.rows import Rows
@@ -95,7 +95,7 @@ class EvaluationPass:
         for dim, count in model.stages(mesh, layout).items():
             self.parts = (options.microbatches, self.size // options.microbatches)
             cut = graph, str(model.batch_dim), options.microbatches, dim, count, options.schedule
-            graph, results = pipelined_step(*cut, results)
+            graph, results = PipelinedStep(*cut).run(results)
         how = Options(storage, context=options.context, offload=options.offload)
         # Without the update a graph does not say what may be padded; the training's variables do.
         padded = {
