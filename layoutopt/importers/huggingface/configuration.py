@@ -50,6 +50,7 @@ INHERITED = (*DTYPES, "tie_word_embeddings", "quantization_config")
 """Fields of the whole that hold for its text part, unless that says otherwise."""
 PREDICTING = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
 """Numbers of layers that predict further tokens, which no class of transformers has."""
+FURTHER = "multi-token prediction"
 LENGTH = 2048
 """Default number of tokens of a text; fewer if the model has fewer positions."""
 OURS = "layoutopt's choice"
@@ -296,7 +297,8 @@ def _renamed(values: Mapping[str, Any], family: str) -> Iterator[str]:
     if none := [n for n in ("num_experts", "num_local_experts", "n_routed_experts") if values.get(n) == 0]:
         yield f"{none[0]} is 0, so all layers are dense"
     if more := next((values[n] for n in PREDICTING if isinstance(values.get(n), int) and values[n] > 0), 0):
-        yield f"{plural(more, 'layer')} of multi-token prediction {'is' if more == 1 else 'are'} not planned"
+        said = f"{plural(more, 'layer')} of {FURTHER} {'is' if more == 1 else 'are'} not planned"
+        yield f"{said}; add {'it' if more == 1 else 'them'} with --set mtp={more}"
     if values.get("quantization_config"):
         yield "quantization_config is ignored: it describes the published weights, not those of training"
 
@@ -330,7 +332,10 @@ def _built(found: Configuration, hparams: Mapping[str, Any]) -> Model:
     fields.finish(training.ignore.replace(" ", "").split(","))
     with fields.named():
         model = made.model(found.family, training) if isinstance(made, LanguageModel) else made
-    remarks = (*found.remarks, *made.remarks, *_omitted(found, fields, training.dtype))
+    if training.mtp and not isinstance(made, LanguageModel):
+        raise UserError(f"{found.source}: mtp={training.mtp} needs a language model; remove mtp")
+    known = (r for r in found.remarks if not training.mtp or FURTHER not in r)
+    remarks = (*known, *made.remarks, *_omitted(found, fields, training.dtype))
     given = {f.name: getattr(model, f.name) for f in fields_of(model)}
     return ConfiguredModel(**{**given, "hparams": hparams, "remarks": remarks}, found=found)
 

@@ -12,6 +12,7 @@ from layoutopt.importers.huggingface.forms import Mixture, Norm, within
 from layoutopt.importers.huggingface.sharing import KeptTensors, LayerEmbedding, at_once, needed, of_last
 from layoutopt.importers.huggingface.training import ConfiguredTraining
 from mesh_tf_core import layers as nn
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import ZEROS, Constant, Initializer, Normal
 from mesh_tf_core.ir.tensor import Tensor
@@ -144,31 +145,80 @@ class LanguageModel:
                 kind = g.input("segments", text) if self.segments > 1 else None
                 x = self.embedded(embedding, table, tokens, kind)
                 kept: KeptTensors = {"own": self.own.given(tokens, x)} if self.own else {}
-                loss = (mtf.reduce_sum(targets.cast("float32") * 0.0),) if training.balance else ()
-                x, *unbalance = self.hidden((x, *loss), kept, memory)
-            if self.masked:
-                made = nn.Dense((width,), ("d_hidden",), self.mask_bias, self.masked, "transform")
-                x = self.norm(made(mtf.rename(x, d_model="d_hidden")), "transform_norm", width.name)
-            if self.small:
-                embedding = replace(embedding, d_model=width if self.masked else self.width)
-            logits = embedding.logits(x, table if self.tied else None)
-            if self.head_bias:
-                with g.scope("output"):
-                    logits = logits + g.variable("bias", [vocab], ZEROS, activation_dtype=training.dtype)
+                begin = (mtf.reduce_sum(targets.cast("float32") * 0.0),) if training.balance else ()
+                x, *unbalance = self.hidden((x, *begin), kept, memory)
+            entropy = self._entropy(self._logits(embedding, table, x), targets, vocab)
+            metrics = {"cross_entropy": entropy} if training.mtp or unbalance else {}
+            loss = entropy
+            for ahead in range(1, training.mtp + 1):
+                x, *unbalance = self._further(embedding, table, (x, *unbalance), targets, ahead)
+                with g.again():
+                    logits = self._logits(embedding, table, x)
+                later = self._entropy(logits, mtf.shift(targets, -ahead, "length"), vocab, ahead)
+                loss = loss + later * (training.mtp_weight / training.mtp)
+        if unbalance:
+            mixtures = self.mixtures + training.mtp * isinstance(self._last.feed_forward, Mixture)
+            metrics["unbalance"] = unbalance[0] * (1.0 / max(1, mixtures))
+            loss = loss + metrics["unbalance"] * training.balance
+        return training.model(loss, name, text, metrics or None)
+
+    def _logits(self, embedding: nn.Embedding, table: Tensor, x: Tensor) -> Tensor:
+        """[batch, length, d_model] -> [batch, length, vocab]."""
+        width = embedding.d_model
+        if self.masked:
+            made = nn.Dense((width,), ("d_hidden",), self.mask_bias, self.masked, "transform")
+            x = self.norm(made(mtf.rename(x, d_model="d_hidden")), "transform_norm", width.name)
+        elif self.small:
+            embedding = replace(embedding, d_model=self.width)
+        logits = embedding.logits(x, table if self.tied else None)
+        if self.head_bias:
+            with x.graph.scope("output"):
+                logits = logits + x.graph.variable("bias", [embedding.vocab], ZEROS, activation_dtype=x.dtype)
         logits = logits if self.logits == 1 else logits * self.logits
-        if self.final_cap:
-            logits = mtf.tanh(logits * (1 / self.final_cap)) * self.final_cap
+        return mtf.tanh(logits * (1 / self.final_cap)) * self.final_cap if self.final_cap else logits
+
+    def _entropy(self, logits: Tensor, targets: Tensor, vocab: Dim, ahead: int = 0) -> Tensor:
+        """The mean over the positions that count: not the `ahead` last ones."""
         entropy = mtf.softmax_cross_entropy(logits, targets, vocab)
         if self.masked:
             counted = (targets >= 0).cast("float32")
-            entropy = mtf.reduce_sum(entropy * counted) / mtf.reduce_sum(counted)
-        else:
-            entropy = mtf.reduce_mean(entropy)
-        if not unbalance:
-            return training.model(entropy, name, text)
-        mean = unbalance[0] * (1.0 / max(1, self.mixtures))
-        metrics = {"cross_entropy": entropy, "unbalance": mean}
-        return training.model(entropy + mean * training.balance, name, text, metrics)
+            return mtf.reduce_sum(entropy * counted) / mtf.reduce_sum(counted)
+        if not ahead:
+            return mtf.reduce_mean(entropy)
+        length = targets.dim("length")
+        if length.size <= ahead:
+            raise UserError(f"mtp={ahead} needs texts of more than {ahead} tokens; length is {length.size}")
+        counted = (mtf.mtf_range(logits.graph, length) < length.size - ahead).cast("float32")
+        return mtf.reduce_mean(entropy * counted) * (length.size / (length.size - ahead))
+
+    @property
+    def _last(self) -> LayerKind:
+        """The layer of further predictions: as the last one that has both blocks and reads no other layer's;
+        where each layer has one, the last attention and the last of the others."""
+        for layer in reversed(self.layers):
+            if layer.mixer and layer.feed_forward and not getattr(layer.mixer, "reads", ""):
+                return layer
+        mixers = [each.mixer for each in self.layers if isinstance(each.mixer, nn.Attention)]
+        return LayerKind(mixers[-1], [each.feed_forward for each in self.layers if each.feed_forward][-1])
+
+    def _further(
+        self, embedding: nn.Embedding, table: Tensor, carry: tuple[Tensor, ...], targets: Tensor, ahead: int
+    ) -> tuple[Tensor, ...]:
+        """The representations from which a token further on is predicted: a layer's of those before it, and
+        of embeddings of the tokens that these predict (DeepSeek-AI 2024, "DeepSeek-V3", section 2.2)."""
+        if self.masked or self.encoder or self.positions or self.own or not self.final:
+            raise UserError(f"mtp={ahead}: this family predicts one token at a time; remove mtp")
+        inner = Dim("d_hidden", self.d_model)
+        with targets.graph.scope(f"mtp_{ahead}"):
+            tokens = self.embedded(embedding, table, mtf.shift(targets, 1 - ahead, "length"))
+            x = [
+                project(mtf.rename(self.norm(t, f"{n}_norm"), d_model="d_hidden"), n, [inner], [self.width])
+                for n, t in (("tokens", tokens), ("hidden", carry[0]))
+            ]
+            one = replace(self, side=f"mtp_{ahead}_")
+            layer = self._last.within(tokens.dim("length").size)
+            carry = one._stack((x[0] + x[1], *carry[1:]), (layer,), 1, 0, len(self.layers), {}, ())
+            return self.norm(carry[0], "final_norm"), *carry[1:]
 
     def embedded(
         self, embedding: nn.Embedding, table: Tensor, tokens: Tensor, kind: Tensor | None = None

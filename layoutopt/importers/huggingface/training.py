@@ -21,6 +21,8 @@ class ConfiguredTraining(model.Training):
       imbalance: tokens of the device with most of them over the mean, where devices share the experts; time
         and memory are predicted with it.
       balance: the weight of the experts' load-balance loss (Fedus et al. 2022, equation 4).
+      mtp: the number of layers that predict further tokens (multi-token prediction), with `mtp_weight` times
+        their mean loss.
       ignore: names of fields of the configuration to ignore, separated by commas.
     """
 
@@ -31,9 +33,13 @@ class ConfiguredTraining(model.Training):
     capacity_factor: float = 0.0
     imbalance: float = 1.0
     balance: float = 0.0
+    mtp: int = 0
+    mtp_weight: float = 0.3
     ignore: str = ""
 
     def __post_init__(self) -> None:
         for name in ("batch", "length"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; give a whole number of at least 1")
+        if not 0 <= self.mtp <= 16:
+            raise UserError(f"mtp is {self.mtp}; give the number of further tokens to predict, at most 16")
