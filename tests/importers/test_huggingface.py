@@ -213,7 +213,7 @@ def test_an_architecture_that_is_known_is_built_under_any_name() -> None:
 def test_layers_of_further_predictions_are_said_to_be_left_out() -> None:
     config = LOSSES["deepseek_v3"]["config"]
     made = from_huggingface({**config, "num_nextn_predict_layers": 1})
-    assert "1 layer of multi-token prediction is not planned" in made.remarks
+    assert "1 layer of multi-token prediction is not planned; add it with --set mtp=1" in made.remarks
     assert not any("prediction" in r for r in from_huggingface(config).remarks)
 
 
