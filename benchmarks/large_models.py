@@ -145,6 +145,7 @@ CASES = (
         f"{MAXTEXT}/DeepSeek3-671B-MaxText @6c62789: 90.668 s",
         "keeps each layer's input and attention's output in the host's memory, here inputs on the chip",
         (True,),
+        "maxtext",
     ),
     Case(
         "DeepSeek-V3's sizes, 2,048 H100",

@@ -24,19 +24,12 @@ if TYPE_CHECKING:
     from reports.page.size import size_html, write_size_report
     from reports.reader import FORMAT, plan_of, read_plan
 
+# fmt: off
 __all__ = [
-    "FORMAT",
-    "figures",
-    "plan_of",
-    "read_plan",
-    "report_html",
-    "size_html",
-    "tables",
-    "write_figures",
-    "write_report",
-    "write_size_report",
-    "write_tables",
+    "FORMAT", "figures", "plan_of", "read_plan", "report_html", "size_html", "tables", "write_figures",
+    "write_report", "write_size_report", "write_tables",
 ]
+# fmt: on
 
 
 def __getattr__(name: str) -> Any:

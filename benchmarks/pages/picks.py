@@ -28,7 +28,9 @@ NOTES: dict[tuple[str, ...], str] = {
     "them on the chip.",
     ("GPT of 1T parameters, 2,048 cores of TPU v3",): "The recipe's layout was published for a quarter of "
     "the cores and of the batch.",
-    ("DeepSeek-V3's sizes, 512 v5p",): "The recipe keeps activations in host memory; its prediction "
+    (
+        "DeepSeek-V3's sizes, 512 v5p",
+    ): "Plan and recipe run under `maxtext`. The recipe keeps activations in host memory; its prediction "
     "recomputes layers from inputs on the chip, and does not fit.",
     ("DeepSeek-V3's sizes, 2,048 H100",): "Plan and recipe run under `examples/frameworks/dualpipe.json`: "
     "products in float8, stages in both directions (DualPipe), exchanges of experts hidden behind the other "

@@ -20,26 +20,13 @@ if TYPE_CHECKING:
     from layoutopt.sizing.sizing import size
     from layoutopt.space.decisions import SearchSpace
 
+# fmt: off
 __all__ = [
-    "AUTO",
-    "Limits",
-    "Plan",
-    "SearchSpace",
-    "candidates",
-    "choose_replicas",
-    "cost",
-    "explain",
-    "from_huggingface",
-    "from_jax",
-    "from_torch",
-    "learn",
-    "lint",
-    "load_plan",
-    "search",
-    "size",
-    "validate",
-    "verify",
+    "AUTO", "Limits", "Plan", "SearchSpace", "candidates", "choose_replicas", "cost", "explain",
+    "from_huggingface", "from_jax", "from_torch", "learn", "lint", "load_plan", "search", "size",
+    "validate", "verify",
 ]
+# fmt: on
 
 
 def __getattr__(name: str) -> Any:

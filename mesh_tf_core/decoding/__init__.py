@@ -22,20 +22,12 @@ if TYPE_CHECKING:
     from mesh_tf_core.decoding.loop import Decoded, Logits, greedy, sample
     from mesh_tf_core.decoding.model import Decoder, decoder, generate
 
+# fmt: off
 __all__ = [
-    "Cache",
-    "CachedState",
-    "Decoded",
-    "Decoder",
-    "Logits",
-    "beam_search",
-    "decoder",
-    "generate",
-    "greedy",
-    "length_penalty",
-    "sample",
-    "scan_layers",
+    "Cache", "CachedState", "Decoded", "Decoder", "Logits", "beam_search", "decoder", "generate", "greedy",
+    "length_penalty", "sample", "scan_layers",
 ]
+# fmt: on
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,7 @@ from layoutopt.importers.huggingface.decoder import LanguageModel
 from layoutopt.importers.huggingface.fields import NOTHING, Fields, class_defaults, read
 from layoutopt.importers.huggingface.modules import module_tensors
 from layoutopt.importers.huggingface.training import ConfiguredTraining
-from layoutopt.importers.huggingface.weights import decoder_names, other_names
+from layoutopt.importers.huggingface.weights import checkpoint_names
 from layoutopt.plan.exported import MODULES, ExportedTensor
 from layoutopt.plan.units import plural
 from mesh_tf_core.errors import UserError, known_names
@@ -112,9 +112,7 @@ def _sources(found: Configuration, model: Model) -> dict[str, Source] | None:
     """The weights of a model in checkpoints of its family; None if they are not arrays of their own there."""
     variables = {n: v for n, v in graph_of(model.loss).variables.items() if v.trainable}
     made = found.reads(found.fields(model.hparams), ConfiguredTraining(batch=1, length=1))
-    names = dict(other_names(found.family, variables))
-    if not names and isinstance(made, LanguageModel):
-        names = dict(decoder_names(made, found.family, model.hparams["length"], variables))
+    names = dict(checkpoint_names(made, found.family, model.hparams["length"], variables))
     return names if names.keys() == variables.keys() else None
 
 
