@@ -12,7 +12,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.instructions import AllReduce, Done, Local, Permute
 from mesh_tf_core.ir.layout import Axes
-from mesh_tf_core.ir.loops import Carry, Crossing, Loop, make_loop
+from mesh_tf_core.ir.loops import Carry, Loop
 from mesh_tf_core.ir.op import Op, inferred
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
@@ -146,7 +146,8 @@ class ProgramBuilder:
             leave = body(number, enter)
         final = [self._same(i) for i in state]
         carried = tuple(Carry(*c) for c in zip(state, enter, leave, final, strict=True))
-        self.emit(make_loop(self.origin, dim, False, number, Crossing(carried), tuple(code)))
+        made = Loop((), (), self.origin, dim, False, number, carried, (), (), (), tuple(code))
+        self.emit(made.closed())
         return final
 
     def _same(self, id: int) -> int:

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from mesh_tf_core.ir.dims import Dim
-from mesh_tf_core.ir.values import Instr, Origin
+from mesh_tf_core.ir.values import Instr
 
 
 class Carry(NamedTuple):
@@ -60,7 +60,7 @@ class Loop(Instr):
         with `first` are as long as the whole, and this part is as far behind that.
       undecided: in a part that is lowered alone, without the value that decides whether an iteration runs.
       `inputs` and `outputs` list all values that cross the border, in that order; `inputs` ends with the
-      values of outside that the body reads directly.
+      values of outside that the body reads directly (`closed`).
     """
 
     dim: Dim
@@ -116,45 +116,18 @@ class Loop(Instr):
 
     def remade(self, **parts: Any) -> Loop:
         """The loop with some of its parts replaced."""
-        names = "origin", "dim", "reverse", "index", "body", "runs", "branch", "first", "undecided"
-        crossing = Crossing(*(parts.pop(n, getattr(self, n)) for n in Crossing._fields))
-        made = make_loop(**{**{n: getattr(self, n) for n in names}, **parts}, crossing=crossing)
-        return replace(made, offset=self.offset)
+        return replace(self, **parts).closed()
 
-
-class Crossing(NamedTuple):
-    """The values that enter a loop and leave it: fields of `Loop`."""
-
-    carried: tuple[Carry, ...] = ()
-    sliced: tuple[Sliced, ...] = ()
-    stacked: tuple[Result, ...] = ()
-    summed: tuple[Result, ...] = ()
-
-
-def make_loop(
-    origin: Origin,
-    dim: Dim,
-    reverse: bool,
-    index: int,
-    crossing: Crossing,
-    body: tuple[Instr, ...],
-    runs: int | None = None,
-    branch: Fraction | None = None,
-    first: int | None = None,
-    undecided: bool = False,
-) -> Loop:
-    """Makes a Loop whose `inputs` and `outputs` follow from its parts."""
-    carried, sliced, stacked, summed = crossing
-    inside = {index, *(c.enter for c in carried), *(s.inner for s in sliced)}
-    read: dict[int, None] = dict.fromkeys(i for i in (runs, first) if i is not None and i not in inside)
-    for instr in body:
-        for i in instr.inputs:
-            if i not in inside:
-                read[i] = None
-        inside.update(instr.outputs)
-    results = (*stacked, *summed)
-    leaving = (*(c.leave for c in carried), *(r.inner for r in results))
-    read.update((i, None) for i in leaving if i not in inside)
-    inputs = (*(c.init for c in carried), *(s.outer for s in sliced), *read)
-    outputs = (*(c.final for c in carried), *(r.outer for r in results))
-    return Loop(inputs, outputs, origin, dim, reverse, index, *crossing, body, runs, branch, first, undecided)
+    def closed(self) -> Loop:
+        """The same with the `inputs` and `outputs` that follow from its parts."""
+        inside = {self.index, *self.entering}
+        read = dict.fromkeys(i for i in (self.runs, self.first) if i is not None and i not in inside)
+        for instr in self.body:
+            for i in instr.inputs:
+                if i not in inside:
+                    read[i] = None
+            inside.update(instr.outputs)
+        read.update((i, None) for i in self.leaving if i not in inside)
+        inputs = (*(c.init for c in self.carried), *(s.outer for s in self.sliced), *read)
+        outputs = (*(c.final for c in self.carried), *(r.outer for r in self.results))
+        return replace(self, inputs=inputs, outputs=outputs)

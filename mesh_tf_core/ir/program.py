@@ -36,7 +36,7 @@ from mesh_tf_core.ir.instructions import (
     WriteVariable,
 )
 from mesh_tf_core.ir.layout import Axes, Layout
-from mesh_tf_core.ir.loops import Carry, Crossing, Loop, Result, Sliced, make_loop
+from mesh_tf_core.ir.loops import Carry, Loop, Result, Sliced
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.outline import Outline

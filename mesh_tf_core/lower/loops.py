@@ -12,17 +12,7 @@ from mesh_tf_core.ir.builder import ProgramBuilder
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import Op, TensorType
-from mesh_tf_core.ir.program import (
-    AllReduce,
-    Carry,
-    Crossing,
-    Instr,
-    Local,
-    Origin,
-    Result,
-    Sliced,
-    make_loop,
-)
+from mesh_tf_core.ir.program import AllReduce, Carry, Instr, Local, Loop, Origin, Result, Sliced
 from mesh_tf_core.lower.rematerialization import Rematerialization, rematerialization
 from mesh_tf_core.lower.saving import Saving
 from mesh_tf_core.lower.storage import BACKWARD, GRADIENT, UPDATE
@@ -120,10 +110,10 @@ class Loops(Saving):
         outer = (*(s.outer for s in sliced), *(r.outer for r in stacked))
         if all(self.values[i].shape.sizes[0] == block.dim.size for i in outer):
             first = None
-        crossing = Crossing(carried, tuple(sliced), tuple(stacked), tuple(summed))
-        own = origin, block.dim, block.reverse, index, crossing, body
-        made = make_loop(*own, runs, block.branch, first, whole.runs is not None and runs is None)
-        self.emit(replace(made, offset=offset))
+        crossing = carried, tuple(sliced), tuple(stacked), tuple(summed)
+        undecided = whole.runs is not None and runs is None
+        made = Loop((), (), origin, block.dim, block.reverse, index, *crossing, body, runs, block.branch)
+        self.emit(made.remade(first=first, undecided=undecided, offset=offset))
         self.code.extend(behind)
         return finals
 

@@ -8,7 +8,6 @@ axes, the program is therefore the same except for its mesh.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import replace
 from typing import Any
 
 from mesh_tf_core.ir.dims import Dim
@@ -92,7 +91,7 @@ class Oracle:
         axes = tuple((real[a], n) for a, n in own)
         there = [tuple(tuple(real[a] for a in split) for split in splits) for splits in (have, want)]
         moves = plan_moves(there[0], there[1], sizes, axes)
-        return tuple(replace(m, axes=tuple(here[a] for a in m.axes)) for m in moves)
+        return tuple(m._replace(axes=tuple(here[a] for a in m.axes)) for m in moves)
 
     def agree(self, answers: Iterable[tuple[Question, Any]]) -> bool:
         """True if the answers to all these questions would be the same here."""

@@ -12,23 +12,20 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.values import Splits
 
 MoveCost = tuple[float, int, int]
 NEVER: MoveCost = (math.inf, 0, 0)
-RelayoutStep = tuple[str, int, Axes, int]
-"""The fields of a `Relayout`: of thousands that are looked at, few are made."""
 SPARE = 2
 """Dimensions that neither side splits and that may still hold an axis for a moment (two dimensions that
 swap)."""
 
 
-@dataclass(frozen=True)
-class Relayout:
+class Relayout(NamedTuple):
     """One step: `slice`, `gather` or `exchange` of `axes`, on dimension `dim` (exchange: from `source` to
     it)."""
 
@@ -57,7 +54,7 @@ def plan_moves(
     usable = _usable(have, want, sizes)
     start: MoveCost = (0.0, 0, 0)
     best: dict[Splits, MoveCost] = {have: start}
-    came: dict[Splits, tuple[Splits, RelayoutStep]] = {}
+    came: dict[Splits, tuple[Splits, Relayout]] = {}
     queue: list[tuple[MoveCost, Splits]] = [(start, have)]
     while queue:
         cost, now = heapq.heappop(queue)
@@ -66,7 +63,7 @@ def plan_moves(
         if cost > best[now]:
             continue
         for step, after, bytes in _steps(now, movable, usable, sizes, ways):
-            messages = cost[1] + (step[0] != "slice")
+            messages = cost[1] + (step.kind != "slice")
             total = (cost[0] + bytes, messages, cost[2] + 1)
             if total < best.get(after, NEVER) and total < best.get(want, NEVER):
                 best[after] = total
@@ -95,7 +92,7 @@ def straight(have: Splits, want: Splits) -> tuple[Relayout, ...] | None:
 
 def _steps(
     now: Splits, movable: Sequence[str], usable: Sequence[int], sizes: Sequence[int], ways: dict[str, int]
-) -> Iterator[tuple[RelayoutStep, Splits, float]]:
+) -> Iterator[tuple[Relayout, Splits, float]]:
     """Every step from `now`: what it is, where it leads, and the bytes sent (of a value of one byte in
     all)."""
     used = {a for axes in now for a in axes}
@@ -104,7 +101,7 @@ def _steps(
     for d in usable:
         for axis in movable:
             if axis not in used and sizes[d] % (pieces[d] * ways[axis]) == 0:
-                yield ("slice", d, (axis,), -1), _with(now, d, (*now[d], axis)), 0.0
+                yield Relayout("slice", d, (axis,)), _with(now, d, (*now[d], axis)), 0.0
         n = 1
         for count in range(1, len(now[d]) + 1):
             kept, moved = now[d][:-count], now[d][-count:]
@@ -112,11 +109,11 @@ def _steps(
                 break
             n *= ways[moved[0]]
             without = _with(now, d, kept)
-            yield ("gather", d, moved, -1), without, (n - 1) * local
+            yield Relayout("gather", d, moved), without, (n - 1) * local
             for to in usable:
                 if to != d and sizes[to] % (pieces[to] * n) == 0:
                     after = _with(without, to, (*now[to], *moved))
-                    yield ("exchange", to, moved, d), after, (n - 1) / n * local
+                    yield Relayout("exchange", to, moved, d), after, (n - 1) / n * local
 
 
 def _usable(have: Splits, want: Splits, sizes: Sequence[int]) -> list[int]:
@@ -145,11 +142,11 @@ def _with(splits: Splits, d: int, axes: Axes) -> Splits:
     return (*splits[:d], axes, *splits[d + 1 :])
 
 
-def _path(came: dict[Splits, tuple[Splits, RelayoutStep]], have: Splits, want: Splits) -> list[Relayout]:
+def _path(came: dict[Splits, tuple[Splits, Relayout]], have: Splits, want: Splits) -> list[Relayout]:
     moves = []
     while want != have:
         want, step = came[want]
-        moves.append(Relayout(*step))
+        moves.append(step)
     return moves[::-1]
 
 
@@ -158,7 +155,7 @@ def _merged(moves: Sequence[Relayout]) -> list[Relayout]:
     out: list[Relayout] = []
     for move in moves:
         if out and out[-1].kind == move.kind == "slice" and out[-1].dim == move.dim:
-            out[-1] = replace(out[-1], axes=(*out[-1].axes, *move.axes))
+            out[-1] = out[-1]._replace(axes=(*out[-1].axes, *move.axes))
         else:
             out.append(move)
     return out

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from mesh_tf_core.errors import LayoutError
@@ -194,21 +193,6 @@ class VirtualStageCopy(Accumulation):
 
     # -- what has a stage's, or a chunk's --------------------------------------------------------------------
 
-    @contextmanager
-    def chunk_of(self, stages: Block, stage: Tensor, chunk: Tensor | None) -> Iterator[None]:
-        """Copies the code inside it for one stage, and for one of its chunks if it has several."""
-        size, chunk = self.chunk.size, chunk if self.order.chunks > 1 else None
-        order, up = self.order, self.order.turns or self.order.mirrored
-        step = stage * -2 + (order.rounds * order.stages - 1) if up else order.stages
-        of_all = stage if chunk is None else chunk * step + stage
-        first = None if chunk is None else chunk * size
-        numbers = layer_numbers(self.new, self.order, self.all, stages, self.own)
-        self.sizes, self.place = self.of_chunk, CopiedLayers(of_all * size, first, numbers)
-        try:
-            yield
-        finally:
-            self.sizes, self.place = self.batches, None
-
     def _phase(self, node: Node) -> str:
         return Phase.RECOMPUTE if self.again and node.phase == Phase.FORWARD else node.phase
 
@@ -278,7 +262,7 @@ class VirtualStageCopy(Accumulation):
           Their last states; what their parts keep, or in the first half of backward, what it makes for the
           second.
         """
-        stage, body, states = self.new.number(stages), node.body, [*init]
+        body, states = node.body, [*init]
         assert body is not None
         results, parts = [o for _, o in (*body.stacked, *body.summed)], range(len(self.parted))
         made, found = [dict[int, Tensor]() for _ in parts], [dict[int, Tensor]() for _ in parts]
@@ -287,17 +271,25 @@ class VirtualStageCopy(Accumulation):
             self.half = None if half is None else self.part.halves[half]
             for o in results:
                 self.tensors.pop(o, None)
-            with (
-                self.new.phase(self._phase(node), node.scope, node.name, node.call),
-                self.chunk_of(stages, stage, chunk),
-            ):
+            with self.new.phase(self._phase(node), node.scope, node.name, node.call):
+                self.sizes, self.place = self.of_chunk, self._placed(stages, chunk)
                 self._looped(node, body if self.half is None else self.half.body, states)
+                self.sizes, self.place = self.batches, None
             states = [self.tensors[o] for o in node.outputs[: len(init)]]
             made[at] = {o: self.tensors[o] for o in results if o in self.tensors}
             found[at] = self.held if half is None else self.between
         self.half = None
         self.tensors.update({o: self._joined(o, [each[o] for each in made]) for o in made[0]})
         return states, found
+
+    def _placed(self, stages: Block, chunk: Tensor | None) -> CopiedLayers:
+        """The layers of a stage, or of one of its chunks if it has several."""
+        stage, order, size = self.new.number(stages), self.order, self.chunk.size
+        up = order.turns or order.mirrored
+        step = stage * -2 + (order.rounds * order.stages - 1) if up else order.stages
+        of_all, first = (stage, None) if chunk is None else (chunk * step + stage, chunk * size)
+        numbers = layer_numbers(self.new, order, self.all, stages, self.own)
+        return CopiedLayers(of_all * size, first, numbers)
 
     def _joined(self, tensor: int, parts: Sequence[Tensor]) -> Tensor:
         """A stack of all layers of a virtual stage, or a sum over them, of those of its parts."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mesh_tf_core.ir.dims import Dim
-from mesh_tf_core.ir.program import Carry, Crossing, Local, Program, Result, Sliced, make_loop
+from mesh_tf_core.ir.program import Carry, Local, Loop, Program, Result, Sliced
 from mesh_tf_core.lower.verify import verify
 from mesh_tf_core.ops.basic import Shift
 from mesh_tf_core.ops.binary import Binary
@@ -45,9 +45,10 @@ class Loops(Builder):
     def loop(
         self, dim: Dim, body: list[Any], reverse: bool = False, index: int | None = None, **crossing: Any
     ) -> Any:
-        parts = Crossing(*(tuple(crossing.pop(name, ())) for name in Crossing._fields))
+        names = ("carried", "sliced", "stacked", "summed")
+        parts = [tuple(crossing.pop(name, ())) for name in names]
         index = self.number() if index is None else index
-        return make_loop(HERE, dim, reverse, index, parts, tuple(body), **crossing)
+        return Loop((), (), HERE, dim, reverse, index, *parts, tuple(body), **crossing).closed()
 
     def ended(self, loop: Any, **results: int) -> Program:
         self.code.append(loop)
