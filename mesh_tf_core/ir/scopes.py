@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.initializers import Initial, Initializer, Variable, initializer
 from mesh_tf_core.ir.phase import Phase
 
 Change = Callable[[str, Initializer], Initial]
+Inside = AbstractContextManager[None]
 
 
 class Scopes:
@@ -44,102 +46,67 @@ class Scopes:
         return "/".join([*self._scope, name])
 
     @contextmanager
-    def scope(self, name: str) -> Iterator[None]:
-        """Operations built inside are reported under this name; variables' names begin with it."""
-        self._scope.append(name)
+    def _having(self, **settings: Any) -> Iterator[None]:
+        """Attributes that have other values for what is built inside."""
+        saved = {name: getattr(self, name) for name in settings}
+        vars(self).update(settings)
         try:
             yield
         finally:
-            self._scope.pop()
+            vars(self).update(saved)
 
-    @contextmanager
+    def scope(self, name: str) -> Inside:
+        """Operations built inside are reported under this name; variables' names begin with it."""
+        return self._having(_scope=[*self._scope, name])
+
     def phase(
         self, name: Phase | str, scope: str | None = None, named: str | None = None, call: str = ""
-    ) -> Iterator[None]:
+    ) -> Inside:
         """Marks operations as backward or update; `scope` replaces the path of names, `named` is the name of
         the operation that they belong to, and `call` is as of `in_call`. UserError if it is no phase."""
         if name not in {*Phase}:
             raise UserError(f"unknown phase {name!r}; {known_names(name, Phase)}")
-        saved = self._phase, self._scope, self._named, self._call
-        self._phase, self._named, self._call = Phase(name), named, call
-        self._scope = [scope] if scope else ([] if scope == "" else self._scope)
-        try:
-            yield
-        finally:
-            self._phase, self._scope, self._named, self._call = saved
+        path = [scope] if scope else ([] if scope == "" else self._scope)
+        return self._having(_phase=Phase(name), _scope=path, _named=named, _call=call)
 
-    @contextmanager
-    def in_call(self, call: str) -> Iterator[None]:
+    def in_call(self, call: str) -> Inside:
         """Operations built inside are what one call of a library computes, which has a kernel for all of
         them; "": each is a call of its own."""
-        saved, self._call = self._call, call
-        try:
-            yield
-        finally:
-            self._call = saved
+        return self._having(_call=call)
 
-    @contextmanager
-    def sharing(self) -> Iterator[None]:
+    def sharing(self) -> Inside:
         """Variables made inside are shared: a loop opened inside has one value for all its iterations, and a
         name that is made again is the same variable. So one block is applied again and again:
 
             with graph.sharing():
                 x = mtf.scan(block, x, Dim("steps", 6))
         """
-        saved = self._shared
-        if saved is None:
-            self._shared = len(self._loops)
-        try:
-            yield
-        finally:
-            self._shared = saved
+        return self._having(_shared=len(self._loops) if self._shared is None else self._shared)
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self) -> Inside:
         """Model code that has run before, once more: a variable that exists is the same one, whatever loops
         were opened around this since. So one layer stack is used for whole texts and, in a loop, for one
         position at a time (see `decoding`)."""
-        saved = self._around
-        self._around = len(self._loops)
-        try:
-            yield
-        finally:
-            self._around = saved
+        return self._having(_around=len(self._loops))
 
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
+    def frozen(self) -> Inside:
         """Variables made inside are stored but not trained, such as those of a teacher."""
-        saved, self._frozen = self._frozen, True
-        try:
-            yield
-        finally:
-            self._frozen = saved
+        return self._having(_frozen=True)
 
-    @contextmanager
-    def float8(self, recipe: str = "tensor") -> Iterator[None]:
+    def float8(self, recipe: str = "tensor") -> Inside:
         """Layers built inside multiply by their weights in float8 (see `mtf.float8_einsum`); norms, softmax,
         routers and attention itself stay as they are. "" is no recipe."""
-        saved, self._float8 = self._float8, recipe
-        try:
-            yield
-        finally:
-            self._float8 = saved
+        return self._having(_float8=recipe)
 
     @property
     def in_float8(self) -> str:
         """The recipe by which layers multiply by their weights; "": in their own dtype."""
         return self._float8 or (self.float8_loops if self._loops else "")
 
-    @contextmanager
-    def initialized(self, change: Change) -> Iterator[None]:
+    def initialized(self, change: Change) -> Inside:
         """Variables made inside start with the initializer that change(whole name, default initializer)
         returns."""
-        saved = self._initial
-        self._initial = (change, *saved)
-        try:
-            yield
-        finally:
-            self._initial = saved
+        return self._having(_initial=(change, *self._initial))
 
     def _changed(self, name: str, given: Initial) -> Initializer:
         """A new variable's initializer, changed from the innermost `initialized` to the outermost."""

@@ -20,7 +20,7 @@ from mesh_tf_core.ir.initializers import ZEROS, Initial, Variable
 from mesh_tf_core.ir.op import Op, TensorType, inferred
 from mesh_tf_core.ir.outline import Outline, Outlined, Remembering
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.scopes import caller
+from mesh_tf_core.ir.scopes import Inside, caller
 from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import cast
@@ -295,14 +295,8 @@ class Graph(Residuals, Remembering):
             self.declare(Variable("step", Shape(), "int32", ZEROS, False, 0))
         return self.read(self.variables["step"])
 
-    @contextmanager
-    def at_root(self) -> Iterator[None]:
-        saved = self._stack
-        self._stack = saved[:1]
-        try:
-            yield
-        finally:
-            self._stack = saved
+    def at_root(self) -> Inside:
+        return self._having(_stack=self._stack[:1])
 
     # -- loops -----------------------------------------------------------------------------------------------
 
