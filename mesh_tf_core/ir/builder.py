@@ -16,6 +16,7 @@ from mesh_tf_core.ir.loops import Carry, Loop
 from mesh_tf_core.ir.op import Op, inferred
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.scopes import Inside, having
 from mesh_tf_core.ir.values import Instr, Origin, Splits, Value
 
 
@@ -113,23 +114,15 @@ class ProgramBuilder:
         self.emit(AllReduce((id,), (out,), self.origin, axes, combine))
         return out
 
-    @contextmanager
-    def at(self, origin: Origin) -> Iterator[None]:
+    def at(self, origin: Origin) -> Inside:
         """Instructions that are appended inside have this origin."""
-        around, self.origin = self.origin, origin
-        try:
-            yield
-        finally:
-            self.origin = around
+        return having(self, origin=origin)
 
     @contextmanager
     def block(self) -> Iterator[list[Instr]]:
         """Code that is appended inside goes to the returned list."""
-        around, self.code = self.code, []
-        try:
+        with having(self, code=[]):
             yield self.code
-        finally:
-            self.code = around
 
     def loop(
         self, dim: Dim, state: Sequence[int], body: Callable[[int, list[int]], Sequence[int]]

@@ -17,6 +17,17 @@ Change = Callable[[str, Initializer], Initial]
 Inside = AbstractContextManager[None]
 
 
+@contextmanager
+def having(what: object, **values: Any) -> Iterator[None]:
+    """Attributes of an object have other values for what is done inside."""
+    saved = {name: getattr(what, name) for name in values}
+    vars(what).update(values)
+    try:
+        yield
+    finally:
+        vars(what).update(saved)
+
+
 class Scopes:
     """The part of a graph that its context managers set, and the variables that are made under it."""
 
@@ -45,19 +56,9 @@ class Scopes:
         """The whole name of something below the current scope."""
         return "/".join([*self._scope, name])
 
-    @contextmanager
-    def _having(self, **settings: Any) -> Iterator[None]:
-        """Attributes that have other values for what is built inside."""
-        saved = {name: getattr(self, name) for name in settings}
-        vars(self).update(settings)
-        try:
-            yield
-        finally:
-            vars(self).update(saved)
-
     def scope(self, name: str) -> Inside:
         """Operations built inside are reported under this name; variables' names begin with it."""
-        return self._having(_scope=[*self._scope, name])
+        return having(self, _scope=[*self._scope, name])
 
     def phase(
         self, name: Phase | str, scope: str | None = None, named: str | None = None, call: str = ""
@@ -67,12 +68,12 @@ class Scopes:
         if name not in {*Phase}:
             raise UserError(f"unknown phase {name!r}; {known_names(name, Phase)}")
         path = [scope] if scope else ([] if scope == "" else self._scope)
-        return self._having(_phase=Phase(name), _scope=path, _named=named, _call=call)
+        return having(self, _phase=Phase(name), _scope=path, _named=named, _call=call)
 
     def in_call(self, call: str) -> Inside:
         """Operations built inside are what one call of a library computes, which has a kernel for all of
         them; "": each is a call of its own."""
-        return self._having(_call=call)
+        return having(self, _call=call)
 
     def sharing(self) -> Inside:
         """Variables made inside are shared: a loop opened inside has one value for all its iterations, and a
@@ -81,22 +82,22 @@ class Scopes:
             with graph.sharing():
                 x = mtf.scan(block, x, Dim("steps", 6))
         """
-        return self._having(_shared=len(self._loops) if self._shared is None else self._shared)
+        return having(self, _shared=len(self._loops) if self._shared is None else self._shared)
 
     def again(self) -> Inside:
         """Model code that has run before, once more: a variable that exists is the same one, whatever loops
         were opened around this since. So one layer stack is used for whole texts and, in a loop, for one
         position at a time (see `decoding`)."""
-        return self._having(_around=len(self._loops))
+        return having(self, _around=len(self._loops))
 
     def frozen(self) -> Inside:
         """Variables made inside are stored but not trained, such as those of a teacher."""
-        return self._having(_frozen=True)
+        return having(self, _frozen=True)
 
     def float8(self, recipe: str = "tensor") -> Inside:
         """Layers built inside multiply by their weights in float8 (see `mtf.float8_einsum`); norms, softmax,
         routers and attention itself stay as they are. "" is no recipe."""
-        return self._having(_float8=recipe)
+        return having(self, _float8=recipe)
 
     @property
     def in_float8(self) -> str:
@@ -106,7 +107,7 @@ class Scopes:
     def initialized(self, change: Change) -> Inside:
         """Variables made inside start with the initializer that change(whole name, default initializer)
         returns."""
-        return self._having(_initial=(change, *self._initial))
+        return having(self, _initial=(change, *self._initial))
 
     def _changed(self, name: str, given: Initial) -> Initializer:
         """A new variable's initializer, changed from the innermost `initialized` to the outermost."""

@@ -13,6 +13,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import AllReduce, Carry, Instr, Local, Loop, Origin, Result, Sliced
+from mesh_tf_core.ir.scopes import having
 from mesh_tf_core.lower.rematerialization import Rematerialization, rematerialization
 from mesh_tf_core.lower.saving import Saving
 from mesh_tf_core.lower.storage import BACKWARD, GRADIENT, UPDATE
@@ -252,11 +253,8 @@ class Loops(Saving):
         """Notes what backward moves of a tensor that a second run reads: its readers are lowered, and
         dropped."""
         value = self.lying(each.tensor)
-        env, run, self.run = self.env, self.run, ""
         with ProgramBuilder.block(self):  # what they make is no code of this part
             for node in each.readers:
-                self.env = {**env, each.twin: value}
                 # A layout that it does not allow, its own lowering refuses.
-                with suppress(LayoutError):
+                with having(self, env={**self.env, each.twin: value}, run=""), suppress(LayoutError):
                     self.node(node)
-        self.env, self.run = env, run

@@ -11,6 +11,7 @@ from mesh_tf_core.ir.layout import Axes, Layout, check_disjoint
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllGather, AllToAll, HostLoad, HostStore, Instr, Slice, Stored, Value
+from mesh_tf_core.ir.scopes import having
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.values import Splits
@@ -315,25 +316,17 @@ class Placing(ProgramBuilder):
     @contextmanager
     def inside(self, axes: Axes) -> Iterator[None]:
         """Lowers the code inside it as iterations that are spread over further axes."""
-        within, layout = self.within, self.layout
-        self.within = (*within, *axes)
-        self.lay_out(layout)
-        try:
-            yield
-        finally:
-            self.within = within
+        layout = self.layout
+        with having(self, within=(*self.within, *axes)):
             self.lay_out(layout)
+            yield
+        self.lay_out(layout)
 
     @contextmanager
     def block(self) -> Iterator[list[Instr]]:
         """Code inside goes to the returned list, and moves or converts values again."""
-        around = self.moved, self.converted
-        self.moved, self.converted = {}, {}
-        with super().block() as code:
-            try:
-                yield code
-            finally:
-                self.moved, self.converted = around
+        with super().block() as code, having(self, moved={}, converted={}):
+            yield code
 
     def joined(self, id: int, axes: Axes, combine: str) -> int:
         """All-reduces a value."""

@@ -14,6 +14,7 @@ from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Origin, Result, Sliced
+from mesh_tf_core.ir.scopes import having
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placement import check_counted
 from mesh_tf_core.lower.placing import Placing
@@ -133,12 +134,11 @@ class Saving(Placing):
 
     def _recompute(self, forward: Block) -> None:
         """Runs the needed part of the forward body inside the backward body."""
-        run, self.run = self.run, loop_name(forward, self.graph) or ""
-        for node in self.remat.second(forward).nodes:
-            if node.body is not None:
-                self._load_for(node, {key.tensor for key in self.remat.passed(forward)})
-            self.node(node)
-        self.run = run
+        with having(self, run=loop_name(forward, self.graph) or ""):
+            for node in self.remat.second(forward).nodes:
+                if node.body is not None:
+                    self._load_for(node, {key.tensor for key in self.remat.passed(forward)})
+                self.node(node)
 
     def _load_for(self, node: Node, kept: Set[int]) -> None:
         """Brings what was kept on the hosts and a loop, or a branch, reads before that begins: once for the
@@ -151,13 +151,12 @@ class Saving(Placing):
         """Before a backward loop: what second runs inside need without work from the body around."""
         if block.parent is None or not self.remat.names:
             return
-        around, env, run = self.graph.blocks[block.parent], self.env, self.run
+        around, env = self.graph.blocks[block.parent], self.env
         there, nodes = self.remat.brought(around, block)
         env.update((t, env[now]) for t, now in there.items() if now in env)
-        for node in nodes:
-            self.run = beside(around)
-            self.node(node)
-        self.run = run
+        with having(self, run=beside(around)):
+            for node in nodes:
+                self.node(node)
 
     # -- stacks and their parts ------------------------------------------------------------------------------
 

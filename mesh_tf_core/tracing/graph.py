@@ -20,7 +20,7 @@ from mesh_tf_core.ir.initializers import ZEROS, Initial, Variable
 from mesh_tf_core.ir.op import Op, TensorType, inferred
 from mesh_tf_core.ir.outline import Outline, Outlined, Remembering
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.scopes import Inside, caller
+from mesh_tf_core.ir.scopes import Inside, caller, having
 from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import cast
@@ -296,7 +296,7 @@ class Graph(Residuals, Remembering):
         return self.read(self.variables["step"])
 
     def at_root(self) -> Inside:
-        return self._having(_stack=self._stack[:1])
+        return having(self, _stack=self._stack[:1])
 
     # -- loops -----------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from mesh_tf_core.ir.blocks import MICROBATCH, Node
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.phase import Phase
+from mesh_tf_core.ir.scopes import having
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Cast
@@ -231,12 +232,9 @@ class Accumulation(StepCopy, PartCopy):
             maker = self.makers[old]
             for i in sorted(outer_reads(self.old, maker)):
                 self._whole(i)
-            inside = self.blocks, self.tensors, self.number
-            self.blocks, self.tensors, self.number = {}, dict(self.outside), None
-            with self.new.at_root():
+            with self.new.at_root(), having(self, blocks={}, tensors=dict(self.outside), number=None):
                 self._node(maker)
-            self.outside.update({o: self.tensors[o] for o in self.made_by(maker)})
-            self.blocks, self.tensors, self.number = inside
+                self.outside.update({o: self.tensors[o] for o in self.made_by(maker)})
         return self.outside[old]
 
     def _operand(self, node: Node, operand: int) -> Tensor:

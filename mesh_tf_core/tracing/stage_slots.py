@@ -11,6 +11,7 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.schedules import KINDS
+from mesh_tf_core.ir.scopes import having
 from mesh_tf_core.ir.stage_orders import StageAction
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.binary import where
@@ -157,9 +158,8 @@ class StageSlots(VirtualStageCopy):
                 if maker is not None and x is not None and maker.phase != Phase.FORWARD and is_float(x.dtype):
                     self.tensors[i] = where(works, x, 0)
             if self.stage_again:
-                self.again = True
-                self.layers_of(self.course.forward, stages, chunk, [known[i] for i in self.course.states])
-                self.again = False
+                with having(self, again=True):
+                    self.layers_of(self.course.forward, stages, chunk, [known[i] for i in self.course.states])
             come = [new.slice_into(stages, h) for h in held]
             seeds = come[: len(self.course.seeds)]
             for there, xs in zip(begins, entering, strict=False):

@@ -11,6 +11,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.schedules import PipelineSchedule
+from mesh_tf_core.ir.scopes import having
 from mesh_tf_core.ir.stored_order import PADDING
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Constant, add_n
@@ -181,15 +182,11 @@ class VirtualStageCopy(Accumulation):
         return self.raw[tensor]
 
     def _whole(self, old: int) -> Tensor:
-        around = self.sizes, self.place, self.again
-        self.sizes, self.place, self.again = self.batches, None, False
-        try:
+        with having(self, sizes=self.batches, place=None, again=False):
             if old in self.lies and old not in self.outside:
                 with self.new.at_root():
                     self.outside[old] = reordered(self.lies[old], self.order, self.all, lies=True)
             return super()._whole(old)
-        finally:
-            self.sizes, self.place, self.again = around
 
     # -- what has a stage's, or a chunk's --------------------------------------------------------------------
 
@@ -202,10 +199,8 @@ class VirtualStageCopy(Accumulation):
         if self.layers not in self.old.tensor(tensor).shape.names:
             # What is no stage's own may be stored over the axes that tell stages apart.
             return Copy._outer(self, tensor, block, dtype)
-        self.sizes = self.of_stage if tensor in self.stacks else self.of_chunk
-        found = super()._outer(tensor, block, dtype)
-        self.sizes = self.of_chunk
-        return found
+        with having(self, sizes=self.of_stage if tensor in self.stacks else self.of_chunk):
+            return super()._outer(tensor, block, dtype)
 
     def _begun(self, body: Block, block: Block) -> None:
         if self.place is None or self.place.numbers is None or block.dim != self.part.dim:
@@ -272,9 +267,9 @@ class VirtualStageCopy(Accumulation):
             for o in results:
                 self.tensors.pop(o, None)
             with self.new.phase(self._phase(node), node.scope, node.name, node.call):
-                self.sizes, self.place = self.of_chunk, self._placed(stages, chunk)
-                self._looped(node, body if self.half is None else self.half.body, states)
-                self.sizes, self.place = self.batches, None
+                place = self._placed(stages, chunk)
+                with having(self, sizes=self.of_chunk, place=place):
+                    self._looped(node, body if self.half is None else self.half.body, states)
             states = [self.tensors[o] for o in node.outputs[: len(init)]]
             made[at] = {o: self.tensors[o] for o in results if o in self.tensors}
             found[at] = self.held if half is None else self.between
@@ -346,10 +341,9 @@ class VirtualStageCopy(Accumulation):
             self.tensors[i] = self.new.slice_into(block, self.tensors[o]) if found is None else found
         assert body.index is not None and forward.index is not None
         self.tensors[forward.index] = self.tensors[body.index]
-        self.again = True
-        for node in again.nodes:
-            self._node(node)
-        self.second, self.again = again, False
+        with having(self, again=True):
+            for node in again.nodes:
+                self._node(node)
         self.tensors.update((i, self.tensors[stacks[o]]) for o, i in body.sliced if o in stacks)
 
     def _number(self, block: Block) -> Tensor:
