@@ -31,7 +31,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """The quantity that a number of a file measures (`costmodels.hardware.units`), and its limits in SI
+    """The quantity that a number of a file measures (`costmodels.hardware.schema`), and its limits in SI
     units."""
 
     quantity: str

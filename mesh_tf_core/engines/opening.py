@@ -6,7 +6,7 @@ from mesh_tf_core.engines.jax import compat as jax_compat
 from mesh_tf_core.engines.jax.cluster import Cluster
 from mesh_tf_core.engines.protocol import Engine
 from mesh_tf_core.engines.tf import devices as tf_devices
-from mesh_tf_core.engines.tf.loading import installed, require
+from mesh_tf_core.engines.tf.devices import installed, require
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.program import Program
 

@@ -28,6 +28,7 @@ from mesh_tf_core.engines import Cluster, Engine
 from mesh_tf_core.engines.feeds import rows_of, widened
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import REPLICA, Node
+from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
@@ -43,12 +44,53 @@ from mesh_tf_core.model import Model
 from mesh_tf_core.ops.basic import Cast, Constant
 from mesh_tf_core.ops.binary import Binary
 from mesh_tf_core.ops.reduce import reduce_any, reduce_max, reduce_mean
+from mesh_tf_core.ops.shape import rename, slice_dim
+from mesh_tf_core.ops.stacking import squeeze, stack
 from mesh_tf_core.optimizers.base import EMA
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.pipelined_step import PipelinedStep
-from mesh_tf_core.training.members import VariablePlace, places, read_elsewhere
 from mesh_tf_core.training.prefetch import Prefetch
 from mesh_tf_core.training.rows import Rows
+
+VariablePlace = tuple[Variable, int | None]
+"""A variable, and the place along its first dimension; None: all of it. Which layers are stacked depends on
+the program, but the arrays of layers have the same names in every build of a model."""
+
+
+def places(variables: Iterable[Variable]) -> dict[str, VariablePlace]:
+    """Variable, or array of a stack -> where it is."""
+    found: dict[str, VariablePlace] = {}
+    for v in variables:
+        found |= {v.name: (v, None)} | {name: (v, i) for i, name in enumerate(v.members)}
+    return found
+
+
+def read_elsewhere(
+    variable: Variable, held: Mapping[str, VariablePlace], read: Callable[[Variable], Tensor]
+) -> Tensor | None:
+    """The value of a variable, from what is held under other names or dimensions; None if it is not held.
+
+    Args:
+      read: reads a variable that is held.
+    """
+    names = (variable.name,) if variable.name in held else variable.members
+    stacked, own = names == variable.members, variable.shape
+    first, row = own.names[0] if stacked and names else "", Shape(own.dims[int(stacked) :])
+    found = [held[name] for name in names if name in held]
+    shapes = [Shape([d for d in v.shape if d.name != REPLICA][int(p is not None) :]) for v, p in found]
+    if not found or len(found) < len(names) or any(shape.sizes != row.sizes for shape in shapes):
+        return None
+    if not stacked and found[0][1] is None and shapes[0] == row:
+        return None
+    rows = []
+    for v, place in found:
+        x = read(v)
+        if place is not None:
+            layers = x.shape.names[0]
+            x = squeeze(slice_dim(x, layers, place, 1), layers)
+        rows.append(rename(x, **dict(zip(x.shape.names, row.names, strict=True))))
+    return stack(rows, first) if stacked else rows[0]
+
 
 EvaluationBatches = Iterable[Mapping[str, Any]] | Callable[[Any], Iterable[Mapping[str, Any]]]
 """Whole batches, or a function that makes batches of given rows."""

@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from layoutopt.cli import app
-from layoutopt.cli.group import CommandGroup
+from layoutopt.cli.application import CommandGroup
 from layoutopt.cli.panels import into_panels
 
 ROOT = Path(__file__).resolve().parents[2]

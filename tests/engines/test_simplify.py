@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mesh_tf_core.engines.tf.loading import tensorflow
+from mesh_tf_core.engines.tf.devices import tensorflow
 
 tf = tensorflow()
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from layoutopt.importers.huggingface.configuration import chosen
 from layoutopt.importers.huggingface.decoder import LanguageModel, runs
-from layoutopt.importers.huggingface.training import ConfiguredTraining
+from layoutopt.importers.huggingface.fields import ConfiguredTraining
 from tests.importers.huggingface_weights import apart
 
 Arrays = dict[str, Any]

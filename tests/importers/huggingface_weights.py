@@ -11,7 +11,7 @@ import numpy as np
 
 from layoutopt.importers.huggingface.configuration import chosen
 from layoutopt.importers.huggingface.decoder import LanguageModel, runs
-from layoutopt.importers.huggingface.training import ConfiguredTraining
+from layoutopt.importers.huggingface.fields import ConfiguredTraining
 
 Arrays = dict[str, Any]
 WHOLE = ("cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "helium", "llama4_text")

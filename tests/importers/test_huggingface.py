@@ -14,7 +14,7 @@ import mesh_tf_core as mtf
 from layoutopt.importers.huggingface import from_huggingface, is_configuration, names_of
 from layoutopt.importers.huggingface.configuration import FAMILIES, chosen, class_defaults
 from layoutopt.importers.huggingface.decoder import LayerKind, runs
-from layoutopt.importers.huggingface.training import ConfiguredTraining
+from layoutopt.importers.huggingface.fields import ConfiguredTraining
 from layoutopt.models.loading import load_model
 from mesh_tf_core import layers as nn
 from mesh_tf_core.engines.lockstep import LockstepEngine

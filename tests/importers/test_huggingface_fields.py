@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING
 import mesh_tf_core as mtf
 from layoutopt.importers.huggingface import from_huggingface
 from layoutopt.importers.huggingface.configuration import FAMILIES, chosen, class_defaults
-from layoutopt.importers.huggingface.training import ConfiguredTraining
+from layoutopt.importers.huggingface.fields import ConfiguredTraining
 
 DATA = Path(__file__).parents[1] / "data"
 OTHERS = ("bert", "vit", "siglip", "whisper", "modernbert", "mimo_v2_flash")

@@ -1,6 +1,6 @@
 """Models of Hugging Face configurations (`config.json`), without a line of code.
 
-A configuration names a family (`model_type`) and its sizes. `families` and `encoders` read the fields,
+A configuration names a family (`model_type`) and its sizes. `form` and `media` read the fields,
 `decoder` builds language models. A field that no reader uses is an error that names it, so that a plan is
 never about another model than the file's.
 """

@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from layoutopt.importers.huggingface import families
 from layoutopt.importers.huggingface.decoder import LanguageModel
-from layoutopt.importers.huggingface.fields import NOTHING, Fields, class_defaults, read
-from layoutopt.importers.huggingface.modules import module_tensors
-from layoutopt.importers.huggingface.training import ConfiguredTraining
-from layoutopt.importers.huggingface.weights import checkpoint_names
+from layoutopt.importers.huggingface.fields import NOTHING, ConfiguredTraining, Fields, class_defaults, read
+from layoutopt.importers.huggingface.form import FORMS
+from layoutopt.importers.huggingface.weights import checkpoint_names, module_tensors
 from layoutopt.plan.exported import MODULES, ExportedTensor
 from layoutopt.plan.units import plural
 from mesh_tf_core.errors import UserError, known_names
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 
 ReadConfiguration = Callable[[Fields, ConfiguredTraining], LanguageModel | Model]
 FAMILIES: dict[str, tuple[str, ReadConfiguration]] = {
-    name: (architecture, form.read) for name, (architecture, form) in families.FORMS.items()
+    name: (architecture, form.read) for name, (architecture, form) in FORMS.items()
 }
 """model_type -> the architecture and its reader."""
 ALSO = {
@@ -247,7 +245,7 @@ def _foreign(values: Any) -> str:
         return ""
     known = class_defaults()
     every = {n for part in ("families", "without_effect", "read") for v in known[part].values() for n in v}
-    for _, form in families.FORMS.values():
+    for _, form in FORMS.values():
         every |= {*form.only, *(form.mixture.only if form.mixture else ())}
     strange = [
         n for n, v in values.items() if v and n not in every and not n.endswith(("_token_id", "_config"))
@@ -351,7 +349,7 @@ def _omitted(found: Configuration, fields: Fields, dtype: str) -> Iterator[str]:
 def _length(family: str, fields: Fields) -> int:
     name = "max_position_embeddings"
     longest = fields.values.get(name, fields.sizes.get(name))
-    behind = families.FORMS[family][1].behind if family in families.FORMS else 0
+    behind = FORMS[family][1].behind if family in FORMS else 0
     if isinstance(behind, str) and isinstance(longest, int):
         longest -= fields.count(behind, least=0) + 1
     return min(LENGTH, longest) if isinstance(longest, int) and longest > 0 else LENGTH

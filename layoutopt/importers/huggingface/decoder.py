@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import mesh_tf_core as mtf
+from layoutopt.importers.huggingface.fields import ConfiguredTraining
 from layoutopt.importers.huggingface.forms import Mixture, Norm, within
 from layoutopt.importers.huggingface.sharing import KeptTensors, LayerEmbedding, at_once, needed, of_last
-from layoutopt.importers.huggingface.training import ConfiguredTraining
 from mesh_tf_core import layers as nn
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim

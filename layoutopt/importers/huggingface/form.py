@@ -1,22 +1,27 @@
-"""The record that a family of language models is, and how it reads a configuration."""
+"""The record that a family of models is, and how it reads a configuration; `families.json` says how each
+differs from Llama, besides the sizes in its files, in the words of `Form`, `Heads` and `Experts`.
+
+Defaults of fields are those of the classes of transformers (`defaults.json`), because files omit them.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from layoutopt.importers.huggingface import mixers
+from layoutopt.importers.huggingface import mixers, patterns
 from layoutopt.importers.huggingface.decoder import LanguageModel, LayerBlock, LayerKind
-from layoutopt.importers.huggingface.fields import Fields
+from layoutopt.importers.huggingface.fields import ConfiguredTraining, Fields
 from layoutopt.importers.huggingface.forms import BesideExperts, Mlp, Norm, SelfAttention
 from layoutopt.importers.huggingface.media import READERS, Speech
 from layoutopt.importers.huggingface.mixers import FULL, LINEAR, SLIDING, Heads
 from layoutopt.importers.huggingface.mixtures import Experts
 from layoutopt.importers.huggingface.patterns import LayerPattern, chunked, unturned
 from layoutopt.importers.huggingface.sharing import LayerEmbedding, share_keys, share_masks
-from layoutopt.importers.huggingface.training import ConfiguredTraining
 from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.model import Model
@@ -100,9 +105,9 @@ class Form:
     behind: int | str = 0
     segments: str = ""
     small: str = ""
-    normed: bool | str = False
+    normed: bool = False
     repeated: bool = False
-    final: bool | str = True
+    final: bool = True
     dropout: Sequence[str] = ()
     wide: int = 0
     relative: Sequence[Any] = ()
@@ -131,7 +136,7 @@ class Form:
         for name, values in self.only.items():
             fields.only(name, *(fields.raw(v[1:]) if str(v)[:1] == "=" else v for v in values))
         kinds = self._kinds(fields)
-        told = {n: fields.flag(v) if isinstance(v, str) else v for n, v in self.norm.items()}
+        told = {n: fields.either(v) for n, v in self.norm.items()}
         norm = Norm(fields.number(fields.first(*EPSILONS, "norm_epsilon"), 1e-6), **told)
         act = self._activation(fields)
         reader = mixers.MixerReader(fields, training, self.heads, norm, self.linear, len(kinds))
@@ -143,9 +148,8 @@ class Form:
         mixing = self.mixture.read(fields, training, act, len(kinds)) if mixed and self.mixture else None
         every = mixing is not None and all(mixing.where)
         dense = self._mlp(fields, act, self.varied or self.single or every)
-        added = fields.number(self.added, 1.0) if self.added else 1.0
-        last = fields.count(self.shared, 0, least=0) if self.shared else 0
-        doubled = fields.flag("use_double_wide_mlp") if self.shared else False
+        added, last = fields.number(self.added, 1.0), fields.count(self.shared, 0, least=0)
+        doubled = self.shared and fields.flag("use_double_wide_mlp")
         wide = replace(dense, d_ff=2 * dense.d_ff) if doubled else dense
 
         def block(kind: str, number: int) -> LayerBlock | None:
@@ -158,13 +162,16 @@ class Form:
 
         shared = self._sharing(fields, [reader.mixer(kind) for kind in kinds], kinds)
         layers = tuple(
-            LayerKind(mixer, block(kind, i), *self._factors(fields, kind, added), cross=self._cross(mixer))
+            LayerKind(mixer, block(kind, i), *self._factors(fields, kind, added))
             for i, (kind, mixer) in enumerate(zip(kinds, shared, strict=True))
         )
+        if self.encoder:
+            crossing: dict[str, Any] = {"causal": False, "name": "cross_attention"}
+            layers = tuple(replace(kind, cross=replace(kind.mixer, **crossing)) for kind in layers)  # type: ignore[type-var]
         width = fields.count("hidden_size")
         bins, frames = map(fields.count, self.speech) if self.speech else (0, 0)
         speech = Speech(bins, frames, act) if bins else None
-        rates = [fields.number(n) if n else 0.0 for n in self.dropout or [""]]
+        rates = [fields.number(n) for n in self.dropout or [""]]
         rooted = self.times == "root" or (self.times in ROOTED and fields.flag(self.times))
         tied = fields.flag("tie_word_embeddings")
         if self.logits == "tied":
@@ -190,7 +197,7 @@ class Form:
             tied or self.tied,
             fields.number("initializer_range", 0.02),
             self.place,
-            fields.flag(self.head_bias) if isinstance(self.head_bias, str) else self.head_bias,
+            fields.either(self.head_bias),
             fields.number("final_logit_softcapping"),
             width**0.5 if rooted else 1.0 if self.times in ROOTED else fields.factor(self.times),
             logits,
@@ -198,17 +205,17 @@ class Form:
             *ends,
             self._own(fields, act, norm),
             self._positions(fields),
-            fields.count(self.segments, 0, least=0) if self.segments else 0,
-            fields.flag(self.normed) if isinstance(self.normed, str) else self.normed,
+            fields.count(self.segments, 0, least=0),
+            self.normed,
             0 if not self.small or (small := fields.count(self.small, width)) == width else small,
             (rates[0], rates[-1]),
             self._relative(fields),
             self.repeated,
-            fields.flag(self.final, True) if isinstance(self.final, str) else self.final,
+            self.final,
             self.encoder.stack(asked, training) if self.encoder else None,
             self.side,
             speech,
-            fields.number(self.scaled) if self.scaled else 0.0,
+            fields.number(self.scaled),
         )
 
     def _positions(self, fields: Fields) -> nn.LearnedPositions | nn.Sinusoids | None:
@@ -221,8 +228,7 @@ class Form:
             return None
         count, first = fields.count("max_position_embeddings"), self.behind
         if isinstance(first, str):  # positions of texts begin behind that of what fills them up
-            first = fields.count(first, least=0) + 1
-            return nn.LearnedPositions(count, first=first)
+            return nn.LearnedPositions(count, first=fields.count(first, least=0) + 1)
         return nn.LearnedPositions(count + first, first=first)
 
     def _relative(self, fields: Fields) -> nn.RelativeBias | None:
@@ -233,20 +239,13 @@ class Form:
         most = fields.count(far) if isinstance(far, str) else far
         return nn.RelativeBias(fields.count(buckets), most, bidirectional=not self.heads.causal)
 
-    def _cross(self, mixer: Any) -> SelfAttention | None:
-        """The attention to the encoder's text."""
-        if self.encoder is None:
-            return None
-        return replace(mixer, causal=False, rotary=None, window=0, name="cross_attention")
-
     def _own(self, fields: Fields, act: str, norm: Norm) -> LayerEmbedding | None:
         """The embedding of every layer."""
-        if not self.own:
+        if not (size := fields.count(self.own, 0, least=0)):
             return None
-        size = fields.count(self.own, 0, least=0)
         vocab = fields.count("vocab_size_per_layer_input", fields.count("vocab_size"))
         name = "vocab" if vocab == fields.count("vocab_size") else "own_vocab"
-        return LayerEmbedding(Dim(name, vocab), Dim("d_own", size), act, norm) if size else None
+        return LayerEmbedding(Dim(name, vocab), Dim("d_own", size), act, norm)
 
     def _sharing(self, fields: Fields, mixers: list[Any], kinds: Sequence[str]) -> Sequence[Any]:
         """The mixers, where some read what others keep."""
@@ -255,7 +254,7 @@ class Form:
             if len(types) != len(mixers) or types[0] == "shared":
                 raise fields.wrong("indexer_types", f"give {len(mixers)} entries, the first of them 'full'")
             return list(share_masks(mixers, types))
-        last = fields.count(self.shared, 0, least=0, most=len(mixers) - 1) if self.shared else 0
+        last = fields.count(self.shared, 0, least=0, most=len(mixers) - 1)
         if not {*kinds[len(kinds) - last :]} <= {*kinds[: len(kinds) - last]}:
             raise fields.wrong(self.shared, "give fewer layers: none before them is of the kind of each")
         return list(share_keys(mixers, kinds, last)) if last else mixers
@@ -286,8 +285,7 @@ class Form:
         return ACTIVATIONS[fields.text(name, "silu", ACTIVATIONS)]
 
     def _mlp(self, fields: Fields, act: str, unused: bool) -> Mlp:
-        biased = self.mlp_bias
-        bias = fields.flag(biased) if isinstance(biased, str) and biased else bool(biased)
+        bias = fields.either(self.mlp_bias)
         width = self.wide * fields.count("hidden_size") if self.wide else None
         size = 1 if unused and not fields.has(self.dense) else fields.count(self.dense, width)
         if fields.flag("block_auto_adjust_ff_dim"):  # of LFM2
@@ -331,3 +329,33 @@ def varied(fields: Fields, width: int, layer: LayerKind, block: Any) -> LayerKin
         None if attention.get("no_op") else replace(mixer, kv_heads=heads, window=window),
         None if ffn.get("no_op") else replace(mlp, d_ff=-(-sizes[1] // 256) * 256),
     )
+
+
+_ROWS = json.loads((Path(__file__).parent / "families.json").read_text(encoding="utf-8"))
+
+
+def _form(said: Mapping[str, Any]) -> Form:
+    """The form of a row, of the row that it is `like` with changes; a pattern is the name of a function of
+    `patterns`, or arguments of `alternating`."""
+    said = _whole(said)
+    parts: dict[str, Any] = {n: v for n, v in said.items() if n not in ("architecture", "like")}
+    if encoder := parts.pop("encoder", None):
+        parts["encoder"] = _form({**said, "encoder": None, "side": "encoder_", **encoder})
+        parts["side"] = "decoder_"
+    parts["cases"] = [(wanted, _form({**said, "cases": [], **new})) for wanted, new in said.get("cases", ())]
+    for name, made in (("heads", Heads), ("mixture", Experts)):
+        if said.get(name) is not None:
+            parts[name] = made(**said[name])
+    if (pattern := said.get("pattern")) is not None:
+        named = isinstance(pattern, str)
+        parts["pattern"] = getattr(patterns, pattern) if named else patterns.alternating(**pattern)
+    return Form(**parts)
+
+
+def _whole(said: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row with what it takes from the one that it is `like`."""
+    return {**_whole(_ROWS[said["like"]]), **said} if "like" in said else said
+
+
+FORMS: dict[str, tuple[str, Form]] = {name: (row["architecture"], _form(row)) for name, row in _ROWS.items()}
+"""model_type -> the architecture, and its form."""

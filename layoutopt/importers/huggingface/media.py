@@ -8,8 +8,7 @@ from typing import Any
 
 import mesh_tf_core as mtf
 from layoutopt.importers.huggingface.decoder import LanguageModel, initial
-from layoutopt.importers.huggingface.fields import Fields, class_defaults
-from layoutopt.importers.huggingface.training import ConfiguredTraining
+from layoutopt.importers.huggingface.fields import ConfiguredTraining, Fields, class_defaults
 from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import ZEROS, Constant, Normal

@@ -9,10 +9,9 @@ from dataclasses import fields as fields_of
 from typing import Any
 
 from layoutopt.importers.huggingface import forms
-from layoutopt.importers.huggingface.fields import Fields
+from layoutopt.importers.huggingface.fields import ConfiguredTraining, Fields
 from layoutopt.importers.huggingface.forms import Norm
 from layoutopt.importers.huggingface.rotary import magnitude, rotary, stretched, turning
-from layoutopt.importers.huggingface.training import ConfiguredTraining
 from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.dims import Dim
 

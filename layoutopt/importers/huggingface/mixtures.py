@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from layoutopt.importers.huggingface.fields import Fields
+from layoutopt.importers.huggingface.fields import ConfiguredTraining, Fields
 from layoutopt.importers.huggingface.forms import Mixture
-from layoutopt.importers.huggingface.training import ConfiguredTraining
 from mesh_tf_core import layers as nn
 
 
@@ -66,7 +65,6 @@ class Experts:
         if not count:
             fields.skip(self.chosen, self.d_ff)
             return None
-        normal = self.normalized
         method = fields.raw("topk_method", "") if self.scores == "softmax" else ""
         grouped = self.groups and method != "greedy"
         router = nn.TopExperts(
@@ -74,7 +72,7 @@ class Experts:
             imbalance=training.imbalance,
             chosen=fields.count(self.chosen, layers=layers),
             scores=self.scores,
-            normalized=fields.flag(normal) if isinstance(normal, str) else normal,
+            normalized=fields.either(self.normalized),
             scale=fields.positive(self.scale, 1.0) if self.scale and fields.has(self.scale) else 1.0,
             groups=fields.count("n_group", 1) if grouped and fields.has("n_group") else 1,
             groups_chosen=fields.count("topk_group", 1) if grouped and fields.has("topk_group") else 1,

@@ -9,9 +9,46 @@ time than with the default), and a virtual device then behaves like one core, as
 fewer devices than cores, TensorFlow's default (all cores) stays.
 """
 
+import importlib.util
+import sys
+from functools import cache
+from typing import Any
+
 from mesh_tf_core.cores import cores
-from mesh_tf_core.engines.tf.loading import tensorflow
-from mesh_tf_core.errors import UserError
+from mesh_tf_core.errors import UserError, not_installed
+
+UNASKED = ("keras", "jax", "h5py")
+"""Libraries that TensorFlow loads for saved models and phones, two thirds of its start; no engine uses them.
+It continues without them, and a later import gets them."""
+
+
+@cache
+def installed() -> bool:
+    """True if TensorFlow is there; loads nothing."""
+    return importlib.util.find_spec("tensorflow") is not None
+
+
+def require() -> None:
+    """UserError unless TensorFlow is installed; loads nothing."""
+    if not installed():
+        raise not_installed("TensorFlow", "tensorflow", "the engine 'local'")
+
+
+def tensorflow() -> Any:
+    """The module; the loaded one, if there is one. UserError where it is not installed."""
+    require()
+    if "tensorflow" not in sys.modules:
+        absent = [name for name in UNASKED if name not in sys.modules]
+        sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
+        try:
+            import tensorflow
+        finally:
+            for name in absent:
+                del sys.modules[name]
+    import tensorflow
+
+    return tensorflow
+
 
 SPARE = 8
 """Virtual devices made at least: they cost nothing, and later engines of the process may need them."""
