@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from layoutopt.plan.evidence import Validation
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import (
+    against,
     digits,
     gap_text,
     layout_text,
@@ -20,13 +22,14 @@ from layoutopt.plan.units import (
 )
 from reports import figures
 from reports.figures import Chart
-from reports.page import compare, opened
-from reports.page.cells import PageBlock, Panel, Section, grid
+from reports.page import cells, compare
+from reports.page.cells import Control, PageBlock, Panel, Section, grid
 from reports.page.leads import LEADS
 from reports.plan import rules, words
 from reports.svg import figure_svg
 from reports.tables import rows
 from reports.views import facts as told
+from reports.views.curves import FACTORS, factor_value, layout_letters
 from reports.views.layouts import frontier, layouts, record, repairs
 from reports.views.view import View
 
@@ -157,7 +160,7 @@ def _sensitivity(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     robust = plan.details.robustness
     said = told.robust(robust) if robust is not None else ""
     notes = (f"This plan is {said}.",) if said else ()
-    return (replace(block, notes=notes, controls=opened.controls(plan, name)),)
+    return (replace(block, notes=notes, controls=controls(plan, name)),)
 
 
 def _evidence(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
@@ -224,3 +227,25 @@ def _record(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
         *solver,
     ]
     return (PageBlock(grid=grid(record(pairs, "The plan"), LONGEST), notes=tuple(plan.notes)),)
+
+
+def controls(plan: PlanFile, name: str) -> tuple[Control, ...]:
+    """A slider for every factor that was searched: the best step and its layout at each value."""
+    letters, now = layout_letters(plan), plan.predicted.step_seconds
+    found = []
+    for n, one in enumerate(plan.details.sensitivity):
+        said = []
+        for t in one.trials:
+            words = "nothing fits" if t.proven else "unknown"
+            if t.step_seconds is not None:
+                words = f"{seconds_text(t.step_seconds)} per step ({against(t.step_seconds, now)})"
+                if t.layout:
+                    shown = shorten(t.layout.replace(";", "; "), cells.LONGEST)
+                    words += f", with layout {letters[t.layout]}: {shown}"
+            said.append(f"{factor_value(one.factor, t.value)}: {words}")
+        far = [abs((t.step_seconds or math.inf) - now) for t in one.trials]
+        start = far.index(min(far)) if far else 0  # where the step is the plan's own
+        if len(said) > 1:
+            words = FACTORS.get(one.factor, shorten(one.factor, 30))
+            found.append(Control(f"{name}-if{n}", f"If {words} were", tuple(said), start))
+    return tuple(found)

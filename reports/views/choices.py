@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from layoutopt.plan.alike import grouped
+from layoutopt.plan.decided import Decided
 from layoutopt.plan.schema import Alternative, PlanFile, Predicted
 from reports.plan import answer_of, same_layout
+
+
+def identity(of: Alternative | PlanFile, mesh: Mapping[str, int]) -> str:
+    """The identity of a layout: equal for equivalent layouts. `mesh`: of those without their own."""
+    splits = {dim: axes for dim, axes in of.layout.items() if axes}
+    rest = {name: getattr(of, name) for name in Decided.model_fields}
+    return json.dumps([of.mesh or dict(mesh), splits, rest], sort_keys=True)
+
+
+def grouped(choices: Sequence[Alternative], mesh: Mapping[str, int]) -> list[list[Alternative]]:
+    """Groups equal layouts, in the order of the first of each group; layouts without a prediction stay
+    alone."""
+    found: dict[str, list[Alternative]] = {}
+    for at, choice in enumerate(choices):
+        key = f"{at}" if choice.predicted is None else identity(choice, mesh)
+        found.setdefault(key, []).append(choice)
+    return [*found.values()]
 
 
 @dataclass(frozen=True)
