@@ -241,11 +241,10 @@ class Form:
 
     def _own(self, fields: Fields, act: str, norm: Norm) -> LayerEmbedding | None:
         """The embedding of every layer."""
-        if not (size := fields.count(self.own, 0, least=0)):
-            return None
-        vocab = fields.count("vocab_size_per_layer_input", fields.count("vocab_size"))
-        name = "vocab" if vocab == fields.count("vocab_size") else "own_vocab"
-        return LayerEmbedding(Dim(name, vocab), Dim("d_own", size), act, norm)
+        size = fields.count(self.own, 0, least=0)
+        own = fields.count("vocab_size_per_layer_input", vocab := fields.count("vocab_size", 1))
+        name = "vocab" if own == vocab else "own_vocab"
+        return LayerEmbedding(Dim(name, own), Dim("d_own", size), act, norm) if size else None
 
     def _sharing(self, fields: Fields, mixers: list[Any], kinds: Sequence[str]) -> Sequence[Any]:
         """The mixers, where some read what others keep."""
