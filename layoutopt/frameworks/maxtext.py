@@ -12,7 +12,7 @@ from layoutopt.space.restriction import ANY, Even, Only, Restriction
 from layoutopt.space.splits import Split
 from mesh_tf_core.lower.offload import OPTIMIZER, WEIGHTS
 
-_BATCH = "batch batch_no_exp embed_and_logits_batch kv_batch kv_batch_no_exp"
+_BATCH = "batch batch_no_exp batch_attn batch_moe embed_and_logits_batch kv_batch kv_batch_no_exp"
 _LENGTH = "length length_no_exp attn_length attn_length_no_exp norm_length q_length q_length_no_exp"
 _AXES = "data tensor fsdp tensor_transpose fsdp_transpose sequence context expert"
 # Dimension -> the logical axes that mean it, of activations and of weights (`logical_axis_rules`).
@@ -20,13 +20,13 @@ MAXTEXT_DIMS: Mapping[str, Sequence[str]] = {
     "batch": tuple(f"activation_{name}" for name in _BATCH.split()),
     "length": tuple(f"activation_{name}" for name in _LENGTH.split()),
     "memory_length": ("activation_kv_length",),
-    "d_model": ("embed", "embed_no_exp", "norm", "activation_embed"),
-    "d_ff": ("mlp", "mlp_no_fsdp", "activation_mlp"),
+    "d_model": ("embed", "embed_no_exp", "embed_moe", "embed_vocab", "norm", "activation_embed"),
+    "d_ff": ("mlp", "mlp_no_fsdp", "mlp_moe", "activation_mlp", "activation_mlp_moe"),
     "heads": ("heads", "q_heads", "kv_heads", "activation_heads", "activation_kv_heads"),
     "d_kv": ("kv", "kv_head_dim", "activation_kv", "activation_kv_head_dim"),
     "vocab": ("vocab", "activation_vocab"),
     "experts": ("exp", "activation_exp"),
-    "expert_batch": ("activation_batch_moe",),
+    "expert_batch": (),  # an expert's tokens: those of the batch that chose it
 }
 # MaxText's mesh axes are fixed names (`mesh_axes` of the same file); ours take the first one that is free.
 MAXTEXT_AXES = tuple(_AXES.split())
@@ -37,7 +37,10 @@ MAXTEXT_ROWS: Mapping[str, Sequence[str]] = {
 }
 """The same, with MaxText's own names for a model with its parameters."""
 # The logical axes of each matrix, which MaxText splits for FSDP (`d_model` here); the length between layers.
-MAXTEXT_WEIGHTS, MAXTEXT_BETWEEN = ("embed", "embed_no_exp"), "activation_norm_length"
+MAXTEXT_WEIGHTS, MAXTEXT_BETWEEN = ("embed", "embed_vocab"), "activation_norm_length"
+# The same of the matrices of experts, and the axis that moves their tokens (`_expert_parallelism_name` of
+# src/maxtext/layers/moe.py): it splits the batch too, and what is stored of other matrices.
+MAXTEXT_BESIDE_EXPERTS, MAXTEXT_EXPERTS = ("embed_no_exp", "embed_moe"), "expert"
 MAXTEXT_HOST = {OPTIMIZER: "optimizer_memory_host_offload", WEIGHTS: "parameter_memory_host_offload"}
 """The kind of values on the hosts -> its name in MaxText."""
 MAXTEXT_STORED = {"zero1": "data", "zero3": "fsdp"}
@@ -61,7 +64,7 @@ SAYS = Restriction(
     },
     relations=(
         Only(lambda d, choice: not isinstance(d, Split) or not choice or d.subject in MAXTEXT_ROWS),
-        Degrees(copies=True, stored_over_context=False, experts_apart=False),
+        Degrees(copies=True, stored_over_context=False, experts_on_data=True, experts_without=("zero1",)),
         Even(),
     ),
     granularity={"storage": ALL, "offload": ALL, "recompute": ALL},

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from layoutopt.frameworks.maxtext import (
     MAXTEXT_ALIKE,
     MAXTEXT_AXES,
+    MAXTEXT_BESIDE_EXPERTS,
     MAXTEXT_BETWEEN,
     MAXTEXT_DIMS,
+    MAXTEXT_EXPERTS,
     MAXTEXT_HOST,
     MAXTEXT_REMAT,
     MAXTEXT_ROWS,
@@ -30,6 +32,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.remat_policy import Recomputed
 from mesh_tf_core.lower.storage import STAGES, read_stage
 
+EXPERTS = MAXTEXT_DIMS["experts"]
 OTHER = "search with --framework maxtext, or choose another format"
 
 
@@ -54,18 +57,26 @@ def _maxtext_stage(what: Exported) -> tuple[str, Axes]:
             f"{listed}; {OTHER}"
         )
     batch = what.layout.axes("batch")
-    if any(set(axes) & {*batch} not in (set(), {*batch}) for _, axes in what.layout.items()):
+    others = [{*axes} for dim, axes in what.layout.items() if MAXTEXT_ROWS.get(dim) not in (EXPERTS, ())]
+    if any(axes & {*batch} not in (set(), {*batch}) for axes in others):
         batch = ()  # they become one axis
-    stored = next((axes for axes in spare.values() if axes), batch)
+    experts = {*_experts(what)} & {*batch}
+    stored = max(spare.values(), key=len, default=()) or batch
     if stages.keys() != {"zero3"} or not {*stored} <= {*batch}:
         stored = batch  # the rest of the batch is an axis of its own in hybrid sharding alone
     for name, axes in spare.items():
-        if axes and {*axes} != {*stored}:
+        if axes and {*axes} not in ({*stored}, {*stored} - experts):
             raise UserError(
                 "maxtext shards the storage of variables only over the batch's axes "
                 f"({'+'.join(batch) or 'none'}), but this plan stores {name} over {'+'.join(axes)}; {OTHER}"
             )
     return next(iter(stages)), stored
+
+
+def _experts(what: Exported) -> Axes:
+    """The axes of the batch that split experts, too."""
+    every = [axes for dim, axes in what.layout.items() if MAXTEXT_ROWS.get(dim) == EXPERTS]
+    return tuple(a for axes in every[:1] for a in axes if a in what.layout.axes("batch"))
 
 
 def _is_matrix(v: ExportedTensor) -> bool:
@@ -87,7 +98,9 @@ def maxtext(what: Exported) -> str:
       UserError: MaxText has no setting for a decision.
     """
     stage, stored = _maxtext_stage(what)
-    names = _maxtext_axes(what.mesh, dict.fromkeys(stored, MAXTEXT_STORED[stage]) if stage else {})
+    given = dict.fromkeys(stored, MAXTEXT_STORED[stage]) if stage else {}
+    experts = _experts(what)
+    names = _maxtext_axes(what.mesh, given | dict.fromkeys(experts, MAXTEXT_EXPERTS))
     logical: dict[str, list[str]] = {}
     for name, axes in what.layout.items():
         if name not in MAXTEXT_ROWS:
@@ -102,9 +115,9 @@ def maxtext(what: Exported) -> str:
                 )
     for name, extra in what.decided.refined.get(ELSEWHERE, {}).items():
         logical[MAXTEXT_BETWEEN] = _renamed((*what.layout.axes(name), *extra), names)
-    if stage == "zero3":
-        for each in MAXTEXT_WEIGHTS:
-            logical[each] = [*logical.get(each, ()), *_renamed(stored, names)]
+    for each in (*MAXTEXT_WEIGHTS, *MAXTEXT_BESIDE_EXPERTS) if stage == "zero3" or experts else ():
+        over = [a for a in stored if each in MAXTEXT_WEIGHTS or a not in experts] if stage == "zero3" else []
+        logical[each] = [*logical.get(each, ()), *_renamed(tuple(over), names)]
     rules = [json.dumps([each, axes]) for each, axes in logical.items()]
     more = [*_maxtext_policy(what), *([f"dtype: {what.dtype}"] if what.dtype else [])]
     more += ["shard_optimizer_over_data: True"] if stage == "zero1" else []

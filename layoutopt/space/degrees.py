@@ -57,6 +57,7 @@ class Degrees(DecisionRelation):
       whole_expert_groups: experts lie over the axes of the weights, if they lie over any axes.
       whole_experts: the matrices of an expert are not split.
       experts_where_stored: experts lie over data axes only where these split the storage of the weights.
+      experts_without: stages of storage beside which experts lie over no data axes.
       in_stages: the stage of storage of pipelines, and of these alone; "": they have those of others.
     """
 
@@ -69,6 +70,7 @@ class Degrees(DecisionRelation):
     whole_expert_groups: bool = False
     whole_experts: bool = False
     experts_where_stored: bool = False
+    experts_without: tuple[str, ...] = ()
     in_stages: str = ""
 
     def options(self, every: Every, roles: DimRoles, mesh: Mesh) -> dict[str, tuple[Choice, ...]]:
@@ -90,7 +92,7 @@ class Degrees(DecisionRelation):
         leading = (*roles.named[Role.DATA][:1], *roles.named[Role.INNER])
         others = (*roles.named[Role.DATA][1:], *roles.named[Role.SEQUENCE])
         core = [n for n in splits if n not in others]
-        apart = [*leading, *(experts if self.experts_where_stored else ())]
+        apart = [*leading, *(experts if self.experts_where_stored or self.experts_without else ())]
         first = {False: [n for n in core if n in (*leading, *experts)], True: [n for n in core if n in apart]}
         table = {n: first[n in stored] for n in (*splits, *stored) if n in stored or n in others}
         rows, beside = set[tuple[Choice, ...]](), {name: set[tuple[Choice, ...]]() for name in table}
@@ -149,6 +151,8 @@ class Degrees(DecisionRelation):
     def _holds(self, experts: Axes, stored: Choice, use: Use) -> bool:
         """True if storage splits the weights over the data axes of the experts."""
         on_data = {*experts} & {*use.data}
+        if on_data and {*stored} & {*self.experts_without}:
+            return False
         return not (self.experts_where_stored and on_data) or (
             bool(stored) and on_data <= {*(stored[1:] or use.data)}
         )

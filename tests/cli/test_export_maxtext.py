@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 
 import mesh_tf_core as mtf
+from layoutopt.plan.decided import Decided
 from layoutopt.plan.export import export
 from layoutopt.plan.exported import Exported, ExportedTensor
 from tests.cli.exported import matrices, two_axes
@@ -108,3 +110,39 @@ def test_maxtext_takes_its_own_names() -> None:
 def test_maxtext_refuses_a_dimension_that_it_lacks() -> None:
     with pytest.raises(mtf.UserError, match="no logical axis for dimension 'd_fff'; did you mean 'd_ff'\\?"):
         export(two_axes(d_fff=("a",)), "maxtext")
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage", "sizes", "embed"),
+    [
+        ("batch:a+b;expert_batch:a;experts:b", "zero3", {"fsdp": 2, "expert": 4}, ["fsdp", "expert"]),
+        ("batch:a+b;experts:a+b", "zero3", {"expert": 8}, ["expert"]),
+        ("batch:a+b;expert_batch:a;experts:b", "zero3@b", {"data": 2, "expert": 4}, ["expert"]),
+        ("batch:a+b;expert_batch:a;experts:b;d_ff:c", "", {"data": 2, "expert": 4, "tensor": 2}, []),
+    ],
+)
+def test_maxtext_moves_tokens_over_its_axis_of_experts(
+    layout: str, stage: str, sizes: dict[str, int], embed: list[str]
+) -> None:
+    """It splits the batch and dense weights too, as MaxText's own rules have it."""
+    names = ("wi", "router", "w_in")
+    dims = (("d_model", "d_ff"), ("d_model", "experts"), ("experts", "d_model", "d_ff"))
+    placed_as = mtf.Layout(layout)
+    tensors = [
+        ExportedTensor(name, own, tuple(placed_as.axes(d) for d in own), (8,) * len(own), True)
+        for name, own in zip(names, dims, strict=True)
+    ]
+    said = Decided(storage={"wi": stage, "w_in": stage, "router": stage} if stage else {})
+    text = export(
+        Exported(
+            "title", mtf.Mesh("a:2;b:4;c:2" if "tensor" in sizes else "a:2;b:4"), placed_as, tensors, (), said
+        ),
+        "maxtext",
+    )
+    found = dict(re.findall(r"^ici_(\w+)_parallelism: (\d+)$", text, re.MULTILINE))
+    assert {n: int(size) for n, size in found.items() if size != "1"} == sizes
+    table = dict(json.loads(text.split("logical_axis_rules: ")[1]))
+    assert table["exp"] == table["activation_exp"] == ["expert"]
+    assert table["activation_batch"] == table["activation_batch_moe"]
+    assert set(table["activation_batch"]) == {*sizes} - {"tensor"}
+    assert table["embed"] == embed and table["embed_moe"] == [n for n in embed if n != "expert"]
