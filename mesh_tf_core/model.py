@@ -25,7 +25,8 @@ from mesh_tf_core.lower.pipeline import check_saved
 from mesh_tf_core.lower.remat_policy import Policies, of_stages
 from mesh_tf_core.lower.rematerialization import layer_again
 from mesh_tf_core.lower.replicas import ReplicaPrograms, check_whole, lower_replicas
-from mesh_tf_core.ops.float8 import ScaledProduct, recipe_named
+from mesh_tf_core.ops.float8 import ScaledProduct
+from mesh_tf_core.ops.float8_recipes import recipe_named
 from mesh_tf_core.optimizers import SGD, Optimizer, by_name
 from mesh_tf_core.optimizers.base import apply_updates
 from mesh_tf_core.tracing.assigning import as_updates
@@ -323,8 +324,8 @@ class Training:
         clipping.
       warmup: steps in which the learning rate rises; afterwards it falls with the square root of the step.
         0 keeps it constant.
-      float8: recipe of the products of layers with their weights (`mtf.float8_einsum`): tensor, rowwise,
-        blocks or mxfp8; "": in `dtype`. Layers outside of loops, such as embedding and output, keep `dtype`.
+      float8: recipe of the products of layers with their weights (`mtf.float8_einsum`): tensor, fixed,
+        rowwise, blocks or mxfp8; "": in `dtype`. Layers outside of loops (embedding, output) keep `dtype`.
       moments: element type of Adam's averages, such as bfloat16.
     """
 

@@ -13,7 +13,8 @@ from mesh_tf_core.ops import math as functions
 from mesh_tf_core.ops.basic import stop_gradient
 from mesh_tf_core.ops.custom import custom_gradient
 from mesh_tf_core.ops.einsum import einsum
-from mesh_tf_core.ops.float8 import RECIPES, float8_einsum, in_eight_bits
+from mesh_tf_core.ops.float8 import float8_einsum, in_eight_bits
+from mesh_tf_core.ops.float8_recipes import RECIPES
 from mesh_tf_core.tracing.gradients import gradients_inside
 
 

@@ -4,8 +4,7 @@
   (2)  y = (q(s_x x) q(s_w w)) / (s_x s_w), likewise dx of dy and w, and dw of x and dy
 
 `RECIPES` says which elements have a scale together, and the formats. The scale is that of the elements
-themselves ("current scaling" in NVIDIA's Transformer Engine). Powers of two make scaling and its inverse
-exact, as in the MX formats and in DeepSeek-V3 (section 3.3.2). Products add up in float32. Where the elements
+themselves ("current scaling" in NVIDIA's Transformer Engine), or fixed. Powers of two make scaling exact, as in the MX formats and in DeepSeek-V3 (section 3.3.2). Products add up in float32. Where the elements
 of a scale are those that a product sums, each product has factors of its own. Backward keeps factors of eight
 bits.
 
@@ -24,79 +23,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.dims import Dim, Shape, SparseDim
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType, Work
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import StepCopies
-from mesh_tf_core.ops.basic import cast, stop_gradient
+from mesh_tf_core.ops.basic import Constant, cast, stop_gradient
 from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.custom import custom_gradient
 from mesh_tf_core.ops.einsum import Einsum, broadcast
 from mesh_tf_core.ops.experts import ExpertOuter, ExpertProduct, of_experts
+from mesh_tf_core.ops.float8_recipes import E4M3, LARGEST, RECIPES, Float8Recipe, recipe_named
 from mesh_tf_core.ops.kinds import Elementwise, NoGradient
 from mesh_tf_core.ops.shape import Rename, rename
 
-E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
-LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-"""Format -> its largest number (Micikevicius et al. 2022, table 1)."""
 _LEAST, _BITS = 2.0**-60, (64, 32, 16, 8, 4, 2, 1)
 """The least scale, and the steps in which a larger one is found. Where the largest element is not between
 2^-59 and 2^60, numbers are lost to zero or infinite."""
-
-
-@dataclass(frozen=True)
-class Float8Recipe:
-    """The formats and scales of float8 products.
-
-    Attributes:
-      text: what it is, with its source.
-      backward: the format of gradients of results; factors of forward are e4m3.
-      scaled: elements with one scale: "tensor" all, "row" those that a product sums, or a number of
-        consecutive ones among these.
-      gates: backward of gated units has their inputs in eight bits (`layers.base.gated`).
-    """
-
-    text: str
-    backward: str
-    scaled: str | int
-    gates: bool = False
-
-    def parts(self, x: Shape, summed: Sequence[str], weight: bool = False) -> tuple[tuple[str, ...], str]:
-        """The dimensions over which a scale is one, and that along which it changes from block to block."""
-        if self.scaled == "tensor":
-            return x.names, ""
-        if isinstance(self.scaled, int):
-            # The first dimension of others than weights is the batch's: its rows are of any number.
-            places = [x.dim(n) for n in summed if weight or n != x.names[0]]
-            fits = [d.name for d in places if not (isinstance(d, SparseDim) or d.size % self.scaled)]
-            if fits:
-                return tuple(n for n in summed if n != fits[-1]), fits[-1]
-        return tuple(summed), ""
-
-
-RECIPES = {
-    "tensor": Float8Recipe(
-        "one scale for a tensor, e5m2 for gradients (Micikevicius et al. 2022, as Transformer Engine does)",
-        E5M2,
-        "tensor",
-    ),
-    "rowwise": Float8Recipe("one scale for a row or column of a product (torchao's rowwise)", E4M3, "row"),
-    "blocks": Float8Recipe(
-        "one scale for 128 elements (DeepSeek-V3, section 3.3; its weights: 128 x 128)", E4M3, 128, True
-    ),
-    "mxfp8": Float8Recipe("one scale for 32 elements (OCP Microscaling Formats 1.0, MXFP8)", E4M3, 32),
-}
-"""Name -> recipe. Everything but the products of layers with their weights keeps its dtype in all of them."""
-
-
-def recipe_named(name: str) -> Float8Recipe:
-    """The recipe of this name; UserError if there is none."""
-    if name not in RECIPES:
-        raise UserError(f"float8 recipe {name!r} is unknown; {known_names(name, RECIPES)}")
-    return RECIPES[name]
 
 
 @dataclass(frozen=True)
@@ -174,9 +119,10 @@ class ScaleFor(NoGradient, Elementwise):
 
 @dataclass(frozen=True)
 class Quantize(Elementwise):
-    """x times its scales, rounded to a format of eight bits."""
+    """x times its scales, rounded to a format of eight bits; `cut`: beyond its largest number, to this."""
 
     format: str
+    cut: bool = False
 
     def roles(self, *inputs: TensorType) -> Roles:
         return super().roles(inputs[0])
@@ -186,10 +132,14 @@ class Quantize(Elementwise):
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         x, scale = at.inputs
-        return k.cast(scaled(k, slices[0], x.shape, slices[1], scale.shape), self.format)
+        made = scaled(k, slices[0], x.shape, slices[1], scale.shape)
+        if self.cut:
+            most, least = (k.scalar(sign * LARGEST[self.format], "float32") for sign in (1.0, -1.0))
+            made = k.binary("max", k.binary("min", made, most), least)
+        return k.cast(made, self.format)
 
     def flops(self, *local: TensorType) -> float:
-        return 2.0 * local[0].shape.size
+        return (4.0 if self.cut else 2.0) * local[0].shape.size
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (None, None)
@@ -289,6 +239,9 @@ def quantized(
     Args:
       summed: names of the dimensions that a product sums.
     """
+    if recipe.limit and format == E4M3:
+        scale = x.graph.apply(Constant(LARGEST[format] / recipe.limit, "float32"))
+        return x.graph.apply(Quantize(format, cut=True), x, scale), scale
     over, along = recipe.parts(x.shape, summed, weight)
     block = recipe.scaled if along and isinstance(recipe.scaled, int) else 1
     scale = x.graph.apply(ScaleFor(format), x.graph.apply(AbsMax(over, along, block), x))
