@@ -90,7 +90,7 @@ def check(
     found = {
         MEMORY: (most, of.memory.peak),
         HOST: (machine.host_memory_bytes if of.program.host_bytes else None, of.program.host_bytes),
-        STEP: (longest, of.cost.step_seconds),
+        STEP: (longest, max(of.cost.step_seconds, of.predicted.host_seconds or 0.0)),
     }
     bounds = [
         CheckedBound(name=name, bound=bound, found=value, ok=value <= bound)

@@ -39,6 +39,10 @@ DEFAULT = Options()
 CHOOSING = 0.05
 """The share of a step from which products that only choose are mentioned."""
 ONE_DEVICE = Mesh("all:1")
+LAUNCHES = (
+    "the host needs about {} to launch {:,.0f} kernels a step, which takes no less; launch fewer, with "
+    "larger microbatches or a compiler"
+)
 WORTH_A_NOTE = 0.01
 """Share of the FLOPs of a type of products that is worth a note."""
 SLOTS = 100
@@ -152,7 +156,8 @@ class Evaluation:
 
     @property
     def predicted(self) -> Predicted:
-        model, seconds, mesh = self.model, self.cost.step_seconds, self.program.mesh
+        model, mesh, host = self.model, self.program.mesh, self._launches
+        seconds = max(self.cost.step_seconds, host[0] if host else 0.0)
         replicas = 1 if self.replicas is None else self.replicas.count
         machine = self.prices.hardware
         flops = {dtype: replicas * n for dtype, n in unsplit_flops(model).items()}
@@ -165,7 +170,7 @@ class Evaluation:
         run = run_flops(self.program) if recomputes(self.program) else {}
 
         return Predicted(
-            step_seconds=seconds,
+            step_seconds=self.cost.step_seconds,
             compute_seconds=self.cost.compute_seconds,
             communication_seconds=self.cost.communication_seconds,
             exposed_communication_seconds=self.cost.exposed_communication_seconds,
@@ -180,6 +185,7 @@ class Evaluation:
             examples_per_second=rate(model.examples * replicas),
             tokens_per_second=rate(tokens),
             tokens_per_second_per_chip=rate(tokens, chips),
+            host_seconds=host[0] if host else None,
             host_memory_bytes=self.program.host_bytes or None,
             host_bytes_per_device=self.program.transfer_bytes() if self.program.host_bytes else None,
         )
@@ -187,15 +193,13 @@ class Evaluation:
     @cached_property
     def notes(self) -> tuple[str, ...]:
         """Differences of kind, known underestimates, and results above every published one."""
-        flops = unsplit_flops(self.model)
+        flops, software = unsplit_flops(self.model), self.prices.hardware.framework
         multiplied = [dtype for dtype, n in flops.items() if n >= WORTH_A_NOTE * sum(flops.values())]
         own = (
             *self._assumed(),
-            *filter(
-                None, (of(self.prices.hardware.framework, self.model) for of in (runs_another, padding_note))
-            ),
+            *filter(None, (note(software, self.model) for note in (runs_another, padding_note))),
             *map(str, self.undivided),
-            *self._launches(),
+            *(LAUNCHES.format(seconds_text(s), n) for s, n in filter(None, [self._launches])),
             *self._offloads(),
             *self._one_hot(),
             *self._meets(),
@@ -256,15 +260,13 @@ class Evaluation:
             "if the engine communicates during steps (layoutopt's engines do not)"
         )
 
-    def _launches(self) -> Iterator[str]:
-        """The host's time for the kernels of a step, where it is the longer one."""
+    @cached_property
+    def _launches(self) -> tuple[float, float] | None:
+        """The host's seconds for the kernels of a step, and their number; None where they take longer."""
         each, kernels = self.prices.hardware.chip.host_interval, (x for x in self.cost.lines if not x.axes)
         number = sum(x.times for x in kernels if not (isinstance(x.item, Computed) and x.item.quantity.joins))
-        if each is not None and number * each.value > self.cost.step_seconds:
-            yield (
-                f"the host needs about {seconds_text(number * each.value)} to launch {number:,.0f} kernels a "
-                "step, which takes no less; launch fewer, with larger microbatches or a compiler"
-            )
+        longer = each is not None and number * each.value > self.cost.step_seconds
+        return (number * each.value, number) if each and longer else None
 
     def _offloads(self) -> Iterator[str]:
         """What to know of what lies on the hosts."""

@@ -71,6 +71,8 @@ class Predicted(Data):
       hfu: hardware FLOP utilisation, if the plan recomputes something.
       examples_per_second, tokens_per_second: throughput of all devices. Tokens are known if the model names
         their dimensions. Unknown values are left out.
+      host_seconds: to launch the kernels of a step, where that takes longer than they do (`step_seconds`): no
+        step is faster, and the throughput is that of such steps.
       usable_memory_bytes: of a device of this hardware.
       host_memory_bytes: bytes in the host's memory for a device, if any; host_bytes_per_device: bytes over
         its host link, by direction (`host_load`, `host_store`).
@@ -92,6 +94,7 @@ class Predicted(Data):
     examples_per_second: Amount | None = None
     tokens_per_second: Amount | None = None
     tokens_per_second_per_chip: Amount | None = None
+    host_seconds: Amount | None = None
     host_memory_bytes: WholeNumber | None = None
     host_bytes_per_device: dict[str, Amount] | None = None
 

@@ -4,9 +4,10 @@
   (2)  y = (q(s_x x) q(s_w w)) / (s_x s_w), likewise dx of dy and w, and dw of x and dy
 
 `RECIPES` says which elements have a scale together, and the formats. The scale is that of the elements
-themselves ("current scaling" in NVIDIA's Transformer Engine), or fixed. Powers of two make scaling exact, as in the MX formats and in DeepSeek-V3 (section 3.3.2). Products add up in float32. Where the elements
-of a scale are those that a product sums, each product has factors of its own. Backward keeps factors of eight
-bits.
+themselves ("current scaling" in NVIDIA's Transformer Engine), or fixed. Powers of two make scaling and its
+inverse exact, as in the MX formats and in DeepSeek-V3 (section 3.3.2). Products add up in float32. Where the
+elements of a scale are those that a product sums, each product has factors of its own. Backward keeps factors
+of eight bits.
 
 The largest element is found over all devices, so numbers are the same under every layout. If the elements of
 one scale are split, this costs a small message; training software mostly takes those of its own rank. With

@@ -29,11 +29,13 @@ from layoutopt.optimize.unrestricted import unrestricted
 from layoutopt.plan.build import decided
 from layoutopt.plan.export import FORMATS, export
 from layoutopt.plan.exported import Exported, placed
+from layoutopt.plan.units import seconds_text
 from layoutopt.runtime.clock import Clock
 from layoutopt.space.decisions import ARGUMENTS, SearchSpace, beyond, decisions
 from layoutopt.space.objective import Objective
 from layoutopt.space.restriction import EVERYTHING
 from layoutopt.space.storage import Storage
+from reports.views import facts
 from tests.layoutopt.every_kind import whole_question
 from tests.layoutopt.test_every_kind import checked
 from tests.marks import by_day
@@ -218,6 +220,13 @@ def test_an_answer_says_where_the_host_takes_longer(name: str) -> None:
         waits = any(note.startswith("the host needs about") for note in found.notes)
         eager = load_hardware("h100", name).chip.host_interval is not None
         assert waits == (eager and length == 8), found.notes
+        p = found.predicted
+        step = max(p.step_seconds, p.host_seconds or 0.0)
+        assert waits == (step > p.step_seconds) and p.tokens_per_second == pytest.approx(model.tokens / step)
+        headline = (
+            f"at least {seconds_text(step)} to launch its kernels, which take {seconds_text(p.step_seconds)}"
+        )
+        assert facts.step(p).startswith(headline if waits else seconds_text(p.step_seconds))
 
 
 @pytest.mark.parametrize("build", [transformer_lm.model, moe_lm.model, transformer_seq2seq.model])
