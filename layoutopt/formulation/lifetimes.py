@@ -18,22 +18,10 @@ from functools import cached_property
 
 from costmodels.liveness import MemoryRules, ValueSizes, kernel_memory
 from costmodels.pricing.templates import structural_key
+from mesh_tf_core.ir import program as ir
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.liveness import Liveness
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.program import (
-    AllGather,
-    AllReduce,
-    Collective,
-    HostLoad,
-    Instr,
-    Local,
-    Loop,
-    Program,
-    ReduceScatter,
-    Slice,
-    Value,
-)
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.ops.chunks import ChunkAs
 from mesh_tf_core.ops.stages import StageStack
@@ -94,16 +82,16 @@ class Lifetimes:
     """
 
     def __init__(
-        self, program: Program, nodes: Mapping[int, Node], subgraph: Subgraph, rules: MemoryRules
+        self, program: ir.Program, nodes: Mapping[int, Node], subgraph: Subgraph, rules: MemoryRules
     ) -> None:
         self.program, self._nodes = program, nodes
         kernels = kernel_memory(program, rules, anyhow=True)
         self.live = Liveness(program, kernels.shared, kernels.nowhere)
-        self.instrs: list[Instr] = []
+        self.instrs: list[ir.Instr] = []
         self.born: dict[int, int] = {}
         self.until: dict[int, int] = {}
         self.main: dict[int, int] = {}
-        self.maker: dict[int, Instr] = {}
+        self.maker: dict[int, ir.Instr] = {}
         self._block: dict[int, int] = {}
         self._read_at: dict[int, int] = {}
         self._visit(program.code, 0)
@@ -115,7 +103,7 @@ class Lifetimes:
         for i in (i for instr in self.instrs for i in instr.inputs):
             if i not in self.born and self.tensor[i] >= 0:
                 self.given.setdefault(self.tensor[i], i)
-        loops = [instr for instr in self.instrs if isinstance(instr, Loop)]
+        loops = [instr for instr in self.instrs if isinstance(instr, ir.Loop)]
         stacked = [r for loop in loops for r in loop.stacked]
         self.stacks = {named: value for value, named in stacks_of(program, self.tensor).items()}
         self.stacked = {self.tensor[r.inner] for r in stacked}
@@ -123,7 +111,7 @@ class Lifetimes:
         self.twice = {stack for stack, memory in lies.items() if memory not in self.born}
         self.copies = dict(self._copies())
 
-    def _visit(self, code: Sequence[Instr], block: int) -> None:
+    def _visit(self, code: Sequence[ir.Instr], block: int) -> None:
         summed: set[int] = set()
         memory, until = self.live.memory, self.until
         for instr in code:
@@ -131,11 +119,11 @@ class Lifetimes:
             self.instrs.append(instr)
             for o in instr.outputs:
                 self.born[o], self.maker[o], self._block[o] = at, instr, block
-            if isinstance(instr, AllReduce | ReduceScatter):
+            if isinstance(instr, ir.AllReduce | ir.ReduceScatter):
                 summed.add(node)
-            if isinstance(instr, Local) and node not in summed:
+            if isinstance(instr, ir.Local) and node not in summed:
                 self.main[node] = at
-            if not isinstance(instr, Loop):
+            if not isinstance(instr, ir.Loop):
                 until.update(dict.fromkeys(span.frees, at))
                 for i in map(memory, instr.inputs):
                     self._read_at[i] = at
@@ -159,11 +147,11 @@ class Lifetimes:
         tensor, born = self.tensor, self.born
         reads = Counter(i for instr in self.instrs for i in instr.inputs)
         for instr in self.instrs:
-            body = self._nodes[instr.origin.node].body if isinstance(instr, Loop) else None
-            if isinstance(instr, Loop) and body is not None:
+            body = self._nodes[instr.origin.node].body if isinstance(instr, ir.Loop) else None
+            if isinstance(instr, ir.Loop) and body is not None:
                 for carry, t in zip(instr.carried, body.carry_in, strict=False):
                     tensor[carry.enter] = t if tensor[carry.enter] < 0 else tensor[carry.enter]
-            elif isinstance(instr, AllReduce):
+            elif isinstance(instr, ir.AllReduce):
                 for i, o in zip(instr.inputs, instr.outputs, strict=True):
                     if tensor[i] < 0 and reads[i] == 1:
                         tensor[i] = tensor[o]
@@ -205,7 +193,7 @@ class Lifetimes:
             if m != v and m in self.born and self.tensor[m] == t:
                 v = m
             made_by = self.maker.get(v)
-            if not isinstance(made_by, AllReduce):
+            if not isinstance(made_by, ir.AllReduce):
                 return v
             before = made_by.inputs[made_by.outputs.index(v)]
             if self.tensor[before] != t:
@@ -214,10 +202,10 @@ class Lifetimes:
 
     def _copies(self) -> Iterator[tuple[tuple[int, int], int]]:
         for v, instr in self.maker.items():
-            if self.tensor[v] < 0 and isinstance(instr, AllGather):
+            if self.tensor[v] < 0 and isinstance(instr, ir.AllGather):
                 source = instr.inputs[0]
                 while self.tensor[source] < 0 and isinstance(
-                    made_by := self.maker.get(source), Collective | Slice
+                    made_by := self.maker.get(source), ir.Collective | ir.Slice
                 ):
                     source = made_by.inputs[0]
                 if self.tensor[source] >= 0:
@@ -230,17 +218,17 @@ class Lifetimes:
         spans = [
             (v, self.born[v], self.until.get(v, len(self.instrs)))
             for v, instr in self.maker.items()
-            if self.tensor[v] < 0 and self.live.has(v) and not isinstance(instr, Loop)
+            if self.tensor[v] < 0 and self.live.has(v) and not isinstance(instr, ir.Loop)
         ]
-        of = {v: i.origin.node for v, i in self.maker.items() if isinstance(i, Local)}
+        of = {v: i.origin.node for v, i in self.maker.items() if isinstance(i, ir.Local)}
         main = self.main.items()
         return {n: tuple(v for v, a, b in spans if a <= at <= b and of.get(v, n) == n) for n, at in main}
 
     @cached_property
     def chunked(self) -> frozenset[int]:
         """The nodes of products in chunks, and of what is done with their chunks: these run side by side."""
-        count = Counter(i.origin.node for i in self.maker.values() if isinstance(i, Local))
-        chunks = any(isinstance(i, Local) and isinstance(i.op, ChunkAs) for i in self.instrs)
+        count = Counter(i.origin.node for i in self.maker.values() if isinstance(i, ir.Local))
+        chunks = any(isinstance(i, ir.Local) and isinstance(i.op, ChunkAs) for i in self.instrs)
         return frozenset(n for n in count if chunks and count[n] > 1)
 
     def read(self, tensor: int, node: int, later: bool) -> int | None:
@@ -251,7 +239,7 @@ class Lifetimes:
         return value if self._read_at.get(self.live.memory(value), -1) >= self.main[node] + later else None
 
 
-def stacks_of(program: Program, tensor: Sequence[int]) -> dict[int, tuple[int, int]]:
+def stacks_of(program: ir.Program, tensor: Sequence[int]) -> dict[int, tuple[int, int]]:
     """The stacks that loops save and that are not tensors: value -> the stacked tensor, and the number of
     nested loops.
 
@@ -260,10 +248,10 @@ def stacks_of(program: Program, tensor: Sequence[int]) -> dict[int, tuple[int, i
     """
     loops, inner = set[int](), dict[int, int]()
     for instr, _ in program.walk():
-        if isinstance(instr, Loop):
+        if isinstance(instr, ir.Loop):
             inner.update((r.outer, r.inner) for r in instr.stacked)
             loops.update(r.outer for r in instr.stacked)
-        elif isinstance(instr, Local) and isinstance(instr.op, StageStack):
+        elif isinstance(instr, ir.Local) and isinstance(instr.op, StageStack):
             inner[instr.outputs[0]] = instr.inputs[0]
     found: dict[int, tuple[int, int]] = {}
     for stack in (v for v in loops if tensor[v] < 0):
@@ -276,7 +264,7 @@ def stacks_of(program: Program, tensor: Sequence[int]) -> dict[int, tuple[int, i
     return found
 
 
-def sums_of(program: Program, tensor: Sequence[int]) -> dict[int, int]:
+def sums_of(program: ir.Program, tensor: Sequence[int]) -> dict[int, int]:
     """The sums over ticks that are no tensors until they are one stack of all stages, which lies in their
     memory: value -> the tensor that is this stack.
 
@@ -284,8 +272,8 @@ def sums_of(program: Program, tensor: Sequence[int]) -> dict[int, int]:
       tensor: value -> the tensor that it is, or -1.
     """
     every = [instr for instr, _ in program.walk()]
-    summed = {r.outer for loop in every if isinstance(loop, Loop) for r in loop.results}
-    stacked = (i for i in every if isinstance(i, Local) and isinstance(i.op, StageStack))
+    summed = {r.outer for loop in every if isinstance(loop, ir.Loop) for r in loop.results}
+    stacked = (i for i in every if isinstance(i, ir.Local) and isinstance(i.op, StageStack))
     made = {instr.inputs[0]: tensor[instr.outputs[0]] for instr in stacked}
     return {value: t for value, t in made.items() if value in summed and tensor[value] < 0 <= t}
 
@@ -295,7 +283,7 @@ class ClusterMemory:
     """The lifetimes of a lowered cluster under one layout."""
 
     lifetimes: Lifetimes
-    program: Program
+    program: ir.Program
     mesh: Mesh
     sizes: ValueSizes
 
@@ -335,7 +323,7 @@ class ClusterMemory:
             case ByteRule.CASTS:
                 made = found.maker.get(-1 if value is None else value)
                 sources = (found.maker.get(i) for i in made.inputs) if made is not None else ()
-                return 0 if any(isinstance(each, HostLoad) for each in sources) else self._size(value)
+                return 0 if any(isinstance(each, ir.HostLoad) for each in sources) else self._size(value)
         if value is None or not found.live.has(value):
             return 0
         return 0 if self._absent(value, reading, what, more) else self._size(value)
@@ -357,7 +345,7 @@ class ClusterMemory:
         or one of no tensor."""
         found = self.lifetimes
         instr = found.maker.get(value)
-        if found.born[value] != at or not isinstance(instr, Local) or instr.op.kind != "elementwise":
+        if found.born[value] != at or not isinstance(instr, ir.Local) or instr.op.kind != "elementwise":
             return False
         for i in instr.inputs:
             m = found.live.memory(i)
@@ -373,7 +361,7 @@ class ClusterMemory:
             return 0
         return self.sizes.of(self._value(value), self.mesh)
 
-    def _value(self, value: int) -> Value:
+    def _value(self, value: int) -> ir.Value:
         return self.program.values[value]
 
 
@@ -382,10 +370,10 @@ class LifetimesCache:
     """The lifetimes of the programs of one graph, by their structural keys."""
 
     _known: dict[Hashable, Lifetimes] = field(default_factory=dict)
-    _of: dict[int, tuple[Program, Lifetimes]] = field(default_factory=dict)
+    _of: dict[int, tuple[ir.Program, Lifetimes]] = field(default_factory=dict)
 
     def of(
-        self, program: Program, nodes: Mapping[int, Node], subgraph: Subgraph, rules: MemoryRules
+        self, program: ir.Program, nodes: Mapping[int, Node], subgraph: Subgraph, rules: MemoryRules
     ) -> Lifetimes:
         known = self._of.get(id(program))
         if known is None:

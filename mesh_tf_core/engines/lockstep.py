@@ -20,29 +20,9 @@ from mesh_tf_core.engines.pieces import VariablePiece, in_order, initial, joined
 from mesh_tf_core.engines.replica import Device, applied, at
 from mesh_tf_core.engines.stacks import DevicePieces
 from mesh_tf_core.engines.stepping import OneByOne, Stepping, check_beside
+from mesh_tf_core.ir import program as ir
 from mesh_tf_core.ir.kernel import Kernel
 from mesh_tf_core.ir.layout import Axes
-from mesh_tf_core.ir.program import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Collective,
-    Done,
-    Input,
-    Instr,
-    Local,
-    Loop,
-    Permute,
-    Program,
-    ReadVariable,
-    ReduceScatter,
-    Slice,
-    Transfer,
-    Value,
-    WriteVariable,
-    count_sent,
-    scatters,
-)
 from mesh_tf_core.kernels.numpy_kernel import NumpyKernel
 
 
@@ -51,7 +31,7 @@ class LockstepEngine(Stepping):
 
     is_chief = True
 
-    def __init__(self, program: Program, kernel: Kernel | None = None) -> None:
+    def __init__(self, program: ir.Program, kernel: Kernel | None = None) -> None:
         self.program, self.mesh = program, program.mesh
         self.k: Kernel = kernel or NumpyKernel()
         self.devices = range(program.mesh.devices)
@@ -65,12 +45,12 @@ class LockstepEngine(Stepping):
 
     # -- pieces ----------------------------------------------------------------------------------------------
 
-    def cut(self, array: Any, v: Value) -> DevicePieces:
+    def cut(self, array: Any, v: ir.Value) -> DevicePieces:
         """A global array as pieces."""
         sizes = v.local(self.mesh).shape.sizes
         return [self.k.slice(array, v.begin(self.mesh, rank), sizes) for rank in self.devices]
 
-    def join(self, pieces: DevicePieces, v: Value) -> Any:
+    def join(self, pieces: DevicePieces, v: ir.Value) -> Any:
         """Pieces as a global array; raises if devices disagree about a part they share."""
         sizes, begins = v.local(self.mesh).shape.sizes, [v.begin(self.mesh, rank) for rank in self.devices]
         out = joined(v, self.mesh, dict(zip(begins, pieces, strict=True)))
@@ -115,7 +95,7 @@ class LockstepEngine(Stepping):
         }
         return OneByOne(kept, lambda found: in_order(found[1], self.join(found[0], found[1].value)))
 
-    def beside(self, program: Program) -> LockstepEngine:
+    def beside(self, program: ir.Program) -> LockstepEngine:
         check_beside(self.program, program)
         self._ready()
         other = LockstepEngine(program, self.k)
@@ -154,7 +134,7 @@ class LockstepEngine(Stepping):
 
     def run_code(
         self,
-        code: Sequence[Instr],
+        code: Sequence[ir.Instr],
         env: dict[int, DevicePieces],
         batch: Mapping[str, Any],
         new: dict[str, DevicePieces],
@@ -163,32 +143,32 @@ class LockstepEngine(Stepping):
         """Runs a block; `around`: the loop whose body it is."""
         for instr in code:
             unread: Sequence[int] = ()
-            if isinstance(instr, Loop):
+            if isinstance(instr, ir.Loop):
                 unread = self.loop(instr, env, batch, new)
-            elif isinstance(instr, Local):
+            elif isinstance(instr, ir.Local):
                 self.local(instr, env)
-            elif isinstance(instr, Input):
+            elif isinstance(instr, ir.Input):
                 v = self.program.values[instr.outputs[0]]
                 env[v.id] = self.cut(batch[instr.feed], v)
-            elif isinstance(instr, ReadVariable):
+            elif isinstance(instr, ir.ReadVariable):
                 env[instr.outputs[0]] = self.state[instr.variable]
-            elif isinstance(instr, WriteVariable):
+            elif isinstance(instr, ir.WriteVariable):
                 new[instr.variable] = env[instr.inputs[0]]
-            elif isinstance(instr, Transfer):
+            elif isinstance(instr, ir.Transfer):
                 env[instr.outputs[0]] = env[instr.inputs[0]]
                 self.transfer_bytes[instr.name] += self._bytes(instr.inputs[0], env)
-            elif isinstance(instr, Slice):
+            elif isinstance(instr, ir.Slice):
                 (i,), (o,) = instr.inputs, instr.outputs
                 env[o] = self.own_part(env[i], self.program.values[i], instr.dim, instr.axes)
-            elif isinstance(instr, Collective):
+            elif isinstance(instr, ir.Collective):
                 for i, o in zip(instr.inputs, instr.outputs, strict=True):
                     env[o] = self.collective(instr, env[i], self.program.values[i])
-            elif not isinstance(instr, Done):  # every message has come when it was sent
+            elif not isinstance(instr, ir.Done):  # every message has come when it was sent
                 raise TypeError(
                     f"{instr.text()}: the lockstep engine has no code for this instruction; please report "
                     "this"
                 )
-            if self._meter and not isinstance(instr, Loop):
+            if self._meter and not isinstance(instr, ir.Loop):
                 unread = self._meter.ran(instr, lambda i: self._bytes(i, env))
             if around is not None:
                 around.add(instr.outputs, env)
@@ -199,7 +179,7 @@ class LockstepEngine(Stepping):
         """The context in which a device's own work is done."""
         return nullcontext()
 
-    def local(self, instr: Local, env: dict[int, DevicePieces]) -> None:
+    def local(self, instr: ir.Local, env: dict[int, DevicePieces]) -> None:
         on_device, results = at(self.program, instr), []
         for place in self.places:
             with self.on(place.rank):
@@ -210,7 +190,11 @@ class LockstepEngine(Stepping):
     # -- loops (see `engines.loops`) -------------------------------------------------------------------------
 
     def loop(
-        self, loop: Loop, env: dict[int, DevicePieces], batch: Mapping[str, Any], new: dict[str, DevicePieces]
+        self,
+        loop: ir.Loop,
+        env: dict[int, DevicePieces],
+        batch: Mapping[str, Any],
+        new: dict[str, DevicePieces],
     ) -> Sequence[int]:
         """Runs a loop; returns values that are no longer used."""
 
@@ -269,36 +253,36 @@ class LockstepEngine(Stepping):
         thin = self.program.values[id].shape.sparse
         return _bytes(env[id]) if thin is None else self.program.local(id).bytes
 
-    def own_part(self, pieces: DevicePieces, v: Value, dim: str, axes: Axes) -> DevicePieces:
+    def own_part(self, pieces: DevicePieces, v: ir.Value, dim: str, axes: Axes) -> DevicePieces:
         """Every device's part of `dim` among its group over `axes`."""
         return [place.part(x, v, dim, axes) for place, x in zip(self.places, pieces, strict=True)]
 
-    def collective(self, instr: Collective, pieces: DevicePieces, v: Value) -> DevicePieces:
-        count_sent(self.communication_bytes, self.mesh, instr, self._bytes(v.id, {v.id: pieces}))
+    def collective(self, instr: ir.Collective, pieces: DevicePieces, v: ir.Value) -> DevicePieces:
+        ir.count_sent(self.communication_bytes, self.mesh, instr, self._bytes(v.id, {v.id: pieces}))
         out: DevicePieces = [None] * len(pieces)
         for group in self.mesh.groups(instr.axes):
             members = [pieces[r] for r in group]
             for rank, x in zip(group, self.exchanged(instr, members, v), strict=True):
                 out[rank] = x
-        if isinstance(instr, ReduceScatter):
+        if isinstance(instr, ir.ReduceScatter):
             return self.own_part(out, v, instr.dim, instr.axes)
-        if isinstance(instr, AllToAll):
+        if isinstance(instr, ir.AllToAll):
             return self.own_part(out, _joined(v, instr), instr.split, instr.axes)
         return out
 
-    def exchanged(self, instr: Collective, members: DevicePieces, v: Value) -> DevicePieces:
+    def exchanged(self, instr: ir.Collective, members: DevicePieces, v: ir.Value) -> DevicePieces:
         """The pieces that each member of one group holds after an exchange, before it takes its own part."""
         n = len(members)
-        if isinstance(instr, AllReduce) or scatters(instr, v) is not None:
+        if isinstance(instr, ir.AllReduce) or ir.scatters(instr, v) is not None:
             fn = {"sum": "add", "max": "max", "min": "min"}[getattr(instr, "combine", "sum")]
             total = members[0]
             for x in members[1:]:
                 total = self.k.binary(fn, total, x)
             return [total] * n
-        if isinstance(instr, AllGather | AllToAll):
-            dim = instr.dim if isinstance(instr, AllGather) else instr.concat
+        if isinstance(instr, ir.AllGather | ir.AllToAll):
+            dim = instr.dim if isinstance(instr, ir.AllGather) else instr.concat
             return [self.k.concat(members, v.shape.index(dim))] * n
-        assert isinstance(instr, Permute)
+        assert isinstance(instr, ir.Permute)
         zeros = self.k.full(members[0].shape, 0, v.dtype)
         sources = {to: i for i, to in instr.links(n)}
         return [members[sources[i]] if i in sources else zeros for i in range(n)]
@@ -309,8 +293,8 @@ def _bytes(pieces: DevicePieces) -> int:
     return int(np.asarray(pieces[0]).nbytes)
 
 
-def _joined(v: Value, instr: AllToAll) -> Value:
+def _joined(v: ir.Value, instr: ir.AllToAll) -> ir.Value:
     splits = list(v.splits)
     at = v.shape.index(instr.concat)
     splits[at] = splits[at][: -len(instr.axes)]
-    return Value(v.id, v.shape, v.dtype, tuple(splits), v.partial)
+    return ir.Value(v.id, v.shape, v.dtype, tuple(splits), v.partial)

@@ -5,24 +5,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+from mesh_tf_core.ir import program as ir
 from mesh_tf_core.ir.dims import SparseDim
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.program import (
-    Collective,
-    Done,
-    Input,
-    Instr,
-    Local,
-    Loop,
-    Program,
-    ReadVariable,
-    Slice,
-    Transfer,
-    Value,
-    WriteVariable,
-)
 
 
 def group_index(mesh: Mesh, rank: Any, axes: Axes) -> Any:
@@ -37,7 +24,7 @@ def group_index(mesh: Mesh, rank: Any, axes: Axes) -> Any:
     return index
 
 
-def at(program: Program, instr: Local) -> Callable[[Callable[[Axes], Any]], At]:
+def at(program: ir.Program, instr: ir.Local) -> Callable[[Callable[[Axes], Any]], At]:
     """Returns the function that makes the `At` of an instruction, given a device's position in its group over
     some axes."""
     values = [program.values[i] for i in (*instr.inputs, *instr.outputs)]
@@ -56,7 +43,7 @@ def at(program: Program, instr: Local) -> Callable[[Callable[[Axes], Any]], At]:
     return placed
 
 
-def applied(kernel: Kernel, instr: Local, at: At, inputs: Sequence[Any]) -> tuple[Any, ...]:
+def applied(kernel: Kernel, instr: ir.Local, at: At, inputs: Sequence[Any]) -> tuple[Any, ...]:
     """The outputs of an operation on one device's pieces."""
     made = instr.op.kernel(kernel, at, *inputs)
     return made if isinstance(made, tuple) else (made,)
@@ -69,7 +56,7 @@ class Device:
       rank: its number, an integer or a scalar of the kernel's library.
     """
 
-    def __init__(self, program: Program, kernel: Kernel, rank: Any) -> None:
+    def __init__(self, program: ir.Program, kernel: Kernel, rank: Any) -> None:
         self.program, self.kernel, self.rank = program, kernel, rank
         self._index: dict[Axes, Any] = {}
 
@@ -79,7 +66,7 @@ class Device:
             self._index[axes] = group_index(self.program.mesh, self.rank, axes)
         return self._index[axes]
 
-    def part(self, piece: Any, v: Value, dim: str, axes: Axes) -> Any:
+    def part(self, piece: Any, v: ir.Value, dim: str, axes: Axes) -> Any:
         """This device's part of `dim`, of a piece of `v` that its group over `axes` shares out."""
         if isinstance(v.shape.dim(dim), SparseDim):  # other devices' experts leave their places empty
             return piece
@@ -100,7 +87,7 @@ class Replica(Device):
 
     def __init__(
         self,
-        program: Program,
+        program: ir.Program,
         kernel: Kernel,
         rank: Any,
         read: Callable[[str], Any],
@@ -109,23 +96,23 @@ class Replica(Device):
         super().__init__(program, kernel, rank)
         self.read, self.feed = read, feed
 
-    def run(self, code: Sequence[Instr], env: MutableMapping[int, Any]) -> None:
+    def run(self, code: Sequence[ir.Instr], env: MutableMapping[int, Any]) -> None:
         """Adds the outputs of `code` to `env` (value id -> piece)."""
         for instr in code:
-            if isinstance(instr, Local):
+            if isinstance(instr, ir.Local):
                 inputs = [env[i] for i in instr.inputs]
                 made = applied(self.kernel, instr, at(self.program, instr)(self.index), inputs)
                 env.update(zip(instr.outputs, made, strict=True))
-            elif isinstance(instr, Slice):
+            elif isinstance(instr, ir.Slice):
                 (i,), (o,) = instr.inputs, instr.outputs
                 env[o] = self.part(env[i], self.program.values[i], instr.dim, instr.axes)
-            elif isinstance(instr, ReadVariable):
+            elif isinstance(instr, ir.ReadVariable):
                 env[instr.outputs[0]] = self.read(instr.variable)
-            elif isinstance(instr, Input):
+            elif isinstance(instr, ir.Input):
                 env[instr.outputs[0]] = self.feed(instr.feed)
-            elif isinstance(instr, Transfer):  # here device and host have one memory
+            elif isinstance(instr, ir.Transfer):  # here device and host have one memory
                 env[instr.outputs[0]] = env[instr.inputs[0]]
-            elif not isinstance(instr, Done):  # the library waits for what it reads
+            elif not isinstance(instr, ir.Done):  # the library waits for what it reads
                 raise TypeError(
                     f"{instr.text()}: this engine has no code for this instruction; please report this bug"
                 )
@@ -144,7 +131,7 @@ class WholeReplica(Replica, ABC):
 
     def __init__(
         self,
-        program: Program,
+        program: ir.Program,
         kernel: Kernel,
         coordinate: Mapping[str, Any],
         read: Callable[[str], Any],
@@ -160,28 +147,28 @@ class WholeReplica(Replica, ABC):
             index = index * self.program.mesh.size(axis) + self.coordinate.get(axis, 0)
         return index
 
-    def block(self, code: Sequence[Instr], env: dict[int, Any], times: float) -> None:
+    def block(self, code: Sequence[ir.Instr], env: dict[int, Any], times: float) -> None:
         """Runs instructions; `times` is how often the block runs in a step (see `Loop.times`)."""
         for instr in code:
-            if isinstance(instr, Loop):
+            if isinstance(instr, ir.Loop):
                 self.loop(instr, env, times)
-            elif isinstance(instr, Collective):
+            elif isinstance(instr, ir.Collective):
                 self.exchange(instr, env, times)
-            elif isinstance(instr, WriteVariable):
+            elif isinstance(instr, ir.WriteVariable):
                 self.written[instr.variable] = env[instr.inputs[0]]
-            elif isinstance(instr, Transfer):
+            elif isinstance(instr, ir.Transfer):
                 self.transfer(instr, env, times)
             else:
                 self.run((instr,), env)
 
     @abstractmethod
-    def loop(self, loop: Loop, env: dict[int, Any], times: float) -> None:
+    def loop(self, loop: ir.Loop, env: dict[int, Any], times: float) -> None:
         """Runs a loop, and adds its results to `env`."""
 
     @abstractmethod
-    def exchange(self, instr: Collective, env: dict[int, Any], times: float) -> None:
+    def exchange(self, instr: ir.Collective, env: dict[int, Any], times: float) -> None:
         """Runs a collective."""
 
     @abstractmethod
-    def transfer(self, instr: Transfer, env: dict[int, Any], times: float) -> None:
+    def transfer(self, instr: ir.Transfer, env: dict[int, Any], times: float) -> None:
         """Moves a piece between the device and its host."""

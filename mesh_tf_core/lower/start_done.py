@@ -28,42 +28,29 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
+from mesh_tf_core.ir import program as ir
 from mesh_tf_core.ir.builder import inside
 from mesh_tf_core.ir.instructions import GRADIENT, HOST, PARAMETER, STEP
 from mesh_tf_core.ir.op import PRODUCTS
 from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import (
-    AllGather,
-    AllReduce,
-    Done,
-    Instr,
-    Local,
-    Loop,
-    Message,
-    Program,
-    ReduceScatter,
-    Slice,
-    Transfer,
-    WriteVariable,
-)
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.lower.nodes import converts_variable, with_parts
 
 
-def start_and_done(program: Program) -> Program:
+def start_and_done(program: ir.Program) -> ir.Program:
     """Applies the rules of the module's text."""
     if not _any_message(program.code):
         return program
     return replace(program, code=_Placing(program).block(program.code, False))
 
 
-def _any_message(code: Sequence[Instr]) -> bool:
-    return any(isinstance(i, Message) or (isinstance(i, Loop) and _any_message(i.body)) for i in code)
+def _any_message(code: Sequence[ir.Instr]) -> bool:
+    return any(isinstance(i, ir.Message) or (isinstance(i, ir.Loop) and _any_message(i.body)) for i in code)
 
 
 class _Placing:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: ir.Program) -> None:
         self.program = program
 
     @cached_property
@@ -78,10 +65,10 @@ class _Placing:
     def needed(self) -> set[int]:
         return _needed(self.program)
 
-    def block(self, code: Sequence[Instr], looped: bool) -> tuple[Instr, ...]:
+    def block(self, code: Sequence[ir.Instr], looped: bool) -> tuple[ir.Instr, ...]:
         """A block with its messages started, and done."""
-        out: list[Instr] = []
-        going: dict[int, Message] = {}
+        out: list[ir.Instr] = []
+        going: dict[int, ir.Message] = {}
         waits = _without_products(code)
         for instr in code:
             if going and not going.keys().isdisjoint(instr.inputs):
@@ -89,15 +76,15 @@ class _Placing:
                     out.append(_done(message))
                     for o in message.outputs:
                         del going[o]
-            if isinstance(instr, Loop):
+            if isinstance(instr, ir.Loop):
                 instr = inside(instr, partial(self.block, looped=True))
-            elif isinstance(instr, Message):
+            elif isinstance(instr, ir.Message):
                 if not instr.rule:
                     instr = self.started(instr, looped)
                     going.update(dict.fromkeys(instr.outputs if instr.rule else (), instr))
                 elif not waits.isdisjoint(instr.outputs):
                     instr = replace(instr, rule="")
-            elif isinstance(instr, Done) and waits:
+            elif isinstance(instr, ir.Done) and waits:
                 left = tuple(i for i in instr.inputs if i not in waits)
                 if not left:
                     continue
@@ -106,37 +93,38 @@ class _Placing:
         out += map(_done, dict.fromkeys(going.values()))
         return tuple(out)
 
-    def started(self, message: Message, looped: bool) -> Message:
+    def started(self, message: ir.Message, looped: bool) -> ir.Message:
         """A message with its rule, if there is one for it."""
-        if isinstance(message, Transfer):
+        if isinstance(message, ir.Transfer):
             return replace(message, rule=HOST, pipelined=True) if looped else message
         late = message.origin.phase == Phase.UPDATE
-        if isinstance(message, AllGather):
+        if isinstance(message, ir.AllGather):
             if self.written.issuperset(message.outputs) if late else self.stored.issuperset(message.inputs):
                 return replace(message, rule=PARAMETER, pipelined=True)
             return message
         summed = (
-            isinstance(message, AllReduce | ReduceScatter) and getattr(message, "combine", "sum") == "sum"
+            isinstance(message, ir.AllReduce | ir.ReduceScatter)
+            and getattr(message, "combine", "sum") == "sum"
         )
         if summed and not late and self.needed.isdisjoint(message.outputs):
             return replace(message, rule=GRADIENT, pipelined=looped)
         return message
 
 
-def _done(message: Message) -> Done:
-    return Done(message.outputs, (), message.origin, message.name)
+def _done(message: ir.Message) -> ir.Done:
+    return ir.Done(message.outputs, (), message.origin, message.name)
 
 
-def _without_products(code: Iterable[Instr]) -> set[int]:
+def _without_products(code: Iterable[ir.Instr]) -> set[int]:
     """What comes in steps of a decomposed collective while no product runs."""
     idle: set[int] = set()
     found: set[int] = set()
     for instr in code:
-        if isinstance(instr, Message) and instr.rule == STEP:
+        if isinstance(instr, ir.Message) and instr.rule == STEP:
             idle.update(instr.outputs)
-        elif isinstance(instr, Done):
+        elif isinstance(instr, ir.Done):
             found.update(idle.intersection(instr.inputs))
-        elif isinstance(instr, Local) and instr.op.kind in PRODUCTS:
+        elif isinstance(instr, ir.Local) and instr.op.kind in PRODUCTS:
             idle.clear()
     return found
 
@@ -155,7 +143,7 @@ def _stored_tensors(outline: Outline) -> frozenset[int]:
     return frozenset(found)
 
 
-def _stored(program: Program) -> set[int]:
+def _stored(program: ir.Program) -> set[int]:
     """Values that are variables, or parts or casts of them."""
     tensors = frozenset() if program.outline is None else _stored_tensors(program.outline)
     stored = {v.id for v in program.values if v.tensor in tensors}
@@ -166,34 +154,34 @@ def _stored(program: Program) -> set[int]:
     return stored
 
 
-def _written(program: Program) -> set[int]:
+def _written(program: ir.Program) -> set[int]:
     """Values that become variables as they are, or when they were moved or cast."""
     written: set[int] = set()
     for instr in reversed(program.code):
-        if isinstance(instr, WriteVariable) or (_moves(instr) and written.intersection(instr.outputs)):
+        if isinstance(instr, ir.WriteVariable) or (_moves(instr) and written.intersection(instr.outputs)):
             written.update(instr.inputs)
     return written
 
 
-def _moves(instr: Instr) -> bool:
+def _moves(instr: ir.Instr) -> bool:
     """Whether an instruction passes a value on."""
-    if isinstance(instr, Local):
+    if isinstance(instr, ir.Local):
         return instr.op.converts or instr.op.free
-    return isinstance(instr, AllGather | AllReduce | ReduceScatter | Slice)
+    return isinstance(instr, ir.AllGather | ir.AllReduce | ir.ReduceScatter | ir.Slice)
 
 
-def _needed(program: Program) -> set[int]:
+def _needed(program: ir.Program) -> set[int]:
     """Values that something before the update computes with."""
     needed = set(program.results.values())
 
-    def visit(code: Sequence[Instr]) -> None:
+    def visit(code: Sequence[ir.Instr]) -> None:
         for instr in reversed(code):
-            if isinstance(instr, Loop):
+            if isinstance(instr, ir.Loop):
                 needed.update(instr.inputs[: len(instr.carried) + len(instr.sliced)])
                 needed.update(c.leave for c in instr.carried)
                 needed.update(r.inner for r in instr.results if r.outer in needed)
                 visit(instr.body)
-            elif isinstance(instr, Done):
+            elif isinstance(instr, ir.Done):
                 continue
             elif _moves(instr):
                 if needed.intersection(instr.outputs):

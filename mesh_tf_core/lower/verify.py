@@ -2,23 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
+from mesh_tf_core.ir import program as ir
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import TensorType
-from mesh_tf_core.ir.program import (
-    Collective,
-    Done,
-    HostLoad,
-    Instr,
-    Local,
-    Loop,
-    Message,
-    Program,
-    ReadVariable,
-    Slice,
-    Transfer,
-    Value,
-    WriteVariable,
-)
 from mesh_tf_core.ir.traits import SumRules
 from mesh_tf_core.lower.sums import rounds
 from mesh_tf_core.ops.basic import Total
@@ -31,14 +17,14 @@ class ProgramError(AssertionError):
         return f"{super().__str__()}; please report this bug"
 
 
-def verify(program: Program) -> Program:
+def verify(program: ir.Program) -> ir.Program:
     """Returns the program, or raises ProgramError naming the instruction and the rule it breaks."""
     _Verifier(program).run()
     return program
 
 
 class _Verifier:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: ir.Program) -> None:
         self.program, self.mesh = program, program.mesh
         self.defined: set[int] = set()
 
@@ -52,7 +38,7 @@ class _Verifier:
             if self.program.values[i].partial:
                 raise ProgramError(f"result {name!r}: %{i} still has pending sums")
 
-    def value(self, v: Value) -> None:
+    def value(self, v: ir.Value) -> None:
         if len(v.splits) != len(v.shape):
             raise ProgramError(
                 f"%{v.id}: the number of splits differs from the number of dimensions: {v.splits} for "
@@ -67,14 +53,14 @@ class _Verifier:
             if d.size % self.mesh.group_size(axes) != 0:
                 raise ProgramError(f"%{v.id}: the size of {d} is not divisible by the devices of {axes}")
 
-    def block(self, code: Sequence[Instr]) -> None:
-        going: dict[int, Message] = {}
+    def block(self, code: Sequence[ir.Instr]) -> None:
+        going: dict[int, ir.Message] = {}
         for instr in code:
             self.in_order(instr, going)
             for i in instr.inputs:
                 if i not in self.defined:
                     raise ProgramError(f"{instr.text()}: input %{i} is not computed before this instruction")
-            if isinstance(instr, Loop):
+            if isinstance(instr, ir.Loop):
                 self.loop(instr)
             else:
                 self.instr(instr)
@@ -85,19 +71,19 @@ class _Verifier:
         for i, message in going.items():
             raise ProgramError(f"{message.text()}: no instruction of the block waits for %{i}")
 
-    def in_order(self, instr: Instr, going: dict[int, Message]) -> None:
+    def in_order(self, instr: ir.Instr, going: dict[int, ir.Message]) -> None:
         """What a message brings is waited for once, in the message's block, and read after that."""
-        if isinstance(instr, Done):
+        if isinstance(instr, ir.Done):
             for i in instr.inputs:
                 message = going.pop(i, None)
                 if message is None or message.name != instr.message:
                     raise ProgramError(f"{instr.text()}: no matching start instruction for %{i}")
         elif going and (early := [i for i in instr.inputs if i in going]):
             raise ProgramError(f"{instr.text()}: %{early[0]} is read before its communication has finished")
-        elif isinstance(instr, Message) and instr.rule:
+        elif isinstance(instr, ir.Message) and instr.rule:
             going.update(dict.fromkeys(instr.outputs, instr))
 
-    def loop(self, loop: Loop) -> None:
+    def loop(self, loop: ir.Loop) -> None:
         values = self.program.values
         outside = set(self.defined)
         self.defined.update((loop.index, *loop.entering))
@@ -164,35 +150,35 @@ class _Verifier:
                 )
         self.defined = outside
 
-    def instr(self, instr: Instr) -> None:
-        if not isinstance(instr, Transfer | Done | ReadVariable | WriteVariable):
+    def instr(self, instr: ir.Instr) -> None:
+        if not isinstance(instr, ir.Transfer | ir.Done | ir.ReadVariable | ir.WriteVariable):
             there = [i for i in (*instr.inputs, *instr.outputs) if self.of(i).host]
-            renames = isinstance(instr, Local) and instr.op.free and len(instr.inputs) == 1
+            renames = isinstance(instr, ir.Local) and instr.op.free and len(instr.inputs) == 1
             if there and not (renames and len(there) == 2):
                 raise ProgramError(
                     f"{instr.text()}: %{there[0]} is on the host, but this instruction runs on the device"
                 )
-        if isinstance(instr, Local):
+        if isinstance(instr, ir.Local):
             self.local(instr)
-        elif isinstance(instr, Collective):
+        elif isinstance(instr, ir.Collective):
             self.collective(instr)
-        elif isinstance(instr, Slice):
+        elif isinstance(instr, ir.Slice):
             self.moves(instr, instr.inputs[0], instr.outputs[0], {instr.dim: (1, instr.axes)})
-        elif isinstance(instr, Transfer):
+        elif isinstance(instr, ir.Transfer):
             self.moves(instr, instr.inputs[0], instr.outputs[0], {})
-            loads = isinstance(instr, HostLoad)
+            loads = isinstance(instr, ir.HostLoad)
             if (self.of(instr.inputs[0]).host, self.of(instr.outputs[0]).host) != (loads, not loads):
                 raise ProgramError(
                     f"{instr.text()}: %{instr.inputs[0]} or the result is on the wrong side of the transfer "
                     "between host and device"
                 )
-        elif isinstance(instr, ReadVariable):
+        elif isinstance(instr, ir.ReadVariable):
             if self.of(instr.outputs[0]).host != self.program.variables[instr.variable].host:
                 raise ProgramError(
                     f"{instr.text()}: %{instr.outputs[0]} and the variable are not both on the device or "
                     "both on the host"
                 )
-        elif isinstance(instr, WriteVariable):
+        elif isinstance(instr, ir.WriteVariable):
             stored = self.program.variables[instr.variable]
             written = self.of(instr.inputs[0])
             if (written.splits, written.host) != (stored.splits, stored.host) or written.partial:
@@ -201,7 +187,7 @@ class _Verifier:
                     "stored"
                 )
 
-    def collective(self, instr: Collective) -> None:
+    def collective(self, instr: ir.Collective) -> None:
         """Values are split afterwards as the kind says, and what it adds up is pending over its axes."""
         try:
             change = instr.resplits()
@@ -215,10 +201,10 @@ class _Verifier:
                 )
             self.moves(instr, i, o, change)
 
-    def of(self, i: int) -> Value:
+    def of(self, i: int) -> ir.Value:
         return self.program.values[i]
 
-    def local(self, instr: Local) -> None:
+    def local(self, instr: ir.Local) -> None:
         """Pending sums enter linear operations only, all operands alike; splits agree with the roles."""
         if isinstance(instr.op, Total):
             self.total(instr, instr.op)
@@ -245,13 +231,13 @@ class _Verifier:
         if not instr.op.regroups:
             self.role(instr, set().union(*partial))
 
-    def is_number(self, id: int, instr: Local) -> bool:
+    def is_number(self, id: int, instr: ir.Local) -> bool:
         """Whether an operand of a linear operation is not a term, but a number that all devices have."""
         v = self.of(id)
         whole = v.dtype == "int32" and not len(v.shape) and not v.partial
         return instr.op.linear and whole and self.of(instr.outputs[0]).dtype != "int32"
 
-    def total(self, instr: Local, op: Total) -> None:
+    def total(self, instr: ir.Local, op: Total) -> None:
         """Each device counts its share of what those that its result is added to have, too."""
         pending = set(self.of(instr.outputs[0]).partial)
         for i, share in zip(instr.inputs, op.shares or (1,) * len(instr.inputs), strict=True):
@@ -262,7 +248,7 @@ class _Verifier:
                     f"{instr.text()}: adds 1/{share} of %{i}, but {same} of the summed devices hold a copy"
                 )
 
-    def one_owner(self, instr: Local, ids: Sequence[int]) -> None:
+    def one_owner(self, instr: ir.Local, ids: Sequence[int]) -> None:
         """One axis splits one dimension, a dimension is split alike wherever it occurs."""
         owner: dict[str, str] = {}
         for i in ids:
@@ -273,7 +259,7 @@ class _Verifier:
                     if not same:
                         raise ProgramError(f"{instr.text()}: axis {axis} splits two dimensions")
 
-    def role(self, instr: Local, pending: set[str]) -> None:
+    def role(self, instr: ir.Local, pending: set[str]) -> None:
         """What the operation needs whole is whole; what it sums out over split pieces is partial
         afterwards."""
         types = [TensorType(self.of(i).shape, self.of(i).dtype) for i in instr.inputs]
@@ -298,7 +284,7 @@ class _Verifier:
                     f"one over {self.of(o).partial}"
                 )
 
-    def moves(self, instr: Instr, i: int, o: int, change: Mapping[str, tuple[int, Axes]]) -> None:
+    def moves(self, instr: ir.Instr, i: int, o: int, change: Mapping[str, tuple[int, Axes]]) -> None:
         """Input and output differ just in the splits of the dimensions named."""
         a, b = self.of(i), self.of(o)
         if not (a.shape == b.shape and a.dtype == b.dtype):

@@ -20,24 +20,9 @@ from mesh_tf_core.engines.jax import compat as jax_compat
 from mesh_tf_core.engines.jax.collective_order import CollectiveOrder, exchanges
 from mesh_tf_core.engines.loops import Iterations
 from mesh_tf_core.engines.replica import WholeReplica
+from mesh_tf_core.ir import program as ir
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.program import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Collective,
-    HostStore,
-    Instr,
-    Loop,
-    Permute,
-    Program,
-    ReduceScatter,
-    Transfer,
-    Value,
-    gathers,
-    scatters,
-)
 from mesh_tf_core.kernels.array_kernel import np_dtype
 from mesh_tf_core.kernels.jax_kernel import JaxKernel
 
@@ -45,7 +30,7 @@ JaxValues = dict[int, Any]
 _WIDE = ("float64", "int64")
 
 
-def is_wide(program: Program) -> bool:
+def is_wide(program: ir.Program) -> bool:
     """True if the program has 64-bit numbers."""
     stored = (s.variable.dtype for s in program.variables.values())
     return any(dtype in _WIDE for dtype in (*(v.dtype for v in program.values), *stored))
@@ -62,11 +47,11 @@ class JaxProgram:
         is traced; `moved`: the same for transfers between device and host.
     """
 
-    program: Program
+    program: ir.Program
     mesh: Any
     platform: str
-    sent: dict[int, tuple[Collective, int, float]] = field(default_factory=dict)
-    moved: dict[int, tuple[Transfer, int, float]] = field(default_factory=dict)
+    sent: dict[int, tuple[ir.Collective, int, float]] = field(default_factory=dict)
+    moved: dict[int, tuple[ir.Transfer, int, float]] = field(default_factory=dict)
 
     def jitted(self) -> Any:
         """The step, compiled at the first call; new variables reuse the memory of the old ones."""
@@ -139,12 +124,12 @@ class _Device(WholeReplica):
 
     def __init__(
         self,
-        program: Program,
+        program: ir.Program,
         kernel: JaxKernel,
         read: Callable[[str], Any],
         feed: Callable[[str], Any],
-        sent: dict[int, tuple[Collective, int, float]],
-        moved: dict[int, tuple[Transfer, int, float]],
+        sent: dict[int, tuple[ir.Collective, int, float]],
+        moved: dict[int, tuple[ir.Transfer, int, float]],
     ) -> None:
         coordinate = {axis: lax.axis_index(axis) for axis, n in program.mesh.axes if n > 1}
         super().__init__(program, kernel, coordinate, read, feed)
@@ -152,7 +137,7 @@ class _Device(WholeReplica):
         self.pace, self.order, self.inside = _Pace(), CollectiveOrder(), CollectiveOrder()
         self.orders_collectives = kernel.platform == "cpu"
 
-    def block(self, code: Sequence[Instr], env: JaxValues, times: float) -> None:
+    def block(self, code: Sequence[ir.Instr], env: JaxValues, times: float) -> None:
         around, self.pace, self.order = (self.pace, self.order), _Pace(), self.inside
         self.inside = CollectiveOrder()
         super().block(code, env, times)
@@ -160,7 +145,7 @@ class _Device(WholeReplica):
 
     # -- loops -----------------------------------------------------------------------------------------------
 
-    def loop(self, loop: Loop, env: JaxValues, times: float) -> None:
+    def loop(self, loop: ir.Loop, env: JaxValues, times: float) -> None:
         def body(values: JaxValues) -> None:
             if loop.dim.size == 1:  # the compiler puts the body in the loop's place
                 self.inside = self.order.copy()
@@ -222,9 +207,9 @@ class _Device(WholeReplica):
 
     # -- collectives -----------------------------------------------------------------------------------------
 
-    def exchange(self, instr: Collective, env: JaxValues, times: float) -> None:
+    def exchange(self, instr: ir.Collective, env: JaxValues, times: float) -> None:
         pieces = [jnp.asarray(env[i]) for i in instr.inputs]
-        if isinstance(instr, AllGather):
+        if isinstance(instr, ir.AllGather):
             pieces = self._once_more((*instr.inputs, instr.axes, instr.dim), pieces, env)
         if self.orders_collectives:
             pieces = self.order.collective(pieces)
@@ -236,13 +221,13 @@ class _Device(WholeReplica):
             env[o] = _exchanged(instr, x, self.program.values[i], self.program.mesh)
         if self.orders_collectives:
             self.order.exchanged(env[o] for o in instr.outputs)
-        if isinstance(instr, ReduceScatter):
+        if isinstance(instr, ir.ReduceScatter):
             self.pace.scattered = [env[o] for o in instr.outputs]
 
-    def transfer(self, instr: Transfer, env: JaxValues, times: float) -> None:
+    def transfer(self, instr: ir.Transfer, env: JaxValues, times: float) -> None:
         (i,), (o,) = instr.inputs, instr.outputs
         self.moved[id(instr)] = instr, env[i].size * env[i].dtype.itemsize, times
-        there = isinstance(instr, HostStore)
+        there = isinstance(instr, ir.HostStore)
         (piece,) = [env[i]] if there else self._once_more(i, [env[i]], env)
         env[o] = jax_compat.transferred(piece, there)
 
@@ -265,20 +250,20 @@ def _added_at(total: Any, x: Any, at: Any) -> Any:
     return lax.dynamic_update_index_in_dim(total, part + x, at, 0)
 
 
-def _exchanged(instr: Collective, x: Any, v: Value, mesh: Mesh) -> Any:
+def _exchanged(instr: ir.Collective, x: Any, v: ir.Value, mesh: Mesh) -> Any:
     """One piece after a collective."""
     if x.dtype == jnp.bool_:
         return _exchanged(instr, x.astype(jnp.int32), v, mesh) != 0
     axes = instr.axes
-    if isinstance(instr, AllReduce):
+    if isinstance(instr, ir.AllReduce):
         return {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[instr.combine](x, axes)
-    if (dim := scatters(instr, v)) is not None:
+    if (dim := ir.scatters(instr, v)) is not None:
         return lax.psum_scatter(x, axes, scatter_dimension=v.shape.index(dim), tiled=True)
-    if (dim := gathers(instr, v)) is not None:
+    if (dim := ir.gathers(instr, v)) is not None:
         return lax.all_gather(x, axes, axis=v.shape.index(dim), tiled=True)
-    if isinstance(instr, AllToAll):
+    if isinstance(instr, ir.AllToAll):
         return lax.all_to_all(x, axes, v.shape.index(instr.split), v.shape.index(instr.concat), tiled=True)
-    if isinstance(instr, Permute):
+    if isinstance(instr, ir.Permute):
         links = _numbered(mesh, axes, instr.links(mesh.group_size(axes)))
         ordered = tuple(sorted(axes, key=mesh.names.index))  # newer releases of JAX refuse another order
         return lax.ppermute(x, ordered, links) if links else jnp.zeros_like(x)

@@ -21,20 +21,8 @@ from mesh_tf_core.engines.stacks import StackedPieces, whole
 from mesh_tf_core.engines.tf.exchange import LocalExchange
 from mesh_tf_core.engines.tf.graph import GraphWriter, Wire
 from mesh_tf_core.engines.tf.variables import Variables
+from mesh_tf_core.ir import program as ir
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import (
-    Collective,
-    Done,
-    Input,
-    Instr,
-    Local,
-    Loop,
-    Program,
-    ReadVariable,
-    Slice,
-    Transfer,
-    WriteVariable,
-)
 from mesh_tf_core.kernels.tf_kernel import TfKernel
 
 TensorsById = dict[int, Any]
@@ -56,10 +44,10 @@ class StepTrace:
 
     def __init__(
         self,
-        program: Program,
+        program: ir.Program,
         devices: Sequence[str],
         variables: Variables,
-        count: Callable[[Collective, int, float], None],
+        count: Callable[[ir.Collective, int, float], None],
         returned: Sequence[Sequence[int]],
     ) -> None:
         self.program, self.devices, self.variables = program, tuple(devices), variables
@@ -76,14 +64,14 @@ class StepTrace:
         self.feeds = {name: self._inputs(id) for name, id in program.feeds.items()}
         self.ranks = [self.writer.constant(rank, d) for rank, d in enumerate(self.devices)]
         # Every message has come when it was sent.
-        code = tuple(instr for instr in program.code if not isinstance(instr, Done))
+        code = tuple(instr for instr in program.code if not isinstance(instr, ir.Done))
         self.update = self._own_update(code)
         code = code[: len(code) - len(self.update)]
-        writes = {i.variable: i.inputs[0] for i in code if isinstance(i, WriteVariable)}
+        writes = {i.variable: i.inputs[0] for i in code if isinstance(i, ir.WriteVariable)}
         inside = {o for instr in self.update for o in instr.outputs}
         reads = dict.fromkeys(i for instr in self.update for i in instr.inputs if i not in inside)
         # What is only read from a variable is read again where it is updated, not handed through the graph.
-        again = [i for i in code if isinstance(i, ReadVariable) and reads.keys() & set(i.outputs)]
+        again = [i for i in code if isinstance(i, ir.ReadVariable) and reads.keys() & set(i.outputs)]
         self.update = (*again, *self.update)
         for o in (o for i in again for o in i.outputs):
             del reads[o]
@@ -94,18 +82,18 @@ class StepTrace:
         kept = dict(zip(held, made[len(program.results) :], strict=True))
         return self.writer.compiled(self._committed(results, kept, writes))
 
-    def _own_update(self, code: tuple[Instr, ...]) -> tuple[Instr, ...]:
+    def _own_update(self, code: tuple[ir.Instr, ...]) -> tuple[ir.Instr, ...]:
         """The end of the program in which every device updates its variables from what it has: arithmetic
         that cannot fail, so it may be done while they are stored, in the memory of the old ones."""
         results, begin = set(self.program.results.values()), len(code)
         for instr in reversed(code):
-            local = isinstance(instr, Local | Slice | ReadVariable | Transfer | WriteVariable)
+            local = isinstance(instr, ir.Local | ir.Slice | ir.ReadVariable | ir.Transfer | ir.WriteVariable)
             if not local or instr.origin.phase != Phase.UPDATE or results & set(instr.outputs):
                 break
             begin -= 1
         return code[begin:]
 
-    def _computed(self, code: Sequence[Instr], wanted: Sequence[int]) -> list[list[Wire]]:
+    def _computed(self, code: Sequence[ir.Instr], wanted: Sequence[int]) -> list[list[Wire]]:
         """For every wanted value of `code`, one wire per device."""
         env: TensorsById = {}
         self._parts(cut(code, wanted), env)
@@ -147,7 +135,7 @@ class StepTrace:
     def _segment(self, part: LocalSegment, env: TensorsById) -> None:
         if not part.outputs:
             return
-        names = [i.feed for i in part.code if isinstance(i, Input)]
+        names = [i.feed for i in part.code if isinstance(i, ir.Input)]
         inputs = [self.ranks, *(whole(env[i]) for i in part.inputs), *(self.feeds[name] for name in names)]
         if id(part) not in self.traced:
             self.traced[id(part)] = part, self._function(part, names, [x[0] for x in inputs])
@@ -173,7 +161,7 @@ class StepTrace:
 
     # -- communication ---------------------------------------------------------------------------------------
 
-    def _exchanged(self, instr: Collective, env: TensorsById) -> None:
+    def _exchanged(self, instr: ir.Collective, env: TensorsById) -> None:
         payload = 0
         for i, o in zip(instr.inputs, instr.outputs, strict=True):
             pieces = env[i]
@@ -247,7 +235,7 @@ class StepTrace:
         """Both cases of an iteration that may not run, as functions of all devices' pieces."""
         loop, outer, count = iterations.loop, self.writer, self.count
         share = loop.times / loop.dim.size
-        sent: list[tuple[Collective, int, float]] = []
+        sent: list[tuple[ir.Collective, int, float]] = []
         self.count = lambda instr, payload, times: sent.append((instr, payload, times * share))
         reads = list(dict.fromkeys((loop.index, *iterations.state, *loop.entering, *loop.outside)))
         examples = {i: self._pieces(i, values) for i in reads}
@@ -346,8 +334,8 @@ class StepTrace:
 
     def _store(self, ids: Sequence[int], writes: Mapping[str, int], examples: Sequence[Wire]) -> Any:
         """Of one device: the update and the stores, as a function of its rank and pieces."""
-        code = [i for i in self.update if not isinstance(i, WriteVariable)]
-        written = {i.variable: i.inputs[0] for i in self.update if isinstance(i, WriteVariable)}
+        code = [i for i in self.update if not isinstance(i, ir.WriteVariable)]
+        written = {i.variable: i.inputs[0] for i in self.update if isinstance(i, ir.WriteVariable)}
 
         def body(rank: Any, *values: Any) -> list[Any]:
             env = dict(zip(ids, values, strict=True))
@@ -355,7 +343,7 @@ class StepTrace:
                 code, env
             )
             self.measure((o for instr in code for o in instr.outputs), env)
-            old = [env[o] for i in code if isinstance(i, ReadVariable) for o in i.outputs]
+            old = [env[o] for i in code if isinstance(i, ir.ReadVariable) for o in i.outputs]
             with tf.control_dependencies(old):
                 stores = [self.variables.assign(n, env[id]) for n, id in {**writes, **written}.items()]
             with tf.control_dependencies(stores):
@@ -379,10 +367,10 @@ class _Choice:
     like: list[Wire]
     run: str
     skip: str
-    sent: list[tuple[Collective, int, float]]
+    sent: list[tuple[ir.Collective, int, float]]
 
 
-def _passes_state_only(loop: Loop) -> bool:
+def _passes_state_only(loop: ir.Loop) -> bool:
     """Whether a loop that may end early has nothing that counts its iterations: it is not differentiated."""
     parts = (*loop.sliced, *loop.results)
     return not parts and not loop.reverse and loop.runs in [c.enter for c in loop.carried]
