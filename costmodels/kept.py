@@ -175,7 +175,7 @@ class _Finder:
         own = sorted(filter(self._in_one_call, kept))
         operands: dict[int, int] = {}
         for value in own:
-            for node in self.makers[value]:
+            for node in self.makers.get(value, ()):
                 for i in node.inputs if self._role(node) == MAP else ():
                     outside = self.value(i) not in kept and self._maker_call(i) != node.call
                     if outside and self.graph.tensor(i) == self.graph.tensor(node.outputs[0]):

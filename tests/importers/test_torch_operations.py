@@ -80,6 +80,19 @@ def _written(y: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def _columns(y: torch.Tensor) -> torch.Tensor:
+    """Some columns written, and added to."""
+    z = y * 1.0
+    z[:, torch.tensor([2, 0, 5])] = y[:, :3] * 2
+    z[:, APART[:, 0]] += y[0, 0]
+    return z
+
+
+def _close(y: torch.Tensor) -> torch.Tensor:
+    near = y.sin() > 0
+    return F.mse_loss(y[near], y.cos()[near]) + F.l1_loss(y[near], y.exp()[near], reduction="sum")
+
+
 _IMAGE = torch.arange(2 * 3 * 3 * 3.0).reshape(2, 3, 3, 3).sin()
 _SPACE: dict[str, Made] = {
     "padded pooling": lambda x: F.avg_pool2d(x, 3, 2, 1),
@@ -96,6 +109,21 @@ _SPACE: dict[str, Made] = {
     "pixel_shuffle": lambda x: F.pixel_shuffle(F.pad(x, (0, 0, 0, 0, 0, 2)), 2),
 }
 """Of an image [1, 2, 4, 6]."""
+SELECTED: dict[str, Made] = {
+    "elements": lambda y: y[y > 0].mean() + y.masked_select(y < 0).square().sum(),
+    "rows": lambda y: F.softmax(y[y[:, 0] > -9] * y[:, :1][y[:, 0] > -9], -1).sum(0),
+    "targets": lambda y: F.cross_entropy(y[CLASSES > 0], CLASSES[CLASSES > 0]),
+    "targets one by one": lambda y: F.nll_loss(
+        F.log_softmax(y[CLASSES < 3], 1), CLASSES[CLASSES < 3], reduction="none"
+    ).mean(),
+    "losses of smaller operations": _close,
+    "products": lambda y: y[y > 0] @ y[y > 0],
+    "divided by their number": lambda y: y[y > 0].sum() / y[y > 0].numel() + y[:, y[0] > 0].sum(),
+    "places": lambda y: y[torch.nonzero(y[:, 0] > -9)[:, 0], 1:3].mean(0) + y[torch.where(y > 0)].sum(),
+    "lines of rows": lambda y: (y[CLASSES > 1].view(-1) + y[CLASSES > 1].flatten()).mean(),
+    "none": lambda y: y.sum() + y[y > 99].sum(),
+}
+"""Of y, with the shape [4, 6]."""
 SMALLER: dict[str, Made] = {
     "activations": lambda y: F.hardswish(y) + F.hardsigmoid(y) + F.elu(y) + F.relu6(y * 1.0, inplace=True),
     "gates": lambda y: F.glu(y) + torch.nan_to_num(y.logit(1e-3))[:, :3],
@@ -116,11 +144,43 @@ SMALLER: dict[str, Made] = {
     **{name: lambda y, of=of: of(torch.stack([y, y.sin()])[None]) for name, of in _SPACE.items()},
 }
 """Mostly operations that have no rule of their own, but a definition by smaller ones."""
-EQUAL |= SMALLER
+SMALLER |= {
+    "the smallest": lambda y: torch.topk(y, 2, largest=False)[0] + torch.topk(y, 3, 0)[0][:, :2].sum(0),
+    "descending order": lambda y: y.sort(descending=True)[0] * y.argsort(0, descending=True),
+    "medians": lambda y: y.median() + y.median(1)[0].sum(),
+    "extremes beside nan": lambda y: torch.fmax(y, y.sin()) + torch.fmin(y, torch.tensor(float("nan"))),
+    "parts of numbers": lambda y: y * torch.trunc(9 * y) + torch.frac(9 * y),
+    "an index of axes apart": lambda y: y.reshape(2, 2, 6)[APART.T[0, :2], :, ROWS[:2]],
+    "a mask that is filled": lambda y: torch.index_put(y, (y > 0,), y.new_tensor(0.5)),
+    "rows that are filled": lambda y: torch.index_put(y * 1.0, (CLASSES > 1,), y[0]),
+    "columns that are written": _columns,
+    "means for places": lambda y: y.scatter_reduce(0, EACH, y[:3], "mean"),
+    "sums for places alone": lambda y: y.scatter_reduce(0, EACH, y[:3], "sum", include_self=False),
+    "bags": lambda y: (
+        F.embedding_bag(EACH % 4, y, mode="mean") + F.embedding_bag(APART % 4, y, mode="max")[:3]
+    ),
+    "bags of unequal sizes": lambda y: F.embedding_bag(ROWS, y, torch.tensor([0, 3, 3, 7]), mode="mean"),
+    "bags with weights": lambda y: F.embedding_bag(EACH % 4, y, mode="sum", per_sample_weights=y[:3]),
+    "a norm of each example": lambda y: F.instance_norm(y.reshape(2, 2, 6), weight=y[0, :2], bias=y[1, :2]),
+    "an image whose channels lie last": lambda y: F.adaptive_avg_pool2d(
+        y.reshape(1, 2, 3, 4).permute(0, 3, 1, 2), 1
+    ),
+    "an identity": lambda y: y + torch.eye(4, 6),
+    "the entropy of a distribution": lambda y: torch.distributions.Categorical(logits=y).entropy(),
+}
+EQUAL |= SMALLER | {f"selected {name}": made for name, made in SELECTED.items()}
 REFUSED: dict[str, tuple[Made, str]] = {
-    "the smallest": (lambda y: torch.topk(y, 2, largest=False)[0], "not the largest"),
-    "descending order": (lambda y: y.sort(descending=True)[0], "descending"),
-    "dropout of channels": (lambda y: F.dropout2d(y[:, :, None, None]), "feature_dropout"),
+    "places among selected rows": (lambda y: y[y[:, 0] > 0][torch.tensor([0, 0])], "a mask selects"),
+    "sorted selected rows": (lambda y: y[y[:, 0] > 0].sort(0)[0], "a mask selects"),
+    "rows of two masks": (
+        lambda y: F.linear(y[y[:, 0] > -9], y) - F.linear(y[y[:, 0] < 9], y),
+        "trace|masks",
+    ),
+    "extremes at places": (lambda y: y.scatter_reduce(0, EACH, y[:3], "amax"), "reduce='amax'"),
+    "bags with their end": (
+        lambda y: F.embedding_bag(ROWS, y, torch.tensor([0, 3, 8]), include_last_offset=True),
+        "an offset for the end",
+    ),
     "histc with bins of the values": (lambda y: y * torch.histc(y, bins=6), "bins are between the least"),
     "scatter that multiplies": (lambda y: y.scatter(0, EACH, y, reduce="multiply"), "reduce=multiply"),
     "scatter_add to some columns": (lambda y: y.scatter_add(0, EACH[:, :2], y), "some places of the other"),
@@ -178,6 +238,13 @@ DRAWN: dict[str, Made] = {
     "randn_like": lambda y: torch.randn_like(y).abs(),
     "randint": lambda y: torch.randint(3, 7, y.shape).float().square(),
     "randint from 0": lambda y: torch.randint_like(y, 5).square(),
+    "dropout of channels": lambda y: F.dropout2d((y + 1)[:, :, None, None], 0.4).square(),
+    "stochastic depth": lambda y: y.clone().bernoulli_(0.6).div_(0.3).square(),
+    "halves": lambda y: 3 * y.clone().bernoulli_(),
+    "probabilities": lambda y: torch.bernoulli(y + 0.3),
+    "uniform": lambda y: y.clone().uniform_(-1, 3).square(),
+    "normal": lambda y: y.clone().normal_(1, 0.5).square(),
+    "exponential": lambda y: y.clone().exponential_(2.0),
 }
 
 

@@ -32,7 +32,7 @@ def test_experts_chosen_by_python_are_refused_with_what_to_do() -> None:
 class Picked(nn.Linear):
     def forward(self, x):
         found = super().forward(x)
-        return found[found > 0].mean()
+        return found[found > 0][1:].mean()
 
 
 class Mean(nn.Linear):
@@ -102,7 +102,7 @@ class Unsupported(nn.Module):
     def forward(self, x):
         y = torch.linalg.inv(self.linear(x))
         z = torch.logcumsumexp(y, 0)
-        return torch.sort(z, descending=True).values.mean() + torch.poisson(y.abs()).mean()
+        return torch.linalg.qr(z)[1].mean() + torch.poisson(y.abs()).mean()
 
 
 def test_all_that_cannot_be_imported_is_listed_with_its_lines() -> None:
@@ -110,7 +110,7 @@ def test_all_that_cannot_be_imported_is_listed_with_its_lines() -> None:
         layoutopt.from_torch(Unsupported(), {"x": torch.randn(8, 8)})
     text = str(error.value)
     assert text.startswith("from_torch: (1) ")
-    for what in ("torch.linalg_inv", "torch.logcumsumexp", "torch.sort", "torch.poisson"):
+    for what in ("torch.linalg_inv", "torch.logcumsumexp", "torch.linalg_qr", "torch.poisson"):
         assert re.search(rf"test_torch_refusals\.py:\d+: cannot import {re.escape(what)}\b", text)
 
 

@@ -37,8 +37,10 @@ def decomposed(n: Any, known: dict[Any, Any]) -> Any:
     types = {x.dtype for x in filter(torch.is_tensor, every) if x.is_floating_point()}
     try:
         with mode, torch.no_grad():
-            if len(types) == 1:  # a kernel widens elements in registers: it has no wider arrays
-                fakes = [x.float() if x.is_floating_point() else x for x in fakes]
+            # A kernel widens elements in registers: it has no wider arrays. Strides and devices would choose
+            # other operations, such as those of mkldnn.
+            wide = [torch.float if len(types) == 1 and x.is_floating_point() else x.dtype for x in fakes]
+            fakes = [torch.empty(x.shape, dtype=t, device="meta") for x, t in zip(fakes, wide, strict=True)]
             body = make_fx(called, decomposition_table=own)(*fakes)
             for x in body.graph.nodes if len(types) == 1 else ():
                 if torch.is_tensor(y := x.meta.get("val")) and y.is_floating_point():

@@ -76,15 +76,25 @@ def _divided(m: Equations, v: Type, a: Scalar, b: Scalar, rounding: str) -> Oper
     """a / b, rounded down ("floor"), or towards 0 ("trunc") as whole numbers are by themselves."""
     found = m.binary("div", a, b, v.dtype)
     if v.dtype in FLOATS:
-        down = m.unary("floor", found)
-        if rounding == "floor":
-            return down
-        return m.select(m.binary("lt", found, 0, v.dtype, "bool"), m.unary("ceil", found), down, v.dtype)
+        return m.unary("floor", found) if rounding == "floor" else _towards_zero(m, found)
     if rounding == "trunc":
         return found
     rest = m.binary("sub", a, m.binary("mul", found, b, v.dtype), v.dtype)
     apart = m.binary("lt", m.binary("mul", rest, b, v.dtype), 0, v.dtype, "bool")
     return m.binary("sub", found, m.cast(apart, v.dtype), v.dtype)
+
+
+def _towards_zero(m: Equations, x: Operand) -> Operand:
+    under = m.binary("lt", x, 0, x.dtype, "bool")
+    return m.select(under, m.unary("ceil", x), m.unary("floor", x), x.dtype)
+
+
+def _but_nan(m: Equations, v: Type, a: Operand, b: Operand, prim: str) -> Operand:
+    """The extreme of two numbers; of one number and nan, the number."""
+    a, b = m.cast(a, v.dtype), m.cast(b, v.dtype)
+    isnan = [m.binary("ne", x, x, v.dtype, "bool") for x in (a, b)]
+    found = m.select(isnan[1], a, m.binary(prim, a, b, v.dtype), v.dtype)
+    return m.select(isnan[0], b, found, v.dtype)
 
 
 def _comparison(prim: str) -> AtenRule:
@@ -131,6 +141,10 @@ formulas(
         "clamp_min": lambda m, v, x, min: m.clamped(x, min, None, v.dtype),
         "clamp_max": lambda m, v, x, max: m.clamped(x, None, max, v.dtype),
         "round": lambda m, v, x: m.unary("round", x, rounding_method="TO_NEAREST_EVEN"),
+        "fmax": lambda m, v, a, b: _but_nan(m, v, a, b, "max"),
+        "fmin": lambda m, v, a, b: _but_nan(m, v, a, b, "min"),
+        "trunc fix": lambda m, v, x: _towards_zero(m, x) if v.dtype in FLOATS else x,
+        "frac": lambda m, v, x: m.binary("sub", x, _towards_zero(m, x), v.dtype),
         "isfinite": lambda m, v, x: m.emit("is_finite", [x], x.shape, "bool"),
         "log2": lambda m, v, x: m.binary("mul", m.unary("log", m.cast(x, v.dtype)), 1 / math.log(2), v.dtype),
     }
@@ -193,9 +207,18 @@ def softplus(m: Equations, v: Type, x: Operand, beta: float = 1, threshold: floa
     return m.select(far, x, m.binary("mul", near, 1 / beta, x.dtype), x.dtype)
 
 
+@rule("feature_dropout")
+def _channel_dropout(m: Equations, v: Type, x: Operand, rate: float, train: bool = True) -> Operand:
+    return m.dropout(x, rate, (*x.shape[:2], *(1 for _ in x.shape[2:]))) if train else x
+
+
 @rule("dropout", "native_dropout")
 def _dropout(m: Equations, v: Any, x: Operand, rate: float, train: bool = True) -> Any:
     found = x
     if train and rate:
         found = m.dropout(x, rate) if rate < 1 else m.binary("mul", x, 0, x.dtype)
     return [found, None] if isinstance(v, list) else found
+
+
+ELEMENTWISE = frozenset(TABLE)
+"""The operations above: other modules add to the table."""

@@ -74,8 +74,12 @@ def _index(m: Equations, v: Type, x: Operand, ids: Sequence[Operand | None]) -> 
     if any(i.dtype == "bool" for i in given):
         raise NotImplementedError("it selects by truth values, so its size depends on them")
     if looked != list(range(looked[0], looked[0] + len(looked))):
-        raise NotImplementedError("its indices are not beside each other")
+        x, looked = _in_front(m, x, looked), [*range(len(looked))]
     return _taken(m, x, looked, *indices(m, given, [x.shape[a] for a in looked]))
+
+
+def _in_front(m: Equations, x: Operand, axes: Sequence[int]) -> Operand:
+    return m.transpose(x, [*axes, *(a for a in range(len(x.shape)) if a not in axes)])
 
 
 def _taken(m: Equations, x: Operand, looked: Sequence[int], shape: Sequence[int], index: Operand) -> Operand:
@@ -119,13 +123,36 @@ def _from_the_end(m: Equations, places: Operand, size: int) -> Operand:
 def _index_put(
     m: Equations, v: Type, x: Operand, ids: Sequence[Operand | None], rows: Operand, add: bool = False
 ) -> Operand:
+    looked = [a for a, i in enumerate(ids) if i is not None]
     given = [i for i in ids if i is not None]
-    if len(given) != len(ids) or any(i.dtype == "bool" for i in given):
-        raise NotImplementedError("it writes at truth values, or along inner axes")
-    n = len(given)
-    shape, index = indices(m, given, x.shape[:n])
-    rows = m.expand(m.cast(rows, x.dtype), (*shape, *x.shape[n:]))
-    return written(m, x, index, rows, n, add)
+    if len(given) == 1 and given[0].dtype == "bool":
+        return _where_true(m, x, looked[0], given[0], rows, add)
+    if any(i.dtype == "bool" for i in given):
+        raise NotImplementedError("it writes at truth values of some axes and places of others")
+    n, order = len(given), [*looked, *(a for a in range(len(x.shape)) if a not in looked)]
+    front = m.transpose(x, order)
+    shape, index = indices(m, given, front.shape[:n])
+    # Indices beside each other keep their place among the other axes, others come first.
+    begin = looked[0] if looked == [*range(looked[0], looked[0] + n)] else 0
+    end = begin + len(shape)
+    rows = m.expand(m.cast(rows, x.dtype), (*front.shape[n : n + begin], *shape, *front.shape[n + begin :]))
+    rows = m.transpose(rows, [*range(begin, end), *range(begin), *range(end, len(rows.shape))])
+    found = written(m, front, index, rows, n, add)
+    return m.transpose(found, [order.index(a) for a in range(len(order))])
+
+
+def _where_true(m: Equations, x: Operand, begin: int, mask: Operand, rows: Operand, add: bool) -> Operand:
+    """x with one number or row at all places where a mask of some of its axes is true."""
+    end = begin + len(mask.shape)
+    rest = x.shape[end:]
+    if len(rows.shape) == len(rest) + 1 and rows.shape[0] == 1:
+        rows = m.reshape(rows, rows.shape[1:])
+    if len(rows.shape) > len(rest) or any(
+        n not in (1, k) for n, k in zip(rows.shape[::-1], rest[::-1], strict=False)
+    ):
+        raise NotImplementedError("it writes several rows at truth values")
+    hit = m.broadcast(mask, x.shape, range(begin, end))
+    return m.select(hit, m.binary("add", x, rows, x.dtype) if add else m.cast(rows, x.dtype), x, x.dtype)
 
 
 def written(m: Equations, x: Operand, ids: Operand, rows: Operand, count: int, add: bool) -> Operand:
@@ -157,6 +184,67 @@ def _scatter(m: Equations, v: Type, x: Operand, dim: int, ids: Operand, rows: An
     at = m.broadcast(m.cast(ids, "int32"), wide, range(len(ids.shape)))
     hit = m.reduced("reduce_or", m.binary("eq", at, place, "int32", "bool"), [len(ids.shape) - 1])
     return m.select(hit, rows, x, v.dtype)
+
+
+@rule("scatter_reduce")
+def _scatter_reduce(
+    m: Equations,
+    v: Type,
+    x: Operand,
+    dim: int,
+    ids: Operand,
+    rows: Operand,
+    reduce: str,
+    include_self: bool = True,
+) -> Operand:
+    """x with sums or means of the elements for each place."""
+    if reduce not in ("sum", "mean"):
+        raise NotImplementedError(f"it has reduce={reduce!r}, and only sum and mean are known")
+    one = m.full(1, ids.shape, v.dtype)
+    count = _at_places(m, m.full(1 if include_self else 0, x.shape, v.dtype), dim, ids, one, True)
+    none = m.binary("eq", count, 0, v.dtype, "bool")
+    begin = x if include_self else m.select(none, x, 0, v.dtype)
+    total = _at_places(m, begin, dim, ids, rows, True)
+    return total if reduce == "sum" else m.binary("div", total, m.binary("max", count, 1, v.dtype), v.dtype)
+
+
+@rule("embedding_bag")
+def _embedding_bag(
+    m: Equations,
+    v: Sequence[Type],
+    table: Operand,
+    ids: Operand,
+    offsets: Operand,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Operand | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> list[Any]:
+    """Sums (mode 0), means (1) or extremes (2) of the rows of bags, which begin at offsets."""
+    if scale_grad_by_freq or padding_idx not in (None, -1) or include_last_offset:
+        raise NotImplementedError("it scales gradients, skips a row, or has an offset for the end")
+    bags, width, dtype = *v[0].shape, v[0].dtype
+    rows, count = m.rows(table, ids), ids.shape[0]
+    if per_sample_weights is not None:
+        rows = m.along("mul", rows, per_sample_weights, [0])
+    begins = np.asarray(offsets.value) if isinstance(offsets, CapturedArray) else None
+    if begins is not None and count % bags == 0 and (begins == np.arange(bags) * (count // bags)).all():
+        each = m.reshape(rows, (bags, count // bags, width))
+        of_bag = m.reduced("reduce_max" if mode == 2 else "reduce_sum", each, [1])
+        return [m.binary("mul", of_bag, bags / count, dtype) if mode == 1 else of_bag, None, None, None]
+    if mode == 2:
+        raise NotImplementedError("it takes extremes of bags of different sizes")
+    ones = m.full(1, (bags,), "int32")
+    starts = written(m, m.full(0, (count + 1,), "int32"), m.cast(offsets, "int32"), ones, 1, True)
+    begun = m.unary("cumsum", m.slice(starts, 0, 0, count), axis=0, reverse=False)
+    bag = m.binary("sub", begun, 1, "int32")
+    found: Operand = written(m, m.full(0, (bags, width), dtype), bag, rows, 1, True)
+    if mode == 1:
+        own = written(m, m.full(0, (bags,), dtype), bag, m.full(1, (count,), dtype), 1, True)
+        found = m.along("div", found, m.binary("max", own, 1, dtype), [0])
+    return [found, None, None, None]
 
 
 @rule("scatter_add")
@@ -213,15 +301,29 @@ def _one_hot(m: Equations, v: Type, ids: Operand, classes: int = -1) -> Operand:
 # -- order ---------------------------------------------------------------------------------------------------
 
 
+def moved(m: Equations, x: Operand, a: int, b: int) -> Operand:
+    """x with axis a in the place b."""
+    order = [*range(len(x.shape))]
+    order.insert(b % len(order), order.pop(a))
+    return m.transpose(x, order)
+
+
 @rule("topk")
 def _topk(
     m: Equations, v: Sequence[Type], x: Operand, k: int, dim: int = -1, largest: bool = True, *more: Any
-) -> list[Var]:
+) -> list[Operand]:
     last = len(x.shape) - 1
-    if dim % len(x.shape) != last or not largest:
-        raise NotImplementedError("it is not the largest along the last axis")
+    if dim % len(x.shape) != last:
+        types = [
+            Type((*(n for a, n in enumerate(x.shape) if a != dim % len(x.shape)), k), t.dtype) for t in v
+        ]
+        found = _topk(m, types, moved(m, x, dim, -1), k, -1, largest)
+        return [moved(m, y, -1, dim) for y in found]
     outs = [Var(v[0].shape, x.dtype), Var(v[1].shape, "int32")]
-    return m.several("top_k", [x], outs, k=k, axis=last, operand=None)
+    values, places = m.several(
+        "top_k", [x if largest else m.unary("neg", x)], outs, k=k, axis=last, operand=None
+    )
+    return [values if largest else m.unary("neg", values), places]
 
 
 @rule("sort", "argsort")
@@ -229,12 +331,24 @@ def _sort(
     m: Equations, v: Any, x: Operand, dim: int = -1, descending: bool = False, *, stable: Any = None
 ) -> Any:
     dim %= len(x.shape)
-    if descending:
-        raise NotImplementedError("it sorts in descending order")
     outs = [Var(x.shape, x.dtype), Var(x.shape, "int32")]
-    count = m.counted(x.shape, dim, "int32")
-    found = m.several("sort", [x, count], outs, dimension=dim, is_stable=True, num_keys=1)
-    return found if isinstance(v, list) else found[1]
+    count, keys = m.counted(x.shape, dim, "int32"), m.unary("neg", x) if descending else x
+    values, places = m.several("sort", [keys, count], outs, dimension=dim, is_stable=True, num_keys=1)
+    return [m.unary("neg", values) if descending else values, places] if isinstance(v, list) else places
+
+
+@rule("median")
+def _median(m: Equations, v: Any, x: Operand, dim: int = 0, keepdim: bool = False) -> Any:
+    """The lower one of the two in the middle."""
+    line = x if isinstance(v, list) else m.reshape(x, (math.prod(x.shape),))
+    dim %= len(line.shape)
+    types = [Type(line.shape, x.dtype), Type(line.shape, "int32")]
+    each = [m.slice(y, dim, (line.shape[dim] - 1) // 2, 1) for y in _sort(m, types, line, dim)]
+    return (
+        [m.reshape(y, t.shape) for y, t in zip(each, v, strict=True)]
+        if isinstance(v, list)
+        else m.reshape(each[0], ())
+    )
 
 
 @rule("histc")

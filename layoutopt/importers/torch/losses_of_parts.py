@@ -65,7 +65,7 @@ class CountedMean:
                 return found
 
         self.mode = Mode()
-        self._shares, self._sums = list[Any](), list[Any]()
+        self._counts, self._sums = list[Any](), list[Any]()
         self._plain: Any = None
 
     def _count(self, input: Any, target: Any, weight: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -75,12 +75,12 @@ class CountedMean:
                 "batch's; use a loss without them"
             )
         if kwargs.get("reduction", "mean") == "mean" and not target.is_floating_point():
-            self._shares.append((target != kwargs.get("ignore_index", -100)).float().mean())
+            self._counts.append((target != kwargs.get("ignore_index", -100)).float().sum())
 
     def check(self, loss: Any) -> None:
         """UserError if it may be neither a sum over examples nor a mean."""
-        summed = self._sums and not self._shares and loss is self._sums[-1]
-        if (self._sums and not summed) or (not self._shares and loss is self._plain):
+        summed = self._sums and not self._counts and loss is self._sums[-1]
+        if (self._sums and not summed) or (not self._counts and loss is self._plain):
             raise UserError(
                 "train_step: whether the loss is a sum over examples or a mean cannot be told; use "
                 "reduction='mean', or return what a loss function with reduction='sum' gives as it is"
@@ -88,12 +88,11 @@ class CountedMean:
 
     @property
     def summed(self) -> bool:
-        return bool(self._sums and not self._shares)
+        return bool(self._sums and not self._counts)
 
     def weight(self, parts: int) -> Any:
-        """The part of a loss in that of the whole batch: of targets those that are not ignored, over the
-        microbatches; 1 of a sum."""
+        """What a loss counts for beside those of other parts: the targets that are not ignored, of which a
+        part may have more than another; 1 of a sum."""
         if self.summed:
             return 1.0
-        share = torch_module().stack(self._shares).mean() if self._shares else 1.0
-        return share / parts
+        return (torch_module().stack(self._counts).mean() if self._counts else 1.0) / parts

@@ -6,28 +6,38 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from layoutopt.importers.arrays.contract import CapturedArray, EquationBlock, Operand, Var, has_fractions
 from layoutopt.importers.arrays.mixtures import live, sorts_left, without_sorts
-from layoutopt.importers.torch import complexes, indexing, losses, products, reductions, shapes, windows
+from layoutopt.importers.torch import (
+    complexes,
+    indexing,
+    losses,
+    products,
+    recurrent,
+    reductions,
+    shapes,
+    windows,
+)
 from layoutopt.importers.torch.agreement import check_operands, check_read, check_type
 from layoutopt.importers.torch.autocast import Autocast
-from layoutopt.importers.torch.capture import INSTEAD, MODULE, RECOMPUTED, own_line
+from layoutopt.importers.torch.capture import RECOMPUTED
 from layoutopt.importers.torch.decomposed import decomposed
 from layoutopt.importers.torch.elementwise import TABLE, Type
 from layoutopt.importers.torch.emitter import Equations
 from layoutopt.importers.torch.internals import array_of, dtype_of, torch_module
 from layoutopt.importers.torch.masks import KnownArray, Shadow, followed, hidden
+from layoutopt.importers.torch.nodes import is_batch_norm, name_of, place_of, scope_of, writes
+from layoutopt.importers.torch.selected import Selections
 from layoutopt.importers.torch.views import INVERSES
 from mesh_tf_core.errors import UserError
 
 __all__ = ["ReadProgram", "read"]
 
-_TABLES = (indexing, losses, products, reductions, shapes, windows)
+_TABLES = (indexing, losses, products, recurrent, reductions, shapes, windows)
 """They register their rules in `TABLE` when they are imported."""
 _CHECKS = re.compile(r"_assert|sym_constrain|_check")
 
@@ -91,6 +101,7 @@ class _Reader:
         self.smaller: dict[Any, Any] = {}
         self.call = ""
         self.autocast = Autocast()
+        self.selections = Selections(self.m)
 
     def done(self) -> ReadProgram:
         graph = self.program.graph
@@ -137,7 +148,7 @@ class _Reader:
         shape, dtype = tuple(map(int, value.shape)), dtype_of(value.dtype)
         if kind == "CONSTANT_TENSOR":
             array = np.zeros(shape) if 0 in shape else array_of(self.program.constants.get(name))
-        written = any(_is_batch_norm(x) or (_writes(_name(x)) and x.args[0] is n) for x in n.users)
+        written = any(is_batch_norm(x) or (writes(name_of(x)) and x.args[0] is n) for x in n.users)
         if array is not None and not written:
             self.shadows[n] = KnownArray(array, shape)
             if kind == "CONSTANT_TENSOR" or not spec.persistent:
@@ -186,18 +197,36 @@ class _Reader:
         if target in ("wrap_with_autocast", "wrap_with_set_grad_enabled"):
             self.values[n] = self._inlined(n, target, args)
             return
-        name = _name(n)
-        if _is_batch_norm(n):
-            self.values[n] = self._batch_norm(n, args)
+        name = name_of(n)
+        if is_batch_norm(n):
+            y = self._batch_norm(n, args)
+            self.values[n] = [y, None, None] if isinstance(n.meta["val"], tuple) else y
             return
-        written = _writes(name)
-        result = _type_of(n.meta.get("val"), self.torch, self.m.where)
+        written = writes(name)
+        if isinstance(size := n.meta.get("val"), self.torch.SymInt | self.torch.SymBool):
+            self.values[n] = self.selections.count(size) if isinstance(size, self.torch.SymInt) else None
+            return
+        chosen, why = self.selections.selected(n.meta.get("val"), name, args)
+        result = self.selections.type_of(n.meta.get("val"))
         mask = self._mask(n, name, args)
         if mask is not None:
             args = (*args[:3], mask, *args[4:])
         own = n.args[0] if written else None
+        if written and (
+            schema := getattr(n.target, "_schema", None)
+        ):  # `x.bernoulli_()` is not `bernoulli(x)`
+            args = (
+                *args,
+                *(
+                    a.default_value
+                    for a in schema.arguments[len(args) :]
+                    if not a.kwarg_only and a.name not in more
+                ),
+            )
         if own is not None and self._of_parameter(own):
-            found = self._unknown(name, result, args, "it changes a parameter, which only an optimizer may")
+            why = "it changes a parameter, which only an optimizer may"
+        if chosen is not None or why:
+            found = self._unknown(name, result, args, why) if why else chosen
         else:
             found = self._made(n, name.rstrip("_") if written else name, result, args, more)
         if own is not None:
@@ -226,7 +255,7 @@ class _Reader:
         path = list(stack.values())[-1][0] if stack else ""
         self.m.scope = scope_of(path)
         trace = n.meta.get("stack_trace") or ""
-        self.m.where = _place(trace) or self.m.where
+        self.m.where = place_of(trace) or self.m.where
         self.m.recomputed = (n.meta.get("custom") or {}).get(RECOMPUTED, "")
 
     def _made(self, n: Any, name: str, v: Any, args: Sequence[Any], more: Mapping[str, Any]) -> Any:
@@ -242,10 +271,14 @@ class _Reader:
             if rule is None:
                 return self._in_smaller_ones(n, name, v, args, "")
             check_read(rule, n, args, more)
+            apart = self.selections.concerns(n)
+            args = self.selections.left_out(n, name, args) if apart else args
             if not self.autocast.dtype and (why := check_operands(name, args)):
                 return self._unknown(name, v, args, why)
             found = rule(self.m, v, *args, **more)
             check_type(found, v)
+            if apart and name == "mean" and not self.selections.axes(n.meta["val"]):
+                return self.selections.mean(n, found)
         except UserError:
             raise
         except Exception as error:  # whatever a rule meets in a form that it does not know
@@ -360,41 +393,3 @@ class _Reader:
             return None
         shadow = self.shadows.get(self._root(n.args[3]))
         return None if shadow is None else hidden(shadow, args[0].shape[-2], args[1].shape[-2])
-
-
-def _name(n: Any) -> str:
-    """An operation's name, without its library and overload."""
-    target = str(n.target)
-    return target.split(".")[1] if "." in target else target
-
-
-@cache
-def _place(trace: str) -> str:
-    """The user's own line of a trace; in a module of PyTorch, that of its code."""
-    places = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    return own_line((), places) or (":".join(places[-1]) if places else "")
-
-
-def _writes(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__") and name not in TABLE
-
-
-def _is_batch_norm(n: Any) -> bool:
-    return "batch_norm" in str(n.target)
-
-
-def scope_of(path: str) -> str:
-    """The path of a module, as scopes have it."""
-    path = path.removeprefix("L['self'].").removeprefix("L__self__").lstrip(".")
-    return re.sub(r"[^\w./\-]+", "", path.removeprefix(MODULE).lstrip(".").replace(".", "/"))
-
-
-def _type_of(value: Any, torch: Any, where: str) -> Any:
-    if isinstance(value, torch.Tensor):
-        try:
-            sizes = tuple(map(int, value.shape))  # what is read later may have settled a symbol
-        except torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode:
-            raise UserError(f"from_torch: {where}: a size depends on values of a batch; {INSTEAD}") from None
-        kind = str(value.dtype).removeprefix("torch.")
-        return Type(sizes, complexes.REAL.get(kind) or dtype_of(value.dtype))
-    return [_type_of(x, torch, where) for x in value] if isinstance(value, list | tuple) else None

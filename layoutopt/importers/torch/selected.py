@@ -1,0 +1,241 @@
+"""Rows that a mask selects, `x[mask]`, as all rows beside their mask.
+
+How many rows a mask selects depends on values. torch.export gives this number a symbol; here an axis of such
+a size has all rows, operations that keep rows apart run on all of them, and sums leave out those that are not
+selected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from layoutopt.importers.arrays.contract import CapturedArray, Operand
+from layoutopt.importers.torch.capture import INSTEAD
+from layoutopt.importers.torch.complexes import REAL
+from layoutopt.importers.torch.elementwise import ELEMENTWISE, Type, dims_of
+from layoutopt.importers.torch.emitter import Equations
+from layoutopt.importers.torch.internals import dtype_of, torch_module
+from mesh_tf_core.errors import UserError
+
+_ALONG = {
+    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax", "sum", "mean", "amax"), 1),
+    **dict.fromkeys(("cat", "concat", "gather", "unbind", "cumsum"), 1),
+    **dict.fromkeys(("split", "split_with_sizes", "chunk"), 2),
+}
+"""Operations along axes -> the place of the argument `dim`, which must not be the axis of selected rows."""
+_SHAPES = ("view", "reshape", "flatten", "_unsafe_view", "squeeze", "unsqueeze")
+_ROWWISE = ELEMENTWISE | {
+    *("linear", "embedding", "layer_norm", "rms_norm", "mm", "matmul", "addmm", "index", "one_hot"),
+    *("select", "slice", "expand", "expand_as", "zeros", "zeros_like", "new_zeros"),
+    *("ones", "ones_like", "new_ones", "full", "full_like"),
+}
+_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
+_PLACES = ("nonzero", "nonzero_numpy")
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The mask of a symbol, as a line, and how many rows there are."""
+
+    mask: Operand
+    count: int
+
+
+class Selections:
+    """The symbols of a program that are numbers of selected rows."""
+
+    def __init__(self, m: Equations) -> None:
+        self.m = m
+        self.rows: dict[str, _Rows] = {}
+
+    # -- sizes ---------------------------------------------------------------------------------------------
+
+    def size(self, size: Any) -> int:
+        """A size in which all rows count."""
+        if isinstance(size, int):
+            return size
+        try:
+            factor, name = self._symbol(size)
+            return factor * self.rows[name].count
+        except KeyError:
+            return int(size)  # what is read later may have settled a symbol
+
+    def _symbol(self, size: Any) -> tuple[int, str]:
+        """A size as a multiple of one symbol; KeyError if it is none."""
+        expr = size.node.expr
+        symbols = [*expr.free_symbols]
+        factor = expr / symbols[0] if len(symbols) == 1 else None
+        if factor is None or not factor.is_Integer:
+            raise KeyError(str(expr))
+        return int(factor), str(symbols[0])
+
+    def axes(self, value: Any) -> dict[int, tuple[int, str]]:
+        """Axis of a tensor that has selected rows -> its factor and symbol."""
+        found = dict[int, tuple[int, str]]()
+        for a, size in enumerate(getattr(value, "shape", ())):
+            if not isinstance(size, int):
+                with suppress(KeyError):
+                    factor, name = self._symbol(size)
+                    found |= {a: (factor, name)} if name in self.rows else {}
+        return found
+
+    def concerns(self, n: Any) -> bool:
+        """Whether a node reads or makes selected rows."""
+        values = [x.meta.get("val") for x in n.all_input_nodes]
+        return bool(self.rows) and any(map(self.axes, (*values, *_tensors(n.meta.get("val")))))
+
+    def count(self, size: Any) -> Operand | None:
+        """The number of selected rows that a size is; None if it is none."""
+        try:
+            factor, name = self._symbol(size)
+            total = self.m.reduced("reduce_sum", self.m.cast(self.rows[name].mask, "int32"), [0])
+        except KeyError:
+            return None
+        return self.m.binary("mul", total, factor, "int32") if factor > 1 else total
+
+    def type_of(self, value: Any) -> Any:
+        """The type of a tensor, or of each of several; None for what is none."""
+        torch = torch_module()
+        if isinstance(value, torch.Tensor):
+            try:
+                sizes = tuple(map(self.size, value.shape))
+            except torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode:
+                where = self.m.where
+                raise UserError(
+                    f"from_torch: {where}: a size depends on values of a batch; {INSTEAD}"
+                ) from None
+            kind = str(value.dtype).removeprefix("torch.")
+            return Type(sizes, REAL.get(kind) or dtype_of(value.dtype))
+        return [self.type_of(x) for x in value] if isinstance(value, list | tuple) else None
+
+    # -- operations ----------------------------------------------------------------------------------------
+
+    def _selects(self, name: str, args: Sequence[Any]) -> bool:
+        """Whether an operation selects by truth values."""
+        if name in _PLACES or len(args) < 2:
+            return name in _PLACES or name == "where"
+        if name not in ("index", "masked_select"):
+            return False
+        listed = args[1] if isinstance(args[1], list | tuple) else [args[1]]
+        return any(x is not None and x.dtype == "bool" for x in listed)
+
+    def selected(self, value: Any, name: str, args: Sequence[Any]) -> tuple[Any, str]:
+        """All rows of what an operation selects by truth values, and why it is not known; (None, "") if it
+        does something else."""
+        try:
+            return self._all_rows(value, name, args) if self._selects(name, args) else None, ""
+        except NotImplementedError as error:
+            return None, str(error)
+
+    def _all_rows(self, value: Any, name: str, args: Sequence[Any]) -> Any:
+        m, x = self.m, args[0]
+        if name in (*_PLACES, "where"):
+            return self._places(value, name, x)
+        mask, begin = args[1], 0
+        if name == "index":
+            given = [(a, i) for a, i in enumerate(mask) if i is not None]
+            if len(given) > 1:
+                raise NotImplementedError("it selects by truth values and by places")
+            ((begin, mask),) = given
+        else:
+            shape = np.broadcast_shapes(x.shape, mask.shape)
+            x, mask = m.expand(x, shape), m.expand(mask, shape)
+        end = begin + len(mask.shape)
+        count = math.prod(mask.shape)
+        self._know(value.shape[begin], mask, count)
+        return m.reshape(x, (*x.shape[:begin], count, *x.shape[end:]))
+
+    def _places(self, value: Any, name: str, mask: Operand) -> Any:
+        """The places where a mask is true: those of all elements."""
+        m, count = self.m, math.prod(mask.shape)
+        listed = value if isinstance(value, list | tuple) else [value]
+        self._know(listed[0].shape[0], mask, count)
+        wide = [m.reshape(m.counted(mask.shape, a, "int32"), (count,)) for a in range(len(mask.shape))]
+        return m.concatenate([m.reshape(p, (count, 1)) for p in wide], 1) if name == "nonzero" else wide
+
+    def _know(self, size: Any, mask: Operand, count: int) -> None:
+        m = self.m
+        factor, name = self._symbol(size)
+        old = self.rows.get(name)
+        line = m.reshape(mask, (count,))
+        if factor != 1 or (old is not None and not _alike(m, old.mask, line)):
+            raise NotImplementedError("it combines rows of different masks")
+        self.rows.setdefault(name, _Rows(line, count))
+        said = (
+            "rows that a mask selects are imported as all rows, of which sums and means leave out the others"
+        )
+        m.notes[f"{m.where}: {said}; the user's program computes the selected ones alone"] = None
+
+    def hits(self, x: Operand, axes: Mapping[int, tuple[int, str]]) -> Operand:
+        """Which elements of x are of selected rows."""
+        ((axis, (factor, name)),) = axes.items()
+        m, rows = self.m, self.rows[name]
+        mask = rows.mask
+        if factor > 1:  # the rest of a row was beside it
+            mask = m.reshape(m.broadcast(mask, (rows.count, factor), [0]), (rows.count * factor,))
+        return m.broadcast(mask, x.shape, [axis])
+
+    def left_out(self, n: Any, name: str, args: Sequence[Any]) -> Sequence[Any]:
+        """The arguments of an operation, in which rows that are not selected change no sum.
+
+        Raises:
+          NotImplementedError: it is not known to keep rows apart.
+        """
+        m, (first, *more) = self.m, args
+        read = [self.axes(x.meta.get("val")) for x in n.all_input_nodes]
+        made = [self.axes(v) for v in _tensors(n.meta.get("val"))]
+        own, kept = {a for axes in (*read, *made) for a in axes}, all(made)
+        masks = [self.rows[name].mask for axes in (*read, *made) for _, name in axes.values()]
+        if not all(_alike(m, masks[0], mask) for mask in masks):
+            raise NotImplementedError("it combines rows of different masks")
+        if any(len(axes) > 1 for axes in (*read, *made)):
+            raise NotImplementedError("it combines each selected row with each")
+        if name in _LOSSES and more[0].dtype.startswith("int"):
+            ignored = more[3] if len(more) > 3 else -100
+            hits = self.hits(more[0], self.axes(n.args[1].meta["val"]))
+            return (first, m.select(hits, more[0], ignored, more[0].dtype), *more[1:])
+        if name in ("sum", "mean") and not kept:
+            return (m.select(self.hits(first, read[0]), first, 0, first.dtype), *more)
+        apart = name in _ROWWISE or (name in _SHAPES and own <= {0})
+        if name in _ALONG:
+            value = next(x.meta["val"] for x, axes in zip(n.all_input_nodes, read, strict=True) if axes)
+            dim = n.kwargs.get("dim", n.args[_ALONG[name]] if len(n.args) > _ALONG[name] else 0)
+            apart = not own & {*dims_of(dim, len(value.shape))}
+        if name == "index":
+            apart = not any(
+                a in self.axes(n.args[0].meta["val"]) for a, i in enumerate(args[1]) if i is not None
+            )
+        if name in ("layer_norm", "rms_norm"):
+            apart = len(first.shape) - len(more[0]) not in own
+        if not kept or not apart:
+            raise NotImplementedError("it reads rows that a mask selects, whose number depends on values")
+        return args
+
+    def mean(self, n: Any, found: Operand) -> Operand:
+        """A mean over all rows, as one over those that are selected."""
+        ((_, name),) = self.axes(n.args[0].meta["val"]).values()
+        rows = self.rows[name]
+        count = self.m.reduced("reduce_sum", self.m.cast(rows.mask, found.dtype), [0])
+        return self.m.binary("mul", found, self.m.binary("div", rows.count, count, found.dtype), found.dtype)
+
+
+def _tensors(value: Any) -> list[Any]:
+    listed = value if isinstance(value, list | tuple) else [value]
+    return [x for x in listed if hasattr(x, "shape")]
+
+
+def _alike(m: Equations, a: Operand, b: Operand) -> bool:
+    """Whether the same equations make two values of the same arguments."""
+    if a is b or (isinstance(a, CapturedArray) and isinstance(b, CapturedArray)):
+        return a is b or (a.shape == b.shape and np.array_equal(a.value, b.value))
+    one, other = m.made.get(id(a)), m.made.get(id(b))
+    if one is None or other is None or one.prim != other.prim or repr(one.params) != repr(other.params):
+        return False
+    known = one.body is None and "random" not in one.prim and len(one.ins) == len(other.ins)
+    return known and all(_alike(m, x, y) for x, y in zip(one.ins, other.ins, strict=True))
