@@ -8,7 +8,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from functools import cache
 from io import StringIO
@@ -20,6 +20,7 @@ from layoutopt.importers.torch.autocast import left, on_gpus
 from layoutopt.importers.torch.checks import checks_passed
 from layoutopt.importers.torch.flex import flex_written_out
 from layoutopt.importers.torch.internals import batch_path, dtype_of, torch_module
+from layoutopt.importers.torch.known import known_values
 from mesh_tf_core.errors import UserError
 
 MODULE = "module"
@@ -96,6 +97,27 @@ def captured(module: Any, batch: Any, loss: Callable[..., Any] | None, param_dty
             "forward(), by name or in order"
         ) from None
     try:
+        program, around = _exported(whole, args, kwargs, param_dtype, notes)
+    except NotTracedError:
+        raise
+    except UserError:
+        del notes[:]
+        read = dict[str, None]()
+        outside = [x for _, x in flat]
+
+        def told() -> None:
+            read[own_line(traceback.extract_stack())] = None
+
+        whole.following = lambda inside: known_values([*zip(inside, outside, strict=True)], told)
+        program, around = _exported(whole, args, kwargs, param_dtype, notes)
+        notes += [f"{line} reads values: the program is that of those of this batch" for line in read if line]
+    return Captured(program, tuple(notes), tensors, "" if around is None else dtype_of(around))
+
+
+def _exported(whole: Any, args: Any, kwargs: Any, param_dtype: Any, notes: list[str]) -> tuple[Any, Any]:
+    """The program of torch.export, and the element type of the torch.autocast that is left meanwhile."""
+    torch, module = torch_module(), getattr(whole, MODULE)
+    try:
         with ExitStack() as stack:
             for context in (_quiet(), _training(module, notes), _without_cache(module, notes)):
                 stack.enter_context(context)
@@ -109,12 +131,11 @@ def captured(module: Any, batch: Any, loss: Callable[..., Any] | None, param_dty
             stack.enter_context(patch.object(own, "_detect_is_causal_mask", lambda _, it, *__: it is True))
             around = stack.enter_context(left(notes))
             stack.enter_context(torch.fx.traceback.preserve_node_meta())
-            program = torch.export.export(whole, args, dict(kwargs))
+            return torch.export.export(whole, args, dict(kwargs)), around
     except UserError:
         raise
     except Exception as error:
         raise _refused(error) from error
-    return Captured(program, tuple(notes), tensors, "" if around is None else dtype_of(around))
 
 
 def _with_loss(torch: Any, module: Any, batch: Any, loss: Callable[..., Any] | None, param_dtype: Any) -> Any:
@@ -127,12 +148,17 @@ def _with_loss(torch: Any, module: Any, batch: Any, loss: Callable[..., Any] | N
             super().__init__()
             setattr(self, MODULE, module)
             self.signature = inspect.signature(module.forward)
+            self.following: Callable[[Any], Any] = lambda inside: nullcontext()
 
         def taken(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
             """What the module gets: with `loss`, the batch may have more."""
             return kwargs if loss is None or open_ else {k: v for k, v in kwargs.items() if k in known}
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
+            with self.following(torch.utils._pytree.tree_leaves((args, kwargs))):
+                return self.lost(args, kwargs)
+
+        def lost(self, args: Any, kwargs: Any) -> Any:
             read = (args, self.taken(kwargs))
             if param_dtype is not None:
                 read = torch.utils._pytree.tree_map(lambda x: converted(x, param_dtype), read)
