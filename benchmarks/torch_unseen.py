@@ -74,6 +74,24 @@ def numbers(module: Any, batch: Mapping[str, Any], loss: Any, model: Any) -> dic
     return row | {"gradient": worst[0], "worst": worst[1]}
 
 
+def rounding(module: Any, batch: Any, loss: Any) -> float:
+    """How far PyTorch's own gradients move, relatively, when the last bits of its parameters do: modules may
+    normalise in float32 whatever their type."""
+    import torch
+
+    found = []
+    for moved in (0.0, 2.0**-24):
+        with torch.no_grad():
+            for p in module.parameters():
+                p.mul_(1 + moved * torch.randn_like(p).sign())
+        module.zero_grad()
+        lost(module, batch, loss).backward()
+        found.append({n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None})
+    largest = max(float(g.abs().max()) for g in found[0].values())
+    each = ((g, found[1][n]) for n, g in found[0].items())
+    return max(float((a - b).abs().max()) / max(float(a.abs().max()), largest / 100) for a, b in each)
+
+
 def torch_paths(batch: Any) -> list[tuple[str, Any]]:
     import torch
 
@@ -129,19 +147,25 @@ def one(kind: str) -> dict[str, Any]:
     good = row["imported"] == trained and max(row.get("loss", 0), row.get("gradient", 0)) < BOUND
     if not good and row["imported"] == trained:
         # Rounding decides between experts of equal scores, and normalisations of two rows enlarge it.
-        with contextlib.suppress(Exception):
-            torch.manual_seed(1)
-            for p in module.parameters():
-                if p.ndim > 1:
-                    torch.nn.init.normal_(p, std=0.1)
-            module = module.double()
-            batch = {
-                n: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for n, x in batch.items()
-            }
-            model = layoutopt.from_torch(module, dict(batch), loss=loss)
-            again = numbers(module, batch, loss, model)
-            good = max(again["loss"], again["gradient"]) < BOUND
-            row |= again | {"float64": True}
+        torch.manual_seed(1)
+        for p in module.parameters():
+            if p.ndim > 1:
+                torch.nn.init.normal_(p, std=0.1)
+        for double in (True, False):  # PyTorch has no float64 products in groups
+            with contextlib.suppress(Exception):
+                module = module.double() if double else module.float()
+                batch = {
+                    n: (x.double() if double else x.float())
+                    if torch.is_tensor(x) and x.is_floating_point()
+                    else x
+                    for n, x in batch.items()
+                }
+                model = layoutopt.from_torch(module, dict(batch), loss=loss)
+                again = numbers(module, batch, loss, model) | {"float64": double}
+                again["rounding"] = rounding(module, batch, loss)
+                row |= again
+                good = max(again["loss"], again["gradient"]) < max(BOUND, min(4 * again["rounding"], 1e-3))
+                break
     return row | {"end": ("drawn" if given.drawn else "equal") if good else "different"}
 
 

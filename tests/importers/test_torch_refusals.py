@@ -55,7 +55,7 @@ class Dropped(Mean):
 
 
 def test_layers_that_are_skipped_at_random_are_refused_with_what_to_do() -> None:
-    with pytest.raises(UserError, match=r"of the batch, parameters or a draw, .* rate of LayerDrop to 0;"):
+    with pytest.raises(UserError, match=r"of the batch, parameters or a draw, .* rate of LayerDrop to 0,"):
         layoutopt.from_torch(Dropped(8, 8), {"x": torch.ones(4, 8)})
 
 

@@ -26,7 +26,8 @@ from mesh_tf_core.errors import UserError
 MODULE = "module"
 """Name of the user's module inside of the one that is exported."""
 INSTEAD = (
-    "select with torch.where instead of branching or picking elements, and set the rate of LayerDrop to 0; "
+    "select with torch.where instead of branching or picking elements, set the rate of LayerDrop to 0, and "
+    "give arrays of lengths and grids with their values instead of on the device meta; "
     'of transformers\' mixtures of experts, load the model with experts_implementation="grouped_mm"'
 )
 RECOMPUTED = "layoutopt_recomputed"
@@ -35,6 +36,10 @@ RECOMPUTED = "layoutopt_recomputed"
 
 class NotTracedError(UserError):
     """A failure of torch.export that may be the module's own on this batch."""
+
+
+class ValuesNeededError(UserError):
+    """The program depends on values."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +59,14 @@ class Captured:
     autocast: str
 
 
-def captured(module: Any, batch: Any, loss: Callable[..., Any] | None, param_dtype: Any = None) -> Captured:
+def captured(
+    module: Any, batch: Any, loss: Callable[..., Any] | None, param_dtype: Any = None, follow: bool = False
+) -> Captured:
     """The module's loss of a batch as a graph, in training mode.
 
     Args:
       param_dtype: in which the module reads its parameters and the batch; None: in their own.
+      follow: values of the batch that the code reads are those of the example.
 
     Raises:
       UserError: torch.export refuses it (with the line of the module), or it has no loss.
@@ -96,21 +104,15 @@ def captured(module: Any, batch: Any, loss: Callable[..., Any] | None, param_dty
             f"from_torch: the module cannot be called with this batch: {error}; give the arguments of its "
             "forward(), by name or in order"
         ) from None
-    try:
-        program, around = _exported(whole, args, kwargs, param_dtype, notes)
-    except NotTracedError:
-        raise
-    except UserError:
-        del notes[:]
-        read = dict[str, None]()
-        outside = [x for _, x in flat]
+    read, outside = dict[str, None](), [x for _, x in flat]
 
-        def told() -> None:
-            read[own_line(traceback.extract_stack())] = None
+    def told() -> None:
+        read[own_line(traceback.extract_stack())] = None
 
+    if follow:
         whole.following = lambda inside: known_values([*zip(inside, outside, strict=True)], told)
-        program, around = _exported(whole, args, kwargs, param_dtype, notes)
-        notes += [f"{line} reads values: the program is that of those of this batch" for line in read if line]
+    program, around = _exported(whole, args, kwargs, param_dtype, notes)
+    notes += [f"{line} reads values: the program is that of those of this batch" for line in read if line]
     return Captured(program, tuple(notes), tensors, "" if around is None else dtype_of(around))
 
 
@@ -306,7 +308,7 @@ def _refused(error: Exception) -> UserError:
             "the program depends on values, of the batch, parameters or a draw, which a traced program cannot"
         )
         instead = INSTEAD
-    found = UserError if instead is INSTEAD else NotTracedError
+    found = ValuesNeededError if instead is INSTEAD else NotTracedError
     return found(f"from_torch: {place}torch.export cannot trace this module: {kind}: {text}; {instead}")
 
 

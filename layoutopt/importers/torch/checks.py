@@ -7,7 +7,7 @@ import linecache
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, wraps
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +27,7 @@ def checks_passed(library: Callable[[str], bool]) -> Iterator[None]:
     torch = torch_module()
 
     def passing(own: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        @wraps(own)
         def truth(x: Any) -> bool:
             try:
                 return own(x)

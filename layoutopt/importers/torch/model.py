@@ -13,9 +13,9 @@ from layoutopt.importers.arrays.build import built, optimizer_of
 from layoutopt.importers.arrays.contract import KEY, Leaf, TracedProgram, Var
 from layoutopt.importers.arrays.model import ImportedModel
 from layoutopt.importers.arrays.parts import why_not_added
-from layoutopt.importers.torch.capture import MODULE, NotTracedError, captured
+from layoutopt.importers.torch.capture import MODULE, Captured, NotTracedError, ValuesNeededError, captured
 from layoutopt.importers.torch.internals import array_of, dtype_of, torch_module
-from layoutopt.importers.torch.reader import read
+from layoutopt.importers.torch.reader import ReadProgram, read
 from layoutopt.importers.torch.styles import StyleFlow
 from layoutopt.importers.torch.torch_plan import TorchPlan
 from layoutopt.importers.torch.trials import run_on_pieces
@@ -178,16 +178,6 @@ def from_torch(
         raise UserError(
             f"from_torch: param_dtype is {param_dtype!r}; give None or {', '.join(map(str, known))}"
         )
-    try:
-        found = captured(module, example_batch, loss, param_dtype)
-    except NotTracedError as error:
-        why = run_on_pieces(module, {}, example_batch)[0]
-        if why and "meta" not in why.lower():  # what it says of its own trial is no news
-            raise UserError(
-                f"from_torch: the module does not run on this batch: {why}; give tensors of the shapes and "
-                "element types that a training step has"
-            ) from error
-        raise
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(
         module.named_buffers(remove_duplicate=False)
     )
@@ -198,7 +188,25 @@ def from_torch(
         names_of[id(t)].append(path)
     ties = {f"{MODULE}.{x}": f"{MODULE}.{listed[0]}" for listed in names_of.values() for x in listed}
     buffers = {f"{MODULE}.{n}": array_of(t) for n, t in module.named_buffers()}
-    program = read(found.program, {n: a for n, a in buffers.items() if a is not None}, ties, found.autocast)
+    values = {n: a for n, a in buffers.items() if a is not None}
+
+    def traced(follow: bool) -> tuple[Captured, ReadProgram]:
+        found = captured(module, example_batch, loss, param_dtype, follow)
+        return found, read(found.program, values, ties, found.autocast)
+
+    try:
+        try:
+            found, program = traced(False)
+        except ValuesNeededError:
+            found, program = traced(True)
+    except NotTracedError as error:
+        why = run_on_pieces(module, {}, example_batch)[0]
+        if why and "meta" not in why.lower():  # what it says of its own trial is no news
+            raise UserError(
+                f"from_torch: the module does not run on this batch: {why}; give tensors of the shapes and "
+                "element types that a training step has"
+            ) from error
+        raise
     pairs: dict[str, list[tuple[Var, Leaf]]] = {"params": [], "state": [], "batch": []}
     paths = iter(found.batch)
     for kind, target, v in program.arguments:

@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 
 from layoutopt.importers.arrays.contract import CapturedArray, Operand
-from layoutopt.importers.torch.capture import INSTEAD
+from layoutopt.importers.torch.capture import INSTEAD, ValuesNeededError
 from layoutopt.importers.torch.complexes import REAL
 from layoutopt.importers.torch.elementwise import ELEMENTWISE, Type, dims_of
 from layoutopt.importers.torch.emitter import Equations
 from layoutopt.importers.torch.internals import dtype_of, torch_module
-from mesh_tf_core.errors import UserError
 
 _ALONG = {
     **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax", "sum", "mean", "amax"), 1),
@@ -107,7 +106,7 @@ class Selections:
                 sizes = tuple(map(self.size, value.shape))
             except torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode:
                 where = self.m.where
-                raise UserError(
+                raise ValuesNeededError(
                     f"from_torch: {where}: a size depends on values of a batch; {INSTEAD}"
                 ) from None
             kind = str(value.dtype).removeprefix("torch.")
