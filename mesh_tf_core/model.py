@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -145,7 +146,8 @@ class Model:
     def tokens(self) -> int | None:
         """The number of tokens in a step; None if `token_dims` is empty."""
         names = self._token_names
-        shapes = [t.shape for t in self.graph.inputs.values()]
+        texts_first = sorted(self.graph.inputs.values(), key=lambda t: is_float(t.dtype))
+        shapes = [t.shape for t in texts_first]  # a model of speech has text tokens beside spectra
         found = next((s for s in shapes if set(names) <= set(s.names)), None)
         if found is None and names:
             listed = "; ".join(f"{name} [{t.shape}]" for name, t in self.graph.inputs.items()) or "none"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +29,14 @@ STEPS = """
 {loss} and {gradient} (relative). In {equal} rows every parameter lies as the plan's placements say, and
 the fullest rank holds the elements that the plan says. Times are medians of {rounds} rounds of AdamW in
 float32, in turns with the same module under hand-written FSDP2 on the same processes. {about}
+"""
+UNSEEN = """
+## Every model type of transformers, reduced
+
+Configurations of {types} model types of transformers {version} were reduced by the names of their fields.
+PyTorch runs {ran} of the modules that this makes; of the others the reduction does not fit together. {equal}
+of these import with all parameters, and with the loss and every gradient of PyTorch to 1e-5 or to four times
+the differences that the last bits of its parameters make. {about}
 """
 
 
@@ -66,6 +76,36 @@ def page() -> Iterator[str]:
         (_row(r) for r in found["rows"]),
     )
     yield from _steps()
+    yield from _unseen()
+
+
+def _unseen() -> Iterator[str]:
+    """The sweep over model types of transformers."""
+    found = stored("torch_unseen")
+    ran = [r for r in found["rows"] if r["end"] != "unbuilt"]
+    ends = defaultdict[str, list[str]](list)
+    for r in ran:
+        ends[r["end"] if r["end"] != "refused" else f"refused: {_reason(r['said'])}"].append(r["type"])
+    yield prose(
+        UNSEEN,
+        types=len(found["rows"]),
+        version=found["transformers"],
+        ran=len(ran),
+        equal=len(ends["equal"]),
+        about=found["about"],
+    )
+    yield caption("python -m benchmarks.torch_unseen", "torch_unseen")
+    listed = sorted(ends.items(), key=lambda end: -len(end[1]))
+    few = ((end, str(len(kinds)), ", ".join(kinds) if len(kinds) < 25 else "") for end, kinds in listed)
+    yield from table(("end", "types", "which"), few)
+
+
+def _reason(said: str) -> str:
+    """The kind of a refusal."""
+    if "values" in said:
+        return "its shapes or branches depend on values"
+    what = re.search(r"cannot import ([\w.]+)|cannot trace this module: (\w+)", said)
+    return "the module does not run without values" if what is None else what[1] or what[2]
 
 
 def _steps() -> Iterator[str]:

@@ -87,6 +87,13 @@ def test_settings_have_the_dtype_that_the_prices_assume(to: str) -> None:
         assert not any(word in export(replace(what, dtype="float32"), to) for word in words)
 
 
+def test_transformers_splits_no_sequences() -> None:
+    """Nothing in transformers reads its `enable_sequence_parallel`: no plan needs it, no file sets it."""
+    with pytest.raises(UserError, match="length:model"):
+        export(exported("data:4;model:2", TENSOR + ";length@elsewhere:model"), "transformers")
+    assert "sequence_parallel" not in export(exported("data:4;model:2", TENSOR), "transformers")
+
+
 def test_messages_that_the_prices_overlap_are_overlapped() -> None:
     sequence = TENSOR + ";length@elsewhere:model"
     for framework, layout, overlaps in (

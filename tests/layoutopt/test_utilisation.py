@@ -277,6 +277,11 @@ def test_a_model_names_its_token_dimensions() -> None:
     loss = mtf.reduce_mean(ids.cast("float32") * g.variable("w", [], mtf.ZEROS))
     assert mtf.Model(loss, token_dims=("length", "batch")).tokens == 24
     assert mtf.Model(loss).tokens is None
+    speech = mtf.Graph("speech")
+    heard = speech.input("audio", [mtf.Dim("batch", 4), mtf.Dim("length", 50), mtf.Dim("mels", 8)], "float32")
+    text = speech.input("text", [mtf.Dim("batch", 4), mtf.Dim("length", 6)])
+    both = mtf.reduce_mean(heard) + mtf.reduce_mean(text.cast("float32"))
+    assert mtf.Model(both, token_dims=("batch", "length")).tokens == 24  # not those of spectra
     with pytest.raises(mtf.UserError, match="Model: no input has the token_dims batch, words; name"):
         mtf.Model(loss, token_dims=("batch", "words"))
 

@@ -199,7 +199,8 @@ class StyleFlow:
                 for name in group:
                     if why := whole or fails([name]):
                         self.code[name] = self.without[name] = (
-                            f"the module does not run on a part of it: {why}"
+                            f"the module does not run on a part of it: {why}; code with the size written "
+                            "into it runs with sizes of tensors, as in qkv.chunk(3, -1)"
                         )
         trained = {n for a in self.parameters.values() for names in a.axes for n in names}
         passed = {name for stack in self.stacks for name in stack.passed[1:]} - trained
