@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -82,7 +83,8 @@ def row(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
     try:
         made = from_huggingface(config).parameters
     except UserError as error:
-        reason = str(error).removeprefix("the configuration: ").partition("; known: ")[0]
+        said = str(error).removeprefix("the configuration: ")
+        reason = re.split(r"; (?:nearest|all \d+)", said)[0]
         return name, f"`{kind}`", "refused", f"{reference:,}" if reference else "–", reason
     if not found.get("counted", True):
         return name, f"`{kind}`", f"{made:,}", "–", "no independent count"
