@@ -229,8 +229,8 @@ class Evaluation:
         if why:
             told = " and ".join(f"{n} is {model.batch[n]:,} ({said})" for n, said in why.items())
             yield f"{told} by default; set {'them' if len(why) > 1 else 'it'}, e.g. " + " ".join(
-                f"--set {n}={2 * model.batch[n]}" for n in why
-            )
+                f"--set {n}={2 * model.batch[n] if n == name else -(-model.batch[n] // 2)}" for n in why
+            )  # half a length: positions may end
         size = model.batch.get(name or "", devices)
         if name in model.assumed and self.replicas is None and size < devices:
             yield (

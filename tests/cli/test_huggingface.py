@@ -124,3 +124,16 @@ def test_errors_are_one_line(run: Callable[..., Result], place: Path) -> None:
     assert (
         done.stderr.count("\n") == 1 and "unknown fields for model_type 'qwen3': hash_layers" in done.stderr
     )
+
+
+@pytest.mark.parametrize("family", ["gpt2", "roberta", "bart"])
+def test_the_length_that_a_note_offers_is_one_that_the_model_has(family: str) -> None:
+    """Learned positions end where the default length does."""
+    data = Path(__file__).parents[1] / "data" / "huggingface_losses.json"
+    losses = json.loads(data.read_text())["models"]
+    config = losses[family]["config"]
+    (note,) = (
+        n for n in layoutopt.cost(layoutopt.from_huggingface(config), "a:1").notes if "by default" in n
+    )
+    (length,) = re.findall(r"--set length=(\d+)", note)
+    assert layoutopt.from_huggingface(config, length=int(length)).parameters
