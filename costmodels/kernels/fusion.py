@@ -34,11 +34,10 @@ from mesh_tf_core.ir.blocks import Node, reads
 from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.outline import Outline
-from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Instr, Local, Program
-from mesh_tf_core.ir.structure import Connection, Read
+from mesh_tf_core.ir.structure import Connection
 from mesh_tf_core.ir.traits import in_place, read_operands
-from mesh_tf_core.lower.nodes import converts_variable, repeated, updated, with_parts
+from mesh_tf_core.lower.nodes import converts_variable, repeated, stored_tensors, updated
 from mesh_tf_core.lower.rematerialization import running_again
 
 
@@ -59,8 +58,6 @@ class Fusion:
       group: node -> its group; nodes that fuse with nothing are alone in theirs or not listed.
       leaving: tensors that are read outside of their group, or leave their block.
       again: the same for a loop's body that runs again in backward.
-      stored: tensors that are variables' values, or parts or casts of them, under any name, before the
-        update.
       remade: tensors that are casts by rule (6) -> the dtype that they are read in.
       aliases: renames by whose names groups read a value that they also read under another name -> these
         groups. A kernel reads it once.
@@ -70,7 +67,6 @@ class Fusion:
     group: Mapping[int, int] = field(default_factory=dict)
     leaving: frozenset[int] = frozenset()
     again: frozenset[int] = frozenset()
-    stored: frozenset[int] = frozenset()
     remade: Mapping[int, str] = field(default_factory=dict)
     aliases: Mapping[int, frozenset[int]] = field(default_factory=dict)
     regrouped: frozenset[frozenset[str]] = frozenset()
@@ -110,7 +106,8 @@ def fusion_of(program: Program, fuses: Fuses = Fuses.ALL) -> Fusion:
 def casts_variable(instr: Instr, program: Program) -> bool:
     """True if an instruction casts a variable, or a part of one, before the update."""
     casts = isinstance(instr, Local) and instr.op.converts and not instr.op.free
-    return casts and program.values[instr.outputs[0]].tensor in fusion_of(program).stored
+    stored = frozenset() if program.outline is None else stored_tensors(program.outline)
+    return casts and program.values[instr.outputs[0]].tensor in stored
 
 
 class _Groups:
@@ -130,7 +127,7 @@ class _Groups:
         self.first: dict[int, int] = {}
         self.last: dict[int, int] = {}
         self.operands: dict[int, frozenset[int]] = {}
-        self.stored: set[int] = set()
+        self.stored = stored_tensors(graph)
         self.remade = {} if self.calls else self._remade()
 
     def found(self) -> Fusion:
@@ -142,8 +139,7 @@ class _Groups:
             groups = {n: root for n, root in groups.items() if sizes[root] > 1}
         self._between(groups)
         regrouped = frozenset(names for node in self.nodes for names in self._regrouped(node))
-        stored, aliases = frozenset(self.stored), self._aliases()
-        return Fusion(groups, *self._leaving(), stored, self.remade, aliases, regrouped)
+        return Fusion(groups, *self._leaving(), self.remade, self._aliases(), regrouped)
 
     def _remade(self) -> dict[int, str]:
         """Rule (6): of arrays that nobody needs but operations of their own block."""
@@ -208,13 +204,6 @@ class _Groups:
         if any(o in self.repeated for o in node.outputs):
             self.same[node.outputs[0]] = self.repeated[node.outputs[0]]
             return
-        if (
-            kind == FREE
-            and node.inputs
-            and node.phase != Phase.UPDATE
-            and self.stored.issuperset(node.inputs)
-        ):
-            self.stored.update(with_parts(node.outputs[0], self.graph))
         if kind == FREE or any(o in self.remade for o in node.outputs):
             self.same.update((o, self._source(i)) for i, o in zip(node.inputs, node.outputs, strict=False))
             return
@@ -233,14 +222,11 @@ class _Groups:
 
     def _role(self, node: Node) -> str:
         op = node.op
-        if isinstance(op, Read):
-            self.stored.update(with_parts(node.outputs[0], self.graph))
         if isinstance(op, Connection):
             return ALONE
         types = tuple(self.graph.tensor(i).type for i in node.inputs)
         kind = role(op, types)
         if kind == MAP and converts_variable(node) and node.inputs[0] in self.stored:
-            self.stored.update(with_parts(node.outputs[0], self.graph))
             return ALONE
         if kind == REDUCE and any(o in self.graph.gradient_of for o in self._outwards(node.outputs)):
             return ALONE

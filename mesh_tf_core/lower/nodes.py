@@ -75,6 +75,18 @@ def weights(graph: Graph | Outline) -> Mapping[int, str]:
 
 
 @per_graph
+def stored_tensors(graph: Graph | Outline) -> frozenset[int]:
+    """Tensors that are the value of any variable, or parts or casts of it under any name, before the
+    update."""
+    found: set[int] = set()
+    for node, _ in graph.walk():
+        passes = converts_variable(node) or (node.op.free and node.inputs and node.phase != Phase.UPDATE)
+        if isinstance(node.op, Read) or (passes and found.issuperset(node.inputs)):
+            found.update(with_parts(node.outputs[0], graph))
+    return frozenset(found)
+
+
+@per_graph
 def _parts(graph: Graph | Outline) -> Mapping[int, list[int]]:
     """Stacks -> the tensors of loop bodies that are an iteration's part of them."""
     found: dict[int, list[int]] = defaultdict(list)

@@ -32,10 +32,8 @@ from mesh_tf_core.ir import program as ir
 from mesh_tf_core.ir.builder import inside
 from mesh_tf_core.ir.instructions import GRADIENT, HOST, PARAMETER, STEP
 from mesh_tf_core.ir.op import PRODUCTS
-from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.structure import Read
-from mesh_tf_core.lower.nodes import converts_variable, with_parts
+from mesh_tf_core.lower.nodes import stored_tensors
 
 
 def start_and_done(program: ir.Program) -> ir.Program:
@@ -132,20 +130,9 @@ def _without_products(code: Iterable[ir.Instr]) -> set[int]:
 # -- what messages are for -----------------------------------------------------------------------------------
 
 
-@per_graph
-def _stored_tensors(outline: Outline) -> frozenset[int]:
-    """Tensors that are variables, or parts or casts of them."""
-    found: set[int] = set()
-    for node, _ in outline.walk():
-        passes = converts_variable(node) or (node.op.free and node.inputs and node.phase != Phase.UPDATE)
-        if isinstance(node.op, Read) or (passes and found.issuperset(node.inputs)):
-            found.update(with_parts(node.outputs[0], outline))
-    return frozenset(found)
-
-
 def _stored(program: ir.Program) -> set[int]:
     """Values that are variables, or parts or casts of them."""
-    tensors = frozenset() if program.outline is None else _stored_tensors(program.outline)
+    tensors = frozenset() if program.outline is None else stored_tensors(program.outline)
     stored = {v.id for v in program.values if v.tensor in tensors}
     for instr, _ in program.walk():
         taken = instr.inputs and stored.issuperset(instr.inputs)
