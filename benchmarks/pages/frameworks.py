@@ -44,6 +44,10 @@ In PyTorch's frameworks, Megatron-LM, DeepSpeed and MaxText each axis of the mes
 weights (heads, d_ff and vocab together) or the sequence, and experts lie over some of these axes. ZeRO shards
 over the axes that do not split weights.
 
+On NVIDIA's GPUs, XLA's frameworks and Megatron-LM (TransformerEngine) compute products of float32 in TF32.
+PyTorch's compute them in float32, which is 7 to 16 times as slow from H100 to GB200, and convolutions in
+TF32; `float32=tf32` is `torch.set_float32_matmul_precision("high")`.
+
 Megatron-LM pads the vocabulary of its models to a multiple of 128: parameters, time and memory are those of
 the padded model, and `export` writes the option with which tensor ranks pad to no more. MaxText recomputes
 something in every layer, so its policy that keeps most (`keep=products+attention`) stands for never.
