@@ -220,7 +220,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     args = parser.parse_args()
     out = Path(args.out)
-    rows = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []
+    old = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"rows": []}
+    rows, about = old["rows"], old.get("about", "")
     known = {(r["name"], r["ranks"]): r for r in rows}
     for ranks in args.ranks:
         for name in args.names or MODULES:
@@ -236,6 +237,7 @@ def main() -> None:
             print(json.dumps(row), flush=True)
             ordered = [known[n, r] for r in (4, 8) for n in MODULES if (n, r) in known]
             head = {"date": date.today().isoformat(), "hardware": HARDWARE, "framework": FRAMEWORK}
+            head |= {"about": about}
             out.write_text(
                 json.dumps({**head, "rounds": args.rounds, "rows": ordered}, indent=1) + "\n",
                 encoding="utf-8",

@@ -252,7 +252,8 @@ def main() -> None:
     from benchmarks.torch_unseen_made import known
 
     out = Path(asked.out)
-    rows = {r["type"]: r for r in json.loads(out.read_text())["rows"]} if out.exists() else {}
+    old = json.loads(out.read_text()) if out.exists() else {"rows": []}
+    rows = {r["type"]: r for r in old.pop("rows")}
     which, count = map(int, asked.part.split("/"))
     kinds = (asked.types or [*known()])[which::count]
     if asked.ends:
@@ -265,16 +266,15 @@ def main() -> None:
             rows[kind]["search"] = in_process(searched, kind, asked.limit)
             print(json.dumps(rows[kind]["search"]), flush=True)
         kinds = []
-        out.write_text(
-            json.dumps({"rows": [rows[k] for k in sorted(rows)]}, indent=1) + "\n", encoding="utf-8"
-        )
+        ordered = [rows[k] for k in sorted(rows)]
+        out.write_text(json.dumps({**old, "rows": ordered}, indent=1) + "\n", encoding="utf-8")
     for kind in kinds:
         rows[kind] = in_process(one, kind, asked.limit)
         shown = {k: rows[kind].get(k) for k in ("type", "end", "class", "said", "loss", "gradient", "worst")}
         print(json.dumps({k: v for k, v in shown.items() if v is not None}), flush=True)
         import transformers
 
-        head = {"date": date.today().isoformat(), "transformers": transformers.__version__}
+        head = {**old, "date": date.today().isoformat(), "transformers": transformers.__version__}
         ordered = [rows[k] for k in sorted(rows)]
         out.write_text(json.dumps({**head, "rows": ordered}, indent=1) + "\n", encoding="utf-8")
     print(Counter(r["end"] for r in rows.values()))

@@ -15,6 +15,7 @@ from torch import nn
 
 import layoutopt
 import mesh_tf_core as mtf
+from layoutopt.importers.torch.losses_of_parts import WeightedLoss
 from tests.importers.torch_models import (
     MIXTURES,
     compared,
@@ -103,3 +104,20 @@ def test_means_over_counted_tokens_are_those_of_the_whole_batch() -> None:
     for given in (batch, {**batch, "num_items_in_batch": 60}):
         model = layoutopt.from_torch(module, given)
         assert model.lower(mtf.Mesh("data:1"), mtf.Layout(""), mtf.Options(microbatches=2))
+
+
+def test_targets_that_a_mask_selects_count_by_their_number() -> None:
+    """Trap 10: a part may have fewer selected rows than another."""
+    torch.manual_seed(0)
+    module, batch = nn.Linear(6, 4), {"input": torch.randn(8, 6), "y": torch.tensor([0, 1, 2, 3, 0, 0, 0, 1])}
+
+    def loss(out, given):
+        kept = given["y"] > 0
+        return F.cross_entropy(out[kept], given["y"][kept])
+
+    parts = [{name: x[at] for name, x in batch.items()} for at in (slice(0, 4), slice(4, 8))]
+    found = [WeightedLoss(loss, 2)(module, part) for part in parts]
+    mean = sum(value for value, _, _ in found) / sum(weight for _, weight, _ in found)
+    assert float(mean.detach()) == pytest.approx(
+        float(loss(module(batch["input"]), batch).detach()), rel=1e-6
+    )

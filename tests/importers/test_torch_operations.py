@@ -130,7 +130,7 @@ SMALLER: dict[str, Made] = {
     "orders of norms": lambda y: F.normalize(y, p=1) * y.norm(dim=1, keepdim=True),
     "one window of a line": lambda y: y * F.adaptive_avg_pool1d(y[None], 1)[0],
     "one window of space": lambda y: y * F.adaptive_avg_pool3d(y.reshape(1, 1, 4, 3, 2), 1).squeeze(),
-    "windows": lambda y: y.unfold(1, 4, 2),
+    "windows": lambda y: y.unfold(1, 4, 2).sum() + y.unfold(-2, 2, 1).square(),
     "weighted classes": lambda y: F.nll_loss(F.log_softmax(y, -1), CLASSES, torch.arange(1.0, 7)),
     "probabilities of classes": lambda y: F.cross_entropy(y, y.sin().softmax(-1).detach()),
     "losses": lambda y: F.smooth_l1_loss(y, y.sin(), beta=0.5) + F.huber_loss(y, y.cos(), delta=0.3),

@@ -115,7 +115,8 @@ def _pad(m: Equations, v: Type, x: Operand, widths: Sequence[int], value: Any = 
 @rule("unfold")
 def _unfold(m: Equations, v: Type, x: Operand, dim: int, size: int, step: int) -> Operand:
     """Windows along an axis; the places in them are the last axis."""
-    parts = [m.slice(x, dim % len(x.shape), at, v.shape[dim], step) for at in range(size)]
+    dim %= len(x.shape)
+    parts = [m.slice(x, dim, at, v.shape[dim], step) for at in range(size)]
     return m.concatenate([m.reshape(y, (*y.shape, 1)) for y in parts], len(x.shape))
 
 
