@@ -50,7 +50,7 @@ def test_packed_texts_are_those_of_the_batch(read: str) -> None:
     model, off = compared(Packed(read), batch())
     assert off < 1e-5
     notes: Any = model.origin.notes
-    assert any("test_torch_values.py" in n and "those of this batch" in n for n in notes) or read == "texts"
+    assert any("test_torch_values.py" in n and "those of this batch" in n for n in notes)
 
 
 def test_values_that_the_batch_does_not_have_are_asked_for() -> None:

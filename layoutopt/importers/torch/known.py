@@ -35,12 +35,8 @@ def known_values(given: Sequence[tuple[Any, Any]], told: Callable[[], None]) -> 
     flat, rebuilt = torch.utils._pytree.tree_leaves, torch.utils._pytree.tree_map
     real: Any = WeakTensorKeyDictionary()
     for x, own in given:
-        if (
-            torch.is_tensor(own)
-            and not own.is_meta
-            and not own.is_floating_point()
-            and own.numel() <= LARGEST
-        ):
+        whole = torch.is_tensor(own) and not (own.is_meta or own.is_floating_point())
+        if whole and own.numel() <= LARGEST:
             with _disable_current_modes():
                 real[x] = own.clone()
 
@@ -73,19 +69,17 @@ def known_values(given: Sequence[tuple[Any, Any]], told: Callable[[], None]) -> 
         def __torch_function__(self, of: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name, kwargs = getattr(of, "__name__", ""), kwargs or {}
             leaves = [x for x in flat((args, kwargs)) if torch.is_tensor(x)]
-            known = all(real.get(x) is not None for x in leaves) and not any(
-                drawn in name for drawn in _DRAWN
-            )
+            drawn = any(each in name for each in _DRAWN)
+            known = not drawn and all(real.get(x) is not None for x in leaves)
+            by_truth = name == "__getitem__" and any(x.dtype == torch.bool for x in leaves[1:])
 
             def run() -> Any:
                 with _disable_current_modes(), torch.no_grad():
                     return of(*rebuilt(valued, args), **rebuilt(valued, kwargs))
 
-            if known and leaves and name in _READ:
+            if known and leaves and (name in _READ | _SIZED or by_truth):
                 told()
-                return run()
-            if known and leaves and (name in _SIZED or (name == "__getitem__" and _truth(torch, leaves[1:]))):
-                return rebuilt(constant, run())
+                return run() if name in _READ else rebuilt(constant, run())
             if known and leaves and name in _MADE:
                 told()
                 with _disable_current_modes():
@@ -103,7 +97,3 @@ def known_values(given: Sequence[tuple[Any, Any]], told: Callable[[], None]) -> 
 
     with Mode():
         yield
-
-
-def _truth(torch: Any, indices: Any) -> bool:
-    return any(x.dtype == torch.bool for x in indices)

@@ -168,9 +168,7 @@ class Selections:
         if factor != 1 or (old is not None and not _alike(m, old.mask, line)):
             raise NotImplementedError("it combines rows of different masks")
         self.rows.setdefault(name, _Rows(line, count))
-        said = (
-            "rows that a mask selects are imported as all rows, of which sums and means leave out the others"
-        )
+        said = "rows that a mask selects are imported as all rows, of which sums leave out the others"
         m.notes[f"{m.where}: {said}; the user's program computes the selected ones alone"] = None
 
     def hits(self, x: Operand, axes: Mapping[int, tuple[int, str]]) -> Operand:
