@@ -33,7 +33,7 @@ from mesh_tf_core.optimizers.base import apply_updates
 from mesh_tf_core.tracing.assigning import as_updates
 from mesh_tf_core.tracing.gradients import gradients, unwidened
 from mesh_tf_core.tracing.graph import Graph, graph_of
-from mesh_tf_core.tracing.microbatch import accumulate
+from mesh_tf_core.tracing.microbatch import Accumulation
 from mesh_tf_core.tracing.pipelined_step import PipelinedStep
 from mesh_tf_core.tracing.stage_layers import loop_dims
 
@@ -243,25 +243,22 @@ class Model:
             )
         ((dim, count),) = stages.items()
         second = next((layer_again(whole.graph, each) for each in again), None)
-        step = PipelinedStep(whole.graph, self.batch_dim, microbatches, dim, count, schedule, second)
-        return self._added_up(step.run)
+        given = whole.graph, self.batch_dim, microbatches, dim, count, schedule, second
+        return self._added_up(PipelinedStep(*given))
 
     def _in_parts(self, microbatches: int) -> TrainingStep:
-        whole = self.training_step()
         if self.batch_dim is None:
             raise LayoutError(
                 f"model {self.name!r}: microbatches need inputs with a common first dimension; give all "
                 "inputs the same first dimension, or use one microbatch"
             )
-        batch = self.batch_dim
-        return self._added_up(lambda wanted: accumulate(whole.graph, batch, microbatches, wanted))
+        return self._added_up(Accumulation(self.training_step().graph, self.batch_dim, microbatches))
 
-    def _added_up(
-        self, made: Callable[[Mapping[str, Tensor]], tuple[Graph, dict[str, Tensor]]]
-    ) -> TrainingStep:
-        """The step of a graph that adds up what is wanted of parts of the batch."""
+    def _added_up(self, copy: Accumulation) -> TrainingStep:
+        """The step that adds up what is wanted of parts of the batch."""
         whole = self.training_step()
-        graph, found = made({**whole.results, **{f"gradient of {v.name}": g for v, g in whole.gradients}})
+        wanted = {**whole.results, **{f"gradient of {v.name}": g for v, g in whole.gradients}}
+        graph, found = copy.run(wanted)
         grads = ((v.name, found[f"gradient of {v.name}"]) for v, _ in whole.gradients)
         pairs = [(graph.variables[name], gradient) for name, gradient in grads]
         apply_updates(graph, self.optimizer, pairs)

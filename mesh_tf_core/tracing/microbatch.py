@@ -30,27 +30,12 @@ from mesh_tf_core.tracing.copying import PartCopy, StepCopy
 from mesh_tf_core.tracing.graph import Graph
 
 
-def accumulate(
-    graph: Graph, batch: str, parts: int, wanted: Mapping[str, Tensor]
-) -> tuple[Graph, dict[str, Tensor]]:
-    """A new graph that computes `wanted` part by part, as the whole batch gives it.
+class Accumulation(StepCopy, PartCopy):
+    """A graph that computes part by part what the whole batch gives, under construction.
 
     Args:
       graph: forward and backward operations; those of phase `update` are left out.
       batch: name of the batch dimension, the first of every input.
-      wanted: name -> tensor at the top level (the loss, metrics, gradients).
-
-    Returns:
-      The new graph and its tensors for `wanted`.
-
-    Raises:
-      UserError: parts of the batch do not give one of `wanted`, with the operation that is why.
-    """
-    return Accumulation(graph, batch, parts).run(wanted)
-
-
-class Accumulation(StepCopy, PartCopy):
-    """A graph that adds up parts of the batch, under construction.
 
     Attributes:
       given: old tensor -> its replacement, for variables and inputs without the batch.
@@ -78,7 +63,12 @@ class Accumulation(StepCopy, PartCopy):
         }
 
     def run(self, wanted: Mapping[str, Tensor]) -> tuple[Graph, dict[str, Tensor]]:
-        """Reads and inputs stay outside; operations of the parts go into the bodies of loops."""
+        """The new graph and its tensors for some of the top level (the loss, metrics, gradients), by name.
+        Reads and inputs stay outside; operations of the parts go into the bodies of loops.
+
+        Raises:
+          UserError: parts of the batch do not give one of `wanted`, with the operation that is why.
+        """
         for node in self.kept:
             if isinstance(node.op, Read):
                 self.given[node.outputs[0]] = self._read(node.op.variable, node.outputs[0])
