@@ -151,10 +151,8 @@ class Model:
         found = next((s for s in shapes if set(names) <= set(s.names)), None)
         if found is None and names:
             listed = "; ".join(f"{name} [{t.shape}]" for name, t in self.graph.inputs.items()) or "none"
-            raise UserError(
-                f"Model: no input has the token_dims {', '.join(names)}; name dimensions of one of the "
-                f"inputs: {listed}"
-            )
+            why = f"Model: no input has the token_dims {', '.join(names)}"
+            raise UserError(f"{why}; name dimensions of one of the inputs: {listed}")
         return math.prod(found.dim(n).size for n in names) if found and names else None
 
     @property
