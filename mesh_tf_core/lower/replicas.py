@@ -22,7 +22,7 @@ from mesh_tf_core.ops.few_bits import DTYPE, WHOLE
 from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.outer_steps import FragmentOuterStep, outer_steps
-from mesh_tf_core.tracing.replicas import inner_step
+from mesh_tf_core.tracing.replicas import InnerStep
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def replica_graphs(
     graph: Graph, results: Mapping[str, Tensor], count: int, diloco: DiLoCo
 ) -> tuple[Graph, dict[str, Tensor], tuple[FragmentOuterStep, ...]]:
     """The inner step with its results, and the outer ones, made once from a whole step."""
-    inner, found = graph.remembered(("replicas", count), lambda: inner_step(graph, count, results))
+    inner, found = graph.remembered(("replicas", count), lambda: InnerStep(graph, count).run(results))
     outer = graph.remembered(("meeting", count, diloco), lambda: outer_steps(graph, inner, diloco))
     return inner, found, outer
 

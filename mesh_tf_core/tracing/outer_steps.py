@@ -74,7 +74,7 @@ def outer_steps(graph: Graph, inner: Graph, diloco: DiLoCo) -> tuple[FragmentOut
     """The outer steps of the fragments, in order.
 
     Args:
-      graph: of a whole step; inner: the result of `replicas.inner_step`.
+      graph: of a whole step; inner: the graph of `replicas.InnerStep`.
 
     Raises:
       UserError: the fragments do not divide the layers of a stack.

@@ -40,31 +40,21 @@ class Alike(Initializer):
         return np.broadcast_to(own, tuple(extent))
 
 
-def inner_step(graph: Graph, replicas: int, results: Mapping[str, Tensor]) -> tuple[Graph, dict[str, Tensor]]:
-    """A training step of every replica.
-
-    Args:
-      graph: of a whole step, with its updates.
-      results: name -> tensor at the top level.
-
-    Returns:
-      The new graph and its results [replica, their dims]; inputs are [replica, their dims].
-    """
-    return _Replicas(graph, Dim(REPLICA, replicas)).run(results)
-
-
 def _draws(node: Node) -> bool:
     """Whether a node, or one in its loop, makes a random key."""
     return derives_key(node.op) or any(derives_key(n.op) for n, _ in (node.body.walk() if node.body else ()))
 
 
-class _Replicas(StepCopy):
-    """A step side by side, under construction."""
+class InnerStep(StepCopy):
+    """A training step of every replica, side by side, under construction.
 
-    def __init__(self, graph: Graph, dim: Dim) -> None:
+    Args:
+      graph: of a whole step, with its updates.
+    """
+
+    def __init__(self, graph: Graph, replicas: int) -> None:
         super().__init__(graph)
-        self.dim = dim
-        self.own = self._own()
+        self.dim, self.own = Dim(REPLICA, replicas), self._own()
 
     def _own(self) -> set[str]:
         """Variables of which each replica has its own: all but those whose new value no input, random number
@@ -84,7 +74,8 @@ class _Replicas(StepCopy):
             own |= more
 
     def run(self, results: Mapping[str, Tensor]) -> tuple[Graph, dict[str, Tensor]]:
-        """Builds the graph."""
+        """The new graph and its results [replica, their dims], of some at the top level by name; inputs are
+        [replica, their dims]."""
         old, new = self.old, self.new
         new.variables.clear()
         for v in old.variables.values():

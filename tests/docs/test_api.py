@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MOST_LINES = 118_532
 """Of all packages together. It changes downwards alone, as those below."""
-MOST_LINES_OF_RUNTIME = 14_263
+MOST_LINES_OF_RUNTIME = 14_254
 """Of `lower`, `tracing` and `ir`."""
 MOST_ENTERED = 593, 78
 """Functions, but for nameless ones, and files of `mesh_tf_core` that lowering four layers in an interleaved
