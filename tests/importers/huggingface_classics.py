@@ -15,11 +15,15 @@ from layoutopt.importers.huggingface.fields import ConfiguredTraining
 from tests.importers.huggingface_weights import apart
 
 Arrays = dict[str, Any]
-FAMILIES = ("gpt2", "gpt_bigcode", "gptj", "codegen", "gpt_neo", "bloom", "falcon")
+FAMILIES = ("gpt2", "openai-gpt", "gpt_bigcode", "gptj", "codegen", "gpt_neo", "bloom", "falcon")
+CONV = ("gpt2", "openai-gpt")
+"""Families whose matrices are [in, out]."""
 OUTSIDE = {
     "wte": "embedding/tokens",
     "word_embeddings": "embedding/tokens",
     "wpe": "embedding/positions",
+    "tokens_embed": "embedding/tokens",
+    "positions_embed": "embedding/positions",
     "word_embeddings_layernorm": "embedding_norm",
     "ln_f": "final_norm",
     "lm_head": "output/projection",
@@ -39,7 +43,7 @@ def parts(x: Any, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for n, part in zip("qvk", np.moveaxis(x.reshape(4, 3, -1, *x.shape[1:]), 1, 0), strict=True):
             yield n, part.reshape(-1, *x.shape[1:])
         return
-    if family == "gpt2":
+    if family in CONV:
         yield from zip("qkv", np.split(x, 3), strict=True)
         return
     one = config.get("multi_query", True) and not config.get("new_decoder_architecture")
@@ -55,14 +59,14 @@ def layer(w: Mapping[str, Any], config: Mapping[str, Any]) -> Arrays:
     family = config["model_type"]
     for name, x in w.items():
         theirs, _, kind = name.rpartition(".")
-        matrix = x.T if family != "gpt2" and x.ndim == 2 else x
+        matrix = x.T if family not in CONV and x.ndim == 2 else x
         end = "_bias" if kind == "bias" else ""
         if theirs in NORMS:
             made[f"{NORMS[theirs]}_norm/{'bias' if end else 'scale'}"] = x
         elif theirs in MATRICES:
             made[f"feed_forward/{MATRICES[theirs]}/{kind}"] = matrix
         elif theirs.endswith(("c_attn", "query_key_value", "qkv_proj")):
-            for n, part in parts(x.T if family == "gpt2" else x, config):
+            for n, part in parts(x.T if family in CONV else x, config):
                 made[f"attention/{n}{end}"] = part.T
         elif found := re.search(r"\.(q|k|v)_proj$", theirs):
             made[f"attention/{found[1]}{end}"] = matrix

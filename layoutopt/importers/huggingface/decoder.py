@@ -78,7 +78,8 @@ class LanguageModel:
       positions, segments: what is added to embeddings: of positions, and of so many kinds of segments.
       normed: embeddings are normalised. small: their size, from which they are mapped to d_model; 0: that.
       rates: of dropout, of embeddings and of blocks' results.
-      relative: biases of attention that all layers share. repeated: all layers are one (ALBERT).
+      relative: biases of attention, which all layers share, or `each` has its own.
+      repeated: all layers are one (ALBERT).
       encoder: of the text that the decoder attends to; side: begins the names of its loops over layers.
       speech: what comes before an encoder's layers in place of an embedding.
       scaled: blocks' results are multiplied by learned scales, at first this; 0: they are not (DINOv2).
@@ -105,6 +106,7 @@ class LanguageModel:
     small: int = 0
     rates: tuple[float, float] = (0.0, 0.0)
     relative: nn.RelativeBias | None = None
+    each: bool = False
     repeated: bool = False
     final: bool = True
     encoder: LanguageModel | None = None
@@ -257,7 +259,7 @@ class LanguageModel:
             keys = mtf.mtf_range(x.graph, Dim("memory_length", length.size))
             mixer: Any = self.layers[0].mixer
             distance = keys - mtf.mtf_range(x.graph, length)
-            kept["relative"] = (self.relative(distance, mixer.head_dims, x.dtype),)
+            kept["relative"] = (distance if self.each else self.relative(distance, mixer.head_dims, x.dtype),)
         first, seen = 0, self.seen(x.dim("length").size)
         for number, (period, count) in enumerate(runs(seen)):
             end = first + count * len(period)
@@ -328,8 +330,11 @@ class LanguageModel:
             ready = replace(ready, store=store) if hasattr(block, "store") else block
             if block is layer.cross:
                 found = ready(y, *store["memory"])
-            elif block is layer.mixer and "relative" in store:
-                found = ready(y, bias=store["relative"][0])
+            elif block is layer.mixer and self.relative is not None:
+                (bias,) = store["relative"]
+                with x.graph.scope(name):
+                    bias = self.relative(bias, ready.head_dims, x.dtype) if self.each else bias
+                found = ready(y, bias=bias)
             else:
                 found = ready(y, *(depth if deep else [x] if getattr(block, "raw", False) else []))
             y, *more = found if isinstance(found, tuple) else (found,)

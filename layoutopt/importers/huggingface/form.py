@@ -70,6 +70,7 @@ class Form:
       dropout: fields of the rates of embeddings, and of blocks' results.
       wide: the size of a feed-forward block over the model's, where a file omits it.
       relative: biases of attention: fields of the number of buckets, and of the largest distance or itself.
+      each: every layer has biases of its own.
       names: field that is read -> its name in the file.
       cases: [[fields with values, other parts of a family that has these], ...].
       encoder: the form of the encoder that a decoder attends to; None: there is none.
@@ -111,6 +112,7 @@ class Form:
     dropout: Sequence[str] = ()
     wide: int = 0
     relative: Sequence[Any] = ()
+    each: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     cases: Sequence[tuple[Mapping[str, Any], Form]] = ()
     encoder: Form | None = None
@@ -210,6 +212,7 @@ class Form:
             0 if not self.small or (small := fields.count(self.small, width)) == width else small,
             (rates[0], rates[-1]),
             self._relative(fields),
+            self.each,
             self.repeated,
             self.final,
             self.encoder.stack(asked, training) if self.encoder else None,
