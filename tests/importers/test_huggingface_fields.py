@@ -47,7 +47,8 @@ def theirs(config: dict[str, Any]) -> tuple[int, float] | None:
         model = transformers.AutoModelForCausalLM.from_config(found).eval()
         with torch.no_grad():
             for name, t in (*model.named_parameters(), *model.named_buffers()):
-                if "inv_freq" not in name and t.is_floating_point():
+                # A mask in a buffer stays as it is.
+                if "inv_freq" not in name and ".attn.bias" not in name and t.is_floating_point():
                     rng = np.random.default_rng(zlib.crc32(name.encode()))
                     # A large bias of a router would choose the same experts for all tokens.
                     scale = 0.02 if name.endswith(("correction_bias", "expert_bias")) else 0.5

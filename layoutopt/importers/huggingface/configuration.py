@@ -197,7 +197,9 @@ class Configuration:
         """The fields, some with other values."""
         told = class_defaults()
         sizes, known = (told[n].get(self.family, NOTHING) for n in ("families", "read"))
-        known = {*known, *told["read"]["all"], *sizes} - set(_idle(self.family)) if known else ()
+        known = (
+            {*known, *told["read"]["all"], *sizes} - set(_idle(self.family)) if known is not NOTHING else ()
+        )
         idle = {*told["without_effect"]["all"], *_idle(self.family)}
         return Fields({**self.values, **changed}, self.source, sizes, known, idle)
 

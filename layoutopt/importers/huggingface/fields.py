@@ -85,6 +85,8 @@ class Fields:
 
     def raw(self, name: str, default: Any = None) -> Any:
         """The field unchanged; a missing one is its class's; null counts as missing."""
+        if not name:
+            return default
         found = self.values.get(name := self._own(name), self.sizes.get(name))
         found = default if found is None else found
         self.asked[name] = found
