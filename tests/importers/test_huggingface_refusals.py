@@ -49,7 +49,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "model_type": "blip",
             "text_config": {**TINY, "model_type": "blip_text_model", "architectures": None},
         },
-        r"'blip' is not supported, nor is its text_config \('blip_text_model'\); nearest: clip, siglip; all",
+        r"'blip' is not supported, nor is its text_config \('blip_text_model'\); nearest: clip, siglip",
     ),
     (
         changed(strange_gate=True, other=3),
