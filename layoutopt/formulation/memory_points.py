@@ -20,7 +20,7 @@ from layoutopt.formulation.makers import Makers, TensorMaker
 from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.ir.liveness import Held, Liveness
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import Instr, Local, Loop, Program
+from mesh_tf_core.ir.program import HostLoad, Instr, Local, Loop, Program
 from mesh_tf_core.lower.nodes import moved_dims, pass_of
 from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.tracing.stage_layers import loop_name
@@ -64,7 +64,7 @@ class ProgramPoints:
         self._enters: dict[int, int] = {}
         self._stacked: dict[int, tuple[int, int]] = {}
         self._part: dict[int, tuple[int, float]] = {}
-        self._again: dict[int, str] = {}
+        self._again, self._loaded = dict[int, str](), set[int]()
         blocks = makers.graph.blocks
         saved = {outer: inner for block in blocks for inner, outer in block.saved.items()}
         twins = {now: saved[then] for b in blocks for then, now in b.captured.items() if then in saved}
@@ -108,7 +108,9 @@ class ProgramPoints:
 
     def _runs(self, instr: Instr, now: Held) -> None:
         now.begins(instr, lambda _: 1)
-        if run := self._run(instr):
+        if isinstance(instr, HostLoad):  # what a loop keeps on the hosts is as its first run made it
+            self._loaded.update(instr.outputs)
+        elif run := self._run(instr):
             self._again.update(dict.fromkeys(instr.outputs, run))
         self._point(instr, now)
         self.instrs.append(instr)
@@ -222,7 +224,7 @@ class ProgramPoints:
 
     def _around(self, value: int, point: int) -> HeldBytes | None:
         """The same, whatever keeps it alive."""
-        if value in self._sums:
+        if value in self._sums or value in self._loaded:
             return self._thing(value, ByteRule.ANY)
         root = self._full.memory(value)
         first = value != root and self._alive[root][0] == value
@@ -315,7 +317,7 @@ class ProgramPoints:
         t = self._stacked[value][0] if value in self._stacked else t
         if t < 0:
             return None
-        if value in self._again:
+        if value in self._again or value in self._loaded:
             # What a loop would have saved, it makes anew.
             while t in self.makers.parts and self.makers.parts[t][0] in self._saved:
                 t = self._saved[self.makers.parts[t][0]]

@@ -98,6 +98,24 @@ def test_tables_add_up() -> None:
     assert slow[1] and fast[0]
 
 
+def test_rows_count_what_is_loaded_for_backward() -> None:
+    """From its first reader to its last one a device holds what a loop kept on the hosts."""
+    model, mesh, machine = EXAMPLES[NAME](), mtf.Mesh("data:2;model:2"), load_hardware("h100")
+    allowed = SearchSpace(microbatches=(1,), offload=("activations",), recompute=(False, "selective", True))
+    found = extract(
+        model, mesh, decisions(model.training_step(1).graph, mesh, allowed), pricer(machine, mesh)
+    )
+    for keep in ("outputs", "attention", "products", "products+attention", "products+others"):
+        for layout in map(mtf.Layout, ("batch:data", "batch:data;d_ff:model;heads:model")):
+            options = mtf.Options(
+                recompute=frozenset({f"layers:keep={keep}"}), offload=frozenset({("activations", "layers")})
+            )
+            choices, peak = found.choices(layout, options), evaluate(model, mesh, layout, machine, options)
+            assert choices is not None
+            counted = max(row.use(choices) for row in found.memory.rows(again_in(options)))
+            assert counted == peak.memory.peak, (keep, layout)
+
+
 @pytest.mark.parametrize(
     ("memory", "host", "fits"), [(79_900, 8192, True), (76_300, 40_000, True), (79_900, 512, False)]
 )
