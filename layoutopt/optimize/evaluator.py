@@ -17,7 +17,6 @@ from layoutopt.formulation.extract import Draft
 from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.optimize.evaluation import DEFAULT, ONE_DEVICE, Evaluation, as_run, unsplit
 from layoutopt.space.decisions import Decisions
-from layoutopt.space.recompute import RunsAgain
 from mesh_tf_core.arguments import is_number
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.layout import Axes, Layout
@@ -79,8 +78,6 @@ class Evaluator:
 
     Attributes:
       tight: the fastest layout of some mesh did not fit, so those of others may not fit either.
-      again: sets of loops (`again_in`) that ran again in a layout that did not fit: their rows are needed on
-        other meshes too.
       alone: as `computed_alone`, of this model and hardware.
       rows_over: the most bytes that rows count more than the program of an evaluated layout; None: no row was
         needed.
@@ -89,7 +86,6 @@ class Evaluator:
     def __init__(self, model: Model, hardware: Hardware) -> None:
         self.model, self.hardware = as_run(model, hardware), hardware
         self.tight = False
-        self.again: dict[RunsAgain, None] = {}
         self._known: dict[tuple[Mesh, Layout, Hashable], Evaluation | str] = {}
         self._prices: dict[Mesh, Pricer] = {}
         self._table_prices: TablePrices | None = None

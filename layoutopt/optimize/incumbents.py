@@ -7,14 +7,15 @@ beside every answer, so no plan is slower than the plan of an expert.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from costmodels.hardware import Hardware
 from layoutopt.optimize.baselines import axis_names, by_name, called_mesh
-from layoutopt.optimize.bounds import State
+from layoutopt.optimize.bounds import ProvenBounds, State
 from layoutopt.optimize.evaluator import Evaluator
+from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.heuristics import greedy
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblem import EvaluatedLayout
@@ -25,12 +26,15 @@ from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.objective import Objective
 from layoutopt.space.restriction import EVERYTHING
+from layoutopt.space.splits import Split
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
 
+FIRST_SPLITS = 2
+"""Number of splits of named layouts whose other decisions are searched first."""
 USES_SHARE = 0.2
 """Part of the time of named layouts for other uses of stages than the first, whose graphs take long."""
 
@@ -161,6 +165,30 @@ class Incumbents:
         for each in named(self.request.model, subproblem, lean=True) if not lean else ():
             if each.layout in large and not clock.over:
                 self.offer(*each)
+
+    def answer_named(
+        self, limit: float, problems: Sequence[Subproblem], told: Callable[[Subproblem], None]
+    ) -> None:
+        """Where a named layout is too large, searches what is decided beside the splits of the fastest, in
+        the fewest microbatches that fit: such problems are small, and their answers rule out much early."""
+        part, known = self.request.clock.part(USES_SHARE), sorted(self.found, key=lambda f: f.seconds)
+        fastest = {(f.mesh, f.layout): f for f in known[::-1] if not self.subproblem_of(f).key.stages}
+        any_over = any(found.peak > limit for found in known)
+        for found in sorted(fastest.values(), key=lambda f: f.seconds)[: FIRST_SPLITS * any_over]:
+            here = [p for p in problems if p.mesh == found.mesh and not p.key.stages]
+            for each in sorted((p for p in here if not p.refused), key=lambda p: p.microbatches):
+                if part.over:
+                    return
+                own = {n: [found.layout.axes(n)] for n in each.decided.of(Split)}
+                if any(axes not in each.decided.options[n] for n, (axes,) in own.items()):
+                    continue
+                told(each)
+                small = replace(each, given=each.decided.within(own), bounds=ProvenBounds())
+                upper = self.seconds(limit)
+                search = faster(self.request.evaluator, small, upper, lambda *_, most=upper: most, part)
+                if search is not None and (better := search.fastest(limit, upper, part).found) is not None:
+                    self.add(better)
+                    break
 
     def spread(self, limit: float, problems: Iterable[Subproblem], clock: Clock) -> None:
         """Predicts the splits and storage of the fastest layout in other problems with its stages: these

@@ -223,6 +223,8 @@ class LayoutSearch:
             for each in self.problems:  # nothing waits less than not at all
                 each.bound_by_share(request.evaluator)
         fixes = request.objective == Objective.TIME
+        if fixes:
+            incumbents.answer_named(limit, self.problems, self._tell)
         for number, each in enumerate(self._in_order(limit)):
             each.inherit(request.evaluator)
             if self.incumbents.is_open(each, limit) and each.refused:

@@ -10,10 +10,12 @@ for every limit, so later queries reuse them. The result is proven best among th
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,9 +27,10 @@ from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.solver import cost as objective
 from layoutopt.solver import evaluate as evaluate_choices
+from layoutopt.solver.marginals import marginals
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
-from layoutopt.space.recompute import RunsAgain, again_in
+from layoutopt.space.recompute import Recompute, RunsAgain, again_in
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -41,11 +44,13 @@ ATTEMPTS = (3, 100)
 more."""
 CELLS = 30_000
 """Number of table cells up to which a problem is solved again as often as needed."""
+EQUAL = 1e-12
+"""Relative difference of sums that are taken in another order."""
+SETS = 64
+"""Most sets of recomputed loops that are looked at one by one."""
 ROUNDING = 0.5
 """Bytes by which a row may be wrong: it never counts more than the evaluator but for the rounding of a sum of
 whole numbers (tests/layoutopt/test_tables.py)."""
-EQUAL = 1e-12
-"""Relative difference of sums that are taken in another order."""
 
 
 @dataclass(frozen=True)
@@ -92,28 +97,28 @@ class SubproblemOutcome:
     stopped: bool = False
 
 
+class _Asked(NamedTuple):
+    limit: float
+    clock: Clock
+    excluded: Sequence[Box]
+    tries: int | None
+
+
 class SubproblemSearch:
     """The integer program of a subproblem, with the memory rows that are known so far."""
 
     def __init__(self, evaluator: Evaluator, extraction: Extraction) -> None:
         self._evaluator, self.extraction, self.mesh = evaluator, extraction, extraction.mesh
         self.evaluations: dict[tuple[int, ...], Evaluation] = {}
-        self.again = [*dict.fromkeys((frozenset(), *self._again_elsewhere()))]
+        self.again: list[RunsAgain] = [frozenset()]
         self.cuts: dict[str, solver.ResourceRow] = {}
+        self._counted = set[RunsAgain]()  # the sets whose rows were asked for
         self._held: dict[tuple[int, ...], int] = {}  # choices -> number of rows that they were held against
 
     @classmethod
     def whole(cls, evaluator: Evaluator, mesh: Mesh, decided: Decisions) -> SubproblemSearch:
         """The search over all that may be decided on a mesh."""
         return cls(evaluator, extract(evaluator.model, mesh, decided, evaluator.prices(mesh)))
-
-    def _again_elsewhere(self) -> Iterator[RunsAgain]:
-        """The sets of loops that ran again on other meshes in what did not fit, as far as they may here."""
-        options, always = self.extraction.decided.options, self.extraction.memory.always
-        for found in self._evaluator.again:
-            again = found - always
-            if again and all(choice in options.get(name, ()) for name, choice in again):
-                yield again
 
     def evaluate(self, choices: tuple[int, ...]) -> Evaluation:
         if choices not in self.evaluations:
@@ -143,12 +148,18 @@ class SubproblemSearch:
     def rows(self) -> tuple[solver.ResourceRow, ...]:
         """The rows of the devices' memory so far: those of sets of recomputed loops in earlier answers, and
         of none, and cuts from layouts that did not fit."""
-        plain = (row for again in self.again for row in self.extraction.memory.rows(again))
+        return self.rows_of(self.again)
+
+    def rows_of(self, sets: Sequence[RunsAgain]) -> tuple[solver.ResourceRow, ...]:
+        """The rows of some sets of recomputed loops, and cuts."""
+        self._counted.update(sets)
+        plain = (row for again in sets for row in self.extraction.memory.rows(again))
         return (*plain, *self.cuts.values())
 
-    def limited(self, limit: float) -> solver.Problem:
-        """The problem with its rows under a memory limit."""
-        rows = (replace(row, limit=limit) for row in self.rows)
+    def limited(self, limit: float, again: RunsAgain | None = None) -> solver.Problem:
+        """The problem with its rows under a memory limit; `again`: those of this set of recomputed loops."""
+        found = self.rows if again is None else self.rows_of([again])
+        rows = (replace(row, limit=limit) for row in found)
         return replace(self.extraction.problem, rows=(*self.extraction.problem.rows, *rows))
 
     def _roomy(
@@ -164,7 +175,8 @@ class SubproblemSearch:
         if self.refused(choices):
             return None
         # Rows take longer to make than one layout to evaluate, unless they are needed anyway.
-        if self._evaluator.tight and any(row.use(choices) > limit + ROUNDING for row in self.rows):
+        own = [again_in(self.extraction.read(choices)[1]) - self.extraction.memory.always]
+        if self._evaluator.tight and any(row.use(choices) > limit + ROUNDING for row in self.rows_of(own)):
             return None
         evaluation = self.evaluate(choices)
         if evaluation.memory.peak > limit:
@@ -205,21 +217,63 @@ class SubproblemSearch:
         """
         found = None if excluded else self._roomy(limit, listener, pinned or {})
         if found is None:
-            found = self._fastest(limit, upper, clock, listener, excluded, pinned, tries)
+            asked = _Asked(limit, clock, excluded, tries)
+            found = self._fastest(math.inf if upper is None else upper, listener, pinned or {}, asked)
             self.hold_rows()
         return replace(found, bound=0.0, proven=False) if self.extraction.unsplit else found
 
+    def _sets(self, pinned: Mapping[str, Choice]) -> list[tuple[float, dict[str, Choice], RunsAgain | None]]:
+        """What loops may recompute, with seconds that no layout takes less than, the least first; all at once
+        if they are many. Of one set alone the rows are few, and no large number switches them off."""
+        decided, names = self.extraction.decided, self.extraction.names
+        own = [n for n in decided.of(Recompute) if n in names and n not in pinned]
+        every = [list(enumerate(decided.options[n])) for n in own]
+        if math.prod(map(len, every)) > SETS or not self.eliminated.exact:
+            return [(0.0, {}, None)]
+        costs, found = marginals(self.eliminated, self.extraction.problem.sizes), []
+        for chosen in itertools.product(*every):
+            each = list(zip(own, chosen, strict=True))
+            low = max((float(costs[names.index(n)][i]) for n, (i, _) in each), default=0.0)
+            taken = {n: choice for n, (_, choice) in each}
+            others = {n: choice for n, choice in pinned.items() if n in decided.of(Recompute)}
+            again = frozenset((n, choice) for n, choice in {**others, **taken}.items() if choice)
+            found.append((low, taken, again - self.extraction.memory.always))
+        return sorted(found, key=lambda f: f[0])
+
     def _fastest(
-        self,
-        limit: float,
-        upper: float | None,
-        clock: Clock,
-        listener: Listener | None,
-        excluded: Sequence[Box],
-        pinned: Mapping[str, Choice] | None,
-        most: int | None,
+        self, upper: float, listener: Listener | None, pinned: Mapping[str, Choice], asked: _Asked
     ) -> SubproblemOutcome:
+        """The fastest layout of all sets of recomputed loops, one after the other."""
+        best, bound, proven, stopped = None, math.inf, True, False
+        sets = self._sets(pinned)
+        for number, (low, chosen, again) in enumerate(sets):
+            rest = min(bound, sets[number + 1][0] if number + 1 < len(sets) else math.inf)
+            known = upper if best is None else min(upper, best.seconds)
+            if math.isinf(low) or low * (1 - EQUAL) > known or (best is not None and low >= best.seconds):
+                break
+            if stopped or (self.evaluations and asked.clock.over):
+                bound, proven = min(bound, low), False
+                break
+            told, taken = _beside(listener, rest), {**pinned, **chosen}
+            outcome = self._under(again, known, told, taken, asked)
+            bound, proven = min(bound, outcome.bound), proven and outcome.proven
+            stopped = outcome.stopped
+            if outcome.found is not None and (best is None or outcome.found.seconds < best.seconds):
+                best = outcome.found
+        return SubproblemOutcome(best, bound, proven, stopped)
+
+    def _under(
+        self,
+        again: RunsAgain | None,
+        upper: float,
+        listener: Listener | None,
+        pinned: Mapping[str, Choice],
+        asked: _Asked,
+    ) -> SubproblemOutcome:
+        """The fastest layout with one set of recomputed loops; None: with any."""
+        limit, clock, excluded, most = asked
         bound, share, tries, attempt = 0.0, 1.0, most or self._tries(), 0
+        above = None if math.isinf(upper) else upper
         sums = self.extraction.decided.of(PendingSum)
         own = [i for i, name in enumerate(self.extraction.names) if name not in sums]
         banned = [{i: box[i] for i in own} for box in excluded]
@@ -229,9 +283,9 @@ class SubproblemSearch:
                 break
             part = (attempt - tries + 1) / ATTEMPTS[0]
             rows_limit = limit + ROUNDING if exact else limit * (1 - part * (1 - share))
-            problem = self.pinned(self.limited(rows_limit), pinned or {})
+            problem = self.pinned(self.limited(rows_limit, again), pinned)
             problem = replace(problem, rows=(*problem.rows, *(unlike(b, problem.sizes) for b in banned)))
-            solution = solver.solve(problem, time_limit=clock.rest, upper_bound=upper, on_progress=listener)
+            solution = solver.solve(problem, time_limit=clock.rest, upper_bound=above, on_progress=listener)
             if exact:
                 bound = max(bound, solution.bound)
             if solution.choices is None:
@@ -244,10 +298,12 @@ class SubproblemSearch:
                 proven = exact and solution.status is solver.Status.OPTIMAL
                 return SubproblemOutcome(self.evaluated(choices), bound, proven, solution.stopped)
             go_on(solution)
-            counted = max(row.use(choices) for row in self.rows)
+            counted = max(row.use(choices) for row in problem.rows if row.limit == rows_limit)
             share = min(share, counted / evaluation.memory.peak)
             other = self.learn(choices)
-            attempt += not (exact and other and most is None)  # there are few sets of loops
+            if other and again is not None:
+                self.learn(choices)  # its rows were there
+            attempt += not (exact and other and again is None and most is None)  # there are few sets of loops
         return SubproblemOutcome(None, bound, False)
 
     def hold_rows(self) -> None:
@@ -256,9 +312,14 @@ class SubproblemSearch:
         for mesh, layout, found in self._evaluator.evaluated():
             allowed = mesh == self.mesh and self.extraction.decided.allows(layout, found.options)
             choices = self.extraction.choices(layout, found.options) if allowed else None
-            if choices is not None and self._held.get(choices) != len(self.rows):
-                self._held[choices] = len(self.rows)
-                more = max(row.use(choices) for row in self.rows) - found.memory.peak
+            here = {
+                frozenset(),
+                again_in(found.options) - self.extraction.memory.always,
+            }  # others hold nothing
+            rows = self.rows_of([*(here & self._counted)]) if choices is not None else ()
+            if choices is not None and rows and self._held.get(choices) != len(rows):
+                self._held[choices] = len(rows)
+                more = max(row.use(choices) for row in rows) - found.memory.peak
                 over = max(over, more) if more > ROUNDING else over
         self._evaluator.rows_over = over
 
@@ -281,7 +342,6 @@ class SubproblemSearch:
         again = again_in(self.extraction.read(choices)[1]) - self.extraction.memory.always
         if again not in self.again:
             self.again.append(again)
-            self._evaluator.again[again] = None
             return True
         row = self._cut(choices)
         self.cuts[row.name] = row
@@ -301,6 +361,11 @@ class SubproblemSearch:
             wanted = {i: (choice,) for i, choice in enumerate(choices[: len(self.extraction.names)])}
             return unlike(wanted, self.extraction.problem.sizes)
         return lazy_cut(self.extraction, choices, own, met)
+
+
+def _beside(listener: Listener | None, others: float) -> Listener | None:
+    """A listener that hears of the bound of one set among others with a bound of their own."""
+    return None if listener is None else lambda best, bound: listener(best, min(bound, others))
 
 
 def go_on(solution: solver.Solution) -> None:

@@ -3,7 +3,9 @@ of the program, and rows count no more than its peak."""
 
 from __future__ import annotations
 
+import math
 import random
+from typing import Any
 
 import pytest
 
@@ -16,10 +18,13 @@ from layoutopt.cli.allowed import OnMesh
 from layoutopt.formulation.extract import Extraction, extract
 from layoutopt.optimize import subproblem
 from layoutopt.optimize.evaluation import as_run
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluator import Evaluator, evaluate
+from layoutopt.optimize.incumbents import Incumbents
+from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.solver import evaluate as value_of
 from layoutopt.space.decisions import SearchSpace, decisions
 from layoutopt.space.recompute import again_in, check_named
+from layoutopt.space.splits import parse_rules
 from mesh_tf_core.lower.remat_policy import Recomputed
 from tests.layoutopt.models import EXAMPLES, some_choices
 
@@ -159,3 +164,52 @@ def test_every_set_that_is_too_large_is_seen_to_be(monkeypatch: pytest.MonkeyPat
     asked = {"recompute": EVERY, "microbatches": (1,), "storage": ("layout",), "alternatives": False}
     plan = search(model, mesh, hardware=machine, memory=peak, **asked)  # type: ignore[arg-type]
     assert plan.options.recompute == {Recomputed("layers")} and plan.solver.status == "OPTIMAL"
+
+
+TENSOR = "batch:data;d_ff:model;heads:model;vocab:model;length:none;memory_length:none;positions:none"
+
+
+def fastest_within(limit: float) -> tuple[float, float, bool]:
+    """Seconds and bound of the best layout that holds so much, and whether it is proven."""
+    name, mesh, machine = "transformer with fused attention", mtf.Mesh("data:2;model:2"), "tpu-v3"
+    evaluator = Evaluator(EXAMPLES[name](), load_hardware(machine))
+    graph = evaluator.model.step_graph
+    asked = {"pins": parse_rules(TENSOR), "storage": ("layout", "zero3"), "microbatches": (1,)}
+    decided = decisions(graph, mesh, SearchSpace(recompute=EVERY, **asked))  # type: ignore[arg-type]
+    outcome = SubproblemSearch.whole(evaluator, mesh, decided).fastest(limit)
+    return (outcome.found.seconds if outcome.found else math.inf), outcome.bound, outcome.proven
+
+
+def test_one_set_after_the_other_finds_what_all_at_once_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within limits that bind: the rows of all sets at once, and of each alone. A bound of a set that is too
+    high is found out."""
+    limits = (95_000.0, 120_000.0, 150_000.0)
+    each = [fastest_within(limit) for limit in limits]
+    assert len({seconds for seconds, *_ in each}) > 1
+    with monkeypatch.context() as patch:
+        patch.setattr(subproblem, "SETS", 0)
+        at_once = [fastest_within(limit) for limit in limits]
+    for (seconds, bound, proven), other in zip(each, at_once, strict=True):
+        assert proven and (seconds, bound) == pytest.approx(other[:2], rel=PRICE)
+    true = subproblem.marginals
+    monkeypatch.setattr(subproblem, "marginals", lambda *asked: [2 * costs[::-1] for costs in true(*asked)])
+    assert [fastest_within(limit) for limit in limits] != each
+
+
+def test_the_best_beside_named_splits_is_known_before_other_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where what a name says is too large: with some values kept, as other problems would have to find."""
+    seen = list[list[float]]()
+    true = Incumbents.answer_named
+
+    def counted(self: Incumbents, limit: float, *asked: Any) -> None:
+        before = self.seconds(limit)
+        true(self, limit, *asked)
+        seen.append([before, self.seconds(limit)])
+
+    monkeypatch.setattr(Incumbents, "answer_named", counted)
+    asked = {"hardware": "tpu-v3", "memory": 150_000.0, "recompute": EVERY, "alternatives": False}
+    model = EXAMPLES["transformer with fused attention"]()
+    plan = layoutopt.search(model, "data:4", time_limit=600, pins="batch:data", **asked)  # type: ignore[arg-type]
+    assert plan.solver.status == "OPTIMAL"
+    ((before, after),) = seen
+    assert plan.predicted.step_seconds <= after < before
