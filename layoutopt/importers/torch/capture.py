@@ -30,6 +30,11 @@ INSTEAD = (
     "give arrays of lengths and grids with their values instead of on the device meta; "
     'of transformers\' mixtures of experts, load the model with experts_implementation="grouped_mm"'
 )
+_LOSSES = {
+    "_ctc_loss": "the CTC loss is not known: plan with loss=, a cross entropy of the same logits",
+    ".numpy()": "NumPy reads values, as to match boxes with targets: plan with loss=, without this matching",
+}
+"""Part of what torch.export says -> what to do instead."""
 RECOMPUTED = "layoutopt_recomputed"
 """The key of a node's metadata that says which checkpoint it is inside of."""
 
@@ -301,6 +306,7 @@ def _refused(error: Exception) -> UserError:
     kind = type(error).__name__
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     instead = "rewrite this line without it, or export the module with torch.export to see more"
+    instead = next((what for part, what in _LOSSES.items() if part in text), instead)
     if "GuardOnDataDependent" in kind or "data-dependent" in str(error):
         text = (
             "the program depends on values, of the batch, parameters or a draw, which a traced program cannot"
