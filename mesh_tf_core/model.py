@@ -146,9 +146,8 @@ class Model:
     def tokens(self) -> int | None:
         """The number of tokens in a step; None if `token_dims` is empty."""
         names = self._token_names
-        texts_first = sorted(self.graph.inputs.values(), key=lambda t: is_float(t.dtype))
-        shapes = [t.shape for t in texts_first]  # a model of speech has text tokens beside spectra
-        found = next((s for s in shapes if set(names) <= set(s.names)), None)
+        inputs = sorted(self.graph.inputs.values(), key=lambda t: is_float(t.dtype))  # texts, then spectra
+        found = next((t.shape for t in inputs if set(names) <= set(t.shape.names)), None)
         if found is None and names:
             listed = "; ".join(f"{name} [{t.shape}]" for name, t in self.graph.inputs.items()) or "none"
             why = f"Model: no input has the token_dims {', '.join(names)}"
