@@ -6,6 +6,7 @@ solver.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
@@ -13,8 +14,7 @@ from typing import Any
 from costmodels.hardware import Hardware
 from costmodels.kernels.compute import MATMUL_CLASSES
 from costmodels.pricing.pricer import Pricer, pricer
-from layoutopt.formulation.extract import Draft
-from layoutopt.formulation.table_prices import TablePrices
+from layoutopt.formulation.extract import Draft, latency, own_seconds, shared_seconds
 from layoutopt.optimize.evaluation import DEFAULT, ONE_DEVICE, Evaluation, as_run, unsplit
 from layoutopt.space.decisions import Decisions
 from mesh_tf_core.arguments import is_number
@@ -25,7 +25,31 @@ from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.schedules import KINDS, PipelineSchedule
 from mesh_tf_core.ir.stage_orders import StageAction
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.combine import BucketKey
 from mesh_tf_core.model import Model
+
+
+class TablePrices:
+    """Costs of layouts of one problem, as its tables would have them, without making the tables."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+
+    def seconds(self, layout: Layout, options: Options) -> float:
+        """Seconds of a step; inf if that is not legal."""
+        draft, prices, chosen = self.draft, self.draft.pricer, self.draft.decided.write(layout, options)
+        sizes, stages = draft.context.graph.dims(), draft.decided.stages
+        split = ((n, draft.mesh.group_size(axes)) for n, axes in layout.rules if n not in stages)
+        if any(size % ways for name, ways in split for size in sizes.get(name, ())):
+            return math.inf
+        total, alpha = draft.fixed_seconds, dict[BucketKey, float]()
+        for cluster in draft.left:
+            entry = draft.tabler_of(cluster).entry(cluster, draft.decided, chosen)
+            if entry is None:
+                return math.inf
+            alpha.update({k: latency(k, prices) for k in entry.small if k not in alpha})
+            total += cluster.multiplicity * own_seconds(entry, alpha, prices)
+        return total + shared_seconds(alpha.keys(), prices)
 
 
 def computed_alone(

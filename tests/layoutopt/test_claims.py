@@ -15,7 +15,7 @@ import mesh_tf_core as mtf
 from costmodels.pricing.pricer import Pricer
 from examples.mlp import model as mlp
 from layoutopt.formulation.memory_constraints import MemoryConstraints
-from layoutopt.formulation.table_prices import TablePrices
+from layoutopt.optimize.evaluator import TablePrices
 from layoutopt.plan.build import Plan
 from layoutopt.solver import TOLERANCE, ResourceRow, RowTerm
 from layoutopt.space.kind import Decision

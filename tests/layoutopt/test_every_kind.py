@@ -14,9 +14,8 @@ import layoutopt
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt.formulation.extract import Draft
-from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.optimize.best_plans import held
-from layoutopt.optimize.evaluator import Evaluator
+from layoutopt.optimize.evaluator import Evaluator, TablePrices
 from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.collective_matmul import CollectiveMatmul

@@ -13,9 +13,8 @@ import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from costmodels.pricing.pricer import pricer
 from layoutopt.formulation.extract import Draft, extract, legal_problem
-from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.optimize.bounds import EXACT, Bound
-from layoutopt.optimize.evaluator import Evaluator
+from layoutopt.optimize.evaluator import Evaluator, TablePrices
 from layoutopt.optimize.fixing import _ways, faster, fill
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.runtime.clock import Clock

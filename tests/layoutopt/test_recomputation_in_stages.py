@@ -20,8 +20,7 @@ from examples.moe_lm import model as experts
 from examples.transformer_lm import model as transformer
 from layoutopt.analysis.certificate import Certificate, certify, considered_by
 from layoutopt.formulation.extract import Draft
-from layoutopt.formulation.table_prices import TablePrices
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluator import TablePrices, evaluate
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.kind import ALL

@@ -18,8 +18,7 @@ from examples.transformer_lm import model as transformer
 from examples.transformer_seq2seq import model as translator
 from layoutopt.formulation import tables
 from layoutopt.formulation.extract import Draft, Extraction, extract, legal_problem
-from layoutopt.formulation.table_prices import TablePrices
-from layoutopt.optimize.evaluator import Evaluator, evaluate
+from layoutopt.optimize.evaluator import Evaluator, TablePrices, evaluate
 from layoutopt.optimize.subproblem import ROUNDING, SubproblemSearch
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.collective_matmul import CollectiveMatmul

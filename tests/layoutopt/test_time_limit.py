@@ -75,7 +75,7 @@ def check(plan: Plan, best: Plan) -> None:
         ("layoutopt.formulation.tables:Tabler.table", 40),
         ("layoutopt.optimize.evaluator:evaluate", 6),
         ("layoutopt.optimize.fixing:eliminate", 0),
-        ("layoutopt.formulation.table_prices:TablePrices.seconds", 0),
+        ("layoutopt.optimize.evaluator:TablePrices.seconds", 0),
         ("layoutopt.optimize.alternatives:BestPlans.of", 1),
     ],
 )
