@@ -20,8 +20,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-import numpy as np
-
 from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.extract import Draft
 from layoutopt.optimize.bounds import EXACT, SLACK, OptionCosts, Source
@@ -30,47 +28,13 @@ from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.solver import eliminate
-from layoutopt.solver.elimination import Elimination
-from layoutopt.solver.form import Floats, ProblemError
-from layoutopt.solver.relations import Relation
+from layoutopt.solver.form import Floats
+from layoutopt.solver.marginals import marginals, rows_below
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.recompute import Recompute
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import AT, Layout
 from mesh_tf_core.lower import Options
-
-
-def marginals(known: Elimination, sizes: Sequence[int]) -> list[Floats]:
-    """For every variable, (choices,) the cost of the best choices with each of its choices, by exact
-    elimination (inf: none); rows are left out. ProblemError if it is not exact."""
-    found = [np.full(size, np.inf) for size in sizes]
-    for bucket, costs in zip(known.costs.tree.buckets, _of_rows(known), strict=True):
-        np.minimum.at(found[bucket.variable], bucket.choices, costs)
-    return found
-
-
-def rows_below(known: Elimination, most: float) -> tuple[Relation, ...]:
-    """The rows, of every table over several variables, that are in some choices that cost at most `most`; as
-    `marginals`."""
-    costs, tree = _of_rows(known), known.costs.tree
-    found = []
-    for number, relation in enumerate(tree.relations):
-        bucket, rows = tree.homes[number]
-        if len(relation.scope) > 1:
-            kept = np.unique(rows[costs[bucket] <= most])
-            found.append(Relation(relation.scope, relation.cells[kept]))
-    return tuple(found)
-
-
-def _of_rows(known: Elimination) -> list[Floats]:
-    """Per bucket, (rows,) what the best choices with each row cost."""
-    if not known.exact:
-        raise ProblemError(
-            "the cost tables of the problem are too large to compute the least total cost of each choice"
-        )
-    constant = known.bound - known.costs.least if np.isfinite(known.bound) else 0.0
-    return [costs + constant for costs in known.costs.marginals()]
-
 
 FIRST, MORE = 40, 0.3
 """Entries before options are looked at: at first, and as a part of those that there are."""

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layoutopt.optimize.fixing import marginals, rows_below
 from layoutopt.solver import Problem, ProblemError, eliminate, evaluate
+from layoutopt.solver.marginals import marginals, rows_below
 from layoutopt.solver.relations import codes
 from tests.solver.strategies import random_problem
 
