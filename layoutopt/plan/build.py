@@ -24,7 +24,7 @@ from layoutopt.plan.schema import (
 )
 from layoutopt.plan.training import TrainingForecast
 from layoutopt.plan.units import bytes_text, seconds_text
-from layoutopt.space.decisions import KINDS, SearchSpace
+from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.recorded import allowed_by
 from mesh_tf_core.arguments import PATH, check
 from mesh_tf_core.errors import UserError, known_names
@@ -296,7 +296,7 @@ def decided(options: Options, layout: Layout, pipeline: Mapping[str, int] = NO_S
     Args:
       pipeline: the meaning of a rule about layers (`Model.stages`).
     """
-    found = {name: value for kind in KINDS for name, value in kind.written(options).items()}
+    found = {said.name: said.written(getattr(options, said.name)) for said in SAID if said.written}
     found["pipeline"] = dict(pipeline)
     found["refined"] = refined_of(layout)
     return Decided.model_validate(found)
@@ -314,8 +314,7 @@ def given_fields(model: Model, mesh: Mesh, layout: Layout, options: Options) -> 
 
 def options_of(data: Decided) -> Options:
     """The options of lowering that a plan file states besides a layout."""
-    said = {name: getattr(data, name) for name in SAID}
-    return Options(**{name: value for kind in KINDS for name, value in kind.parsed(said).items()})
+    return Options(**{said.name: said.parsed(getattr(data, said.name)) for said in SAID if said.written})
 
 
 def refined_of(layout: Layout) -> dict[str, dict[str, list[str]]]:

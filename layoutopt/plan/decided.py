@@ -20,9 +20,9 @@ ELSEWHERE = "elsewhere"
 """The path of rules for elsewhere (`mesh_tf_core.ir.layout`)."""
 NAMED = 2
 """Places that a short text names."""
-SAID = {name: said for kind in KINDS for name, said in kind.says.items()}
-"""The fields of all kinds: their types and defaults."""
-WHERE_SOME = ("refined", *(name for kind in KINDS if not kind.always for name in kind.says))
+SAID = [kind.says for kind in KINDS if kind.says is not None]
+"""The fields of all kinds."""
+WHERE_SOME = ("refined", *(kind.says.name for kind in KINDS if kind.says is not None and not kind.always))
 """Fields that most plans lack; they are written only if they are not empty."""
 IN_WORDS = sorted((kind for kind in KINDS if kind.word), key=lambda kind: kind.place)
 """The kinds that plans describe, in the order of their words."""
@@ -48,7 +48,7 @@ class Refined(Data):
         return found
 
 
-@with_fields(SAID)
+@with_fields({said.name: (said.type, said.plain) for said in SAID})
 class Decided(Refined):
     """Each kind of decision, by the fields of its record; defaults for missing fields."""
 
@@ -78,13 +78,12 @@ class Decided(Refined):
     def options(self) -> dict[str, list[str]]:
         """The same as texts of each option."""
         found: dict[str, list[str]] = {}
-        for kind in KINDS:
-            values: list[str] = []
-            for name, (_, plain) in kind.says.items():
-                value = getattr(self, name)
-                values += [] if value == (plain() if callable(plain) else plain) else _texts(value)
-            if kind.by_hand is not None and values:
-                found[kind.by_hand.name] = values if kind.by_hand.several else [",".join(values)]
+        for said, option in ((kind.says, kind.by_hand) for kind in KINDS):
+            if said is not None and option is not None:
+                value = getattr(self, said.name)
+                if value != (said.plain() if callable(said.plain) else said.plain):
+                    values = _texts(value)
+                    found[option.name] = values if option.several else [",".join(values)]
         return found
 
     def places(self) -> dict[str, dict[str, Names]]:

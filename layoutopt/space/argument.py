@@ -21,6 +21,7 @@ class Argument:
     """One field of `Space` as users give it: a keyword in Python, options of commands, a field of plans.
 
     Attributes:
+      options: those of commands.
       parse: the value that an option's text or a value of Python means, which means itself; UserError.
       text: a value as text of the option; None if it is not set.
       plan: its type in plan files; fields of type str use `text`.
@@ -32,9 +33,9 @@ class Argument:
         rule, which no restriction narrows.
     """
 
-    parse: Callable[[Any], Any]
     options: tuple[Option, ...]
-    plan: Any
+    parse: Callable[[Any], Any]
+    plan: Any = tuple[str, ...]
     text: Callable[[Any], str | None] = lambda value: ",".join(map(str, value)) or None
     unsaid: Callable[[], Any] | None = None
     usual: Callable[[str], Any] | None = None
@@ -69,9 +70,11 @@ class Argument:
         return ",".join(prefix + word for prefix, word in words if word)
 
 
-def argument(default: Any, **said: Any) -> Any:
-    """A field of `Space` that users set: its default, and the fields of `Argument`."""
-    metadata = {ARGUMENT: Argument(**said)}
+def argument(default: Any, *options: Option, **said: Any) -> Any:
+    """A field of `Space` that users set: its default, its options, and the other fields of `Argument`; a list
+    of names where it has no other `parse`."""
+    parse = said.pop("parse", lambda value: names(value, options[0].parameter))
+    metadata = {ARGUMENT: Argument(options, parse, **said)}
     if isinstance(default, Mapping):
         return field(default_factory=lambda: default, metadata=metadata)
     return field(default=default, metadata=metadata)

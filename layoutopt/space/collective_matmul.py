@@ -7,9 +7,9 @@ It is searched on request: it pays if an axis splits these products and, elsewhe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from layoutopt.space.argument import Space, argument, names
 from layoutopt.space.kind import (
@@ -21,6 +21,7 @@ from layoutopt.space.kind import (
     Decision,
     Feature,
     LeftOut,
+    PlanField,
     Target,
     Typed,
     Words,
@@ -44,15 +45,11 @@ class Chunked(Space):
 
     collective_matmul: tuple[str, ...] = argument(
         (),
-        parse=lambda value: names(value, "collective_matmul"),
-        plan=tuple[str, ...],
-        options=(
-            Option(
-                "--collective-matmul",
-                "DIMS",
-                "Dimensions whose matmuls may overlap their all-gathers and reduce-scatters in "
-                "chunks, e.g. d_ff,heads (comma-separated; most useful with --elsewhere length).",
-            ),
+        Option(
+            "--collective-matmul",
+            "DIMS",
+            "Dimensions whose matmuls may overlap their all-gathers and reduce-scatters in "
+            "chunks, e.g. d_ff,heads (comma-separated; most useful with --elsewhere length).",
         ),
     )
 
@@ -65,7 +62,7 @@ class CollectiveMatmul(Decision):
     prefix = "collective matmul of "
     label = "collective matmul"
     asks = Chunked
-    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"collective_matmul": (list[str], list)}
+    says = PlanField("collective_matmul", list[str], list, sorted, frozenset)
     by_hand = Option(
         "--collective-matmul",
         "DIMS",
@@ -76,14 +73,7 @@ class CollectiveMatmul(Decision):
     word = "collective matmul"
     place = 5
     least = 0  # What is gathered for others too lies there whole either way.
-    features = (
-        Feature(
-            "collective_matmul",
-            "collective_matmul",
-            lambda dim: True,
-            lambda _, options: bool(options.collective_matmul),
-        ),
-    )
+    features = (Feature("collective_matmul", "collective_matmul"),)
 
     @classmethod
     def everything(cls, target: Target) -> dict[str, Any]:
@@ -124,14 +114,6 @@ class CollectiveMatmul(Decision):
     @classmethod
     def changing(cls, touched: Affects) -> list[str]:
         return [cls.prefix + dim for dim in touched.products]
-
-    @classmethod
-    def written(cls, options: Options) -> dict[str, Any]:
-        return {"collective_matmul": sorted(options.collective_matmul)}
-
-    @classmethod
-    def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
-        return {"collective_matmul": frozenset(said["collective_matmul"])}
 
     @classmethod
     def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:

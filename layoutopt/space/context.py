@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from layoutopt.space.argument import Space, argument, names
 from layoutopt.space.kind import (
@@ -15,6 +15,7 @@ from layoutopt.space.kind import (
     Chosen,
     Decision,
     Feature,
+    PlanField,
     Target,
     Typed,
     Words,
@@ -46,20 +47,17 @@ class Forms(Space):
 
     context: tuple[str, ...] | None = argument(
         None,
+        Option(
+            "--context",
+            "FORMS",
+            "Forms of context parallelism (attention to keys that are split) to consider: "
+            "gather, ring, zigzag, all_to_all (comma-separated; default: all for --objective "
+            "time, else gather).",
+        ),
         parse=lambda value: None if value is None else names(value, "context"),
-        plan=tuple[str, ...],
         text=lambda value: None if value is None else ",".join(value),
         unsaid=lambda: (GATHER,),
         usual=usual,
-        options=(
-            Option(
-                "--context",
-                "FORMS",
-                "Forms of context parallelism (attention to keys that are split) to consider: "
-                "gather, ring, zigzag, all_to_all (comma-separated; default: all for --objective "
-                "time, else gather).",
-            ),
-        ),
     )
 
 
@@ -70,7 +68,13 @@ class Context(Decision):
     prefix = "context of "
     label = "context parallelism"
     asks = Forms
-    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"context": (dict[str, str], dict)}
+    says = PlanField(
+        "context",
+        dict[str, str],
+        dict,
+        lambda forms: dict(sorted(forms)),
+        lambda said: frozenset(said.items()),
+    )
     by_hand = Option(
         "--context",
         "[DIM=]FORM",
@@ -82,9 +86,7 @@ class Context(Decision):
     word = "context"
     place = 4
     least = 0  # The others need splits; who asks has a layout.
-    features = (
-        Feature("context", "context", lambda form: form != GATHER, lambda _, options: bool(options.context)),
-    )
+    features = (Feature("context", "context", lambda form: form != GATHER),)
 
     @classmethod
     def everything(cls, target: Target) -> dict[str, Any]:
@@ -115,14 +117,6 @@ class Context(Decision):
     @classmethod
     def changing(cls, touched: Affects) -> list[str]:
         return [cls.prefix + dim for dim in touched.keys]
-
-    @classmethod
-    def written(cls, options: Options) -> dict[str, Any]:
-        return {"context": dict(sorted(options.context))}
-
-    @classmethod
-    def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
-        return {"context": frozenset(said["context"].items())}
 
     @classmethod
     def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:

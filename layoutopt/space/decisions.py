@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Protocol
 
-from layoutopt.space.argument import ARGUMENT, Argument, Space, argument, names
+from layoutopt.space.argument import ARGUMENT, Argument, Space, argument
 from layoutopt.space.collective_matmul import Chunked, CollectiveMatmul
 from layoutopt.space.context import Context, Forms
 from layoutopt.space.diloco import Rarely, Replicas
@@ -127,20 +127,16 @@ class SearchSpace(
 
     allow: tuple[str, ...] = argument(
         (),
-        parse=lambda value: names(value, "allow"),
-        plan=tuple[str, ...],
-        within=None,
-        options=(
-            Option(
-                "--allow",
-                "WORDS",
-                "Kinds of decision to search: usual, everything, or changes to usual, e.g. "
-                "+pipeline,-context (repeatable). By default the search proves the best usual layout, then "
-                "searches everything for --time-limit, else 60 s. A wrong name lists all names. More "
-                "specific options override --allow.",
-                several=True,
-            ),
+        Option(
+            "--allow",
+            "WORDS",
+            "Kinds of decision to search: usual, everything, or changes to usual, e.g. "
+            "+pipeline,-context (repeatable). By default the search proves the best usual layout, then "
+            "searches everything for --time-limit, else 60 s. A wrong name lists all names. More "
+            "specific options override --allow.",
+            several=True,
         ),
+        within=None,
     )
     restriction: Restriction = EVERYTHING
 

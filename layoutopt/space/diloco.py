@@ -6,12 +6,23 @@ Nothing is split over the axis except the dimension of the replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from layoutopt.space.argument import Space, argument
-from layoutopt.space.kind import PLAIN, Beyond, Choice, Chosen, Decision, LeftOut, Target, Typed, Words
+from layoutopt.space.kind import (
+    PLAIN,
+    Beyond,
+    Choice,
+    Chosen,
+    Decision,
+    LeftOut,
+    PlanField,
+    Target,
+    Typed,
+    Words,
+)
 from layoutopt.space.option import Option
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import REPLICA
@@ -37,24 +48,22 @@ class Replicas(Space):
 
     diloco: DiLoCo | None = argument(
         None,
+        Option(
+            "--diloco",
+            "WAY",
+            "Plan for DiLoCo: one replica at each position of a mesh axis, synchronised every `period` "
+            "steps, e.g. sites:period=30. Each replica gets the model's batch. To compare settings, "
+            "repeat the option, or separate values by /, e.g. sites:period=30/100,bits=32/4; the "
+            "replicas of each setting then share the batch. never: no DiLoCo; free: compare never with "
+            "every axis between nodes or slices (repeatable).",
+            usual="all devices synchronise in every step",
+            several=True,
+        ),
         parse=_one,
         plan=str,
         text=lambda value: None if value is None else str(value),
         names_axes=True,
         by_name=False,
-        options=(
-            Option(
-                "--diloco",
-                "WAY",
-                "Plan for DiLoCo: one replica at each position of a mesh axis, synchronised every `period` "
-                "steps, e.g. sites:period=30. Each replica gets the model's batch. To compare settings, "
-                "repeat the option, or separate values by /, e.g. sites:period=30/100,bits=32/4; the "
-                "replicas of each setting then share the batch. never: no DiLoCo; free: compare never with "
-                "every axis between nodes or slices (repeatable).",
-                usual="all devices synchronise in every step",
-                several=True,
-            ),
-        ),
     )
 
     @property
@@ -70,7 +79,9 @@ class Rarely(Decision):
     diloco: DiLoCo | None = None
     label = "DiLoCo replicas"
     asks = Replicas
-    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"diloco": (str, "")}
+    says = PlanField(
+        "diloco", str, "", lambda rare: str(rare or ""), lambda said: DiLoCo.parse(said) if said else None
+    )
     by_hand = Option(
         "--diloco",
         "AXIS[:period=30,...]",
@@ -122,14 +133,6 @@ class Rarely(Decision):
 
     def read(self, layout: Layout, options: Options) -> Choice:
         return self.options[0]
-
-    @classmethod
-    def written(cls, options: Options) -> dict[str, Any]:
-        return {"diloco": str(options.diloco or "")}
-
-    @classmethod
-    def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
-        return {"diloco": DiLoCo.parse(said["diloco"]) if said["diloco"] else None}
 
     @classmethod
     def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:

@@ -166,19 +166,41 @@ class Affects:
 
 
 @dataclass(frozen=True)
+class PlanField:
+    """A field of `layoutopt.plan.decided.Decided`, so of plan files and results.
+
+    Attributes:
+      type: there; `plain`: the value of a plain decision, or what makes it.
+      written: the value there of the field of `Options` with the same name; None: there is no such field.
+      parsed: the value of `Options` again.
+    """
+
+    name: str
+    type: Any
+    plain: Any
+    written: Callable[[Any], Any] | None = None
+    parsed: Callable[[Any], Any] = lambda value: value
+
+
+@dataclass(frozen=True)
 class Feature:
     """Some options of a kind under their usual name, which a search may forbid.
 
     Attributes:
       field: of `SearchSpace`: a list of choices.
       means: whether an element of that list allows it.
-      used: True if a layout and options use it, as far as they determine this.
+      uses: True if a layout and options use it, as far as they determine this; None: if the field of that
+        name of `Options` is not empty.
     """
 
     name: str
     field: str
-    means: Callable[[Any], bool]
-    used: Callable[[Layout, Options], bool]
+    means: Callable[[Any], bool] = lambda value: True
+    uses: Callable[[Layout, Options], bool] | None = None
+
+    def used(self, layout: Layout, options: Options) -> bool:
+        """True if a layout and options use it."""
+        return bool(getattr(options, self.field)) if self.uses is None else self.uses(layout, options)
 
 
 @dataclass(frozen=True)
@@ -234,8 +256,8 @@ class Decision(ABC):
       label: names the kind in sentences.
       features: the parts of it that users may forbid.
       asks: its fields of `SearchSpace`.
-      says: its fields of plan files: their types and defaults.
-      always: plan files have these fields where they are plain too.
+      says: its field of plan files.
+      always: plan files have this field where it is plain too.
       by_hand: the option of commands that take one layout.
       word: its name in plans; "": plans do not mention it.
       place: position of its words among those of others.
@@ -252,7 +274,7 @@ class Decision(ABC):
     label: ClassVar[str] = ""
     features: ClassVar[tuple[Feature, ...]] = ()
     asks: ClassVar[type[Space] | None] = None
-    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {}
+    says: ClassVar[PlanField | None] = None
     always: ClassVar[bool] = False
     by_hand: ClassVar[Option | None] = None
     word: ClassVar[str] = ""
@@ -316,16 +338,6 @@ class Decision(ABC):
     def changing(cls, touched: Affects) -> list[str]:
         """Names of this kind's decisions that change how an operation is lowered; splits are known."""
         return []
-
-    @classmethod
-    def written(cls, options: Options) -> dict[str, Any]:
-        """Its fields of `layoutopt.plan.decided.Decided`."""
-        return {}
-
-    @classmethod
-    def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
-        """Its fields of `Options`, from those of `layoutopt.plan.decided.Decided`."""
-        return {}
 
     @classmethod
     def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:

@@ -6,12 +6,12 @@ Another number is another graph, so every number is a separate subproblem, in wh
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from layoutopt.space.argument import Space, argument, names
-from layoutopt.space.kind import PLAIN, Choice, Chosen, Decision, Feature, Target, Typed, Words
+from layoutopt.space.kind import PLAIN, Choice, Chosen, Decision, Feature, PlanField, Target, Typed, Words
 from layoutopt.space.option import Option
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import divisors
@@ -45,16 +45,14 @@ class MicrobatchesSpace(Space):
 
     microbatches: tuple[int, ...] = argument(
         USUAL,
+        Option(
+            "--microbatches",
+            "NUMBERS",
+            "Numbers of microbatches per step to consider, e.g. 1,2,4 (comma-separated).",
+            usual=",".join(map(str, USUAL)),
+        ),
         parse=_numbers,
         plan=tuple[int, ...],
-        options=(
-            Option(
-                "--microbatches",
-                "NUMBERS",
-                "Numbers of microbatches per step to consider, e.g. 1,2,4 (comma-separated).",
-                usual=",".join(map(str, USUAL)),
-            ),
-        ),
     )
 
 
@@ -64,7 +62,7 @@ class Microbatches(Decision):
 
     label = "microbatches"
     asks = MicrobatchesSpace
-    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"microbatches": (int, 1)}
+    says = PlanField("microbatches", int, 1, written=int)
     always = True
     by_hand = Option("--microbatches", "N", "Number of microbatches per step.", usual="1")
     word = "microbatches"
@@ -99,14 +97,6 @@ class Microbatches(Decision):
 
     def read(self, layout: Layout, options: Options) -> Choice:
         return (str(options.microbatches),)
-
-    @classmethod
-    def written(cls, options: Options) -> dict[str, Any]:
-        return {"microbatches": options.microbatches}
-
-    @classmethod
-    def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
-        return {"microbatches": said["microbatches"]}
 
     @classmethod
     def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from layoutopt.space.argument import Space, argument, names
+from layoutopt.space.argument import Space, argument
 from layoutopt.space.kind import (
     CLASS,
     MIXED,
@@ -23,6 +23,7 @@ from layoutopt.space.kind import (
     Decision,
     Feature,
     LeftOut,
+    PlanField,
     Target,
     Typed,
     Words,
@@ -36,7 +37,15 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.offload import ACTIVATIONS, KINDS, OPTIMIZER, WEIGHTS, check_offload, offload_of
+from mesh_tf_core.lower.offload import (
+    ACTIVATIONS,
+    KINDS,
+    OPTIMIZER,
+    WEIGHTS,
+    OffloadSet,
+    check_offload,
+    offload_of,
+)
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -46,15 +55,11 @@ class Hosted(Space):
 
     offload: tuple[str, ...] = argument(
         (),
-        parse=lambda value: names(value, "offload"),
-        plan=tuple[str, ...],
-        options=(
-            Option(
-                "--offload",
-                "KINDS",
-                "Tensors that may be kept in host memory between uses: optimizer (its state), "
-                "weights, activations that recomputed loops save; comma-separated.",
-            ),
+        Option(
+            "--offload",
+            "KINDS",
+            "Tensors that may be kept in host memory between uses: optimizer (its state), "
+            "weights, activations that recomputed loops save; comma-separated.",
         ),
     )
 
@@ -122,13 +127,22 @@ class OffloadDecision(Decision):
         return (self.kind,) if all(there) else MIXED if any(there) else ()
 
 
+def _written(hosted: OffloadSet) -> dict[str, list[str]]:
+    kinds = dict.fromkeys(kind for kind, _ in sorted(hosted))
+    return {kind: sorted(name for k, name in hosted if k == kind) for kind in kinds}
+
+
+def _parsed(said: Mapping[str, Sequence[str]]) -> OffloadSet:
+    return frozenset((kind, name) for kind, its in said.items() for name in its)
+
+
 @dataclass(frozen=True)
 class OptimizerOffload(OffloadDecision):
     """That of the optimizer's state. Options, plans and words are about all kinds together, here."""
 
     prefix = "offload of "
     asks = Hosted
-    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"offload": (dict[str, list[str]], dict)}
+    says = PlanField("offload", dict[str, list[str]], dict, _written, _parsed)
     by_hand = Option(
         "--offload",
         "KIND[=NAME]",
@@ -141,7 +155,7 @@ class OptimizerOffload(OffloadDecision):
     place = 3
     held = "the optimizer's state"
     kind = OPTIMIZER
-    features = (Feature("offload", "offload", lambda kind: True, lambda _, options: bool(options.offload)),)
+    features = (Feature("offload", "offload"),)
 
     @classmethod
     def check(cls, allowed: Space) -> None:
@@ -162,16 +176,6 @@ class OptimizerOffload(OffloadDecision):
     @classmethod
     def changing(cls, touched: Affects) -> list[str]:
         return touched.named(cls, touched.updated)
-
-    @classmethod
-    def written(cls, options: Options) -> dict[str, Any]:
-        kinds = dict.fromkeys(kind for kind, _ in sorted(options.offload))
-        return {"offload": {kind: sorted(name for k, name in options.offload if k == kind) for kind in kinds}}
-
-    @classmethod
-    def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
-        pairs = ((kind, name) for kind, names in said["offload"].items() for name in names)
-        return {"offload": frozenset(pairs)}
 
     @classmethod
     def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from layoutopt.space.argument import Space, argument, names
 from layoutopt.space.kind import (
@@ -19,6 +19,7 @@ from layoutopt.space.kind import (
     Decision,
     Feature,
     LeftOut,
+    PlanField,
     Target,
     Typed,
     Words,
@@ -101,26 +102,24 @@ class RecomputeSpace(Space):
 
     recompute: tuple[bool | str, ...] = argument(
         (False, True),
+        Option(
+            "--recompute",
+            f"[{'|'.join(SHOWN)}]",
+            "Activation checkpointing to consider: never, always, auto (the search chooses), selective "
+            "(it may also keep some values of a block and recompute the rest), some (or recompute some "
+            "layers only; count=N: so many) or every.",
+            usual="auto",
+        ),
+        Option(
+            "--keep",
+            "SETS",
+            "Sets of values that recomputed blocks may keep, e.g. wi+attention,q+k+v (comma-separated).",
+            prefix=KEEP,
+        ),
         parse=_again,
         plan=tuple[bool | str, ...],
         text=_again_text,
         within=_again_within,
-        options=(
-            Option(
-                "--recompute",
-                f"[{'|'.join(SHOWN)}]",
-                "Activation checkpointing to consider: never, always, auto (the search chooses), selective "
-                "(it may also keep some values of a block and recompute the rest), some (or recompute some "
-                "layers only; count=N: so many) or every.",
-                usual="auto",
-            ),
-            Option(
-                "--keep",
-                "SETS",
-                "Sets of values that recomputed blocks may keep, e.g. wi+attention,q+k+v (comma-separated).",
-                prefix=KEEP,
-            ),
-        ),
     )
 
 
@@ -140,7 +139,7 @@ class Recompute(Decision):
     prefix = "recompute "
     label = "recomputation"
     asks = RecomputeSpace
-    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"recompute": (list[str], list)}
+    says = PlanField("recompute", list[str], list, lambda again: sorted(map(str, again)), policies)
     always = True
     by_hand = Option(
         "--recompute",
@@ -154,7 +153,7 @@ class Recompute(Decision):
     word = "recompute"
     place = 2
     features = (
-        Feature("recompute", "recompute", bool, lambda _, options: bool(options.recompute)),
+        Feature("recompute", "recompute", bool),
         Feature(
             "selective",
             "recompute",
@@ -236,14 +235,6 @@ class Recompute(Decision):
     @classmethod
     def changing(cls, touched: Affects) -> list[str]:
         return [recompute_name(dim) for dim in touched.recomputed]
-
-    @classmethod
-    def written(cls, options: Options) -> dict[str, Any]:
-        return {"recompute": sorted(map(str, options.recompute))}
-
-    @classmethod
-    def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
-        return {"recompute": policies(said["recompute"])}
 
     @classmethod
     def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:

@@ -5,11 +5,11 @@ Another schedule is another graph, so each is a separate subproblem, in which no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
-from layoutopt.space.argument import Space, argument, names
+from layoutopt.space.argument import Space, argument
 from layoutopt.space.kind import (
     Beyond,
     Choice,
@@ -17,6 +17,7 @@ from layoutopt.space.kind import (
     Decision,
     Feature,
     LeftOut,
+    PlanField,
     Target,
     Typed,
     not_allowed,
@@ -36,18 +37,14 @@ class Scheduled(Space):
 
     schedule: tuple[str, ...] = argument(
         (GPIPE,),
-        parse=lambda value: names(value, "schedule"),
-        plan=tuple[str, ...],
+        Option(
+            "--schedule",
+            "NAMES",
+            f"Pipeline schedules to consider: {', '.join(NAMES)} (comma-separated).",
+            usual=GPIPE,
+        ),
         by_name=False,
         within=lambda value, said: tuple(each for each in value if kind_name(each) in said),
-        options=(
-            Option(
-                "--schedule",
-                "NAMES",
-                f"Pipeline schedules to consider: {', '.join(NAMES)} (comma-separated).",
-                usual=GPIPE,
-            ),
-        ),
     )
 
 
@@ -68,7 +65,9 @@ class ScheduleDecision(Decision):
     label = "schedules of pipelines"
     asks = Scheduled
     needs = "pipeline"
-    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"schedule": (str, "")}
+    says = PlanField(
+        "schedule", str, "", lambda name: name if name != GPIPE else "", lambda said: said or GPIPE
+    )
     by_hand = Option(
         "--schedule",
         "NAME",
@@ -120,14 +119,6 @@ class ScheduleDecision(Decision):
 
     def read(self, layout: Layout, options: Options) -> Choice:
         return (options.schedule,) if options.schedule != GPIPE else ()
-
-    @classmethod
-    def written(cls, options: Options) -> dict[str, Any]:
-        return {"schedule": options.schedule if options.schedule != GPIPE else ""}
-
-    @classmethod
-    def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
-        return {"schedule": said["schedule"] or GPIPE}
 
     @classmethod
     def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:

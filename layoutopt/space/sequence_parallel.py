@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
-from layoutopt.space.argument import Space, argument, names
+from layoutopt.space.argument import Space, argument
 from layoutopt.space.kind import (
     PLAIN,
     Beyond,
@@ -40,15 +40,11 @@ class Further(Space):
 
     elsewhere: tuple[str, ...] = argument(
         (),
-        parse=lambda value: names(value, "elsewhere"),
-        plan=tuple[str, ...],
-        options=(
-            Option(
-                "--elsewhere",
-                "DIMS",
-                "Dimensions that may also be split wherever an axis splits nothing else, e.g. length "
-                "for sequence parallelism (comma-separated).",
-            ),
+        Option(
+            "--elsewhere",
+            "DIMS",
+            "Dimensions that may also be split wherever an axis splits nothing else, e.g. length "
+            "for sequence parallelism (comma-separated).",
         ),
     )
 
@@ -62,7 +58,7 @@ class Elsewhere(Decision):
     word = ELSEWHERE
     place = 9
     least = 0  # What this holds depends on the layout.
-    features = (Feature("sequence", "elsewhere", lambda dim: True, lambda layout, _: bool(layout.elsewhere)),)
+    features = (Feature("sequence", "elsewhere", uses=lambda layout, _: bool(layout.elsewhere)),)
 
     @classmethod
     def everything(cls, target: Target) -> dict[str, Any]:

@@ -73,48 +73,42 @@ class SplitsSpace(Space):
 
     pins: Mapping[str, Axes] = argument(
         {},
+        Option(
+            "--pin",
+            "RULES",
+            'Require a split, e.g. "batch:data"; "batch:none" keeps a dimension unsplit (repeatable).',
+            several=True,
+        ),
         parse=parse_rules,
         plan=str,
         text=rules_text,
         names_axes=True,
         by_name=False,
         within=None,
-        options=(
-            Option(
-                "--pin",
-                "RULES",
-                'Require a split, e.g. "batch:data"; "batch:none" keeps a dimension unsplit (repeatable).',
-                several=True,
-            ),
-        ),
     )
     forbid: Mapping[str, Axes] = argument(
         {},
+        Option("--forbid", "RULES", 'Forbid a split, e.g. "vocab:model" (repeatable).', several=True),
         parse=parse_forbid,
         plan=str,
         text=rules_text,
         names_axes=True,
         by_name=False,
         within=None,
-        options=(
-            Option("--forbid", "RULES", 'Forbid a split, e.g. "vocab:model" (repeatable).', several=True),
-        ),
     )
     orders: str = argument(
         ORDERS[0],
+        Option(
+            "--orders",
+            f"[{'|'.join(ORDERS)}]",
+            "Orders of axes to consider where several axes split one dimension: mesh (the mesh's "
+            "order) or all.",
+            usual=ORDERS[0],
+        ),
         parse=lambda value: value,
         plan=str,
         text=str,
         within=None,
-        options=(
-            Option(
-                "--orders",
-                f"[{'|'.join(ORDERS)}]",
-                "Orders of axes to consider where several axes split one dimension: mesh (the mesh's "
-                "order) or all.",
-                usual=ORDERS[0],
-            ),
-        ),
     )
 
 

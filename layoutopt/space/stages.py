@@ -11,10 +11,10 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from layoutopt.space.argument import Space, argument, names
-from layoutopt.space.kind import Beyond, Feature, LeftOut, Target, Words, not_allowed
+from layoutopt.space.argument import Space, argument
+from layoutopt.space.kind import Beyond, Feature, LeftOut, PlanField, Target, Words, not_allowed
 from layoutopt.space.option import Option
 from layoutopt.space.recompute import counts, kept_sets
 from layoutopt.space.splits import Split, split_options
@@ -43,16 +43,12 @@ class Piped(Space):
 
     pipeline: tuple[str, ...] = argument(
         (),
-        parse=lambda value: names(value, "pipeline"),
-        plan=tuple[str, ...],
-        by_name=False,
-        options=(
-            Option(
-                "--pipeline",
-                "DIMS",
-                "Layer dimensions that may be split into pipeline stages, e.g. layers (comma-separated).",
-            ),
+        Option(
+            "--pipeline",
+            "DIMS",
+            "Layer dimensions that may be split into pipeline stages, e.g. layers (comma-separated).",
         ),
+        by_name=False,
     )
     stages: Mapping[str, Axes] = field(default_factory=dict)
     again: Policies = frozenset()
@@ -64,10 +60,10 @@ class StageSplit(Split):
 
     label = "pipelines"
     asks = Piped
-    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"pipeline": (dict[str, int], dict)}
+    says = PlanField("pipeline", dict[str, int], dict)
     word = "pipeline"
     place = 7
-    features = (Feature("pipeline", "pipeline", lambda dim: True, lambda *_: True),)
+    features = (Feature("pipeline", "pipeline", uses=lambda *_: True),)
 
     @classmethod
     def everything(cls, target: Target) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from layoutopt.space.argument import Space, argument, names
 from layoutopt.space.kind import (
@@ -26,6 +26,7 @@ from layoutopt.space.kind import (
     Decision,
     Feature,
     LeftOut,
+    PlanField,
     Target,
     Typed,
     Words,
@@ -49,6 +50,7 @@ from mesh_tf_core.lower.storage import (
     STAGES,
     VARIABLE,
     Stage,
+    StageByVariable,
     read_stage,
     splits,
     splits_some,
@@ -72,19 +74,25 @@ class StorageSpace(Space):
 
     storage: tuple[str, ...] = argument(
         STORED,
-        parse=_named,
-        plan=tuple[str, ...],
-        within=lambda value, said: tuple(s for s in value if (HYBRID if AT in s else s) in said),
-        options=(
-            Option(
-                "--storage",
-                "STAGES",
-                f"Storage stages to consider: {_SAID}, hybrid (zero3 inside a node); comma-separated.",
-                usual=",".join(STORED),
-            ),
+        Option(
+            "--storage",
+            "STAGES",
+            f"Storage stages to consider: {_SAID}, hybrid (zero3 inside a node); comma-separated.",
+            usual=",".join(STORED),
         ),
+        parse=_named,
+        within=lambda value, said: tuple(s for s in value if (HYBRID if AT in s else s) in said),
     )
     near: Axes = ()
+
+
+def _written(stages: StageByVariable) -> dict[str, str]:
+    found = {name: read_stage(said) for name, said in sorted(stages.items())}
+    return {name: str(stage) for name, stage in found.items() if stage.number}
+
+
+def _parsed(said: Mapping[str, str]) -> StageByVariable:
+    return {name: read_stage(stage).short for name, stage in said.items()}
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,7 @@ class Storage(Decision):
     prefix = "storage of "
     label = "storage (ZeRO)"
     asks = StorageSpace
-    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"storage": (dict[str, str], dict)}
+    says = PlanField("storage", dict[str, str], dict, _written, _parsed)
     always = True
     by_hand = Option(
         "--storage",
@@ -211,15 +219,6 @@ class Storage(Decision):
     @classmethod
     def changing(cls, touched: Affects) -> list[str]:
         return touched.named(cls, touched.variables)
-
-    @classmethod
-    def written(cls, options: Options) -> dict[str, Any]:
-        stages = {name: read_stage(said) for name, said in sorted(options.storage.items())}
-        return {"storage": {name: str(stage) for name, stage in stages.items() if stage.number}}
-
-    @classmethod
-    def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
-        return {"storage": {name: read_stage(stage).short for name, stage in said["storage"].items()}}
 
     @classmethod
     def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:

@@ -213,7 +213,9 @@ def beyond(target: Target, allowed: SearchSpace, price: Price) -> set[str]:
         {name: choice for name, choice in choices.items() if choice in decided.options[name]}
     )
     for kind in ALL_KINDS:
-        if kind.written(again[1]) != kind.written(options):
+        said = kind.says
+        both = [getattr(each, said.name) for each in (again[1], options)] if said and said.written else []
+        if said and said.written and said.written(both[0]) != said.written(both[1]):
             found.add(kind.label)
     if (layout.rules, layout.refined) != (again[0].rules, again[0].refined):
         found.add(Split.label)
