@@ -119,8 +119,6 @@ def _attributes(element: ET.Element, names: dict[str, str]) -> Iterator[tuple[st
             yield key, value
         elif key == "transform" and NO_TURN.match(value):
             continue
-        elif key == "transform" and value.startswith("translate"):
-            yield key, _short(value)
         else:
             yield key, _short(value)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from statistics import median
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
@@ -61,6 +62,17 @@ class CalibrationEvidence(Data):
     def samples(self) -> tuple[Sample, ...]:
         """Measurements that took any time."""
         return tuple(s for s in self.measurements if s.measured_seconds > 0)
+
+
+def typical(samples: Iterable[Sample]) -> float | None:
+    """Median of the absolute residuals; None without any."""
+    errors = [abs(s.residual) for s in samples]
+    return median(errors) if errors else None
+
+
+def typical_of(found: CalibrationEvidence, held_out: bool) -> float | None:
+    """Typical errors, separately for measurements inside and outside the fit."""
+    return typical(s for s in found.samples if s.held_out == held_out)
 
 
 class MeasuredLayout(Data):

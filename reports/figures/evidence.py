@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from layoutopt.plan.evidence import CalibrationEvidence, MeasuredLayout, Sample, Validation
+from layoutopt.plan.evidence import (
+    CalibrationEvidence,
+    MeasuredLayout,
+    Sample,
+    Validation,
+    typical,
+    typical_of,
+)
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import (
     digits,
@@ -17,10 +24,9 @@ from layoutopt.plan.units import (
     shorten,
     signed_percent,
 )
-from reports.evidence import typical, typical_of
 from reports.figures.chart import Chart
 from reports.figures.scales import log_steps, padded
-from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, label, ticks
+from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, dots, label, ticks
 from reports.theme import LIGHT
 
 if TYPE_CHECKING:
@@ -58,16 +64,9 @@ def _draw_predicted_measured(plan: PlanFile, title: str = "") -> Figure:
         ends, [v * (1 - BAND) for v in ends], [v * (1 + BAND) for v in ends], color=LIGHT["grid"], linewidth=0
     )
     ax.plot(ends, ends, color=LIGHT["muted"], linewidth=1)
-    (marks,) = ax.plot(
-        [r.measured_seconds for r in rows],
-        [r.predicted_seconds for r in rows],
-        "o",
-        color=LIGHT["compute"],
-        markersize=5.5,
-        alpha=0.85,
-        clip_on=False,
-    )
-    sheet.tip(marks, *map(_said, rows))
+    places = [(r.measured_seconds, r.predicted_seconds) for r in rows]
+    marks = dots(ax, places, "compute", 5.5, alpha=0.85)
+    sheet.tip(marks, *(_said(r, shorten(r.layout, 80)) for r in rows))
     _mark_chosen(ax, plan, rows)
     sheet.rect(230, 2, 10, 10, "grid")
     sheet.text(245, 11, f"within {percent(BAND)} of measured", "muted", SMALL)
@@ -75,24 +74,16 @@ def _draw_predicted_measured(plan: PlanFile, title: str = "") -> Figure:
     return sheet.figure
 
 
-def _said(row: MeasuredLayout) -> str:
-    layout = shorten(row.layout, 80) or "replicated"
+def _said(row: MeasuredLayout, layout: str) -> str:
     told, measured = seconds_text(row.predicted_seconds), seconds_text(row.measured_seconds)
-    return f"{layout}: {told} predicted, {measured} measured"
+    return f"{layout or 'replicated'}: {told} predicted, {measured} measured"
 
 
 def _mark_chosen(ax: Axes, plan: PlanFile, rows: Sequence[MeasuredLayout]) -> None:
     text = layout_text(plan.layout)
     for row in rows:
         if row.layout == text:
-            ax.plot(
-                [row.measured_seconds],
-                [row.predicted_seconds],
-                "o",
-                color=LIGHT["ink"],
-                markersize=9,
-                clip_on=False,
-            )
+            dots(ax, [(row.measured_seconds, row.predicted_seconds)], "ink", 9)
             label(ax, row.measured_seconds, row.predicted_seconds, "this plan", "ink", (9, -4), bold=True)
             return
 
@@ -122,12 +113,7 @@ def _find_predicted_measured(plan: PlanFile) -> str:
 def _tell_predicted_measured(plan: PlanFile) -> str:
     """The summary and the first rows in words."""
     rows = (plan.details.validation or Validation()).timed
-    told = [
-        f"{r.layout or 'replicated'}: {seconds_text(r.predicted_seconds)} predicted, "
-        f"{seconds_text(r.measured_seconds)} measured"
-        for r in rows[:24]
-    ]
-    return f"{_find_predicted_measured(plan)}. {'; '.join(told)}."
+    return f"{_find_predicted_measured(plan)}. {'; '.join(_said(r, r.layout) for r in rows[:24])}."
 
 
 def _draw_calibration(plan: PlanFile, title: str = "") -> Figure:
@@ -137,17 +123,11 @@ def _draw_calibration(plan: PlanFile, title: str = "") -> Figure:
     for position, (what, samples) in enumerate(groups):
         top = (PANEL + 16) * position
         sheet.text(MARGIN, top + 13, shorten(what, 40), bold=True, size=SMALL)
-        sheet.text(
-            WIDTH - MARGIN,
-            top + 13,
-            f"median error {percent(typical(samples) or 0.0)}",
-            "muted",
-            SMALL,
-            "right",
-        )
-        dots = _residuals(sheet.axes(58, top + 24, WIDTH - 78, PANEL - 48), samples)
+        error = f"median error {percent(typical(samples) or 0.0)}"
+        sheet.text(WIDTH - MARGIN, top + 13, error, "muted", SMALL, "right")
+        marks = _residuals(sheet.axes(58, top + 24, WIDTH - 78, PANEL - 48), samples)
         sheet.tip(
-            dots, *(f"{seconds_text(s.measured_seconds)}: {signed_percent(s.residual)}" for s in samples)
+            marks, *(f"{seconds_text(s.measured_seconds)}: {signed_percent(s.residual)}" for s in samples)
         )
     return sheet.figure
 
@@ -172,10 +152,7 @@ def _residuals(ax: Axes, samples: Sequence[Sample]) -> Any:
     shown = log_steps(min(sizes), max(sizes), 5)
     ticks(ax, "x", shown, [_size(v) for v in shown], grid=False)
     ax.plot(ax.get_xlim(), [0, 0], color=LIGHT["muted"], linewidth=1)
-    (dots,) = ax.plot(
-        sizes, [s.residual for s in samples], "o", color=LIGHT["compute"], markersize=5, clip_on=False
-    )
-    return dots
+    return dots(ax, zip(sizes, (s.residual for s in samples), strict=True), "compute", 5)
 
 
 def _size(value: float) -> str:

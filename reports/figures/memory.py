@@ -11,7 +11,7 @@ from layoutopt.plan.units import bytes_text, percent, rounded, seconds_text, sho
 from reports.figures.bars import Bar, Bars, BarSegment, cut_scale
 from reports.figures.chart import SEARCH, Chart
 from reports.figures.scales import byte_steps, round_steps
-from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, label, text_width, ticks
+from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, dots, label, text_width, ticks
 from reports.theme import LIGHT
 from reports.views.choices import Ranked, ranked
 from reports.views.timeline import holdings_at_peak, phases, placed, thinned, total_seconds
@@ -115,44 +115,25 @@ def _timeline(sheet: FigureSheet, found: MemoryTimeline, limit: float | None) ->
     x, y = zip(*((place(i + 0.5), held) for i, held in thinned(found)), strict=True)
     x, at = (0.0, *x[1:-1], 1.0) if len(x) > 1 else x, place(found.peak + 0.5)
     few = thinned(found, TOLD)
-    (marks,) = ax.plot(
-        [place(i + 0.5) for i, _ in few],
-        [held for _, held in few],
-        "o",
-        color=LIGHT["memory"],
-        alpha=0,
-        clip_on=False,
-    )
+    marks = dots(ax, [(place(i + 0.5), held) for i, held in few], "memory", 6, alpha=0)
     sheet.tip(marks, *(_said(found, i, place(i + 0.5) * whole) for i, _ in few), near=True)
     ax.fill_between(x, 0, y, step="mid", color=LIGHT["memory"], linewidth=0, clip_on=False)
     if found.variables:
         ax.fill_between(
             [x[0], x[-1]], 0, found.variables, color=LIGHT["variables"], linewidth=0, clip_on=False
         )
-    if limit and not shows_limit:
-        words = (
-            f"limit {bytes_text(limit)}, {times_text(limit / peak)} the peak"
-            if peak
-            else f"limit {bytes_text(limit)}"
-        )
-        label(ax, 1, high, words, "bad", (0, 2), "right")
-    if shows_limit and limit:
+    words = f"limit {bytes_text(limit or 0.0)}"
+    if limit and shows_limit:
         ax.plot(ax.get_xlim(), [limit, limit], color=LIGHT["bad"], linewidth=1.75, clip_on=False)
-        label(ax, 0, limit, f"limit {bytes_text(limit)}", "bad", (2, 4))
+        label(ax, 0, limit, words, "bad", (2, 4))
+    elif limit:
+        words += f", {times_text(limit / peak)} the peak" if peak else ""
+        label(ax, 1, high, words, "bad", (0, 2), "right")
     _phases(ax, found, high, place, 30 if whole else 16)
     ax.plot([at] * 2, [0, peak], color=LIGHT["memory"], linewidth=1.25, zorder=0.9)
-    ax.plot([at], [peak], "o", color=LIGHT["ink"], markersize=6, clip_on=False)
-    right = at > 0.55
-    label(
-        ax,
-        at,
-        peak,
-        f"peak {bytes_text(peak)}",
-        "ink",
-        (-9 if right else 9, 3),
-        "right" if right else "left",
-        True,
-    )
+    dots(ax, [(at, peak)], "ink", 6)
+    offset, align = ((-9, 3), "right") if at > 0.55 else ((9, 3), "left")
+    label(ax, at, peak, f"peak {bytes_text(peak)}", "ink", offset, align, bold=True)
     keys = [("memory", "activations, gradients, buffers")]
     if found.variables:
         keys.insert(0, ("variables", f"variables {bytes_text(found.variables)}"))

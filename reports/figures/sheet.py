@@ -201,6 +201,20 @@ def ticks(
         ax.set_axisbelow(True)
 
 
+def dots(
+    ax: Axes,
+    points: Iterable[tuple[float, float]],
+    token: str,
+    size: float,
+    shape: str = "o",
+    alpha: float | None = None,
+) -> Any:
+    """Marks at points of the data, as one artist."""
+    x, y = zip(*points, strict=True)
+    (made,) = ax.plot(x, y, shape, color=LIGHT[token], markersize=size, alpha=alpha, clip_on=False)
+    return made
+
+
 PLACES = tuple(
     (right, up, align)
     for far in (1, 2, 3)

@@ -19,7 +19,7 @@ from layoutopt.plan.units import (
 )
 from reports.figures.chart import Chart
 from reports.figures.scales import byte_steps, log_steps, padded, round_steps
-from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, label, ticks
+from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, dots, label, ticks
 from reports.theme import LIGHT
 from reports.views import choices
 from reports.views.choices import OnFrontier
@@ -44,40 +44,20 @@ def _draw_frontier(plan: PlanFile, title: str = "") -> Figure:
     sheet.text(MARGIN, 11, "step time", "muted", SMALL)
     ax = sheet.axes(58, 24, WIDTH - 70, PLOT)
     limit = plan.memory_limit
-    peaks, steps_ = (
-        [p.predicted.peak_memory_bytes for p in points],
-        [p.predicted.step_seconds for p in points],
-    )
+    places = [(p.predicted.peak_memory_bytes, p.predicted.step_seconds) for p in points]
+    peaks, steps_ = zip(*places, strict=True)
     right: float = max(peaks)
     if limit and limit < 1.6 * right:
         right = max(right, limit)
     _range(ax, right * 1.08, max(steps_) * 1.12)
     ax.plot(peaks, steps_, color=LIGHT["compute"], linewidth=1.75, drawstyle="steps-post", clip_on=False)
-    (marks,) = ax.plot(peaks, steps_, "o", color=LIGHT["compute"], markersize=5, clip_on=False)
-    sheet.tip(
-        marks,
-        *(f"{seconds_text(s)} with {bytes_text(m)}" for s, m in zip(steps_, peaks, strict=True)),
-        near=True,
-    )
+    marks = dots(ax, places, "compute", 5)
+    sheet.tip(marks, *(f"{seconds_text(s)} with {bytes_text(m)}" for m, s in places), near=True)
     for i, point in enumerate(points):
-        if point.knee and not point.is_answer:
-            ax.plot(
-                [point.predicted.peak_memory_bytes],
-                [point.predicted.step_seconds],
-                "D",
-                color=LIGHT["exposed"],
-                markersize=8,
-                clip_on=False,
-            )
         if point.is_answer:
-            ax.plot(
-                [point.predicted.peak_memory_bytes],
-                [point.predicted.step_seconds],
-                "o",
-                color=LIGHT["ink"],
-                markersize=9,
-                clip_on=False,
-            )
+            dots(ax, places[i : i + 1], "ink", 9)
+        elif point.knee:
+            dots(ax, places[i : i + 1], "exposed", 8, "D")
         _name(ax, point, i, points)
     if limit and limit <= right:
         ax.plot([limit, limit], ax.get_ylim(), color=LIGHT["bad"], linewidth=1.75, clip_on=False)
@@ -96,9 +76,7 @@ def _range(ax: Axes, right: float, top: float) -> None:
 
 def _name(ax: Axes, point: OnFrontier, position: int, points: Sequence[OnFrontier]) -> None:
     """The answer, the knees and the ends are named; the rest is in the table."""
-    words = {True: "this plan"}.get(point.is_answer, "knee" if point.knee else "")
-    if point.is_answer and point.knee:
-        words = "this plan (knee)"
+    words = f"this plan{' (knee)' * point.knee}" if point.is_answer else "knee" * point.knee
     if not words and position not in (0, len(points) - 1):
         return
     x, y = point.predicted.peak_memory_bytes, point.predicted.step_seconds
@@ -113,16 +91,8 @@ def _name(ax: Axes, point: OnFrontier, position: int, points: Sequence[OnFrontie
     words = words or seconds_text(y)
     align = "right" if x > 0.6 * end else "left"
     below = align == "right" and y > 0.12 * ax.get_ylim()[1]
-    label(
-        ax,
-        x,
-        y,
-        words,
-        "ink",
-        (-8 if align == "right" else 8, -15 if below else 8),
-        align,
-        bool(point.is_answer),
-    )
+    offset = -8 if align == "right" else 8, -15 if below else 8
+    label(ax, x, y, words, "ink", offset, align, point.is_answer)
 
 
 def _find_frontier(plan: PlanFile) -> str:
@@ -141,19 +111,11 @@ def _find_frontier(plan: PlanFile) -> str:
 def _against(point: OnFrontier, plan: PlanFile) -> str:
     if point.is_answer:
         return "this plan"
-    step = (
-        signed_percent(point.predicted.step_seconds / plan.predicted.step_seconds - 1)
-        if plan.predicted.step_seconds
-        else ""
-    )
-    peak = (
-        signed_percent(point.predicted.peak_memory_bytes / plan.predicted.peak_memory_bytes - 1)
-        if plan.predicted.peak_memory_bytes
-        else ""
-    )
-    return (
-        f"{bytes_text(point.predicted.peak_memory_bytes)} ({peak} memory, {step} time relative to this plan)"
-    )
+    its, own = point.predicted, plan.predicted
+    step = signed_percent(its.step_seconds / own.step_seconds - 1) if own.step_seconds else ""
+    memory = (its.peak_memory_bytes, own.peak_memory_bytes)
+    peak = signed_percent(memory[0] / memory[1] - 1) if memory[1] else ""
+    return f"{bytes_text(memory[0])} ({peak} memory, {step} time relative to this plan)"
 
 
 def _tell_frontier(plan: PlanFile) -> str:
@@ -175,13 +137,8 @@ def _draw_sensitivity(plan: PlanFile, title: str = "") -> Figure:
     letters = layout_letters(plan)
     for position, one in enumerate(found):
         top = (PANEL + 20) * position
-        sheet.text(
-            MARGIN,
-            top + 13,
-            f"Step time by {FACTORS.get(one.factor, shorten(one.factor, 30))}",
-            bold=True,
-            size=SMALL,
-        )
+        factor = FACTORS.get(one.factor, shorten(one.factor, 30))
+        sheet.text(MARGIN, top + 13, f"Step time by {factor}", bold=True, size=SMALL)
         ax = sheet.axes(58, top + 34, WIDTH - 78, PANEL - 56)
         _panel(sheet, ax, one, letters)
     return sheet.figure

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from layoutopt.plan.details import Proof, sources_text
-from layoutopt.plan.evidence import CalibrationEvidence, Validation
+from layoutopt.plan.evidence import CalibrationEvidence, Validation, typical_of
 from layoutopt.plan.known import Known
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.training import lasts, money_text
@@ -22,7 +22,6 @@ from layoutopt.plan.units import (
     step_change,
     times_text,
 )
-from reports.evidence import typical_of
 from reports.plan import dims_on
 from reports.theme import axis_token
 from reports.views import facts as told

@@ -31,11 +31,16 @@ def frame(view: View) -> DataFrame:
     return pd.DataFrame(values, columns=[view.columns[i].key for i in shown])
 
 
+ALL: list[Frame] = []
+"""Every table, in the order of the report."""
+
+
 def _frame(build: Callable[[PlanFile], View]) -> Frame:
     @wraps(build)
     def made(plan: PlanLike) -> DataFrame:
         return frame(build(plan_of(plan)))
 
+    ALL.append(made)
     return made
 
 
@@ -53,23 +58,5 @@ sensitivity = _frame(rows.sensitivity)
 validation = _frame(rows.validation)
 calibration = _frame(rows.calibration)
 assumptions = _frame(rows.assumptions)
-
-ALL: tuple[Frame, ...] = (
-    summary,
-    layouts,
-    dims,
-    variables,
-    operations,
-    collectives,
-    time_by_kind,
-    memory_timeline,
-    peak,
-    frontier,
-    sensitivity,
-    validation,
-    calibration,
-    assumptions,
-)
-"""Every table, in the order of the report."""
 
 __all__ = ["ALL", "PlanLike", "frame", *(each.__name__ for each in ALL)]
