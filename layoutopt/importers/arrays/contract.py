@@ -90,6 +90,12 @@ class Equation:
     def out(self) -> Var:
         return self.outs[0]
 
+    @property
+    def may_give_keys(self) -> bool:
+        """True if its results would be keys where an operand is one."""
+        draws = ("random_bits", "random_uniform", "random_normal")
+        return self.prim not in draws and not any(map(has_fractions, self.outs))
+
 
 @dataclass(eq=False, slots=True)
 class EquationBlock:

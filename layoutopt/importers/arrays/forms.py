@@ -6,15 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from layoutopt.importers.arrays.contract import (
-    KEY,
-    CapturedArray,
-    Equation,
-    EquationBlock,
-    Operand,
-    Var,
-    has_fractions,
-)
+from layoutopt.importers.arrays.contract import KEY, CapturedArray, Equation, EquationBlock, Operand, Var
 
 
 class EquationForms:
@@ -36,7 +28,7 @@ class EquationForms:
 
     def follow(self, e: Equation) -> None:
         """Records the form of an equation's results."""
-        if any(self.is_key(x) for x in e.ins) and _gives_keys(e):
+        if any(self.is_key(x) for x in e.ins) and e.may_give_keys:
             self.keys.update(map(id, e.outs))
         self.keys.update(id(y) for y in e.outs if y.dtype == KEY)
         if e.ins and all(isinstance(x, CapturedArray) or id(x) in self.of_parameters for x in e.ins):
@@ -97,8 +89,3 @@ class EquationForms:
                 names[id(y)] = len(names)
         types = tuple((v.shape, v.dtype) for v in block.ins)
         return types, tuple(found), tuple(self._operand(x, names) for x in block.outs)
-
-
-def _gives_keys(e: Equation) -> bool:
-    draws = ("random_bits", "random_uniform", "random_normal")
-    return e.prim not in draws and not any(map(has_fractions, e.outs))

@@ -13,13 +13,8 @@ from mesh_tf_core.ir.tensor import Tensor
 def _normalize(w: Writer, e: Equation) -> None:
     """Root mean square 1 along the last axis; with `center`, mean 0 too."""
     y, last = e.out, len(e.out.shape) - 1
-    t = w.drawn(w.elementwise(e.ins[0], y), e.ins[0])
     own = w.dims(y, last)
-    lacking = [d for d in own if d.name not in t.shape.names]
-    t = mtf.broadcast(t, [*lacking, *t.shape]) if lacking else t
-    one = own[0] if len(own) == 1 else None
-    if one is None:
-        t, one = w.as_one(t, own)
+    t, one = w.along(w.drawn(w.elementwise(e.ins[0], y), e.ins[0]), own)
     made = mtf.normalize(t, one, e.params["epsilon"], e.params["center"])
     w.put(y, made if len(own) == 1 else w.apart(made, one, own))
 
@@ -28,10 +23,7 @@ def _cross_entropy(w: Writer, e: Equation) -> None:
     """-log softmax of logits [.., classes] at the class numbers [..]."""
     (x, ids), y = e.ins, e.out
     t = w.renamed(w.full(x), w.between(x, y, [(a, a) for a in range(len(y.shape))]))
-    own = w.dims(x, len(x.shape) - 1)
-    classes = own[0]
-    if len(own) != 1:
-        t, classes = w.as_one(t, own)
+    t, classes = w.along(t, w.dims(x, len(x.shape) - 1))
     targets = mtf.broadcast(w.drawn(w.elementwise(ids, y), ids), w.shape(y)).cast("int32")
     w.put(y, mtf.softmax_cross_entropy(t, targets, classes).cast(our_dtype(y.dtype)))
 

@@ -246,15 +246,6 @@ def _dynamic_update(w: Writer, e: Equation) -> None:
 # -- order ---------------------------------------------------------------------------------------------------
 
 
-def _named_axis(w: Writer, x: Operand, axis: int) -> tuple[Tensor, Dim]:
-    """x with an axis as one dimension, under its own name where it has one."""
-    own = w.dims(x, axis)
-    t = w.tensor(x)
-    if len(own) != 1:
-        return w.one(t, x, axis)
-    return (t if own[0].name in t.shape.names else mtf.broadcast(t, [own[0], *t.shape])), own[0]
-
-
 def _restored(w: Writer, t: Tensor, one: Dim, x: Operand, y: Var, axis: int) -> Tensor:
     names = w.between(x, y, [(a, a) for a in range(len(x.shape)) if a != axis])
     return w.renamed(w.onto(t, one, w.dims(y, axis), names), names)
@@ -262,7 +253,7 @@ def _restored(w: Writer, t: Tensor, one: Dim, x: Operand, y: Var, axis: int) -> 
 
 def _cumsum(w: Writer, e: Equation) -> None:
     x, axis = e.ins[0], e.params["axis"]
-    t, one = _named_axis(w, x, axis)
+    t, one = w.along(w.tensor(x), w.dims(x, axis))
     if t.dtype == "bool":
         t = t.cast("int32")
     made = mtf.cumsum(t, one, reverse=bool(e.params["reverse"]))
@@ -292,7 +283,7 @@ def _top_k(w: Writer, e: Equation) -> None:
     x, axis = e.ins[0], len(e.ins[0].shape) - 1
     if e.params.get("axis", axis) != axis:
         refuse(e, "it is not applied along the last axis", "move the axis to the end with jnp.moveaxis")
-    t, one = _named_axis(w, x, axis)
+    t, one = w.along(w.tensor(x), w.dims(x, axis))
     best = Dim(w.fresh(f"{one.name}_best"), int(e.params["k"]))
     for found, y in zip(mtf.top_k(t, one, best), e.outs, strict=True):
         w.put(y, _restored(w, found, best, x, y, axis))

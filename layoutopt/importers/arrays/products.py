@@ -135,7 +135,7 @@ def _ragged(w: Writer, e: Equation) -> None:
         )
     t, weights = _alike(w.full(x), w.full(f), our_dtype(e.out.dtype))
     (group_axis,) = numbers.rhs_group_dimensions
-    weights, group = _along(w, weights, w.dims(f, group_axis))
+    weights, group = w.along(weights, w.dims(f, group_axis))
     slots, result, names = _Slots(w), list(w.shape(e.out)), dict[str, str]()
     slots.used.update(t.shape.names)
     for a, b in zip(lc, rc, strict=True):
@@ -154,8 +154,7 @@ def _ragged(w: Writer, e: Equation) -> None:
 
 def _groups(w: Writer, x: Operand, axis: int, counts: Operand, group: Dim) -> Tensor:
     """The group of each row, where the first group's rows come first: how many groups end before it."""
-    given, own = w.full(counts), w.dims(counts, 0)
-    given, one = (given, own[0]) if len(own) == 1 else w.as_one(given, own)
+    given, one = w.along(w.full(counts), w.dims(counts, 0))
     ends = mtf.cumsum(mtf.rename(given, **{one.name: group.name}).cast("int32"), group)
     behind = mtf.greater_equal(w.count(x, axis, "int32"), ends).cast("int32")
     return mtf.broadcast(mtf.reduce_sum(behind, group), w.dims(x, axis))
@@ -170,15 +169,13 @@ def _conv(w: Writer, e: Equation) -> None:
     groups = p["feature_group_count"]
     if p["batch_group_count"] != 1:
         refuse(e, "it has batch_group_count above 1", "call one convolution per group")
-    t, spatial, taps = w.tensor(x), [], []
-    t = mtf.broadcast(t, [*(m for m in w.shape(x) if m.name not in t.shape.names), *t.shape])
-    weights = mtf.broadcast(w.tensor(f), w.shape(f))
-    t, weights = _alike(t, weights, our_dtype(y.dtype))
+    spatial, taps = [], []
+    t, weights = _alike(w.whole(x), w.full(f), our_dtype(y.dtype))
     names: dict[str, str] = w.between(x, y, [(d.lhs_spec[0], d.out_spec[0])])
     pads, strides, dilations = [], [], []
     for i, (a, k, o) in enumerate(zip(d.lhs_spec[2:], d.rhs_spec[2:], d.out_spec[2:], strict=True)):
-        t, one = _along(w, t, w.dims(x, a))
-        weights, tap = _along(w, weights, w.dims(f, k))
+        t, one = w.along(t, w.dims(x, a))
+        weights, tap = w.along(weights, w.dims(f, k))
         if p["lhs_dilation"][i] > 1:
             t, one = spread(w, t, one, p["lhs_dilation"][i] - 1, 0.0)
         low, high = p["padding"][i]
@@ -191,11 +188,11 @@ def _conv(w: Writer, e: Equation) -> None:
         pads.append((max(low, 0), max(high, 0)))
         strides.append(p["window_strides"][i])
         dilations.append(p["rhs_dilation"][i])
-    t, channel = _along(w, t, w.dims(x, d.lhs_spec[1]))
+    t, channel = w.along(t, w.dims(x, d.lhs_spec[1]))
     outs = w.dims(f, d.rhs_spec[0])
     grouped: list[Dim] = []
     if groups == 1:
-        weights, inner = _along(w, weights, w.dims(f, d.rhs_spec[1]))
+        weights, inner = w.along(weights, w.dims(f, d.rhs_spec[1]))
         weights = w.renamed(weights, {inner.name: channel.name})
         last: Dim | None = channel
     else:
@@ -213,16 +210,6 @@ def _conv(w: Writer, e: Equation) -> None:
     w.put(y, w.renamed(made, names).cast(our_dtype(y.dtype)))
 
 
-def _along(w: Writer, t: Tensor, own: Sequence[Dim]) -> tuple[Tensor, Dim]:
-    """t with an axis as one dimension, under its own name where it has one."""
-    if len(own) == 1:
-        return t, own[0]
-    if own:
-        return w.as_one(t, own)
-    one = Dim(w.fresh("single"), 1)
-    return mtf.reshape(t, [*t.shape, one]), one
-
-
 def _back(
     w: Writer, t: Tensor, one: Dim, own: Sequence[Dim], names: dict[str, str]
 ) -> tuple[Tensor, dict[str, str]]:
@@ -238,7 +225,7 @@ def _grouped(
     """Channels and filters as groups of them."""
     d, f = e.params["dimension_numbers"], e.ins[1]
     inner, out = f.shape[d.rhs_spec[1]], f.shape[d.rhs_spec[0]]
-    weights, filters = _along(w, weights, w.dims(f, d.rhs_spec[0]))
+    weights, filters = w.along(weights, w.dims(f, d.rhs_spec[0]))
     if inner == 1 and out == groups:
         # Depthwise: one filter for every channel.
         return t, w.renamed(weights, {filters.name: channel.name}), [channel], None, ()
@@ -247,7 +234,7 @@ def _grouped(
     made = Dim(w.fresh(f"{filters.name}_of_group"), out // groups)
     t = w.apart(t, channel, [group, within])
     weights = w.apart(weights, filters, [group, made])
-    weights, own = _along(w, weights, w.dims(f, d.rhs_spec[1]))
+    weights, own = w.along(weights, w.dims(f, d.rhs_spec[1]))
     return t, w.renamed(weights, {own.name: within.name}), [group], within, (made,)
 
 
@@ -255,15 +242,13 @@ def _pool(w: Writer, e: Equation) -> None:
     x, y, p = e.ins[0], e.out, e.params
     if any(n != 1 for n in (*p["base_dilation"], *p["window_dilation"])):
         refuse(e, "it uses dilation", "pool without dilation")
-    t = w.tensor(x)
-    t = mtf.broadcast(t, [*(m for m in w.shape(x) if m.name not in t.shape.names), *t.shape])
-    names: dict[str, str] = {}
+    t, names = w.whole(x), dict[str, str]()
     moving, sizes, strides, pads = [], [], [], []
     for a, n in enumerate(p["window_dimensions"]):
         if n == 1 and p["window_strides"][a] == 1:
             names.update(w.between(x, y, [(a, a)]))
             continue
-        t, one = _along(w, t, w.dims(x, a))
+        t, one = w.along(t, w.dims(x, a))
         moving.append((one, a))
         sizes.append(n)
         strides.append(p["window_strides"][a])

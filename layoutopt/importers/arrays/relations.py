@@ -4,6 +4,7 @@ The best description of these rules is Shardy's (openxla/shardy, `op_sharding_ru
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 from layoutopt.importers.arrays.axis_relations import AxisPart, AxisRelation, Copies, Join, Regroup, Same
 from layoutopt.importers.arrays.contract import KEY, Equation, Operand, has_fractions
@@ -77,14 +78,6 @@ def _broadcast(e: Equation) -> Iterator[AxisRelation]:
     for i, a in enumerate(e.params["broadcast_dimensions"]):
         if e.ins[0].shape[i] == e.out.shape[a]:
             yield Same((e.ins[0], i), (e.out, a))
-
-
-def _reshape(e: Equation) -> Iterator[AxisRelation]:
-    yield Regroup(e.ins[0], e.out)
-
-
-def _transpose(e: Equation) -> Iterator[AxisRelation]:
-    yield from _mapped(e.ins[0], e.out, e.params["permutation"])
 
 
 def _squeeze(e: Equation) -> Iterator[AxisRelation]:
@@ -175,15 +168,6 @@ def _split(e: Equation) -> Iterator[AxisRelation]:
                 yield AxisPart((e.ins[0], a), (y, a), len(sizes))
 
 
-def _dynamic_slice(e: Equation) -> Iterator[AxisRelation]:
-    yield from _aligned(e.ins[0], e.out)
-
-
-def _dynamic_update(e: Equation) -> Iterator[AxisRelation]:
-    yield from _aligned(e.ins[0], e.out)
-    yield from _aligned(e.ins[1], e.out)
-
-
 def _gather(e: Equation) -> Iterator[AxisRelation]:
     found, (x, ids) = indexing(e), e.ins[:2]
     for a, o in found.kept:
@@ -211,12 +195,6 @@ def _top_k(e: Equation) -> Iterator[AxisRelation]:
     for y in e.outs:
         yield from _mapped(e.ins[0], y, range(len(y.shape) - 1))
     yield Same((e.outs[0], len(e.out.shape) - 1), (e.outs[1], len(e.out.shape) - 1))
-
-
-def _cross_entropy(e: Equation) -> Iterator[AxisRelation]:
-    x, ids = e.ins
-    yield from _mapped(x, e.out, range(len(e.out.shape)))
-    yield from _aligned(ids, e.out)
 
 
 def _attention(e: Equation) -> Iterator[AxisRelation]:
@@ -252,17 +230,12 @@ def _ragged(e: Equation) -> Iterator[AxisRelation]:
     yield from _product(e, (lc, rc), (lc, (*rc, *groups)), 0)
 
 
-def _to_experts(e: Equation) -> Iterator[AxisRelation]:
+def _experts(e: Equation) -> Iterator[AxisRelation]:
     """A row's tokens are other dimensions at the experts, cut at the same places."""
-    x, y, first = e.ins[0], e.out, 1 if e.params["alike"] else 2
-    yield from (Same((x, a), (y, a), "cut") for a in range(first))
-    yield from _mapped(x, y, [*range(first, len(x.shape))], "", 2)
-
-
-def _from_experts(e: Equation) -> Iterator[AxisRelation]:
-    x, y, first = e.ins[0], e.out, 1 if e.params["alike"] else 2
-    yield from (Same((x, a), (y, a), "cut") for a in range(first))
-    yield from _mapped(x, y, [*range(2, len(x.shape))], "", first)
+    x, y, alone = e.ins[0], e.out, 1 if e.params["alike"] else 2
+    here, there = (alone, 2) if e.prim == TO else (2, alone)
+    yield from (Same((x, a), (y, a), "cut") for a in range(alone))
+    yield from _mapped(x, y, range(here, len(x.shape)), "", there)
 
 
 def _expert_product(e: Equation) -> Iterator[AxisRelation]:
@@ -335,23 +308,24 @@ def _custom(e: Equation) -> Iterator[AxisRelation]:
 
 _RULES: dict[str, Callable[[Equation], Iterator[AxisRelation]]] = {
     "broadcast_in_dim": _broadcast,
-    "reshape": _reshape,
-    "transpose": _transpose,
+    "reshape": lambda e: iter((Regroup(e.ins[0], e.out),)),
+    "transpose": lambda e: _mapped(e.ins[0], e.out, e.params["permutation"]),
     "squeeze": _squeeze,
     "dot_general": _dot,
     "ragged_dot_general": _ragged,
-    TO: _to_experts,
-    FROM: _from_experts,
+    **dict.fromkeys((TO, FROM), _experts),
     PRODUCT: _expert_product,
     "attention": _attention,
-    "cross_entropy": _cross_entropy,
+    "cross_entropy": lambda e: chain(
+        _mapped(e.ins[0], e.out, range(len(e.out.shape))), _aligned(e.ins[1], e.out)
+    ),
     "concatenate": _concatenate,
     **dict.fromkeys(("stack", "unstack"), _stack),
     "pad": _pad,
     "tile": _tile,
     "split": _split,
-    "dynamic_slice": _dynamic_slice,
-    "dynamic_update_slice": _dynamic_update,
+    "dynamic_slice": lambda e: _aligned(e.ins[0], e.out),
+    "dynamic_update_slice": lambda e: chain(_aligned(e.ins[0], e.out), _aligned(e.ins[1], e.out)),
     "gather": _gather,
     **dict.fromkeys(("scatter", "scatter-add", "scatter_add"), _scatter),
     "top_k": _top_k,

@@ -19,12 +19,24 @@ def _broadcast(w: Writer, e: Equation) -> None:
     w.put(y, w.fitted(x, y, alike))
 
 
+def _of_numbers(handler: Handler) -> Handler:
+    """A handler of a primitive whose results are elements of its operands: of one number, they are it."""
+
+    def write(w: Writer, e: Equation) -> None:
+        first, *others = (w.value(x) for x in e.ins if not is_empty(x))
+        if isinstance(first, ScalarArray) and all(other == first for other in others):
+            for y in e.outs:
+                w.put(y, first)
+        else:
+            handler(w, e)
+
+    return write
+
+
+@_of_numbers
 def _reshape(w: Writer, e: Equation) -> None:
     x, y = e.ins[0], e.out
     value = w.value(x)
-    if isinstance(value, ScalarArray):
-        w.put(y, value)
-        return
     old, new = w.shape(x), w.shape(y)
     if id(e) in w.classes.factors.whole:
         w.put(y, mtf.reshape(w.full(x), new))
@@ -34,11 +46,6 @@ def _reshape(w: Writer, e: Equation) -> None:
         w.put(y, value)
     else:
         w.put(y, w.renamed(w.tensor(x), names))
-
-
-def _transpose(w: Writer, e: Equation) -> None:
-    order = e.params["permutation"]
-    w.put(e.out, w.fitted(e.ins[0], e.out, [(a, i) for i, a in enumerate(order)]))
 
 
 def _squeeze(w: Writer, e: Equation) -> None:
@@ -91,12 +98,9 @@ def _piece(w: Writer, x: Operand, y: Var, axis: int, begin: int) -> Tensor | Non
     return t
 
 
+@_of_numbers
 def _slice(w: Writer, e: Equation) -> None:
     x, y = e.ins[0], e.out
-    value = w.value(x)
-    if isinstance(value, ScalarArray):
-        w.put(y, value)
-        return
     begins, strides = e.params["start_indices"], e.params["strides"] or (1,) * len(x.shape)
     cut = [a for a in range(len(x.shape)) if x.shape[a] != y.shape[a]]
     w.put(y, sliced(w, x, y, [(a, begins[a], strides[a]) for a in cut]))
@@ -130,14 +134,11 @@ def _strided(t: Tensor, one: Dim, size: int, stride: int) -> Tensor:
     return mtf.strided(mtf.pad(t, one.name, 0, size * stride - here), one.name, stride)
 
 
+@_of_numbers
 def _split(w: Writer, e: Equation) -> None:
     axis, begin = e.params["axis"], 0
-    value = w.value(e.ins[0])
     for y, size in zip(e.outs, e.params["sizes"], strict=True):
-        if isinstance(value, ScalarArray):
-            w.put(y, value)
-        else:
-            w.put(y, taken(w, e.ins[0], y, axis, begin))
+        w.put(y, taken(w, e.ins[0], y, axis, begin))
         begin += size
 
 
@@ -146,15 +147,12 @@ def _name(own: Sequence[Dim], how: str) -> str:
     return "_".join([*(d.name for d in own), how])
 
 
+@_of_numbers
 def _concatenate(w: Writer, e: Equation) -> None:
     axis, y = e.params["dimension"], e.out
     given = [x for x in e.ins if not is_empty(x)]
     if len(given) == 1:
         w.put(y, w.elementwise(given[0], y))
-        return
-    numbers = [w.number(x) for x in given]
-    if numbers[0] is not None and all(n == numbers[0] for n in numbers):
-        w.put(y, ScalarArray(numbers[0], y.dtype))
         return
     others = [(a, a) for a in range(len(y.shape)) if a != axis]
     if id(e) in w.classes.factors.joined and _joined(w, e, axis, others):
@@ -194,12 +192,9 @@ def _joined(w: Writer, e: Equation, axis: int, others: list[tuple[int, int]]) ->
     return True
 
 
+@_of_numbers
 def _stack(w: Writer, e: Equation) -> None:
     axis, y = e.params["axis"], e.out
-    numbers = [w.number(x) for x in e.ins]
-    if numbers[0] is not None and all(n == numbers[0] for n in numbers):
-        w.put(y, ScalarArray(numbers[0], y.dtype))
-        return
     kept = [a for a in range(len(y.shape)) if a != axis]
     rows = [w.drawn(w.fitted(x, y, list(enumerate(kept))), x) for x in e.ins]
     had = [d for a in kept for d in w.dims(y, a) if any(d.name in t.shape.names for t in rows)]
@@ -208,26 +203,20 @@ def _stack(w: Writer, e: Equation) -> None:
     w.put(y, w.apart(whole, Dim(name, len(rows)), w.dims(y, axis)))
 
 
+@_of_numbers
 def _unstack(w: Writer, e: Equation) -> None:
     x, axis = e.ins[0], e.params["axis"]
-    value = w.value(x)
     kept = [a for a in range(len(x.shape)) if a != axis]
     for i, y in enumerate(e.outs):
-        if isinstance(value, ScalarArray):
-            w.put(y, value)
-            continue
         t, one = w.merged(x, axis)
         t = mtf.squeeze(mtf.slice_dim(t, one, i, 1), one.name)
         w.put(y, w.renamed(t, w.between(x, y, [(a, b) for b, a in enumerate(kept)])))
 
 
+@_of_numbers
 def _tile(w: Writer, e: Equation) -> None:
     """Copies are a dimension that x has not: it is the same along it."""
     x, y, reps = e.ins[0], e.out, e.params["reps"]
-    value = w.value(x)
-    if isinstance(value, ScalarArray):
-        w.put(y, value)
-        return
     t, names = w.tensor(x), dict[str, str]()
     for a, count in enumerate(reps):
         own, made = w.dims(x, a), w.dims(y, a)
@@ -281,6 +270,7 @@ def spread(w: Writer, t: Tensor, one: Dim, inside: int, value: float) -> tuple[T
     return mtf.slice_dim(flat, long, 0, size), Dim(one.name, size)
 
 
+@_of_numbers
 def _reverse(w: Writer, e: Equation) -> None:
     x, y = e.ins[0], e.out
     t = w.tensor(x)
@@ -298,16 +288,18 @@ def _reverse(w: Writer, e: Equation) -> None:
 
 TABLE: Mapping[str, Handler] = {
     "broadcast_in_dim": _broadcast,
-    "reshape": _reshape,
-    "transpose": _transpose,
+    "transpose": lambda w, e: w.put(
+        e.out, w.fitted(e.ins[0], e.out, [(a, i) for i, a in enumerate(e.params["permutation"])])
+    ),
     "squeeze": _squeeze,
     "iota": _iota,
+    "pad": _pad,
+    "reshape": _reshape,
     "slice": _slice,
     "split": _split,
     "concatenate": _concatenate,
     "stack": _stack,
     "unstack": _unstack,
-    "pad": _pad,
     "tile": _tile,
     "rev": _reverse,
 }

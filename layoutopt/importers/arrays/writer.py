@@ -25,7 +25,6 @@ from layoutopt.importers.arrays.contract import (
     Operand,
     Unimportable,
     Var,
-    has_fractions,
     is_empty,
 )
 from layoutopt.importers.arrays.keys import Draw, Keys, key_of, of_words
@@ -250,6 +249,12 @@ class Writer:
             t = mtf.broadcast(t, [*missing, *t.shape])
         return self.as_one(t, own)
 
+    def along(self, t: Tensor, own: Sequence[Dim]) -> tuple[Tensor, Dim]:
+        """t with all dimensions of an axis as one, under its own name where the axis has one."""
+        missing = [d for d in own if d.name not in t.shape.names]
+        t = mtf.broadcast(t, [*missing, *t.shape]) if missing else t
+        return (t, own[0]) if len(own) == 1 else self.as_one(t, own)
+
     def as_one(self, t: Tensor, own: Sequence[Dim]) -> tuple[Tensor, Dim]:
         """Merges some dimensions of t, in this order, into one with a name of its own."""
         rest = [d for d in t.shape if d not in own]
@@ -368,7 +373,7 @@ class Writer:
         if handler is None:
             why = e.params.get("why") or "this operation is not supported"
             refuse(e, why, _INSTEAD.get(e.prim, OTHERWISE))
-        if e.prim != "scan" and any(isinstance(self.value(x), Keys) for x in e.ins) and _gives_keys(e):
+        if e.prim != "scan" and any(isinstance(self.value(x), Keys) for x in e.ins) and e.may_give_keys:
             self.table[KEY](self, e)
             return
         handler(self, e)
@@ -385,12 +390,6 @@ class Writer:
                 self.values[id(y)] = mtf.broadcast(zero, self.shape(y))
             else:
                 self.values[id(y)] = ScalarArray(0, y.dtype)
-
-
-def _gives_keys(e: Equation) -> bool:
-    return e.prim not in ("random_bits", "random_uniform", "random_normal") and not any(
-        map(has_fractions, e.outs)
-    )
 
 
 def scope_of(e: Equation) -> str:

@@ -16,8 +16,8 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import Graph
 
-Stack = Callable[[Fields, ConfiguredTraining], LanguageModel]
-"""Reads layers."""
+LayersReader = Callable[[Fields, ConfiguredTraining], LanguageModel]
+"""reader(fields, training) -> the layers, and what is around them in a language model."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def _image(fields: Fields, training: ConfiguredTraining, graph: Graph, tokens: n
     return tokens(graph.input("image", sides, "float32").cast(training.dtype))
 
 
-def classifier(name: str, stack: Stack, fields: Fields, training: ConfiguredTraining) -> Model:
+def classifier(name: str, stack: LayersReader, fields: Fields, training: ConfiguredTraining) -> Model:
     """ViT (Dosovitskiy et al. 2021) and its kind with a map to classes: inputs `image` [batch, height, width,
     colours] and `label` [batch]. Classes follow from the token of the whole image; in DINOv2 (Oquab et al.
     2023) also from the mean of the others."""
@@ -73,7 +73,7 @@ def classifier(name: str, stack: Stack, fields: Fields, training: ConfiguredTrai
     return training.model(mtf.reduce_mean(mtf.softmax_cross_entropy(logits, label, classes)), name)
 
 
-def pairs(name: str, stack: Stack, fields: Fields, training: ConfiguredTraining) -> Model:
+def pairs(name: str, stack: LayersReader, fields: Fields, training: ConfiguredTraining) -> Model:
     """Images beside their texts: inputs `image` [batch, height, width, colours] and `text` [batch, length].
     In CLIP (Radford et al. 2021) every image chooses its text and every text its image; in SigLIP (Zhai et
     al. 2023) each pair is a choice of its own between yes and no. Texts have all their positions."""
@@ -145,6 +145,6 @@ def _unit(x: Tensor) -> Tensor:
     return y * mtf.rsqrt(mtf.reduce_sum(mtf.square(y), "d_joint"))
 
 
-READERS: Mapping[str, Callable[[str, Stack, Fields, ConfiguredTraining], Model]]
+READERS: Mapping[str, Callable[[str, LayersReader, Fields, ConfiguredTraining], Model]]
 READERS = {"vit": classifier, "deit": classifier, "dinov2": classifier, "clip": pairs, "siglip": pairs}
-"""What makes a model of layers that a form reads."""
+"""Makers of a model of the layers that a form reads."""

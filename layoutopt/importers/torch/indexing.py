@@ -51,9 +51,7 @@ def _gather(m: Equations, v: Type, x: Operand, dim: int, ids: Operand, **more: A
     line = _one_line(m, ids, dim)
     if line is not None:
         return _taken(m, x, [dim], line.shape, line)
-    order = [*(a for a in range(len(x.shape)) if a != dim), dim]
-    found = m.picked(m.transpose(x, order), m.transpose(ids, order))
-    return m.transpose(found, [order.index(a) for a in range(len(order))])
+    return moved(m, m.picked(moved(m, x, dim, -1), moved(m, ids, dim, -1)), -1, dim)
 
 
 def _one_line(m: Equations, ids: Operand, dim: int) -> Operand | None:
@@ -312,18 +310,11 @@ def moved(m: Equations, x: Operand, a: int, b: int) -> Operand:
 def _topk(
     m: Equations, v: Sequence[Type], x: Operand, k: int, dim: int = -1, largest: bool = True, *more: Any
 ) -> list[Operand]:
-    last = len(x.shape) - 1
-    if dim % len(x.shape) != last:
-        types = [
-            Type((*(n for a, n in enumerate(x.shape) if a != dim % len(x.shape)), k), t.dtype) for t in v
-        ]
-        found = _topk(m, types, moved(m, x, dim, -1), k, -1, largest)
-        return [moved(m, y, -1, dim) for y in found]
-    outs = [Var(v[0].shape, x.dtype), Var(v[1].shape, "int32")]
-    values, places = m.several(
-        "top_k", [x if largest else m.unary("neg", x)], outs, k=k, axis=last, operand=None
-    )
-    return [values if largest else m.unary("neg", values), places]
+    x = moved(m, x if largest else m.unary("neg", x), dim, -1)
+    *lead, _ = x.shape
+    outs = [Var((*lead, k), x.dtype), Var((*lead, k), "int32")]
+    values, places = m.several("top_k", [x], outs, k=k, axis=len(lead), operand=None)
+    return [moved(m, y, -1, dim) for y in (values if largest else m.unary("neg", values), places)]
 
 
 @rule("sort", "argsort")

@@ -91,7 +91,7 @@ class CountedMean:
         return bool(self._sums and not self._counts)
 
     def weight(self, parts: int) -> Any:
-        """What a loss counts for beside those of other parts: the targets that are not ignored, of which a
+        """The weight of a loss beside those of other parts: the targets that are not ignored, of which a
         part may have more than another; 1 of a sum."""
         if self.summed:
             return 1.0

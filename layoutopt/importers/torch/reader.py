@@ -346,23 +346,15 @@ class _Reader:
                 self._assign(own, new)
         return y
 
-    def _assign(self, n: Any, value: Operand) -> None:
-        """Gives a node another value, and what it is a view of."""
+    def _assign(self, n: Any, value: Operand, written: Any = None) -> None:
+        """Gives a node another value, and what it is a view of; `written`: the view of it that has it."""
         n = self._root(n)
         self.values[n] = value
         self.shadows.pop(n, None)
         if n in self.views:
             base, name, (_, _, args, _) = self.views[n]
-            self._assign_base(base, INVERSES[name](self.m, self._value(base), value, args[1:]), n)
-        self._remake(n, None)
-
-    def _assign_base(self, base: Any, value: Operand, written: Any) -> None:
-        self.values[base] = value
-        self.shadows.pop(base, None)
-        if base in self.views:
-            outer, name, (_, _, args, _) = self.views[base]
-            self._assign_base(outer, INVERSES[name](self.m, self._value(outer), value, args[1:]), base)
-        self._remake(base, written)
+            self._assign(base, INVERSES[name](self.m, self._value(base), value, args[1:]), n)
+        self._remake(n, written)
 
     def _remake(self, base: Any, but: Any) -> None:
         """Makes the views of a node again."""

@@ -10,7 +10,7 @@ from layoutopt.importers.arrays.contract import EquationBlock, Operand, Var
 from layoutopt.importers.torch.elementwise import TABLE, AtenRule
 from layoutopt.importers.torch.emitter import Equations
 
-Cell = Callable[[Equations, list[Operand], list[Operand], tuple[Operand, ...]], tuple[Operand, ...]]
+RecurrentCell = Callable[[Equations, list[Operand], list[Operand], tuple[Operand, ...]], tuple[Operand, ...]]
 """cell(emitter, gates of the input, gates of the state, states) -> the states of the next step."""
 
 
@@ -30,7 +30,7 @@ def _gru(m: Equations, x: list[Operand], h: list[Operand], now: tuple[Operand, .
     return (m.binary("add", m.binary("mul", m.binary("sub", now[0], new, dtype), keep, dtype), new, dtype),)
 
 
-def _plain(prim: str) -> Cell:
+def _plain(prim: str) -> RecurrentCell:
     def cell(
         m: Equations, x: list[Operand], h: list[Operand], now: tuple[Operand, ...]
     ) -> tuple[Operand, ...]:
@@ -52,7 +52,12 @@ def _apart(m: Equations) -> Iterator[EquationBlock]:
 
 
 def _over_time(
-    m: Equations, cell: Cell, x: Operand, states: Sequence[Operand], weights: Sequence[Operand], back: bool
+    m: Equations,
+    cell: RecurrentCell,
+    x: Operand,
+    states: Sequence[Operand],
+    weights: Sequence[Operand],
+    back: bool,
 ) -> tuple[Operand, list[Operand]]:
     """The result [time, rows, width] of a layer in one direction, and its last states."""
     width = weights[1].shape[1]
@@ -81,7 +86,7 @@ def _over_time(
     return found, list(last)
 
 
-def _recurrent(cell: Cell) -> AtenRule:
+def _recurrent(cell: RecurrentCell) -> AtenRule:
     def write(
         m: Equations,
         v: Sequence[Any],

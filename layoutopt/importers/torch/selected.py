@@ -85,7 +85,7 @@ class Selections:
         return found
 
     def concerns(self, n: Any) -> bool:
-        """Whether a node reads or makes selected rows."""
+        """True if a node reads or makes selected rows."""
         values = [x.meta.get("val") for x in n.all_input_nodes]
         return bool(self.rows) and any(map(self.axes, (*values, *_tensors(n.meta.get("val")))))
 
