@@ -11,7 +11,6 @@ import mesh_tf_core as mtf
 from layoutopt.importers.arrays import (
     drawing,
     elementwise,
-    experts,
     fused,
     indexed,
     loops,
@@ -34,9 +33,8 @@ from layoutopt.importers.arrays.contract import (
 )
 from layoutopt.importers.arrays.factors import Factors, factors
 from layoutopt.importers.arrays.keys import Keys
-from layoutopt.importers.arrays.logical import logical_axes, same_dimensions
 from layoutopt.importers.arrays.names import ArgumentArrays
-from layoutopt.importers.arrays.naming import named
+from layoutopt.importers.arrays.naming import logical_axes, named, same_dimensions
 from layoutopt.importers.arrays.origin import ArrayAxes, ImportedFunction
 from layoutopt.importers.arrays.placing import inner_dims
 from layoutopt.importers.arrays.reroll import Rerolled, rerolled
@@ -55,7 +53,6 @@ TABLE: Mapping[str, Handler] = {
     **products.TABLE,
     **indexed.TABLE,
     **fused.TABLE,
-    **experts.TABLE,
     **loops.TABLE,
 }
 """Primitive -> the function that writes it as operations of the graph."""

@@ -17,10 +17,9 @@ from typing import Any
 from unittest.mock import patch
 
 from layoutopt.importers.torch.autocast import left, on_gpus
-from layoutopt.importers.torch.checks import checks_passed
+from layoutopt.importers.torch.checks import checks_passed, known_values
 from layoutopt.importers.torch.flex import flex_written_out
 from layoutopt.importers.torch.internals import batch_path, dtype_of, torch_module
-from layoutopt.importers.torch.known import known_values
 from mesh_tf_core.errors import UserError
 
 MODULE = "module"

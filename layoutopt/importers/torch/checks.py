@@ -1,11 +1,13 @@
-"""Checks of values in a module, `if (labels >= n).any(): raise`, which a trace without values must pass."""
+"""Values that a module reads while it is traced without them: those of checks that must pass, as in
+`if (labels >= n).any(): raise`, and those of the example batch, as in `for t, h, w in grid.tolist()`.
+"""
 
 from __future__ import annotations
 
 import ast
 import linecache
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
 from types import FrameType
@@ -86,3 +88,97 @@ def _only_says(statement: ast.stmt) -> bool:
     called = getattr(getattr(statement, "value", None), "func", None)
     says = getattr(called, "attr", getattr(called, "id", "")) in _SAYS
     return says or isinstance(statement, ast.Raise | ast.Pass)
+
+
+# -- values of the batch -------------------------------------------------------------------------------------
+
+
+LARGEST = 1 << 16
+"""Elements up to which values are followed."""
+_READING = frozenset({"tolist", "item", "__bool__", "__int__", "__index__", "__float__"})
+_SIZED = frozenset(
+    ("nonzero", "argwhere", "repeat_interleave", "masked_select", "bincount", "unique", "unique_consecutive")
+)
+"""Operations whose shapes may depend on values."""
+_MADE = frozenset(("arange", "linspace", "zeros", "ones", "full", "eye", "tensor"))
+"""Operations that are called with numbers."""
+_DRAWN = ("rand", "drop", "bernoulli", "normal", "uniform", "multinomial", "poisson", "empty", "exponential")
+
+
+@contextmanager
+def known_values(given: Sequence[tuple[Any, Any]], told: Callable[[], None]) -> Iterator[None]:
+    """Follows the values of small arrays of whole numbers, and of arrays made in the code, beside a trace.
+
+    Args:
+      given: tensors of the trace, each with the same tensor outside of it.
+      told: called where the code reads a value.
+    """
+    torch = torch_module()
+    from torch.utils._python_dispatch import _disable_current_modes
+    from torch.utils.weak import WeakTensorKeyDictionary
+
+    flat, rebuilt = torch.utils._pytree.tree_leaves, torch.utils._pytree.tree_map
+    real: Any = WeakTensorKeyDictionary()
+    for x, own in given:
+        whole = torch.is_tensor(own) and not (own.is_meta or own.is_floating_point())
+        if whole and own.numel() <= LARGEST:
+            with _disable_current_modes():
+                real[x] = own.clone()
+
+    def valued(x: Any) -> Any:
+        """An argument of the same call with values."""
+        if isinstance(x, torch.device) or (isinstance(x, str) and x in ("meta", "cuda")):
+            return torch.device("cpu")
+        return real[x] if torch.is_tensor(x) else x
+
+    def number(x: Any) -> Any:
+        return real[x].item() if torch.is_tensor(x) and not x.ndim else x
+
+    def constant(x: Any) -> Any:
+        if not torch.is_tensor(x):
+            return x
+        with _disable_current_modes():
+            listed = x.tolist()
+        made = torch.tensor(listed, dtype=x.dtype).reshape(x.shape)
+        real[made] = x
+        return made
+
+    def places(x: Any) -> Any:
+        if not torch.is_tensor(x) or x.dtype != torch.bool or x.ndim != 1:
+            return x
+        with _disable_current_modes():
+            found = real[x].nonzero()[:, 0]
+        return constant(found)
+
+    class Mode(torch.overrides.TorchFunctionMode):  # type: ignore[name-defined]
+        def __torch_function__(self, of: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name, kwargs = getattr(of, "__name__", ""), kwargs or {}
+            leaves = [x for x in flat((args, kwargs)) if torch.is_tensor(x)]
+            drawn = any(each in name for each in _DRAWN)
+            known = not drawn and all(real.get(x) is not None for x in leaves)
+            by_truth = name == "__getitem__" and any(x.dtype == torch.bool for x in leaves[1:])
+
+            def run() -> Any:
+                with _disable_current_modes(), torch.no_grad():
+                    return of(*rebuilt(valued, args), **rebuilt(valued, kwargs))
+
+            if known and leaves and (name in _READING | _SIZED or by_truth):
+                told()
+                return run() if name in _READING else rebuilt(constant, run())
+            if known and leaves and name in _MADE:
+                told()
+                with _disable_current_modes():
+                    args, kwargs = rebuilt(number, (args, kwargs))
+            if known and name == "__setitem__":  # rows at places instead of where a mask is true
+                args = (args[0], rebuilt(places, args[1]), args[2])
+            made = of(*args, **kwargs)
+            outs = [x for x in flat(made) if torch.is_tensor(x)]
+            written = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+            if known and (outs or written) and all(x.numel() <= LARGEST for x in outs):
+                real.update(zip(outs, (x for x in flat(run()) if torch.is_tensor(x)), strict=True))
+            elif leaves and written:
+                real[leaves[0]] = None
+            return made
+
+    with Mode():
+        yield

@@ -12,17 +12,7 @@ import numpy as np
 
 from layoutopt.importers.arrays.contract import CapturedArray, EquationBlock, Operand, Var, has_fractions
 from layoutopt.importers.arrays.mixtures import live, sorts_left, without_sorts
-from layoutopt.importers.torch import (
-    complexes,
-    indexing,
-    losses,
-    products,
-    recurrent,
-    reductions,
-    shapes,
-    windows,
-)
-from layoutopt.importers.torch.agreement import check_operands, check_read, check_type
+from layoutopt.importers.torch import complexes, indexing, products, recurrent, reductions, shapes
 from layoutopt.importers.torch.autocast import Autocast
 from layoutopt.importers.torch.capture import RECOMPUTED
 from layoutopt.importers.torch.decomposed import decomposed
@@ -30,14 +20,23 @@ from layoutopt.importers.torch.elementwise import TABLE, Type
 from layoutopt.importers.torch.emitter import Equations
 from layoutopt.importers.torch.internals import array_of, dtype_of, torch_module
 from layoutopt.importers.torch.masks import KnownArray, Shadow, followed, hidden
-from layoutopt.importers.torch.nodes import is_batch_norm, name_of, place_of, scope_of, writes
+from layoutopt.importers.torch.nodes import (
+    check_operands,
+    check_read,
+    check_type,
+    is_batch_norm,
+    name_of,
+    place_of,
+    scope_of,
+    writes,
+)
 from layoutopt.importers.torch.selected import Selections
-from layoutopt.importers.torch.views import INVERSES
+from layoutopt.importers.torch.shapes import INVERSES
 from mesh_tf_core.errors import UserError
 
 __all__ = ["ReadProgram", "read"]
 
-_TABLES = (indexing, losses, products, recurrent, reductions, shapes, windows)
+_TABLES = (indexing, products, recurrent, reductions, shapes)
 """They register their rules in `TABLE` when they are imported."""
 _CHECKS = re.compile(r"_assert|sym_constrain|_check")
 

@@ -18,9 +18,8 @@ from layoutopt.importers.arrays.origin import ArrayAxes, ImportedFunction
 from layoutopt.importers.arrays.relations import TO
 from layoutopt.importers.torch.expert_ranks import adds_up, expert_modules, takes_rows, with_fewer
 from layoutopt.importers.torch.internals import torch_module
-from layoutopt.importers.torch.outlines import CallLog, outline_of, passes_alone, shortened
 from layoutopt.importers.torch.passing import PassingHooks, on_shapes
-from layoutopt.importers.torch.pipeline import StageOutline
+from layoutopt.importers.torch.pipeline import CallLog, StageOutline, outline_of, passes_alone, shortened
 from layoutopt.importers.torch.stacks import LayerList, TensorBlock, layers_of, stacks_of, tensor_blocks
 from layoutopt.importers.torch.trials import run_on_pieces
 from mesh_tf_core.ir.blocks import Node

@@ -10,11 +10,10 @@ from typing import Any
 
 from layoutopt.importers.arrays.model import ImportedModel
 from layoutopt.importers.torch.internals import torch_module
-from layoutopt.importers.torch.losses_of_parts import Loss
 from layoutopt.importers.torch.parallelize import by_use, parallelized, same_everywhere
 from layoutopt.importers.torch.pipeline import Pipeline, part_of, stage_numbers
 from layoutopt.importers.torch.ranks import PIPE, PlanRanks
-from layoutopt.importers.torch.step import ModuleStep
+from layoutopt.importers.torch.step import Loss, ModuleStep
 from layoutopt.importers.torch.styles import StyleFlow
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout
