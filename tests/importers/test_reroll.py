@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import layoutopt
 import mesh_tf_core as mtf
-from layoutopt.importers.arrays.saved import saved_values
+from layoutopt.importers.jax.jax_plan import saved_values
 from mesh_tf_core.lower.remat_policy import Recomputed
 from tests.importers.jax_models import compared, numbers
 from tests.importers.jax_plans import plan_of

@@ -15,7 +15,7 @@ from torch import nn
 
 import layoutopt
 import mesh_tf_core as mtf
-from layoutopt.importers.torch.step import WeightedLoss
+from layoutopt.importers.torch.torch_plan import WeightedLoss
 from tests.importers.torch_models import (
     MIXTURES,
     compared,

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from layoutopt.importers.torch.parallelize import _wrapped  # noqa: E402
 from layoutopt.importers.torch.pipeline import Pipeline, part_of, stage_numbers  # noqa: E402
-from layoutopt.importers.torch.step import WeightedLoss  # noqa: E402
+from layoutopt.importers.torch.torch_plan import WeightedLoss  # noqa: E402
 from tests.importers.torch_models import MIXTURES, t5  # noqa: E402
 from tests.importers.torch_modules import MODULES, Literal, imported, layered, literal, perceptron  # noqa: E402
 

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import layoutopt
 from layoutopt.importers.torch import masks
-from layoutopt.importers.torch.flex import flex_written_out
+from layoutopt.importers.torch.capture import flex_written_out
 from tests.importers.torch_models import (
     MODULES,
     VOCAB,

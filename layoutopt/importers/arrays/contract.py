@@ -262,6 +262,16 @@ def layered(block: EquationBlock) -> set[int]:
     return found
 
 
+def live(equations: Sequence[Equation], outs: Sequence[Operand]) -> list[Equation]:
+    """The equations that results need."""
+    needed, kept = {id(x) for x in outs}, []
+    for e in reversed(equations):
+        if any(id(y) in needed for y in e.outs):
+            kept.append(e)
+            needed.update(map(id, e.ins))
+    return kept[::-1]
+
+
 _RESHAPED = {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze"}
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -114,10 +115,6 @@ def _tensor(x: Any, like: Tensor) -> Tensor:
     return x if isinstance(x, Tensor) else mtf.constant(like.graph, x, (), like.dtype)
 
 
-def _extreme_of(fn: str) -> Callable[[Any, Any], Tensor]:
-    return lambda x, y: extreme(fn, x, y)
-
-
 def _cornered(e: Equation, given: Sequence[Any]) -> Tensor | None:
     """An extreme whose slope at equal operands is said: that of the first, or, of a number and a tensor in a
     function whose derivative its library wrote (`jax.nn.relu`), 0."""
@@ -136,7 +133,7 @@ _BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
     "sub": mtf.subtract,
     "mul": mtf.multiply,
     "div": mtf.divide,
-    **{name: _extreme_of(name) for name in ("max", "min")},
+    **{name: partial(extreme, name) for name in ("max", "min")},
     "pow": mtf.pow,
     "rem": _rem,
     "eq": mtf.equal,

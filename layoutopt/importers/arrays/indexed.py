@@ -291,9 +291,7 @@ def _top_k(w: Writer, e: Equation) -> None:
 
 TABLE: Mapping[str, Handler] = {
     "gather": _gather,
-    "scatter": _scatter,
-    "scatter-add": _scatter,
-    "scatter_add": _scatter,
+    **dict.fromkeys(("scatter", "scatter-add", "scatter_add"), _scatter),
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update,
     "cumsum": _cumsum,

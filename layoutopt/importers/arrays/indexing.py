@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from layoutopt.importers.arrays.contract import Equation, EquationBlock, Var, is_empty
+from layoutopt.importers.arrays.contract import Equation, EquationBlock, Operand, Var, is_empty
 
 
 @dataclass(frozen=True)
@@ -30,26 +29,22 @@ class Indexing:
 
 def indexing(equation: Equation) -> Indexing:
     """The indexing of a gather or a scatter."""
+    (operand, indices), d = equation.ins[:2], equation.params["dimension_numbers"]
     if equation.prim == "gather":
-        operand, indices = equation.ins[:2]
-        rows: Any = equation.out
-        d = equation.params["dimension_numbers"]
-        offset, collapsed = d.offset_dims, set(d.collapsed_slice_dims)
-        start, batching = list(d.start_index_map), tuple(d.operand_batching_dims)
-        of_indices, sizes = tuple(d.start_indices_batching_dims), equation.params["slice_sizes"]
+        rows: Operand = equation.out
+        offset, collapsed = d.offset_dims, d.collapsed_slice_dims
+        start, of_indices = list(d.start_index_map), d.start_indices_batching_dims
     else:
-        operand, indices, rows = equation.ins[:3]
-        d = equation.params["dimension_numbers"]
-        offset, collapsed = d.update_window_dims, set(d.inserted_window_dims)
-        start, batching = list(d.scatter_dims_to_operand_dims), tuple(d.operand_batching_dims)
-        of_indices = tuple(d.scatter_indices_batching_dims)
-        windowed = [a for a in range(len(operand.shape)) if a not in collapsed and a not in batching]
-        width = {a: rows.shape[o] for a, o in zip(windowed, sorted(offset), strict=True)}
-        sizes = [width.get(a, 1) for a in range(len(operand.shape))]
+        rows = equation.ins[2]
+        offset, collapsed = d.update_window_dims, d.inserted_window_dims
+        start, of_indices = list(d.scatter_dims_to_operand_dims), d.scatter_indices_batching_dims
+    batching = d.operand_batching_dims
     batch_axes = [a for a in range(len(rows.shape)) if a not in offset]
     place = dict(zip(range(len(indices.shape) - 1), batch_axes, strict=True))
     windowed = [a for a in range(len(operand.shape)) if a not in collapsed and a not in batching]
     offset_of = dict(zip(windowed, sorted(offset), strict=True))
+    written = [rows.shape[offset_of[a]] if a in offset_of else 1 for a in range(len(operand.shape))]
+    sizes = equation.params.get("slice_sizes", written)
     looked_up, kept, windows = [], [], []
     for a, size in enumerate(operand.shape):
         if a in batching:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from layoutopt.importers.arrays.contract import CapturedArray, Equation, EquationBlock, Operand, Var
+from layoutopt.importers.arrays.contract import CapturedArray, Equation, EquationBlock, Operand, Var, live
 from layoutopt.importers.arrays.relations import ELEMENTWISE, FROM, PRODUCT, TO
 
 # fmt: off
@@ -345,13 +345,3 @@ class _Rewriting:
         maker = self._by(x, "broadcast_in_dim")
         axes = maker.params["broadcast_dimensions"] if maker is not None else (0,)
         return 0 not in axes or self._number(x) is not None
-
-
-def live(equations: Sequence[Equation], outs: Sequence[Operand]) -> list[Equation]:
-    """The equations that results need."""
-    needed, kept = {id(x) for x in outs}, []
-    for e in reversed(equations):
-        if any(id(y) in needed for y in e.outs):
-            kept.append(e)
-            needed.update(map(id, e.ins))
-    return kept[::-1]

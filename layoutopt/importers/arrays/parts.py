@@ -26,7 +26,10 @@ def why_whole(loss: Tensor, origin: ImportedFunction, batch: str) -> str:
         added_results(loss, origin, batch)
     except UserError as error:
         return str(error)
-    return _inputs(origin, batch)
+    for path, array in origin.batch.items():
+        if not array.axes or not array.axes[0] or array.axes[0][0] != batch:
+            return f"the first axis of {path!r} is not the batch dimension"
+    return ""
 
 
 def why_not_added(loss: Tensor, batch: str, whole: frozenset[int]) -> str:
@@ -95,11 +98,4 @@ def _shared(linearity: BatchLinearity, nodes: Sequence[Node], tensor: int) -> st
         for each in (node, *(inner for inner, _ in node.body.walk())) if node.body else (node,):
             if linearity.shared.get(each.index):
                 return f"{each.op.describe()}{f' in {each.scope}' if each.scope else ''}"
-    return ""
-
-
-def _inputs(origin: ImportedFunction, batch: str) -> str:
-    for path, array in origin.batch.items():
-        if not array.axes or not array.axes[0] or array.axes[0][0] != batch:
-            return f"the first axis of {path!r} is not the batch dimension"
     return ""

@@ -268,7 +268,5 @@ TABLE: Mapping[str, Handler] = {
     "dot_general": _dot,
     "ragged_dot_general": _ragged,
     "conv_general_dilated": _conv,
-    "reduce_window_max": _pool,
-    "reduce_window_min": _pool,
-    "reduce_window_sum": _pool,
+    **dict.fromkeys((f"reduce_window_{how}" for how in ("max", "min", "sum")), _pool),
 }

@@ -1,8 +1,7 @@
 """Sums, extremes and their places over dimensions."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import mesh_tf_core as mtf
 from layoutopt.importers.arrays.contract import FIRST, Equation
@@ -28,11 +27,9 @@ def _reduce(w: Writer, e: Equation) -> None:
                 "it reduces an array without elements, which has no maximum or minimum",
                 "remove this operation",
             )
-        found: Callable[[Any], Any]
-        found = {"reduce_sum": lambda v: v * count, "reduce_prod": lambda v: v**count}.get(
-            e.prim, lambda v: v
-        )
-        made = found(value.value) if count else _OF_NOTHING[e.prim]
+        found = value.value * count if e.prim == "reduce_sum" else value.value
+        found = found**count if e.prim == "reduce_prod" else found
+        made = found if count else _OF_NOTHING[e.prim]
         w.put(e.out, ScalarArray(made, e.out.dtype))
         return
     if FIRST in e.params:

@@ -21,7 +21,7 @@ from itertools import pairwise
 import numpy as np
 
 from layoutopt.importers.arrays.classes import Classes
-from layoutopt.importers.arrays.contract import KEY, Equation, EquationBlock, Operand, Var
+from layoutopt.importers.arrays.contract import KEY, Equation, EquationBlock, Operand, Var, live
 from layoutopt.importers.arrays.layers import PRODUCTS, LoopFit, RerolledBlock
 
 _NEAR = 32
@@ -108,7 +108,9 @@ class _Rerolling:
                 if id(v) in self.program.member and n >= 0:
                     new, stack = self.program.traced_outs[n], self.program.member[id(v)][0]
                     self.program.outs[n] = stack if new is v else made.left.get(id(new), self.program.outs[n])
-            made.block = EquationBlock([*ins, *made.stacks], self._live(), self.program.outs)
+            # What went into loops may be left over.
+            equations = live(self.program.equations, self.program.outs)
+            made.block = EquationBlock([*ins, *made.stacks], equations, self.program.outs)
         return made
 
     def _one(self) -> bool:
@@ -229,15 +231,6 @@ class _Rerolling:
         }
         self.program.equations = [*first, *(self._renamed(e, names) for e in self.program.equations)]
         self.program.outs = [names.get(id(x), x) for x in self.program.outs]
-
-    def _live(self) -> list[Equation]:
-        """Equations that a result needs: those that went into loops may be left over."""
-        needed, kept = {id(x) for x in self.program.outs}, []
-        for e in reversed(self.program.equations):
-            if any(id(y) in needed for y in e.outs):
-                kept.append(e)
-                needed.update(map(id, e.ins))
-        return kept[::-1]
 
 
 def _pair(e: Equation, other: Equation, twins: dict[int, Operand]) -> None:

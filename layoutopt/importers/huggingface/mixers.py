@@ -259,11 +259,6 @@ def _delta(reader: MixerReader) -> nn.GatedDeltaNet:
     )
 
 
-def _convolution(reader: MixerReader) -> forms.ShortConvolution:
-    fields = reader.fields
-    return forms.ShortConvolution(fields.count("conv_L_cache"), fields.flag("conv_bias"))
-
-
 def _lightning(reader: MixerReader) -> nn.LightningAttention:
     fields = reader.fields
     heads = fields.count("num_attention_heads")
@@ -306,7 +301,9 @@ def _mamba(reader: MixerReader, heads: int, d_head: int, names: Sequence[str]) -
 
 
 LINEARS: dict[str, Callable[[MixerReader], Any]] = {
-    "convolution": _convolution,
+    "convolution": lambda reader: forms.ShortConvolution(
+        reader.fields.count("conv_L_cache"), reader.fields.flag("conv_bias")
+    ),
     "delta": _delta,
     "lightning": _lightning,
     "granite": _granite,

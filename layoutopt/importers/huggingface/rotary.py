@@ -156,10 +156,6 @@ def stretched(fields: Fields, kind: str = "") -> Fields:
     return fields.part(f"{name}: {kind}", found[kind]) if apart else fields.part(name, found)
 
 
-def _default(inner: Fields, base: float, fields: Fields) -> nn.Rotary:
-    return nn.Rotary(base)
-
-
 def _yarn(inner: Fields, base: float, fields: Fields) -> nn.Rotary:
     factor = inner.positive("factor", 1.0)
     scale, all_dims = inner.number("mscale"), inner.number("mscale_all_dim")
@@ -188,7 +184,7 @@ def _original(inner: Fields, fields: Fields) -> int:
 
 
 _KINDS: dict[str, Callable[[Fields, float, Fields], nn.Rotary]] = {
-    **dict.fromkeys(("default", "longrope", "mrope", "proportional"), _default),
+    **dict.fromkeys(("default", "longrope", "mrope", "proportional"), lambda _, base, __: nn.Rotary(base)),
     "linear": lambda inner, base, fields: Linear(base, inner.positive("factor")),
     "llama3": lambda inner, base, fields: Llama3(
         base,

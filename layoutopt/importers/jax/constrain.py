@@ -27,7 +27,6 @@ from layoutopt.importers.arrays import elementwise
 from layoutopt.importers.arrays.contract import Equation, EquationBlock, Operand, Var, layered
 from layoutopt.importers.arrays.origin import ImportedFunction
 from layoutopt.importers.arrays.placing import ArrayPlacing
-from layoutopt.importers.arrays.saved import SAVED
 from layoutopt.importers.jax.internals import jax_module, without_dead
 from layoutopt.importers.jax.interpreter import Site, differs, interpret
 from layoutopt.importers.jax.replay import (
@@ -41,6 +40,9 @@ from layoutopt.importers.jax.replay import (
 )
 from layoutopt.importers.jax.shardings import partition_spec
 from mesh_tf_core.errors import UserError
+
+SAVED = "layoutopt_saved"
+"""The names that `jax.ad_checkpoint.checkpoint_name` gives saved values."""
 
 
 @dataclass

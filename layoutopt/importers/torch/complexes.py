@@ -46,32 +46,22 @@ def _mul(m: Equations, v: Type, a: Any, b: Any) -> Complex:
     return Complex(real, m.binary("add", times(a.real, b.imag), times(a.imag, b.real), v.dtype))
 
 
-def _polar(m: Equations, v: Type, size: Operand, angle: Operand) -> Complex:
-    sides = (m.binary("mul", size, m.unary(name, angle), v.dtype) for name in ("cos", "sin"))
-    return Complex(*sides)
-
-
-def _as_complex(m: Equations, v: Type, x: Operand) -> Complex:
-    last = len(x.shape) - 1
-    return Complex(*(m.reshape(m.slice(x, last, i, 1), x.shape[:-1]) for i in range(2)))
-
-
-def _as_real(m: Equations, v: Type, x: Complex) -> Operand:
-    parts = [m.reshape(part, (*x.shape, 1)) for part in (x.real, x.imag)]
-    return m.concatenate(parts, len(x.shape))
-
-
 _RULES: Mapping[str, Callable[..., Any]] = {
     "mul": _mul,
-    "polar": _polar,
+    "polar": lambda m, v, size, angle: Complex(
+        *(m.binary("mul", size, m.unary(name, angle), v.dtype) for name in ("cos", "sin"))
+    ),
     "complex": lambda m, v, re, im: Complex(re, im),
-    "view_as_complex": _as_complex,
-    "view_as_real": _as_real,
+    "view_as_complex": lambda m, v, x: Complex(
+        *(m.reshape(m.slice(x, len(x.shape) - 1, i, 1), x.shape[:-1]) for i in range(2))
+    ),
+    "view_as_real": lambda m, v, x: m.concatenate(
+        [m.reshape(part, (*x.shape, 1)) for part in (x.real, x.imag)], len(x.shape)
+    ),
     "real": lambda m, v, x: x.real,
     "imag": lambda m, v, x: x.imag,
     "conj": lambda m, v, x: Complex(x.real, m.unary("neg", x.imag)),
-    "_to_copy": lambda m, v, x, *rest, **more: x,
-    "to": lambda m, v, x, *rest, **more: x,
+    **dict.fromkeys(("to", "_to_copy"), lambda m, v, x, *rest, **more: x),
 }
 
 

@@ -26,6 +26,7 @@ _COUNTS = ("iota", "sort", "top_k", "argmax", "argmin")
 formulas(
     {
         "index_select": lambda m, v, x, dim, ids: _index(m, v, x, [*[None] * (dim % len(x.shape)), ids]),
+        "scatter_add": lambda m, v, x, dim, ids, rows: _at_places(m, x, dim, ids, rows, True),
         "cumsum": lambda m, v, x, dim, **more: m.unary(
             "cumsum", m.cast(x, v.dtype), axis=dim % len(x.shape), reverse=False
         ),
@@ -72,12 +73,9 @@ def _index(m: Equations, v: Type, x: Operand, ids: Sequence[Operand | None]) -> 
     if any(i.dtype == "bool" for i in given):
         raise NotImplementedError("it selects by truth values, so its size depends on them")
     if looked != list(range(looked[0], looked[0] + len(looked))):
-        x, looked = _in_front(m, x, looked), [*range(len(looked))]
+        x = m.transpose(x, [*looked, *(a for a in range(len(x.shape)) if a not in looked)])
+        looked = [*range(len(looked))]
     return _taken(m, x, looked, *indices(m, given, [x.shape[a] for a in looked]))
-
-
-def _in_front(m: Equations, x: Operand, axes: Sequence[int]) -> Operand:
-    return m.transpose(x, [*axes, *(a for a in range(len(x.shape)) if a not in axes)])
 
 
 def _taken(m: Equations, x: Operand, looked: Sequence[int], shape: Sequence[int], index: Operand) -> Operand:
@@ -177,10 +175,8 @@ def _scatter(m: Equations, v: Type, x: Operand, dim: int, ids: Operand, rows: An
     if (isinstance(rows, Var | CapturedArray) and rows.shape != ()) or not last:
         return _at_places(m, x, dim, ids, m.operand(rows, x.dtype), False)
     # One-hot masks of a router: numbers at places of the last axis.
-    wide = (*ids.shape, x.shape[-1])
-    place = m.counted(wide, len(wide) - 1, "int32")
-    at = m.broadcast(m.cast(ids, "int32"), wide, range(len(ids.shape)))
-    hit = m.reduced("reduce_or", m.binary("eq", at, place, "int32", "bool"), [len(ids.shape) - 1])
+    hits = _one_hot(m, Type((*ids.shape, x.shape[-1]), "bool"), ids)
+    hit = m.reduced("reduce_or", hits, [len(ids.shape) - 1])
     return m.select(hit, rows, x, v.dtype)
 
 
@@ -243,11 +239,6 @@ def _embedding_bag(
         own = written(m, m.full(0, (bags,), dtype), bag, m.full(1, (count,), dtype), 1, True)
         found = m.along("div", found, m.binary("max", own, 1, dtype), [0])
     return [found, None, None, None]
-
-
-@rule("scatter_add")
-def _scatter_add(m: Equations, v: Type, x: Operand, dim: int, ids: Operand, rows: Operand) -> Operand:
-    return _at_places(m, x, dim, ids, rows, True)
 
 
 def _at_places(m: Equations, x: Operand, dim: int, ids: Operand, rows: Operand, add: bool) -> Operand:
@@ -374,6 +365,4 @@ def _bincount(
     if weights is not None:
         raise NotImplementedError("it adds up weights")
     wide = (math.prod(x.shape), *v.shape)
-    line = m.reshape(m.cast(x, "int32"), wide[:1])
-    same = m.binary("eq", m.broadcast(line, wide, [0]), m.counted(wide, 1, "int32"), "int32", "bool")
-    return m.reduced("reduce_sum", m.cast(same, v.dtype), [0])
+    return m.reduced("reduce_sum", _one_hot(m, Type(wide, v.dtype), m.reshape(x, wide[:1])), [0])

@@ -10,8 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from layoutopt.importers.arrays.contract import CapturedArray, EquationBlock, Operand, Var, has_fractions
-from layoutopt.importers.arrays.mixtures import live, sorts_left, without_sorts
+from layoutopt.importers.arrays.contract import (
+    CapturedArray,
+    EquationBlock,
+    Operand,
+    Var,
+    has_fractions,
+    live,
+)
+from layoutopt.importers.arrays.mixtures import sorts_left, without_sorts
 from layoutopt.importers.torch import complexes, indexing, products, recurrent, reductions, shapes
 from layoutopt.importers.torch.autocast import Autocast
 from layoutopt.importers.torch.capture import RECOMPUTED

@@ -9,6 +9,7 @@ from typing import Any
 from layoutopt.importers.arrays.contract import FIRST, FLAT, CapturedArray, Operand, Var
 from layoutopt.importers.torch.elementwise import TABLE, AtenRule, Type, dims_of, formulas, rule
 from layoutopt.importers.torch.emitter import Equations
+from layoutopt.importers.torch.indexing import moved
 from layoutopt.importers.torch.internals import FLOATS
 
 
@@ -152,7 +153,7 @@ def _cross_entropy(
     """Of logits [rows, classes, ...] and class numbers [rows, ...]."""
     if weight is not None or y.dtype in FLOATS:
         raise NotImplementedError("it weights classes")
-    x = _classes_last(m, x)
+    x = moved(m, x, 1 % len(x.shape), -1)
     counts, safe = _targets(m, y, ignored)
     loss: Operand = m.emit("cross_entropy", [x, safe], y.shape, x.dtype)
     if smoothing:
@@ -171,14 +172,8 @@ def _nll(
         raise NotImplementedError("it weights classes")
     counts, safe = _targets(m, y, ignored)
     places = m.reshape(safe, (*y.shape, 1))
-    loss = m.unary("neg", m.reshape(m.picked(_classes_last(m, x), places), y.shape))
+    loss = m.unary("neg", m.reshape(m.picked(moved(m, x, 1 % len(x.shape), -1), places), y.shape))
     return _counted(m, loss, counts, reduction)
-
-
-def _classes_last(m: Equations, x: Operand) -> Operand:
-    """[rows, classes, ...] -> [rows, ..., classes]."""
-    rank = len(x.shape)
-    return m.transpose(x, [0, *range(2, rank), 1]) if rank > 2 else x
 
 
 def _targets(m: Equations, y: Operand, ignored: int) -> tuple[Operand, Operand]:

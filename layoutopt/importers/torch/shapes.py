@@ -9,8 +9,13 @@ from typing import Any
 import numpy as np
 
 from layoutopt.importers.arrays.contract import CapturedArray, Operand, Var
-from layoutopt.importers.torch.elementwise import Type, formulas, rule
+from layoutopt.importers.torch.elementwise import TABLE, Type, formulas, rule
 from layoutopt.importers.torch.emitter import Equations
+
+
+def _scaled(m: Equations, x: Operand, factor: Any, plus: Any) -> Operand:
+    return m.binary("add", m.binary("mul", x, factor, x.dtype), plus, x.dtype)
+
 
 formulas(
     {
@@ -25,18 +30,8 @@ formulas(
         ),
         "rand rand_like": lambda m, v, *given, **more: m.drawn("random_uniform", v.shape, v.dtype),
         "randn randn_like": lambda m, v, *given, **more: m.cast(m.drawn("random_normal", v.shape), v.dtype),
-        "uniform": lambda m, v, x, low=0.0, high=1.0: m.binary(
-            "add",
-            m.binary("mul", m.drawn("random_uniform", v.shape, v.dtype), high - low, v.dtype),
-            low,
-            v.dtype,
-        ),
-        "normal": lambda m, v, x, mean=0.0, std=1.0: m.binary(
-            "add",
-            m.binary("mul", m.cast(m.drawn("random_normal", v.shape), v.dtype), std, v.dtype),
-            mean,
-            v.dtype,
-        ),
+        "uniform": lambda m, v, x, low=0.0, high=1.0: _scaled(m, TABLE["rand"](m, v), high - low, low),
+        "normal": lambda m, v, x, mean=0.0, std=1.0: _scaled(m, TABLE["randn"](m, v), std, mean),
         "exponential": lambda m, v, x, rate=1.0: m.binary(
             "mul",
             m.unary("log", m.binary("sub", 1, m.drawn("random_uniform", v.shape, v.dtype), v.dtype)),
@@ -153,11 +148,6 @@ def _randint(m: Equations, v: Type, *given: Any, **more: Any) -> Operand:
 Inverse = Callable[[Equations, Operand, Operand, Sequence[Any]], Operand]
 
 
-def _permuted_back(m: Equations, whole: Operand, value: Operand, args: Sequence[Any]) -> Operand:
-    order = [a % len(value.shape) for a in args[0]]
-    return m.transpose(value, [order.index(a) for a in range(len(order))])
-
-
 def _sliced_back(m: Equations, whole: Operand, value: Operand, args: Sequence[Any]) -> Operand:
     default: list[Any] = [0, None, None, 1]
     dim, start, _, step = [*args, *default[len(args) :]]
@@ -194,7 +184,9 @@ INVERSES: Mapping[str, Inverse] = {
         lambda m, of, value, args: m.reshape(value, of.shape),
     ),
     "transpose": lambda m, whole, value, args: swapped(m, whole, value, *args),
-    "permute": _permuted_back,
+    "permute": lambda m, whole, value, args: m.transpose(
+        value, np.argsort([a % len(value.shape) for a in args[0]]).tolist()
+    ),
     "slice": _sliced_back,
     "select": _selected_back,
     **dict.fromkeys(("alias", "detach", "contiguous"), lambda m, of, value, args: m.cast(value, of.dtype)),

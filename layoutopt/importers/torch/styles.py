@@ -267,7 +267,8 @@ class StyleFlow:
             inside = tuple(f"{block.path.replace('.', '/')}/" for block in blocks)
             assert stack.node.body is not None
             nodes = [n for n in stack.node.body.nodes if n.inputs and not n.scope.startswith(inside)]
-            if not blocks or not all(self._parallel(node, name) for node in nodes):
+            roles = (_roles(node, self.graph) for node in nodes)
+            if not blocks or any(name in own.whole or name in own.reduced for own in roles):
                 return False
             for node in nodes:
                 self._note_partial(name, node, [self._weights.get(i, frozenset()) for i in node.inputs])
@@ -285,10 +286,6 @@ class StyleFlow:
         hooks.install(module, stack.paths, blocks)
         for path in (p for block in blocks for p in block.exits):
             module.get_submodule(path).register_forward_hook(lambda own, given, out: hooks.split(out))
-
-    def _parallel(self, node: Node, name: str) -> bool:
-        roles = _roles(node, self.graph)
-        return name not in roles.whole and name not in roles.reduced
 
 
 def _roles(node: Node, graph: Graph) -> Roles:

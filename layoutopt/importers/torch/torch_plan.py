@@ -6,19 +6,246 @@ docs/guides/torch.md says by what.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from layoutopt.importers.arrays.model import ImportedModel
-from layoutopt.importers.torch.internals import torch_module
+from layoutopt.importers.torch.internals import batch_path, called, torch_module
 from layoutopt.importers.torch.parallelize import by_use, parallelized, same_everywhere
 from layoutopt.importers.torch.pipeline import Pipeline, part_of, stage_numbers
-from layoutopt.importers.torch.ranks import PIPE, PlanRanks
-from layoutopt.importers.torch.step import Loss, ModuleStep
+from layoutopt.importers.torch.ranks import DATA, EXPERTS, PIPE, TENSOR, PlanRanks
 from layoutopt.importers.torch.styles import StyleFlow
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.storage import BACKWARD, BETWEEN, GRADIENT, SPLIT, STAGES, VARIABLE
+
+Loss = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class WeightedLoss:
+    """(module, part of the batch) -> its loss times its weight, the weight, and whether losses add up.
+
+    Attributes:
+      loss: loss(outputs, batch); None: `outputs.loss`, or the output.
+      parts: microbatches.
+      ranks: with other rows.
+    """
+
+    loss: Loss | None
+    parts: int
+    ranks: int = 1
+
+    def __call__(self, module: Any, part: Any) -> tuple[Any, Any, bool]:
+        args, kwargs = called(module, part)
+        counted = CountedMean()
+        with counted.mode:
+            outputs = module(*args, **kwargs)
+            found = outputs if self.loss is None else self.loss(outputs, part)
+        found = found if torch_module().is_tensor(found) else found.loss
+        if self.parts * self.ranks > 1:
+            counted.check(found)
+        found = found.full_tensor() if hasattr(found, "full_tensor") else found
+        weight = torch_module().as_tensor(counted.weight(self.parts), device=found.device, dtype=found.dtype)
+        return found * weight, weight, counted.summed
+
+
+class CountedMean:
+    """Counts the elements that the module's cross entropies are over.
+
+    Attributes:
+      mode: to be entered around the module's call.
+      summed: the loss is a sum: that of the batch is the sum of those of its parts.
+    """
+
+    def __init__(self) -> None:
+        torch = torch_module()
+        outer, losses = self, (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss)
+
+        class Mode(torch.overrides.TorchFunctionMode):  # type: ignore[name-defined]
+            def __torch_function__(self, of: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                kwargs = kwargs or {}
+                if of in losses:
+                    outer._count(*args, **kwargs)
+                found = of(*args, **kwargs)
+                if kwargs.get("reduction") == "sum":
+                    outer._sums.append(found)
+                elif of in (torch.sum, torch.Tensor.sum):
+                    outer._plain = found
+                return found
+
+        self.mode = Mode()
+        self._counts, self._sums = list[Any](), list[Any]()
+        self._plain: Any = None
+
+    def _count(self, input: Any, target: Any, weight: Any = None, *args: Any, **kwargs: Any) -> None:
+        if weight is not None:
+            raise UserError(
+                "train_step: the loss weights classes, so its mean over ranks and microbatches is not the "
+                "batch's; use a loss without them"
+            )
+        if kwargs.get("reduction", "mean") == "mean" and not target.is_floating_point():
+            self._counts.append((target != kwargs.get("ignore_index", -100)).float().sum())
+
+    def check(self, loss: Any) -> None:
+        """UserError if it may be neither a sum over examples nor a mean."""
+        summed = self._sums and not self._counts and loss is self._sums[-1]
+        if (self._sums and not summed) or (not self._counts and loss is self._plain):
+            raise UserError(
+                "train_step: whether the loss is a sum over examples or a mean cannot be told; use "
+                "reduction='mean', or return what a loss function with reduction='sum' gives as it is"
+            )
+
+    @property
+    def summed(self) -> bool:
+        return bool(self._sums and not self._counts)
+
+    def weight(self, parts: int) -> Any:
+        """The weight of a loss beside those of other parts: the targets that are not ignored, of which a
+        part may have more than another; 1 of a sum."""
+        if self.summed:
+            return 1.0
+        return (torch_module().stack(self._counts).mean() if self._counts else 1.0) / parts
+
+
+# -- the loss of a part of the batch -------------------------------------------------------------------------
+
+
+class ModuleStep:
+    """step(batch) -> the loss of the whole batch.
+
+    Args:
+      module: as `TorchPlan.parallelize` returns it.
+      mesh: of the ranks by use (`parallelize.by_use`).
+      parts: microbatches.
+      axes: path of an array of the batch -> the axis that the batch is; None: it has none.
+      loss: loss(outputs, batch); by default `outputs.loss`, or the output.
+      clip_norm: the largest norm of all gradients together; None: they are not clipped.
+      stage: of storage.
+
+    The batch is this rank's part of it (`rows`). A mean over tokens is that over the tokens of all ranks and
+    microbatches, also where padding leaves some more of them than others.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        optimizer: Any,
+        mesh: Any,
+        parts: int,
+        axes: Mapping[str, int | None],
+        loss: Loss | None = None,
+        clip_norm: float | None = None,
+        stage: str = STAGES[0],
+    ) -> None:
+        self.stage = stage
+        self.module, self.optimizer, self.mesh, self.parts = module, optimizer, mesh, parts
+        self.clip_norm, self._axes = clip_norm, axes
+        self._data = mesh[DATA]
+        self._ways = self._data.size()
+        self._loss = WeightedLoss(loss, parts, self._ways)
+        self._rank = self._data._flatten("data").get_local_rank() if self._ways > 1 else 0
+        counted = mesh[PIPE, *DATA]
+        self._group = counted._flatten("counted").get_group() if counted.size() > 1 else None
+
+    def __call__(self, batch: Any) -> Any:
+        torch = torch_module()
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        parts = [self._part(batch, self.parts, i, "microbatches") for i in range(self.parts)]
+        with loss_parallel():
+            found = (
+                self.module.run(self._loss, parts, self._ready)
+                if isinstance(self.module, Pipeline)
+                else self._run(parts)
+            )
+        # Only the last stage of a pipeline has a loss.
+        sums = torch.zeros(3, dtype=torch.float64, device=self.mesh.device_type)
+        for value, weight, summed in found:
+            value = torch.where(weight > 0, value, 0.0)
+            sums += torch.stack([value, weight, torch.full_like(weight, summed)])
+        if self._group is not None:
+            torch.distributed.all_reduce(sums, group=self._group)
+        total = torch.where(sums[2] > 0, 1.0, sums[1])
+        # FSDP divides the sum of the gradients by the ranks.
+        self._scaled(self._ways / total)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return sums[0] / total
+
+    def _run(self, parts: Sequence[Any]) -> list[tuple[Any, Any, bool]]:
+        found = []
+        for i, part in enumerate(parts):
+            # Autocast would read what it cast of weights before FSDP gathered them anew, and lose gradients.
+            torch_module().clear_autocast_cache()
+            self._ready(self.module, i == len(parts) - 1)
+            loss, weight, summed = self._loss(self.module, part)
+            loss.backward()
+            found.append((loss.detach(), weight, summed))
+        return found
+
+    def _ready(self, module: Any, last: bool) -> None:
+        """Prepares what `fully_shard` splits for a backward pass; `last`: of all microbatches."""
+        if hasattr(module, "set_requires_gradient_sync"):
+            module.set_requires_gradient_sync(last or (GRADIENT, BACKWARD) in SPLIT[self.stage])
+            # Parameters that lie whole between passes are gathered once for all microbatches.
+            module.set_reshard_after_backward(last or (VARIABLE, BETWEEN) in SPLIT[self.stage])
+
+    def rows(self, batch: Any) -> Any:
+        """This rank's rows of a whole batch; tensor ranks have the same. Arrays without a batch stay."""
+        return self._part(batch, self._ways, self._rank, "data ranks")
+
+    def _part(self, batch: Any, ways: int, at: int, what: str) -> Any:
+        torch = torch_module()
+
+        def own(keys: Any, x: Any) -> Any:
+            name = batch_path(keys)
+            axis = self._axes.get(name, 0)
+            if axis is None or not torch.is_tensor(x) or not x.ndim:
+                return x
+            if x.shape[axis] % ways:
+                raise UserError(
+                    f"train_step: {name!r} has {x.shape[axis]} rows, which {ways} {what} do not divide; "
+                    f"give a multiple of {ways}"
+                )
+            return x.narrow(axis, at * (x.shape[axis] // ways), x.shape[axis] // ways)
+
+        return torch.utils._pytree.tree_map_with_path(own, batch)
+
+    def _scaled(self, by: Any) -> None:
+        torch = torch_module()
+        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        local = [g.to_local() if hasattr(g, "to_local") else g for g in grads]
+        for g, x in zip(grads, local, strict=True):
+            if not x.ndim and self._ways > 1:
+                torch.distributed.all_reduce(x, group=self._data._flatten("data").get_group())
+                x /= self._ways
+            if hasattr(g, "device_mesh") and EXPERTS in g.device_mesh.mesh_dim_names:
+                # FSDP has divided by fewer ranks: the others' rows came to this one.
+                x /= g.device_mesh[EXPERTS].size()
+        if self.clip_norm is not None:
+            # The parameters lie on several meshes, which torch's own clip_grad_norm_ refuses.
+            ranks = self.mesh[(*DATA, TENSOR)]
+            pairs = zip(grads, local, strict=True)
+            squares = sum(x.float().square().sum() / _copies(g, ranks) for g, x in pairs)
+            torch.distributed.all_reduce(squares)
+            by = by * torch.clamp(self.clip_norm / (squares.sqrt() * by + 1e-6), max=1.0)
+        torch._foreach_mul_(local, by)
+
+
+def _copies(grad: Any, mesh: Any) -> int:
+    """How many of all ranks hold the same elements."""
+    split = 1
+    if hasattr(grad, "placements"):
+        for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True):
+            split *= 1 if placement.is_replicate() else size  # `_StridedShard` is no `Shard`
+    return int(mesh.size()) // split
+
+
+# -- the plan ------------------------------------------------------------------------------------------------
 
 
 class TorchPlan:

@@ -12,9 +12,8 @@ from unittest.mock import patch
 
 from layoutopt.importers.arrays.origin import ArrayAxes
 from layoutopt.importers.torch.autocast import on_gpus
-from layoutopt.importers.torch.capture import library, own_line
+from layoutopt.importers.torch.capture import flex_written_out, library, own_line
 from layoutopt.importers.torch.checks import checks_passed
-from layoutopt.importers.torch.flex import flex_written_out
 from layoutopt.importers.torch.internals import called, copied, torch_module
 
 
