@@ -19,7 +19,6 @@ from layoutopt.importers.arrays import (
     shapes,
 )
 from layoutopt.importers.arrays.arguments import arguments
-from layoutopt.importers.arrays.axis_relations import Axis
 from layoutopt.importers.arrays.classes import classes
 from layoutopt.importers.arrays.contract import (
     KEY,
@@ -37,6 +36,7 @@ from layoutopt.importers.arrays.names import ArgumentArrays
 from layoutopt.importers.arrays.naming import logical_axes, named, same_dimensions
 from layoutopt.importers.arrays.origin import ArrayAxes, ImportedFunction
 from layoutopt.importers.arrays.placing import inner_dims
+from layoutopt.importers.arrays.relations import Axis
 from layoutopt.importers.arrays.reroll import Rerolled, rerolled
 from layoutopt.importers.arrays.roles import GIVEN_LENGTH
 from layoutopt.importers.arrays.writer import Handler, Writer

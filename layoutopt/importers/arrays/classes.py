@@ -14,7 +14,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from layoutopt.importers.arrays.axis_relations import (
+from layoutopt.importers.arrays.contract import Equation, EquationBlock, Operand, Var, has_fractions
+from layoutopt.importers.arrays.factors import Factors
+from layoutopt.importers.arrays.relations import (
     Axis,
     AxisPart,
     AxisRelation,
@@ -23,8 +25,6 @@ from layoutopt.importers.arrays.axis_relations import (
     Regroup,
     Same,
 )
-from layoutopt.importers.arrays.contract import Equation, EquationBlock, Operand, Var, has_fractions
-from layoutopt.importers.arrays.factors import Factors
 
 FactorNode = int
 

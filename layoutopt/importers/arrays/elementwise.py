@@ -38,7 +38,7 @@ _CALLED = (
     "le:less_equal gt:greater ge:greater_equal and:bitwise_and or:bitwise_or xor:bitwise_xor"
 )
 """Primitives, and what NumPy calls them."""
-_NUMBERS: dict[str, Callable[..., Any]] = {
+NUMBERS: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in _ALIKE.split()},
     **{name: getattr(np, ours) for name, ours in pairs(_CALLED).items()},
     "rsqrt": lambda x: 1 / np.sqrt(x),
@@ -148,12 +148,12 @@ _BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
 
 def _folded(e: Equation, values: list[WrittenValue]) -> ScalarArray | None:
     """The result where all operands are known numbers."""
-    if e.prim not in _NUMBERS or not all(isinstance(v, ScalarArray) for v in values):
+    if e.prim not in NUMBERS or not all(isinstance(v, ScalarArray) for v in values):
         return None
     plain = {"bfloat16": "float32", "float16": "float32"}
     given = [np.asarray(v.value, plain.get(v.dtype, v.dtype)) for v in values if isinstance(v, ScalarArray)]
     with np.errstate(all="ignore"):
-        found = _NUMBERS[e.prim](*given)
+        found = NUMBERS[e.prim](*given)
     return ScalarArray(np.asarray(found).item(), e.out.dtype)
 
 

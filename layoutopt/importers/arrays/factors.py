@@ -12,7 +12,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from layoutopt.importers.arrays.axis_relations import (
+from layoutopt.importers.arrays.contract import KEY, Equation, EquationBlock, Operand
+from layoutopt.importers.arrays.indexing import IndexedPiece, indexing, pieces
+from layoutopt.importers.arrays.relations import (
     Axis,
     AxisPart,
     AxisRelation,
@@ -20,10 +22,8 @@ from layoutopt.importers.arrays.axis_relations import (
     Join,
     Regroup,
     Same,
+    relations,
 )
-from layoutopt.importers.arrays.contract import KEY, Equation, EquationBlock, Operand
-from layoutopt.importers.arrays.indexing import IndexedPiece, indexing, pieces
-from layoutopt.importers.arrays.relations import relations
 
 
 @dataclass(eq=False, slots=True)

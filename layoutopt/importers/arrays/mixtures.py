@@ -17,17 +17,15 @@ from typing import Any
 import numpy as np
 
 from layoutopt.importers.arrays.contract import CapturedArray, Equation, EquationBlock, Operand, Var, live
+from layoutopt.importers.arrays.elementwise import NUMBERS
 from layoutopt.importers.arrays.relations import ELEMENTWISE, FROM, PRODUCT, TO
+from mesh_tf_core.tables import words
 
-# fmt: off
 _POINTWISE: Mapping[str, Callable[..., Any]] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": lambda a, b: np.fix(a / b), "rem": np.fmod,
-    "sign": np.sign, "neg": np.negative, "max": np.maximum, "min": np.minimum, "lt": np.less,
-    "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
-    "and": np.logical_and, "or": np.logical_or, "not": np.logical_not, "convert_element_type": lambda a: a,
+    **{n: NUMBERS[n] for n in words("add sub mul div rem sign neg max min lt le gt ge eq ne and or not")},
+    "convert_element_type": lambda a: a,
     "select_n": lambda which, no, yes: np.where(which, yes, no),
 }
-# fmt: on
 _KEEPS_ROWS = frozenset(("reshape", "broadcast_in_dim", "squeeze", "expand_dims"))
 
 

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from layoutopt.importers.arrays.axis_relations import AxisPart, Copies
 from layoutopt.importers.arrays.classes import Classes, FactorNode
 from layoutopt.importers.arrays.contract import EquationBlock, Leaf, Var
+from layoutopt.importers.arrays.relations import AxisPart, Copies
 
 _KINDS = ("kernel", "weight", "w", "bias", "b", "scale", "embedding", "embeddings", "gamma", "beta", "value")
 

@@ -10,11 +10,10 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from layoutopt.importers.arrays.axis_relations import Axis, Copies
 from layoutopt.importers.arrays.classes import Classes, FactorNode, template
 from layoutopt.importers.arrays.contract import EquationBlock, Leaf, Unimportable, Var
 from layoutopt.importers.arrays.names import ArgumentArrays, ClassNames, last
-from layoutopt.importers.arrays.relations import TO
+from layoutopt.importers.arrays.relations import TO, Axis, Copies
 from layoutopt.importers.arrays.roles import name_roles
 from mesh_tf_core.errors import known_names
 

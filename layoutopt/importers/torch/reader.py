@@ -22,7 +22,6 @@ from layoutopt.importers.arrays.mixtures import sorts_left, without_sorts
 from layoutopt.importers.torch import complexes, indexing, products, recurrent, reductions, shapes
 from layoutopt.importers.torch.autocast import Autocast
 from layoutopt.importers.torch.capture import RECOMPUTED
-from layoutopt.importers.torch.decomposed import decomposed
 from layoutopt.importers.torch.elementwise import TABLE, Type
 from layoutopt.importers.torch.emitter import Equations
 from layoutopt.importers.torch.internals import array_of, dtype_of, torch_module
@@ -31,6 +30,7 @@ from layoutopt.importers.torch.nodes import (
     check_operands,
     check_read,
     check_type,
+    decomposed,
     is_batch_norm,
     name_of,
     place_of,
