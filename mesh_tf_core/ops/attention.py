@@ -32,6 +32,7 @@ from mesh_tf_core.ops.common import dim_name, listing
 from mesh_tf_core.ops.context import Spread
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.index import need_ints
+from mesh_tf_core.ops.kinds import FirstDerivative
 from mesh_tf_core.ops.math import sigmoid
 
 
@@ -130,8 +131,10 @@ class FusedAttention(Spread):
 
 
 @dataclass(frozen=True)
-class _Backward(AnyAttention, abstract=True):
+class _Backward(FirstDerivative, AnyAttention, abstract=True):
     """From (query, key, value, extras, result, lse, dresult, and dlse if there is one)."""
+
+    of: ClassVar[str] = "attention"
 
     def derived(self, k: Kernel, at: At, slices: Sequence[Any], sides: Sides) -> tuple[Any, ...]:
         """Result, lse, dresult and dlse (or None) in the order of kernels."""
@@ -139,12 +142,6 @@ class _Backward(AnyAttention, abstract=True):
         orders = ((*rows, sides.width.name), rows, (*rows, sides.width.name), rows)
         made = [ordered(k, *xto) for xto in zip(slices[n:], at.inputs[n:], orders, strict=False)]
         return (*made, None)[:4]
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError(
-            "the second derivative of attention is not defined; apply mtf.stop_gradient to the first "
-            "derivative"
-        )
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType, Work
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import listing, same_dtype
 from mesh_tf_core.ops.convgrid import Grid, correlated, finish, ordered, taps_met
+from mesh_tf_core.ops.kinds import FirstDerivative
 from mesh_tf_core.ops.pieces import window
 from mesh_tf_core.ops.shape import reshape
 from mesh_tf_core.ops.windows import Pads, Window, windows
@@ -68,25 +69,13 @@ class Conv(Op):
         return Work(self.grid.product(flops, w), added=added)
 
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
-        x, w = inputs[0], low.without(inputs[1], self.grid.taps)
-        base = []
-        for v in self.grid.windows:
-            here = low.values[x]
-            count = low.oracle.ways(here.split_of(v.dim))
-            inside, outside = here.shape.dim(v.dim).size, types[0].shape.dim(v.dim).size
-            begin, end = v.inputs_of(0, outside // count)
-            if count > 1 and v.split_alike(inside, outside, count):
-                x = window(low, x, v.dim, begin, end)
-            else:
-                x = low.without(x, [v.dim])
-                begin = 0
-            base.append(begin)
-        return [finish(low, replace(self, base=tuple(base)), [x, w], types[0], x)]
+        w = low.without(inputs[1], self.grid.taps)
+        x, base, _ = _reached(low, inputs[0], self.grid, _sizes(self.grid, types[0].shape))
+        return [finish(low, replace(self, base=base), [x, w], types[0], x)]
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         x, w = inputs
-        sizes = tuple(x.shape.dim(v.dim).size for v in self.grid.windows)
-        back = ConvInputGrad(self.grid, sizes)
+        back = ConvInputGrad(self.grid, _sizes(self.grid, x.shape))
         weight = ConvFilterGrad(self.grid, w.shape)
         return dy.graph.apply(back, dy, w), dy.graph.apply(weight, x, dy)
 
@@ -154,21 +143,9 @@ class ConvInputGrad(Op):
         return Work((batch, m, k, n), added=self.grid.added(flops, w, w.dim(self.grid.channel).size))
 
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
-        dy, w = inputs[0], low.without(inputs[1], self.grid.taps)
-        base, split = [], {}
-        for v, inside in zip(self.grid.windows, self.sizes, strict=True):
-            here = low.values[dy]
-            axes = here.split_of(v.dim)
-            count, outside = low.oracle.ways(axes), here.shape.dim(v.dim).size
-            begin, end = v.outputs_of(0, inside // count)
-            if count > 1 and v.split_alike(inside, outside, count):
-                dy = window(low, dy, v.dim, begin, end)
-                split[v.dim] = axes
-            else:
-                dy = low.without(dy, [v.dim])
-                begin = 0
-            base.append(begin)
-        return [finish(low, replace(self, base=tuple(base)), [dy, w], types[0], dy)]
+        w = low.without(inputs[1], self.grid.taps)
+        dy, base, _ = _reached(low, inputs[0], self.grid, self.sizes, back=True)
+        return [finish(low, replace(self, base=base), [dy, w], types[0], dy)]
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         y, w = inputs
@@ -178,7 +155,7 @@ class ConvInputGrad(Op):
 
 
 @dataclass(frozen=True)
-class ConvFilterGrad(Op):
+class ConvFilterGrad(FirstDerivative):
     """The gradient of the weights [filters] from (x, dy): every tap's inputs times their outputs.
 
     Attributes:
@@ -189,6 +166,7 @@ class ConvFilterGrad(Op):
     filters: Shape
     base: tuple[int, ...] | None = None
     kind: ClassVar[str] = "matmul"
+    of: ClassVar[str] = "conv with respect to its weights"
 
     def roles(self, *inputs: TensorType) -> Roles:
         summed = tuple(n for n in inputs[0].shape.names if n not in (self.grid.channel, *self.grid.groups))
@@ -230,26 +208,39 @@ class ConvFilterGrad(Op):
         return Work((batch, weights, n, places), added=added)
 
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
-        x, dy = inputs
-        base = []
-        for v in self.grid.windows:
-            here = low.values[x]
-            count = low.oracle.ways(here.split_of(v.dim))
-            inside, outside = here.shape.dim(v.dim).size, low.values[dy].shape.dim(v.dim).size
-            begin, end = v.inputs_of(0, outside // count)
-            if count > 1 and v.split_alike(inside, outside, count):
-                x = window(low, x, v.dim, begin, end)
-            else:
-                x, dy = low.without(x, [v.dim]), low.without(dy, [v.dim])
-                begin = 0
-            base.append(begin)
-        return [finish(low, replace(self, base=tuple(base)), [x, dy], types[0], x)]
+        dy = inputs[1]
+        x, base, gathered = _reached(low, inputs[0], self.grid, _sizes(self.grid, low.values[dy].shape))
+        for name in gathered:
+            dy = low.without(dy, [name])
+        return [finish(low, replace(self, base=base), [x, dy], types[0], x)]
 
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError(
-            "the second derivative of conv with respect to its weights is not defined; apply "
-            "mtf.stop_gradient to the first derivative"
-        )
+
+def _sizes(grid: Grid, shape: Shape) -> tuple[int, ...]:
+    """Of the windows' dimensions."""
+    return tuple(shape.dim(v.dim).size for v in grid.windows)
+
+
+def _reached(
+    low: Emitter, id: int, grid: Grid, others: Sequence[int], back: bool = False
+) -> tuple[int, tuple[int, ...], list[str]]:
+    """The inputs that the windows of each device's outputs reach, where its piece of them begins, and the
+    dimensions that had to be gathered.
+
+    Args:
+      others: sizes of the outputs.
+      back: of the outputs, those whose windows reach each device's inputs; `others` are sizes of the inputs.
+    """
+    base, gathered = [], []
+    for v, other in zip(grid.windows, others, strict=True):
+        own, count = low.values[id].shape.dim(v.dim).size, low.oracle.ways(low.values[id].split_of(v.dim))
+        begin, end = (v.outputs_of if back else v.inputs_of)(0, other // count)
+        if count > 1 and v.split_alike(*((other, own) if back else (own, other)), count):
+            id = window(low, id, v.dim, begin, end)
+        else:
+            id, begin = low.without(id, [v.dim]), 0
+            gathered.append(v.dim)
+        base.append(begin)
+    return id, tuple(base), gathered
 
 
 def _edges(windows: Sequence[Window], base: Sequence[int] | None, outputs: Shape) -> list[Edge]:

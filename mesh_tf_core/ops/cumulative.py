@@ -24,9 +24,6 @@ class CumSum(Reduction):
     exclusive: bool
     reverse: bool
 
-    def roles(self, *inputs: TensorType) -> Roles:
-        return Roles(parallel=inputs[0].shape.names)
-
     def infer(self, *inputs: TensorType) -> TensorType:
         (x,) = inputs
         x.shape.index(self.dim)
@@ -66,9 +63,6 @@ class PieceTotals(Reduction, MadeByLowering):
     pieces: Dim
     regroups: ClassVar[bool] = True
 
-    def roles(self, *inputs: TensorType) -> Roles:
-        return Roles(parallel=inputs[0].shape.names)
-
     def infer(self, *inputs: TensorType) -> TensorType:
         (x,) = inputs
         return TensorType(Shape(self.pieces if d.name == self.dim else d for d in x.shape), _wide(x.dtype))
@@ -79,14 +73,13 @@ class PieceTotals(Reduction, MadeByLowering):
 
 
 @dataclass(frozen=True)
-class CumSumAfter(MadeByLowering):
+class CumSumAfter(MadeByLowering, Reduction):
     """Running sums of a piece plus the totals of the pieces before it (`reverse`: after it)."""
 
     dim: str
     pieces: str
     exclusive: bool
     reverse: bool
-    kind: ClassVar[str] = "reduce"
 
     def roles(self, *inputs: TensorType) -> Roles:
         return Roles(

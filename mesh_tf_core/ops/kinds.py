@@ -1,11 +1,13 @@
 """Defaults of operations by kind, so that each class states only its own facets.
 
-  Elementwise    every dimension may be split, the result has the first operand's type, one FLOP an element
-  Move           elements only change their place or name: no FLOPs, every dimension may be split
-  Source         no operands: a device makes its own piece of the result
-  Reduction      elements are combined: one FLOP an element of the operand
-  NoGradient     nothing is differentiated
-  MadeByLowering lowering makes it after gradients are built, so it has none
+  Elementwise     every dimension may be split, the result has the first operand's type, one FLOP an element
+  Move            elements only change their place or name: no FLOPs, every dimension may be split
+  Source          no operands: a device makes its own piece of the result
+  Reduction       elements are combined: one FLOP an element of the operand
+  AlongWhole      a reduction that needs its dimension whole
+  NoGradient      nothing is differentiated
+  FirstDerivative has no derivative itself
+  MadeByLowering  lowering makes it after gradients are built, so it has none
 
 A class may be of two kinds (a move that only lowering makes), and may answer any facet itself.
 """
@@ -58,8 +60,27 @@ class Reduction(Op, abstract=True):
 
     kind: ClassVar[str] = "reduce"
 
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(*inputs)
+
     def flops(self, *local: TensorType) -> float:
         return local[0].shape.size
+
+
+@dataclass(frozen=True)
+class AlongWhole(Reduction, abstract=True):
+    """Every result needs all elements along one dimension.
+
+    Attributes:
+      why: it does, as errors and reports say it.
+    """
+
+    dim: str
+    why: ClassVar[str]
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        others = tuple(name for name in all_parallel(*inputs).parallel if name != self.dim)
+        return Roles(parallel=others, whole={self.dim: self.why})
 
 
 @dataclass(frozen=True)
@@ -68,6 +89,22 @@ class NoGradient(Op, abstract=True):
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return [None] * len(inputs)
+
+
+@dataclass(frozen=True)
+class FirstDerivative(Op, abstract=True):
+    """A gradient that is one operation, which cannot be differentiated again."""
+
+    @property
+    def of(self) -> str:
+        """What it is the derivative of, in errors."""
+        return self.name.removesuffix("grad").removesuffix("_")
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        raise UserError(
+            f"the second derivative of {self.of} is not defined; apply mtf.stop_gradient to the first "
+            "derivative"
+        )
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import aligned
+from mesh_tf_core.ops.kinds import AlongWhole, FirstDerivative
 from mesh_tf_core.ops.math import rsqrt, square
 from mesh_tf_core.ops.reduce import reduce_mean
-
-_WHY = "mean and variance are taken over the whole dimension"
 
 
 def _mean(k: Kernel, x: Any, axis: int, sizes: Sequence[int], dtype: str) -> Any:
@@ -25,17 +23,13 @@ def _mean(k: Kernel, x: Any, axis: int, sizes: Sequence[int], dtype: str) -> Any
 
 
 @dataclass(frozen=True)
-class Normalize(Op):
+class Normalize(AlongWhole):
     """(x - mean) / sqrt(variance + epsilon) along one dimension; without `center`, x / rms (Zhang & Sennrich
     2019)."""
 
-    dim: str
     epsilon: float
     center: bool
-    kind: ClassVar[str] = "reduce"
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return Roles(parallel=inputs[0].shape.without(self.dim).names, whole={self.dim: _WHY})
+    why: ClassVar[str] = "mean and variance are taken over the whole dimension"
 
     def infer(self, *inputs: TensorType) -> TensorType:
         inputs[0].shape.index(self.dim)
@@ -68,16 +62,12 @@ class Normalize(Op):
 
 
 @dataclass(frozen=True)
-class NormalizeGrad(Op):
+class NormalizeGrad(FirstDerivative, AlongWhole):
     """rstd (dy - mean(dy) - y mean(dy y)) from (dy, x); without `center`, mean(dy) is left out."""
 
-    dim: str
     epsilon: float
     center: bool
-    kind: ClassVar[str] = "reduce"
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return Roles(parallel=inputs[1].shape.without(self.dim).names, whole={self.dim: _WHY})
+    why: ClassVar[str] = "mean and variance are taken over the whole dimension"
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return inputs[1]
@@ -103,12 +93,6 @@ class NormalizeGrad(Op):
         y = x * rstd
         dx = dy - y * reduce_mean(dy * y, self.dim)
         return rstd * (dx - reduce_mean(dy, self.dim) if self.center else dx)
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError(
-            "the second derivative of normalize is not defined; apply mtf.stop_gradient to the first "
-            "derivative"
-        )
 
 
 def normalize(x: Tensor, dim: Dim | str, epsilon: float = 1e-6, center: bool = True) -> Tensor:

@@ -17,13 +17,13 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float, whole_numbers
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.layout import check_disjoint
-from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
+from mesh_tf_core.ir.op import Emitter, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.along import PutAlong, row_starts
 from mesh_tf_core.ops.binary import binary, where
 from mesh_tf_core.ops.common import dim_name
 from mesh_tf_core.ops.index import Range
-from mesh_tf_core.ops.kinds import MadeByLowering, NoGradient, Reduction
+from mesh_tf_core.ops.kinds import AlongWhole, MadeByLowering, NoGradient, Reduction
 from mesh_tf_core.ops.math import logical_not, not_equal
 from mesh_tf_core.ops.reduce import Reduce, reduce_max, reduce_min, reduce_sum
 from mesh_tf_core.ops.shape import rename, reshape, slice_dim
@@ -35,19 +35,11 @@ def _last(k: Kernel, x: Any, shape: Shape, dim: str) -> Any:
     return k.transpose(x, order) if axis != len(shape) - 1 else x
 
 
-def _largest(k: Kernel, x: Any, n: int) -> tuple[Any, Any]:
-    return k.top_k(x, n)
-
-
 @dataclass(frozen=True)
-class ArgMax(NoGradient, Reduction):
+class ArgMax(NoGradient, AlongWhole):
     """int32 position of the first largest element along one dimension, which disappears."""
 
-    dim: str
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        kept = inputs[0].shape.without(self.dim).names
-        return Roles(parallel=kept, whole={self.dim: "the largest element may be anywhere in the dimension"})
+    why: ClassVar[str] = "the largest element may be anywhere in the dimension"
 
     def infer(self, *inputs: TensorType) -> TensorType:
         inputs[0].shape.index(self.dim)
@@ -81,7 +73,7 @@ class FirstExtreme(Reduce):
 
 
 @dataclass(frozen=True)
-class TopK(Op):
+class TopK(Reduction):
     """The `best.size` largest elements along `dim`, largest first, and their int32 positions, along `best`.
 
     Equal elements are in the order of their positions. Where `dim` is split, every device finds its own
@@ -90,7 +82,6 @@ class TopK(Op):
 
     dim: str
     best: Dim
-    kind: ClassVar[str] = "reduce"
 
     def roles(self, *inputs: TensorType) -> Roles:
         kept = inputs[0].shape.without(self.dim).names
@@ -117,7 +108,7 @@ class TopK(Op):
         return TensorType(out, x.dtype), TensorType(out, "int32")
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        return _largest(k, _last(k, slices[0], at.inputs[0].shape, self.dim), self.best.size)
+        return k.top_k(_last(k, slices[0], at.inputs[0].shape, self.dim), self.best.size)
 
     def flops(self, *local: TensorType) -> float:
         return local[0].shape.size * max(1, self.best.size.bit_length())
@@ -152,25 +143,21 @@ class TopK(Op):
 
 
 @dataclass(frozen=True)
-class Candidates(MadeByLowering):
+class Candidates(MadeByLowering, Reduction):
     """A device's own `count` largest along its piece of `dim`, with their positions in the whole, along
     `few`."""
 
     dim: str
     count: int
     few: Dim
-    kind: ClassVar[str] = "reduce"
     regroups: ClassVar[bool] = True
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return Roles(parallel=inputs[0].shape.names)
 
     def infer(self, *inputs: TensorType) -> tuple[TensorType, TensorType]:
         out = Shape([*inputs[0].shape.without(self.dim), self.few])
         return TensorType(out, inputs[0].dtype), TensorType(out, "int32")
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        values, places = _largest(k, _last(k, slices[0], at.inputs[0].shape, self.dim), self.count)
+        values, places = k.top_k(_last(k, slices[0], at.inputs[0].shape, self.dim), self.count)
         return values, k.binary("add", places, k.scalar(at.offset(self.dim), "int32"))
 
     def flops(self, *local: TensorType) -> float:
@@ -178,12 +165,11 @@ class Candidates(MadeByLowering):
 
 
 @dataclass(frozen=True)
-class BestOf(MadeByLowering):
+class BestOf(MadeByLowering, Reduction):
     """The `best.size` largest of candidates (values, positions) along their last dimension."""
 
     dim: str
     best: Dim
-    kind: ClassVar[str] = "reduce"
 
     def roles(self, *inputs: TensorType) -> Roles:
         return Roles(
@@ -196,7 +182,7 @@ class BestOf(MadeByLowering):
         return TensorType(out, inputs[0].dtype), TensorType(out, "int32")
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        values, which = _largest(k, slices[0], self.best.size)
+        values, which = k.top_k(slices[0], self.best.size)
         shape = at.inputs[0].shape
         n, rows = shape.sizes[-1], shape.size // shape.sizes[-1]
         flat = k.binary("add", k.reshape(which, (rows, self.best.size)), row_starts(k, rows, n))
@@ -208,7 +194,7 @@ class BestOf(MadeByLowering):
 
 
 @dataclass(frozen=True)
-class Sort(Op):
+class Sort(AlongWhole):
     """The elements in order along one dimension, and their original int32 positions; equal elements keep
     their order.
 
@@ -218,13 +204,8 @@ class Sort(Op):
     30 pieces against 1, 3, 7, 15, 31: below 32 devices the gather sends less.
     """
 
-    dim: str
     descending: bool
-    kind: ClassVar[str] = "reduce"
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        kept = inputs[0].shape.without(self.dim).names
-        return Roles(parallel=kept, whole={self.dim: "an element may move to any device"})
+    why: ClassVar[str] = "an element may move to any device"
 
     def infer(self, *inputs: TensorType) -> tuple[TensorType, TensorType]:
         (x,) = inputs
@@ -240,10 +221,10 @@ class Sort(Op):
         axis, last, n = shape.index(self.dim), len(shape) - 1, shape.dim(self.dim).size
         x = _last(k, slices[0], shape, self.dim)
         if self.descending:
-            values, places = _largest(k, x, n)
+            values, places = k.top_k(x, n)
         else:
             # Reversed before and after, so that equal elements keep their order.
-            values, places = (k.flip(t, last) for t in _largest(k, k.flip(x, last), n))
+            values, places = (k.flip(t, last) for t in k.top_k(k.flip(x, last), n))
             places = k.binary("sub", k.scalar(n - 1, "int32"), places)
         back = [last if i == axis else i - (i > axis) for i in range(len(shape))]
         return tuple(k.transpose(t, back) if axis != last else t for t in (values, places))

@@ -6,17 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
+from mesh_tf_core.ir.op import Emitter, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import constant_like
-from mesh_tf_core.ops.common import all_parallel
 from mesh_tf_core.ops.einsum import broadcast
+from mesh_tf_core.ops.kinds import FirstDerivative, Reduction
 from mesh_tf_core.ops.pieces import window
 from mesh_tf_core.ops.windows import Pads, Window, fitted, spread, strided, windows
 
@@ -78,7 +78,7 @@ def _tap(
 
 
 @dataclass(frozen=True)
-class Pool(Op):
+class Pool(Reduction):
     """The maximum or sum of every window; padding counts as nothing.
 
     Attributes:
@@ -88,7 +88,6 @@ class Pool(Op):
     fn: str
     windows: tuple[Window, ...]
     parts: Parts = None
-    kind: ClassVar[str] = "reduce"
 
     def __post_init__(self) -> None:
         if self.fn not in ("max", "sum"):
@@ -97,9 +96,6 @@ class Pool(Op):
     @property
     def name(self) -> str:
         return f"{self.fn}_pool"
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         (x,) = inputs
@@ -144,20 +140,16 @@ class Pool(Op):
 
 
 @dataclass(frozen=True)
-class PoolGrad(Op):
+class PoolGrad(FirstDerivative, Reduction):
     """From (x, dy): dy to the first largest input of each window, or (sum) to all of them."""
 
     fn: str
     windows: tuple[Window, ...]
     parts: Parts = None
-    kind: ClassVar[str] = "reduce"
 
     @property
     def name(self) -> str:
         return f"{self.fn}_pool_grad"
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return inputs[0]
@@ -212,12 +204,6 @@ class PoolGrad(Op):
                 x, dy = low.without(x, [v.dim]), low.without(dy, [v.dim])
                 parts.append(WindowPart(0, 0, inside, inside))
         return low.local(replace(self, parts=tuple(parts)), [x, dy], types, [_splits(low, x, types[0])])
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError(
-            f"the second derivative of {self.fn}_pool is not defined; apply mtf.stop_gradient to the "
-            "first derivative"
-        )
 
 
 def _splits(low: Emitter, x: int, out: TensorType) -> tuple[tuple[str, ...], ...]:

@@ -72,9 +72,6 @@ class PieceProducts(Reduction, MadeByLowering):
     pieces: Dim
     regroups: ClassVar[bool] = True
 
-    def roles(self, *inputs: TensorType) -> Roles:
-        return Roles(parallel=inputs[0].shape.names)
-
     def infer(self, *inputs: TensorType) -> TensorType:
         (x,) = inputs
         return TensorType(Shape([*x.shape.without(*self.dims), self.pieces]), x.dtype)

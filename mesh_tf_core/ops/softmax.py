@@ -10,7 +10,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import LabelOperand
 from mesh_tf_core.ops.basic import cast, stop_gradient
@@ -18,14 +18,9 @@ from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.common import aligned, dim_name, listing
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.index import Pick, local_ids
-from mesh_tf_core.ops.kinds import Elementwise
+from mesh_tf_core.ops.kinds import AlongWhole, Elementwise, FirstDerivative
 from mesh_tf_core.ops.math import exp, is_finite, log, maximum
 from mesh_tf_core.ops.reduce import reduce_max, reduce_sum
-
-
-def _along(dim: str, inputs: Sequence[TensorType], reason: str) -> Roles:
-    names = dict.fromkeys(n for t in inputs for n in t.shape.names)
-    return Roles(parallel=tuple(n for n in names if n != dim), whole={dim: reason})
 
 
 def _check(op: str, dim: str, x: TensorType) -> None:
@@ -37,14 +32,10 @@ def _check(op: str, dim: str, x: TensorType) -> None:
 
 
 @dataclass(frozen=True)
-class Softmax(Op):
+class Softmax(AlongWhole):
     """exp(x) / sum(exp(x)) along one dimension."""
 
-    dim: str
-    kind: ClassVar[str] = "reduce"
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return _along(self.dim, inputs, "every element is divided by the sum over the whole dimension")
+    why: ClassVar[str] = "every element is divided by the sum over the whole dimension"
 
     def infer(self, *inputs: TensorType) -> TensorType:
         _check("softmax", self.dim, inputs[0])
@@ -67,14 +58,10 @@ class Softmax(Op):
 
 
 @dataclass(frozen=True)
-class SoftmaxGrad(Op):
+class SoftmaxGrad(FirstDerivative, AlongWhole):
     """y (dy - sum(y dy)) for the softmax y."""
 
-    dim: str
-    kind: ClassVar[str] = "reduce"
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return _along(self.dim, inputs, "the gradient subtracts a sum over the whole dimension")
+    why: ClassVar[str] = "the gradient subtracts a sum over the whole dimension"
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return inputs[1]
@@ -93,21 +80,12 @@ class SoftmaxGrad(Op):
         dy, y = inputs
         return y * (dy - einsum([dy, y], y.shape.without(self.dim)))
 
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError(
-            "the second derivative of softmax is not defined; apply mtf.stop_gradient to the first derivative"
-        )
-
 
 @dataclass(frozen=True)
-class LogSumExp(Op):
+class LogSumExp(AlongWhole):
     """log(sum(exp(x))) along one dimension, which disappears."""
 
-    dim: str
-    kind: ClassVar[str] = "reduce"
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return _along(self.dim, inputs, "the sum runs over the whole dimension")
+    why: ClassVar[str] = "the sum runs over the whole dimension"
 
     def infer(self, *inputs: TensorType) -> TensorType:
         _check("logsumexp", self.dim, inputs[0])
@@ -132,18 +110,15 @@ class LogSumExp(Op):
 
 
 @dataclass(frozen=True)
-class CrossEntropy(LabelOperand):
+class CrossEntropy(LabelOperand, AlongWhole):
     """logsumexp - logits[target] from (logits, target ids, logsumexp of the logits).
 
     The logits get the whole gradient, softmax(logits) - one_hot(target), and the log-sum-exp none, so one
     pass over the logits suffices and a device stores only its own part of them.
     """
 
-    dim: str
+    why: ClassVar[str] = "the target's logit may be anywhere in the dimension"
     kind: ClassVar[str] = "gather"
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return _along(self.dim, inputs, "the target's logit may be anywhere in the dimension")
 
     def infer(self, *inputs: TensorType) -> TensorType:
         logits, targets, lse = inputs
@@ -174,10 +149,11 @@ class CrossEntropy(LabelOperand):
 
 
 @dataclass(frozen=True)
-class CrossEntropyGrad(Elementwise):
+class CrossEntropyGrad(FirstDerivative, Elementwise):
     """(softmax(logits) - one_hot(targets)) * dy from (logits, targets, logsumexp, dy)."""
 
     dim: str
+    of: ClassVar[str] = "cross_entropy"
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         logits, targets, lse, dy = aligned(k, at, slices)
@@ -190,12 +166,6 @@ class CrossEntropyGrad(Elementwise):
 
     def flops(self, *local: TensorType) -> float:
         return 12.0 * local[0].shape.size
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError(
-            "the second derivative of cross_entropy is not defined; apply mtf.stop_gradient to the first "
-            "derivative"
-        )
 
 
 def _wide(x: Tensor) -> Tensor:

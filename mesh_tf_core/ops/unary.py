@@ -15,7 +15,7 @@ from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import SumRules
 from mesh_tf_core.ops.common import need_fractions, same_dtype
-from mesh_tf_core.ops.kinds import Elementwise
+from mesh_tf_core.ops.kinds import Elementwise, FirstDerivative
 
 
 def _gelu_grad(k: Kernel, dy: Any, x: Any, dtype: str) -> Any:
@@ -132,7 +132,7 @@ class Unary(SumRules, Elementwise):
 
 
 @dataclass(frozen=True)
-class UnaryGrad(SumRules, Elementwise):
+class UnaryGrad(FirstDerivative, SumRules, Elementwise):
     """dy times the derivative of `fn`, from its input or its output (see `_SLOPES`)."""
 
     fn: str
@@ -153,12 +153,6 @@ class UnaryGrad(SumRules, Elementwise):
 
     def distributes(self, constant: Sequence[bool]) -> bool:
         return constant[1] and not constant[0]
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError(
-            f"the second derivative of {self.fn} is not defined; apply mtf.stop_gradient to the first "
-            "derivative"
-        )
 
 
 def unary(fn: str, x: Tensor) -> Tensor:
