@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.one_gpu import STEPS
-from costmodels.calibration.tpus import GENERATIONS
+from costmodels.calibration.tpu_compiled import GENERATIONS
 from costmodels.frameworks import DEFAULT
 from costmodels.hardware import split_name
 from costmodels.hardware.known import FILE

@@ -14,6 +14,6 @@ from costmodels.calibration.clock import (
     typical,
 )
 from costmodels.calibration.drift import Drift, open_drift
-from costmodels.calibration.live import calibrate
+from costmodels.calibration.profile import calibrate
 from costmodels.calibration.team import Team, assemble
 from costmodels.calibration.tpu import TpuCalibration, calibrate_tpu

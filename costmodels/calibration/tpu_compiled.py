@@ -1,4 +1,8 @@
-"""Cycles of the probes by the real TPU compiler: compiled here, or as they ship with the project.
+"""Cycles of the probes by the real TPU compiler: compiled here, or as they ship with the project; the TPUs
+under the compiler's names, and the clock of its cycle estimates.
+
+(1) clock           = peak FLOP/s / FLOPs per cycle
+(2) FLOPs per cycle = 2 x rows x columns of a matrix unit x matrix units of a device
 
 The file is remade, one TPU after the other, by `layoutopt calibrate --target tpu-v5e --refresh`.
 """
@@ -17,12 +21,43 @@ from typing import Any
 
 from costmodels.calibration.runner import OnProbe, Partial
 from costmodels.calibration.tpu_probes import TpuProbe
-from costmodels.calibration.tpus import GENERATIONS, Generation
-from costmodels.hardware import load_hardware
+from costmodels.hardware import Hardware, load_hardware
 from mesh_tf_core.engines.jax import compat, hlo
 from mesh_tf_core.engines.jax.compile import CompilerRefusal, compile_for
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.files import write_file
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A TPU: our preset, its FLOPs per cycle and device in bfloat16, its smallest topology.
+
+    docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm and its pages per version give the matrix units.
+    For v6e, whose pages state 2 or 4, and v7 the compiler's estimates of large products fit 4 of 256 x 256.
+
+    Attributes:
+      smallest: sides of the smallest topology, in chips.
+    """
+
+    hardware: str
+    flops_per_cycle: int
+    smallest: str
+
+    def clock(self, hardware: Hardware) -> float:
+        """Cycles per second, equation (1)."""
+        return hardware.peak_flops("bfloat16") / self.flops_per_cycle
+
+
+GENERATIONS = {
+    "v2": Generation("tpu-v2", 2 * 128 * 128, "2x2"),
+    "v3": Generation("tpu-v3", 2 * 128 * 128 * 2, "2x2"),
+    "v4": Generation("tpu-v4", 2 * 128 * 128 * 8, "2x2x1"),
+    "v5e": Generation("tpu-v5e", 2 * 128 * 128 * 4, "2x2"),
+    "v5p": Generation("tpu-v5p", 2 * 128 * 128 * 8, "2x2x1"),
+    "v6e": Generation("tpu-v6e", 2 * 256 * 256 * 4, "2x2"),
+    "tpu7x": Generation("tpu-v7", 2 * 256 * 256 * 4, "2x2x1"),
+}
+"""By the first part of the compiler's topology names."""
 
 FORMAT = "layoutopt-tpu-probes/1"
 SHIPPED = Path(__file__).parent / "data" / "tpu_probes.json"
@@ -52,14 +87,9 @@ class CompiledProbes:
         return f"libtpu {self.versions['libtpu']}"
 
 
-def tpu_targets() -> dict[str, tuple[str, Generation]]:
-    """Preset -> the compiler's name of the TPU, and known facts about it."""
-    return {generation.hardware: (name, generation) for name, generation in GENERATIONS.items()}
-
-
 def known_target(target: str) -> tuple[str, Generation]:
     """The TPU that a target names; UserError for an unknown one."""
-    targets = tpu_targets()
+    targets = {generation.hardware: (name, generation) for name, generation in GENERATIONS.items()}
     if target not in targets:
         raise UserError(f"--target {target!r} is not a known TPU; {known_names(target, targets)}")
     return targets[target]

@@ -119,10 +119,6 @@ def _inputs(g: Graph, dtype: str, *shapes: tuple[tuple[str, int], ...]) -> list[
     return [g.input(f"x{i}", [Dim(*d) for d in shape], dtype) for i, shape in enumerate(shapes)]
 
 
-def _gelu(x: Tensor, y: Tensor) -> Tensor:
-    return mtf.gelu(x + y) * y
-
-
 def _rms_norm(x: Tensor, y: Tensor) -> Tensor:
     return mtf.rms_norm(x * y, "d") + y
 

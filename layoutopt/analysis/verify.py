@@ -5,8 +5,9 @@ all-reduce and a slice. Collectives are therefore compared by the bytes that the
 the bytes that a device contributes to sums (all-reduce and reduce-scatter together), gathers, exchanges and
 permutations.
 
-(1) compute seconds of the compiler = sum of its cycle estimates / clock (`costmodels.calibration.tpus`). It
-    estimates nothing of a library's kernels, attention and experts: they are left out on both sides
+(1) compute seconds of the compiler = sum of its cycle estimates / clock
+    (`costmodels.calibration.tpu_compiled`). It estimates nothing of a library's kernels, attention and
+    experts: they are left out on both sides
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from costmodels.calibration.tpus import GENERATIONS, Generation
+from costmodels.calibration.tpu_compiled import GENERATIONS, Generation
 from costmodels.hardware import Hardware
 from costmodels.kernels.compute import Quantity, compute_cost
 from costmodels.pricing.items import Computed

@@ -11,8 +11,7 @@ import numpy as np
 
 from mesh_tf_core.engines import prepare
 from mesh_tf_core.engines.lockstep import LockstepEngine
-from mesh_tf_core.engines.pieces import per_device, region
-from mesh_tf_core.engines.stacks import DevicePieces
+from mesh_tf_core.engines.pieces import DevicePieces, per_device, region
 from mesh_tf_core.errors import LayoutError, UserError, known_names
 from mesh_tf_core.ir.blocks import Node, reads
 from mesh_tf_core.ir.kernel import Kernel

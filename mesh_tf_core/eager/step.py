@@ -15,7 +15,7 @@ from mesh_tf_core.eager.store import VariableStore
 from mesh_tf_core.eager.tensor import EagerTensor
 from mesh_tf_core.eager.unroll import Stopped, Unrolled, UnrolledIteration, taken_apart, whole
 from mesh_tf_core.engines.feeds import Feeds
-from mesh_tf_core.engines.stacks import DevicePieces
+from mesh_tf_core.engines.pieces import DevicePieces
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape

@@ -12,7 +12,7 @@ import numpy as np
 from mesh_tf_core.eager.machine import EagerMachine
 from mesh_tf_core.engines import Engine
 from mesh_tf_core.engines.feeds import check_array
-from mesh_tf_core.engines.stacks import DevicePieces
+from mesh_tf_core.engines.pieces import DevicePieces
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.kernels.array_kernel import np_dtype

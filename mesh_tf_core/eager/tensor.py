@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from mesh_tf_core.eager.machine import EagerMachine
-from mesh_tf_core.engines.stacks import DevicePieces
+from mesh_tf_core.engines.pieces import DevicePieces
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.layout import Layout

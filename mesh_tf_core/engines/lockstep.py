@@ -16,9 +16,17 @@ import numpy as np
 from mesh_tf_core.engines.feeds import check_array, stored
 from mesh_tf_core.engines.loops import Iterations, Left, in_turn
 from mesh_tf_core.engines.meter import Meter
-from mesh_tf_core.engines.pieces import VariablePiece, in_order, initial, joined, lying, per_device, region
+from mesh_tf_core.engines.pieces import (
+    DevicePieces,
+    VariablePiece,
+    in_order,
+    initial,
+    joined,
+    lying,
+    per_device,
+    region,
+)
 from mesh_tf_core.engines.replica import Device, applied, at
-from mesh_tf_core.engines.stacks import DevicePieces
 from mesh_tf_core.engines.stepping import OneByOne, Stepping, check_beside
 from mesh_tf_core.ir import program as ir
 from mesh_tf_core.ir.kernel import Kernel

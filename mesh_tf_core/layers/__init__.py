@@ -11,7 +11,6 @@ from mesh_tf_core.lazy import load
 if TYPE_CHECKING:
     from mesh_tf_core.layers.attention import Attention
     from mesh_tf_core.layers.base import ACTIVATIONS
-    from mesh_tf_core.layers.batch_norm import BatchNorm
     from mesh_tf_core.layers.conv import Conv, DepthwiseConv, GroupNorm, SeparableConv
     from mesh_tf_core.layers.dense import Dense, DenseProduct, FeedForward, unit_einsum
     from mesh_tf_core.layers.embedding import Embedding, LearnedPositions
@@ -21,29 +20,29 @@ if TYPE_CHECKING:
     from mesh_tf_core.layers.loss import CrossEntropy, sigmoid_cross_entropy
     from mesh_tf_core.layers.lsh import LSHAttention
     from mesh_tf_core.layers.masks import causal_mask, padding_mask, segment_mask
-    from mesh_tf_core.layers.mesh_tensorflow.adaptive import (
-        AdaptiveEmbedding,
-        AdaptiveSoftmax,
-        VocabularyCluster,
-    )
     from mesh_tf_core.layers.mesh_tensorflow.attention_kinds import (
         BilinearAttention,
         BranchedAttention,
         CompressedAttention,
         DoublyNormalizedAttention,
         RelativeAttention,
+        Synthesizer,
+        TalkingHeadsAttention,
     )
-    from mesh_tf_core.layers.mesh_tensorflow.experts_attention import ExpertsAttention
+    from mesh_tf_core.layers.mesh_tensorflow.experts import ExpertsAttention, MixtureOfExperts2D
     from mesh_tf_core.layers.mesh_tensorflow.light_conv import LightConv
     from mesh_tf_core.layers.mesh_tensorflow.local_2d import LocalAttention2D
     from mesh_tf_core.layers.mesh_tensorflow.memory import ProductKeyMemory
-    from mesh_tf_core.layers.mesh_tensorflow.moe_2d import MixtureOfExperts2D
-    from mesh_tf_core.layers.mesh_tensorflow.softmax_mixtures import Mixtape, MixtureOfSoftmaxes
-    from mesh_tf_core.layers.mesh_tensorflow.synthesizer import Synthesizer
-    from mesh_tf_core.layers.mesh_tensorflow.talking_heads import TalkingHeadsAttention
+    from mesh_tf_core.layers.mesh_tensorflow.vocabularies import (
+        AdaptiveEmbedding,
+        AdaptiveSoftmax,
+        Mixtape,
+        MixtureOfSoftmaxes,
+        VocabularyCluster,
+    )
     from mesh_tf_core.layers.moe import MixtureOfExperts
     from mesh_tf_core.layers.noise import AnnealedDropout, Jitter
-    from mesh_tf_core.layers.norm import LayerNorm, ReZero, RMSNorm, ScaleNorm
+    from mesh_tf_core.layers.norm import BatchNorm, LayerNorm, ReZero, RMSNorm, ScaleNorm
     from mesh_tf_core.layers.positions import RelativeBias, Rotary, Sinusoids
     from mesh_tf_core.layers.recurrent import GatedDeltaNet, LightningAttention, Mamba2
     from mesh_tf_core.layers.routing import ExpertChoice, Router, TokenChoice

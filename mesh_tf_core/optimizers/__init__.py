@@ -2,7 +2,7 @@
 
 from mesh_tf_core.optimizers.adafactor import Adafactor
 from mesh_tf_core.optimizers.adam import Adam
-from mesh_tf_core.optimizers.base import Optimizer
+from mesh_tf_core.optimizers.base import SGD, Optimizer
 from mesh_tf_core.optimizers.scaling import LossScale
 from mesh_tf_core.optimizers.schedules import (
     LinearDecay,
@@ -13,7 +13,6 @@ from mesh_tf_core.optimizers.schedules import (
     WarmupLinear,
     WarmupRsqrt,
 )
-from mesh_tf_core.optimizers.sgd import SGD
 
 
 def by_name(

@@ -1,4 +1,5 @@
-"""Shared by all optimizers: slots, the learning rate, clipping, gradients in the master copy's dtype."""
+"""Shared by all optimizers: slots, the learning rate, clipping, gradients in the master copy's dtype; and the
+plainest of them."""
 
 from __future__ import annotations
 
@@ -215,3 +216,20 @@ def _prepared(
         with graph.phase(Phase.UPDATE, variable.name):
             out.append((variable, (gradient.cast("float32") * factor).cast(variable.dtype)))
     return out, finite
+
+
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    """Stochastic gradient descent, with momentum (Sutskever et al. 2013): w -= learning_rate * v, v =
+    momentum * v + gradient."""
+
+    momentum: float = 0.0
+
+    def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: LearningRate) -> Updates:
+        step = gradient
+        if self.momentum:
+            state, old = slot(graph, variable, "momentum", variable.shape)
+            new = old * self.momentum + gradient.cast("float32")
+            yield state, new
+            step = new.cast(variable.dtype)
+        yield variable, graph.read(variable) - times(step, rate)

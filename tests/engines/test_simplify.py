@@ -13,7 +13,7 @@ tf = tensorflow()
 
 from tensorflow.python.eager import context, execute  # noqa: E402
 
-from mesh_tf_core.engines.tf.simplify import simplified  # noqa: E402
+from mesh_tf_core.engines.tf.graph import simplified  # noqa: E402
 
 
 def ran(made: Any, *arrays: np.ndarray) -> Any:

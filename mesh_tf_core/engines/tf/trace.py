@@ -16,8 +16,8 @@ import tensorflow as tf
 
 from mesh_tf_core.engines.loops import Iterations, Left, in_turn
 from mesh_tf_core.engines.parts import Exchange, LocalSegment, ProgramPart, Repeat, cut
+from mesh_tf_core.engines.pieces import StackedPieces, whole
 from mesh_tf_core.engines.replica import Replica
-from mesh_tf_core.engines.stacks import StackedPieces, whole
 from mesh_tf_core.engines.tf.exchange import LocalExchange
 from mesh_tf_core.engines.tf.graph import GraphWriter, Wire
 from mesh_tf_core.engines.tf.variables import Variables

@@ -1,22 +1,27 @@
-"""Variants of attention that change one step: the memory, the weights, or the combination of heads."""
+"""Variants of attention that change one step: the memory, the logits, the weights, or the combination of
+heads."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from mesh_tf_core.errors import UserError
+from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.initializers import Constant, Normal, Uniform
+from mesh_tf_core.ir.initializers import ZEROS, Constant, Normal, Uniform
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.layers.attention import Attention
+from mesh_tf_core.layers.attention import Attention, Given
 from mesh_tf_core.layers.base import project
 from mesh_tf_core.layers.dense import FeedForward
 from mesh_tf_core.layers.positions import RelativeBias
 from mesh_tf_core.ops.activations import clip
+from mesh_tf_core.ops.basic import add_n
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.index import mtf_range, one_hot
+from mesh_tf_core.ops.math import relu, sigmoid
+from mesh_tf_core.ops.random import dropout
 from mesh_tf_core.ops.reduce import reduce_mean, reduce_sum
 from mesh_tf_core.ops.shape import rename, reshape
 from mesh_tf_core.ops.softmax import log_softmax, masked, masked_softmax, softmax
@@ -184,3 +189,162 @@ class RelativeAttention(Attention):
         which = one_hot(self.positions.bucket(apart), count, q.dtype)
         own = einsum([products, which], [*products.shape.without(count.name), k.dim(memory)], chooses=True)
         return super().mix(q, k, v, length, memory, mask, own if bias is None else own + bias.cast(q.dtype))
+
+
+DYNAMIC = ("x2l", "m2l", "x2w", "m2w")
+
+
+@dataclass(frozen=True)
+class TalkingHeadsAttention(Attention):
+    """Products of queries and keys for `key_heads` are mixed linearly into logits for `softmax_heads`, and
+    the weights into those of `value_heads` (Shazeer et al. 2020, "Talking-heads attention", section 5).
+
+    Attributes:
+      heads: further heads, which all have and which are not mixed, so that they can be split over the mesh;
+        of size 1 if all heads are mixed.
+      dynamic: mixing matrices that also depend on the input (section 7): on the queries' (`x2l`, `x2w`) or
+        the memory's (`m2l`, `m2w`), of the logits or of the weights.
+    """
+
+    key_heads: Dim = field(kw_only=True)
+    softmax_heads: Dim = field(kw_only=True)
+    value_heads: Dim = field(kw_only=True)
+    dynamic: tuple[str, ...] = ()
+    cached: ClassVar[bool] = False
+    lacks: ClassVar[tuple[str, ...]] = ("kv_heads", "shared_kv")
+    instead: ClassVar[str] = "set key_heads instead"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = [self.heads.name, self.key_heads.name, self.softmax_heads.name, self.value_heads.name]
+        if len(set(names)) < 4:
+            raise UserError(
+                "TalkingHeadsAttention: heads, key_heads, softmax_heads and value_heads must have four "
+                f"different names, found {', '.join(names)}"
+            )
+        for name in self.dynamic:
+            if name not in DYNAMIC:
+                raise UserError(
+                    f"TalkingHeadsAttention: {name!r} in `dynamic` is unknown; {known_names(name, DYNAMIC)}"
+                )
+
+    @property
+    def head_dims(self) -> tuple[Dim, ...]:
+        """The dimensions of the logits, which a bias may have."""
+        return (self.heads, self.softmax_heads)
+
+    def over_text(self, x: Tensor, given: Given) -> Tensor:
+        """Attends with logits [others, heads, softmax_heads, length, memory_length]."""
+        memory, bias = self.memory_of(x, given.memory), given.bias
+        others = x.shape.without(self.length, self.d_model)
+        with x.graph.scope(self.name):
+            q, k, v = self.projections(x, memory)
+            if self.rotary is not None:
+                q = self.rotary(q, self.length, self.d_kv.name)
+                k = self.rotary(k, self.memory_length, self.d_kv.name)
+            pairs = [x.dim(self.length), memory.dim(self.memory_length)]
+            share = self.visible(q, pairs[0], pairs[1].size)
+            products = einsum([q, k], [*others, self.heads, self.key_heads, *pairs], needed=share)
+            products = products * self.d_kv.size**-0.5
+            logits = self._talk("logits", products, self.key_heads, self.softmax_heads, x, memory)
+            logits = logits if bias is None else logits + bias.cast(logits.dtype)
+            weights = self.weights(logits, self.seen(x, given.mask, given.segments), self.memory_length)
+            weights = self._talk("weights", weights, self.softmax_heads, self.value_heads, x, memory)
+            inner = [self.heads, self.value_heads, self.d_kv]
+            made = [*x.shape.without(self.d_model), *inner]
+            mixed = einsum([dropout(weights, self.dropout), v], made, needed=share)
+            return project(mixed, "o", inner, [x.dim(self.d_model)])
+
+    def projections(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of x, keys and values of the memory."""
+        d = [x.dim(self.d_model)]
+        q = project(x, "q", d, [self.heads, self.key_heads, self.d_kv])
+        k = project(memory, "k", d, [self.heads, self.key_heads, self.d_kv])
+        return q, k, project(memory, "v", d, [self.heads, self.value_heads, self.d_kv])
+
+    def _talk(self, name: str, p: Tensor, before: Dim, after: Dim, x: Tensor, memory: Tensor) -> Tensor:
+        """p with its heads `before` mixed into `after`, by one matrix per unmixed head."""
+        d, dims = x.dim(self.d_model), [self.heads, before, after]
+        fixed = self._matrix(x, name, dims, 1 / math.sqrt(before.size))
+        out = Shape(after if dim == before else dim for dim in p.shape)
+        mixers = [fixed]
+        for source, kind in ((x, f"x2{name[0]}"), (memory, f"m2{name[0]}")):
+            if kind in self.dynamic:
+                # A tenth of the fixed matrix' size at first: larger ones made learning hard (section 7).
+                w = self._matrix(x, kind, [d, *dims], 0.1 / math.sqrt(d.size * before.size))
+                mixers.append(einsum([source, w], [*source.shape.without(d.name), *dims]))
+        return add_n([einsum([p, m], out) for m in mixers])
+
+    def _matrix(self, x: Tensor, name: str, dims: Sequence[Dim], stddev: float) -> Tensor:
+        return x.graph.variable(name, dims, Normal(stddev), activation_dtype=x.dtype)
+
+
+KINDS = ("random", "factorized", "dense")
+
+
+@dataclass(frozen=True)
+class Synthesizer(Attention):
+    """Logits that are learned, or made from the query's token alone (Tay et al. 2021, "Synthesizer",
+    section 3).
+
+    Attributes:
+      kind: `random`, a learned matrix [length, memory_length] per head; `factorized`, one of rank `rank`;
+        `dense`, relu(q) times a learned matrix [d_kv, memory_length] per head.
+      rank: of the factorized kind.
+      mixed: the logits are a learned mean of these and of products of queries and keys (section 3.3).
+    """
+
+    kind: str = "random"
+    rank: int = 8
+    mixed: bool = False
+    cached: ClassVar[bool] = False
+    lacks: ClassVar[tuple[str, ...]] = ("kv_heads", "shared_kv", "rotary")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind not in KINDS:
+            raise UserError(f"Synthesizer: kind={self.kind!r} is unknown; {known_names(self.kind, KINDS)}")
+        if self.rank < 1:
+            raise UserError(f"Synthesizer: rank must be positive, found {self.rank}")
+
+    def over_text(self, x: Tensor, given: Given) -> Tensor:
+        """Attends by weights that no keys decide."""
+        memory, bias = self.memory_of(x, given.memory), given.bias
+        d = x.dim(self.d_model)
+        with x.graph.scope(self.name):
+            logits = self._logits(x, memory)
+            logits = logits if bias is None else logits + bias.cast(logits.dtype)
+            weights = self.weights(logits, self.seen(x, given.mask, given.segments), self.memory_length)
+            v = project(memory, "v", [d], [self.heads, self.d_kv])
+            mixed = [*x.shape.without(d.name), self.heads, self.d_kv]
+            share = self.visible(x, x.dim(self.length), v.dim(self.memory_length).size)
+            return self.joined(einsum([dropout(weights, self.dropout), v], mixed, needed=share), x)
+
+    def _logits(self, x: Tensor, memory: Tensor) -> Tensor:
+        """[others (not random), heads, length, memory_length]."""
+        g, d, h = x.graph, x.dim(self.d_model), self.heads
+        length, keys = x.dim(self.length), memory.dim(self.memory_length)
+        share = self.visible(x, length, keys.size)
+        dims = [*x.shape.without(self.length, d.name), h, length, keys]
+        q = project(x, "q", [d], [h, self.d_kv]) if self.mixed or self.kind == "dense" else None
+
+        def weight(name: str, own: list[Dim], stddev: float) -> Tensor:
+            return g.variable(name, [h, *own], Normal(stddev), activation_dtype=x.dtype)
+
+        if self.kind == "dense":
+            assert q is not None
+            made = weight("made", [self.d_kv, keys], 1 / math.sqrt(self.d_kv.size))
+            synthetic = einsum([relu(q), made], dims, needed=share)
+        elif self.kind == "random":
+            synthetic = weight("made", [length, keys], 1.0)
+        else:
+            rank = Dim("rank", self.rank)
+            left = weight("left", [length, rank], self.rank**-0.25)
+            synthetic = einsum([left, weight("right", [keys, rank], self.rank**-0.25)], [h, length, keys])
+        if not self.mixed:
+            return synthetic
+        assert q is not None
+        products = einsum([q, project(memory, "k", [d], [h, self.d_kv])], dims, needed=share)
+        products = products * self.d_kv.size**-0.5
+        part = sigmoid(g.variable("alpha", [], ZEROS, activation_dtype=x.dtype))
+        return products * (1.0 - part) + synthetic * part

@@ -16,10 +16,16 @@ from hypothesis import strategies as st
 from costmodels.calibration import tpu_compiled
 from costmodels.calibration.residuals import residuals
 from costmodels.calibration.tpu import calibrate_tpu, tpu_samples
-from costmodels.calibration.tpu_compiled import FORMAT, SHIPPED, compile_probes, ship, shipped_probes
+from costmodels.calibration.tpu_compiled import (
+    FORMAT,
+    GENERATIONS,
+    SHIPPED,
+    compile_probes,
+    ship,
+    shipped_probes,
+)
 from costmodels.calibration.tpu_fit import Numbers, fit_numbers, fit_tpu, predicted, with_numbers
 from costmodels.calibration.tpu_probes import CHAIN, CHECK, PRODUCT, tpu_probes
-from costmodels.calibration.tpus import GENERATIONS
 from costmodels.hardware import Curve, Hardware, load_hardware, write_profile
 from costmodels.kernels.compute import Quantity, compute_seconds
 from costmodels.pricing.pricer import pricer
