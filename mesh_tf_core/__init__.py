@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mesh_tf_core.ops.basic import add_n, cast, scale, stop_gradient
     from mesh_tf_core.ops.binary import where
     from mesh_tf_core.ops.conv import conv, conv_transpose
-    from mesh_tf_core.ops.cumulative import cumsum
+    from mesh_tf_core.ops.cumulative import cumsum, reduce_prod
     from mesh_tf_core.ops.custom import clip_activation_gradient, custom_gradient
     from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
     from mesh_tf_core.ops.einsum import broadcast, einsum
@@ -96,7 +96,6 @@ if TYPE_CHECKING:
         top_k,
     )
     from mesh_tf_core.ops.pool import avg_pool, max_pool, sum_pool
-    from mesh_tf_core.ops.product import reduce_prod
     from mesh_tf_core.ops.random import dropout, random_normal, random_uniform
     from mesh_tf_core.ops.reduce import (
         reduce_all,

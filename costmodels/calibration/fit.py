@@ -97,7 +97,8 @@ def fit(
         elif target == "fresh":
             _fresh(out, chosen)
         else:
-            _elements(out, target, chosen)
+            samples = [(p.bytes, target_seconds(out, p, m), m["spread"]) for p, m in chosen]
+            out.curves[f"kernel.{target}"] = curve_of(f"kernel.{target}", samples)
     for p, m in found:
         if p.target == LAUNCH:
             _launch(out, p, m)
@@ -155,12 +156,6 @@ def curve_of(op_class: str, samples: Sequence[tuple[float, float, float]]) -> Fi
         x, y = sorted(points)[i]
         errors.append(abs(rest(x) - y) / max(y, curve(x), 1e-12))
     return FittedCurve(op_class, "bytes", curve, max([noise, *([median(errors)] if errors else [])]))
-
-
-def _elements(out: CalibrationFit, target: str, chosen: Sequence[tuple[Probe, Measurement]]) -> None:
-    samples = [(p.bytes, target_seconds(out, p, m), m["spread"]) for p, m in chosen]
-    name = f"kernel.{target}"
-    out.curves[name] = curve_of(name, samples)
 
 
 def _fresh(out: CalibrationFit, chosen: Sequence[tuple[Probe, Measurement]]) -> None:

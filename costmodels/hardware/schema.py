@@ -57,16 +57,6 @@ UNITS: dict[str, tuple[str, float]] = {
 SI = {quantity: unit for unit, (quantity, factor) in UNITS.items() if factor == 1.0}
 
 
-def units_of(quantity: str) -> tuple[str, ...]:
-    """The units in which a file may give `quantity`."""
-    return tuple(unit for unit, (measured, _) in UNITS.items() if measured == quantity)
-
-
-def to_si(value: float, unit: str) -> float:
-    """`value` in the SI unit of the quantity of `unit`; KeyError for an unknown unit."""
-    return value * UNITS[unit][1]
-
-
 Date = Annotated[str, StringConstraints(pattern=r"^\d{4}(-\d{2}(-\d{2})?)?$")]
 
 
@@ -83,7 +73,7 @@ class _NumberFile(_File):
 
     @property
     def si(self) -> float:
-        return to_si(self.value, self.unit)
+        return self.value * UNITS[self.unit][1]
 
 
 def _number(measures: numbers.Measures) -> Any:
@@ -92,9 +82,8 @@ def _number(measures: numbers.Measures) -> Any:
     def check(number: _NumberFile) -> _NumberFile:
         quantity, low, high = measures.quantity, measures.low, measures.high
         if number.unit not in UNITS or UNITS[number.unit][0] != quantity:
-            raise ValueError(
-                f"{number.unit!r} is not a unit of {quantity}; use one of {', '.join(units_of(quantity))}"
-            )
+            known = ", ".join(unit for unit, (measured, _) in UNITS.items() if measured == quantity)
+            raise ValueError(f"{number.unit!r} is not a unit of {quantity}; use one of {known}")
         if not low <= number.si <= high:
             bound = f"at least {low:g}" if high == float("inf") else f"between {low:g} and {high:g}"
             raise ValueError(f"the {quantity} must be {bound}, found {number.value:g} {number.unit}")

@@ -204,8 +204,10 @@ class EagerStep(Graph):
         return node
 
     def _run(self, node: Node) -> None:
-        for tensor, pieces in self._results(self, node, self._pieces).items():
-            self._set(tensor, pieces)
+        for id, pieces in self._results(self, node, self._pieces).items():
+            tensor = self.tensors[id]
+            assert isinstance(tensor, EagerTensor)
+            tensor.pieces = pieces
 
     def _results(
         self, graph: Graph, node: Node, pieces: Callable[[int], DevicePieces]
@@ -236,11 +238,6 @@ class EagerStep(Graph):
         mesh, layout, value = self.machine.mesh, self.machine.layout, self.machine.value(op.type, what)
         asked = Program(mesh, layout, (value,), (), feeds={op.feed: 0})
         return self.machine.placed(Feeds(asked).checked(self.batch)[op.feed], op.type, what)
-
-    def _set(self, id: int, pieces: DevicePieces) -> None:
-        tensor = self.tensors[id]
-        assert isinstance(tensor, EagerTensor)
-        tensor.pieces = pieces
 
     def _pieces(self, id: int) -> DevicePieces:
         tensor = self.tensors[id]

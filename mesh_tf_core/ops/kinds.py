@@ -39,16 +39,10 @@ class Elementwise(Op, abstract=True):
 
 
 @dataclass(frozen=True)
-class Move(Op, abstract=True):
+class Move(Elementwise, abstract=True):
     """Elements are copied or called otherwise, never computed with."""
 
     kind: ClassVar[str] = "data"
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
-
-    def infer(self, *inputs: TensorType) -> TensorType | tuple[TensorType, ...]:
-        return inputs[0]
 
     def flops(self, *local: TensorType) -> float:
         return 0.0

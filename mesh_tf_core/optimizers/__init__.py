@@ -2,8 +2,7 @@
 
 from mesh_tf_core.optimizers.adafactor import Adafactor
 from mesh_tf_core.optimizers.adam import Adam
-from mesh_tf_core.optimizers.base import SGD, Optimizer
-from mesh_tf_core.optimizers.scaling import LossScale
+from mesh_tf_core.optimizers.base import SGD, LossScale, Optimizer
 from mesh_tf_core.optimizers.schedules import (
     LinearDecay,
     LinearWarmup,

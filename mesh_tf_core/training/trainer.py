@@ -32,14 +32,13 @@ from mesh_tf_core.lower.replicas import alone
 from mesh_tf_core.model import Model
 from mesh_tf_core.training import checkpoint as checkpoints
 from mesh_tf_core.training.auto import DEFAULT, PlannedTraining, decided
-from mesh_tf_core.training.batches import fitted, plain
 from mesh_tf_core.training.decoupled import Decoupled
 from mesh_tf_core.training.evaluation import NO_MEANS, EvaluationBatches, EvaluationPass, running_means
 from mesh_tf_core.training.finite import FiniteLoss, FinitePieces, finite_names
 from mesh_tf_core.training.fitting import Fitting, OnStep
 from mesh_tf_core.training.opened import Checkpoint
 from mesh_tf_core.training.outer_step_rounds import Meetings
-from mesh_tf_core.training.prefetch import Ready, continued
+from mesh_tf_core.training.prefetch import Ready, continued, fitted, plain
 from mesh_tf_core.training.replicas import TrainedReplicas
 from mesh_tf_core.training.saving import Saver, check_position
 from mesh_tf_core.training.weights import GivenWeights, LoadedWeights, Source, read_weights, write_trained
