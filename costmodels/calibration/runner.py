@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -49,7 +49,7 @@ def measure(
     if left:
         _samples(team, left[0], WARMING, seconds)  # the first steps of a process are slower
     start = time.monotonic()
-    for batch in _batches(left, 12):
+    for batch in (left[i : i + 12] for i in range(0, len(left), 12)):
         share = (time.monotonic() - start) / budget
         late = team.broadcast("the time", share > (len(done) + 1) / max(1, len(wanted)))
         try:
@@ -73,11 +73,6 @@ def measure(
                 save()
         if on_progress is not None:
             on_progress(batch[-1].target, len(done), len(wanted))
-
-
-def _batches(probes: Sequence[Probe], size: int) -> Iterator[Sequence[Probe]]:
-    for i in range(0, len(probes), size):
-        yield probes[i : i + size]
 
 
 def _samples(team: Team, probe: Probe, rounds: int, seconds: float) -> list[TimingSample]:

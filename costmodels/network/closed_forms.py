@@ -74,8 +74,10 @@ def _slice_seconds(kind: str, size: float, route: Route) -> float:
     if kind == "permute":
         return max(size / core.rate if core else 0.0, _torus_permute(size, torus))
     if kind == "all_to_all":
-        outer = route.size_at("slice")
-        over = _torus_all_to_all(size / outer, torus)
+        over = 0.0
+        if torus is not None:
+            axes = ((s.size, s.rate) for s in torus.segments)
+            over = formulas.torus_all_to_all(size / route.size_at("slice"), axes, _hops(torus))
         cores = core.size if core else 1
         return max(over, size / route.size * (cores - 1) / cores / core.rate if core else 0.0)
     once = max(
@@ -90,12 +92,6 @@ def _slice_seconds(kind: str, size: float, route: Route) -> float:
 def _hops(torus: Level) -> float:
     """Seconds of latency through all axes."""
     return torus.latency * sum(segment.hops for segment in torus.segments)
-
-
-def _torus_all_to_all(size: float, torus: Level | None) -> float:
-    if torus is None:
-        return 0.0
-    return formulas.torus_all_to_all(size, ((s.size, s.rate) for s in torus.segments), _hops(torus))
 
 
 def _torus_permute(size: float, torus: Level | None) -> float:

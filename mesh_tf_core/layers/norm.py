@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.initializers import ONES, ZEROS, Constant
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import stop_gradient
@@ -126,15 +125,13 @@ class BatchNorm:
             x.shape.index(name)
         own = x.shape.without(*self.dims)
         with g.scope(self.name):
-            averages = [self._average(x, own, n, i) for n, i in (("mean", ZEROS), ("variance", ONES))]
+            begin = (("moving_mean", ZEROS), ("moving_variance", ONES))
+            averages = [g.variable(n, own.dims, initial, trainable=False) for n, initial in begin]
             mean, variance = self._statistics(x, averages) if self.training else averages
             scale = g.variable("scale", own.dims, Constant(self.initial_scale))
             bias = g.variable("bias", own.dims, ZEROS)
             y = (x.cast("float32") - mean) * (rsqrt(variance + self.epsilon) * scale) + bias
             return y.cast(x.dtype)
-
-    def _average(self, x: Tensor, own: Shape, name: str, initial: Constant) -> Tensor:
-        return x.graph.variable(f"moving_{name}", own.dims, initial, trainable=False)
 
     def _statistics(self, x: Tensor, averages: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Mean and variance of the batch; the moving averages move towards them."""

@@ -257,8 +257,10 @@ class Meetings:
                 self.directory.put_state(open + 1, made, [*posts], left)
                 self.directory.tidy(open - self.how.fragments)
                 return
-            worst = max(posts, key=lambda replica: _largest(posts[replica]))
-            del posts[worst]
+            largest = {
+                n: max(float(np.abs(x).max(initial=0.0)) for x in a.values()) for n, a in posts.items()
+            }
+            del posts[worst := max(posts, key=largest.__getitem__)]
             left[worst] = "the numbers are too large"
         said = "; ".join(f"replica {replica}: {why}" for replica, why in left.items())
         raise UserError(
@@ -329,10 +331,6 @@ class Meetings:
 
 def _trained(program: Program) -> list[Variable]:
     return [s.variable for s in program.variables.values() if s.variable.trainable]
-
-
-def _largest(arrays: ArraysByName) -> float:
-    return max(float(np.abs(array).max(initial=0.0)) for array in arrays.values())
 
 
 class _Own(Iterator[Mapping[str, Any]]):

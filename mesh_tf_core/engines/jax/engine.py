@@ -12,6 +12,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from operator import methodcaller
 from typing import Any
 
 import jax
@@ -162,7 +163,7 @@ class JaxEngine(Stepping):
         for name, pieces in self._writers.items():
             variable = self.program.variables[name]
             v = variable.value
-            copied = np.array if v.host else _copied
+            copied = np.array if v.host else methodcaller("copy")
             held = {shard.device: shard.data for shard in self._state[name].addressable_shards}
             with jax_compat.wide_numbers(self._wide):  # the next step gives the arrays' memory away
                 mine = {
@@ -279,7 +280,3 @@ class JaxEngine(Stepping):
         for instr, size, times in made.moved.values():
             self._moved[instr.name] += size * times
         self.compile_seconds += time.perf_counter() - start
-
-
-def _copied(array: Any) -> Any:
-    return array.copy()

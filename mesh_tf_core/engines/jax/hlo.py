@@ -147,7 +147,9 @@ class _HloReader:
             kind = KINDS.get(line.opcode.removesuffix("-start"))
             if kind:
                 if self._is_first(line):
-                    self.found.append(_collective(kind, line, types, times))
+                    size, given = _group_size(line.rest), line.operands
+                    moved = sum(_bytes(types.get(name, "")) for name in given)
+                    self.found.append(HloCollective(kind, size, len(given), moved, times))
                 continue
             if line.opcode in COPIES:
                 self._copied(line, times)
@@ -257,11 +259,6 @@ def _callees(line: _Line) -> list[str]:
     for several, one in _BRANCHES.findall(line.rest):
         names += [n.strip().removeprefix("%") for n in several.split(",")] if several else [one]
     return names
-
-
-def _collective(kind: str, line: _Line, types: Mapping[str, str], times: int) -> HloCollective:
-    size = sum(_bytes(types.get(name, "")) for name in line.operands)
-    return HloCollective(kind, _group_size(line.rest), len(line.operands), size, times)
 
 
 def _bytes(type: str) -> int:

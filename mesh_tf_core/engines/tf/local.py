@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -17,7 +18,7 @@ from mesh_tf_core.engines.pieces import VariablePiece, joined
 from mesh_tf_core.engines.stepping import Stepping, check_beside
 from mesh_tf_core.engines.tf.trace import StepTrace
 from mesh_tf_core.engines.tf.variables import Variables
-from mesh_tf_core.ir.program import Collective, Program, Transfer, Value, count_sent
+from mesh_tf_core.ir.program import Program, Transfer, Value, count_sent
 
 
 class TfLocalEngine(Stepping):
@@ -125,12 +126,8 @@ class TfLocalEngine(Stepping):
     def _traced(self) -> Callable[..., Sequence[Any]]:
         start = time.perf_counter()
         returned = [self._holders(self.program.values[id]) for id in self.program.results.values()]
-        trace = StepTrace(self.program, self.devices, self.variables, self._count, returned)
+        count = partial(count_sent, self._bytes, self.program.mesh)
+        trace = StepTrace(self.program, self.devices, self.variables, count, returned)
         step, self._sizes = trace.step(), trace.sizes
         self.compile_seconds += time.perf_counter() - start
         return step
-
-    def _count(self, instr: Collective, payload: int, times: float) -> None:
-        """Adds what a collective sends, from the bytes of the pieces that it is given and how often it runs
-        (see `Loop.times`)."""
-        count_sent(self._bytes, self.program.mesh, instr, payload, times)
