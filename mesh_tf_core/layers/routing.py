@@ -222,7 +222,8 @@ class TokenChoice(Router):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Combine, dispatch and the balance loss, from the probabilities [others, token, router]."""
         masks, gates = self._choices(p, router, importance)
-        loss = _balance(p, masks[0], router, token, importance)
+        counted = None if importance is None else reduce_sum(masks[0], router)
+        loss = balance(p, masks[0], token, counted, float(router.size**2))
         if self.kept == "largest":
             scores = add_n([mask * gate for mask, gate in zip(masks, gates, strict=True)])
             return *_best(scores, token, places), loss
@@ -312,12 +313,17 @@ def _best(scores: Tensor, token: Dim, places: Dim) -> tuple[Tensor, Tensor]:
     return here * values, here
 
 
-def _balance(p: Tensor, first: Tensor, router: Dim, token: Dim, importance: Tensor | None) -> Tensor:
-    """Equation 6, over the tokens that have a first choice."""
-    if importance is None:
-        even = reduce_mean(first, token) * reduce_mean(p, token)
+def balance(p: Tensor, taken: Tensor, token: Dim, counted: Tensor | None, times: float) -> Tensor:
+    """Equation 6, a float32 scalar.
+
+    Args:
+      taken: the choices that count, [others, token, router].
+      counted: 1 for tokens that count, [others, token]; None: all do.
+      times: what makes the loss of an even load 1.
+    """
+    if counted is None:
+        even = reduce_mean(taken, token) * reduce_mean(p, token)
     else:
-        counts = reduce_sum(first, router)
-        share = maximum(reduce_sum(counts, token), 1.0)
-        even = reduce_sum(first, token) / share * (reduce_sum(p * counts, token) / share)
-    return reduce_mean(even) * float(router.size**2)
+        count = maximum(reduce_sum(counted, token), 1.0)
+        even = reduce_sum(taken, token) / count * (reduce_sum(p * counted, token) / count)
+    return reduce_mean(even) * times

@@ -28,13 +28,13 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import ONES, ZEROS
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.noise import Jitter
-from mesh_tf_core.layers.routing import Router
+from mesh_tf_core.layers.routing import Router, balance
 from mesh_tf_core.ops.along import take_along
 from mesh_tf_core.ops.basic import stop_gradient
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.cumulative import cumsum
 from mesh_tf_core.ops.index import gather, one_hot
-from mesh_tf_core.ops.math import maximum, sigmoid, sign
+from mesh_tf_core.ops.math import sigmoid, sign
 from mesh_tf_core.ops.order import top_k
 from mesh_tf_core.ops.reduce import reduce_max, reduce_mean, reduce_sum
 from mesh_tf_core.ops.shape import reshape
@@ -163,7 +163,9 @@ class TopExperts(Router):
             ids = where(place < float(self.capacity(s.size, router.size)), ids, -1)
         if self.expert_scale:
             gates = gates * gather(x.graph.variable("expert_scale", [router], ONES), ids, router)
-        loss = self.with_z_loss(self._loss(p, taken, router, s, counted), logits, router)
+        shares = p / reduce_sum(p, router) if self.scores == "sigmoid" else p
+        loss = balance(shares, taken, s, counted, router.size**2 / self.chosen)
+        loss = self.with_z_loss(loss, logits, router)
         return ChosenExperts(ids, gates * self.scale, loss, best)
 
     def _bias(self, p: Tensor, router: Dim) -> Tensor:
@@ -189,13 +191,3 @@ class TopExperts(Router):
         asked = reduce_sum(one_hot(ids, group, scores.dtype), "router_groups")
         left = apart + (1.0 - asked) * _NEVER
         return reshape(left, Shape([*left.shape.without(group.name, own.name), router]))
-
-    def _loss(self, p: Tensor, taken: Tensor, router: Dim, token: Dim, counted: Tensor | None) -> Tensor:
-        """Equation 5, over the tokens that are counted."""
-        shares = p / reduce_sum(p, router) if self.scores == "sigmoid" else p
-        if counted is None:
-            even = reduce_mean(taken, token) * reduce_mean(shares, token)
-        else:
-            count = maximum(reduce_sum(counted, token), 1.0)
-            even = reduce_sum(taken, token) / count * (reduce_sum(shares * counted, token) / count)
-        return reduce_mean(even) * (router.size**2 / self.chosen)

@@ -16,7 +16,7 @@ from mesh_tf_core.ir.traits import DimensionNames, LabelOperand
 from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.convgrid import ordered
 from mesh_tf_core.ops.index import local_ids, need_ints
-from mesh_tf_core.ops.kinds import Move
+from mesh_tf_core.ops.kinds import Move, Reduction
 
 
 def row_starts(k: Kernel, rows: int, n: int) -> Any:
@@ -80,7 +80,7 @@ class TakeAlong(LabelOperand, Move):
 
 
 @dataclass(frozen=True)
-class PutAlong(DimensionNames):
+class PutAlong(DimensionNames, Reduction):
     """Sums x [kept, more, rows] to the places ids [kept, more] along `dim`: [kept, dim, rows].
 
     Ids outside are dropped. Dimensions that the ids lack are rows, and need not be named in `kept`.
@@ -123,9 +123,6 @@ class PutAlong(DimensionNames):
         width = [math.prod(d.size for d in rows)] if rows else []
         x = k.reshape(ordered(k, x, given, [*order, *(d.name for d in rows)]), (wanted.size, *width))
         return k.reshape(k.segment_sum(x, places, count * n), out.sizes)
-
-    def flops(self, *local: TensorType) -> float:
-        return local[0].shape.size
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (take_along(dy, inputs[1], self.dim), None)

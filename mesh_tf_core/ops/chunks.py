@@ -15,7 +15,7 @@ from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType, Work
 from mesh_tf_core.ir.traits import PartialAccess, SumRules
 from mesh_tf_core.ops.einsum import Einsum
-from mesh_tf_core.ops.kinds import MadeByLowering, Move
+from mesh_tf_core.ops.kinds import Elementwise, MadeByLowering, Move
 from mesh_tf_core.ops.pieces import resized
 from mesh_tf_core.ops.stages import CalledOtherwise
 
@@ -33,7 +33,7 @@ class ChunkAs(CalledOtherwise):
 
 
 @dataclass(frozen=True)
-class ChunkNumber(MadeByLowering):
+class ChunkNumber(MadeByLowering, Elementwise):
     """The chunk that a device works on, int32 scalar: its own number (int32 scalar), plus `far` positions
     round the group of `count`, plus `each` per step that the second operand (int32 scalar) counts, if there
     is one."""
@@ -42,12 +42,6 @@ class ChunkNumber(MadeByLowering):
     far: int
     each: int = 0
     free: ClassVar[bool] = True
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return Roles()
-
-    def infer(self, *inputs: TensorType) -> TensorType:
-        return inputs[0]
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         own, *turns = slices

@@ -22,6 +22,7 @@ from mesh_tf_core.ir.traits import DimensionNames
 from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.grouped import GroupedOuter, GroupedProduct, matrix
 from mesh_tf_core.ops.index import local_ids, need_ints
+from mesh_tf_core.ops.kinds import Reduction
 from mesh_tf_core.ops.shape import transpose
 
 
@@ -127,11 +128,10 @@ class ToExperts(_Exchange):
 
 
 @dataclass(frozen=True)
-class FromExperts(_Exchange):
+class FromExperts(_Exchange, Reduction):
     """Rows x at the experts, which are zero in places of other devices' experts (a product leaves them so),
     at their tokens; if `alike`, the sum of each token's."""
 
-    kind: ClassVar[str] = "reduce"
     linear: ClassVar[bool] = True
 
     @property
@@ -147,9 +147,6 @@ class FromExperts(_Exchange):
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         x = _ordered(k, slices[0], at, self.there)
         return k.reduce("sum", x, [len(self.tokens)]) if self.alike else x
-
-    def flops(self, *local: TensorType) -> float:
-        return float(local[0].shape.size)
 
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         """Rows travel back, or the sums of a device's own experts are added up over devices."""

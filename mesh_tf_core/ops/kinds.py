@@ -4,7 +4,7 @@
   Move            elements only change their place or name: no FLOPs, every dimension may be split
   Source          no operands: a device makes its own piece of the result
   Reduction       elements are combined: one FLOP an element of the operand
-  AlongWhole      a reduction that needs its dimension whole
+  AlongWhole      one dimension is needed whole, every other one may be split
   NoGradient      nothing is differentiated
   FirstDerivative has no derivative itself
   MadeByLowering  lowering makes it after gradients are built, so it has none
@@ -62,7 +62,7 @@ class Reduction(Op, abstract=True):
 
 
 @dataclass(frozen=True)
-class AlongWhole(Reduction, abstract=True):
+class AlongWhole(Op, abstract=True):
     """Every result needs all elements along one dimension.
 
     Attributes:

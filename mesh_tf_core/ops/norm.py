@@ -11,7 +11,7 @@ from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import aligned
-from mesh_tf_core.ops.kinds import AlongWhole, FirstDerivative
+from mesh_tf_core.ops.kinds import AlongWhole, FirstDerivative, Reduction
 from mesh_tf_core.ops.math import rsqrt, square
 from mesh_tf_core.ops.reduce import reduce_mean
 
@@ -23,7 +23,7 @@ def _mean(k: Kernel, x: Any, axis: int, sizes: Sequence[int], dtype: str) -> Any
 
 
 @dataclass(frozen=True)
-class Normalize(AlongWhole):
+class Normalize(AlongWhole, Reduction):
     """(x - mean) / sqrt(variance + epsilon) along one dimension; without `center`, x / rms (Zhang & Sennrich
     2019)."""
 
@@ -62,7 +62,7 @@ class Normalize(AlongWhole):
 
 
 @dataclass(frozen=True)
-class NormalizeGrad(FirstDerivative, AlongWhole):
+class NormalizeGrad(FirstDerivative, AlongWhole, Reduction):
     """rstd (dy - mean(dy) - y mean(dy y)) from (dy, x); without `center`, mean(dy) is left out."""
 
     epsilon: float

@@ -36,7 +36,7 @@ def _last(k: Kernel, x: Any, shape: Shape, dim: str) -> Any:
 
 
 @dataclass(frozen=True)
-class ArgMax(NoGradient, AlongWhole):
+class ArgMax(NoGradient, AlongWhole, Reduction):
     """int32 position of the first largest element along one dimension, which disappears."""
 
     why: ClassVar[str] = "the largest element may be anywhere in the dimension"
@@ -194,7 +194,7 @@ class BestOf(MadeByLowering, Reduction):
 
 
 @dataclass(frozen=True)
-class Sort(AlongWhole):
+class Sort(AlongWhole, Reduction):
     """The elements in order along one dimension, and their original int32 positions; equal elements keep
     their order.
 

@@ -24,7 +24,7 @@ from mesh_tf_core.ir.traits import StepCopies
 from mesh_tf_core.ops.basic import StopGradient, constant_like
 from mesh_tf_core.ops.common import need_fractions
 from mesh_tf_core.ops.einsum import broadcast
-from mesh_tf_core.ops.kinds import NoGradient
+from mesh_tf_core.ops.kinds import Elementwise, NoGradient
 
 _ROUNDS = 13
 _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
@@ -188,7 +188,7 @@ def mix(k: Kernel, x: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class FoldIn(NoGradient, StepCopies):
+class FoldIn(NoGradient, StepCopies, Elementwise):
     """A new key from numbers (int32 scalars), one after the other: mix(key * odd ^ number), from the salt on.
 
     Attributes:
@@ -202,9 +202,6 @@ class FoldIn(NoGradient, StepCopies):
     kind: ClassVar[str] = "data"
     free: ClassVar[bool] = True
     derives_key: ClassVar[bool] = True
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return Roles()
 
     def infer(self, *inputs: TensorType) -> TensorType:
         for t in inputs:
@@ -253,7 +250,7 @@ class Drawn(NoGradient, StepCopies, abstract=True):
 
 
 @dataclass(frozen=True)
-class Dropout(Drawn):
+class Dropout(Drawn, Elementwise):
     """Zeroes a fraction `rate` of x and scales the rest by 1/(1-rate), decided by a key: inputs (x, key)."""
 
     rate: float
@@ -262,9 +259,6 @@ class Dropout(Drawn):
     def __post_init__(self) -> None:
         if not 0 <= self.rate < 1:
             raise UserError(f"dropout: rate must be at least 0 and less than 1, found {self.rate}")
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return Roles(parallel=inputs[0].shape.names)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         need_fractions("dropout", inputs[0])

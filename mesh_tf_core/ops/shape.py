@@ -18,7 +18,7 @@ from mesh_tf_core.ir.op import Emitter, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import DimensionNames
 from mesh_tf_core.ops.common import align, check_number, dim_name, listing, same_dtype
-from mesh_tf_core.ops.kinds import Move
+from mesh_tf_core.ops.kinds import AlongWhole, Move
 from mesh_tf_core.ops.rearrange import rearranged
 
 
@@ -162,16 +162,10 @@ class Transpose(Move):
 
 
 @dataclass(frozen=True)
-class Concat(Move):
+class Concat(AlongWhole, Move):
     """Joins tensors along one dimension, which may differ in size."""
 
-    dim: str
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        kept = inputs[0].shape.without(self.dim).names
-        return Roles(
-            parallel=kept, whole={self.dim: "pieces of different operands would be on different devices"}
-        )
+    why: ClassVar[str] = "pieces of different operands would be on different devices"
 
     def infer(self, *inputs: TensorType) -> TensorType:
         first = inputs[0]
@@ -207,16 +201,12 @@ class Concat(Move):
 
 
 @dataclass(frozen=True)
-class SliceDim(Move):
+class SliceDim(AlongWhole, Move):
     """`size` elements of one dimension from `begin`; the dimension may take another name."""
 
-    dim: str
     begin: int
     size: int
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        kept = inputs[0].shape.without(self.dim).names
-        return Roles(parallel=kept, whole={self.dim: "only some devices have the requested part"})
+    why: ClassVar[str] = "only some devices have the requested part"
 
     def infer(self, *inputs: TensorType) -> TensorType:
         (x,) = inputs
@@ -245,17 +235,13 @@ class SliceDim(Move):
 
 
 @dataclass(frozen=True)
-class Pad(Move):
+class Pad(AlongWhole, Move):
     """Adds `before` and `after` elements of one value along one dimension."""
 
-    dim: str
     before: int
     after: int
     value: float
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        kept = inputs[0].shape.without(self.dim).names
-        return Roles(parallel=kept, whole={self.dim: "padding shifts elements to other devices"})
+    why: ClassVar[str] = "padding shifts elements to other devices"
 
     def infer(self, *inputs: TensorType) -> TensorType:
         (x,) = inputs

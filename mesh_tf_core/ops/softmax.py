@@ -18,7 +18,7 @@ from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.common import aligned, dim_name, listing
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.index import Pick, local_ids
-from mesh_tf_core.ops.kinds import AlongWhole, Elementwise, FirstDerivative
+from mesh_tf_core.ops.kinds import AlongWhole, Elementwise, FirstDerivative, Reduction
 from mesh_tf_core.ops.math import exp, is_finite, log, maximum
 from mesh_tf_core.ops.reduce import reduce_max, reduce_sum
 
@@ -32,7 +32,7 @@ def _check(op: str, dim: str, x: TensorType) -> None:
 
 
 @dataclass(frozen=True)
-class Softmax(AlongWhole):
+class Softmax(AlongWhole, Reduction):
     """exp(x) / sum(exp(x)) along one dimension."""
 
     why: ClassVar[str] = "every element is divided by the sum over the whole dimension"
@@ -58,7 +58,7 @@ class Softmax(AlongWhole):
 
 
 @dataclass(frozen=True)
-class SoftmaxGrad(FirstDerivative, AlongWhole):
+class SoftmaxGrad(FirstDerivative, AlongWhole, Reduction):
     """y (dy - sum(y dy)) for the softmax y."""
 
     why: ClassVar[str] = "the gradient subtracts a sum over the whole dimension"
@@ -82,7 +82,7 @@ class SoftmaxGrad(FirstDerivative, AlongWhole):
 
 
 @dataclass(frozen=True)
-class LogSumExp(AlongWhole):
+class LogSumExp(AlongWhole, Reduction):
     """log(sum(exp(x))) along one dimension, which disappears."""
 
     why: ClassVar[str] = "the sum runs over the whole dimension"
@@ -110,7 +110,7 @@ class LogSumExp(AlongWhole):
 
 
 @dataclass(frozen=True)
-class CrossEntropy(LabelOperand, AlongWhole):
+class CrossEntropy(LabelOperand, AlongWhole, Reduction):
     """logsumexp - logits[target] from (logits, target ids, logsumexp of the logits).
 
     The logits get the whole gradient, softmax(logits) - one_hot(target), and the log-sum-exp none, so one
