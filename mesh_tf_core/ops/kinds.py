@@ -91,7 +91,7 @@ class FirstDerivative(Op, abstract=True):
 
     @property
     def of(self) -> str:
-        """What it is the derivative of, in errors."""
+        """The operation that it differentiates, as errors call it."""
         return self.name.removesuffix("grad").removesuffix("_")
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
