@@ -47,7 +47,7 @@ NUMBERS: dict[str, Callable[..., Any]] = {
         np.divide(x, y) if np.result_type(x, y).kind == "f" else np.trunc(np.divide(x, y)).astype(x.dtype)
     ),
 }
-"""What primitives make of numbers that are known when the model is built."""
+"""Primitives as functions of numbers that are known when the model is built."""
 
 # -- of tensors ----------------------------------------------------------------------------------------------
 

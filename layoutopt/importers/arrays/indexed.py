@@ -159,18 +159,18 @@ def _scatter(w: Writer, e: Equation) -> None:
             given = _last(w, e, place, [d for d in lead if d.name not in common], given)
     flat = Dim(w.fresh("_".join([*(d.name for d in own), "places"])), math.prod(d.size for d in own))
     target = flat if len(own) != 1 or own[0].name in given.shape.names else own[0]
-    made = mtf.put_along(given, place, target, common)
-    names = dict[str, str]()
-    made = w.onto(made, target, own, names)
-    made = w.renamed(w.renamed(made, {**by_rows, **names}), back)
+
+    def put(given: Tensor) -> Tensor:
+        names = dict[str, str]()
+        made = w.onto(mtf.put_along(given, place, target, common), target, own, names)
+        return w.renamed(w.renamed(made, {**by_rows, **names}), back)
+
+    made = put(given)
     if e.prim != "scatter":
         base = w.number(x)
         w.put(e.out, made if base == 0 else made + w.drawn(w.elementwise(x, e.out), x))
         return
-    hits = mtf.put_along(mtf.broadcast(mtf.constant(w.graph, 1.0), place.shape), place, target, common)
-    names = {}
-    hits = w.onto(hits, target, own, names)
-    hits = w.renamed(w.renamed(hits, {**by_rows, **names}), back)
+    hits = put(mtf.broadcast(mtf.constant(w.graph, 1.0), place.shape))
     old = w.elementwise(x, e.out)
     w.put(e.out, mtf.where(hits > 0.5, made, old.value if isinstance(old, ScalarArray) else w.drawn(old, x)))
 

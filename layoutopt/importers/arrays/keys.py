@@ -76,14 +76,10 @@ class Keys:
         """True if a key of one array is known to be one of the other's."""
         if len(self.path) != len(other.path):
             return False
-        for x, y in zip(self.parts, other.parts, strict=True):
-            if (
-                not isinstance(x, np.ndarray)
-                and not isinstance(y, np.ndarray)
-                and _identity(x) != _identity(y)
-            ):
-                return False
-        return not self.rows.isdisjoint(other.rows)
+        pairs = zip(self.parts, other.parts, strict=True)
+        single = (pair for pair in pairs if not any(isinstance(x, np.ndarray) for x in pair))
+        alike = all(_identity(x) == _identity(y) for x, y in single)
+        return alike and not self.rows.isdisjoint(other.rows)
 
 
 def root(name: str, shape: Sequence[int]) -> Keys:

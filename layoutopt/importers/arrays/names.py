@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layoutopt.importers.arrays.classes import Classes, FactorNode
-from layoutopt.importers.arrays.contract import EquationBlock, Leaf, Var
+from layoutopt.importers.arrays.contract import EquationBlock, Leaf, Operand, Var
 from layoutopt.importers.arrays.relations import AxisPart, Copies
 
 _KINDS = ("kernel", "weight", "w", "bias", "b", "scale", "embedding", "embeddings", "gamma", "beta", "value")
@@ -72,6 +72,11 @@ class ClassNames:
             return
         self.found[root] = self.free(name)
         self.taken.add(self.found[root])
+
+    def give_axis(self, v: Operand, axis: int, name: str) -> None:
+        """A name for the outermost factor of an axis, if it has any."""
+        for node in self.classes.of(v, axis)[:1]:
+            self.give(node, name)
 
     def free(self, name: str) -> str:
         name = re.sub(r"[^\w.\-]+", "_", name) or "dim"

@@ -224,24 +224,16 @@ def _split(e: Equation) -> Iterator[AxisRelation]:
                 yield AxisPart((e.ins[0], a), (y, a), len(sizes))
 
 
-def _gather(e: Equation) -> Iterator[AxisRelation]:
-    found, (x, ids) = indexing(e), e.ins[:2]
+def _indexed(e: Equation) -> Iterator[AxisRelation]:
+    """A gather, and a scatter as one of its result."""
+    found, ids = indexing(e), e.ins[1]
+    whole, rows = (e.ins[0], e.out) if e.prim == "gather" else (e.out, e.ins[2])
+    if e.prim != "gather":
+        yield from _aligned(e.ins[0], e.out)
     for a, o in found.kept:
-        yield Same((x, a), (e.out, o))
+        yield Same((whole, a), (rows, o))
     for a, i, o in found.common:
-        yield Same((x, a), (e.out, o))
-        yield Same((ids, i), (e.out, o))
-    for i, o in found.others:
-        yield Same((ids, i), (e.out, o), "ids")
-
-
-def _scatter(e: Equation) -> Iterator[AxisRelation]:
-    found, (x, ids, rows) = indexing(e), e.ins[:3]
-    yield from _aligned(x, e.out)
-    for a, o in found.kept:
-        yield Same((e.out, a), (rows, o))
-    for a, i, o in found.common:
-        yield Same((e.out, a), (rows, o))
+        yield Same((whole, a), (rows, o))
         yield Same((ids, i), (rows, o))
     for i, o in found.others:
         yield Same((ids, i), (rows, o), "ids")
@@ -382,8 +374,7 @@ _RULES: dict[str, Callable[[Equation], Iterator[AxisRelation]]] = {
     "split": _split,
     "dynamic_slice": lambda e: _aligned(e.ins[0], e.out),
     "dynamic_update_slice": lambda e: chain(_aligned(e.ins[0], e.out), _aligned(e.ins[1], e.out)),
-    "gather": _gather,
-    **dict.fromkeys(("scatter", "scatter-add", "scatter_add"), _scatter),
+    **dict.fromkeys(("gather", "scatter", "scatter-add", "scatter_add"), _indexed),
     "top_k": _top_k,
     "conv_general_dilated": _conv,
     **{f"reduce_window_{how}": _window for how in ("max", "min", "sum")},

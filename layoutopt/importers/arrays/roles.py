@@ -31,22 +31,16 @@ class _Roles:
         leaves = [(v, leaf) for v, leaf in self.arrays.batch if v.shape]
         places = self._places()
         for v, _ in sorted(leaves, key=lambda x: -len(x[0].shape)):
-            for node in self.classes.of(v, 0)[:1]:
-                if "batch" not in self.names.taken:
-                    self.names.give(node, "batch")
+            if "batch" not in self.names.taken:
+                self.names.give_axis(v, 0, "batch")
         for v, leaf in leaves:
-            for node in self.classes.of(v, 0)[:1]:
-                self.names.give(node, f"{last(leaf.path)}_batch")
+            self.names.give_axis(v, 0, f"{last(leaf.path)}_batch")
             if v.dtype.startswith("int") and len(v.shape) >= 2 and id(v) not in places:
                 for part in self._shortened(v)[:1]:
-                    for node in self.classes.of(part, 1)[:1]:
-                        self.names.give(node, "length")
-                    for node in self.classes.of(v, 1)[:1]:
-                        self.names.give(node, GIVEN_LENGTH)
-                for node in self.classes.of(v, 1)[:1]:
-                    self.names.give(
-                        node, "length" if "length" not in self.names.taken else f"{last(leaf.path)}_length"
-                    )
+                    self.names.give_axis(part, 1, "length")
+                    self.names.give_axis(v, 1, GIVEN_LENGTH)
+                taken = "length" in self.names.taken
+                self.names.give_axis(v, 1, f"{last(leaf.path)}_length" if taken else "length")
 
     def _shortened(self, v: Var) -> list[Var]:
         """The parts of tokens [batch, length + 1] as inputs and targets; empty if anything reads them all."""
@@ -86,8 +80,8 @@ class _Roles:
             if e.prim == "gather":
                 self._lookup(e, from_batch)
             elif e.prim == "cross_entropy":
-                for node in self.classes.of(e.ins[0], len(e.ins[0].shape) - 1)[:1]:
-                    self.names.give(node, "vocab" if "length" in self.names.taken else "classes")
+                kind = "vocab" if "length" in self.names.taken else "classes"
+                self.names.give_axis(e.ins[0], len(e.ins[0].shape) - 1, kind)
         for e in equations:
             if e.prim == "dot_general":
                 (lc, _), (lb, _) = e.params["dimension_numbers"]
@@ -134,8 +128,7 @@ class _Roles:
         elif self.names.in_parameters[nodes[0]] and len(table.shape) == 2:
             self.names.give(nodes[0], "vocab" if id(e.ins[1]) in from_batch else "positions")
             for a, _ in found.kept if id(e.ins[1]) in from_batch else ():
-                for node in self.classes.of(table, a)[:1]:
-                    self.names.give(node, "d_model")
+                self.names.give_axis(table, a, "d_model")
 
     def _attention(
         self, e: Equation, lc: Sequence[int], lb: Sequence[int], logits: Operand | None = None
@@ -215,10 +208,8 @@ class _Roles:
         for name, a, t in zip(names, d.lhs_spec[2:], d.rhs_spec[2:], strict=False):
             # An image is called so before what pads it.
             for operand in (padded.get(id(x), x), x):
-                for node in self.classes.of(operand, a)[:1]:
-                    self.names.give(node, name)
-            for node in self.classes.of(w, t)[:1]:
-                self.names.give(node, f"{name}_taps")
+                self.names.give_axis(operand, a, name)
+            self.names.give_axis(w, t, f"{name}_taps")
         for node in self.classes.of(x, d.lhs_spec[1])[:1]:
             if node in self.names.of_batch:
                 self.names.give(node, "channels")
