@@ -18,12 +18,12 @@ from mesh_tf_core.ops import (
     along,
     basic,
     conv,
+    cumulative,
     dynamic,
     einsum,
     index,
     norm,
     order,
-    product,
     reduce,
     softmax,
 )
@@ -93,7 +93,7 @@ def test_product_of_own_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     def kernel(self: Op, k: Any, at: At, x: Any) -> Any:
         return k.full(at.outputs[0].shape.sizes, 1.0, at.outputs[0].dtype)
 
-    monkeypatch.setattr(product.PieceProducts, "kernel", kernel)
+    monkeypatch.setattr(cumulative.PieceProducts, "kernel", kernel)
     caught("prod", "prod of two", match="off the dense")
 
 

@@ -146,8 +146,8 @@ def test_run_put_in_the_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_uncounted_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = lockstep.count_sent
-    monkeypatch.setattr(lockstep, "count_sent", lambda *of: counted(*of, times=2.0))
+    counted = program_module.count_sent
+    monkeypatch.setattr(program_module, "count_sent", lambda *of: counted(*of, times=2.0))
     caught("matmul", match="engine counts")
 
 
