@@ -41,19 +41,19 @@ AGREE = 1e-9
 
 @dataclass(frozen=True)
 class Difference:
-    """Seconds of one kind of operation under two layouts; `where` is the mesh axes of a collective."""
+    """Seconds of one kind of operation under two layouts; `axes` are those of a collective."""
 
     scope: str
-    name: str
+    operation: str
     phase: str
-    where: str
-    ours: float
-    theirs: float
+    axes: str
+    plan_seconds: float
+    other_seconds: float
 
     @property
     def saved(self) -> float:
         """Seconds that the answer saves (negative: costs)."""
-        return self.theirs - self.ours
+        return self.other_seconds - self.plan_seconds
 
 
 def compared(

@@ -30,16 +30,16 @@ class Keeping:
     """The step if the loops over one dimension keep something else.
 
     Attributes:
-      dim: that dimension.
+      loop: that dimension.
       change: the difference from the plan.
       recompute: the text of the option; "" if nothing is recomputed.
     """
 
-    dim: str
+    loop: str
     change: str
     recompute: str
-    seconds: float
-    peak: int
+    step_seconds: float
+    peak_bytes: int
 
 
 def keepings(model: Model, mesh: Mesh, layout: Layout, options: Options, hardware: Hardware) -> list[Keeping]:
@@ -57,7 +57,7 @@ def keepings(model: Model, mesh: Mesh, layout: Layout, options: Options, hardwar
             step = evaluate(model, mesh, layout, hardware, instead, prices)
             said = "" if again is None else str(again)
             found.append(Keeping(asked.dim, change, said, step.cost.step_seconds, step.memory.peak))
-    return sorted(found, key=lambda k: (k.seconds, k.peak))
+    return sorted(found, key=lambda k: (k.step_seconds, k.peak_bytes))
 
 
 def _changes(asked: Recomputed, graph: Graph) -> Iterator[tuple[str, Recomputed | None]]:

@@ -154,17 +154,7 @@ class Explained(Shown):
             decisions=tuple(map(self._worth, self.decisions)),
             against=self._beside(),
             placement=tuple(Placed(**asdict(each)) for each in self.placed),
-            kept=tuple(
-                KeptStep(
-                    loop=k.dim,
-                    change=k.change,
-                    recompute=k.recompute,
-                    step_seconds=k.seconds,
-                    peak_bytes=k.peak,
-                    fits=k.peak <= self.memory,
-                )
-                for k in self.kept
-            ),
+            kept=tuple(KeptStep(**asdict(k), fits=k.peak_bytes <= self.memory) for k in self.kept),
             **self.details,
         )
 
@@ -190,17 +180,7 @@ class Explained(Shown):
             step_seconds=other.cost.step_seconds,
             step_seconds_with_the_plans_options=alike.cost.step_seconds if alike else None,
             peak_bytes=other.memory.peak,
-            differences=[
-                OperationDifference(
-                    scope=d.scope,
-                    operation=d.name,
-                    phase=d.phase,
-                    axes=d.where,
-                    plan_seconds=d.ours,
-                    other_seconds=d.theirs,
-                )
-                for d in self.differences
-            ],
+            differences=[OperationDifference(**asdict(d)) for d in self.differences],
         )
 
     def to_frame(self) -> Any:

@@ -13,7 +13,7 @@ from layoutopt.cli.grouped import grouped
 from layoutopt.cli.learn import write_candidates
 from layoutopt.cli.terminal import facts
 from layoutopt.cli.ways import is_choice
-from layoutopt.plan.units import percent
+from layoutopt.plan.units import layout_text, mesh_option, percent
 from reports.views.view import RULES, SECONDS, WHOLE, Column, View
 
 if TYPE_CHECKING:
@@ -78,8 +78,6 @@ def candidates(
 
 
 def _table(found: LayoutCandidates) -> View:
-    from layoutopt.cli.plan_tables import rules_text
-
     columns = (
         Column("group", "group", WHOLE),
         Column("name", "layout", lead=True),
@@ -91,8 +89,8 @@ def _table(found: LayoutCandidates) -> View:
     )
     rows = [
         (
-            *(each.group, each.name, ";".join(f"{axis}:{size}" for axis, size in each.mesh.items())),
-            *(rules_text(each.layout), each.in_short(), each.predicted.step_seconds),
+            *(each.group, each.name, mesh_option(each.mesh)),
+            *(layout_text(each.layout), each.in_short(), each.predicted.step_seconds),
             "unknown" if each.error is None else f"±{percent(each.error)}",
         )
         for each in found.chosen

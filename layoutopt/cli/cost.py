@@ -15,10 +15,10 @@ from layoutopt.plan.units import seconds_text, used_text
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from layoutopt.analysis import lint as linting
+    from layoutopt.api.pricing import PricedLayout
     from layoutopt.models.loading import Loaded
     from layoutopt.optimize.evaluation import Evaluation
     from layoutopt.plan.results import CostLine
-    from layoutopt.plan.training import TrainingForecast
 
 
 @grouped
@@ -38,6 +38,7 @@ def cost(
     """Predict a layout's step time by operation, axis and phase, and its peak memory."""
     from costmodels.frameworks import DEFAULT
     from layoutopt.api.pricing import cost as priced
+    from layoutopt.cli import cost_tables
 
     terminal = output.terminal
     machine = machine_on.read()  # refused before anything takes time
@@ -67,11 +68,9 @@ def cost(
     more: dict[str, Any] = {"notes": notes} if notes else {}
     terminal.result(found.data.model_copy(update=more | ({"lines": opened} if lines else {})))
     if not output.as_json:
-        _show(terminal, loaded, of, machine, limit, found.reason, found.training)
+        _show(terminal, loaded, found, machine, limit)
         if lines:
-            from layoutopt.cli.cost_tables import line_table
-
-            terminal.show("", line_table(opened))
+            terminal.show("", cost_tables.line_table(opened))
         show_doubts(terminal, found.findings)
         for note in notes:
             terminal.show("", f"note: {note}")
@@ -111,37 +110,24 @@ def show_doubts(terminal: Terminal, doubts: Sequence[linting.LikelyMistake]) -> 
         terminal.show("", f"{doubt.kind}: {doubt.message}{fix}")
 
 
-def _show(
-    terminal: Terminal,
-    loaded: Loaded,
-    found: Evaluation,
-    machine: Hardware,
-    limit: int,
-    reason: str | None,
-    total: TrainingForecast | None,
-) -> None:
-    from layoutopt.cli.cost_tables import (
-        axis_table,
-        memory_table,
-        operation_table,
-        overlap_table,
-        phase_table,
-    )
+def _show(terminal: Terminal, loaded: Loaded, found: PricedLayout, machine: Hardware, limit: int) -> None:
+    from layoutopt.cli import cost_tables
     from layoutopt.cli.plan_tables import decided_rows
     from layoutopt.plan.build import decided, model_info
     from layoutopt.plan.machine_details import sure
     from layoutopt.plan.trade_names import trade_names
     from reports.views import facts as told
 
-    price, held, p = found.cost, found.memory, found.predicted
-    said = decided(found.decided, found.layout, found.pipeline)
-    forms = trade_names(loaded.model, found.program.mesh, found.layout, said)
+    of, p, reason, total = found.evaluation, found.predicted, found.reason, found.training
+    price, held = of.cost, of.memory
+    said = decided(of.decided, of.layout, of.pipeline)
+    forms = trade_names(loaded.model, of.program.mesh, of.layout, said)
     peak = held.points[held.at].origin if held.points else None
-    fits = found.known.fits(held.peak, limit, machine.usable_memory_bytes)
+    fits = of.known.fits(held.peak, limit, machine.usable_memory_bytes)
     rows = [
         *told.model(model_info(loaded.model)),
-        ("mesh", f"{found.program.mesh} ({found.program.mesh.devices} devices)"),
-        ("layout", layout_text(found.layout.plain)),
+        ("mesh", f"{of.program.mesh} ({of.program.mesh.devices} devices)"),
+        ("layout", layout_text(of.layout.plain)),
         ("parallel", told.forms(forms)),
         *decided_rows(said, loaded.model),
         ("hardware", f"{machine.name}: a device is {machine.device}"),
@@ -156,21 +142,19 @@ def _show(
             + (f" of the {held.stage.value} stage" if held.stage else "")
             + (f", peak in {peak.scope or 'the model'} ({peak.phase})" if peak else ""),
         ),
-        *([("host", found.predicted.host)] if found.predicted.host else []),
-        ("accuracy", sure(machine, found.known)),
+        *([("host", p.host)] if p.host else []),
+        ("accuracy", sure(machine, of.known)),
         ("fits", fits if reason is None else f"no: {reason}"),
     ]
+    axes = cost_tables.axis_table(price)
     tables = [
-        operation_table(price),
-        axis_table(price),
-        overlap_table(found),
-        phase_table(price),
-        memory_table(held),
+        *(cost_tables.operation_table(price), axes, cost_tables.overlap_table(of)),
+        *(cost_tables.phase_table(price), cost_tables.memory_table(held)),
     ]
     colour = BAD if reason is not None else FITS[fits]
     terminal.show(facts(rows, {"fits": colour, "memory": colour}))
     for part in tables:
         if part is not None:
             terminal.show("", part)
-    if axis_table(price) is None:
+    if axes is None:
         terminal.show("", "No collectives: the devices do not communicate.")

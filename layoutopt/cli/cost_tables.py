@@ -6,7 +6,19 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from layoutopt.plan.units import seconds_text
-from reports.views.view import BYTES, FLOP, RUNS, SECONDS, SHARE, Cell, CellValue, Column, View, ViewRow
+from reports.views.view import (
+    BYTES,
+    FLOP,
+    RUNS,
+    SECONDS,
+    SHARE,
+    Cell,
+    CellValue,
+    Column,
+    View,
+    ViewRow,
+    texts,
+)
 
 if TYPE_CHECKING:
     from costmodels.liveness import MemoryProfile
@@ -71,8 +83,7 @@ def phase_table(cost: Cost) -> View:
 def axis_table(cost: Cost) -> View | None:
     """Collectives by mesh axis and kind; None if there are none."""
     columns = (
-        Column("axis", "axis"),
-        Column("collective", "collective"),
+        *texts("axis", "collective"),
         Column("messages", "messages", RUNS, rank=1),
         Column("sent_bytes", "traffic per device", BYTES),
         Column("seconds", "time", SECONDS),
@@ -121,9 +132,7 @@ def overlap_table(found: Evaluation) -> View | None:
 def operation_table(cost: Cost, most: int = OPERATIONS) -> View:
     """The operations that take the most time; the rest in one row."""
     columns = (
-        Column("operation", "operation"),
-        Column("phase", "phase"),
-        Column("axes", "on"),
+        *texts("operation", "phase", axes="on"),
         Column("runs", "runs", RUNS, rank=3),
         Column("step_seconds", "time", SECONDS),
         Column("share", "share", SHARE),
@@ -177,8 +186,7 @@ def memory_table(held: MemoryProfile, most: int = HOLDINGS) -> View:
 def line_table(lines: Iterable[CostLine]) -> View:
     """Every line of the prediction: what runs, how often, how long, and the formula."""
     columns = (
-        Column("operation", "operation"),
-        Column("phase", "phase"),
+        *texts("operation", "phase"),
         Column("runs", "runs", RUNS),
         Column("seconds", "one takes", SECONDS),
         Column("formula", "formula"),

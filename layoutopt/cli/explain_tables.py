@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from layoutopt.cli.cost_tables import overlap_table
-from layoutopt.cli.plan_tables import Fits, rules_text, summary, verdicts
+from layoutopt.cli.plan_tables import Fits, summary, verdicts
 from layoutopt.cli.plans import Planned
 from layoutopt.cli.terminal import Terminal, facts, layout_text
 from layoutopt.cli.ways import show_ways
@@ -20,7 +20,20 @@ from layoutopt.space.undivided import few
 from mesh_tf_core.lower.placement import KEEP
 from reports.views import facts as told
 from reports.views.curves import factor_value
-from reports.views.view import BYTES, FLAG, NUMBER, SECONDS, TIMES, Cell, Column, Kind, View, ViewRow, texts
+from reports.views.view import (
+    BYTES,
+    FLAG,
+    NUMBER,
+    RULES,
+    SECONDS,
+    TIMES,
+    Cell,
+    Column,
+    Kind,
+    View,
+    ViewRow,
+    texts,
+)
 
 if TYPE_CHECKING:
     from layoutopt.analysis.explain import Difference, WhatIfAnswer
@@ -82,11 +95,6 @@ MOST = 15
 """Rows of numbers that differ."""
 
 
-def rules_text_of(layout: str) -> str:
-    """A layout's string with room to break the line."""
-    return layout.replace(";", "; ") or rules_text({})
-
-
 def worth_table(
     title: str, evaluation: Evaluation, memory: bool, answers: list[WhatIfAnswer], best: str
 ) -> View:
@@ -112,7 +120,7 @@ def worth_table(
         extra, most = max(value - now, 0), "" if a.proven else "at most "
         found = Cell(f"{most}{kind.say(value)}", value=value)
         costs = Cell(f"{most}{kind.say(extra)} ({share_text(extra, now)})", value=extra)
-        return a.condition, found, costs, rules_text_of(a.layout), a.proven
+        return a.condition, found, costs, RULES.say(a.layout), a.proven
 
     found = [(a, a.peak if memory else a.seconds) for a in answers]
     found.sort(key=lambda pair: -(math.inf if pair[1] is None else pair[1]))
@@ -129,7 +137,10 @@ def kept_table(evaluation: Evaluation, fits: Fits, found: list[Keeping]) -> View
         Column("peak_bytes", "memory", BYTES),
         Column("fits", "fits"),
     )
-    rows = [(k.dim, k.change, k.seconds, k.seconds - step, k.peak, fits(k.peak)) for k in found]
+    rows = [
+        (k.loop, k.change, k.step_seconds, k.step_seconds - step, k.peak_bytes, fits(k.peak_bytes))
+        for k in found
+    ]
     return View("Saved values of recomputed layers", columns, rows)
 
 
@@ -165,7 +176,10 @@ def show_against(
         Column("saved_seconds", "saved", MORE),
     )
     cells = [
-        ("/".join(filter(None, (d.scope, d.name))), d.phase, d.where or "compute", d.ours, d.theirs, d.saved)
+        (
+            *("/".join(filter(None, (d.scope, d.operation))), d.phase, d.axes or "compute"),
+            *(d.plan_seconds, d.other_seconds, d.saved),
+        )
         for d in rows
     ]
     made = View("Differences per operation", columns, cells).first(MOST)
@@ -242,7 +256,7 @@ def _binds(found: Explained) -> str:
     if not found.binds or free.seconds is None:
         return f"not the memory limit: {room} are free, and no layout with more memory is faster"
     return (
-        f"the memory limit: with more than {bytes_text(found.memory)}, {rules_text_of(free.layout)} "
+        f"the memory limit: with more than {bytes_text(found.memory)}, {RULES.say(free.layout)} "
         f"would take {seconds_text(free.seconds)} ({share_text(step - free.seconds, step)} less)"
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from layoutopt.plan.units import layout_text, used_text
 from layoutopt.space.objective import Objective
 from reports.views import facts as told
 from reports.views.layouts import frontier, layouts
+from reports.views.view import RULES
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
@@ -50,7 +51,7 @@ def summary(plan: Plan, fits: Fits, limit: int, behind: str) -> list[tuple[str, 
     return [
         *told.model(plan.data.model),
         ("mesh", f"{plan.mesh} ({plan.mesh.devices} devices)"),
-        ("layout", rules_text(plan.data.layout)),
+        ("layout", RULES.say(layout_text(plan.data.layout))),
         *([("parallel", told.forms(plan.data.details.parallelism))] if plan.data.details.parallelism else []),
         *decided_rows(plan.data, plan.model),
         ("hardware", plan.data.hardware),
@@ -59,7 +60,7 @@ def summary(plan: Plan, fits: Fits, limit: int, behind: str) -> list[tuple[str, 
         ("memory", f"{used_text(peak, limit)} per device{', barely fits' * (fits(peak) == 'barely')}"),
         *([("host", p.host)] if p.host else []),
         ("accuracy", behind),
-        ("proof", proof(plan)),
+        ("proof", str(told.proof(plan.data, ""))),
         *told.searched(plan.data),
         *told.left(plan.data),
     ]
@@ -69,11 +70,6 @@ def verdicts(plan: Plan, fits: Fits) -> dict[str, str]:
     """The colours of proven and feasible results."""
     memory = FITS[fits(plan.predicted.peak_memory_bytes)]
     return {"proof": GOOD if plan.solver.proven else DOUBT, "memory": memory}
-
-
-def proof(plan: Plan) -> str:
-    """The proof of the answer in words."""
-    return str(told.proof(plan.data, ""))
 
 
 def decided_rows(said: Decided, model: Model | None) -> list[tuple[str, str]]:
@@ -87,11 +83,6 @@ def decided_rows(said: Decided, model: Model | None) -> list[tuple[str, str]]:
     if whole:
         found["storage"] += f"; layout: {few(whole)}"
     return [(name, words) for name, words in found.items() if words]
-
-
-def rules_text(layout: Mapping[str, Sequence[str]]) -> str:
-    """A layout in the form of `--layout`, with spaces for line breaks; a note if nothing is split."""
-    return layout_text(layout).replace(";", "; ") or "nothing is split"
 
 
 def alternatives_table(plan: Plan, fit: FitOf | None = None) -> View:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TaskID, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import duration_text
@@ -117,8 +116,8 @@ class StepProgress(Display):
             terminal,
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
-            _Count(),
-            _Facts(),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f}", style="bold", markup=False),
+            TextColumn("{task.fields[facts]}", markup=False),
             lines=lines,
         )
         self.task = self.progress.add_task(what, total=total, facts="")
@@ -146,19 +145,3 @@ class StepProgress(Display):
         if count < ENOUGH or done >= self.total:
             return ""
         return f"about {duration_text(max(round(spent / count * (self.total - done)), 1))} left"
-
-
-class _Count(TextColumn):
-    def __init__(self) -> None:
-        super().__init__("")
-
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.completed:,.0f}/{task.total or 0:,.0f}", style="bold")
-
-
-class _Facts(TextColumn):
-    def __init__(self) -> None:
-        super().__init__("")
-
-    def render(self, task: Task) -> Text:
-        return Text(str(task.fields.get("facts", "")))
