@@ -94,17 +94,17 @@ class Answering:
         """Around what the law says for the work that there is."""
         question, forecast = self.question, self.forecast
         if question.loss is not None:
-            works = [forecast.budget_for(question.loss, question.served)]
+            works = [forecast.budget_for(question.loss, question.inference)]
             if math.isinf(works[0]):
                 told = " with the given data and replicas" if forecast.facts() else ""
                 raise InfeasibleError(
                     f"--loss {question.loss:g}: no size reaches this loss, because the least loss under "
                     f"the scaling law {forecast.law.name!r} is "
-                    f"{digits(forecast.least(question.served), 4)}{told}; give a higher loss"
+                    f"{digits(forecast.least(question.inference), 4)}{told}; give a higher loss"
                 )
         else:
             works = [w for m in self.machines for w in question.work(m, self.dtype)]
-        sizes = [forecast.optimum(work, question.served)[0] for work in (min(works), max(works))]
+        sizes = [forecast.optimum(work, question.inference)[0] for work in (min(works), max(works))]
         return sizes[0] / AROUND, sizes[1] * AROUND
 
     @property
@@ -272,7 +272,7 @@ class Answering:
             seconds / DAY,
             chip_hours,
             money,
-            cost * (1 + self.question.served / 3 / tokens),
+            cost * (1 + self.question.inference / 3 / tokens),
         )
 
     def _one(self, candidate: SizeCandidate, machine: OfferedHardware) -> None:

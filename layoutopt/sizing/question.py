@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +19,18 @@ GUESSED_MFU = 0.4
 """The assumed MFU of machines before a search: it only decides which sizes are searched."""
 
 
-@dataclass(frozen=True)
-class SizingQuestion:
-    """One of `budget` (FLOP), `loss` (nats per token), `money` (in the unit of prices) and `tokens`, or
-    `devices` and `days` together. With one of the first four, days are a deadline.
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """The goal of a sizing: one of `budget`, `loss`, `money` and `tokens`, or `devices` with `days`.
 
     Attributes:
-      devices: numbers of them (none: they are looked for).
-      served: tokens that the model is to make when it is trained.
+      budget: FLOP of training.
+      loss: the loss to reach, in nats per token.
+      money: the money to spend, in the currency of the prices.
+      tokens: the number of training tokens.
+      days: the days of training; with `budget`, `loss`, `money` or `tokens`, a deadline.
+      devices: the numbers of devices to consider. If empty, the search chooses them.
+      inference: tokens to generate after training, at the same cost per FLOP.
     """
 
     budget: float | None = None
@@ -33,8 +38,15 @@ class SizingQuestion:
     money: float | None = None
     tokens: float | None = None
     days: float | None = None
+    devices: int | Sequence[int] = ()
+    inference: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizingQuestion(Goal):
+    """A goal that can be reached: with one of the first four, days are a deadline."""
+
     devices: tuple[int, ...] = ()
-    served: float = 0.0
 
     def __post_init__(self) -> None:
         given = [name for name in GOALS if getattr(self, name) is not None]
@@ -52,8 +64,8 @@ class SizingQuestion:
             value = getattr(self, name)
             if not is_positive(value):
                 raise UserError(f"--{name} is {value!r}; give a positive number")
-        if self.served != 0 and not is_positive(self.served):
-            raise UserError(f"--inference is {self.served!r}; give a positive number of tokens")
+        if self.inference != 0 and not is_positive(self.inference):
+            raise UserError(f"--inference is {self.inference!r}; give a positive number of tokens")
         for number in self.devices:
             if not is_count(number) or number > MOST_DEVICES:
                 raise UserError(f"--devices is {number}; give a whole number from 1 to {MOST_DEVICES:,}")
@@ -75,13 +87,8 @@ class SizingQuestion:
 
     def facts(self) -> dict[str, Any]:
         """It as plain data."""
-        said = {name: getattr(self, name) for name in (*GOALS, "days")}
-        told = {name: value for name, value in said.items() if value is not None}
-        return {
-            **told,
-            **({"devices": list(self.devices)} if self.devices else {}),
-            **({"inference": self.served} if self.served else {}),
-        }
+        said = {**vars(self), "devices": list(self.devices)}
+        return {name: value for name, value in said.items() if value}
 
     def trained(self, forecast: Forecast, candidate: SizeCandidate, timing: Timing | None) -> float:
         """Tokens on which a candidate is trained; inf if it never reaches the loss.
@@ -92,7 +99,7 @@ class SizingQuestion:
         if self.tokens is not None:
             return self.tokens
         if self.budget is not None:
-            return self.budget / candidate.flops_per_token - self.served / 3
+            return self.budget / candidate.flops_per_token - self.inference / 3
         if self.loss is not None:
             return forecast.tokens_to(candidate.size, self.loss)
         assert timing is not None

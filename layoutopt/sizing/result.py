@@ -126,9 +126,9 @@ def _notes(answering: Answering, best: SizeRow, answer: SizedCandidate, batch: f
     if answering.missing:
         why = "stopped" if answering.stopped else "time limit reached"
         notes.append(f"{why}: {answering.missing} of {answering.planned} searches were not run")
-    if question.served:
+    if question.inference:
         notes.append(
-            f"the answer allows for {question.served:.3g} tokens of inference, each at a third of the "
+            f"the answer allows for {question.inference:.3g} tokens of inference, each at a third of the "
             f"FLOPs of a training token and at the same cost per FLOP ({data()['inference']['source']}); "
             "days and money cover training only"
         )

@@ -19,7 +19,7 @@ from layoutopt.sizing.family import POWERS, RULES, Family
 from layoutopt.sizing.fitting import fit, read_runs
 from layoutopt.sizing.forecast import CHARACTERS, Forecast, is_count, is_positive
 from layoutopt.sizing.laws import data, published
-from layoutopt.sizing.question import SizingQuestion
+from layoutopt.sizing.question import Goal, SizingQuestion
 from layoutopt.sizing.result import result_of
 from layoutopt.sizing.timing import OfferedHardware, Timer
 from layoutopt.space.decisions import ARGUMENTS, SearchSpace
@@ -75,29 +75,6 @@ class Sizing:
         """The Pareto-optimal candidates in loss, days and cost, by number of parameters."""
         found = self.candidates
         return found[found["frontier"]].sort_values(["parameters", "days"], ignore_index=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Goal:
-    """The goal of a sizing: one of `budget`, `loss`, `money` and `tokens`, or `devices` with `days`.
-
-    Attributes:
-      budget: FLOP of training.
-      loss: the loss to reach, in nats per token.
-      money: the money to spend, in the currency of the prices.
-      tokens: the number of training tokens.
-      days: the days of training; with `budget`, `loss`, `money` or `tokens`, a deadline.
-      devices: the numbers of devices to consider. If empty, the search chooses them.
-      inference: tokens to generate after training, at the same cost per FLOP.
-    """
-
-    budget: float | None = None
-    loss: float | None = None
-    money: float | None = None
-    tokens: float | None = None
-    days: float | None = None
-    devices: int | Sequence[int] = ()
-    inference: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,13 +168,21 @@ def size(
                 f"size: {f.name!r} applies only to a single search of a layout, not to size; "
                 f"{known_names(f.name, LIMITS)}"
             )
-    served = {name: value for name, value in vars(goal).items() if name not in ("devices", "inference")}
-    question = SizingQuestion(**served, devices=_numbers(goal.devices), served=goal.inference)
+    question = SizingQuestion(**{**vars(goal), "devices": _numbers(goal.devices)})
     _check(sizes.candidates, sizes.sizes, limits.memory, sizes.scale)
     forecast = _forecast(question, scaling, sizes)
     family = Family(model, _all_hparams(model, hparams), sizes.scale)
     machines = machines_of(hardware, price, limits.memory, framework, family.own.model)
-    return _sized(question, family, forecast, sizes, chosen, limits, machines, on_progress)
+    if question.money is not None:
+        _check_priced(machines)
+    clock = Clock.of(limits.time_limit).again()
+    may = {name: value for name, value in chosen.keywords.items() if name in (*LAYOUTS, "allow")}
+    timer = Timer(limits.max_axes, clock, may)
+    which = sizes.candidates, sizes.sizes, sizes.every
+    answering = Answering(question, forecast, family, machines, timer, *which, on_progress)
+    best = answering.run(limits.keep_best)
+    assert best.timing.plan is not None
+    return Sizing(result_of(answering, best), best.timing.plan, best.candidate.model, answering.stopped)
 
 
 def _forecast(question: SizingQuestion, scaling: Scaling, sizes: SizeRange) -> Forecast:
@@ -214,31 +199,13 @@ def _forecast(question: SizingQuestion, scaling: Scaling, sizes: SizeRange) -> F
     return Forecast(_law(scaling.law, scaling.runs), *told)
 
 
-def _sized(
-    question: SizingQuestion,
-    family: Family,
-    forecast: Forecast,
-    sizes: SizeRange,
-    chosen: SearchSpace,
-    limits: Limits,
-    machines: list[OfferedHardware],
-    on_progress: Tell | None,
-) -> Sizing:
-    if question.money is not None:
-        for machine in machines:
-            if machine.price is None:
-                raise UserError(
-                    f"--money requires the price of a chip-hour of {machine.name}; give the price, e.g. "
-                    f"--price {machine.name}=4.2"
-                )
-    clock = Clock.of(limits.time_limit).again()
-    may = {name: value for name, value in chosen.keywords.items() if name in (*LAYOUTS, "allow")}
-    timer = Timer(limits.max_axes, clock, may)
-    which = sizes.candidates, sizes.sizes, sizes.every
-    answering = Answering(question, forecast, family, machines, timer, *which, on_progress)
-    best = answering.run(limits.keep_best)
-    assert best.timing.plan is not None
-    return Sizing(result_of(answering, best), best.timing.plan, best.candidate.model, answering.stopped)
+def _check_priced(machines: Sequence[OfferedHardware]) -> None:
+    for machine in machines:
+        if machine.price is None:
+            raise UserError(
+                f"--money requires the price of a chip-hour of {machine.name}; give the price, e.g. "
+                f"--price {machine.name}=4.2"
+            )
 
 
 def _check(candidates: Any, sizes: Any, memory: Any, scale: Any) -> None:

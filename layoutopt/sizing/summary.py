@@ -78,7 +78,7 @@ def least(answering: Answering, best: SizeRow) -> list[tuple[float, float]]:
     """FLOPs around the answer's, and the least loss by the law."""
     flops = best.candidate.flops_per_token * best.tokens
     around = [flops * 10 ** (i / PER_DECADE) for i in range(-PER_DECADE * DECADES, PER_DECADE * DECADES + 1)]
-    pairs = [(c, answering.forecast.optimum(c, answering.question.served)) for c in around]
+    pairs = [(c, answering.forecast.optimum(c, answering.question.inference)) for c in around]
     return [(c, answering.forecast.loss_of(n, d)) for c, (n, d) in pairs if n >= 1 and d >= 1]
 
 
@@ -102,8 +102,8 @@ def courses(answering: Answering, best: SizeRow) -> list[Course]:
 
 def optimum(answering: Answering, best: SizeRow) -> Optimum:
     """The law's optimum for the FLOPs of the answer."""
-    flops = best.candidate.flops_per_token * (best.tokens + answering.question.served / 3)
-    n, d = answering.forecast.optimum(flops, answering.question.served)
+    flops = best.candidate.flops_per_token * (best.tokens + answering.question.inference / 3)
+    n, d = answering.forecast.optimum(flops, answering.question.inference)
     return Optimum(flops=flops, parameters=n, tokens=d, loss=answering.forecast.loss_of(n, d))
 
 
