@@ -56,7 +56,6 @@ def calibrate(
             show_default="the cached profile of cpu-local; with --target, no file",
         ),
     ] = None,
-    engine: options.EngineOption = options.EngineName.auto,
     job: Job = ALONE,
     output: options.Output = options.OUTPUT,
 ) -> None:
@@ -79,7 +78,7 @@ def calibrate(
         return
     if refresh:
         raise UserError("--refresh needs a TPU to compile for; add --target, e.g. --target tpu-v5e")
-    if not job.several and out is None and (kind := chosen(engine)) != "local":
+    if not job.several and out is None and (kind := chosen(job.engine)) != "local":
         raise UserError(
             f"the profile {options.THIS_MACHINE} describes the engine local, but this run measures the "
             f"engine {kind}; write the profile to another file with --out PROFILE.json"
@@ -90,7 +89,7 @@ def calibrate(
             "write the profile to another file with --out PROFILE.json"
         )
     where = options.read_mesh(DEFAULT_MESH if mesh is None else mesh)
-    with job.open(engine, output) as session:
+    with job.open(output) as session:
         if session.cluster is not None:
             # First of all: what fails then ends the others too.
             session.start(where.devices)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layoutopt.cli import options
-from layoutopt.cli.given import UNDECIDED, ByHand, read_source
+from layoutopt.cli.given import PLAIN, LayoutByHand, read_source
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.plans import ModelOption, SourceArgument, machine_of_plan
 from layoutopt.cli.terminal import BAD, FITS, facts
@@ -68,10 +68,7 @@ def check(
             show_default="none",
         ),
     ] = None,
-    mesh: options.MeshOption = None,
-    layout: options.LayoutOption = None,
-    decided: ByHand = UNDECIDED,
-    settings: options.SetOption = None,
+    asked: LayoutByHand = PLAIN,
     machine_on: OnPlannedHardware = ON_PLANNED,
     model: ModelOption = None,
     output: options.Output = options.OUTPUT,
@@ -83,7 +80,7 @@ def check(
     from mesh_tf_core.errors import BrokenBoundError
 
     longest = None if max_step is None else longest_step(max_step)
-    loaded, given = read_source(source, model, settings, mesh, layout, decided)
+    loaded, given = read_source(source, model, asked)
     machine = machine_on.read(loaded.model, given.plan)
     most = most_memory(max_memory, machine.usable_memory_bytes)
     of = cost(loaded.model, given.mesh, given.layout, machine, options=given.options).evaluation

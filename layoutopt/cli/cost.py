@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from layoutopt.cli import options
-from layoutopt.cli.given import UNDECIDED, ByHand
+from layoutopt.cli.given import PLAIN, LayoutByHand
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.terminal import BAD, FITS, Terminal, facts, layout_text
 from layoutopt.cli.training_cost import PriceOption, TokensOption, read_prices, read_tokens
@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 @grouped
 def cost(
     model: options.ModelArgument,
-    mesh: options.MeshOption = None,
-    layout: options.LayoutOption = None,
-    decided: ByHand = UNDECIDED,
-    settings: options.SetOption = None,
+    asked: LayoutByHand = PLAIN,
     machine_on: options.OnHardware = options.ON,
     memory: options.MemoryOption = None,
     tokens: TokensOption = None,
@@ -44,7 +41,7 @@ def cost(
     machine = machine_on.read()  # refused before anything takes time
     limit = options.read_memory(memory, machine)
     count, prices = read_tokens(tokens), read_prices(price or (), [machine.name])
-    loaded, given = decided.load(model, settings, mesh, layout)
+    loaded, given = asked.load(model)
     machine = machine_on.read(loaded.model)
     found = priced(
         loaded.model,

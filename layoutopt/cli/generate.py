@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layoutopt.cli import options
-from layoutopt.cli.given import UNDECIDED, GivenOptions
+from layoutopt.cli.given import GivenOptions, LayoutByHand
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.job import ALONE, Job
 from layoutopt.cli.plans import is_plan
@@ -44,7 +44,6 @@ def generate(
     seed: Annotated[
         int, typer.Option(min=-(2**31), max=2**31 - 1, help="Random seed, for models that sample.")
     ] = 0,
-    engine: options.EngineOption = options.EngineName.auto,
     job: Job = ALONE,
     output: options.Output = options.OUTPUT,
 ) -> None:
@@ -53,7 +52,7 @@ def generate(
     from layoutopt.plan.results import Continued, GenerateResult
 
     mesh = mesh if mesh or is_plan(layout) else ONE_DEVICE
-    with job.open(engine, output) as session:
+    with job.open(output) as session:
         terminal = session.terminal
         loaded, given = _loaded(session, model, settings or [], len(prompt), mesh, layout)
         feeds, begun = _feeds(loaded, prompt, seed)
@@ -94,7 +93,7 @@ def _loaded(
 
     source = source if ":" in Path(source).name else f"{source}:generate"
     loaded = session.load(source, settings, mesh, layout)
-    given = UNDECIDED.read(loaded, mesh, layout, session.plan)
+    given = LayoutByHand(mesh, layout).read(loaded, session.plan)
     if "batch" not in loaded.hparams or any(s.partition("=")[0].strip() == "batch" for s in settings):
         return loaded, given
     ways = given.mesh.group_size(given.layout.axes("batch"))

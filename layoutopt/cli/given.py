@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layoutopt.cli.allowed import options
-from layoutopt.cli.options import read_mesh
+from layoutopt.cli.options import LayoutOption, MeshOption, SetOption, read_mesh
 from layoutopt.cli.plans import load_with_plan, open_plan, say_damage
 from layoutopt.space.option import listed
 
@@ -25,39 +24,6 @@ class ByHand:
 
     def __bool__(self) -> bool:
         return bool(self.texts)
-
-    def load(
-        self, model: str, settings: Sequence[str] | None, mesh: str | None, layout: str | None
-    ) -> tuple[Loaded, GivenOptions]:
-        """The model of a file, and its decisions.
-
-        Raises:
-          UserError: as `load_with_plan` and `read`.
-        """
-        loaded, plan = load_with_plan(model, settings, layout, mesh)
-        return loaded, self.read(loaded, mesh, layout, plan)
-
-    def read(
-        self, loaded: Loaded, mesh: str | None, layout: str | None, plan: Plan | None = None
-    ) -> GivenOptions:
-        """Reads them with the mesh and the layout; a plan gives all of them.
-
-        Args:
-          plan: content of the file that the layout names, made for this model.
-
-        Raises:
-          UserError: no mesh, a malformed mesh or layout, a plan of another mesh.
-        """
-        from mesh_tf_core import Layout, UserError
-
-        options = self.options(loaded)
-        if plan is None:
-            return GivenOptions(read_mesh(mesh), Layout(layout or ""), options)
-        if self:
-            raise UserError(f"the plan {layout} sets every decision; remove {', '.join(sorted(self.texts))}")
-        if mesh is not None and read_mesh(mesh) != plan.mesh:
-            raise UserError(f"--mesh {mesh!r} differs from the mesh of {layout}, {plan.mesh}; remove --mesh")
-        return GivenOptions(plan.mesh, plan.layout, plan.options, plan)
 
     @property
     def texts(self) -> dict[str, list[str]]:
@@ -80,6 +46,51 @@ UNDECIDED: ByHand = options("Undecided", listed()["by_hand"], ByHand)()
 
 
 @dataclass(frozen=True)
+class LayoutByHand:
+    """One layout of a model with all that is decided beside it, as options give it."""
+
+    mesh: MeshOption = None
+    layout: LayoutOption = None
+    decided: ByHand = UNDECIDED
+    settings: SetOption = None
+
+    def load(self, model: str) -> tuple[Loaded, GivenOptions]:
+        """The model of a file, and its decisions.
+
+        Raises:
+          UserError: as `load_with_plan` and `read`.
+        """
+        loaded, plan = load_with_plan(model, self.settings, self.layout, self.mesh)
+        return loaded, self.read(loaded, plan)
+
+    def read(self, loaded: Loaded, plan: Plan | None = None) -> GivenOptions:
+        """Reads the mesh, the layout and the decisions; a plan gives all of them.
+
+        Args:
+          plan: content of the file that the layout names, made for this model.
+
+        Raises:
+          UserError: no mesh, a malformed mesh or layout, a plan of another mesh.
+        """
+        from mesh_tf_core import Layout, UserError
+
+        options, own = self.decided.options(loaded), self.decided
+        if plan is None:
+            return GivenOptions(read_mesh(self.mesh), Layout(self.layout or ""), options)
+        if own:
+            said = ", ".join(sorted(own.texts))
+            raise UserError(f"the plan {self.layout} sets every decision; remove {said}")
+        if self.mesh is not None and read_mesh(self.mesh) != plan.mesh:
+            raise UserError(
+                f"--mesh {self.mesh!r} differs from the mesh of {self.layout}, {plan.mesh}; remove --mesh"
+            )
+        return GivenOptions(plan.mesh, plan.layout, plan.options, plan)
+
+
+PLAIN = LayoutByHand()
+
+
+@dataclass(frozen=True)
 class GivenOptions:
     """The values of `--mesh`, `--layout` and the other decisions; `plan` if the layout is a plan file's."""
 
@@ -95,21 +106,14 @@ class GivenOptions:
         return evaluate(loaded.model, self.mesh, self.layout, machine, self.options)
 
 
-def read_source(
-    source: str,
-    model: str | None,
-    settings: Sequence[str] | None,
-    mesh: str | None,
-    layout: str | None,
-    decided: ByHand,
-) -> tuple[Loaded, GivenOptions]:
+def read_source(source: str, model: str | None, asked: LayoutByHand) -> tuple[Loaded, GivenOptions]:
     """The model of MODEL_OR_PLAN, and what is decided about it: a plan decides everything, a model nothing.
 
     Args:
       model: value of `--model`, for a plan.
 
     Raises:
-      UserError: as `open_plan` and `ByHand.load`; `--model` beside a model, or decisions beside a plan.
+      UserError: as `open_plan` and `LayoutByHand.load`; `--model` beside a model, or decisions beside a plan.
     """
     from layoutopt.importers.huggingface import is_configuration
     from mesh_tf_core import UserError
@@ -119,8 +123,8 @@ def read_source(
             raise UserError(
                 f"--model names the model of a plan, but {source!r} is not a PLAN.json; remove --model"
             )
-        return decided.load(source, settings, mesh, layout)
-    if settings or mesh or layout or decided:
+        return asked.load(source)
+    if asked.settings or asked.mesh or asked.layout or asked.decided:
         raise UserError(
             f"the plan {source} sets the hyperparameters, the mesh, the layout and every decision; "
             "remove the options for them, or name a MODEL instead of the plan"

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from layoutopt.cli.options import LONGEST, Output
+from layoutopt.cli.options import LONGEST, EngineName, EngineOption, Output
 from layoutopt.cli.running import Session
 from layoutopt.cli.terminal import Terminal
 
@@ -22,8 +22,10 @@ def _seconds(help: str, default: str) -> Any:
 
 @dataclass(frozen=True)
 class Job:
-    """Which processes run a command together, as its options say; by default this one alone."""
+    """The engine of a command, and which processes run it together, as its options say; by default this one
+    alone."""
 
+    engine: EngineOption = EngineName.auto
     cluster: Annotated[
         bool,
         typer.Option(
@@ -57,7 +59,7 @@ class Job:
         return self.cluster or self.coordinator is not None
 
     @contextlib.contextmanager
-    def open(self, engine: str, output: Output) -> Iterator[Session]:
+    def open(self, output: Output) -> Iterator[Session]:
         """The context that the command runs in once all processes have joined; only one of them prints.
 
         Raises:
@@ -68,7 +70,7 @@ class Job:
 
         if not self.several:
             self._refuse_alone()
-            yield Session(output.terminal, engine)
+            yield Session(output.terminal, self.engine)
             return
         from layoutopt.cli.exits import tell
         from mesh_tf_core.engines import Cluster, chosen
@@ -81,10 +83,10 @@ class Job:
             tell=lambda text: tell(text, ClusterError.exit_code, output.as_json),
             **{name: seconds for name, seconds in waits.items() if seconds is not None},
         )
-        chosen(engine, made)  # before anybody waits for anybody
+        chosen(self.engine, made)  # before anybody waits for anybody
         _own_output()
         with made:
-            yield Session(Terminal(output.as_json, output.quiet, made.is_writer), engine, made)
+            yield Session(Terminal(output.as_json, output.quiet, made.is_writer), self.engine, made)
 
     def _refuse_alone(self) -> None:
         """What is for several processes says nothing to one."""

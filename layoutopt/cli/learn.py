@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layoutopt.cli import options
-from layoutopt.cli.given import UNDECIDED, read_source
+from layoutopt.cli.given import UNDECIDED, LayoutByHand, read_source
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.terminal import facts
 from layoutopt.plan.units import mesh_option, percent
@@ -131,7 +131,7 @@ def _priced(line: Mapping[str, str], machine_on: options.OnHardware, where: str)
     try:
         mesh, layout = (line.get(name) or None for name in ("mesh", "layout"))
         settings, decided = line.get("set", "").split(), type(UNDECIDED)(**given)
-        loaded, of = read_source(line["model"], None, settings, mesh, layout, decided)
+        loaded, of = read_source(line["model"], None, LayoutByHand(mesh, layout, decided, settings))
         machine = _machine(line, machine_on, loaded.model)
         return cost(loaded.model, of.mesh, of.layout, machine, options=of.options)
     except UserError as error:

@@ -10,7 +10,7 @@ import typer
 
 from layoutopt.cli import options
 from layoutopt.cli.cost import show_doubts
-from layoutopt.cli.given import UNDECIDED, ByHand, GivenOptions
+from layoutopt.cli.given import PLAIN, GivenOptions, LayoutByHand
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.plans import load_with_plan
 from layoutopt.cli.terminal import FITS, facts, layout_text
@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 @grouped
 def lint(
     model: options.ModelArgument,
-    mesh: options.MeshOption = None,
-    layout: options.LayoutOption = None,
-    decided: ByHand = UNDECIDED,
-    settings: options.SetOption = None,
+    asked: LayoutByHand = PLAIN,
     machine_on: options.OnHardware = options.ON,
     time_limit: Annotated[
         float,
@@ -48,12 +45,12 @@ def lint(
 
     terminal = output.terminal
     machine_on.read()  # refused before anything takes time
-    loaded, plan = load_with_plan(model, settings, layout, mesh)
+    loaded, plan = load_with_plan(model, asked.settings, asked.layout, asked.mesh)
     machine = machine_on.read(loaded.model)
-    if layout is None and loaded.function("shardings") is not None:
-        given, unlike = own_shardings(loaded, mesh, decided.options(loaded))
+    if asked.layout is None and loaded.function("shardings") is not None:
+        given, unlike = own_shardings(loaded, asked.mesh, asked.decided.options(loaded))
     else:
-        given, unlike = decided.read(loaded, mesh, layout, plan), []
+        given, unlike = asked.read(loaded, plan), []
     terminal.say("searching for the best layout on this mesh")
     found = linted(loaded.model, given.mesh, given.layout, machine, given.options, time_limit, unlike)
     of = found.priced.evaluation

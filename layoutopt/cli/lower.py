@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layoutopt.cli.given import UNDECIDED, ByHand
+from layoutopt.cli.given import PLAIN, LayoutByHand
 from layoutopt.cli.grouped import grouped
-from layoutopt.cli.options import JsonOption, LayoutOption, MeshOption, ModelArgument, SetOption
+from layoutopt.cli.options import JsonOption, ModelArgument
 from layoutopt.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -30,10 +30,7 @@ class LowerOutput(StrEnum):
 @grouped
 def lower(
     model: ModelArgument,
-    mesh: MeshOption = None,
-    layout: LayoutOption = None,
-    decided: ByHand = UNDECIDED,
-    settings: SetOption = None,
+    asked: LayoutByHand = PLAIN,
     emit: Annotated[
         LowerOutput,
         typer.Option(
@@ -48,7 +45,7 @@ def lower(
     from layoutopt.plan.results import LowerResult
 
     terminal = Terminal(as_json)
-    loaded, given = decided.load(model, settings, mesh, layout)
+    loaded, given = asked.load(model)
     program = loaded.model.lower(given.mesh, given.layout, given.options)
     text = _emit(program, emit)
     terminal.result(

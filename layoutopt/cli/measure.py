@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layoutopt.cli import options
-from layoutopt.cli.given import UNDECIDED, ByHand, GivenOptions
+from layoutopt.cli.given import PLAIN, GivenOptions, LayoutByHand
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.job import ALONE, Job
 from layoutopt.cli.progress import StepProgress
@@ -31,16 +31,12 @@ BATCHES = 100
 @grouped
 def measure(
     model: options.ModelArgument,
-    mesh: options.MeshOption = None,
-    layout: options.LayoutOption = None,
-    decided: ByHand = UNDECIDED,
-    settings: options.SetOption = None,
+    asked: LayoutByHand = PLAIN,
     steps: Annotated[int, typer.Option(min=1, help="Number of steps to time.")] = 10,
     warm_up: Annotated[int, typer.Option(min=1, help="Number of warm-up steps, which are not timed.")] = 2,
     trace: TraceOption = None,
     hardware: options.RunsOnOption = None,
     set_hardware: options.SetHardwareOption = None,
-    engine: options.EngineOption = options.EngineName.auto,
     job: Job = ALONE,
     output: options.Output = options.OUTPUT,
 ) -> None:
@@ -50,10 +46,10 @@ def measure(
     from layoutopt.plan.results import MeasureResult
 
     options.read_hardware(hardware or options.THIS_MACHINE, set_hardware)  # refused before it takes time
-    with job.open(engine, output) as session:
+    with job.open(output) as session:
         terminal, traced = session.terminal, Trace(session, trace)
-        loaded = session.load(model, settings, mesh, layout)
-        given = decided.read(loaded, mesh, layout, session.plan)
+        loaded = session.load(model, asked.settings, asked.mesh, asked.layout)
+        given = asked.read(loaded, session.plan)
         machine = machine_of_run(session, given, hardware, set_hardware)
         predicted = given.priced(loaded, machine)
         trainer = session.trainer(loaded, given)

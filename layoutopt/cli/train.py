@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layoutopt.cli import options
-from layoutopt.cli.given import UNDECIDED, ByHand, GivenOptions
+from layoutopt.cli.given import UNDECIDED, ByHand, GivenOptions, LayoutByHand
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.job import ALONE, Job
 from layoutopt.cli.progress import Bounds
@@ -96,7 +96,6 @@ def train(
     trace: TraceOption = None,
     hardware: options.RunsOnOption = None,
     set_hardware: options.SetHardwareOption = None,
-    engine: options.EngineOption = options.EngineName.auto,
     job: Job = ALONE,
     output: options.Output = options.OUTPUT,
 ) -> None:
@@ -120,7 +119,7 @@ def train(
             "--checkpoint-mode needs --checkpoint DIR; add --checkpoint, or remove --checkpoint-mode"
         )
     with contextlib.ExitStack() as stack:
-        session = stack.enter_context(job.open(engine, output))
+        session = stack.enter_context(job.open(output))
         terminal, traced = session.terminal, Trace(session, trace)
         if checkpoint is not None and terminal.shown:
             _own(stack, terminal, checkpoint, mode)  # before any work is done for it
@@ -143,7 +142,7 @@ def train(
                 machine = machine_here(session, hardware, set_hardware)
                 given = _searched(session, loaded, machine, mesh)
             else:
-                given = decided.read(loaded, mesh, layout, session.plan)
+                given = LayoutByHand(mesh, layout, decided).read(loaded, session.plan)
                 machine = machine_of_run(session, given, hardware, set_hardware)
             run = TrainingRun(session, loaded, given, machine, steps, traced, checkpoint, resume, mode)
             run.train(every, held_out, evaluate_every, meets)

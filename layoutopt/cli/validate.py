@@ -35,7 +35,6 @@ def validate(
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the random layouts.")] = 0,
     settings: options.SetOption = None,
     machine_on: options.OnHardware = options.ON,
-    engine: options.EngineOption = options.EngineName.auto,
     out: Annotated[
         Path | None,
         options.path_option("FILE.json", "Write the result as JSON to this file, for `report --validation`."),
@@ -50,7 +49,7 @@ def validate(
     options.check_out(out, read=[model])
     machine = machine_on.read()
     devices = options.read_mesh(mesh)
-    with job.open(engine, output) as session:
+    with job.open(output) as session:
         terminal = session.terminal
         loaded = session.load(model, settings, mesh)
         session.start(devices.devices)
@@ -63,7 +62,7 @@ def validate(
                 steps=steps,
                 batch=next(batches(terminal, loaded)),
                 seed=seed,
-                engine=engine,
+                engine=session.engine,
                 cluster=session.cluster,
                 on_progress=lambda what, done, total: bar.update(done, what, total),
             )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layoutopt.cli import options
-from layoutopt.cli.given import UNDECIDED, ByHand, GivenOptions, read_source
+from layoutopt.cli.given import PLAIN, GivenOptions, LayoutByHand, read_source
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.plans import ModelOption, SourceArgument
 from layoutopt.cli.terminal import Terminal, facts, layout_text
@@ -32,10 +32,7 @@ def verify(
             "tpu7x:2x2x1.",
         ),
     ],
-    mesh: options.MeshOption = None,
-    layout: options.LayoutOption = None,
-    decided: ByHand = UNDECIDED,
-    settings: options.SetOption = None,
+    asked: LayoutByHand = PLAIN,
     model: ModelOption = None,
     text: Annotated[
         Path | None, options.path_option("FILE", "Write the compiled program (HLO) to this file.")
@@ -54,9 +51,7 @@ def verify(
     terminal, clock = output.terminal, options.time_limited(time_limit)
     options.check_out(text, "--text", [source, model])
     machine = options.read_hardware(generation(topology).hardware)
-    loaded, given = options.in_time(
-        clock, source, lambda: read_source(source, model, settings, mesh, layout, decided)
-    )
+    loaded, given = options.in_time(clock, source, lambda: read_source(source, model, asked))
     terminal.say("predicting the step")
     priced = options.in_time(
         clock,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from layoutopt.cli.given import UNDECIDED
+from layoutopt.cli.given import LayoutByHand
 from layoutopt.cli.listing import COMMANDS, PLANNING
 from layoutopt.cli.options import EngineName
 from layoutopt.cli.running import Session
@@ -112,7 +112,7 @@ def test_a_plan_is_read_once(
     monkeypatch.setattr(build, "load_plan", lambda path, *told: begun.append(path) or read(path, *told))
     monkeypatch.setattr(Session, "start", lambda _, count: begun.append(count))
     session = Session(Terminal(quiet=True), "jax")
-    given = UNDECIDED.read(session.load(MLP, (), None, plan), None, plan, session.plan)
+    given = LayoutByHand(None, plan).read(session.load(MLP, (), None, plan), session.plan)
     assert begun == [plan, 2] and given.plan is not None and str(given.mesh) == "data:2"
 
 
