@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from costmodels.hardware import Hardware
 from layoutopt.optimize.bounds import EXACT, Source
@@ -43,27 +43,6 @@ RULES_OUT = Source.PIECES, Source.LAYERS, Source.FIRST_RUNS, Source.REFUSED, Sou
 
 
 @dataclass(frozen=True)
-class Ruled:
-    """The proof about one problem.
-
-    Attributes:
-      layouts: number of combinations of decisions, legal or not.
-      how: the `Source` of the proof, 'open', or `FASTER`: the plan's proof is wrong.
-      bound: seconds that no layout of it is faster than, whatever memory it takes.
-      listed: faster layouts that do not fit.
-      faster: the layout that refutes the proof.
-    """
-
-    mesh: str
-    microbatches: int
-    layouts: int
-    how: str
-    bound: float
-    listed: int = 0
-    faster: str = ""
-
-
-@dataclass(frozen=True)
 class Certificate:
     """The problems of a plan's search.
 
@@ -73,7 +52,7 @@ class Certificate:
       complete: these are all.
     """
 
-    problems: tuple[Ruled, ...]
+    problems: tuple[RuledOut, ...]
     allowed: SearchSpace
     considered: int | None = None
     complete: bool = True
@@ -97,7 +76,7 @@ class Certificate:
         return f"the plan's search had {self.considered:,} layouts, but the check has {self.layouts:,}"
 
     @property
-    def faster(self) -> Ruled | None:
+    def faster(self) -> RuledOut | None:
         """The layout that refutes the plan's claim, if there is one."""
         return next((p for p in self.problems if p.how == FASTER), None)
 
@@ -109,7 +88,7 @@ class Certificate:
             words=str(self),
             layouts=self.layouts,
             allowed=allowed_text(self.allowed),
-            problems=tuple(RuledOut(**asdict(p)) for p in self.problems),
+            problems=self.problems,
         )
 
     def __str__(self) -> str:
@@ -146,7 +125,7 @@ def certify(
     asked: SearchSpace,
     devices: int | None = None,
     max_axes: int = 2,
-) -> Iterator[Ruled]:
+) -> Iterator[RuledOut]:
     """Checks the problems of the search that made a plan with objective time.
 
     Args:
@@ -161,7 +140,7 @@ def certify(
 
 def rule_out(
     evaluator: Evaluator, problems: Iterable[Subproblem], claimed: float, limit: float
-) -> Iterator[Ruled]:
+) -> Iterator[RuledOut]:
     """Checks problems in the order of a search against the claimed least seconds within a memory limit."""
     seconds, layers = claimed * (1 - EXACT), LayerBounds(evaluator)
     for subproblem in related(problems):
@@ -187,14 +166,21 @@ def _where(subproblem: Subproblem) -> str:
     return "".join((str(subproblem.mesh), *stages, *order, *again))
 
 
-def _ruled(subproblem: Subproblem, how: str = "", listed: int = 0, faster: str = "") -> Ruled:
+def _ruled(subproblem: Subproblem, how: str = "", listed: int = 0, faster: str = "") -> RuledOut:
     """What is shown of a problem; `how`: if not by its bound."""
-    bound, layouts = subproblem.bounds.lower(), subproblem.layouts
-    number = subproblem.microbatches
-    return Ruled(_where(subproblem), number, layouts, how or bound.source, bound.value, listed, faster)
+    bound = subproblem.bounds.lower()
+    return RuledOut(
+        mesh=_where(subproblem),
+        microbatches=subproblem.microbatches,
+        layouts=subproblem.layouts,
+        how=how or bound.source,
+        bound=bound.value,
+        listed=listed,
+        faster=faster,
+    )
 
 
-def _looked_at(evaluator: Evaluator, subproblem: Subproblem, seconds: float, limit: float) -> Ruled:
+def _looked_at(evaluator: Evaluator, subproblem: Subproblem, seconds: float, limit: float) -> RuledOut:
     """What tables and a list of all that is faster show of a problem."""
     search = faster(evaluator, subproblem, seconds, lambda *_: math.inf)
     if search is None:

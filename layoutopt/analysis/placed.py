@@ -3,47 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from layoutopt.optimize.evaluation import Evaluation
+from layoutopt.plan.results import Placed
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.lower.placement import KEEP, PHASES, Row
 from mesh_tf_core.lower.rematerialization import recomputable
 from mesh_tf_core.lower.storage import BETWEEN, SAVED, VARIABLE
 
 
-@dataclass(frozen=True)
-class PlacedValues:
-    """Values of one class that have the same placement in one phase.
-
-    Attributes:
-      values: the class: variable, state, gradient or saved.
-      names: of the variables, or of the dimensions of the loops.
-      further: the axes over which storage splits them in addition to the layout's.
-      host: they lie in the memory of the devices' hosts.
-      dtype: None: their own.
-      again: how they are had when they are read once more.
-      keep: the kept values among those that are recomputed.
-      bytes: that a device, or its host, holds of them between steps.
-    """
-
-    values: str
-    phase: str
-    names: tuple[str, ...]
-    further: Axes = ()
-    host: bool = False
-    dtype: str | None = None
-    again: str = KEEP
-    keep: tuple[str, ...] = ()
-    bytes: int | None = None
-
-    @property
-    def plain(self) -> bool:
-        """True if they stay on the devices with the layout's splits."""
-        return not self.further and not self.host and self.dtype is None and self.again == KEEP
-
-
-def placed(evaluation: Evaluation) -> tuple[PlacedValues, ...]:
+def placed(evaluation: Evaluation) -> tuple[Placed, ...]:
     """The table, class by class and phase by phase."""
     where, loops = evaluation.placement, recomputable(evaluation.model.step_graph)
     found: dict[tuple[str, str, Axes, Row], list[str]] = {}
@@ -52,16 +21,21 @@ def placed(evaluation: Evaluation) -> tuple[PlacedValues, ...]:
         further = where.further(name)[0] if split else ()
         found.setdefault((what, phase, further, row._replace(layout=None)), []).append(name)
     return tuple(
-        PlacedValues(
-            what,
-            phase,
-            tuple(names),
-            further,
-            *row[1:],
+        Placed(
+            values=what,
+            phase=phase,
+            names=tuple(names),
+            further=further,
+            **{name: value for name, value in row._asdict().items() if name != "layout"},
             bytes=_held(evaluation, what, names) if phase == BETWEEN else None,
         )
         for (what, phase, further, row), names in sorted(found.items(), key=lambda each: _order(*each[0][:2]))
     )
+
+
+def plain(values: Placed) -> bool:
+    """True if they stay on the devices with the layout's splits."""
+    return not values.further and not values.host and values.dtype is None and values.again == KEEP
 
 
 def _order(what: str, phase: str) -> tuple[int, int]:

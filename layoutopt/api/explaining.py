@@ -10,7 +10,7 @@ from typing import Any
 
 from costmodels.hardware import Hardware, machine_of
 from costmodels.liveness import MemoryProfile
-from layoutopt.analysis.certificate import Certificate, Ruled, certify, considered_by
+from layoutopt.analysis.certificate import Certificate, certify, considered_by
 from layoutopt.analysis.explain import (
     Difference,
     WhatIfAnswer,
@@ -22,7 +22,7 @@ from layoutopt.analysis.explain import (
     split_rules,
 )
 from layoutopt.analysis.keeping import Keeping, keepings
-from layoutopt.analysis.placed import PlacedValues, placed
+from layoutopt.analysis.placed import placed
 from layoutopt.analysis.sensitivity import SensitivityCurve, as_details, robustness, sensitivity
 from layoutopt.api.pricing import layout_of
 from layoutopt.api.running import model_of
@@ -30,7 +30,7 @@ from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.optimize.incumbents import compared_with
 from layoutopt.plan.build import Plan
-from layoutopt.plan.details import Robustness
+from layoutopt.plan.details import Robustness, RuledOut
 from layoutopt.plan.notebook import Shown, table
 from layoutopt.plan.results import (
     Against,
@@ -103,7 +103,7 @@ class Explained(Shown):
     proof: Certificate | None = None
 
     @property
-    def placed(self) -> tuple[PlacedValues, ...]:
+    def placed(self) -> tuple[Placed, ...]:
         """The table of where the plan's values live."""
         return placed(self.evaluation)
 
@@ -153,7 +153,7 @@ class Explained(Shown):
             pins=[self._worth(a) for a in self.pins],
             decisions=tuple(map(self._worth, self.decisions)),
             against=self._beside(),
-            placement=tuple(Placed(**asdict(each)) for each in self.placed),
+            placement=self.placed,
             kept=tuple(KeptStep(**asdict(k), fits=k.peak_bytes <= self.memory) for k in self.kept),
             **self.details,
         )
@@ -350,7 +350,7 @@ def _checked(
         )
     rules = plan.allowed
     problems = certify(found.model, plan, machine, limit, rules, asked.devices, asked.max_axes)
-    ruled: list[Ruled] = []
+    ruled: list[RuledOut] = []
     complete = clock.within(0.0, lambda: ruled.extend(problems))
     return Certificate(tuple(ruled), rules, considered_by(plan), complete)
 

@@ -38,12 +38,12 @@ from reports.views.view import (
 if TYPE_CHECKING:
     from layoutopt.analysis.explain import Difference, WhatIfAnswer
     from layoutopt.analysis.keeping import Keeping
-    from layoutopt.analysis.placed import PlacedValues
     from layoutopt.analysis.sensitivity import SensitivityCurve, SensitivityTrial
     from layoutopt.api.explaining import Conditions, Explained
     from layoutopt.optimize.evaluation import Evaluation
     from layoutopt.plan.build import Plan
     from layoutopt.plan.details import Robustness
+    from layoutopt.plan.results import Placed
     from layoutopt.space.undivided import Undivided
 
 
@@ -144,8 +144,10 @@ def kept_table(evaluation: Evaluation, fits: Fits, found: list[Keeping]) -> View
     return View("Saved values of recomputed layers", columns, rows)
 
 
-def placement_table(found: Sequence[PlacedValues]) -> View:
+def placement_table(found: Sequence[Placed]) -> View:
     """The table of placements, except values that stay on the devices with the layout's splits."""
+    from layoutopt.analysis.placed import plain
+
     columns = (
         Column("values", "values", short=True),
         Column("phase", "phase", short=True),
@@ -156,12 +158,12 @@ def placement_table(found: Sequence[PlacedValues]) -> View:
         Column("bytes", "bytes", BYTES),
     )
 
-    def row(p: PlacedValues) -> ViewRow:
+    def row(p: Placed) -> ViewRow:
         again = "" if p.again == KEEP else f"{p.again}, keeping {'+'.join(p.keep)}" if p.keep else p.again
         place = "host" if p.host else "device"
         return p.values, p.phase, few(p.names), "+".join(p.further), place, p.dtype, again, p.bytes
 
-    return View("Placement of values", columns, [row(each) for each in found if not each.plain])
+    return View("Placement of values", columns, [row(each) for each in found if not plain(each)])
 
 
 def show_against(

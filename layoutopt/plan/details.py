@@ -269,8 +269,15 @@ class Robustness(Data):
 
 
 class RuledOut(Data):
-    """One problem of a search, its number of layouts, and the proof about it; `how` is 'faster' if the plan's
-    proof is wrong."""
+    """One problem of a search, and the proof about it.
+
+    Attributes:
+      layouts: number of combinations of decisions, legal or not.
+      how: the source of the proof, 'open', or 'faster': the plan's proof is wrong.
+      bound: seconds that no layout of it is faster than, whatever memory it takes.
+      listed: faster layouts that do not fit.
+      faster: the layout that refutes the proof.
+    """
 
     mesh: str = ""
     microbatches: WholeNumber = 1

@@ -258,8 +258,18 @@ class KeptStep(Data):
 
 
 class Placed(Data):
-    """Values of one class that have the same placement in one phase: axes over which storage splits them,
-    host or device, dtype (None: unchanged), gathered or recomputed; `bytes` of a device between steps."""
+    """Values of one class that have the same placement in one phase.
+
+    Attributes:
+      values: the class: variable, state, gradient or saved.
+      names: of the variables, or of the dimensions of the loops.
+      further: the axes over which storage splits them in addition to the layout's.
+      host: they lie in the memory of the devices' hosts.
+      dtype: None: their own.
+      again: how they are had when they are read once more.
+      keep: the kept values among those that are recomputed.
+      bytes: that a device, or its host, holds of them between steps.
+    """
 
     values: str
     phase: str
