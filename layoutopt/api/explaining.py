@@ -363,8 +363,3 @@ def _varied(
     curves = sensitivity(model, plan, machine, limit, asked, told, clock)
     told("uncertain hardware")
     return Conditions(tuple(curves), robustness(model, plan, machine, clock=clock))
-
-
-def with_found(found: Explained) -> Plan:
-    """Adds the results of an explanation to the plan's details."""
-    return found.plan.with_details(**found.details)

@@ -74,7 +74,6 @@ def explain(
 ) -> None:
     """Explain a plan: what each split saves, which limit binds, and what a pin costs."""
     from layoutopt.api.explaining import explain as explained
-    from layoutopt.api.explaining import with_found
     from mesh_tf_core.errors import UserError
 
     clock = options.time_limited(time_limit)
@@ -93,7 +92,7 @@ def explain(
             check,
             lambda done, total, what: bar.update(done, what, max(total, done + 1)),
         )
-    with terminal.saved(out, with_found(found).save, "the plan"):
+    with terminal.saved(out, found.plan.with_details(**found.details).save, "the plan"):
         terminal.result(found.data)
         if not output.as_json:
             from layoutopt.cli.explain_tables import show_explained

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from layoutopt.plan.units import shorten
-from reports.figures.sheet import BODY, MARGIN, SMALL, WIDTH, FigureSheet, text_width
+from reports.figures.sheet import BODY, KEY_ROW, MARGIN, SMALL, WIDTH, FigureSheet, key_rows, text_width
 
 ROW = 42.0
 THICK = 13.0
@@ -62,7 +62,7 @@ class Bars:
     def draw(self, title: str = "") -> FigureSheet:
         """Draws these bars on a new sheet."""
         limit_room = 18.0 if self.limit else 0.0
-        keys = self._key_lines() * 17.0 + (6.0 if self.key else 0.0)
+        keys = len(key_rows(self.key)) * KEY_ROW + (6.0 if self.key else 0.0)
         sheet = FigureSheet(keys + limit_room + ROW * len(self.rows) + 2, title)
         y = 0.0
         if self.key:
@@ -76,15 +76,6 @@ class Bars:
         if self.limit:
             self._limit(sheet, y, top)
         return sheet
-
-    def _key_lines(self) -> int:
-        lines, x = 1 if self.key else 0, MARGIN
-        for _, words in self.key:
-            width = 16 + text_width(words, SMALL)
-            if x > MARGIN and x + width > WIDTH:
-                lines, x = lines + 1, MARGIN
-            x += width + 10
-        return lines
 
     def _x(self, value: float) -> float:
         return MARGIN + (WIDTH - 2 * MARGIN) * min(value / self.high if self.high > 0 else 0.0, 1.0)

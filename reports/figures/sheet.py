@@ -22,6 +22,8 @@ BODY = 12.0
 SMALL = 11.0
 MARGIN = 2.0
 """Room at the edges, so that a stroke of the outermost mark is whole."""
+KEY_ROW = 17.0
+"""Height of a row of keys."""
 SETTINGS = {
     "font.family": ["DejaVu Sans"],
     "svg.fonttype": "none",
@@ -93,18 +95,7 @@ class FigureSheet:
         bold: bool = False,
     ) -> None:
         """A text on its baseline; `align` names the end of the text that is at x."""
-        self.plane.text(
-            x,
-            y,
-            text,
-            color=LIGHT[token],
-            fontsize=size,
-            ha=align,
-            va="baseline",
-            fontweight="bold" if bold else "normal",
-            parse_math=False,
-            clip_on=False,
-        )
+        self.plane.text(x, y, text, clip_on=False, **_letters(token, size, align, bold))
 
     def tip(self, artist: Any, *texts: str, near: bool = False) -> None:
         """The text that pages show for a mark under the pointer, or for each of a line's; `near`: for the
@@ -161,17 +152,12 @@ class FigureSheet:
             clip_on=False,
         )
 
-    def key(self, y: float, entries: Sequence[tuple[str, str]], x: float = MARGIN) -> float:
-        """A row of colour keys (token, words), wrapped; returns the y below it."""
-        start = x
-        for token, words in entries:
-            width = 16 + text_width(words, SMALL)
-            if x > start and x + width > WIDTH:
-                x, y = start, y + 17
-            self.rect(x, y - 9, 10, 10, token)
-            self.text(x + 15, y, words, "muted", SMALL)
-            x += width + 10
-        return y + 17
+    def key(self, y: float, entries: Sequence[tuple[str, str]]) -> None:
+        """Rows of colour keys (token, words) from y on."""
+        for row, keys in enumerate(key_rows(entries)):
+            for x, token, words in keys:
+                self.rect(x, y + KEY_ROW * row - 9, 10, 10, token)
+                self.text(x + 15, y + KEY_ROW * row, words, "muted", SMALL)
 
     def axes(self, x: float, y: float, width: float, height: float) -> Axes:
         """Axes for data at a place in pixels: no box, a light grid to be set with `ticks`."""
@@ -183,6 +169,27 @@ class FigureSheet:
             ax.spines[side].set_visible(False)
         ax.spines["bottom"].set(color=LIGHT["rule"], linewidth=1.0)
         return ax
+
+
+def _letters(token: str, size: float, align: str, bold: bool) -> dict[str, Any]:
+    """How a text is written, as arguments of matplotlib."""
+    weight = "bold" if bold else "normal"
+    style = {"color": LIGHT[token], "fontsize": size, "fontweight": weight}
+    return {**style, "ha": align, "va": "baseline", "parse_math": False}
+
+
+def key_rows(entries: Sequence[tuple[str, str]]) -> list[list[tuple[float, str, str]]]:
+    """Colour keys (token, words) in rows as wide as the figure: the x of each, and it."""
+    rows: list[list[tuple[float, str, str]]] = []
+    x = WIDTH
+    for token, words in entries:
+        width = 16 + text_width(words, SMALL)
+        if not rows or x + width > WIDTH:
+            rows.append([])
+            x = MARGIN
+        rows[-1].append((x, token, words))
+        x += width + 10
+    return rows
 
 
 def ticks(
@@ -255,7 +262,6 @@ def label(
     offset: tuple[float, float] = (0, 0),
     align: str = "left",
     bold: bool = False,
-    size: float = SMALL,
 ) -> None:
     """Places a text beside a point of the data, `offset` pixels to the right and up."""
     ax.annotate(
@@ -263,11 +269,6 @@ def label(
         (x, y),
         xytext=offset,
         textcoords="offset points",
-        color=LIGHT[token],
-        fontsize=size,
-        ha=align,
-        va="baseline",
-        fontweight="bold" if bold else "normal",
         annotation_clip=False,
-        parse_math=False,
+        **_letters(token, SMALL, align, bold),
     )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
 
 from layoutopt.plan.units import shorten
 from reports.views.view import Cell, Column, View
 
+_LEADS = resources.files("reports").joinpath("templates/leads.json").read_text(encoding="utf-8")
+LEADS: Mapping[str, Mapping[str, str]] = json.loads(_LEADS)
+"""How to read each section, in a sentence or two, by page and section."""
 MOST = 300
 """Rows of a table on the page; the CSV files have them all."""
 LONGEST = 400

@@ -23,8 +23,7 @@ from layoutopt.plan.units import (
 from reports import figures
 from reports.figures import Chart
 from reports.page import cells, compare
-from reports.page.cells import Control, PageBlock, Panel, Section, grid
-from reports.page.leads import LEADS
+from reports.page.cells import LEADS, Control, PageBlock, Panel, Section, grid
 from reports.plan import rules, words
 from reports.svg import figure_svg
 from reports.tables import rows

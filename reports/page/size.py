@@ -12,8 +12,7 @@ from layoutopt.plan.units import count, mesh_text, percent, rounded, shorten
 from mesh_tf_core.files import write_file
 from reports.figures import size as figures
 from reports.page.answers import ENOUGH, GOOD_ERROR, PageAnswer
-from reports.page.cells import PageBlock, Panel, Section, grid
-from reports.page.leads import LEADS
+from reports.page.cells import LEADS, PageBlock, Panel, Section, grid
 from reports.page.render import environment, script, style
 from reports.svg import figure_svg
 from reports.tables.sizes import candidates
