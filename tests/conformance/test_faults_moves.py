@@ -147,7 +147,12 @@ def test_run_put_in_the_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_uncounted_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = program_module.count_sent
-    monkeypatch.setattr(program_module, "count_sent", lambda *of: counted(*of, times=2.0))
+
+    def doubled(*of: Any) -> None:
+        """The engine counts messages one by one; a program says how often each runs."""
+        counted(*of, *([] if len(of) > 4 else [2.0]))
+
+    monkeypatch.setattr(program_module, "count_sent", doubled)
     caught("matmul", match="engine counts")
 
 
