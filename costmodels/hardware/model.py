@@ -218,6 +218,11 @@ class Hardware:
         """Number of chips of so many devices; virtual devices of a CPU belong to one machine."""
         return 1 if self.chip.host_cores is not None else -(-devices // self.devices_per_chip)
 
+    def chips_note(self, devices: int) -> str:
+        """Number of chips of so many devices in a sentence; '' where each device is a whole chip or more."""
+        are = f"{devices:,} devices of {self.name} are {self.chips(devices):,} chips"
+        return f"{are}: a device is {self.device}" if min(devices, self.devices_per_chip) > 1 else ""
+
     @cached_property
     def devices_per_process(self) -> int | None:
         """Devices that a process holds, in the order of ranks; None unless collectives were measured so."""

@@ -241,9 +241,9 @@ def show_explained(terminal: Terminal, planned: Planned, found: Explained) -> No
     if own.space is not None and own.space.not_looked_at:
         left = listed(own.space.not_looked_at)
         terminal.show("", View("Not searched", texts("choices", "searched with"), left))
-    doubt = evaluation.doubt(limit)
+    chips, doubt = found.hardware.chips_note(evaluation.program.mesh.devices), evaluation.doubt(limit)
     whole = map(str, _whole(planned, evaluation))
-    for note in (*planned.loaded.model.notes(found.plan.options), *whole, *([doubt] if doubt else [])):
+    for note in filter(None, (chips, *planned.loaded.model.notes(found.plan.options), *whole, doubt)):
         terminal.show("", f"note: {note}")
 
 

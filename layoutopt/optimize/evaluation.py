@@ -203,7 +203,7 @@ class Evaluation:
             *self._offloads(),
             *self._one_hot(),
             *self._meets(),
-            *filter(None, [self.waits]),
+            *filter(None, [self.prices.hardware.chips_note(self.program.mesh.devices), self.waits]),
             *self.cost.notes,
             *sentences(self.program, self.prices.hardware),
             *filter(None, dict.fromkeys(map(self.prices.hardware.peak_note, multiplied))),

@@ -53,6 +53,7 @@ def test_the_json_is_the_contracts(result: Callable[..., dict[str, Any]]) -> Non
         "feasible",
         "reason",
         "findings",
+        "notes",
     ]
     assert list(found["model"]) == ["name", "fingerprint", "hparams", "parameters", "frozen", "batch"]
     assert found["model"]["hparams"]["layers"] == 2
