@@ -184,7 +184,7 @@ def _explained(
     if looked.none and alternatives:
         stop = suppress(KeyboardInterrupt) if question.limits.keep_best else nullcontext()
         with stop, request.clock.at_most(BESIDE):
-            request.clock.within(ANSWERED, lambda: why.append(looked.why()))
+            request.clock.within(ANSWERED, lambda: why.append(looked.why()), ANSWERED)
     rows = rows_said(looked.request)
     error.args = ("".join((str(error), *why, f" ({rows}: this is not proven)" * bool(rows), more)),)
     if (nearest := nearest_plan(looked.request, looked)) is not None:

@@ -121,7 +121,7 @@ def make_plan(
         *best.evaluation.notes,
         *left_whole(request, best.evaluation),
         *_tight(request, best.evaluation, beside, wider),
-        *_notes(proof, missing, [*dict.fromkeys(n for left in search.unsplit.values() for n in left)]),
+        *_notes(proof, missing, tuple(search.unsplit)),
         *_origin(proof, best),
         *beside.notes(),
         *repeats,

@@ -64,7 +64,7 @@ class LayoutSearch:
       listed: the problems are all there.
       none: why there is no answer, if that is proven.
       nearest: the layout that was found to need least memory, where none fits.
-      unsplit: problem -> dimensions that had to stay whole there (`Extraction.unsplit`).
+      unsplit: dimensions that had to stay whole (`Extraction.unsplit`).
       weights: approximate costs of clusters, for `faster`.
       start: what is predicted before the problems are listed.
       called: its space, in a word, if it is one of several.
@@ -82,7 +82,7 @@ class LayoutSearch:
     listed: bool = False
     none: str = ""
     nearest: EvaluatedLayout | None = None
-    unsplit: dict[Subproblem, Sequence[str]] = field(default_factory=dict)
+    unsplit: dict[str, None] = field(default_factory=dict)
     weights: ClusterWeights = field(default_factory=dict)
     start: WarmStart | None = None
     called: str = ""
@@ -145,12 +145,15 @@ class LayoutSearch:
             with suppress(KeyboardInterrupt):
                 self.told("stopping")
         self.seconds = clock.elapsed
-        if self.none:
-            raise InfeasibleError(self.none)
-        if not ended or self.best is None:
+        if not ended or (self.best is None and not self.proven):
             self._conclude()
         if self.best is not None:
             return self.best
+        if self.proven:
+            even = EVENLY if uneven(self.request, (each.mesh for each in self.problems)) else ""
+            what = f"no {'usual ' * (self.called == USUAL)}layout of {self.request.model.name!r}{even}"
+            self.none = f"{what} fits into {size_text(self.request.limit)} per device"
+            raise InfeasibleError(self.none)
         if self.stopped:
             raise KeyboardInterrupt
         raise LimitError(
@@ -158,7 +161,7 @@ class LayoutSearch:
         )
 
     def _look(self, subproblems: Iterable[Subproblem]) -> None:
-        """Sets `best`, or `none`."""
+        """Sets `best`, and whether that, or that there is none, is proven."""
         request = self.request
         if self.start is not None:
             self.incumbents.know(self.start)
@@ -174,10 +177,6 @@ class LayoutSearch:
             best = self._trade(best)
             self.frontier = [self.simpler(found) for found in self.frontier]
         self.best = None if best is None else self.simpler(best)
-        if best is None and self.proven:
-            even = EVENLY if uneven(request, (each.mesh for each in self.problems)) else ""
-            what = f"no {'usual ' * (self.called == USUAL)}layout of {request.model.name!r}{even}"
-            self.none = f"{what} fits into {size_text(request.limit)} per device"
 
     def _conclude(self) -> None:
         """Makes the best so far the answer of a search that was ended, or came to its end with none for want
@@ -188,17 +187,23 @@ class LayoutSearch:
             grace = (STOPPING if needed else STOPPED) if self.stopped else ANSWERED
             self.request.clock.within(grace, self._last_look, needed)
         self.best = self.best or self.incumbents.best()
-        if self.listed and self.request.objective == Objective.MEMORY:
-            self._hold(self.problems)
+        for each in self.problems if self.request.objective == Objective.MEMORY else ():
+            self._hold(each)
 
-    def _hold(self, problems: Iterable[Subproblem]) -> None:
-        """Proves that a device holds variables at least."""
-        for each in (each for each in problems if not each.refused):
-            each.bounds.hold_at_least(held(self.request.model, each.mesh, each.decided))
+    def _hold(self, of: Subproblem) -> float:
+        """Proves that a device holds variables at least; bytes that no layout of the problem holds less."""
+        if of.refused:
+            of.bounds.prove(math.inf, Source.REFUSED)
+            return math.inf
+        of.bounds.hold_at_least(held(self.request.model, of.mesh, of.decided))
+        return of.bounds.least
 
     def _last_look(self) -> None:
         """Adds evaluated layouts that are no incumbents yet, any layout that fits, and simpler meshes."""
         incumbents, limit = self.incumbents, self.request.limit
+        if self.listed and incumbents.best() is None and all(self._hold(p) > limit for p in self.problems):
+            self.proven = True
+            return
         known = self.request.evaluator.evaluated()
         best_first = sorted(known, key=lambda e: (e[2].memory.peak > limit, e[2].cost.step_seconds))
         for mesh, layout, found in best_first:
@@ -207,8 +212,7 @@ class LayoutSearch:
             incumbents.price_named(self.start, Clock(0.0), self.told)
         if self.request.objective != Objective.MEMORY:
             incumbents.beat_named(limit)
-        best = incumbents.best()
-        self.best = None if best is None else self.simpler(best)
+        self.best = (best := incumbents.best()) and self.simpler(best)
 
     def simpler(self, best: EvaluatedLayout) -> EvaluatedLayout:
         """As good on a mesh with fewer axes, if it was searched."""
@@ -222,15 +226,12 @@ class LayoutSearch:
         if len(self.problems) > 1 or request.clock.limit is not None:
             for each in self.problems:  # nothing waits less than not at all
                 each.bound_by_share(request.evaluator)
-        fixes = request.objective == Objective.TIME
-        if fixes:
+        if fixes := request.objective == Objective.TIME:
             incumbents.answer_named(limit, self.problems, self._tell)
         for number, each in enumerate(self._in_order(limit)):
             each.inherit(request.evaluator)
-            if self.incumbents.is_open(each, limit) and each.refused:
-                each.bounds.prove(math.inf, Source.REFUSED)
             if self.incumbents.is_open(each, limit):
-                self._hold([each])
+                self._hold(each)
             if not number and fixes and not incumbents.fitting(limit) and not each.refused:
                 incumbents.price_on(each)
             if self.incumbents.is_open(each, limit) and not request.late:
@@ -255,7 +256,6 @@ class LayoutSearch:
             self.incumbents.spread(limit, staged, self.request.clock.part(NAMED_SHARE))
         self._bound(staged if limited else (), limit)
         yield from sorted((each for each in self.problems if not each.key.stages), key=lambda p: p.rank)
-        yield from [each for each, whole in self.unsplit.items() if whole]  # something faster is known now
         self._bound(() if limited else staged, limit)
         for each in sorted(staged, key=lambda p: p.rank):
             if self.incumbents.is_open(each, limit) and not self.request.late:
@@ -279,7 +279,7 @@ class LayoutSearch:
     def opened(self, subproblem: Subproblem) -> SubproblemSearch:
         """The whole problem, with all its options."""
         search = subproblem.opened(self.request.evaluator, self.request.clock)
-        self.unsplit[subproblem] = search.extraction.unsplit
+        self.unsplit.update(dict.fromkeys(search.extraction.unsplit))
         return search
 
     def _fixed(self, subproblem: Subproblem, limit: float) -> SubproblemSearch | None:
@@ -305,15 +305,14 @@ class LayoutSearch:
         search = faster(*asked, told=lambda part: self._tell(subproblem, part=part))
         if search is not None:
             bounds.costs = option_costs(search, subproblem.decided, incumbents.seconds(limit)) or bounds.costs
-            self.unsplit[subproblem] = search.extraction.unsplit
+            self.unsplit.update(dict.fromkeys(search.extraction.unsplit))
         return search
 
     def _ask(self, subproblem: Subproblem, search: SubproblemSearch, limit: float) -> None:
         """Looks in one problem for something faster than the best so far."""
         best = self.incumbents.seconds(limit)
-        upper = best if math.isfinite(best) else None
         outcome = search.fastest(
-            limit, upper, self.request.clock, lambda _, bound: self._tell(subproblem, min(bound, best))
+            limit, best, self.request.clock, lambda _, bound: self._tell(subproblem, min(bound, best))
         )
         if outcome.found is not None:
             self.incumbents.add(outcome.found)
@@ -369,7 +368,7 @@ class LayoutSearch:
         """Looks for the least peak within `limit`, and for what is fastest there."""
         incumbents, clock = self.incumbents, self.request.clock
         for each in sorted(self.problems, key=lambda p: -p.microbatches):
-            if each.refused:
+            if math.isinf(self._hold(each)):
                 each.bounds.hold_at_least(math.inf)
                 continue
             if self.request.late:
@@ -378,7 +377,6 @@ class LayoutSearch:
             below = min((f.peak for f in incumbents.found), default=math.inf)
             found, low = least_memory(self.opened(each), min(below, limit + 1), clock)
             each.bounds.hold_at_least(low)
-            self._hold([each])
             for layout in found:
                 incumbents.add(layout)
         least = min((f.peak for f in incumbents.fitting(limit)), default=math.inf)

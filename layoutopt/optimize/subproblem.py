@@ -226,7 +226,8 @@ class SubproblemSearch:
         """What loops may recompute, with seconds that no layout takes less than, the least first; all at once
         if they are many. Of one set alone the rows are few, and no large number switches them off."""
         decided, names = self.extraction.decided, self.extraction.names
-        own = [n for n in decided.of(Recompute) if n in names and n not in pinned]
+        loops = decided.of(Recompute)
+        own = [n for n in loops if n in names and n not in pinned]
         every = [list(enumerate(decided.options[n])) for n in own]
         if math.prod(map(len, every)) > SETS or not self.eliminated.exact:
             return [(0.0, {}, None)]
@@ -235,8 +236,7 @@ class SubproblemSearch:
             each = list(zip(own, chosen, strict=True))
             low = max((float(costs[names.index(n)][i]) for n, (i, _) in each), default=0.0)
             taken = {n: choice for n, (_, choice) in each}
-            others = {n: choice for n, choice in pinned.items() if n in decided.of(Recompute)}
-            again = frozenset((n, choice) for n, choice in {**others, **taken}.items() if choice)
+            again = frozenset((n, c) for n, c in {**pinned, **taken}.items() if c and n in loops)
             found.append((low, taken, again - self.extraction.memory.always))
         return sorted(found, key=lambda f: f[0])
 
@@ -300,10 +300,9 @@ class SubproblemSearch:
             go_on(solution)
             counted = max(row.use(choices) for row in problem.rows if row.limit == rows_limit)
             share = min(share, counted / evaluation.memory.peak)
-            other = self.learn(choices)
-            if other and again is not None:
-                self.learn(choices)  # its rows were there
-            attempt += not (exact and other and again is None and most is None)  # there are few sets of loops
+            # The rows of one set were there; where there are rows of several, few sets are new.
+            new = self.learn(choices) and (again is None or self.learn(choices))
+            attempt += not (exact and new and most is None)
         return SubproblemOutcome(None, bound, False)
 
     def hold_rows(self) -> None:
@@ -312,10 +311,8 @@ class SubproblemSearch:
         for mesh, layout, found in self._evaluator.evaluated():
             allowed = mesh == self.mesh and self.extraction.decided.allows(layout, found.options)
             choices = self.extraction.choices(layout, found.options) if allowed else None
-            here = {
-                frozenset(),
-                again_in(found.options) - self.extraction.memory.always,
-            }  # others hold nothing
+            # Rows of other sets hold nothing.
+            here = {frozenset(), again_in(found.options) - self.extraction.memory.always}
             rows = self.rows_of([*(here & self._counted)]) if choices is not None else ()
             if choices is not None and rows and self._held.get(choices) != len(rows):
                 self._held[choices] = len(rows)

@@ -206,3 +206,18 @@ def test_random_limits(seed: int) -> None:
         assert found.objective >= whole.bound * (1 - TOLERANCE)
         if found.status == "OPTIMAL":
             assert found.objective == pytest.approx(whole.objective, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(("memory", "error"), [(2_000, InfeasibleError), (6_000, LimitError)])
+def test_what_variables_alone_are_too_large_for_does_not_fit(
+    memory: float, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However early the search ends; the error names the need. Else nothing is known without an answer."""
+    stick(monkeypatch, "layoutopt.optimize.search:LayoutSearch.fastest")
+    said = (
+        r"least memory needs .* \(no layout needs less than"
+        if error is InfeasibleError
+        else "may or may not fit"
+    )
+    with pytest.raises(error, match=said):
+        search(EXAMPLES["mlp"](), **ON, **PLAIN, memory=memory, time_limit=SOON)
