@@ -304,10 +304,11 @@ class Hardware:
         None: no note. Hosts have one measured rate for all dtypes."""
         if dtype == "float32" and (times := self.peak_flops(dtype) / self.product_flops(dtype)) > 1:
             software, _, options = self.framework.partition(":")
-            named = f" (--framework {software}:{options and options + ','}float32=tf32)"
-            faster = f"TF32{named if 'float32' in load_framework(self.framework).variants else ''}"
-            said = f"{software} computes products of float32 in float32 by default; {faster}"
-            return f"{said} is {times:.3g} times as fast on {self.name}"
+            asked = [*(o for o in options.split(",") if o and not o.startswith("float32=")), "float32=tf32"]
+            named = f" (--framework {software}:{','.join(asked)})"
+            said = f"{software} computes products of float32 in float32 by default; the peak of TF32"
+            said += named if "float32" in load_framework(self.framework).variants else ""
+            return f"{said} is {times:.3g} times as high on {self.name}"
         return None if self.is_host else note_of(dtype, self._peaks, self.name)
 
     def contention(self, devices: int) -> float:

@@ -145,3 +145,12 @@ def test_fields_have_the_other_names_of_transformers(name: str, other: str, know
     config = CASES[name]
     renamed = {n: v for n, v in config.items() if n not in (other, known)} | {other: config[known]}
     assert ours(renamed) == ours(config)
+
+
+@pytest.mark.parametrize("family", ["vit", "dinov2"])
+def test_classes_are_those_that_the_file_names(family: str) -> None:
+    """Published files name classes by `id2label` and omit `num_labels`."""
+    for count in (1, 10):
+        labels = {str(i): f"kind {i}" for i in range(count)}
+        model = from_huggingface({"model_type": family, "id2label": labels})
+        assert model.graph.dims()["classes"] == {count}
