@@ -168,7 +168,6 @@ class Evaluation:
 
         tokens = None if model.tokens is None else model.tokens * replicas
         run = run_flops(self.program) if recomputes(self.program) else {}
-
         return Predicted(
             step_seconds=self.cost.step_seconds,
             compute_seconds=self.cost.compute_seconds,

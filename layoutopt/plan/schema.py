@@ -71,8 +71,8 @@ class Predicted(Data):
       hfu: hardware FLOP utilisation, if the plan recomputes something.
       examples_per_second, tokens_per_second: throughput of all devices. Tokens are known if the model names
         their dimensions. Unknown values are left out.
-      host_seconds: to launch the kernels of a step, where that takes longer than they do (`step_seconds`): no
-        step is faster, and the throughput is that of such steps.
+      host_seconds: to launch the kernels of a step, where that takes longer than they do (`step_seconds`).
+        The throughput is that of steps of `least_seconds`.
       usable_memory_bytes: of a device of this hardware.
       host_memory_bytes: bytes in the host's memory for a device, if any; host_bytes_per_device: bytes over
         its host link, by direction (`host_load`, `host_store`).
@@ -114,6 +114,11 @@ class Predicted(Data):
         if isinstance(step, int | float) and isinstance(exposed, int | float) and abs(step) <= LARGEST:
             follow["compute_seconds"] = step - min(exposed, step)
         return {**found, **{name: v for name, v in follow.items() if found.get(name) is None}}
+
+    @property
+    def least_seconds(self) -> float:
+        """Seconds of a step at least: of its kernels, or of the host that launches them if longer."""
+        return max(self.step_seconds, self.host_seconds or 0.0)
 
     @property
     def speed(self) -> str:

@@ -132,12 +132,9 @@ def batch(sizes: Mapping[str, int]) -> str:
 
 
 def step(p: Predicted) -> str:
-    """A step and its parts: '206 ms predicted = 178 ms compute + 27.9 ms exposed communication', and before
-    them what the host needs where that is longer."""
-    parts = (
-        f"{seconds_text(p.compute_seconds)} compute + {seconds_text(p.exposed_communication_seconds)} exposed"
-    )
-    found = f"{seconds_text(p.step_seconds)} predicted = {parts} communication"
+    """'206 ms predicted = 178 ms compute + 27.9 ms exposed communication', after the host's if longer."""
+    found, exposed = seconds_text(p.step_seconds), seconds_text(p.exposed_communication_seconds)
+    found += f" predicted = {seconds_text(p.compute_seconds)} compute + {exposed} exposed communication"
     if p.host_seconds is None:
         return found
     return f"at least {seconds_text(p.host_seconds)} to launch its kernels, which take {found}"

@@ -12,6 +12,7 @@ import pytest
 import layoutopt
 from examples import mlp
 from layoutopt.cli.check import longest_step, most_memory
+from layoutopt.plan.units import seconds_text
 
 GiB = 1 << 30
 LAYOUT = ("examples/mlp.py", "--mesh", "data:4", "--layout", "batch:data", "--hardware", "tpu-v5e")
@@ -63,6 +64,20 @@ def test_a_plan_is_held_to_a_baseline(run: Callable[..., Any], plan: Any, tmp_pa
     assert run("check", path, *model, "--max-step", f"1.001x={path}").exit_code == 0
     assert run("check", path, *model, "--max-step", f"0.999x={path}").exit_code == 6
     assert longest_step(f"2x={path}") == 2 * plan.predicted.step_seconds
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_plan_passes_as_its_own_baseline(run: Callable[..., Any], tmp_path: Path, framework: str) -> None:
+    """Also where the host takes longer to launch kernels than they do, as in eager PyTorch."""
+    path = str(tmp_path / "plan.json")
+    found = layoutopt.search(mlp.model(), devices=2, hardware="h100", framework=framework, allow="usual")
+    found.save(path)
+    least, kernels = found.predicted.least_seconds, found.predicted.step_seconds
+    assert (least > kernels) == (framework == "torch") and least == (found.predicted.host_seconds or kernels)
+    given = ("check", path, "--model", "examples/mlp.py", "--max-step")
+    assert run(*given, f"1.001x={path}").exit_code == 0
+    assert run(*given, f"0.999x={path}").exit_code == 6
+    assert f"{seconds_text(least)} a step" in repr(found)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from layoutopt.cli import size_tables
 from layoutopt.models.hparams import defaults_of
 from layoutopt.optimize.evaluation import unsplit_flops
 from layoutopt.plan.build import Plan
+from layoutopt.plan.units import seconds_text
 from layoutopt.runtime.clock import Clock
 from layoutopt.sizing import timing
 from layoutopt.sizing.answer import Answering
@@ -206,6 +207,18 @@ def test_time_and_money_follow_from_the_proven_layout(budget: Sizing) -> None:
     assert best.chip_hours == pytest.approx(2 * 24 * best.days) and best.money == pytest.approx(
         2 * best.chip_hours
     )
+
+
+def test_a_size_takes_as_long_as_cost_says_where_the_host_takes_longer() -> None:
+    """Days, throughput and price are those of the same steps as MFU."""
+    asked = {"hardware": "h100", "framework": "torch"}
+    found = layoutopt.size(words, TINY, max_axes=1, **BUDGET | {"candidates": 1}, **asked)
+    best, priced = found.best, layoutopt.cost(found.model, found.plan, **asked)
+    p = priced.predicted
+    assert p.host_seconds is not None and best.step_seconds == pytest.approx(p.host_seconds)
+    assert (best.mfu, best.tokens_per_second) == pytest.approx((p.mfu, p.tokens_per_second))
+    assert best.days == pytest.approx(best.tokens / best.tokens_per_second / 86400)
+    assert f"{seconds_text(p.host_seconds)} a step" in repr(priced)
 
 
 def test_the_frontier_has_the_best_and_nothing_that_another_beats(budget: Sizing) -> None:

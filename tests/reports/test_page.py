@@ -14,10 +14,11 @@ import pytest
 
 import reports
 from layoutopt.plan.schema import PlanFile, PricedAlternative, plan_file
+from layoutopt.plan.units import seconds_text
 from mesh_tf_core.errors import UserError
 from reports import svg
 from reports.figures.chart import Chart
-from reports.page.answers import parallelism_text
+from reports.page.answers import parallelism_text, run, speed
 from reports.views.facts import proof
 from tests.reports import sample
 
@@ -247,6 +248,18 @@ def test_first_screen_says_what_is_trained_for_how_long_and_for_how_much(pages: 
     plan["training"] = {"seconds": 3600.0, "chip_hours": 512.0}
     said = hero(reports.report_html([plan]))
     assert "Cost 512 chip-hours no price given; for one hour of training" in said and "How long" not in said
+
+
+def test_where_the_host_takes_longer_the_step_is_its_and_the_batch_stays() -> None:
+    plan = sample.full_plan()
+    step = plan["predicted"]["step_seconds"]
+    rates = {"examples_per_second": 64 / (2 * step), "tokens_per_second": 4096 / (2 * step)}
+    plan["predicted"] |= {**rates, "host_seconds": 2 * step}
+    batch, length, *_ = run(plan_file(plan))
+    assert (batch.value, length.value) == ("64", "64") and batch.note.startswith("4,096 tokens per step")
+    found = speed(plan_file(plan))
+    assert found.value == seconds_text(2 * step)
+    assert f"kernels that take {seconds_text(step)}" in found.note
 
 
 def test_an_axis_has_the_trades_name() -> None:
