@@ -124,6 +124,42 @@ SELECTED: dict[str, Made] = {
     "none": lambda y: y.sum() + y[y > 99].sum(),
 }
 """Of y, with the shape [4, 6]."""
+Twice = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+TWICE: dict[str, Twice] = {
+    "elements": lambda z, _: z[z < 0.3].sum() + z.masked_select(z < 0.1).square().mean(),
+    "rows": lambda z, _: z[z[:, 0] > 0].square().sum(0),
+    "their number": lambda z, _: z.sum() / (1 + z[z < 0.1].numel()) + torch.nonzero(z[:, 0] > 0).shape[0],
+    "targets": lambda z, t: F.cross_entropy(z[t < 3], t[t < 3]),
+    "a third time": lambda z, t: (lambda a: a[a[:, 0] < 9].mean(1).sum())(z[t < 3]),
+    "lines": lambda z, _: (lambda a: a[a < 0.2].exp().sum())(z.reshape(-1)),
+    "columns": lambda z, _: z[:, 1:4][z[:, 1:4] > 0].mean(),
+}
+"""Of rows that a mask selected already, and their classes."""
+SELECTED |= {
+    f"twice: {name}": lambda y, of=of: of(y[CLASSES > 0], CLASSES[CLASSES > 0]) for name, of in TWICE.items()
+}
+NAN = torch.where(torch.arange(24).reshape(4, 6) % 5 < 3, 0.5, float("nan"))
+OUTSIDE: dict[str, Made] = {
+    "targets that are nan": lambda y: F.mse_loss(y[~NAN.isnan()], NAN[~NAN.isnan()]),
+    "differences that are nan": lambda y: (y - NAN)[~NAN.isnan()].square().mean(),
+    "logarithms": lambda y: -(lambda p: p[p > 0].log().mean() + (p[p > 0] * p[p > 0].log()).sum())(y.relu()),
+    "roots": lambda y: y[y > 0].sqrt().sum() + (y[y > 0] ** 1.5).mean(),
+    "quotients": lambda y: (lambda r: (1 / r[r != 0]).sum())(y.relu()),
+    "powers beside large numbers": lambda y: (lambda r: r[r < 1].exp().sum())(
+        torch.where(y > 0.3, y * 1e6, y)
+    ),
+    "inverse cosines": lambda y: (3 * y)[y.abs() < 0.3].acos().sum(),
+    "a domain without 1": lambda y: (1 - y[y < 0]).log().sum() + (y[y < 0] - 1).pow(-2.0).mean(),
+    "products with weights": lambda y: (y[y[:, 0] > 9] @ y.mT - 99).log().sum() + y.sum(),
+    "factors": lambda y: (y[y[:, 0] > 9] * y[0] - 99).sqrt().sum() + y.sum(),
+    "shifts by a mean": lambda y: (y[y > 0] / y.relu().sum()).log().sum(),
+    "places": lambda y: (
+        y[torch.where(y > 0)].sqrt().sum() + y[torch.nonzero(y[:, 0] > 0)[:, 0], 0].log().mean()
+    ),
+    "chosen twice": lambda y: (lambda z: z[z > 0].log().sum())(y[CLASSES > 0]),
+}
+"""Operations whose domain leaves out elements that are not selected."""
+SELECTED |= {f"in a domain: {name}": made for name, made in OUTSIDE.items()}
 SMALLER: dict[str, Made] = {
     "activations": lambda y: F.hardswish(y) + F.hardsigmoid(y) + F.elu(y) + F.relu6(y * 1.0, inplace=True),
     "gates": lambda y: F.glu(y) + torch.nan_to_num(y.logit(1e-3))[:, :3],

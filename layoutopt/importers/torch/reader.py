@@ -212,7 +212,7 @@ class _Reader:
         if isinstance(size := n.meta.get("val"), self.torch.SymInt | self.torch.SymBool):
             self.values[n] = self.selections.count(size) if isinstance(size, self.torch.SymInt) else None
             return
-        chosen, why = self.selections.selected(n.meta.get("val"), name, args)
+        chosen, why = self.selections.selected(n, name, args)
         result = self.selections.type_of(n.meta.get("val"))
         mask = self._mask(n, name, args)
         if mask is not None:
@@ -283,8 +283,7 @@ class _Reader:
                 return self._unknown(name, v, args, why)
             found = rule(self.m, v, *args, **more)
             check_type(found, v)
-            if apart and name == "mean" and not self.selections.axes(n.meta["val"]):
-                return self.selections.mean(n, found)
+            found = self.selections.finished(n, name, found) if apart else found
         except UserError:
             raise
         except Exception as error:  # whatever a rule meets in a form that it does not know

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from layoutopt.importers.arrays.contract import CapturedArray, Operand
+from layoutopt.importers.arrays.contract import CapturedArray, Operand, has_fractions
 from layoutopt.importers.torch.capture import INSTEAD, ValuesNeededError
 from layoutopt.importers.torch.complexes import REAL
 from layoutopt.importers.torch.elementwise import ELEMENTWISE, Type, dims_of
@@ -124,31 +124,44 @@ class Selections:
         listed = args[1] if isinstance(args[1], list | tuple) else [args[1]]
         return any(x is not None and x.dtype == "bool" for x in listed)
 
-    def selected(self, value: Any, name: str, args: Sequence[Any]) -> tuple[Any, str]:
+    def selected(self, n: Any, name: str, args: Sequence[Any]) -> tuple[Any, str]:
         """All rows of what an operation selects by truth values, and why it is not known; (None, "") if it
         does something else."""
         try:
-            return self._all_rows(value, name, args) if self._selects(name, args) else None, ""
+            return self._all_rows(n, name, args) if self._selects(name, args) else None, ""
         except NotImplementedError as error:
             return None, str(error)
 
-    def _all_rows(self, value: Any, name: str, args: Sequence[Any]) -> Any:
-        m, x = self.m, args[0]
+    def _all_rows(self, n: Any, name: str, args: Sequence[Any]) -> Any:
+        m, x, value, own = self.m, args[0], n.meta["val"], n.args[0].meta["val"]
         if name in (*_PLACES, "where"):
-            return self._places(value, name, x)
-        mask, begin = args[1], 0
+            return self._places(value, name, self._within(x, (own, 0)))
+        mask, of, begin = args[1], n.args[1], 0
         if name == "index":
-            given = [(a, i) for a, i in enumerate(mask) if i is not None]
-            if len(given) > 1:
+            if len(given := [a for a, i in enumerate(mask) if i is not None]) > 1:
                 raise NotImplementedError("it selects by truth values and by places")
-            ((begin, mask),) = given
+            (begin,) = given
+            mask, of = mask[begin], of[begin]
         else:
             shape = np.broadcast_shapes(x.shape, mask.shape)
             x, mask = m.expand(x, shape), m.expand(mask, shape)
-        end = begin + len(mask.shape)
+        end, of = begin + len(mask.shape), of.meta["val"]
+        off = -begin if name == "index" else len(mask.shape) - len(own.shape)
+        mask = self._within(mask, (own, off), (of, len(mask.shape) - len(of.shape)))
         count = math.prod(mask.shape)
         self._know(value.shape[begin], mask, count)
-        return m.reshape(x, (*x.shape[:begin], count, *x.shape[end:]))
+        found = m.reshape(x, (*x.shape[:begin], count, *x.shape[end:]))
+        return self._filled(found, {begin: self._symbol(value.shape[begin])})
+
+    def _within(self, mask: Operand, *values: tuple[Any, int]) -> Operand:
+        """A mask of rows that a mask selected as one of all rows; values, and how far their axes are off."""
+        read = ((a + off, *of) for value, off in values for a, of in self.axes(value).items())
+        axes = sorted({of for of in read if 0 <= of[0] < len(mask.shape)})
+        if len(dict(of[:2] for of in axes)) < len(axes):
+            raise NotImplementedError("it combines rows of different masks")
+        for a, factor, name in axes:
+            mask = self.m.binary("and", mask, self.hits(mask, {a: (factor, name)}), "bool")
+        return mask
 
     def _places(self, value: Any, name: str, mask: Operand) -> Any:
         """The places where a mask is true: those of all elements."""
@@ -216,12 +229,21 @@ class Selections:
             raise NotImplementedError("it reads rows that a mask selects, whose number depends on values")
         return args
 
-    def mean(self, n: Any, found: Operand) -> Operand:
-        """A mean over all rows, as one over those that are selected."""
-        ((_, name),) = self.axes(n.args[0].meta["val"]).values()
-        rows = self.rows[name]
-        count = self.m.reduced("reduce_sum", self.m.cast(rows.mask, found.dtype), [0])
-        return self.m.binary("mul", found, self.m.binary("div", rows.count, count, found.dtype), found.dtype)
+    def finished(self, n: Any, name: str, found: Any) -> Any:
+        """A result in which rows that are not selected count in no mean, and reach no parameter."""
+        axes = self.axes(n.meta["val"])
+        if name == "mean" and not axes:
+            ((_, symbol),) = self.axes(n.args[0].meta["val"]).values()
+            rows = self.rows[symbol]
+            count = self.m.reduced("reduce_sum", self.m.cast(rows.mask, found.dtype), [0])
+            more = self.m.binary("div", rows.count, count, found.dtype)
+            return self.m.binary("mul", found, more, found.dtype)
+        others = [v for x in n.all_input_nodes for v in _tensors(x.meta.get("val")) if not self.axes(v)]
+        return self._filled(found, axes) if axes and any(v.is_floating_point() for v in others) else found
+
+    def _filled(self, x: Operand, axes: Mapping[int, tuple[int, str]]) -> Operand:
+        """x with 1 in rows that are not selected: 0 times their slope may be NaN, this one is exactly 0."""
+        return self.m.select(self.hits(x, axes), x, 1, x.dtype) if has_fractions(x) else x
 
 
 def _tensors(value: Any) -> list[Any]:
