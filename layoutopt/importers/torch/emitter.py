@@ -81,6 +81,8 @@ class Equations:
         """A value or a number in an element type."""
         if isinstance(x, Var | CapturedArray):
             return self.cast(x, dtype)
+        if x is None:
+            raise NotImplementedError("it reads a number that depends on values")
         return self.constant(x, dtype)
 
     def cast(self, x: Operand, dtype: str) -> Operand:

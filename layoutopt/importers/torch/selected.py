@@ -90,13 +90,18 @@ class Selections:
         return bool(self.rows) and any(map(self.axes, (*values, *_tensors(n.meta.get("val")))))
 
     def count(self, size: Any) -> Operand | None:
-        """The number of selected rows that a size is; None if it is none."""
-        try:
-            factor, name = self._symbol(size)
-            total = self.m.reduced("reduce_sum", self.m.cast(self.rows[name].mask, "int32"), [0])
-        except KeyError:
+        """A size that is a sum of numbers of selected rows and of integers; None if it is none."""
+        m, total, terms = self.m, None, size.node.expr.as_coefficients_dict()
+        if not all(f.is_Integer and (x.is_Integer or str(x) in self.rows) for x, f in terms.items()):
             return None
-        return self.m.binary("mul", total, factor, "int32") if factor > 1 else total
+        for x, factor in terms.items():
+            rows = self.rows.get(str(x))
+            part = (
+                m.reduced("reduce_sum", m.cast(rows.mask, "int32"), [0]) if rows else m.constant(1, "int32")
+            )
+            part = m.binary("mul", part, int(factor), "int32") if factor != 1 else part
+            total = m.binary("add", total, part, "int32") if total is not None else part
+        return total
 
     def type_of(self, value: Any) -> Any:
         """The type of a tensor, or of each of several; None for what is none."""
@@ -155,12 +160,12 @@ class Selections:
 
     def _within(self, mask: Operand, *values: tuple[Any, int]) -> Operand:
         """A mask of rows that a mask selected as one of all rows; values, and how far their axes are off."""
-        read = ((a + off, *of) for value, off in values for a, of in self.axes(value).items())
-        axes = sorted({of for of in read if 0 <= of[0] < len(mask.shape)})
-        if len(dict(of[:2] for of in axes)) < len(axes):
-            raise NotImplementedError("it combines rows of different masks")
-        for a, factor, name in axes:
-            mask = self.m.binary("and", mask, self.hits(mask, {a: (factor, name)}), "bool")
+        m, read = self.m, dict[int, tuple[int, str]]()
+        for a, of in ((a + off, of) for value, off in values for a, of in self.axes(value).items()):
+            if 0 <= a < len(mask.shape) and read.setdefault(a, of) != of:
+                self._same(*(self.rows[name].mask for _, name in (read[a], of)))
+        for axis in read.items():
+            mask = m.binary("and", mask, self.hits(mask, dict([axis])), "bool")
         return mask
 
     def _places(self, value: Any, name: str, mask: Operand) -> Any:
@@ -176,13 +181,18 @@ class Selections:
         if isinstance(size, int) or not size.node.expr.free_symbols:
             raise NotImplementedError("the code needs a certain number of the rows that a mask selects")
         factor, name = self._symbol(size)
+        if factor != 1:
+            raise NotImplementedError("it combines rows of different masks")
         old = self.rows.get(name)
         line = m.reshape(mask, (count,))
-        if factor != 1 or (old is not None and not _alike(m, old.mask, line)):
-            raise NotImplementedError("it combines rows of different masks")
+        self._same(line, *([old.mask] if old else []))
         self.rows.setdefault(name, _Rows(line, count))
         said = "rows that a mask selects are imported as all rows, of which sums leave out the others"
         m.notes[f"{m.where}: {said}; the user's program computes the selected ones alone"] = None
+
+    def _same(self, *masks: Operand) -> None:
+        if not all(_alike(self.m, masks[0], mask) for mask in masks):
+            raise NotImplementedError("it combines rows of different masks")
 
     def hits(self, x: Operand, axes: Mapping[int, tuple[int, str]]) -> Operand:
         """Which elements of x are of selected rows."""
@@ -204,8 +214,7 @@ class Selections:
         made = [self.axes(v) for v in _tensors(n.meta.get("val"))]
         own, kept = {a for axes in (*read, *made) for a in axes}, all(made)
         masks = [self.rows[name].mask for axes in (*read, *made) for _, name in axes.values()]
-        if not all(_alike(m, masks[0], mask) for mask in masks):
-            raise NotImplementedError("it combines rows of different masks")
+        self._same(*masks)
         if any(len(axes) > 1 for axes in (*read, *made)):
             raise NotImplementedError("it combines each selected row with each")
         if name in _LOSSES and more[0].dtype.startswith("int"):
