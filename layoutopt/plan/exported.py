@@ -92,9 +92,7 @@ class Exported:
 
 def placed(program: Program) -> tuple[tuple[ExportedTensor, ...], tuple[ExportedTensor, ...]]:
     """The variables and the inputs of a program."""
-    stored = (
-        (name, s.variable.shape, s.splits, s.variable.trainable) for name, s in program.variables.items()
-    )
+    stored = ((n, s.variable.shape, s.splits, s.variable.trainable) for n, s in program.variables.items())
     feeds = ((name, program.values[i]) for name, i in program.feeds.items())
     variables = tuple(
         ExportedTensor(name, shape.names, splits, shape.sizes, trained)

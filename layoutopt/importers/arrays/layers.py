@@ -301,10 +301,8 @@ class LoopFit:
             new = [of.traced_outs[of.state[v]] if of.state[v] >= 0 else v for v in variables]
             if all(x is v for x, v in zip(new, variables, strict=True)):
                 continue
-            places = [of.place.get(id(x)) for x in new]
-            offsets = {
-                (p[0] - self.first - i * self.period, p[1]) if p else None for i, p in enumerate(places)
-            }
+            at = [of.place.get(id(x)) for x in new]
+            offsets = {(p[0] - self.first - i * self.period, p[1]) if p else None for i, p in enumerate(at)}
             if len(offsets) != 1 or None in offsets or not 0 <= (offsets.pop() or (-1, 0))[0] < self.period:
                 return False
         return True

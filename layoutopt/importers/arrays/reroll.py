@@ -133,9 +133,7 @@ class _Rerolling:
         for i, e in enumerate(self.program.equations):
             if e.prim in PRODUCTS or any(id(x) in self.program.member for x in e.ins):
                 at[int(codes[i])].append(i)
-        periods = {
-            b - a for where in at.values() for i, a in enumerate(where) for b in where[i + 1 : i + _NEAR]
-        }
+        periods = {b - a for own in at.values() for i, a in enumerate(own) for b in own[i + 1 : i + _NEAR]}
         found = []
         for period in periods:
             equal = np.concatenate(([False], codes[:-period] == codes[period:], [False]))

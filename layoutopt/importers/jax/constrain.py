@@ -287,9 +287,7 @@ def constrained(
     def applied(*args: Any) -> Any:
         closed, tree = retraced(loss, args)
         jax = jax_module()
-        sizes = [
-            [np.shape(x) for x in jax.tree_util.tree_leaves(given)] for given in (args, origin.arguments)
-        ]
+        sizes = [[np.shape(x) for x in jax.tree_util.tree_leaves(of)] for of in (args, origin.arguments)]
         # Only a part of the batch has other numbers than the whole.
         whole = closed if sizes[0] == sizes[1] else retraced(loss, origin.arguments)[0]
         run = Constrained(placing, mesh, recompute, split, set(shared), saved, gathers=gathers)

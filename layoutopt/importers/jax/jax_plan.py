@@ -236,9 +236,7 @@ def saved_values(graph: Graph, origin: ImportedFunction, recompute: Policies) ->
       UserError: a kept value is not a value of the function (it is part of a fused operation).
     """
     remat = rematerialization(graph, recompute)
-    kept = [
-        (block, t) for block in graph.blocks if remat.again(block) for t in sorted(remat.second(block).kept)
-    ]
+    kept = [(b, t) for b in graph.blocks if remat.again(b) for t in sorted(remat.second(b).kept)]
     if not kept:
         return frozenset()
     first: dict[int, int] = {}

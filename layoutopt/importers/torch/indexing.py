@@ -143,9 +143,8 @@ def _where_true(m: Equations, x: Operand, begin: int, mask: Operand, rows: Opera
     rest = x.shape[end:]
     if len(rows.shape) == len(rest) + 1 and rows.shape[0] == 1:
         rows = m.reshape(rows, rows.shape[1:])
-    if len(rows.shape) > len(rest) or any(
-        n not in (1, k) for n, k in zip(rows.shape[::-1], rest[::-1], strict=False)
-    ):
+    each = zip(rows.shape[::-1], rest[::-1], strict=False)
+    if len(rows.shape) > len(rest) or any(n not in (1, k) for n, k in each):
         raise NotImplementedError("it writes several rows at truth values")
     hit = m.broadcast(mask, x.shape, range(begin, end))
     return m.select(hit, m.binary("add", x, rows, x.dtype) if add else m.cast(rows, x.dtype), x, x.dtype)

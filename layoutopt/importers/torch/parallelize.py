@@ -71,10 +71,8 @@ def by_use(ranks: PlanRanks, device_mesh: Any) -> Any:
     groups = (ranks.pipe, ranks.replicate, ranks.shard, ranks.tensor)
     used = [a for group in groups for a in group]
     order = [names.index(a) for a in (*used, *(a for a in names if a not in used))]
-    devices = device_mesh.mesh.permute(order).reshape([ranks.size(group) for group in groups])
-    return torch.distributed.DeviceMesh(
-        device_mesh.device_type, devices, mesh_dim_names=(PIPE, *DATA, TENSOR)
-    )
+    chips = device_mesh.mesh.permute(order).reshape([ranks.size(group) for group in groups])
+    return torch.distributed.DeviceMesh(device_mesh.device_type, chips, mesh_dim_names=(PIPE, *DATA, TENSOR))
 
 
 def parallelized(module: Any, ranks: PlanRanks, mesh: Any, flow: StyleFlow, whole: Any = None) -> Any:

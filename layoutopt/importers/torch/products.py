@@ -58,9 +58,7 @@ def _einsum(m: Equations, v: Type, text: str, xs: Sequence[Operand], **more: Any
         x, own = _summed(m, x, own, {*name, *needed})
         shared = [c for c in own if c in name]
         batch, gone = [c for c in shared if c in needed], [c for c in shared if c not in needed]
-        pairs = [
-            ([own.index(c) for c in letters], [name.index(c) for c in letters]) for letters in (gone, batch)
-        ]
+        pairs = [([own.index(c) for c in each], [name.index(c) for c in each]) for each in (gone, batch)]
         x = m.product(x, y, *pairs)
         own = "".join([*batch, *(c for c in own if c not in shared), *(c for c in name if c not in shared)])
     return m.transpose(x, [own.index(c) for c in out])

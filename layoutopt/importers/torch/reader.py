@@ -146,9 +146,8 @@ class _Reader:
             if array is not None:
                 halves = [self.m.constant(x, real) for x in (array.real, array.imag)]
             else:
-                self.arguments += [
-                    (kind, f"{name}.{h}", v) for h, v in zip(("re", "im"), halves, strict=True)
-                ]
+                each = zip(("re", "im"), halves, strict=True)
+                self.arguments += [(kind, f"{name}.{half}", v) for half, v in each]
             self.values[n] = complexes.Complex(*halves)
             return
         shape, dtype = tuple(map(int, value.shape)), dtype_of(value.dtype)
@@ -218,17 +217,9 @@ class _Reader:
         if mask is not None:
             args = (*args[:3], mask, *args[4:])
         own = n.args[0] if written else None
-        if written and (
-            schema := getattr(n.target, "_schema", None)
-        ):  # `x.bernoulli_()` is not `bernoulli(x)`
-            args = (
-                *args,
-                *(
-                    a.default_value
-                    for a in schema.arguments[len(args) :]
-                    if not a.kwarg_only and a.name not in more
-                ),
-            )
+        if written and (schema := getattr(n.target, "_schema", None)):
+            left = schema.arguments[len(args) :]  # `x.bernoulli_()` is not `bernoulli(x)`
+            args = (*args, *(a.default_value for a in left if not a.kwarg_only and a.name not in more))
         if own is not None and self._of_parameter(own):
             why = "it changes a parameter, which only an optimizer may"
         if chosen is not None or why:
@@ -333,10 +324,8 @@ class _Reader:
         found = self._run(body, inner)
         self.autocast.enter(old)
         if target == "wrap_with_set_grad_enabled" and not enabled:
-            return [
-                self.m.unary("stop_gradient", x) if isinstance(x, Var) and has_fractions(x) else x
-                for x in found
-            ]
+            own = self.m.unary
+            return [own("stop_gradient", x) if isinstance(x, Var) and has_fractions(x) else x for x in found]
         return found
 
     # -- writes in place -----------------------------------------------------------------------------------

@@ -34,9 +34,7 @@ def _max_or_min(prim: str) -> AtenRule:
         if not isinstance(v, list):
             return m.reduced(f"reduce_{prim}", x, axes, keepdim)
         found = m.reduced(f"reduce_{prim}", x, axes, keepdim, **{FIRST: True})
-        left = [n for a, n in enumerate(x.shape) if a not in axes]
-        places = m.emit(f"arg{prim}", [x], left, "int32", axes=tuple(axes))
-        return [found, m.reshape(places, v[1].shape)]
+        return [found, TABLE[f"arg{prim}"](m, v[1], x, other)]
 
     return write
 
@@ -64,12 +62,8 @@ formulas(
             m.cast(x, v.dtype), dims_of(dim, len(x.shape)), keepdim
         ),
         "adaptive_avg_pool1d adaptive_avg_pool3d": lambda m, v, x, n: m.mean(x, range(2, len(x.shape)), True),
-        "softmax _softmax special_softmax": lambda m, v, x, dim, *more, **how: m.softmax(
-            m.cast(x, v.dtype), dim
-        ),
-        "log_softmax _log_softmax": lambda m, v, x, dim, *more, **how: m.softmax(
-            m.cast(x, v.dtype), dim, log=True
-        ),
+        "softmax _softmax special_softmax": lambda m, v, x, dim, *_, **of: m.softmax(m.cast(x, v.dtype), dim),
+        "log_softmax _log_softmax": lambda m, v, x, dim, *_, **how: m.softmax(m.cast(x, v.dtype), dim, True),
     }
 )
 
@@ -99,9 +93,8 @@ def _norm(
     x = m.cast(x, "float64" if v.dtype == "float64" else "float32")
     size = x if order == 2 else m.unary("abs", x, **{FLAT: True})
     powers = TABLE["pow"](m, Type(x.shape, x.dtype), size, order)
-    return m.cast(
-        _root(m, m.reduced("reduce_sum", powers, dims_of(dim, len(x.shape)), keepdim), order), v.dtype
-    )
+    total = m.reduced("reduce_sum", powers, dims_of(dim, len(x.shape)), keepdim)
+    return m.cast(_root(m, total, order), v.dtype)
 
 
 def _spread(root: bool) -> AtenRule:

@@ -95,10 +95,8 @@ class Selections:
         if not all(f.is_Integer and (x.is_Integer or str(x) in self.rows) for x, f in terms.items()):
             return None
         for x, factor in terms.items():
-            rows = self.rows.get(str(x))
-            part = (
-                m.reduced("reduce_sum", m.cast(rows.mask, "int32"), [0]) if rows else m.constant(1, "int32")
-            )
+            of = self.rows.get(str(x))
+            part = m.reduced("reduce_sum", m.cast(of.mask, "int32"), [0]) if of else m.constant(1, "int32")
             part = m.binary("mul", part, int(factor), "int32") if factor != 1 else part
             total = m.binary("add", total, part, "int32") if total is not None else part
         return total
@@ -229,9 +227,8 @@ class Selections:
             dim = n.kwargs.get("dim", n.args[_ALONG[name]] if len(n.args) > _ALONG[name] else 0)
             apart = not own & {*dims_of(dim, len(value.shape))}
         if name == "index":
-            apart = not any(
-                a in self.axes(n.args[0].meta["val"]) for a, i in enumerate(args[1]) if i is not None
-            )
+            places = {a for a, i in enumerate(args[1]) if i is not None}
+            apart = places.isdisjoint(self.axes(n.args[0].meta["val"]))
         if name in ("layer_norm", "rms_norm"):
             apart = len(first.shape) - len(more[0]) not in own
         if not kept or not apart:
