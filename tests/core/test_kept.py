@@ -242,7 +242,7 @@ def test_another_value_in_the_place_of_a_kept_one_is_caught(
 
     def wrong(self: loops.Loops, *given: Any) -> Any:
         found, stacks = saved(self, *given), self._kept
-        shapes = {key: self.low.values[stack].shape for key, stack in stacks.items()}
+        shapes = {key: self.values[stack].shape for key, stack in stacks.items()}
         pairs = [(a, b) for a in shapes for b in shapes if a < b and shapes[a] == shapes[b]]
         if pairs:
             a, b = pairs[0]
