@@ -56,6 +56,7 @@ def asked(installed: Path, folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly
 def test_a_wheel_answers_alone(installed: Path, tmp_path: Path) -> None:
     where = "import layoutopt, reports, costmodels, mesh_tf_core as m; print(layoutopt.__file__, m.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(installed)}

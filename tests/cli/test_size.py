@@ -136,6 +136,7 @@ def test_one_size_of_the_family_is_trained_on_tokens(result: Callable[..., dict[
     assert found["scaled"] and found["best"]["hparams"]["layers"] > 1
 
 
+@pytest.mark.nightly
 def test_defaults_that_nobody_chose_are_named(result: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     """A search on as many devices has the same batch, and says so."""
     path = tmp_path / "config.json"

@@ -174,5 +174,6 @@ def check_idle(name: str) -> None:
     assert "wasted axis" in {each.kind for each in lint(model, found, hardware, PLAIN)}
 
 
+@pytest.mark.nightly
 def test_an_idle_axis_of_a_family_whose_layers_have_loops() -> None:
     check_idle("qwen3_next")

@@ -126,6 +126,7 @@ def test_the_best_layout_is_predicted_in_other_graphs_of_its_stages(monkeypatch:
     assert len(ways) == len(after) and (known.options.schedule, known.options.recompute) not in ways
 
 
+@pytest.mark.nightly
 def test_uses_of_stages_have_graphs_before_a_search_only_where_nothing_is_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
