@@ -157,7 +157,7 @@ class Evaluation:
     @property
     def predicted(self) -> Predicted:
         model, mesh, host = self.model, self.program.mesh, self._launches
-        seconds = max(self.cost.step_seconds, host[0] if host else 0.0)
+        seconds = host[0] if host else self.cost.step_seconds
         replicas = 1 if self.replicas is None else self.replicas.count
         machine = self.prices.hardware
         flops = {dtype: replicas * n for dtype, n in unsplit_flops(model).items()}

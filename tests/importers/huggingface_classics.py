@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from layoutopt.importers.huggingface.configuration import chosen
-from layoutopt.importers.huggingface.decoder import LanguageModel, runs
+from layoutopt.importers.huggingface.decoder import LanguageModel
 from layoutopt.importers.huggingface.fields import ConfiguredTraining
-from tests.importers.huggingface_weights import apart
+from tests.importers.huggingface_weights import apart, stacked
 
 Arrays = dict[str, Any]
 FAMILIES = ("gpt2", "openai-gpt", "gpt_bigcode", "gptj", "codegen", "gpt_neo", "bloom", "falcon")
@@ -97,17 +97,9 @@ def classic(state: Mapping[str, Any], config: Mapping[str, Any], length: int) ->
         made["output/bias" if own == "output/projection" and kind == "bias" else own] = (
             x.T if own == "output/projection" else x
         )
-    first = 0
-    for number, (period, count) in enumerate(runs(decoder.seen(length))):
-        top = f"layers_{number}" if number else "layers"
-        for place in range(len(period)):
-            scope = f"{top}/layer_{place}" if len(period) > 1 else top
-            each = []
-            for i in range(first + place, first + count * len(period), len(period)):
-                start = f"h.{i}."
-                each.append(
-                    layer({n.removeprefix(start): x for n, x in state.items() if n.startswith(start)}, config)
-                )
-            made |= {f"{scope}/{n}": np.stack([one[n] for one in each]) for n in each[0]}
-        first += count * len(period)
-    return made
+
+    def read(i: int) -> Arrays:
+        start = f"h.{i}."
+        return layer({n.removeprefix(start): x for n, x in state.items() if n.startswith(start)}, config)
+
+    return made | stacked(decoder, length, read)

@@ -4,7 +4,7 @@ taken apart, and rotations of neighbours become rotations of elements half a hea
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -365,6 +365,20 @@ def own_embedding(state: Mapping[str, Any], layer: int, layers: int) -> Arrays:
     return {"own/embedding/tokens": table, "own/map": mapped.T}
 
 
+def stacked(decoder: LanguageModel, length: int, read: Callable[[int], Arrays]) -> Arrays:
+    """The arrays of all layers by the names of our loops over them; `read`: those of one layer."""
+    made: Arrays = {}
+    first = 0
+    for number, (period, count) in enumerate(runs(decoder.seen(length))):
+        top = f"layers_{number}" if number else "layers"
+        for place in range(len(period)):
+            scope = f"{top}/layer_{place}" if len(period) > 1 else top
+            each = [read(i) for i in range(first + place, first + count * len(period), len(period))]
+            made |= {f"{scope}/{n}": np.stack([one[n] for one in each]) for n in each[0]}
+        first += count * len(period)
+    return made
+
+
 def ours(state: Mapping[str, Any], config: Mapping[str, Any], length: int) -> Arrays:
     """Our names -> arrays, of as many elements as the variables."""
     found = chosen(config, "the configuration")
@@ -392,16 +406,10 @@ def ours(state: Mapping[str, Any], config: Mapping[str, Any], length: int) -> Ar
         for name in theirs:
             if name in state:
                 made[own] = state[name].T if own in ("output/projection", "transform/weight") else state[name]
-    first = 0
-    for number, (period, count) in enumerate(runs(decoder.seen(length))):
-        top = f"layers_{number}" if number else "layers"
-        for place in range(len(period)):
-            scope = f"{top}/layer_{place}" if len(period) > 1 else top
-            each = []
-            for i in range(first + place, first + count * len(period), len(period)):
-                start = f"layers.{i}."
-                inner = {n.removeprefix(start): x for n, x in state.items() if n.startswith(start)}
-                each.append(Layer(inner, config).read() | own_embedding(state, i, len(decoder.layers)))
-            made |= {f"{scope}/{n}": np.stack([layer[n] for layer in each]) for n in each[0]}
-        first += count * len(period)
-    return made
+
+    def read(i: int) -> Arrays:
+        start = f"layers.{i}."
+        inner = {n.removeprefix(start): x for n, x in state.items() if n.startswith(start)}
+        return Layer(inner, config).read() | own_embedding(state, i, len(decoder.layers))
+
+    return made | stacked(decoder, length, read)
