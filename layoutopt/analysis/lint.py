@@ -27,6 +27,7 @@ from costmodels.repeated import Repeated, near_sizes, repeated
 from layoutopt.analysis.changes import SingleChange
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import evaluate
+from layoutopt.plan.results import Finding
 from layoutopt.plan.units import seconds_text, size_text, step_change, used_text
 from layoutopt.space.undivided import stored_at
 from mesh_tf_core.errors import LayoutError
@@ -44,23 +45,6 @@ SLOWER = 1.02
 
 
 @dataclass(frozen=True)
-class LikelyMistake:
-    """One likely mistake.
-
-    Attributes:
-      kind: of the module's list.
-      message: the finding, with its size.
-      fix: the change and its predicted effect; None if nothing better is known.
-      layout: of the fix, if it is another layout.
-    """
-
-    kind: str
-    message: str
-    fix: str | None = None
-    layout: str | None = None
-
-
-@dataclass(frozen=True)
 class UnlikeArray:
     """An array that a user places otherwise than operations read it.
 
@@ -75,7 +59,7 @@ class UnlikeArray:
     options: Options = DEFAULT
 
 
-def lint(model: Model, evaluation: Evaluation, hardware: Hardware, options: Options) -> list[LikelyMistake]:
+def lint(model: Model, evaluation: Evaluation, hardware: Hardware, options: Options) -> list[Finding]:
     """The findings about a layout, the costliest kind first; none if nothing looks like a mistake.
 
     Args:
@@ -84,7 +68,7 @@ def lint(model: Model, evaluation: Evaluation, hardware: Hardware, options: Opti
     return list(_Lint(model, evaluation, hardware, options).findings())
 
 
-def slower(found: Cost, best: Cost) -> LikelyMistake | None:
+def slower(found: Cost, best: Cost) -> Finding | None:
     """The largest part of the time that a step takes longer than the best one; None if it hardly does."""
     if found.step_seconds <= SLOWER * best.step_seconds:
         return None
@@ -93,18 +77,18 @@ def slower(found: Cost, best: Cost) -> LikelyMistake | None:
     what = _more(here[0], here[1], _words)
     took, least = (cost.step_seconds for cost in here)
     part = here[0].by(_words)[what] - here[1].by(_words).get(what, 0.0)
-    return LikelyMistake(
-        "slower",
-        f"{place or 'the part outside all scopes'} takes {seconds_text(took)} per step in this layout and "
-        f"{seconds_text(least)} in the best layout; the largest difference is in {what} "
+    return Finding(
+        kind="slower",
+        message=f"{place or 'the part outside all scopes'} takes {seconds_text(took)} per step in this "
+        f"layout and {seconds_text(least)} in the best layout; the largest difference is in {what} "
         f"({seconds_text(part)})",
     )
 
 
-def placed_unlike(odd: UnlikeArray, of: Evaluation, mended: Evaluation | None) -> LikelyMistake:
+def placed_unlike(odd: UnlikeArray, of: Evaluation, mended: Evaluation | None) -> Finding:
     """A conflict of a user's own shardings, with its largest message and the price of its mend."""
     if mended is None:
-        return LikelyMistake("placed unlike", odd.message, odd.mend)
+        return Finding(kind="placed unlike", message=odd.message, fix=odd.mend)
     sent, least = (Cost(tuple(x for x in e.cost.lines if x.axes)) for e in (of, mended))
     more = _more(sent, least, _words) if sent.lines else ""
     takes = sent.by(_words)[more] - least.by(_words).get(more, 0.0) if more else 0.0
@@ -112,12 +96,12 @@ def placed_unlike(odd: UnlikeArray, of: Evaluation, mended: Evaluation | None) -
     change = step_change(mended.cost.step_seconds, of.cost.step_seconds)
     held, before = size_text(mended.memory.peak), size_text(of.memory.peak)
     fix = f"{odd.mend}: step {change}" + (f", {held} instead of {before}" if held != before else "")
-    return LikelyMistake("placed unlike", odd.message + moved, fix, str(mended.layout))
+    return Finding(kind="placed unlike", message=odd.message + moved, fix=fix, layout=str(mended.layout))
 
 
 def in_memory(
     of: Evaluation, limit: float, changes: Sequence[SingleChange], best: Evaluation | None
-) -> Iterator[LikelyMistake]:
+) -> Iterator[Finding]:
     """That a layout does not fit, and what does; or what it does to fit that it need not do.
 
     Args:
@@ -129,14 +113,14 @@ def in_memory(
         fix = changes[0].words(of, limit) if changes else None
         if fix is None and best is not None:
             fix = f"no single change fits; {best.layout} does: {used_text(best.memory.peak, limit)}"
-        yield LikelyMistake("does not fit", reason, fix)
+        yield Finding(kind="does not fit", message=reason, fix=fix)
         return
     for found in changes:
         later = found.evaluation
         faster = later.cost.step_seconds * SLOWER <= of.cost.step_seconds
         if found.plain and faster and fits(later.memory.peak, limit) == "yes":
             message = f"{found.kind.label} is not needed: the layout uses {used_text(of.memory.peak, limit)}"
-            yield LikelyMistake("unnecessary", message, found.words(of, limit))
+            yield Finding(kind="unnecessary", message=message, fix=found.words(of, limit))
 
 
 def _more(found: Cost, best: Cost, key: Callable[[Line], str]) -> str:
@@ -157,7 +141,7 @@ class _Lint:
         self.program: Program = evaluation.program
         self.mesh, self.layout = evaluation.program.mesh, evaluation.program.layout
 
-    def findings(self) -> Iterator[LikelyMistake]:
+    def findings(self) -> Iterator[Finding]:
         # A stage that is a program of its own does not have the work of the ends.
         apart = self.evaluation.prices.itemiser.compiler.stages(self.program) is not None
         for axis, found in repeated(self.program).items():
@@ -167,32 +151,32 @@ class _Lint:
             yield from self._indivisible(axis, found)
         for name, axis in ((name, axis) for name, axes in self.layout.items() for axis in axes):
             if self.mesh.size(axis) == 1:
-                yield LikelyMistake(
-                    "axis of one",
-                    f"{name!r} is split over {axis!r}, an axis of one device, so nothing is split",
-                    f"remove {axis!r} from the layout, or set its size to at least 2",
+                yield Finding(
+                    kind="axis of one",
+                    message=f"{name!r} is split over {axis!r}, an axis of one device, so nothing is split",
+                    fix=f"remove {axis!r} from the layout, or set its size to at least 2",
                 )
         for each in self.evaluation.undivided:
-            yield LikelyMistake("undivided storage", str(each))
+            yield Finding(kind="undivided storage", message=str(each))
         yield from self._memory()
         for message in sentences(self.program, self.hardware):
-            yield LikelyMistake("no kernel", message)
+            yield Finding(kind="no kernel", message=message)
 
-    def _work(self, axis: str, found: Repeated) -> LikelyMistake:
+    def _work(self, axis: str, found: Repeated) -> Finding:
         ways = self.mesh.size(axis)
         fix, layout = self._split_more(axis, found.dims)
         if axis not in self.layout.used:
             message = f"axis {axis!r} splits nothing, so its {ways} devices all do the same work"
-            return LikelyMistake("wasted axis", message, fix, layout)
+            return Finding(kind="wasted axis", message=message, fix=fix, layout=layout)
         where = sorted(found.flops, key=lambda s: -found.flops[s])
         most = ", ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
         alone = " (a program per stage computes this on one stage, in the same time)"
-        return LikelyMistake(
-            "repeated work",
-            f"the {ways} devices of {axis!r} repeat {100 * found.share:.0f}% of the matmuls' FLOPs: {most}"
-            f"{alone * self._staged(axis)}",
-            fix,
-            layout,
+        return Finding(
+            kind="repeated work",
+            message=f"the {ways} devices of {axis!r} repeat {100 * found.share:.0f}% of the matmuls' FLOPs: "
+            f"{most}{alone * self._staged(axis)}",
+            fix=fix,
+            layout=layout,
         )
 
     def _staged(self, axis: str) -> bool:
@@ -224,18 +208,19 @@ class _Lint:
             return None
         return found.cost.step_seconds
 
-    def _indivisible(self, axis: str, found: Repeated) -> Iterator[LikelyMistake]:
+    def _indivisible(self, axis: str, found: Repeated) -> Iterator[Finding]:
         ways = self.mesh.size(axis)
         sizes = self.model.graph.dims()
         for name, size in sorted(found.dims.items(), key=lambda item: -item[1]):
             if size > ways and size % ways and not self.layout.axes(name) and len(sizes.get(name, ())) == 1:
-                yield LikelyMistake(
-                    "indivisible",
-                    f"{name!r} has size {size}, which is not divisible by the {ways} devices of {axis!r}",
-                    f"change the size to {' or '.join(map(str, near_sizes(size, ways)))}",
+                yield Finding(
+                    kind="indivisible",
+                    message=f"{name!r} has size {size}, which is not divisible by the {ways} devices of "
+                    f"{axis!r}",
+                    fix=f"change the size to {' or '.join(map(str, near_sizes(size, ways)))}",
                 )
 
-    def _memory(self) -> Iterator[LikelyMistake]:
+    def _memory(self) -> Iterator[Finding]:
         """Variables that are held more often than once, if storing them split saves memory worth it."""
         held = repeated = 0
         for stored in self.program.variables.values():
@@ -246,11 +231,11 @@ class _Lint:
         peak = self.evaluation.memory.peak
         if repeated <= 0.25 * peak:
             return
-        yield LikelyMistake(
-            "repeated memory",
-            f"each device stores {size_text(held)} of variables and optimizer state, of which "
+        yield Finding(
+            kind="repeated memory",
+            message=f"each device stores {size_text(held)} of variables and optimizer state, of which "
             f"{size_text(repeated)} is redundant",
-            self._stored_split(peak),
+            fix=self._stored_split(peak),
         )
 
     def _stored_split(self, peak: int) -> str | None:

@@ -210,7 +210,7 @@ def run(
     each_turn: Callable[[], object] = lambda: None,
 ) -> list[list[TimingSample]]:
     """`steps` samples of every layout, in turns; `each_turn` is called between turns."""
-    fed = _zeros(model) if batch is None else batch
+    fed = zeros(model) if batch is None else batch
     total = len(chosen) * (steps + 1)
     engines = []
     try:
@@ -236,7 +236,8 @@ def run(
     return samples
 
 
-def _zeros(model: Model) -> dict[str, Any]:
+def zeros(model: Model) -> dict[str, Any]:
+    """A batch of zeros: name of an input -> array of its whole shape."""
     import numpy as np
 
     from mesh_tf_core.kernels.array_kernel import np_dtype

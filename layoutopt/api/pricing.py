@@ -7,7 +7,7 @@ priced.predicted.step_seconds, priced.fits, priced.to_frame()
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -71,7 +71,7 @@ class PricedLayout(Shown):
         return self.evaluation.reason(self.limit)
 
     @cached_property
-    def findings(self) -> list[linting.LikelyMistake]:
+    def findings(self) -> list[Finding]:
         """Likely mistakes in the layout."""
         of = self.evaluation
         return linting.lint(of.model, of, of.prices.hardware, self.options)
@@ -97,7 +97,7 @@ class PricedLayout(Shown):
             training=self.training,
             feasible=self.fits,
             reason=self.reason,
-            findings=[Finding(**asdict(found)) for found in self.findings],
+            findings=[*self.findings],
             **notes,
         )
 
@@ -151,7 +151,7 @@ class Linted(Shown):
     best: Plan | None
     fastest: Evaluation | None
     status: ProofStatus
-    findings: tuple[linting.LikelyMistake, ...]
+    findings: tuple[Finding, ...]
 
     @property
     def data(self) -> LintResult:
@@ -166,7 +166,7 @@ class Linted(Shown):
             framework=of.prices.hardware.framework,
             predicted=self.priced.predicted,
             feasible=self.priced.fits,
-            findings=[Finding(**asdict(found)) for found in self.findings],
+            findings=[*self.findings],
             best=best,
         )
 
@@ -180,7 +180,7 @@ class Linted(Shown):
 
     def to_frame(self) -> Any:
         """A pandas DataFrame with one row per finding."""
-        return table([asdict(found) for found in self.findings])
+        return table([found.model_dump() for found in self.findings])
 
     def __repr__(self) -> str:
         kinds = ", ".join(found.kind for found in self.findings) or "no likely mistake"

@@ -14,11 +14,10 @@ from layoutopt.plan.units import seconds_text, used_text
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
-    from layoutopt.analysis import lint as linting
     from layoutopt.api.pricing import PricedLayout
     from layoutopt.models.loading import Loaded
     from layoutopt.optimize.evaluation import Evaluation
-    from layoutopt.plan.results import CostLine
+    from layoutopt.plan.results import CostLine, Finding
 
 
 @grouped
@@ -100,7 +99,7 @@ def opened_lines(found: Evaluation) -> list[CostLine]:
     ]
 
 
-def show_doubts(terminal: Terminal, doubts: Sequence[linting.LikelyMistake]) -> None:
+def show_doubts(terminal: Terminal, doubts: Sequence[Finding]) -> None:
     """Likely mistakes, each with its fix."""
     for doubt in doubts:
         fix = f"; {doubt.fix}" if doubt.fix else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import statistics
 import sys
@@ -300,17 +301,9 @@ def batches(terminal: Terminal, loaded: Loaded) -> Iterator[dict[str, Any]]:
     if loaded.function("data") is not None:
         return loaded.data()
     terminal.say(f"{loaded.source} defines no data(), so the steps run on zeros")
-    return _zeros(loaded.model)
+    from layoutopt.analysis.validate import zeros
 
-
-def _zeros(model: Model) -> Iterator[dict[str, Any]]:
-    import numpy as np
-
-    from mesh_tf_core.kernels.array_kernel import np_dtype
-
-    inputs = model.graph.inputs
-    while True:
-        yield {name: np.zeros(t.shape.sizes, np_dtype(t.dtype)) for name, t in inputs.items()}
+    return itertools.repeat(zeros(loaded.model))
 
 
 def items_of(model: Model, given: GivenOptions) -> tuple[int, str]:

@@ -69,12 +69,19 @@ class CostLine(Data):
 
 
 class Finding(Data):
-    """A likely mistake of a layout, with a fix if one is known."""
+    """A likely mistake of a layout.
+
+    Attributes:
+      kind: of the list in `layoutopt.analysis.lint`.
+      message: the finding, with its size.
+      fix: the change and its predicted effect; None if nothing better is known.
+      layout: of the fix, if it is another layout.
+    """
 
     kind: str
     message: str
-    fix: str | None
-    layout: str | None
+    fix: str | None = None
+    layout: str | None = None
 
 
 class CostResult(Decided, LayoutResult):

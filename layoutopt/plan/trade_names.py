@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 
 from layoutopt.plan.decided import Decided
-from layoutopt.space.parallelism import parallelism
+from layoutopt.space.parallelism import looped, parallelism
 from layoutopt.space.undivided import storage_of
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -43,7 +43,7 @@ def _forms(model: Model, mesh: Mesh, axis: str, layout: Layout, decided: Decided
         yield f"data ({stored})" if stored else "data"
     elif stored:
         yield f"storage ({stored})"
-    loops = {b.dim.name for b in model.step_graph.blocks if b.dim is not None}
+    loops = looped(model.step_graph)
     weights = [name for name in known.weights if name not in known.experts]
     tables = {name for v in model.graph.variables.values() for name in v.shape.names}
     sequence = [name for name in known.sequence if name not in tables]

@@ -56,7 +56,6 @@ def parallelism(model: Model) -> Parallelism:
 def _parallelism(model: Model, graph: Graph) -> Parallelism:
     links = _links(graph)
     variables = Counter(n for v in graph.variables.values() if v.own_storage for n in v.shape.names)
-    counted = {b.dim.name for b in graph.blocks if b.dim is not None}
     data = _closed([model.batch_dim] if model.batch_dim else [], links)
     given = [n for t in graph.inputs.values() for n in t.shape.names]
     sequence = _closed((n for n in given if n not in data and n not in variables), links)
@@ -65,7 +64,8 @@ def _parallelism(model: Model, graph: Graph) -> Parallelism:
         for names in {t.shape.names for t in graph.tensors}
         for pair in itertools.combinations(names, 2)
     }
-    own = [n for n in sorted(variables, key=lambda n: variables[n]) if n not in {*data, *sequence, *counted}]
+    taken = {*data, *sequence, *looped(graph)}
+    own = [n for n in sorted(variables, key=lambda n: variables[n]) if n not in taken]
     unusual = {*given, *_whole(graph)}
     weights = [n for n in own if n not in unusual] or own
     experts = [
@@ -91,6 +91,11 @@ def _summed(model: Model, rows: set[str]) -> set[str]:
             sums = {*node.op.roles(*(graph.tensor(t).type for t in node.inputs)).reduced}
             found.update(*(sums & shape for shape in shapes if not shape & rows))
     return found - {n for b in graph.blocks for t in b.carry_in for n in graph.tensor(t).shape.names}
+
+
+def looped(graph: Graph) -> frozenset[str]:
+    """The dimensions that count the iterations of loops, which no axis splits but stages."""
+    return frozenset(b.dim.name for b in graph.blocks if b.dim is not None)
 
 
 def cut(graph: Graph) -> set[str]:

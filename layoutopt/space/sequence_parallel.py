@@ -25,7 +25,7 @@ from layoutopt.space.kind import (
     missing,
 )
 from layoutopt.space.option import Option
-from layoutopt.space.parallelism import cut, parallelism
+from layoutopt.space.parallelism import cut, looped, parallelism
 from layoutopt.space.splits import split_options, why_not
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import AT, ELSEWHERE, Layout
@@ -63,11 +63,11 @@ class Elsewhere(Decision):
     @classmethod
     def everything(cls, target: Target) -> dict[str, Any]:
         graph = target.model.graph
-        counted = {b.dim.name for b in graph.blocks if b.dim is not None}
         options = {
             n: [*split_options(target.mesh, sizes, set(), "mesh")] for n, sizes in graph.dims().items()
         }
-        return {"elsewhere": tuple(n for n, axes in options.items() if len(axes) > 1 and n not in counted)}
+        loops = looped(graph)
+        return {"elsewhere": tuple(n for n, axes in options.items() if len(axes) > 1 and n not in loops)}
 
     @classmethod
     def widest(cls, target: Target) -> dict[str, Any]:
@@ -88,13 +88,12 @@ class Elsewhere(Decision):
     @classmethod
     def about(cls, graph: Graph, mesh: Mesh, allowed: Space) -> Iterator[Self]:
         sizes = graph.dims()
-        counted = {b.dim.name for b in graph.blocks if b.dim is not None}
         for name in allowed.elsewhere:
             if name not in sizes:
                 raise UserError(
                     f"--elsewhere {name}: no operation has this dimension; {known_names(name, sizes)}"
                 )
-            if name in counted:
+            if name in looped(graph):
                 raise UserError(
                     f"--elsewhere {name}: {name!r} counts the layers of a loop and cannot be split "
                     f"elsewhere; remove {name!r} from --elsewhere"

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 from layoutopt.space.argument import Space, argument
 from layoutopt.space.kind import UNEQUAL, Choice, Chosen, Decision, LeftOut, Target, not_allowed
 from layoutopt.space.option import Option
+from layoutopt.space.parallelism import looped
 from layoutopt.space.undivided import first_of
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import AT, ELSEWHERE, Axes, Layout
@@ -165,7 +166,7 @@ def domains(graph: Graph, mesh: Mesh, allowed: Space) -> dict[str, tuple[Axes, .
       does not allow.
     """
     sizes = graph.dims()
-    counted = {b.dim.name for b in graph.blocks if b.dim is not None}
+    loops = looped(graph)
     used = graph.remembered(
         "used dims",
         lambda: {name for n, _ in graph.walk() for i in n.inputs for name in graph.tensor(i).shape.names},
@@ -188,7 +189,7 @@ def domains(graph: Graph, mesh: Mesh, allowed: Space) -> dict[str, tuple[Axes, .
         if name in allowed.stages:
             continue
         banned = {*forbid.get(name, ()), *apart.get(name, ()), *allowed.apart}
-        whole = name in counted or name in graph.unsplit or name not in used  # of variables nobody reads
+        whole = name in loops or name in graph.unsplit or name not in used  # of variables nobody reads
         options = [()] if whole else list(split_options(mesh, found, banned, allowed.orders))
         if name in pins:
             wanted = pins[name]
@@ -202,7 +203,7 @@ def domains(graph: Graph, mesh: Mesh, allowed: Space) -> dict[str, tuple[Axes, .
                         f"--pin {name}:{'+'.join(wanted)}: pipeline stages use these axes; pin "
                         f"{name!r} to other axes, or remove --pipeline"
                     )
-                raise UserError(why_not(name, wanted, mesh, found, name in counted, forbid.get(name, ())))
+                raise UserError(why_not(name, wanted, mesh, found, name in loops, forbid.get(name, ())))
             options = [wanted]
         out[name] = tuple(options)
     return out
@@ -227,10 +228,10 @@ def _spread(graph: Graph, dim: str) -> set[str]:
 def _uneven(target: Target) -> Iterator[str]:
     """Dimensions that an axis of fewer devices does not divide."""
     graph = target.model.graph
-    counted = {b.dim.name for b in graph.blocks if b.dim is not None}
+    loops = looped(graph)
     ways = [target.mesh.size(axis) for axis in target.axes]
     for name, sizes in graph.dims().items():
-        whole = name in counted or name in graph.unsplit
+        whole = name in loops or name in graph.unsplit
         if not whole and any(size > n and size % n for size in sizes for n in ways):
             yield name
 

@@ -30,6 +30,7 @@ from layoutopt.space import decisions as space
 from layoutopt.space.decisions import ARGUMENTS, Decisions, SearchSpace
 from layoutopt.space.kind import Decision, Target
 from layoutopt.space.microbatches import Microbatches, numbers
+from layoutopt.space.parallelism import looped
 from layoutopt.space.recompute import Recompute, counted
 from layoutopt.space.schedule import ScheduleDecision
 from layoutopt.space.sequence_parallel import Elsewhere
@@ -106,7 +107,7 @@ def _stages(target: Target, graph: Graph, rng: random.Random) -> dict[str, int |
 
 
 def _loops(target: Target, graph: Graph, rng: random.Random) -> frozenset[str]:
-    dims = {b.dim.name for b in graph.blocks if b.dim is not None}
+    dims = looped(graph)
     keep: Sequence[tuple[str, ...]] = ((), (), *SETS)
     some = {dim: [*counted(graph, dim, ("some",)), 0, 0] for dim in recomputable(graph)}
     asked = (Recomputed(dim, rng.choice(keep), rng.choice(some.get(dim, [0]))) for dim in sorted(dims))

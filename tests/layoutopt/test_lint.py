@@ -12,9 +12,10 @@ import layoutopt
 from costmodels.hardware import load_hardware
 from costmodels.hardware.model import CompilerName
 from costmodels.pricing.lines import Cost
-from layoutopt.analysis.lint import LikelyMistake, lint, slower
+from layoutopt.analysis.lint import lint, slower
 from layoutopt.importers.huggingface import from_huggingface
 from layoutopt.optimize.evaluator import evaluate
+from layoutopt.plan.results import Finding
 from layoutopt.plan.units import step_change
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -29,7 +30,7 @@ DATA = Path(__file__).parents[1] / "data"
 LOSSES = json.loads((DATA / "huggingface_losses.json").read_text())["models"]
 
 
-def findings(layout: str, mesh: str = "data:2;model:4", **hparams: object) -> list[LikelyMistake]:
+def findings(layout: str, mesh: str = "data:2;model:4", **hparams: object) -> list[Finding]:
     model, hardware = transformer(**{**WIDE, **hparams}), load_hardware("tpu-v3")
     return lint(model, evaluate(model, Mesh(mesh), Layout(layout), hardware, PLAIN), hardware, PLAIN)
 
