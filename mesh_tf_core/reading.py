@@ -77,7 +77,12 @@ def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
 
 def read_json(path: str | Path, most: int = MOST_BYTES) -> Any:
     """The value in a JSON file."""
-    found = json.loads(read_text(path, most))
+    return json_value(read_text(path, most))
+
+
+def json_value(text: str) -> Any:
+    """The value in a JSON text; RecursionError if it is deeper than readers may be."""
+    found = json.loads(text)
     check_depth(found)
     return found
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -28,7 +28,7 @@ from pydantic import (
 from costmodels.presets import hardware_names
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.faults import at_path
-from mesh_tf_core.reading import read_json, reading
+from mesh_tf_core.reading import json_value, read_text, reading
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 ChipKind = Literal["gpu", "tpu", "trainium", "cpu"]
@@ -277,7 +277,7 @@ def load_framework(text: str) -> Framework:
     """
     head, _, tail = (text, "", "") if os.path.isfile(text) else text.partition(":")
     name, _, version = (head, "", "") if os.path.isfile(head) else map(str.strip, head.partition("@"))
-    found = _preset(name) if name in framework_names() else _parsed(_content(name))
+    found = _preset(name) if name in framework_names() else _parsed(name, _text(name))
     if found.says not in (known := (found.name, *framework_names())):
         raise FrameworkError(f"framework {name!r} says {found.says!r}; {known_names(found.says, known)}")
     chosen = {VERSION: version} if version else {}
@@ -305,27 +305,39 @@ def _check(found: Framework, variant: str, option: str, text: str) -> None:
 
 @cache
 def _preset(name: str) -> Framework:
-    return _parsed(_content(name))
+    return _parsed(name, _text(name))
 
 
-def _content(name: str) -> dict[str, Any]:
-    """The content of a framework's file; one that is `like` another has all of it that it does not say."""
+def _path(name: str) -> Path:
+    return _DATA / f"{name}.json" if name in framework_names() else Path(name)
+
+
+def _text(name: str) -> str:
     if name not in framework_names() and not os.path.isfile(name):
         missing = name.endswith(".json") or len(Path(name).parts) > 1
         found = "does not exist" if missing else "is not known"
         raise FrameworkError(f"framework {name!r} {found}; {known_names(name, framework_names())}")
-    path = _DATA / f"{name}.json" if name in framework_names() else Path(name)
+    with reading(f"framework file {str(_path(name))!r}", error=FrameworkError):
+        return read_text(_path(name))
+
+
+def _content(name: str, text: str) -> dict[str, Any]:
+    """The content of a framework's file; one that is `like` another has all of it that it does not say."""
+    path = _path(name)
     with reading(f"framework file {str(path)!r}", error=FrameworkError):
-        content = read_json(path)
+        content = json_value(text)
     if not isinstance(content, dict):
         raise FrameworkError(f"framework file {str(path)!r} is not a JSON object")
     like = content.pop("like", None)
     own = content.get("name", name) if like is None or path.parent == _DATA else None
     content = {**({} if own is None else {"says": own}), **content}
-    return content if like is None else merged(_content(str(like)), content)
+    return content if like is None else merged(_content(str(like), _text(str(like))), content)
 
 
-def _parsed(content: dict[str, Any]) -> Framework:
+# Prices ask for a framework again and again; a file that was written again has another text.
+@lru_cache
+def _parsed(name: str, text: str) -> Framework:
+    content = _content(name, text)
     try:
         return Framework.model_validate(content)
     except ValidationError as error:

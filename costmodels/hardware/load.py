@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,8 @@ def read_hardware(path: Path, settings: Sequence[str] = (), framework: str | Non
     from costmodels.hardware.schema import read
 
     with reading(f"hardware file {str(path)!r}", error=HardwareError):
-        content = _described(read_json(path), path, framework)
+        found = _shipped(path.stem) if path.parent == PRESETS else read_json(path)
+        content = _described(found, path, framework)
     hardware, faults = read(content)
     if hardware is not None and settings:
         hardware, faults = read(changed(content, settings))
@@ -150,9 +151,14 @@ def preset_content(name: str) -> dict[str, Any]:
     """The parsed file of a preset under the default framework, from which a calibration starts (a copy)."""
     if name not in hardware_names():
         raise HardwareError(f"hardware {name!r} is not known; {_known(name)}")
-    path = PRESETS / f"{name}.json"
-    content: dict[str, Any] = _described(read_json(path), path, None)
-    return content
+    content: dict[str, Any] = _described(_shipped(name), PRESETS / f"{name}.json", None)
+    return deepcopy(content)
+
+
+@cache
+def _shipped(name: str) -> Any:
+    """The parsed file of a preset; nobody changes it."""
+    return read_json(PRESETS / f"{name}.json")
 
 
 def _described(content: Any, path: Path, framework: str | None) -> Any:
@@ -175,7 +181,7 @@ def _described(content: Any, path: Path, framework: str | None) -> Any:
             f'hardware file {str(path)!r} is "like" {like!r}, but has no name of its own; add "name"'
         )
     else:
-        base = read_json(PRESETS / f"{like}.json")
+        base = _shipped(like)
     software = load_framework(framework or str(own.pop("framework", base.get("framework", DEFAULT))))
     kind, chips = base.get("kind"), [str(base.get("name")), str(own.get("name"))]
     if kind in KINDS and kind not in software.kinds:
@@ -191,7 +197,7 @@ def _described(content: Any, path: Path, framework: str | None) -> Any:
     if "compiler" not in base:
         for overlay in software.overlays():
             for _, part in overlay.parts(str(kind), chips):
-                base = merged(base, deepcopy(part))  # frameworks are read once, for all who ask
+                base = merged(base, part)
     return {**merged(base, own), "framework": software.text}
 
 
@@ -216,7 +222,7 @@ def numbers_of(preset: str, framework: Framework) -> list[OverlaidNumber]:
     """The numbers that a preset has from a framework and its options; HardwareError if it has none."""
     kind = preset_content(preset)["kind"]
     load_hardware(preset, framework.text)
-    return framework.taken(kind, (read_json(PRESETS / f"{preset}.json").get("like", ""), preset))
+    return framework.taken(kind, (_shipped(preset).get("like", ""), preset))
 
 
 def profile_of(content: Mapping[str, Any], path: Path) -> Hardware:

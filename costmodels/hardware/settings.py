@@ -6,6 +6,7 @@ Such a text is a name like any other: plans keep it, and whoever reads one again
 import os
 import re
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from datetime import UTC, datetime
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -35,7 +36,7 @@ def split_name(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def changed(content: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    """The content of a hardware file with numbers set; `content` is changed, and named after them.
+    """A copy of the content of a hardware file with numbers set, named after them.
 
     Args:
       settings: "key=value" each: a number's path, or the end of one; a value with its unit.
@@ -43,6 +44,7 @@ def changed(content: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     Raises:
       HardwareError: no such number, several of that name, or no value.
     """
+    content = deepcopy(content)
     for setting in settings:
         key, _, value = (part.strip() for part in setting.partition("="))
         found = _VALUE.fullmatch(value)
