@@ -26,6 +26,7 @@ from tests.marks import by_day
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", by_day([12, 1]))
+@pytest.mark.nightly
 def test_a_profile_of_this_machine(
     run: Callable[..., Result], result: Callable[..., dict[str, Any]], tmp_path: Path, every: int
 ) -> None:

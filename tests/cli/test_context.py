@@ -80,6 +80,7 @@ def test_a_search_picks(result: Callable[..., dict[str, Any]]) -> None:
     assert plan["predicted"]["step_seconds"] == pytest.approx(alone[best])
 
 
+@pytest.mark.nightly
 def test_a_plan_says_it(
     run: Callable[..., Result], result: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -125,6 +125,7 @@ def test_like_a_plan_is_its_search_again(run: Callable[..., Result], folder: Pat
         assert one.allowed == other.allowed != SearchSpace()
 
 
+@pytest.mark.nightly
 def test_what_is_typed_counts_more_than_a_plan(run: Callable[..., Result], folder: Path) -> None:
     first = folder / "plan.json"
     assert run("search", "model.py", "--target", "pod", "--out", str(first)).exit_code == 0

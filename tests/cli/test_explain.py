@@ -118,6 +118,7 @@ def test_the_other_layout_is_priced_with_the_plans_options_too(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_what_was_found_goes_into_the_plan_and_its_report(
     result: Callable[..., dict[str, Any]], run: Callable[..., Result], plan_file: Path, tmp_path: Path
 ) -> None:

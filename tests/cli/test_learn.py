@@ -136,6 +136,7 @@ def test_the_framework_that_it_begins_with_is_not_written_over(run: RunCommand, 
     assert done.exit_code == 2 and "would overwrite a file that this command reads" in done.stderr
 
 
+@pytest.mark.nightly
 def test_runs_that_ship_well_change_nothing(run: RunCommand, tmp_path: Path) -> None:
     seconds = [s * (0.97 if n % 2 else 1.03) for n, s in enumerate(predicted(4))]
     runs, out = table(tmp_path / "runs.csv", seconds), tmp_path / "mine.json"
@@ -167,6 +168,7 @@ def test_every_framework_learns_with_every_option_chosen(framework: str, tmp_pat
             assert found[each.name] == pytest.approx(each.after, rel=1e-3), (text, each.name)
 
 
+@pytest.mark.nightly
 def test_equal_layouts_are_one(
     run: RunCommand, result: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ def test_what_it_refuses(run: Callable[..., Result]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
 def test_a_replica_that_waits_ends_at_once(number: int, tmp_path: Path) -> None:
     """Alone, with an hour's patience, and a stray state beside; what it did is saved, and goes on."""
     where, saved = tmp_path / "run", tmp_path / "saved"

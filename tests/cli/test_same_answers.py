@@ -68,6 +68,7 @@ def test_cost(printed: Callable[..., Any], model: mtf.Model) -> None:
     assert not found.fits and found.findings
 
 
+@pytest.mark.nightly
 def test_lint(printed: Callable[..., Any], model: mtf.Model) -> None:
     found = layoutopt.lint(model, MESH, "batch:data", "tpu-v3")
     assert printed("lint", MLP, "--mesh", MESH, "--layout", "batch:data", "--hardware", "tpu-v3") == said(

@@ -79,6 +79,7 @@ def test_what_is_next_for_another_machine(run: Callable[..., Result], tmp_path: 
     assert f"next: layoutopt explain {out}; report and export" in done.stderr
 
 
+@pytest.mark.nightly
 def test_what_is_next_names_a_model_that_its_plan_may_not(run: Callable[..., Result], tmp_path: Path) -> None:
     """Of another function than model(), and of one that is not below the current folder."""
     text = Path("examples/mlp.py").read_text(encoding="utf-8")
@@ -94,6 +95,7 @@ def test_what_is_next_names_a_model_that_its_plan_may_not(run: Callable[..., Res
         assert run("explain", out, "--model", source).exit_code == 0
 
 
+@pytest.mark.nightly
 def test_a_model_that_has_changed_in_other_ways(
     plan_file: Path, tmp_path: Path, refused: Callable[..., str]
 ) -> None:

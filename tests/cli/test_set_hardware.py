@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import Result
 
 SMALL = ["examples/mlp.py", "--mesh", "data:16", "--set", "batch=64"]
@@ -37,6 +38,7 @@ def test_the_machine_is_shown_with_it(run: Callable[..., Result]) -> None:
     assert "100 GB/s" in done.stdout and "set by the user" in done.stdout
 
 
+@pytest.mark.nightly
 def test_a_plan_priced_on_other_hardware_than_its_own_says_so(
     result: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

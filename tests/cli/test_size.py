@@ -38,6 +38,7 @@ def test_the_json_is_the_contracts(result: Callable[..., dict[str, Any]]) -> Non
     assert found["best"]["money"] == pytest.approx(1.2 * found["best"]["chip_hours"])
 
 
+@pytest.mark.nightly
 def test_times_say_how_sure(run: Callable[..., Result], result: Callable[..., dict[str, Any]]) -> None:
     """Per hardware: of v5e runs of this kind were compared, of v6e none, whatever its compiler says."""
     asked = (*ASKED, "--candidates", "1", "--sizes", "200k:200k", "--hardware", "tpu-v6e", "--every")

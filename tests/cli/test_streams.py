@@ -67,6 +67,7 @@ def test_no_colour_in_pipes_or_where_it_is_not_wanted(
     assert not re.search(r"\x1b\[[\d;]*3\dm", process("hardware", "tpu-v2").stdout)
 
 
+@pytest.mark.nightly
 def test_works_from_another_folder(process: Process, tmp_path: Path) -> None:
     assert process("init", cwd=tmp_path).stdout == "model.py\n"
     done = process("cost", "model.py", "--mesh", "data:2", "--layout", "batch:data", "--json", cwd=tmp_path)
@@ -131,6 +132,7 @@ def test_help_has_examples_that_parse(name: str) -> None:
     assert command.help and all(p.help for p in command.params)
 
 
+@pytest.mark.nightly
 def test_a_reader_that_leaves_does_not_take_the_plan_along(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     search = f"{shlex.quote(COMMAND)} search examples/mlp.py --mesh data:2 --microbatches 1 -q"

@@ -72,6 +72,7 @@ def test_progress_is_drawn_on_terminals_only() -> None:
     assert out.startswith("{")
 
 
+@pytest.mark.nightly
 def test_no_color_is_obeyed() -> None:
     _, shown = on_a_terminal(SEARCH, NO_COLOR="1")
     assert "searching" in shown

@@ -48,6 +48,7 @@ def test_training_resumes_under_another_layout(result: Callable[..., dict[str, A
     assert (again["first_step"], again["steps"], again["loss"]) == (6, 6, [])
 
 
+@pytest.mark.nightly
 def test_a_long_training_keeps_two_numbers_a_step(
     result: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,6 +75,7 @@ def test_a_long_training_keeps_two_numbers_a_step(
     assert (held[last] - held[first]) / (last - first) < 40
 
 
+@pytest.mark.nightly
 def test_what_was_evaluated_after_the_last_step_is_not_evaluated_again(
     result: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

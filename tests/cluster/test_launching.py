@@ -132,6 +132,7 @@ def test_wrong_input_is_not_tried_again(
     assert len(said) == 1  # worker 0 has shown it
 
 
+@pytest.mark.nightly
 def test_the_others_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "SETTLE", 0.0)
     monkeypatch.chdir(ROOT)

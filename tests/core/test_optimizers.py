@@ -264,6 +264,7 @@ def trained(moments: str, layout: str, stage: int) -> tuple[list[float], int, in
     ("layout", "stage"), [("batch:x;d_ff:y", 1), ("d_model:x;vocab:y", 0), ("batch:x+y", 3)]
 )
 @pytest.mark.one_in(3)
+@pytest.mark.nightly
 def test_eight_bits_of_averages(layout: str, stage: int) -> None:
     """A byte an element and a number a row, split as the variable is; losses as in float32."""
     alone, split = trained("int8", "", 0), trained("int8", layout, stage)

@@ -102,6 +102,7 @@ print(LockstepEngine(program).step({{}})["y"].tobytes().hex())
 """
 
 
+@pytest.mark.nightly
 def test_random_numbers_do_not_depend_on_layout_or_hash_seed() -> None:
     """Its own differ by layout and by Python's hash seed, even when seeded."""
     seen = set()

@@ -124,12 +124,14 @@ def bypasses(tree: ast.AST) -> Iterator[str]:
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            called, said = ast.unparse(node.func), ast.unparse(node)
+            called = ast.unparse(node.func)
             owner, _, way = called.rpartition(".")
             path = bool(node.args) and isinstance(node.args[0], PATHS.get(way, ()))
             reads = called in WHOLE or (owner and way in METHODS) or (way in PATHS and path)
-            data = "resources.files" in said or "__file__" in owner or owner in packaged
-            if reads and not data and not any(word in said for word in NOT_READ):
+            if not reads or "__file__" in owner or owner in packaged:
+                continue
+            said = ast.unparse(node)
+            if not any(word in said for word in ("resources.files", *NOT_READ)):
                 yield f"line {node.lineno}: {said[:80]}"
 
 

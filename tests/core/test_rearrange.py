@@ -56,6 +56,7 @@ def test_gathered_where_that_is_cheaper() -> None:
 
 
 @given(st.data())
+@pytest.mark.nightly
 def test_runs_cover_the_result_and_rounds_are_permutations(data: st.DataObject) -> None:
     pieces = data.draw(st.integers(2, 8))
     sizes = [pieces * data.draw(st.integers(1, 5)) for _ in range(data.draw(st.integers(1, 3)))]

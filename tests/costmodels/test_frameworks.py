@@ -273,6 +273,7 @@ def test_exchanges_are_hidden_whole_by_dualpipes_trainer_alone() -> None:
                 assert float(number.value) < 1, (name, number.option)
 
 
+@pytest.mark.nightly
 def test_what_is_shown_of_a_chip_is_what_it_has() -> None:
     """`frameworks NAME --hardware CHIP`, of all that runs on it: each number once, as predictions take it."""
     for name, chip in itertools.product(framework_names(), CHIPS):

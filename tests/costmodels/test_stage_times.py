@@ -101,6 +101,7 @@ def test_a_program_for_each_stage_takes_no_longer_than_one_for_all(schedule: str
 
 
 @pytest.mark.parametrize("schedule", sorted({*NAMES} - {*ONE_WAY}))
+@pytest.mark.nightly
 def test_orders_that_only_programs_for_each_stage_have(schedule: str) -> None:
     """The first stage is also the last one, and has the layers of two in DualPipe; it works on its own part
     of all microbatches at least."""

@@ -43,6 +43,7 @@ def test_natural_placement(name: str, mesh: str, words: str) -> None:
     st.sampled_from(hardware_names()),
     st.lists(st.integers(min_value=1, max_value=40), min_size=1, max_size=3),
 )
+@pytest.mark.nightly
 def test_any_mesh_gets_a_placement_and_always_the_same(name: str, sizes: list[int]) -> None:
     mesh = Mesh([(f"axis{i}", n) for i, n in enumerate(sizes)])
     placement = place(load_hardware(name), mesh)

@@ -66,6 +66,7 @@ def test_a_pipeline_equals_lockstep(schedule: str) -> None:
     assert local.communication_bytes == pytest.approx(program.communication_bytes(), 1e-12)
 
 
+@pytest.mark.nightly
 def test_replicas_equal_lockstep() -> None:
     found = []
     for engine in ("local", "lockstep"):
@@ -174,6 +175,7 @@ def test_steps_and_compile_time():
     assert many.compile_seconds > 0
 
 
+@pytest.mark.nightly
 def test_same_seed_same_numbers():
     program = language_model("a:2", "batch:a", dropout=0.1, optimizer="sgd")
     engines = [open_engine(program) for _ in range(2)]

@@ -57,6 +57,7 @@ def compare(engine: Any) -> None:
         np.testing.assert_allclose(value, expected[name], rtol=1e-3, atol=1e-3, err_msg=name)
 
 
+@pytest.mark.nightly
 def test_on_the_local_engine(devices: Any) -> None:
     from mesh_tf_core.engines.tf.local import TfLocalEngine
 

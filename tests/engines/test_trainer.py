@@ -113,6 +113,7 @@ def test_data_that_knows_its_place_is_set_there(tmp_path: Path) -> None:
     assert losses(trainer().fit(counted, 7, tmp_path)) == losses(run.fit(Placed(), 7))[-1:]
 
 
+@pytest.mark.nightly
 def test_the_same_seed_gives_the_same_numbers() -> None:
     runs = [trainer("both") for _ in range(2)]
     assert runs[0].fit(batches(), 4) == runs[1].fit(batches(), 4)

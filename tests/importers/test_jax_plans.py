@@ -91,6 +91,7 @@ def test_a_pair_whose_auxiliary_has_no_arrays_is_given_back(runs: Any) -> None:
 # -- refusals ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_no_search_splits_what_shardings_cannot() -> None:
     model, _ = imported("scanned transformer")
     plan = search(model, mesh="data:2;model:2", hardware="tpu-v3")

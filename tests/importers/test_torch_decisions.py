@@ -113,6 +113,7 @@ COMBINING = {
     "family", [pytest.param(name, marks=[pytest.mark.nightly] * (name != "mixtral")) for name in MIXTURES]
 )
 @pytest.mark.one_in(2)
+@pytest.mark.nightly
 def test_a_mixture_is_that_of_its_configuration(family: str, tmp_path: Path) -> None:
     """Its layout, and its time within the forms of single operations, which at this size is that of their
     launches: a module makes tables of positions once, the described model in each layer."""

@@ -60,6 +60,7 @@ def test_numbers_of_a_split_batch(name: str) -> None:
     assert len([n for n, _ in model.graph.walk() if n.body is not None]) == (4 if name == "LSTM" else 8)
 
 
+@pytest.mark.nightly
 def test_a_plan_says_where_its_weights_lie() -> None:
     module, batch = made("LSTM", 16)
     model = layoutopt.from_torch(module, batch)

@@ -76,6 +76,7 @@ def with_memory(usable: float) -> Hardware:
 
 @pytest.mark.parametrize("name", by_day(QUESTIONS))
 @pytest.mark.one_in(2)
+@pytest.mark.nightly
 def test_what_barely_fits_has_a_remedy_that_helps(name: str) -> None:
     """The fastest layout with headroom is offered, and a search with the advised limit finds it."""
     model, asked = EXAMPLES[QUESTIONS[name][0]](), QUESTIONS[name][1]
@@ -104,6 +105,7 @@ def test_no_remedy_is_advised_that_nothing_fits() -> None:
 
 
 @pytest.mark.parametrize("tie", by_day([0.5, alternatives.TIE]))
+@pytest.mark.nightly
 def test_half_the_memory_is_offered_where_it_takes_no_longer(
     tie: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +171,7 @@ def test_a_name_fits_not_only_where_all_of_it_was_searched(
     assert all("not every layout of this name" in (a.reason or "") for a in found if a.feasible is None)
 
 
+@pytest.mark.nightly
 def test_a_name_is_tried_with_the_most_microbatches_that_it_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     model = EXAMPLES["transformer"]()
     numbers = (1, model.examples // 2, model.examples)  # a device has no example of the last ones
@@ -198,6 +201,7 @@ def test_what_stands_beside_an_answer_does_not_take_for_ever(monkeypatch: pytest
     assert [n for n in plan.data.notes if "the searches of some named layouts reached their time limit" in n]
 
 
+@pytest.mark.nightly
 def test_with_time_all_are_there() -> None:
     plan = search(EXAMPLES["mlp"](), mesh="x:2", hardware=V3)
     assert {a.name for a in plan.alternatives} >= set(HEURISTICS)
@@ -257,6 +261,7 @@ def test_splits_without_stages_recompute_no_ticks(schedule: str) -> None:
     assert evaluate(model, mesh, layout, load_hardware("tpu-v3"), options).memory.peak
 
 
+@pytest.mark.nightly
 def test_greedy_has_the_microbatches_it_was_searched_with() -> None:
     model = EXAMPLES["mlp"]()
     plan = search(model, mesh="x:2;y:2", hardware=V3, microbatches=(4,))

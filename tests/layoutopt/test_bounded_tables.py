@@ -170,6 +170,7 @@ def test_no_table_is_made_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> 
             assert found.solver.bound <= proven.solver.objective <= found.solver.objective
 
 
+@pytest.mark.nightly
 def test_tables_are_counted_where_few_kinds_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clusters know of kinds that a question does not allow; whatever stays whole, no bound is too high."""
     on: dict[str, Any] = {

@@ -49,6 +49,7 @@ def test_a_group_ends_where_the_error_tells_layouts_apart(error: float | None, g
     assert {each.error for each in found} == {error}
 
 
+@pytest.mark.nightly
 def test_candidates_fit_are_unlike_and_begin_with_the_answer() -> None:
     small = transformer(layers=2, d_model=16, d_kv=4, heads=4, d_ff=32, vocab=16, batch=16, length=8)
     asked = {"storage": ("layout", "zero3"), "microbatches": (1,)}

@@ -36,6 +36,7 @@ def chosen(machine: Hardware) -> Plan:
     return choose_replicas(build, MESH, WAYS, machine, **FEW)
 
 
+@pytest.mark.nightly
 def test_the_fastest_way_is_the_plan(chosen: Plan, machine: Hardware) -> None:
     ways = chosen.data.details.ways
     assert ways is not None and [w.status for w in ways.compared] == ["OPTIMAL"] * 3
@@ -93,6 +94,7 @@ def test_a_way_for_every_value() -> None:
             list(ways_of([said], mesh, machine))
 
 
+@pytest.mark.nightly
 def test_searched_values_are_those_that_enumeration_finds(machine: Hardware) -> None:
     plan = choose_replicas(build, MESH, ["never", "sites:period=10/30,bits=32/8"], machine, **FEW)
     asked = [None] + [f"sites:period={h},bits={b}" for h in (10, 30) for b in (32, 8)]

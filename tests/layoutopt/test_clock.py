@@ -185,6 +185,7 @@ def test_other_threads_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("first", [700, 0, 10**6])
+@pytest.mark.nightly
 def test_garbage_is_looked_for_as_before(first: int) -> None:
     before = gc.get_threshold()
     try:

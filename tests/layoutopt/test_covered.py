@@ -114,6 +114,7 @@ def test_a_plan_carries_it() -> None:
     assert parse_plan(older).data.space is None
 
 
+@pytest.mark.nightly
 def test_meshes_are_said() -> None:
     given = search(EXAMPLES["mlp"](), mesh="x:4", hardware="tpu-v3", microbatches=(1,))
     free = search(EXAMPLES["mlp"](), devices=4, max_axes=1, hardware="tpu-v3", microbatches=(1,))
@@ -152,6 +153,7 @@ def test_the_space_is_that_of_all_meshes_not_of_the_best_one() -> None:
     )
 
 
+@pytest.mark.nightly
 def test_a_plan_whose_mesh_has_no_pipeline_is_explained() -> None:
     model = transformer(**{**SMALL, "layers": 2, "batch": 65536})
     asked: dict[str, Any] = {"storage": "layout", "recompute": (False,), "microbatches": (2,)}

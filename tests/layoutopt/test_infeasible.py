@@ -79,6 +79,7 @@ def plan(model: mtf.Model) -> Plan:
 
 
 @pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.nightly
 def test_where_no_single_change_helps_all_are_made_and_the_needless_are_not(
     model: mtf.Model, pinned: bool
 ) -> None:

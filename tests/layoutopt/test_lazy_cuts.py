@@ -96,6 +96,7 @@ MODELS: dict[str, Callable[[], mtf.Model]] = {
 }
 
 
+@pytest.mark.nightly
 def test_a_cut_about_a_transformer_holds_for_others() -> None:
     """Rows do not count the piece that a gradient is scattered to while all of it is there."""
     scattered = {"storage": ("zero2", "zero3"), "recompute": (True,)}
