@@ -101,6 +101,7 @@ class Block:
         pipeline, or replicas. It carries nothing. An iteration's part of a stack has one element, or several:
         then it keeps a first dimension for them.
       halves: f and g of a reversible body; backward recomputes its inputs from its outputs.
+      parts: the same loop in parts, in the order in which they run, where these save or read other values.
     """
 
     id: int
@@ -124,6 +125,7 @@ class Block:
     saved: dict[int, int] = field(default_factory=dict)
     captured: dict[int, int] = field(default_factory=dict)
     halves: tuple[Half, ...] = ()
+    parts: tuple[Block, ...] = ()
 
     def walk(self, times: int = 1) -> Iterator[tuple[Node, int]]:
         """Every node once, including nodes of inner loops, with the number of its runs."""

@@ -52,3 +52,11 @@ class Scan(Connection, abstract=True):
     """A loop over a stacked dimension; the node's body defines an iteration."""
 
     dim: Dim
+
+
+@dataclass(frozen=True)
+class Known(Connection, abstract=True):
+    """A tensor that is there, under another name; with `loads`, on the device, if it lay on its host."""
+
+    free: ClassVar[bool] = True
+    loads: bool = False

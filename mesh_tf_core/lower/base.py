@@ -14,8 +14,8 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import Input, Local, Program, ReadVariable, Stored, WriteVariable
-from mesh_tf_core.ir.structure import Assign, Connection, Feed, Read, Scan
+from mesh_tf_core.ir.program import Input, Local, Origin, Program, ReadVariable, Stored, WriteVariable
+from mesh_tf_core.ir.structure import Assign, Connection, Feed, Known, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import ContextParallel
 from mesh_tf_core.lower.loops import Loops
@@ -30,6 +30,7 @@ from mesh_tf_core.lower.nodes import (
 )
 from mesh_tf_core.lower.options import DEFAULT, Options
 from mesh_tf_core.lower.oracle import Oracle
+from mesh_tf_core.lower.recomputed import recomputed
 from mesh_tf_core.lower.storage import BACKWARD, FORWARD, GRADIENT, UPDATE, VARIABLE
 from mesh_tf_core.lower.subgraph import GraphPart
 from mesh_tf_core.ops.basic import AddN, Cast
@@ -54,6 +55,7 @@ class Lowering(Loops):
         part: GraphPart | None = None,
         results: Collection[Tensor] = (),
     ) -> None:
+        part = part or GraphPart(recomputed(graph, options.recompute).root)
         super().__init__(graph, oracle, options.recompute, part)
         # The results of a part are all that it makes, whether anything reads them or not.
         self.returned = frozenset(t.id for t in results if not self.part.alone)
@@ -63,8 +65,13 @@ class Lowering(Loops):
 
     def node(self, node: Node) -> None:
         """Lowers one node in the layout at its path; the update of a variable in that of its state."""
+        if isinstance(node.op, Known):
+            self.origin = Origin(node.index, node.scope, node.phase)
+            (tensor,), (name,) = node.inputs, node.outputs
+            self.env[name] = self.value_of(tensor) if node.op.loads else self.lying(tensor)
+            return
         plan = plan_of(node, self.graph)
-        self.origin = plan.again if self.run else plan.first
+        self.origin = plan.again if node.phase == Phase.RECOMPUTE else plan.first
         around = self.layout
         self.lay_out(self._layout_of(node, plan))
         try:
@@ -144,7 +151,7 @@ class Lowering(Loops):
         if dtype is None:
             return master
         self.masters[v.tensor] = master
-        if self.run:
+        if self.part.again:
             plain = TensorType(self.plain_type(v).shape, dtype)
             return self.new(plain, self.natural(plain.shape), (), v.tensor)
         half = self.new(TensorType(v.shape, dtype), v.splits, (), v.tensor)
@@ -217,10 +224,11 @@ class Lowering(Loops):
         dead what would be done for it.)"""
         if tensor < 0 or tensor in self.returned:
             return False
-        block = self.graph.blocks[self.graph.tensor(tensor).block]
-        if tensor in self.remat.left(block, self.run):
-            return False
-        leaving = (*block.carry_out, *(i for i, _ in (*block.stacked, *block.summed)))
+        block, left = self.body, set(self.body.saved)
+        if self.part.alone:
+            block = self.graph.blocks[self.graph.tensor(tensor).block]
+            left = {*self.remat.left(block, self.part.again)}
+        leaving = (*block.carry_out, *left, *(i for i, _ in (*block.stacked, *block.summed)))
         return tensor not in leaving and not any(tensor in node.inputs for node in block.nodes)
 
     def _partial(self, names: Sequence[str]) -> Axes:
@@ -262,7 +270,7 @@ def lower_base(
     state = Lowering(graph, oracle, options, part, (results or {}).values())
     state.nodes(state.part.root)
     for tensor, id in state.env.items():
-        if state.values[id].tensor != tensor:
+        if tensor >= 0 and state.values[id].tensor != tensor:
             state.values[id] = state.values[id].of(tensor)
     state.env.update(state.masters)
     if state.part.alone:

@@ -1,10 +1,11 @@
-"""Base lowering of loops: bodies, and values that cross their border."""
+"""Base lowering of loops: bodies, and the values that cross their border, on the devices or their hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.blocks import Block, Node
@@ -14,38 +15,54 @@ from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import AllReduce, Carry, Instr, Local, Loop, Origin, Result, Sliced
 from mesh_tf_core.ir.scopes import having
-from mesh_tf_core.lower.rematerialization import Rematerialization, rematerialization
-from mesh_tf_core.lower.saving import Saving
-from mesh_tf_core.lower.storage import BACKWARD, GRADIENT, UPDATE
-from mesh_tf_core.lower.subgraph import Twin
+from mesh_tf_core.lower.oracle import Oracle
+from mesh_tf_core.lower.placement import check_counted
+from mesh_tf_core.lower.placing import Placing
+from mesh_tf_core.lower.remat_policy import Policies
+from mesh_tf_core.lower.rematerialization import rematerialization
+from mesh_tf_core.lower.storage import BACKWARD, GRADIENT, SAVED, UPDATE
+from mesh_tf_core.lower.subgraph import GraphPart, Twin
 from mesh_tf_core.ops.basic import AddN
 from mesh_tf_core.ops.stages import JoinedParts, PartsInPlace, StageNumbers, StagePart, StageStack, StageTerm
+from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.residuals import several
 from mesh_tf_core.tracing.stage_layers import loop_name
 
 
-class Loops(Saving):
-    """Lowers the loops, and blocks of nodes, of one lowering."""
+class Loops(Placing):
+    """Lowers the loops, and blocks of nodes, of one lowering.
+
+    Attributes:
+      body: the block whose nodes are being lowered.
+      before: values in each part of a loop.
+      remat: the loops that backward recomputes, and the values that they keep.
+    """
+
+    def __init__(self, graph: Graph, oracle: Oracle, recompute: Policies, part: GraphPart) -> None:
+        super().__init__(graph, oracle, part)
+        self.body, self.before = part.root, list[dict[int, int]]()
+        self.remat = rematerialization(graph, recompute, part.unread)
+
+    def node(self, node: Node) -> None:
+        """Lowers a node."""
+        raise NotImplementedError
 
     def scan(self, node: Node) -> None:
-        block, origin, around = node.body, self.origin, (self.remat, self._kept)
+        block, origin = node.body, self.origin
         assert block is not None and block.dim is not None
         init: Sequence[int] = [self.to_natural(self.value_of(i)) for i in node.inputs]
-        parts = self._alike(self.graph.blocks[block.id])
-        if len(parts) < 2 and parts[0][1] == block.dim.size:
-            self._loop(node, block, init, block.begin)
+        if not block.parts:
+            self._loop(node, block, init)
             return
         stacks, sums = ([o for _, o in pairs] for pairs in (block.stacked, block.summed))
         made: dict[int, list[tuple[int, int]]] = {o: [] for o in (*stacks, *sums)}
-        for offset, size, how in parts:
-            self.origin, self.remat, self._kept = origin, how, self._parts.setdefault(how, {})
-            part = replace(block, dim=Dim(block.dim.name, size))
-            init = self._loop(node, part, init, offset)
+        for part in block.parts:
+            self.origin = origin
+            init = self._loop(node, part, init)
             for o, values in made.items():
-                values.append((offset, self.env[o]))
+                values.append((part.begin or 0, self.env[o]))
             self.before.append(dict(self.env) if self.part.alone else {})
-        self.remat, self._kept = around
-        for o, values in made.items() if len(parts) > 1 else ():
+        for o, values in made.items() if len(block.parts) > 1 else ():
             pieces, v = [value for _, value in sorted(values)], self.values[values[0][1]]
             op: Op = AddN() if o in sums else JoinedParts(block.dim.name)
             if o in stacks and v.shape.sizes[0] == self.graph.tensor(o).shape.sizes[0]:
@@ -54,30 +71,12 @@ class Loops(Saving):
             self.env[o] = self.new(type, v.splits, v.partial, o)
             self.emit(Local(tuple(pieces), (self.env[o],), origin, op))
 
-    def _alike(self, block: Block) -> Sequence[tuple[int, int, Rematerialization]]:
-        """A loop's iterations in parts that are recomputed alike: first element, number, and how. A second
-        run is of those that have one."""
-        name, size = loop_name(block.forward or block, self.graph), block.dim.size if block.dim else 0
-        asked = {each for each in self.recompute if each.only and each.dim == name}
-        if not asked or not self.remat.again(block.forward or block):
-            return ((0, size, self.remat),)
-        (count,), rest = (each.only for each in asked), self.recompute - asked
-        again, once = (
-            rematerialization(self.graph, each, self.part.unread)
-            for each in (rest | {each.whole for each in asked}, rest)
-        )
-        parts = (0, count, again), (count, size - count, once)
-        return parts[:1] if self.run else parts[::-1] if block.reverse else parts
-
-    def _loop(
-        self, node: Node, block: Block, init: Sequence[int], offset: int | None = None
-    ) -> Sequence[int]:
-        """Lowers a loop, or a part of it from `offset` on; its last state."""
+    def _loop(self, node: Node, block: Block, init: Sequence[int]) -> Sequence[int]:
+        """Lowers a loop, or a part of it; its last state."""
         origin = self.origin
         assert block.dim is not None
         over, whole = self._over(block), self.graph.blocks[block.id]
         first = None if block.first is None else self.value_of(block.first)
-        self._bring(block)
         with self.block() as code:
             with self.inside(over):
                 index = self.new(self.graph.tensor(block.index).type, ())  # type: ignore[arg-type]
@@ -87,22 +86,22 @@ class Loops(Saving):
                     v = self.values[start]
                     self.env[tensor] = self.like(v, v.splits)
                     carry_in.append(self.env[tensor])
-                sliced = self._sliced(block)
+                sliced = [self._part(self.lying(outer), inner) for outer, inner in block.sliced]
+                sliced += self._masters(block) if block.spread else ()
                 runs = None if block.runs is None else self.value_of(block.runs)
                 self.nodes(block)
                 carry_out = [self.to_natural(self.value_of(t)) for t in block.carry_out]
             finals = [self._outer(v, None) for v in carry_in]
-            sums, pairs = self._read_again(block.summed, block), self._read_again(block.stacked, block)
-            stacked = [self._result(inner, outer, block) for inner, outer in pairs]
-            stacked += self._saved(block, whole, node)
-            summed = [self._result(inner, outer, None) for inner, outer in sums]
+            stacked = [self._result(inner, outer, block) for inner, outer in block.stacked]
+            stacked += self._saved(block, node)
+            summed = [self._result(inner, outer, None) for inner, outer in block.summed]
             behind = list[Instr]()
             if not over:
                 summed, behind = self._stacked_after(summed, {*carry_out, *(r.inner for r in stacked)})
         body = tuple(code)
         if over:
             self._spread(block, over, origin, index, sliced, body, stacked, summed)
-            for _, total in sums if self.layout.elsewhere else ():
+            for _, total in block.summed if self.layout.elsewhere else ():
                 if total not in self.graph.gradient_of:  # which may lie as its variable's state
                     self.env[total] = self.to_natural(self.env[total])
             return ()
@@ -114,7 +113,7 @@ class Loops(Saving):
         crossing = carried, tuple(sliced), tuple(stacked), tuple(summed)
         undecided = whole.runs is not None and runs is None
         made = Loop((), (), origin, block.dim, block.reverse, index, *crossing, body, runs, block.branch)
-        self.emit(made.remade(first=first, undecided=undecided, offset=offset))
+        self.emit(made.remade(first=first, undecided=undecided, offset=block.begin))
         self.code.extend(behind)
         return finals
 
@@ -190,35 +189,10 @@ class Loops(Saving):
         self.code[:] = code[::-1]
         return found, after
 
-    def _sliced(self, block: Block) -> list[Sliced]:
-        """Parts of stacked values; with recomputation, saved values are computed anew instead."""
-        forward, around = block.forward, self.graph.blocks[block.parent or 0]
-        then = {now: then for then, now in around.captured.items()}
-        saved = {o: i for i, o in forward.saved.items()} if forward else {}
-        pairs, again = list[Sliced](), dict[int, int]()
-        for outer, inner in block.sliced:
-            tensor = saved.get(then.get(outer, outer))
-            if tensor is not None and forward and self.remat.again(forward):
-                again[inner] = tensor
-            elif tensor is None or not self.remat.unsaved(tensor):
-                pairs.append(self._part(self.lying(outer), inner))
-        if block.spread:
-            pairs += self._masters(block)
-        if forward:
-            pairs += self._taken(block, forward)
-        if forward and again:
-            self._recompute(forward)
-        for inner, tensor in again.items():
-            if not self.remat.unsaved(tensor):
-                self.env[inner] = self.value_of(tensor)
-        return pairs
-
     def _masters(self, block: Block) -> list[Sliced]:
         """An iteration's parts of master copies, which the updates inside work on."""
         masters = self.masters
-        found = [
-            (inner, self._part(masters[outer], None)) for outer, inner in block.sliced if outer in masters
-        ]
+        found = [(inner, self._part(masters[outer])) for outer, inner in block.sliced if outer in masters]
         masters.update((inner, part.inner) for inner, part in found)
         return [part for _, part in found]
 
@@ -236,10 +210,11 @@ class Loops(Saving):
 
     def nodes(self, block: Block) -> None:
         beside = self.part.beside
-        for node in block.nodes:
-            for each in beside.get(node.index, ()) if beside else ():
-                self._moved_beside(each)
-            self.node(node)
+        with having(self, body=block):
+            for node in block.nodes:
+                for each in beside.get(node.index, ()) if beside else ():
+                    self._moved_beside(each)
+                self.node(node)
         for want in self.part.wanted.get(block.id, ()):
             if not want.gradient_of:
                 self.origin = replace(self.origin, phase=want.phase)
@@ -256,5 +231,88 @@ class Loops(Saving):
         with ProgramBuilder.block(self):  # what they make is no code of this part
             for node in each.readers:
                 # A layout that it does not allow, its own lowering refuses.
-                with having(self, env={**self.env, each.twin: value}, run=""), suppress(LayoutError):
+                with having(self, env={**self.env, each.twin: value}), suppress(LayoutError):
                     self.node(node)
+
+    # -- stacks and their parts ------------------------------------------------------------------------------
+
+    def _saved(self, block: Block, node: Node) -> list[Result]:
+        """The stacks that a loop, or a part of it, saves for its backward."""
+        whole, saved = self.graph.blocks[block.id], {i: self.lying(i) for i in block.saved}
+        if saved and self._lies_on_host(whole):
+            # What decides whether an iteration runs is read before it begins; stacks for second runs of loops
+            # inside lie where those do.
+            own = self.remat.again(whole)
+            names = (i for i, o in block.saved.items() if (own or o >= 0) and i != whole.runs)
+            saved |= self._on_host({i: saved[i] for i in names if not self.values[saved[i]].host}, node)
+        for inner, outer in block.saved.items():
+            shape = self.graph.tensor(outer).shape if outer >= 0 else None
+            self.env[outer] = self._outer(saved[inner], block, shape)
+        return [Result(saved[inner], self.env[outer]) for inner, outer in block.saved.items()]
+
+    def _lies_on_host(self, block: Block) -> bool:
+        name = loop_name(block, self.graph)
+        return name is not None and self.oracle.row(SAVED, name, BACKWARD).host
+
+    def _on_host(self, found: Mapping[int, int], node: Node) -> dict[int, int]:
+        """What a loop saves, brought to the host: its state as an iteration begins, the rest as it ends."""
+        code, made = self.code, {o for instr in self.code for o in instr.outputs}
+        self.origin, at = Origin(node.index, node.scope, node.phase), len(code)
+        kept = {key: self.kept_on_host(value) for key, value in found.items()}
+        stores = code[at:]
+        code[at:] = [store for store in stores if store.inputs[0] in made]
+        code[:0] = [store for store in stores if store.inputs[0] not in made]
+        return kept
+
+    def _over(self, block: Block) -> Axes:
+        """The axes that the iterations of a loop are spread over: the stages of a pipeline."""
+        assert block.dim is not None
+        layout, name, ways = self.layout, block.dim.name, self.oracle.ways
+        axes, further = layout.axes(name), layout.further(name)
+        check_counted(layout, name, further if block.spread or ways(axes) == 1 else (*axes, *further))
+        if not block.spread:
+            return ()
+        if ways(axes) != block.dim.size:
+            found = f"{'+'.join(axes)} has {ways(axes)}" if axes else "no rule splits it"
+            raise LayoutError(
+                f"layout {self.layout}: {block.dim.name!r} must be split over exactly {block.dim.size} "
+                f"devices, but {found}"
+            )
+        return axes
+
+    def _part(self, outer: int, inner: int = -1) -> Sliced:
+        v = self.values[outer]
+        shape, splits = _part_of(v.shape), v.splits[1:]
+        size = several(self.graph.tensor(inner).shape, v.shape) if inner >= 0 else None
+        if size is not None:
+            shape, splits = _stack_of(size, shape), ((), *splits)
+        part = self.new(TensorType(shape, v.dtype), splits, v.partial, host=v.host)
+        if inner != -1:
+            self.bind(inner, part)
+        return Sliced(outer, part)
+
+    def _outer(self, id: int, stack: Block | None, whole: Shape | None = None) -> int:
+        """A new value for what a loop makes of a body's; `whole`: of a stack of which an iteration gives
+        several elements, or that is longer than the loop."""
+        v = self.values[id]
+        if stack is None:
+            return self.like(v, v.splits, v.partial)
+        assert stack.dim is not None
+        over = self._over(stack)
+        every = self.graph.blocks[stack.id].dim
+        if whole is not None and stack.dim != every == whole.dims[0]:
+            whole = None  # of a part of the loop
+        dim, shape, splits = stack.dim if whole is None else whole.dims[0], v.shape, v.splits
+        if whole is not None and several(shape, whole) is not None:
+            shape, splits = _part_of(shape), splits[1:]
+        return self.new(TensorType(_stack_of(dim, shape), v.dtype), (over, *splits), v.partial, host=v.host)
+
+
+@lru_cache(maxsize=1 << 14)
+def _stack_of(dim: Dim, shape: Shape) -> Shape:
+    return Shape((dim, *shape))
+
+
+@lru_cache(maxsize=1 << 14)
+def _part_of(stack: Shape) -> Shape:
+    return Shape(stack.dims[1:])

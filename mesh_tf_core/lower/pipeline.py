@@ -130,6 +130,6 @@ def begin_part(
     Raises:
       LayoutError: as `lower`, or a sum does not wait there.
     """
-    program = lower_base(graph, oracle, part.returned(graph), options, part.part(graph))
+    program = lower_base(graph, oracle, part.returned(graph), options, part.part(graph, options.recompute))
     # What is dead or travels together is not known from a part of the graph.
     return delay_sums(cut.begin(program), oracle)

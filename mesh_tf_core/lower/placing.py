@@ -29,8 +29,6 @@ class Placing(ProgramBuilder):
 
     Attributes:
       layout: in force.
-      run: "" in the first run; else what is lowered runs a second time for backward: the name of the loops
-        whose second run it belongs to, or `rematerialization.beside`.
       within: axes over which the iterations around are spread (see `Block.spread`).
       chunked: the gathers of the current operation overlap it in chunks (`collective_matmul`), so a second
         run gathers again.
@@ -45,12 +43,11 @@ class Placing(ProgramBuilder):
       stored: variable -> its storage between steps, once it was read or written.
     """
 
-    def __init__(self, graph: Graph, oracle: Oracle, part: GraphPart | None = None) -> None:
+    def __init__(self, graph: Graph, oracle: Oracle, part: GraphPart) -> None:
         super().__init__()
-        self.graph, self.oracle, self.part = graph, oracle, part or GraphPart(graph.blocks[0])
+        self.graph, self.oracle, self.part = graph, oracle, part
         self.mesh, self.layout = oracle.mesh, oracle.layout
-        self.run, self.within = self.part.again, Axes()
-        self.chunked = False
+        self.within, self.chunked = Axes(), False
         self.env: dict[int, int] = {}
         self._here: dict[Shape, Splits] = {}
         self._inside: dict[tuple[Layout, Axes], Layout] = {}
@@ -117,7 +114,7 @@ class Placing(ProgramBuilder):
     def bind(self, tensor: int, value: int) -> None:
         """Records the value of a tensor, and for the value its tensor: a recomputed tensor has two values."""
         self.env[tensor] = value
-        if self.values[value].tensor != tensor:
+        if tensor >= 0 and self.values[value].tensor != tensor:
             self.values[value] = self.values[value].of(tensor)
 
     def value_of(self, tensor: int) -> int:

@@ -38,13 +38,6 @@ Handed = Callable[[Block], Set[int]]
 """The tensors of a loop's body that it hands out for second runs of it and inside it."""
 
 
-class KeptTensor(NamedTuple):
-    """A tensor of the body of a `loop` (its id) that second runs need: loops around it pass it on."""
-
-    loop: int
-    tensor: int
-
-
 class Rerun(NamedTuple):
     """The second run of a loop's body.
 
@@ -80,7 +73,7 @@ class Rematerialization:
         self.live, self.unread = unread is not None, unread or NOTHING
         self._needs: dict[int, frozenset[int]] = {}
         self._follows: dict[int, Rerun] = {}
-        self._passed: dict[int, list[KeptTensor]] = {}
+        self._passed: dict[int, list[tuple[int, int]]] = {}
 
     def again(self, block: Block) -> bool:
         """True if a loop's body runs again in its backward."""
@@ -123,12 +116,15 @@ class Rematerialization:
         needs = (self.needs(each) for each in loops)
         return {t for found in needs for t in found if self.graph.tensor(t).block == block.id}
 
-    def passed(self, block: Block) -> list[KeptTensor]:
-        """The tensors that a loop stacks for second runs: those of loops inside, and its own."""
+    def passed(self, block: Block) -> list[tuple[int, int]]:
+        """The tensors that a loop stacks for second runs, each with the number of its stack, below -1: stacks
+        of loops inside, and its own."""
         if self.names and block.id not in self._passed:
             inner = () if self.again(block) else self.inner(block)
-            own = (KeptTensor(block.id, t) for t in sorted(self.handed(block)))
-            self._passed[block.id] = [*(key for body in inner for key in self.passed(body)), *own]
+            inside = [stack for body in inner for _, stack in self.passed(body)]
+            numbers: dict[tuple[int, int], int] = self.graph.remembered("stacks", dict)
+            keys = [(block.id, t) for t in (*inside, *sorted(self.handed(block)))]
+            self._passed[block.id] = [(key[1], numbers.setdefault(key, -2 - len(numbers))) for key in keys]
         return self._passed.get(block.id, [])
 
     def handed(self, block: Block) -> Set[int]:

@@ -3,7 +3,7 @@ pending sums that cross the border of such a part."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -14,6 +14,8 @@ from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllReduce, Program
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.lower.recomputed import RecomputedStep, in_parts, recomputed
+from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.tracing.graph import Graph
 
 Access = tuple[int, Phase, int]
@@ -93,21 +95,22 @@ class Subgraph:
     early: frozenset[int] = frozenset()
     beside: tuple[Twin, ...] = ()
     unread: frozenset[int] = frozenset()
-    _part: list[GraphPart] = field(default_factory=list, compare=False, repr=False)
+    _parts: dict[RecomputedStep, GraphPart] = field(default_factory=dict, compare=False, repr=False)
 
     def without(self, nodes: Set[int]) -> Subgraph:
         """The same without some nodes."""
-        return replace(self, nodes=self.nodes - nodes, _part=[])
+        return replace(self, nodes=self.nodes - nodes, _parts={})
 
     def returned(self, graph: Graph) -> dict[str, Tensor]:
         """`early`, as results of a program."""
         return {f"%{t}": graph.tensor(t) for t in sorted(self.early)}
 
-    def part(self, graph: Graph) -> GraphPart:
-        """The small graph of these nodes; it is built once, for one graph."""
-        if not self._part:
-            self._part.append(_Builder(self, graph).part())
-        return self._part[0]
+    def part(self, graph: Graph, recompute: Policies) -> GraphPart:
+        """The small graph of these nodes under some policies; it is built once."""
+        step = recomputed(graph, recompute, self.unread)
+        if step not in self._parts:
+            self._parts[step] = _Builder(self, step).part()
+        return self._parts[step]
 
 
 class _Builder:
@@ -117,8 +120,9 @@ class _Builder:
       known: tensors that the nodes so far read or made, in the order in which lowering goes through them.
     """
 
-    def __init__(self, subgraph: Subgraph, graph: Graph) -> None:
-        self.subgraph, self.graph = subgraph, graph
+    def __init__(self, subgraph: Subgraph, step: RecomputedStep) -> None:
+        self.subgraph, self.step, self.graph = subgraph, step, step.graph
+        graph = step.graph
         self.known: set[int] = set()
         self.beside: dict[int, list[Twin]] = {}
         self.wanted: dict[int, list[WantedValue]] = {}
@@ -141,7 +145,11 @@ class _Builder:
             here = node.index in self.subgraph.nodes
             if here or (node.body is not None and node.body.id in self.subgraph.blocks):
                 self.known.update(node.inputs if here else ())
-                found.append(node if node.body is None else self._loop(node, node.body, here))
+                if node.body is not None:
+                    node = self._loop(node, node.body, here)
+                elif self.subgraph.again:
+                    node = replace(node, phase=Phase.RECOMPUTE)
+                found.append(node)
                 self.known.update(node.outputs if here else ())
                 if first := twins.keys() & node.inputs:
                     self.beside[node.index] = [twins.pop(t) for t in first]
@@ -149,29 +157,32 @@ class _Builder:
 
     def _loop(self, scan: Node, block: Block, here: bool) -> Node:
         """A loop reduced to the part; it keeps its own state if the loop itself is in the part (`here`)."""
-        stacked, summed, saved = (
-            [(i, o) for i, o in pairs if o not in self.subgraph.unread and self._made(i, scan)]
-            for pairs in (block.stacked, block.summed, block.saved.items())
-        )
+        run, unread, step = self.subgraph.again, self.subgraph.unread, self.step
         read = {i for node in block.nodes if node.index in self.subgraph.nodes for i in node.inputs}
         read.update(want.tensor for want in self.wanted.get(block.id, ()))
         # The part of a known stack has its splits, which others see where nobody here reads it.
         sliced = [(outer, inner) for outer, inner in block.sliced if inner in read or outer in self.known]
         self.known.update(inner for _, inner in sliced)
-        body = replace(
-            block,
-            forward=None,  # A second run is a part of its own.
-            nodes=self._nodes(block),
-            sliced=sliced,
-            stacked=stacked,
-            summed=summed,
-            saved=dict(saved),
-        )
-        self.known.update(o for _, o in (*stacked, *summed, *saved))
+        nodes = self._nodes(block)
+
+        def made(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+            here = ((i, o) for i, o in pairs if o not in unread)
+            return [(i, o) for i, o in here if (i in self.known if i < 0 else self._made(i, scan))]
+
+        stacked, summed = (made(step.read_again(p, block, run)) for p in (block.stacked, block.summed))
+        parts = [(b, n, dict(made(each.saves(block, run)))) for b, n, each in step.parts(block, run)]
+        # A second run is a part of its own.
+        body = replace(block, forward=None, nodes=nodes, sliced=sliced, stacked=stacked, summed=summed)
+        self.known.update(o for _, o in (*stacked, *summed))
+        self.known.update(o for *_, saved in parts for o in saved.values())
+        if not here:
+            body = replace(body, carry_in=(), carry_out=(), runs=None)
+        body = in_parts(body, [(b, n, replace(body, saved=saved)) for b, n, saved in parts])
+        phase = Phase.RECOMPUTE if run else scan.phase
         if here:
-            return replace(scan, body=body)
-        body = replace(body, carry_in=(), carry_out=(), runs=None)
-        return replace(scan, inputs=(), outputs=tuple(o for _, o in (*stacked, *summed)), body=body)
+            return replace(scan, body=body, phase=phase)
+        outputs = tuple(o for _, o in (*stacked, *summed))
+        return replace(scan, inputs=(), outputs=outputs, body=body, phase=phase)
 
     def _made(self, tensor: int, scan: Node) -> bool:
         return _source(tensor, scan, self.graph) in self.subgraph.nodes

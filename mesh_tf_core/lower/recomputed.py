@@ -1,0 +1,165 @@
+"""The step in which loops are recomputed: one transform of the graph's blocks, before any layout is known.
+
+A loop saves what the policies say, and the body of a recomputed loop's backward begins with copies of the
+nodes that make the rest: ordinary nodes, of phase `recompute`. They have the numbers of the nodes that they
+copy, and of their tensors, since prices and rules of memory are about the model's operations. Stacks that the
+model lacks have numbers below -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cached_property
+
+from mesh_tf_core.ir.blocks import Block, Node, reads
+from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.phase import Phase
+from mesh_tf_core.ir.structure import Known
+from mesh_tf_core.lower.remat_policy import Policies
+from mesh_tf_core.lower.rematerialization import beside, rematerialization
+from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.stage_layers import loop_name
+
+Pairs = list[tuple[int, int]]
+"""Tensors of a body, each with what its loop makes of it."""
+
+
+def recomputed(graph: Graph, recompute: Policies, unread: frozenset[int] | None = None) -> RecomputedStep:
+    """The step under some policies, computed once per graph."""
+    key = RecomputedStep, recompute, unread
+    return graph.remembered(key, lambda: RecomputedStep(graph, recompute, unread))
+
+
+class RecomputedStep:
+    """The blocks of a graph under some policies.
+
+    Args:
+      unread: as of `Rematerialization`.
+    """
+
+    def __init__(self, graph: Graph, recompute: Policies, unread: frozenset[int] | None = None) -> None:
+        self.graph, self.recompute, self.unread = graph, recompute, unread
+        self.remat = rematerialization(graph, recompute, unread)
+
+    @cached_property
+    def root(self) -> Block:
+        """All nodes; loops and their bodies have the numbers of the graph's."""
+        root = self.graph.blocks[0]
+        return replace(root, nodes=list(self._nodes(root))) if self.recompute else root
+
+    def saves(self, block: Block, run: str = "") -> Pairs:
+        """The stacks that a loop saves for its backward: what that reads. Or for second runs: the state at
+        the beginning of every iteration, as far as it is read again, and what is kept; for loops inside that
+        run again, what they keep and read.
+
+        Args:
+          run: "" for the first run; else the loops (`loop_name`) whose second run it is in.
+        """
+        remat = self.remat
+        if remat.run_of(block) != run:
+            return []
+        own = () if remat.again(block) else ((i, o) for i, o in block.saved.items() if not remat.unsaved(i))
+        return [*self.read_again(own, block, run), *remat.passed(block)]
+
+    def read_again(self, pairs: Iterable[tuple[int, int]], block: Block, run: str) -> Pairs:
+        """Of what a loop makes, in a second run: what that reads, or backward."""
+        around: Block | None = block if run else None
+        while around is not None and loop_name(around, self.graph) != run:
+            around = None if around.parent is None else self.graph.blocks[around.parent]
+        read = None if around is None else self.remat.second(around).read
+        return [(i, o) for i, o in pairs if not run or (read is not None and o in read)]
+
+    def parts(self, block: Block, run: str = "") -> list[tuple[int, int, RecomputedStep]]:
+        """A loop's iterations in parts that are recomputed alike, in the order in which they run: first
+        element, number, and how. A second run is of those that have one."""
+        forward, size = block.forward or block, block.dim.size if block.dim else 0
+        name = loop_name(forward, self.graph)
+        asked = next((each for each in self.recompute if each.only and each.dim == name), None)
+        if asked is None or not self.remat.again(forward):
+            return [(0, size, self)]
+        rest = self.recompute - {asked}
+        again, once = (recomputed(self.graph, each, self.unread) for each in (rest | {asked.whole}, rest))
+        parts = [(0, asked.only, again), (asked.only, size - asked.only, once)]
+        return parts[:1] if run else parts[:: -1 if block.reverse else 1]
+
+    # -- bodies ----------------------------------------------------------------------------------------------
+
+    def _nodes(self, block: Block, run: str = "") -> Iterator[Node]:
+        for node in block.nodes:
+            if node.body is not None:
+                yield from self._brought(block, node)
+            yield self._node(node, run)
+
+    def _node(self, node: Node, run: str) -> Node:
+        body, block = None, node.body
+        if block is not None:
+            made = [
+                (begin, size, step._body(node, block, run)) for begin, size, step in self.parts(block, run)
+            ]
+            body = in_parts(block, made)
+        return replace(node, body=body, phase=Phase.RECOMPUTE if run else node.phase)
+
+    def _body(self, scan: Node, block: Block, run: str) -> Block:
+        made = replace(block, nodes=list(self._nodes(block, run)), saved=dict(self.saves(block, run)))
+        made.stacked, made.summed = (self.read_again(p, block, run) for p in (block.stacked, block.summed))
+        if block.forward is not None:
+            made.sliced, begin = self._taken(scan, block, block.forward)
+            made.nodes[:0] = begin
+        return made
+
+    def _taken(self, scan: Node, block: Block, forward: Block) -> tuple[Pairs, list[Node]]:
+        """What the body of a loop's backward has of stacks, and its nodes that make the rest again."""
+        remat, around, again = self.remat, self.graph.blocks[block.parent or 0], self.remat.again(forward)
+        then = {now: then for then, now in around.captured.items()}
+        saved = {o: i for i, o in forward.saved.items()}
+        sliced, made, nodes = Pairs(), dict[int, int](), list[Node]()
+        for outer, inner in block.sliced:
+            tensor = saved.get(then.get(outer, outer))
+            if tensor is not None and again:
+                made[inner] = tensor
+            elif tensor is None or not remat.unsaved(tensor):
+                sliced.append((outer, inner))
+        there = {block.index, *block.carry_in, *(inner for _, inner in sliced)}
+        kept = remat.passed(forward)
+        sliced += [(stack, tensor) for tensor, stack in kept]
+        wanted, stacks = remat.own(forward, forward), {inner: outer for outer, inner in forward.sliced}
+        if again:
+            wanted &= {forward.index, *stacks}  # its nodes make the rest
+        else:
+            stacks.update((i, o) for i, o in forward.saved.items() if not remat.unsaved(i))
+        for t in sorted(wanted):
+            now = block.index if t == forward.index else block.captured.get(t)
+            if now is not None and now in there:
+                nodes.append(_known(scan, now, t))
+            elif t in stacks:
+                sliced.append((stacks[t], t))
+        run, last = loop_name(forward, self.graph) or "", scan
+        for last in remat.second(forward).nodes if again else ():
+            if last.body is not None:  # it reads what lay on the hosts, loaded once for the body around
+                read = sorted(reads(last).intersection(tensor for tensor, _ in kept))
+                nodes += [_known(self._node(last, run), t, t, loads=True) for t in read]
+            nodes.append(self._node(last, run))
+        last = nodes[-1] if last is not scan else scan
+        nodes += [_known(last, t, inner, loads=True) for inner, t in made.items() if not remat.unsaved(t)]
+        return sliced, nodes
+
+    def _brought(self, around: Block, scan: Node) -> Iterator[Node]:
+        """Before a backward loop: what second runs inside need without work from the body around."""
+        assert scan.body is not None
+        there, nodes = self.remat.brought(around, scan.body) if self.recompute else ({}, ())
+        yield from (_known(scan, now, t) for t, now in there.items())
+        yield from (self._node(node, beside(around)) for node in nodes)
+
+
+def in_parts(block: Block, made: list[tuple[int, int, Block]]) -> Block:
+    """A loop in parts, each with its first element and number of iterations; as it is if it has but one."""
+    dim = block.dim
+    if dim is None or (len(made) == 1 and made[0][1] == dim.size):
+        return made[0][2]
+    parts = (replace(body, dim=Dim(dim.name, size), begin=begin) for begin, size, body in made)
+    return replace(block, parts=tuple(parts))
+
+
+def _known(at: Node, tensor: int, name: int, loads: bool = False) -> Node:
+    return replace(at, op=Known(loads), inputs=(tensor,), outputs=(name,), body=None)
