@@ -23,8 +23,8 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.offload import check_offload
 from mesh_tf_core.lower.pipeline import check_saved
+from mesh_tf_core.lower.recomputed import layers_again
 from mesh_tf_core.lower.remat_policy import Policies, of_stages
-from mesh_tf_core.lower.rematerialization import layer_again
 from mesh_tf_core.lower.replicas import ReplicaPrograms, check_whole, lower_replicas
 from mesh_tf_core.ops.float8 import ScaledProduct
 from mesh_tf_core.ops.float8_recipes import recipe_named
@@ -239,7 +239,7 @@ class Model:
                 "dimension of layers; split only one of these"
             )
         ((dim, count),) = stages.items()
-        second = next((layer_again(whole.graph, each) for each in again), None)
+        second = next((layers_again(whole.graph, each) for each in again), None)
         given = whole.graph, self.batch_dim, microbatches, dim, count, schedule, second
         return self._added_up(PipelinedStep(*given))
 

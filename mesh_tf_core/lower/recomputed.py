@@ -12,13 +12,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 
-from mesh_tf_core.ir.blocks import Block, Node, reads
+from mesh_tf_core.ir.blocks import TICK, Block, Node, reads
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Known
-from mesh_tf_core.lower.remat_policy import Policies
-from mesh_tf_core.lower.rematerialization import beside, rematerialization
+from mesh_tf_core.lower.remat_policy import Policies, Recomputed
+from mesh_tf_core.lower.rematerialization import beside, check_recompute, rematerialization
 from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.layer_parts import WHOLE_STAGE, Again
 from mesh_tf_core.tracing.stage_layers import loop_name
 
 Pairs = list[tuple[int, int]]
@@ -106,6 +107,8 @@ class RecomputedStep:
         if block.forward is not None:
             made.sliced, begin = self._taken(scan, block, block.forward)
             made.nodes[:0] = begin
+            known = {node.outputs[0]: node.inputs[0] for node in begin if isinstance(node.op, Known)}
+            made.runs = None if block.runs is None else known.get(block.runs, block.runs)
         return made
 
     def _taken(self, scan: Node, block: Block, forward: Block) -> tuple[Pairs, list[Node]]:
@@ -150,6 +153,20 @@ class RecomputedStep:
         there, nodes = self.remat.brought(around, scan.body) if self.recompute else ({}, ())
         yield from (_known(scan, now, t) for t, now in there.items())
         yield from (self._node(node, beside(around)) for node in nodes)
+
+
+def layers_again(graph: Graph, asked: Recomputed) -> Again:
+    """The bodies of layers of stages that a policy recomputes."""
+    if asked.dim == TICK:
+        return WHOLE_STAGE
+    check_recompute(graph, frozenset({asked}))
+    loops = (n.body for n in recomputed(graph, frozenset({asked})).root.nodes if n.body is not None)
+    named = [body for body in loops if loop_name(body.forward or body, graph) == asked.dim]
+    parts = (
+        [replace(p, dim=b.dim) for p in b.parts] or [b] for b in named if b.saved or b.forward is not None
+    )
+    found = [sorted(each, key=lambda body: body.begin or 0) for each in parts]
+    return list(zip(*found, strict=True)) if len(found) == 2 else None
 
 
 def in_parts(block: Block, made: list[tuple[int, int, Block]]) -> Block:

@@ -17,7 +17,7 @@ from functools import cached_property
 from itertools import compress
 from typing import NamedTuple
 
-from mesh_tf_core.ir.blocks import TICK, Block, Node
+from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.lower.remat_policy import (
     SETS,
@@ -30,7 +30,6 @@ from mesh_tf_core.lower.remat_policy import (
     means_something,
 )
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.layer_parts import WHOLE_STAGE, LayerAgain
 from mesh_tf_core.tracing.stage_layers import loop_name
 
 NOTHING: frozenset[int] = frozenset()
@@ -347,16 +346,6 @@ def _hands(node: Node, handed: Handed) -> bool:
     if body is None or handed is _none:
         return False
     return bool(handed(body)) or any(_hands(inner, handed) for inner in body.nodes)
-
-
-def layer_again(graph: Graph, asked: Recomputed) -> LayerAgain:
-    """The part of a layer that a policy recomputes in stages."""
-    if asked.dim == TICK:
-        return WHOLE_STAGE
-    check_recompute(graph, frozenset({asked}))
-    layers = (*saving_loops(graph, asked.dim), graph.blocks[0])[0]
-    remat = rematerialization(graph, frozenset({asked}))
-    return LayerAgain(sorted(remat.handed(layers)), remat.second(layers).nodes, asked.only)
 
 
 def running_again(block: Block, kept: Set[int] = NOTHING) -> list[Node]:

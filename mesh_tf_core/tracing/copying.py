@@ -13,6 +13,7 @@ from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.kernel import PartRows
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.phase import Phase
+from mesh_tf_core.ir.structure import Known
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import StepCopies, renames
 from mesh_tf_core.ops.basic import scale
@@ -89,6 +90,9 @@ class Copy:
         with self.new.phase(self._phase(node), node.scope, node.name, node.call):
             if node.body is not None:
                 self._scan(node, node.body)
+                return
+            if isinstance(node.op, Known):
+                self.tensors[node.outputs[0]] = self._operand(node, node.inputs[0])
                 return
             made = self._applied(self._op(node.op), self._operands(node), node)
             self.tensors.update(zip(node.outputs, made, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from mesh_tf_core.ir.blocks import Node
+from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.tracing.microbatch_order import HalfBackward
@@ -23,23 +23,10 @@ class CopiedLayers(NamedTuple):
     numbers: Tensor | None
 
 
-class LayerAgain(NamedTuple):
-    """The part of a layer that is recomputed for its backward.
-
-    Attributes:
-      kept: tensors of its body that stay: states as it begins, and others.
-      nodes: nodes of its body between these and the values that backward reads.
-      only: number of a virtual stage's layers, the first ones, that are recomputed: 0 for all.
-    """
-
-    kept: Sequence[int] = ()
-    nodes: Sequence[Node] = ()
-    only: int = 0
-
-
-Again = LayerAgain | None
-"""None: nothing is recomputed, stages keep all values that backward reads."""
-WHOLE_STAGE = LayerAgain()
+Again = Sequence[tuple[Block, Block]] | None
+"""The bodies of layers of which some are recomputed, forward and backward, by parts (`lower.recomputed`);
+None: stages keep all values that backward reads."""
+WHOLE_STAGE: Again = ()
 """All layers of a virtual stage are recomputed, one after the other, from the input state."""
 
 
@@ -48,14 +35,15 @@ class LayerPart(NamedTuple):
 
     Attributes:
       dim: of their loop; `begin`: their first layer, of those of the virtual stage.
-      second: the part of each that is recomputed; None: none.
+      forward, backward: their bodies.
       keeps: tensors of their body that are stacked in the forward run.
       halves: of their backward, if gradients of weights have slots of their own.
     """
 
     dim: Dim
-    begin: int = 0
-    second: LayerAgain | None = None
+    begin: int
+    forward: Block
+    backward: Block
     keeps: Sequence[int] = ()
     halves: Sequence[HalfBackward] = ()
 

@@ -4,14 +4,15 @@ the backward of layers, for schedules in which gradients of weights have slots o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block, Node, reads
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.outline import Outline
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.tracing.batch_linearity import Linearity, outer_reads
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.microbatch import Accumulation
@@ -179,15 +180,11 @@ class HalfBackward:
       body: of the loop, with the nodes and results of this half.
       between: tensors that the first half makes and the second one reads.
       first: which half it is.
-      casts: nodes of the forward body that the second half has again: other names and wider types of what is
-        `between`, and so kept once; `called`: tensors of this body -> those of the forward one.
     """
 
     body: Block
     between: Sequence[int]
     first: bool
-    casts: Sequence[Node] = ()
-    called: Mapping[int, int] = field(default_factory=dict)
 
 
 def second_half(body: Block, graph: Graph | Outline, first: Collection[int] = ()) -> set[int]:
@@ -197,7 +194,8 @@ def second_half(body: Block, graph: Graph | Outline, first: Collection[int] = ()
     for node in reversed(body.nodes):
         needed |= reads(node) if not needed.isdisjoint(node.outputs) else set()
     for node in body.nodes:
-        waits = _is_matrix(node, graph) and needed.isdisjoint(node.outputs)
+        copied = node.phase == Phase.RECOMPUTE
+        waits = not copied and _is_matrix(node, graph) and needed.isdisjoint(node.outputs)
         if waits or not late.isdisjoint(reads(node)):
             found.add(node.index)
             late.update(node.outputs)
@@ -214,7 +212,7 @@ def _is_matrix(node: Node, graph: Graph | Outline) -> bool:
 
 
 def halves(
-    body: Block, graph: Graph | Outline, first: Collection[int], again: Mapping[int, int]
+    body: Block, graph: Graph | Outline, first: Collection[int], again: Collection[int]
 ) -> tuple[HalfBackward, HalfBackward]:
     """The backward of layers in two halves. Products that the state's gradient does not need go to the second
     half, with everything computed from them; all other operations go to the first half, where they share
@@ -222,24 +220,21 @@ def halves(
 
     Args:
       first: results, of the graph around, that the first half has to make.
-      again: stacks whose parts are computed again for the first half -> its tensors that are these.
+      again: stacks whose parts are computed again for the first half.
     """
     second = second_half(body, graph, first)
     early, left = ([n for n in body.nodes if (n.index in second) is later] for later in (False, True))
     late = {o for node in left for o in node.outputs}
     made = {*body.carry_in, *(o for node in early for o in node.outputs)}
     made |= {i for o, i in body.sliced if o in again}
-    for node in reversed(early):  # one value under several names is kept once
-        if node.op.free and len(node.inputs) == 1 and any(o in reads(n) for n in left for o in node.outputs):
+    for node in reversed(early):  # one value under several names, or of several widths, is kept once
+        same = (
+            _renames(node, graph) if node.phase == Phase.RECOMPUTE else node.op.free and len(node.inputs) == 1
+        )
+        if same and any(o in reads(n) for n in left for o in node.outputs):
             left.insert(0, node)
             made -= {*node.outputs}
-    read = made & set[int]().union(*map(reads, left))
-    casts, called = dict[int, Node](), {i: again[o] for o, i in body.sliced if o in again and i in read}
-    between = {*read} - called.keys()
-    for tensor in called.values():
-        while (maker := graph.producer.get(tensor)) is not None and _renames(maker, graph):
-            casts[maker.index], tensor = maker, maker.inputs[0]
-        between.add(tensor)
+    between = sorted(made & set[int]().union(*map(reads, left)))
     one, two = (
         replace(
             body,
@@ -250,8 +245,7 @@ def halves(
         for nodes, later in ((early, False), (left, True))
     )
     two.carry_in = two.carry_out = ()
-    more = [casts[index] for index in sorted(casts)], called
-    return HalfBackward(one, sorted(between), True), HalfBackward(two, sorted(between), False, *more)
+    return HalfBackward(one, between, True), HalfBackward(two, between, False)
 
 
 def _renames(node: Node, graph: Graph | Outline) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
+from itertools import pairwise
 
 from mesh_tf_core.ir.blocks import ARRIVING, IN_FLIGHT, Block, Node
 from mesh_tf_core.ir.dims import Dim
@@ -17,7 +18,7 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.math import logical_or
-from mesh_tf_core.tracing.layer_parts import WHOLE_STAGE, LayerAgain, LayerPart, OfParts
+from mesh_tf_core.tracing.layer_parts import WHOLE_STAGE, LayerPart, OfParts
 from mesh_tf_core.tracing.microbatch_order import When, halves
 from mesh_tf_core.tracing.table_rows import TableRows
 from mesh_tf_core.tracing.virtual_stages import VirtualStageCopy
@@ -36,30 +37,26 @@ class StageSlots(VirtualStageCopy):
 
     def _keep(self) -> None:
         """Settles what stays for backward."""
-        order, again = self.course, self.second
-        layers, self.stage_again = order.body(order.forward), again is WHOLE_STAGE
+        order, chunk, self.stage_again = self.course, self.chunk, self.second == WHOLE_STAGE
+        layers, back = order.body(order.forward), order.body(order.backward)
         self.stacks.update(o for n in order.over for _, o in order.body(n).stacked)
         self.flows, self.streams = (*order.states, *order.passes), range(self.schedule.streams)
-        self.runs = order.over[again is None :]
+        self.runs = order.over[self.second is None :]
         used = set[int]().union(*(order.reads[n.index] for n in self.runs))
         self.in_rings = self.flows if self.stage_again else tuple(i for i in order.passes if i in used)
         splits = self.schedule.last is StageAction.WEIGHTS and bool(order.seeds)
-        read = {o for n in order.over[1:] for o, _ in order.body(n).sliced}
-        saved = [] if self.stage_again else [i for i, o in layers.saved.items() if o in read]
+        # All layers of a stage that run again save, before one goes backward.
+        again = {*layers.saved.values()} if self.stage_again else set[int]()
 
-        def part(dim: Dim, begin: int, second: LayerAgain | None) -> LayerPart:
-            made = {o: i for i, o in layers.saved.items() if second and i not in second.kept}
-            if self.stage_again:  # all layers of the stage run again, and save, before one goes backward
-                parts = dict(order.body(order.backward).sliced)
-                made = {o: parts[o] for o in layers.saved.values() if o in parts}
-            two = halves(order.body(order.backward), order.old, order.rows, made) if splits else ()
-            return LayerPart(dim, begin, second, second.kept if second else saved, two)
+        def part(begin: int, end: int, forward: Block, backward: Block) -> LayerPart:
+            read = {o for o, _ in backward.sliced} - again
+            two = halves(backward, order.old, order.rows, again) if splits else ()
+            keeps = [i for i, o in forward.saved.items() if o in read]
+            return LayerPart(Dim(chunk.name, end - begin), begin, forward, backward, keeps, two)
 
-        second, chunk = None if self.stage_again else again, self.chunk
-        only = 0 if second is None else self.some(second.only)
-        ends = [(0, only, second), (only, chunk.size, None)] if only else [(0, chunk.size, second)]
-        self.parted = [part(Dim(chunk.name, end - begin), begin, each) for begin, end, each in ends]
-        self.body = layers
+        bodies = self.second or [(layers, back)]
+        ends = pairwise((0, *(self.some(forward.begin or 0) for forward, _ in bodies[1:]), chunk.size))
+        self.parted = [part(*span, *each) for span, each in zip(ends, bodies, strict=True)]
 
     def _of_parts(self, values: Sequence[Tensor], names: Callable[[LayerPart], Sequence[int]]) -> OfParts:
         """Some values by the parts of layers that they are of."""

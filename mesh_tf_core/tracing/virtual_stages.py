@@ -37,7 +37,7 @@ class VirtualStageCopy(Accumulation):
     Args:
       dim, stages: the dimension of the layers, and the number of stages.
       schedule: of `ir.schedules`.
-      again: the part of layers that backward recomputes.
+      again: what of layers backward recomputes.
 
     Attributes:
       course: the order of a microbatch's work.
@@ -45,7 +45,7 @@ class VirtualStageCopy(Accumulation):
         and of one of its chunks; `all`: as the model has them, `lie`: with those that stages lack.
       there: in a loop over layers, whether the stage has this one.
       again: the copied work is forward work that backward recomputes, and saves what it reads as others do.
-      parted: the layers of a virtual stage, `part`: those that are copied; `body`: theirs.
+      parted: the layers of a virtual stage, `part`: those that are copied.
       held: the stacks of what they keep; `wanted`: this, and stacks of loops inside a layer.
       half: the copied half of the layers' gradient; `between`: stacks that one half computes for the other.
       stacks: stacks of layers for a whole stage.
@@ -54,7 +54,6 @@ class VirtualStageCopy(Accumulation):
 
     course: MicrobatchOrder
     parted: Sequence[LayerPart]
-    body: Block
     half: HalfBackward | None = None
 
     def __init__(
@@ -224,6 +223,10 @@ class VirtualStageCopy(Accumulation):
             block.first = None if self.place.first is None else self.place.first.id
             block.begin = self.part.begin if self.part.dim != self.chunk else None
 
+    def _scan(self, node: Node, body: Block) -> None:
+        with having(self, again=self.again or node.phase == Phase.RECOMPUTE):
+            super()._scan(node, body)
+
     def _backward(self, body: Block, block: Block) -> None:
         if self.half is not None and self.half.first and body is self.half.body:
             self.between = {i: self.new.stack_output(block, self.tensors[i]) for i in self.half.between}
@@ -257,13 +260,13 @@ class VirtualStageCopy(Accumulation):
           Their last states; what their parts keep, or in the first half of backward, what it makes for the
           second.
         """
-        body, states = node.body, [*init]
-        assert body is not None
-        results, parts = [o for _, o in (*body.stacked, *body.summed)], range(len(self.parted))
+        ahead, states, block = node is self.course.forward, [*init], self.course.body(node)
+        results, parts = [o for _, o in (*block.stacked, *block.summed)], range(len(self.parted))
         made, found = [dict[int, Tensor]() for _ in parts], [dict[int, Tensor]() for _ in parts]
-        for at in parts if body.forward is None else parts[::-1]:
+        for at in parts if ahead else parts[::-1]:
             self._enter(self.parted[at], kept[at] if kept else {}, between[at] if between else {})
             self.half = None if half is None else self.part.halves[half]
+            body = self.part.forward if ahead else self.part.backward
             for o in results:
                 self.tensors.pop(o, None)
             with self.new.phase(self._phase(node), node.scope, node.name, node.call):
@@ -301,10 +304,10 @@ class VirtualStageCopy(Accumulation):
         self.part, self.held, self.between, self.wanted = part, {**kept}, {**between}, {*part.keeps}
         self.of_chunk = {**self.batches, self.all: part.dim}
         self.of_stage = {**self.batches, self.all: self.own if self.order.chunks > 1 else part.dim}
-        for node, _ in self.body.walk():  # those around first
+        for node, _ in part.forward.walk():  # those around first
             saved = node.body.saved if node.body is not None else {}
             self.wanted.update(i for i, o in saved.items() if o in self.wanted)
-        saved = self.body.saved
+        saved = part.forward.saved
         self.tensors.update((saved[i], x) for i, x in kept.items() if i in saved)
 
     def some(self, only: int) -> int:
@@ -318,33 +321,11 @@ class VirtualStageCopy(Accumulation):
     def _parts(self, body: Block, block: Block) -> None:
         if self.half is not None and not self.half.first and body is self.half.body:
             self.tensors.update((i, self.new.slice_into(block, x)) for i, x in self.between.items())
-            for node in self.half.casts:
-                self._node(node)
-            self.tensors.update((i, self.tensors[f]) for i, f in self.half.called.items())
-            made = self.between.keys() | self.half.called.keys()
             wanted = {i for i, _ in (*body.stacked, *body.summed)}.union(*map(reads, body.nodes))
-            parts = [(o, i) for o, i in body.sliced if i in wanted and i not in made]
+            parts = [(o, i) for o, i in body.sliced if i in wanted and i not in self.between]
             block.sliced += [(self.tensors[o].id, self._inner(block, i).id) for o, i in parts]
             return
-        again, forward = self.part.second if self.place is not None else None, self.body
-        if again is None or body.forward is not forward:
-            super()._parts(body, block)
-            return
-        stacks = {o: i for i, o in forward.saved.items()}
-        block.sliced += [
-            (self.tensors[o].id, self._inner(block, i).id) for o, i in body.sliced if o not in stacks
-        ]
-        self.tensors.update((i, self.new.slice_into(block, self.held[i])) for i in again.kept)
-        known = dict(body.sliced)
-        for o, i in forward.sliced:
-            found = self.tensors.get(known.get(o, -1))
-            self.tensors[i] = self.new.slice_into(block, self.tensors[o]) if found is None else found
-        assert body.index is not None and forward.index is not None
-        self.tensors[forward.index] = self.tensors[body.index]
-        with having(self, again=True):
-            for node in again.nodes:
-                self._node(node)
-        self.tensors.update((i, self.tensors[stacks[o]]) for o, i in body.sliced if o in stacks)
+        super()._parts(body, block)
 
     def _number(self, block: Block) -> Tensor:
         found = super()._number(block)

@@ -241,8 +241,8 @@ def test_another_value_in_the_place_of_a_kept_one_is_caught(
     saved = loops.Loops._saved
 
     def wrong(self: loops.Loops, *given: Any) -> Any:
-        found, stacks = saved(self, *given), self._kept
-        shapes = {key: self.values[stack].shape for key, stack in stacks.items()}
+        found, stacks = saved(self, *given), self.env
+        shapes = {key: self.values[stack].shape for key, stack in stacks.items() if key < 0}
         pairs = [(a, b) for a in shapes for b in shapes if a < b and shapes[a] == shapes[b]]
         if pairs:
             a, b = pairs[0]
