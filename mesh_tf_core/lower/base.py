@@ -55,8 +55,8 @@ class Lowering(Loops):
         part: GraphPart | None = None,
         results: Collection[Tensor] = (),
     ) -> None:
-        part = part or GraphPart(recomputed(graph, options.recompute).root)
-        super().__init__(graph, oracle, options.recompute, part)
+        step = recomputed(graph, options.recompute)
+        super().__init__(graph, oracle, part or GraphPart(step, step.root))
         # The results of a part are all that it makes, whether anything reads them or not.
         self.returned = frozenset(t.id for t in results if not self.part.alone)
         self.context, self.collective_matmul = dict(options.context), options.collective_matmul
@@ -227,7 +227,7 @@ class Lowering(Loops):
         block, left = self.body, set(self.body.saved)
         if self.part.alone:
             block = self.graph.blocks[self.graph.tensor(tensor).block]
-            left = {*self.remat.left(block, self.part.again)}
+            left = {*self.part.step.remat.left(block, self.part.again)}
         leaving = (*block.carry_out, *left, *(i for i, _ in (*block.stacked, *block.summed)))
         return tensor not in leaving and not any(tensor in node.inputs for node in block.nodes)
 

@@ -18,8 +18,6 @@ from mesh_tf_core.ir.scopes import having
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placement import check_counted
 from mesh_tf_core.lower.placing import Placing
-from mesh_tf_core.lower.remat_policy import Policies
-from mesh_tf_core.lower.rematerialization import rematerialization
 from mesh_tf_core.lower.storage import BACKWARD, GRADIENT, SAVED, UPDATE
 from mesh_tf_core.lower.subgraph import GraphPart, Twin
 from mesh_tf_core.ops.basic import AddN
@@ -35,13 +33,11 @@ class Loops(Placing):
     Attributes:
       body: the block whose nodes are being lowered.
       before: values in each part of a loop.
-      remat: the loops that backward recomputes, and the values that they keep.
     """
 
-    def __init__(self, graph: Graph, oracle: Oracle, recompute: Policies, part: GraphPart) -> None:
+    def __init__(self, graph: Graph, oracle: Oracle, part: GraphPart) -> None:
         super().__init__(graph, oracle, part)
         self.body, self.before = part.root, list[dict[int, int]]()
-        self.remat = rematerialization(graph, recompute, part.unread)
 
     def node(self, node: Node) -> None:
         """Lowers a node."""
@@ -242,7 +238,7 @@ class Loops(Placing):
         if saved and self._lies_on_host(whole):
             # What decides whether an iteration runs is read before it begins; stacks for second runs of loops
             # inside lie where those do.
-            own = self.remat.again(whole)
+            own = self.part.step.remat.again(whole)
             names = (i for i, o in block.saved.items() if (own or o >= 0) and i != whole.runs)
             saved |= self._on_host({i: saved[i] for i in names if not self.values[saved[i]].host}, node)
         for inner, outer in block.saved.items():

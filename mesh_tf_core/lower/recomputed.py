@@ -17,7 +17,7 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Known
 from mesh_tf_core.lower.remat_policy import Policies, Recomputed
-from mesh_tf_core.lower.rematerialization import beside, check_recompute, rematerialization
+from mesh_tf_core.lower.rematerialization import NOTHING, beside, check_recompute, rematerialization
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.layer_parts import WHOLE_STAGE, Again
 from mesh_tf_core.tracing.stage_layers import loop_name
@@ -26,7 +26,7 @@ Pairs = list[tuple[int, int]]
 """Tensors of a body, each with what its loop makes of it."""
 
 
-def recomputed(graph: Graph, recompute: Policies, unread: frozenset[int] | None = None) -> RecomputedStep:
+def recomputed(graph: Graph, recompute: Policies, unread: frozenset[int] = NOTHING) -> RecomputedStep:
     """The step under some policies, computed once per graph."""
     key = RecomputedStep, recompute, unread
     return graph.remembered(key, lambda: RecomputedStep(graph, recompute, unread))
@@ -39,7 +39,7 @@ class RecomputedStep:
       unread: as of `Rematerialization`.
     """
 
-    def __init__(self, graph: Graph, recompute: Policies, unread: frozenset[int] | None = None) -> None:
+    def __init__(self, graph: Graph, recompute: Policies, unread: frozenset[int] = NOTHING) -> None:
         self.graph, self.recompute, self.unread = graph, recompute, unread
         self.remat = rematerialization(graph, recompute, unread)
 

@@ -52,7 +52,7 @@ class Rerun(NamedTuple):
 
 
 def rematerialization(
-    graph: Graph, recompute: Policies, unread: frozenset[int] | None = None
+    graph: Graph, recompute: Policies, unread: frozenset[int] = NOTHING
 ) -> Rematerialization:
     """The recomputation of some policies, computed once per graph."""
     key = Rematerialization, recompute, unread
@@ -63,13 +63,11 @@ class Rematerialization:
     """The recomputed loops of a graph under some policies.
 
     Args:
-      unread: stacks of saved values that nothing reads, if it is known what is dead: then second runs are
-        without that. None: all of a program is lowered, which drops what is dead afterwards.
+      unread: stacks of saved values that nothing reads, as far as it is known: second runs are without them.
     """
 
-    def __init__(self, graph: Graph, recompute: Policies, unread: frozenset[int] | None = None) -> None:
-        self.graph, self.names = graph, {each.dim: each.keep for each in recompute}
-        self.live, self.unread = unread is not None, unread or NOTHING
+    def __init__(self, graph: Graph, recompute: Policies, unread: frozenset[int] = NOTHING) -> None:
+        self.graph, self.names, self.unread = graph, {each.dim: each.keep for each in recompute}, unread
         self._needs: dict[int, frozenset[int]] = {}
         self._follows: dict[int, Rerun] = {}
         self._passed: dict[int, list[tuple[int, int]]] = {}
@@ -96,10 +94,9 @@ class Rematerialization:
             keep = self.names.get(loop_name(block, self.graph) or "", ()) if self.again(block) else ()
             may = {t for t in kept_values(keep, block, self.graph) if not self.unsaved(t)}
             wanted = {t for t, stack in block.saved.items() if stack not in self.unread} | self.ends(block)
-            if self.live:
-                wanted = {t for t in wanted if not self.unsaved(t)} | self.own(block, *self.inner(block))
-            read = frozenset(needed_for(wanted, block, may, self._inside, self.live))
-            nodes = (node for node in block.nodes if _makes(node, read, read & may, self._inside))
+            wanted = {t for t in wanted if not self.unsaved(t)} | self.own(block, *self.inner(block))
+            read = frozenset(needed_for(wanted, block, may, self.handed))
+            nodes = (node for node in block.nodes if _makes(node, read, read & may, self.handed))
             self._follows[block.id] = Rerun(read & may, read, tuple(nodes))
         return self._follows[block.id]
 
@@ -142,10 +139,6 @@ class Rematerialization:
             return self.second(block).kept
         return {t for t, stack in block.saved.items() if stack not in self.unread}
 
-    @property
-    def _inside(self) -> Handed:
-        return self.handed if self.live and self._nested else _none
-
     def idle(self, scan: Node, read: Set[int]) -> set[int]:
         """The nodes of a loop's body, by their indices, that do nothing in the first run of a loop that runs
         again: second run, whose results are only saved.
@@ -167,17 +160,11 @@ class Rematerialization:
         found = list[Node]()
         for block in filter(self.again, self.graph.blocks):
             kept = self.second(block).kept
-            needed = needed_for(self.ends(block), block, kept, live=False)
+            needed = needed_for(self.ends(block), block, kept)
             found += [node for node in block.nodes if _makes(node, needed, kept)]
         inside = (inner for inner, _ in Block(-1, nodes=found).walk())
         copied = (node for node, _ in self.graph.walk() if node.phase == Phase.RECOMPUTE)
         return frozenset(node.index for node in (*inside, *copied))
-
-    @cached_property
-    def _nested(self) -> bool:
-        """Whether a loop runs again that is inside of another one with a backward."""
-        again = (b for b in self.graph.blocks if self.again(b))
-        return any(not has_backward(b, self.graph, beside=True) for b in again)
 
     def running(self) -> dict[str, list[Node]]:
         """The nodes that run a second time for backward: by the name of the loop whose second run they belong
@@ -186,9 +173,9 @@ class Rematerialization:
         for block in self.graph.blocks:
             if self.again(block):
                 kept, needed, _ = self.second(block)
-                nodes = list(_running(block, needed, kept, self._inside))
+                nodes = list(_running(block, needed, kept, self.handed))
                 found.setdefault(loop_name(block, self.graph) or "", []).extend(nodes)
-            elif self._nested and (nodes := self._brought(block)):
+            elif nodes := self._brought(block):
                 found[beside(block)] = nodes
         return found
 
@@ -301,14 +288,13 @@ def check_recompute(graph: Graph, recompute: Policies) -> None:
 
 
 def needed_for(
-    wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING, handed: Handed = _none, live: bool = True
+    wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING, handed: Handed = _none
 ) -> set[int]:
     """The tensors, including those of inner loops, from which the tensors `wanted` of a block are computed,
     given the kept ones.
 
     Args:
       handed: additional results of inner loops.
-      live: without the states of loops inside that nothing follows from.
     """
     needed = set(wanted)
     for node in reversed(block.nodes):
@@ -322,9 +308,9 @@ def needed_for(
             ends = [i for i, outer in leaving if outer in needed]
             ends += [*handed(body)]
             ends += [] if body.runs is None else [body.runs]
-            states = [not live or o in needed for o in node.outputs[: len(body.carry_in)]]
+            states = [o in needed for o in node.outputs[: len(body.carry_in)]]
             while True:
-                inner = needed_for([*compress(body.carry_out, states), *ends], body, NOTHING, handed, live)
+                inner = needed_for([*compress(body.carry_out, states), *ends], body, NOTHING, handed)
                 read = [s or i in inner for s, i in zip(states, body.carry_in, strict=True)]
                 if read == states:
                     break

@@ -50,24 +50,20 @@ class GraphPart:
     """A small graph to lower: a whole graph, or some of its nodes with everything around them given.
 
     Attributes:
+      step: with the whole graph.
       root: the nodes; loops and their bodies keep the numbers that they have in the graph.
       again: see `Subgraph`.
-      unread: see `Subgraph`; None: the graph is whole.
+      alone: some of the graph is missing: values of other nodes are given; whatever is made may be read.
       wanted: id of a block -> its tensors that nodes outside the part read: `Subgraph.natural`, gradients.
       beside: node -> the tensors of `Subgraph.beside` that it is the first node of its block to read.
     """
 
+    step: RecomputedStep
     root: Block
     again: str = ""
-    unread: frozenset[int] | None = None
+    alone: bool = False
     wanted: Mapping[int, Sequence[WantedValue]] = field(default_factory=dict)
     beside: Mapping[int, Sequence[Twin]] = field(default_factory=dict)
-
-    @property
-    def alone(self) -> bool:
-        """True if some of the graph is missing: values of other nodes are given, and no result is known to be
-        unused."""
-        return self.unread is not None
 
 
 @dataclass(frozen=True)
@@ -136,7 +132,7 @@ class _Builder:
     def part(self) -> GraphPart:
         whole, what = self.graph.blocks[0], self.subgraph
         root = replace(whole, nodes=self._nodes(whole))
-        return GraphPart(root, what.again, what.unread, self.wanted, self.beside)
+        return GraphPart(self.step, root, what.again, True, self.wanted, self.beside)
 
     def _nodes(self, block: Block) -> list[Node]:
         """The nodes of a block to lower, and the loops to enter."""
