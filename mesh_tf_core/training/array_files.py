@@ -2,8 +2,8 @@
 
 A safetensors file is an 8-byte length, a JSON header of this length (name -> dtype, shape, first byte and
 end), and the arrays in row-major order, one after the other: the format allows no gap between them, no
-overlap and no surplus (https://github.com/huggingface/safetensors, "Format"). A .npy file holds one array,
-here under the name "", and its checksum covers the file. A .npz file is a zip archive of .npy files.
+overlap and no surplus (https://github.com/huggingface/safetensors, "Format"). A .npz file is a zip archive of
+.npy files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 
 from mesh_tf_core.engines.pieces import VariablePiece
 from mesh_tf_core.files import create
-from mesh_tf_core.ir.dtypes import check_dtype, itemsize
+from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.kernels.array_kernel import np_dtype
 from mesh_tf_core.reading import opened
 
@@ -51,15 +51,10 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class ArrayLocation:
-    """The location of an array in a file, in row-major order.
-
-    Attributes:
-      offset: of its first byte; hashed: of the first that its checksum covers.
-    """
+    """The location of an array in a file, in row-major order: `offset` is that of its first byte."""
 
     path: Path
     offset: int
-    hashed: int
     dtype: str
     shape: tuple[int, ...]
 
@@ -76,10 +71,10 @@ class ArrayLocation:
             return np.memmap(file, dtype, "r", self.offset, self.shape)
 
     def sha256(self) -> str:
-        """The SHA-256 of the bytes that the checksum covers."""
+        """The SHA-256 of its bytes."""
         with opened(self.path) as file:
-            file.seek(self.hashed)
-            return digest(file, self.offset + self.bytes - self.hashed)
+            file.seek(self.offset)
+            return digest(file, self.bytes)
 
 
 def digest(file: BinaryIO, bytes: int) -> str:
@@ -94,16 +89,6 @@ def digest(file: BinaryIO, bytes: int) -> str:
 # -- reading -------------------------------------------------------------------------------------------------
 
 
-def places(path: Path) -> dict[str, ArrayLocation]:
-    """The arrays in a .npy or safetensors file by name; no array is read.
-
-    Raises:
-      OSError: it cannot be read.
-      ValueError: it is no such file, or its arrays are not all there; in one line.
-    """
-    return {"": _npy(path)} if path.suffix == ".npy" else _safetensors(path)
-
-
 @contextlib.contextmanager
 def _parsing(what: str) -> Iterator[None]:
     """Parsers of damaged bytes raise errors of many kinds; here all are a ValueError of one line."""
@@ -115,7 +100,13 @@ def _parsing(what: str) -> Iterator[None]:
         raise ValueError(f"{what} cannot be read ({why[:200]})") from None
 
 
-def _safetensors(path: Path) -> dict[str, ArrayLocation]:
+def places(path: Path) -> dict[str, ArrayLocation]:
+    """The arrays in a safetensors file by name; no array is read.
+
+    Raises:
+      OSError: it cannot be read.
+      ValueError: it is no such file, or its arrays are not all there; in one line.
+    """
     with opened(path) as file:
         length = path.stat().st_size
         size = int.from_bytes(file.read(8), "little")
@@ -159,7 +150,7 @@ def _place(path: Path, name: str, begin: int, said: Mapping[str, Any]) -> ArrayL
     shape = tuple(said["shape"])
     if not all(type(number) is int and 0 <= number < 1 << 62 for number in (*shape, first, end)):
         raise ValueError(f"{name[:80]!r} has an invalid size")
-    found = ArrayLocation(path, begin + first, begin + first, SAFE[said["dtype"]], shape)
+    found = ArrayLocation(path, begin + first, SAFE[said["dtype"]], shape)
     if end - first != found.bytes:
         raise ValueError(
             f"{name[:80]!r} needs {found.bytes} bytes, but its data_offsets are {first} to {end}"
@@ -167,30 +158,15 @@ def _place(path: Path, name: str, begin: int, said: Mapping[str, Any]) -> ArrayL
     return found
 
 
-def _npy(path: Path) -> ArrayLocation:
-    """bfloat16, which the format lacks, is stored as uint16."""
-    with opened(path) as file, _parsing(path.name):
-        shape, turned, dtype, offset = _npy_header(file)
-        found = ArrayLocation(
-            path, offset, 0, "bfloat16" if dtype == np.uint16 else check_dtype(str(dtype)), shape
-        )
-    if turned or found.offset + found.bytes != path.stat().st_size:
-        raise ValueError(
-            f"{path.name} has {path.stat().st_size} bytes, which do not fit an array {dtype}{list(shape)} in "
-            "C order"
-        )
-    return found
-
-
-def _npy_header(file: BinaryIO | IO[bytes]) -> tuple[tuple[int, ...], bool, Any, int]:
-    """Shape, whether the order is Fortran's, dtype, and where the array begins."""
+def _npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], Any, int]:
+    """Shape, dtype, and where the array begins."""
     head = io.BytesIO(file.read(NPY_HEADER))
     version = np.lib.format.read_magic(head)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, turned, dtype = read(head)
+    shape, _, dtype = read(head)
     if not all(type(number) is int and 0 <= number < 1 << 62 for number in shape):
         raise ValueError(f"the shape {shape} is invalid")
-    return shape, turned, dtype, head.tell()
+    return shape, dtype, head.tell()
 
 
 @dataclass(frozen=True)
@@ -224,7 +200,7 @@ def zipped(path: Path) -> dict[str, Zipped]:
         entries = [entry for entry in archive.infolist() if entry.filename.endswith(".npy")]
         for name, entry in _once([(entry.filename.removesuffix(".npy"), entry) for entry in entries]).items():
             with archive.open(entry) as stored:
-                shape, _, dtype, offset = _npy_header(stored)
+                shape, dtype, offset = _npy_header(stored)
             # Then reading the array reads all of the entry, which checks its checksum.
             if not dtype.hasobject and offset + dtype.itemsize * math.prod(shape) != entry.file_size:
                 raise ValueError(

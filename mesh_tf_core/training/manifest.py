@@ -21,8 +21,6 @@ from mesh_tf_core.ir.dtypes import DTYPES
 from mesh_tf_core.reading import read_file
 
 FORMAT = "layoutopt-checkpoint/3"
-FORMATS = (FORMAT, "layoutopt-checkpoint/2")
-"""The formats that can be read: in the older one each variable was a .npy file."""
 MANIFEST = "manifest.json"
 LARGEST = 1 << 32
 """Bytes of a manifest, written or read: some 30 million pieces."""
@@ -41,12 +39,11 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class PieceFile(BaseModel):
-    """A piece of a variable: its file, where it begins in the variable, and the SHA-256 of its bytes (of the
-    format before: of the whole file)."""
+    """A piece of a variable: its file, where it begins in the variable, and the SHA-256 of its bytes."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
-    file: Annotated[str, Field(pattern=r"^[0-9]{5,9}\.(safetensors|npy)$")]
+    file: Annotated[str, Field(pattern=r"^[0-9]{5,9}\.safetensors$")]
     sha256: Digest
     begin: StoredSizes
 
@@ -60,17 +57,6 @@ class ManifestEntry(BaseModel):
     shape: StoredSizes
     part: StoredSizes
     parts: Annotated[tuple[PieceFile, ...], Field(min_length=1, strict=False)]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_before(cls, said: Any) -> Any:
-        """In the format before, one file holds a whole variable."""
-        if not (isinstance(said, dict) and "file" in said):
-            return said
-        shape = said.get("shape")
-        part = {"file": said["file"], "sha256": said.get("sha256")}
-        part["begin"] = [0] * len(shape) if isinstance(shape, list) else []
-        return {"dtype": said.get("dtype"), "shape": shape, "part": shape, "parts": [part]}
 
     @model_validator(mode="after")
     def _fills(self) -> Self:
@@ -144,7 +130,7 @@ def read(path: Path) -> Manifest:
         if not isinstance(plain, Mapping):
             raise ValueError(f"{path.name} must contain a JSON object, found {type(plain).__name__}")
         said = plain.get("format", FORMAT)
-        if said not in FORMATS:
+        if said != FORMAT:
             raise ValueError(f"{path.name} has format {str(said)[:LONGEST]!r} instead of {FORMAT!r}")
         for name in ("format", "sha256"):
             if name not in plain:

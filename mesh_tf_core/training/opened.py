@@ -135,12 +135,8 @@ class Checkpoint:
             if path.is_symlink():
                 raise ValueError(f"{part.file} is a symbolic link")
             self._places[part.file] = array_files.places(path)
-        found, key = (
-            self._places[part.file],
-            VariablePiece(name, entry.dtype, entry.shape, part.begin, entry.part).key,
-        )
-        if part.file.endswith(".npy"):
-            key = ""
+        found = self._places[part.file]
+        key = VariablePiece(name, entry.dtype, entry.shape, part.begin, entry.part).key
         if key not in found:
             raise ValueError(f"{part.file} lacks {key[: manifests.LONGEST]!r}")
         return found[key]

@@ -22,7 +22,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.training import array_files, checkpoint, folders, locking, manifest
 from mesh_tf_core.training.locking import locked
 from mesh_tf_core.training.saving import Saver
-from tests.core.saved import VALUES, cut, flip, piece, whole, write_before
+from tests.core.saved import VALUES, cut, piece, whole
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,25 +39,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no variable 'c'; known: b, none, step, w"):
         found.read("c")
     assert checkpoint.newest(tmp_path / "elsewhere") is None
-
-
-def test_what_was_written_before_is_read(tmp_path: Path) -> None:
-    """The format in which every variable is a .npy file; a damaged one is found."""
-    folder = write_before(tmp_path, 3, VALUES, {"layout": "batch:data"})
-    found = checkpoint.newest(tmp_path)
-    assert found is not None and (found.step, found.extra) == (3, {"layout": "batch:data"})
-    for name, value in VALUES.items():
-        read = found.read(name)
-        assert read.dtype == value.dtype
-        np.testing.assert_array_equal(read, value)
-    flip(folder / "00000.npy")
-    with pytest.raises(UserError, match="does not match its checksum"):
-        checkpoint.newest(tmp_path)
-    cut(folder / "00000.npy")
-    with pytest.raises(
-        UserError, match=r"00000\.npy has 223 bytes, which do not fit an array float64\[4, 3\]"
-    ):
-        checkpoint.newest(tmp_path)
 
 
 def test_the_newest_are_kept_and_remains_are_removed(tmp_path: Path) -> None:
