@@ -7,14 +7,18 @@ Without a page, all of them.
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 from benchmarks.pages.listed import PAGES, written
 from benchmarks.pages.tables import ROOT
 
 
 def main() -> None:
-    for path in sys.argv[1:] or PAGES:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("page", nargs="*", choices=[[], *PAGES], metavar="PAGE", help=", ".join(PAGES))
+    for path in parser.parse_args().page or PAGES:
         (ROOT / path).write_text(written(path), encoding="utf-8")
 
 
