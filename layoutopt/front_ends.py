@@ -17,7 +17,7 @@ class FrontEnd:
       title: of the library.
       arguments: of the function that imports.
       program: what is imported; `splits`: what says how its arrays are split.
-      checkpoint: what recomputes a part of it.
+      checkpoint: what recomputes a part of it; half: what multiplies in bfloat16.
       own: "module:function" that reads what the user's file says of placements, and what that must return;
         empty if a file cannot say them.
     """
@@ -28,6 +28,7 @@ class FrontEnd:
     program: str
     splits: str
     checkpoint: str
+    half: str
     own: str = ""
     said: str = ""
 
@@ -60,10 +61,17 @@ JAX = FrontEnd(
     "the JAX function",
     "JAX shardings",
     "jax.checkpoint",
+    "parameters that the loss casts",
     "layoutopt.importers.jax.written:written",
     "two pytrees of PartitionSpec, (parameters, batch)",
 )
 TORCH = FrontEnd(
-    "torch", "PyTorch", "module, batch", "the module", "DTensor placements", "torch.utils.checkpoint"
+    "torch",
+    "PyTorch",
+    "module, batch",
+    "the module",
+    "DTensor placements",
+    "torch.utils.checkpoint",
+    "from_torch(param_dtype=torch.bfloat16)",
 )
 FRONT_ENDS: Mapping[str, FrontEnd] = {each.name: each for each in (JAX, TORCH)}

@@ -70,10 +70,13 @@ class Programs(_Record):
     Attributes:
       libraries: it runs programs that users write with these (`layoutopt.front_ends`).
       families: of its own models, as the `model_type` of a config.json; None: it has none.
+      dtype: in which it multiplies unless it is told otherwise, and its setting; "": the program's.
     """
 
     libraries: tuple[Text, ...] = ()
     families: tuple[Text, ...] | None = None
+    dtype: str = ""
+    setting: str = ""
     source: str = ""
     date: str = ""
 

@@ -45,6 +45,19 @@ def padding_note(framework: str, model: Model) -> str:
     return f"{load_framework(framework).name} pads {', '.join(changed)}" if changed else ""
 
 
+def type_note(framework: str, model: Model, multiplied: str) -> str:
+    """That a framework would multiply in another type than the program, unless it is told; "" if not."""
+    found, front = load_framework(framework), FRONT_ENDS.get(getattr(model, "front_end", ""))
+    runs = found.programs
+    if runs is None or not runs.dtype or multiplied != "float32":
+        return ""
+    how = "--set dtype=bfloat16" if front is None else front.half
+    return (
+        f"{found.name} multiplies in {runs.dtype} unless its {runs.setting} says otherwise, this program in "
+        f"{multiplied}, as predicted; to plan {runs.dtype}: {how}"
+    )
+
+
 def runs_another(framework: str, model: Model) -> str:
     """How the program that a framework runs differs from a model's own; "" if it runs that."""
     found, front = load_framework(framework), FRONT_ENDS.get(getattr(model, "front_end", ""))

@@ -15,7 +15,7 @@ from costmodels.pricing.items import Computed
 from costmodels.pricing.pricer import Cost, Line, Pricer
 from costmodels.pricing.refused import sentences
 from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
-from layoutopt.frameworks import padded, padding_note, runs_another
+from layoutopt.frameworks import padded, padding_note, runs_another, type_note
 from layoutopt.plan.known import Known
 from layoutopt.plan.machine_details import errors_known
 from layoutopt.plan.schema import Predicted
@@ -197,6 +197,7 @@ class Evaluation:
         own = (
             *self._assumed(),
             *filter(None, (note(software, self.model) for note in (runs_another, padding_note))),
+            *filter(None, [type_note(software, self.model, computed_in(self.model))]),
             *map(str, self.undivided),
             *(LAUNCHES.format(seconds_text(s), n) for s, n in filter(None, [self._launches])),
             *self._offloads(),

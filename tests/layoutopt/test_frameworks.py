@@ -18,7 +18,7 @@ import mesh_tf_core as mtf
 from costmodels.frameworks import DEFAULT, framework_names, load_framework
 from costmodels.hardware import load_hardware, machine_of
 from examples import mlp, moe_lm, transformer_lm, transformer_seq2seq
-from layoutopt.frameworks import padded, runs_another, says
+from layoutopt.frameworks import padded, runs_another, says, type_note
 from layoutopt.front_ends import FRONT_ENDS
 from layoutopt.importers.huggingface.configuration import FAMILIES
 from layoutopt.optimize.evaluator import evaluate
@@ -201,6 +201,22 @@ def test_an_answer_says_where_a_framework_runs_another_program(name: str) -> Non
         notes = layoutopt.cost(model, "data:2", "batch:data", chip, framework=name).notes
         lacks = runs is not None and runs.families is not None and family not in families
         assert any(f"has no model of the family '{family}'" in note for note in notes) == lacks
+
+
+@pytest.mark.parametrize("name", framework_names())
+def test_an_answer_says_where_a_framework_multiplies_in_another_type(name: str) -> None:
+    """Unless it is told the program's: MaxText and torchtitan take bfloat16."""
+    runs = load_framework(name).programs
+    for dtype in ("float32", "bfloat16"):
+        model = layoutopt.from_huggingface({**TINY, "model_type": "llama"}, batch=2, dtype=dtype)
+        chip = "tpu-v4" if name == "mesh-tensorflow" else "h100"
+        notes = layoutopt.cost(model, "data:2", "batch:data", chip, framework=name).notes
+        said = [note for note in notes if "multiplies in bfloat16 unless its" in note]
+        assert bool(said) == (runs is not None and runs.dtype == "bfloat16" and dtype == "float32")
+        assert not said or said[0].endswith("--set dtype=bfloat16")
+    for front in FRONT_ENDS.values():
+        model = SimpleNamespace(front_end=front.name)
+        assert type_note("torchtitan", model, "float32").endswith(front.half)  # type: ignore[arg-type]
 
 
 def test_a_release_has_models_of_its_own() -> None:
