@@ -42,7 +42,6 @@ SMALL = 1 << 21
 """Bytes of a product's operands and result that stay on the chip in a step, equation (2)."""
 ROUNDED = 1 - 1e-9
 """Keeps (3) true of numbers that are rounded."""
-CurvePoint = tuple[float, float]
 LEAST = 0.05
 """The smallest memory efficiency that is tried."""
 ELEMENT = (1e-13, 1e-10)

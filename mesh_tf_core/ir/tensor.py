@@ -223,6 +223,3 @@ class Tensor:
 
     def cast(self, dtype: str) -> Tensor:
         return self.graph.cast(self, dtype)
-
-
-Tensors = Tensor | Sequence[Tensor]
