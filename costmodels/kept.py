@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 
 from costmodels.kernels.fusion import ALONE, FREE, MAP, REDUCE, Fuses, casts_variable, role
+from mesh_tf_core.ir.array_functions import UNARY
 from mesh_tf_core.ir.blocks import IN_FLIGHT, Node
 from mesh_tf_core.ir.dtypes import TensorType, is_float, itemsize
 from mesh_tf_core.ir.op import PRODUCTS, Op
@@ -21,6 +22,7 @@ from mesh_tf_core.ir.program import AllGather, Collective, HostLoad, Instr, Loca
 from mesh_tf_core.ir.structure import Connection
 from mesh_tf_core.ir.traits import LabelOperand
 from mesh_tf_core.ops.dynamic import DynamicSlice, DynamicUpdate
+from mesh_tf_core.ops.unary import UnaryGrad
 
 
 def of_ring(op: Op) -> bool:
@@ -39,7 +41,8 @@ class KeptValues:
       remade: values that kernels of backward make again from others; `inside`: those that one call of a
         library makes and reads, in loops or outside of them.
       views: tensors that are another name of a value that a loop keeps under its first name.
-      masks: value -> masks of dropout, of its shape, that are kept as long.
+      masks: value -> masks of dropout, of its shape, that are kept as long; `apart`: arrays of its own shape
+        that are, where functions of it have a kernel for each step (`ArrayFunction.apart`).
     """
 
     of: dict[int, int] = field(default_factory=dict)
@@ -48,6 +51,7 @@ class KeptValues:
     inside: frozenset[int] = frozenset()
     views: frozenset[int] = frozenset()
     masks: dict[int, int] = field(default_factory=dict)
+    apart: dict[int, int] = field(default_factory=dict)
 
     def without_memory(self, fuses: Fuses) -> frozenset[int]:
         """The tensors that have no memory where these operations share kernels."""
@@ -134,6 +138,8 @@ class _Finder:
         for block in graph.blocks:
             here = Counter(v for node in block.nodes for v in self._like(node, found))
             found.masks.update((v, max(n, found.masks.get(v, 0))) for v, n in here.items())
+            written = ((self.value(n.inputs[1]), n.op) for n in block.nodes if isinstance(n.op, UnaryGrad))
+            found.apart.update((v, n) for v, op in written if v in self.kept and (n := UNARY[op.fn].apart[0]))
         return found
 
     def _like(self, node: Node, found: KeptValues) -> list[int]:
@@ -220,14 +226,16 @@ class _Finder:
         return role(node.op, self._types(node)[: len(node.inputs)])
 
 
-def masked(program: Program) -> dict[int, float]:
-    """The kept tensors of a program beside which masks of dropout are kept, a byte an element, and the bytes
-    of these for each of theirs."""
+def beside(program: Program, fuses: Fuses) -> dict[int, float]:
+    """The kept tensors of a program beside which masks of dropout are kept, a byte an element, or arrays of
+    functions in steps, and the bytes of these for each of theirs."""
     kept = KeptValues() if program.outline is None else kept_values(program.outline)
+    apart = kept.apart if fuses is Fuses.CALLS else {}
+    values = ((v, kept.of.get(v.tensor, -1)) for v in program.values)
     return {
-        v.tensor: kept.masks[kept.of[v.tensor]] / itemsize(v.dtype)
-        for v in program.values
-        if kept.of.get(v.tensor) in kept.masks and v.tensor in kept.names[kept.of[v.tensor]]
+        v.tensor: kept.masks.get(value, 0) / itemsize(v.dtype) + apart.get(value, 0)
+        for v, value in values
+        if (value in kept.masks or value in apart) and v.tensor in kept.names[value]
     }
 
 

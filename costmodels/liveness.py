@@ -22,7 +22,8 @@ Where each stage of a pipeline is a program of its own
       fullest stage counts.
 
 Where PyTorch's autograd decides what stays for backward (`costmodels.kept`)
-  (9) fused kernels of backward make again what they can of other values that are kept
+  (9) fused kernels of backward make again what they can of other values that are kept; functions that
+  models write in steps keep what each step reads, if every call is a kernel (`ArrayFunction.apart`)
   (10) logits are cast to float32 in memory, of which the loss is computed
   (12) the result of an operation does not take the place of an operand; (13) dropout keeps its mask, a byte
   (14) the casts of rule (6) are the model's parameters, and are held through the whole step
@@ -43,7 +44,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from costmodels.held_by_frameworks import Beside, accumulated, moments
-from costmodels.kept import gathered, kept_values, logits, masked, staying, variable_casts
+from costmodels.kept import beside, gathered, kept_values, logits, staying, variable_casts
 from costmodels.kernels.fused import Fused, fused, made_by_kernels, unwritten
 from costmodels.kernels.fusion import Fuses, fusion_of
 from costmodels.kernels.quantities import tiling
@@ -126,7 +127,7 @@ class MemoryRules:
         """The sizes of a program's values, at one stage."""
         shares = self.stages(program).get(end, {})
         regrouped = fusion_of(program).regrouped if self.tiles else None
-        more = Counter[int](masked(program) if self.masks else {})
+        more = Counter[int](beside(program, self.fuses) if self.masks else {})
         more.update({t: n - 1 for t, n in (gathered(program) if self.gathers else {}).items()})
         if self.gradient_bytes:
             more.update({t: self.gradient_bytes / n - 1 for t, n in accumulated(program)})

@@ -171,7 +171,8 @@ def recorded(plan: Plan, to: str) -> tuple[tuple[ExportedTensor, ...], tuple[Exp
     if not FORMATS[to].says.expresses("storage", None):
         return (), ()
     details = plan.data.details
-    if not {"variables", "inputs"} <= details.model_fields_set or (details.applies and FORMATS[to].arrays):
+    told = any("stacked" in v.model_fields_set for v in details.variables)  # later than the other fields
+    if not told or "inputs" not in details.model_fields_set or (details.applies and FORMATS[to].arrays):
         return None
     for tensor in (*details.variables, *details.inputs):
         for axis in (a for axes in tensor.splits for a in axes):
@@ -188,6 +189,7 @@ def recorded(plan: Plan, to: str) -> tuple[tuple[ExportedTensor, ...], tuple[Exp
                 t.splits,
                 tuple(n for _, n in t.shape),
                 t.kind == "parameter",
+                stacked=t.stacked,
             )
             for t in tensors
         )

@@ -103,10 +103,11 @@ class _Builder:
             parts.append(nodes[0].index)
         return tuple(parts)
 
-    def _memory(self, tensor: int) -> tuple[int, bool, bool]:
+    def _memory(self, tensor: int) -> Hashable:
         """What rules of memory ask about a tensor's value, which readers in other clusters decide, too."""
         value = self.values.of.get(tensor, -1)
-        return self.values.masks.get(value, 0), value in self.values.remade, value in self.values.inside
+        more = self.values.masks.get(value), self.values.apart.get(value)
+        return *more, value in self.values.remade, value in self.values.inside
 
     def _readers(self, each: Twin) -> Hashable:
         """What backward does with what a second run moves."""

@@ -175,9 +175,8 @@ def _even(what: Exported, tensor: Axes, to: str) -> None:
     whose outputs no other matrix has.
     """
     every = _matrices(what)
-    stacks = Counter(v.dims[0] for v in every)
     times = Counter(dim for v in every for dim in v.dims)
-    layers = [v for v in every if len(v.dims) > 2 and stacks[v.dims[0]] > 1]
+    layers = [v for v in every if len(v.dims) > 2 and v.dims[0] in what.stacks]
     layers = [v for v in layers if all(times[dim] > 1 for dim in v.dims)]
     layers = [v for v in layers if not any({*v.dims} < {*other.dims} for other in layers)]
     ways = what.mesh.group_size(tensor)

@@ -111,7 +111,7 @@ class HardwareInfo(Data):
 
 class VariableDetail(Data):
     """A trained variable, a piece of optimizer state, or an input; `splits` has the mesh axes of every
-    dimension."""
+    dimension, of which the first one of a `stacked` variable counts the layers of a loop."""
 
     name: str
     shape: tuple[tuple[str, PositiveInteger], ...]
@@ -120,6 +120,7 @@ class VariableDetail(Data):
     bytes: AsGiven
     local_bytes: AsGiven
     kind: str = "parameter"
+    stacked: Flag = False
 
     @model_validator(mode="before")
     @classmethod

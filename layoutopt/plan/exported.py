@@ -30,7 +30,7 @@ class ExportedTensor:
     """A variable or an input: its dimensions, the axes that each is split over, and its size.
 
     Attributes:
-      table: its rows are looked up.
+      table: its rows are looked up. stacked: its first dimension counts the layers of a loop.
     """
 
     name: str
@@ -39,6 +39,7 @@ class ExportedTensor:
     sizes: tuple[int, ...]
     trained: bool = False
     table: bool = False
+    stacked: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ class Exported:
     slices: Mapping[str, int] = field(default_factory=dict)
     framework: str = ""
     dtype: str = ""
+
+    @property
+    def stacks(self) -> list[str]:
+        """The dimensions of layers of trained variables."""
+        return [*dict.fromkeys(v.dims[0] for v in self.variables if v.trained and v.stacked)]
 
     @property
     def recomputed(self) -> tuple[str, int]:
@@ -94,11 +100,18 @@ def placed(program: Program) -> tuple[tuple[ExportedTensor, ...], tuple[Exported
     """The variables and the inputs of a program."""
     stored = ((n, s.variable.shape, s.splits, s.variable.trainable) for n, s in program.variables.items())
     feeds = ((name, program.values[i]) for name, i in program.feeds.items())
+    loops = loops_of(program)
     variables = tuple(
-        ExportedTensor(name, shape.names, splits, shape.sizes, trained)
+        ExportedTensor(name, shape.names, splits, shape.sizes, trained, stacked=shape.names[:1] in loops)
         for name, shape, splits, trained in stored
     )
     return variables, tuple(ExportedTensor(name, v.shape.names, v.splits, v.shape.sizes) for name, v in feeds)
+
+
+def loops_of(program: Program) -> set[tuple[str, ...]]:
+    """The names that stacked variables begin with: of dimensions that loops of a program's model run over."""
+    blocks = () if program.outline is None else program.outline.blocks
+    return {(block.dim.name,) for block in blocks if block.dim is not None}
 
 
 def comment(text: str) -> str:

@@ -6,7 +6,6 @@ Names are those of its base.yml (github.com/AI-Hypercomputer/maxtext, src/MaxTex
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 
 from layoutopt.frameworks.maxtext import (
@@ -154,19 +153,13 @@ def _maxtext_policy(what: Exported) -> list[str]:
             f"{', '.join(policies.values())}; {OTHER}"
         )
     again = {Recomputed.parse(text).dim for text in what.decided.recompute}
-    if again and (left := [dim for dim in _stacks(what) if dim not in again]):
+    if again and (left := [dim for dim in what.stacks if dim not in again]):
         raise UserError(
             "maxtext has one remat_policy for all layers, but this plan recomputes only "
             f"{some(sorted(again), NAMED)}, not {some(left, NAMED)}; {OTHER}"
         )
     always = [] if policies else [comment("no remat_policy recomputes nothing in scanned layers")]
     return [*always, f"remat_policy: {next(iter(policies), MAXTEXT_REMAT['products', 'attention'])}"]
-
-
-def _stacks(what: Exported) -> list[str]:
-    """Dimensions of layers: several trained variables begin with one, and it is not a logical axis."""
-    first = Counter(v.dims[0] for v in what.variables if v.trained and len(v.dims) > 1)
-    return [dim for dim, n in first.items() if n > 1 and dim not in MAXTEXT_ROWS]
 
 
 def _maxtext_offload(what: Exported) -> list[str]:

@@ -5,8 +5,8 @@ Numbers of Python stay constants of their dtype, so nothing depends on JAX's own
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,11 +31,6 @@ def _like(value: float, x: T) -> T:
     return np.asarray(value).astype(x.dtype)
 
 
-def _gelu(x: T) -> T:
-    inner = (x + x * x * x * _like(0.044715, x)) * _like(math.sqrt(2 / math.pi), x)
-    return x * (jnp.tanh(inner) + _like(1.0, x)) * _like(0.5, x)
-
-
 def _truncated(x: T, y: T) -> T:
     """Division of integers, rounded towards zero."""
     return lax.div(*jnp.broadcast_arrays(x, y))
@@ -51,7 +46,8 @@ _UNARY: Functions = {
     "floor": lambda x: jnp.floor(x) if _is_float(x) else x,
     "relu": lambda x: jnp.maximum(x, _like(0, x)),
     "softplus": lambda x: jnp.logaddexp(x, _like(0, x)),
-    "gelu": _gelu,
+    **dict.fromkeys(("gelu", "gelu_fast", "gelu_new"), jax.nn.gelu),
+    "gelu_exact": partial(jax.nn.gelu, approximate=False),
     "silu": lambda x: x * jax.nn.sigmoid(x),
 }
 _BINARY: Functions = {"div": lambda x, y: jnp.divide(x, y) if _is_float(x) else _truncated(x, y)}

@@ -15,6 +15,7 @@ from mesh_tf_core.ops.custom import custom_gradient
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.float8 import float8_einsum, in_eight_bits
 from mesh_tf_core.ops.float8_recipes import RECIPES
+from mesh_tf_core.ops.unary import unary
 from mesh_tf_core.tracing.gradients import gradients_inside
 
 
@@ -29,6 +30,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "elu": piecewise.elu,
     "gelu": functions.gelu,
     "gelu_exact": lambda x: functions.gelu(x, exact=True),
+    "gelu_fast": lambda x: unary("gelu_fast", x),
+    "gelu_new": lambda x: unary("gelu_new", x),
     "leaky_relu": piecewise.leaky_relu,
     "linear": lambda x: x,
     "quick_gelu": lambda x: x * functions.sigmoid(x * 1.702),

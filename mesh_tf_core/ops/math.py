@@ -49,7 +49,7 @@ def gelu(x: Tensor, exact: bool = False) -> Tensor:
     """Gaussian error linear unit (Hendrycks & Gimpel 2016): the tanh form, or with `exact` x times the
     normal distribution function, as in BERT and ViT.
     """
-    return x * (unary("erf", x * 0.5**0.5) * 0.5 + 0.5) if exact else unary("gelu", x)
+    return unary("gelu_exact" if exact else "gelu", x)
 
 
 def silu(x: Tensor) -> Tensor:

@@ -30,6 +30,16 @@ def _gelu_grad(k: Kernel, dy: Any, x: Any, dtype: str) -> Any:
     return k.binary("mul", dy, k.binary("mul", half, k.binary("add", k.binary("add", one, t), slope)))
 
 
+def _gelu_exact_grad(k: Kernel, dy: Any, x: Any, dtype: str) -> Any:
+    """d/dx of x Φ(x), the normal distribution function: Φ(x) + x exp(-x²/2) / sqrt(2π)."""
+    half, one, root = (k.scalar(v, dtype) for v in (0.5, 1.0, 0.5**0.5))
+    z = k.binary("mul", x, root)
+    below = k.binary("mul", half, k.binary("add", one, k.unary("erf", z)))
+    return k.binary(
+        "add", k.binary("mul", dy, below), _bell((2 * math.pi) ** -0.5)(k, k.binary("mul", dy, x), z, dtype)
+    )
+
+
 def _silu_grad(k: Kernel, dy: Any, x: Any, dtype: str) -> Any:
     s, one = k.unary("sigmoid", x), k.scalar(1.0, dtype)
     inner = k.binary("add", one, k.binary("mul", x, k.binary("sub", one, s)))
@@ -79,7 +89,8 @@ _SLOPES: dict[str, tuple[str, Callable[[Kernel, Any, Any, str], Any]]] = {
     "erfc": ("x", _bell(-2 / math.sqrt(math.pi))),
     "relu": ("y", _mul(lambda k, y, d: k.cast(k.binary("gt", y, k.scalar(0.0, d)), d))),
     "softplus": ("x", _mul(lambda k, x, d: k.unary("sigmoid", x))),
-    "gelu": ("x", _gelu_grad),
+    **dict.fromkeys(("gelu", "gelu_fast", "gelu_new"), ("x", _gelu_grad)),
+    "gelu_exact": ("x", _gelu_exact_grad),
     "silu": ("x", _silu_grad),
 }
 """Function -> whether its derivative is written in its input x or its output y, and dy times the

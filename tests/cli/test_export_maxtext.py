@@ -77,7 +77,9 @@ def test_maxtext_has_one_policy_for_all_layers() -> None:
 
     def exported(*again: str) -> str:
         stacks = [
-            ExportedTensor(f"{dim}/{name}", (dim, "d_model", "d_ff"), ((), (), ()), (2, 8, 16), True)
+            ExportedTensor(
+                f"{dim}/{name}", (dim, "d_model", "d_ff"), ((), (), ()), (2, 8, 16), True, stacked=True
+            )
             for dim in ("encoder_layers", "layers")
             for name in ("up", "gate")
         ]

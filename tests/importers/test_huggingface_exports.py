@@ -25,7 +25,9 @@ EVEN = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "inte
 
 def what(config: dict[str, Any], mesh: str, layout: str, stage: str = "", **options: Any) -> Exported:
     """A layout of a model in its export, with the parameters of its modules."""
-    model = from_huggingface(config, batch=8)
+    model = from_huggingface(
+        {n: v for n, v in config.items() if n != "mtp"}, batch=8, mtp=config.get("mtp", 0)
+    )
     on, rules = Mesh(mesh), Layout(layout)
     if stage:
         options["storage"] = {n: stage for n, v in model.graph.variables.items() if v.trainable}
@@ -44,6 +46,17 @@ def tensor_rules(config: dict[str, Any]) -> str:
         n: "model" for n in split if min(dims[n]) % 2 == 0 and n in ("heads", "d_ff", "d_expert", "vocab")
     }
     return ";".join(["batch:data", *(f"{n}:{axis}" for n, axis in rules.items())])
+
+
+def test_layers_of_further_predictions_are_recomputed_with_the_others() -> None:
+    """Loops are those of the graph: a matrix of further predictions is d_hidden by d_model."""
+    loops = ("layers", "layers_1", "mtp_1_layers")
+    config = config_of("deepseek_v3")
+    found = what({**config, "mtp": 1}, "data:2", "batch:data", recompute=[*loops])
+    assert found.stacks == [*loops]
+    assert "remat_policy: full" in export(found, "maxtext")
+    with pytest.raises(UserError, match="recomputes only layers and layers_1, not mtp_1_layers"):
+        export(what({**config, "mtp": 1}, "data:2", "batch:data", recompute=loops[:2]), "maxtext")
 
 
 def config_of(family: str) -> dict[str, Any]:

@@ -13,8 +13,12 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import layoutopt
+from layoutopt.importers.huggingface import from_huggingface
+from layoutopt.importers.huggingface.form import ACTIVATIONS
+from mesh_tf_core.ir.array_functions import UNARY
 from mesh_tf_core.ir.phase import Phase
 
 
@@ -100,3 +104,53 @@ def test_a_loss_makes_arrays_in_the_type_of_its_logits() -> None:
 
     own, wide = peak(lambda out: out), peak(lambda out: out.float())
     assert wide - own >= 3 * 2 * rows * classes * 0.99
+
+
+ROWS, WIDE, LAYERS = 64, 128, 2
+SIZES = {
+    "hidden_size": 16, "intermediate_size": WIDE, "num_attention_heads": 2, "num_hidden_layers": LAYERS
+}  # fmt: skip
+
+
+def kept_by_form(activation: str) -> float:
+    """Arrays of the width inside a feed-forward block that a layer of a configuration is predicted to keep,
+    beside what it keeps with relu: one."""
+
+    def forward(name: str) -> int:
+        config = {"model_type": "gpt_neox", "vocab_size": 16, **SIZES, "hidden_act": name}
+        model = from_huggingface(config, batch=1, length=ROWS)
+        found = layoutopt.cost(model, "data:1", hardware="h100", framework="transformers").evaluation.memory
+        *_, last = (p for p in found.points if p.origin.phase == Phase.FORWARD and p.depth == 0)
+        return last.bytes - found.variables
+
+    return 1 + (forward(activation) - forward("relu")) / (4 * LAYERS * ROWS * WIDE)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation_of_a_configuration_keeps_what_autograd_saves(name: str) -> None:
+    """Of transformers' own modules: of one kernel, or written in functions that have one each."""
+    activations = pytest.importorskip("transformers.activations")
+    act = activations.ACT2FN[name].float()
+    x = torch.randn(ROWS, 8, requires_grad=True)
+    found = saved(nn.Sequential(nn.Linear(8, WIDE), act, nn.Linear(WIDE, 8)), x) - x.nbytes
+    assert kept_by_form(name) == pytest.approx(found / (4 * ROWS * WIDE), abs=0.01)
+
+
+@pytest.mark.parametrize("fn", [n for n, row in UNARY.items() if row.apart[1] > 1])
+def test_functions_in_steps_are_as_many_kernels_as_pytorch_runs(fn: str) -> None:
+    act = pytest.importorskip("transformers.activations").ACT2FN[fn]
+    x = torch.randn(8, 8, requires_grad=True)
+
+    class Counted(TorchDispatchMode):
+        ran = 0
+
+        def __torch_dispatch__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.ran += fn is not torch.ops.aten.detach.default
+            return fn(*args, **(kwargs or {}))
+
+    with Counted() as forward:
+        y = act(x)
+    ones = torch.ones_like(y)
+    with Counted() as backward:
+        torch.autograd.grad(y, x, ones)
+    assert UNARY[fn].apart[1:] == (forward.ran, backward.ran)

@@ -20,7 +20,8 @@ as the model's parameters (Rajbhandari et al. 2020, section 3.1).
 bias (aten/src/ATen/native/native_functions.yaml), and backward of the call makes again what it can from what
 it keeps. (7) It stacks nothing: a loop's stacks are the arrays that the iterations made, each where it was
 made. (8) Models write RMSNorm out of pow, mean, rsqrt and mul, and each is a kernel (LlamaRMSNorm of
-huggingface/transformers, src/transformers/models/llama/modeling_llama.py). (9) The optimizer's kernels work
+huggingface/transformers, src/transformers/models/llama/modeling_llama.py), and some activations so
+(`NewGELUActivation` of src/transformers/activations.py). (9) The optimizer's kernels work
 on all variables at once (torch.optim's foreach; Apex's and TransformerEngine's multi_tensor_apply).
 """
 
@@ -38,10 +39,12 @@ from costmodels.liveness import MemoryRules
 from costmodels.pricing.compilers.xla import Joining, Xla
 from costmodels.pricing.items import Called, Computed
 from costmodels.pricing.units import Find, Unit
+from mesh_tf_core.ir.array_functions import UNARY
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Local, Loop, Program
 from mesh_tf_core.ops.norm import Normalize, NormalizeGrad
+from mesh_tf_core.ops.unary import Unary, UnaryGrad
 
 C = TypeVar("C", Computed, Computed | Called)
 
@@ -97,7 +100,9 @@ class EagerLaunch(HostLaunched):
             for part in apart(instr.op, [local(i) for i in instr.inputs]):
                 yield Computed(part, part.flops)
             return
-        yield from super().local(instr, find, local)
+        steps = UNARY[op.fn].apart[1:] if isinstance(op := instr.op, Unary | UnaryGrad) else (1, 1)
+        for _ in range(steps[isinstance(op, UnaryGrad)]):
+            yield from super().local(instr, find, local)
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,9 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.model import Model
 
 ACTIVATIONS = {n: n for n in ("silu", "relu", "quick_gelu", "sigmoid", "xielu", "tanh")}
-ACTIVATIONS |= dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu")
-ACTIVATIONS |= {"swish": "silu", "gelu": "gelu_exact", "relu2": "relu_squared"}
+ACTIVATIONS |= {"swish": "silu", "relu2": "relu_squared", "gelu": "gelu_exact", "gelu_pytorch_tanh": "gelu"}
+ACTIVATIONS["gelu_fast"] = "gelu_fast"
+ACTIVATIONS |= dict.fromkeys(("gelu_accurate", "gelu_new", "gelu_python_tanh"), "gelu_new")
 """Names of activations there -> here."""
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps")
 HIDDEN = ("hidden_activation", "mlp_hidden_act", "hidden_act")

@@ -292,8 +292,9 @@ def xielu(x: Tensor) -> Tensor:
         mtf.softplus(x.graph.variable(n, [], Constant(v), activation_dtype=x.dtype))
         for n, v in zip(("above", "below"), begin, strict=True)
     )
-    under = (mtf.expm1(mtf.minimum(x, 0.0)) - x) * (below + 0.5)
-    return mtf.where(x > 0.0, mtf.square(x) * above, under) + x * 0.5
+    positive = x > 0.0
+    under = (mtf.expm1(mtf.where(positive, 0.0, x)) - x) * (below + 0.5)
+    return mtf.where(positive, mtf.square(x) * above, under) + x * 0.5
 
 
 @dataclass(frozen=True)
