@@ -1,5 +1,6 @@
 """Likely mistakes in a layout that a person wrote, and their corrections.
 
+  not expressed      the framework has no setting for the layout
   wasted axis        no product is split over a mesh axis: its devices all do the same work
   repeated work      some products are not split over an axis that splits others
   indivisible        a dimension of repeated work would need another size to be split
@@ -25,6 +26,7 @@ from costmodels.pricing.lines import Cost, Line
 from costmodels.pricing.refused import sentences
 from costmodels.repeated import Repeated, near_sizes, repeated
 from layoutopt.analysis.changes import SingleChange
+from layoutopt.analysis.expressed import unexpressed
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.plan.results import Finding
@@ -142,6 +144,12 @@ class _Lint:
         self.mesh, self.layout = evaluation.program.mesh, evaluation.program.layout
 
     def findings(self) -> Iterator[Finding]:
+        framework = self.hardware.framework
+        lost, mend = unexpressed(self.model, self.hardware, self.mesh, self.layout, self.options)
+        if lost:
+            fix = f"runs this layout with {mend}" if mend else "can run what a search under it finds"
+            message = f"{framework} has no setting for {lost}; the prediction is as if it had"
+            yield Finding(kind="not expressed", message=message, fix=f"{framework} {fix}")
         # A stage that is a program of its own does not have the work of the ends.
         apart = self.evaluation.prices.itemiser.compiler.stages(self.program) is not None
         for axis, found in repeated(self.program).items():

@@ -18,6 +18,7 @@ import mesh_tf_core as mtf
 from costmodels.frameworks import DEFAULT, framework_names, load_framework
 from costmodels.hardware import load_hardware, machine_of
 from examples import mlp, moe_lm, transformer_lm, transformer_seq2seq
+from layoutopt.analysis.expressed import unexpressed
 from layoutopt.frameworks import padded, runs_another, says, type_note
 from layoutopt.front_ends import FRONT_ENDS
 from layoutopt.importers.huggingface.configuration import FAMILIES
@@ -72,6 +73,9 @@ def test_a_plan_under_a_framework_is_one_that_it_can_express(
     assert plan.data.space is not None and plan.data.space.expressed_by == framework
     said = decided(plan.options, plan.layout, built.stages(plan.mesh, plan.layout))
     assert beyond(says(framework), said) is None
+    assert (
+        unexpressed(built, load_hardware(hardware, framework), plan.mesh, plan.layout, plan.options)[0] == ""
+    )
     if framework in FORMATS:
         tensors = placed(built.lower(plan.mesh, plan.layout, plan.options))
         export(Exported("", plan.mesh, plan.layout, *tensors, said), framework)

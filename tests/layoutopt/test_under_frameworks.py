@@ -14,8 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 import layoutopt
-from costmodels.frameworks import DEFAULT
+from costmodels.frameworks import DEFAULT, framework_names
 from costmodels.hardware import load_hardware
+from layoutopt.analysis.expressed import unexpressed
 from layoutopt.cli import app
 from layoutopt.frameworks import says
 from layoutopt.optimize import entry
@@ -172,8 +173,38 @@ def test_every_layout_that_a_framework_can_express_is_exported(framework: str, m
             if made is not None:
                 said = decided(options, layout, built.stages(mesh, layout))
                 export(Exported("", mesh, layout, *made, said), framework)
+                assert unexpressed(built, load_hardware("h100", framework), mesh, layout, options)[0] == ""
                 found += 1
     assert found
+
+
+@pytest.mark.parametrize("framework", framework_names())
+def test_repeated_work_of_experts_is_named_under_every_framework(framework: str) -> None:
+    found = layoutopt.cost(MODELS["experts"](), "data:4", "batch:data", hardware="h100", framework=framework)
+    work = [f.message for f in found.findings if f.kind == "repeated work"]
+    assert any("experts" in message for message in work)
+
+
+@pytest.mark.parametrize(
+    ("framework", "layout", "lost", "mend"),
+    [
+        ("megatron", "batch:a;length:b;expert_batch:b", "expert_batch over b", "expert_batch whole"),
+        ("megatron", "batch:a;heads:b;d_ff:b", "vocab whole", "vocab over b"),
+        ("megatron", "batch:a;d_model:b", "d_model over b", ""),
+        ("megatron", "batch:a;length:b;expert_batch:a;expert_length:b", "", ""),
+        ("maxtext", "batch:a+b", "recompute layers no", ""),
+        ("layoutopt", "batch:a;d_model:b", "", ""),
+    ],
+)
+def test_what_a_framework_has_no_setting_for_is_named(
+    framework: str, layout: str, lost: str, mend: str
+) -> None:
+    found = layoutopt.cost(MODELS["experts"](), "a:2;b:2", layout, hardware="h100", framework=framework)
+    said = [f for f in found.findings if f.kind == "not expressed"]
+    assert [f.message.partition(";")[0] for f in said] == [f"{framework} has no setting for {lost}"] * bool(
+        lost
+    )
+    assert all((f"with {mend}" if mend else "a search under it") in str(f.fix) for f in said)
 
 
 def test_stages_that_a_framework_excludes_are_refused_before_their_graph_is_made(
