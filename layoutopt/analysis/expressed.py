@@ -1,4 +1,4 @@
-"""What a framework has no setting for in a layout that a person wrote."""
+"""Finds what a framework has no setting for in a layout that a person wrote."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mesh_tf_core.model import Model
 def unexpressed(
     model: Model, machine: Hardware, mesh: Mesh, layout: Layout, options: Options
 ) -> tuple[str, str]:
-    """What the machine's framework has no setting for, and one change after which it has, in words; "", "":
+    """Finds what the machine's framework has no setting for, and one change that mends it, in words; "", "":
     it can run the layout."""
     restriction = restriction_of(machine.framework).of(model)
     if restriction.says is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +37,11 @@ class Defaults(dict[str, Default]):
 
     Attributes:
       open: the function takes others too, by **hparams.
+      also: other name -> its own.
     """
 
     open = False
+    also: Mapping[str, str] = {}
 
     def check(self, names: Iterable[str], before: str) -> None:
         """UserError for a name that the function does not take; `before` begins it."""
@@ -57,6 +59,7 @@ def defaults_of(function: Callable[..., Any], source: str) -> Defaults:
             f"{source}: the parameters of {function!r} cannot be read; write an ordinary Python function"
         ) from None
     found = Defaults()
+    found.also = getattr(function, "also", {})
     found.open = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for p in parameters:
         if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
@@ -84,7 +87,7 @@ def parse_settings(settings: Sequence[str], defaults: Defaults, source: str) -> 
     values: dict[str, Any] = {}
     for setting in settings:
         name, equals, text = setting.partition("=")
-        name, text = name.strip(), text.strip()
+        name, text = defaults.also.get(name.strip(), name.strip()), text.strip()
         if not equals or not name:
             raise UserError(f"--set {setting!r} is not NAME=VALUE; write for example --set layers=12")
         defaults.check([name], f"--set {setting}: {source}")

@@ -234,7 +234,10 @@ def load_model(
     before = tuple(sys.modules)
     module, name, function = function_of(source)
     defaults = _defaults(function, source, module)
-    changed = dict(settings) if isinstance(settings, Mapping) else parse_settings(settings, defaults, source)
+    if isinstance(settings, Mapping):
+        changed = {defaults.also.get(n, n): value for n, value in settings.items()}
+    else:
+        changed = parse_settings(settings, defaults, source)
     defaults.check(changed, source)
     open_: dict[str, tuple[Any, str]] = getattr(function, "assumed", lambda _: {})(devices)
     kept = {n: open_.get(n, (d.value, "")) for n, d in defaults.items() if d.given}

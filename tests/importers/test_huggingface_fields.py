@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from transformers import CONFIG_MAPPING
 
 import mesh_tf_core as mtf
 from layoutopt.importers.huggingface import from_huggingface
-from layoutopt.importers.huggingface.configuration import FAMILIES, chosen, class_defaults
+from layoutopt.importers.huggingface.configuration import FAMILIES, _base, chosen, class_defaults
 from layoutopt.importers.huggingface.fields import ConfiguredTraining
+from layoutopt.models.loading import load_model
 
 DATA = Path(__file__).parents[1] / "data"
 OTHERS = ("bert", "vit", "siglip", "whisper", "modernbert", "mimo_v2_flash")
@@ -154,3 +156,55 @@ def test_classes_are_those_that_the_file_names(family: str) -> None:
         labels = {str(i): f"kind {i}" for i in range(count)}
         model = from_huggingface({"model_type": family, "id2label": labels})
         assert model.graph.dims()["classes"] == {count}
+
+
+WRITTEN = [n for n in FAMILIES if n in CONFIG_MAPPING]
+UNSAID = ("deepseek_v2", "dots1", "glm4v_moe_text", "qwen3_omni_moe_text")
+"""Families whose classes have defaults of which transformers builds no model, or another one."""
+
+
+@pytest.mark.parametrize("family", [n for n in WRITTEN if n not in UNSAID])
+@pytest.mark.one_in(9)
+def test_files_that_transformers_writes_are_built(family: str) -> None:
+    """All fields of a class, or those that differ from its defaults; for the class without a head too."""
+    made = CONFIG_MAPPING[family]()
+    wanted = FAMILIES[family][0]
+    for found in (made.to_dict(), made.to_diff_dict()):
+        fields = {**json.loads(json.dumps(found)), "model_type": family, "_a_private_name": 3}
+        model = from_huggingface({**fields, "architectures": [wanted]}, batch=1, length=16)
+        base = from_huggingface({**fields, "architectures": [_base(family)]}, batch=1, length=16)
+        assert model.fingerprint == base.fingerprint
+        assert any("has no loss" in remark for remark in base.remarks) == (_base(family) != wanted)
+
+
+@pytest.mark.parametrize("family", [n for n in class_defaults()["renamed"] if n in CASES])
+def test_hyperparameters_have_the_names_of_the_file_too(family: str, tmp_path: Path) -> None:
+    known = from_huggingface(CASES[family], length=12).hparams
+    names = {
+        old: new
+        for old, new in class_defaults()["renamed"][family].items()
+        if isinstance(CASES[family].get(old), int) and new in known
+    }
+    (tmp_path / "config.json").write_text(json.dumps(CASES[family]), encoding="utf-8")
+
+    def built(*settings: str) -> str:
+        try:
+            return load_model(str(tmp_path / "config.json"), ["length=12", *settings]).model.fingerprint
+        except mtf.UserError as error:
+            return str(error).partition(": ")[2]
+
+    plain = built()
+    for old, new in names.items():
+        value = 2 * CASES[family][old]
+        assert plain != built(f"{old}={value}") == built(f"{new}={value}")
+        with suppress(mtf.UserError):
+            one, two = (from_huggingface(CASES[family], **{n: value}) for n in (old, new))
+            assert one.hparams == two.hparams and one.hparams[new] == value
+
+
+def test_what_a_file_says_of_single_layers_is_what_it_says_of_their_kind() -> None:
+    config = CONFIG_MAPPING["gemma4_text"](num_hidden_layers=6).to_dict()
+    (number,) = (n for n in config["per_layer_config"])
+    for said in ({number: {"head_dim": 8}}, {"99": {"head_dim": 512}}, {number: 512}, [512]):
+        with pytest.raises(mtf.UserError, match=r"per_layer_config is .*; give each layer what"):
+            from_huggingface({**config, "per_layer_config": said})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from dataclasses import fields as fields_of
@@ -78,7 +79,7 @@ def from_huggingface(config: str | Path | Mapping[str, Any], **changes: Any) -> 
       115008
     """
     found = _read(config)
-    known = _hyperparameters(found)
+    known, changes = _hyperparameters(found), dict(_in_our_names(changes, found.family))
     for name in changes:
         if name not in known:
             raise UserError(f"{found.source} has no hyperparameter {name!r}; {known_names(name, known)}")
@@ -164,6 +165,7 @@ def module_of(path: Path, shown: str) -> ModuleType:
 
     made = ModuleType("configuration", f"The model of {shown}.")
     model.assumed = assumed  # type: ignore[attr-defined]
+    model.also = class_defaults()["renamed"].get(found.family, NOTHING)  # type: ignore[attr-defined]
     made.model, made.data = model, data  # type: ignore[attr-defined]
     return made
 
@@ -246,9 +248,9 @@ def _foreign(values: Any) -> str:
     if not isinstance(values, Mapping):
         return ""
     known = class_defaults()
-    every = {n for part in ("families", "without_effect", "read") for v in known[part].values() for n in v}
+    every = {n for part in known.values() if isinstance(part, dict) for v in part.values() for n in v}
     for _, form in FORMS.values():
-        every |= {*form.only, *(form.mixture.only if form.mixture else ())}
+        every |= {*form.only, *form.names.values(), *(form.mixture.only if form.mixture else ())}
     strange = [
         n for n, v in values.items() if v and n not in every and not n.endswith(("_token_id", "_config"))
     ]
@@ -275,7 +277,9 @@ def _in_our_names(values: Mapping[str, Any], family: str) -> Mapping[str, Any]:
 def _checked(values: Mapping[str, Any], source: str, family: str) -> str:
     """The family; UserError if the file names another class of it."""
     classes, wanted = values.get("architectures") or [], FAMILIES[family][0]
-    also = isinstance(classes, list) and any(ALSO.get(str(n)) == family for n in classes)
+    also = isinstance(classes, list) and any(
+        ALSO.get(str(n)) == family or n == _base(family) for n in classes
+    )
     if not isinstance(classes, list) or (classes and wanted not in classes and not also):
         raise UserError(
             f"{source}: architectures is {str(classes)[:100]}, but for model_type {family!r} "
@@ -284,11 +288,19 @@ def _checked(values: Mapping[str, Any], source: str, family: str) -> str:
     return family
 
 
+def _base(family: str) -> str:
+    """The class of a family's model without a head."""
+    return re.sub(r"(For[A-Z]\w*|LMHeadModel)$", "Model", FAMILIES[family][0])
+
+
 def _renamed(values: Mapping[str, Any], family: str) -> Iterator[str]:
     """Where a file calls itself something else, or stores weights that training has not."""
     if values.get("model_type") != family:
         said = str(values.get("model_type"))[:60]
         yield f"model_type {said!r} is built as {FAMILIES[family][0]}, the architecture that the file names"
+    classes, wanted = values.get("architectures"), FAMILIES[family][0]
+    if isinstance(classes, list) and classes and wanted not in classes and _base(family) in classes:
+        yield f"{_base(family)} of architectures has no loss, so the model is built as {wanted}"
     told = {**class_defaults()["families"].get(family, NOTHING), **values}
     if dropped := [n for n in _idle(family) if n.endswith(("dropout", "drop")) and told.get(n)]:
         yield f"these layers do not apply {' and '.join(dropped)} of the configuration"

@@ -194,7 +194,11 @@ class Fields:
         """UserError for fields that no reader used, here or inside others, unless they are off (null, false,
         0 or empty)."""
         read, every = {*self.asked, *self.idle} - self.others.keys(), {**self.values, **self.others}
-        left = [n for n, v in every.items() if v and n not in read and not n.endswith("_token_id")]
+        left = [
+            n
+            for n, v in every.items()
+            if v and n not in read and n[:1] != "_" and not n.endswith("_token_id")
+        ]
         strange = [n for n in left if n not in ignored]
         if strange:
             kind = self.values.get("model_type")

@@ -147,6 +147,9 @@ class Form:
         apart = (FULL, LINEAR) if self.linear and fields.has("num_attention_heads") else apart
         for kind in apart:  # fields of a kind that no layer is
             reader.mixer(kind)
+        if SLIDING not in kinds:
+            fields.skip("sliding_window")
+        self._per_layer(fields, kinds)
         mixed = self.mixture is not None and (not self.beside or fields.flag(self.beside))
         mixing = self.mixture.read(fields, training, act, len(kinds)) if mixed and self.mixture else None
         every = mixing is not None and all(mixing.where)
@@ -277,6 +280,18 @@ class Form:
                 "layer_types", f"it has {len(kinds)} entries for {count} layers; give one entry per layer"
             )
         return kinds[: count or fields.layers()] if not kinds or (count and not self.single) else kinds
+
+    def _per_layer(self, fields: Fields, kinds: Sequence[str]) -> None:
+        """UserError unless the fields that a file repeats for single layers are those of their kind."""
+        own = {FULL: self.heads.full, SLIDING: self.heads.windowed}
+        try:
+            for number, said in fields.raw("per_layer_config", {}).items():
+                names = own.get(kinds[int(number)], {})
+                if any(value != fields.raw(names.get(n, n)) for n, value in said.items()):
+                    raise ValueError(number)
+        except (AttributeError, IndexError, ValueError):
+            do = "give each layer what the other fields say of its kind, or remove it"
+            raise fields.wrong("per_layer_config", do) from None
 
     def _activation(self, fields: Fields) -> str:
         if self.activation and not fields.has("hidden_activation"):
