@@ -26,11 +26,14 @@ from layoutopt.analysis.placed import placed
 from layoutopt.analysis.sensitivity import SensitivityCurve, as_details, robustness, sensitivity
 from layoutopt.api.pricing import layout_of
 from layoutopt.api.running import model_of
+from layoutopt.frameworks import restriction_of
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.optimize.incumbents import compared_with
 from layoutopt.plan.build import Plan
-from layoutopt.plan.details import Robustness, RuledOut
+from layoutopt.plan.covered import CoveredSpace
+from layoutopt.plan.decided import Decided
+from layoutopt.plan.details import Details, Robustness, RuledOut
 from layoutopt.plan.notebook import Shown, table
 from layoutopt.plan.results import (
     Against,
@@ -41,8 +44,7 @@ from layoutopt.plan.results import (
     Placed,
     Worth,
 )
-from layoutopt.plan.schema import ProofStatus
-from layoutopt.plan.under import under
+from layoutopt.plan.schema import PlanFile, Predicted, ProofStatus, SolverInfo
 from layoutopt.plan.units import bytes_text, some, step_change
 from layoutopt.runtime.clock import Clock
 from layoutopt.space.exclusions import CHECK, MEMORY, SENSITIVITY, memory_words, refuse
@@ -363,3 +365,28 @@ def _varied(
     curves = sensitivity(model, plan, machine, limit, asked, told, clock)
     told("uncertain hardware")
     return Conditions(tuple(curves), robustness(model, plan, machine, clock=clock))
+
+
+UNCHANGED = ("format", "model", "mesh", "layout", "hardware", "slices")
+UNCHANGED_DETAILS = ("source", "source_sha256", "search", "parallelism")
+"""Fields of a plan, and of its details, that are the same under every framework."""
+
+
+def under(plan: Plan, framework: str, predicted: Predicted) -> Plan:
+    """The layout as another framework runs it, without what was proven and compared under the plan's own.
+
+    Args:
+      predicted: under the other framework.
+    """
+    value = predicted.step_seconds
+    if plan.question.objective == Objective.MEMORY:
+        value = predicted.peak_memory_bytes
+    data = PlanFile(
+        **{name: getattr(plan.data, name) for name in (*Decided.model_fields, *UNCHANGED)},
+        framework=framework,
+        predicted=predicted,
+        solver=SolverInfo(status="UNKNOWN", objective=float(value)),
+        space=CoveredSpace(layouts=0, expressed_by=restriction_of(framework).name),
+        details=Details(**{name: getattr(plan.data.details, name) for name in UNCHANGED_DETAILS}),
+    )
+    return Plan(data, model=plan.model)

@@ -23,7 +23,7 @@ from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, listed
 from layoutopt.optimize.warm_start import WarmStart, named
 from layoutopt.plan.build import Plan, decided
 from layoutopt.runtime.clock import UNLIMITED, Clock
-from layoutopt.space.decisions import SearchSpace
+from layoutopt.space.decisions import Decisions, SearchSpace
 from layoutopt.space.objective import Objective
 from layoutopt.space.restriction import EVERYTHING
 from layoutopt.space.splits import Split
@@ -249,10 +249,17 @@ def compared_with(plan: Plan, hardware: Hardware) -> SearchSpace:
 
 def covers(space: SearchSpace, model: Model, plan: Plan, near: Callable[[Mesh], Axes]) -> bool:
     """True if a space has the layout of a plan; `near`: as of `Evaluator`."""
-    mesh, layout, options = plan.mesh, plan.layout, plan.options
-    wanted = SubproblemKey.of(model, mesh, layout, options)
+    key = SubproblemKey.of(model, plan.mesh, plan.layout, plan.options)
+    found = decisions_of(key, space, model, near)
+    return found is not None and found.allows(plan.layout, plan.options)
+
+
+def decisions_of(
+    key: SubproblemKey, space: SearchSpace, model: Model, near: Callable[[Mesh], Axes]
+) -> Decisions | None:
+    """The decisions of a subproblem of a space; None: it has no such one."""
     try:
-        here = next((each for each in listed(model, [mesh], space, near) if each.key == wanted), None)
+        here = next((each for each in listed(model, [key.mesh], space, near) if each.key == key), None)
     except UserError:
-        return False
-    return here is not None and not here.refused and here.decided.allows(layout, options)
+        return None
+    return None if here is None or here.refused else here.decided

@@ -13,7 +13,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
-from layoutopt.analysis.validation import ValidationRow, sample_layouts, summary
+from layoutopt.analysis.validate import ValidationRow, sample_layouts, summary
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.validate import _show
 from layoutopt.models.loading import load_model

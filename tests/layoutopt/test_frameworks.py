@@ -18,15 +18,15 @@ import mesh_tf_core as mtf
 from costmodels.frameworks import DEFAULT, framework_names, load_framework
 from costmodels.hardware import load_hardware, machine_of
 from examples import mlp, moe_lm, transformer_lm, transformer_seq2seq
-from layoutopt.analysis.expressed import unexpressed
+from layoutopt.analysis.lint import unexpressed
 from layoutopt.frameworks import padded, runs_another, says, type_note
 from layoutopt.front_ends import FRONT_ENDS
 from layoutopt.importers.huggingface.configuration import FAMILIES
+from layoutopt.optimize.entry import unrestricted
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
-from layoutopt.optimize.unrestricted import unrestricted
 from layoutopt.plan.build import decided
 from layoutopt.plan.export import FORMATS, export
 from layoutopt.plan.exported import Exported, placed

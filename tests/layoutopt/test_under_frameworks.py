@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import layoutopt
 from costmodels.frameworks import DEFAULT, framework_names
 from costmodels.hardware import load_hardware
-from layoutopt.analysis.expressed import unexpressed
+from layoutopt.analysis.lint import unexpressed
 from layoutopt.cli import app
 from layoutopt.frameworks import says
 from layoutopt.optimize import entry

@@ -29,12 +29,12 @@ from layoutopt.solver import (
 )
 from layoutopt.solver.answer import Solution
 from layoutopt.solver.backends.base import Raw, SolverRequest
+from layoutopt.solver.backends.cp_sat import scale_costs, scale_row
 from layoutopt.solver.backends.highs import DUAL_TOLERANCE, Worker
 from layoutopt.solver.backends.highs_process import LinearRow, Task
 from layoutopt.solver.linear import linearise
 from layoutopt.solver.reductions import reduce
 from layoutopt.solver.run import SOLVERS
-from layoutopt.solver.scaling import scale_costs, scale_row
 from tests.solver.strategies import problems
 
 MANY = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

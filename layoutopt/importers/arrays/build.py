@@ -15,7 +15,6 @@ from layoutopt.importers.arrays import (
     indexed,
     loops,
     products,
-    reductions,
     shapes,
 )
 from layoutopt.importers.arrays.arguments import arguments
@@ -47,7 +46,6 @@ from mesh_tf_core.tracing.graph import Graph
 
 TABLE: Mapping[str, Handler] = {
     **elementwise.TABLE,
-    **reductions.TABLE,
     **drawing.TABLE,
     **shapes.TABLE,
     **products.TABLE,

@@ -16,15 +16,7 @@ from dataclasses import dataclass, field
 
 from layoutopt.importers.arrays.contract import Equation, EquationBlock, Operand, Var, has_fractions
 from layoutopt.importers.arrays.factors import Factors
-from layoutopt.importers.arrays.relations import (
-    Axis,
-    AxisPart,
-    AxisRelation,
-    Copies,
-    Join,
-    Regroup,
-    Same,
-)
+from layoutopt.importers.arrays.relations import Axis, AxisPart, AxisRelation, Copies, Join, Regroup, Same
 
 FactorNode = int
 

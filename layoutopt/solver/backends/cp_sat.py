@@ -1,21 +1,73 @@
 """CP-SAT (OR-tools): clause learning with linear relaxations, in whole numbers.
 
 Deterministic: a fixed seed, and with several workers their interleaved mode, so that equal input gives equal
-output unless a time limit cuts the search.
+output unless a time limit cuts the search. It counts in 64-bit integers: costs are multiplied by a power of
+two and rounded, so that sums of the largest cost of every group stay below 2^`BITS`; whole ones stay as they
+are. A solution picks one column per group, so a bound of the scaled costs, minus the largest rounding error
+of every group (`Scaled.error`), is one of the true costs.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from layoutopt.solver.answer import Status
 from layoutopt.solver.backends.base import Raw, SolverOptions, SolverRequest, interruptible, read_status
-from layoutopt.solver.form import Ints
-from layoutopt.solver.scaling import Scaled, scale_costs, scale_row
+from layoutopt.solver.form import Floats, Ints
+
+BITS = 42
+WHOLE_BITS = 60
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """`whole` is about values * scale; a true cost and its whole one / scale differ by at most `error`."""
+
+    whole: Ints
+    scale: float
+    error: float
+
+
+def scale_costs(values: Floats, groups: Iterable[Floats]) -> Scaled:
+    """Costs rounded to nearest; `groups` are views of `values` of which each solution picks one member."""
+    parts = [group for group in groups if group.size]
+    total = math.fsum(float(np.abs(group).max()) for group in parts)
+    scale = 1.0 if _whole(values) and total < 2.0**WHOLE_BITS else _power(total, BITS)
+    whole = np.rint(values * scale)
+    if scale == 1.0 and _whole(values):
+        return Scaled(whole.astype(np.int64), 1.0, 0.0)
+    error = math.fsum(float(np.abs(np.rint(group * scale) / scale - group).max()) for group in parts)
+    return Scaled(whole.astype(np.int64), scale, error)
+
+
+def scale_row(coefficients: Floats, limit: float) -> tuple[Ints, int]:
+    """A row rounded so that no solution is lost: coefficients down, the limit down after equal scaling.
+
+    sum floor(s w) <= s sum w <= s limit, and the left side is whole. It may admit solutions over the true
+    limit by a rounding error; the caller checks answers against the true row.
+    """
+    total = float(np.abs(coefficients).sum()) + 1.0
+    bounded = min(max(limit, -total), total)
+    if _whole(coefficients) and total < 2.0**WHOLE_BITS:
+        return coefficients.astype(np.int64), math.floor(bounded)
+    scale = _power(total, 50)
+    return np.floor(coefficients * scale).astype(np.int64), math.floor(bounded * scale)
+
+
+def _whole(values: Floats) -> bool:
+    return bool((values == np.rint(values)).all())
+
+
+def _power(total: float, bits: int) -> float:
+    """The largest power of two that keeps `total` below 2^bits."""
+    return 1.0 if total <= 0 else 2.0 ** (bits - math.frexp(total)[1])
+
 
 STATUSES = {**{s.name: s for s in Status if s is not Status.LIMIT}, "UNKNOWN": Status.LIMIT}
 
