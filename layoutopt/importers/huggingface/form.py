@@ -19,7 +19,7 @@ from layoutopt.importers.huggingface.fields import ConfiguredTraining, Fields
 from layoutopt.importers.huggingface.forms import BesideExperts, Mlp, Norm, SelfAttention
 from layoutopt.importers.huggingface.media import READERS, Speech
 from layoutopt.importers.huggingface.mixers import FULL, LINEAR, SLIDING, Heads
-from layoutopt.importers.huggingface.mixtures import Experts
+from layoutopt.importers.huggingface.mixtures import Blocks, Experts
 from layoutopt.importers.huggingface.patterns import LayerPattern, chunked, unturned
 from layoutopt.importers.huggingface.sharing import LayerEmbedding, share_keys, share_masks
 from mesh_tf_core import layers as nn
@@ -150,21 +150,21 @@ class Form:
         if SLIDING not in kinds:
             fields.skip("sliding_window")
         self._per_layer(fields, kinds)
-        mixed = self.mixture is not None and (not self.beside or fields.flag(self.beside))
-        mixing = self.mixture.read(fields, training, act, len(kinds)) if mixed and self.mixture else None
-        every = mixing is not None and all(mixing.where)
-        dense = self._mlp(fields, act, self.varied or self.single or every)
+        mixing: Blocks = [None] * len(kinds)
+        if self.mixture is not None and (not self.beside or fields.flag(self.beside)):
+            mixing = self.mixture.read(fields, training, act, len(kinds))
+        dense = self._mlp(fields, act, self.varied or self.single or all(mixing))
         added, last = fields.number(self.added, 1.0), fields.count(self.shared, 0, least=0)
         doubled = self.shared and fields.flag("use_double_wide_mlp")
         wide = replace(dense, d_ff=2 * dense.d_ff) if doubled else dense
 
         def block(kind: str, number: int) -> LayerBlock | None:
-            mixed = kind == mixers.MOE if self.single else mixing is not None and mixing.where[number]
             if self.single and kind not in (mixers.MOE, mixers.MLP):
                 return None
-            if not mixed or mixing is None:
+            experts = mixing[number] if kind != mixers.MLP else None
+            if experts is None:
                 return wide if number >= len(kinds) - last else dense
-            return BesideExperts(dense, mixing.block, norm) if self.beside else mixing.block
+            return BesideExperts(dense, experts, norm) if self.beside else experts
 
         shared = self._sharing(fields, [reader.mixer(kind) for kind in kinds], kinds)
         layers = tuple(
@@ -294,13 +294,10 @@ class Form:
             raise fields.wrong("per_layer_config", do) from None
 
     def _activation(self, fields: Fields) -> str:
+        fields.skip("hidden_act")
         if self.activation and not fields.has("hidden_activation"):
-            fields.raw("hidden_act")
             return ACTIVATIONS[self.activation]
-        name = fields.first(*HIDDEN)
-        if name == "hidden_activation":
-            fields.raw("hidden_act")
-        return ACTIVATIONS[fields.text(name, "silu", ACTIVATIONS)]
+        return ACTIVATIONS[fields.text(fields.first(*HIDDEN), "silu", ACTIVATIONS)]
 
     def _mlp(self, fields: Fields, act: str, unused: bool) -> Mlp:
         bias = fields.either(self.mlp_bias)

@@ -9,13 +9,8 @@ from layoutopt.importers.huggingface.fields import ConfiguredTraining, Fields
 from layoutopt.importers.huggingface.forms import Mixture
 from mesh_tf_core import layers as nn
 
-
-@dataclass(frozen=True)
-class Mixing:
-    """The experts of a model, and for each layer whether it has them."""
-
-    block: Mixture
-    where: tuple[bool, ...]
+Blocks = list[Mixture | None]
+"""The experts of each layer; None: it has none."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +49,8 @@ class Experts:
     first: int | None = None
     only: Mapping[str, Sequence[object]] = field(default_factory=dict)
 
-    def read(self, fields: Fields, training: ConfiguredTraining, act: str, layers: int) -> Mixing | None:
-        """The experts of a configuration; None: it has none."""
+    def read(self, fields: Fields, training: ConfiguredTraining, act: str, layers: int) -> Blocks:
+        """The experts of a configuration."""
         # Hugging Face's load-balance loss is over all layers together, and by default not used.
         fields.skip("router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "router_jitter_noise")
         fields.only("output_router_logits", False)
@@ -64,7 +59,7 @@ class Experts:
         count = fields.count(fields.first(self.count, "num_local_experts"), least=0)
         if not count:
             fields.skip(self.chosen, self.d_ff)
-            return None
+            return [None] * layers
         method = fields.raw("topk_method", "") if self.scores == "softmax" else ""
         grouped = self.groups and method != "greedy"
         router = nn.TopExperts(
@@ -98,7 +93,7 @@ class Experts:
             self.gates_first,
             fields.count(self.latent) if self.latent and fields.has(self.latent) else 0,
         )
-        return Mixing(block, tuple(self._where(fields, layers)))
+        return [block if mixed else None for mixed in self._where(fields, layers)]
 
     def _where(self, fields: Fields, layers: int) -> Sequence[bool]:
         kinds = fields.listed("mlp_layer_types")
