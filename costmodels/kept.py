@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 
 from costmodels.kernels.fusion import ALONE, FREE, MAP, REDUCE, Fuses, casts_variable, role
-from mesh_tf_core.ir.array_functions import UNARY
 from mesh_tf_core.ir.blocks import IN_FLIGHT, Node
 from mesh_tf_core.ir.dtypes import TensorType, is_float, itemsize
 from mesh_tf_core.ir.op import PRODUCTS, Op
@@ -23,6 +22,10 @@ from mesh_tf_core.ir.structure import Connection
 from mesh_tf_core.ir.traits import LabelOperand
 from mesh_tf_core.ops.dynamic import DynamicSlice, DynamicUpdate
 from mesh_tf_core.ops.unary import UnaryGrad
+
+STEPS = {"gelu_fast": (6, 9, 13), "gelu_new": (3, 8, 11)}
+"""Functions that PyTorch's models write in steps: arrays that these keep for backward besides the operand,
+and kernels forward and backward."""
 
 
 def of_ring(op: Op) -> bool:
@@ -42,7 +45,7 @@ class KeptValues:
         library makes and reads, in loops or outside of them.
       views: tensors that are another name of a value that a loop keeps under its first name.
       masks: value -> masks of dropout, of its shape, that are kept as long; `apart`: arrays of its own shape
-        that are, where functions of it have a kernel for each step (`ArrayFunction.apart`).
+        that are, where functions of it have a kernel for each step (`STEPS`).
     """
 
     of: dict[int, int] = field(default_factory=dict)
@@ -138,8 +141,8 @@ class _Finder:
         for block in graph.blocks:
             here = Counter(v for node in block.nodes for v in self._like(node, found))
             found.masks.update((v, max(n, found.masks.get(v, 0))) for v, n in here.items())
-            written = ((self.value(n.inputs[1]), n.op) for n in block.nodes if isinstance(n.op, UnaryGrad))
-            found.apart.update((v, n) for v, op in written if v in self.kept and (n := UNARY[op.fn].apart[0]))
+            read = ((self.value(n.inputs[1]), n.op.fn) for n in block.nodes if isinstance(n.op, UnaryGrad))
+            found.apart.update((v, STEPS[fn][0]) for v, fn in read if fn in STEPS)
         return found
 
     def _like(self, node: Node, found: KeptValues) -> list[int]:

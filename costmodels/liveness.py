@@ -23,7 +23,7 @@ Where each stage of a pipeline is a program of its own
 
 Where PyTorch's autograd decides what stays for backward (`costmodels.kept`)
   (9) fused kernels of backward make again what they can of other values that are kept; functions that
-  models write in steps keep what each step reads, if every call is a kernel (`ArrayFunction.apart`)
+  models write in steps keep what each step reads, if every call is a kernel (`kept.STEPS`)
   (10) logits are cast to float32 in memory, of which the loss is computed
   (12) the result of an operation does not take the place of an operand; (13) dropout keeps its mask, a byte
   (14) the casts of rule (6) are the model's parameters, and are held through the whole step

@@ -73,14 +73,9 @@ def with_details(
 
 
 def _variables(program: Program) -> Iterable[VariableDetail]:
-    from layoutopt.plan.exported import loops_of
-
-    loops = loops_of(program)
     for name, stored in program.variables.items():
         kind = "parameter" if stored.variable.trainable else "state"
-        yield _held(
-            program.mesh, name, stored.variable, stored.value, kind, stored.variable.shape.names[:1] in loops
-        )
+        yield _held(program.mesh, name, stored.variable, stored.value, kind)
 
 
 def _inputs(program: Program) -> Iterable[VariableDetail]:
@@ -88,9 +83,7 @@ def _inputs(program: Program) -> Iterable[VariableDetail]:
         yield _held(program.mesh, name, program.values[at], program.values[at], "input")
 
 
-def _held(
-    mesh: Mesh, name: str, of: InitialValue | Value, held: Value, kind: str, stacked: bool = False
-) -> VariableDetail:
+def _held(mesh: Mesh, name: str, of: InitialValue | Value, held: Value, kind: str) -> VariableDetail:
     """A tensor, and the bytes of a device's piece as it is held: padded, where devices do not divide it."""
     from layoutopt.plan.details import VariableDetail
     from mesh_tf_core.ir.dtypes import itemsize
@@ -104,7 +97,7 @@ def _held(
         bytes=size,
         local_bytes=held.local_bytes(mesh),
         kind=kind,
-        stacked=stacked,
+        stacked=getattr(of, "stacked", 0) > 0,
     )
 
 

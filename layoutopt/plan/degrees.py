@@ -20,10 +20,9 @@ from typing import Any
 from costmodels.frameworks import load_framework
 from layoutopt.frameworks.megatron import MEGATRON_MODULES
 from layoutopt.plan.decided import ELSEWHERE
-from layoutopt.plan.exported import HALVES, NAMED, Exported, ExportedTensor, comment, software
+from layoutopt.plan.exported import HALVES, NAMED, Exported, ExportedTensor, cannot, comment
 from layoutopt.plan.units import some
 from layoutopt.space.storage import chosen_stages
-from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import MICROBATCH
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.schedules import GPIPE, layer_order
@@ -90,16 +89,10 @@ class ParallelDegrees:
         for axis, found in uses.items():
             if len({*found} - ({"tensor"} if axis in experts else {*()})) > 1:
                 dims = " and ".join(repr(dim) for dim in found.values())
-                raise UserError(
-                    f"{to} gives each mesh axis one use, but this plan splits {dims} over {axis!r}; search "
-                    f"with --framework {software(to)}"
-                )
+                raise cannot(to, f"gives each mesh axis one use, but this plan splits {dims} over {axis!r}")
         idle = [a for a, size in what.mesh.axes if size > 1 and a not in uses]
         if idle:
-            raise UserError(
-                f"{to} has no use for mesh axis {idle[0]!r}, over which this plan splits no dimension; "
-                f"search with --framework {software(to)}"
-            )
+            raise cannot(to, f"has no use for mesh axis {idle[0]!r}, over which this plan splits nothing")
 
         def axes_of(use: str) -> Axes:
             return tuple(a for a in what.mesh.names if use in uses.get(a, {}))
@@ -110,10 +103,8 @@ class ParallelDegrees:
         ways = {use: what.mesh.group_size(axes_of(use)) for use in ("data", "context", "stages")}
         stage, shards = _stored(what, (*axes_of("data"), *axes_of("context")), to)
         if shards and not {*axes_of("context")} <= {*shards}:
-            raise UserError(
-                f"{to} stores split over the ranks of the sequence too, but this plan over "
-                f"{'+'.join(shards)}; search with --framework {software(to)}"
-            )
+            ranks = "+".join(shards)
+            raise cannot(to, f"stores split over the ranks of the sequence too, but this plan over {ranks}")
         return cls(
             **ways,
             tensor=what.mesh.group_size(over),
@@ -138,10 +129,7 @@ def _stored(what: Exported, ranks: Axes, to: str) -> tuple[str, Axes]:
         found["layout"] = left
     if len(found) > 1:
         listed = " and ".join(f"{stage} for {some(names, NAMED)}" for stage, names in found.items())
-        raise UserError(
-            f"{to} stores all variables alike, but this plan uses {listed}; search with --framework "
-            f"{software(to)}"
-        )
+        raise cannot(to, f"stores all variables alike, but this plan uses {listed}")
     if not found:
         return STAGES[0], ()
     stage = read_stage(next(iter(found)))
@@ -183,20 +171,15 @@ def _even(what: Exported, tensor: Axes, to: str) -> None:
     tables = [v for v in every if VOCAB in v.dims and v.sizes[v.dims.index(VOCAB)] % ways == 0]
     for v in (*layers, *tables):
         if not {*tensor} <= {axis for dim in v.dims for axis in what.layout.axes(dim)}:
-            raise UserError(
-                f"{to} splits every matrix of the layers, and vocab, over its tensor ranks, but this plan "
-                f"does not split {v.name} over {'+'.join(tensor)}; search with --framework {software(to)}"
-            )
+            but = f"but this plan does not split {v.name} over {'+'.join(tensor)}"
+            raise cannot(to, f"splits every matrix of the layers, and vocab, over its tensor ranks, {but}")
 
 
 def _offloaded(what: Exported, kind: str, to: str) -> bool:
     """True if values of a kind lie on the hosts; UserError if only a part of them does."""
     names = what.decided.offload.get(kind, [])
     if names and (left := _left(what, names)):
-        raise UserError(
-            f"{to} offloads all {kind} or nothing, but this plan keeps those of {some(left, NAMED)}; search "
-            f"with --framework {software(to)}"
-        )
+        raise cannot(to, f"offloads all {kind} or nothing, but this plan keeps those of {some(left, NAMED)}")
     return bool(names)
 
 

@@ -98,25 +98,23 @@ class Exported:
 
 def placed(program: Program) -> tuple[tuple[ExportedTensor, ...], tuple[ExportedTensor, ...]]:
     """The variables and the inputs of a program."""
-    stored = ((n, s.variable.shape, s.splits, s.variable.trainable) for n, s in program.variables.items())
+    stored = ((n, s.variable, s.variable.shape, s.splits) for n, s in program.variables.items())
     feeds = ((name, program.values[i]) for name, i in program.feeds.items())
-    loops = loops_of(program)
     variables = tuple(
-        ExportedTensor(name, shape.names, splits, shape.sizes, trained, stacked=shape.names[:1] in loops)
-        for name, shape, splits, trained in stored
+        ExportedTensor(name, shape.names, splits, shape.sizes, v.trainable, stacked=v.stacked > 0)
+        for name, v, shape, splits in stored
     )
     return variables, tuple(ExportedTensor(name, v.shape.names, v.splits, v.shape.sizes) for name, v in feeds)
-
-
-def loops_of(program: Program) -> set[tuple[str, ...]]:
-    """The names that stacked variables begin with: of dimensions that loops of a program's model run over."""
-    blocks = () if program.outline is None else program.outline.blocks
-    return {(block.dim.name,) for block in blocks if block.dim is not None}
 
 
 def comment(text: str) -> str:
     """One line, whatever the names in it are."""
     return f"# {clean(' '.join(text.split()))}"
+
+
+def cannot(to: str, why: str) -> UserError:
+    """The error for a plan that a form cannot express, with a search whose plan it can."""
+    return UserError(f"{to} {why}; search with --framework {software(to)}, or choose another format")
 
 
 def software(to: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from layoutopt.plan.degrees import EXPERTS, ParallelDegrees
-from layoutopt.plan.exported import HALVES, MODULES, Exported, ExportedTensor, comment
+from layoutopt.plan.exported import HALVES, MODULES, Exported, ExportedTensor, cannot, comment
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.lower.storage import BACKWARD, GRADIENT, ONCE, SPLIT
 
@@ -46,11 +46,8 @@ def transformers(what: Exported) -> str:
         config["fsdp_plan"] = dict.fromkeys(_wrapped(parameters), _FSDP[found.stage])
     if (ways := what.mesh.group_size(what.layout.axes(EXPERTS))) > 1:
         if found.shards * found.tensor % ways:
-            raise UserError(
-                f"transformers splits experts over ranks that store or split weights, here "
-                f"{found.shards * found.tensor}, but this plan splits them over {ways}; search with "
-                "--framework transformers"
-            )
+            own = f"here {found.shards * found.tensor}, but this plan splits them over {ways}"
+            raise cannot("transformers", f"splits experts over ranks that store or split weights, {own}")
         config["ep_size"] = ways
     arguments = {
         "per_device_train_batch_size": found.examples(decided.microbatches),

@@ -22,7 +22,7 @@ from layoutopt.frameworks.maxtext import (
     MAXTEXT_WEIGHTS,
 )
 from layoutopt.plan.decided import ELSEWHERE
-from layoutopt.plan.exported import NAMED, Exported, ExportedTensor, comment
+from layoutopt.plan.exported import NAMED, Exported, ExportedTensor, cannot, comment
 from layoutopt.plan.units import some
 from layoutopt.space.storage import by_stage
 from mesh_tf_core.errors import UserError, known_names
@@ -32,7 +32,7 @@ from mesh_tf_core.lower.remat_policy import Recomputed
 from mesh_tf_core.lower.storage import STAGES, read_stage
 
 EXPERTS = MAXTEXT_DIMS["experts"]
-OTHER = "search with --framework maxtext, or choose another format"
+TO, ONE_POLICY = "maxtext", "has one remat_policy for all layers, but this plan recomputes"
 
 
 def _maxtext_stage(what: Exported) -> tuple[str, Axes]:
@@ -51,10 +51,8 @@ def _maxtext_stage(what: Exported) -> tuple[str, Axes]:
         stages["layout"] = whole
     if len(stages) > 1:
         listed = " and ".join(f"{stage} for {some(names, NAMED)}" for stage, names in sorted(stages.items()))
-        raise UserError(
-            "maxtext needs one storage (layout, zero1 or zero3) for all matrices, but this plan uses "
-            f"{listed}; {OTHER}"
-        )
+        why = f"needs one storage (layout, zero1 or zero3) for all matrices, but this plan uses {listed}"
+        raise cannot(TO, why)
     batch = what.layout.axes("batch")
     others = [{*axes} for dim, axes in what.layout.items() if MAXTEXT_ROWS.get(dim) not in (EXPERTS, ())]
     if any(axes & {*batch} not in (set(), {*batch}) for axes in others):
@@ -65,10 +63,8 @@ def _maxtext_stage(what: Exported) -> tuple[str, Axes]:
         stored = batch  # the rest of the batch is an axis of its own in hybrid sharding alone
     for name, axes in spare.items():
         if axes and {*axes} not in ({*stored}, {*stored} - experts):
-            raise UserError(
-                "maxtext shards the storage of variables only over the batch's axes "
-                f"({'+'.join(batch) or 'none'}), but this plan stores {name} over {'+'.join(axes)}; {OTHER}"
-            )
+            own = f"({'+'.join(batch) or 'none'}), but this plan stores {name} over {'+'.join(axes)}"
+            raise cannot(TO, f"shards the storage of variables only over the batch's axes {own}")
     return next(iter(stages)), stored
 
 
@@ -108,10 +104,8 @@ def maxtext(what: Exported) -> str:
             )
         for each in MAXTEXT_ROWS[name]:
             if logical.setdefault(each, _renamed(axes, names)) != _renamed(axes, names):
-                raise UserError(
-                    f"maxtext has one logical axis {each!r} for {name!r} and another dimension, but "
-                    f"this plan splits the two dimensions differently; {OTHER}"
-                )
+                but = "but this plan splits the two dimensions differently"
+                raise cannot(TO, f"has one logical axis {each!r} for {name!r} and another dimension, {but}")
     for name, extra in what.decided.refined.get(ELSEWHERE, {}).items():
         logical[MAXTEXT_BETWEEN] = _renamed((*what.layout.axes(name), *extra), names)
     for each in (*MAXTEXT_WEIGHTS, *MAXTEXT_BESIDE_EXPERTS) if stage == "zero3" or experts else ():
@@ -148,16 +142,10 @@ def _maxtext_policy(what: Exported) -> list[str]:
     for text in what.decided.recompute:
         policies[MAXTEXT_REMAT[Recomputed.parse(text).keep]] = text
     if len(policies) > 1:
-        raise UserError(
-            "maxtext has one remat_policy for all layers, but this plan recomputes "
-            f"{', '.join(policies.values())}; {OTHER}"
-        )
+        raise cannot(TO, f"{ONE_POLICY} {', '.join(policies.values())}")
     again = {Recomputed.parse(text).dim for text in what.decided.recompute}
     if again and (left := [dim for dim in what.stacks if dim not in again]):
-        raise UserError(
-            "maxtext has one remat_policy for all layers, but this plan recomputes only "
-            f"{some(sorted(again), NAMED)}, not {some(left, NAMED)}; {OTHER}"
-        )
+        raise cannot(TO, f"{ONE_POLICY} only {some(sorted(again), NAMED)}, not {some(left, NAMED)}")
     always = [] if policies else [comment("no remat_policy recomputes nothing in scanned layers")]
     return [*always, f"remat_policy: {next(iter(policies), MAXTEXT_REMAT['products', 'attention'])}"]
 
@@ -168,10 +156,8 @@ def _maxtext_offload(what: Exported) -> list[str]:
     for kind, word in MAXTEXT_HOST.items():
         names = what.decided.offload.get(kind, [])
         if here := [v.name for v in what.variables if _is_matrix(v) and v.name not in names] if names else []:
-            raise UserError(
-                f"maxtext applies {word} to all matrices or to none, but this plan does not offload "
-                f"{some(here, NAMED)}; {OTHER}"
-            )
+            but = f"but this plan does not offload {some(here, NAMED)}"
+            raise cannot(TO, f"applies {word} to all matrices or to none, {but}")
         said += [f"{word}: True"] if names else []
     return said
 

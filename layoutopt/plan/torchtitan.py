@@ -12,7 +12,7 @@ from typing import Any
 
 from costmodels.frameworks import load_framework
 from layoutopt.plan.degrees import ParallelDegrees, heading, stages_of, within_experts
-from layoutopt.plan.exported import HALVES, Exported, comment
+from layoutopt.plan.exported import HALVES, Exported, cannot, comment
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.schedules import kind_name
 from mesh_tf_core.lower.storage import STAGES
@@ -47,20 +47,13 @@ def torchtitan(what: Exported) -> str:
     staged, old = found.stages > 1, version == "0.2"
     shards = found.shards // found.context if found.stage != STAGES[0] else 1
     if shards * found.context * found.tensor % found.experts:
-        raise UserError(
-            f"torchtitan splits experts over ranks that shard the weights, {shards} here, but this "
-            f"plan has {found.experts} ways of experts; search with --framework torchtitan"
-        )
+        but = f"{shards} here, but this plan has {found.experts} ways of experts"
+        raise cannot("torchtitan", f"splits experts over ranks that shard the weights, {but}")
     if found.stage == STAGES[1] and not staged:
-        raise UserError(
-            "torchtitan reduces gradients with every microbatch, except in stages, but this plan (zero1) "
-            "once; search with --framework torchtitan"
-        )
+        why = "reduces gradients with every microbatch, except in stages, but this plan (zero1) once"
+        raise cannot("torchtitan", why)
     if found.within > 1 and within_experts(what) is not None:
-        raise UserError(
-            "torchtitan does not split the matrices of an expert over tensor ranks; search with --framework "
-            "torchtitan"
-        )
+        raise cannot("torchtitan", "does not split the matrices of an expert over tensor ranks")
     parallelism: dict[str, Any] = {
         "data_parallel_replicate_degree": found.data // shards,
         "data_parallel_shard_degree": shards,

@@ -23,8 +23,6 @@ class ArrayFunction:
       whole: it gives whole numbers for whole numbers.
       gives_bool: its result is bool.
       flat: its derivative is 0, or there is none.
-      apart: where PyTorch's models write it in functions with a kernel each: arrays that these keep for
-        backward besides the operand, and kernels forward and backward.
     """
 
     array: str = ""
@@ -34,7 +32,6 @@ class ArrayFunction:
     whole: bool = False
     gives_bool: bool = False
     flat: bool = False
-    apart: tuple[int, int, int] = (0, 1, 1)
 
 
 F = ArrayFunction
@@ -59,10 +56,7 @@ UNARY: Mapping[str, ArrayFunction] = {
     "floor": F("floor", vanishes=True, whole=True, flat=True),
     "relu": F(vanishes=True, whole=True),
     "softplus": F("", "math.softplus"),
-    "gelu": F(flops=16),
-    "gelu_exact": F(flops=16),
-    "gelu_fast": F(flops=16, apart=(6, 9, 13)),
-    "gelu_new": F(flops=16, apart=(3, 8, 11)),
+    **dict.fromkeys(("gelu", "gelu_exact", "gelu_fast", "gelu_new"), F(flops=16)),
     "silu": F(flops=12),
     "not": F("logical_not", "logical_not", whole=True, gives_bool=True, flat=True),
     "is_finite": F("isfinite", whole=True, gives_bool=True, flat=True),

@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layoutopt
+from costmodels.kept import STEPS
 from layoutopt.importers.huggingface import from_huggingface
 from layoutopt.importers.huggingface.form import ACTIVATIONS
-from mesh_tf_core.ir.array_functions import UNARY
 from mesh_tf_core.ir.phase import Phase
 
 
@@ -136,7 +136,7 @@ def test_every_activation_of_a_configuration_keeps_what_autograd_saves(name: str
     assert kept_by_form(name) == pytest.approx(found / (4 * ROWS * WIDE), abs=0.01)
 
 
-@pytest.mark.parametrize("fn", [n for n, row in UNARY.items() if row.apart[1] > 1])
+@pytest.mark.parametrize("fn", STEPS)
 def test_functions_in_steps_are_as_many_kernels_as_pytorch_runs(fn: str) -> None:
     act = pytest.importorskip("transformers.activations").ACT2FN[fn]
     x = torch.randn(8, 8, requires_grad=True)
@@ -153,4 +153,4 @@ def test_functions_in_steps_are_as_many_kernels_as_pytorch_runs(fn: str) -> None
     ones = torch.ones_like(y)
     with Counted() as backward:
         torch.autograd.grad(y, x, ones)
-    assert UNARY[fn].apart[1:] == (forward.ran, backward.ran)
+    assert STEPS[fn][1:] == (forward.ran, backward.ran)

@@ -31,7 +31,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
-from costmodels.kept import of_ring
+from costmodels.kept import STEPS, of_ring
 from costmodels.kernels.fusion import Fuses
 from costmodels.kernels.partition import FusedKernel, Types
 from costmodels.kernels.quantities import apart
@@ -39,7 +39,6 @@ from costmodels.liveness import MemoryRules
 from costmodels.pricing.compilers.xla import Joining, Xla
 from costmodels.pricing.items import Called, Computed
 from costmodels.pricing.units import Find, Unit
-from mesh_tf_core.ir.array_functions import UNARY
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Local, Loop, Program
@@ -100,8 +99,8 @@ class EagerLaunch(HostLaunched):
             for part in apart(instr.op, [local(i) for i in instr.inputs]):
                 yield Computed(part, part.flops)
             return
-        steps = UNARY[op.fn].apart[1:] if isinstance(op := instr.op, Unary | UnaryGrad) else (1, 1)
-        for _ in range(steps[isinstance(op, UnaryGrad)]):
+        steps = STEPS.get(op.fn, (1, 1, 1)) if isinstance(op := instr.op, Unary | UnaryGrad) else (1, 1, 1)
+        for _ in range(steps[1 + isinstance(op, UnaryGrad)]):
             yield from super().local(instr, find, local)
 
 
