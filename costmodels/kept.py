@@ -141,8 +141,10 @@ class _Finder:
         for block in graph.blocks:
             here = Counter(v for node in block.nodes for v in self._like(node, found))
             found.masks.update((v, max(n, found.masks.get(v, 0))) for v, n in here.items())
-            read = ((self.value(n.inputs[1]), n.op.fn) for n in block.nodes if isinstance(n.op, UnaryGrad))
-            found.apart.update((v, STEPS[fn][0]) for v, fn in read if fn in STEPS)
+            functions: Iterable[tuple[int, str]] = (
+                (self.value(n.inputs[1]), n.op.fn) for n in block.nodes if isinstance(n.op, UnaryGrad)
+            )
+            found.apart.update((v, STEPS[fn][0]) for v, fn in functions if fn in STEPS)
         return found
 
     def _like(self, node: Node, found: KeptValues) -> list[int]:
