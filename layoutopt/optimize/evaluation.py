@@ -16,6 +16,7 @@ from costmodels.pricing.pricer import Cost, Line, Pricer
 from costmodels.pricing.refused import sentences
 from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
 from layoutopt.frameworks import padded, padding_note, runs_another, type_note
+from layoutopt.optimize.slot_pictures import drawn
 from layoutopt.plan.known import Known
 from layoutopt.plan.machine_details import errors_known
 from layoutopt.plan.schema import Predicted
@@ -26,7 +27,6 @@ from mesh_tf_core.ir.instructions import HOST
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Local, Program
-from mesh_tf_core.ir.slot_pictures import drawn
 from mesh_tf_core.ir.stage_orders import StageAction
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.placement import Placement, placement

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from mesh_tf_core.ir.dims import Dim
@@ -51,6 +51,11 @@ class Node:
     def path(self) -> str:
         """The node's path in rules of a layout (`Layout.at`)."""
         return f"{self.scope}/{self.name}" if self.scope else self.name
+
+    def in_phase(self, phase: Phase) -> Node:
+        """The same, with the nodes of its loop, in another phase."""
+        nodes = [] if self.body is None else [node.in_phase(phase) for node in self.body.nodes]
+        return replace(self, phase=phase, body=self.body and replace(self.body, nodes=nodes))
 
 
 def reads(node: Node) -> set[int]:

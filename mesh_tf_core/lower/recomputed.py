@@ -19,8 +19,8 @@ from mesh_tf_core.ir.structure import Known
 from mesh_tf_core.lower.remat_policy import Policies, Recomputed
 from mesh_tf_core.lower.rematerialization import NOTHING, beside, check_recompute, rematerialization
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.layer_parts import WHOLE_STAGE, Again
 from mesh_tf_core.tracing.stage_layers import loop_name
+from mesh_tf_core.tracing.virtual_stages import WHOLE_STAGE, Again
 
 Pairs = list[tuple[int, int]]
 """Tensors of a body, each with what its loop makes of it."""

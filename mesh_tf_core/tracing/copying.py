@@ -78,16 +78,12 @@ class Copy:
         made = self.new.apply(op, *inputs)
         return made if isinstance(made, tuple) else (made,)
 
-    def _phase(self, node: Node) -> str:
-        """The phase of a copy."""
-        return node.phase
-
     def _number(self, block: Block) -> Tensor:
         """What numbers the iterations of a copied loop; the body of the copy is being built."""
         return self.new.number(block)
 
     def _node(self, node: Node) -> None:
-        with self.new.phase(self._phase(node), node.scope, node.name, node.call):
+        with self.new.phase(node.phase, node.scope, node.name, node.call):
             if node.body is not None:
                 self._scan(node, node.body)
                 return
@@ -117,7 +113,7 @@ class Copy:
             self.tensors[tensor] = self.new.new_tensor(type, self.new.blocks[block.parent])
         return self.tensors[tensor].id
 
-    def _backward(self, body: Block, block: Block) -> None:
+    def _backward(self, node: Node, body: Block, block: Block) -> None:
         """Copies what connects a loop to its backward."""
 
     def _scan(self, node: Node, body: Block) -> None:
@@ -137,7 +133,7 @@ class Copy:
             stacked = [(self._delivered(o, i), o) for i, o in body.stacked]
             block.stacked = [(x.id, self._outer(o, block, x.dtype)) for x, o in stacked]
             block.summed = [(self.tensors[i].id, self._outer(o, block)) for i, o in body.summed]
-            self._backward(body, block)
+            self._backward(node, body, block)
         finals = self.new.close_loop(block, init)
         self.tensors.update(zip(node.outputs, finals, strict=False))
 
@@ -186,11 +182,8 @@ class Replay(Copy):
     def run(self, nodes: Iterable[Node]) -> None:
         """Builds `nodes` again, in order."""
         for node in nodes:
-            self._node(node)
+            self._node(node.in_phase(Phase.RECOMPUTE))
             self.nodes.append(self.new.block.nodes[-1])
-
-    def _phase(self, node: Node) -> str:
-        return Phase.RECOMPUTE
 
 
 class _Visible(dict[int, Tensor]):
@@ -216,7 +209,7 @@ class StepCopy(Copy):
             self.new.deliver([(self.tensors[tensor], self.old.gradient_of[tensor])])
         return found
 
-    def _backward(self, body: Block, block: Block) -> None:
+    def _backward(self, node: Node, body: Block, block: Block) -> None:
         pairs = ((a, b) for a, b in body.captured.items() if a in self.tensors and b in self.tensors)
         block.captured = {self.tensors[a].id: self.tensors[b].id for a, b in pairs}
         block.saved = {self.tensors[i].id: self._outer(o, block) for i, o in body.saved.items()}

@@ -19,7 +19,7 @@ tick; with several, at P of P R ticks, and operations before and after the layer
 Stages keep the values of a virtual stage that backward reads, each in a ring of `PipelineSchedule.in_flight`
 places. Or they keep each layer's state and its kept values, and backward recomputes the rest of the layer. Or
 they keep only the state at the beginning of the virtual stage, and backward recomputes everything from there
-(`layer_parts.LayerAgain`). Operations before the layers are recomputed wherever an operation behind
+(`virtual_stages.Again`). Operations before the layers are recomputed wherever an operation behind
 the layers reads them. The gradients of an idle slot are zero, and it adds nothing.
 
 Variables that layers read by parts are stored so that each device has its virtual stages

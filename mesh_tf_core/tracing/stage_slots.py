@@ -12,16 +12,14 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.schedules import KINDS
-from mesh_tf_core.ir.scopes import having
 from mesh_tf_core.ir.stage_orders import StageAction
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.math import logical_or
-from mesh_tf_core.tracing.layer_parts import WHOLE_STAGE, LayerPart, OfParts
 from mesh_tf_core.tracing.microbatch_order import When, halves
 from mesh_tf_core.tracing.table_rows import TableRows
-from mesh_tf_core.tracing.virtual_stages import VirtualStageCopy
+from mesh_tf_core.tracing.virtual_stages import WHOLE_STAGE, LayerPart, OfParts, VirtualStageCopy
 
 Terms = list[tuple[int, Tensor]]
 """Terms of sums, each with its sum."""
@@ -155,8 +153,8 @@ class StageSlots(VirtualStageCopy):
                 if maker is not None and x is not None and maker.phase != Phase.FORWARD and is_float(x.dtype):
                     self.tensors[i] = where(works, x, 0)
             if self.stage_again:
-                with having(self, again=True):
-                    self.layers_of(self.course.forward, stages, chunk, [known[i] for i in self.course.states])
+                again = self.course.forward.in_phase(Phase.RECOMPUTE)
+                self.layers_of(again, stages, chunk, [known[i] for i in self.course.states])
             come = [new.slice_into(stages, h) for h in held]
             seeds = come[: len(self.course.seeds)]
             for there, xs in zip(begins, entering, strict=False):

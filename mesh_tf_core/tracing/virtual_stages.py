@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.blocks import ARRIVING, IN_FLIGHT, MICROBATCH, Block, Node, reads
@@ -24,11 +25,52 @@ from mesh_tf_core.tracing.batch_linearity import Linearity, outer_reads
 from mesh_tf_core.tracing.copying import Copy
 from mesh_tf_core.tracing.gradients import depends_on
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.layer_parts import Again, CopiedLayers, LayerPart, OfParts
 from mesh_tf_core.tracing.microbatch import Accumulation
 from mesh_tf_core.tracing.microbatch_order import HalfBackward, MicrobatchOrder, When
 from mesh_tf_core.tracing.stage_layers import added, check_stages, layers_of_stage, lying, reordered
 from mesh_tf_core.tracing.table_rows import layer_numbers
+
+OfParts = Sequence[Mapping[int, Tensor]]
+"""For each part of a virtual stage's layers: tensors of a layer's body -> their stacks."""
+
+
+class CopiedLayers(NamedTuple):
+    """The layers that are copied: the number of the first of all, and of the stage's if it has several
+    chunks; the model's numbers of the stage's layers, if some stage lacks one."""
+
+    begins: Tensor
+    first: Tensor | None
+    numbers: Tensor | None
+
+
+Again = Sequence[tuple[Block, Block]] | None
+"""The bodies of layers of which some are recomputed, forward and backward, by parts (`lower.recomputed`);
+None: stages keep all values that backward reads."""
+WHOLE_STAGE: Again = ()
+"""All layers of a virtual stage are recomputed, one after the other, from the input state."""
+
+
+class LayerPart(NamedTuple):
+    """Layers of a virtual stage, one after the other, whose backward reads the same of each.
+
+    Attributes:
+      dim: of their loop; `begin`: their first layer, of those of the virtual stage.
+      forward, backward: their bodies.
+      keeps: tensors of their body that are stacked in the forward run.
+      halves: of their backward, if gradients of weights have slots of their own.
+    """
+
+    dim: Dim
+    begin: int
+    forward: Block
+    backward: Block
+    keeps: Sequence[int] = ()
+    halves: Sequence[HalfBackward] = ()
+
+    @property
+    def between(self) -> Sequence[int]:
+        """The tensors that one half of their backward makes for the other."""
+        return self.halves[0].between if self.halves else ()
 
 
 class VirtualStageCopy(Accumulation):
@@ -44,7 +86,6 @@ class VirtualStageCopy(Accumulation):
       layers, stage, own, chunk: dimensions of all layers (its name), of the stages, of the layers of a stage,
         and of one of its chunks; `all`: as the model has them, `lie`: with those that stages lack.
       there: in a loop over layers, whether the stage has this one.
-      again: the copied work is forward work that backward recomputes, and saves what it reads as others do.
       parted: the layers of a virtual stage, `part`: those that are copied.
       held: the stacks of what they keep; `wanted`: this, and stacks of loops inside a layer.
       half: the copied half of the layers' gradient; `between`: stacks that one half computes for the other.
@@ -74,7 +115,7 @@ class VirtualStageCopy(Accumulation):
         self.chunk = Dim(self.own.name, self.own.size // self.order.chunks)
         for name in (MICROBATCH, IN_FLIGHT, ARRIVING):
             self.new.unsplit[name] = "microbatches pass through the pipeline stages one after another"
-        self.second, self.again = again, False
+        self.second = again
         self.batches = self.sizes
         self.stacks: set[int] = set()
         self.place: CopiedLayers | None = None
@@ -181,16 +222,13 @@ class VirtualStageCopy(Accumulation):
         return self.raw[tensor]
 
     def _whole(self, old: int) -> Tensor:
-        with having(self, sizes=self.batches, place=None, again=False):
+        with having(self, sizes=self.batches, place=None):
             if old in self.lies and old not in self.outside:
                 with self.new.at_root():
                     self.outside[old] = reordered(self.lies[old], self.order, self.all, lies=True)
             return super()._whole(old)
 
     # -- what has a stage's, or a chunk's --------------------------------------------------------------------
-
-    def _phase(self, node: Node) -> str:
-        return Phase.RECOMPUTE if self.again and node.phase == Phase.FORWARD else node.phase
 
     def _outer(self, tensor: int, block: Block, dtype: str | None = None) -> int:
         if self.place is None:
@@ -223,15 +261,11 @@ class VirtualStageCopy(Accumulation):
             block.first = None if self.place.first is None else self.place.first.id
             block.begin = self.part.begin if self.part.dim != self.chunk else None
 
-    def _scan(self, node: Node, body: Block) -> None:
-        with having(self, again=self.again or node.phase == Phase.RECOMPUTE):
-            super()._scan(node, body)
-
-    def _backward(self, body: Block, block: Block) -> None:
+    def _backward(self, node: Node, body: Block, block: Block) -> None:
         if self.half is not None and self.half.first and body is self.half.body:
             self.between = {i: self.new.stack_output(block, self.tensors[i]) for i in self.half.between}
-        if self.again or self.place is None or block.forward is not None:
-            super()._backward(body, block)
+        if node.phase == Phase.RECOMPUTE or self.place is None or block.forward is not None:
+            super()._backward(node, body, block)
             return
         if body.forward is not None:
             return
@@ -260,16 +294,17 @@ class VirtualStageCopy(Accumulation):
           Their last states; what their parts keep, or in the first half of backward, what it makes for the
           second.
         """
-        ahead, states, block = node is self.course.forward, [*init], self.course.body(node)
+        ahead, states, block = node is not self.course.backward, [*init], self.course.body(node)
         results, parts = [o for _, o in (*block.stacked, *block.summed)], range(len(self.parted))
         made, found = [dict[int, Tensor]() for _ in parts], [dict[int, Tensor]() for _ in parts]
         for at in parts if ahead else parts[::-1]:
             self._enter(self.parted[at], kept[at] if kept else {}, between[at] if between else {})
             self.half = None if half is None else self.part.halves[half]
             body = self.part.forward if ahead else self.part.backward
+            body = block if node.phase == Phase.RECOMPUTE else body
             for o in results:
                 self.tensors.pop(o, None)
-            with self.new.phase(self._phase(node), node.scope, node.name, node.call):
+            with self.new.phase(node.phase, node.scope, node.name, node.call):
                 place = self._placed(stages, chunk)
                 with having(self, sizes=self.of_chunk, place=place):
                     self._looped(node, body if self.half is None else self.half.body, states)
