@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_LINES = 118_290
+MOST_LINES = 118_247
 """Of all packages together. It changes downwards alone, as those below."""
-MOST_LINES_OF_RUNTIME = 14_233
+MOST_LINES_OF_RUNTIME = 14_159
 """Of `lower`, `tracing` and `ir`."""
-MOST_ENTERED = 593, 78
+MOST_ENTERED = 593, 76
 """Functions, but for nameless ones, and files of `mesh_tf_core` that lowering four layers in an interleaved
 schedule enters."""
 ENTERED = """
