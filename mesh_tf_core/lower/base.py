@@ -65,13 +65,12 @@ class Lowering(Loops):
 
     def node(self, node: Node) -> None:
         """Lowers one node in the layout at its path; the update of a variable in that of its state."""
+        self.origin = Origin(node.index, node.scope, node.phase)
         if isinstance(node.op, Known):
-            self.origin = Origin(node.index, node.scope, node.phase)
             (tensor,), (name,) = node.inputs, node.outputs
             self.env[name] = self.value_of(tensor) if node.op.loads else self.lying(tensor)
             return
         plan = plan_of(node, self.graph)
-        self.origin = plan.again if node.phase == Phase.RECOMPUTE else plan.first
         around = self.layout
         self.lay_out(self._layout_of(node, plan))
         try:

@@ -13,7 +13,6 @@ from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import Origin
 from mesh_tf_core.ir.structure import Assign, Connection, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import crosses, renames
@@ -28,7 +27,6 @@ class NodePlan:
     """One node.
 
     Attributes:
-      first, again: origin of its instructions; `again` for its second run in backward.
       types: of its outputs.
       roles: None if it is not lowered from them: connections, operations that lower themselves, and
         those that convert, which every piece allows.
@@ -40,8 +38,6 @@ class NodePlan:
         it, so that a sum is taken after it.
     """
 
-    first: Origin
-    again: Origin
     types: tuple[TensorType, ...]
     roles: Roles | None
     updates: bool
@@ -248,8 +244,6 @@ def _plan(node: Node, graph: Graph) -> NodePlan:
         {n for i in ids for n in graph.tensor(i).shape.names} for ids in (node.inputs, node.outputs)
     )
     return NodePlan(
-        Origin(node.index, node.scope, node.phase),
-        Origin(node.index, node.scope, Phase.RECOMPUTE),
         tuple(graph.tensor(o).type for o in node.outputs),
         roles,
         updated(node, graph) is not None,

@@ -38,13 +38,9 @@ from mesh_tf_core.lower.nodes import stored_tensors
 
 def start_and_done(program: ir.Program) -> ir.Program:
     """Applies the rules of the module's text."""
-    if not _any_message(program.code):
+    if not any(isinstance(instr, ir.Message) for instr, _ in program.walk()):
         return program
     return replace(program, code=_Placing(program).block(program.code, False))
-
-
-def _any_message(code: Sequence[ir.Instr]) -> bool:
-    return any(isinstance(i, ir.Message) or (isinstance(i, ir.Loop) and _any_message(i.body)) for i in code)
 
 
 class _Placing:

@@ -17,6 +17,11 @@ class ProgramError(AssertionError):
         return f"{super().__str__()}; please report this bug"
 
 
+def wrong(instr: ir.Instr, text: str) -> ProgramError:
+    """The error of an instruction."""
+    return ProgramError(f"{instr.text()}: {text}")
+
+
 def verify(program: ir.Program) -> ir.Program:
     """Returns the program, or raises ProgramError naming the instruction and the rule it breaks."""
     _Verifier(program).run()
@@ -59,17 +64,17 @@ class _Verifier:
             self.in_order(instr, going)
             for i in instr.inputs:
                 if i not in self.defined:
-                    raise ProgramError(f"{instr.text()}: input %{i} is not computed before this instruction")
+                    raise wrong(instr, f"input %{i} is not computed before this instruction")
             if isinstance(instr, ir.Loop):
                 self.loop(instr)
             else:
                 self.instr(instr)
             for o in instr.outputs:
                 if o in self.defined:
-                    raise ProgramError(f"{instr.text()}: %{o} is computed twice")
+                    raise wrong(instr, f"%{o} is computed twice")
                 self.defined.add(o)
         for i, message in going.items():
-            raise ProgramError(f"{message.text()}: no instruction of the block waits for %{i}")
+            raise wrong(message, f"no instruction of the block waits for %{i}")
 
     def in_order(self, instr: ir.Instr, going: dict[int, ir.Message]) -> None:
         """What a message brings is waited for once, in the message's block, and read after that."""
@@ -77,9 +82,9 @@ class _Verifier:
             for i in instr.inputs:
                 message = going.pop(i, None)
                 if message is None or message.name != instr.message:
-                    raise ProgramError(f"{instr.text()}: no matching start instruction for %{i}")
+                    raise wrong(instr, f"no matching start instruction for %{i}")
         elif going and (early := [i for i in instr.inputs if i in going]):
-            raise ProgramError(f"{instr.text()}: %{early[0]} is read before its communication has finished")
+            raise wrong(instr, f"%{early[0]} is read before its communication has finished")
         elif isinstance(instr, ir.Message) and instr.rule:
             going.update(dict.fromkeys(instr.outputs, instr))
 
@@ -89,65 +94,54 @@ class _Verifier:
         self.defined.update((loop.index, *loop.entering))
         if loop.runs is not None:
             if loop.runs not in self.defined or loop.runs == loop.index:
-                raise ProgramError(
-                    f"{loop.text()}: the condition %{loop.runs} is not computed before the iteration"
-                )
+                raise wrong(loop, f"the condition %{loop.runs} is not computed before the iteration")
             decides = values[loop.runs]
             scalar = decides.dtype == "bool" and not len(decides.shape) and not decides.partial
             if not scalar:
-                raise ProgramError(
-                    f"{loop.text()}: the condition %{loop.runs} must be a bool scalar without pending sums"
-                )
-        if loop.first is not None and (values[loop.first].dtype, len(values[loop.first].shape)) != (
-            "int32",
-            0,
-        ):
-            raise ProgramError(f"{loop.text()}: the first index %{loop.first} must be an int32 scalar")
+                raise wrong(loop, f"the condition %{loop.runs} must be a bool scalar without pending sums")
+        first = None if loop.first is None else values[loop.first]
+        if first is not None and (first.dtype != "int32" or len(first.shape)):
+            raise wrong(loop, f"the first index %{loop.first} must be an int32 scalar")
         self.block(loop.body)
         for stack in (*(s.outer for s in loop.sliced), *(r.outer for r in loop.stacked)):
             if loop.first is None and loop.offset is None and values[stack].shape.sizes[0] != loop.dim.size:
-                raise ProgramError(
-                    f"{loop.text()}: the length of %{stack} differs from the number of iterations"
-                )
+                raise wrong(loop, f"the length of %{stack} differs from the number of iterations")
         for outer, inner in loop.sliced:
             if values[outer].host != values[inner].host:
-                raise ProgramError(
-                    f"{loop.text()}: the slice %{inner} and its stack %{outer} are not both on the device or "
-                    "both on the host"
+                raise wrong(
+                    loop,
+                    f"the slice %{inner} and its stack %{outer} are not both on the device "
+                    "or both on the host",
                 )
         for c in loop.carried:
             kinds = {(values[i].shape, values[i].dtype, values[i].splits) for i in c}
             if len(kinds) != 1:
-                raise ProgramError(
-                    f"{loop.text()}: the carried value %{c.init} changes its type or placement between "
-                    "iterations"
+                raise wrong(
+                    loop,
+                    f"the carried value %{c.init} changes its type or placement between iterations",
                 )
             if len({values[i].partial for i in c}) != 1:
-                raise ProgramError(
-                    f"{loop.text()}: the carried value %{c.leave} has other pending sums after an iteration "
-                    "than before"
+                raise wrong(
+                    loop,
+                    f"the carried value %{c.leave} has other pending sums after an iteration than before",
                 )
             if c.leave not in self.defined:
-                raise ProgramError(f"{loop.text()}: the carried value %{c.leave} is not computed")
+                raise wrong(loop, f"the carried value %{c.leave} is not computed")
         for inner, outer in loop.stacked:
             if inner not in self.defined:
-                raise ProgramError(f"{loop.text()}: the stacked value %{inner} is not computed")
+                raise wrong(loop, f"the stacked value %{inner} is not computed")
             same = (
                 values[outer].splits == ((), *values[inner].splits)
                 and values[outer].host == values[inner].host
             )
             if not (same and values[outer].partial == values[inner].partial):
-                raise ProgramError(
-                    f"{loop.text()}: the stack %{outer} and its slice %{inner} have different placements"
-                )
+                raise wrong(loop, f"the stack %{outer} and its slice %{inner} have different placements")
         for inner, outer in loop.summed:
             if inner not in self.defined:
-                raise ProgramError(f"{loop.text()}: the summed value %{inner} is not computed")
+                raise wrong(loop, f"the summed value %{inner} is not computed")
             same = values[outer].splits == values[inner].splits
             if not (same and values[outer].partial == values[inner].partial):
-                raise ProgramError(
-                    f"{loop.text()}: the sum %{outer} and its term %{inner} have different placements"
-                )
+                raise wrong(loop, f"the sum %{outer} and its term %{inner} have different placements")
         self.defined = outside
 
     def instr(self, instr: ir.Instr) -> None:
@@ -155,9 +149,7 @@ class _Verifier:
             there = [i for i in (*instr.inputs, *instr.outputs) if self.of(i).host]
             renames = isinstance(instr, ir.Local) and instr.op.free and len(instr.inputs) == 1
             if there and not (renames and len(there) == 2):
-                raise ProgramError(
-                    f"{instr.text()}: %{there[0]} is on the host, but this instruction runs on the device"
-                )
+                raise wrong(instr, f"%{there[0]} is on the host, but this instruction runs on the device")
         if isinstance(instr, ir.Local):
             self.local(instr)
         elif isinstance(instr, ir.Collective):
@@ -168,23 +160,24 @@ class _Verifier:
             self.moves(instr, instr.inputs[0], instr.outputs[0], {})
             loads = isinstance(instr, ir.HostLoad)
             if (self.of(instr.inputs[0]).host, self.of(instr.outputs[0]).host) != (loads, not loads):
-                raise ProgramError(
-                    f"{instr.text()}: %{instr.inputs[0]} or the result is on the wrong side of the transfer "
-                    "between host and device"
+                raise wrong(
+                    instr,
+                    f"%{instr.inputs[0]} or the result is on the wrong side of the transfer "
+                    "between host and device",
                 )
         elif isinstance(instr, ir.ReadVariable):
             if self.of(instr.outputs[0]).host != self.program.variables[instr.variable].host:
-                raise ProgramError(
-                    f"{instr.text()}: %{instr.outputs[0]} and the variable are not both on the device or "
-                    "both on the host"
+                raise wrong(
+                    instr,
+                    f"%{instr.outputs[0]} and the variable are not both on the device or both on the host",
                 )
         elif isinstance(instr, ir.WriteVariable):
             stored = self.program.variables[instr.variable]
             written = self.of(instr.inputs[0])
             if (written.splits, written.host) != (stored.splits, stored.host) or written.partial:
-                raise ProgramError(
-                    f"{instr.text()}: %{written.id} does not have the placement in which the variable is "
-                    "stored"
+                raise wrong(
+                    instr,
+                    f"%{written.id} does not have the placement in which the variable is stored",
                 )
 
     def collective(self, instr: ir.Collective) -> None:
@@ -192,12 +185,12 @@ class _Verifier:
         try:
             change = instr.resplits()
         except NotImplementedError:
-            raise ProgramError(f"{instr.text()}: no rule covers operands of these types") from None
+            raise wrong(instr, "no rule covers operands of these types") from None
         for i, o in zip(instr.inputs, instr.outputs, strict=True):
             if instr.sums and set(instr.axes) != set(self.of(i).partial) - set(self.of(o).partial):
-                raise ProgramError(
-                    f"{instr.text()}: the axes of the sum differ from the axes of the pending sum in "
-                    f"%{i}: {self.of(i)}"
+                raise wrong(
+                    instr,
+                    f"the axes of the sum differ from the axes of the pending sum in %{i}: {self.of(i)}",
                 )
             self.moves(instr, i, o, change)
 
@@ -213,18 +206,12 @@ class _Verifier:
         terms = instr.inputs[:-1] if adds else instr.inputs
         partial = {self.of(i).partial for i in terms if not self.is_number(i, instr)}
         if adds and self.of(instr.inputs[-1]).partial != self.of(instr.outputs[0]).partial:
-            raise ProgramError(
-                f"{instr.text()}: the operand that is added has a pending sum over other axes than the result"
-            )
+            raise wrong(instr, "the operand that is added has a pending sum over other axes than the result")
         if any(partial):
             if not (instr.op.linear or rounds(instr.op, self.of(instr.outputs[0]).dtype)):
-                raise ProgramError(
-                    f"{instr.text()}: an operand is a pending sum, but the operation is not linear"
-                )
+                raise wrong(instr, "an operand is a pending sum, but the operation is not linear")
             if len(partial) != 1:
-                raise ProgramError(
-                    f"{instr.text()}: operands have pending sums over different axes: {partial}"
-                )
+                raise wrong(instr, f"operands have pending sums over different axes: {partial}")
         sides = (instr.inputs, instr.outputs) if instr.op.regroups else ((*instr.inputs, *instr.outputs),)
         for side in sides:
             self.one_owner(instr, side)
@@ -244,9 +231,7 @@ class _Verifier:
             own = set(self.of(i).partial)
             same = self.mesh.group_size(tuple(pending - own))
             if not own <= pending or share != same:
-                raise ProgramError(
-                    f"{instr.text()}: adds 1/{share} of %{i}, but {same} of the summed devices hold a copy"
-                )
+                raise wrong(instr, f"adds 1/{share} of %{i}, but {same} of the summed devices hold a copy")
 
     def one_owner(self, instr: ir.Local, ids: Sequence[int]) -> None:
         """One axis splits one dimension, a dimension is split alike wherever it occurs."""
@@ -257,7 +242,7 @@ class _Verifier:
                 for axis in axes:
                     same = owner.setdefault(axis, name) == name
                     if not same:
-                        raise ProgramError(f"{instr.text()}: axis {axis} splits two dimensions")
+                        raise wrong(instr, f"axis {axis} splits two dimensions")
 
     def role(self, instr: ir.Local, pending: set[str]) -> None:
         """What the operation needs whole is whole; what it sums out over split pieces is partial
@@ -268,31 +253,28 @@ class _Verifier:
         for i in (*instr.inputs, *instr.outputs):
             for name, axes in zip(self.of(i).shape.names, self.of(i).splits, strict=True):
                 if splits.setdefault(name, axes) != axes:
-                    raise ProgramError(f"{instr.text()}: operands split {name!r} over different axes")
+                    raise wrong(instr, f"operands split {name!r} over different axes")
         for name, axes in splits.items():
             if not (not axes or name not in roles.whole):
-                raise ProgramError(
-                    f"{instr.text()}: {name!r} is split, but the operation needs all of it on every device"
-                )
+                raise wrong(instr, f"{name!r} is split, but the operation needs all of it on every device")
         reduced = roles.reduced if roles.combine == "sum" else ()
         for o in instr.outputs:
             lacking = (splits.get(name, ()) for name in reduced if name not in self.of(o).shape.names)
             left = pending.union(*lacking)
             if set(self.of(o).partial) != left:
-                raise ProgramError(
-                    f"{instr.text()}: the result needs a pending sum over {sorted(left)}, but %{o} has "
-                    f"one over {self.of(o).partial}"
+                raise wrong(
+                    instr,
+                    f"the result needs a pending sum over {sorted(left)}, but %{o} has one "
+                    f"over {self.of(o).partial}",
                 )
 
     def moves(self, instr: ir.Instr, i: int, o: int, change: Mapping[str, tuple[int, Axes]]) -> None:
         """Input and output differ just in the splits of the dimensions named."""
         a, b = self.of(i), self.of(o)
         if not (a.shape == b.shape and a.dtype == b.dtype):
-            raise ProgramError(f"{instr.text()}: %{i} and the result have different types")
+            raise wrong(instr, f"%{i} and the result have different types")
         for name, before, after in zip(a.shape.names, a.splits, b.splits, strict=True):
             sign, axes = change.get(name, (0, ()))
             expected = (*before, *axes) if sign > 0 else before[: len(before) - len(axes)] if sign else before
             if after != tuple(expected):
-                raise ProgramError(
-                    f"{instr.text()}: the split of {name!r} must not change from {before} to {after}"
-                )
+                raise wrong(instr, f"the split of {name!r} must not change from {before} to {after}")
