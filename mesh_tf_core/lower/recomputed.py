@@ -8,7 +8,7 @@ model lacks have numbers below -1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import replace
 from functools import cached_property
 
@@ -93,59 +93,66 @@ class RecomputedStep:
             yield self._node(node, run)
 
     def _node(self, node: Node, run: str) -> Node:
-        body, block = None, node.body
-        if block is not None:
-            made = [
-                (begin, size, step._body(node, block, run)) for begin, size, step in self.parts(block, run)
-            ]
-            body = in_parts(block, made)
-        return replace(node, body=body, phase=Phase.RECOMPUTE if run else node.phase)
+        block, phase = node.body, Phase.RECOMPUTE if run else node.phase
+        if block is None:
+            return replace(node, phase=phase)
+        made = [(begin, size, step._body(node, block, run)) for begin, size, step in self.parts(block, run)]
+        return replace(node, phase=phase, body=in_parts(block, made))
 
     def _body(self, scan: Node, block: Block, run: str) -> Block:
         made = replace(block, nodes=list(self._nodes(block, run)), saved=dict(self.saves(block, run)))
         made.stacked, made.summed = (self.read_again(p, block, run) for p in (block.stacked, block.summed))
         if block.forward is not None:
-            made.sliced, begin = self._taken(scan, block, block.forward)
+            made.sliced, begin = self._backward(scan, block, block.forward)
             made.nodes[:0] = begin
             known = {node.outputs[0]: node.inputs[0] for node in begin if isinstance(node.op, Known)}
             made.runs = None if block.runs is None else known.get(block.runs, block.runs)
         return made
 
-    def _taken(self, scan: Node, block: Block, forward: Block) -> tuple[Pairs, list[Node]]:
+    def _backward(self, scan: Node, block: Block, forward: Block) -> tuple[Pairs, list[Node]]:
         """What the body of a loop's backward has of stacks, and its nodes that make the rest again."""
-        remat, around, again = self.remat, self.graph.blocks[block.parent or 0], self.remat.again(forward)
-        then = {now: then for then, now in around.captured.items()}
-        saved = {o: i for i, o in forward.saved.items()}
-        sliced, made, nodes = Pairs(), dict[int, int](), list[Node]()
-        for outer, inner in block.sliced:
-            tensor = saved.get(then.get(outer, outer))
-            if tensor is not None and again:
-                made[inner] = tensor
-            elif tensor is None or not remat.unsaved(tensor):
-                sliced.append((outer, inner))
-        there = {block.index, *block.carry_in, *(inner for _, inner in sliced)}
-        kept = remat.passed(forward)
+        remat, again, (sliced, made) = self.remat, self.remat.again(forward), self._stacks(block, forward)
+        there, kept = {block.index, *block.carry_in, *(inner for _, inner in sliced)}, remat.passed(forward)
         sliced += [(stack, tensor) for tensor, stack in kept]
         wanted, stacks = remat.own(forward, forward), {inner: outer for outer, inner in forward.sliced}
         if again:
             wanted &= {forward.index, *stacks}  # its nodes make the rest
         else:
             stacks.update((i, o) for i, o in forward.saved.items() if not remat.unsaved(i))
+        names = list[Node]()
         for t in sorted(wanted):
             now = block.index if t == forward.index else block.captured.get(t)
             if now is not None and now in there:
-                nodes.append(_known(scan, now, t))
+                names.append(_known(scan, now, t))
             elif t in stacks:
                 sliced.append((stacks[t], t))
-        run, last = loop_name(forward, self.graph) or "", scan
-        for last in remat.second(forward).nodes if again else ():
-            if last.body is not None:  # it reads what lay on the hosts, loaded once for the body around
-                read = sorted(reads(last).intersection(tensor for tensor, _ in kept))
-                nodes += [_known(self._node(last, run), t, t, loads=True) for t in read]
-            nodes.append(self._node(last, run))
-        last = nodes[-1] if last is not scan else scan
-        nodes += [_known(last, t, inner, loads=True) for inner, t in made.items() if not remat.unsaved(t)]
-        return sliced, nodes
+        copies = list(self._copies(forward, {tensor for tensor, _ in kept})) if again else []
+        at = copies[-1] if copies else scan
+        ends = [_known(at, t, inner, loads=True) for inner, t in made.items() if not remat.unsaved(t)]
+        return sliced, [*names, *copies, *ends]
+
+    def _stacks(self, block: Block, forward: Block) -> tuple[Pairs, dict[int, int]]:
+        """The stacks of which a backward body has parts as in the graph; and the parts that it makes again ->
+        tensors of the forward body."""
+        saved, around = {o: i for i, o in forward.saved.items()}, self.graph.blocks[block.parent or 0]
+        then = {now: then for then, now in around.captured.items()}
+        sliced, made = Pairs(), dict[int, int]()
+        for outer, inner in block.sliced:
+            tensor = saved.get(then.get(outer, outer))
+            if tensor is not None and self.remat.again(forward):
+                made[inner] = tensor
+            elif tensor is None or not self.remat.unsaved(tensor):
+                sliced.append((outer, inner))
+        return sliced, made
+
+    def _copies(self, forward: Block, kept: Set[int]) -> Iterator[Node]:
+        """The nodes of a body that run again; a loop reads what lay on the hosts, loaded once for the body
+        around."""
+        for node in self.remat.second(forward).nodes:
+            copy = self._node(node, loop_name(forward, self.graph) or "")
+            for t in sorted(reads(node) & kept) if node.body is not None else ():
+                yield _known(copy, t, t, loads=True)
+            yield copy
 
     def _brought(self, around: Block, scan: Node) -> Iterator[Node]:
         """Before a backward loop: what second runs inside need without work from the body around."""
@@ -179,4 +186,5 @@ def in_parts(block: Block, made: list[tuple[int, int, Block]]) -> Block:
 
 
 def _known(at: Node, tensor: int, name: int, loads: bool = False) -> Node:
+    """What calls a tensor by another name; of the origin of another node."""
     return replace(at, op=Known(loads), inputs=(tensor,), outputs=(name,), body=None)
