@@ -78,11 +78,21 @@ class Line:
         return bool(self.item.axes)
 
 
+def is_launched(item: Item) -> bool:
+    """True if a host launches a kernel for each run of an item, not one for many."""
+    return not item.axes and not (isinstance(item, Computed) and item.quantity.joins)
+
+
 @dataclass(frozen=True)
 class Cost:
-    """The price of a program on hardware; all numbers of one step, per device."""
+    """The price of a program on hardware; all numbers of one step, per device.
+
+    Attributes:
+      interval: seconds that a host needs for each kernel that it launches; 0: none launches them.
+    """
 
     lines: tuple[Line, ...]
+    interval: float = 0.0
 
     def _total(self, value: Callable[[Line], float], communication: bool) -> float:
         return sum(value(x) * x.times for x in self.lines if x.is_communication == communication)
@@ -99,9 +109,26 @@ class Cost:
     def exposed_communication_seconds(self) -> float:
         return self._total(lambda x: x.exposed, True)
 
+    @cached_property
+    def launched(self) -> float:
+        """The number of kernels that a host launches in a step."""
+        return sum(x.times for x in self.lines if is_launched(x.item))
+
+    @property
+    def device_seconds(self) -> float:
+        """Seconds of what the device does."""
+        return self.compute_seconds + self.exposed_communication_seconds
+
+    @cached_property
+    def host_seconds(self) -> float | None:
+        """Seconds of the host that launches it, where it needs longer."""
+        host = self.interval * self.launched if self.interval else 0.0
+        return host if host > self.device_seconds else None
+
     @property
     def step_seconds(self) -> float:
-        return self.compute_seconds + self.exposed_communication_seconds
+        """The longer of both."""
+        return self.host_seconds or self.device_seconds
 
     @cached_property
     def flops(self) -> float:

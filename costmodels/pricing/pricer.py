@@ -27,7 +27,7 @@ from costmodels.network.collectives import collective_cost, full_bytes
 from costmodels.network.topology import MeshPlacement, place
 from costmodels.pricing.itemise import Itemiser
 from costmodels.pricing.items import Called, Computed, Item, Sent, Transferred
-from costmodels.pricing.lines import Cost, Line
+from costmodels.pricing.lines import Cost, Line, is_launched
 from costmodels.pricing.op_by_op import OpByOp
 from costmodels.pricing.overlap import ACTIVATION
 from costmodels.pricing.templates import Instance, ItemisedCost
@@ -64,18 +64,26 @@ class Pricer:
     def renamed(self, names: Mapping[str, str]) -> Pricer:
         """The same with other names of mesh axes; results that depend on no axis are shared."""
         placement, hidden = self.placement.renamed(names), names.get(self.hidden, self.hidden)
-        return Pricer(self.hardware, placement, hidden, self._compute, _called=self._called)
+        return type(self)(self.hardware, placement, hidden, self._compute, _called=self._called)
 
     def without(self, axis: str) -> Pricer:
         """The same, with all messages over an axis hidden by later steps; repeated calls return one
         object."""
         if axis not in self._without:
-            self._without[axis] = Pricer(self.hardware, self.placement, axis, self._compute, self._collective)
+            self._without[axis] = type(self)(
+                self.hardware, self.placement, axis, self._compute, self._collective
+            )
         return self._without[axis]
 
     @property
     def devices(self) -> int:
         return self.placement.mesh.devices
+
+    @property
+    def interval(self) -> float:
+        """Seconds that a host needs for each kernel that it launches; 0: none launches them."""
+        each = self.hardware.chip.host_interval
+        return 0.0 if each is None else each.value
 
     @cached_property
     def itemiser(self) -> Itemiser:
@@ -103,7 +111,7 @@ class Pricer:
         lines = [*self.lines(program, kernels)]
         if start is not None and (fixed := self.seconds_of(start)[0]):
             lines.append(Line("step", "", Origin(-1, "step", Phase.UPDATE), 1, start, fixed, fixed))
-        return Cost(tuple(lines))
+        return Cost(tuple(lines), self.interval)
 
     def lines(self, program: Program, kernels: Fused | None = None) -> Iterable[Line]:
         """A line for every item.
@@ -211,6 +219,17 @@ class Pricer:
             seconds = collective_cost(self.hardware, self.placement, kind, axes, size, experts).seconds
             self._collective[key] = seconds
         return seconds
+
+
+class LaunchPricer(Pricer):
+    """Prices of what the host does, `Cost.launched`, in place of what it launches."""
+
+    def seconds_of(self, item: Item) -> tuple[float, float]:
+        """The interval of a kernel, twice; 0 of messages."""
+        return (self.interval,) * 2 if is_launched(item) else (0.0, 0.0)
+
+    def _message(self, *_: object) -> float:
+        return 0.0
 
 
 def pricer(hardware: Hardware, program_or_mesh: object, placement: MeshPlacement | None = None) -> Pricer:

@@ -182,7 +182,9 @@ def _ruled(subproblem: Subproblem, how: str = "", listed: int = 0, faster: str =
 
 def _looked_at(evaluator: Evaluator, subproblem: Subproblem, seconds: float, limit: float) -> RuledOut:
     """What tables and a list of all that is faster show of a problem."""
-    search = faster(evaluator, subproblem, seconds, lambda *_: math.inf)
+    host, none = evaluator.host, lambda *_: math.inf
+    waits = host is not None and faster(host, subproblem, seconds, none) is None
+    search = None if waits else faster(evaluator, subproblem, seconds, none)
     if search is None:
         return _ruled(subproblem)
     known, is_open = search.eliminated, _ruled(subproblem, Source.NOTHING)

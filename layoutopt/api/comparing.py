@@ -78,7 +78,7 @@ class LayoutCandidates(Shown):
         return table([{name: row[name] for name in fields} for row in shown])
 
     def __repr__(self) -> str:
-        fastest = self.plan.predicted.least_seconds
+        fastest = self.plan.predicted.step_seconds
         return f"LayoutCandidates({len(self.chosen)} layouts, the fastest {seconds_text(fastest)} a step)"
 
 

@@ -131,7 +131,7 @@ class PricedLayout(Shown):
     def __repr__(self) -> str:
         p, of = self.predicted, self.evaluation
         return (
-            f"PricedLayout({of.layout} on {of.program.mesh}: {seconds_text(p.least_seconds)} a step, "
+            f"PricedLayout({of.layout} on {of.program.mesh}: {seconds_text(p.step_seconds)} a step, "
             f"{used_text(p.peak_memory_bytes, self.limit)}{self._fit})"
         )
 
@@ -175,7 +175,7 @@ class Linted(Shown):
         """The cost of the layout against the fastest one that fits."""
         if self.fastest is None:
             return "it does not fit, and no layout that fits was found"
-        loses = times_text(self.priced.predicted.least_seconds, self.fastest.predicted.least_seconds)
+        loses = times_text(self.priced.predicted.step_seconds, self.fastest.predicted.step_seconds)
         return f"{loses} the best step" + ("" if self.priced.fits else ", but it does not fit")
 
     def to_frame(self) -> Any:

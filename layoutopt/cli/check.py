@@ -87,7 +87,7 @@ def check(
     found = {
         MEMORY: (most, of.memory.peak),
         HOST: (machine.host_memory_bytes if of.program.host_bytes else None, of.program.host_bytes),
-        STEP: (longest, of.predicted.least_seconds),
+        STEP: (longest, of.predicted.step_seconds),
     }
     bounds = [
         CheckedBound(name=name, bound=bound, found=value, ok=value <= bound)
@@ -155,7 +155,7 @@ def longest_step(text: str) -> float:
         factor = 0.0
     if not 0 < factor < 1e6 or not baseline:
         raise UserError(f"--max-step {text!r}: write a factor and a plan file, e.g. 1.05x=baseline.json")
-    return factor * read_plan_file(baseline).predicted.least_seconds
+    return factor * read_plan_file(baseline).predicted.step_seconds
 
 
 def _words(each: CheckedBound) -> str:

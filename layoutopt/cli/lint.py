@@ -63,7 +63,7 @@ def lint(
         *told.model(found.data.model),
         ("mesh", f"{given.mesh} ({given.mesh.devices} devices), {machine.name} under {machine.framework}"),
         ("layout", _text(given, of.pipeline)),
-        ("step", f"{seconds_text(of.predicted.least_seconds)} predicted"),
+        ("step", f"{seconds_text(of.predicted.step_seconds)} predicted"),
         ("memory", f"{used_text(of.memory.peak, found.priced.limit)} per device"),
         ("fits", fits),
         *_best(found, loaded),
@@ -85,7 +85,7 @@ def _best(found: Linted, loaded: Loaded) -> list[tuple[str, str]]:
         return []
     p = fastest.predicted
     its = GivenOptions(fastest.program.mesh, fastest.layout, fastest.decided)
-    words = f"{seconds_text(p.least_seconds)} with {_text(its, loaded.model.stages(its.mesh, its.layout))}"
+    words = f"{seconds_text(p.step_seconds)} with {_text(its, loaded.model.stages(its.mesh, its.layout))}"
     if best is not None and best.data.space and best.predicted.step_seconds > p.step_seconds * (1 + EXACT):
         words += f" ({best.data.space.limits})"
     return [("proven best" if found.status == ProofStatus.OPTIMAL else "best found", words)]

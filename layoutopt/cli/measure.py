@@ -54,7 +54,7 @@ def measure(
         predicted = given.priced(loaded, machine)
         trainer = session.trainer(loaded, given)
         timed = _timed(terminal, loaded, trainer, warm_up, steps, lambda run: traced.record(run, predicted))
-        ran, times = trainer.engine, [(predicted.predicted.least_seconds, timed.median)]
+        ran, times = trainer.engine, [(predicted.predicted.step_seconds, timed.median)]
         notes = difference_notes(times, given.mesh, session.kind, machine, timed.load)
         terminal.result(
             MeasureResult(
@@ -115,7 +115,7 @@ def _show(
 
     seconds, step, engine = timed.seconds, timed.median, trainer.engine
     items, name = items_of(loaded.model, given)
-    said = predicted.predicted.least_seconds
+    said = predicted.predicted.step_seconds
     sent = predicted.program.communication_bytes()
     alike = {a: round(b) for a, b in sent.items()} == {
         a: round(b) for a, b in engine.communication_bytes.items()

@@ -221,7 +221,7 @@ class TrainingRun:
         left = (self.steps - step) * actual
         return (
             f"loss {self.losses[-1]:.4f}, {throughput_text(self.items / actual, self.item)}, "
-            f"{seconds_text(actual)} a step ({seconds_text(self.predicted.least_seconds)} "
+            f"{seconds_text(actual)} a step ({seconds_text(self.predicted.step_seconds)} "
             f"predicted{self.elsewhere}), {duration_text(left)} left"
         )
 
@@ -230,7 +230,7 @@ class TrainingRun:
         """The note where steps took another time than predicted."""
         from layoutopt.analysis.difference import difference_notes
 
-        times, only = [(self.predicted.least_seconds, self.step_seconds)], len(self.seconds) == 1
+        times, only = [(self.predicted.step_seconds, self.step_seconds)], len(self.seconds) == 1
         where = self.given.mesh, self.session.kind, self.machine
         return difference_notes(times, *where, self.load, compiled=only)
 
@@ -283,7 +283,7 @@ class TrainingRun:
                 (
                     "step",
                     f"{seconds_text(step)}{' including compilation' if only else ''} (predicted "
-                    f"{seconds_text(self.predicted.least_seconds)} for {self.machine.name})",
+                    f"{seconds_text(self.predicted.step_seconds)} for {self.machine.name})",
                 ),
                 *([] if only else [("rate", throughput_text(self.items / step, self.item))]),
                 (

@@ -80,14 +80,14 @@ def summed(
     """The tables' sum for the answer, however it was found."""
     of = request.evaluator.table_prices(best.mesh, subproblem.decided).seconds
     seconds = of(best.layout, best.options)
-    found = TableAgreement(seconds, best.seconds, 0.0, 1)
+    found = TableAgreement(seconds, best.evaluation.cost.device_seconds, 0.0, 1)
     if not found.dearer:
         return found
     named = [(n.layout, n.options) for n in others]
     named += [(layout, options) for _, mesh, layout, options in by_name(request.model, best.mesh)]
     parts = best.options.microbatches
     layouts = ((x, request.meeting(replace(options, microbatches=parts))) for x, options in named)
-    return _beside(request, best, subproblem, replace(found, over=seconds / best.seconds - 1), layouts)
+    return _beside(request, best, subproblem, replace(found, over=seconds / found.program - 1), layouts)
 
 
 def compared(
@@ -154,6 +154,6 @@ def _near(request: Request, best: EvaluatedLayout, decided: Decisions) -> Iterat
 def _program_seconds(request: Request, mesh: Mesh, layout: Layout, options: Options) -> float:
     """Seconds of a layout's program; inf if it is not legal."""
     try:
-        return request.evaluator(mesh, layout, options).cost.step_seconds
+        return request.evaluator(mesh, layout, options).cost.device_seconds
     except LayoutError:
         return math.inf

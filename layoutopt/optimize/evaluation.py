@@ -104,7 +104,7 @@ class Evaluation:
         for met in self._outer:
             found = beside_steps(self.prices.cost(met), self.replicas.diloco, step.step_seconds)
             lines += (replace(x, times=x.times * share, value=-1) for x in found)
-        return Cost(tuple(lines))
+        return Cost(tuple(lines), step.interval)
 
     @property
     def _outer(self) -> tuple[Program, ...]:
@@ -156,8 +156,7 @@ class Evaluation:
 
     @property
     def predicted(self) -> Predicted:
-        model, mesh, host = self.model, self.program.mesh, self._launches
-        seconds = host[0] if host else self.cost.step_seconds
+        model, mesh, seconds = self.model, self.program.mesh, self.cost.step_seconds
         replicas = 1 if self.replicas is None else self.replicas.count
         machine = self.prices.hardware
         flops = {dtype: replicas * n for dtype, n in unsplit_flops(model).items()}
@@ -169,7 +168,7 @@ class Evaluation:
         tokens = None if model.tokens is None else model.tokens * replicas
         run = run_flops(self.program) if recomputes(self.program) else {}
         return Predicted(
-            step_seconds=self.cost.step_seconds,
+            step_seconds=seconds,
             compute_seconds=self.cost.compute_seconds,
             communication_seconds=self.cost.communication_seconds,
             exposed_communication_seconds=self.cost.exposed_communication_seconds,
@@ -184,7 +183,7 @@ class Evaluation:
             examples_per_second=rate(model.examples * replicas),
             tokens_per_second=rate(tokens),
             tokens_per_second_per_chip=rate(tokens, chips),
-            host_seconds=host[0] if host else None,
+            host_seconds=self.cost.host_seconds,
             host_memory_bytes=self.program.host_bytes or None,
             host_bytes_per_device=self.program.transfer_bytes() if self.program.host_bytes else None,
         )
@@ -199,7 +198,7 @@ class Evaluation:
             *filter(None, (note(software, self.model) for note in (runs_another, padding_note))),
             *filter(None, [type_note(software, self.model, computed_in(self.model))]),
             *map(str, self.undivided),
-            *(LAUNCHES.format(seconds_text(s), n) for s, n in filter(None, [self._launches])),
+            *(LAUNCHES.format(seconds_text(s), self.cost.launched) for s in [self.cost.host_seconds] if s),
             *self._offloads(),
             *self._one_hot(),
             *self._meets(),
@@ -259,14 +258,6 @@ class Evaluation:
             f"{said}, of which {seconds_text(waits)} is exposed; the rest overlaps with {how.delay} steps "
             "if the engine communicates during steps (layoutopt's engines do not)"
         )
-
-    @cached_property
-    def _launches(self) -> tuple[float, float] | None:
-        """The host's seconds for the kernels of a step, and their number; None where they take longer."""
-        each, kernels = self.prices.hardware.chip.host_interval, (x for x in self.cost.lines if not x.axes)
-        number = sum(x.times for x in kernels if not (isinstance(x.item, Computed) and x.item.quantity.joins))
-        longer = each is not None and number * each.value > self.cost.step_seconds
-        return (number * each.value, number) if each and longer else None
 
     def _offloads(self) -> Iterator[str]:
         """What to know of what lies on the hosts."""

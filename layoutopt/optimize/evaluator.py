@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 from costmodels.hardware import Hardware
 from costmodels.kernels.compute import MATMUL_CLASSES
-from costmodels.pricing.pricer import Pricer, pricer
+from costmodels.pricing.pricer import LaunchPricer, Pricer, pricer
 from layoutopt.formulation.extract import Draft, latency, own_seconds, shared_seconds
 from layoutopt.optimize.evaluation import DEFAULT, ONE_DEVICE, Evaluation, as_run, unsplit
 from layoutopt.space.decisions import Decisions
@@ -116,6 +116,11 @@ class Evaluator:
         self.rows_over: float | None = None
         self.alone = cache(partial(computed_alone, self.model, hardware))
 
+    @cached_property
+    def host(self) -> HostEvaluator | None:
+        """The same by what the host needs to launch kernels; None if it launches none."""
+        return HostEvaluator(self) if self.hardware.chip.host_interval is not None else None
+
     def prices(self, mesh: Mesh) -> Pricer:
         if mesh not in self._prices:
             self._prices[mesh] = pricer(self.hardware, mesh)
@@ -198,3 +203,23 @@ class Evaluator:
         if isinstance(found, str):
             raise LayoutError(found)
         return found
+
+
+class HostEvaluator(Evaluator):
+    """The evaluations of another, with tables of the host's seconds: no layout takes less than these, nor
+    than those of the device."""
+
+    def __init__(self, of: Evaluator) -> None:
+        super().__init__(of.model, of.hardware)
+        self.of = of
+
+    def prices(self, mesh: Mesh) -> Pricer:
+        if mesh not in self._prices:
+            self._prices[mesh] = LaunchPricer(self.hardware, self.of.prices(mesh).placement)
+        return self._prices[mesh]
+
+    def evaluated(self) -> Iterator[tuple[Mesh, Layout, Evaluation]]:
+        return self.of.evaluated()
+
+    def __call__(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT) -> Evaluation:
+        return self.of(mesh, layout, options)

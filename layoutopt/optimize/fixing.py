@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from costmodels.pricing.pricer import LaunchPricer
 from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.extract import Draft
 from layoutopt.optimize.bounds import EXACT, SLACK, OptionCosts, Source
@@ -219,8 +220,10 @@ def _weight(draft: Draft, cluster: Cluster) -> Weight:
 
 
 def _ways(cluster: Cluster, draft: Draft) -> int:
-    """Among how many devices the work of a cluster can be divided at most."""
+    """Among how many devices the work of a cluster can be divided at most; a host launches it for each."""
     decided, mesh = draft.decided, draft.mesh
+    if isinstance(draft.pricer, LaunchPricer):
+        return 1
     if not decided.named.keys().isdisjoint(cluster.switches) or any(AT in n for n in cluster.dims):
         return mesh.devices  # storage, and what splits dimensions further, has axes of its own
     splits = (max(map(mesh.group_size, decided.options.get(n, ((),)))) for n in cluster.dims)

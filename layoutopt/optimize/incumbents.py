@@ -7,7 +7,7 @@ beside every answer, so no plan is slower than the plan of an expert.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,10 +57,10 @@ class Incumbents:
         self.most = math.inf
         self.subproblems: dict[SubproblemKey, Subproblem] = {}
 
-    def order(self, found: EvaluatedLayout) -> tuple[float, float]:
+    def order(self, found: EvaluatedLayout) -> tuple[float, ...]:
         """The sort key of results: the better one is less."""
         memory = self.request.objective == Objective.MEMORY
-        return (found.peak, found.seconds) if memory else (found.seconds, found.peak)
+        return (found.peak, found.seconds) if memory else fastest_first(found)
 
     def add(self, found: EvaluatedLayout) -> None:
         """Keeps a layout, and reports it if it is the best so far that fits."""
@@ -84,7 +84,7 @@ class Incumbents:
 
     def fastest(self, limit: float) -> EvaluatedLayout | None:
         """The fastest within a limit."""
-        return min(self.fitting(limit), key=lambda f: (f.seconds, f.peak), default=None)
+        return min(self.fitting(limit), key=fastest_first, default=None)
 
     def seconds(self, limit: float) -> float:
         """The seconds of the fastest within a limit, at most `most`; inf if there is none."""
@@ -93,6 +93,20 @@ class Incumbents:
     def is_open(self, subproblem: Subproblem, limit: float) -> bool:
         """True if something faster than the fastest within a limit may be in a problem."""
         return subproblem.bounds.state(self.seconds(limit), limit) is State.OPEN
+
+    def sides(self, subproblem: Subproblem, limit: float, hosts: bool) -> Iterator[Evaluator]:
+        """The evaluators whose tables bound a step while a problem is open: of the host's seconds and of the
+        device's, whichever is longer. The host's come first where the fastest so far waits for it, last where
+        that only shows then, and not at all unless `hosts`."""
+        own, left = self.request.evaluator, [self.request.evaluator.host, self.request.evaluator]
+        while self.is_open(subproblem, limit) and not self.request.late:
+            best = self.fastest(limit)
+            waits = hosts and best is not None and best.evaluation.cost.host_seconds
+            found = next((e for e in left if e is own or (e is not None and waits)), None)
+            if found is None:
+                return
+            left.remove(found)
+            yield found
 
     def subproblem_of(self, found: EvaluatedLayout) -> Subproblem:
         """The decisions of the subproblem where a layout was found."""
@@ -216,6 +230,11 @@ class Incumbents:
                     self.offer(mesh, layout, options, name)
             if not self.request.late:
                 self.offer(best.mesh, *greedy(self.request, self.subproblem_of(best)), "greedy")
+
+
+def fastest_first(found: EvaluatedLayout) -> tuple[float, ...]:
+    """The sort key of layouts; of those that all wait for the host, the one whose device needs least."""
+    return found.seconds, found.evaluation.cost.device_seconds, found.peak
 
 
 def _in_words(found: EvaluatedLayout, names: Mapping[str, str]) -> str:

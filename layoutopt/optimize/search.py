@@ -17,6 +17,7 @@ A search can be ended at any time, by its clock or by Ctrl-C: layouts are stored
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from layoutopt.optimize.agreement import hold_rows
 from layoutopt.optimize.best_plans import held
 from layoutopt.optimize.bounds import Bound, Source, State
+from layoutopt.optimize.evaluator import Evaluator, HostEvaluator
 from layoutopt.optimize.fixing import ClusterWeights, faster, option_costs
 from layoutopt.optimize.incumbents import Incumbents
 from layoutopt.optimize.layer_bounds import LayerBounds
@@ -83,7 +85,7 @@ class LayoutSearch:
     none: str = ""
     nearest: EvaluatedLayout | None = None
     unsplit: dict[str, None] = field(default_factory=dict)
-    weights: ClusterWeights = field(default_factory=dict)
+    weights: dict[Evaluator, ClusterWeights] = field(default_factory=lambda: defaultdict(dict))
     start: WarmStart | None = None
     called: str = ""
     after: LayoutSearch | None = None
@@ -236,9 +238,10 @@ class LayoutSearch:
                 incumbents.price_on(each)
             if self.incumbents.is_open(each, limit) and not request.late:
                 self._tell(each)
-                search = self._fixed(each, limit) if fixes else self.opened(each)
-                if search is not None and self.incumbents.is_open(each, limit):
-                    self._ask(each, search, limit)
+                for evaluator in incumbents.sides(each, limit, fixes):
+                    search = self._fixed(each, limit, evaluator) if fixes else self.opened(each)
+                    if search is not None:
+                        self._ask(each, search, limit)
         if self._open(limit):
             self.proven = False
             incumbents.beat_named(limit)
@@ -282,8 +285,8 @@ class LayoutSearch:
         self.unsplit.update(dict.fromkeys(search.extraction.unsplit))
         return search
 
-    def _fixed(self, subproblem: Subproblem, limit: float) -> SubproblemSearch | None:
-        """A problem without what nothing faster than the best so far has; None if all, or without time."""
+    def _fixed(self, subproblem: Subproblem, limit: float, by: Evaluator) -> SubproblemSearch | None:
+        """A problem, by some tables, without what nothing faster than the best has; None if all, or late."""
         request, incumbents, bounds = self.request, self.incumbents, subproblem.bounds
         upper = incumbents.seconds(limit)
         narrow = subproblem.narrowed(upper, request.evaluator)
@@ -297,11 +300,11 @@ class LayoutSearch:
             if fits or not math.isfinite(incumbents.seconds(limit)):
                 found = incumbents.offer(subproblem.mesh, layout, options)
                 fits = found is None or found.peak <= limit  # else what is faster does not either, mostly
-                if found is not None and not fits and LEAN * found.seconds < incumbents.seconds(limit):
+                if found and not fits and LEAN * found.seconds < incumbents.seconds(limit):
                     incumbents.offer(subproblem.mesh, layout, subproblem.decided.least_memory)
             return incumbents.seconds(limit)
 
-        asked = request.evaluator, narrow, upper, propose, request.clock, self.weights
+        asked = by, narrow, upper, propose, request.clock, self.weights[by]
         search = faster(*asked, told=lambda part: self._tell(subproblem, part=part))
         if search is not None:
             bounds.costs = option_costs(search, subproblem.decided, incumbents.seconds(limit)) or bounds.costs
@@ -314,11 +317,12 @@ class LayoutSearch:
         outcome = search.fastest(
             limit, best, self.request.clock, lambda _, bound: self._tell(subproblem, min(bound, best))
         )
-        if outcome.found is not None:
-            self.incumbents.add(outcome.found)
+        if (found := outcome.found) is not None:
+            self.incumbents.add(found)
             if outcome.stopped:
                 raise KeyboardInterrupt
-            subproblem.bounds.best = outcome.found if outcome.proven else None
+            longer = bool(found.evaluation.cost.host_seconds) == isinstance(search.evaluator, HostEvaluator)
+            subproblem.bounds.best = found if outcome.proven and longer else None
         # Without an answer it is proven that nothing here is faster than the best.
         subproblem.bounds.prove(min(outcome.bound, best), Source.SOLVER, limit)
 

@@ -108,7 +108,7 @@ class SubproblemSearch:
     """The integer program of a subproblem, with the memory rows that are known so far."""
 
     def __init__(self, evaluator: Evaluator, extraction: Extraction) -> None:
-        self._evaluator, self.extraction, self.mesh = evaluator, extraction, extraction.mesh
+        self.evaluator, self.extraction, self.mesh = evaluator, extraction, extraction.mesh
         self.evaluations: dict[tuple[int, ...], Evaluation] = {}
         self.again: list[RunsAgain] = [frozenset()]
         self.cuts: dict[str, solver.ResourceRow] = {}
@@ -122,7 +122,7 @@ class SubproblemSearch:
 
     def evaluate(self, choices: tuple[int, ...]) -> Evaluation:
         if choices not in self.evaluations:
-            self.evaluations[choices] = self._evaluator(self.mesh, *self.extraction.read(choices))
+            self.evaluations[choices] = self.evaluator(self.mesh, *self.extraction.read(choices))
         return self.evaluations[choices]
 
     def evaluated(self, choices: tuple[int, ...]) -> EvaluatedLayout:
@@ -176,11 +176,11 @@ class SubproblemSearch:
             return None
         # Rows take longer to make than one layout to evaluate, unless they are needed anyway.
         own = [again_in(self.extraction.read(choices)[1]) - self.extraction.memory.always]
-        if self._evaluator.tight and any(row.use(choices) > limit + ROUNDING for row in self.rows_of(own)):
+        if self.evaluator.tight and any(row.use(choices) > limit + ROUNDING for row in self.rows_of(own)):
             return None
         evaluation = self.evaluate(choices)
         if evaluation.memory.peak > limit:
-            self._evaluator.tight = True
+            self.evaluator.tight = True
             return None
         bound = eliminated.bound
         if listener is not None:
@@ -307,8 +307,8 @@ class SubproblemSearch:
 
     def hold_rows(self) -> None:
         """Holds the rows against the program of each of its layouts that was evaluated, by any search."""
-        over = self._evaluator.rows_over or 0.0
-        for mesh, layout, found in self._evaluator.evaluated():
+        over = self.evaluator.rows_over or 0.0
+        for mesh, layout, found in self.evaluator.evaluated():
             allowed = mesh == self.mesh and self.extraction.decided.allows(layout, found.options)
             choices = self.extraction.choices(layout, found.options) if allowed else None
             # Rows of other sets hold nothing.
@@ -318,7 +318,7 @@ class SubproblemSearch:
                 self._held[choices] = len(rows)
                 more = max(row.use(choices) for row in rows) - found.memory.peak
                 over = max(over, more) if more > ROUNDING else over
-        self._evaluator.rows_over = over
+        self.evaluator.rows_over = over
 
     def _tries(self) -> int:
         cells = sum(int(term.values.size) for term in self.extraction.problem.terms)
@@ -352,7 +352,7 @@ class SubproblemSearch:
         if found.replicas is None:
             return lazy_cut(self.extraction, choices, found)
         layout, options = self.extraction.read(choices)
-        own = self._evaluator(self.mesh, layout, alone(options, self.mesh))
+        own = self.evaluator(self.mesh, layout, alone(options, self.mesh))
         met = found.memory.variables - own.memory.variables
         if found.memory.peak > own.memory.peak + met:  # the most is held while replicas meet
             wanted = {i: (choice,) for i, choice in enumerate(choices[: len(self.extraction.names)])}

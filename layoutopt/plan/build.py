@@ -267,7 +267,7 @@ class Plan:
     def __repr__(self) -> str:
         p = self.predicted
         return (
-            f"Plan({self.layout} on {self.mesh}: {seconds_text(p.least_seconds)} a step, "
+            f"Plan({self.layout} on {self.mesh}: {seconds_text(p.step_seconds)} a step, "
             f"{bytes_text(p.peak_memory_bytes)}, {self.solver.status})"
         )
 

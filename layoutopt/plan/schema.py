@@ -71,8 +71,8 @@ class Predicted(Data):
       hfu: hardware FLOP utilisation, if the plan recomputes something.
       examples_per_second, tokens_per_second: throughput of all devices. Tokens are known if the model names
         their dimensions. Unknown values are left out.
-      host_seconds: to launch the kernels of a step, where that takes longer than they do (`step_seconds`).
-        The throughput is that of steps of `least_seconds`.
+      step_seconds: of what the device does, or of the host that launches it, if it needs longer; then
+        host_seconds are the same.
       usable_memory_bytes: of a device of this hardware.
       host_memory_bytes: bytes in the host's memory for a device, if any; host_bytes_per_device: bytes over
         its host link, by direction (`host_load`, `host_store`).
@@ -113,12 +113,13 @@ class Predicted(Data):
         follow = {"communication_seconds": exposed, "exposed_communication_seconds": exposed}
         if isinstance(step, int | float) and isinstance(exposed, int | float) and abs(step) <= LARGEST:
             follow["compute_seconds"] = step - min(exposed, step)
-        return {**found, **{name: v for name, v in follow.items() if found.get(name) is None}}
+        longer = {"step_seconds": found["host_seconds"]} if found.get("host_seconds") else {}
+        return {**found, **{name: v for name, v in follow.items() if found.get(name) is None}, **longer}
 
     @property
-    def least_seconds(self) -> float:
-        """Seconds of a step at least: of its kernels, or of the host that launches them if longer."""
-        return max(self.step_seconds, self.host_seconds or 0.0)
+    def device_seconds(self) -> float:
+        """Seconds of a step's kernels, and of what they wait for."""
+        return self.compute_seconds + self.exposed_communication_seconds
 
     @property
     def speed(self) -> str:

@@ -122,7 +122,7 @@ class Timer:
             )
         except InfeasibleError as error:
             return Timing(candidate, machine, devices, math.inf, reason=str(error))
-        return Timing(candidate, machine, devices, plan.predicted.least_seconds, plan)
+        return Timing(candidate, machine, devices, plan.predicted.step_seconds, plan)
 
 
 def fewest(candidate: SizeCandidate, machine: OfferedHardware) -> int:

@@ -31,9 +31,9 @@ def _name(plan: PlanFile, position: int) -> str:
 
 
 def _time(first: PlanFile, plan: PlanFile, position: int) -> Bar:
-    p, said = plan.predicted, seconds_text(plan.predicted.least_seconds)
+    p, said = plan.predicted, seconds_text(plan.predicted.step_seconds)
     if position and one_model((first, plan)):
-        said += f" · {against(p.least_seconds, first.predicted.least_seconds)}"
+        said += f" · {against(p.step_seconds, first.predicted.step_seconds)}"
     return Bar(
         name=_name(plan, position),
         value=said,
@@ -47,7 +47,7 @@ def _time(first: PlanFile, plan: PlanFile, position: int) -> Bar:
 def tell_plans_time(plans: Sequence[PlanFile]) -> str:
     """Every bar in words."""
     told = [
-        f"{_name(p, i)}: {seconds_text(p.predicted.least_seconds)}, including "
+        f"{_name(p, i)}: {seconds_text(p.predicted.step_seconds)}, including "
         f"{seconds_text(p.predicted.exposed_communication_seconds)} of exposed communication"
         for i, p in enumerate(plans)
     ]

@@ -25,6 +25,7 @@ KEY = (
     ("compute", "compute"),
     ("hidden", "compute overlapped with communication"),
     ("exposed", "exposed communication"),
+    ("muted", "the host launches kernels"),
 )
 UNFIT = "does not fit"
 FIT = {True: "", False: UNFIT, None: "undecided"}
@@ -48,7 +49,8 @@ def key_of(bars: Sequence[Bar]) -> list[tuple[str, str]]:
 
 def time_parts(p: Predicted) -> tuple[BarSegment, ...]:
     """The parts of a step's time."""
-    sizes = (p.compute_seconds - p.hidden_seconds, p.hidden_seconds, p.exposed_communication_seconds)
+    hidden, host = p.hidden_seconds, p.step_seconds - p.device_seconds if p.host_seconds else 0.0
+    sizes = (p.compute_seconds - hidden, hidden, p.exposed_communication_seconds, host)
     return tuple(
         BarSegment(size, token, f"{seconds_text(size)} {words}")
         for size, (token, words) in zip(sizes, KEY, strict=True)

@@ -89,8 +89,8 @@ def parallelism_text(forms: str) -> str:
 def run(plan: PlanFile) -> tuple[PageAnswer, ...]:
     """The training run: its model, time and cost, as far as the plan states them."""
     p, found = plan.predicted, []
-    examples = round((p.examples_per_second or 0.0) * p.least_seconds)
-    tokens = round((p.tokens_per_second or 0.0) * p.least_seconds)
+    examples = round((p.examples_per_second or 0.0) * p.step_seconds)
+    tokens = round((p.tokens_per_second or 0.0) * p.step_seconds)
     if examples:
         parts = f" in {plan.microbatches} microbatches" if plan.microbatches > 1 else ""
         said = f"{tokens:,} tokens" if tokens else "examples"
@@ -127,7 +127,9 @@ def answers(plan: PlanFile) -> tuple[PageAnswer, ...]:
 def speed(plan: PlanFile) -> PageAnswer:
     """Step time, and how much faster it is than the alternatives."""
     p, other = plan.predicted, best_alternative(plan)
-    kernels = "" if p.host_seconds is None else f" to launch kernels that take {seconds_text(p.step_seconds)}"
+    kernels = (
+        "" if p.host_seconds is None else f" to launch kernels that take {seconds_text(p.device_seconds)}"
+    )
     said = note = f"per step, predicted{kernels}" + (f" ({p.speed})" if p.speed else "")
     if other is not None and other.ratio is not None:
         name = shorten(other.names, 36)
@@ -139,7 +141,7 @@ def speed(plan: PlanFile) -> PageAnswer:
     elif plan.alternatives and all(a.feasible is False for a in plan.alternatives):
         note = f"{said}; no alternative fits in memory"
     state = "warn" if other is not None and other.ratio is not None and other.ratio < 0.999 else ""
-    return PageAnswer("How fast", seconds_text(p.least_seconds), note, state)
+    return PageAnswer("How fast", seconds_text(p.step_seconds), note, state)
 
 
 def fit(plan: PlanFile) -> PageAnswer:

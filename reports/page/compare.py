@@ -37,7 +37,7 @@ def verdict(plans: Sequence[PlanFile]) -> str:
     """The fastest plan, and by how much; for plans with different steps, the differences."""
     if not one_model(plans):
         return _unlike(plans)
-    usable = [(p.predicted.least_seconds, i) for i, p in enumerate(plans) if p.fits is not False]
+    usable = [(p.predicted.step_seconds, i) for i, p in enumerate(plans) if p.fits is not False]
     if not usable:
         return "No plan fits in memory."
     usable.sort()
@@ -81,7 +81,7 @@ def _different(plans: Sequence[PlanFile]) -> list[str]:
 
 
 NUMBERS: tuple[tuple[str, Kind, Callable[[PlanFile], float]], ...] = (
-    ("Step time", SECONDS, lambda p: p.predicted.least_seconds),
+    ("Step time", SECONDS, lambda p: p.predicted.step_seconds),
     ("Compute", SECONDS, lambda p: p.predicted.compute_seconds),
     ("Exposed communication", SECONDS, lambda p: p.predicted.exposed_communication_seconds),
     ("Hidden communication", SECONDS, lambda p: p.predicted.hidden_seconds),

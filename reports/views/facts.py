@@ -133,7 +133,7 @@ def batch(sizes: Mapping[str, int]) -> str:
 
 def step(p: Predicted) -> str:
     """'206 ms predicted = 178 ms compute + 27.9 ms exposed communication', after the host's if longer."""
-    found, exposed = seconds_text(p.step_seconds), seconds_text(p.exposed_communication_seconds)
+    found, exposed = seconds_text(p.device_seconds), seconds_text(p.exposed_communication_seconds)
     found += f" predicted = {seconds_text(p.compute_seconds)} compute + {exposed} exposed communication"
     if p.host_seconds is None:
         return found

@@ -72,7 +72,7 @@ def test_a_plan_passes_as_its_own_baseline(run: Callable[..., Any], tmp_path: Pa
     path = str(tmp_path / "plan.json")
     found = layoutopt.search(mlp.model(), devices=2, hardware="h100", framework=framework, allow="usual")
     found.save(path)
-    least, kernels = found.predicted.least_seconds, found.predicted.step_seconds
+    least, kernels = found.predicted.step_seconds, found.predicted.device_seconds
     assert (least > kernels) == (framework == "torch") and least == (found.predicted.host_seconds or kernels)
     given = ("check", path, "--model", "examples/mlp.py", "--max-step")
     assert run(*given, f"1.001x={path}").exit_code == 0

@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -214,3 +215,21 @@ def test_a_kind_may_change_every_operation(monkeypatch: pytest.MonkeyPatch) -> N
     told = layoutopt.search(EXAMPLES["mlp"](), **asked)
     assert told.solver.status == plain.solver.status == "OPTIMAL"
     assert told.predicted.step_seconds == pytest.approx(plain.predicted.step_seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("interval", ["30us", "13us"])
+@pytest.mark.parametrize("seed", by_day([3, 5, 9], every=3, first=1))
+def test_the_best_step_is_the_longer_of_host_and_device(seed: int, interval: str) -> None:
+    """Under eager PyTorch: the answer is best of all layouts by what `cost` says first, and bounds hold."""
+    machine = load_hardware(f"h100, host_interval={interval}", "torch")
+    question = replace(question_of(seed, 24), hardware=machine)
+    costs = [(each.cost, each.memory.peak) for each in question.evaluated()]
+    longest = [max(c.device_seconds, c.interval * c.launched) for c, _ in costs]
+    assert [c.step_seconds for c, _ in costs] == pytest.approx(longest)
+    assert interval == "13us" or all(c.host_seconds for c, _ in costs)
+    for limit in (math.inf, sorted(peak for _, peak in costs)[len(costs) // 3]):
+        fitting = [s for s, (_, peak) in zip(longest, costs, strict=True) if peak <= limit]
+        got = answer(replace(question_of(seed, 24), hardware=machine), limit, "time")
+        assert got is not None and got.best is not None
+        assert got.best.seconds == pytest.approx(min(fitting))
+        assert got.bound.value == pytest.approx(min(fitting), rel=1e-4)
