@@ -96,7 +96,7 @@ def export(
     unsaid = beside.refined if form.every_variable else {}  # others say it, or refuse it
     if unsaid:
         more["not_said"] = Decided(refined=unsaid).model_dump(exclude_defaults=True)
-    slices = {} if to is Library.MAXTEXT else own.slices
+    slices = own.slices if form.orders else {}
     if slices:
         more["slices"] = slices
     with terminal.saved(out, lambda path: write_file(path, text, "--out"), "the layout") as is_saved:
@@ -108,7 +108,7 @@ def export(
         terminal.say(f"not expressed in this format: {'; '.join(filter(None, words.values()))}")
     for axis, number in slices.items():
         terminal.say(
-            f"not expressed in this format: axis {axis} spans {number} slices; order the devices of "
+            f"not expressed in this format: axis {axis} spans {number} slices or nodes; order the devices of "
             "the mesh accordingly"
         )
 

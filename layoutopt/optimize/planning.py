@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from costmodels.hardware import Hardware
-from costmodels.network.topology import place
+from costmodels.network.topology import BETWEEN, place
 from costmodels.repeated import near_sizes, repeated
 from layoutopt.optimize.agreement import TableAgreement, compared, hold_rows, rows_said, summed
 from layoutopt.optimize.alternatives import HEADROOM, Alternatives, Shapes, called, predicted_of
@@ -168,9 +168,9 @@ def nearest_plan(request: Request, search: LayoutSearch) -> Plan | None:
 
 
 def _slices(hardware: Hardware, mesh: Mesh) -> Iterator[tuple[str, int]]:
-    """Axes that lie over several slices."""
+    """Axes that lie over several slices, or nodes of GPUs, which JAX calls slices, too."""
     placed = place(hardware, mesh)
-    factors = ((axis, placed.factor(axis, "slice")) for axis in mesh.names)
+    factors = ((axis, math.prod(placed.factor(axis, level) for level in BETWEEN)) for axis in mesh.names)
     return ((axis, n) for axis, n in factors if n > 1)
 
 

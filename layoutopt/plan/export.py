@@ -194,12 +194,14 @@ class ExportForm:
       says: what it can express; plans with other decisions are refused.
       every_variable: the form has the placement of each variable and its state.
       arrays: the library whose arrays it names, '' for those of the model.
+      orders: the user makes the mesh, and orders its devices.
     """
 
     write: Callable[[Exported], str]
     says: Restriction
     every_variable: bool = False
     arrays: str = ""
+    orders: bool = False
 
 
 PLAIN: Mapping[str, tuple[bool, ...] | None] = {"recompute": (False, True), "microbatches": ANY}
@@ -207,10 +209,10 @@ PLAIN: Mapping[str, tuple[bool, ...] | None] = {"recompute": (False, True), "mic
 TENSORS = Restriction("tf-dtensor", {**PLAIN, "storage": ANY, ELSEWHERE: ANY}, (Even(),))
 TITAN = replace(says("torchtitan"), says={**(says("torchtitan").says or {}), "recompute": RECOMPUTES})
 FORMATS: Mapping[str, ExportForm] = {
-    "mesh-tensorflow": ExportForm(_mesh_tensorflow, says("mesh-tensorflow")),
-    "tf-dtensor": ExportForm(_dtensor, TENSORS, every_variable=True),
-    "jax": ExportForm(_jax, says("jax"), every_variable=True, arrays="jax"),
-    "haliax": ExportForm(_haliax, Restriction("haliax", PLAIN)),
+    "mesh-tensorflow": ExportForm(_mesh_tensorflow, says("mesh-tensorflow"), orders=True),
+    "tf-dtensor": ExportForm(_dtensor, TENSORS, every_variable=True, orders=True),
+    "jax": ExportForm(_jax, says("jax"), every_variable=True, arrays="jax", orders=True),
+    "haliax": ExportForm(_haliax, Restriction("haliax", PLAIN), orders=True),
     "maxtext": ExportForm(maxtext, says("maxtext")),
     "torchtitan": ExportForm(torchtitan, TITAN),
     "megatron": ExportForm(degrees.megatron, says("megatron")),

@@ -239,7 +239,7 @@ class PlanFile(Decided):
     Attributes:
       layout: dimension to the mesh axes it is split over, the outermost first.
       framework: the software that it is predicted for; None in plans of releases before frameworks.
-      slices: mesh axis to number of slices that it spans; left out for one.
+      slices: mesh axis to number of TPU slices, or nodes of GPUs, that it spans; left out for one.
       training: time and cost of training, on request.
       space: the space that `solver` is about.
       usual: the proof of the best of the usual layouts, where the search went on from these to everything.

@@ -108,4 +108,7 @@ def test_a_plan_says_which_axes_lie_over_slices() -> None:
     plan = search(model, mesh="data:512", hardware="tpu-v5e")  # of 256 chips at most
     assert plan.slices == {"data": 2}
     assert parse_plan(plan.to_json(), "here").slices == {"data": 2}
+    # JAX calls nodes of GPUs slices, too, and MaxText asks for their number (its configs/gpu).
+    assert search(model, mesh="data:4;model:8", hardware="h100").slices == {"data": 4}
+    assert "slices" not in search(model, mesh="data:8", hardware="h100").to_json()
     assert "slices" not in search(model, mesh="data:4", hardware="tpu-v5e").to_json()
