@@ -28,7 +28,7 @@ def _numbers(kind: Mapping[str, Any]) -> Hardware:
 def _numbers_of(machine: Hardware) -> Hardware:
     """What is held beside the program, how far recomputation goes and which kernel attention takes changes
     little of errors: rates of these kernels are not fitted to the runs (`Known.of` names those compared)."""
-    chip = replace(machine.chip, attention_efficiency=None)
+    chip = replace(machine.chip, attention_efficiency=None, attention_block=None)
     return replace(machine, chip=chip, framework=DEFAULT, holds=())
 
 

@@ -84,6 +84,8 @@ class Chip:
     `grouped_efficiency`: what products keep whose rows have matrices of their groups, as those of experts.
     None: all.
     `attention_efficiency`: of kernels that compute attention as one; None: as any product.
+    `attention_block`: queries and keys of the blocks that these work out as wholes; None: pairs that the mask
+    hides cost nothing.
     `published_mfu`: the most that a published run reached (`costmodels.utilisation`, from its seconds); no
     price reads it, plans are held against it. None: no run is known.
     `tap_time`: seconds in which one device adds an element of what one tap of a convolution makes, with
@@ -117,6 +119,7 @@ class Chip:
     unaligned_efficiency: PositiveFraction | None = None
     grouped_efficiency: PositiveFraction | None = None
     attention_efficiency: ByHead | None = None
+    attention_block: Count | None = None
     published_mfu: PositiveFraction | None = None
     tap_time: Time | None = None
     product_launch: Time | None = None

@@ -36,6 +36,7 @@ from typing import Any
 from costmodels.hardware import ComputeCurve, Hardware, MatrixUnit
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.op import PRODUCTS
+from mesh_tf_core.ir.visible import Visible
 
 MATMUL_CLASSES = PRODUCTS
 """Kinds of operations whose FLOPs are matrix products (`Op.kind`); no other list repeats them."""
@@ -62,6 +63,7 @@ class Quantity:
       added: rows and width of the partial results of a convolution (`Work.added`).
       blocked: FLOPs, vector operations and elements handed over of a kernel that works on blocks
         (`Work.blocked`).
+      visible: the pairs of an attention.
       tiled: bytes and elements in whole tiles; None if tiles add nothing.
       grouped: of `Work.grouped`.
       joins: it runs in one kernel with many others like it, and has no launch of its own.
@@ -77,6 +79,7 @@ class Quantity:
     unaligned: bool = False
     added: tuple[int, int] | None = None
     blocked: tuple[float, float, float] | None = None
+    visible: Visible | None = None
     tiled: tuple[float, float] | None = None
     grouped: bool = False
     joins: bool = False
@@ -196,7 +199,7 @@ def kernel_parts(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Ke
     if not is_product:
         return KernelParts(0.0, math.inf, vector, 0.0, moved, passing, launch, False, interval)
     known, after, handed, in_turn = _attention(hardware, quantity), 0.0, 0.0, False
-    padding = 1.0 if known else padding_ratio(chip.matrix_unit, quantity)
+    padding = _whole_blocks(hardware, quantity) if known else padding_ratio(chip.matrix_unit, quantity)
     padded = quantity.flops * padding
     if quantity.blocked and not known and chip.vector_flops is not None:
         blocks, after, elements = quantity.blocked
@@ -368,6 +371,14 @@ def _attention(hardware: Hardware, quantity: Quantity) -> float | None:
     head, (least, first) = quantity.matmul_dims[2], known[0]
     below = [number.value for size, number in known if size <= head]
     return below[-1] if below else first.value * head / least
+
+
+def _whole_blocks(hardware: Hardware, quantity: Quantity) -> float:
+    """Pairs of the blocks of a kernel for attention / visible pairs, if the file has the size of blocks."""
+    if (size := hardware.chip.attention_block) is None or quantity.visible is None:
+        return 1.0
+    blocks = [int(size.value) >> i for i in range(int(size.value).bit_length())]
+    return quantity.visible.pairs(blocks) / quantity.visible.pairs()
 
 
 def _curve(hardware: Hardware, quantity: Quantity) -> ComputeCurve | None:

@@ -90,6 +90,7 @@ def quantity_of(op: Op, inputs: tuple[TensorType, ...], outputs: tuple[TensorTyp
         unaligned=odd,
         added=work.added,
         blocked=work.blocked,
+        visible=work.visible,
         grouped=work.grouped,
     )
 

@@ -27,6 +27,7 @@ from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.values import Instr, Origin, Splits, Value
+from mesh_tf_core.ir.visible import Visible
 
 __all__ = ["At", "Emitter", "Kernel", "Op", "Roles", "Tensor", "TensorType", "Work"]
 
@@ -360,6 +361,7 @@ class Work:
       blocked: FLOPs of the matrix unit and operations of the vector unit that take turns in a kernel that
         works on blocks, and elements of operands and results that are made ready for it; None: it is no such
         kernel.
+      visible: the pairs of an attention, of which `flops` counts those of no block.
       grouped: each row is multiplied by the matrix of its group.
     """
 
@@ -367,6 +369,7 @@ class Work:
     overhead: float = 0.0
     added: tuple[int, int] | None = None
     blocked: tuple[float, float, float] | None = None
+    visible: Visible | None = None
     grouped: bool = False
 
 

@@ -11,10 +11,10 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import ZEROS
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ir.visible import visible_pairs
 from mesh_tf_core.layers.base import check_rate, project
 from mesh_tf_core.layers.caching import AtPosition, keys_at, last_positions, one_of_all, remembered
 from mesh_tf_core.layers.positions import Rotary
-from mesh_tf_core.ops.attending import visible_pairs
 from mesh_tf_core.ops.attention import attention as fused_attention
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.index import mtf_range

@@ -12,6 +12,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import BLOCKS, At, Attending, Kernel, PartRows
 from mesh_tf_core.ir.op import Op, TensorType, Work
 from mesh_tf_core.ir.traits import ContextParallel, StepCopies
+from mesh_tf_core.ir.visible import Visible
 from mesh_tf_core.ops.random import places_of
 from mesh_tf_core.ops.random import rows as rows_of
 
@@ -206,27 +207,22 @@ class AnyAttention(StepCopies, ContextParallel, abstract=True):
         sides = self.sides(*local[:3])
         rows = sides.rows.size // sides.shared.size
         product = sides.shared.size, rows, self.memory.size, local[0].shape.dim(self.d_kv).size
-        return Work(product, self._flops(self.again, *local), blocked=self._blocked(*local))
+        again, visible = self._flops(self.again, *local), self.visible(sides.rows.sizes[-1])
+        return Work(product, again, blocked=self._blocked(*local), visible=visible)
 
     def _flops(self, products: tuple[int, int], *local: TensorType) -> float:
         sides = self.sides(*local[:3])
         queries = sides.rows.sizes[-1]
         widths = local[0].shape.dim(self.d_kv).size, sides.width.size
         each = sum(2.0 * n * width for n, width in zip(products, widths, strict=True))
-        return each * (sides.rows.size // queries) * self.pairs(queries)
+        return each * (sides.rows.size // queries) * self.visible(queries).pairs()
 
-    def pairs(self, queries: int, blocks: bool = False) -> int:
-        """Visible pairs of a query and a key, for the shard of queries that has most; with `blocks`, all
-        pairs of a TPU's blocks that contain a visible pair."""
+    def visible(self, queries: int) -> Visible:
+        """The pairs that positions let see each other, of each shard of so many queries."""
         m, back = self.memory.size, self.window or self.length.size
         if not (self.causal or self.window):
-            return queries * m
-        starts = self._starts(queries)
-        ahead = 0 if self.causal else back - 1
-        if blocks and queries % BLOCKS[-1] == 0 == m % BLOCKS[-1]:
-            q, kv = (next(b for b in BLOCKS if size % b == 0) for size in (queries, m))
-            return max(visible_blocks(start, queries, m, back, ahead, q, kv) for start in starts)
-        return max(visible_pairs(start, queries, m, back, ahead) for start in starts)
+            return Visible((0,), queries, m, queries + m, queries + m)
+        return Visible(self._starts(queries), queries, m, back, 0 if self.causal else back - 1)
 
     def _blocked(self, *local: TensorType) -> tuple[float, float, float]:
         """Of Pallas's splash attention (jax/experimental/pallas/ops/tpu/splash_attention). It skips blocks
@@ -240,7 +236,7 @@ class AnyAttention(StepCopies, ContextParallel, abstract=True):
         sides = self.sides(*local[:3])
         queries = sides.rows.sizes[-1]
         widths = local[0].shape.dim(self.d_kv).size, sides.width.size
-        logits = float(sides.rows.size // queries) * self.pairs(queries, blocks=True)
+        logits = float(sides.rows.size // queries) * self.visible(queries).pairs(BLOCKS)
         made = map(sum, zip(self.products, self.twice, strict=True))
         operations, compared = self.softmax
         positions = 3 * compared if self.causal or self.window else 0
@@ -255,42 +251,6 @@ class AnyAttention(StepCopies, ContextParallel, abstract=True):
         at = At(local, (), frozenset(), lambda name: 0)
         laid = replace(self, rate=0.0, apart=self.apart[:1]).attending(cast(Kernel, _Laid), at, pieces)
         return replace(laid, starts=self._starts(laid.query.shape[-2]), rate=self.rate)
-
-
-def visible_pairs(start: int, queries: int, keys: int, back: int, ahead: int) -> int:
-    """Pairs of the queries from `start` with keys at position - back < key <= position + ahead."""
-
-    def below(n: int) -> int:
-        """Sum over i < n of min(i, keys)."""
-        ramp = min(n, keys)
-        return max(0, ramp * (ramp - 1) // 2 + (n - ramp) * keys)
-
-    def summed(shift: int) -> int:
-        """Over the queries, of how many keys lie before position + shift."""
-        return below(max(0, start + queries + shift)) - below(max(0, start + shift))
-
-    return summed(ahead + 1) - summed(1 - back)
-
-
-def visible_blocks(start: int, queries: int, keys: int, back: int, ahead: int, q: int, kv: int) -> int:
-    """Pairs of the blocks of q queries and kv keys that contain a pair of `visible_pairs`."""
-    count = queries // q
-
-    def summed(first: int) -> int:
-        """Over the blocks of queries, of how many whole blocks of keys lie before a position; `first`: the
-        position of the first block."""
-        low, high = (min(count, max(0, -((first - edge) // q))) for edge in (0, keys))
-        return _quotients(high - low, q, first + low * q, kv) + (count - high) * (keys // kv)
-
-    return q * kv * (summed(start + q + ahead + kv - 1) - summed(start + 1 - back))
-
-
-def _quotients(count: int, step: int, first: int, by: int) -> int:
-    """Sum over i < count of (first + i * step) // by, as Euclid's algorithm counts it."""
-    whole = count * (count - 1) // 2 * (step // by) + count * (first // by)
-    step, first = step % by, first % by
-    top = step * count + first
-    return whole + (_quotients(top // by, by, top % by, step) if top >= by else 0)
 
 
 def ordered(k: Kernel, x: Any, t: TensorType, names: Sequence[str]) -> Any:

@@ -14,6 +14,7 @@ import mesh_tf_core as mtf
 from costmodels.liveness import memory
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.ir.kernel import BLOCKS
 from mesh_tf_core.ir.program import Local, Permute
 from mesh_tf_core.kernels.numpy_kernel import NumpyKernel
 from mesh_tf_core.ops import blockwise
@@ -179,9 +180,10 @@ def test_blocks_with_a_pair_that_sees_each_other_count_whole(
     op = FusedAttention("d", mtf.Dim("l", n), mtf.Dim("m", m), 1.0, causal, window)
     q, kv = (next(b for b in (512, 256, 128) if size % b == 0) for size in (n, m))
     blocks = brute(n, m, causal, window).reshape(n // q, q, m // kv, kv).any((1, 3))
-    assert op.pairs(n, blocks=True) == blocks.sum() * q * kv
+    assert op.visible(n).pairs(BLOCKS) == blocks.sum() * q * kv
     large = replace(op, length=mtf.Dim("l", 2**40), memory=mtf.Dim("m", 2**40))
-    assert op.pairs(n) <= large.pairs(2**40) <= large.pairs(2**40, blocks=True)  # at once, and in bounds
+    exact, all_of = large.visible(2**40).pairs(), large.visible(2**40).pairs(BLOCKS)
+    assert op.visible(n).pairs() <= exact <= all_of  # at once, and in bounds
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -190,9 +192,9 @@ def test_blocks_with_a_pair_that_sees_each_other_count_whole(
 def test_flops_are_of_what_the_mask_leaves(n: int, m: int, window: int, causal: bool) -> None:
     op = FusedAttention("d", mtf.Dim("l", n), mtf.Dim("m", m), 1.0, causal, window)
     seen = brute(n, m, causal, window)
-    assert op.pairs(n) == seen.sum()
+    assert op.visible(n).pairs() == seen.sum()
     pieces = [seen[i * n // 3 : (i + 1) * n // 3].sum() for i in range(3)]
-    assert op.pairs(n // 3) == max(pieces)
+    assert op.visible(n // 3).pairs() == max(pieces)
     types = [
         mtf.TensorType(mtf.Shape([b, d, D]), "float32") for b, d in ((B, op.length), *[(B, op.memory)] * 2)
     ]
