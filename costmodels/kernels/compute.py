@@ -36,7 +36,7 @@ from typing import Any
 from costmodels.hardware import ComputeCurve, Hardware, MatrixUnit
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.op import PRODUCTS
-from mesh_tf_core.ir.visible import Visible
+from mesh_tf_core.visible import Visible
 
 MATMUL_CLASSES = PRODUCTS
 """Kinds of operations whose FLOPs are matrix products (`Op.kind`); no other list repeats them."""

@@ -27,7 +27,7 @@ from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.values import Instr, Origin, Splits, Value
-from mesh_tf_core.ir.visible import Visible
+from mesh_tf_core.visible import Visible
 
 __all__ = ["At", "Emitter", "Kernel", "Op", "Roles", "Tensor", "TensorType", "Work"]
 

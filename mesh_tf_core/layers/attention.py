@@ -11,7 +11,6 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import ZEROS
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.visible import visible_pairs
 from mesh_tf_core.layers.base import check_rate, project
 from mesh_tf_core.layers.caching import AtPosition, keys_at, last_positions, one_of_all, remembered
 from mesh_tf_core.layers.positions import Rotary
@@ -22,6 +21,7 @@ from mesh_tf_core.ops.math import logical_and
 from mesh_tf_core.ops.random import dropout
 from mesh_tf_core.ops.shape import rename
 from mesh_tf_core.ops.softmax import masked_softmax
+from mesh_tf_core.visible import visible_pairs
 
 Segments = tuple[Tensor, Tensor]
 """The segment ids of queries and of keys: the number of the text that each position belongs to."""

@@ -12,9 +12,9 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import BLOCKS, At, Attending, Kernel, PartRows
 from mesh_tf_core.ir.op import Op, TensorType, Work
 from mesh_tf_core.ir.traits import ContextParallel, StepCopies
-from mesh_tf_core.ir.visible import Visible
 from mesh_tf_core.ops.random import places_of
 from mesh_tf_core.ops.random import rows as rows_of
+from mesh_tf_core.visible import Visible
 
 DRAWN = ("key", "part")
 """The operands that random numbers are drawn by: a key, and the number of a part of the batch."""
