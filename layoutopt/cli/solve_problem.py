@@ -1,4 +1,4 @@
-"""`layoutopt solve-problem`: a problem file in the general form, or in the contest's."""
+"""`layoutopt solve-problem`: a problem file in the general form."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ def solve_problem(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="Problem file (.json or .json.gz), in layoutopt's format (docs/explanation/search.md) or "
-            "that of the ASPLOS 2025 contest.",
+            help="Problem file (.json or .json.gz; docs/explanation/search.md).",
         ),
     ],
     solver: Annotated[
@@ -49,7 +48,7 @@ def solve_problem(
     time_limit: TimeLimitOption = None,
     output: Output = OUTPUT,
 ) -> None:
-    """Solve a problem in layoutopt's format, or in that of the ASPLOS 2025 contest."""
+    """Solve a problem in layoutopt's format."""
     clock = time_limited(time_limit)  # of all that this command does
     from layoutopt.plan.results import ProblemSolver, SolveProblemResult
     from layoutopt.solver import Status, load, solve

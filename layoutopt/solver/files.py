@@ -1,6 +1,6 @@
-"""Problem files: our own form, and the contest's (`contest`), plain or gzipped JSON.
+"""Problem files, plain or gzipped JSON.
 
-Our own form, format "layoutopt-problem/1" (null is a forbidden cost; scopes are variable numbers, from 0):
+Their format is "layoutopt-problem/1" (null is a forbidden cost; scopes are variable numbers, from 0):
 
     {"format": "layoutopt-problem/1", "name": "two", "constant": 0,
      "variables": [{"name": "batch", "labels": ["data", "none"]}, {"name": "heads", "size": 2}],
@@ -26,7 +26,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from layoutopt.solver import contest
 from layoutopt.solver.form import (
     ChoiceVariable,
     CostTable,
@@ -52,17 +51,13 @@ MOST_CHOICES = 20_000_000
 
 
 def load(path: str | Path) -> Problem:
-    """Reads a problem in our form or the contest's; raises `ProblemError` naming the path and fault."""
+    """Reads a problem; raises `ProblemError` naming the path and fault."""
     with reading(f"problem file {str(path)!r}", error=ProblemError):
-        data = _parsed(_bytes(Path(path)))
+        data = parsed(path)
     try:
         if isinstance(data, dict) and "format" in data:
             return problem_from(data)
-        if isinstance(data, dict) and "problem" in data:
-            return contest.problem_from(data)
-        raise ProblemError(
-            f'the top-level object has neither "format": "{FORMAT}" nor "problem" (ASPLOS contest format)'
-        )
+        raise ProblemError(f'the top-level object has no "format": "{FORMAT}"')
     except ProblemError as error:
         raise ProblemError(f"{path}: {error}") from None
 
@@ -78,11 +73,13 @@ def _bytes(path: Path) -> bytes:
     return data
 
 
-def _parsed(data: bytes) -> Any:
+def parsed(path: str | Path) -> Any:
+    """The JSON of a file."""
+
     def refuse(word: str) -> NoReturn:
         raise ValueError(f"it contains {word}, which is not a JSON number")
 
-    found = json.loads(data, parse_constant=refuse)
+    found = json.loads(_bytes(Path(path)), parse_constant=refuse)
     check_depth(found)
     return found
 

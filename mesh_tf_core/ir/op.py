@@ -350,18 +350,15 @@ def _bare(parameter: inspect.Parameter) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work on one device's pieces.
+    """The work on one device's pieces; None where an operation has no such part.
 
     Attributes:
-      product: (batch, m, n, k) of the matrix product that the operation is; None: it is none.
-      overhead: FLOPs that the model does not need: repeated work of another operation, and what
-        `Einsum.needed` leaves out.
-      added: rows and width of the partial results that it adds up, one product after the other: of a
-        convolution, places times taps, and channels; None: there are none.
+      product: (batch, m, n, k) of the matrix product that the operation is.
+      overhead: FLOPs that the model does not need: repeated, or what `Einsum.needed` leaves out.
+      added: rows and width of the partial results of a convolution: places times taps, and channels.
       blocked: FLOPs of the matrix unit and operations of the vector unit that take turns in a kernel that
-        works on blocks, and elements of operands and results that are made ready for it; None: it is no such
-        kernel.
-      visible: the pairs of an attention, of which `flops` counts those of no block.
+        works on blocks, and elements of operands and results that are made ready for it.
+      visible: the pairs of an attention.
       grouped: each row is multiplied by the matrix of its group.
     """
 

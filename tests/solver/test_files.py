@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks import contest_instances
 from benchmarks.contest import published, recount
 from layoutopt.solver import Problem, Sparse, Status, dump, evaluate, load, solve
 from mesh_tf_core.errors import UserError
@@ -53,7 +54,7 @@ def test_our_own_form_comes_back_equal(problem: Problem, tmp_path_factory: pytes
 
 
 def test_the_contest_format_is_solved_and_recounted_from_the_file() -> None:
-    problem = load(SYNTHETIC)
+    problem = contest_instances.load(SYNTHETIC)
     assert (problem.name, len(problem.variables)) == ("synthetic-4", 40)
     answers = [solve(problem, solver) for solver in ("cp-sat", "highs")]
     assert answers[0].objective == answers[1].objective
@@ -70,7 +71,7 @@ def test_the_contest_format_is_solved_and_recounted_from_the_file() -> None:
 
 
 def test_the_recount_contradicts_a_planted_answer() -> None:
-    problem = load(SYNTHETIC)
+    problem = contest_instances.load(SYNTHETIC)
     answer = solve(problem, "highs")
     assert answer.choices is not None
     with pytest.raises(SystemExit, match=r"the answer uses .* of"):
@@ -188,7 +189,7 @@ def test_hostile_contest_files_are_one_line_that_names_path_and_fault(
     path = tmp_path / "instance.json"
     path.write_text(json.dumps(instance(**changes)))
     with pytest.raises(UserError, match=f"instance.json.*{text}") as caught:
-        load(path)
+        contest_instances.load(path)
     assert "\n" not in str(caught.value)
 
 
@@ -206,7 +207,7 @@ def own(**changes: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        ([], 'neither "format": "layoutopt-problem/1" nor "problem"'),
+        ([], 'no "format": "layoutopt-problem/1"'),
         (
             own(format="layoutopt-problem/9"),
             "the format is 'layoutopt-problem/9', but this version of layoutopt reads",
