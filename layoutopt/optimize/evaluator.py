@@ -102,28 +102,29 @@ class Evaluator:
 
     Attributes:
       tight: the fastest layout of some mesh did not fit, so those of others may not fit either.
-      alone: as `computed_alone`, of this model and hardware.
+      alone: as `computed_alone`, of this model and hardware; of: the one whose `host` it is.
       rows_over: the most bytes that rows count more than the program of an evaluated layout; None: no row was
         needed.
     """
 
-    def __init__(self, model: Model, hardware: Hardware) -> None:
-        self.model, self.hardware = as_run(model, hardware), hardware
+    def __init__(self, model: Model, hardware: Hardware, of: Evaluator | None = None) -> None:
+        self.model, self.hardware, self.of = as_run(model, hardware), hardware, of
         self.tight = False
-        self._known: dict[tuple[Mesh, Layout, Hashable], Evaluation | str] = {}
+        self._known: dict[tuple[Mesh, Layout, Hashable], Evaluation | str] = of._known if of else {}
         self._prices: dict[Mesh, Pricer] = {}
         self._table_prices: TablePrices | None = None
         self.rows_over: float | None = None
         self.alone = cache(partial(computed_alone, self.model, hardware))
 
     @cached_property
-    def host(self) -> HostEvaluator | None:
-        """The same by what the host needs to launch kernels; None if it launches none."""
-        return HostEvaluator(self) if self.hardware.chip.host_interval is not None else None
+    def host(self) -> Evaluator | None:
+        """The same, with tables of the host's seconds (`LaunchPricer`); None if it launches no kernels."""
+        return Evaluator(self.model, self.hardware, self) if self.hardware.chip.host_interval else None
 
     def prices(self, mesh: Mesh) -> Pricer:
         if mesh not in self._prices:
-            self._prices[mesh] = pricer(self.hardware, mesh)
+            found = self.of.prices(mesh) if self.of else pricer(self.hardware, mesh)
+            self._prices[mesh] = LaunchPricer(self.hardware, found.placement) if self.of else found
         return self._prices[mesh]
 
     def least(self, mesh: Mesh, plans: Mapping[str, PipelineSchedule]) -> float:
@@ -195,7 +196,7 @@ class Evaluator:
         found = self._known.get(key)
         if found is None:
             try:
-                prices = self.prices(mesh)
+                prices = (self.of or self).prices(mesh)
                 found = evaluate(self.model, mesh, layout, self.hardware, options, prices, check=False)
             except LayoutError as error:
                 found = str(error)
@@ -203,23 +204,3 @@ class Evaluator:
         if isinstance(found, str):
             raise LayoutError(found)
         return found
-
-
-class HostEvaluator(Evaluator):
-    """The evaluations of another, with tables of the host's seconds: no layout takes less than these, nor
-    than those of the device."""
-
-    def __init__(self, of: Evaluator) -> None:
-        super().__init__(of.model, of.hardware)
-        self.of = of
-
-    def prices(self, mesh: Mesh) -> Pricer:
-        if mesh not in self._prices:
-            self._prices[mesh] = LaunchPricer(self.hardware, self.of.prices(mesh).placement)
-        return self._prices[mesh]
-
-    def evaluated(self) -> Iterator[tuple[Mesh, Layout, Evaluation]]:
-        return self.of.evaluated()
-
-    def __call__(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT) -> Evaluation:
-        return self.of(mesh, layout, options)

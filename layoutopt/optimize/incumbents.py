@@ -98,15 +98,13 @@ class Incumbents:
         """The evaluators whose tables bound a step while a problem is open: of the host's seconds and of the
         device's, whichever is longer. The host's come first where the fastest so far waits for it, last where
         that only shows then, and not at all unless `hosts`."""
-        own, left = self.request.evaluator, [self.request.evaluator.host, self.request.evaluator]
-        while self.is_open(subproblem, limit) and not self.request.late:
+        own, asked = self.request.evaluator, list[Evaluator]()
+        for each in filter(None, (own.host, own, own.host)):
             best = self.fastest(limit)
             waits = hosts and best is not None and best.evaluation.cost.host_seconds
-            found = next((e for e in left if e is own or (e is not None and waits)), None)
-            if found is None:
-                return
-            left.remove(found)
-            yield found
+            if each not in asked and (each is own or waits) and self.is_open(subproblem, limit):
+                asked.append(each)
+                yield each
 
     def subproblem_of(self, found: EvaluatedLayout) -> Subproblem:
         """The decisions of the subproblem where a layout was found."""

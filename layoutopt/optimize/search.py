@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from layoutopt.optimize.agreement import hold_rows
 from layoutopt.optimize.best_plans import held
 from layoutopt.optimize.bounds import Bound, Source, State
-from layoutopt.optimize.evaluator import Evaluator, HostEvaluator
+from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.fixing import ClusterWeights, faster, option_costs
 from layoutopt.optimize.incumbents import Incumbents
 from layoutopt.optimize.layer_bounds import LayerBounds
@@ -321,7 +321,7 @@ class LayoutSearch:
             self.incumbents.add(found)
             if outcome.stopped:
                 raise KeyboardInterrupt
-            longer = bool(found.evaluation.cost.host_seconds) == isinstance(search.evaluator, HostEvaluator)
+            longer = bool(found.evaluation.cost.host_seconds) == (search.evaluator.of is not None)
             subproblem.bounds.best = found if outcome.proven and longer else None
         # Without an answer it is proven that nothing here is faster than the best.
         subproblem.bounds.prove(min(outcome.bound, best), Source.SOLVER, limit)
