@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 
 from costmodels.hardware import Hardware
 from costmodels.pricing.lines import Cost, Line
-from costmodels.pricing.refused import sentences
 from costmodels.repeated import Repeated, near_sizes, repeated
 from layoutopt.analysis.changes import SingleChange
 from layoutopt.frameworks import restriction_of
@@ -214,7 +213,7 @@ class _Lint:
         for each in self.evaluation.undivided:
             yield Finding(kind="undivided storage", message=str(each))
         yield from self._memory()
-        for message in sentences(self.program, self.hardware):
+        for message in self.evaluation.prices.itemiser.compiler.lacking(self.program):
             yield Finding(kind="no kernel", message=message)
 
     def _work(self, axis: str, found: Repeated) -> Finding:

@@ -13,7 +13,6 @@ from costmodels.pipeline_bubble import PipelineBubble, waiting
 from costmodels.pricing.compilers import compiler_of
 from costmodels.pricing.items import Computed
 from costmodels.pricing.pricer import Cost, Line, Pricer
-from costmodels.pricing.refused import sentences
 from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
 from layoutopt.frameworks import padded, padding_note, runs_another, type_note
 from layoutopt.optimize.slot_pictures import drawn
@@ -204,7 +203,7 @@ class Evaluation:
             *self._meets(),
             *filter(None, [self.prices.hardware.chips_note(self.program.mesh.devices), self.waits]),
             *self.cost.notes,
-            *sentences(self.program, self.prices.hardware),
+            *self.prices.itemiser.compiler.lacking(self.program),
             *filter(None, dict.fromkeys(map(self.prices.hardware.peak_note, multiplied))),
         )
         best, mfu = self.prices.hardware.chip.published_mfu, self.predicted.mfu

@@ -60,7 +60,8 @@ class Incumbents:
     def order(self, found: EvaluatedLayout) -> tuple[float, ...]:
         """The sort key of results: the better one is less."""
         memory = self.request.objective == Objective.MEMORY
-        return (found.peak, found.seconds) if memory else fastest_first(found)
+        device = found.evaluation.cost.device_seconds  # where all wait for the host, what is left to it
+        return (found.peak, found.seconds) if memory else (found.seconds, device, found.peak)
 
     def add(self, found: EvaluatedLayout) -> None:
         """Keeps a layout, and reports it if it is the best so far that fits."""
@@ -84,7 +85,11 @@ class Incumbents:
 
     def fastest(self, limit: float) -> EvaluatedLayout | None:
         """The fastest within a limit."""
-        return min(self.fitting(limit), key=fastest_first, default=None)
+        return min(
+            self.fitting(limit),
+            key=lambda f: (f.seconds, f.evaluation.cost.device_seconds, f.peak),
+            default=None,
+        )
 
     def seconds(self, limit: float) -> float:
         """The seconds of the fastest within a limit, at most `most`; inf if there is none."""
@@ -228,11 +233,6 @@ class Incumbents:
                     self.offer(mesh, layout, options, name)
             if not self.request.late:
                 self.offer(best.mesh, *greedy(self.request, self.subproblem_of(best)), "greedy")
-
-
-def fastest_first(found: EvaluatedLayout) -> tuple[float, ...]:
-    """The sort key of layouts; of those that all wait for the host, the one whose device needs least."""
-    return found.seconds, found.evaluation.cost.device_seconds, found.peak
 
 
 def _in_words(found: EvaluatedLayout, names: Mapping[str, str]) -> str:

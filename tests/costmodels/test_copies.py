@@ -7,11 +7,11 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
+from costmodels.pricing.compilers import compiler_of
 from costmodels.pricing.explanation import formula
 from costmodels.pricing.items import Sent
 from costmodels.pricing.lines import Line
 from costmodels.pricing.pricer import price, pricer
-from costmodels.pricing.refused import sentences
 from examples.transformer_lm import model as transformer
 from mesh_tf_core import Dim, Layout, Mesh
 from mesh_tf_core.ir.phase import Phase
@@ -137,7 +137,8 @@ def attention(hardware: str, **more: object) -> list[str]:
         "length": 128,
     }
     model = transformer(**{**sizes, "dtype": "bfloat16", **more})
-    return sentences(model.lower(Mesh("data:2"), Layout("batch:data")), load_hardware(hardware))
+    program = model.lower(Mesh("data:2"), Layout("batch:data"))
+    return [*compiler_of(load_hardware(hardware)).lacking(program)]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,11 @@ from costmodels.stage_times import StageTimes, stage_times
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Program, Transfer
+from mesh_tf_core.kernels.libraries import lacks_kernel
+from mesh_tf_core.ops.attending import AnyAttention
 from mesh_tf_core.ops.binary import Binary
+
+OWNERS = {"tpu": "TPUs", "gpu": "NVIDIA GPUs"}
 
 
 def computed(kernel: FusedKernel, local: Types) -> Computed:
@@ -56,6 +60,19 @@ class Compiler:
     def of(cls, hardware: Hardware) -> Compiler:
         """The profile with the facts of a machine that it needs."""
         return cls()
+
+    def lacking(self, program: Program) -> Iterator[str]:
+        """One sentence for every reason why attention is priced as a library's kernel although no library has
+        one for it (`mesh_tf_core.kernels.libraries`), in order; none if the libraries are not known."""
+        found: dict[str, dict[str, None]] = {}
+        every = (i for i, _ in program.walk() if isinstance(i, Local)) if self.library else ()
+        for instr, op in ((i, i.op) for i in every if isinstance(i.op, AnyAttention)):
+            if reason := lacks_kernel(op.laid(*map(program.local, instr.inputs)), self.library):
+                found.setdefault(reason, {})[instr.origin.scope] = None
+        for reason, scopes in found.items():
+            where = f"{', '.join([*scopes][:3])}{', ...' * (len(scopes) > 3)}"
+            what = f"no library kernel on {OWNERS[self.library]} supports attention with {reason} ({where})"
+            yield f"{what}, so it runs in blocks of logits and takes longer than predicted, as by a kernel"
 
     # -- what is priced on its own ---------------------------------------------------------------------------
 
