@@ -17,7 +17,7 @@ import numpy as np
 
 from layoutopt.importers.huggingface.decoder import LanguageModel
 from layoutopt.importers.huggingface.fields import NOTHING, ConfiguredTraining, Fields, class_defaults, read
-from layoutopt.importers.huggingface.form import FORMS
+from layoutopt.importers.huggingface.form import FORMS, SAME
 from layoutopt.importers.huggingface.weights import checkpoint_names, module_tensors
 from layoutopt.plan.exported import MODULES, ExportedTensor
 from layoutopt.plan.units import plural
@@ -277,10 +277,9 @@ def _in_our_names(values: Mapping[str, Any], family: str) -> Mapping[str, Any]:
 def _checked(values: Mapping[str, Any], source: str, family: str) -> str:
     """The family; UserError if the file names another class of it."""
     classes, wanted = values.get("architectures") or [], FAMILIES[family][0]
-    also = isinstance(classes, list) and any(
-        ALSO.get(str(n)) == family or n == _base(family) for n in classes
-    )
-    if not isinstance(classes, list) or (classes and wanted not in classes and not also):
+    same = [wanted, FAMILIES[SAME.get(family, family)][0]]
+    known = {*same, *map(headless, same), *(n for n, other in ALSO.items() if other == family)}
+    if not isinstance(classes, list) or (classes and known.isdisjoint(map(str, classes))):
         raise UserError(
             f"{source}: architectures is {str(classes)[:100]}, but for model_type {family!r} "
             f'layoutopt builds only {wanted}; to plan {wanted}, write "architectures": ["{wanted}"]'
@@ -288,9 +287,9 @@ def _checked(values: Mapping[str, Any], source: str, family: str) -> str:
     return family
 
 
-def _base(family: str) -> str:
-    """The class of a family's model without a head."""
-    return re.sub(r"(For[A-Z]\w*|LMHeadModel)$", "Model", FAMILIES[family][0])
+def headless(name: str) -> str:
+    """The class of a model without its head."""
+    return re.sub(r"(For[A-Z]\w*|LMHeadModel)$", "Model", name)
 
 
 def _renamed(values: Mapping[str, Any], family: str) -> Iterator[str]:
@@ -298,9 +297,9 @@ def _renamed(values: Mapping[str, Any], family: str) -> Iterator[str]:
     if values.get("model_type") != family:
         said = str(values.get("model_type"))[:60]
         yield f"model_type {said!r} is built as {FAMILIES[family][0]}, the architecture that the file names"
-    classes, wanted = values.get("architectures"), FAMILIES[family][0]
-    if isinstance(classes, list) and classes and wanted not in classes and _base(family) in classes:
-        yield f"{_base(family)} of architectures has no loss, so the model is built as {wanted}"
+    wanted = FAMILIES[family][0]
+    if (base := headless(wanted)) != wanted and base in (values.get("architectures") or []):
+        yield f"{base} of architectures has no loss, so the model is built as {wanted}"
     told = {**class_defaults()["families"].get(family, NOTHING), **values}
     if dropped := [n for n in _idle(family) if n.endswith(("dropout", "drop")) and told.get(n)]:
         yield f"these layers do not apply {' and '.join(dropped)} of the configuration"

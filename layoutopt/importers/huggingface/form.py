@@ -372,5 +372,7 @@ def _whole(said: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**_whole(_ROWS[said["like"]]), **said} if "like" in said else said
 
 
+SAME = {name: row["like"] for name, row in _ROWS.items() if row.keys() == {"like", "architecture"}}
+"""model_type -> another that has all its parts: transformers may have one class for both."""
 FORMS: dict[str, tuple[str, Form]] = {name: (row["architecture"], _form(row)) for name, row in _ROWS.items()}
 """model_type -> the architecture, and its form."""
