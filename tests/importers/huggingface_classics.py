@@ -15,7 +15,7 @@ from layoutopt.importers.huggingface.fields import ConfiguredTraining
 from tests.importers.huggingface_weights import apart, stacked
 
 Arrays = dict[str, Any]
-FAMILIES = ("gpt2", "openai-gpt", "gpt_bigcode", "gptj", "codegen", "gpt_neo", "bloom", "falcon")
+FAMILIES = ("gpt2", "openai-gpt", "gpt_bigcode", "gptj", "codegen", "gpt_neo", "bloom", "falcon", "dbrx")
 CONV = ("gpt2", "openai-gpt")
 """Families whose matrices are [in, out]."""
 OUTSIDE = {
@@ -26,18 +26,21 @@ OUTSIDE = {
     "positions_embed": "embedding/positions",
     "word_embeddings_layernorm": "embedding_norm",
     "ln_f": "final_norm",
+    "norm_f": "final_norm",
     "lm_head": "output/projection",
 }
 NORMS = {"ln_1": "attention", "input_layernorm": "attention", "ln_attn": "attention"}
 NORMS |= dict.fromkeys(("ln_2", "post_attention_layernorm", "ln_mlp"), "feed_forward")
+NORMS |= {"norm_attn_norm.norm_1": "attention", "norm_attn_norm.norm_2": "feed_forward"}
+EXPERTS = {"w1": "wi", "v1": "wg", "w2": "wo"}
 MATRICES = {"mlp.c_fc": "in/0", "mlp.fc_in": "in/0", "mlp.dense_h_to_4h": "in/0"}
 MATRICES |= dict.fromkeys(("mlp.c_proj", "mlp.fc_out", "mlp.dense_4h_to_h"), "out")
 
 
 def parts(x: Any, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Queries, keys and values of an array whose rows join them."""
-    family, heads = config["model_type"], config.get("n_head") or config["num_attention_heads"]
-    d_kv = (config.get("n_embd") or config["hidden_size"]) // heads
+    family, heads = config["model_type"], config.get("n_head") or config.get("num_attention_heads", 1)
+    d_kv = (config.get("n_embd") or config.get("hidden_size", 1)) // heads
     rows = x.reshape(-1, d_kv, *x.shape[1:])
     if family == "codegen":
         for n, part in zip("qvk", np.moveaxis(x.reshape(4, 3, -1, *x.shape[1:]), 1, 0), strict=True):
@@ -45,6 +48,10 @@ def parts(x: Any, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         return
     if family in CONV:
         yield from zip("qkv", np.split(x, 3), strict=True)
+        return
+    if family == "dbrx":
+        kv = config["attn_config"]["kv_n_heads"] * config["d_model"] // config["n_heads"]
+        yield from zip("qkv", np.split(x, [len(x) - 2 * kv, len(x) - kv]), strict=True)
         return
     one = config.get("multi_query", True) and not config.get("new_decoder_architecture")
     kv = 1 if family in ("gpt_bigcode", "falcon") and one else config.get("num_kv_heads", heads)
@@ -65,7 +72,12 @@ def layer(w: Mapping[str, Any], config: Mapping[str, Any]) -> Arrays:
             made[f"{NORMS[theirs]}_norm/{'bias' if end else 'scale'}"] = x
         elif theirs in MATRICES:
             made[f"feed_forward/{MATRICES[theirs]}/{kind}"] = matrix
-        elif theirs.endswith(("c_attn", "query_key_value", "qkv_proj")):
+        elif kind in EXPERTS:
+            rows = x.reshape(config["ffn_config"]["moe_num_experts"], -1, x.shape[-1])
+            made[f"experts/{EXPERTS[kind]}"] = rows if kind == "w2" else rows.swapaxes(1, 2)
+        elif theirs == "ffn.router.layer":
+            made["experts/router"] = matrix
+        elif theirs.endswith(("c_attn", "query_key_value", "qkv_proj", "Wqkv")):
             for n, part in parts(x.T if family in CONV else x, config):
                 made[f"attention/{n}{end}"] = part.T
         elif found := re.search(r"\.(q|k|v)_proj$", theirs):
@@ -99,7 +111,7 @@ def classic(state: Mapping[str, Any], config: Mapping[str, Any], length: int) ->
         )
 
     def read(i: int) -> Arrays:
-        start = f"h.{i}."
+        start = f"{'blocks' if config['model_type'] == 'dbrx' else 'h'}.{i}."
         return layer({n.removeprefix(start): x for n, x in state.items() if n.startswith(start)}, config)
 
     return made | stacked(decoder, length, read)

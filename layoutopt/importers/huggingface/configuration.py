@@ -165,7 +165,8 @@ def module_of(path: Path, shown: str) -> ModuleType:
 
     made = ModuleType("configuration", f"The model of {shown}.")
     model.assumed = assumed  # type: ignore[attr-defined]
-    model.also = class_defaults()["renamed"].get(found.family, NOTHING)  # type: ignore[attr-defined]
+    also = class_defaults()["renamed"].get(found.family, NOTHING).items()
+    model.also = {n: ours for n, ours in also if ours}  # type: ignore[attr-defined]
     made.model, made.data = model, data  # type: ignore[attr-defined]
     return made
 
@@ -268,10 +269,12 @@ def _family(values: Mapping[str, Any]) -> str | None:
 
 
 def _in_our_names(values: Mapping[str, Any], family: str) -> Mapping[str, Any]:
-    """Fields that a family calls otherwise than most, under the usual names."""
+    """Fields that a family calls otherwise than most, under the usual names, those of parts ("") too."""
     usual = class_defaults()["renamed"].get(family, NOTHING)
-    plain = {n: v for n, v in values.items() if n not in usual}
-    return {**plain, **{new: values[old] for old, new in usual.items() if old in values}}
+    parts = [n for n, v in values.items() if usual.get(n) == "" and isinstance(v, Mapping)]
+    values = {**{n: v for part in parts for n, v in values[part].items()}, **values}
+    plain = {n: v for n, v in values.items() if n not in usual and n not in parts}
+    return {**plain, **{new: values[old] for old, new in usual.items() if new and old in values}}
 
 
 def _checked(values: Mapping[str, Any], source: str, family: str) -> str:
