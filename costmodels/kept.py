@@ -141,10 +141,9 @@ class _Finder:
         for block in graph.blocks:
             here = Counter(v for node in block.nodes for v in self._like(node, found))
             found.masks.update((v, max(n, found.masks.get(v, 0))) for v, n in here.items())
-            functions: Iterable[tuple[int, str]] = (
-                (self.value(n.inputs[1]), n.op.fn) for n in block.nodes if isinstance(n.op, UnaryGrad)
-            )
-            found.apart.update((v, STEPS[fn][0]) for v, fn in functions if fn in STEPS)
+            for n in block.nodes:
+                if isinstance(n.op, UnaryGrad) and n.op.fn in STEPS:
+                    found.apart[self.value(n.inputs[1])] = STEPS[n.op.fn][0]
         return found
 
     def _like(self, node: Node, found: KeptValues) -> list[int]:

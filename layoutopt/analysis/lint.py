@@ -52,8 +52,7 @@ from mesh_tf_core.model import Model
 def unexpressed(
     model: Model, machine: Hardware, mesh: Mesh, layout: Layout, options: Options
 ) -> tuple[str, str]:
-    """Finds what the machine's framework has no setting for, and one change that mends it, in words; "", "":
-    it can run the layout."""
+    """Finds what a framework has no setting for, and a change that mends it, in words; "", "": nothing."""
     restriction = restriction_of(machine.framework).of(model)
     if restriction.says is None:
         return "", ""

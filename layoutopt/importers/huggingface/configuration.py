@@ -234,7 +234,7 @@ def chosen(values: Mapping[str, Any], source: str) -> Configuration:
     also = f", nor is its {name} ({str(text.get('model_type'))[:60]!r})" if isinstance(text, Mapping) else ""
     kind, of_text = (str((part or values).get("model_type"))[:60] for part in (values, text))
     lacks = next(filter(None, map(class_defaults()["lacks"].get, (kind, of_text, f"{kind}_text"))), "")
-    close = [n for k in (kind, of_text) for n in get_close_matches(k, FAMILIES, 3)]
+    close = [n for k in (kind, of_text) if k != "None" for n in get_close_matches(k, FAMILIES, 3)]
     near = f"nearest: {', '.join(dict.fromkeys(close))}; " if close else ""
     raise UserError(
         f"{source}: model_type {kind!r} is not supported{also}{lacks and f'; layoutopt lacks {lacks}'}; "

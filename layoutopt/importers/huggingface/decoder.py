@@ -70,10 +70,9 @@ class LanguageModel:
       norm: of blocks; place: where it stands (`PLACES`); final: there is one behind the last layer.
       tied, head_bias: of the projection to the vocabulary.
       times, logits: factors of embeddings and of the vocabulary's logits; final_cap: their bound (0: none).
-      stddev: of initial weights.
+      stddev: of initial weights. remarks: where the model is not what its family publishes, in words.
       masked: "", or the activation of a transformation before the logits of a model of masked tokens, where
         targets below 0 do not count. mask_bias: of that.
-      remarks: where the model is not what its family publishes, in words.
       own: an embedding of every layer; None: there is none.
       positions, segments: what is added to embeddings: of positions, and of so many kinds of segments.
       normed: embeddings are normalised. small: their size, from which they are mapped to d_model; 0: that.

@@ -58,8 +58,7 @@ class Form:
         the width, and a field of `ROOTED` where it is true; after "/", the field of a divisor; "tied": one
         over the root of the width, where the output's weights are the embeddings'.
       factors: blocks' inputs and results have factors by kind of layer (MiniMax).
-      remarks: where the model is not what its family publishes, in words.
-      only: fields that may have no other values.
+      only: fields that may have no other values. remarks: where the model is not what its family publishes.
       masked: as of `LanguageModel`: "classifier" has an activation and a bias by fields of that name,
         "hidden" those of the layers.
       own: the field of the size of an embedding of every layer; shared: that of how many last layers read
@@ -147,8 +146,7 @@ class Form:
         apart = (FULL, LINEAR) if self.linear and fields.has("num_attention_heads") else apart
         for kind in apart:  # fields of a kind that no layer is
             reader.mixer(kind)
-        if SLIDING not in kinds:
-            fields.skip("sliding_window")
+        fields.skip("" if SLIDING in kinds else "sliding_window")
         self._per_layer(fields, kinds)
         mixing: Blocks = [None] * len(kinds)
         if self.mixture is not None and (not self.beside or fields.flag(self.beside)):
@@ -290,8 +288,9 @@ class Form:
                 if any(value != fields.raw(names.get(n, n)) for n, value in said.items()):
                     raise ValueError(number)
         except (AttributeError, IndexError, ValueError):
-            do = "give each layer what the other fields say of its kind, or remove it"
-            raise fields.wrong("per_layer_config", do) from None
+            raise fields.wrong(
+                "per_layer_config", "give each layer what its kind has, or remove it"
+            ) from None
 
     def _activation(self, fields: Fields) -> str:
         fields.skip("hidden_act")
