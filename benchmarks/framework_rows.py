@@ -210,7 +210,7 @@ def framework_of(row: Mapping[str, str]) -> str:
     if found == "torch" and not any(option.startswith("attention=") for option in chosen):
         chosen.append("attention=fa2")  # All were published before PyTorch 2.11.
     if "AA-Scaling" in software:
-        chosen.append("loss=outputs" if row["tp"] == "1" else "loss=gathered")
+        chosen.append("loss=outputs" if row.get("tp", "1") == "1" else "loss=gathered")
     if found == "megatron" and row.get("gpu") == "DGX-B200" and row.get("cuda_graph") == "":
         chosen.append("launches=each")
     return f"{found}:{','.join(chosen)}" if chosen else found

@@ -58,6 +58,7 @@ def rows() -> Iterator[KnownRow]:
     """Every judged run of the result pages, once."""
     yield from _published()
     yield from unseen()
+    yield from _recipes()
     yield from _own()
 
 
@@ -100,6 +101,22 @@ def unseen() -> Iterator[KnownRow]:
             )
 
 
+def _recipes() -> Iterator[KnownRow]:
+    """Recipes of trainers; to some, rates of their chip were fitted."""
+    for row in _read("recipes")["rows"]:
+        yield KnownRow(
+            "recipes",
+            f"{row['name']} on {row['mesh']}",
+            row["hardware"],
+            row["framework"],
+            False,
+            "expert_batch" in row["layout"],
+            row.get("derived", False),
+            row["predicted"]["seconds"] / row["seconds"] - 1,
+            None,
+        )
+
+
 def _own() -> Iterator[KnownRow]:
     """Steps of our own on one GPU. To the times of dense models in bfloat16 a constant was fitted, to no
     memory."""
@@ -128,7 +145,7 @@ def known() -> dict[str, Any]:
         }
         for name, compiled in sorted(_by_topology(_read("verify")).items())
     }
-    sources = ("published", "unseen", "one_gpu", "verify")
+    sources = ("published", "unseen", "recipes", "one_gpu", "verify")
     return {
         "made_of": {name: _read(name)["date"] for name in sources},
         "kinds": [

@@ -33,11 +33,17 @@ def main() -> None:
     content = json.loads((HERE / "data" / "recipes.json").read_text(encoding="utf-8"))
     configs = json.loads(CONFIGS.read_text(encoding="utf-8"))["models"]
     before = json.loads(OUT.read_text(encoding="utf-8"))["rows"] if OUT.exists() else []
-    known = {(r["name"], r["mesh"]): r["first"] for r in before}
+    known = {(r["name"], r["hardware"], r["mesh"]): r["first"] for r in before}
     rows = []
     for row in content["rows"]:
         found = priced(row, configs[row["config"]]["config"])
-        rows.append({**row, "predicted": found, "first": known.get((row["name"], row["mesh"]), found)})
+        rows.append(
+            {
+                **row,
+                "predicted": found,
+                "first": known.get((row["name"], row["hardware"], row["mesh"]), found),
+            }
+        )
         error = found["seconds"] / row["seconds"] - 1
         print(f"{row['name']:26} {row['mesh']:20} {error:+.1%} {found['gib']:.1f} GiB", flush=True)
     date = datetime.now(UTC).date().isoformat()

@@ -3,8 +3,8 @@
 Every row of `benchmarks/data/published` (`benchmarks.framework_rows`) is priced as `layoutopt.cost` prices it
 (`benchmarks.framework_parts`), with the model of an example. Half of the models of a framework had a part in
 its constants, the others are judged (`benchmarks.framework_fit`). A row that is not exactly its run says how
-it differs. Results: `benchmarks/results/unseen.json`; `--table` prices a few and compares them with the
-stored ones.
+it differs. Results: `benchmarks/results/unseen.json`, of which `--table` replaces some
+tables.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from benchmarks.framework_parts import parts
 from benchmarks.framework_rows import Row, rows, tables
 from costmodels import load_hardware
 from costmodels.pricing.items import Item
+from costmodels.pricing.lines import is_launched
 from costmodels.pricing.pricer import Pricer
 from mesh_tf_core.errors import UserError
 
@@ -51,11 +52,12 @@ def priced(row: Row) -> dict[str, Any]:
         return {**found, "why_not": str(error)}
     prices = Pricer(load_hardware(row.hardware, row.framework), kept.placement)
     exact, waited = len(row.ways) == 1, [(times * prices.seconds_of(x)[1], x) for times, x in kept.items]
+    launched = sum(times for times, x in kept.items if is_launched(x))
     if row.decided.get("schedule"):
         found["seconds_by_kind"] = by_kind(waited)
     return {
         **found,
-        "predicted_seconds": sum(seconds for seconds, _ in waited),
+        "predicted_seconds": max(sum(seconds for seconds, _ in waited), prices.interval * launched),
         "predicted_gib": kept.peak / 2**30 if exact else None,
         "fits": kept.peak <= kept.limit if exact else None,
     }
@@ -158,10 +160,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--table", action="append", help="only this table, printed and not stored")
+    parser.add_argument("--table", action="append", help="only this table; others stay as stored")
     parser.add_argument("--note", default="", help="why errors rose by more than a tenth, where they did")
     asked = parser.parse_args()
-    found = measured(asked.table or tables())
+    stored = json.loads(OUT.read_text(encoding="utf-8"))["tables"] if asked.table else {}
+    found = stored | measured(asked.table or tables())
     kinds = summed(found)
     for name, halves_of in kinds.items():
         for half, q in halves_of.items():
@@ -169,11 +172,10 @@ def main() -> None:
                 of, found_order = q["time"], q["order"]
                 errors = f"{of['rows']:4} {of['mean']:6.1%} {of['signed_mean']:+6.1%} {of['worst']:+6.1%}"
                 print(f"{name:40} {half:8} {errors} {found_order}")
-    if not asked.table:
-        content = {"date": datetime.now(UTC).date().isoformat(), "kinds": kinds, "tables": found}
-        OUT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        bound(means(found), asked.note)
-        known.write()
+    content = {"date": datetime.now(UTC).date().isoformat(), "kinds": kinds, "tables": found}
+    OUT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    bound(means(found), asked.note)
+    known.write()
 
 
 if __name__ == "__main__":

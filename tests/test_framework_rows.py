@@ -123,12 +123,10 @@ def test_constants_are_found_again() -> None:
 
 def test_words_of_a_row_choose_its_framework() -> None:
     row = {"framework": "AA-Scaling (PyTorch, own)", "attention": "flash: flash_attentionv1.0.8"}
-    assert framework_rows.framework_of(row) == "torch:attention=fa1,gradients=bfloat16,checkpoint=whole"
-    row["attention"] = "flash: flash_attention2 + RMS kernel"
-    assert (
-        framework_rows.framework_of(row)
-        == "torch:kernels=fused,gradients=bfloat16,checkpoint=whole,attention=fa2"
-    )
+    ours = "gradients=bfloat16,checkpoint=whole"
+    assert framework_rows.framework_of(row) == f"torch:attention=fa1,{ours},loss=outputs"
+    row |= {"attention": "flash: flash_attention2 + RMS kernel", "tp": "2"}
+    assert framework_rows.framework_of(row) == f"torch:kernels=fused,{ours},attention=fa2,loss=gathered"
     for software, name in {
         "torchtitan: PyTorch FSDP2": "torch:attention=fa2",
         "torchtitan: PyTorch FSDP2 + TP, torch.compile, async TP": "torchtitan:tensor_messages=async",
