@@ -89,7 +89,7 @@ class Placement:
       variables: of the graph, by name.
       options: storage of variables (stage 0 by default), values in the hosts' memory, recomputed loops.
       narrow: see `storage.narrow_reads`.
-      paddable: see `padding.paddable`.
+      paddable: see `storage.paddable`.
 
     Attributes:
       stages: those that split something of the variable (`storage.splits_some`).

@@ -75,8 +75,8 @@ class Subgraph:
       blocks: ids of the loop bodies that hold some of it.
       natural: (block, phase, tensor): also bring a tensor into its natural sharding at the end of a block, as
         its readers of this phase would.
-      again: the part is a second run in the backward of loops with this name (`rounds.loop_name`), or belongs
-        to one (`rematerialization.beside`).
+      again: the part is a second run in the backward of loops with this name (`stage_layers.loop_name`), or
+        belongs to one (`rematerialization.beside`).
       early: tensors that nodes outside the part also read before the update: a sum of them is neither delayed
         further nor combined with other messages.
       beside: for a second run, tensors that backward also reads and may already have moved; the second run

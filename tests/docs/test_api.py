@@ -15,7 +15,7 @@ MOST_LINES = 118_232
 """Of all packages together. It changes downwards alone, as those below."""
 MOST_LINES_OF_RUNTIME = 14_138
 """Of `lower`, `tracing` and `ir`."""
-MOST_ENTERED = 593, 76
+MOST_ENTERED = 588, 76
 """Functions, but for nameless ones, and files of `mesh_tf_core` that lowering four layers in an interleaved
 schedule enters."""
 ENTERED = """
