@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from types import MappingProxyType
 
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.space.kind import Choice
@@ -54,7 +53,7 @@ class State(Enum):
     PRUNED = "pruned"
     """Nothing better is in it."""
     SOLVED = "solved"
-    """Its best layout is known."""
+    """Its best layout by the tables is known; the bound may be less than its seconds."""
 
 
 @dataclass(frozen=True)
@@ -76,24 +75,33 @@ class ProvenBounds:
     """The proven facts about the layouts of a subproblem.
 
     Attributes:
-      proven: bounds in seconds, none of which follows from another.
+      proven: bounds in seconds, none of which follows from another, the highest first.
       least: bytes that no layout holds less than.
       costs: of options, whatever memory a layout takes.
       left: seconds, and the options that layouts which take fewer may have, as far as first runs show.
-      best: the fastest layout within the last limit, if that is proven.
+      best: the fastest layout within the last limit by the tables, if that is proven.
     """
 
     proven: list[Bound] = field(default_factory=lambda: [Bound()])
     least: float = 0.0
     costs: OptionCosts = field(default_factory=dict)
-    left: tuple[float, Mapping[str, Sequence[Choice]]] = (0.0, MappingProxyType({}))
+    left: tuple[float, Mapping[str, Sequence[Choice]]] = field(default_factory=lambda: (0.0, {}))
     best: EvaluatedLayout | None = None
 
     def prove(self, seconds: float, source: Source, within: float = math.inf) -> None:
         """No layout that holds at most `within` bytes takes fewer seconds."""
         if seconds > self.lower(within).value:
-            kept = (b for b in self.proven if b.value > seconds or b.within > within)
-            self.proven = [*kept, Bound(seconds, source, within)]
+            higher = (b for b in self.proven if b.value > seconds)
+            lower = (b for b in self.proven if b.value <= seconds and b.within > within)
+            self.proven = [*higher, Bound(seconds, source, within), *lower]
+
+    def learn(self, other: ProvenBounds) -> None:
+        """Takes over what is proven of the same problem elsewhere."""
+        for each in other.proven:
+            self.prove(each.value, each.source, each.within)
+        self.hold_at_least(other.least)
+        self.costs = self.costs or other.costs
+        self.left = max(self.left, other.left, key=lambda left: left[0])
 
     def hold_at_least(self, size: float) -> None:
         """No layout holds fewer bytes."""
@@ -103,7 +111,7 @@ class ProvenBounds:
         """The highest bound on layouts that hold at most `limit` bytes; inf where none does."""
         if limit < self.least:
             return Bound(math.inf, Source.TABLES, limit)
-        return max((b for b in self.proven if b.within >= limit), key=lambda b: b.value)
+        return next(b for b in self.proven if b.within >= limit)
 
     def state(self, seconds: float, limit: float) -> State:
         """OPEN if something that takes fewer seconds and holds at most `limit` bytes may be here."""

@@ -184,18 +184,29 @@ class Incumbents:
                 self.offer(*each)
 
     def answer_named(
-        self, limit: float, problems: Sequence[Subproblem], told: Callable[[Subproblem], None]
+        self,
+        limit: float,
+        problems: Sequence[Subproblem],
+        hold: Callable[[Subproblem], float],
+        told: Callable[[Subproblem], None],
     ) -> None:
         """Where a named layout is too large, searches what is decided beside the splits of the fastest, in
-        the fewest microbatches that fit: such problems are small, and their answers rule out much early."""
+        the fewest microbatches that fit: such problems are small, and their answers rule out much early.
+
+        Args:
+          problems: those without stages.
+          hold: bytes that no layout of a problem holds less.
+        """
         part, known = self.request.clock.part(USES_SHARE), sorted(self.found, key=lambda f: f.seconds)
         fastest = {(f.mesh, f.layout): f for f in known[::-1] if not self.subproblem_of(f).key.stages}
         any_over = any(found.peak > limit for found in known)
         for found in sorted(fastest.values(), key=lambda f: f.seconds)[: FIRST_SPLITS * any_over]:
-            here = [p for p in problems if p.mesh == found.mesh and not p.key.stages]
-            for each in sorted((p for p in here if not p.refused), key=lambda p: p.microbatches):
+            here = (each for each in problems if each.mesh == found.mesh)
+            for each in sorted(here, key=lambda p: p.microbatches):
                 if part.over:
                     return
+                if hold(each) > limit:
+                    continue
                 own = {n: [found.layout.axes(n)] for n in each.decided.of(Split)}
                 if any(axes not in each.decided.options[n] for n, (axes,) in own.items()):
                     continue

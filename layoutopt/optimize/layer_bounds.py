@@ -116,7 +116,8 @@ class LayerBounds:
                     subproblem.bounds.prove(self._bound(subproblem, of, exactly), Source.LAYERS)
                 if subproblem.bounds.lower().value >= enough:
                     return
-        if shortly or not (several and key.stages) or math.isinf(enough):
+        known = subproblem.bounds.left[0] >= enough
+        if shortly or known or not (several and key.stages) or math.isinf(enough):
             return
         if key not in self._first:
             self._first[key] = 0.0, (0.0, {})

@@ -87,7 +87,8 @@ class SubproblemOutcome:
     Attributes:
       found: the best layout (None: there is none, or none was found in time).
       bound: no layout of the space takes fewer seconds.
-      proven: `found` is the best, or its absence is certain.
+      proven: by the tables `found` is the best, or its absence is certain; the bound says by how much the
+        evaluator may differ.
       stopped: Ctrl-C ended the solver that found it.
     """
 

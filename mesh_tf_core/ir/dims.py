@@ -164,6 +164,9 @@ class Shape:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[type[Shape], tuple[tuple[Dim, ...]]]:
+        return Shape, (self.dims,)  # another process hashes names otherwise
+
     def __iter__(self) -> Iterator[Dim]:
         return iter(self.dims)
 

@@ -107,6 +107,10 @@ class Layout(Mapping[str, Axes]):
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[type[Layout], tuple[object, ...]]:
+        # Another process hashes names otherwise.
+        return Layout, (self.written, {path: dict(rules) for path, rules in self.refined}, self.padded)
+
     def __getitem__(self, name: str) -> Axes:
         return self._table[name]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import layoutopt.optimize.search as places
+import layoutopt.optimize.fastest as places
 from layoutopt import search, solver
 from layoutopt.optimize.planning import make_plan
 from layoutopt.solver import Problem, Solution, solve

@@ -146,7 +146,7 @@ def test_options_that_take_too_long_are_not_tried_with_more(monkeypatch: pytest.
         asked.append(subproblem)
         return faster(evaluator, subproblem, *given, **named)
 
-    monkeypatch.setattr("layoutopt.optimize.search.faster", heard)
+    monkeypatch.setattr("layoutopt.optimize.fastest.faster", heard)
     plan = search(model, memory=0.7 * search(model, **on).predicted.peak_memory_bytes, **on)
     assert plan.solver.status == "OPTIMAL"
     last = asked[-1]
@@ -162,7 +162,7 @@ def test_options_that_take_too_long_are_not_tried_with_more(monkeypatch: pytest.
 
 
 def test_variables_that_are_too_large_need_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layoutopt.optimize.search.faster", lambda *_, **__: pytest.fail("tables were made"))
+    monkeypatch.setattr("layoutopt.optimize.fastest.faster", lambda *_, **__: pytest.fail("tables were made"))
     model = EXAMPLES["mlp"]()
     least = sum(v.bytes for v in model.step_graph.variables.values()) // 4
     asked: dict[str, Any] = {"mesh": "data:2;model:2", "hardware": "tpu-v3", "microbatches": [1]}

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.contest_instances import problem_from
+from layoutopt.runtime.own_process import OtherProcess
 from layoutopt.solver import (
     ChoiceVariable,
     Intervals,
@@ -30,9 +31,9 @@ from layoutopt.solver import (
 )
 from layoutopt.solver import run as solving
 from layoutopt.solver.anytime import blend
+from layoutopt.solver.anytime.improve import PARTNER
 from layoutopt.solver.anytime.messages import Messages
 from layoutopt.solver.anytime.network import Network, network
-from layoutopt.solver.anytime.partner import Partner
 from layoutopt.solver.anytime.search import ASCENT, LocalSearch
 from layoutopt.solver.anytime.sweep import EliminationOrder
 from tests.solver.strategies import contest_instance, table
@@ -226,7 +227,7 @@ def test_a_partner_finds_answers_and_takes_those_it_is_told(
     x = np.array([int(rng.integers(size)) for size in problem.sizes])
     assert again.cost(x) == found.cost(x)
     threads = set(threading.enumerate())
-    partner = Partner(found, 1)
+    partner = OtherProcess(PARTNER, (found, 1))
     try:
         answers: list[np.ndarray] = []
         end = time.monotonic() + 60

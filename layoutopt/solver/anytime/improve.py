@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 
 from layoutopt.runtime.clock import Clock
+from layoutopt.runtime.own_process import OtherProcess
 from layoutopt.solver.anytime.network import ROUNDED, Network
-from layoutopt.solver.anytime.partner import Partner
 from layoutopt.solver.anytime.search import LocalSearch
 from layoutopt.solver.form import Choices
 from layoutopt.solver.incumbent import Incumbent
@@ -24,6 +24,7 @@ WORTH = 5.0
 """Seconds that have to be left for a partner to be started."""
 FADED = 0.9
 """The decay of the longest step's seconds with each further step."""
+PARTNER = "layoutopt.solver.anytime.partner_process"
 IDLE = 0.05
 """Seconds to wait where there is nothing to do."""
 
@@ -44,7 +45,7 @@ class Improver:
         self.search, self.seed = LocalSearch(network, seed), seed
         self.told, self.again, self.seconds, self.stepped = math.inf, 0.0, 0.0, 0.0
         self.slack = ROUNDED * network.forbidden
-        self.partner: Partner | None = None
+        self.partner: OtherProcess | None = None
         self.report()
 
     @property
@@ -97,7 +98,7 @@ class Improver:
     def run(self) -> None:
         """Steps until the time is over, with a partner on another core if there is one."""
         if cores() > 1 and (self.clock.left is None or self.clock.left > WORTH):
-            self.partner = Partner(self.search.network, self.seed + 1)
+            self.partner = OtherProcess(PARTNER, (self.search.network, self.seed + 1))
         try:
             told = self.search.cost
             while not (self.late or self.done):
