@@ -14,7 +14,7 @@ from typing import Any
 import mesh_tf_core as mtf
 from costmodels import Hardware, load_hardware
 from costmodels.frameworks import DEFAULT
-from costmodels.pricing.lines import Cost
+from costmodels.pricing.hidden import Cost
 from costmodels.pricing.pricer import Pricer, pricer
 from mesh_tf_core.ir.schedules import GPIPE
 

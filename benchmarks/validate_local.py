@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from costmodels.calibration import calibrate  # noqa: E402
-from costmodels.calibration.machine import machine, versions  # noqa: E402
+from costmodels.calibration.runner import machine, versions  # noqa: E402
 from costmodels.hardware import Hardware, read_hardware, write_profile  # noqa: E402
 from layoutopt.analysis.validate import validate  # noqa: E402
 from layoutopt.models.loading import load_model  # noqa: E402

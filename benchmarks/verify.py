@@ -35,9 +35,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import known as errors_known  # noqa: E402
 from benchmarks.verify_pairs import KINDS, PAIRS, Pair  # noqa: E402
-from costmodels.calibration.tpu import calibrate_tpu  # noqa: E402
+from costmodels.calibration.tpu import calibrate_tpu, with_numbers  # noqa: E402
 from costmodels.calibration.tpu_compiled import COMPILER, shipped_probes  # noqa: E402
-from costmodels.calibration.tpu_fit import with_numbers  # noqa: E402
 from costmodels.hardware import Hardware, load_hardware  # noqa: E402
 from costmodels.pricing.pricer import price  # noqa: E402
 from layoutopt.analysis.verify import collectives, estimated, generation, moved, verify  # noqa: E402

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from costmodels.pricing.lines import Cost
+from costmodels.pricing.hidden import Cost
 from costmodels.stage_ends import end_work, layer_numbers, schedule_of
 from costmodels.stage_times import StageTimes, runs_in_ticks
 from mesh_tf_core.ir.instructions import GRADIENT

@@ -21,7 +21,7 @@ from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import GPIPE
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
-from mesh_tf_core.lower.offload import check_offload
+from mesh_tf_core.lower.options import check_offload
 from mesh_tf_core.lower.pipeline import check_saved
 from mesh_tf_core.lower.recomputed import layers_again
 from mesh_tf_core.lower.remat_policy import Policies, of_stages

@@ -15,5 +15,5 @@ from costmodels.calibration.clock import (
 )
 from costmodels.calibration.drift import Drift, open_drift
 from costmodels.calibration.profile import calibrate
-from costmodels.calibration.team import Team, assemble
+from costmodels.calibration.runner import Team, assemble
 from costmodels.calibration.tpu import TpuCalibration, calibrate_tpu

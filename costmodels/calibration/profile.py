@@ -9,10 +9,17 @@ from typing import Any
 
 from costmodels.calibration.clock import ClockNoise
 from costmodels.calibration.fit import CalibrationFit, FittedCurve, fit
-from costmodels.calibration.machine import accelerator_memory_bytes, versions
 from costmodels.calibration.probes import Probe, groups, probes
-from costmodels.calibration.runner import OnProbe, Partial, measure, noise_of
-from costmodels.calibration.team import Team, assemble
+from costmodels.calibration.runner import (
+    OnProbe,
+    Partial,
+    Team,
+    accelerator_memory_bytes,
+    assemble,
+    measure,
+    noise_of,
+    versions,
+)
 from costmodels.hardware import preset_content
 from mesh_tf_core.engines import Cluster
 from mesh_tf_core.errors import UserError

@@ -3,6 +3,7 @@
 from costmodels.hardware.curve import Curve, monotone
 from costmodels.hardware.links import GpuCluster, Protocol, SharedMemory, SwitchReduce, Torus, Wraparound
 from costmodels.hardware.load import (
+    HardwareError,
     check_framework,
     load_hardware,
     machine_of,
@@ -10,6 +11,8 @@ from costmodels.hardware.load import (
     preset_content,
     profile_of,
     read_hardware,
+    split_name,
+    with_settings,
     write_profile,
 )
 from costmodels.hardware.model import (
@@ -24,7 +27,6 @@ from costmodels.hardware.model import (
     Registers,
 )
 from costmodels.hardware.numbers import Number
-from costmodels.hardware.settings import HardwareError, split_name, with_settings
 from costmodels.hardware.vary import drawn, varied, with_bandwidth
 from costmodels.presets import hardware_names
 

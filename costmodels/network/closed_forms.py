@@ -1,15 +1,99 @@
-"""Seconds of a collective by closed forms, for each kind of topology (`costmodels.network.formulas`)."""
+"""Seconds of a collective by closed forms, for each kind of topology (`costmodels.network.closed_forms`).
+
+Closed forms for collectives.
+
+V bytes of the WHOLE array of a group, n members, B bytes/s in one direction, a seconds per step.
+
+Ring (one direction) and any alpha-beta link:
+(1) all-gather, reduce-scatter: (n-1) a + V (n-1) / (n B)
+(2) all-reduce: twice (1)
+(3) permute (S bytes sent by each member): hops a + S / B
+(4) all-reduce by a tree: 2 depth a + 2 V / B
+
+Torus, several axes i at once, p_i links into each chip (2 on a ring, 1 at the end of a line), R = sum of
+p_i B:
+(5) all-gather, reduce-scatter: max(a sum of hops, V f / R), f = 1 if every axis is a ring, else (n-1)/n
+(6) all-reduce: twice (5)
+(7) all-to-all: max(a sum of hops, max over i of V n_i / (4 n p_i B)): the cut across axis i
+
+Switch (every member has its own link of B):
+(8) all-gather, reduce-scatter: V (n-1) / (n B); all-reduce twice that
+(9) all-to-all: V (n-1) / (n² B)
+
+Rows between tokens and their k of E experts, where a device or a node has e of these:
+(10) rows that travel once for all of a token's experts there, over those that travel to each:
+     (1 - C(S - e, k) / C(S, k)) E / (k e), where S = E; if the k are in g of G groups, S = E g / G, e are
+     those in the i of these groups that it has a part of, and (10) is the mean over i
+
+Levels (M outer groups of g members) add up: (8) of V/g bytes between the groups, then (8) of V bytes inside.
+
+Sources: jax-ml/scaling-book sharding.md and gpus.md for (1)-(3), (5)-(9); Chan et al. 2007 for (1), (2), (4);
+DeepSeek-AI 2024, arXiv 2412.19437, sections 2.1.2 and 3.2.2, for the rows that travel in (10).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import comb
 
 from costmodels.hardware import GpuCluster, Hardware, Protocol, SharedMemory, Torus
-from costmodels.network import formulas
 from costmodels.network.route import Level, Route, by_group_size
 from mesh_tf_core.ir.dims import SparseDim
+
+
+def ring_gather(size: int, full_bytes: float, bandwidth: float, step: float) -> float:
+    """Equation (1), in seconds."""
+    return (size - 1) * step + full_bytes * (size - 1) / (size * bandwidth)
+
+
+def permute(sent_bytes: float, bandwidth: float, hops: float, step: float) -> float:
+    """Equation (3), in seconds."""
+    return hops * step + sent_bytes / bandwidth
+
+
+def tree_all_reduce(full_bytes: float, bandwidth: float, latency: float) -> float:
+    """Equation (4), in seconds; `latency` is that of one way through the tree, depth · a."""
+    return 2 * latency + 2 * full_bytes / bandwidth
+
+
+def torus_gather(size: int, full_bytes: float, rate: float, rings: bool, hop_seconds: float) -> float:
+    """Equation (5), in seconds; `rate` is R, `hop_seconds` the latency of all hops."""
+    share = 1.0 if rings else (size - 1) / size
+    return max(hop_seconds, full_bytes * share / rate)
+
+
+def torus_all_to_all(full_bytes: float, axes: Iterable[tuple[int, float]], hop_seconds: float) -> float:
+    """Equation (7), in seconds; `axes` are pairs (n_i, p_i B)."""
+    axes = tuple(axes)
+    size = 1
+    for n, _ in axes:
+        size *= n
+    return max([hop_seconds, *(full_bytes * n / (4 * size * rate) for n, rate in axes)])
+
+
+def switch_gather(size: int, full_bytes: float, bandwidth: float) -> float:
+    """Equation (8), in seconds."""
+    return full_bytes * (size - 1) / (size * bandwidth)
+
+
+def switch_all_to_all(size: int, full_bytes: float, bandwidth: float) -> float:
+    """Equation (9), in seconds."""
+    return full_bytes * (size - 1) / (size**2 * bandwidth)
+
+
+def sent_once(experts: SparseDim, here: int) -> float:
+    """Equation (10), where `here` of the experts of a token's k are together."""
+    k, groups, most = experts.filled, experts.groups, experts.groups_filled
+    of_group = experts.whole // groups
+    parts = max(1, here // of_group)  # groups that are here, in whole or in part
+    none = 0.0
+    for i in range(max(0, most - groups + parts), min(parts, most) + 1):
+        chosen = comb(parts, i) * comb(groups - parts, most - i) / comb(groups, most)
+        none += chosen * comb(most * of_group - i * here // parts, k) / comb(most * of_group, k)
+    return (1 - none) * experts.whole / (k * here)
+
 
 ROUNDS = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 """Kinds that are predicted as gathers of the array -> number of gathers, one after the other."""
@@ -59,10 +143,10 @@ def _torus(kind: str, size: float, route: Route) -> CollectiveCost:
             moved = size / route.size * (level.size - 1) / level.size
             between = (level.size - 1) * level.latency + moved / level.rate
         elif kind == "permute":
-            between = formulas.permute(size, level.rate, 1, level.latency)
+            between = permute(size, level.rate, 1, level.latency)
         else:
             rounds = ROUNDS[kind]
-            between = rounds * formulas.ring_gather(level.size, size / inner, level.rate, level.latency)
+            between = rounds * ring_gather(level.size, size / inner, level.rate, level.latency)
     algorithm = "torus" if level is None else "torus, then slices"
     words = f"{amount(size)} over {_torus_words(route)}"
     return CollectiveCost(within + between, algorithm, words)
@@ -77,12 +161,12 @@ def _slice_seconds(kind: str, size: float, route: Route) -> float:
         over = 0.0
         if torus is not None:
             axes = ((s.size, s.rate) for s in torus.segments)
-            over = formulas.torus_all_to_all(size / route.size_at("slice"), axes, _hops(torus))
+            over = torus_all_to_all(size / route.size_at("slice"), axes, _hops(torus))
         cores = core.size if core else 1
         return max(over, size / route.size * (cores - 1) / cores / core.rate if core else 0.0)
     once = max(
-        formulas.switch_gather(core.size, size, core.rate) if core else 0.0,
-        formulas.torus_gather(torus.size, size, torus.rate, all(s.ring for s in torus.segments), _hops(torus))
+        switch_gather(core.size, size, core.rate) if core else 0.0,
+        torus_gather(torus.size, size, torus.rate, all(s.ring for s in torus.segments), _hops(torus))
         if torus
         else 0.0,
     )
@@ -99,7 +183,7 @@ def _torus_permute(size: float, torus: Level | None) -> float:
     if torus is None:
         return 0.0
     link = min(segment.rate / segment.ports for segment in torus.segments)
-    return formulas.permute(size, link, sum(s.shift_hops for s in torus.segments), torus.latency)
+    return permute(size, link, sum(s.shift_hops for s in torus.segments), torus.latency)
 
 
 def _torus_words(route: Route) -> str:
@@ -143,7 +227,7 @@ def _cluster(
     ):
         rate = by_group_size(switch.bandwidth, route.size)
         latency = _launch(topology, route) + switch.latency.value
-        seconds = latency + 2 * formulas.switch_gather(route.size, size, rate)
+        seconds = latency + 2 * switch_gather(route.size, size, rate)
         yield _cost(seconds, "switch reduction", size, route, rate, latency)
 
 
@@ -177,7 +261,7 @@ def _ring(
         steps - crossing
     ) * protocol.ring_step_node.value + crossing * protocol.ring_step_network.value
     rate = _limited(protocol, bandwidth)
-    seconds = latency + rounds * formulas.switch_gather(n, size, rate)
+    seconds = latency + rounds * switch_gather(n, size, rate)
     return _cost(seconds, f"ring, {protocol.name}", size, route, rate, latency)
 
 
@@ -189,7 +273,7 @@ def _tree(
     depth = math.ceil(math.log2(route.size_at("network"))) * protocol.tree_step_network.value
     rate = _limited(protocol, bandwidth) * topology.tree_efficiency.value
     fixed = _launch(topology, route) + protocol.tree_latency.value
-    seconds = fixed + formulas.tree_all_reduce(size, rate, chain + depth)
+    seconds = fixed + tree_all_reduce(size, rate, chain + depth)
     return _cost(seconds, f"tree, {protocol.name}", size, route, rate, fixed + 2 * (chain + depth))
 
 
@@ -205,7 +289,7 @@ def _exchange(
     n, inside = route.size, route.size_at("node")
     how, here, there, arrived = "exchange", 1.0, 1.0, inside
     if topology.dispatch == "once" and experts is not None:
-        here, there = (formulas.sent_once(experts, k * experts.size) for k in (1, inside))
+        here, there = (sent_once(experts, k * experts.size) for k in (1, inside))
         how, arrived = f"exchange of {there:.0%} of the rows between nodes, {here:.0%} inside", n
     each = size / n**2  # between two devices
     within = here * each * arrived * (1 - 1 / inside) / _limited(protocol, node.rate) if node else 0.0
@@ -219,7 +303,7 @@ def _send(topology: GpuCluster, protocol: Protocol, size: float, route: Route) -
     """Formula (4): the devices at a node's end send through the network card."""
     rate = _limited(protocol, min(level.rate for level in route.levels))
     latency = _one_step(topology, protocol, route)
-    seconds = formulas.permute(size, rate, 0, 0.0) + latency
+    seconds = permute(size, rate, 0, 0.0) + latency
     return _cost(seconds, f"send, {protocol.name}", size, route, rate, latency)
 
 
@@ -244,12 +328,12 @@ def _shared_memory(topology: SharedMemory, kind: str, size: float, route: Route)
     (level,) = route.levels
     n, latency = route.size, topology.latency.value
     if kind == "permute":
-        seconds = formulas.permute(size, level.rate, 1, latency)
+        seconds = permute(size, level.rate, 1, latency)
     elif kind == "all_to_all":
-        seconds = (n - 1) * latency + formulas.switch_all_to_all(n, size, level.rate)
+        seconds = (n - 1) * latency + switch_all_to_all(n, size, level.rate)
     else:
         rounds = ROUNDS[kind]
-        seconds = rounds * formulas.ring_gather(n, size, level.rate, latency)
+        seconds = rounds * ring_gather(n, size, level.rate, latency)
     words = f"{amount(size)} over {n} at {_rate(level.rate)} + {latency * 1e6:g} us per step"
     return CollectiveCost(seconds, "copies", words)
 

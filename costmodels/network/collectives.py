@@ -15,8 +15,8 @@ bytes: all closed forms are sums, maxima and minima of non-decreasing functions,
 monotone.
 
 Where hardware carries measured curves they are used; otherwise the closed forms of
-`costmodels.network.formulas`: torus rings over all axes at once, hierarchical over slices; rings, trees and
-the switch's own reduction on GPU nodes, whichever is least, as the library chooses too.
+`costmodels.network.closed_forms`: torus rings over all axes at once, hierarchical over slices; rings, trees
+and the switch's own reduction on GPU nodes, whichever is least, as the library chooses too.
 """
 
 from collections.abc import Iterable, Iterator

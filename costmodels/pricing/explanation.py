@@ -4,9 +4,8 @@ from collections import Counter
 
 from costmodels.kernels.compute import compute_cost
 from costmodels.network.collectives import collective_cost, full_bytes
-from costmodels.pricing.hidden import Under, rule_of
+from costmodels.pricing.hidden import Line, Under, rule_of
 from costmodels.pricing.items import Called, Computed, Sent, Transferred
-from costmodels.pricing.lines import Line
 from costmodels.pricing.op_by_op import array_functions
 from costmodels.pricing.pricer import Pricer
 

@@ -25,9 +25,9 @@ from costmodels.kernels.compute import Quantity, compute_seconds
 from costmodels.kernels.fused import Fused
 from costmodels.network.collectives import collective_cost, full_bytes
 from costmodels.network.topology import MeshPlacement, place
+from costmodels.pricing.hidden import Cost, Line, is_launched
 from costmodels.pricing.itemise import Itemiser
 from costmodels.pricing.items import Called, Computed, Item, Sent, Transferred
-from costmodels.pricing.lines import Cost, Line, is_launched
 from costmodels.pricing.op_by_op import OpByOp
 from costmodels.pricing.overlap import ACTIVATION
 from costmodels.pricing.templates import Instance, ItemisedCost

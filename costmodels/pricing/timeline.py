@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from costmodels.pricing.hidden import RunSeconds, between
-from costmodels.pricing.lines import Cost, Line
+from costmodels.pricing.hidden import Cost, Line, RunSeconds, between
 from mesh_tf_core.ir.program import Instr, Loop, Origin, Program
 
 PHASES, DEVICE = "phases", "device"

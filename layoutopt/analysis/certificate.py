@@ -30,9 +30,9 @@ from layoutopt.optimize.subproblems import Subproblem, related, subproblems
 from layoutopt.plan.build import Plan
 from layoutopt.plan.details import Proof, RuledOut
 from layoutopt.solver import Choices, ResourceRow
+from layoutopt.space.allow import allowed_text
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.mesh_shapes import meshes
-from layoutopt.space.recorded import allowed_text
 from mesh_tf_core.model import Model
 
 MOST = 5000

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from costmodels.calibration.clock import FOREIGN
-from costmodels.calibration.machine import machine
+from costmodels.calibration.runner import machine
 from costmodels.hardware import Hardware
 from layoutopt.plan.units import digits, seconds_text
 from mesh_tf_core.ir.mesh import Mesh

@@ -32,7 +32,7 @@ from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.schedules import GPIPE
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.offload import ACTIVATIONS
+from mesh_tf_core.lower.options import ACTIVATIONS
 from mesh_tf_core.model import Model
 
 AGREE = 1e-9

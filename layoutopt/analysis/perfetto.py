@@ -17,8 +17,7 @@ from costmodels.pricing.hidden import under
 from costmodels.pricing.timeline import timeline
 
 if TYPE_CHECKING:
-    from costmodels.pricing.hidden import Under
-    from costmodels.pricing.lines import Line
+    from costmodels.pricing.hidden import Line, Under
     from costmodels.pricing.pricer import Pricer
     from layoutopt.optimize.evaluation import Evaluation
     from mesh_tf_core.engines.jax.profile import Track

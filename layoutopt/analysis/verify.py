@@ -23,8 +23,8 @@ from typing import Any
 from costmodels.calibration.tpu_compiled import GENERATIONS, Generation
 from costmodels.hardware import Hardware
 from costmodels.kernels.compute import Quantity, compute_cost
+from costmodels.pricing.hidden import Cost
 from costmodels.pricing.items import Computed
-from costmodels.pricing.lines import Cost
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.plan.build import given_fields
 from layoutopt.plan.notebook import Shown, table

@@ -13,7 +13,7 @@ from typing import Any
 
 from costmodels.hardware import Hardware, machine_of
 from layoutopt.analysis import lint as linting
-from layoutopt.analysis.changes import single_changes
+from layoutopt.analysis.lint import single_changes
 from layoutopt.optimize.bounds import EXACT
 from layoutopt.optimize.entry import search
 from layoutopt.optimize.evaluation import Evaluation

@@ -1,24 +1,206 @@
-"""The command line as a typer application; commands are imported on use."""
+"""The command line as a typer application; commands are imported on use.
+
+Hints for people who come from other tools: the word here for the word they typed.
+
+The exit of every command: one line on stderr (three if nothing fits) and an exit code for every error;
+with `--json` an object in one line: {"error": message, "exit": code}, with the repairs if nothing fits.
+
+0 done, 2 the user's input is wrong, 3 proven infeasible, 4 stopped at a limit with nothing found,
+5 a process of several was lost, 6 a bound of `check` is broken, 130 ended by Ctrl-C, 143 by SIGTERM and 129
+by SIGHUP, after saving.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import os
+import re
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from layoutopt.cli.defaults import Command, add_sources
-from layoutopt.cli.exits import fail, handled
-from layoutopt.cli.hints import usage
 from layoutopt.cli.listing import COMMANDS, PLANNING, PURPOSE, VERSION, short_listing, show_help
 from layoutopt.cli.panels import asks_short, into_panels, short_help
+from layoutopt.plan.units import clean, shorten, some
 from layoutopt.runtime import signals
+
+INFEASIBLE, STOPPED = 3, 4
+BROKEN_PIPE = 141  # 128 + SIGPIPE, as programs that the signal ends
+LONGEST = 300
+"""Characters of one word that an error repeats."""
+NOTHING: Mapping[str, Any] = {}
+_LONG = re.compile(rf"\S{{{LONGEST},}}")
+
+
+@contextlib.contextmanager
+def handled(words: Sequence[str]) -> Iterator[None]:
+    """Turns errors inside the block into one line and an exit code.
+
+    Args:
+      words: the command line.
+    """
+    as_json = "--json" in words
+    try:
+        yield
+    except ValueError as error:
+        # Only a command that ran can raise one; help should not wait for this import.
+        from mesh_tf_core.errors import UserError
+
+        if not isinstance(error, UserError):
+            raise
+        fail(str(error), error.exit_code, as_json, error.more)
+    except KeyboardInterrupt:
+        sys.exit(signals.exit_code())
+    except BrokenPipeError:
+        _reader_gone()
+    except OSError as error:
+        fail(_of_the_system(error), 2, as_json)
+
+
+def fail(message: str, code: int, as_json: bool, more: Mapping[str, Any] = NOTHING) -> NoReturn:
+    """Prints the error and ends the process."""
+    tell(message, code, as_json, more)
+    sys.exit(code)
+
+
+def tell(message: str, code: int, as_json: bool, more: Mapping[str, Any] = NOTHING) -> None:
+    """Prints an error in the form of all commands; `more` is for programs only. What nothing fits into has a
+    line of its own, and so have the least that is possible and why."""
+    parts = message.splitlines() if code in (INFEASIBLE, STOPPED) else [message]
+    lines = [_LONG.sub(lambda found: shorten(found[0], LONGEST), " ".join(part.split())) for part in parts]
+    told = json.dumps({"error": "; ".join(lines), "exit": code, **more})
+    told = told if as_json else "\n".join(map(clean, [f"error: {lines[0]}", *lines[1:]]))
+    with contextlib.suppress(OSError):  # the code says it too
+        print(told, file=sys.stderr, flush=True)
+
+
+def _of_the_system(error: OSError) -> str:
+    """A refusal of the system that nobody put into words of ours."""
+    if error.filename is not None:
+        return f"{str(error.filename)!r}: {error.strerror or error}"
+    return (
+        f"the result cannot be printed: {error.strerror or error}; free disk space, or redirect the "
+        "output elsewhere"
+    )
+
+
+def _reader_gone() -> NoReturn:
+    # Python flushes stdout once more when it ends; that must not fail again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(BROKEN_PIPE)
+
+
+OPTIONS = {
+    **dict.fromkeys(
+        ("--gpus", "--tpus", "--chips", "--num-devices", "--num-gpus", "--world-size"), "--devices"
+    ),
+    **dict.fromkeys(("--mem", "--hbm"), "--memory"),
+    **dict.fromkeys(("--seconds", "--timeout"), "--time-limit"),
+    "--output": "--out",
+    "--epochs": "--steps",
+}
+"""Other tools' options by ours."""
+FORMS = {
+    "pytorch": "torchtitan",
+    "torch": "torchtitan",
+    "fsdp": "accelerate",
+    "huggingface": "transformers",
+    **dict.fromkeys(("flax", "equinox", "haiku", "keras"), "jax"),
+    "tensorflow": "tf-dtensor",
+    "tf": "tf-dtensor",
+    "levanter": "haliax",
+    "mtf": "mesh-tensorflow",
+    "mesh_tensorflow": "mesh-tensorflow",
+}
+"""Libraries by the form that is nearest to theirs."""
+
+UNPARSED = re.compile(", unable to parse string as an? (integer|number)$")
+"""The end of a message of typer's that says nothing new."""
+VALUE = re.compile(r"Invalid value for (?:'[^']*' / )*'([^']*)': (.*)", re.DOTALL)
+"""A message of typer's about the value of an option, and the option's longest name."""
+NAMED = 3
+"""Commands that are named."""
+NEAR = 0.8
+"""How alike a word and an option are at least where one is a slip of the other."""
+
+
+def usage(error: typer.TyperException, words: Sequence[str]) -> str:
+    """The fault of a command line in one line, with the correct command.
+
+    Args:
+      words: the command line.
+    """
+    asked, alike = getattr(error, "option_name", ""), getattr(error, "possibilities", None)
+    vars(error)["possibilities"] = None  # `_hint` says them
+    text = error.format_message().replace("Value error, ", "").replace(". Did you", "; did you").strip()
+    text = text.rstrip(".")
+    if refused := VALUE.fullmatch(text):
+        from mesh_tf_core.faults import at_path  # help waits for no part of the runtime
+
+        text = at_path(*refused.groups())
+    context = getattr(error, "ctx", None)
+    if context is None:
+        return text
+    given = [_value(name, words) for name in getattr(getattr(error, "param", None), "opts", ())]
+    found = next(filter(None, given), "")
+    if found and repr(found) not in text:
+        text = f"{UNPARSED.sub('', text)}, found {found!r}"
+    near = get_close_matches(asked, alike or (), cutoff=NEAR)
+    near = near or [option for option in alike or () if option.startswith(asked)]
+    hint = _hint(error, context, words, near)
+    said = "; ".join(filter(None, (text, hint, f"see {context.command_path} --help")))
+    return said.replace("?; ", "? ")
+
+
+def _hint(error: Any, context: typer.Context, words: Sequence[str], near: Sequence[str]) -> str:
+    asked = getattr(error, "option_name", None)
+    known = {name for param in context.command.params for name in getattr(param, "opts", ())}
+    if asked is not None and asked.startswith("-"):
+        value = _value(asked, words)
+        if (ours := OPTIONS.get(asked)) in known:
+            return f"write {ours}{f' {value}' if value else ''}"
+        if near:
+            return f"did you mean {' or '.join(near)}?"
+        if commands := _commands_with(asked, context):
+            return f"this is an option of {some(commands, NAMED)}"
+        if "--set" in known and asked.startswith("--"):
+            name = asked.removeprefix("--").replace("-", "_")
+            return f"to set a hyperparameter, write --set {name}={value or 'VALUE'}"
+    if getattr(getattr(error, "param", None), "name", None) == "to":
+        form = FORMS.get(_value("--to", words).lower())
+        return f"the nearest format is --to {form}" if form else ""
+    return ""
+
+
+def _commands_with(option: str, context: typer.Context) -> list[str]:
+    """The other commands that have an option."""
+    every: dict[str, Any] = getattr(context.find_root().command, "commands", {})
+    return [
+        name
+        for name, command in every.items()
+        if any(option in getattr(param, "opts", ()) for param in command.params)
+    ]
+
+
+def _value(option: str, words: Sequence[str]) -> str:
+    """What follows an option, where it is given last."""
+    found = ""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == option:
+            found = "" if following.startswith("-") else following
+        elif word.startswith(f"{option}="):
+            found = word.partition("=")[2]
+    return found
+
 
 CTRL_C = 130  # 128 + SIGINT
 

@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand
 
 from layoutopt.cli.listing import COMMANDS, unpadded
-from layoutopt.space.option import listed
+from layoutopt.space.argument import listed
 
 if TYPE_CHECKING:
     from layoutopt.plan.build import Plan
@@ -264,8 +264,8 @@ def _where(plan: Plan) -> Values:
 
 def _chosen(plan: Plan) -> Values:
     """What might be chosen, as far as it was not the usual."""
+    from layoutopt.space.allow import allowed_by
     from layoutopt.space.decisions import ARGUMENTS, SearchSpace
-    from layoutopt.space.recorded import allowed_by
 
     asked = allowed_by(plan.question).but(**plan.question.first)  # of any framework
     usual, several = (

@@ -11,7 +11,7 @@ from layoutopt.cli import options
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.plans import ModelOption, PlanArgument, open_plan
 from layoutopt.cli.progress import StepProgress
-from layoutopt.space.option import listed as listed_options
+from layoutopt.space.argument import listed as listed_options
 
 
 @grouped
@@ -95,7 +95,7 @@ def explain(
     with terminal.saved(out, found.plan.with_details(**found.details).save, "the plan"):
         terminal.result(found.data)
         if not output.as_json:
-            from layoutopt.cli.explain_tables import show_explained
+            from layoutopt.cli.plan_tables import show_explained
 
             show_explained(terminal, planned, found)
     if found.proof is not None and found.proof.faster is not None:

@@ -1,19 +1,281 @@
-"""A plan as people read it in a terminal: the answer, its proof, its alternatives."""
+"""A plan as people read it in a terminal: the answer, its proof, its alternatives.
+
+Shows the result of `explain`: the answer, its binding limit, and tables of the value of its decisions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from layoutopt.cli.candidates import show_ways
+from layoutopt.cli.cost_tables import overlap_table
+from layoutopt.cli.plans import Planned
 from layoutopt.cli.terminal import DOUBT, FITS, GOOD, Terminal, facts
+from layoutopt.cli.terminal import layout_text as shown
+from layoutopt.plan.build import decided
+from layoutopt.plan.covered import listed
 from layoutopt.plan.machine_details import errors_known, sure
 from layoutopt.plan.schema import ANSWER, Alternative
-from layoutopt.plan.units import layout_text, used_text
+from layoutopt.plan.units import bytes_text, layout_text, seconds_text, share_text, used_text
 from layoutopt.space.objective import Objective
+from layoutopt.space.undivided import few
+from mesh_tf_core.lower.placement import KEEP
 from reports.views import facts as told
+from reports.views.curves import factor_value
 from reports.views.layouts import frontier, layouts
-from reports.views.view import RULES
+from reports.views.view import (
+    BYTES,
+    FLAG,
+    NUMBER,
+    RULES,
+    SECONDS,
+    TIMES,
+    Cell,
+    Column,
+    Kind,
+    View,
+    ViewRow,
+    texts,
+)
+
+if TYPE_CHECKING:
+    from layoutopt.analysis.explain import Difference, WhatIfAnswer
+    from layoutopt.analysis.keeping import Keeping
+    from layoutopt.analysis.sensitivity import SensitivityCurve, SensitivityTrial
+    from layoutopt.api.explaining import Conditions, Explained
+    from layoutopt.optimize.evaluation import Evaluation
+    from layoutopt.plan.build import Plan
+    from layoutopt.plan.details import Robustness
+    from layoutopt.plan.results import Placed
+    from layoutopt.space.undivided import Undivided
+
+
+def show_conditions(terminal: Terminal, plan: Plan, found: Conditions) -> None:
+    """Prints the best under other conditions, and how robust the answer is."""
+    columns = (
+        Column("factor", "factor"),
+        Column("value", "is", NUMBER),
+        Column("step_seconds", "best step", SECONDS),
+        Column("ratio", "of the plan's", TIMES),
+        Column("layout", "best layout", rank=1),
+        Column("proven", "proven", FLAG),
+    )
+    rows = [_row(plan, curve, t) for curve in found.curves for t in curve.trials]
+    terminal.show("", View("Best layouts under other conditions", columns, rows))
+    terminal.show("", robust_text(found.robust))
+
+
+def _row(plan: Plan, curve: SensitivityCurve, t: SensitivityTrial) -> ViewRow:
+    """A condition, what is best under it, and against the plan; where a search was stopped far from
+    that, what it knows."""
+    from layoutopt.analysis.sensitivity import answer_of
+
+    about = (curve.factor, Cell(factor_value(curve.factor, t.value), value=t.value))
+    if not t.settled:
+        least = seconds_text(t.bound) if t.bound else "unknown"
+        most = None if t.step_seconds is None else seconds_text(t.step_seconds)
+        known = least if most is None else f"{least} to {most}" if t.bound else f"at most {most}"
+        return *about, Cell(known), None, "undecided within the time limit", False
+    if t.step_seconds is None:
+        return *about, Cell("nothing fits"), None, None, True
+    best = "; ".join(filter(None, (t.mesh, t.layout or "nothing is split", t.options)))
+    best = "the same" if t.answer == answer_of(plan) else best.replace("; ", ";").replace(";", "; ")
+    return *about, t.step_seconds, t.step_seconds / plan.predicted.step_seconds, best, t.proven
+
+
+def robust_text(found: Robustness) -> str:
+    """Describes how much of the answer's lead remains under the uncertainties of the hardware's numbers."""
+    words = told.robust(found)
+    nothing = "The numbers of this hardware have no uncertainties, so the robustness of the plan is unknown."
+    return f"The answer is {words}." if words else nothing
+
+
+MORE = Kind(
+    lambda value: f"{'+' if value > 0 else '-' if value < 0 else ''}{seconds_text(abs(value))}", adds=True
+)
+"""Seconds more, or less."""
+MOST = 15
+"""Rows of numbers that differ."""
+
+
+def worth_table(
+    title: str, evaluation: Evaluation, memory: bool, answers: list[WhatIfAnswer], best: str
+) -> View:
+    """The table of the step, or the memory, under each condition, the most costly first.
+
+    Args:
+      memory: whether bytes are compared, not seconds.
+      best: which condition, e.g. "without it".
+    """
+    now = evaluation.memory.peak if memory else evaluation.cost.step_seconds
+    kind = BYTES if memory else SECONDS
+    columns = (
+        Column("rule", "rule"),
+        Column("best", f"{'least memory' if memory else 'best step'} {best}", kind),
+        Column("costs", "costs", kind),
+        Column("layout", "layout", rank=1),
+        Column("proven", "proven", FLAG),
+    )
+
+    def row(a: WhatIfAnswer, value: float | None) -> ViewRow:
+        if value is None:
+            return a.condition, Cell("no layout" if a.proven else "unknown"), None, a.reason, a.proven
+        extra, most = max(value - now, 0), "" if a.proven else "at most "
+        found = Cell(f"{most}{kind.say(value)}", value=value)
+        costs = Cell(f"{most}{kind.say(extra)} ({share_text(extra, now)})", value=extra)
+        return a.condition, found, costs, RULES.say(a.layout), a.proven
+
+    found = [(a, a.peak if memory else a.seconds) for a in answers]
+    found.sort(key=lambda pair: -(math.inf if pair[1] is None else pair[1]))
+    return View(title, columns, [row(a, value) for a, value in found])
+
+
+def kept_table(evaluation: Evaluation, fits: Fits, found: list[Keeping]) -> View:
+    """The table of the step if recomputed loops keep more, or less."""
+    step = evaluation.cost.step_seconds
+    columns = (
+        *texts("loop", change="keeps"),
+        Column("step_seconds", "step", SECONDS),
+        Column("more_seconds", "more", MORE),
+        Column("peak_bytes", "memory", BYTES),
+        Column("fits", "fits"),
+    )
+    rows = [
+        (k.loop, k.change, k.step_seconds, k.step_seconds - step, k.peak_bytes, fits(k.peak_bytes))
+        for k in found
+    ]
+    return View("Saved values of recomputed layers", columns, rows)
+
+
+def placement_table(found: Sequence[Placed]) -> View:
+    """The table of placements, except values that stay on the devices with the layout's splits."""
+    from layoutopt.analysis.placed import plain
+
+    columns = (
+        Column("values", "values", short=True),
+        Column("phase", "phase", short=True),
+        Column("names", "of", rank=1),
+        *texts(further="split further over", memory="memory"),
+        Column("dtype", "dtype", rank=2),
+        Column("again", "read again by"),
+        Column("bytes", "bytes", BYTES),
+    )
+
+    def row(p: Placed) -> ViewRow:
+        again = "" if p.again == KEEP else f"{p.again}, keeping {'+'.join(p.keep)}" if p.keep else p.again
+        place = "host" if p.host else "device"
+        return p.values, p.phase, few(p.names), "+".join(p.further), place, p.dtype, again, p.bytes
+
+    return View("Placement of values", columns, [row(each) for each in found if not plain(each)])
+
+
+def show_against(
+    terminal: Terminal, evaluation: Evaluation, other: Evaluation, rows: list[Difference]
+) -> None:
+    """Prints where another layout's step differs from the plan's."""
+    ours, theirs = evaluation.cost.step_seconds, other.cost.step_seconds
+    columns = (
+        *texts("operation", "phase", axes="on"),
+        Column("plan_seconds", "the plan", SECONDS),
+        Column("other_seconds", "the other", SECONDS),
+        Column("saved_seconds", "saved", MORE),
+    )
+    cells = [
+        (
+            *("/".join(filter(None, (d.scope, d.operation))), d.phase, d.axes or "compute"),
+            *(d.plan_seconds, d.other_seconds, d.saved),
+        )
+        for d in rows
+    ]
+    made = View("Differences per operation", columns, cells).first(MOST)
+    terminal.show("", made.and_sum("step", None, None, ours, theirs, theirs - ours))
+    said = decided(other.decided, other.layout).in_short()
+    mesh = other.program.mesh
+    words = shown(other.layout) + (f"; {said}" if said else "")
+    words += "" if mesh == evaluation.program.mesh else f" on {mesh}"
+    terminal.show(
+        f"{words}: {seconds_text(theirs)} a step, "
+        f"{bytes_text(other.memory.peak)} of memory; the plan: {bytes_text(evaluation.memory.peak)}"
+    )
+
+
+def show_explained(terminal: Terminal, planned: Planned, found: Explained) -> None:
+    """Shows all that `explain` found."""
+    from layoutopt.api.explaining import peak_text
+    from layoutopt.space.allow import allowed_text
+
+    evaluation, own, limit = found.evaluation, found.plan.data, planned.limit
+    said = "; ".join(found.disagreements)
+    checks = [("checked", said or "predicted again from the model: the same")]
+    if (proof := found.proof) is not None:
+        checks += [("recheck", str(proof)), ("allowed", allowed_text(proof.allowed) or "what is usual")]
+    held = [("idle", evaluation.waits)] * bool(evaluation.waits)
+    held += [("peak", peak_text(evaluation.memory)), ("binds", _binds(found))]
+    known = evaluation.known
+    fits = partial(known.fits, limit=limit, usable=found.hardware.usable_memory_bytes)
+    rows = [*summary(found.plan, fits, limit, sure(found.hardware, known)), *checks, *held]
+    terminal.show(facts(rows, verdicts(found.plan, fits)))
+    if evaluation.slots:
+        terminal.show("", "Slots of the stages: F forward, B backward, W gradients of weights")
+        terminal.show_whole(*evaluation.slots)
+    worths = (
+        ("What each split is worth", found.splits, "without it"),
+        ("What each pin costs", found.pins, "with it"),
+        ("What each decision is worth", found.decisions, "without it"),
+    )
+    among = ", among the usual kinds" * bool(found.plan.question.first)
+    for title, answers, best in worths:
+        if answers or answers is found.splits:
+            terminal.show("", worth_table(title + among, evaluation, found.for_memory, [*answers], best))
+    if (placement := placement_table(found.placed)).rows:
+        terminal.show("", placement)
+    if found.kept:
+        terminal.show("", kept_table(evaluation, fits, [*found.kept]))
+    if found.against is not None:
+        show_against(terminal, evaluation, found.against, found.differences)
+        if (alike := found.alike) is not None:
+            step, peak = seconds_text(alike.cost.step_seconds), bytes_text(alike.memory.peak)
+            terminal.show(f"this layout with the plan's {own.in_short()}: {step} a step, {peak} of memory")
+    if (overlap := overlap_table(evaluation)) is not None:
+        terminal.show("", overlap)
+    if found.conditions is not None:
+        show_conditions(terminal, found.plan, found.conditions)
+    show_ways(terminal, found.plan)
+    if own.space is not None and own.space.not_looked_at:
+        left = listed(own.space.not_looked_at)
+        terminal.show("", View("Not searched", texts("choices", "searched with"), left))
+    chips, doubt = found.hardware.chips_note(evaluation.program.mesh.devices), evaluation.doubt(limit)
+    whole = map(str, _whole(planned, evaluation))
+    for note in filter(None, (chips, *planned.loaded.model.notes(found.plan.options), *whole, doubt)):
+        terminal.show("", f"note: {note}")
+
+
+def _binds(found: Explained) -> str:
+    """Whether the memory limit keeps a faster layout away."""
+    step, free = found.evaluation.cost.step_seconds, found.limit
+    room = bytes_text(found.memory - found.evaluation.memory.peak)
+    if free is None:
+        return f"not the memory limit ({room} are free): the search minimised memory"
+    if not free.proven and (free.seconds is None or free.seconds >= step):
+        return f"unknown: {room} are free, but the time limit was reached before a search with more memory"
+    if not found.binds or free.seconds is None:
+        return f"not the memory limit: {room} are free, and no layout with more memory is faster"
+    return (
+        f"the memory limit: with more than {bytes_text(found.memory)}, {RULES.say(free.layout)} "
+        f"would take {seconds_text(free.seconds)} ({share_text(step - free.seconds, step)} less)"
+    )
+
+
+def _whole(found: Planned, evaluation: Evaluation) -> tuple[Undivided, ...]:
+    """Variables that the plan's search could not store split."""
+    from mesh_tf_core.lower.storage import STAGES
+
+    stages = [stage for stage in STAGES[1:] if stage in found.plan.allowed.storage]
+    return evaluation.left_whole(stages[-1]) if stages else ()
+
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware

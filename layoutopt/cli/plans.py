@@ -87,7 +87,7 @@ def open_plan(
 
 def with_model(plan: Plan, path: Path, model: str | None, framework: str | None = None) -> Planned:
     """The same of a plan that is read already."""
-    from layoutopt.models.checked import leave
+    from layoutopt.models.source import leave
 
     if model is None:
         model = trusted_model(plan, path, "--model MODEL")
@@ -108,8 +108,8 @@ def trusted_model(plan: Plan, path: Path, named: str) -> str:
     Raises:
       UserError: the plan names no model, or one that has changed.
     """
-    from layoutopt.models.checked import only
     from layoutopt.models.recorded import trusted
+    from layoutopt.models.source import only
     from mesh_tf_core.errors import UserError
 
     said = plan.data.details

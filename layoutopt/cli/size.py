@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layoutopt.cli import options
-from layoutopt.cli.allowed import Allowed, MaxAxesOption, OnAnyMesh
+from layoutopt.cli.given import Allowed, MaxAxesOption, OnAnyMesh
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.progress import StepProgress
 from layoutopt.cli.terminal import Terminal

@@ -12,10 +12,10 @@ from layoutopt.cli import options
 from layoutopt.cli.given import UNDECIDED, ByHand, GivenOptions, LayoutByHand
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.job import ALONE, Job
+from layoutopt.cli.measure import Trace, TraceOption
 from layoutopt.cli.progress import Bounds
 from layoutopt.cli.running import Session, machine_here, machine_of_run
 from layoutopt.cli.terminal import Terminal, layout_text
-from layoutopt.cli.tracing import Trace, TraceOption
 from layoutopt.cli.training_run import TrainingRun
 from layoutopt.plan.units import seconds_text
 from layoutopt.runtime import signals

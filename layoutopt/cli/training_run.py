@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layoutopt.cli.given import GivenOptions
+from layoutopt.cli.measure import Trace
 from layoutopt.cli.progress import StepProgress
 from layoutopt.cli.running import COMPILING, Session, evaluated_model, items_of, restored, warnings_said
 from layoutopt.cli.terminal import facts, layout_text
-from layoutopt.cli.tracing import Trace
 from layoutopt.plan.units import duration_text, seconds_text, throughput_text, used_text
 from layoutopt.runtime import signals
 

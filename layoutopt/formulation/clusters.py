@@ -17,10 +17,17 @@ from collections.abc import Hashable, Iterator, Set
 from dataclasses import replace
 
 from costmodels.kept import kept_values
-from layoutopt.formulation.accesses import Accesses
-from layoutopt.formulation.cluster import Cluster, numbers_of, pairs_of, rules_of, stages_of, subgraph_of
 from layoutopt.formulation.cuts import PendingSum
 from layoutopt.formulation.dependencies import Dependencies
+from layoutopt.formulation.makers import (
+    Accesses,
+    Cluster,
+    numbers_of,
+    pairs_of,
+    rules_of,
+    stages_of,
+    subgraph_of,
+)
 from layoutopt.formulation.second_runs import SecondRun, SecondRuns
 from layoutopt.space.context import Context
 from layoutopt.space.decisions import changing

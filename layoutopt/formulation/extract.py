@@ -31,17 +31,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from costmodels.pricing.pricer import Pricer
-from layoutopt.formulation.cluster import Cluster
-from layoutopt.formulation.combinations import Combinations
-from layoutopt.formulation.couplings import coupled
+from layoutopt.formulation.couplings import Combinations, coupled
 from layoutopt.formulation.cuts import MOST_LOWERED, PendingSum, most_cells
 from layoutopt.formulation.default_memory import NaturalMemory
+from layoutopt.formulation.makers import Cluster
 from layoutopt.formulation.memory_constraints import MemoryConstraints
 from layoutopt.formulation.outer_step_context import meetings
 from layoutopt.formulation.shared import shared_context
 from layoutopt.formulation.tables import Entry, Index, Table, Tabler, is_large, legal
 from layoutopt.solver import ChoiceVariable, Problem, ResourceRow, Sparse, Term
-from layoutopt.solver.relations import Relation
+from layoutopt.solver.join_tree import Relation
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
 from layoutopt.space.offload import OffloadDecision, Weights
@@ -299,7 +298,7 @@ class Draft:
         limit = self.pricer.hardware.host_memory_bytes
         if limit is None or not (self._keeps or self.decided.of(OffloadDecision)):
             return ()
-        from layoutopt.formulation.host_memory import host_row
+        from layoutopt.formulation.host_link import host_row
 
         return host_row(self.tables, index, limit, self.meetings)
 

@@ -2,19 +2,278 @@
 
 Equal clusters are lowered once: a tensor of any of them is read off the first one, where the tensor at the
 same place represents it.
+
+A group of operations that is predicted alone: `clusters` finds it, `tables` predicts it.
+
+Clusters of the access to variables: the casts and gathers of one variable, in all blocks that read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.dependencies import Dependencies
+from layoutopt.formulation.second_runs import SecondRun, SecondRuns
+from layoutopt.space.decisions import changing
+from layoutopt.space.kind import Affects, Choice
 from layoutopt.space.sequence_parallel import written
 from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.lower import Subgraph
+from mesh_tf_core.lower.nodes import assigned
+from mesh_tf_core.lower.remat_policy import Policies
+from mesh_tf_core.lower.subgraph import Access
+from mesh_tf_core.tracing.graph import Graph
+
+
+class Accesses:
+    """The accesses of one step."""
+
+    def __init__(self, dependencies: Dependencies, runs: SecondRuns) -> None:
+        self.graph, self.dependencies, self.runs = dependencies.graph, dependencies, runs
+
+    def clusters(self) -> list[Cluster]:
+        """For every variable with its own storage: its casts, and the gather in every block that reads it."""
+        merged: dict[Hashable, list[Cluster]] = defaultdict(list)
+        for variable in self.graph.variables.values():
+            if variable.own_storage:
+                found = self._access(variable)
+                if found is not None:
+                    key, cluster = found
+                    merged[key].append(cluster)
+        return [
+            replace(found[0], multiplicity=len(found), members=tuple(m for f in found for m in f.members))
+            for found in merged.values()
+        ]
+
+    def _access(self, variable: Variable) -> tuple[Hashable, Cluster] | None:
+        reads = self.dependencies.reads[variable.name]
+        casts = [
+            n
+            for n in self.dependencies.live
+            if n.op.converts and self.dependencies.variable_of(n) == variable.name
+        ]
+        accesses = self.dependencies.accesses(variable.name)
+        if not accesses and not casts:
+            return None
+        nodes = [*reads, *casts]
+        again = self._access_again(casts, accesses)
+        loops = self._loops(again)
+        granularity, it = self.dependencies.granularity, [variable]
+        switches = changing(Affects(loops, it, read=it, granularity=granularity))
+        subgraph = subgraph_of(self.dependencies, nodes, frozenset(accesses))
+        own = variable.shape.names
+        dims = tuple(dict.fromkeys((*own, *stages_of(self.graph, (), subgraph))))
+        key = (
+            variable.type,
+            variable.stacked,
+            switches,
+            variable.name in assigned(self.graph),
+            tuple(sorted((self.dependencies.block_of[n.index].id, n.op.describe()) for n in casts)),
+            _places(accesses),
+            tuple(
+                (texts, tuple((k.again, len(k.nodes), _places(k.natural)) for k in found))
+                for texts, found in again.items()
+            ),
+        )
+        name, members = f"{variable.name} (access)", (numbers_of(nodes),)
+        alike = self.runs.alike(again, {}, loops)
+        nests = tuple(nest for nest in self.runs.nests if not nest.isdisjoint(loops))
+        shapes = own, *pairs_of(own, self.dependencies.further)
+        every = *dims, *rules_of(dims, self.dependencies.further)
+        return key, Cluster(
+            name, subgraph, again, every, switches, shapes, members=members, alike=alike, nests=nests
+        )
+
+    def _loops(self, again: Mapping[Policies, Sequence[Subgraph]]) -> tuple[str, ...]:
+        """Names of the loops that have a say in what is done again."""
+        names = dict.fromkeys(name for nest in self.runs.nests for name in sorted(nest))
+
+        def matters(name: str) -> bool:
+            others = {said: {each for each in said if each.dim != name} for said in again}
+            return any(
+                tuple(again.get(frozenset(rest), ())) != again[texts] for texts, rest in others.items()
+            )
+
+        return tuple(filter(matters, names))
+
+    def _access_again(self, casts: list[Node], accesses: set[Access]) -> dict[Policies, tuple[Subgraph, ...]]:
+        """What recomputation adds: casts and gathers that the backward body does not have anyway.
+
+        What a body inside of the recomputed one does, it does once more in any case.
+        """
+        extra: dict[SecondRun, tuple[set[int], set[Access]]] = {}
+        for backward in self.graph.blocks:
+            if backward.forward is None:
+                continue
+            for run in self.runs.of(backward.forward):
+                nodes, gathers = extra.setdefault(run, (set(), set()))
+                self._extra(run, backward.forward, backward, casts, accesses, nodes, gathers)
+        reads = [n for n in self.dependencies.live if isinstance(n.op, Read)]
+        found: dict[Policies, tuple[Subgraph, ...]] = {}
+        different: dict[Subgraph, Subgraph] = {}
+        for run, (nodes, gathers) in extra.items():
+            if nodes or gathers:
+                subgraph = subgraph_of(
+                    self.dependencies, [*reads, *(n for n in casts if n.index in nodes)], frozenset(gathers)
+                )
+                second = replace(subgraph, again=run.name)
+                found[run.recompute] = (*found.get(run.recompute, ()), different.setdefault(second, second))
+        return found
+
+    def _extra(
+        self,
+        run: SecondRun,
+        forward: Block,
+        backward: Block,
+        casts: list[Node],
+        accesses: set[Access],
+        nodes: set[int],
+        gathers: set[Access],
+    ) -> None:
+        """Adds to `nodes` and `gathers` what one loop's second run has more."""
+        remat = self.runs.again[run]
+        for cast in casts:
+            here = self.dependencies.block_of[cast.index]
+            twin = self.runs.twin(cast.outputs[0], backward)
+            known = here is forward and any(twin in c.outputs for c in casts)
+            if cast.index in remat and self._within(here, forward) and not known:
+                nodes.add(cast.index)
+        for block, _, tensor in accesses:
+            read = any(
+                r.index in remat and self.dependencies.block_of[r.index].id == block and r not in casts
+                for r in self.dependencies.readers[tensor]
+            )
+            twin = self.runs.twin(tensor, backward)
+            known = block == forward.id and (backward.id, Phase.BACKWARD, twin) in accesses
+            if read and self._within(self.graph.blocks[block], forward) and not known:
+                gathers.add((block, Phase.RECOMPUTE, tensor))
+
+    def _within(self, block: Block, other: Block) -> bool:
+        """Whether a block is another one, or inside of it."""
+        while block is not other and block.parent is not None:
+            block = self.graph.blocks[block.parent]
+        return block is other
+
+
+def _places(accesses: Iterable[Access]) -> tuple[tuple[int, str], ...]:
+    return tuple(sorted((block, way) for block, way, _ in accesses))
+
+
+@dataclass(frozen=True, eq=False)
+class Cluster:
+    """Operations that are priced together.
+
+    Attributes:
+      name: for reports.
+      subgraph: the cluster's part of the graph.
+      again: nodes that run a second time when loops are recomputed, by the policy of one of its `nests`
+        (`remat_policy.Recomputed`).
+      first: policy of a nest -> nodes that then run in the first run, if not all of `subgraph`.
+      nests: names of nested loops: their policies together determine the second runs.
+      crossed: decision about keys -> the dimensions that all its options except the plain one need with equal
+        splits.
+      alike: decision about recomputation -> options that equal another one for this cluster -> that one.
+      dims: names of all dimensions of their inputs and outputs.
+      switches: the other decisions that matter to it: storage classes, recomputation.
+      shapes: dimension names of every tensor of the cluster, and of everything that one operation iterates
+        over; a legal layout uses an axis once in each.
+      given, left: choices of `cuts.PendingSum` -> operands, or outputs, whose sum is pending under them.
+      totalled: outputs whose sum the update's total takes, with those of other clusters.
+      saves: recomputation changes the saved values; otherwise it only adds second runs.
+      follows: a choice of `given` -> that of the addition that computes another of its operands: both sums
+        are pending over the same axes, or neither is.
+      multiplicity: number of equal clusters in the graph; for an outer step, per step.
+      members: the nodes of each of them, in corresponding order; the first is the one that is lowered.
+    """
+
+    name: str
+    subgraph: Subgraph
+    again: Mapping[Policies, tuple[Subgraph, ...]]
+    dims: tuple[str, ...]
+    switches: tuple[str, ...]
+    shapes: tuple[tuple[str, ...], ...]
+    totalled: frozenset[int] = frozenset()
+    given: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    left: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    follows: Mapping[str, str] = field(default_factory=dict)
+    multiplicity: float = 1
+    saves: bool = False
+    members: tuple[tuple[int, ...], ...] = ()
+    alike: Mapping[str, Mapping[Choice, Choice]] = field(default_factory=dict)
+    crossed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    nests: tuple[frozenset[str], ...] = ()
+    first: Mapping[Policies, Subgraph] = field(default_factory=dict)
+
+    @property
+    def decisions(self) -> tuple[str, ...]:
+        """Names of all decisions that matter to it."""
+        return *self.dims, *self.sums, *self.switches
+
+    def second_runs(self, recompute: Policies) -> list[Subgraph]:
+        """The parts of the cluster that are recomputed under a set of policies."""
+        found = list[Subgraph]()
+        for nest in self.nests if recompute else ():
+            found += self.again.get(_about(nest, recompute), ())
+        return found
+
+    def first_run(self, recompute: Policies) -> Subgraph:
+        """The part of the cluster that runs at first under a set of policies."""
+        found = self.subgraph
+        for nest in self.nests if self.first and recompute else ():
+            runs = self.first.get(_about(nest, recompute))
+            found = found if runs is None else found.without(found.nodes - runs.nodes)
+        return found
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Names of the choices of `given` and `left`."""
+        return tuple(dict.fromkeys((*self.given, *self.left)))
+
+
+def _about(nest: Collection[str], recompute: Policies) -> Policies:
+    """The policies about loops of a nest."""
+    return frozenset([each.whole for each in recompute if each.dim in nest])
+
+
+def numbers_of(nodes: Iterable[Node]) -> tuple[int, ...]:
+    """The indices of nodes."""
+    return tuple(node.index for node in nodes)
+
+
+def subgraph_of(
+    dependencies: Dependencies, nodes: Sequence[Node], accesses: frozenset[Access] = frozenset()
+) -> Subgraph:
+    """The part of the graph that lowering sees for some nodes, with accesses to variables."""
+    graph, blocks = dependencies.graph, set[int]()
+    for start in (*(dependencies.block_of[n.index].id for n in nodes), *(b for b, *_ in accesses)):
+        block = graph.blocks[start]
+        while block.parent is not None:
+            blocks.add(block.id)
+            block = graph.blocks[block.parent]
+    return Subgraph(frozenset(numbers_of(nodes)), frozenset(blocks), accesses, unread=dependencies.unread)
+
+
+def stages_of(graph: Graph, nodes: Iterable[Node], subgraph: Subgraph) -> list[str]:
+    """The dimensions of layers of stages that contain some of a subgraph, or are nodes of it."""
+    blocks = [graph.blocks[b] for b in sorted(subgraph.blocks)]
+    blocks += [n.body for n in nodes if n.body is not None]
+    return [b.dim.name for b in blocks if b.spread and b.dim is not None]
+
+
+def rules_of(dims: Iterable[str], further: Set[str]) -> tuple[str, ...]:
+    """The decisions that split some dimensions further elsewhere."""
+    return tuple(written(n) for n in dims if n in further)
+
+
+def pairs_of(dims: Iterable[str], further: Set[str]) -> tuple[tuple[str, str], ...]:
+    """A dimension and its further splits, over other axes."""
+    return tuple((n, written(n)) for n in dims if n in further)
 
 
 class TensorMaker(NamedTuple):

@@ -8,11 +8,10 @@ from typing import Protocol
 
 from costmodels.liveness import MemoryRules
 from costmodels.pricing.pricer import Pricer
-from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.clusters import clusters
 from layoutopt.formulation.cuts import LOWERED, most_cells
 from layoutopt.formulation.dependencies import Dependencies
-from layoutopt.formulation.makers import Makers
+from layoutopt.formulation.makers import Cluster, Makers
 from layoutopt.formulation.memory_points import ProgramPoints
 from layoutopt.formulation.tables import Tabler
 from layoutopt.space.decisions import Decisions, HasTrainingStep, Structure

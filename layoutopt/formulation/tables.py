@@ -18,8 +18,8 @@ from functools import cache, partial
 import numpy as np
 
 from costmodels.pricing.pricer import Pricer
-from layoutopt.formulation.cluster import Cluster, rules_of
 from layoutopt.formulation.lowering_cache import LoweredCluster, Naming, Namings, lowering_cache
+from layoutopt.formulation.makers import Cluster, rules_of
 from layoutopt.solver.form import Ints
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice

@@ -10,7 +10,7 @@ from layoutopt.space.kind import ALL, Choice, Decision
 from layoutopt.space.recompute import KEEP
 from layoutopt.space.restriction import ANY, Even, Only, Restriction
 from layoutopt.space.splits import Split
-from mesh_tf_core.lower.offload import OPTIMIZER, WEIGHTS
+from mesh_tf_core.lower.options import OPTIMIZER, WEIGHTS
 
 _BATCH = "batch batch_no_exp batch_attn batch_moe embed_and_logits_batch kv_batch kv_batch_no_exp"
 _LENGTH = "length length_no_exp attn_length attn_length_no_exp norm_length q_length q_length_no_exp"

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from layoutopt.optimize import baselines
+from layoutopt.optimize.baselines import HEURISTICS
 from layoutopt.optimize.best_plans import FAR, BestPlans, StrategyAnswer
 from layoutopt.optimize.bounds import EXACT
 from layoutopt.optimize.evaluation import Evaluation
-from layoutopt.optimize.heuristics import HEURISTICS
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout

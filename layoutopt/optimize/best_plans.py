@@ -32,7 +32,7 @@ from layoutopt.space.storage import Storage
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import AT, Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.lower.offload import place_of
+from mesh_tf_core.lower.options import place_of
 from mesh_tf_core.lower.storage import BETWEEN, STATE, VARIABLE, Stage, narrow_reads, splits
 from mesh_tf_core.model import Model
 

@@ -14,6 +14,7 @@ from typing import Any
 from costmodels.hardware import Hardware
 from layoutopt.optimize.agreement import rows_said
 from layoutopt.optimize.alternatives import called
+from layoutopt.optimize.incumbents import WarmStart
 from layoutopt.optimize.infeasible import diagnose
 from layoutopt.optimize.plan_details import with_details
 from layoutopt.optimize.planning import make_plan, nearest_plan
@@ -22,7 +23,6 @@ from layoutopt.optimize.request import ANSWERED, BESIDE, SEARCHED, OnSearchStatu
 from layoutopt.optimize.search import STOPPED, LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem, possible, subproblems
-from layoutopt.optimize.warm_start import WarmStart
 from layoutopt.plan.build import Plan, parse_plan
 from layoutopt.plan.fields import LARGEST
 from layoutopt.runtime.clock import seldom_collected

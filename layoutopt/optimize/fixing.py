@@ -21,16 +21,16 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from costmodels.pricing.pricer import LaunchPricer
-from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.extract import Draft
+from layoutopt.formulation.makers import Cluster
 from layoutopt.optimize.bounds import EXACT, SLACK, OptionCosts, Source
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.solver import eliminate
+from layoutopt.solver.elimination import marginals, rows_below
 from layoutopt.solver.form import Floats
-from layoutopt.solver.marginals import marginals, rows_below
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.recompute import Recompute
 from mesh_tf_core.errors import LayoutError

@@ -16,9 +16,8 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 
 from layoutopt.optimize.evaluation import Evaluation
-from layoutopt.optimize.merging import ordered
 from layoutopt.optimize.request import Request
-from layoutopt.optimize.search import LayoutSearch
+from layoutopt.optimize.search import LayoutSearch, ordered
 from layoutopt.optimize.subproblem import Box, EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem, SubproblemKey
 from layoutopt.solver import cost

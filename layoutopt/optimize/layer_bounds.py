@@ -34,8 +34,8 @@ from costmodels.kernels.partition import FusedKernel
 from costmodels.pricing.overlap import loads_or_stores
 from costmodels.pricing.units import Stack, Unit, first_of
 from costmodels.stage_times import stage_times
-from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.extract import Draft
+from layoutopt.formulation.makers import Cluster
 from layoutopt.formulation.tables import Entry, Table
 from layoutopt.optimize.bounds import Source
 from layoutopt.optimize.evaluator import Evaluator

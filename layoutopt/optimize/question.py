@@ -17,11 +17,11 @@ from layoutopt.plan.details import Searched
 from layoutopt.plan.fields import LARGEST
 from layoutopt.runtime.clock import Clock
 from layoutopt.space import allow
+from layoutopt.space.allow import recorded
 from layoutopt.space.decisions import ARGUMENTS, SearchSpace
 from layoutopt.space.kind import Target
 from layoutopt.space.mesh_shapes import meshes
 from layoutopt.space.objective import Objective
-from layoutopt.space.recorded import recorded
 from layoutopt.space.restriction import EVERYTHING
 from mesh_tf_core.arguments import is_number, is_whole
 from mesh_tf_core.errors import UserError

@@ -7,29 +7,166 @@ and a bound for every lower limit.
 
 A search can be ended at any time, by its clock or by Ctrl-C: layouts are stored as they are predicted
 (`incumbents`), and bounds as they rise, so the best so far and its bound are always known.
+
+The least memory that a layout needs, where none fits: how much, of which layout, and what fills it.
+
+One mesh axis where two do the same: `data:64` instead of `data:2;data2:32`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from layoutopt.optimize.agreement import hold_rows
+from layoutopt.optimize.baselines import axis_names, called_mesh, in_names
+from layoutopt.optimize.best_plans import lean
+from layoutopt.optimize.bounds import EXACT
+from layoutopt.optimize.evaluation import Evaluation
+from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.fastest import NAMED_SHARE, FastestSearch
-from layoutopt.optimize.least_memory import least_memory
-from layoutopt.optimize.merging import simplest
-from layoutopt.optimize.needed import ADVICE, EXCLUDED, nearest_of, needed
-from layoutopt.optimize.request import ANSWERED, SEARCHED, uneven
-from layoutopt.optimize.subproblem import EvaluatedLayout
+from layoutopt.optimize.incumbents import WarmStart
+from layoutopt.optimize.least_memory import leanest, least_memory
+from layoutopt.optimize.request import ANSWERED, BESIDE, SEARCHED, Request, left_whole, uneven
+from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
-from layoutopt.optimize.warm_start import WarmStart
 from layoutopt.plan.units import size_text
 from layoutopt.runtime.clock import Clock
 from layoutopt.space.allow import USUAL
 from layoutopt.space.objective import Objective
-from mesh_tf_core.errors import InfeasibleError, LimitError
+from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower.storage import Stage
+
+AxisLengths = tuple[int, ...]
+
+
+def merged(
+    mesh: Mesh,
+    layout: Layout,
+    meshes: Mapping[AxisLengths, Mesh],
+    evaluate: Callable[[Mesh, Layout], Evaluation],
+) -> tuple[Mesh, Layout]:
+    """The same splits on a mesh of fewer axes that is as fast and as lean; the given one if there is none.
+
+    Args:
+      meshes: those that may be chosen, by shape.
+      evaluate: LayoutError where a layout is not legal.
+    """
+    now = evaluate(mesh, layout)
+    for order, alike in _joined(mesh, layout):
+        fewer = meshes.get(tuple(order.values()))
+        if fewer is None:
+            continue
+        names = dict(zip(order, fewer.names, strict=True))
+        alike = Layout({n: tuple(names[a] for a in axes) for n, axes in alike.written.items()})
+        try:
+            found = evaluate(fewer, alike)
+        except LayoutError:
+            continue
+        as_fast = found.cost.step_seconds <= now.cost.step_seconds * (1 + EXACT)
+        if as_fast and found.memory.peak <= now.memory.peak:
+            return merged(fewer, alike, meshes, evaluate)
+    return mesh, layout
+
+
+def simplest(best: EvaluatedLayout, problems: Iterable[Subproblem], evaluator: Evaluator) -> EvaluatedLayout:
+    """As good on a mesh with fewer axes, if one of these problems has it; itself where there is none."""
+    if any(isinstance(s, Stage) for s in best.options.storage.values()):
+        return best  # what names axes by themselves stays on them
+    own = best.options.microbatches, best.options.schedule, best.evaluation.pipeline
+    alike = (s.mesh for s in problems if (s.microbatches, s.key.schedule, s.stages) == own)
+
+    def evaluate(mesh: Mesh, layout: Layout) -> Evaluation:
+        return evaluator(mesh, layout, best.options)
+
+    meshes = {mesh.shape: mesh for mesh in alike}
+    mesh, layout = merged(best.mesh, best.layout, meshes, evaluate)
+    if mesh == best.mesh:
+        return best
+    return replace(best, mesh=mesh, layout=layout, evaluation=evaluate(mesh, layout))
+
+
+def ordered(layout: Layout, mesh: Mesh) -> bool:
+    """True if all splits name their axes in the order of the mesh."""
+    return all(axes == tuple(a for a in mesh.names if a in axes) for axes in layout.written.values())
+
+
+def _joined(mesh: Mesh, layout: Layout) -> Iterator[tuple[dict[str, int], Layout]]:
+    """Axes that split the same dimensions, or none, made one, the most of them first: two of three can be
+    slower where all three are not. The axes are as they are then ordered, the new one in the place of any of
+    the old, and those with the largest first, as shapes are searched where the order does not matter."""
+    for count in range(len(mesh.names), 1, -1):
+        for some in map(set, itertools.combinations(mesh.names, count)):
+            if any(len(some & set(axes)) not in (0, count) for _, axes in layout.written.items()):
+                continue
+            for one in sorted(some, key=mesh.names.index):
+                sizes = {a: n for a, n in mesh.axes if a == one or a not in some}
+                sizes[one] = mesh.group_size(some)
+                for order in (sizes, dict(sorted(sizes.items(), key=lambda axis: -axis[1]))):
+                    split = {n: {one if a in some else a for a in axes} for n, axes in layout.written.items()}
+                    yield order, Layout({n: tuple(a for a in order if a in split[n]) for n in split})
+
+
+ADVICE = "use {}, more memory, or a smaller batch"
+EXCLUDED = ": --pin and --forbid together exclude every layout; remove one of their rules"
+NAMED = 3
+"""The largest tensors that are named."""
+
+
+def nearest_of(
+    request: Request,
+    problems: Sequence[Subproblem],
+    known: EvaluatedLayout | None,
+    opened: Callable[[Subproblem], SubproblemSearch],
+) -> tuple[EvaluatedLayout | None, bool]:
+    """A layout with little memory, and whether there was time to look for all of them.
+
+    Args:
+      known: the one that is known to need least.
+    """
+    best = known
+
+    def look() -> None:
+        nonlocal best
+        for each in sorted(problems, key=lambda p: -p.microbatches):  # small pieces mostly hold least
+            if best is None and each.bounds.least > request.limit:
+                best = lean(request, each)  # without tables, which may take long
+            if best is None or each.bounds.least < best.peak:
+                best, low = leanest(opened(each), request.clock, best=best)
+                each.bounds.hold_at_least(low)
+
+    with request.clock.at_most(BESIDE):
+        ended = request.clock.within(0.0, look)
+    return best, ended
+
+
+def needed(request: Request, nearest: EvaluatedLayout, least: float, renames: bool) -> str:
+    """The bytes that the nearest layout needs, its largest tensors, and what its storage cannot split; axes
+    have their names in plans.
+
+    Args:
+      least: bytes that no layout needs less than.
+    """
+    names = axis_names(nearest.layout, nearest.mesh, request.model) if renames else {}
+    mesh = called_mesh(nearest.mesh, names)
+    layout, low = str(nearest.layout.renamed(names)) or "replicated", max(request.limit, least)
+    sure = f" (no layout needs less than {size_text(low)})" if low < nearest.peak else ""
+    held = ", ".join(f"{h.what} ({size_text(h.bytes)})" for h in nearest.evaluation.memory.holdings[:NAMED])
+    whole = "".join(f"; {each}" for each in left_whole(request, nearest.evaluation))
+    held, whole = in_names(held, names), in_names(whole, names)
+    # No bound: what fewer devices had to keep whole, more of them may split, and the other way round.
+    few = f"{-(-low * mesh.devices // request.limit):,.0f} devices (if memory divides evenly)"
+    few = f"about {few}" if low > request.limit else "more devices"
+    return (
+        f"\nthe layout with the least memory needs {size_text(nearest.peak)}{sure}: {layout} on {mesh}\n"
+        f"its largest tensors: {held}{whole}; {ADVICE.format(few)}"
+    )
+
 
 STOPPING, STOPPED = 5.0, 0.4
 """Seconds after Ctrl-C for predicting named layouts, if nothing that fits is known, else for any work."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from layoutopt.optimize.both_cores import BothCores
 from layoutopt.optimize.fastest import FastestSearch
+from layoutopt.optimize.incumbents import WarmStart
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblems import Subproblem
-from layoutopt.optimize.warm_start import WarmStart
 from layoutopt.runtime.clock import Clock, seldom_collected
 from layoutopt.runtime.own_process import first_letter
 from layoutopt.space.objective import Objective

@@ -27,7 +27,7 @@ from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.solver import cost as objective
 from layoutopt.solver import evaluate as evaluate_choices
-from layoutopt.solver.marginals import marginals
+from layoutopt.solver.elimination import marginals
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
 from layoutopt.space.recompute import Recompute, RunsAgain, again_in

@@ -24,8 +24,8 @@ from layoutopt.plan.schema import (
 )
 from layoutopt.plan.training import TrainingForecast
 from layoutopt.plan.units import bytes_text, seconds_text
+from layoutopt.space.allow import allowed_by
 from layoutopt.space.decisions import SearchSpace
-from layoutopt.space.recorded import allowed_by
 from mesh_tf_core.arguments import PATH, check
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.files import write_file

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from layoutopt.solver.elimination import Costs
 from layoutopt.solver.form import Bools, Floats, Ints
-from layoutopt.solver.join_tree import JoinTree
-from layoutopt.solver.message_passing import Costs
-from layoutopt.solver.relations import codes
+from layoutopt.solver.join_tree import JoinTree, codes
 
 AT_ONCE = 1 << 12
 """Beginnings that are continued together."""

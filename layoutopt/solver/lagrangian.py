@@ -25,14 +25,11 @@ import numpy as np
 
 from layoutopt.runtime.clock import Clock
 from layoutopt.solver import enumeration as listing
-from layoutopt.solver.elimination import constant, tabled
+from layoutopt.solver.elimination import Costs, chosen, constant, positions, spread, tabled
 from layoutopt.solver.form import Bools, Floats, Ints, Problem
 from layoutopt.solver.incumbent import ALIKE, Incumbent
-from layoutopt.solver.join_tree import JoinTree, grow
-from layoutopt.solver.message_passing import Costs, chosen, positions, spread
-from layoutopt.solver.relations import TablesByScope
-from layoutopt.solver.residual import ResidualProblem, rest
-from layoutopt.solver.resource_usage import ResourceUsage, uses
+from layoutopt.solver.join_tree import JoinTree, TablesByScope, grow
+from layoutopt.solver.residual import ResidualProblem, ResourceUsage, rest, uses
 
 VARIABLES = 256
 """Problems of more variables are not tried: their joins are too large, which takes time to see."""

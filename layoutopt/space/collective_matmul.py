@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from layoutopt.space.argument import Space, argument, names
+from layoutopt.space.argument import Option, Space, argument, names
 from layoutopt.space.kind import (
     PLAIN,
     Affects,
@@ -27,7 +27,6 @@ from layoutopt.space.kind import (
     Words,
     missing,
 )
-from layoutopt.space.option import Option
 from layoutopt.space.parallelism import parallelism
 from layoutopt.space.splits import split_options
 from mesh_tf_core.ir.layout import Layout

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from layoutopt.space.argument import Space, argument, names
+from layoutopt.space.argument import Option, Space, argument, names
 from layoutopt.space.kind import (
     GATHER,
     Affects,
@@ -22,7 +22,6 @@ from layoutopt.space.kind import (
     about_each,
 )
 from layoutopt.space.objective import Objective
-from layoutopt.space.option import Option
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh

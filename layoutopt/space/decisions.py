@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Protocol
 
-from layoutopt.space.argument import ARGUMENT, Argument, Space, argument
+from layoutopt.space.argument import ARGUMENT, Argument, Option, Space, argument
 from layoutopt.space.collective_matmul import Chunked, CollectiveMatmul
 from layoutopt.space.context import Context, Forms
 from layoutopt.space.diloco import Rarely, Replicas
@@ -34,7 +34,6 @@ from layoutopt.space.kind import (
 )
 from layoutopt.space.microbatches import Microbatches, MicrobatchesSpace
 from layoutopt.space.offload import Hosted, OptimizerOffload, Weights
-from layoutopt.space.option import Option
 from layoutopt.space.recompute import Recompute, RecomputeSpace
 from layoutopt.space.restriction import EVERYTHING, Coupling, Restriction, RestrictionError
 from layoutopt.space.schedule import Scheduled, ScheduleDecision

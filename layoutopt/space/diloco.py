@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from layoutopt.space.argument import Space, argument
+from layoutopt.space.argument import Option, Space, argument
 from layoutopt.space.kind import (
     PLAIN,
     Beyond,
@@ -23,7 +23,6 @@ from layoutopt.space.kind import (
     Typed,
     Words,
 )
-from layoutopt.space.option import Option
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.layout import Axes, Layout

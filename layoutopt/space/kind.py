@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Self
 
 from costmodels.hardware import Hardware
 from costmodels.pricing.compilers import compiler_of
-from layoutopt.space.argument import Space
-from layoutopt.space.option import Option
+from layoutopt.space.argument import Option, Space
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.initializers import Variable

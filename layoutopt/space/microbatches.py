@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from layoutopt.space.argument import Space, argument, names
+from layoutopt.space.argument import Option, Space, argument, names
 from layoutopt.space.kind import PLAIN, Choice, Chosen, Decision, Feature, PlanField, Target, Typed, Words
-from layoutopt.space.option import Option
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import divisors
 from mesh_tf_core.ir.layout import Layout

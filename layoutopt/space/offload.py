@@ -1,4 +1,4 @@
-"""Values in the hosts' memory between their uses (see `mesh_tf_core.lower.offload`).
+"""Values in the hosts' memory between their uses (see `mesh_tf_core.lower.options`).
 
 Variables with the same dimensions form one class, with one decision about their optimizer state and one about
 themselves. For saved values of loops, it is an option of their recomputation (`recompute`). It is searched on
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from layoutopt.space.argument import Space, argument
+from layoutopt.space.argument import Option, Space, argument
 from layoutopt.space.kind import (
     CLASS,
     MIXED,
@@ -30,14 +30,13 @@ from layoutopt.space.kind import (
     grouped,
     not_allowed,
 )
-from layoutopt.space.option import Option
 from layoutopt.space.undivided import few, first_of
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.offload import (
+from mesh_tf_core.lower.options import (
     ACTIVATIONS,
     KINDS,
     OPTIMIZER,
@@ -51,7 +50,7 @@ from mesh_tf_core.tracing.graph import Graph
 
 @dataclass(frozen=True, kw_only=True)
 class Hosted(Space):
-    """The values that may lie in the hosts' memory (`mesh_tf_core.lower.offload`)."""
+    """The values that may lie in the hosts' memory (`mesh_tf_core.lower.options`)."""
 
     offload: tuple[str, ...] = argument(
         (),
@@ -69,7 +68,7 @@ class OffloadDecision(Decision):
     """The placement of values of one class of variables on the host: (), or their kind.
 
     Attributes:
-      kind: of these values (`mesh_tf_core.lower.offload.KINDS`); held: in words.
+      kind: of these values (`mesh_tf_core.lower.options.KINDS`); held: in words.
     """
 
     variables: tuple[str, ...] = ()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from layoutopt.space.argument import Space, argument, names
+from layoutopt.space.argument import Option, Space, argument, names
 from layoutopt.space.kind import (
     ALWAYS,
     NEVER,
@@ -25,12 +25,11 @@ from layoutopt.space.kind import (
     Words,
     missing,
 )
-from layoutopt.space.option import Option
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.offload import ACTIVATIONS
+from mesh_tf_core.lower.options import ACTIVATIONS
 from mesh_tf_core.lower.remat_policy import SETS, Recomputed, Sets, policies
 from mesh_tf_core.lower.rematerialization import check_recompute, keep_sets, recomputable
 from mesh_tf_core.tracing.graph import Graph
@@ -44,7 +43,7 @@ SOME = "some"
 KEEP, COUNT = "keep=", "count="
 """Prefixes of an allowed keep set of the user's own, "keep=attention+wi", and of a number of iterations."""
 HOST = "host"
-"""The last word of a choice: kept values are stored on the hosts (`mesh_tf_core.lower.offload`)."""
+"""The last word of a choice: kept values are stored on the hosts (`mesh_tf_core.lower.options`)."""
 RunsAgain = frozenset[tuple[str, Choice]]
 """Loops that run again: the name of the decision about them, and its option."""
 

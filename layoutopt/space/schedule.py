@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from layoutopt.space.argument import Space, argument
+from layoutopt.space.argument import Option, Space, argument
 from layoutopt.space.kind import (
     Beyond,
     Choice,
@@ -22,7 +22,6 @@ from layoutopt.space.kind import (
     Typed,
     not_allowed,
 )
-from layoutopt.space.option import Option
 from layoutopt.space.stages import StageSplit
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh

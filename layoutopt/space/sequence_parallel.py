@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
-from layoutopt.space.argument import Space, argument
+from layoutopt.space.argument import Option, Space, argument
 from layoutopt.space.kind import (
     PLAIN,
     Beyond,
@@ -24,7 +24,6 @@ from layoutopt.space.kind import (
     Words,
     missing,
 )
-from layoutopt.space.option import Option
 from layoutopt.space.parallelism import cut, looped, parallelism
 from layoutopt.space.splits import split_options, why_not
 from mesh_tf_core.errors import UserError, known_names

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from layoutopt.space.argument import Space, argument
+from layoutopt.space.argument import Option, Space, argument
 from layoutopt.space.kind import UNEQUAL, Choice, Chosen, Decision, LeftOut, Target, not_allowed
-from layoutopt.space.option import Option
 from layoutopt.space.parallelism import looped
 from layoutopt.space.undivided import first_of
 from mesh_tf_core.errors import UserError, known_names

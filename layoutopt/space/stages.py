@@ -13,9 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-from layoutopt.space.argument import Space, argument
+from layoutopt.space.argument import Option, Space, argument
 from layoutopt.space.kind import Beyond, Feature, LeftOut, PlanField, Target, Words, not_allowed
-from layoutopt.space.option import Option
 from layoutopt.space.recompute import counts, kept_sets
 from layoutopt.space.splits import Split, split_options
 from mesh_tf_core.errors import UserError, known_names

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from layoutopt.space.argument import Space, argument, names
+from layoutopt.space.argument import Option, Space, argument, names
 from layoutopt.space.kind import (
     CLASS,
     HYBRID,
@@ -34,7 +34,6 @@ from layoutopt.space.kind import (
     grouped,
     not_allowed,
 )
-from layoutopt.space.option import Option
 from layoutopt.space.undivided import few, first_of, storage_of, stored_at, undivided
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import AT, Axes, Layout

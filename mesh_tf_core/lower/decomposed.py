@@ -13,9 +13,9 @@ from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.ops.basic import AddN
 from mesh_tf_core.ops.chunks import AddProduct, ChunkAs, ChunkFirst, ChunkNumber, ChunkOf, ChunkPut
 from mesh_tf_core.ops.einsum import Einsum
+from mesh_tf_core.ops.ring_pieces import CollectiveSteps, Tree
 from mesh_tf_core.ops.shape import Rename
 from mesh_tf_core.ops.stages import StageNumbers, StagePart
-from mesh_tf_core.ops.steps import CollectiveSteps, Tree
 
 LOOPED = 2
 """Least number of steps for which they become a loop."""

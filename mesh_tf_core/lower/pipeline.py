@@ -15,8 +15,7 @@ from mesh_tf_core.lower.base import lower_base
 from mesh_tf_core.lower.collective_matmul import decompose
 from mesh_tf_core.lower.combine import combine_small
 from mesh_tf_core.lower.nodes import check_context, check_products
-from mesh_tf_core.lower.offload import ACTIVATIONS, OffloadSet
-from mesh_tf_core.lower.options import DEFAULT, Options
+from mesh_tf_core.lower.options import ACTIVATIONS, DEFAULT, OffloadSet, Options
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placement import Placement, check_counted, placement
 from mesh_tf_core.lower.remat_policy import Policies

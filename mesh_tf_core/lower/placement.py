@@ -32,8 +32,7 @@ from mesh_tf_core.errors import LayoutError, UserError, known_names
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.lower.offload import ACTIVATIONS, OPTIMIZER, place_of
-from mesh_tf_core.lower.options import DEFAULT, Options
+from mesh_tf_core.lower.options import ACTIVATIONS, DEFAULT, OPTIMIZER, Options, place_of
 from mesh_tf_core.lower.storage import (
     BACKWARD,
     BETWEEN,

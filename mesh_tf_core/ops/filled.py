@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.arrays import FixedArray, check_numbers, numbers, usual_dtype
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import check_dtype, itemsize
+from mesh_tf_core.ir.initializers import FixedArray, check_numbers, numbers, usual_dtype
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Builder, Tensor

@@ -15,9 +15,8 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.op import Emitter, TensorType
 from mesh_tf_core.ops.attending import PLACES, AnyAttention
 from mesh_tf_core.ops.basic import Cast
-from mesh_tf_core.ops.ring_pieces import RING, ZIGZAG, Pieces, Turn, refused, summed, turns_of
+from mesh_tf_core.ops.ring_pieces import RING, ZIGZAG, Pieces, Tree, Turn, refused, summed, turns_of
 from mesh_tf_core.ops.ring_steps import AddPart, ChoosePart, JoinParts, LaterRows, RingStep
-from mesh_tf_core.ops.steps import Tree
 
 RingParts = list[list[int]]
 """The pieces of positions that a device works on, one or two, each with some values."""

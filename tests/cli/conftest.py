@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from layoutopt.cli import app
-from layoutopt.models import checked
+from layoutopt.models import source as checked
 from layoutopt.plan import hardware_results, layout_results, results, size_results
 from layoutopt.plan.fields import Data
 from layoutopt.plan.schema import PlanFile

@@ -18,7 +18,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from layoutopt.cli import app
-from layoutopt.cli.tracing import NAME
+from layoutopt.cli.measure import NAME
 from mesh_tf_core.engines.jax import compat
 
 MLP = "examples/mlp.py"

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import Result
 
 import mesh_tf_core as mtf
-from layoutopt.cli.hints import FORMS, OPTIONS
+from layoutopt.cli.application import FORMS, OPTIONS
 from layoutopt.models.loading import load_model
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import MOST_DEVICES

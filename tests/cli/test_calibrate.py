@@ -15,8 +15,8 @@ from typer.testing import Result
 
 from costmodels.calibration import runner
 from costmodels.calibration.clock import TimingSample
-from costmodels.calibration.machine import versions
 from costmodels.calibration.probes import probes
+from costmodels.calibration.runner import versions
 from costmodels.hardware import load_hardware
 from costmodels.hardware.profiles import profiles_directory
 from mesh_tf_core import Mesh

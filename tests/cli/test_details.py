@@ -10,7 +10,7 @@ import pytest
 
 from costmodels.calibration.clock import ClockNoise
 from costmodels.calibration.profile import profile
-from costmodels.calibration.team import assemble
+from costmodels.calibration.runner import assemble
 from costmodels.hardware import load_hardware, write_profile
 from examples.mlp import model as mlp
 from layoutopt.plan.details import HardwareInfo

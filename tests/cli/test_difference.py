@@ -11,7 +11,7 @@ import pytest
 from typer.testing import Result
 
 from costmodels.calibration import TimingSample
-from costmodels.calibration.machine import machine
+from costmodels.calibration.runner import machine
 from costmodels.hardware import Calibration, Hardware, load_hardware
 from layoutopt.analysis.difference import difference_notes
 from layoutopt.cli.running import Timed

@@ -35,7 +35,7 @@ def profile_content() -> Any:
     """A profile, fitted once for all commands that would measure one."""
     from costmodels.calibration.clock import ClockNoise
     from costmodels.calibration.profile import profile
-    from costmodels.calibration.team import assemble
+    from costmodels.calibration.runner import assemble
     from tests.costmodels.calibration import test_fit
 
     found = test_fit.measured()

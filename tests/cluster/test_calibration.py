@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from costmodels.calibration.machine import versions
 from costmodels.calibration.probes import probes
+from costmodels.calibration.runner import versions
 from costmodels.hardware import read_hardware
 from costmodels.pricing.pricer import pricer
 from examples.mlp import model as perceptron

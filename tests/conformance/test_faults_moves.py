@@ -12,7 +12,7 @@ from mesh_tf_core.ir import program as program_module
 from mesh_tf_core.ir.kernel import At
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.lower import base, oracle
-from mesh_tf_core.lower.redistribute import plan_moves
+from mesh_tf_core.lower.oracle import plan_moves
 from mesh_tf_core.ops import (
     convgrid,
     order,

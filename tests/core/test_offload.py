@@ -20,7 +20,7 @@ from examples import transformer_lm
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.ir.instructions import HOST
 from mesh_tf_core.ir.program import HostLoad, HostStore, Local, Loop, Program, ReadVariable, WriteVariable
-from mesh_tf_core.lower.offload import offload_of
+from mesh_tf_core.lower.options import offload_of
 from mesh_tf_core.lower.verify import ProgramError, verify
 from mesh_tf_core.training.trainer import Trainer
 from tests.core.test_storage import LAYERS, D, model

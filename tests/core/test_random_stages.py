@@ -12,7 +12,7 @@ import mesh_tf_core as mtf
 from costmodels.liveness import memory
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import KINDS, NAMES, kind_name
-from mesh_tf_core.lower.offload import WEIGHTS
+from mesh_tf_core.lower.options import WEIGHTS
 from tests.core.test_one_forward_one_backward import POLICIES
 from tests.core.test_pipelines import model, options, same, steps
 

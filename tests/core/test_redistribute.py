@@ -16,9 +16,8 @@ from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Input, Origin, Program
 from mesh_tf_core.lower.base import Lowering
-from mesh_tf_core.lower.oracle import Oracle
+from mesh_tf_core.lower.oracle import Oracle, Relayout, plan_moves
 from mesh_tf_core.lower.placement import Placement
-from mesh_tf_core.lower.redistribute import Relayout, plan_moves
 from mesh_tf_core.lower.verify import verify
 
 Splits = tuple[tuple[str, ...], ...]

@@ -21,7 +21,7 @@ from examples import transformer_lm
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.ir.instructions import GRADIENT, HOST, PARAMETER, STEP
 from mesh_tf_core.ir.program import Done, Instr, Local, Loop, Message, Program, text
-from mesh_tf_core.lower.offload import offload_of
+from mesh_tf_core.lower.options import offload_of
 from tests.examples.helper import SMALL, batches
 
 SPLIT = "heads:model;d_ff:model;length@elsewhere:model"

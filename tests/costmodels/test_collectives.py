@@ -20,7 +20,7 @@ from costmodels.hardware import (
     Torus,
     hardware_names,
 )
-from costmodels.network import formulas
+from costmodels.network import closed_forms as formulas
 from costmodels.network.closed_forms import CollectiveCost
 from costmodels.network.collectives import check_prices
 from mesh_tf_core.errors import UserError

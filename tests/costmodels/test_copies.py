@@ -9,8 +9,8 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.pricing.compilers import compiler_of
 from costmodels.pricing.explanation import formula
+from costmodels.pricing.hidden import Line
 from costmodels.pricing.items import Sent
-from costmodels.pricing.lines import Line
 from costmodels.pricing.pricer import price, pricer
 from examples.transformer_lm import model as transformer
 from mesh_tf_core import Dim, Layout, Mesh

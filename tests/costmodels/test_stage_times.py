@@ -14,7 +14,7 @@ from costmodels.liveness import memory
 from costmodels.pipeline_bubble import waiting
 from costmodels.pricing.compilers import COMPILERS
 from costmodels.pricing.compilers.launched import Launched
-from costmodels.pricing.lines import Cost
+from costmodels.pricing.hidden import Cost
 from costmodels.pricing.pricer import pricer
 from costmodels.stage_ends import StageEnd, end_work
 from examples.deepseek_lm import model as mixture

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from costmodels import collective_seconds, load_hardware, place
-from costmodels.network import formulas
+from costmodels.network import closed_forms as formulas
 from mesh_tf_core.ir.mesh import Mesh
 
 DATA = Path(__file__).parents[1] / "data" / "scaling_book_worked.csv"

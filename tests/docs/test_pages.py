@@ -55,10 +55,10 @@ def exists(name: str) -> bool:
 
 
 def test_what_is_missing_is_found() -> None:
-    assert exists("costmodels.network.formulas.ring_gather") and exists(
+    assert exists("costmodels.network.closed_forms.ring_gather") and exists(
         "costmodels.network.topology.MeshPlacement.route"
     )
-    assert not exists("costmodels.network.formulas.ring") and not exists("costmodels.formula.ring_gather")
+    assert not exists("costmodels.network.closed_forms.ring") and not exists("costmodels.formula.ring_gather")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -40,8 +40,8 @@ from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.nodes import crossed
-from mesh_tf_core.lower.offload import KINDS as HOSTED
-from mesh_tf_core.lower.offload import OPTIMIZER, WEIGHTS
+from mesh_tf_core.lower.options import KINDS as HOSTED
+from mesh_tf_core.lower.options import OPTIMIZER, WEIGHTS
 from mesh_tf_core.lower.remat_policy import SETS, Recomputed, of_stages
 from mesh_tf_core.lower.rematerialization import recomputable
 from mesh_tf_core.lower.storage import Stage

@@ -9,7 +9,7 @@ import pytest
 import layoutopt
 import mesh_tf_core as mtf
 from examples.transformer_seq2seq import model as seq2seq
-from layoutopt.cli.allowed import OnMesh
+from layoutopt.cli.given import OnMesh
 from layoutopt.space.allow import found, resolved
 from layoutopt.space.context import WAYS
 from layoutopt.space.decisions import ARGUMENTS, FEATURES, KINDS, SearchSpace, left_out

@@ -20,11 +20,10 @@ from layoutopt.cli.units import parse_bytes
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.optimize import alternatives, planning
 from layoutopt.optimize.alternatives import HEADROOM, TIED
-from layoutopt.optimize.baselines import Pinned
+from layoutopt.optimize.baselines import HEURISTICS, Pinned
 from layoutopt.optimize.entry import search
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import Evaluator, evaluate
-from layoutopt.optimize.heuristics import HEURISTICS
 from layoutopt.optimize.request import Request
 from layoutopt.plan.build import options_of
 from layoutopt.plan.schema import Alternative

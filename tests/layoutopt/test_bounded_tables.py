@@ -12,8 +12,8 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt.formulation import shared
-from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.cuts import most_cells
+from layoutopt.formulation.makers import Cluster
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import Table, Tabler, legal
 from layoutopt.space.decisions import Decisions, SearchSpace, decisions

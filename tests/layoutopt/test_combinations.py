@@ -15,8 +15,8 @@ from layoutopt.optimize.evaluator import evaluate
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.exclusions import EXCLUDED
 from mesh_tf_core.ir.schedules import KINDS
-from mesh_tf_core.lower.offload import ACTIVATIONS
-from mesh_tf_core.lower.offload import KINDS as HOSTED
+from mesh_tf_core.lower.options import ACTIVATIONS
+from mesh_tf_core.lower.options import KINDS as HOSTED
 from mesh_tf_core.lower.storage import STAGES
 
 MODEL = transformer_lm.model(layers=8, d_model=8, d_kv=4, heads=2, d_ff=16, vocab=16, batch=8, length=4)

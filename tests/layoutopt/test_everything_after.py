@@ -16,7 +16,7 @@ import layoutopt
 from costmodels.hardware import machine_of
 from examples import mlp, transformer_lm
 from layoutopt.cli.defaults import _chosen
-from layoutopt.optimize import k_best, request, warm_start
+from layoutopt.optimize import incumbents, k_best, request
 from layoutopt.optimize.entry import Limits, Objective, SearchSpace
 from layoutopt.optimize.incumbents import compared_with
 from layoutopt.optimize.request import SearchStatus
@@ -167,7 +167,7 @@ def test_a_time_limit_ends_it_with_an_answer_or_a_known_error(name: str, limit: 
 
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "listing": (warm_start, "listed"),
+    "listing": (incumbents, "listed"),
     "tables": (LayoutSearch, "_fixed"),
 }
 BY_DAY = (

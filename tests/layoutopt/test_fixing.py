@@ -55,7 +55,7 @@ def check(model: mtf.Model, space: Subproblem, hardware: Hardware, above: float,
         if few:
             patch.setattr("layoutopt.optimize.fixing.FIRST", 1)
             patch.setattr("layoutopt.optimize.fixing.MORE", 0.0)
-            patch.setattr("layoutopt.formulation.combinations.FEW", 1)
+            patch.setattr("layoutopt.formulation.couplings.FEW", 1)
         search = faster(Evaluator(model, hardware), space, upper, propose)
     bound = space.bounds.lower().value
     if above <= 1 or least == math.inf:  # nothing is faster, or no layout is legal

@@ -11,7 +11,7 @@ import pytest
 import layoutopt
 from costmodels.hardware import load_hardware
 from costmodels.hardware.model import CompilerName
-from costmodels.pricing.lines import Cost
+from costmodels.pricing.hidden import Cost
 from layoutopt.analysis.lint import lint, slower
 from layoutopt.importers.huggingface import from_huggingface
 from layoutopt.optimize.evaluator import evaluate

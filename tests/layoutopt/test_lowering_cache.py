@@ -13,10 +13,10 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from costmodels.pricing.pricer import Pricer, pricer
-from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.clusters import clusters
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.lowering_cache import Namings, lowering_cache
+from layoutopt.formulation.makers import Cluster
 from layoutopt.formulation.tables import Entry, Tabler
 from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.decisions import Decisions, SearchSpace, decisions

@@ -10,7 +10,7 @@ from examples.mlp import model as perceptron
 from layoutopt import search
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import evaluate
-from layoutopt.optimize.merging import merged
+from layoutopt.optimize.search import merged
 from tests.layoutopt.models import SMALL, transformer
 
 MODEL = transformer(**SMALL)

@@ -14,7 +14,7 @@ import layoutopt
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt.analysis.certificate import Certificate, certify, considered_by
-from layoutopt.cli.allowed import OnAnyMesh, OnMesh
+from layoutopt.cli.given import OnAnyMesh, OnMesh
 from layoutopt.cli.repairs import _changed
 from layoutopt.optimize.baselines import chosen_by_name
 from layoutopt.optimize.evaluator import Evaluator
@@ -25,12 +25,12 @@ from layoutopt.plan.details import Searched
 from layoutopt.plan.export import FORMATS, export
 from layoutopt.plan.exported import Exported
 from layoutopt.sizing.sizing import LAYOUTS
+from layoutopt.space.allow import USUALLY, allowed_by, allowed_text, recorded
+from layoutopt.space.argument import FILE
 from layoutopt.space.decisions import ARGUMENTS, FEATURES, KINDS, SearchSpace, typed
 from layoutopt.space.kind import PLAIN, Decision
 from layoutopt.space.listed import of_records
 from layoutopt.space.microbatches import Microbatches
-from layoutopt.space.option import FILE
-from layoutopt.space.recorded import USUALLY, allowed_by, allowed_text, recorded
 from layoutopt.space.schedule import ScheduleDecision
 from mesh_tf_core.errors import UserError
 from tests.layoutopt.every_kind import whole_model

@@ -14,7 +14,7 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.pricing.pricer import pricer
 from layoutopt import search
-from layoutopt.cli.allowed import OnMesh
+from layoutopt.cli.given import OnMesh
 from layoutopt.formulation.extract import Extraction, extract
 from layoutopt.optimize import subproblem
 from layoutopt.optimize.evaluation import as_run

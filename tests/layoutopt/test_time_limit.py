@@ -144,7 +144,7 @@ def test_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_proven_needs_no_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("layoutopt.optimize.search.LayoutSearch.fastest", lambda *_: None)  # proven
-    stick(monkeypatch, "layoutopt.optimize.needed:leanest")
+    stick(monkeypatch, "layoutopt.optimize.search:leanest")
     with pytest.raises(InfeasibleError, match=r"no layout of .* fits into 100 B per device"):
         search(EXAMPLES["mlp"](), memory=100, time_limit=SOON, **ON)
 

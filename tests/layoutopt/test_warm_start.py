@@ -17,10 +17,9 @@ from examples.transformer_lm import model as transformer
 from layoutopt import SearchSpace, search
 from layoutopt.optimize.entry import SearchStatus
 from layoutopt.optimize.evaluator import Evaluator
-from layoutopt.optimize.incumbents import Incumbents
+from layoutopt.optimize.incumbents import EARLIER, PINS, FirstLayout, Incumbents, WarmStart, named
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem, subproblems
-from layoutopt.optimize.warm_start import EARLIER, PINS, FirstLayout, WarmStart, named
 from layoutopt.plan.build import Plan
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.schedules import ONE_WAY

@@ -32,9 +32,8 @@ from layoutopt.solver import (
 from layoutopt.solver import run as solving
 from layoutopt.solver.anytime import blend
 from layoutopt.solver.anytime.improve import PARTNER
-from layoutopt.solver.anytime.messages import Messages
 from layoutopt.solver.anytime.network import Network, network
-from layoutopt.solver.anytime.search import ASCENT, LocalSearch
+from layoutopt.solver.anytime.search import ASCENT, LocalSearch, Messages
 from layoutopt.solver.anytime.sweep import EliminationOrder
 from tests.solver.strategies import contest_instance, table
 

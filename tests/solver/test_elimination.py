@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layoutopt.solver import Problem, ProblemError, eliminate, evaluate
-from layoutopt.solver.marginals import marginals, rows_below
-from layoutopt.solver.relations import codes
+from layoutopt.solver.elimination import marginals, rows_below
+from layoutopt.solver.join_tree import codes
 from tests.solver.strategies import random_problem
 
 seeds = st.tuples(st.integers(0, 10**6), st.booleans())

@@ -1,18 +1,114 @@
-"""Models that are functions of other libraries."""
+"""Models that are functions of other libraries.
+
+Microbatches of a function's step: parts of the batch must add up to the loss.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import mesh_tf_core as mtf
-from layoutopt.importers.arrays.origin import ImportedFunction
-from layoutopt.importers.arrays.parts import why_whole
-from layoutopt.importers.arrays.placing import ArrayPlacing
+from layoutopt.importers.arrays.placing import ArrayPlacing, ImportedFunction
 from layoutopt.plan.build import Plan, check_plan_model
 from layoutopt.plan.exported import ExportedTensor
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.blocks import Node
+from mesh_tf_core.ir.phase import Phase
+from mesh_tf_core.ir.structure import Read
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.model import TrainingStep
+from mesh_tf_core.ops.index import Range
+from mesh_tf_core.tracing.batch_linearity import INSEPARABLE, BatchLinearity, Linearity
+from mesh_tf_core.tracing.copying import batch_names
+from mesh_tf_core.tracing.graph import graph_of
+
+
+def why_whole(loss: Tensor, origin: ImportedFunction, batch: str) -> str:
+    """Why a function cannot run on parts of its batch one after the other, with its line; '' if it can.
+
+    Args:
+      batch: the dimension that is cut.
+    """
+    try:
+        added_results(loss, origin, batch)
+    except UserError as error:
+        return str(error)
+    for path, array in origin.batch.items():
+        if not array.axes or not array.axes[0] or array.axes[0][0] != batch:
+            return f"the first axis of {path!r} is not the batch dimension"
+    return ""
+
+
+def why_not_added(loss: Tensor, batch: str, whole: frozenset[int]) -> str:
+    """Why the losses of parts of a batch do not add up to its loss, with the line; '' if they do.
+
+    Args:
+      whole: tensors that every part has of the whole batch.
+    """
+    graph = graph_of(loss)
+
+    class Given(BatchLinearity):
+        def _visit(self, node: Node) -> None:
+            if not whole.isdisjoint(node.outputs):
+                return
+            super()._visit(node)
+            for o in node.outputs if isinstance(node.op, Range | Read) else ():
+                if self._batch(graph.tensor(o).type):  # not the numbers that a part counts for itself
+                    self._found[o] = INSEPARABLE
+                    self._explain(node, o, INSEPARABLE)
+
+    nodes = [n for n in graph.nodes if n.phase == Phase.FORWARD]
+    linearity = Given(graph, batch_names(graph, batch), nodes)
+    found = linearity.of(loss.id)
+    if found.kind is Linearity.REDUCIBLE and not found.after:
+        return ""
+    return linearity.why.get(loss.id, "its operations")
+
+
+def added_results(loss: Tensor, origin: ImportedFunction, batch: str) -> tuple[bool, ...]:
+    """For each array that the function returns, whether the parts' values of it add up to that of the whole
+    batch; else it does not depend on the batch, as a counter of draws.
+
+    Raises:
+      UserError: neither, with the line that is why.
+    """
+    graph = graph_of(loss)
+    nodes = [n for n in graph.nodes if n.phase == Phase.FORWARD]
+    linearity = BatchLinearity(graph, batch_names(graph, batch), nodes)
+    tensors = [origin.tensors.get(id(x), -1) for x in origin.rerolled.block.outs]
+    tensors[0] = loss.id
+    added: list[bool] = []
+    for name, tensor in zip(origin.results, tensors, strict=True):
+        found, what = linearity.of(tensor), f"the auxiliary value {name!r}" if added else "the loss"
+        added.append(found.kind is Linearity.REDUCIBLE or not added)
+        if found.after or found.kind is not (Linearity.REDUCIBLE if added[-1] else Linearity.REPLICATED):
+            why = linearity.why.get(tensor, "its operations")
+            raise UserError(
+                f"{what} is not a sum over the examples of the batch (see {why}): a count of unmasked "
+                "examples, or a statistic of BatchNorm (not of LayerNorm or GroupNorm), needs all of them"
+            )
+        if added[-1] and (term := _shared(linearity, nodes, tensor)):
+            raise UserError(
+                f"{what} has a term that does not depend on the batch, which every microbatch would add "
+                f"again ({term})"
+            )
+    return tuple(added)
+
+
+def _shared(linearity: BatchLinearity, nodes: Sequence[Node], tensor: int) -> str:
+    """The operation of a sum that adds what is the same in every part; '' if there is none."""
+    needed = {tensor}
+    for node in reversed(nodes):
+        if needed.isdisjoint(node.outputs):
+            continue
+        needed.update(node.inputs)
+        for each in (node, *(inner for inner, _ in node.body.walk())) if node.body else (node,):
+            if linearity.shared.get(each.index):
+                return f"{each.op.describe()}{f' in {each.scope}' if each.scope else ''}"
+    return ""
+
 
 KEEPS = "choose the values that recomputed layers keep with --recompute DIM:keep=KIND"
 

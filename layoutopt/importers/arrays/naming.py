@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from layoutopt.importers.arrays.classes import Classes, FactorNode, template
 from layoutopt.importers.arrays.contract import EquationBlock, Leaf, Unimportable, Var
-from layoutopt.importers.arrays.names import ArgumentArrays, ClassNames, last
 from layoutopt.importers.arrays.relations import TO, Axis, Copies
-from layoutopt.importers.arrays.roles import name_roles
+from layoutopt.importers.arrays.roles import ArgumentArrays, ClassNames, last, name_roles
 from mesh_tf_core.errors import known_names
 
 GivenNames = Mapping[str, object]

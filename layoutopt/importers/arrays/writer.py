@@ -30,10 +30,9 @@ from layoutopt.importers.arrays.contract import (
 from layoutopt.importers.arrays.keys import Draw, Keys, key_of, of_words
 from layoutopt.importers.arrays.narrow import WIDER, wrapped
 from layoutopt.importers.arrays.refusals import OTHERWISE, Refusal, Refusals, refuse, refused
-from mesh_tf_core.ir.arrays import FixedArray
 from mesh_tf_core.ir.dims import Dim, Shape, SparseDim
 from mesh_tf_core.ir.dtypes import DTYPES
-from mesh_tf_core.ir.initializers import FromArray, Initializer, Variable
+from mesh_tf_core.ir.initializers import FixedArray, FromArray, Initializer, Variable
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.random import uniform_bits
 from mesh_tf_core.tracing.graph import Graph

@@ -25,8 +25,7 @@ import numpy as np
 
 from layoutopt.importers.arrays import elementwise
 from layoutopt.importers.arrays.contract import Equation, EquationBlock, Operand, Var, layered
-from layoutopt.importers.arrays.origin import ImportedFunction
-from layoutopt.importers.arrays.placing import ArrayPlacing
+from layoutopt.importers.arrays.placing import ArrayPlacing, ImportedFunction
 from layoutopt.importers.jax.internals import jax_module, without_dead
 from layoutopt.importers.jax.interpreter import Site, differs, interpret
 from layoutopt.importers.jax.replay import (

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from layoutopt.frameworks import says
-from layoutopt.importers.arrays.origin import ImportedFunction
-from layoutopt.importers.arrays.parts import added_results
+from layoutopt.importers.arrays.model import added_results
+from layoutopt.importers.arrays.placing import ImportedFunction
 from layoutopt.importers.jax.constrain import constrained
 from layoutopt.importers.jax.internals import jax_module
 from layoutopt.importers.jax.leaves import new_state

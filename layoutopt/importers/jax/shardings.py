@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from layoutopt.importers.arrays.contract import Leaf
-from layoutopt.importers.arrays.origin import ArrayAxes, ImportedFunction
-from layoutopt.importers.arrays.placing import ArrayPlacing, Spec
+from layoutopt.importers.arrays.placing import ArrayAxes, ArrayPlacing, ImportedFunction, Spec
 from layoutopt.importers.jax.internals import jax_module
 from layoutopt.importers.jax.leaves import leaves_of
 from mesh_tf_core.errors import UserError, known_names

@@ -17,7 +17,7 @@ from pathlib import PurePath
 from typing import Any
 
 from layoutopt.analysis.lint import UnlikeArray
-from layoutopt.importers.arrays.origin import ArrayAxes
+from layoutopt.importers.arrays.placing import ArrayAxes
 from layoutopt.importers.jax.internals import jax_module
 from layoutopt.importers.jax.leaves import flat
 from layoutopt.importers.jax.model import JaxModel

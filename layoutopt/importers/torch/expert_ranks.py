@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from layoutopt.importers.arrays.contract import EquationBlock, Var
-from layoutopt.importers.arrays.origin import ArrayAxes
+from layoutopt.importers.arrays.placing import ArrayAxes
 from layoutopt.importers.arrays.relations import FROM, TO
 from layoutopt.importers.torch.internals import torch_module
 from layoutopt.importers.torch.ranks import EXPERTS

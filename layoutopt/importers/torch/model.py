@@ -11,8 +11,7 @@ from layoutopt.frameworks import says
 from layoutopt.front_ends import TORCH
 from layoutopt.importers.arrays.build import built, optimizer_of
 from layoutopt.importers.arrays.contract import KEY, Leaf, TracedProgram, Var
-from layoutopt.importers.arrays.model import ImportedModel
-from layoutopt.importers.arrays.parts import why_not_added
+from layoutopt.importers.arrays.model import ImportedModel, why_not_added
 from layoutopt.importers.torch.capture import MODULE, Captured, NotTracedError, ValuesNeededError, captured
 from layoutopt.importers.torch.internals import array_of, dtype_of, torch_module
 from layoutopt.importers.torch.reader import ReadProgram, read

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from layoutopt.importers.arrays.origin import ArrayAxes
+from layoutopt.importers.arrays.placing import ArrayAxes
 from layoutopt.importers.torch.internals import called, copied, torch_module
 from layoutopt.importers.torch.passing import map_first
 from layoutopt.importers.torch.stacks import LayerList

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from layoutopt.importers.arrays.origin import ArrayAxes
+from layoutopt.importers.arrays.placing import ArrayAxes
 from layoutopt.importers.torch.internals import torch_module
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.dtypes import is_float

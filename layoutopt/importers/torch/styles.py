@@ -14,7 +14,7 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
-from layoutopt.importers.arrays.origin import ArrayAxes, ImportedFunction
+from layoutopt.importers.arrays.placing import ArrayAxes, ImportedFunction
 from layoutopt.importers.arrays.relations import TO
 from layoutopt.importers.torch.expert_ranks import adds_up, expert_modules, takes_rows, with_fewer
 from layoutopt.importers.torch.internals import torch_module

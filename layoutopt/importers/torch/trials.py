@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
-from layoutopt.importers.arrays.origin import ArrayAxes
+from layoutopt.importers.arrays.placing import ArrayAxes
 from layoutopt.importers.torch.autocast import on_gpus
 from layoutopt.importers.torch.capture import flex_written_out, library, own_line
 from layoutopt.importers.torch.checks import checks_passed

@@ -11,7 +11,7 @@ import pytest
 from costmodels.calibration.clock import ClockNoise
 from costmodels.calibration.profile import held_out, profile
 from costmodels.calibration.residuals import residuals
-from costmodels.calibration.team import assemble
+from costmodels.calibration.runner import assemble
 from costmodels.hardware import Hardware, load_hardware, write_profile
 from mesh_tf_core import Cluster
 from tests.costmodels.calibration.test_fit import MESH, fitted, measured

@@ -9,10 +9,8 @@ import pytest
 
 from costmodels.calibration import profile as profiles
 from costmodels.calibration.clock import ClockNoise, TimingSample
-from costmodels.calibration.machine import together
 from costmodels.calibration.profile import profile
-from costmodels.calibration.runner import Partial
-from costmodels.calibration.team import Team, assemble
+from costmodels.calibration.runner import Partial, Team, assemble, together
 from costmodels.hardware import write_profile
 from mesh_tf_core import Cluster, Mesh, UserError
 from tests.costmodels.calibration.test_fit import fitted, measured
@@ -58,7 +56,7 @@ def test_a_sample_is_one_of_all() -> None:
 def test_nobody_takes_the_time_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others may use the cores meanwhile."""
     monkeypatch.setattr(
-        "costmodels.calibration.team.sample", lambda run, steps: TimingSample(1.0, 0.5, 2.0, 4)
+        "costmodels.calibration.runner.sample", lambda run, steps: TimingSample(1.0, 0.5, 2.0, 4)
     )
     assert team(None, ("",), "/GPU:0").sample(lambda: None, 1).seconds == 1.0
     assert team(None, ("",), "/CPU:0").sample(lambda: None, 1).seconds == 0.5
@@ -73,8 +71,8 @@ def test_cores_and_memory_of_all_machines_count() -> None:
 
 def test_cores_of_neighbours_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler may give every process its own ones, or all of them the same."""
-    monkeypatch.setattr("costmodels.calibration.team.machine", lambda: HERE)
-    monkeypatch.setattr("costmodels.calibration.team.cpus", lambda: {0, 1, 2})
+    monkeypatch.setattr("costmodels.calibration.runner.machine", lambda: HERE)
+    monkeypatch.setattr("costmodels.calibration.runner.cpus", lambda: {0, 1, 2})
     cluster = Cluster("a:1", 2, 1)
     cluster.hosts = "a", "a"
     monkeypatch.setattr(cluster, "start", lambda devices: ("cpu:0", "cpu:1", "cpu:2", "cpu:3"))

@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 
 from costmodels.calibration import tpu_compiled
 from costmodels.calibration.residuals import residuals
-from costmodels.calibration.tpu import calibrate_tpu, tpu_samples
+from costmodels.calibration.tpu import (
+    Numbers,
+    calibrate_tpu,
+    fit_numbers,
+    fit_tpu,
+    predicted,
+    tpu_samples,
+    with_numbers,
+)
 from costmodels.calibration.tpu_compiled import (
     FORMAT,
     GENERATIONS,
@@ -24,7 +32,6 @@ from costmodels.calibration.tpu_compiled import (
     ship,
     shipped_probes,
 )
-from costmodels.calibration.tpu_fit import Numbers, fit_numbers, fit_tpu, predicted, with_numbers
 from costmodels.calibration.tpu_probes import CHAIN, CHECK, PRODUCT, tpu_probes
 from costmodels.hardware import Curve, Hardware, load_hardware, write_profile
 from costmodels.kernels.compute import Quantity, compute_seconds
