@@ -34,7 +34,7 @@ WAIT = 0.02
 
 @dataclass(frozen=True)
 class Letter:
-    """What one process tells the other.
+    """A message from one process to the other.
 
     Attributes:
       begun: the problems that it looks at from now on.
