@@ -25,8 +25,8 @@ from benchmarks.framework_fit import halves
 from benchmarks.framework_parts import parts
 from benchmarks.framework_rows import Row, rows, tables
 from costmodels import load_hardware
+from costmodels.pricing.hidden import is_launched
 from costmodels.pricing.items import Item
-from costmodels.pricing.lines import is_launched
 from costmodels.pricing.pricer import Pricer
 from mesh_tf_core.errors import UserError
 
