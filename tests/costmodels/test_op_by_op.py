@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+import mesh_tf_core as mtf
 from costmodels.hardware import CollectiveCurve, Curve, Number, preset_content, write_profile
 from costmodels.pricing.items import Called
 from costmodels.pricing.pricer import pricer
@@ -94,6 +95,18 @@ def test_a_step_has_a_part_that_no_layout_changes(machine):
         prices.fixed_seconds(model.lower(MESH, Layout()))
     }
     assert len({c.step_seconds for c in costs}) == 3
+
+
+def test_forms_of_a_function_take_as_long_as_it(machine):
+    """One form of GELU is measured."""
+
+    def seconds(fn):
+        graph = mtf.Graph(fn)
+        x = graph.input("x", [mtf.Dim("batch", 512), mtf.Dim("d", 64)], "float32")
+        made = mtf.reduce_sum(mtf.layers.base.activation(fn)(x))
+        return pricer(machine, MESH).cost(mtf.lower(graph, MESH, Layout(""), {"y": made})).step_seconds
+
+    assert seconds("gelu") == seconds("gelu_exact") == seconds("gelu_new") > seconds("relu")
 
 
 @pytest.mark.parametrize(("channels", "cut"), [(4, 2), (32, 0)])
