@@ -84,7 +84,7 @@ class Layer:
 
     def read(self) -> Arrays:
         """Our names inside the layer -> arrays."""
-        if "attn.Wqkv.weight" in self.w:
+        if "attn.Wo.weight" in self.w:
             return self.encoder()
         self.norms()
         self.own()
@@ -128,13 +128,15 @@ class Layer:
         self.put("attention_norm/scale", "attn_norm.weight")
         self.put("feed_forward_norm/scale", "mlp_norm.weight")
         self.put("attention/o", "attn.Wo.weight")
+        for n in "qkv":
+            self.put(f"attention/{n}", f"attn.{n}_proj.weight")  # of the decoder
         self.put("feed_forward/out/weight", "mlp.Wo.weight")
         for whole, parts in (
             ("attn.Wqkv.weight", [f"attention/{n}" for n in "qkv"]),
             ("mlp.Wi.weight", ["feed_forward/in/0/weight", "feed_forward/in/1/weight"]),
         ):
-            cut = np.split(self.w[whole], len(parts))
-            self.made |= {own: x.T for own, x in zip(parts, cut, strict=True)}
+            cut = np.split(self.w[whole], len(parts)) if whole in self.w else []
+            self.made |= {own: x.T for own, x in zip(parts, cut, strict=False)}
         return self.made
 
     def norms(self) -> None:
@@ -396,8 +398,8 @@ def ours(state: Mapping[str, Any], config: Mapping[str, Any], length: int) -> Ar
         ),
         ("embedding_norm/scale", ("embeddings.norm.weight",)),
         ("own_norm/scale", ("per_layer_projection_norm.weight",)),
-        ("transform/weight", ("head.dense.weight",)),
-        ("transform_norm/scale", ("head.norm.weight",)),
+        ("transform/weight", ("head.dense.weight", "lm_head.dense.weight")),
+        ("transform_norm/scale", ("head.norm.weight", "lm_head.norm.weight")),
         ("final_norm/scale", ("norm.weight", "norm_f.weight", "final_layernorm.weight", "final_norm.weight")),
         ("final_norm/bias", ("norm.bias", "final_layernorm.bias")),
         ("output/bias", ("lm_head.bias", "decoder.bias")),

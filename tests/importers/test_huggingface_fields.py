@@ -25,8 +25,8 @@ from layoutopt.importers.huggingface.fields import ConfiguredTraining
 from layoutopt.models.loading import load_model
 
 DATA = Path(__file__).parents[1] / "data"
-OTHERS = ("bert", "vit", "siglip", "whisper", "modernbert", "mimo_v2_flash")
-"""Other models, and one whose files have the fields of its authors' code."""
+OTHERS = ("bert", "vit", "siglip", "whisper", "modernbert", "mimo_v2_flash", "dbrx")
+"""Other models, one whose files have the fields of its authors' code, and one that has them in parts."""
 CASES = {
     name: case["config"]
     for name, case in json.loads((DATA / "huggingface_losses.json").read_text())["models"].items()

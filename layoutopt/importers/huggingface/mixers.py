@@ -154,8 +154,9 @@ class MixerReader:
     def _window(self) -> int:
         """The window of layers that have one; null: none."""
         fields = self.fields
-        if fields.has("local_attention"):  # positions on both sides together, besides the query's own
-            return fields.count("local_attention") // 2 + 1
+        if fields.has("local_attention"):  # on both sides, besides the query's own if it sees both
+            fields.raw("sliding_window")
+            return fields.count("local_attention") // 2 + (not self.heads.causal)
         if fields.has("sliding_window_size"):  # positions back, besides the query's own
             fields.raw("sliding_window")
             return fields.count("sliding_window_size") + 1
