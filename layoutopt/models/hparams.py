@@ -36,8 +36,7 @@ class Defaults(dict[str, Default]):
     """Hyperparameters by name.
 
     Attributes:
-      open: the function takes others too, by **hparams.
-      also: other name -> its own.
+      open: the function takes others too, by **hparams. also: other name -> its own.
     """
 
     open = False

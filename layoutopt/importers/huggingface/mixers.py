@@ -154,11 +154,10 @@ class MixerReader:
     def _window(self) -> int:
         """The window of layers that have one; null: none."""
         fields = self.fields
+        fields.raw("sliding_window")
         if fields.has("local_attention"):  # on both sides, besides the query's own if it sees both
-            fields.raw("sliding_window")
             return fields.count("local_attention") // 2 + (not self.heads.causal)
         if fields.has("sliding_window_size"):  # positions back, besides the query's own
-            fields.raw("sliding_window")
             return fields.count("sliding_window_size") + 1
         if "sliding_window" in fields.values and not fields.has("sliding_window"):
             return 0
