@@ -16,6 +16,7 @@ import numpy as np
 from costmodels.hardware import GpuCluster, Hardware
 from costmodels.kernels.compute import KernelParts, Quantity, kernel_parts
 from costmodels.pricing.items import Computed, Item, Sent, Transferred
+from costmodels.pricing.lines import is_launched
 from costmodels.pricing.overlap import ACTIVATION, CLASSES
 from costmodels.pricing.pricer import Pricer
 from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER
@@ -81,6 +82,7 @@ class StepSums:
       sent: seconds without launches, and launches, of all messages of a class (its number in `CLASSES`; one
         more: those that nothing hides), and of each that products between its start and done hide.
       between: seconds of a kernel that hide a message, in runs of the kernel.
+      host: seconds of the host that launches the kernels.
     """
 
     def __init__(
@@ -92,11 +94,12 @@ class StepSums:
         board: float = 1.0,
     ) -> None:
         self.machine, self.seconds, self.chip, self.board = prices.hardware, seconds, chip, board
-        self.known, self.devices = constants_of(self.machine), prices.devices
+        self.known, self.devices, self.host = constants_of(self.machine), prices.devices, 0.0
         self.kernels = defaultdict[Quantity, float](float)
         self.between = defaultdict[tuple[Hashable, Quantity], float](float)
         self.sent = defaultdict[Hashable, np.ndarray](lambda: np.zeros(2))
         for times, item in items:
+            self.host += times * prices.interval * is_launched(item)
             if isinstance(item, Computed):
                 self.kernels[item.quantity] += times
                 continue
@@ -138,7 +141,7 @@ class StepFit:
     ) -> None:
         self.sums, self.shrink, self.loss = sums, shrink, 0.0
         self.weights = np.array(weights or np.ones(len(sums)))
-        self.seconds = np.array([s.seconds for s in sums])
+        self.seconds, self._host = np.array([s.seconds for s in sums]), np.array([s.host for s in sums])
         self.used = [c for c in constants if any(s.chip in c.chips for s in sums)]
         kernels = [(at, s, q) for at, s in enumerate(sums) for q in s.kernels]
         messages = [(at, key) for at, s in enumerate(sums) for key in s.sent]
@@ -175,7 +178,8 @@ class StepFit:
         under = np.zeros(len(own))
         np.add.at(under, self._hidden, kernels[self._product] * self._runs)
         found: np.ndarray = np.bincount(self._of, kernels * self._times, len(self.sums))
-        return found + np.bincount(self._message_of, np.maximum(sent - under, 0.0), len(self.sums))
+        found += np.bincount(self._message_of, np.maximum(sent - under, 0.0), len(self.sums))
+        return np.maximum(found, self._host)
 
     def _on(self, chip: str, values: Sequence[float]) -> dict[str, float]:
         """The constants of a chip."""
