@@ -15,8 +15,8 @@ import numpy as np
 
 from costmodels.hardware import GpuCluster, Hardware
 from costmodels.kernels.compute import KernelParts, Quantity, kernel_parts
+from costmodels.pricing.hidden import is_launched
 from costmodels.pricing.items import Computed, Item, Sent, Transferred
-from costmodels.pricing.lines import is_launched
 from costmodels.pricing.overlap import ACTIVATION, CLASSES
 from costmodels.pricing.pricer import Pricer
 from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER
@@ -82,7 +82,6 @@ class StepSums:
       sent: seconds without launches, and launches, of all messages of a class (its number in `CLASSES`; one
         more: those that nothing hides), and of each that products between its start and done hide.
       between: seconds of a kernel that hide a message, in runs of the kernel.
-      host: seconds of the host that launches the kernels.
     """
 
     def __init__(

@@ -70,9 +70,8 @@ class Pricer:
         """The same, with all messages over an axis hidden by later steps; repeated calls return one
         object."""
         if axis not in self._without:
-            self._without[axis] = type(self)(
-                self.hardware, self.placement, axis, self._compute, self._collective
-            )
+            same = self.hardware, self.placement, axis, self._compute, self._collective
+            self._without[axis] = type(self)(*same)
         return self._without[axis]
 
     @property
@@ -81,9 +80,8 @@ class Pricer:
 
     @property
     def interval(self) -> float:
-        """Seconds that a host needs for each kernel that it launches; 0: none launches them."""
-        each = self.hardware.chip.host_interval
-        return 0.0 if each is None else each.value
+        """`Cost.interval`."""
+        return each.value if (each := self.hardware.chip.host_interval) else 0.0
 
     @cached_property
     def itemiser(self) -> Itemiser:
@@ -225,8 +223,7 @@ class LaunchPricer(Pricer):
     """Prices of what the host does, `Cost.launched`, in place of what it launches."""
 
     def seconds_of(self, item: Item) -> tuple[float, float]:
-        """The interval of a kernel, twice; 0 of messages."""
-        return (self.interval,) * 2 if is_launched(item) else (0.0, 0.0)
+        return (self.interval * is_launched(item),) * 2
 
     def _message(self, *_: object) -> float:
         return 0.0
