@@ -126,20 +126,18 @@ def unexpressed(
 
 def _odd(found: Decisions, chosen: dict[str, Choice]) -> tuple[str, str]:
     def said(*names: str, **other: Choice) -> str:
-        over = {n: "over " * isinstance(found.named[n], Split) for n in names}
-        choices = {n: "+".join(other.get(n, chosen[n])) for n in names}
-        return ", ".join(
-            f"{n} {over[n] + c if c else 'whole' if over[n] else 'no'}" for n, c in choices.items()
-        )
+        each = {n: (isinstance(found.named[n], Split), other.get(n, chosen[n])) for n in names}
+        over = {n: f"over {'+'.join(c)}" if c else "whole" for n, (splits, c) in each.items() if splits}
+        stages = {n: "@".join(filter(None, (*c[:1], "+".join(c[1:])))) or "no" for n, (_, c) in each.items()}
+        return ", ".join(f"{n} {over.get(n, stages[n])}" for n in names)
 
-    if odd := [n for n, options in found.options.items() if chosen[n] not in options]:
-        return said(*odd), ""
-    broken = [each for each in found.couplings if not each.allows(chosen)]
-    for name in dict.fromkeys(n for each in broken for n in reversed(each.names)):
-        for other in found.options[name]:
+    odd = [n for n, options in found.options.items() if chosen[n] not in options]
+    broken = [n for each in found.couplings if not each.allows(chosen) for n in reversed(each.names)]
+    for name in (odd or dict.fromkeys(broken)) if len(odd) < 2 else ():
+        for other in sorted(found.options[name], key=lambda c: c[:1] != chosen[name][:1]):
             if all(each.allows({**chosen, name: other}) for each in found.couplings):
                 return said(name), said(name, **{name: other})
-    return said(*(n for each in broken[:1] for n in each.names if chosen[n])), ""
+    return said(*(odd or dict.fromkeys(n for n in broken[::-1] if chosen[n]))), ""
 
 
 MEMORY_SHARE = 0.02

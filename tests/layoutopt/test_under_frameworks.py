@@ -185,6 +185,20 @@ def test_repeated_work_of_experts_is_named_under_every_framework(framework: str)
     assert any("experts" in message for message in work)
 
 
+def test_the_axes_that_a_framework_stores_over_are_named() -> None:
+    """Plain ZeRO splits what is small over the ranks of the weights, too."""
+    layout = "batch:a;expert_batch:a;heads:b;d_ff:b;vocab:b"
+    asked = {"hardware": "h100", "framework": "megatron"}
+    whole, part = (
+        layoutopt.cost(MODELS["experts"](), "a:2;b:2", layout, storage=stage, **asked)
+        for stage in ("zero1", "zero1@a")
+    )
+    (found,) = (f for f in whole.findings if f.kind == "not expressed")
+    assert "for storage of all variables zero1;" in found.message
+    assert found.fix == "megatron runs this layout with storage of all variables zero1@a"
+    assert not [f for f in part.findings if f.kind == "not expressed"]
+
+
 @pytest.mark.parametrize(
     ("framework", "layout", "lost", "mend"),
     [
@@ -192,7 +206,7 @@ def test_repeated_work_of_experts_is_named_under_every_framework(framework: str)
         ("megatron", "batch:a;heads:b;d_ff:b", "vocab whole", "vocab over b"),
         ("megatron", "batch:a;d_model:b", "d_model over b", ""),
         ("megatron", "batch:a;length:b;expert_batch:a;expert_length:b", "", ""),
-        ("maxtext", "batch:a+b", "recompute layers no", ""),
+        ("maxtext", "batch:a+b", "recompute layers no", "recompute layers on@products+attention"),
         ("layoutopt", "batch:a;d_model:b", "", ""),
     ],
 )
