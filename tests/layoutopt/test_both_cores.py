@@ -151,6 +151,22 @@ def test_what_no_other_process_reads_is_searched_by_one(
     same(plan, alone(monkeypatch, restriction=here))
 
 
+def test_a_second_process_that_dies_leaves_its_problems_to_the_first(
+    started: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = BothCores._read
+
+    def dies(self: BothCores, letter: Letter) -> None:
+        read(self, letter)
+        if letter.begun:
+            started[0].kill()
+
+    monkeypatch.setattr(BothCores, "_read", dies)
+    plan = layoutopt.search(MLP, **ON)
+    assert len(started) == 1
+    same(plan, alone(monkeypatch))
+
+
 def test_one_core_starts_none(started: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(both_cores, "cores", lambda: 1)
     layoutopt.search(MLP, **ON)
