@@ -4,7 +4,7 @@ down before, and searches them on 64 H100 under `--framework torch`.
     python benchmarks/torch_modules.py [NAME...] [--out FILE] [--devices N] [--time-limit S] [--limit S]
 
 Every module is a process of its own, and each row is written when it ends; one that takes longer than
-`--limit` is given up. `--no-search` ends with the import.
+`--limit` is given up. `--no-search` ends with the import, and leaves the stored search.
 """
 
 from __future__ import annotations
@@ -160,6 +160,8 @@ def main() -> None:
         ):
             line, error = line and line.replace(f"{folder}/", ""), error.replace(f"{folder}/", "")
         row = json.loads(line[4:]) if line else {"name": name, "note": ENTRIES[name].note, "error": error}
+        if args.no_search and "search" in rows.get(name, {}):
+            row["search"] = rows[name]["search"]
         rows[name] = row
         print(json.dumps(row), flush=True)
         head = {"date": date.today().isoformat(), "hardware": HARDWARE, "framework": FRAMEWORK}

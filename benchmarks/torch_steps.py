@@ -111,42 +111,73 @@ def made(name: str) -> Given:
     return MODULES[name]()
 
 
-def _stepped(plan: Any, given: Given, rounds: int) -> Any:
-    """[ours, FSDP2 written by hand] x [seconds, CPU seconds of all ranks] x rounds."""
+def _by_hand(given: Given, mesh: Any = None) -> Callable[[], None]:
+    """A step of FSDP2 over all ranks, or over the data ranks of a mesh whose tensor ranks split a Llama, as
+    tutorials write it."""
     import torch
     from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel
+    from torch.distributed.tensor.parallel import parallelize_module as split
 
     module, batch, layers = given
-    mesh = plan.ranks.mesh
-    own = plan.parallelize(
-        copy.deepcopy(module),
-        init_device_mesh("cpu", tuple(n for _, n in mesh.axes), mesh_dim_names=mesh.names),
-    )
-    step = plan.train_step(own, torch.optim.AdamW(own.parameters()))
-    rows = step.rows(batch)
-    hand = copy.deepcopy(module)
+    hand, data = copy.deepcopy(module), None if mesh is None else mesh["data"]
+    if mesh is not None:
+        outer = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
+        split(hand, mesh["model"], {**outer, "lm_head": ColwiseParallel(use_local_output=False)})
+        if module.config.tie_word_embeddings:
+            hand.lm_head.weight = hand.model.embed_tokens.weight
+        for layer in hand.model.layers:
+            columns = (
+                "self_attn.q_proj",
+                "self_attn.k_proj",
+                "self_attn.v_proj",
+                "mlp.gate_proj",
+                "mlp.up_proj",
+            )
+            rows = dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), RowwiseParallel())
+            split(layer, mesh["model"], {**dict.fromkeys(columns, ColwiseParallel()), **rows})
     for path in layers.split():
         for layer in hand.get_submodule(path):
-            fully_shard(layer)
-    fully_shard(hand)
+            fully_shard(layer, mesh=data)
+    fully_shard(hand, mesh=data)
     adam = torch.optim.AdamW(hand.parameters())
-    size, rank = distributed.get_world_size(), distributed.get_rank()
-    part = {n: x.chunk(size)[rank] for n, x in batch.items()}
+    count = distributed.get_world_size() if data is None else data.size()
+    own = distributed.get_rank() if data is None else data.get_local_rank()
+    part = {n: x.chunk(count)[own] for n, x in batch.items()}
 
-    def by_hand() -> None:
-        found = hand(**part)
-        (found if torch.is_tensor(found) else found.loss).backward()
+    def step() -> None:
+        with loss_parallel():
+            found = hand(**part)
+            (found if torch.is_tensor(found) else found.loss).backward()
         adam.step()
         adam.zero_grad()
 
-    each = torch.zeros(2, 2, rounds, dtype=torch.float64)
+    return step
+
+
+def _stepped(plan: Any, given: Given, rounds: int) -> Any:
+    """[ours, FSDP2 by hand, our layout by hand if it splits tensors] x [seconds, CPU seconds of all ranks] x
+    rounds."""
+    import torch
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    module, batch, _ = given
+    mesh = plan.ranks.mesh
+    devices = init_device_mesh("cpu", tuple(n for _, n in mesh.axes), mesh_dim_names=mesh.names)
+    own = plan.parallelize(copy.deepcopy(module), devices)
+    step = plan.train_step(own, torch.optim.AdamW(own.parameters()))
+    rows = step.rows(batch)
+    steps = [lambda: step(rows), _by_hand(given)]
+    steps += [_by_hand(given, devices)] if plan.ranks.tensor else []
+    each = torch.zeros(len(steps), 2, rounds, dtype=torch.float64)
     for n in range(rounds + 1):
-        for i in (0, 1) if n % 2 else (1, 0):
+        for i in range(len(steps))[:: 1 if n % 2 else -1]:
             distributed.barrier()
             start = time.perf_counter(), time.process_time()
-            step(rows) if i == 0 else by_hand()
+            steps[i]()
             distributed.barrier()
             if n:  # the first of each is a warm-up
                 each[i, 0, n - 1] = time.perf_counter() - start[0]
@@ -202,13 +233,14 @@ def one(name: str, ranks: int, rounds: int) -> dict[str, Any]:
         torch.multiprocessing.start_processes(_rank, given, nprocs=ranks, start_method="fork")
         both = pickle.loads(Path(folder, "steps.pickle").read_bytes())
     for n, kind in enumerate(("", "cpu_")):
-        ours, theirs = both[0][n], both[1][n]
-        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-        row |= {
-            f"step_{kind}seconds": statistics.median(ours),
-            f"fsdp2_{kind}seconds": statistics.median(theirs),
-        }
-        row |= {f"{kind}ratio": statistics.median(ratios), f"{kind}ratios": [round(r, 3) for r in ratios]}
+        ours = both[0][n]
+        row[f"step_{kind}seconds"] = statistics.median(ours)
+        for name, theirs in zip(("fsdp2", "layout"), (x[n] for x in both[1:]), strict=False):
+            ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+            to = "" if name == "fsdp2" else f"{name}_"
+            row[f"{name}_{kind}seconds"] = statistics.median(theirs)
+            row |= {f"{to}{kind}ratio": statistics.median(ratios)}
+            row |= {f"{to}{kind}ratios": [round(r, 3) for r in ratios]}
     return row
 
 

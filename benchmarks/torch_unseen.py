@@ -95,7 +95,7 @@ def rounding(module: Any, batch: Any, loss: Any) -> float:
 def torch_paths(batch: Any) -> list[tuple[str, Any]]:
     import torch
 
-    from layoutopt.importers.torch.internals import batch_path
+    from layoutopt.importers.torch.calls import batch_path
 
     return [(batch_path(k), x) for k, x in torch.utils._pytree.tree_flatten_with_path(batch)[0]]
 

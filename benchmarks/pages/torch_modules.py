@@ -28,7 +28,8 @@ STEPS = """
 `--framework {framework}`. Loss and gradients in float64 differ from those of one process by at most
 {loss} and {gradient} (relative). In {equal} rows every parameter lies as the plan's placements say, and
 the fullest rank holds the elements that the plan says. Times are medians of {rounds} rounds of AdamW in
-float32, in turns with the same module under hand-written FSDP2 on the same processes. {about}
+float32, in turns with the same module under hand-written FSDP2 on the same processes, and, where the plan
+splits tensors, with the plan's own layout written by hand with `parallelize_module` (*by hand*). {about}
 """
 UNSEEN = """
 ## Every model type of transformers, reduced
@@ -136,6 +137,8 @@ def _steps() -> Iterator[str]:
             "FSDP2, ms",
             "ratio",
             "ratio of CPU s",
+            "by hand",
+            "CPU s by hand",
         ),
         (
             (
@@ -148,6 +151,7 @@ def _steps() -> Iterator[str]:
                 f"{1e3 * r['fsdp2_seconds']:.0f}",
                 f"{r['ratio']:.2f}",
                 f"{r['cpu_ratio']:.2f}",
+                *(f"{r[f'layout_{n}ratio']:.2f}" if "layout_ratio" in r else "" for n in ("", "cpu_")),
             )
             for r in rows
         ),

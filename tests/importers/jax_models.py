@@ -13,7 +13,7 @@ import numpy as np
 
 import layoutopt
 import mesh_tf_core as mtf
-from layoutopt.importers.jax.leaves import leaves_of
+from layoutopt.importers.jax.shardings import leaves_of
 from mesh_tf_core.engines.lockstep import LockstepEngine
 
 VOCAB, LENGTH, MODEL, HEADS, WIDTH, HIDDEN, LAYERS, BATCH = 32, 8, 16, 4, 4, 48, 2, 4

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from layoutopt.importers.arrays.contract import EquationBlock, Operand
-from layoutopt.importers.jax.interpreter import interpret
 from layoutopt.importers.jax.reader import traced
-from layoutopt.importers.jax.replay import Ref, ReplayVisitor, retraced
+from layoutopt.importers.jax.replay import Ref, ReplayVisitor, interpret, retraced
 from mesh_tf_core.errors import UserError
 from tests.importers.jax_models import MODELS
 

@@ -27,6 +27,7 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from layoutopt.importers.torch.calls import copied  # noqa: E402
 from layoutopt.importers.torch.parallelize import _wrapped  # noqa: E402
 from layoutopt.importers.torch.pipeline import Pipeline, part_of, stage_numbers  # noqa: E402
 from layoutopt.importers.torch.torch_plan import WeightedLoss  # noqa: E402
@@ -41,7 +42,7 @@ def test_dimensions_that_no_style_splits_are_left_out_of_the_search() -> None:
     for given, dim, why in (
         (perceptron(normed=True), "blocks", "is neither of a linear map nor of an embedding"),
         (literal(), "heads", "does not run on a part of it"),
-        (literal(rest=-1), "heads", "attention would have heads of [4] elements in place of [8]"),
+        (literal(rest=-1), "heads", "attention would have heads of 4 elements, not of [8]"),
         (MODULES["qwen3"](), "query_group", "combines it with values that all ranks have alike"),
     ):
         model = layoutopt.from_torch(*given)
@@ -208,7 +209,7 @@ def test_stages_have_the_layers_that_their_schedule_says() -> None:
 
 def test_the_parts_of_a_pipeline_take_the_state_of_the_whole_module() -> None:
     model, (module, _) = imported("four layers")
-    parts = {n: part_of(module, model.styles.outline, n, n + 2) for n in (0, 2)}
+    parts = {n: part_of(copied(module), model.styles.outline, n, n + 2) for n in (0, 2)}
     pipeline = Pipeline({n: copy.deepcopy(part) for n, part in parts.items()}, "1f1b", 2, None, "cpu").eval()
     whole = {name: x + 1 for name, x in module.state_dict().items()}
     pipeline.load_state_dict(whole)

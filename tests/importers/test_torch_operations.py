@@ -16,6 +16,14 @@ from mesh_tf_core.errors import UserError  # noqa: E402
 from tests.importers.torch_models import compared  # noqa: E402
 
 Made = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _chosen(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of a mixture by hand: those with a large element, as often as they have one, each times it."""
+    rows, nth = torch.where(y > 0.3)
+    return rows, y[rows].square() * y[rows, nth, None]
+
+
 CLASSES = torch.tensor([1, 2, 3, 0])
 EQUAL: dict[str, Made] = {
     "std": lambda y: y.std(-1),
@@ -63,6 +71,9 @@ AT_PLACES: dict[str, Made] = {
     "scatter_add of rows": lambda y: y.scatter_add(0, ROWS[:, None].expand(-1, 6), torch.cat([y, y * y])),
     "scatter_add of columns": lambda y: y.T.scatter_add(1, ROWS.expand(6, -1), torch.cat([y, y * y]).T),
     "scatter_add of single elements": lambda y: y.scatter_add(0, EACH, y[1:] * y[1:]),
+    "index_add of rows": lambda y: y.index_add(0, ROWS, torch.cat([y, y * y])),
+    "index_add of columns": lambda y: y.T.index_add(-1, ROWS, torch.cat([y, y * y]).T, alpha=2),
+    "index_add of rows that a mask selects": lambda y: y.index_add(0, *_chosen(y)),
     "scatter_add in place": lambda y: y.square().scatter_add_(0, EACH, y[:3]),
     "scatter of rows": lambda y: y.scatter(0, ROWS[2:5, None].expand(-1, 6), y[:3] * y[:3]),
     "scatter of single elements": lambda y: y.scatter(1, APART, y[:, :2]),

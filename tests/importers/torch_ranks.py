@@ -22,6 +22,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from layoutopt.importers.torch.capture import loss_of
+
 
 @dataclass(frozen=True)
 class Found:
@@ -89,7 +91,7 @@ def alone(module: Any, batch: Any, read: Any = None) -> tuple[float, dict[str, A
         narrow = {n: p.to(read) for n, p in own.named_parameters()}
         given = {n: x.to(read) if x.is_floating_point() else x for n, x in batch.items()}
         loss = torch.func.functional_call(own, narrow, (), given)
-    loss = loss if torch.is_tensor(loss) else loss.loss
+    loss = loss_of(loss)
     loss.backward()
     gradients = {n: p.grad for n, p in own.named_parameters(remove_duplicate=False)}
     return float(loss.detach()), gradients, dict(own.named_buffers())

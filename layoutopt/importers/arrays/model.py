@@ -5,7 +5,9 @@ Microbatches of a function's step: parts of the batch must add up to the loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -111,6 +113,17 @@ def _shared(linearity: BatchLinearity, nodes: Sequence[Node], tensor: int) -> st
 
 
 KEEPS = "choose the values that recomputed layers keep with --recompute DIM:keep=KIND"
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No search for unused cycles: an import makes a million objects, of which nearly all stay in use."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        (gc.enable if on else gc.disable)()
 
 
 @dataclass

@@ -8,9 +8,9 @@ from typing import Any
 from unittest.mock import patch
 
 from layoutopt.importers.arrays.contract import CapturedArray, Var
+from layoutopt.importers.torch.calls import FLOATS, torch_module
 from layoutopt.importers.torch.elementwise import Type
 from layoutopt.importers.torch.emitter import Equations
-from layoutopt.importers.torch.internals import FLOATS, torch_module
 from mesh_tf_core.errors import UserError
 
 

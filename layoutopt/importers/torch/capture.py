@@ -7,7 +7,7 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from functools import cache
@@ -18,8 +18,8 @@ from typing import Any
 from unittest.mock import patch
 
 from layoutopt.importers.torch.autocast import left, on_gpus
+from layoutopt.importers.torch.calls import PartCall, batch_path, dtype_of, recorded, torch_module
 from layoutopt.importers.torch.checks import checks_passed, known_values
-from layoutopt.importers.torch.internals import batch_path, dtype_of, torch_module
 from mesh_tf_core.errors import UserError
 
 MODULE = "module"
@@ -55,12 +55,22 @@ class Captured:
       notes: how the program differs from the module as it is called.
       batch: path of an input -> the tensor that was given for it.
       autocast: the element type of torch.autocast around the call; "" outside of one.
+      calls: of the module's parts.
     """
 
     program: Any
     notes: tuple[str, ...]
     batch: Mapping[str, Any]
     autocast: str
+    calls: Sequence[PartCall]
+
+    @property
+    def heads(self) -> set[Any]:
+        """Numbers of elements of a head in attention."""
+        attention = torch_module().ops.aten.scaled_dot_product_attention.default
+        inner = (m for m in self.program.graph_module.modules() if hasattr(m, "graph"))
+        nodes = (n for m in inner for n in m.graph.nodes if n.target is attention)
+        return {n.args[0].meta["val"].shape[-1] for n in nodes}
 
 
 def captured(
@@ -115,9 +125,11 @@ def captured(
 
     if follow:
         whole.following = lambda inside: known_values([*zip(inside, outside, strict=True)], told)
-    program, around = _exported(whole, args, kwargs, param_dtype, notes)
+    calls: list[PartCall] = []
+    with recorded(module, calls):
+        program, around = _exported(whole, args, kwargs, param_dtype, notes)
     notes += [f"{line} reads values: the program is that of those of this batch" for line in read if line]
-    return Captured(program, tuple(notes), tensors, "" if around is None else dtype_of(around))
+    return Captured(program, tuple(notes), tensors, "" if around is None else dtype_of(around), calls)
 
 
 def _exported(whole: Any, args: Any, kwargs: Any, param_dtype: Any, notes: list[str]) -> tuple[Any, Any]:
@@ -125,14 +137,11 @@ def _exported(whole: Any, args: Any, kwargs: Any, param_dtype: Any, notes: list[
     torch, module = torch_module(), getattr(whole, MODULE)
     try:
         with ExitStack() as stack:
-            for context in (_quiet(), _training(module, notes), _without_cache(module, notes)):
+            for context in (_quiet(), _training(module, notes), without_cache(module, notes)):
                 stack.enter_context(context)
             stack.enter_context(_read_in(module, param_dtype))
             stack.enter_context(_checkpoints(torch))
-            stack.enter_context(flex_written_out())
-            stack.enter_context(checks_passed(library))
-            stack.enter_context(patch.object(torch.distributions.Distribution, "_validate_args", False))
-            stack.enter_context(on_gpus())
+            stack.enter_context(without_values())
             around = stack.enter_context(left(notes))
             stack.enter_context(torch.fx.traceback.preserve_node_meta())
             return torch.export.export(whole, args, dict(kwargs)), around
@@ -164,21 +173,21 @@ def _with_loss(torch: Any, module: Any, batch: Any, loss: Callable[..., Any] | N
 
         def lost(self, args: Any, kwargs: Any) -> Any:
             read = (args, self.taken(kwargs))
-            if param_dtype is not None:
-                read = torch.utils._pytree.tree_map(lambda x: converted(x, param_dtype), read)
+            read = torch.utils._pytree.tree_map(lambda x: converted(x, param_dtype), read)
             found = getattr(self, MODULE)(*read[0], **read[1])
             if loss is None:
-                return _loss_of(torch, found)
+                return loss_of(found)
             given = args if isinstance(batch, list | tuple) else kwargs or args[0]
-            return _loss_of(torch, loss(found, given))
+            return loss_of(loss(found, given))
 
     whole = Whole()
     whole.training = module.training
     return whole
 
 
-def _loss_of(torch: Any, found: Any) -> Any:
+def loss_of(found: Any) -> Any:
     """The loss among what a module returns."""
+    torch = torch_module()
 
     def scalar(x: Any) -> bool:
         return isinstance(x, torch.Tensor) and x.ndim == 0 and x.is_floating_point()
@@ -198,9 +207,17 @@ def _loss_of(torch: Any, found: Any) -> Any:
 
 
 def converted(x: Any, dtype: Any) -> Any:
-    """A tensor of fractions in another type; all else as it is."""
+    """A tensor of fractions in another type, if one is given; all else as it is."""
     fractions = isinstance(x, torch_module().Tensor) and x.is_floating_point()
-    return x.to(dtype) if fractions else x
+    return x.to(dtype) if fractions and dtype is not None else x
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """A module's code as it runs without values and on a GPU."""
+    unchecked = patch.object(torch_module().distributions.Distribution, "_validate_args", False)
+    with flex_written_out(), checks_passed(library), on_gpus(), unchecked:
+        yield
 
 
 @contextmanager
@@ -245,7 +262,7 @@ def _training(module: Any, notes: list[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _without_cache(module: Any, notes: list[str]) -> Iterator[None]:
+def without_cache(module: Any, notes: list[str]) -> Iterator[None]:
     """transformers' keys and values of earlier steps, which no training step reads."""
     configs = (getattr(m, "config", None) for m in module.modules())
     own = {id(c): c for c in configs if getattr(c, "use_cache", None)}

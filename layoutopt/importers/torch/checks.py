@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
-from layoutopt.importers.torch.internals import torch_module
+from layoutopt.importers.torch.calls import torch_module
 
 _SAYS = frozenset({"warn", "warning", "warning_once", "info", "info_once", "debug", "error", "print"})
 

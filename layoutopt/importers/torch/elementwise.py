@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from layoutopt.importers.arrays.contract import FLAT, CapturedArray, Equation, Operand, Var
+from layoutopt.importers.torch.calls import FLOATS
 from layoutopt.importers.torch.emitter import Equations, Scalar
-from layoutopt.importers.torch.internals import FLOATS
 from mesh_tf_core.tables import pairs
 
 

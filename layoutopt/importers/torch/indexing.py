@@ -27,6 +27,9 @@ formulas(
     {
         "index_select": lambda m, v, x, dim, ids: _index(m, v, x, [*[None] * (dim % len(x.shape)), ids]),
         "scatter_add": lambda m, v, x, dim, ids, rows: _at_places(m, x, dim, ids, rows, True),
+        "index_add": lambda m, v, x, dim, ids, rows, alpha=1: _index_put(
+            m, v, x, [*[None] * (dim % len(x.shape)), ids], m.binary("mul", rows, alpha, x.dtype), True
+        ),
         "cumsum": lambda m, v, x, dim, **more: m.unary(
             "cumsum", m.cast(x, v.dtype), axis=dim % len(x.shape), reverse=False
         ),
@@ -72,10 +75,32 @@ def _index(m: Equations, v: Type, x: Operand, ids: Sequence[Operand | None]) -> 
     given = [i for i in ids if i is not None]
     if any(i.dtype == "bool" for i in given):
         raise NotImplementedError("it selects by truth values, so its size depends on them")
+    if (every := _everywhere(m, x, looked, given)) is not None:
+        return every
     if looked != list(range(looked[0], looked[0] + len(looked))):
         x = m.transpose(x, [*looked, *(a for a in range(len(x.shape)) if a not in looked)])
         looked = [*range(len(looked))]
     return _taken(m, x, looked, *indices(m, given, [x.shape[a] for a in looked]))
+
+
+def _counted(m: Equations, ids: Operand) -> tuple[tuple[int, ...], int] | None:
+    """The shape and the axis of an array whose places along this axis are indices in a line; None: others."""
+    made = m.maker(ids, "reshape")
+    iota = m.maker(ids if made is None else made.ins[0], "iota")
+    return None if iota is None or len(ids.shape) != 1 else (iota.outs[0].shape, iota.params["dimension"])
+
+
+def _everywhere(m: Equations, x: Operand, looked: Sequence[int], given: Sequence[Operand]) -> Operand | None:
+    """x at all places of an array with its axes, as where a mask is true; None if the places are others."""
+    found, first, end = [own for i in given if (own := _counted(m, i))], looked[0], looked[0] + len(looked)
+    shape, axes = found[0][0] if found else (), [a for _, a in found]
+    alike = len(found) == len(given) and all(own == shape for own, _ in found) and axes == sorted({*axes})
+    if not alike or looked != [*range(first, end)] or [shape[a] for a in axes] != [*x.shape[first:end]]:
+        return None
+    rest = range(first + len(shape), first + len(shape) + len(x.shape) - end)
+    at = (*range(first), *(first + a for a in axes), *rest)
+    wide = m.broadcast(x, (*x.shape[:first], *shape, *x.shape[end:]), at)
+    return m.reshape(wide, (*x.shape[:first], math.prod(shape), *x.shape[end:]))
 
 
 def _taken(m: Equations, x: Operand, looked: Sequence[int], shape: Sequence[int], index: Operand) -> Operand:
@@ -109,7 +134,7 @@ def _from_the_end(m: Equations, places: Operand, size: int) -> Operand:
     if isinstance(places, CapturedArray):
         known = np.asarray(places.value)
         return m.constant(np.where(known < 0, known + size, known), places.dtype)
-    if m.maker(places, *_COUNTS) is not None:
+    if m.maker(places, *_COUNTS) is not None or _counted(m, places) is not None:
         return places
     under = m.binary("lt", places, 0, places.dtype, "bool")
     return m.select(under, m.binary("add", places, size, places.dtype), places, places.dtype)
@@ -152,6 +177,11 @@ def _where_true(m: Equations, x: Operand, begin: int, mask: Operand, rows: Opera
 
 def written(m: Equations, x: Operand, ids: Operand, rows: Operand, count: int, add: bool) -> Operand:
     """x with rows written, or added, at places along its first `count` axes."""
+    every = _counted(m, ids) if add and count == 1 else None
+    if every is not None and every[0][every[1]] == x.shape[0]:
+        each = m.reshape(rows, (*every[0], *x.shape[1:]))
+        others = [a for a in range(len(every[0])) if a != every[1]]
+        return m.binary("add", x, m.reduced("reduce_sum", each, others), x.dtype)
     if count == 1:
         ids = m.reshape(ids, (*ids.shape, 1))
     axes, k = tuple(range(count)), len(ids.shape) - 1

@@ -377,6 +377,7 @@ _RULES: Mapping[str, Follow] = {
     "triu": _triangle(-1),
     **dict.fromkeys(("view", "reshape", "unsqueeze", "squeeze", "_unsafe_view", "flatten"), _reshaped),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), lambda shape, x, *_, **__: _ranked(x, shape)),
+    "repeat": lambda shape, x, *_: _ranked(x, shape) if np.broadcast_shapes(x.shape, shape) else None,
     **dict.fromkeys(("transpose", "permute"), _transposed),
     "slice": _sliced,
     "index": _indexed,

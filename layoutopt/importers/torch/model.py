@@ -11,13 +11,13 @@ from layoutopt.frameworks import says
 from layoutopt.front_ends import TORCH
 from layoutopt.importers.arrays.build import built, optimizer_of
 from layoutopt.importers.arrays.contract import KEY, Leaf, TracedProgram, Var
-from layoutopt.importers.arrays.model import ImportedModel, why_not_added
+from layoutopt.importers.arrays.model import ImportedModel, uncollected, why_not_added
+from layoutopt.importers.torch.calls import array_of, dtype_of, torch_module
 from layoutopt.importers.torch.capture import MODULE, Captured, NotTracedError, ValuesNeededError, captured
-from layoutopt.importers.torch.internals import array_of, dtype_of, torch_module
 from layoutopt.importers.torch.reader import ReadProgram, read
 from layoutopt.importers.torch.styles import StyleFlow
 from layoutopt.importers.torch.torch_plan import TorchPlan
-from layoutopt.importers.torch.trials import run_on_pieces
+from layoutopt.importers.torch.trials import ModuleTrials
 from layoutopt.plan.build import Plan, check_plan_model, decided
 from layoutopt.space.decisions import beyond
 from layoutopt.space.restriction import DimRoles, Role
@@ -125,6 +125,7 @@ def _untrained(module: Any) -> str:
     )
 
 
+@uncollected()
 def from_torch(
     module: Any,
     example_batch: Any,
@@ -199,7 +200,7 @@ def from_torch(
         except ValuesNeededError:
             found, program = traced(True)
     except NotTracedError as error:
-        why = run_on_pieces(module, {}, example_batch)[0]
+        why = ModuleTrials(module, example_batch).run()
         if why and "meta" not in why.lower():  # what it says of its own trial is no news
             raise UserError(
                 f"from_torch: the module does not run on this batch: {why}; give tensors of the shapes and "
@@ -262,6 +263,8 @@ def from_torch(
     whole = frozenset(made.origin.tensors[i] for i in counted if i in made.origin.tensors)
     model.combines = why_not_added(made.loss, model.batch_dim, whole) if model.batch_dim else ""
     model.styles = StyleFlow(model.graph, module, made.origin, rows)
-    model.styles.try_out(module, example_batch)
+    own_axes = model.styles.parameters
+    trials = ModuleTrials(module, example_batch, own_axes, found.calls, param_dtype, found.heads)
+    model.styles.try_out(trials)
     model.graph.unsplit.update(model.styles.without)
     return model

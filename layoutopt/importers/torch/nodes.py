@@ -12,9 +12,9 @@ from inspect import signature
 from typing import Any
 
 from layoutopt.importers.arrays.contract import CapturedArray, Var
+from layoutopt.importers.torch.calls import torch_module
 from layoutopt.importers.torch.capture import MODULE, own_line
 from layoutopt.importers.torch.elementwise import TABLE, Type
-from layoutopt.importers.torch.internals import torch_module
 
 
 def name_of(n: Any) -> str:

@@ -8,12 +8,10 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from layoutopt.importers.torch.expert_ranks import split_experts
-from layoutopt.importers.torch.internals import torch_module
-from layoutopt.importers.torch.passing import on_ranks, takes_whole
-from layoutopt.importers.torch.ranks import DATA, EXPERTS, PIPE, TENSOR, PlanRanks
-from layoutopt.importers.torch.stacks import TensorBlock
-from layoutopt.importers.torch.styles import StyleFlow, summed_dims
+from layoutopt.importers.torch.calls import torch_module
+from layoutopt.importers.torch.ranks import DATA, EXPERTS, PIPE, TENSOR, PlanRanks, split_experts
+from layoutopt.importers.torch.stacks import TensorBlock, on_ranks, takes_whole
+from layoutopt.importers.torch.styles import StyleFlow, linear_dims
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.lower.remat_policy import ATTENTION, PRODUCTS
 from mesh_tf_core.lower.storage import BACKWARD, BETWEEN, GRADIENT, SPLIT, VARIABLE
@@ -37,9 +35,11 @@ def _synced(norm: Any, group: Any) -> Any:
             return alone(x)
         dims = [d for d in range(x.ndim) if d != 1]
         shape = [1, -1, *[1] * (x.ndim - 2)]
-        mean = all_reduce(x.mean(dims), group=group) / ranks
-        off = x - mean.reshape(shape)
-        var = all_reduce(off.square().mean(dims), group=group) / ranks
+        # Both in one message; near 0, squares of means lose nothing.
+        near = norm.running_mean.clone() if norm.track_running_stats else x.new_zeros(x.shape[1])
+        var, off = torch.var_mean(x - near.reshape(shape), dims, correction=0)
+        off, square = all_reduce(torch.stack([off, var + off.square()]), group=group) / ranks
+        mean, var = off + near, square - off.square()
         if norm.track_running_stats:
             with torch.no_grad():
                 norm.num_batches_tracked.add_(1)
@@ -47,7 +47,7 @@ def _synced(norm: Any, group: Any) -> Any:
                 share = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
                 norm.running_mean.lerp_(mean.detach(), share)
                 norm.running_var.lerp_(var.detach() * count / (count - 1), share)
-        out = off * torch.rsqrt(var + norm.eps).reshape(shape)
+        out = (x - mean.reshape(shape)) * torch.rsqrt(var + norm.eps).reshape(shape)
         return out if norm.weight is None else out * norm.weight.reshape(shape) + norm.bias.reshape(shape)
 
     return forward
@@ -125,10 +125,7 @@ def _wrapped(
     `called`: nothing would gather it."""
     nn, lists = torch_module().nn, {p.rpartition(".")[0] for p in layers}
     lists = {p for p in lists if isinstance(module.get_submodule(p), nn.ModuleList | nn.ModuleDict)}
-    for (
-        p,
-        own,
-    ) in module.named_modules():  # layers that differ are no loop, as the first of T5, which has a table
+    for p, own in module.named_modules():  # layers that differ are no loop: the first of T5 has a table
         alike = isinstance(own, nn.ModuleList) and len(own) > 1 and len({*map(type, own)}) == 1
         if alike and not any(f"{p}.".startswith(f"{q}.") or q.startswith(f"{p}.") for q in lists):
             lists.add(p)
@@ -281,7 +278,7 @@ def _styles(module: Any, ranks: PlanRanks, exits: Mapping[str, int]) -> Iterator
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    summed, seen = summed_dims(module, ranks.parameters), set[int]()
+    (_, summed), seen = linear_dims(module, ranks.parameters), set[int]()
     for path, array in ranks.parameters.items():
         owner, _, own = path.rpartition(".")
         axes = ranks.read(array)

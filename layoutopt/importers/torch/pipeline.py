@@ -9,16 +9,15 @@ the call ends.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from layoutopt.importers.arrays.placing import ArrayAxes
-from layoutopt.importers.torch.internals import called, copied, torch_module
-from layoutopt.importers.torch.passing import map_first
-from layoutopt.importers.torch.stacks import LayerList
-from layoutopt.importers.torch.trials import run_on_pieces
+from layoutopt.importers.torch.calls import called, on_meta, torch_module
+from layoutopt.importers.torch.stacks import LayerList, map_first
+from layoutopt.importers.torch.trials import ModuleTrials
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.ir.phase import Phase
@@ -65,9 +64,8 @@ def stage_numbers(layers: int, stages: int, schedule: str) -> list[list[tuple[in
     return [spans[stage::stages] for stage in range(stages)]
 
 
-def part_of(module: Any, outline: StageOutline, begin: int, end: int) -> Any:
-    """A module with the layers of one part of a stage; its tensors are those of the whole module."""
-    own = copied(module)
+def part_of(own: Any, outline: StageOutline, begin: int, end: int) -> Any:
+    """A module with the layers of one part of a stage, made of a copy of the whole module."""
     paths = outline.stack.paths
     part: Any = _stage_class()(own, outline)
     for n, path in enumerate(paths):
@@ -247,28 +245,37 @@ class Pipeline:
 # -- where a module can be cut -------------------------------------------------------------------------------
 
 
-def outline_of(
-    module: Any, batch: Any, parameters: Mapping[str, ArrayAxes], log: CallLog, rows: int
-) -> StageOutline | str:
+def outline_of(trials: ModuleTrials, stack: LayerList, rows: int) -> StageOutline | str:
     """Where a module can be cut between the layers of a stack, or why its code cannot run in stages."""
-    stack = log.stack
-    if log.odd:
-        return f"{log.odd} is called twice, between the layers, or returns several values"
-    if not log.chained:
-        return f"a layer after {stack.paths[0]!r} does not take just what the one before returned"
-    owners = {path.rpartition(".")[0] for path in parameters}
-    inside = tuple(f"{path}." for path in stack.paths)
-    outer = {owner for owner in owners if owner not in stack.paths and not owner.startswith(inside)}
-    around = [owner for owner in outer if not owner or any(_within(path, {owner}) for path in stack.paths)]
-    if apart := around or sorted(outer - log.before.keys() - {*log.after}):
+    leaves = torch_module().utils._pytree.tree_leaves
+    paths, inside = stack.paths, tuple(f"{path}." for path in stack.paths)
+    layers = [call for call in trials.calls if call.path in paths]
+    ends = [n for n, call in enumerate(trials.calls) if call.path in paths]
+    received = [next(filter(stack.carries, leaves(call.given)), None) for call in layers]
+    # What the code between layers changes, as `x + layer(x)` does, a stage would change again.
+    handed = all(x is before.out for x, before in zip(received[1:], layers, strict=False))
+    if not stack.passed or tuple(c.path for c in layers) != paths or received[0] is None or not handed:
+        return f"a layer after {paths[0]!r} does not take just what the one before returned"
+    owners = {path.rpartition(".")[0] for path in trials.parameters}
+    outer = {owner for owner in owners if owner not in paths and not owner.startswith(inside)}
+    calls = [(n, call) for n, call in enumerate(trials.calls) if call.path in outer]
+    twice = {path for path, count in Counter(call.path for _, call in calls).items() if count > 1}
+    for n, call in calls:
+        between = ends[0] < n < ends[-1]
+        if call.path in twice or between or (n < ends[0] and not torch_module().is_tensor(call.out)):
+            return f"{call.path} is called twice, between the layers, or returns several values"
+    first = {call.path: tuple(call.out.shape) for n, call in calls if n < ends[0]}
+    last = [call.path for n, call in calls if n > ends[-1]]
+    around = [owner for owner in outer if not owner or any(_within(path, {owner}) for path in paths)]
+    if apart := around or sorted(outer - first.keys() - {*last}):
         return f"parameters of {apart[0] or 'the module'!r} lie around the layers, or are read without a call"
-    before = {p: shape for p, shape in log.before.items() if not _within(p, log.before)}
-    passed = tuple(log.passed.shape)  # which axis is the batch is told by its size
+    before = {p: shape for p, shape in first.items() if not _within(p, first)}
+    passed = tuple(received[0].shape)  # which axis is the batch is told by its size
     if passed[0] != rows or any(s != passed and rows in (*s[1:], *passed[1:]) for s in before.values()):
         return f"which axis of {passed} is the batch of {rows} cannot be told; give another size of batch"
-    after = tuple(p for p in log.after if not _within(p, log.after))
+    after = tuple(p for p in last if not _within(p, last))
     outline = StageOutline(stack, before, after, rows)
-    if why := _fails(module, batch, parameters, outline, log.passed):
+    if why := _fails(trials, outline, received[0]):
         return f"the module does not run in stages: {why}"
     return outline
 
@@ -277,84 +284,17 @@ def _within(path: str, others: Collection[str]) -> bool:
     return any(path.startswith(f"{other}.") for other in others)
 
 
-class CallLog:
-    """The modules that are called before the layers of a stack, and after them.
-
-    Attributes:
-      chained: each layer takes what the one before returned.
-      odd: the path of what is called in a way that stages cannot; "" if nothing is.
-      passed: the type of what a layer gets.
-    """
-
-    def __init__(self, stack: LayerList) -> None:
-        self.stack, self.before, self.after = stack, dict[str, tuple[int, ...]](), list[str]()
-        self.chained, self.odd, self._out, self._at = bool(stack.passed), "", None, 0
-        self.passed: Any = None
-
-    def listen(self, module: Any) -> None:
-        """Puts hooks on a module."""
-        inside = tuple(f"{path}." for path in self.stack.paths)
-        for n, path in enumerate(self.stack.paths):
-            layer = module.get_submodule(path)
-            layer.register_forward_pre_hook(
-                lambda own, args, kwargs, n=n: self._begins(n, args, kwargs), with_kwargs=True
-            )
-            layer.register_forward_hook(lambda own, given, out: self._ends(out))
-        for path, own in module.named_modules():
-            held = [*own.named_parameters(recurse=False)]
-            if held and path not in self.stack.paths and not path.startswith(inside):
-                own.register_forward_hook(lambda own, given, out, path=path: self._called(path, out))
-
-    def _begins(self, n: int, args: Any, kwargs: Any) -> None:
-        leaves = torch_module().utils._pytree.tree_leaves((args, kwargs))
-        found = [*filter(self.stack.carries, leaves)]
-        # What the code between layers changes, as `x + layer(x)` does, a stage would change again.
-        same = self._at == 2 * n and found and (n == 0 or found[0] is self._out)
-        self.chained = bool(self.chained and same)
-        self.passed = self.passed if n else next(iter(found), None)
-        self._at += 1
-
-    def _ends(self, out: Any) -> None:
-        self.chained = self.chained and self.stack.carries(out)
-        self._out = out
-        self._at += 1
-
-    def passes(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of a layer."""
-        return next(filter(self.stack.carries, torch_module().utils._pytree.tree_leaves((args, kwargs))))
-
-    def _called(self, path: str, out: Any) -> None:
-        last = self._at == 2 * len(self.stack.paths)
-        odd = path in self.before or path in self.after or not (last or not self._at)
-        if odd or not (self._at or torch_module().is_tensor(out)):
-            self.odd = self.odd or path
-        if self._at:
-            self.after.append(path)
-        else:
-            self.before[path] = tuple(getattr(out, "shape", ()))
-
-
-def shortened(module: Any, logs: Collection[CallLog]) -> None:
-    """Leaves a copy of a module the first two layers of each stack: the others are like these."""
-    for log in (each for each in logs if each.chained):
-        for path in log.stack.paths[2:]:
-            module.get_submodule(path).forward = log.passes
-
-
-def _fails(
-    module: Any, batch: Any, parameters: Mapping[str, ArrayAxes], outline: StageOutline, passed: Any
-) -> str:
+def _fails(trials: ModuleTrials, outline: StageOutline, passed: Any) -> str:
     """Why a first stage does not run until the next one begins, or a last stage on what it receives; '' if
     they do."""
     layers = len(outline.stack.paths)
 
     def staged(begin: int, own: Any) -> Any:
         part = part_of(own, outline, begin, begin + 1)
-        part.received = (passed,)
+        part.received = (on_meta(passed),)
         return part.module
 
-    trial = partial(run_on_pieces, module, parameters, batch)
-    first, last = (trial(prepare=partial(staged, begin))[0] for begin in (0, layers - 1))
+    first, last = (trials.run(None, partial(staged, n), outline.stack.paths) for n in (0, layers - 1))
     return last if first.endswith(StageEnded.__name__) else first or "its first stage runs to the end"
 
 

@@ -1,13 +1,21 @@
-"""The work of PyTorch over each axis of a plan's mesh, and the split of every parameter that follows."""
+"""The work of PyTorch over each axis of a plan's mesh, and the split of every parameter that follows; experts
+on several data ranks: each has some of them, and gets the rows of all tokens that chose these.
 
-from __future__ import annotations
+A module of experts is called with tokens [tokens, features], the numbers of their experts and the weights of
+these [tokens, choices], and has parameters with an axis of all experts first (transformers' experts are so).
+What it returns for a token is a sum over its choices, so it does the same with rows of one choice each.
+"""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+from layoutopt.importers.arrays.contract import EquationBlock, Var
 from layoutopt.importers.arrays.placing import ArrayAxes
+from layoutopt.importers.arrays.relations import FROM, TO
+from layoutopt.importers.torch.calls import torch_module
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -117,3 +125,100 @@ class PlanRanks:
             later = tuple(a for a in outer if self.mesh.names.index(a) > i)
             found.append((at, self.size(later)))
         return found
+
+
+def expert_modules(
+    module: Any, parameters: Mapping[str, ArrayAxes], names: frozenset[str]
+) -> Iterator[tuple[str, str]]:
+    """Path of each module of experts, and its dimension of experts."""
+    for path, own in module.named_modules():
+        held = [f"{path}.{name}" for name, _ in own.named_parameters()]
+        axes = [parameters[p].axes for p in held if p in parameters]
+        first = {a[0] for a in axes if a}
+        (found, *others) = first or [()]
+        if held and len(axes) == len(held) and not others and len(found) == 1 and {*found} <= names:
+            yield path, found[0]
+
+
+def takes_rows(args: Any, kwargs: Any, out: Any) -> bool:
+    """True for a call with tokens, numbers and weights."""
+    torch = torch_module()
+    given = [*args, *kwargs.values()]
+    if len(given) != 3 or not all(map(torch.is_tensor, (*given, out))):
+        return False
+    x, ids, weights = given
+    alike = x.ndim == 2 and ids.shape == weights.shape == (len(x), ids.shape[-1]) and out.shape == x.shape
+    return bool(alike and not ids.is_floating_point() and weights.is_floating_point())
+
+
+def adds_up(block: EquationBlock, path: str) -> bool:
+    """True if a module of experts only adds up, over choices, what it makes of each row alone."""
+    scope = f"{path.replace('.', '/')}/"
+    weight, given, row, several, done = range(5)
+    stage = {id(x): weight for x in block.ins if x.path.startswith(scope)}
+    for e in block.equations:
+        if not e.scope.startswith(scope[:-1]) or not f"{e.scope}/".startswith(scope):
+            if any(stage.get(id(x)) in (row, several) for x in e.ins):
+                return False
+            continue
+        of = {stage.get(id(x), given) for x in e.ins if isinstance(x, Var)} - {weight}
+        now = max(of, default=weight)
+        if e.prim in (TO, FROM):
+            now = row if e.prim == TO else done if e.params["alike"] else several
+        elif now == several and e.prim == "reduce_sum" and e.params["axes"] == (1,):
+            now = done
+        elif len(of) > 1 or (now not in (weight, row) and e.prim not in ("reshape", "convert_element_type")):
+            return False
+        stage.update((id(y), now) for y in e.outs)
+    return True
+
+
+def with_fewer(experts: Any, ways: int) -> None:
+    """Gives a module of experts the number of a part of them, in place."""
+    count = next(experts.parameters()).shape[0]
+    for name in [n for n, v in vars(experts).items() if "expert" in n and isinstance(v, int) and v == count]:
+        setattr(experts, name, count // ways)
+
+
+def split_experts(experts: Any, mesh: Any) -> None:
+    """Leaves a rank its part of a module's experts, in place; the mesh has the axis EXPERTS."""
+    torch = torch_module()
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    own = mesh[EXPERTS]
+    group, ways = own.get_group(), own.size()
+    count = next(experts.parameters()).shape[0]
+    with_fewer(experts, ways)
+    for name, p in [*experts.named_parameters(recurse=False)]:
+        split = distribute_tensor(p.detach(), own, [Shard(0)], src_data_rank=None)
+        experts.register_parameter(name, torch.nn.Parameter(split, requires_grad=p.requires_grad))
+    forward: Callable[..., Any] = experts.forward
+
+    def here(x: Any, ids: Any, weights: Any) -> Any:
+        whole = dict(experts._parameters)
+        try:
+            experts._parameters.update({n: p.to_local() for n, p in whole.items()})
+            return forward(x, ids, weights)
+        finally:
+            experts._parameters.update(whole)
+
+    def exchanged(x: Any, come: list[int], go: list[int]) -> Any:
+        moved = torch.distributed._functional_collectives.all_to_all_single_autograd(x, come, go, group)
+        return torch.distributed._functional_collectives.wait_tensor(moved)
+
+    def everywhere(*args: Any, **kwargs: Any) -> Any:
+        x, ids, weights = (*args, *kwargs.values())
+        chosen, order = ids.reshape(-1).sort(stable=True)
+        token = order // ids.shape[-1]
+        counts = torch.bincount(chosen // (count // ways), minlength=ways)
+        came = torch.empty_like(counts)
+        torch.distributed.all_to_all_single(came, counts, group=group)
+        go, come = counts.tolist(), came.tolist()
+        rows = exchanged(x[token], come, go)
+        given = exchanged(weights.reshape(-1)[order], come, go)
+        with torch.no_grad():
+            numbers = exchanged(chosen, come, go) % (count // ways)
+        made = exchanged(here(rows, numbers[:, None], given[:, None]), go, come)
+        return torch.zeros_like(x).index_add(0, token, made.to(x.dtype))
+
+    experts.forward = everywhere

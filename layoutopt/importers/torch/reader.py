@@ -19,12 +19,12 @@ from layoutopt.importers.arrays.contract import (
     live,
 )
 from layoutopt.importers.arrays.mixtures import sorts_left, without_sorts
-from layoutopt.importers.torch import complexes, indexing, products, recurrent, reductions, shapes
+from layoutopt.importers.torch import indexing, products, recurrent, reductions, shapes
 from layoutopt.importers.torch.autocast import Autocast
+from layoutopt.importers.torch.calls import array_of, dtype_of, torch_module
 from layoutopt.importers.torch.capture import RECOMPUTED
 from layoutopt.importers.torch.elementwise import TABLE, Type
 from layoutopt.importers.torch.emitter import Equations
-from layoutopt.importers.torch.internals import array_of, dtype_of, torch_module
 from layoutopt.importers.torch.masks import KnownArray, Shadow, followed, hidden
 from layoutopt.importers.torch.nodes import (
     check_operands,
@@ -37,7 +37,7 @@ from layoutopt.importers.torch.nodes import (
     scope_of,
     writes,
 )
-from layoutopt.importers.torch.selected import Selections
+from layoutopt.importers.torch.selected import REAL, Complex, Selections, is_about, made_of_halves
 from layoutopt.importers.torch.shapes import INVERSES
 from mesh_tf_core.errors import UserError
 
@@ -141,14 +141,14 @@ class _Reader:
             return
         array = self.buffers.get(name)
         if value.is_complex():
-            real = complexes.REAL[str(value.dtype).removeprefix("torch.")]
+            real = REAL[str(value.dtype).removeprefix("torch.")]
             halves: list[Any] = [Var(tuple(map(int, value.shape)), real) for _ in range(2)]
             if array is not None:
                 halves = [self.m.constant(x, real) for x in (array.real, array.imag)]
             else:
                 each = zip(("re", "im"), halves, strict=True)
                 self.arguments += [(kind, f"{name}.{half}", v) for half, v in each]
-            self.values[n] = complexes.Complex(*halves)
+            self.values[n] = Complex(*halves)
             return
         shape, dtype = tuple(map(int, value.shape)), dtype_of(value.dtype)
         if kind == "CONSTANT_TENSOR":
@@ -263,8 +263,8 @@ class _Reader:
         try:
             args, v = self.autocast.typed(self.m, n, self._value, args, v)
             self.m.call = self.call or n.name
-            if complexes.is_about(name, args):
-                return complexes.made(self.m, name, v, args)
+            if is_about(name, args):
+                return made_of_halves(self.m, name, v, args)
             if rule is None:
                 return self._in_smaller_ones(n, name, v, args, "")
             check_read(rule, n, args, more)

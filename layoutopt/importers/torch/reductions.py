@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from layoutopt.importers.arrays.contract import FIRST, FLAT, CapturedArray, Operand, Var
+from layoutopt.importers.torch.calls import FLOATS
 from layoutopt.importers.torch.elementwise import TABLE, AtenRule, Type, dims_of, formulas, rule
 from layoutopt.importers.torch.emitter import Equations
 from layoutopt.importers.torch.indexing import moved
-from layoutopt.importers.torch.internals import FLOATS
 
 
 def _reduction(prim: str) -> AtenRule:

@@ -9,19 +9,26 @@ head, may: its gradient is added up.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
-from itertools import combinations
 from typing import Any
 
 from layoutopt.importers.arrays.placing import ArrayAxes, ImportedFunction
 from layoutopt.importers.arrays.relations import TO
-from layoutopt.importers.torch.expert_ranks import adds_up, expert_modules, takes_rows, with_fewer
-from layoutopt.importers.torch.internals import torch_module
-from layoutopt.importers.torch.passing import PassingHooks, on_shapes
-from layoutopt.importers.torch.pipeline import CallLog, StageOutline, outline_of, passes_alone, shortened
-from layoutopt.importers.torch.stacks import LayerList, TensorBlock, layers_of, stacks_of, tensor_blocks
-from layoutopt.importers.torch.trials import run_on_pieces
+from layoutopt.importers.torch.calls import run_once, torch_module
+from layoutopt.importers.torch.pipeline import StageOutline, outline_of, passes_alone
+from layoutopt.importers.torch.ranks import adds_up, expert_modules, takes_rows, with_fewer
+from layoutopt.importers.torch.stacks import (
+    LayerList,
+    PassingHooks,
+    TensorBlock,
+    layers_of,
+    on_shapes,
+    stacks_of,
+    tensor_blocks,
+)
+from layoutopt.importers.torch.trials import ModuleTrials
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.layout import Layout
@@ -30,6 +37,8 @@ from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.ops.softmax import CrossEntropy, LogSumExp
 from mesh_tf_core.tracing.graph import Graph
+
+SIZED = "code with the size written into it runs with sizes of tensors, as in q.view(b, t, -1, head_dim)"
 
 
 def module_parameters(module: Any, origin: ImportedFunction) -> dict[str, ArrayAxes]:
@@ -48,13 +57,36 @@ def linear_axes(module: Any, parameters: Mapping[str, ArrayAxes]) -> Iterator[tu
         yield path, array, isinstance(owner, nn.Linear | nn.Embedding)
 
 
-def summed_dims(module: Any, parameters: Mapping[str, ArrayAxes]) -> set[str]:
-    """The dimensions over which linear maps sum: pieces of the others are gathered where they are made."""
-    nn, found = torch_module().nn, set[str]()
+def linear_dims(module: Any, parameters: Mapping[str, ArrayAxes]) -> tuple[set[str], set[str]]:
+    """The dimensions that linear maps and embeddings make, and those over which linear maps sum: pieces of
+    the others are gathered where they are made."""
+    nn, made, summed = torch_module().nn, set[str](), set[str]()
     for path, array in parameters.items():
         owner, _, own = path.rpartition(".")
-        if own == "weight" and isinstance(module.get_submodule(owner), nn.Linear):
-            found.update(array.axes[1])
+        kind = module.get_submodule(owner)
+        if own == "weight" and isinstance(kind, nn.Linear | nn.Embedding):
+            rows, columns = array.axes if isinstance(kind, nn.Linear) else array.axes[::-1]
+            made.update(rows)
+            summed.update(columns if isinstance(kind, nn.Linear) else ())
+    return made, summed
+
+
+def fused_dims(module: Any, parameters: Mapping[str, ArrayAxes]) -> dict[str, str]:
+    """The dimensions that pieces of one linear map have inside of what another one makes, and why these
+    cannot be split."""
+    weights = [
+        (path, a) for path, a, linear in linear_axes(module, parameters) if linear and len(a.axes) == 2
+    ]
+    first, found = {a.axes[1][0] for _, a in weights if a.axes[1]}, dict[str, str]()
+    for path, a in weights:
+        for n, name in enumerate(a.axes[0]):
+            if n and name in first:
+                text = " x ".join(f"{x}:{size}" for x, size in zip(a.axes[0], a.sizes[0], strict=True))
+                why = f"it is an inner part of the first axis of {path} ({text}), which DTensor cannot split"
+                parts = f"each of the {math.prod(a.sizes[0][:n])} parts"
+                found.setdefault(
+                    name, f"{why}; give {parts} a linear map of its own, as q, k and v in place of qkv"
+                )
     return found
 
 
@@ -94,7 +126,6 @@ class StyleFlow:
         self.partial: dict[str, set[str]] = {}
         self._weights: dict[int, frozenset[str]] = {}
         self._live: set[int] = set()
-        self._met = set[tuple[str, str]]()
         found = (e for e in origin.rerolled.block.walk() if e.prim == TO)
         choices = frozenset(origin.names[origin.classes.of(e.ins[1], 0)[0]] for e in found)
         self.experts = dict(expert_modules(module, parameters, choices))
@@ -108,7 +139,12 @@ class StyleFlow:
                 if not styled and not (sent and name in choices):
                     self.without.setdefault(name, f"{path} is neither of a linear map nor of an embedding")
         self._sizes = names
-        self._between = names.keys() & summed_dims(module, parameters)
+        made, summed = linear_dims(module, parameters)
+        self._between = names.keys() & summed
+        for name in self._between - made:
+            self.without.setdefault(name, "it is part of what is given to linear maps, and none makes it")
+        self.code.update(fused_dims(module, parameters))
+        self.without.update(self.code)
         self._outer = names.keys() - self._between
         for node in graph.blocks[0].nodes:
             if node.phase == Phase.FORWARD:
@@ -143,7 +179,6 @@ class StyleFlow:
         out = {n for o in node.outputs for n in self.graph.tensor(o).type.shape.names}
         seen = out | {n for t in tensors for n in t.type.shape.names}
         touched = self._between & seen
-        self._met.update(combinations(sorted(seen & self._sizes.keys()), 2))
         for name in touched & out:  # each rank has a part of the gradient of a weight without the dimension
             self._note_partial(name, node, weights)
         if any(weights) and node.op.kind in ("matmul", "gather"):
@@ -168,74 +203,48 @@ class StyleFlow:
             if own and name not in self.graph.tensor(i).type.shape.names:
                 self.partial.setdefault(name, set()).update(own)
 
-    def try_out(self, module: Any, batch: Any) -> None:
+    def try_out(self, trials: ModuleTrials) -> None:
         """Runs the module without values on pieces: code with the size of a dimension written into it
         (`x.view(b, t, self.heads, -1)`) fails."""
-        called: dict[str, bool] = {}
-        self._logs = {stack: CallLog(stack) for stack in self.stacks}
-        whole, heads = run_on_pieces(module, self.parameters, batch, prepare=partial(self._listen, called))
-        self.called: Any = None if whole else self.called
-        for path in [p for p in self.experts if not called.get(p)]:
+        self.called = {call.path for call in trials.calls}
+        rows = {call.path for call in trials.calls if takes_rows(*call.given, call.out)}
+        for path in self.experts.keys() - rows:
             name = self.experts.pop(path)
             self.without[name] = f"{path} is not called with tokens, numbers of experts and weights"
 
-        def short(pieces: Mapping[str, int], own: Any) -> None:
-            shortened(own, self._logs.values())
-            for path in (p for p, dim in self.experts.items() if dim in pieces):
-                with_fewer(own.get_submodule(path), pieces[self.experts[path]])
+        def short(names: Collection[str], ways: Mapping[str, int], own: Any) -> None:
+            self._alike(own)
+            for path in (p for p, dim in self.experts.items() if dim in names):
+                with_fewer(own.get_submodule(path), ways.get(self.experts[path], 1))
 
-        def fails(names: Collection[str]) -> str:
-            sizes = {name: self._sizes[name] for name in names}
+        def fails(names: Collection[str], cut: bool = True) -> str:
+            sizes = {name: self._sizes[name] for name in names if cut}
             pieces = {d: next((n for n in range(2, s + 1) if s % n == 0), 1) for d, s in sizes.items()}
-            why, own = run_on_pieces(module, self.parameters, batch, pieces, partial(short, pieces))
-            if not why and own.keys() != heads.keys():
-                place = next(iter(own.values()))
-                why = f"{place}: attention would have heads of {[*own]} elements in place of {[*heads]}"
-            return why
+            return trials.run(pieces, partial(short, names, pieces), trials.owners(names))
 
-        for group in self._apart((self._between | {*self.experts.values()}) - self.without.keys()):
-            if whole or fails(group):
-                for name in group:
-                    if why := whole or fails([name]):
-                        self.code[name] = self.without[name] = (
-                            f"the module does not run on a part of it: {why}; code with the size written "
-                            "into it runs with sizes of tensors, as in qkv.chunk(3, -1)"
-                        )
+        tried = sorted((self._between | {*self.experts.values()}) - self.without.keys())
+        failed = {name: why for name in tried if (why := fails([name]))}
+        self.code |= {d: f"the module does not run on a part of it: {w}; {SIZED}" for d, w in failed.items()}
+        if failed and (whole := fails(failed, cut=False)):
+            unknown = f"no code is known to run on a part of it: without values it does not run: {whole}"
+            self.code |= dict.fromkeys(failed, unknown)
+        self.without |= self.code
         trained = {n for a in self.parameters.values() for names in a.axes for n in names}
         passed = {name for stack in self.stacks for name in stack.passed[1:]} - trained
-        between = tuple(sorted(n for n in passed if self._between_blocks(module, batch, n)))
+        between = tuple(sorted(n for n in passed if self._between_blocks(trials, n)))
         why = "layers need tensor-parallel blocks, as attention and MLP, that are modules of their own"
         self.limits["elsewhere"] = between, why
-        found = self._outline(module, batch)
-        if isinstance(found, str):
-            self.limits["pipeline"] = (), found
-        self.outline = None if isinstance(found, str) else found
+        outline = self._outline(trials)
+        if isinstance(outline, str):
+            self.limits["pipeline"] = (), outline
+        self.outline = None if isinstance(outline, str) else outline
 
-    def _apart(self, names: Collection[str]) -> list[list[str]]:
-        """Dimensions in groups, each of which one trial is for: no operation and no parameter has two of a
-        group, so that code meets pieces of one at a time."""
-        held = (sorted(set(sum(a.axes, ()))) for a in self.parameters.values())
-        met = self._met.union(*(combinations(own, 2) for own in held))
-        groups: list[list[str]] = []
-        for name in sorted(names):
-            own = next((g for g in groups if not any((other, name) in met for other in g)), None)
-            groups.append([name]) if own is None else own.append(name)
-        return groups
+    def _alike(self, module: Any) -> None:
+        """Lets one layer of each stack run for all."""
+        for stack in self.stacks:
+            run_once([module.get_submodule(path) for path in stack.paths])
 
-    def _listen(self, called: dict[str, bool], module: Any) -> None:
-        for log in self._logs.values():
-            log.listen(module)
-        self.called = set[str]()
-        for path, each in module.named_modules():
-            each.register_forward_pre_hook(lambda own, given, path=path: self.called.add(path))
-        for path in self.experts:
-
-            def hook(own: Any, args: Any, kwargs: Any, out: Any, path: str = path) -> None:
-                called[path] = takes_rows(args, kwargs, out)
-
-            module.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
-
-    def _outline(self, module: Any, batch: Any) -> StageOutline | str:
+    def _outline(self, trials: ModuleTrials) -> StageOutline | str:
         """Where the module can be cut into stages, or why it cannot."""
         if "microbatches" in self.limits:
             return self.limits["microbatches"][1]
@@ -243,7 +252,9 @@ class StyleFlow:
         stack = next((s for s in self.stacks if s.passed and {s.dim} == loops), None)
         if stack is None:
             kinds = torch_module().nn.ModuleList | torch_module().nn.Sequential
-            lists = [repr(path) for path, own in module.named_modules() if isinstance(own, kinds) and path]
+            lists = [
+                repr(path) for path, own in trials.module.named_modules() if isinstance(own, kinds) and path
+            ]
             return (
                 "stages need all layers in one list of modules of equal shapes, each of which takes what the "
                 f"one before returns; the module's lists are {', '.join(lists) or 'none'}"
@@ -252,7 +263,7 @@ class StyleFlow:
             return (
                 "code after the layers reads values or weights from before them, which lie on another stage"
             )
-        return outline_of(module, batch, self.parameters, self._logs[stack], self._rows)
+        return outline_of(trials, stack, self._rows)
 
     def blocks(self, module: Any, stack: LayerList, layout: Layout | None = None) -> list[TensorBlock]:
         """The blocks of a stack's layers, of those dimensions that a layout splits, or of all."""
@@ -260,10 +271,10 @@ class StyleFlow:
         split = {n for n in split if layout is None or layout.axes(n)}
         return [*tensor_blocks(module, stack.paths, self.parameters, split)]
 
-    def _between_blocks(self, module: Any, batch: Any, name: str) -> bool:
+    def _between_blocks(self, trials: ModuleTrials, name: str) -> bool:
         """Whether a dimension can be split between the blocks of every stack that passes it on."""
         for stack in (s for s in self.stacks if name in s.passed):
-            blocks = self.blocks(module, stack)
+            blocks = self.blocks(trials.module, stack)
             inside = tuple(f"{block.path.replace('.', '/')}/" for block in blocks)
             assert stack.node.body is not None
             nodes = [n for n in stack.node.body.nodes if n.inputs and not n.scope.startswith(inside)]
@@ -274,7 +285,7 @@ class StyleFlow:
                 self._note_partial(name, node, [self._weights.get(i, frozenset()) for i in node.inputs])
             hooks = on_shapes(len(stack.passed), stack.passed.index(name), 2)
             prepare = partial(self._in_pieces, hooks, stack, blocks)
-            if run_on_pieces(module, self.parameters, batch, prepare=prepare)[0]:
+            if trials.run(prepare=prepare, parts=[p for block in blocks for p in block.exits]):
                 return False
         return True
 
@@ -282,7 +293,7 @@ class StyleFlow:
         self, hooks: PassingHooks, stack: LayerList, blocks: list[TensorBlock], module: Any
     ) -> None:
         """Puts hooks on a module whose blocks return pieces of a sequence."""
-        shortened(module, self._logs.values())
+        self._alike(module)
         hooks.install(module, stack.paths, blocks)
         for path in (p for block in blocks for p in block.exits):
             module.get_submodule(path).register_forward_hook(lambda own, given, out: hooks.split(out))

@@ -6,12 +6,13 @@ docs/guides/torch.md says by what.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from layoutopt.importers.arrays.model import ImportedModel
-from layoutopt.importers.torch.internals import batch_path, called, torch_module
+from layoutopt.importers.torch.calls import batch_path, called, copied, torch_module
+from layoutopt.importers.torch.capture import loss_of
 from layoutopt.importers.torch.parallelize import by_use, parallelized, same_everywhere
 from layoutopt.importers.torch.pipeline import Pipeline, part_of, stage_numbers
 from layoutopt.importers.torch.ranks import DATA, EXPERTS, PIPE, TENSOR, PlanRanks
@@ -20,7 +21,7 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.storage import BACKWARD, BETWEEN, GRADIENT, SPLIT, STAGES, VARIABLE
+from mesh_tf_core.lower.storage import BACKWARD, BETWEEN, GRADIENT, SPLIT, VARIABLE
 
 Loss = Callable[[Any, Any], Any]
 
@@ -30,7 +31,7 @@ class WeightedLoss:
     """(module, part of the batch) -> its loss times its weight, the weight, and whether losses add up.
 
     Attributes:
-      loss: loss(outputs, batch); None: `outputs.loss`, or the output.
+      loss: loss(outputs, batch); None: the module returns it, as a scalar, as `.loss` or in a tuple.
       parts: microbatches.
       ranks: with other rows.
     """
@@ -44,8 +45,7 @@ class WeightedLoss:
         counted = CountedMean()
         with counted.mode:
             outputs = module(*args, **kwargs)
-            found = outputs if self.loss is None else self.loss(outputs, part)
-        found = found if torch_module().is_tensor(found) else found.loss
+            found = loss_of(outputs if self.loss is None else self.loss(outputs, part))
         if self.parts * self.ranks > 1:
             counted.check(found)
         found = found.full_tensor() if hasattr(found, "full_tensor") else found
@@ -115,38 +115,35 @@ class CountedMean:
 
 
 class ModuleStep:
-    """step(batch) -> the loss of the whole batch.
+    """step(batch) -> the loss of the whole batch, of this rank's part of it (`rows`).
+
+    A mean over tokens is that over the tokens of all ranks and microbatches, also where padding leaves some
+    more of them than others.
 
     Args:
-      module: as `TorchPlan.parallelize` returns it.
+      plan: its `parallelize` returned the module.
       mesh: of the ranks by use (`parallelize.by_use`).
-      parts: microbatches.
-      axes: path of an array of the batch -> the axis that the batch is; None: it has none.
-      loss: loss(outputs, batch); by default `outputs.loss`, or the output.
-      clip_norm: the largest norm of all gradients together; None: they are not clipped.
-      stage: of storage.
-
-    The batch is this rank's part of it (`rows`). A mean over tokens is that over the tokens of all ranks and
-    microbatches, also where padding leaves some more of them than others.
+      loss, clip_norm: as `TorchPlan.train_step` has them.
     """
 
     def __init__(
         self,
+        plan: TorchPlan,
+        mesh: Any,
         module: Any,
         optimizer: Any,
-        mesh: Any,
-        parts: int,
-        axes: Mapping[str, int | None],
-        loss: Loss | None = None,
-        clip_norm: float | None = None,
-        stage: str = STAGES[0],
+        loss: Loss | None,
+        clip_norm: float | None,
     ) -> None:
-        self.stage = stage
-        self.module, self.optimizer, self.mesh, self.parts = module, optimizer, mesh, parts
-        self.clip_norm, self._axes = clip_norm, axes
+        self.module, self.optimizer, self.mesh, self.clip_norm = module, optimizer, mesh, clip_norm
+        self.stage, self.parts = plan.ranks.stage, plan.ranks.options.microbatches
+        assert plan.model.origin is not None
+        arrays, batch = plan.model.origin.batch.items(), plan.model.batch_dim
+        # The axis that the batch is; None: an array has none.
+        self._axes = {p: next((i for i, n in enumerate(a.axes) if batch in n), None) for p, a in arrays}
         self._data = mesh[DATA]
         self._ways = self._data.size()
-        self._loss = WeightedLoss(loss, parts, self._ways)
+        self._loss = WeightedLoss(loss, self.parts, self._ways)
         self._rank = self._data._flatten("data").get_local_rank() if self._ways > 1 else 0
         counted = mesh[PIPE, *DATA]
         self._group = counted._flatten("counted").get_group() if counted.size() > 1 else None
@@ -321,7 +318,7 @@ class TorchPlan:
         spans = stage_numbers(len(outline.stack.paths), stages, schedule)[pipe.get_local_rank()]
         parts = {}
         for n, span in enumerate(spans):
-            parts[n * stages + pipe.get_local_rank()] = part = part_of(module, outline, *span)
+            parts[n * stages + pipe.get_local_rank()] = part = part_of(copied(module), outline, *span)
             part.module = parallelized(part.module, self.ranks, self._mesh, self.styles, part)
         device = torch.device(device_mesh.device_type)
         return Pipeline(parts, schedule, stages, pipe.get_group(), device)
@@ -340,12 +337,4 @@ class TorchPlan:
             raise UserError(
                 "plan.torch: the module of train_step is not parallelized; call parallelize(module) first"
             )
-        assert self.model.origin is not None
-        batch = self.model.batch_dim
-        axes = {
-            path: next((a for a, names in enumerate(array.axes) if batch in names), None)
-            for path, array in self.model.origin.batch.items()
-        }
-        parts = self.ranks.options.microbatches
-        stage = self.ranks.stage
-        return ModuleStep(module, optimizer, self._mesh, parts, axes, loss, clip_norm, stage)
+        return ModuleStep(self, self._mesh, module, optimizer, loss, clip_norm)
