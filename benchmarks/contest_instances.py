@@ -18,9 +18,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from layoutopt.solver.files import parsed
+from layoutopt.solver.files import amount, field, listed, numbers, parsed, whole
 from layoutopt.solver.form import ChoiceVariable, Intervals, Problem, ProblemError, Term, Usage
-from layoutopt.solver.numbers import amount, field, listed, numbers, whole
 from mesh_tf_core.reading import reading
 
 FORBIDDEN = 1e18

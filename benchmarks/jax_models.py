@@ -122,7 +122,7 @@ def checked(loss, args) -> dict:
 
     import layoutopt
     import mesh_tf_core as mtf
-    from layoutopt.importers.jax.leaves import leaves_of
+    from layoutopt.importers.jax.shardings import leaves_of
     from mesh_tf_core.engines.jax.engine import JaxEngine
 
     params, state, batch, rng = roles(args)

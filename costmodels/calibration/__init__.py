@@ -13,7 +13,7 @@ from costmodels.calibration.clock import (
     steps_for,
     typical,
 )
-from costmodels.calibration.drift import Drift, open_drift
 from costmodels.calibration.profile import calibrate
+from costmodels.calibration.residuals import Drift, open_drift
 from costmodels.calibration.runner import Team, assemble
 from costmodels.calibration.tpu import TpuCalibration, calibrate_tpu

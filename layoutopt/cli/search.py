@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import typer
 
 from layoutopt.cli import options
-from layoutopt.cli.again import command_line
 from layoutopt.cli.application import tell
 from layoutopt.cli.candidates import AcceptLossOption, ReplicaModel, is_choice, show_ways
 from layoutopt.cli.defaults import START
 from layoutopt.cli.given import Allowed, MaxAxesOption, OnMesh
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.progress import Bounds
+from layoutopt.cli.repairs import command_line
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.training_cost import PriceOption, TokensOption, read_prices, read_tokens, training_cost
 from layoutopt.plan.units import bytes_text, seconds_text

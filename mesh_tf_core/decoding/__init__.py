@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 from mesh_tf_core.lazy import load
 
 if TYPE_CHECKING:
-    from mesh_tf_core.decoding.beam import beam_search, length_penalty
     from mesh_tf_core.decoding.cache import Cache, CachedState, scan_layers
     from mesh_tf_core.decoding.loop import Decoded, Logits, greedy, sample
-    from mesh_tf_core.decoding.model import Decoder, decoder, generate
+    from mesh_tf_core.decoding.model import Decoder, beam_search, decoder, generate, length_penalty
 
 # fmt: off
 __all__ = [

@@ -41,11 +41,10 @@ if TYPE_CHECKING:
         VocabularyCluster,
     )
     from mesh_tf_core.layers.moe import MixtureOfExperts
-    from mesh_tf_core.layers.noise import AnnealedDropout, Jitter
     from mesh_tf_core.layers.norm import BatchNorm, LayerNorm, ReZero, RMSNorm, ScaleNorm
     from mesh_tf_core.layers.positions import RelativeBias, Rotary, Sinusoids
     from mesh_tf_core.layers.recurrent import GatedDeltaNet, LightningAttention, Mamba2
-    from mesh_tf_core.layers.routing import ExpertChoice, Router, TokenChoice
+    from mesh_tf_core.layers.routing import AnnealedDropout, ExpertChoice, Jitter, Router, TokenChoice
     from mesh_tf_core.layers.top_experts import TopExperts
 
 # fmt: off

@@ -27,8 +27,7 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import ONES, ZEROS
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.layers.noise import Jitter
-from mesh_tf_core.layers.routing import Router, balance
+from mesh_tf_core.layers.routing import Jitter, Router, balance
 from mesh_tf_core.ops.along import take_along
 from mesh_tf_core.ops.basic import stop_gradient
 from mesh_tf_core.ops.binary import where

@@ -24,8 +24,7 @@ from layoutopt.plan.units import (
     shorten,
     signed_percent,
 )
-from reports.figures.chart import Chart
-from reports.figures.scales import log_steps, padded
+from reports.figures.chart import Chart, log_steps, padded
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, dots, label, ticks
 from reports.theme import LIGHT
 

@@ -9,8 +9,7 @@ from layoutopt.plan.details import MemoryTimeline
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import bytes_text, percent, rounded, seconds_text, shorten, some, times_text
 from reports.figures.bars import Bar, Bars, BarSegment, cut_scale
-from reports.figures.chart import SEARCH, Chart
-from reports.figures.scales import byte_steps, round_steps
+from reports.figures.chart import SEARCH, Chart, byte_steps, round_steps
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, dots, label, text_width, ticks
 from reports.theme import LIGHT
 from reports.views.choices import Ranked, ranked

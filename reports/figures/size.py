@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from layoutopt.plan.size_results import SizedCandidate, SizeResult
 from layoutopt.plan.units import count, number, plural, rounded
-from reports.figures.scales import log_steps, padded
+from reports.figures.chart import log_steps, padded
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, Label, labels, settings, ticks
 from reports.theme import AXES, LIGHT
 

@@ -17,8 +17,7 @@ from layoutopt.plan.units import (
     signed_percent,
     times_text,
 )
-from reports.figures.chart import Chart
-from reports.figures.scales import byte_steps, log_steps, padded, round_steps
+from reports.figures.chart import Chart, byte_steps, log_steps, padded, round_steps
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, dots, label, ticks
 from reports.theme import LIGHT
 from reports.views import choices

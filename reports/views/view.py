@@ -1,6 +1,6 @@
 """A table as data: typed columns, rows of plain values, and the words around them.
 
-Three renderers take any view: `layoutopt.cli.sheet` for terminals, `reports.page.cells` for pages,
+Three renderers take any view: `layoutopt.cli.terminal` for terminals, `reports.page.cells` for pages,
 `reports.tables` for frames and CSV files. The kind of a column formats its values.
 """
 

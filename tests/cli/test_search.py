@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import Result
 
 from layoutopt.cli.plan_tables import alternatives_table
-from layoutopt.cli.sheet import Sheet
+from layoutopt.cli.terminal import Sheet
 from layoutopt.models.loading import load_model
 from layoutopt.plan.build import load_plan
 from layoutopt.plan.schema import PlanFile

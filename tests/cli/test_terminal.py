@@ -25,8 +25,7 @@ from typer.testing import Result
 
 from layoutopt.cli.options import complete_setting
 from layoutopt.cli.progress import Bounds, StepProgress, bounds_text
-from layoutopt.cli.sheet import Sheet
-from layoutopt.cli.terminal import GOOD, Terminal, facts, plain
+from layoutopt.cli.terminal import GOOD, Sheet, Terminal, facts, plain
 from layoutopt.optimize.entry import SearchStatus
 from layoutopt.plan.build import load_plan
 from layoutopt.plan.units import seconds_text

@@ -12,7 +12,7 @@ import jax
 import mesh_tf_core as mtf
 from examples import transformer_lm
 from mesh_tf_core.engines.jax import compat
-from mesh_tf_core.engines.jax.placing import placed
+from mesh_tf_core.engines.jax.compat import placed
 from mesh_tf_core.engines.jax.program import JaxProgram
 from tests.examples.helper import SMALL
 

@@ -13,7 +13,7 @@ import mesh_tf_core as mtf
 from layoutopt import search
 from layoutopt.plan.build import parse_plan
 from mesh_tf_core import Mesh
-from mesh_tf_core.engines.jax.placing import placed
+from mesh_tf_core.engines.jax.compat import placed
 
 
 @dataclass(frozen=True)

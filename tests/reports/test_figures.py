@@ -15,7 +15,7 @@ import reports
 from mesh_tf_core.errors import UserError
 from reports.figures import ALL, Chart
 from reports.figures.bars import Bar, Bars, BarSegment
-from reports.figures.scales import log_steps
+from reports.figures.chart import log_steps
 from reports.figures.sheet import WIDTH, FigureSheet, labels, settings
 from reports.svg import figure_svg
 from reports.theme import LIGHT

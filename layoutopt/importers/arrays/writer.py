@@ -28,8 +28,7 @@ from layoutopt.importers.arrays.contract import (
     is_empty,
 )
 from layoutopt.importers.arrays.keys import Draw, Keys, key_of, of_words
-from layoutopt.importers.arrays.narrow import WIDER, wrapped
-from layoutopt.importers.arrays.refusals import OTHERWISE, Refusal, Refusals, refuse, refused
+from layoutopt.importers.arrays.refusals import OTHERWISE, WIDER, Refusal, Refusals, refuse, refused, wrapped
 from mesh_tf_core.ir.dims import Dim, Shape, SparseDim
 from mesh_tf_core.ir.dtypes import DTYPES
 from mesh_tf_core.ir.initializers import FixedArray, FromArray, Initializer, Variable

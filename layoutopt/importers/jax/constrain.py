@@ -27,14 +27,16 @@ from layoutopt.importers.arrays import elementwise
 from layoutopt.importers.arrays.contract import Equation, EquationBlock, Operand, Var, layered
 from layoutopt.importers.arrays.placing import ArrayPlacing, ImportedFunction
 from layoutopt.importers.jax.internals import jax_module, without_dead
-from layoutopt.importers.jax.interpreter import Site, differs, interpret
 from layoutopt.importers.jax.replay import (
     KnownValue,
     Ref,
     ReplayedEquation,
     ReplayVisitor,
+    Site,
     bind,
     bind_scan,
+    differs,
+    interpret,
     retraced,
 )
 from layoutopt.importers.jax.shardings import partition_spec

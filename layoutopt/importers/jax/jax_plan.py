@@ -20,8 +20,7 @@ from layoutopt.importers.arrays.model import added_results
 from layoutopt.importers.arrays.placing import ImportedFunction
 from layoutopt.importers.jax.constrain import constrained
 from layoutopt.importers.jax.internals import jax_module
-from layoutopt.importers.jax.leaves import new_state
-from layoutopt.importers.jax.shardings import Shardings
+from layoutopt.importers.jax.shardings import Shardings, new_state
 from layoutopt.plan.build import decided
 from layoutopt.space.decisions import beyond
 from layoutopt.space.keywords import in_keywords

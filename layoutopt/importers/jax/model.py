@@ -12,9 +12,8 @@ from layoutopt.importers.arrays.build import built, optimizer_of
 from layoutopt.importers.arrays.contract import EquationBlock, Leaf, TracedProgram, Var, has_fractions
 from layoutopt.importers.arrays.model import ImportedModel
 from layoutopt.importers.jax.jax_plan import JaxPlan
-from layoutopt.importers.jax.leaves import flat, leaves, leaves_of, new_state, said_of
 from layoutopt.importers.jax.reader import traced
-from layoutopt.importers.jax.shardings import jax_mesh
+from layoutopt.importers.jax.shardings import flat, jax_mesh, leaves, leaves_of, new_state, said_of
 from layoutopt.plan.build import Plan, check_plan_model
 from mesh_tf_core.errors import UserError, not_installed
 from mesh_tf_core.optimizers import SGD, Adafactor, Adam, Optimizer

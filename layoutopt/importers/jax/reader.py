@@ -28,7 +28,7 @@ from layoutopt.importers.arrays.contract import (
 from layoutopt.importers.arrays.mixtures import sorts_left, without_sorts
 from layoutopt.importers.arrays.model import KEEPS
 from layoutopt.importers.jax.internals import jax_module, type_of, without_dead
-from layoutopt.importers.jax.interpreter import RANDOM, Site, interpret
+from layoutopt.importers.jax.replay import RANDOM, Site, interpret
 
 REMAT = ("remat2", "checkpoint", "remat")
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from layoutopt.importers.arrays.contract import Leaf
+import numpy as np
+
+from layoutopt.importers.arrays.contract import KEY, Leaf, Noted
 from layoutopt.importers.arrays.placing import ArrayAxes, ArrayPlacing, ImportedFunction, Spec
-from layoutopt.importers.jax.internals import jax_module
-from layoutopt.importers.jax.leaves import leaves_of
+from layoutopt.importers.jax.internals import dtype_of, jax_module
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -16,6 +18,151 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.placement import placement
 from mesh_tf_core.lower.storage import BACKWARD, GRADIENT
 from mesh_tf_core.model import Model
+
+
+def leaves_of(tree: Any) -> tuple[list[Leaf], Any]:
+    """The arrays of a pytree with their paths, and the tree of their types for tracing."""
+    jax = jax_module()
+    leaves, types = [], []
+    for name, leaf, noted in flat(tree):
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            leaf = _array(leaf, name)
+        types.append(jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype))
+        abstract = isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer)
+        dtype = dtype_of(leaf.dtype)
+        value = None if abstract or dtype == KEY else leaf
+        leaves.append(Leaf(name, tuple(map(int, leaf.shape)), dtype, value, noted))
+    return leaves, jax.tree_util.tree_unflatten(structure(tree), types)
+
+
+def _array(leaf: Any, name: str) -> Any:
+    """A Python number, or a sequence, as an array of JAX's default precision."""
+    try:
+        found = np.asarray(leaf)
+        if found.dtype.kind in "OSU":
+            raise TypeError
+    except (TypeError, ValueError):
+        raise UserError(
+            f"from_jax: {name or 'an argument'} is a {type(leaf).__name__}, not an array; give arrays or "
+            "jax.ShapeDtypeStruct, and bind arguments that are not arrays with functools.partial"
+        ) from None
+    if found.dtype.itemsize == 8 and not jax_module().config.jax_enable_x64:
+        narrow = {"f": np.float32, "i": np.int32, "u": np.uint32}
+        found = found.astype(narrow.get(found.dtype.kind, found.dtype))
+    return found
+
+
+def flat(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any, Noted | None]]:
+    """The leaves of a pytree in order: path, leaf, and the metadata of the box around it."""
+    flatten = jax_module().tree_util.tree_flatten_with_path
+    found: list[tuple[str, Any, Noted | None]] = []
+    for keys, item in flatten(tree, is_leaf=lambda x: _is_box(x) or bool(is_leaf and is_leaf(x)))[0]:
+        if _is_box(item):
+            # The first key is what the box calls its array.
+            inner = flatten(item, is_leaf=is_leaf)[0]
+            found += [(path_of((*keys, *rest[1:])), leaf, _noted(item)) for rest, leaf in inner]
+        else:
+            found.append((path_of(keys), item, None))
+    return found
+
+
+def _is_box(x: Any) -> bool:
+    """A box of Linen, or a variable of NNX."""
+    kind = type(x)
+    linen = hasattr(kind, "unbox") and hasattr(x, "names")
+    return linen or callable(getattr(kind, "get_metadata", None))
+
+
+_NNX_KEYS = ("out_sharding", "sharding_names", "sharding")
+"""What NNX calls names of axes; the newest first."""
+
+
+def _noted(box: Any) -> Noted | None:
+    if hasattr(type(box), "unbox"):
+        names, logical = box.names, hasattr(box, "rules")
+    else:
+        metadata = box.get_metadata()
+        names = next((metadata[k] for k in _NNX_KEYS if metadata.get(k)), None)
+        logical = bool(metadata.get("sharding_rules"))
+    return noted_names(names, logical)
+
+
+def noted_names(names: Any, logical: bool) -> Noted | None:
+    """Names of axes as Flax writes them, a tuple or a PartitionSpec; None for others.
+
+    Several names for one axis are axes of a mesh, never a dimension.
+    """
+    if not isinstance(names, tuple | list | jax_module().sharding.PartitionSpec) or not len(names):
+        return None
+    return Noted(tuple(n if isinstance(n, str) else None for n in names), logical)
+
+
+def path_of(keys: Sequence[Any]) -> str:
+    """The keys of a pytree as a path."""
+    parts = []
+    for key in keys:
+        for attribute in ("key", "idx", "name"):
+            if hasattr(key, attribute):
+                parts.append(str(getattr(key, attribute)))
+                break
+        else:
+            parts.append(str(key))
+    return "/".join(re.sub(r"[^\w.\-/]+", "_", p).strip("_") or "_" for p in parts)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of a pytree."""
+    found: list[Any] = jax_module().tree_util.tree_leaves(tree)
+    return found
+
+
+def structure(tree: Any) -> Any:
+    """The structure of a pytree, to be compared."""
+    return jax_module().tree_util.tree_structure(tree)
+
+
+def new_state(auxiliary: Any, state: Any) -> Any:
+    """The part of a loss's auxiliary values that is built like its state, and is its new value; None if there
+    is none."""
+    if state is None or auxiliary is None:
+        return None
+    wanted = structure(state)
+    parts = [auxiliary, *(auxiliary if isinstance(auxiliary, tuple | list) else ())]
+    parts += auxiliary.values() if isinstance(auxiliary, Mapping) else ()
+    return next((part for part in parts if structure(part) == wanted), None)
+
+
+def said_of(names: Any, known: Sequence[Leaf]) -> tuple[dict[str, Any], dict[str, Noted]]:
+    """Parses `names` of the user: names of axes of arrays, new names of dimensions, and pytrees of
+    PartitionSpecs (Flax's `get_partition_spec`) as logical axes by path.
+
+    Raises:
+      UserError: it is neither, or has a path that no array has.
+    """
+    if names is None:
+        return {}, {}
+    spec = jax_module().sharding.PartitionSpec
+    own: dict[str, Any] = {}
+    trees: Any = names
+    if isinstance(names, Mapping):
+        plain = [k for k, v in names.items() if isinstance(v, str | tuple | list | None)]
+        own = {k: names[k] for k in plain if not isinstance(names[k], spec)}
+        trees = {k: v for k, v in names.items() if k not in own}
+    paths = {leaf.path for leaf in known}
+    noted = {}
+    for path, leaf, _ in flat(trees, is_leaf=lambda x: isinstance(x, spec)):
+        if not isinstance(leaf, spec):
+            raise UserError(
+                f"from_jax: names has the value {leaf!r} at {path!r}; give a tuple of names for the axes "
+                "of an array, a new name for a dimension, or a pytree of PartitionSpec built like params"
+            )
+        if path not in paths:
+            hint = known_names(path, paths)
+            raise UserError(f"from_jax: names has an entry for {path!r}, but no array has this path; {hint}")
+        found = noted_names(leaf, logical=True)
+        if found is not None:
+            noted[path] = found
+    return own, noted
 
 
 def partition_spec(spec: Spec) -> Any:
@@ -136,8 +283,7 @@ def jax_mesh(mesh: Mesh, slices: Mapping[str, int] | None = None) -> Any:
       UserError: JAX finds too few devices.
     """
     jax = jax_module()
-    from mesh_tf_core.engines.jax.compat import device_mesh
-    from mesh_tf_core.engines.jax.placing import placed
+    from mesh_tf_core.engines.jax.compat import device_mesh, placed
 
     found = jax.devices()
     if len(found) < mesh.devices:

@@ -19,9 +19,8 @@ from typing import Any
 from layoutopt.analysis.lint import UnlikeArray
 from layoutopt.importers.arrays.placing import ArrayAxes
 from layoutopt.importers.jax.internals import jax_module
-from layoutopt.importers.jax.leaves import flat
 from layoutopt.importers.jax.model import JaxModel
-from layoutopt.importers.jax.shardings import partition_spec
+from layoutopt.importers.jax.shardings import flat, partition_spec
 from layoutopt.plan.units import some
 from mesh_tf_core.errors import LayoutError, UserError, known_names
 from mesh_tf_core.ir.initializers import Variable

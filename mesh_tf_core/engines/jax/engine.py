@@ -21,7 +21,7 @@ import numpy as np
 from mesh_tf_core.engines.feeds import check_array, stored
 from mesh_tf_core.engines.jax import compat as jax_compat
 from mesh_tf_core.engines.jax.cluster import Cluster
-from mesh_tf_core.engines.jax.placing import placed
+from mesh_tf_core.engines.jax.compat import placed
 from mesh_tf_core.engines.jax.profile import STEP
 from mesh_tf_core.engines.jax.program import JaxProgram, is_wide
 from mesh_tf_core.engines.pieces import (
