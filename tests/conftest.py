@@ -34,6 +34,8 @@ atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 os.environ["XDG_CACHE_HOME"] = _CACHE
 # The proof of the usual layouts depends on no time limit. Commands in processes of their own inherit it.
 os.environ["LAYOUTOPT_ALLOW"] = "usual"
+# The processes that run tests use the cores.
+os.environ["LAYOUTOPT_CORES"] = "1"
 # A shell that starts the suite in the background ignores Ctrl-C, `nohup` a closed terminal, and what tests
 # start would inherit that.
 if threading.current_thread() is threading.main_thread():

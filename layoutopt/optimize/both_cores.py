@@ -18,9 +18,8 @@ from typing import Any
 from layoutopt.optimize.bounds import ProvenBounds
 from layoutopt.optimize.incumbents import Incumbents
 from layoutopt.optimize.subproblems import Subproblem, SubproblemKey
-from layoutopt.runtime.own_process import UNSENT, OtherProcess, Send
+from layoutopt.runtime.own_process import UNSENT, OtherProcess, Send, processes
 from layoutopt.space.objective import Objective
-from mesh_tf_core.cores import cores
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -62,7 +61,7 @@ class BothCores:
         self.incumbents, self._send = incumbents, send or ignored
         self._heard = deque[Any]() if heard is None else heard
         self._process: OtherProcess | None = None
-        self._starts = send is None
+        self._starts, self._most = send is None, processes()
         self._theirs = set[SubproblemKey]()
         self._known = float("inf")  # seconds of the best that both know
 
@@ -88,7 +87,7 @@ class BothCores:
     def _start(self) -> None:
         request, problems = self.incumbents.request, self.incumbents.subproblems
         self._starts = False
-        if request.objective != Objective.TIME or len(problems) < 2 or cores() < 2:
+        if request.objective != Objective.TIME or len(problems) < 2 or self._most < 2:
             return
         shapes = [*dict.fromkeys(key.mesh for key in problems)]
         # What continues texts is code of the user's, and the graphs of other problems are made there anew.

@@ -16,6 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mesh_tf_core.cores import cores
+from mesh_tf_core.errors import UserError
+
 _START = """
 import importlib
 import sys
@@ -24,6 +27,8 @@ importlib.import_module(sys.argv[2]).main()
 """
 UNSENT = OSError, AttributeError, TypeError, pickle.PicklingError
 """Errors where this system starts no process, or a letter has what no other process can read."""
+VARIABLE = "LAYOUTOPT_CORES"
+"""The environment variable with the most processes that a search may use."""
 Send = Callable[[object], object]
 """Hands a letter to the other process."""
 
@@ -32,6 +37,18 @@ def command(module: str) -> list[str]:
     """The command that runs `main` of one of our modules; `python -m` would look into the current folder
     first."""
     return [sys.executable, "-P", "-c", _START, str(Path(__file__).parents[2]), module]
+
+
+def processes() -> int:
+    """The number of processes that a search may use: one for each core, or fewer if `VARIABLE` says so.
+
+    Raises:
+      UserError: that is no number above 0.
+    """
+    asked = os.environ.get(VARIABLE, "")
+    if asked and (not asked.isdecimal() or not int(asked)):
+        raise UserError(f"{VARIABLE} is {asked!r}; give a number of cores, such as 1, or unset it")
+    return min(cores(), int(asked or cores()))
 
 
 class OtherProcess:

@@ -26,9 +26,10 @@ from layoutopt.optimize.both_cores import BothCores, Letter
 from layoutopt.optimize.bounds import Bound, ProvenBounds, Source
 from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblems import SubproblemKey
-from layoutopt.runtime.own_process import OtherProcess
+from layoutopt.runtime.own_process import VARIABLE, OtherProcess, processes
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.restriction import EVERYTHING, Only
+from mesh_tf_core.errors import UserError
 from tests.layoutopt.outside import TINY
 
 ON: dict[str, Any] = {"mesh": "a:2;b:2", "hardware": "tpu-v5e", "allow": "everything", "alternatives": False}
@@ -58,7 +59,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Processes]:
 
     monkeypatch.setattr(subprocess.Popen, "__init__", begun)
     monkeypatch.setattr(both_cores, "LONG", -1.0)
-    monkeypatch.setattr(both_cores, "cores", lambda: 2)
+    monkeypatch.setattr(both_cores, "processes", lambda: 2)
     yield found
     assert all(each.poll() is not None for each in found)
 
@@ -168,9 +169,14 @@ def test_a_second_process_that_dies_leaves_its_problems_to_the_first(
 
 
 def test_one_core_starts_none(started: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(both_cores, "cores", lambda: 1)
+    monkeypatch.setattr(both_cores, "processes", processes)
+    assert processes() == 1  # as tests are told
     layoutopt.search(MLP, **ON)
     assert not started
+    for wrong in ("no", "0", "-1", "1.5"):
+        monkeypatch.setenv(VARIABLE, wrong)
+        with pytest.raises(UserError, match=f"LAYOUTOPT_CORES is '{wrong}'; give a number of cores"):
+            layoutopt.search(MLP, **ON)
 
 
 @pytest.mark.parametrize("name", framework_names())

@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable
 
 from layoutopt.runtime.clock import Clock
-from layoutopt.runtime.own_process import OtherProcess
+from layoutopt.runtime.own_process import OtherProcess, processes
 from layoutopt.solver.anytime.network import ROUNDED, Network
 from layoutopt.solver.anytime.search import LocalSearch
 from layoutopt.solver.form import Choices
 from layoutopt.solver.incumbent import Incumbent
 from layoutopt.solver.lagrangian import whole
-from mesh_tf_core.cores import cores
 
 PART = 0.1
 """The fraction of the time that evaluating answers may take."""
@@ -97,7 +96,7 @@ class Improver:
 
     def run(self) -> None:
         """Steps until the time is over, with a partner on another core if there is one."""
-        if cores() > 1 and (self.clock.left is None or self.clock.left > WORTH):
+        if processes() > 1 and (self.clock.left is None or self.clock.left > WORTH):
             self.partner = OtherProcess(PARTNER, (self.search.network, self.seed + 1))
         try:
             told = self.search.cost
