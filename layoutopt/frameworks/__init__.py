@@ -6,6 +6,7 @@ its plan is one that the framework can run, and its proof is about no other plan
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import import_module
 from pkgutil import iter_modules
 
@@ -38,36 +39,24 @@ def padded(framework: str, model: Model) -> Model:
     return model
 
 
-def padding_note(framework: str, model: Model) -> str:
-    """The dimensions of a padded model, in words; "" if it is none."""
+def differences(framework: str, model: Model, multiplied: str) -> Iterator[str]:
+    """How the program that a framework runs differs from a model's own, a sentence each; most products are of the
+    type `multiplied`."""
+    found, front = load_framework(framework), FRONT_ENDS.get(getattr(model, "front_end", ""))
     before, after = (model.given or model).graph.dims(), model.graph.dims()
     changed = [f"{n} from {max(own):,} to {max(after[n]):,}" for n, own in before.items() if own != after[n]]
-    return f"{load_framework(framework).name} pads {', '.join(changed)}" if changed else ""
-
-
-def type_note(framework: str, model: Model, multiplied: str) -> str:
-    """That a framework would multiply in another type than the program, unless it is told; "" if not."""
-    found, front = load_framework(framework), FRONT_ENDS.get(getattr(model, "front_end", ""))
-    runs = found.programs
-    if runs is None or not runs.dtype or multiplied != "float32":
-        return ""
-    how = "--set dtype=bfloat16" if front is None else front.half
-    return (
-        f"{found.name} multiplies in {runs.dtype} unless its {runs.setting} says otherwise, this program in "
-        f"{multiplied}, as predicted; to plan {runs.dtype}: {how}"
-    )
-
-
-def runs_another(framework: str, model: Model) -> str:
-    """How the program that a framework runs differs from a model's own; "" if it runs that."""
-    found, front = load_framework(framework), FRONT_ENDS.get(getattr(model, "front_end", ""))
-    runs, family = found.programs, getattr(model, "family", "")
-    if runs is None:
-        return ""
+    if changed:
+        yield f"{found.name} pads {', '.join(changed)}"
+    if (runs := found.programs) is None:
+        return
     predicted = f"the prediction is of these operations as {found.name} would run them"
+    family = getattr(model, "family", "")
     if front is not None and front.name not in runs.libraries:
         own = f"; --framework {model.framework} predicts {front.program} itself"
-        return f"{found.name} does not run {front.program}: {predicted}{own}"
-    if family and runs.families is not None and family not in runs.families:
-        return f"{found.name} has no model of the family {family!r}: {predicted}"
-    return ""
+        yield f"{found.name} does not run {front.program}: {predicted}{own}"
+    elif family and runs.families is not None and family not in runs.families:
+        yield f"{found.name} has no model of the family {family!r}: {predicted}"
+    if runs.dtype and multiplied == "float32":
+        how = "--set dtype=bfloat16" if front is None else front.half
+        own = f"unless its {runs.setting} says otherwise, this program in {multiplied}, as predicted"
+        yield f"{found.name} multiplies in {runs.dtype} {own}; to plan {runs.dtype}: {how}"

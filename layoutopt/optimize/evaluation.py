@@ -14,7 +14,7 @@ from costmodels.pricing.compilers import compiler_of
 from costmodels.pricing.items import Computed
 from costmodels.pricing.pricer import Cost, Line, Pricer
 from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
-from layoutopt.frameworks import padded, padding_note, runs_another, type_note
+from layoutopt.frameworks import differences, padded
 from layoutopt.optimize.slot_pictures import drawn
 from layoutopt.plan.known import Known
 from layoutopt.plan.machine_details import errors_known
@@ -194,8 +194,7 @@ class Evaluation:
         multiplied = [dtype for dtype, n in flops.items() if n >= WORTH_A_NOTE * sum(flops.values())]
         own = (
             *self._assumed(),
-            *filter(None, (note(software, self.model) for note in (runs_another, padding_note))),
-            *filter(None, [type_note(software, self.model, computed_in(self.model))]),
+            *differences(software, self.model, computed_in(self.model)),
             *map(str, self.undivided),
             *(LAUNCHES.format(seconds_text(s), self.cost.launched) for s in [self.cost.host_seconds] if s),
             *self._offloads(),

@@ -40,11 +40,8 @@ def command(module: str) -> list[str]:
 
 
 def processes() -> int:
-    """The number of processes that a search may use: one for each core, or fewer if `VARIABLE` says so.
-
-    Raises:
-      UserError: that is no number above 0.
-    """
+    """The number of processes that a search may use: one for each core, or fewer if `VARIABLE` says so;
+    UserError if that is no number above 0."""
     asked = os.environ.get(VARIABLE, "")
     if asked and (not asked.isdecimal() or not int(asked)):
         raise UserError(f"{VARIABLE} is {asked!r}; give a number of cores, such as 1, or unset it")

@@ -55,7 +55,7 @@ class Scan(Connection, abstract=True):
 
 
 @dataclass(frozen=True)
-class Known(Connection, abstract=True):
+class KnownTensor(Connection, abstract=True):
     """A tensor that is there, under another name; with `loads`, on the device, if it lay on its host."""
 
     free: ClassVar[bool] = True

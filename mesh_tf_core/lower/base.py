@@ -15,7 +15,7 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Input, Local, Origin, Program, ReadVariable, Stored, WriteVariable
-from mesh_tf_core.ir.structure import Assign, Connection, Feed, Known, Read, Scan
+from mesh_tf_core.ir.structure import Assign, Connection, Feed, KnownTensor, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import ContextParallel
 from mesh_tf_core.lower.loops import Loops
@@ -66,7 +66,7 @@ class Lowering(Loops):
     def node(self, node: Node) -> None:
         """Lowers one node in the layout at its path; the update of a variable in that of its state."""
         self.origin = Origin(node.index, node.scope, node.phase)
-        if isinstance(node.op, Known):
+        if isinstance(node.op, KnownTensor):
             (tensor,), (name,) = node.inputs, node.outputs
             self.env[name] = self.value_of(tensor) if node.op.loads else self.lying(tensor)
             return

@@ -15,7 +15,7 @@ from functools import cached_property
 from mesh_tf_core.ir.blocks import TICK, Block, Node, reads
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.structure import Known
+from mesh_tf_core.ir.structure import KnownTensor
 from mesh_tf_core.lower.remat_policy import Policies, Recomputed
 from mesh_tf_core.lower.rematerialization import NOTHING, beside, check_recompute, rematerialization
 from mesh_tf_core.tracing.graph import Graph
@@ -64,7 +64,7 @@ class RecomputedStep:
         return [*self.read_again(own, block, run), *remat.passed(block)]
 
     def read_again(self, pairs: Iterable[tuple[int, int]], block: Block, run: str) -> Pairs:
-        """Of what a loop makes, in a second run: what that reads, or backward."""
+        """The pairs of a loop that a second run makes: those that it reads itself, or backward."""
         around: Block | None = block if run else None
         while around is not None and loop_name(around, self.graph) != run:
             around = None if around.parent is None else self.graph.blocks[around.parent]
@@ -105,7 +105,7 @@ class RecomputedStep:
         if block.forward is not None:
             made.sliced, begin = self._backward(scan, block, block.forward)
             made.nodes[:0] = begin
-            known = {node.outputs[0]: node.inputs[0] for node in begin if isinstance(node.op, Known)}
+            known = {node.outputs[0]: node.inputs[0] for node in begin if isinstance(node.op, KnownTensor)}
             made.runs = None if block.runs is None else known.get(block.runs, block.runs)
         return made
 
@@ -187,4 +187,4 @@ def in_parts(block: Block, made: list[tuple[int, int, Block]]) -> Block:
 
 def _known(at: Node, tensor: int, name: int, loads: bool = False) -> Node:
     """What calls a tensor by another name; of the origin of another node."""
-    return replace(at, op=Known(loads), inputs=(tensor,), outputs=(name,), body=None)
+    return replace(at, op=KnownTensor(loads), inputs=(tensor,), outputs=(name,), body=None)

@@ -13,7 +13,7 @@ from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.kernel import PartRows
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.structure import Known
+from mesh_tf_core.ir.structure import KnownTensor
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import StepCopies, renames
 from mesh_tf_core.ops.basic import scale
@@ -87,7 +87,7 @@ class Copy:
             if node.body is not None:
                 self._scan(node, node.body)
                 return
-            if isinstance(node.op, Known):
+            if isinstance(node.op, KnownTensor):
                 self.tensors[node.outputs[0]] = self._operand(node, node.inputs[0])
                 return
             made = self._applied(self._op(node.op), self._operands(node), node)

@@ -11,7 +11,7 @@ import pytest
 from examples import moe_lm, transformer_lm
 from mesh_tf_core.ir.blocks import Block, Node, reads
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.structure import Known
+from mesh_tf_core.ir.structure import KnownTensor
 from mesh_tf_core.lower.recomputed import RecomputedStep, recomputed
 from mesh_tf_core.lower.remat_policy import policies
 from tests.core.test_recompute import CHOSEN, model
@@ -59,7 +59,7 @@ def test_it_is_a_plain_graph(name: str, said: tuple[str, ...], to_the_end: bool)
     made = step(name, said, to_the_end)
     assert not [*missing(made.root, set())]
     every = [*bodies(made.root)]
-    nodes = [node for body in every for node in body.nodes if not isinstance(node.op, Known)]
+    nodes = [node for body in every for node in body.nodes if not isinstance(node.op, KnownTensor)]
     own = {node.index: node for node, _ in made.graph.walk()}
     copies = [node for node in nodes if node.phase == Phase.RECOMPUTE]
     assert bool(copies) == bool(said)

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from pkgutil import iter_modules
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from costmodels.frameworks import DEFAULT, framework_names, load_framework
 from costmodels.hardware import load_hardware, machine_of
 from examples import mlp, moe_lm, transformer_lm, transformer_seq2seq
 from layoutopt.analysis.lint import unexpressed
-from layoutopt.frameworks import padded, runs_another, says, type_note
+from layoutopt.frameworks import differences, padded, says
 from layoutopt.front_ends import FRONT_ENDS
 from layoutopt.importers.huggingface.configuration import FAMILIES
 from layoutopt.optimize.entry import unrestricted
@@ -188,6 +189,12 @@ TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "n
 TINY |= {"vocab_size": 64, "max_position_embeddings": 16, "num_key_value_heads": 2}
 
 
+def of(library: str) -> Any:
+    """A model of a program in a library."""
+    graph = MODELS["dense"]().graph
+    return SimpleNamespace(front_end=library, framework=library, given=None, graph=graph)
+
+
 @pytest.mark.parametrize("name", framework_names())
 def test_an_answer_says_where_a_framework_runs_another_program(name: str) -> None:
     """A user's program in another library, or where it has models of its own; a family that it lacks."""
@@ -195,10 +202,9 @@ def test_an_answer_says_where_a_framework_runs_another_program(name: str) -> Non
     families = () if runs is None else runs.families or ()
     assert {*families} <= {*FAMILIES}
     for front in FRONT_ENDS.values():
-        model = SimpleNamespace(front_end=front.name, framework=front.name)
-        said = runs_another(name, model)  # type: ignore[arg-type]
+        said = [*differences(name, of(front.name), "bfloat16")]
         assert bool(said) == (runs is not None and front.name not in runs.libraries)
-        assert not said or f"--framework {front.name} predicts" in said
+        assert not said or f"--framework {front.name} predicts" in said[0]
     for family in ("llama", "olmo2"):
         model = layoutopt.from_huggingface({**TINY, "model_type": family}, batch=2)
         chip = "tpu-v4" if name == "mesh-tensorflow" else "h100"
@@ -219,8 +225,7 @@ def test_an_answer_says_where_a_framework_multiplies_in_another_type(name: str) 
         assert bool(said) == (runs is not None and runs.dtype == "bfloat16" and dtype == "float32")
         assert not said or said[0].endswith("--set dtype=bfloat16")
     for front in FRONT_ENDS.values():
-        model = SimpleNamespace(front_end=front.name)
-        assert type_note("torchtitan", model, "float32").endswith(front.half)  # type: ignore[arg-type]
+        assert [*differences("torchtitan", of(front.name), "float32")][-1].endswith(front.half)
 
 
 def test_a_release_has_models_of_its_own() -> None:
