@@ -40,8 +40,8 @@ def padded(framework: str, model: Model) -> Model:
 
 
 def differences(framework: str, model: Model, multiplied: str) -> Iterator[str]:
-    """How the program that a framework runs differs from a model's own, a sentence each; most products are of the
-    type `multiplied`."""
+    """How the program that a framework runs differs from a model's own, a sentence each; most products are
+    in the type `multiplied`."""
     found, front = load_framework(framework), FRONT_ENDS.get(getattr(model, "front_end", ""))
     before, after = (model.given or model).graph.dims(), model.graph.dims()
     changed = [f"{n} from {max(own):,} to {max(after[n]):,}" for n, own in before.items() if own != after[n]]
