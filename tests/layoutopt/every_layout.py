@@ -66,7 +66,8 @@ class Compared:
             if of is not None or choices is not None:
                 self.faults.append(f"legal: tables {choices is not None}, program {of is not None}: {where}")
             return
-        tables, program = value_of(found.problem, choices).objective, of.cost.step_seconds
+        # Not the longer of device and host: these tables are the device's (`LaunchPricer` has the host's).
+        tables, program = value_of(found.problem, choices).objective, of.cost.device_seconds
         # What loops wait for the host link is in steps, which are bounds (`host_link`).
         if tables > program * (1 + PRICE) or (tables < program * (1 - PRICE) and not waits(of)):
             self.faults.append(f"time {tables / program - 1:+.3g} of {program:.6g}: {where}")

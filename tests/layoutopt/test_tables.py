@@ -111,7 +111,7 @@ def compare_prices(
         except mtf.LayoutError:
             continue
         where = f"{model.name} on {mesh}: {layout}, {options}"
-        assert tables.seconds(layout, options) == pytest.approx(cost.step_seconds, rel=PRICE), where
+        assert tables.seconds(layout, options) == pytest.approx(cost.device_seconds, rel=PRICE), where
         compared += 1
 
 
@@ -348,7 +348,7 @@ def test_what_operations_share_is_counted_once(name: str) -> None:
     graph, prices = model.training_step().graph, pricer(hardware, mesh)
     tables = TablePrices(Draft(model, mesh, decisions(graph, mesh), prices))
     cost = evaluate(model, mesh, mtf.Layout(layout), hardware, options, prices).cost
-    assert tables.seconds(mtf.Layout(layout), options) == pytest.approx(cost.step_seconds, rel=PRICE)
+    assert tables.seconds(mtf.Layout(layout), options) == pytest.approx(cost.device_seconds, rel=PRICE)
 
 
 EXCHANGED = ("experts:x;heads:y;d_ff:y", "experts:x;heads:y", "experts:x+y;heads:y", "experts:y;heads:y")
@@ -364,7 +364,7 @@ def test_what_experts_exchange_in_parts(rules: str, there: tuple[str, ...]) -> N
     decided = decisions(graph, mesh, SearchSpace(elsewhere=("length", "expert_length")))
     tables = TablePrices(Draft(model, mesh, decided, prices))
     cost = evaluate(model, mesh, layout, hardware, mtf.Options(), prices).cost
-    assert tables.seconds(layout, mtf.Options()) == pytest.approx(cost.step_seconds, rel=PRICE)
+    assert tables.seconds(layout, mtf.Options()) == pytest.approx(cost.device_seconds, rel=PRICE)
 
 
 @pytest.mark.parametrize("further", [(), ("length",), ("length", "memory_length")])
