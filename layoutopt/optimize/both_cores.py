@@ -4,7 +4,8 @@ has not begun. Each tells the other which problem it begins, what is proven of i
 
 Both ask the same questions of the same model, so a bound that one proves holds for the other; a layout is
 evaluated again by whoever hears of it. The second process starts from a file of ours, not as a copy of this
-one, which may have threads. Without a second core, or where it cannot be told the model, one does all.
+one, which may have threads. One does all without a second core, or where the other cannot be told the model
+or says what a known layout contradicts.
 """
 
 from __future__ import annotations
@@ -15,37 +16,36 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from layoutopt.optimize.bounds import ProvenBounds
-from layoutopt.optimize.incumbents import Incumbents
+from layoutopt.optimize.bounds import EXACT, ProvenBounds
+from layoutopt.optimize.incumbents import FirstLayout, Incumbents
+from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem, SubproblemKey
 from layoutopt.runtime.own_process import UNSENT, OtherProcess, Send, processes
 from layoutopt.space.objective import Objective
-from mesh_tf_core.ir.layout import Layout
-from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.lower import Options
 
 PROCESS = "layoutopt.optimize.second_search"
 LONG = 3.0
 """Seconds of a search after which a second process is worth its start."""
 WAIT = 0.02
 """Seconds between two looks for letters."""
+BEAT, SILENCE = 1.0, 30.0
+"""Seconds after which a process says that it is there; of waiting, after which it takes over what the other
+began. That may be stopped; if it is only long at something, both do the same."""
 
 
 @dataclass(frozen=True)
 class Letter:
-    """A message from one process to the other.
+    """A message from one process to the other; an empty one says that it is there.
 
     Attributes:
       begun: the problems that it looks at from now on.
-      known: what is proven of problems that it looks at no more.
+      known: of problems that it looks at no more, what is proven, and the best layout if that is.
       found: its fastest layout that fits.
-      solved: that is the best of the only problem in `known`.
     """
 
     begun: Set[SubproblemKey] = frozenset()
-    known: Mapping[SubproblemKey, ProvenBounds] = field(default_factory=dict)
-    found: tuple[Mesh, Layout, Options] | None = None
-    solved: bool = False
+    known: Mapping[SubproblemKey, tuple[ProvenBounds, FirstLayout | None]] = field(default_factory=dict)
+    found: FirstLayout | None = None
 
 
 class BothCores:
@@ -58,17 +58,18 @@ class BothCores:
     def __init__(
         self, incumbents: Incumbents, heard: deque[Any] | None = None, send: Send | None = None
     ) -> None:
-        self.incumbents, self._send = incumbents, send or ignored
+        self.incumbents, self._send = incumbents, send
         self._heard = deque[Any]() if heard is None else heard
         self._process: OtherProcess | None = None
         self._starts, self._most = send is None, processes()
         self._theirs = set[SubproblemKey]()
-        self._known = float("inf")  # seconds of the best that both know
+        self._told: tuple[EvaluatedLayout | None, float] = None, 0.0  # what, and when
+        self._waited = 0.0  # seconds without a letter
 
     @property
     def running(self) -> bool:
         """There is another process."""
-        return self._send is not ignored and (self._process is None or not self._process.ended)
+        return self._send is not None and (self._process is None or not self._process.ended)
 
     def exchange(self) -> None:
         """Tells what is new, and reads what the other process found; begins it once the search takes long."""
@@ -78,11 +79,12 @@ class BothCores:
         running = self.running
         while self._heard:
             self._read(self._heard.popleft())
-        if not running:
+        best, (told, when) = self.incumbents.fastest(request.limit), self._told
+        if not running or self._waited > SILENCE:
             self._theirs.clear()
-        elif (best := self.incumbents.fastest(request.limit)) is not None and best.seconds < self._known:
-            self._known = best.seconds
-            self._send(Letter(found=(best.mesh, best.layout, best.options)))
+        elif self._send and (best is not told or time.monotonic() > when + BEAT):
+            self._told = best, time.monotonic()
+            self._send(Letter(found=as_told(best)))
 
     def _start(self) -> None:
         request, problems = self.incumbents.request, self.incumbents.subproblems
@@ -100,52 +102,55 @@ class BothCores:
         self._heard, self._send = self._process.news, self._process.tell
 
     def _read(self, letter: Letter) -> None:
-        limit, problems = self.incumbents.request.limit, self.incumbents.subproblems
-        found = None if letter.found is None else self.incumbents.offer(*letter.found)
-        if found is not None and found.peak <= limit:
-            self._known = min(self._known, found.seconds)
-        self._theirs |= letter.begun
-        for key, bounds in letter.known.items():
-            self._theirs.discard(key)
-            if (here := problems.get(key)) is not None:
-                here.bounds.learn(bounds)
-                here.bounds.best = found if letter.solved else here.bounds.best
+        problems, known, offer = self.incumbents.subproblems, letter.known, self.incumbents.offer
+        here = ((f, self.incumbents.subproblem_of(f).key) for f in self.incumbents.found if known)
+        below = ((f.seconds, known[key][0].lower(f.peak).value) for f, key in here if key in known)
+        if any(seconds < bound * (1 - EXACT) for seconds, bound in below):
+            self.end()
+            for each in problems.values():  # nor is what it said before believed any more
+                each.bounds = ProvenBounds()
+            return
+        self._theirs, self._waited = (self._theirs | letter.begun) - known.keys(), 0.0
+        if letter.found is not None:
+            offer(*letter.found)
+        for key in known.keys() & problems.keys():
+            (bounds, best), own = known[key], problems[key].bounds
+            own.learn(bounds)
+            own.best = own.best if best is None else offer(*best) or own.best
 
     def report(self, problems: Sequence[Subproblem]) -> None:
         """Tells what is proven of problems that this process looks at no more."""
-        if self.running:
-            best = next((each.bounds.best for each in problems if each.bounds.best is not None), None)
-            found = None if best is None else (best.mesh, best.layout, best.options)
-            known = {each.key: replace(each.bounds, best=None) for each in problems}
-            self._send(Letter(known=known, found=found, solved=best is not None))
+        if self._send:
+            known = {p.key: (replace(p.bounds, best=None), as_told(p.bounds.best)) for p in problems}
+            self._send(Letter(known=known))
 
     def shared(self, groups: Iterable[Sequence[Subproblem]], limit: float) -> Iterator[Subproblem]:
         """The problems of groups that may have something faster within a limit: of those that the other
-        process has not begun, and at last of those that it has, once it has done with them. What follows from
-        fewer microbatches waits for them."""
+        process has not begun, and at last of those that it has, once it has done with them or is silent. What
+        follows from fewer microbatches waits for them."""
         clock, left = self.incumbents.request.clock, [*groups]
         while left:
-            later, begun = list[Sequence[Subproblem]](), False
-            for group in left:
+            before, left = left, []
+            for group in before:
                 self.exchange()
                 if not clock.over and any(p.key in self._theirs for e in group for p in (e, *e.fewer)):
-                    later.append(group)
+                    left.append(group)
                 elif group := [each for each in group if self.incumbents.is_open(each, limit)]:
-                    begun = True
-                    if self.running:
+                    if self._send:
                         self._send(Letter(begun=frozenset(each.key for each in group)))
                     yield from group
                     self.report(group)
-            left = later
-            if left and not begun:
+            if left == before:
                 time.sleep(WAIT)
+                self._waited += WAIT  # not by a clock, which runs on while both are stopped
 
     def end(self) -> None:
         """Ends the second process; there will be none."""
-        self._starts = False
+        self._starts, self._send, self._heard = False, None, deque()
         if self._process is not None:
             self._process.end()
 
 
-def ignored(letter: object) -> None:
-    """Nobody reads a letter."""
+def as_told(best: EvaluatedLayout | None) -> FirstLayout | None:
+    """A layout as a letter has it; whoever reads that evaluates it."""
+    return None if best is None else FirstLayout(best.mesh, best.layout, best.options, best.origin)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -24,12 +25,19 @@ from layoutopt.frameworks import restriction_of
 from layoutopt.optimize import both_cores, second_search
 from layoutopt.optimize.both_cores import BothCores, Letter
 from layoutopt.optimize.bounds import Bound, ProvenBounds, Source
+from layoutopt.optimize.fastest import FastestSearch
+from layoutopt.optimize.incumbents import WarmStart
+from layoutopt.optimize.request import Request
 from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblems import SubproblemKey
+from layoutopt.runtime.clock import Clock
 from layoutopt.runtime.own_process import VARIABLE, OtherProcess, processes
 from layoutopt.space.decisions import SearchSpace
+from layoutopt.space.objective import Objective
 from layoutopt.space.restriction import EVERYTHING, Only
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.lower import Options
 from tests.layoutopt.outside import TINY
 
 ON: dict[str, Any] = {"mesh": "a:2;b:2", "hardware": "tpu-v5e", "allow": "everything", "alternatives": False}
@@ -44,6 +52,7 @@ PIPED: dict[str, Any] = {
     "storage": ("layout",),
     "recompute": (False, True),
 }
+LIMIT = 16e9
 Processes = list[subprocess.Popen[bytes]]
 
 
@@ -118,15 +127,15 @@ def test_another_process_proves_the_same_of_every_problem(monkeypatch: pytest.Mo
     """It hashes names otherwise, which nothing that it is told may depend on."""
     asked = SearchSpace(**PIPED)
     machine, mesh = machine_of("tpu-v5e", None, "layoutopt"), mtf.Mesh("a:2;b:2")
-    question = LM, machine, 16e9, asked, None, [mesh]
+    question = LM, machine, LIMIT, asked, None, [mesh]
     sent: list[Letter] = []
 
     def heard(letters: Iterable[Letter]) -> dict[SubproblemKey, float]:
         known = defaultdict[SubproblemKey, ProvenBounds](ProvenBounds)
         for letter in letters:
-            for key, bounds in letter.known.items():
+            for key, (bounds, _) in letter.known.items():
                 known[key].learn(bounds)
-        return {key: bounds.lower(16e9).value for key, bounds in known.items()}
+        return {key: bounds.lower(LIMIT).value for key, bounds in known.items()}
 
     monkeypatch.setattr(second_search, "first_letter", lambda: (question, deque(), sent.append))
     second_search.main()
@@ -152,20 +161,84 @@ def test_what_no_other_process_reads_is_searched_by_one(
     same(plan, alone(monkeypatch, restriction=here))
 
 
-def test_a_second_process_that_dies_leaves_its_problems_to_the_first(
-    started: Processes, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+def test_a_second_process_that_is_gone_leaves_its_problems_to_the_first(
+    name: str, started: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = BothCores._read
+    begin, left = BothCores._start, list[Letter]()
 
-    def dies(self: BothCores, letter: Letter) -> None:
-        read(self, letter)
-        if letter.begun:
-            started[0].kill()
+    def gone(self: BothCores) -> None:
+        begin(self)
+        while not left:
+            assert self.running
+            time.sleep(0.01)
+            left.extend(each for each in [*self._heard] if each.begun)
+        started[0].send_signal(getattr(signal, name))
+        self._heard = deque(left[:1])  # it began this, and says no more
 
-    monkeypatch.setattr(BothCores, "_read", dies)
+    monkeypatch.setattr(BothCores, "_start", gone)
+    monkeypatch.setattr(both_cores, "SILENCE", 0.2)
     plan = layoutopt.search(MLP, **ON)
     assert len(started) == 1
+    monkeypatch.undo()
     same(plan, alone(monkeypatch))
+
+
+def a_search(heard: deque[Any], sent: deque[Any] | None = None) -> FastestSearch:
+    """One of two processes, in this one: letters go into `sent`, unless it works alone."""
+    asked, machine = SearchSpace(**PIPED), machine_of("tpu-v5e", None, "layoutopt")
+    search = FastestSearch(Request(LM, machine, LIMIT, Objective.TIME, asked, 1, Clock(None), None, None))
+    search.both = BothCores(search.incumbents, heard, None if sent is None else sent.append)
+    search.both._starts = False
+    search.problems, search.listed = WarmStart(search.request, [mtf.Mesh("a:2;b:2")]).problems, True
+    search.incumbents.subproblems = {each.key: each for each in search.problems}
+    return search
+
+
+def solved(search: FastestSearch) -> dict[SubproblemKey, tuple[Layout, Options]]:
+    found = {each.key: best for each in search.problems if (best := each.bounds.best) is not None}
+    assert all(search.incumbents.subproblem_of(best).key == key for key, best in found.items())
+    return {key: (best.layout, best.options) for key, best in found.items()}
+
+
+def test_a_letter_about_several_problems_tells_the_best_of_each() -> None:
+    first, second = deque[Letter](), deque[Letter]()
+    one, two = a_search(first, second), a_search(second, first)
+    staged = [each for each in one.problems if each.key.stages]
+    looked = [each for each in staged if not each.refused][::-1][:12]
+    for each in looked:
+        one.look_at(each, LIMIT)
+    assert 1 < len(solved(one)) < len(looked)
+    one.both.report(staged)
+    two.both.exchange()
+    assert solved(two) == solved(one)
+    bounds = {each.key: each.bounds.lower(LIMIT) for each in staged}
+    assert {each.key: each.bounds.lower(LIMIT) for each in two.problems if each.key.stages} == bounds
+    two.both.report([each for each in two.problems if each.key.stages])
+    before = solved(one)
+    one.both.exchange()
+    assert solved(one) == before
+
+
+def test_a_bound_above_a_known_layout_is_not_believed() -> None:
+    """Nor is what the same process said before; what no known layout contradicts is."""
+    alone, heard, sent = a_search(deque()), deque[Letter](), deque[Letter]()
+    best, search = alone.fastest(LIMIT), a_search(heard, sent)
+    assert best is not None and alone.proven
+    here, other = alone.incumbents.subproblem_of(best).key, alone.problems[-1].key
+    search.incumbents.offer(best.mesh, best.layout, best.options)
+    for key, seconds in ((here, best.seconds), (other, 1.0), (here, 1.1 * best.seconds)):
+        assert search.both.running
+        told = ProvenBounds()
+        told.prove(seconds, Source.SOLVER, LIMIT)
+        heard.append(Letter(known={key: (told, None)}))
+        search.both.exchange()
+        learned = {each.key: each.bounds.lower(LIMIT).value for each in search.problems}
+        assert learned[key] == (seconds if search.both.running else 0.0)
+    assert not search.both.running and not any(learned.values())
+    found = search.fastest(LIMIT)
+    assert search.proven and found is not None and found.seconds == best.seconds
+    assert search.bound.value == alone.bound.value
 
 
 def test_one_core_starts_none(started: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
