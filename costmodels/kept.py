@@ -7,6 +7,7 @@ names, and holds under every layout.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from mesh_tf_core.ops.unary import UnaryGrad
 STEPS = {"gelu_fast": (6, 9, 13), "gelu_new": (3, 8, 11)}
 """Functions that PyTorch's models write in steps: arrays that these keep for backward besides the operand,
 and kernels forward and backward."""
+OF_RESULT = {"softmax", "log_softmax", "relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "reciprocal"}
+"""Calls whose derivative reads their result alone (tools/autograd/derivatives.yaml of PyTorch)."""
 
 
 def of_ring(op: Op) -> bool:
@@ -73,7 +76,8 @@ class _Finder:
     """Attributes:
     same: tensor -> another name of its value, towards the one that stands for all.
     makers: value -> the nodes that compute it; `read`: the roles of the operations that read it in backward;
-      `calls`: the calls of those that read it.
+      `calls`: the calls of those that read it, in forward of a loop or not.
+      `results`: block and call, of `OF_RESULT` -> the value that it makes last in forward.
     """
 
     def __init__(self, graph: Outline) -> None:
@@ -84,13 +88,18 @@ class _Finder:
                 self._join(_moved(node))
         self.makers: dict[int, list[Node]] = {}
         self.read: dict[int, set[str]] = {}
-        self.calls: dict[int, set[str]] = {}
+        self.calls: dict[int, set[tuple[str, bool]]] = {}
+        self.results: dict[tuple[int, str], int] = {}
         for node in (n for block in graph.blocks for n in block.nodes if n.body is None):
             moved = {o for _, o in _moved(node)}
             for o in (o for o in node.outputs if o not in moved and not self._constant(node)):
                 self.makers.setdefault(self.value(o), []).append(node)
+            name = re.sub(r"_*(_\d+)?$", "", node.call).lstrip("_")
+            if node.phase == Phase.FORWARD and name in OF_RESULT:
+                self.results[self._site(node)] = self.value(node.outputs[0])
             for i in node.inputs if not moved else ():
-                self.calls.setdefault(self.value(i), set()).add(node.call)
+                looped = node.phase == Phase.FORWARD and not self._outside(node)
+                self.calls.setdefault(self.value(i), set()).add((node.call, looped))
                 if node.phase != Phase.FORWARD:
                     self.read.setdefault(self.value(i), set()).add(self._role(node))
         for block in graph.blocks:
@@ -163,9 +172,8 @@ class _Finder:
 
     def _remade(self, value: int, known: Set[int]) -> bool:
         makers = self.makers.get(value, ())
-        if not makers or not self.read.get(value, set()) <= {MAP, REDUCE}:
-            return False
-        return all(self._fused(node) and self._follows(node, node, known) for node in makers)
+        fused = makers and self.read.get(value, set()) <= {MAP, REDUCE} and all(map(self._fused, makers))
+        return bool(fused) and all(self._follows(node, node, known) for node in makers)
 
     def _views(self) -> Iterator[int]:
         """Stacks of a value that a loop saves under another name too: views of one array in PyTorch."""
@@ -177,7 +185,7 @@ class _Finder:
 
     def _outside(self, node: Node) -> bool:
         """Whether a node of forward is in no loop."""
-        return node.phase == Phase.FORWARD and self.graph.tensor(node.outputs[0]).block == 0
+        return node.phase == Phase.FORWARD and self._site(node)[0] == 0
 
     def _inside(self, kept: Set[int]) -> frozenset[int]:
         """The kept values that a call makes for itself alone, and makes again from its operands. Where an
@@ -186,20 +194,31 @@ class _Finder:
         operands: dict[int, int] = {}
         for value in own:
             for node in self.makers.get(value, ()):
+                made = self.graph.tensor(node.outputs[0])
                 for i in node.inputs if self._role(node) == MAP else ():
-                    outside = self.value(i) not in kept and self._maker_call(i) != node.call
-                    if outside and self.graph.tensor(i) == self.graph.tensor(node.outputs[0]):
+                    maker = self.graph.producer.get(i)
+                    outside = maker is None or maker.call != node.call
+                    if outside and self.value(i) not in kept and self.graph.tensor(i) == made:
                         operands.setdefault(self.value(i), value)
         known = kept | operands.keys()
-        return frozenset(v for v in own if v not in operands.values() and self._remade(v, known))
+        found = {v for v in own if v not in operands.values() and self._remade(v, known)}
+        for value in own:
+            makers = self.makers.get(value)
+            result = self.results.get(self._site(makers[0])) if makers else None
+            found = (found | {value}) - {result} if result in kept else found
+        return frozenset(found)
+
+    def _site(self, node: Node) -> tuple[int, str]:
+        """The block and the call of a node."""
+        return self.graph.tensor((*node.outputs, *node.inputs)[0]).block, node.call
 
     def _in_one_call(self, value: int) -> bool:
-        calls = {node.call for node in self.makers.get(value, ())} | self.calls.get(value, set())
+        """Whether backward reads a value for the call that makes it. What no loop keeps has memory for all
+        its readers, or none."""
+        calls = {node.call for node in self.makers.get(value, ())}
+        readers = self.calls.get(value, set())
+        calls |= {call for call, looped in readers if not (looped and value in self.kept)}
         return len(calls) == 1 and "" not in calls
-
-    def _maker_call(self, tensor: int) -> str:
-        maker = self.graph.producer.get(tensor)
-        return "" if maker is None else maker.call
 
     def _fused(self, node: Node) -> bool:
         """Whether a kernel makes elements one by one, with statistics of their row at most."""
@@ -215,11 +234,8 @@ class _Finder:
             there = self.value(i) in known or operand.block != made.block
             if there or maker is None or not {*made.shape.names} <= {*operand.shape.names}:
                 continue
-            if (
-                maker.body is not None
-                or self._role(maker) not in (FREE, MAP)
-                or not self._follows(maker, last, known)
-            ):
+            fused = maker.body is None and self._role(maker) in (FREE, MAP)
+            if not (fused and self._follows(maker, last, known)):
                 return False
         return True
 

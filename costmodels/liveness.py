@@ -284,11 +284,9 @@ def kernel_memory(
         return KernelMemory({}, {}, frozenset(nowhere), casts)
     twice: dict[int, int] = {}
     nowhere = (inside | made_of.keys()) - (logits(program).keys() if rules.wide_logits else set()) | stays
-    for instr, _ in program.walk():
-        if isinstance(instr, Loop):
-            nowhere.update(part.inner for part in instr.sliced)
-            nowhere.update(made_by_kernels(instr))
-            twice.update(_twice(instr))
+    for loop in (instr for instr, _ in program.walk() if isinstance(instr, Loop)):
+        nowhere |= {*made_by_kernels(loop), *(part.inner for part in loop.sliced)}
+        twice.update(_twice(loop))
     nowhere.update(cast.outputs[0] for _, cast, _, _ in casts)
     return KernelMemory(made_of, twice, frozenset(nowhere), casts)
 
@@ -304,10 +302,8 @@ class _Walk:
             if not stored.host and name not in others
         }
         self.resident = sum(self.stored.values())
-        self.born: dict[int, Origin] = {}
-        self.points: list[MemoryPoint] = []
-        self.peak = self.resident
-        self.at = 0
+        self.born, self.points = dict[int, Origin](), list[MemoryPoint]()
+        self.peak, self.at = self.resident, 0
         self.held, self.more = dict[int, int](), list[Holding]()
         found = kernel_memory(program, rules, kernels, end=end)
         self.liveness = Liveness(program, found.shared, found.nowhere)
@@ -325,19 +321,11 @@ class _Walk:
             self.kept = {i: round(self.copies[i].times * self._size(i)) for i in there}
             self._runs(instr, 0)
         variables = [Holding(f"variable {n}", b, None) for n, b in self.stored.items()]
-        values = (
-            Holding(self.sizes.text(self.program.values[i]), b, self.born.get(i), i)
-            for i, b in self.held.items()
-        )
+        text, of = self.sizes.text, self.program.values
+        values = (Holding(text(of[i]), b, self.born.get(i), i) for i, b in self.held.items())
         found = sorted([*variables, *values, *self.more], key=lambda h: -h.bytes)
-        return MemoryProfile(
-            tuple(self.points),
-            self.peak,
-            self.at,
-            tuple(h for h in found if h.bytes),
-            self.resident,
-            self.stage,
-        )
+        held = tuple(h for h in found if h.bytes)
+        return MemoryProfile(tuple(self.points), self.peak, self.at, held, self.resident, self.stage)
 
     def _runs(self, instr: Instr, depth: int) -> None:
         now = self.now
@@ -365,8 +353,7 @@ class _Walk:
 
     def _copies(self, casts: Iterable[tuple[int, Local, int, int]]) -> dict[int, _Copies]:
         """What rule (6) holds, by the first cast of every variable."""
-        first: dict[int, int] = {}
-        found: dict[int, _Copies] = {}
+        first, found = dict[int, int](), dict[int, _Copies]()
         for position, cast, source, times in casts:
             (out,) = cast.outputs
             self.born[out] = cast.origin
@@ -378,12 +365,8 @@ class _Walk:
 
 def _twice(loop: Loop) -> Iterator[tuple[int, int]]:
     """Stacks of what the loop stacks already, rule (5), and those."""
-    same = {
-        o: i
-        for instr in loop.body
-        if isinstance(instr, Local) and instr.op.free
-        for i, o in zip(instr.inputs[:1], instr.outputs, strict=False)
-    }
+    free = (n for n in loop.body if isinstance(n, Local) and n.op.free)
+    same = {o: i for n in free for i, o in zip(n.inputs[:1], n.outputs, strict=False)}
     stacks: dict[int, int] = {}
     for value, stack in loop.stacked:
         while value in same:

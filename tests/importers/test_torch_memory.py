@@ -88,6 +88,58 @@ def test_eager_pytorch_keeps_what_autograd_saves(
     assert (last.bytes - found.variables) / saved(module, x) == pytest.approx(1.0, abs=0.06)
 
 
+class Written(nn.Module):
+    """Attention that is written out, or a layer between two products that read what it gives, or added to
+    its operand, of which nothing is kept."""
+
+    def __init__(self, form: str, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.form, self.function = form, function
+        self.parts = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, *_, last = self.parts
+        if self.form != "attention":
+            y = self.function(first(x))
+            return x + (last(y) if self.form == "between" else y)
+        q, k, v = (own(x).unflatten(-1, (4, 8)).transpose(1, 2) for own in self.parts[:3])
+        weights = self.function(q @ k.transpose(-1, -2) / 8**0.5)
+        return x + last((weights @ v).transpose(1, 2).flatten(-2))
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda x: F.softmax(x, -1),
+    "softmax in float32": lambda x: F.softmax(x, -1, dtype=torch.float32).to(x.dtype),
+    "log_softmax": lambda x: F.log_softmax(x, -1),
+    "relu6": F.relu6,
+    "hardtanh": F.hardtanh,
+    "clamp": lambda x: x.clamp(-1, 1),
+    "softsign": F.softsign,
+    "tanh": torch.tanh,
+    "selu": F.selu,
+    "tanh beside its operand": lambda x: torch.tanh(x) + x.square(),
+    "relu beside its operand": lambda x: F.relu(x) + x.square(),
+    "softmax beside its operand": lambda x: F.softmax(x, -1) + x.square(),
+    "clamp beside its operand": lambda x: x.clamp(-1, 1) + x.square(),
+}
+"""Those whose derivative reads their result, their operand, or an array within."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["attention", "between", "added"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.one_in(3)
+def test_functions_keep_what_autograd_saves(name: str, form: str, dtype: torch.dtype) -> None:
+    """Up to the number of the loop's iterations, and the sums of rows where log_softmax is kept by nobody."""
+    module = nn.Sequential(*(Written(form, FUNCTIONS[name]) for _ in range(3))).to(dtype)
+    x = torch.randn(4, 32, 32, dtype=dtype)
+    model = layoutopt.from_torch(module, x, loss=lambda out, batch: out.sum())
+    found = layoutopt.cost(model, "data:1", hardware="h100", framework="torch").evaluation.memory
+    *_, last = (p for p in found.points if p.origin.phase == Phase.FORWARD and p.depth == 0)
+    real = saved(module, x)
+    assert 0 <= last.bytes - found.variables - x.nbytes - real < 0.02 * real
+
+
 def test_a_loss_makes_arrays_in_the_type_of_its_logits() -> None:
     """PyTorch's cross entropy computes in float32 within its kernels; a cast before it is an array."""
     rows, classes = 4096, 512
