@@ -154,6 +154,9 @@ class Equations:
         """An element-wise operation of two, which broadcast; computed in `dtype`."""
         x, y = self.operand(a, dtype), self.operand(b, dtype)
         shape = np.broadcast_shapes(x.shape, y.shape)
+        none = prim in ("add", "sub") and isinstance(y, CapturedArray) and not np.any(y.value)
+        if none and x.dtype == dtype and "int" in dtype and x.shape == shape:
+            return x
         x, y = self.ranked(x, len(shape)), self.ranked(y, len(shape))
         return self.emit(prim, [x, y], shape, out or dtype)
 

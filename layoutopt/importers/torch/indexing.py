@@ -84,23 +84,32 @@ def _index(m: Equations, v: Type, x: Operand, ids: Sequence[Operand | None]) -> 
 
 
 def _counted(m: Equations, ids: Operand) -> tuple[tuple[int, ...], int] | None:
-    """The shape and the axis of an array whose places along this axis are indices in a line; None: others."""
-    made = m.maker(ids, "reshape")
-    iota = m.maker(ids if made is None else made.ins[0], "iota")
-    return None if iota is None or len(ids.shape) != 1 else (iota.outs[0].shape, iota.params["dimension"])
+    """The shape and the axis of an array whose places along this axis are indices: of one whose places they
+    list, if they have one axis, else of their own, along whose other axes is one element. None: others."""
+    of, size, wide = ids, math.prod(ids.shape), [a for a, n in enumerate(ids.shape) if n > 1]
+    while (e := m.maker(of, "reshape", "broadcast_in_dim")) and math.prod(e.ins[0].shape) == size:
+        of = e.ins[0]
+    if (iota := m.maker(of, "iota")) is None or len(ids.shape) == 1:
+        return None if iota is None else (of.shape, iota.params["dimension"])
+    return (ids.shape, wide[0]) if len(wide) == 1 and of.shape[iota.params["dimension"]] == size else None
 
 
 def _everywhere(m: Equations, x: Operand, looked: Sequence[int], given: Sequence[Operand]) -> Operand | None:
-    """x at all places of an array with its axes, as where a mask is true; None if the places are others."""
+    """x at all places of an array with its axes, as where a mask is true, or along new axes of one element,
+    as a mask of tokens is read for all queries; None if the places are others."""
     found, first, end = [own for i in given if (own := _counted(m, i))], looked[0], looked[0] + len(looked)
-    shape, axes = found[0][0] if found else (), [a for _, a in found]
-    alike = len(found) == len(given) and all(own == shape for own, _ in found) and axes == sorted({*axes})
-    if not alike or looked != [*range(first, end)] or [shape[a] for a in axes] != [*x.shape[first:end]]:
+    if len(found) < len(given) or looked != [*range(first, end)]:
+        return None
+    listed = all(len(i.shape) == 1 for i in given)
+    shape = found[0][0] if listed else np.broadcast_shapes(*(i.shape for i in given))
+    alike = all(own == (shape if listed else i.shape) for (own, _), i in zip(found, given, strict=True))
+    axes = [len(shape) - len(own) + a for own, a in found]
+    if not alike or axes != sorted({*axes}) or [shape[a] for a in axes] != [*x.shape[first:end]]:
         return None
     rest = range(first + len(shape), first + len(shape) + len(x.shape) - end)
     at = (*range(first), *(first + a for a in axes), *rest)
     wide = m.broadcast(x, (*x.shape[:first], *shape, *x.shape[end:]), at)
-    return m.reshape(wide, (*x.shape[:first], math.prod(shape), *x.shape[end:]))
+    return m.reshape(wide, (*x.shape[:first], math.prod(shape), *x.shape[end:])) if listed else wide
 
 
 def _taken(m: Equations, x: Operand, looked: Sequence[int], shape: Sequence[int], index: Operand) -> Operand:
@@ -355,11 +364,8 @@ def _median(m: Equations, v: Any, x: Operand, dim: int = 0, keepdim: bool = Fals
     dim %= len(line.shape)
     types = [Type(line.shape, x.dtype), Type(line.shape, "int32")]
     each = [m.slice(y, dim, (line.shape[dim] - 1) // 2, 1) for y in _sort(m, types, line, dim)]
-    return (
-        [m.reshape(y, t.shape) for y, t in zip(each, v, strict=True)]
-        if isinstance(v, list)
-        else m.reshape(each[0], ())
-    )
+    found = [m.reshape(y, t.shape) for y, t in zip(each, v if isinstance(v, list) else [v], strict=False)]
+    return found if isinstance(v, list) else found[0]
 
 
 @rule("histc")
@@ -387,9 +393,7 @@ def _chosen(m: Equations, x: Operand) -> float:
 
 
 @rule("bincount")
-def _bincount(
-    m: Equations, v: Type, x: Operand, weights: Operand | None = None, minlength: int = 0
-) -> Operand:
+def _bincount(m: Equations, v: Type, x: Operand, weights: Operand | None = None, **more: Any) -> Operand:
     """How often each whole number occurs."""
     if weights is not None:
         raise NotImplementedError("it adds up weights")
