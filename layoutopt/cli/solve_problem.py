@@ -37,10 +37,7 @@ class SolverName(StrEnum):
 def solve_problem(
     file: Annotated[
         Path,
-        typer.Argument(
-            metavar="FILE",
-            help="Problem file (.json or .json.gz; docs/explanation/search.md).",
-        ),
+        typer.Argument(metavar="FILE", help="Problem file (.json or .json.gz; docs/explanation/search.md)."),
     ],
     solver: Annotated[
         SolverName, typer.Option(help="Solver to use; auto chooses by the problem's size.")

@@ -10,7 +10,5 @@ def _one_axis(decision: Decision, choice: Choice) -> bool:
 
 
 SAYS = Restriction(
-    "mesh-tensorflow",
-    says={"recompute": (False, True), "microbatches": ANY},
-    relations=(Only(_one_axis),),
+    "mesh-tensorflow", says={"recompute": (False, True), "microbatches": ANY}, relations=(Only(_one_axis),)
 )

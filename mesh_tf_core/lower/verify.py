@@ -117,8 +117,7 @@ class _Verifier:
             kinds = {(values[i].shape, values[i].dtype, values[i].splits) for i in c}
             if len(kinds) != 1:
                 raise wrong(
-                    loop,
-                    f"the carried value %{c.init} changes its type or placement between iterations",
+                    loop, f"the carried value %{c.init} changes its type or placement between iterations"
                 )
             if len({values[i].partial for i in c}) != 1:
                 raise wrong(
@@ -176,8 +175,7 @@ class _Verifier:
             written = self.of(instr.inputs[0])
             if (written.splits, written.host) != (stored.splits, stored.host) or written.partial:
                 raise wrong(
-                    instr,
-                    f"%{written.id} does not have the placement in which the variable is stored",
+                    instr, f"%{written.id} does not have the placement in which the variable is stored"
                 )
 
     def collective(self, instr: ir.Collective) -> None:

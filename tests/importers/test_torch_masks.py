@@ -168,3 +168,47 @@ def test_image_features_stay_with_their_examples(layout: str) -> None:
     model, worst = compared(Scattered(), batch, None, "data:2", layout)
     assert worst < 1e-5 and not model.combines
     assert any("as many tokens of images" in note for note in model.origin.notes)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_mask_of_tokens_combines_no_examples(name: str) -> None:
+    """transformers reads it at arrays that count examples and keys; as a lookup that joined both."""
+    module, batch = MODULES[name][0]()
+    batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < 5).repeat(
+        len(batch["input_ids"]), 1
+    )
+    batch["attention_mask"][0] = True
+    model, worst = compared(
+        module, {name: x.long() for name, x in batch.items()}, layout="batch:data", mesh="data:2"
+    )
+    assert model.combines == "" and worst < 1e-5
+
+
+PLACES = {
+    "turned": lambda w, i, j: w[i[None, :], j[:, None]],
+    "of all queries": lambda w, i, j: w[i[:, None, None], j[None, None, :]],
+    "some": lambda w, i, j: w[i[:3, None], j],
+    "later": lambda w, i, j: w[i[:, None], j - 1],
+    "rows": lambda w, i, j: w[i[:, None]],
+    "diagonal": lambda w, i, j: w[i, j[:4]],
+    "in a line": lambda w, i, j: w[torch.arange(24) // 6, torch.arange(24) % 6],
+    "in two lines": lambda w, i, j: w[i.reshape(2, 2)[:, :, None], j],
+    "nothing but zero": lambda w, i, j: w[i[:, None] * 0, j + 0],
+}
+
+
+class Looked(nn.Module):
+    """Elements of a matrix at places."""
+
+    def __init__(self, at: Any) -> None:
+        super().__init__()
+        self.weights, self.at = nn.Parameter(torch.randn(4, 6)), at
+
+    def forward(self, x):
+        found = self.at(self.weights, torch.arange(4), torch.arange(6))
+        return (found * torch.linspace(1, 2, found.numel()).reshape(found.shape) + x.sum()).square().mean()
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_places_that_are_counted_are_the_right_ones(name: str) -> None:
+    assert compared(Looked(PLACES[name]), {"x": torch.randn(2, 3)})[1] < 1e-5

@@ -12,15 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import mesh_tf_core as mtf
-from layoutopt.importers.arrays import (
-    drawing,
-    elementwise,
-    fused,
-    indexed,
-    loops,
-    products,
-    shapes,
-)
+from layoutopt.importers.arrays import drawing, elementwise, fused, indexed, loops, products, shapes
 from layoutopt.importers.arrays.classes import classes
 from layoutopt.importers.arrays.contract import (
     KEY,

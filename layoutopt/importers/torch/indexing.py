@@ -52,8 +52,7 @@ def _gather(m: Equations, v: Type, x: Operand, dim: int, ids: Operand, **more: A
     dim %= len(x.shape)
     for a, n in enumerate(ids.shape):
         x = x if a == dim else m.slice(x, a, 0, n)
-    line = _one_line(m, ids, dim)
-    if line is not None:
+    if (line := _one_line(m, ids, dim)) is not None:
         return _taken(m, x, [dim], line.shape, line)
     return moved(m, m.picked(moved(m, x, dim, -1), moved(m, ids, dim, -1)), -1, dim)
 
