@@ -105,6 +105,7 @@ OPTIONS = {
     ),
     **dict.fromkeys(("--mem", "--hbm"), "--memory"),
     **dict.fromkeys(("--seconds", "--timeout"), "--time-limit"),
+    **dict.fromkeys(("--chip", "--gpu", "--tpu", "--accelerator"), "--hardware"),
     "--output": "--out",
     "--epochs": "--steps",
 }
@@ -114,6 +115,7 @@ FORMS = {
     "torch": "torchtitan",
     "fsdp": "accelerate",
     "huggingface": "transformers",
+    **dict.fromkeys(("nemo", "megatron-lm", "megatron-bridge"), "megatron"),
     **dict.fromkeys(("flax", "equinox", "haiku", "keras"), "jax"),
     "tensorflow": "tf-dtensor",
     "tf": "tf-dtensor",

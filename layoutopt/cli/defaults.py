@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand
 
 from layoutopt.cli.listing import COMMANDS, unpadded
-from layoutopt.space.argument import listed
+from layoutopt.space.option import listed
 
 if TYPE_CHECKING:
     from layoutopt.plan.build import Plan

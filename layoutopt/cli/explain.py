@@ -11,7 +11,7 @@ from layoutopt.cli import options
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.plans import ModelOption, PlanArgument, open_plan
 from layoutopt.cli.progress import StepProgress
-from layoutopt.space.argument import listed as listed_options
+from layoutopt.space.option import listed as listed_options
 
 
 @grouped

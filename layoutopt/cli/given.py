@@ -16,7 +16,7 @@ import typer
 from layoutopt.cli.options import LayoutOption, MeshOption, SetOption, read_mesh
 from layoutopt.cli.panels import CHOICES
 from layoutopt.cli.plans import load_with_plan, open_plan, say_damage
-from layoutopt.space.argument import Option, listed
+from layoutopt.space.option import Option, listed
 
 if TYPE_CHECKING:
     from layoutopt.space.decisions import SearchSpace

@@ -22,7 +22,7 @@ from layoutopt.cli.given import UNDECIDED, LayoutByHand, read_source
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.terminal import facts
 from layoutopt.plan.units import mesh_option, percent
-from layoutopt.space.argument import listed
+from layoutopt.space.option import listed
 from reports.views.view import Column, View
 
 if TYPE_CHECKING:

@@ -16,9 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mesh_tf_core.cores import cores
-from mesh_tf_core.errors import UserError
-
 _START = """
 import importlib
 import sys
@@ -42,6 +39,9 @@ def command(module: str) -> list[str]:
 def processes() -> int:
     """The number of processes that a search may use: one for each core, or fewer if `VARIABLE` says so;
     UserError if that is no number above 0."""
+    from mesh_tf_core.cores import cores
+    from mesh_tf_core.errors import UserError
+
     asked = os.environ.get(VARIABLE, "")
     if asked and (not asked.isdecimal() or not int(asked)):
         raise UserError(f"{VARIABLE} is {asked!r}; give a number of cores, such as 1, or unset it")

@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from layoutopt.space.argument import FILE
 from layoutopt.space.decisions import ALLOW, ARGUMENTS, BY_HAND, FEATURES
+from layoutopt.space.option import FILE
 from mesh_tf_core.files import write_file
 
 
