@@ -3,10 +3,10 @@
     python -m benchmarks.contest FOLDER [--only V,N,T] [--time-limit SECONDS] [--cpu] [--out FILE.json]
 
 FOLDER holds the instances of github.com/google/iopddl (benchmarks/*.json.gz); a single file may be named too.
-Every instance is one `layoutopt solve-problem` of its own, by the command line, of the same problem in
-layoutopt's format: Python's start, reading and writing count. The least certain come first. The cost is added
-up again from the instance's own lists, in whole numbers, by code that shares nothing with the solver. A row
-of `--out` is replaced when its instance is solved again. `--cpu` is for a machine that others use too:
+Every instance is one `layoutopt solve-problem` of its own, by the command line: Python's start, reading and
+writing count. The least certain come first. The cost is added up again from the file's own lists, in whole
+numbers, by code that shares nothing with the solver. A row of `--out` is replaced when its instance is solved
+again. `--cpu` is for a machine that others use too:
 the command's clock then shows its own CPU seconds; those of its child processes are only in the results.
 """
 
@@ -21,16 +21,13 @@ import re
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contest_instances import load
 from benchmarks.time_limits import BY_CPU
-from layoutopt.solver import dump
 
 HERE = Path(__file__).resolve().parent
 PUBLISHED = HERE / "data" / "asplos2025_contest.csv"
@@ -86,14 +83,8 @@ def best_published(name: str) -> int | None:
 
 def measure(path: Path, limit: float, cpu: bool) -> dict[str, Any]:
     """One row: solves an instance by the command line and adds its cost up again."""
-    with tempfile.TemporaryDirectory() as folder:
-        dump(load(path), problem := Path(folder) / "problem.json.gz")
-        return _solved(path, problem, limit, cpu)
-
-
-def _solved(path: Path, problem: Path, limit: float, cpu: bool) -> dict[str, Any]:
     launch = ["-c", BY_CPU] if cpu else ["-m", "layoutopt"]
-    asked = [str(problem), "--time-limit", str(max(limit - SPARE, 0.5)), "--json", "--quiet"]
+    asked = [str(path), "--time-limit", str(max(limit - SPARE, 0.5)), "--json", "--quiet"]
     start, used = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, *launch, "solve-problem", *asked], capture_output=True, text=True, check=False

@@ -280,7 +280,7 @@ def load_framework(text: str) -> Framework:
     """
     head, _, tail = (text, "", "") if os.path.isfile(text) else text.partition(":")
     name, _, version = (head, "", "") if os.path.isfile(head) else map(str.strip, head.partition("@"))
-    found = _preset(name) if name in framework_names() else _parsed(name, _text(name))
+    found = _parsed(name, _text(name))
     if found.says not in (known := (found.name, *framework_names())):
         raise FrameworkError(f"framework {name!r} says {found.says!r}; {known_names(found.says, known)}")
     chosen = {VERSION: version} if version else {}
@@ -304,11 +304,6 @@ def _check(found: Framework, variant: str, option: str, text: str) -> None:
     if option not in (options := found.variants[variant].options):
         why = f"has no option {option!r}" if option else "needs an option"
         raise FrameworkError(f"framework {text!r}: {variant} {why}; {known_names(option, options)}")
-
-
-@cache
-def _preset(name: str) -> Framework:
-    return _parsed(name, _text(name))
 
 
 def _path(name: str) -> Path:
@@ -338,7 +333,7 @@ def _content(name: str, text: str) -> dict[str, Any]:
 
 
 # Prices ask for a framework again and again; a file that was written again has another text.
-@lru_cache
+@lru_cache(256)
 def _parsed(name: str, text: str) -> Framework:
     content = _content(name, text)
     try:

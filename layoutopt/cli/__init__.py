@@ -36,7 +36,7 @@ def main() -> None:
     try:
         with open_streams():
             if sys.argv[1:] == ["--help"]:
-                from layoutopt.cli.application import handled
+                from layoutopt.cli.exits import handled
                 from layoutopt.cli.listing import show_help
 
                 with handled(sys.argv[1:]):

@@ -72,7 +72,7 @@ class Job:
             self._refuse_alone()
             yield Session(output.terminal, self.engine)
             return
-        from layoutopt.cli.application import tell
+        from layoutopt.cli.exits import tell
         from mesh_tf_core.engines import Cluster, chosen
 
         waits = {"timeout": self.timeout, "start_timeout": self.start_timeout}

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import typer
 
 from layoutopt.cli import options
-from layoutopt.cli.application import tell
 from layoutopt.cli.candidates import AcceptLossOption, ReplicaModel, is_choice, show_ways
 from layoutopt.cli.defaults import START
+from layoutopt.cli.exits import tell
 from layoutopt.cli.given import Allowed, MaxAxesOption, OnMesh
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.progress import Bounds

@@ -1,4 +1,4 @@
-"""`layoutopt solve-problem`: a problem file in the general form."""
+"""`layoutopt solve-problem`: a problem file in the general form, or in the contest's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ class SolverName(StrEnum):
 def solve_problem(
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE", help="Problem file (.json or .json.gz; docs/explanation/search.md)."),
+        typer.Argument(
+            metavar="FILE",
+            help="Problem file (.json or .json.gz), in layoutopt's format (docs/explanation/search.md) or "
+            "that of the ASPLOS 2025 contest.",
+        ),
     ],
     solver: Annotated[
         SolverName, typer.Option(help="Solver to use; auto chooses by the problem's size.")
@@ -45,7 +49,7 @@ def solve_problem(
     time_limit: TimeLimitOption = None,
     output: Output = OUTPUT,
 ) -> None:
-    """Solve a problem in layoutopt's format."""
+    """Solve a problem in layoutopt's format, or in that of the ASPLOS 2025 contest."""
     clock = time_limited(time_limit)  # of all that this command does
     from layoutopt.plan.results import ProblemSolver, SolveProblemResult
     from layoutopt.solver import Status, load, solve

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import contest_instances
 from costmodels.calibration.runner import Partial
 from costmodels.calibration.tpu import calibrate_tpu
 from costmodels.hardware import preset_content, read_hardware
@@ -107,7 +106,7 @@ FORMATS: dict[str, Format] = {
     "torus": (100, lambda _: preset_content("tpu-v5p"), read_hardware),
     "profile": (100, lambda _: calibrate_tpu("tpu-v5e").content, read_hardware),
     "problem": (250, lambda _: to_json(random_problem(3, whole=False)), load),
-    "problem of the contest": (200, lambda _: CONTEST, contest_instances.load),
+    "problem of the contest": (200, lambda _: CONTEST, load),
     "validation": (100, lambda _: sample.validation(), read_validation),
     "partial results": (50, lambda _: {"key": KEY, "measurements": [{"name": "x", "seconds": 1}]},
                         lambda path: Partial(path, KEY)),

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.contest_instances import problem_from
 from layoutopt.runtime.own_process import OtherProcess
 from layoutopt.solver import (
     ChoiceVariable,
@@ -35,6 +34,7 @@ from layoutopt.solver.anytime.improve import PARTNER
 from layoutopt.solver.anytime.network import Network, network
 from layoutopt.solver.anytime.search import ASCENT, LocalSearch, Messages
 from layoutopt.solver.anytime.sweep import EliminationOrder
+from layoutopt.solver.contest import problem_from
 from tests.solver.strategies import contest_instance, table
 
 MANY = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

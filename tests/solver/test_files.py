@@ -15,7 +15,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks import contest_instances
 from benchmarks.contest import published, recount
 from layoutopt.solver import Problem, Sparse, Status, dump, evaluate, load, solve
 from mesh_tf_core.errors import UserError
@@ -54,7 +53,7 @@ def test_our_own_form_comes_back_equal(problem: Problem, tmp_path_factory: pytes
 
 
 def test_the_contest_format_is_solved_and_recounted_from_the_file() -> None:
-    problem = contest_instances.load(SYNTHETIC)
+    problem = load(SYNTHETIC)
     assert (problem.name, len(problem.variables)) == ("synthetic-4", 40)
     answers = [solve(problem, solver) for solver in ("cp-sat", "highs")]
     assert answers[0].objective == answers[1].objective
@@ -71,7 +70,7 @@ def test_the_contest_format_is_solved_and_recounted_from_the_file() -> None:
 
 
 def test_the_recount_contradicts_a_planted_answer() -> None:
-    problem = contest_instances.load(SYNTHETIC)
+    problem = load(SYNTHETIC)
     answer = solve(problem, "highs")
     assert answer.choices is not None
     with pytest.raises(SystemExit, match=r"the answer uses .* of"):
@@ -189,7 +188,7 @@ def test_hostile_contest_files_are_one_line_that_names_path_and_fault(
     path = tmp_path / "instance.json"
     path.write_text(json.dumps(instance(**changes)))
     with pytest.raises(UserError, match=f"instance.json.*{text}") as caught:
-        contest_instances.load(path)
+        load(path)
     assert "\n" not in str(caught.value)
 
 
@@ -207,7 +206,7 @@ def own(**changes: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        ([], 'no "format": "layoutopt-problem/1"'),
+        ([], 'neither "format": "layoutopt-problem/1" nor "problem"'),
         (
             own(format="layoutopt-problem/9"),
             "the format is 'layoutopt-problem/9', but this version of layoutopt reads",

@@ -15,24 +15,12 @@ instances are in github.com/google/iopddl.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from layoutopt.solver.files import amount, field, listed, numbers, parsed, whole
 from layoutopt.solver.form import ChoiceVariable, Intervals, Problem, ProblemError, Term, Usage
-from mesh_tf_core.reading import reading
+from layoutopt.solver.numbers import amount, field, listed, numbers, whole
 
 FORBIDDEN = 1e18
-
-
-def load(path: str | Path) -> Problem:
-    """Reads an instance; raises `ProblemError` naming the path and fault."""
-    with reading(f"instance {str(path)!r}", error=ProblemError):
-        data = parsed(path)
-    try:
-        return problem_from(data)
-    except ProblemError as error:
-        raise ProblemError(f"{path}: {error}") from None
 
 
 def problem_from(data: Any) -> Problem:
