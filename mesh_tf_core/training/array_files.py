@@ -19,9 +19,10 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
+from numpy.lib.format import read_array_header_1_0, read_array_header_2_0, read_magic
 
 from mesh_tf_core.engines.pieces import VariablePiece
 from mesh_tf_core.files import create
@@ -71,19 +72,14 @@ class ArrayLocation:
             return np.memmap(file, dtype, "r", self.offset, self.shape)
 
     def sha256(self) -> str:
-        """The SHA-256 of its bytes."""
+        """The SHA-256 of its bytes, or of fewer where the file ends."""
+        found, left = hashlib.sha256(), self.bytes
         with opened(self.path) as file:
             file.seek(self.offset)
-            return digest(file, self.bytes)
-
-
-def digest(file: BinaryIO, bytes: int) -> str:
-    """SHA-256 of the next `count` bytes, or of fewer at the end of the file."""
-    found = hashlib.sha256()
-    while bytes and (content := file.read(min(CHUNK, bytes))):
-        found.update(content)
-        bytes -= len(content)
-    return found.hexdigest()
+            while left and (content := file.read(min(CHUNK, left))):
+                found.update(content)
+                left -= len(content)
+        return found.hexdigest()
 
 
 # -- reading -------------------------------------------------------------------------------------------------
@@ -158,17 +154,6 @@ def _place(path: Path, name: str, begin: int, said: Mapping[str, Any]) -> ArrayL
     return found
 
 
-def _npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], Any, int]:
-    """Shape, dtype, and where the array begins."""
-    head = io.BytesIO(file.read(NPY_HEADER))
-    version = np.lib.format.read_magic(head)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(head)
-    if not all(type(number) is int and 0 <= number < 1 << 62 for number in shape):
-        raise ValueError(f"the shape {shape} is invalid")
-    return shape, dtype, head.tell()
-
-
 @dataclass(frozen=True)
 class Zipped:
     """An array in a .npz file."""
@@ -200,9 +185,13 @@ def zipped(path: Path) -> dict[str, Zipped]:
         entries = [entry for entry in archive.infolist() if entry.filename.endswith(".npy")]
         for name, entry in _once([(entry.filename.removesuffix(".npy"), entry) for entry in entries]).items():
             with archive.open(entry) as stored:
-                shape, dtype, offset = _npy_header(stored)
+                head = io.BytesIO(stored.read(NPY_HEADER))
+                read = read_array_header_1_0 if read_magic(head) == (1, 0) else read_array_header_2_0
+                shape, _, dtype = read(head)
+            if not all(type(number) is int and 0 <= number < 1 << 62 for number in shape):
+                raise ValueError(f"the shape {shape} is invalid")
             # Then reading the array reads all of the entry, which checks its checksum.
-            if not dtype.hasobject and offset + dtype.itemsize * math.prod(shape) != entry.file_size:
+            if not dtype.hasobject and head.tell() + dtype.itemsize * math.prod(shape) != entry.file_size:
                 raise ValueError(
                     f"{name[:80]!r} has {entry.file_size} bytes, which do not fit an array "
                     f"{dtype}{list(shape)}"

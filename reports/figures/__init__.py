@@ -6,10 +6,9 @@ from reports.figures.chart import Chart
 from reports.figures.evidence import calibration, predicted_measured
 from reports.figures.memory import memory_by_layout, memory_timeline
 from reports.figures.mesh import mesh
-from reports.figures.operations import operations
 from reports.figures.pieces import matrix, pieces
 from reports.figures.plans import plans_memory, plans_time
-from reports.figures.time import step_time, time_by_kind
+from reports.figures.time import operations, step_time, time_by_kind
 from reports.figures.tradeoffs import frontier, sensitivity
 from reports.reader import PlanLike
 

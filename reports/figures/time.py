@@ -1,4 +1,4 @@
-"""The step's time by layout, and by kind of work."""
+"""The step's time by layout, by kind of work, and of the most expensive operations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reports.figures.bars import Bar, Bars, BarSegment, cut_scale
 from reports.figures.chart import SEARCH, Chart
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet
 from reports.views.choices import Ranked, best_alternative, ranked
-from reports.views.work import collective_name, is_collective, shares
+from reports.views.work import collective_name, is_collective, shares, work
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 MOST_LAYOUTS = 10
 MOST_KINDS = 12
 MOST_COLUMNS = 4
+MOST_OPERATIONS = 12
 KEY = (
     ("compute", "compute"),
     ("hidden", "compute overlapped with communication"),
@@ -212,4 +213,52 @@ time_by_kind = Chart(
     _find_time_by_kind,
     _tell_time_by_kind,
     lambda plan: "" if any(s.kinds for s in shares(plan).values()) else SEARCH,
+)
+
+
+def _draw_operations(plan: PlanFile, title: str = "") -> Figure:
+    """One bar per operation and phase: computation and the communication that the step waits for."""
+    rows = work(plan)[:MOST_OPERATIONS]
+    high = max((w.seconds for w in rows), default=1.0) or 1.0
+    bars = [
+        Bar(
+            name=one.name,
+            value=seconds_text(one.seconds),
+            parts=(BarSegment(one.compute, "compute"), BarSegment(one.exposed, "exposed")),
+            note=shorten(one.phase, 10),
+        )
+        for one in rows
+    ]
+    return Bars(bars, high, key=key_of(bars)).draw(title).figure
+
+
+def _find_operations(plan: PlanFile) -> str:
+    """The concentration of the time on few operations."""
+    rows = work(plan)
+    total = sum(w.seconds for w in rows)
+    if not total:
+        return "No operation takes time"
+    few = min(3, len(rows))
+    share = sum(w.seconds for w in rows[:few]) / total
+    said = f"the {few} slowest of {len(rows):,} operations take {percent(share)} of the step"
+    return f"{said}; the slowest is {shorten(rows[0].name, 48)}"
+
+
+def _tell_operations(plan: PlanFile) -> str:
+    """Every bar in words."""
+    told = [
+        f"{w.name} {w.phase}: {seconds_text(w.compute)} compute, "
+        f"{seconds_text(w.exposed)} exposed communication"
+        for w in work(plan)[:MOST_OPERATIONS]
+    ]
+    return f"Slowest operations. {'; '.join(told)}."
+
+
+operations = Chart(
+    "operations",
+    "Slowest operations",
+    _draw_operations,
+    _find_operations,
+    _tell_operations,
+    lambda plan: "" if plan.details.lines else SEARCH,
 )

@@ -1,6 +1,6 @@
 """Reductions: an equivalent smaller problem, and the inverse (the arrangement of cvxpy's `reductions`).
 
-`reduce` applies the steps of `prune` and `merge` until none changes anything. Every step keeps at least one
+`reduce` applies `steps` until none changes anything. Every step keeps at least one
 optimal choice vector; with `keep_all` only steps that keep every feasible one, one to one, are used.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layoutopt.solver.form import Choices, Problem
-from layoutopt.solver.reductions import merge, prune
+from layoutopt.solver.reductions import steps
 from layoutopt.solver.reductions.state import ReductionState, RestoreStep, choices_of
 
 __all__ = ["Reduced", "reduce"]
@@ -59,11 +59,11 @@ def reduce(problem: Problem, keep_all: bool = False) -> Reduced:
 
 
 def _visit(state: ReductionState, variable: int, keep_all: bool) -> None:
-    prune.forbidden(state, variable)
-    if state.infeasible or merge.fixed(state, variable):
+    steps.forbidden(state, variable)
+    if state.infeasible or steps.fixed(state, variable):
         return
-    merge.separable(state, variable)
-    if merge.functional(state, variable) or keep_all:
+    steps.separable(state, variable)
+    if steps.functional(state, variable) or keep_all:
         return
-    if not prune.dominated(state, variable):
-        prune.conditional(state, variable)
+    if not steps.dominated(state, variable):
+        steps.conditional(state, variable)

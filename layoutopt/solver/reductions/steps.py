@@ -1,4 +1,5 @@
-"""Steps that shrink a domain: forbidden choices, dominated choices.
+"""Steps that shrink a domain (forbidden choices, dominated choices), and steps that take a variable out (one
+choice left, an edge without effect, an edge that is a function).
 
 Dominance is Goldstein's dead-end elimination (Biophysical Journal 66, 1994), with resources: choice b of
 variable v goes if some other a uses no more of any resource and
@@ -6,7 +7,8 @@ variable v goes if some other a uses no more of any resource and
     c_v(a) - c_v(b) + sum over neighbours w of max over d_w of (c_vw(a, d_w) - c_vw(b, d_w)) <= 0.
 
 Conditioned on a neighbour's choice (`conditional`), the same test forbids single cells of a pair table, which
-turns edges into functions that `merge` then contracts.
+turns edges into functions: a pair table in which every choice of v allows exactly one choice of w makes w a
+function of v, and w's costs, edges and usages move to v (`functional`).
 """
 
 from __future__ import annotations
@@ -159,3 +161,65 @@ def _conditional_on(state: ReductionState, variable: int, other: int, base: Floa
     state.pairs[other][variable] = result.T
     state.touch((variable, other))
     return True
+
+
+def fixed(state: ReductionState, variable: int) -> bool:
+    """Takes out a variable with one choice left."""
+    if len(state.unary[variable]) != 1 or variable in state.locked:
+        return False
+    state.constant += float(state.unary[variable][0])
+    for other, table in state.pairs[variable].items():
+        state.unary[other] = state.unary[other] + table[0]
+    state.remove(variable, lambda choices: 0)
+    return True
+
+
+def separable(state: ReductionState, variable: int) -> bool:
+    """Moves pair tables that are a sum of two unary costs into those."""
+    changed = False
+    for other, table in list(state.pairs[variable].items()):
+        if variable < other and np.isfinite(table).all():
+            mine = table[:, 0]
+            yours = table[0] - table[0, 0]
+            # Splitting whole numbers below 2^50, or zeros and equal values, loses nothing to rounding.
+            whole = (table == np.floor(table)).all() and np.abs(table).max() < 2.0**50
+            exact = whole or (table == table[0, 0]).all()
+            if (mine[:, None] + yours[None, :] == table).all() and exact:
+                state.unary[variable] = state.unary[variable] + mine
+                state.unary[other] = state.unary[other] + yours
+                state.drop_pair(variable, other)
+                changed = True
+    return changed
+
+
+def functional(state: ReductionState, variable: int) -> bool:
+    """Merges into `variable` the neighbours that it determines."""
+    changed = False
+    for other in list(state.pairs[variable]):
+        table = state.pairs[variable].get(other)
+        if table is None or other in state.locked:
+            continue
+        allowed = np.isfinite(table)
+        if (allowed.sum(axis=1) != 1).any():
+            continue
+        one_to_one = (allowed.sum(axis=0) == 1).all() and variable not in state.locked
+        if one_to_one and len(state.pairs[other]) > len(state.pairs[variable]):  # move the fewer edges
+            _absorb(state, other, variable, allowed.argmax(axis=0))
+            return True
+        _absorb(state, variable, other, allowed.argmax(axis=1))
+        changed = True
+    return changed
+
+
+def _absorb(state: ReductionState, master: int, slave: int, follows: Ints) -> None:
+    """slave = follows[master]: all that depends on the slave now depends on the master."""
+    table = state.pairs[master][slave]
+    state.unary[master] = (
+        state.unary[master] + table[np.arange(len(follows)), follows] + state.unary[slave][follows]
+    )
+    for other, costs in list(state.pairs[slave].items()):
+        if other != master:
+            state.add_pair(master, other, costs[follows])
+    for key, uses in state.use[slave].items():
+        state.add_use(master, key, uses[follows])
+    state.remove(slave, lambda choices: int(follows[choices[master]]))
