@@ -80,7 +80,8 @@ def known_names(asked: str, known: Iterable[str]) -> str:
     """The names that exist, the nearest first: the end of every 'unknown name' message."""
     names = sorted(known)
     lower = {name.lower(): name for name in reversed(names)}
-    near = difflib.get_close_matches(str(asked).lower(), lower, n=1, cutoff=0.6)
+    near = [n for n in lower if str(asked).lower().startswith(f"{n}-")][-1:]  # h100-sxm is a kind of h100
+    near = near or difflib.get_close_matches(str(asked).lower(), lower, n=1, cutoff=0.6)
     hint = f"did you mean {lower[near[0]]!r}? " if near else ""
     return f"{hint}known: {', '.join(names) if names else 'none'}"
 
