@@ -392,7 +392,7 @@ def _chosen(m: Equations, x: Operand) -> float:
 
 
 @rule("bincount")
-def _bincount(m: Equations, v: Type, x: Operand, weights: Operand | None = None, **more: Any) -> Operand:
+def _bincount(m: Equations, v: Type, x: Operand, weights: Any = None, minlength: int = 0) -> Operand:
     """How often each whole number occurs."""
     if weights is not None:
         raise NotImplementedError("it adds up weights")

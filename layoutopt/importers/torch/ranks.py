@@ -173,9 +173,8 @@ def adds_up(block: EquationBlock, path: str) -> bool:
     return True
 
 
-def with_fewer(experts: Any, ways: int) -> None:
-    """Gives a module of experts the number of a part of them, in place."""
-    count = next(experts.parameters()).shape[0]
+def with_fewer(experts: Any, count: int, ways: int) -> None:
+    """Gives a module of `count` experts the number of a part of them, in place."""
     for name in [n for n, v in vars(experts).items() if "expert" in n and isinstance(v, int) and v == count]:
         setattr(experts, name, count // ways)
 
@@ -188,7 +187,7 @@ def split_experts(experts: Any, mesh: Any) -> None:
     own = mesh[EXPERTS]
     group, ways = own.get_group(), own.size()
     count = next(experts.parameters()).shape[0]
-    with_fewer(experts, ways)
+    with_fewer(experts, count, ways)
     for name, p in [*experts.named_parameters(recurse=False)]:
         split = distribute_tensor(p.detach(), own, [Shard(0)], src_data_rank=None)
         experts.register_parameter(name, torch.nn.Parameter(split, requires_grad=p.requires_grad))

@@ -214,8 +214,8 @@ class StyleFlow:
 
         def short(names: Collection[str], ways: Mapping[str, int], own: Any) -> None:
             self._alike(own)
-            for path in (p for p, dim in self.experts.items() if dim in names):
-                with_fewer(own.get_submodule(path), ways.get(self.experts[path], 1))
+            for path, dim in ((path, dim) for path, dim in self.experts.items() if dim in names):
+                with_fewer(own.get_submodule(path), self._sizes[dim], ways.get(dim, 1))
 
         def fails(names: Collection[str], cut: bool = True) -> str:
             sizes = {name: self._sizes[name] for name in names if cut}
