@@ -34,6 +34,7 @@ def test_the_option_names_the_engines_that_there_are() -> None:
     assert tuple(name.value for name in EngineName) == KINDS
 
 
+@pytest.mark.nightly
 def test_losses_are_those_of_local(said: dict[str, Any], result: Callable[..., dict[str, Any]]) -> None:
     local = result(*TRAIN, "--engine", "local")
     assert said["train"]["loss"] == pytest.approx(local["loss"], rel=1e-5)

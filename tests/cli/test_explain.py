@@ -327,6 +327,7 @@ def test_a_clock_of_explain_is_checked(refused: Callable[..., str], plan_file: P
     assert line == "--time-limit is 0.0; give a positive number of seconds"
 
 
+@pytest.mark.nightly
 def test_the_placement_is_that_of_the_program(result: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     small = ("layers=2", "d_model=16", "d_kv=4", "heads=2", "d_ff=16", "vocab=16", "batch=4", "length=8")
     path, model = tmp_path / "plan.json", "examples/transformer_lm.py"

@@ -16,6 +16,7 @@ MLP = ("examples/mlp.py", "--set", "batch=16")
 HERE = ("--mesh", "sites:2;data:2", "--hardware", "tpu-v5e", "--microbatches", "1", "--recompute", "never")
 
 
+@pytest.mark.nightly
 def test_ways_are_compared_and_the_plan_says_them(
     result: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

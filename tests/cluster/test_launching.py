@@ -158,6 +158,7 @@ def test_what_is_refused_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytes
         [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL), (signal.SIGHUP, 129)]
     ),
 )
+@pytest.mark.nightly
 def test_no_worker_outlives_the_launcher(tmp_path: Path, number: int, code: int) -> None:
     file = tmp_path / "model.py"
     file.write_text(WAITS, encoding="utf-8")

@@ -26,11 +26,11 @@ from layoutopt.plan.export import FORMATS, export
 from layoutopt.plan.exported import Exported
 from layoutopt.sizing.sizing import LAYOUTS
 from layoutopt.space.allow import USUALLY, allowed_by, allowed_text, recorded
-from layoutopt.space.argument import FILE
 from layoutopt.space.decisions import ARGUMENTS, FEATURES, KINDS, SearchSpace, typed
 from layoutopt.space.kind import PLAIN, Decision
 from layoutopt.space.listed import of_records
 from layoutopt.space.microbatches import Microbatches
+from layoutopt.space.option import FILE
 from layoutopt.space.schedule import ScheduleDecision
 from mesh_tf_core.errors import UserError
 from tests.layoutopt.every_kind import whole_model
