@@ -37,6 +37,9 @@ PRESETS = {
     "DGX-B200": "b200",
     "DGX-GB200": "gb200",
     "DGX-GB300": "gb300",
+    "MI300X": "mi300x",
+    "MI325X": "mi325x",
+    "MI355X": "mi355x",
 }
 SOFTWARE = {
     "MaxText": "maxtext",
@@ -286,6 +289,8 @@ def _row(table: str, row: Mapping[str, str]) -> Row:
     axes = {"pipe": pp, **split, "context": cp, "model": tp}
     if egress := row.get("node_gbps") or EGRESS.get((table, gpu)):
         hardware += f", node_egress={egress}GB/s"
+    if row.get("node_gpus"):
+        hardware += f", node_size={row['node_gpus']}"
     return Row(
         table,
         row["case"],
