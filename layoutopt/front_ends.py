@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from mesh_tf_core.errors import UserError
+
+if TYPE_CHECKING:
+    from mesh_tf_core.ir.mesh import Mesh
+    from mesh_tf_core.lower import Options
 
 
 @dataclass(frozen=True)
@@ -18,8 +25,8 @@ class FrontEnd:
       arguments: of the function that imports.
       program: what is imported; `splits`: what says how its arrays are split.
       checkpoint: what recomputes a part of it; half: what multiplies in bfloat16.
-      own: "module:function" that reads what the user's file says of placements, and what that must return;
-        empty if a file cannot say them.
+      own: "module:function" that reads what the user's file says of placements; said: what that must return.
+      ranks: "module:function" of the ranks that the file's own function needs; empty if it needs none.
     """
 
     name: str
@@ -29,8 +36,9 @@ class FrontEnd:
     splits: str
     checkpoint: str
     half: str
-    own: str = ""
-    said: str = ""
+    own: str
+    said: str
+    ranks: str = ""
 
     @property
     def call(self) -> str:
@@ -47,11 +55,26 @@ class FrontEnd:
         """The object that applies a plan."""
         return f"plan.{self.name}"
 
-    def written(self) -> Callable[..., Any]:
-        """The function that reads the user's own placements: (model, mesh, what the file says, options)."""
-        module, _, function = self.own.partition(":")
-        found: Callable[..., Any] = getattr(import_module(module), function)
+    def written(self, model: Any, mesh: Mesh, said: Any, options: Options) -> Any:
+        """The `WrittenLayout` of the user's own placements; UserError if what `shardings()` said is none.
+
+        Args:
+          options: what else is decided.
+        """
+        if not isinstance(said, tuple) or len(said) != 2:
+            kind = f"a tuple of length {len(said)}" if isinstance(said, tuple) else type(said).__name__
+            raise UserError(f"shardings() must return {self.said}, but returned {kind}")
+        return _loaded(self.own)(model, mesh, *said, options)
+
+    def on_ranks(self, mesh: Mesh) -> AbstractContextManager[None]:
+        """The process group that the user's `shardings()` runs in."""
+        found: AbstractContextManager[None] = _loaded(self.ranks)(mesh) if self.ranks else nullcontext()
         return found
+
+
+def _loaded(place: str) -> Any:
+    module, _, function = place.partition(":")
+    return getattr(import_module(module), function)
 
 
 JAX = FrontEnd(
@@ -73,5 +96,18 @@ TORCH = FrontEnd(
     "DTensor placements",
     "torch.utils.checkpoint",
     "from_torch(param_dtype=torch.bfloat16)",
+    "layoutopt.importers.torch.written:written",
+    "the module with its placements and the mesh axes of the batch's rows, (module, axes)",
+    "layoutopt.importers.torch.written:fake_ranks",
 )
 FRONT_ENDS: Mapping[str, FrontEnd] = {each.name: each for each in (JAX, TORCH)}
+
+
+def front_end_of(model: Any) -> FrontEnd | None:
+    """The library whose program a model is; None of a model of our own."""
+    return FRONT_ENDS.get(getattr(model, "front_end", ""))
+
+
+def made_by() -> str:
+    """The functions that import programs, as errors name them."""
+    return " or ".join(each.made.partition("(")[0] for each in FRONT_ENDS.values())

@@ -6,7 +6,6 @@ priced.predicted.step_seconds, priced.fits, priced.to_frame()
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,6 +13,8 @@ from typing import Any
 from costmodels.hardware import Hardware, machine_of
 from layoutopt.analysis import lint as linting
 from layoutopt.analysis.lint import single_changes
+from layoutopt.front_ends import front_end_of, made_by
+from layoutopt.importers.arrays.written import WrittenLayout
 from layoutopt.optimize.bounds import EXACT
 from layoutopt.optimize.entry import search
 from layoutopt.optimize.evaluation import Evaluation
@@ -256,7 +257,7 @@ def lint(
     hardware: str | Hardware | None = None,
     options: Options | None = None,
     time_limit: float | Clock | None = LOOKING,
-    odd: Sequence[linting.UnlikeArray] = (),
+    shardings: Any = None,
     framework: str | None = None,
     **decided: Any,
 ) -> Linted:
@@ -265,7 +266,8 @@ def lint(
     Args:
       model, mesh, layout, hardware, options, framework, decided: as in `cost`.
       time_limit: seconds for the search for the best layout (four fifths) and for single changes.
-      odd: arrays of the user's own shardings to report, each with the placement that avoids its move.
+      shardings: the user's own, in place of a layout: two pytrees of PartitionSpec, (parameters, batch), or a
+        PyTorch module with its placements and the mesh axes of the batch's rows, (module, axes).
 
     Raises:
       UserError: the layout is illegal.
@@ -275,7 +277,12 @@ def lint(
       >>> from examples import mlp
       >>> found = layoutopt.lint(mlp.model(), "data:4", "", hardware="tpu-v5e")
     """
-    clock = Clock.of(time_limit)
+    clock, odd = Clock.of(time_limit), list[linting.UnlikeArray]()
+    if shardings is None and not isinstance(mesh, Plan) and not layout:
+        shardings = getattr(model, "carried", None)
+    if shardings is not None:
+        own = own_layout(model, mesh, shardings, options_of(model, options, decided))
+        mesh, layout, options, odd, decided = own.mesh, own.layout, own.options, own.unlike, {}
     priced = cost(model, mesh, layout, hardware, options=options, framework=framework, **decided)
     of, limit = priced.evaluation, priced.limit
     mesh, machine = of.program.mesh, of.prices.hardware
@@ -307,13 +314,31 @@ def lint(
     findings = [
         *(linting.placed_unlike(each, of, less) for each, less in zip(odd, mended, strict=True)),
         *linting.in_memory(of, limit, changes, answer),
-        *priced.findings,
+        # A program that has its placements could say them.
+        *(f for f in priced.findings if shardings is None or f.kind != "not expressed"),
     ]
     if fastest is not None and priced.fits and (loss := linting.slower(of.cost, fastest.cost)):
         findings.append(loss)
     proven = best is not None and fastest is answer and best.solver.proven
     status = ProofStatus.OPTIMAL if proven else ProofStatus.FEASIBLE
     return Linted(priced, best, fastest, status, tuple(findings))
+
+
+def own_layout(model: Model, mesh: Mesh | str | Plan, shardings: Any, options: Options) -> WrittenLayout:
+    """The layout of the user's own shardings, as `lint` takes them.
+
+    Raises:
+      UserError: shardings that are none, or do not fit the model.
+    """
+    if isinstance(shardings, WrittenLayout):
+        return shardings
+    front = front_end_of(model)
+    if isinstance(mesh, Plan) or front is None:
+        lost = (
+            f"needs a model of {made_by()}" if front is None else "is for a mesh, and a plan has its layout"
+        )
+        raise UserError(f"lint: shardings= {lost}")
+    return front.written(model, mesh if isinstance(mesh, Mesh) else Mesh(mesh), shardings, options)
 
 
 def layout_of(said: Layout | str) -> Layout:

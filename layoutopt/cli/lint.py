@@ -1,10 +1,10 @@
-"""`layoutopt lint`: likely mistakes of a layout, or of a JAX program's own shardings, and what they cost."""
+"""`layoutopt lint`: likely mistakes of a layout, or of a program's own placements, and what they cost."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,10 +17,9 @@ from layoutopt.cli.terminal import FITS, facts, layout_text
 from layoutopt.plan.units import seconds_text, used_text
 
 if TYPE_CHECKING:
-    from layoutopt.analysis.lint import UnlikeArray
     from layoutopt.api.pricing import Linted
+    from layoutopt.importers.arrays.written import WrittenLayout
     from layoutopt.models.loading import Loaded
-    from mesh_tf_core import Options
 
 
 @grouped
@@ -47,14 +46,12 @@ def lint(
     machine_on.read()  # refused before anything takes time
     loaded, plan = load_with_plan(model, asked.settings, asked.layout, asked.mesh)
     machine = machine_on.read(loaded.model)
-    if asked.layout is None and loaded.function("shardings") is not None:
-        given, unlike = own_shardings(loaded, asked.mesh, asked.decided.options(loaded))
-    else:
-        given, unlike = asked.read(loaded, plan), []
+    given = asked.read(loaded, plan)
+    own = own_shardings(loaded, given) if asked.layout is None else None
     terminal.say("searching for the best layout on this mesh")
-    found = linted(loaded.model, given.mesh, given.layout, machine, given.options, time_limit, unlike)
+    found = linted(loaded.model, given.mesh, given.layout, machine, given.options, time_limit, own)
     of = found.priced.evaluation
-    given = replace(given, options=of.decided)
+    given = replace(given, layout=of.layout, options=of.decided)
     terminal.result(found.data)
     if output.as_json:
         return
@@ -99,34 +96,24 @@ def _text(given: GivenOptions, pipeline: Mapping[str, int]) -> str:
     return f"{layout_text(given.layout)}{'; ' if more else ''}{more}"
 
 
-def own_shardings(
-    loaded: Loaded, mesh: str | None, besides: Options
-) -> tuple[GivenOptions, list[UnlikeArray]]:
-    """The results of the file's `shardings()`, (PartitionSpecs of parameters, of the batch), and the arrays
-    that lie otherwise than operations read them.
-
-    Args:
-      besides: what else is decided; a parameter that its sharding stores split is stored so all the same.
+def own_shardings(loaded: Loaded, given: GivenOptions) -> WrittenLayout | None:
+    """The layout that the file's `shardings()` returns, or that its module has; None if it says none.
 
     Raises:
-      UserError: a model that is not from JAX, or shardings that do not fit it.
+      UserError: a model of no other library, or shardings that do not fit it.
     """
-    from layoutopt.front_ends import FRONT_ENDS
+    from layoutopt.api.pricing import own_layout
+    from layoutopt.front_ends import front_end_of, made_by
     from mesh_tf_core.errors import UserError
 
-    model: Any = loaded.model
-    front = FRONT_ENDS.get(getattr(model, "front_end", ""))
-    if front is None or not front.own:
-        able = [each for each in FRONT_ENDS.values() if each.own]
+    front = front_end_of(loaded.model)
+    if loaded.function("shardings") is None:
+        said = getattr(loaded.model, "carried", None)
+        return said and own_layout(loaded.model, given.mesh, said, given.options)
+    if front is None:
         raise UserError(
-            f"{loaded.source} defines shardings(), but its model is not built from "
-            f"{' or '.join(each.title for each in able)}; add --layout, or build the model with "
-            f"{' or '.join(each.made.partition('(')[0] for each in able)}"
+            f"{loaded.source} defines shardings(), but its model is of no other library; add --layout, or "
+            f"build the model with {made_by()}"
         )
-    said = loaded.call("shardings")
-    if not isinstance(said, tuple) or len(said) != 2:
-        kind = f"a tuple of length {len(said)}" if isinstance(said, tuple) else type(said).__name__
-        raise UserError(f"{loaded.source}: shardings() must return {front.said}, but returned {kind}")
-    chosen = options.read_mesh(mesh)
-    found = front.written()(model, chosen, *said, besides)
-    return GivenOptions(chosen, found.layout, found.options), found.unlike
+    with front.on_ranks(given.mesh):
+        return own_layout(loaded.model, given.mesh, loaded.call("shardings"), given.options)

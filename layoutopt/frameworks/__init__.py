@@ -11,7 +11,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from costmodels.frameworks import load_framework
-from layoutopt.front_ends import FRONT_ENDS
+from layoutopt.front_ends import front_end_of
 from layoutopt.space.restriction import EVERYTHING, Restriction
 from mesh_tf_core.model import Model
 from mesh_tf_core.padding import padded as longer
@@ -42,7 +42,7 @@ def padded(framework: str, model: Model) -> Model:
 def differences(framework: str, model: Model, multiplied: str) -> Iterator[str]:
     """How the program that a framework runs differs from a model's own, a sentence each; most products are
     in the type `multiplied`."""
-    found, front = load_framework(framework), FRONT_ENDS.get(getattr(model, "front_end", ""))
+    found, front = load_framework(framework), front_end_of(model)
     before, after = (model.given or model).graph.dims(), model.graph.dims()
     changed = [f"{n} from {max(own):,} to {max(after[n]):,}" for n, own in before.items() if own != after[n]]
     if changed:

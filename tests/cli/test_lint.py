@@ -1,8 +1,9 @@
-"""`layoutopt lint`: of a layout, and of a JAX program's own shardings."""
+"""`layoutopt lint`: of a layout, and of a program's own placements."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +207,28 @@ def test_every_command_knows_a_programs_own_checkpoints(
     assert any(
         f"train.py:{line}: this jax.checkpoint covers only part of a layer" in n for n in parts["notes"]
     )
+
+
+PLACED = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from tests.importers.test_torch_written import net, read
+
+def model():
+    return read(net())
+
+def shardings():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    return fully_shard(net(), mesh=mesh["data"]), "data"
+"""
+
+
+def test_lint_of_a_script_reads_its_shardings(result: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    file = tmp_path / "train.py"
+    file.write_text(PLACED)
+    found = result("lint", str(file), "--mesh", "data:2;model:2", "--hardware", "h100", "--time-limit", "5")
+    assert found["layout"] == {"batch": ["data"]}
+    assert set(found["storage"].values()) == {"zero2@data"}  # one group, which stays whole until backward
+    assert "wasted axis" in {f["kind"] for f in found["findings"]}
+    assert not import_module("torch.distributed").is_initialized()

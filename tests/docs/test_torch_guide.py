@@ -17,4 +17,4 @@ def test_its_file_is_planned_as_shown(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     listed = [step for step in steps(PAGE.read_text(encoding="utf-8")) if step.kind in ("python", "console")]
-    assert follow(listed, tmp_path) == ["train.py"]
+    assert follow(listed, tmp_path) == ["train.py", "placed.py"]

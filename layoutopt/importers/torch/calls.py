@@ -54,8 +54,28 @@ def array_of(tensor: Any) -> Any:
     return (own.float() if own.dtype == torch.bfloat16 else own).numpy()
 
 
+def _on_ranks(x: Any) -> bool:
+    """True of PyTorch's own objects for several ranks: a hook of a style, the state of FSDP."""
+    module = isinstance(x, torch_module().nn.Module)
+    return not module and (getattr(x, "__module__", None) or "").startswith("torch.distributed.")
+
+
+def undistributed(module: Any) -> Any:
+    """A module as it was before its parameters became DTensors, with these on the device meta; itself if it
+    has none."""
+    torch = torch_module()
+    own = [p for p in module.parameters() if hasattr(p, "placements")]
+    if not own:
+        return module
+    whole = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    for p in own:
+        values = torch.empty(p.shape, dtype=p.dtype, device="meta")
+        whole[id(p)] = torch.nn.Parameter(values, p.requires_grad)
+    return copied(module, whole)
+
+
 def copied(module: Any, instead: Mapping[int, Any] | None = None) -> Any:
-    """A copy of a module with the same parameters and buffers.
+    """A copy of a module with the same parameters and buffers, without what places it on ranks.
 
     Modules have a dozen tables of hooks and of names each, which `copy.deepcopy` alone takes long to copy.
 
@@ -74,13 +94,14 @@ def copied(module: Any, instead: Mapping[int, Any] | None = None) -> Any:
             return memo[id(x)]
         if kind in (dict, OrderedDict):
             made = memo[id(x)] = kind()
-            for k, y in x.items():
-                made[k] = value(y)
+            made.update((k, value(y)) for k, y in x.items() if id(y) in memo or not _on_ranks(y))
             return made
         if kind is set and all(isinstance(y, str) for y in x):
             return set(x)
         if isinstance(x, tensor) and not x.is_leaf:  # of a call before, which none may copy
             return x.detach()
+        if isinstance(x, whole) and _on_ranks(kind):
+            kind = kind.__bases__[1]  # `fully_shard` makes a class of its own and the user's
         plain = isinstance(x, whole) and not hasattr(kind, "__deepcopy__")
         if not plain or kind.__getstate__ is not whole.__getstate__ or "__reduce__" in vars(kind):
             return copy.deepcopy(x, memo)

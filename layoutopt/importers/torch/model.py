@@ -12,7 +12,7 @@ from layoutopt.front_ends import TORCH
 from layoutopt.importers.arrays.build import built, optimizer_of
 from layoutopt.importers.arrays.contract import KEY, Leaf, TracedProgram, Var
 from layoutopt.importers.arrays.model import ImportedModel, uncollected, why_not_added
-from layoutopt.importers.torch.calls import array_of, dtype_of, torch_module
+from layoutopt.importers.torch.calls import array_of, dtype_of, torch_module, undistributed
 from layoutopt.importers.torch.capture import MODULE, Captured, NotTracedError, ValuesNeededError, captured
 from layoutopt.importers.torch.reader import ReadProgram, read
 from layoutopt.importers.torch.styles import StyleFlow
@@ -50,12 +50,14 @@ class TorchModel(ImportedModel):
       combines: the operation that combines examples of the batch, for which the losses of parts of a batch do
         not add up to its own.
       param_dtype: in which operations read parameters; "": in their own element type.
+      carried: the module with placements of its own, and None; None of a module without.
     """
 
     front_end: ClassVar[str] = "torch"
     styles: StyleFlow | None = field(default=None, repr=False, compare=False)
     combines: str = field(default="", repr=False, compare=False)
     param_dtype: str = ""
+    carried: Any = field(default=None, repr=False, compare=False)
 
     @property
     def limits(self) -> Mapping[str, tuple[tuple[Any, ...], str]]:
@@ -139,7 +141,8 @@ def from_torch(
     """Builds a model from a PyTorch module. The module is traced once and not changed.
 
     Args:
-      module: a torch.nn.Module. Tensors on the device "meta" are enough. Parameters with
+      module: a torch.nn.Module. Tensors on the device "meta" are enough, and DTensors are read as whole;
+        `layoutopt.lint` reads their placements. Parameters with
         `requires_grad=False` are stored and not trained. Call `from_torch` inside torch.autocast if the
         training loop does, on a machine without a GPU inside that of "cpu".
       example_batch: what the module is called with: a mapping of keyword arguments, a tuple of arguments, or
@@ -178,6 +181,7 @@ def from_torch(
         raise UserError(
             f"from_torch: param_dtype is {param_dtype!r}; give None or {', '.join(map(str, known))}"
         )
+    placed, module = module, undistributed(module)
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(
         module.named_buffers(remove_duplicate=False)
     )
@@ -253,6 +257,7 @@ def from_torch(
         framework="torch",
         origin=made.origin,
         param_dtype="" if param_dtype is None else dtype_of(param_dtype),
+        carried=None if placed is module else (placed, None),
     )
     if not model.parameters:
         raise UserError(f"from_torch: {_untrained(module)}")
