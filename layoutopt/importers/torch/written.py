@@ -123,13 +123,15 @@ class _Reading:
         return replace(found, unlike=unlike)
 
     def _alike(self) -> Axes:
-        """The axes over which modules have whole parameters that are DTensors nevertheless: they get pieces of
-        a sequence, as under `SequenceParallel`."""
+        """The axes over which modules have whole parameters that are DTensors all the same: these modules get
+        pieces of a sequence, as under `SequenceParallel`."""
         found: dict[str, list[set[str]]] = {}
         for path, p in self.parameters.items():
-            axes = self._axes(p.device_mesh) if hasattr(p, "placements") else []
-            whole = [own for own, x in zip(axes, getattr(p, "placements", ()), strict=True) if x.is_replicate()]
-            found.setdefault(path.rpartition(".")[0], []).append({a for own in whole for a in own})
+            said = (
+                zip(self._axes(p.device_mesh), p.placements, strict=True) if hasattr(p, "placements") else ()
+            )
+            whole = {a for axes, placement in said if placement.is_replicate() for a in axes}
+            found.setdefault(path.rpartition(".")[0], []).append(whole)
         over = {a for sets in found.values() for a in set.intersection(*sets)} - {*self.rows}
         return tuple(a for a in self.mesh.names if a in over)
 
