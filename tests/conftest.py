@@ -91,6 +91,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.path not in slow)
 
 
+def pytest_unconfigure() -> None:
+    """pytest collects several times at its end, which walks all that JAX, PyTorch and TensorFlow hold."""
+    gc.freeze()
+
+
 @pytest.fixture
 def everything_after(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches without words go on to everything, as those of users do."""

@@ -308,6 +308,7 @@ BY_NIGHT = {
     "beside",
     "half stage 1",
     "half stage 2",
+    "sequence, context and hybrid parallelism",
     "in flight",
     *(f"schedule {schedule}" for schedule in NAMES if schedule != "interleaved:2"),
     "offload of what loops keep and of stages",

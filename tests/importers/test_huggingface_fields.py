@@ -142,7 +142,7 @@ ALSO_CALLED = [
 
 
 @pytest.mark.parametrize(("name", "other", "known"), ALSO_CALLED)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 def test_fields_have_the_other_names_of_transformers(name: str, other: str, known: str) -> None:
     config = CASES[name]
     renamed = {n: v for n, v in config.items() if n not in (other, known)} | {other: config[known]}
@@ -178,6 +178,7 @@ def test_files_that_transformers_writes_are_built(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", [n for n in class_defaults()["renamed"] if n in CASES])
+@pytest.mark.one_in(4)
 def test_hyperparameters_have_the_names_of_the_file_too(family: str, tmp_path: Path) -> None:
     known = from_huggingface(CASES[family], length=12).hparams
     names = {

@@ -179,6 +179,7 @@ def kept_by_form(activation: str) -> float:
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.one_in(3)
 def test_every_activation_of_a_configuration_keeps_what_autograd_saves(name: str) -> None:
     """Of transformers' own modules: of one kernel, or written in functions that have one each."""
     activations = pytest.importorskip("transformers.activations")
