@@ -6,8 +6,10 @@ Every message is one line: what was asked, what was found, what to do.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 
@@ -76,6 +78,25 @@ class BrokenBoundError(UserError):
     exit_code = 6
 
 
+@cache
+def _synonyms() -> tuple[tuple[str, ...], ...]:
+    """The words that mean one thing here and in other tools, of each thing; earlier ones are preferred."""
+    lines = Path(__file__).with_name("synonyms.txt").read_text(encoding="utf-8").splitlines()
+    return tuple(tuple(map(_folded, line.split())) for line in lines)
+
+
+def _folded(word: str) -> str:
+    return re.sub(r"[\W_]", "", word.lower())
+
+
+def meant(asked: str, known: Iterable[str]) -> str:
+    """The name among `known` of what a word of another tool means, which may follow the name of its section
+    and a dot; '' if there is none."""
+    ours, words = {_folded(name): name for name in known}, {*map(_folded, (asked, asked.rpartition(".")[2]))}
+    alike = (word for group in _synonyms() if words & {*group} for word in group)
+    return next((ours[word] for word in alike if word in ours), "")
+
+
 def known_names(asked: str, known: Iterable[str]) -> str:
     """The names that exist, the nearest first: the end of every 'unknown name' message."""
     names = sorted(known)
@@ -83,6 +104,8 @@ def known_names(asked: str, known: Iterable[str]) -> str:
     near = [n for n in lower if str(asked).lower().startswith(f"{n}-")][-1:]  # h100-sxm is a kind of h100
     near = near or difflib.get_close_matches(str(asked).lower(), lower, n=1, cutoff=0.6)
     hint = f"did you mean {lower[near[0]]!r}? " if near else ""
+    if (ours := meant(str(asked), names)) and _folded(ours) != _folded(str(asked)):
+        hint = f"use {ours}; "
     return f"{hint}known: {', '.join(names) if names else 'none'}"
 
 

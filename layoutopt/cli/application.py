@@ -25,31 +25,25 @@ from layoutopt.cli.panels import asks_short, into_panels, short_help
 from layoutopt.plan.units import some
 from layoutopt.runtime import signals
 
-OPTIONS = {
-    **dict.fromkeys(
-        ("--gpus", "--tpus", "--chips", "--num-devices", "--num-gpus", "--world-size"), "--devices"
-    ),
-    **dict.fromkeys(("--mem", "--hbm"), "--memory"),
-    **dict.fromkeys(("--seconds", "--timeout"), "--time-limit"),
-    **dict.fromkeys(("--chip", "--gpu", "--tpu", "--accelerator"), "--hardware"),
-    "--output": "--out",
-    "--epochs": "--steps",
+DEGREES = {
+    "devices": ("data", "batch:data"),
+    "tp": ("model", "heads:model"),
+    "pp": ("stage", "layers:stage"),
+    "dp": ("data", "batch:data"),
+    "cp": ("context", "length:context"),
+    "ep": ("expert", "experts:expert"),
+    "sp": ("model", "length@elsewhere:model"),
 }
-"""Other tools' options by ours."""
-FORMS = {
-    "pytorch": "torchtitan",
-    "torch": "torchtitan",
-    "fsdp": "accelerate",
-    "huggingface": "transformers",
-    **dict.fromkeys(("nemo", "megatron-lm", "megatron-bridge"), "megatron"),
-    **dict.fromkeys(("flax", "equinox", "haiku", "keras"), "jax"),
-    "tensorflow": "tf-dtensor",
-    "tf": "tf-dtensor",
-    "levanter": "haliax",
-    "mtf": "mesh-tensorflow",
-    "mesh_tensorflow": "mesh-tensorflow",
+"""Degrees that other tools take, the usual axis and what it splits."""
+ADVICE = {
+    "nodes": "--mesh has the devices of all nodes",
+    "gpus-per-node": "--hardware says it; --mesh has the devices of all nodes",
+    "micro-batch": "write the batch of all devices, --set batch=N, and --microbatches N",
 }
-"""Libraries by the form that is nearest to theirs."""
+"""What to do where no option is the other tools' one."""
+SETTINGS = ("batch", "length", "dtype")
+"""Hyperparameters that models have."""
+DTYPES = ("bfloat16", "float16", "float32")
 
 UNPARSED = re.compile(", unable to parse string as an? (integer|number)$")
 """The end of a message of typer's that says nothing new."""
@@ -90,22 +84,33 @@ def usage(error: typer.TyperException, words: Sequence[str]) -> str:
 
 
 def _hint(error: Any, context: typer.Context, words: Sequence[str], near: Sequence[str]) -> str:
-    asked = getattr(error, "option_name", None)
-    known = {name for param in context.command.params for name in getattr(param, "opts", ())}
+    asked, param = getattr(error, "option_name", None), getattr(error, "param", None)
+    from mesh_tf_core.errors import meant
+
+    known = {o for param in context.command.params for o in getattr(param, "opts", ()) if o.startswith("-")}
     if asked is not None and asked.startswith("-"):
         value = _value(asked, words)
-        if (ours := OPTIONS.get(asked)) in known:
-            return f"write {ours}{f' {value}' if value else ''}"
+        degree = meant(asked, DEGREES)
+        if degree and "--mesh" in known and f"--{degree}" not in known:
+            (axis, rule), size = DEGREES[degree], value or "N"
+            option = "--pin" if "--pin" in known else "--layout"
+            return f'an axis of the mesh is for this: --mesh "{axis}:{size};…" {option} "{rule}"'
+        if ours := meant(asked, known):
+            of: Any = next(p for p in context.command.params if ours in p.opts)
+            said = meant(value, re.findall(r"[\w:-]+", of.help)) or value or of.metavar
+            return f"write {ours}{f' {said}' if said else ''}"
+        if "--mesh" in known and (other := meant(asked, ADVICE)):
+            return ADVICE[other]
         if near:
             return f"did you mean {' or '.join(near)}?"
         if commands := _commands_with(asked, context):
             return f"this is an option of {some(commands, NAMED)}"
         if "--set" in known and asked.startswith("--"):
-            name = asked.removeprefix("--").replace("-", "_")
-            return f"to set a hyperparameter, write --set {name}={value or 'VALUE'}"
-    if getattr(getattr(error, "param", None), "name", None) == "to":
-        form = FORMS.get(_value("--to", words).lower())
-        return f"the nearest format is --to {form}" if form else ""
+            name, dtype = asked.removeprefix("--").replace("-", "_"), meant(value or asked, DTYPES)
+            name = "dtype" if dtype and not value else meant(asked, SETTINGS) or name
+            return f"to set a hyperparameter, write --set {name}={dtype or value or 'VALUE'}"
+    if param and (ours := meant(_value(param.opts[-1], words), re.findall("'([^']+)'", error.message)[1:])):
+        return f"write {param.opts[-1]} {ours}"
     return ""
 
 

@@ -7,17 +7,13 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from layoutopt.cli.options import LONGEST, EngineName, EngineOption, Output
+from layoutopt.cli.options import LONGEST, EngineName, EngineOption, Output, time_option
 from layoutopt.cli.running import Session
 from layoutopt.cli.terminal import Terminal
-
-
-def _seconds(help: str, default: str) -> Any:
-    return typer.Option(min=1, max=LONGEST, metavar="SECONDS", help=help, show_default=default)
 
 
 @dataclass(frozen=True)
@@ -47,10 +43,23 @@ class Job:
     ] = None
     timeout: Annotated[
         float | None,
-        _seconds("Seconds to wait at a step for a process that is alive but late (with --cluster).", "25"),
+        time_option(
+            "--timeout",
+            "Time to wait at a step for a process that is alive but late (with --cluster).",
+            1,
+            LONGEST,
+            show_default="25",
+        ),
     ] = None
     start_timeout: Annotated[
-        float | None, _seconds("Seconds to wait for a process to start (with --cluster).", "300")
+        float | None,
+        time_option(
+            "--start-timeout",
+            "Time to wait for a process to start (with --cluster).",
+            1,
+            LONGEST,
+            show_default="300",
+        ),
     ] = None
 
     @property

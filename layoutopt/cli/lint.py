@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from layoutopt.cli import options
 from layoutopt.cli.cost import show_doubts
 from layoutopt.cli.given import PLAIN, GivenOptions, LayoutByHand
@@ -29,12 +27,7 @@ def lint(
     machine_on: options.OnHardware = options.ON,
     time_limit: Annotated[
         float,
-        typer.Option(
-            "--time-limit",
-            min=0.1,
-            metavar="S",
-            help="Stop the search for the best layout after this many seconds.",
-        ),
+        options.time_option("--time-limit", "Stop the search for the best layout after this time.", 0.1),
     ] = 60.0,
     output: options.Output = options.OUTPUT,
 ) -> None:

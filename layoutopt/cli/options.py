@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from layoutopt.cli.units import parse_bytes
+from layoutopt.cli.units import parse_bytes, parse_seconds
 from layoutopt.runtime import clock as clocks
 from layoutopt.runtime.clock import Clock
 
@@ -153,12 +153,31 @@ MemoryOption = Annotated[
         show_default="the hardware's",
     ),
 ]
+
+
+def time_option(name: str, help: str, least: float = 0.0, most: float = math.inf, **told: Any) -> Any:
+    """An option that takes seconds, or a time with its unit."""
+
+    def seconds(text: str | float) -> float:
+        from mesh_tf_core.errors import UserError
+
+        try:
+            found = parse_seconds(str(text), name, "s")
+        except UserError as error:
+            raise typer.BadParameter(str(error).removeprefix(f"{name} ")) from None
+        if not least <= found <= most:
+            bound = f"at least {least:g}" if found < least else f"at most {most:,.0f}"
+            raise typer.BadParameter(f"must be {bound} seconds, found {text!r}")
+        return found
+
+    return typer.Option(name, metavar="TIME", parser=seconds, help=help, **told)
+
+
 TimeLimitOption = Annotated[
     float | None,
-    typer.Option(
+    time_option(
         "--time-limit",
-        metavar="SECONDS",
-        help="Stop after this many seconds and return the best result so far.",
+        "Stop after this time, in seconds or e.g. 5min, and return the best result so far.",
         show_default="none",
     ),
 ]
@@ -166,10 +185,6 @@ TimeLimitOption = Annotated[
 
 def time_limited(seconds: float | None) -> Clock:
     """The clock of `--time-limit`, which began with the command."""
-    from mesh_tf_core.errors import UserError
-
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise UserError(f"--time-limit is {seconds!r}; give a positive number of seconds")
     return Clock(seconds, clocks.began)
 
 

@@ -61,17 +61,26 @@ def parse_count(text: str, option: str, example: str) -> float:
     return found
 
 
-SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def parse_seconds(text: str, option: str) -> float:
-    """Seconds of '2.5s', '380 ms' or '1min'; UserError otherwise."""
-    from mesh_tf_core.errors import UserError, known_names
+def parse_seconds(text: str, option: str, bare: str = "") -> float:
+    """Seconds of '2.5s', '380 ms', '1m' or '1min'; UserError otherwise.
+
+    Args:
+      bare: the unit of a number without one; "": it must have one.
+    """
+    from mesh_tf_core.errors import UserError, known_names, meant
 
     match = _AMOUNT.fullmatch(text.strip().replace("µ", "u"))
-    if match is None or not match["unit"] or not 0 < float(match["number"]) < 1e12:
-        raise UserError(f"{option} {text!r} is not a positive time with a unit; write e.g. {option} 2.5s")
-    if match["unit"] not in SECONDS:
-        unit = match["unit"]
+    unit = match and (match["unit"] or bare)
+    if match is None or not unit or not 0 < float(match["number"]) < 1e12:
+        need = (
+            f"; write e.g. {option} 90 (seconds) or 5min"
+            if bare
+            else f" with a unit; write e.g. {option} 2.5s"
+        )
+        raise UserError(f"{option} {text!r} is not a positive time{need}")
+    if (known := unit if unit in SECONDS else meant(unit, SECONDS)) not in SECONDS:
         raise UserError(f"{option} {text!r}: {unit!r} is not a unit of time; {known_names(unit, SECONDS)}")
-    return float(match["number"]) * SECONDS[match["unit"]]
+    return float(match["number"]) * SECONDS[known]

@@ -18,11 +18,6 @@ them."""
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 INTEGERS = tuple(name for name in DTYPES if name not in (*FLOATS, "bool"))
 _EIGHT_BITS = re.compile("float8|fp8|f8|e4m3|e5m2")
-_MEANT = pairs(
-    "bf16:bfloat16 half:float16 fp16:float16 f16:float16 float:float32 single:float32 fp32:float32 "
-    "f32:float32 tf32:float32 double:float64 fp64:float64 f64:float64 int:int32 long:int64"
-)
-"""Other names of element types; of those with eight bits, the smallest there is."""
 
 
 def itemsize(dtype: str) -> int:
@@ -33,10 +28,8 @@ def itemsize(dtype: str) -> int:
 def check_dtype(dtype: str) -> str:
     """Returns `dtype`, or raises UserError if it is not an element type."""
     if dtype not in _SIZES:
-        name = str(dtype).lower()
-        meant = "bfloat16" if _EIGHT_BITS.search(name) else _MEANT.get(name)
-        todo = f"use {meant}; known: {', '.join(sorted(_SIZES))}" if meant else known_names(name, _SIZES)
-        raise UserError(f"dtype {dtype!r} is not supported; {todo}")
+        name = "bf16" if _EIGHT_BITS.search(str(dtype).lower()) else str(dtype)
+        raise UserError(f"dtype {dtype!r} is not supported; {known_names(name, _SIZES)}")
     return dtype
 
 

@@ -299,7 +299,7 @@ def check_kept(recompute: Policies, loops: Set[str], blocks: Iterable[Block], gr
             keeps = f" (to keep some values instead of recomputing them, write e.g. {example})" * bool(loops)
             raise UserError(
                 f"recompute {text!r}: the model has no loop over {asked.dim!r}; "
-                f"{known_names(asked.dim, loops)}{keeps}"
+                f"{known_names(asked.dim, {*loops, 'always', 'never'})}{keeps}"
             )
         if known.setdefault(asked.dim, asked) != asked:
             raise UserError(

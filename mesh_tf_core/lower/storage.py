@@ -29,7 +29,6 @@ gradients).
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -67,18 +66,11 @@ SPLIT: Mapping[str, frozenset[tuple[str, str]]] = {
 """Stage -> the classes that are split further than in the layout, each with its phase."""
 STAGES = tuple(SPLIT)
 """Names of the stages in plans; a number is a place here."""
+WITHIN = "zero3@AXIS"
+"""The form of a stage over some axes, e.g. those inside a node (the hybrid shards of other libraries)."""
 ONCE = STAGES[-1]
 MOST_SPLIT = max(STAGES, key=lambda stage: len(SPLIT[stage]))
 """The stage with which devices hold least."""
-_MEANT = {
-    **dict.fromkeys(("fsdp", "fullshard", "zero", "stage3", "3", "zero3"), "zero3"),
-    **dict.fromkeys(("shardgradop", "stage2", "2", "zero2"), "zero2"),
-    **dict.fromkeys(("distributedoptimizer", "stage1", "1", "zero1"), "zero1"),
-    "nosync": ONCE,
-    **dict.fromkeys(("ddp", "none", "zero0", "0"), "layout"),
-    **dict.fromkeys(("hsdp", "hybrid", "hybridshard"), "zero3@AXIS with the mesh axes inside a node"),
-}
-"""What other libraries call the stages, by ours."""
 
 
 class Stage(NamedTuple):
@@ -152,9 +144,7 @@ def stage_number(name: str | int) -> int:
     if isinstance(name, int) and 0 <= name < len(STAGES):
         return name
     if name not in STAGES:
-        meant = _MEANT.get(re.sub(r"[-_ ]", "", str(name)).lower())
-        todo = f"use {meant}; known: {', '.join(STAGES)}" if meant else known_names(str(name), STAGES)
-        raise UserError(f"unknown storage {name!r}; {todo}")
+        raise UserError(f"unknown storage {name!r}; {known_names(str(name), (*STAGES, WITHIN))}")
     return STAGES.index(str(name))
 
 

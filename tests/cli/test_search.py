@@ -325,11 +325,11 @@ def test_no_time_for_anything(run: Callable[..., Result], refused: Callable[...,
         (["--mesh", "data:2", "--top", "0"], "--top is 0; give a whole number of at least 1"),
         (
             ["--mesh", "data:2", "--time-limit", "-1"],
-            "--time-limit is -1.0; give a positive number of seconds",
+            "--time-limit: '-1' is not a positive time",
         ),
         (
             ["--mesh", "data:2", "--time-limit", "inf"],
-            "--time-limit is inf; give a positive number of seconds",
+            "--time-limit: 'inf' is not a positive time",
         ),
     ],
 )

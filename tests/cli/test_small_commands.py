@@ -169,7 +169,7 @@ def test_an_infeasible_problem_names_its_rows(refused: Callable[..., str], tmp_p
 
 def test_other_problems_are_refused(refused: Callable[..., str], tmp_path: Path) -> None:
     assert "cannot be read" in refused("solve-problem", str(tmp_path / "none.json"))
-    assert "--time-limit is -1.0; give a positive number of seconds" in refused(
+    assert "--time-limit: '-1' is not a positive time" in refused(
         "solve-problem", problem(tmp_path), "--time-limit", "-1"
     )
     file = tmp_path / "broken.json"
