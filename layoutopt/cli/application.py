@@ -40,7 +40,7 @@ ADVICE = {
     "gpus-per-node": "--hardware says it; --mesh has the devices of all nodes",
     "micro-batch": "write the batch of all devices, --set batch=N, and --microbatches N",
 }
-"""What to do where no option is the other tools' one."""
+"""Advice where we have no such option."""
 SETTINGS = ("batch", "length", "dtype")
 """Hyperparameters that models have."""
 DTYPES = ("bfloat16", "float16", "float32")

@@ -75,7 +75,8 @@ tp=2 pp=2 dp=2 cp=2 ep=2 parallelism.tensor_parallel_degree=2 ici_fsdp_paralleli
 micro-batch-size=2 global-batch-size=512 gradient_accumulation_steps=8 per_device_train_batch_size=1
 training.local_batch_size=1 seq-length=4096 training.seq_len=4096 recompute-granularity=full bf16 fp16
 activation_checkpoint.mode=selective remat_policy=full gradient-checkpointing sequence-parallel zero_stage=3
-fsdp fsdp_sharding_strategy=FULL_SHARD use-distributed-optimizer nproc-per-node=8 nnodes=2 nodes=2 gpus-per-node=8
+fsdp fsdp_sharding_strategy=FULL_SHARD use-distributed-optimizer nproc-per-node=8 nnodes=2 nodes=2
+gpus-per-node=8
 num_gpus=8 num_processes=8 num_machines=2 gpus=8 world-size=64 mixed_precision=bf16 hbm=80GB gpu=h100
 pipeline_parallel_schedule=1F1B
 """

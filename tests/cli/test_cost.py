@@ -164,7 +164,7 @@ def test_storage_recompute_and_microbatches(
     )
     word_of_search = refused(*plain, "--recompute", "selective")
     assert (
-        "known: layers (to keep some values instead of recomputing them, write e.g. layers:keep="
+        "known: always, layers, never (to keep some values instead of recomputing them, write e.g. layers:"
         in word_of_search
     )
     kept = result(*plain, "--recompute", "layers:keep=attention+products")

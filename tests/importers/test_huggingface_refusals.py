@@ -260,6 +260,6 @@ def test_other_names_of_files(tmp_path: Path) -> None:
     with pytest.raises(mtf.UserError, match="has no function 'other' to build a model; "):
         load_model(f"{source}:other")
     with pytest.raises(
-        mtf.UserError, match="has no hyperparameter 'num_layers'; did you mean 'num_hidden_layers'"
+        mtf.UserError, match="has no hyperparameter 'num_layers'; use num_hidden_layers; known"
     ):
         load_model(source, ["num_layers=3"])

@@ -355,7 +355,7 @@ def test_what_is_inside_of_a_module_is_sharded_first() -> None:
     assert not any(".block.0." in path for path in found)
 
 
-def test_placements_name_the_axes_of_the_mesh() -> None:
+def test_placements_name_the_axes_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.tensor import Replicate, Shard
 
     model, (module, _) = imported("llama")
@@ -369,3 +369,15 @@ def test_placements_name_the_axes_of_the_mesh() -> None:
         plan.torch.train_step(module, torch.optim.SGD(module.parameters()))
     with pytest.raises(UserError, match="the module has no parameter 'model"):
         plan.torch.parallelize(MODULES["mixer"]()[0])
+    told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for env, found in (
+        ({}, "as one, without torchrun"),
+        ({"WORLD_SIZE": "4"}, "without torchrun"),
+        (told, "2 run"),
+    ):
+        for name in told:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=f"4 devices .* {found}; .*torchrun --nproc-per-node 4"):
+            plan.torch.parallelize(module)

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
+import layoutopt  # noqa: E402
 from mesh_tf_core.errors import UserError  # noqa: E402
 from tests.importers.torch_models import compared  # noqa: E402
 
@@ -305,3 +306,36 @@ def test_numbers_that_are_drawn_have_the_same_mean(name: str) -> None:
         compared(Applied(lambda y: y.mean() ** 2 + made(torch.zeros(256, 256))), {"x": torch.randn(4, 6)})[1]
         < 0.02
     )
+
+
+class MaskedLoss(nn.Module):
+    """A loss over the rows that a mask of the batch selects."""
+
+    def __init__(self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.loss, self.layer = loss, nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.layer(x)[mask], y[mask])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        F.cross_entropy,
+        lambda z, y: F.nll_loss(F.log_softmax(z, -1), y),
+        lambda z, y: F.mse_loss(z.mean(-1), y.float()),
+        lambda z, y: F.binary_cross_entropy_with_logits(z[:, 0], y.float()),
+        lambda z, y: F.layer_norm(F.gelu(z), (6,)).square().sum() / y.numel(),
+    ],
+)
+def test_selected_rows_on_meta_are_those_with_values(
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    batch = {"x": torch.ones(4, 8, 6), "y": torch.ones(4, 8).long(), "mask": torch.ones(4, 8).bool()}
+    found = {}
+    for device in ("cpu", "meta"):
+        arrays = {name: array.to(device) for name, array in batch.items()}
+        graph = layoutopt.from_torch(MaskedLoss(loss).to(device), arrays).graph
+        found[device] = graph.dims(), [node.op for node, _ in graph.walk()]
+    assert found["cpu"] == found["meta"]

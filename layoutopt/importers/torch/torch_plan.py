@@ -6,6 +6,7 @@ docs/guides/torch.md says by what.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,21 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import BACKWARD, BETWEEN, GRADIENT, SPLIT, VARIABLE
 
 Loss = Callable[[Any, Any], Any]
+SAID = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that `torchrun` sets for each process."""
+
+
+def _check_processes(distributed: Any, devices: int) -> None:
+    """UserError unless this is one of as many processes."""
+    told = all(name in os.environ for name in SAID)
+    begun = distributed.is_initialized()
+    there = distributed.get_world_size() if begun else int(os.environ["WORLD_SIZE"]) if told else 0
+    if there != devices:
+        found = f"{there} run" if there else "this program was started as one, without torchrun"
+        raise UserError(
+            f"plan.torch: the plan is for {devices} devices with a process each, but {found}; start "
+            f"it with torchrun, e.g. torchrun --nproc-per-node {devices} PROGRAM.py on one node"
+        )
 
 
 @dataclass(frozen=True)
@@ -292,7 +308,7 @@ class TorchPlan:
           device_mesh: with the plan's axes; by default a new one of all processes.
 
         Raises:
-          UserError: another module than the plan's, or another mesh.
+          UserError: another module than the plan's, another mesh, or another number of processes.
         """
         torch = torch_module()
         found = {path for path, _ in module.named_parameters(remove_duplicate=False)}
@@ -302,6 +318,7 @@ class TorchPlan:
                     f"plan.torch: the module has no parameter {path!r}; {known_names(path, found)}"
                 )
         if device_mesh is None:
+            _check_processes(torch.distributed, self.ranks.mesh.devices)
             sizes = tuple(size for _, size in self.ranks.mesh.axes)
             kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
             device_mesh = torch.distributed.init_device_mesh(
