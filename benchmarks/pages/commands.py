@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from enum import EnumType
 from typing import Any
 
@@ -12,6 +14,7 @@ import typer
 
 from benchmarks.pages.tables import table
 from layoutopt.cli import app
+from layoutopt.space.decisions import ALLOW, ARGUMENTS, BY_HAND, FEATURES
 
 SHARED = 3
 """So many options that the same commands take have a table of their own."""
@@ -51,6 +54,18 @@ def page() -> Iterator[str]:
     for title, rows in groups.items():
         yield f"## {title}\n"
         yield from table(HEADS, rows)
+
+
+def options() -> Iterator[str]:
+    """layoutopt/space/options.json: options of all kinds of decisions, for help and completion."""
+    asked = [ALLOW, *ARGUMENTS.values()]
+    found = {
+        "asked": [asdict(o) for a in asked for o in a.options],
+        "axes": [o.name for a in asked if a.names_axes for o in a.options],
+        "by_hand": [asdict(o) for o in BY_HAND],
+        "features": [*FEATURES],
+    }
+    yield json.dumps(found, indent=1, ensure_ascii=False)
 
 
 def _groups(commands: Mapping[str, Any]) -> dict[str, list[Row]]:

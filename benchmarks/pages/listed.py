@@ -45,6 +45,7 @@ def readme() -> Iterator[str]:
 
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "README.md": readme,
+    "layoutopt/space/options.json": commands.options,
     "docs/reference/commands.md": commands.page,
     "docs/reference/hardware.md": machines.page,
     "docs/reference/frameworks.md": frameworks.page,

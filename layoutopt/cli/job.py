@@ -7,13 +7,17 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from layoutopt.cli.options import LONGEST, EngineName, EngineOption, Output, time_option
 from layoutopt.cli.running import Session
 from layoutopt.cli.terminal import Terminal
+
+
+def _wait(name: str, help: str, default: str) -> Any:
+    return time_option(name, f"{help} (with --cluster).", 1, LONGEST, show_default=default)
 
 
 @dataclass(frozen=True)
@@ -43,23 +47,10 @@ class Job:
     ] = None
     timeout: Annotated[
         float | None,
-        time_option(
-            "--timeout",
-            "Time to wait at a step for a process that is alive but late (with --cluster).",
-            1,
-            LONGEST,
-            show_default="25",
-        ),
+        _wait("--timeout", "Time to wait at a step for a process that is alive but late", "25"),
     ] = None
     start_timeout: Annotated[
-        float | None,
-        time_option(
-            "--start-timeout",
-            "Time to wait for a process to start (with --cluster).",
-            1,
-            LONGEST,
-            show_default="300",
-        ),
+        float | None, _wait("--start-timeout", "Time to wait for a process to start", "300")
     ] = None
 
     @property

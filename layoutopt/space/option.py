@@ -1,7 +1,7 @@
 """Options of the command line for kinds of decisions, and the options of all kinds as plain data.
 
 Help and completion read `options.json`, so that they need not load the kinds and the runtime below them;
-`python -m layoutopt.space.listed` makes it of the records, and a test holds it to them.
+`python -m benchmarks.pages layoutopt/space/options.json` makes it of the records.
 """
 
 from __future__ import annotations

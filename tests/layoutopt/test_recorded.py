@@ -28,9 +28,7 @@ from layoutopt.sizing.sizing import LAYOUTS
 from layoutopt.space.allow import USUALLY, allowed_by, allowed_text, recorded
 from layoutopt.space.decisions import ARGUMENTS, FEATURES, KINDS, SearchSpace, typed
 from layoutopt.space.kind import PLAIN, Decision
-from layoutopt.space.listed import of_records
 from layoutopt.space.microbatches import Microbatches
-from layoutopt.space.option import FILE
 from layoutopt.space.schedule import ScheduleDecision
 from mesh_tf_core.errors import UserError
 from tests.layoutopt.every_kind import whole_model
@@ -84,11 +82,6 @@ def test_a_space_names_its_fields_and_the_command_line_its_options() -> None:
             SearchSpace(**{name: text})
         with pytest.raises(UserError, match=f"^--{name} '{text}'?"):
             OnMesh(**{name: text}).space()
-
-
-def test_options_that_help_reads_are_those_of_the_records() -> None:
-    made = json.loads(FILE.read_text(encoding="utf-8"))
-    assert made == json.loads(json.dumps(of_records())), "run python -m layoutopt.space.listed"
 
 
 def test_every_door_has_every_field() -> None:
