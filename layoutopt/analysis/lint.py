@@ -242,10 +242,11 @@ class _Lint:
         self.model, self.evaluation, self.hardware, self.options = model, evaluation, hardware, options
         self.program: Program = evaluation.program
         self.mesh, self.layout = evaluation.program.mesh, evaluation.program.layout
+        self.lost = self._unexpressed(self.layout)
 
     def findings(self) -> Iterator[Finding]:
         framework = self.hardware.framework
-        lost, mend = unexpressed(self.model, self.hardware, self.mesh, self.layout, self.options)
+        lost, mend = self.lost
         if lost:
             fix = f"runs this layout with {mend}" if mend else "can run what a search under it finds"
             message = f"{framework} has no setting for {lost}; the prediction is as if it had"
@@ -291,23 +292,23 @@ class _Lint:
         return any(axis in self.layout.axes(dim) for dim in self.evaluation.pipeline)
 
     def _split_more(self, axis: str, dims: Mapping[str, int]) -> tuple[str | None, str | None]:
-        """The fastest layout with one of these dimensions split over the axis too, if it is faster."""
-        best: tuple[float, Layout, str] | None = None
+        """The fastest layouts with one of these dimensions split over the axis too, of those that are faster
+        and that the framework has, in words, and the first of them."""
+        now, faster = self.evaluation.cost.step_seconds, list[tuple[float, str, Layout]]()
         for name, size in dims.items():
             axes = (*self.layout.axes(name), axis)
             if axis in self.layout.axes(name) or size % self.mesh.group_size(axes):
                 continue
-            ordered = tuple(a for a in self.mesh.names if a in axes)
-            more = self.layout.with_rules({name: ordered})
+            more = self.layout.with_rules({name: tuple(a for a in self.mesh.names if a in axes)})
             seconds = self._seconds(more)
-            if seconds is not None and (best is None or seconds < best[0]):
-                best = seconds, more, name
-        now = self.evaluation.cost.step_seconds
-        if best is None or best[0] >= now:
-            return None, None
-        seconds, more, name = best
-        over, less = "+".join(more.axes(name)), 100 * (1 - seconds / now)
-        return f"split {name!r} over {over}: {less:.0f}% less step time", str(more)
+            if seconds is not None and seconds < now and (self.lost[0] or not self._unexpressed(more)[0]):
+                faster.append((seconds, name, more))
+        faster = [x for x in sorted(faster, key=lambda x: x[0]) if 2 * (now - x[0]) > now - min(faster)[0]]
+        said = (f"{n!r} over {'+'.join(x.axes(n))}: {100 * (1 - s / now):.0f}%" for s, n, x in faster[:2])
+        return (f"split {', or '.join(said)} less step time", str(faster[0][2])) if faster else (None, None)
+
+    def _unexpressed(self, layout: Layout) -> tuple[str, str]:
+        return unexpressed(self.model, self.hardware, self.mesh, layout, self.options)
 
     def _seconds(self, layout: Layout) -> float | None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import layoutopt
 from costmodels.hardware import load_hardware
 from costmodels.hardware.model import CompilerName
 from costmodels.pricing.hidden import Cost
-from layoutopt.analysis.lint import lint, slower
+from examples.moe_lm import model as mixture
+from layoutopt.analysis.lint import lint, slower, unexpressed
 from layoutopt.importers.huggingface import from_huggingface
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.plan.results import Finding
@@ -178,3 +180,17 @@ def check_idle(name: str) -> None:
 @pytest.mark.nightly
 def test_an_idle_axis_of_a_family_whose_layers_have_loops() -> None:
     check_idle("qwen3_next")
+
+
+@pytest.mark.parametrize("framework", ["layoutopt", "torchtitan", "megatron"])
+def test_splits_that_are_proposed_save_as_said_and_can_be_expressed(framework: str) -> None:
+    model, mesh, hardware = mixture(), Mesh("data:4"), load_hardware("h100", framework)
+    own = evaluate(model, mesh, Layout("batch:data"), hardware, PLAIN)
+    (found,) = [f for f in lint(model, own, hardware, PLAIN) if f.kind == "repeated work"]
+    proposed = re.findall(r"'(\w+)' over data: (\d+)%", found.fix or "")
+    assert {name for name, _ in proposed} & {"expert_batch", "experts"}
+    for name, less in proposed:
+        layout = Layout(f"batch:data;{name}:data")
+        mended = evaluate(model, mesh, layout, hardware, PLAIN)
+        assert abs(1 - mended.cost.step_seconds / own.cost.step_seconds - int(less) / 100) < 0.01
+        assert unexpressed(model, hardware, mesh, layout, PLAIN) == ("", "")
