@@ -220,14 +220,21 @@ class Evaluation:
         )
 
     def _assumed(self) -> Iterator[str]:
-        """The batch and the length, if nobody chose them."""
+        """The batch, the length and the element type, if nobody chose them."""
         model, devices, name = self.model, self.program.mesh.devices, self.model.batch_setting
-        why = {n: said for n, said in model.assumed.items() if said and n in model.batch}
-        if why:
-            told = " and ".join(f"{n} is {model.batch[n]:,} ({said})" for n, said in why.items())
-            yield f"{told} by default; set {'them' if len(why) > 1 else 'it'}, e.g. " + " ".join(
-                f"--set {n}={2 * model.batch[n] if n == name else -(-model.batch[n] // 2)}" for n in why
-            )  # half a length: positions may end
+        sizes = model.batch.items()
+        other = {n: 2 * size if n == name else -(-size // 2) for n, size in sizes}  # positions may end
+        told = {n: f"{n} is {size:,} ({model.assumed[n]})" for n, size in sizes if model.assumed.get(n)}
+        if said := model.assumed.get("dtype"):
+            own = model.hparams["dtype"]
+            other["dtype"] = dtype = "float32" if own == "bfloat16" else "bfloat16"
+            times = self.prices.hardware.product_flops(dtype) / self.prices.hardware.product_flops(own)
+            peak = f"; the peak of {dtype} is {times:.3g} times as high" * (times > 1)
+            told["dtype"] = f"dtype is {own} ({said}{peak})"
+        if told:
+            words = " and ".join(filter(None, (", ".join([*told.values()][:-1]), [*told.values()][-1])))
+            sets = " ".join(f"--set {n}={other[n]}" for n in told)
+            yield f"{words} by default; set {'them' if len(told) > 1 else 'it'}, e.g. {sets}"
         size = model.batch.get(name or "", devices)
         if name in model.assumed and self.replicas is None and size < devices:
             yield (

@@ -73,7 +73,7 @@ def test_the_batch_that_nobody_chose_follows_the_devices(place: Path, devices: i
     notes = layoutopt.cost(model, f"data:{devices}", "batch:data", hardware="h100").notes
     (note,) = (note for note in notes if "by default" in note)
     assert note.startswith(f"batch is {batch} ({batch // devices} example") and "--set batch=" in note
-    chosen = load_model("config.json", ["batch=2", "length=16"], devices).model
+    chosen = load_model("config.json", ["batch=2", "length=16", "dtype=float32"], devices).model
     assert chosen.batch == {"batch": 2, "length": 16}
     assert not any("by default" in note for note in layoutopt.cost(chosen, "a:1", hardware="h100").notes)
 

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
 from layoutopt.importers.huggingface import from_huggingface, is_configuration, names_of
 from layoutopt.importers.huggingface.configuration import FAMILIES, chosen, class_defaults
 from layoutopt.importers.huggingface.decoder import LayerKind, runs
 from layoutopt.importers.huggingface.fields import ConfiguredTraining
 from layoutopt.models.loading import load_model
+from layoutopt.optimize.evaluator import evaluate
 from mesh_tf_core import layers as nn
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.lower import Options
@@ -235,9 +237,13 @@ def test_activations_have_the_dtype_that_trainers_give_them() -> None:
     ):
         made, other = from_huggingface(changed(**more)), "float32" if dtype == "bfloat16" else "bfloat16"
         assert made.hparams["dtype"] == dtype
-        assert any("names no torch_dtype" in remark for remark in made.remarks) == ("torch_dtype" not in more)
-        remarks = from_huggingface(changed(**more), dtype=other).remarks
-        assert not any("names no torch_dtype" in remark for remark in remarks)
+        assert bool(made.assumed["dtype"]) == ("torch_dtype" not in more)
+        assert "dtype" not in from_huggingface(changed(**more), dtype=other).assumed
+        hardware = load_hardware("a100", "deepspeed")
+        notes = evaluate(made, mtf.Mesh("data:2"), mtf.Layout("batch:data"), hardware).notes
+        said = [note for note in notes if f"dtype is {dtype} (the file names none" in note]
+        assert len(said) == bool(made.assumed["dtype"])
+        assert all(("of bfloat16 is 16 times as high" in note) == (dtype == "float32") for note in said)
 
 
 def test_fields_of_published_files_that_training_does_not_read() -> None:

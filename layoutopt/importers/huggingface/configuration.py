@@ -86,7 +86,8 @@ def from_huggingface(config: str | Path | Mapping[str, Any], **changes: Any) -> 
     given = {**known, **changes}
     model = _built(found, given)
     model.hparams = given
-    model.assumed = {n: OURS if n in ("batch", "length") else "" for n in known if n not in changes}
+    model.assumed = dict.fromkeys(known, "") | found.open
+    model.assumed = {n: why for n, why in model.assumed.items() if n not in changes}
     return model
 
 
@@ -161,7 +162,7 @@ def module_of(path: Path, shown: str) -> ModuleType:
         ways = max(1, devices or 1)
         batch = -(-known["batch"] // ways) * ways
         each = f"{plural(batch // ways, 'example')} per device" if devices else OURS
-        return {"batch": (batch, each), "length": (known["length"], OURS)}
+        return {n: (known[n], why) for n, why in found.open.items()} | {"batch": (batch, each)}
 
     made = ModuleType("configuration", f"The model of {shown}.")
     model.assumed = assumed  # type: ignore[attr-defined]
@@ -191,6 +192,12 @@ class Configuration:
     source: str
     family: str
     remarks: tuple[str, ...] = ()
+
+    @property
+    def open(self) -> dict[str, str]:
+        """Hyperparameters that no configuration says, or this one does not, and whose value each has."""
+        dtype = {} if any(self.values.get(name) for name in DTYPES) else {"dtype": "the file names none"}
+        return {"batch": OURS, "length": OURS, **dtype}
 
     def reads(self, fields: Fields, training: ConfiguredTraining) -> LanguageModel | Model:
         with fields.named():
@@ -347,19 +354,17 @@ def _built(found: Configuration, hparams: Mapping[str, Any]) -> Model:
     if training.mtp and not isinstance(made, LanguageModel):
         raise UserError(f"{found.source}: mtp={training.mtp} needs a language model; remove mtp")
     known = (r for r in found.remarks if not training.mtp or FURTHER not in r)
-    remarks = (*known, *made.remarks, *_omitted(found, fields, training.dtype))
+    remarks = (*known, *made.remarks, *_omitted(fields))
     given = {f.name: getattr(model, f.name) for f in fields_of(model)}
     return ConfiguredModel(**{**given, "hparams": hparams, "remarks": remarks}, found=found)
 
 
-def _omitted(found: Configuration, fields: Fields, dtype: str) -> Iterator[str]:
+def _omitted(fields: Fields) -> Iterator[str]:
     """What a file leaves to its class."""
     sizes = {n: v for n, v in fields.sizes.items() if n in fields.counted and n not in fields.values}
     if sizes:
         told, library = ", ".join(f"{n} {v:,}" for n, v in sizes.items()), class_defaults()["library"]
         yield f"the file omits {told}: the defaults of {fields.sizes['class']} ({library})"
-    if not any(map(fields.has, DTYPES)) and dtype == _dtype(found):
-        yield f"the file names no torch_dtype, so activations are {dtype}; --set dtype=NAME changes it"
 
 
 def _length(family: str, fields: Fields) -> int:
