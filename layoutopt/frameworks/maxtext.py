@@ -47,6 +47,12 @@ MAXTEXT_STORED = {"zero1": "data", "zero3": "fsdp"}
 """Stage -> the axis of MaxText that splits the batch, and at this stage the state too, or the weights too."""
 MAXTEXT_REMAT: Mapping[tuple[str, ...], str] = {
     (): "full",
+    ("o",): "save_out_proj",
+    ("k", "q", "v"): "save_qkv_proj",
+    ("products-feed_forward",): "save_dot_except_mlp",
+    ("products-feed_forward", "attention"): "save_dot_with_context_except_mlp",
+    ("products-feed_forward", "wo"): "save_dot_except_mlpwi",
+    ("products-feed_forward", "out"): "save_dot_except_mlpwi",
     ("products",): "minimal",
     ("products", "attention"): "minimal_with_context",
 }

@@ -8,10 +8,15 @@ from dataclasses import replace
 
 import pytest
 
+import layoutopt
 import mesh_tf_core as mtf
+from examples.transformer_lm import model as transformer_lm
+from layoutopt.frameworks.maxtext import MAXTEXT_REMAT
 from layoutopt.plan.decided import Decided
 from layoutopt.plan.export import export
 from layoutopt.plan.exported import Exported, ExportedTensor
+from mesh_tf_core.lower.remat_policy import Recomputed
+from mesh_tf_core.lower.rematerialization import keep_sets
 from tests.cli.exported import matrices, two_axes
 
 
@@ -70,6 +75,18 @@ def test_maxtext_recomputes_and_cuts_the_batch() -> None:
     assert "remat_policy: minimal_with_context" in plain and "remat_policy: full" in other
     assert "gradient_accumulation_steps" not in plain and "gradient_accumulation_steps: 4" in other
     assert "per_device_batch_size: 4\n" in plain and "per_device_batch_size: 1\n" in other
+
+
+def test_every_policy_of_maxtext_is_searched_and_written() -> None:
+    config = {"model_type": "llama", "vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 16}
+    found = set()
+    for model in (transformer_lm(layers=2, batch=4), layoutopt.from_huggingface({**config, **sizes})):
+        found |= {*keep_sets(model.step_graph, "layers", tuple(MAXTEXT_REMAT))}
+    assert found == {keep for keep in MAXTEXT_REMAT if keep}
+    for keep, policy in MAXTEXT_REMAT.items():
+        text = export(matrices("", "", recompute=(str(Recomputed("layers", keep)),)), "maxtext")
+        assert f"remat_policy: {policy}\n" in text
 
 
 def test_maxtext_has_one_policy_for_all_layers() -> None:
