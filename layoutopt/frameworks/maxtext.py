@@ -51,8 +51,6 @@ MAXTEXT_REMAT: Mapping[tuple[str, ...], str] = {
     ("k", "q", "v"): "save_qkv_proj",
     ("products-feed_forward",): "save_dot_except_mlp",
     ("products-feed_forward", "attention"): "save_dot_with_context_except_mlp",
-    ("products-feed_forward", "wo"): "save_dot_except_mlpwi",
-    ("products-feed_forward", "out"): "save_dot_except_mlpwi",
     ("products",): "minimal",
     ("products", "attention"): "minimal_with_context",
 }

@@ -223,7 +223,10 @@ class Evaluation:
         """The batch, the length and the element type, if nobody chose them."""
         model, devices, name = self.model, self.program.mesh.devices, self.model.batch_setting
         sizes = model.batch.items()
-        other = {n: 2 * size if n == name else -(-size // 2) for n, size in sizes}  # positions may end
+        other: dict[str, object] = {
+            n: 2 * size if n == name else -(-size // 2) for n, size in sizes
+        }  # positions may end
+        # half a length: positions may end
         told = {n: f"{n} is {size:,} ({model.assumed[n]})" for n, size in sizes if model.assumed.get(n)}
         if said := model.assumed.get("dtype"):
             own = model.hparams["dtype"]

@@ -219,6 +219,8 @@ MEANINGS: dict[str, Meaning] = {
     "`remat_policy: full`": FULL,
     '`mode = "selective"`, `selective_ac_option = "4"` of four layers, up to 0.2': FULL,
     "`remat_policy: minimal`": again(einsum=0, attention=1),
+    "`remat_policy: save_qkv_proj`": again(einsum=3, attention=1),
+    "`remat_policy: save_dot_except_mlp`": again(einsum=2, attention=1),
     '`mode = "selective"`, `selective_ac_option = "op"`': SELECTIVE,
     "the same, with tensor parallelism": again(einsum=2, attention=0, all_reduce=0),
     "the same as selective/op, mixture of experts": again(attention=0),
