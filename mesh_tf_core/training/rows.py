@@ -1,4 +1,4 @@
-"""The tensors of a graph that hold one example of the batch per row, and results as sums over rows.
+"""Results of a graph as sums over the rows of the batch.
 
 A result such as a loss is, in most models, a sum over the rows of the batch,
 
@@ -11,36 +11,21 @@ depends only on row b of the inputs. `Rows.of` builds r.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 
-from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.dtypes import is_float
-from mesh_tf_core.ir.op import Op, TensorType
-from mesh_tf_core.ir.structure import Feed, Read
+from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import SumRules, scales
+from mesh_tf_core.ir.traits import SumRules
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.shape import rename_dimension
-from mesh_tf_core.tracing.batch_linearity import apart
+from mesh_tf_core.tracing.batch_linearity import REPLICATED, BatchLinearity, Linearity
 from mesh_tf_core.tracing.copying import batch_names
 from mesh_tf_core.tracing.graph import Graph
 
 
-class RowDependence(IntEnum):
-    """The dependence of a tensor on the rows of the batch."""
-
-    CONSTANT = 0
-    ROWS = 1
-    """It has the batch dimension, and row b depends on row b of the inputs."""
-    JOINED = 2
-    """It lacks the batch dimension and depends on many rows."""
-    MIXED = 3
-    """It has rows that depend on others."""
-
-
 class Rows:
-    """The kinds of a graph's forward tensors.
+    """The results of a graph as sums over the rows of the batch.
 
     Args:
       batch: name of the batch dimension; `size`: of a whole batch.
@@ -52,70 +37,22 @@ class Rows:
     def __init__(self, graph: Graph, batch: str, size: int) -> None:
         self.graph, self.batch, self.size = graph, Dim(batch, size), size
         self.names = batch_names(graph, batch)
-        self.kinds: dict[int, RowDependence] = {}
+        self.linearity = BatchLinearity(graph, self.names, graph.nodes)
         self.why = ""
-        self._mixing: dict[int, str] = {}
-        for node in graph.nodes:
-            self._visit(node)
 
-    # -- kinds -----------------------------------------------------------------------------------------------
+    def _constant(self, x: Tensor) -> bool:
+        """Whether no row has a part in a tensor."""
+        return self.linearity.of(x.id) == REPLICATED
 
-    def _kind(self, tensor: int) -> RowDependence:
-        return self.kinds.get(tensor, RowDependence.CONSTANT)
+    def _own_rows(self, x: Tensor) -> bool:
+        """Whether row b of a tensor, if it has rows, is made of row b of the inputs."""
+        found = self.linearity.of(x.id)
+        return found.kind <= Linearity.PER_EXAMPLE and not found.after
 
-    def _visit(self, node: Node) -> None:
-        if node.body is not None:
-            self._loop(node, node.body)
-        elif isinstance(node.op, Feed):
-            has = self.batch in node.op.type.shape.dims
-            self.kinds[node.outputs[0]] = RowDependence.ROWS if has else RowDependence.CONSTANT
-        elif not isinstance(node.op, Read):
-            self.kinds.update((o, self._made(node, self.graph.tensor(o).type)) for o in node.outputs)
-        for o in node.outputs:
-            if self._kind(o) is RowDependence.MIXED:
-                older = (self._mixing[i] for i in node.inputs if i in self._mixing)
-                self._mixing[o] = next(older, node.op.describe())
-
-    def _made(self, node: Node, output: TensorType) -> RowDependence:
-        """The kind of an operation's output."""
-        given = {self._kind(i) for i in node.inputs}
-        if given <= {RowDependence.CONSTANT} or (scales(node.op) and RowDependence.MIXED not in given):
-            return RowDependence.CONSTANT
-        rows = [d for d in output.shape if d.name in self.names]
-        if RowDependence.MIXED in given or (
-            RowDependence.JOINED in given and (rows or RowDependence.ROWS in given)
-        ):
-            return RowDependence.MIXED
-        if RowDependence.JOINED in given:
-            return RowDependence.JOINED
-        types = [self.graph.tensor(i).type for i in node.inputs]
-        roles = node.op.roles(*types)
-        if not rows:
-            return RowDependence.JOINED if self.names & set(roles.reduced) else RowDependence.MIXED
-        whole = rows[0].size == self.size
-        return (
-            RowDependence.ROWS
-            if whole and apart(node.op, roles, types, output, self.names)
-            else RowDependence.MIXED
-        )
-
-    def _loop(self, node: Node, body: Block) -> None:
-        carried = [self._kind(i) for i in node.inputs]
-        while True:
-            self.kinds.update(zip(body.carry_in, carried, strict=True))
-            self.kinds.update((inner, self._kind(outer)) for outer, inner in body.sliced)
-            for inner in body.nodes:
-                self._visit(inner)
-            runs = RowDependence.CONSTANT if body.runs is None else self._kind(body.runs)
-            new = [_worst(runs, k, self._kind(o)) for k, o in zip(carried, body.carry_out, strict=True)]
-            if new == carried:
-                break
-            carried = new
-        self.kinds.update(zip(node.outputs, carried, strict=False))
-        for inner_id, outer in (*body.stacked, *body.summed):
-            self.kinds[outer] = _worst(runs, self._kind(inner_id))
-
-    # -- results as sums -------------------------------------------------------------------------------------
+    def _joined(self, x: Tensor) -> bool:
+        """Whether a tensor lacks the batch dimension and depends on many rows."""
+        found = self.linearity.of(x.id)
+        return found.kind is Linearity.REDUCIBLE or (found.kind is Linearity.REPLICATED and found.after > 0)
 
     def of(self, t: Tensor) -> Tensor | None:
         """r [batch, dimensions of t] with t = sum over batch of r; None if t is no such sum (see `why`)."""
@@ -123,15 +60,15 @@ class Rows:
         return self._of(t)
 
     def _of(self, t: Tensor) -> Tensor | None:
-        if self._kind(t.id) is RowDependence.CONSTANT and is_float(t.dtype):
+        if self._constant(t) and is_float(t.dtype):
             return self._share(t)
         node, found = self.graph.producer.get(t.id), None
-        if self._kind(t.id) is RowDependence.JOINED and node is not None and node.body is None:
+        if self._joined(t) and node is not None and node.body is None:
             xs = [self.graph.tensor(i) for i in node.inputs]
-            first = all(self._kind(x.id) < RowDependence.JOINED for x in xs)
-            found = self._first(node.op, xs) if first else self._linear(node.op, xs)
+            found = (self._first if all(map(self._own_rows, xs)) else self._linear)(node.op, xs)
         if found is None:
-            self.why = self.why or self._mixing.get(t.id) or (node.op.describe() if node else "a loop")
+            known = self.linearity.why.get(t.id)
+            self.why = self.why or known or (node.op.describe() if node else "a loop")
         return found
 
     def _share(self, x: Tensor) -> Tensor:
@@ -146,7 +83,7 @@ class Rows:
 
     def _linear(self, op: Op, xs: Sequence[Tensor]) -> Tensor | None:
         """The same operation on sums over rows, if it is linear in them."""
-        constant = [self._kind(x.id) is RowDependence.CONSTANT for x in xs]
+        constant = [*map(self._constant, xs)]
         parts = [x if c else self._of(x) for x, c in zip(xs, constant, strict=True)]
         known = [r for r in parts if r is not None]
         if len(known) < len(parts):
@@ -159,12 +96,3 @@ class Rows:
             return None
         found = self.graph.apply(op, *known)
         return found if is_float(found.dtype) else None
-
-
-def _worst(runs: RowDependence, *kinds: RowDependence) -> RowDependence:
-    """What a loop hands out whose iterations run or not by a value of kind `runs`."""
-    return (
-        RowDependence.MIXED
-        if runs is not RowDependence.CONSTANT and RowDependence.ROWS in kinds
-        else max(runs, *kinds)
-    )

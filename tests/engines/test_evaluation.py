@@ -154,7 +154,7 @@ def test_results_that_mix_rows_need_whole_batches() -> None:
         ),
         (lambda e: mtf.reduce_mean(mtf.softmax(e, B)), "softmax"),
         (lambda e: mtf.reduce_mean(mtf.slice_dim(e, B, 0, 4)), "slice"),
-        (lambda e: mtf.reduce_mean(mtf.cond(mtf.reduce_mean(e) > 0.5, lambda: e * 2.0, lambda: e)), "scan"),
+        (lambda e: mtf.reduce_mean(mtf.cond(mtf.reduce_mean(e) > 0.5, lambda: e * 2.0, lambda: e)), "gt"),
         (lambda e: mtf.scan(lambda c: c * 0.5, mtf.reduce_mean(e), mtf.Dim("i", 3)), "scan"),
     ],
 )
