@@ -126,7 +126,7 @@ class _Ends:
         self.entering = set[int]()
         for node in graph.nodes:
             body = node.body
-            if body is not None and body.dim is not None and body.dim.name == TICK:
+            if body is not None and body.dim.name == TICK:
                 self._visit(body, {tensor: op.slot for tensor, op in columns.items()})
             else:
                 # A scalar, as the norm of all gradients, goes to all.

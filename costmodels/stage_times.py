@@ -96,7 +96,7 @@ class _Times:
         place = next(
             b.dim.size
             for b in bodies
-            if b is not None and b.dim is not None and b.dim.name != TICK and not b.spread and not b.single
+            if b is not None and b.dim.name != TICK and not b.spread and not b.single
         )
         layers = of.stages * of.order.rounds * place if numbers is None else numbers.layers
         return of.order.of_stages(layers), place
@@ -189,18 +189,14 @@ def runs_in_ticks(graph: Outline, layers: bool = True) -> dict[int, float]:
     found = dict[int, float]()
     for block in graph.blocks:
         around = [*_around(graph, block)]
-        if not any(b.dim is not None and b.dim.name == TICK for b in around):
+        if not any(b.dim.name == TICK for b in around):
             continue
         slot = next((at for at, b in enumerate(around) if b.spread), 0)
-        sizes = (
-            b.dim.size * float(b.branch or 1)
-            for b in around[0 if layers else slot :]
-            if b.dim and not b.spread
-        )
+        sizes = (b.dim.size * float(b.branch or 1) for b in around[0 if layers else slot :] if not b.spread)
         runs = math.prod(sizes)
         found.update((node.index, runs) for node in block.nodes)
     for node, _ in graph.walk():
-        if node.body is not None and node.body.dim is not None and node.body.dim.name == TICK:
+        if node.body is not None and node.body.dim.name == TICK:
             found[node.index] = float(node.body.dim.size)
     return found
 

@@ -147,7 +147,7 @@ class _Groups:
         phases: dict[int, set[str]] = defaultdict(set)
         for block in self.blocks:
             others.update((*block.carry_out, *block.saved, *(o for o, _ in block.sliced)))
-            others.update(i for i, _ in (*block.stacked, *block.summed))
+            others.update(i for i, _ in block.results)
             for node in block.nodes:
                 for i in read_operands(node.op, node.inputs):
                     phases[i].add(node.phase)
@@ -238,7 +238,7 @@ class _Groups:
         found = list(tensors)
         for t in found:
             block = self.graph.blocks[self.graph.tensor(t).block]
-            found.extend(o for i, o in (*block.stacked, *block.summed) if i == t)
+            found.extend(o for i, o in block.results if i == t)
         return found
 
     def _updates(self, node: Node) -> bool:

@@ -166,8 +166,7 @@ class Dependencies:
             block = node.body
             if block is None:
                 continue
-            made = (*block.stacked, *block.summed, *block.saved.items())
-            pairs = [*block.sliced, *made, *zip(block.carry_in, block.carry_out, strict=False)]
+            pairs = [*block.sliced, *block.handed, *zip(block.carry_in, block.carry_out, strict=False)]
             pairs += [*zip(node.inputs, block.carry_in, strict=False)]
             pairs += [*zip(node.outputs, block.carry_out, strict=False)]
             found.update(b for a, b in pairs if a == tensor)
@@ -218,7 +217,7 @@ class Dependencies:
         these the share that counts where stages are programs of their own."""
         block = self.block_of[node.index]
         times: list[tuple[float, Fraction | None]] = [(self.counts.get(node.index, 1.0), None)]
-        while block.dim is not None and block.parent is not None:
+        while block.parent is not None:
             times.append((block.dim.size, block.branch))
             block = self.graph.blocks[block.parent]
         return tuple(times)

@@ -171,7 +171,6 @@ class HostLink:
             for (loop, times_a_step, loads), seconds in self._seconds(part.program, mesh).items():
                 for own, times in self._alike(cluster, loop).items():
                     block = self._body[own]
-                    assert block.dim is not None
                     often = (block.dim.size - 1) / block.dim.size
                     first, run = block.forward or block, part.subgraph.again
                     own_run = block.forward is not None or loop_name(block, self.dependencies.graph) == run

@@ -263,7 +263,7 @@ def stages_of(graph: Graph, nodes: Iterable[Node], subgraph: Subgraph) -> list[s
     """The dimensions of layers of stages that contain some of a subgraph, or are nodes of it."""
     blocks = [graph.blocks[b] for b in sorted(subgraph.blocks)]
     blocks += [n.body for n in nodes if n.body is not None]
-    return [b.dim.name for b in blocks if b.spread and b.dim is not None]
+    return [b.dim.name for b in blocks if b.spread]
 
 
 def rules_of(dims: Iterable[str], further: Set[str]) -> tuple[str, ...]:
@@ -317,7 +317,6 @@ class Makers:
         self.parts = {
             inner: (outer, 1 if block.spread else self.graph.tensor(outer).shape.sizes[0])
             for block in self.graph.blocks
-            if block.dim is not None
             for outer, inner in block.sliced
         }
 

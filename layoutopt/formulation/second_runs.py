@@ -134,7 +134,7 @@ class SecondRuns:
         """What others read of what a loop gives, but for what it saves."""
         body, found = scan.body, self.dependencies
         assert body is not None
-        gives = (*scan.outputs, *(o for _, o in (*body.stacked, *body.summed)))
+        gives = (*scan.outputs, *(o for _, o in body.results))
         elsewhere = found.leaving | found.sliced | found.returned
         return {o for o in gives if found.readers[o] or found.outer[o] or o in elsewhere}
 

@@ -68,7 +68,7 @@ def computed_alone(
     cost = Evaluation(model, unsplit(model), prices).cost
     if loops is None:
         return cost.compute_seconds
-    inside = {n.index for b in model.step_graph.blocks if b.dim and b.dim.name in loops for n, _ in b.walk()}
+    inside = {n.index for b in model.step_graph.blocks if b.dim.name in loops for n, _ in b.walk()}
     lines = (x for x in cost.lines if x.origin.node in inside and x.origin.phase != Phase.UPDATE)
     return sum(x.seconds * x.times for x in lines if not products or x.kind in MATMUL_CLASSES)
 

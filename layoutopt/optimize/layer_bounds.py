@@ -156,7 +156,7 @@ class LayerBounds:
         if not (KINDS[plan.kind].one_way and prices.pieces_cost_more):
             return 0.0
         seconds, pieces = 0.0, plan.microbatches * of.mesh.devices // plan.stages
-        for block in (b for b in graph.blocks if b.dim is not None and b.dim.name == dim and b.nodes):
+        for block in (b for b in graph.blocks if b.dim.name == dim and b.nodes):
             slot = StageAction.FORWARD if block.nodes[0].phase == Phase.FORWARD else StageAction.BACKWARD
             carried = sum(graph.tensor(i).type.bytes for i in block.carry_in) // pieces
             price = prices.message_seconds(axes, carried, late=True, kind="permute")
@@ -204,7 +204,7 @@ class LayerBounds:
 def slots_of(graph: Graph | Outline, dim: str) -> Slots:
     """Node in loops over layers -> the kind of slots that runs it, or one that runs no more often."""
     found = dict[int, StageAction]()
-    for block in (b for b in graph.blocks if b.dim is not None and b.dim.name == dim):
+    for block in (b for b in graph.blocks if b.dim.name == dim):
         late = second_half(block, graph)
         for top in block.nodes:
             back = StageAction.WEIGHTS if top.index in late else StageAction.BACKWARD

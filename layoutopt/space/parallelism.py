@@ -95,7 +95,7 @@ def _summed(model: Model, rows: set[str]) -> set[str]:
 
 def looped(graph: Graph) -> frozenset[str]:
     """The dimensions that count the iterations of loops, which no axis splits but stages."""
-    return frozenset(b.dim.name for b in graph.blocks if b.dim is not None)
+    return frozenset(b.dim.name for b in graph.blocks[1:])
 
 
 def cut(graph: Graph) -> set[str]:

@@ -269,8 +269,7 @@ def kept_sets(allowed: Iterable[bool | str]) -> Sets:
 
 def counted(graph: Graph, dim: str, allowed: Iterable[bool | str]) -> list[int]:
     """The allowed numbers of iterations that loops over a dimension may recompute alone."""
-    blocks = [b for b in graph.blocks if b.dim is not None and loop_name(b, graph) == dim]
-    size = min(b.dim.size for b in blocks if b.dim is not None)
+    size = min(b.dim.size for b in graph.blocks if loop_name(b, graph) == dim)
     return [n for n in counts(size, allowed) if _refused(graph, Recomputed(dim, (), n)) is None]
 
 

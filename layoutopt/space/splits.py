@@ -219,7 +219,7 @@ def inside(graph: Graph, stages: Mapping[str, Axes]) -> dict[str, Axes]:
 
 def _spread(graph: Graph, dim: str) -> set[str]:
     """The dimensions of all values in the stages of some layers."""
-    blocks = (b for b in graph.blocks if b.spread and b.dim is not None and b.dim.name == dim)
+    blocks = (b for b in graph.blocks if b.spread and b.dim.name == dim)
     held = {t for block in blocks for node, _ in block.walk() for t in (*node.inputs, *node.outputs)}
     return {name for t in held for name in graph.tensor(t).shape.names}
 

@@ -159,7 +159,6 @@ class EagerMachine:
             low.env[i] = low.new(t.type, low.natural(t.shape))
         inputs = tuple(low.env.items())
         low.node(node)
-        made = (*node.outputs, *(node.body.saved.values() if node.body is not None else ()))
-        outputs = tuple((o, low.env[o]) for o in dict.fromkeys(made))
+        outputs = tuple((o, low.env[o]) for o in dict.fromkeys(node.made))
         program = Program(self.mesh, self.layout, tuple(low.values), tuple(low.code))
         return LoweredOperation(self._open(program), inputs, outputs)

@@ -281,7 +281,6 @@ class EagerStep(Graph):
     def _slice(self, block: Block, outer: Tensor, part: Dim | None = None) -> Tensor:
         if not isinstance(block, UnrolledIteration):
             return super()._slice(block, outer, part)
-        assert block.dim is not None
         return self.apart(outer, block.dim)[block.at]
 
     def stack_output(self, block: Block, inner: Tensor, whole: Dim | None = None) -> Tensor:

@@ -20,6 +20,8 @@ ARRIVING = "arriving"
 TICK = "tick"
 """Name of the dimension that counts the steps of a pipeline (see `tracing.pipelined_step`)."""
 
+WHOLE = Dim("(graph)", 1)
+"""The dimension of the graph itself, which is no loop."""
 REPLICA = "replica"
 """Name of the dimension that counts replicas which train separately for some steps (see
 `tracing.replicas`)."""
@@ -52,6 +54,11 @@ class Node:
         """The node's path in rules of a layout (`Layout.at`)."""
         return f"{self.scope}/{self.name}" if self.scope else self.name
 
+    @property
+    def made(self) -> tuple[int, ...]:
+        """The tensors that it makes, with the stacks that its loop saves for backward."""
+        return self.outputs if self.body is None else (*self.outputs, *self.body.saved.values())
+
     def in_phase(self, phase: Phase) -> Node:
         """The same, with the nodes of its loop, in another phase."""
         nodes = [] if self.body is None else [node.in_phase(phase) for node in self.body.nodes]
@@ -64,7 +71,7 @@ def reads(node: Node) -> set[int]:
     body = node.body
     if body is not None:
         found.update(outer for outer, _ in body.sliced)
-        found.update((*body.carry_out, *(inner for inner, _ in (*body.stacked, *body.summed))))
+        found.update((*body.carry_out, *(inner for inner, _ in body.results)))
         found.update(i for i in (body.runs, body.first) if i is not None)
         for inner in body.nodes:
             found |= reads(inner)
@@ -85,7 +92,7 @@ class Block:
     """The nodes of a graph or of a loop body, and how a body's tensors connect to those outside.
 
     Attributes:
-      dim: the stacked dimension; one iteration per element (None for block 0).
+      dim: the stacked dimension; one iteration per element.
       reverse: runs from the last element to the first.
       forward: for the backward of a loop, the block that it differentiates.
       carry_in, carry_out: body tensor ids of the state passed from iteration to iteration.
@@ -111,7 +118,7 @@ class Block:
 
     id: int
     parent: int | None = None
-    dim: Dim | None = None
+    dim: Dim = WHOLE
     reverse: bool = False
     forward: Block | None = None
     index: int | None = None
@@ -132,9 +139,19 @@ class Block:
     halves: tuple[Half, ...] = ()
     parts: tuple[Block, ...] = ()
 
+    @property
+    def results(self) -> list[tuple[int, int]]:
+        """What a loop makes of its body's tensors, stacks first: (body tensor, outer tensor)."""
+        return [*self.stacked, *self.summed]
+
+    @property
+    def handed(self) -> list[tuple[int, int]]:
+        """The same, with what it saves for its backward."""
+        return [*self.results, *self.saved.items()]
+
     def walk(self, times: int = 1) -> Iterator[tuple[Node, int]]:
         """Every node once, including nodes of inner loops, with the number of its runs."""
         for node in self.nodes:
             yield node, times
-            if node.body is not None and node.body.dim is not None:
+            if node.body is not None:
                 yield from node.body.walk(times * node.body.dim.size)

@@ -227,7 +227,7 @@ class Lowering(Loops):
         if self.part.alone:
             block = self.graph.blocks[self.graph.tensor(tensor).block]
             left = {*self.part.step.remat.left(block, self.part.again)}
-        leaving = (*block.carry_out, *left, *(i for i, _ in (*block.stacked, *block.summed)))
+        leaving = (*block.carry_out, *left, *(i for i, _ in block.results))
         return tensor not in leaving and not any(tensor in node.inputs for node in block.nodes)
 
     def _partial(self, names: Sequence[str]) -> Axes:

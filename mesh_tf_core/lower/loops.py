@@ -45,7 +45,7 @@ class Loops(Placing):
 
     def scan(self, node: Node) -> None:
         block, origin = node.body, self.origin
-        assert block is not None and block.dim is not None
+        assert block is not None
         init: Sequence[int] = [self.to_natural(self.value_of(i)) for i in node.inputs]
         if not block.parts:
             self._loop(node, block, init)
@@ -70,7 +70,6 @@ class Loops(Placing):
     def _loop(self, node: Node, block: Block, init: Sequence[int]) -> Sequence[int]:
         """Lowers a loop, or a part of it; its last state."""
         origin = self.origin
-        assert block.dim is not None
         over, whole = self._over(block), self.graph.blocks[block.id]
         first = None if block.first is None else self.value_of(block.first)
         with self.block() as code:
@@ -126,7 +125,6 @@ class Loops(Placing):
     ) -> None:
         """A loop of which every device runs its own iteration: the body itself, on the parts that it has."""
         dim = block.dim
-        assert dim is not None
 
         def local(op: Op, inputs: tuple[int, ...], output: int) -> None:
             self.emit(Local(inputs, (output,), origin, op))
@@ -262,7 +260,6 @@ class Loops(Placing):
 
     def _over(self, block: Block) -> Axes:
         """The axes that the iterations of a loop are spread over: the stages of a pipeline."""
-        assert block.dim is not None
         layout, name, ways = self.layout, block.dim.name, self.oracle.ways
         axes, further = layout.axes(name), layout.further(name)
         check_counted(layout, name, further if block.spread or ways(axes) == 1 else (*axes, *further))
@@ -293,7 +290,6 @@ class Loops(Placing):
         v = self.values[id]
         if stack is None:
             return self.like(v, v.splits, v.partial)
-        assert stack.dim is not None
         over = self._over(stack)
         every = self.graph.blocks[stack.id].dim
         if whole is not None and stack.dim != every == whole.dims[0]:

@@ -125,7 +125,7 @@ def gradient_terms(graph: Graph) -> Mapping[int, str]:
     """Tensors that are a variable's gradient, or that a loop stacks or sums up to one -> the variable. (Sums
     of loops inside that loop are such terms only after these loops have ended.)"""
     owner = delivered(graph)
-    ends = ((b, pair) for b in graph.blocks for pair in (*b.stacked, *b.summed))
+    ends = ((b, pair) for b in graph.blocks for pair in b.results)
     terms = {i: owner[o] for b, (i, o) in ends if o in owner and graph.tensor(i).block == b.id}
     return {**terms, **owner}
 

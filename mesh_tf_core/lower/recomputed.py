@@ -74,7 +74,7 @@ class RecomputedStep:
     def parts(self, block: Block, run: str = "") -> list[tuple[int, int, RecomputedStep]]:
         """A loop's iterations in parts that are recomputed alike, in the order in which they run: first
         element, number, and how. A second run is of those that have one."""
-        forward, size = block.forward or block, block.dim.size if block.dim else 0
+        forward, size = block.forward or block, block.dim.size
         name = loop_name(forward, self.graph)
         asked = next((each for each in self.recompute if each.only and each.dim == name), None)
         if asked is None or not self.remat.again(forward):
@@ -178,10 +178,9 @@ def layers_again(graph: Graph, asked: Recomputed) -> Again:
 
 def in_parts(block: Block, made: list[tuple[int, int, Block]]) -> Block:
     """A loop in parts, each with its first element and number of iterations; as it is if it has but one."""
-    dim = block.dim
-    if dim is None or (len(made) == 1 and made[0][1] == dim.size):
+    if len(made) == 1 and made[0][1] == block.dim.size:
         return made[0][2]
-    parts = (replace(body, dim=Dim(dim.name, size), begin=begin) for begin, size, body in made)
+    parts = (replace(body, dim=Dim(block.dim.name, size), begin=begin) for begin, size, body in made)
     return replace(block, parts=tuple(parts))
 
 

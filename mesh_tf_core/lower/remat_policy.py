@@ -32,7 +32,7 @@ from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.lower.nodes import weights
 from mesh_tf_core.ops.float8 import Quantize
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.stage_layers import loop_name
+from mesh_tf_core.tracing.stage_layers import backwards, loop_name
 
 PRODUCTS, OUTPUTS, ATTENTION, OTHERS = "products", "outputs", "attention", "others"
 KINDS = (PRODUCTS, OUTPUTS, ATTENTION, OTHERS)
@@ -321,13 +321,13 @@ def check_kept(recompute: Policies, loops: Set[str], blocks: Iterable[Block], gr
 def _check_count(text: str, asked: Recomputed, blocks: Iterable[Block], graph: Graph) -> None:
     """UserError for a number of iterations that some loop does not have, or whose loop has no parts."""
     for block in blocks if asked.only else ():
-        size = block.dim.size if block.dim is not None else 0
+        size = block.dim.size
         if asked.only >= size:
             raise UserError(
                 f"recompute {text!r}: a loop over {asked.dim!r} has {size} iterations here; write a smaller "
                 f"count, or {asked.whole} to recompute all"
             )
-        apart = all(back.forward is not block or back.parent != block.parent for back in graph.blocks)
+        apart = all(back.parent != block.parent for back in backwards(graph).get(block.id, ()))
         if apart or any(node.body is not None and node.body.saved for node in block.nodes):
             why = "its backward is in another loop" if apart else "it has loops inside"
             raise UserError(

@@ -30,7 +30,7 @@ from mesh_tf_core.lower.remat_policy import (
     means_something,
 )
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.stage_layers import loop_name
+from mesh_tf_core.tracing.stage_layers import backwards, loop_name
 
 NOTHING: frozenset[int] = frozenset()
 Handed = Callable[[Block], Set[int]]
@@ -181,7 +181,7 @@ class Rematerialization:
 
     def _brought(self, block: Block) -> list[Node]:
         """The nodes of a body that are made again in its backward's, for second runs inside."""
-        backs = (back for back in self.graph.blocks if back.forward is block)
+        backs = backwards(self.graph).get(block.id, ())
         loops = ((back, node.body) for back in backs for node in back.nodes if node.body is not None)
         found = {node.index for back, loop in loops for node in self.brought(back, loop)[1]}
         return [node for node in block.nodes if node.index in found]
@@ -248,7 +248,7 @@ def beside(block: Block) -> str:
 
 def has_backward(block: Block, graph: Graph, beside: bool = False) -> bool:
     """True if a loop saves values that a loop in backward reads; `beside`: one in the same block."""
-    backs = (b for b in graph.blocks if b.forward is block) if block.saved else ()
+    backs = backwards(graph).get(block.id, ()) if block.saved else ()
     return any(not beside or b.parent == block.parent for b in backs)
 
 
@@ -304,8 +304,7 @@ def needed_for(
         if body is None:
             needed.update(node.inputs)
         else:
-            leaving = (*body.stacked, *body.summed, *body.saved.items())
-            ends = [i for i, outer in leaving if outer in needed]
+            ends = [i for i, outer in body.handed if outer in needed]
             ends += [*handed(body)]
             ends += [] if body.runs is None else [body.runs]
             states = [o in needed for o in node.outputs[: len(body.carry_in)]]
@@ -322,8 +321,7 @@ def needed_for(
 
 
 def _makes(node: Node, needed: Set[int], kept: Set[int], handed: Handed = _none) -> bool:
-    made = (*node.outputs, *(node.body.saved.values() if node.body else ()))
-    return any(o in needed and o not in kept for o in made) or _hands(node, handed)
+    return any(o in needed and o not in kept for o in node.made) or _hands(node, handed)
 
 
 def _hands(node: Node, handed: Handed) -> bool:

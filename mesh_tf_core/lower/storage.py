@@ -169,8 +169,7 @@ def _read(node: Node) -> tuple[int, ...]:
     body: Block | None = node.body
     if body is None:
         return node.inputs
-    made = (*body.stacked, *body.summed, *body.saved.items())
-    return *node.inputs, *body.carry_out, *(inner for inner, _ in made)
+    return *node.inputs, *body.carry_out, *(inner for inner, _ in body.handed)
 
 
 def _narrowed(node: Node, graph: Graph) -> str | None:

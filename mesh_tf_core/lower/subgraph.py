@@ -190,7 +190,7 @@ def made_by(node: Node, graph: Graph) -> tuple[int, ...]:
     block = node.body
     if block is None:
         return node.outputs
-    passed = (o for i, o in (*block.stacked, *block.summed) if _source(i, node, graph) == node.index)
+    passed = (o for i, o in block.results if _source(i, node, graph) == node.index)
     return (*node.outputs[: len(block.carry_in)], *passed)
 
 
@@ -205,7 +205,7 @@ def _source(tensor: int, scan: Node, graph: Graph) -> int:
     loop = inner.get(tensor, producer)
     if loop.body is None or loop is scan:
         return producer.index
-    made = {o: i for i, o in (*loop.body.stacked, *loop.body.summed, *loop.body.saved.items())}
+    made = {o: i for i, o in loop.body.handed}
     return _source(made[tensor], loop, graph) if tensor in made else loop.index
 
 

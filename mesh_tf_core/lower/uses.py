@@ -113,7 +113,7 @@ class Readers:
                 self.of[i].append(node)
         self.of.update((i, self.of[first]) for i, first in again.items())
         for block in graph.blocks:
-            for inner, out in (*block.stacked, *block.summed, *block.saved.items()):
+            for inner, out in block.handed:
                 if graph.tensor(inner).block == block.id:
                     self.outer[inner].append(out)
                 else:  # the loop takes it from outside, and reads it as nodes do
@@ -124,7 +124,7 @@ class Readers:
         """The body tensor of a loop's stacked or summed result, or the tensor itself."""
         node = self.graph.producer.get(tensor)
         while node is not None and node.body is not None:
-            pairs = {out: inner for inner, out in (*node.body.stacked, *node.body.summed)}
+            pairs = {out: inner for inner, out in node.body.results}
             if tensor not in pairs or self.graph.tensor(pairs[tensor]).block != node.body.id:
                 break
             tensor = pairs[tensor]

@@ -169,10 +169,9 @@ class BatchLinearity:
         ends = (self._of_sums(carried, node.inputs), self._of_sums(carried, body.carry_out))
         self.shared[node.index], self.shared_out[node.index] = ends
         self._found.update(zip(node.outputs, carried, strict=False))
-        leaving = [*body.stacked, *body.summed, *body.saved.items()]
-        for inner_id, outer in leaving:
+        for inner_id, outer in body.handed:
             self._found[outer] = self._joined(runs, inner_id, self.of(inner_id))
-        for inner_id, outer in (*zip(body.carry_out, node.outputs, strict=False), *leaving):
+        for inner_id, outer in (*zip(body.carry_out, node.outputs, strict=False), *body.handed):
             if inner_id in self.why:
                 self.why[outer] = self.why[inner_id]
         if runs.kind is not Linearity.REPLICATED:
@@ -247,7 +246,7 @@ def outer_reads(
     body, found = node.body, {i for i in node.inputs if not skipped(node, i)}
     if body is not None:
         found.update(outer for outer, _ in body.sliced)
-        found.update((*body.carry_out, *body.saved, *(i for i, _ in (*body.stacked, *body.summed))))
+        found.update((*body.carry_out, *(i for i, _ in body.handed)))
         found.update(i for i in (body.runs, body.first) if i is not None)
         for inner in body.nodes:
             found |= outer_reads(graph, inner, skipped)

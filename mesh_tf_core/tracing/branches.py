@@ -59,7 +59,6 @@ def _once(graph: Graph, opened: AbstractContextManager[Block], fn: Callable[[], 
                 raise UserError(f"a branch or block must return a tensor or a tuple of tensors, found {t!r}")
         stacks = [graph.stack_output(block, graph.visible(t, "block")) for t in listed]
     graph.close_loop(block, [])
-    assert block.dim is not None
     found = [reshape(t, t.shape.without(block.dim.name)) for t in stacks]
     return tuple(found) if isinstance(made, tuple) else found[0]
 

@@ -122,7 +122,7 @@ class Copy:
     def _looped(self, node: Node, body: Block, init: Sequence[Tensor]) -> None:
         """The copy of a loop that begins with the states `init`."""
         forward = self.blocks.get(body.forward.id) if body.forward else None
-        assert body.dim is not None and body.index is not None
+        assert body.index is not None
         (dim,) = self._shape(Shape([body.dim]))
         with self.new.loop(dim, body.reverse, forward) as block:
             self.blocks[body.id] = block

@@ -81,7 +81,7 @@ def depends_on(graph: Graph, sources: Iterable[int]) -> set[int]:
             while visit(body):
                 reached.update(a for a, b in zip(body.carry_in, body.carry_out, strict=True) if b in reached)
             finals = zip(body.carry_out, node.outputs, strict=False)
-            pairs = [*finals, *body.stacked, *body.summed]
+            pairs = [*finals, *body.results]
             reached.update(outer for inner, outer in pairs if inner in reached)
         return len(reached) > before
 
@@ -157,7 +157,6 @@ class _BackwardWalk:
         finals, rest = dys[: len(body.carry_in)], dys[len(body.carry_in) :]
         carried = [j for j, i in enumerate(body.carry_in) if i in self.needed]
         init = [self._known(finals[j], graph.tensor(body.carry_out[j])) for j in carried]
-        assert body.dim is not None
         first = None if body.first is None else graph.visible(graph.tensor(body.first)).id
         with graph.loop(body.dim, not body.reverse, body, body.spread) as block:
             # What did not run passes its gradient on.
@@ -168,7 +167,7 @@ class _BackwardWalk:
             seeds: dict[int, list[Tensor]] = {}
             for j, state in zip(carried, states, strict=True):
                 seeds.setdefault(body.carry_out[j], []).append(state)
-            for at, ((inner, _), dy) in enumerate(zip([*body.stacked, *body.summed], rest, strict=True)):
+            for at, ((inner, _), dy) in enumerate(zip(body.results, rest, strict=True)):
                 if dy is not None:
                     part = dy
                     if at < len(body.stacked):
@@ -191,7 +190,6 @@ class _BackwardWalk:
         finals = [graph.visible(graph.tensor(o)) for o in node.outputs[:2]]
         init = [*finals, *(self._known(dy, y) for dy, y in zip(dys, finals, strict=False))]
         f, g = body.halves
-        assert body.dim is not None
         first = None if body.first is None else graph.visible(graph.tensor(body.first)).id
         with graph.loop(body.dim, not body.reverse, body) as block:
             block.first = first

@@ -118,7 +118,7 @@ class Graph(Residuals, Remembering):
     @property
     def _loops(self) -> list[Block]:
         """The loops around new operations, whose dimensions new variables have."""
-        return [b for b in self._stack if b.dim is not None and not b.single]
+        return [b for b in self._stack[1:] if not b.single]
 
     @property
     def nodes(self) -> list[Node]:
@@ -235,7 +235,7 @@ class Graph(Residuals, Remembering):
     ) -> Tensor:
         full = self.path(name)
         loops = self._loops[self._around : self._shared]
-        shape = Shape([*(b.dim for b in loops if b.dim), *dims])
+        shape = Shape([*(b.dim for b in loops), *dims])
         trained = trainable and not self._frozen
         type = TensorType(shape, check_dtype(dtype))
         initial = self._changed(full, initializer).bound(full, type, len(loops))
@@ -264,13 +264,13 @@ class Graph(Residuals, Remembering):
         return self._reads[variable.name]
 
     def assign(self, variable: Variable, value: Tensor) -> None:
-        loops = [b for b in self._stack if b.dim is not None]
+        loops = self._stack[1:]
         if any(b.runs is not None for b in loops):
             raise UserError(
                 f"assign to variable {variable.name!r}: an assignment inside a branch or a while loop is "
                 "not supported; return the value from the branch or loop and assign it outside"
             )
-        shape = Shape([*(b.dim for b in self._loops if b.dim), *value.shape])
+        shape = Shape([*(b.dim for b in self._loops), *value.shape])
         if TensorType(shape, value.dtype) != variable.lying:
             raise UserError(
                 f"assign to variable {variable.name!r}: the value must have the variable's type "
@@ -347,7 +347,7 @@ class Graph(Residuals, Remembering):
     def stack_output(self, block: Block, inner: Tensor, whole: Dim | None = None) -> Tensor:
         """An outer tensor that stacks a body tensor over the iterations; `whole`: its first dimension, if
         every iteration gives several elements of it, or it is longer than the loop (`Block.first`)."""
-        assert block.dim is not None and block.parent is not None
+        assert block.parent is not None
         dims = [whole or block.dim, *inner.shape.dims[whole is not None and block.first is None :]]
         type = TensorType(Shape(dims), inner.dtype)
         outer = self.new_tensor(type, self.blocks[block.parent])
@@ -364,8 +364,7 @@ class Graph(Residuals, Remembering):
     def close_loop(self, block: Block, init: Sequence[Tensor]) -> list[Tensor]:
         """Appends the loop to the block around it; returns the final carries."""
         finals = [self.new_tensor(x.type, self.block) for x in init]
-        outs = [*finals, *(self.tensors[o] for _, o in [*block.stacked, *block.summed])]
-        assert block.dim is not None
+        outs = [*finals, *(self.tensors[o] for _, o in block.results)]
         self._append(Scan(block.dim), init, outs, block)
         if not self.block.id:
             self._assign_stacked()

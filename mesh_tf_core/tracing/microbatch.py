@@ -50,7 +50,7 @@ class Accumulation(StepCopy, PartCopy):
         super().__init__(graph, batch, parts)
         self.check_batch(graph.tensors)
         self.kept = [n for n in graph.nodes if n.phase != Phase.UPDATE or averages(n, graph)]
-        self.makers = {o: n for n in self.kept for o in self.made_by(n)}
+        self.makers = {o: n for n in self.kept for o in n.made}
         self.linearity = BatchLinearity(graph, self.names, self.kept)
         self.fed: dict[int, Tensor] = {}
         self.given: dict[int, Tensor] = {}
@@ -177,7 +177,7 @@ class Accumulation(StepCopy, PartCopy):
         """The nodes that a loop over the parts runs to add up `sums`, in order."""
         wanted, found = set(sums), []
         for node in reversed(self.kept):
-            if not isinstance(node.op, Read | Feed) and not wanted.isdisjoint(self.made_by(node)):
+            if not isinstance(node.op, Read | Feed) and not wanted.isdisjoint(node.made):
                 found.append(node)
                 wanted |= outer_reads(self.old, node, self.is_whole)
         return found[::-1]
@@ -188,10 +188,6 @@ class Accumulation(StepCopy, PartCopy):
         for node in self._needed(sums):
             read |= outer_reads(self.old, node) - outer_reads(self.old, node, self.is_whole)
         return self._sums(sorted(read))
-
-    def made_by(self, node: Node) -> set[int]:
-        """The tensors that a node makes, and those that its loop keeps."""
-        return {*node.outputs, *(node.body.saved.values() if node.body else ())}
 
     # -- building --------------------------------------------------------------------------------------------
 
@@ -224,7 +220,7 @@ class Accumulation(StepCopy, PartCopy):
                 self._whole(i)
             with self.new.at_root(), having(self, blocks={}, tensors=dict(self.outside), number=None):
                 self._node(maker)
-                self.outside.update({o: self.tensors[o] for o in self.made_by(maker)})
+                self.outside.update({o: self.tensors[o] for o in maker.made})
         return self.outside[old]
 
     def _operand(self, node: Node, operand: int) -> Tensor:

@@ -10,7 +10,6 @@ from enum import IntEnum
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block, Node, reads
-from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.outline import Outline
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.tracing.batch_linearity import Linearity, outer_reads
@@ -62,9 +61,7 @@ class MicrobatchOrder:
         self.copy, self.old, self.needed = copy, copy.old, needed
         self.over, self.forward, self.backward = over, over[0], over[-1]
         self.trained, self.refuse = trained, refuse
-        dim = self.body(self.forward).dim
-        assert dim is not None
-        self.layers: Dim = dim
+        self.layers = self.body(self.forward).dim
         self.states, self.seeds = self.forward.inputs, self.backward.inputs * (len(over) > 1)
         self.known: dict[int, When] = {}
         self.runs: dict[int, When] = {}
@@ -97,7 +94,7 @@ class MicrobatchOrder:
             if when is When.AFTER and (When.HEAD in found or self.copy.linearity.shared.get(node.index)):
                 when = When.WHOLE  # What it adds up is not there at the same ticks.
             self.runs[node.index] = when
-            self.known.update(dict.fromkeys(self.copy.made_by(node), when))
+            self.known.update(dict.fromkeys(node.made, when))
             for other, then in zip(self.over, (When.HEAD, When.AFTER), strict=False):
                 if node is other:
                     goes = {*node.outputs[: len(node.inputs)]}
@@ -153,7 +150,7 @@ class MicrobatchOrder:
         """What the nodes of a loop's body read from outside, but for its state and parts of stacks."""
         body, is_whole = self.body(node), self.copy.is_whole
         found = set[int]().union(*(outer_reads(self.old, n, is_whole) for n in body.nodes))
-        ends = (*body.carry_out, *(i for i, _ in (*body.stacked, *body.summed)))
+        ends = (*body.carry_out, *(i for i, _ in body.results))
         return found | {i for i in ends if not self.old.tensor(i).block}
 
     def _check(self) -> None:

@@ -67,7 +67,7 @@ class InnerStep(StepCopy):
                 op = node.op
                 begins = isinstance(op, Feed) or (isinstance(op, Read) and op.variable.name in own)
                 if begins or _draws(node) or not behind.isdisjoint(outer_reads(self.old, node)):
-                    behind |= {*node.outputs, *(node.body.saved.values() if node.body else ())}
+                    behind.update(node.made)
             more = {n.op.variable.name for n in nodes if isinstance(n.op, Assign) and n.inputs[0] in behind}
             if more <= own:
                 return own

@@ -76,14 +76,13 @@ class Residuals(Builder):
 
     def _saved(self, forward: Block, x: Tensor) -> int:
         if x.id not in forward.saved:
-            assert forward.dim is not None and forward.parent is not None
+            assert forward.parent is not None
             stacked = TensorType(Shape([forward.dim, *x.shape]), x.dtype)
             forward.saved[x.id] = self.new_tensor(stacked, self.blocks[forward.parent]).id
         return forward.saved[x.id]
 
     def _slice(self, block: Block, outer: Tensor, part: Dim | None = None) -> Tensor:
         """`part`: the elements of an iteration's part, if these are several (see `Block.spread`)."""
-        assert block.dim is not None
         rest = outer.shape.without(block.dim.name)
         inner = self.new_tensor(TensorType(Shape([part, *rest]) if part else rest, outer.dtype), block)
         block.sliced.append((outer.id, inner.id))

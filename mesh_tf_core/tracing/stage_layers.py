@@ -24,8 +24,18 @@ def loop_dims(graph: Graph) -> Mapping[str, list[Node]]:
     """The dimensions that forward loops run over -> these loops."""
     found: dict[str, list[Node]] = {}
     for node, _ in graph.walk():
-        if node.phase == Phase.FORWARD and node.body is not None and node.body.dim is not None:
+        if node.phase == Phase.FORWARD and node.body is not None:
             found.setdefault(node.body.dim.name, []).append(node)
+    return found
+
+
+@per_graph
+def backwards(graph: Graph) -> Mapping[int, list[Block]]:
+    """Loops, by the numbers of their bodies -> the bodies of their backward."""
+    found: dict[int, list[Block]] = {}
+    for block in graph.blocks:
+        if block.forward is not None:
+            found.setdefault(block.forward.id, []).append(block)
     return found
 
 
@@ -33,11 +43,11 @@ def check_stages(graph: Graph, dim: str, count: int, schedule: str = GPIPE) -> N
     """LayoutError if the loops over a dimension cannot be this many stages of a schedule."""
     rounds, loops = rounds_of(schedule), loop_dims(graph)
     for node in loops[dim]:
-        size = node.body.dim.size if node.body and node.body.dim else 0
+        size = node.body.dim.size if node.body else 0
         # Embedding and head may be all that the first and the last virtual stage have.
         if count * rounds > size + 2 * (rounds > 1):
             times = f" times {rounds} rounds" if rounds > 1 else ""
-            outer = {n.body.dim for n, *_ in loops.values() if n in graph.nodes and n.body and n.body.dim}
+            outer = {n.body.dim for n, *_ in loops.values() if n in graph.nodes and n.body}
             longer = sorted((d for d in outer if d.size > size), key=lambda d: d.size)
             other = f", or split {longer[-1].name!r}, a loop of {longer[-1].size}" if longer else ""
             raise LayoutError(
@@ -58,11 +68,11 @@ def layers_of_stage(dim: str) -> str:
 def loop_name(block: Block, graph: Graph) -> str | None:
     """The name for recomputing a loop: its dimension's, or for the layers of a stage that of all layers,
     whatever their split. None: of stages themselves, which are no loop."""
-    if block.dim is None or block.spread:
+    if block.parent is None or block.spread:
         return None
-    around = graph.blocks[block.parent] if block.parent is not None else None
-    stage = around.dim.name if around is not None and around.spread and around.dim is not None else ""
-    return stage if stage and block.dim.name == layers_of_stage(stage) else block.dim.name
+    around = graph.blocks[block.parent]
+    of_stage = around.spread and block.dim.name == layers_of_stage(around.dim.name)
+    return around.dim.name if of_stage else block.dim.name
 
 
 def lying(
@@ -77,11 +87,11 @@ def lying(
     found, read = dict[int, Interleaved](), set[int]()
     for node in nodes:
         body = node.body
-        if body is None or body.dim is None or body.dim.name not in stages:
+        if body is None or body.dim.name not in stages:
             read |= outer_reads(graph, node)
             continue
         read.update(node.inputs, body.carry_out, *(outer_reads(graph, n) for n in body.nodes))
-        read.update(i for i, _ in (*body.stacked, *body.summed))
+        read.update(i for i, _ in body.results)
         order = layer_order(schedule, stages[body.dim.name])
         if not order.moves(body.dim.size):
             read.update(i for i, _ in body.sliced)

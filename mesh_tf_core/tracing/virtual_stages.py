@@ -136,8 +136,7 @@ class VirtualStageCopy(Accumulation):
     def _loop(self, sums: Iterable[int]) -> None:
         sums = list(sums)
         needed = self._needed(sums)
-        loops = [n for n in needed if n.body is not None and n.body.dim is not None]
-        over = [n for n in loops if n.body.dim.name == self.layers]  # type: ignore[union-attr]
+        over = [n for n in needed if n.body is not None and n.body.dim.name == self.layers]
         if not over:
             super()._loop(sums)
             return
@@ -174,7 +173,7 @@ class VirtualStageCopy(Accumulation):
         self.number, self.tensors, self.blocks = number, {**self.given, **known}, {}
         left, nodes = {*wanted} - self.tensors.keys(), list[Node]()
         for node in reversed(self.course.needed):
-            if self.course.runs[node.index] <= until and not left.isdisjoint(self.made_by(node)):
+            if self.course.runs[node.index] <= until and not left.isdisjoint(node.made):
                 nodes.append(node)
                 left |= outer_reads(self.old, node, self.is_whole) - self.tensors.keys()
         for fed in sorted(left & self.fed.keys()):
@@ -295,7 +294,7 @@ class VirtualStageCopy(Accumulation):
           second.
         """
         ahead, states, block = node is not self.course.backward, [*init], self.course.body(node)
-        results, parts = [o for _, o in (*block.stacked, *block.summed)], range(len(self.parted))
+        results, parts = [o for _, o in block.results], range(len(self.parted))
         made, found = [dict[int, Tensor]() for _ in parts], [dict[int, Tensor]() for _ in parts]
         for at in parts if ahead else parts[::-1]:
             self._enter(self.parted[at], kept[at] if kept else {}, between[at] if between else {})
@@ -356,7 +355,7 @@ class VirtualStageCopy(Accumulation):
     def _parts(self, body: Block, block: Block) -> None:
         if self.half is not None and not self.half.first and body is self.half.body:
             self.tensors.update((i, self.new.slice_into(block, x)) for i, x in self.between.items())
-            wanted = {i for i, _ in (*body.stacked, *body.summed)}.union(*map(reads, body.nodes))
+            wanted = {i for i, _ in body.results}.union(*map(reads, body.nodes))
             parts = [(o, i) for o, i in body.sliced if i in wanted and i not in self.between]
             block.sliced += [(self.tensors[o].id, self._inner(block, i).id) for o, i in parts]
             return

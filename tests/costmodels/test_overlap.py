@@ -153,7 +153,7 @@ def test_what_goes_round_a_ring_hides_beside_its_turns() -> None:
     options = mtf.Options(context=frozenset({("memory_length", "ring")}))
     layout = mtf.Layout("length:data+model;memory_length:data+model")
     lines = price(model.lower(MESH, layout, options), hiding(gradient=0.5)).lines
-    layers = next(b.dim.size for b in model.graph.blocks if b.dim is not None and b.dim.name == "layers")
+    layers = next(b.dim.size for b in model.graph.blocks if b.dim.name == "layers")
     sent = [x for x in lines if x.is_communication and x.name == "permute"]
     assert sum(x.times for x in sent if x.purpose == STEP) == layers * 3 * (2 + 2 + 2)
     assert sum(x.times for x in sent if x.purpose != STEP) == layers * 2

@@ -9,6 +9,7 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.liveness import memory
 from examples import mlp, resnet, transformer_lm
+from layoutopt.space.parallelism import looped
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.meter import Meter
 from mesh_tf_core.engines.tf.local import TfLocalEngine
@@ -45,7 +46,7 @@ MODELS = {
 
 def options(model):
     wide = [v.name for v in model.graph.variables.values() if v.trainable and len(v.shape) > 1]
-    loops = frozenset(b.dim.name for b in model.graph.blocks if b.dim is not None)
+    loops = looped(model.graph)
     yield mtf.Options()
     yield mtf.Options(storage=dict.fromkeys(wide, 1), microbatches=2)
     yield mtf.Options(storage=dict.fromkeys(wide, 3), recompute=loops)

@@ -323,8 +323,8 @@ def pair(seed: int, number: int) -> tuple[str, Program] | None:
     rng = np.random.default_rng([seed, number])
     mesh = mtf.Mesh(MESHES[rng.integers(len(MESHES))])
     trained = [v.name for v in made.graph.variables.values() if v.trainable]
-    blocks = [b.dim.name for b in made.step_graph.blocks if b.dim is not None and not b.branch]
-    counts = {b.dim.name for b in made.step_graph.blocks if b.dim is not None}
+    blocks = [b.dim.name for b in made.step_graph.blocks[1:] if not b.branch]
+    counts = {b.dim.name for b in made.step_graph.blocks[1:]}
     sizes = made.step_graph.dims()
     names = sorted(n for n, found in sizes.items() if n not in counts and not any(s % 2 for s in found))
     axes = [*mesh.names, "+".join(mesh.names), "+".join(reversed(mesh.names))]

@@ -265,7 +265,6 @@ def _named_so(tensor: int, graph: Graph) -> int:
 def _lacking(
     remat: Rematerialization, block: Block, tensor: int, graph: Graph, origin: ImportedFunction
 ) -> UserError:
-    assert block.dim is not None
     maker, dim = graph.producer.get(tensor), block.dim.name
     what = maker.path if maker is not None else "a loop inside"
     return UserError(

@@ -85,7 +85,7 @@ def stacks_of(graph: Graph, layers: Mapping[str, str]) -> list[LayerList]:
     """The loops whose iterations are modules."""
     found = []
     for node in graph.blocks[0].nodes:
-        if node.phase == Phase.FORWARD and node.body is not None and node.body.dim is not None:
+        if node.phase == Phase.FORWARD and node.body is not None:
             dim = node.body.dim
             paths = tuple(path for path, own in layers.items() if own == dim.name)
             carried = (graph.tensor(t).type for t in node.body.carry_in)
