@@ -19,8 +19,9 @@ from layoutopt.space.decisions import beyond
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.recomputed import recomputed
 from mesh_tf_core.lower.remat_policy import OTHERS, KeptKind, Recomputed, words_of
-from mesh_tf_core.lower.rematerialization import rematerialization, saving_loops
+from mesh_tf_core.lower.rematerialization import saving_loops
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import Graph
 
@@ -65,7 +66,7 @@ def _changes(asked: Recomputed, graph: Graph) -> Iterator[tuple[str, Recomputed 
     blocks = saving_loops(graph, asked.dim)
 
     def kept(policy: Recomputed) -> tuple[frozenset[int], ...]:
-        remat = rematerialization(graph, frozenset({policy}))
+        remat = recomputed(graph, frozenset({policy}))
         return tuple(remat.second(block).kept for block in blocks)
 
     yield "nothing is recomputed", None

@@ -18,15 +18,9 @@ from layoutopt.space.recompute import choice_of
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.nodes import moved_dims
+from mesh_tf_core.lower.recomputed import keep_sets, recomputed
 from mesh_tf_core.lower.remat_policy import Policies, Recomputed
-from mesh_tf_core.lower.rematerialization import (
-    Rematerialization,
-    beside,
-    has_backward,
-    keep_sets,
-    recomputable,
-    rematerialization,
-)
+from mesh_tf_core.lower.rematerialization import Rematerialization, beside, has_backward, recomputable
 from mesh_tf_core.lower.subgraph import Twin, made_by
 from mesh_tf_core.tracing.stage_layers import loop_name
 
@@ -98,7 +92,7 @@ class SecondRuns:
         return [frozenset(filter(None, each)) for each in itertools.product(*every)][1:]
 
     def _find(self, nest: frozenset[str], recompute: Policies) -> None:
-        remat = rematerialization(self.graph, recompute, self.dependencies.unread)
+        remat = recomputed(self.graph, recompute, self.dependencies.unread)
         said = sorted(each.dim for each in recompute)
         for name, nodes in remat.running().items():
             run = SecondRun(recompute, name)

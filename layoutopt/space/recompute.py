@@ -30,8 +30,9 @@ from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.options import ACTIVATIONS
+from mesh_tf_core.lower.recomputed import keep_sets
 from mesh_tf_core.lower.remat_policy import SETS, Recomputed, Sets, policies
-from mesh_tf_core.lower.rematerialization import check_recompute, keep_sets, recomputable
+from mesh_tf_core.lower.rematerialization import check_recompute, recomputable
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.stage_layers import loop_name
 

@@ -20,9 +20,24 @@ T = TypeVar("T")
 
 
 class Remembering:
-    """Caches derived values: an outline forever, a graph until it changes."""
+    """The blocks of a graph or outline, with a cache of what follows from them: an outline's forever, a
+    graph's until it changes.
 
+    Attributes:
+      blocks: the graph itself first, then the bodies of loops.
+    """
+
+    blocks: Sequence[Block]
     _remembered: dict[Hashable, Any]
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes outside of loops."""
+        return self.blocks[0].nodes
+
+    def walk(self) -> Iterator[tuple[Node, int]]:
+        """Every node once, with how often it runs in a step."""
+        return self.blocks[0].walk()
 
     def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
         """`make()`, which follows from the graph and `key` alone, worked out once."""
@@ -69,7 +84,6 @@ class Outline(Remembering):
     """Nodes, blocks and tensors of a graph, under the numbers that they have there.
 
     Attributes:
-      blocks: the graph itself first, then the bodies of loops.
       tensors: by id.
       gradient_of: tensor -> the variable of the gradient.
       variables: names of all.
@@ -97,15 +111,6 @@ class Outline(Remembering):
             copy.sliced, copy.stacked, copy.summed = [*block.sliced], [*block.stacked], [*block.summed]
             copy.saved = dict(block.saved)
         return cls(tuple(own), tensors, dict(gradient_of), variables)
-
-    @property
-    def nodes(self) -> list[Node]:
-        """The nodes outside of loops."""
-        return self.blocks[0].nodes
-
-    def walk(self) -> Iterator[tuple[Node, int]]:
-        """Every node once, with how often it runs in a step."""
-        return self.blocks[0].walk()
 
     def tensor(self, id: int) -> Outlined:
         """The tensor of a number."""

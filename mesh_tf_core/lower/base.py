@@ -226,7 +226,7 @@ class Lowering(Loops):
         block, left = self.body, set(self.body.saved)
         if self.part.alone:
             block = self.graph.blocks[self.graph.tensor(tensor).block]
-            left = {*self.part.step.remat.left(block, self.part.again)}
+            left = {*self.part.step.left(block, self.part.again)}
         leaving = (*block.carry_out, *left, *(i for i, _ in block.results))
         return tensor not in leaving and not any(tensor in node.inputs for node in block.nodes)
 

@@ -236,7 +236,7 @@ class Loops(Placing):
         if saved and self._lies_on_host(whole):
             # What decides whether an iteration runs is read before it begins; stacks for second runs of loops
             # inside lie where those do.
-            own = self.part.step.remat.again(whole)
+            own = self.part.step.again(whole)
             names = (i for i, o in block.saved.items() if (own or o >= 0) and i != whole.runs)
             saved |= self._on_host({i: saved[i] for i in names if not self.values[saved[i]].host}, node)
         for inner, outer in block.saved.items():

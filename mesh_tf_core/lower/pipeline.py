@@ -18,8 +18,9 @@ from mesh_tf_core.lower.nodes import check_context, check_products
 from mesh_tf_core.lower.options import ACTIVATIONS, DEFAULT, OffloadSet, Options
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placement import Placement, check_counted, placement
+from mesh_tf_core.lower.recomputed import recomputed
 from mesh_tf_core.lower.remat_policy import Policies
-from mesh_tf_core.lower.rematerialization import check_recompute, recomputable, rematerialization
+from mesh_tf_core.lower.rematerialization import check_recompute, recomputable
 from mesh_tf_core.lower.start_done import start_and_done
 from mesh_tf_core.lower.subgraph import NO_CUT, Cut, Subgraph
 from mesh_tf_core.lower.sums import delay_sums
@@ -87,7 +88,7 @@ def lower(
         check_counted(layout, MICROBATCH, (*layout.axes(MICROBATCH), *layout.further(MICROBATCH)))
     check_recompute(graph, options.recompute)
     program = lower_base(graph, Oracle(where or placement(graph, mesh, layout, options)), results, options)
-    again = rematerialization(graph, options.recompute).not_dead()
+    again = recomputed(graph, options.recompute).not_dead()
     for run in passes(options, again).values():
         program = run(program)
     return verify(compact(program)) if check else program

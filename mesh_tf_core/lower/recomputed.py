@@ -16,8 +16,15 @@ from mesh_tf_core.ir.blocks import TICK, Block, Node, reads
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import KnownTensor
-from mesh_tf_core.lower.remat_policy import Policies, Recomputed
-from mesh_tf_core.lower.rematerialization import NOTHING, beside, check_recompute, rematerialization
+from mesh_tf_core.lower.remat_policy import SETS, Policies, Recomputed, Sets, means_something
+from mesh_tf_core.lower.rematerialization import (
+    NOTHING,
+    Rematerialization,
+    beside,
+    check_recompute,
+    running_again,
+    saving_loops,
+)
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.stage_layers import loop_name
 from mesh_tf_core.tracing.virtual_stages import WHOLE_STAGE, Again
@@ -32,16 +39,8 @@ def recomputed(graph: Graph, recompute: Policies, unread: frozenset[int] = NOTHI
     return graph.remembered(key, lambda: RecomputedStep(graph, recompute, unread))
 
 
-class RecomputedStep:
-    """The blocks of a graph under some policies.
-
-    Args:
-      unread: as of `Rematerialization`.
-    """
-
-    def __init__(self, graph: Graph, recompute: Policies, unread: frozenset[int] = NOTHING) -> None:
-        self.graph, self.recompute, self.unread = graph, recompute, unread
-        self.remat = rematerialization(graph, recompute, unread)
+class RecomputedStep(Rematerialization):
+    """The recomputation of a graph under some policies, and its blocks then."""
 
     @cached_property
     def root(self) -> Block:
@@ -57,18 +56,17 @@ class RecomputedStep:
         Args:
           run: "" for the first run; else the loops (`loop_name`) whose second run it is in.
         """
-        remat = self.remat
-        if remat.run_of(block) != run:
+        if self.run_of(block) != run:
             return []
-        own = () if remat.again(block) else ((i, o) for i, o in block.saved.items() if not remat.unsaved(i))
-        return [*self.read_again(own, block, run), *remat.passed(block)]
+        own = () if self.again(block) else ((i, o) for i, o in block.saved.items() if not self.unsaved(i))
+        return [*self.read_again(own, block, run), *self.passed(block)]
 
     def read_again(self, pairs: Iterable[tuple[int, int]], block: Block, run: str) -> Pairs:
         """The pairs of a loop that a second run makes: those that it reads itself, or backward."""
         around: Block | None = block if run else None
         while around is not None and loop_name(around, self.graph) != run:
             around = None if around.parent is None else self.graph.blocks[around.parent]
-        read = None if around is None else self.remat.second(around).read
+        read = None if around is None else self.second(around).read
         return [(i, o) for i, o in pairs if not run or (read is not None and o in read)]
 
     def parts(self, block: Block, run: str = "") -> list[tuple[int, int, RecomputedStep]]:
@@ -77,7 +75,7 @@ class RecomputedStep:
         forward, size = block.forward or block, block.dim.size
         name = loop_name(forward, self.graph)
         asked = next((each for each in self.recompute if each.only and each.dim == name), None)
-        if asked is None or not self.remat.again(forward):
+        if asked is None or not self.again(forward):
             return [(0, size, self)]
         rest = self.recompute - {asked}
         again, once = (recomputed(self.graph, each, self.unread) for each in (rest | {asked.whole}, rest))
@@ -89,7 +87,7 @@ class RecomputedStep:
     def _nodes(self, block: Block, run: str = "") -> Iterator[Node]:
         for node in block.nodes:
             if node.body is not None:
-                yield from self._brought(block, node)
+                yield from self._before(block, node)
             yield self._node(node, run)
 
     def _node(self, node: Node, run: str) -> Node:
@@ -111,14 +109,14 @@ class RecomputedStep:
 
     def _backward(self, scan: Node, block: Block, forward: Block) -> tuple[Pairs, list[Node]]:
         """What the body of a loop's backward has of stacks, and its nodes that make the rest again."""
-        remat, again, (sliced, made) = self.remat, self.remat.again(forward), self._stacks(block, forward)
-        there, kept = {block.index, *block.carry_in, *(inner for _, inner in sliced)}, remat.passed(forward)
+        again, (sliced, made) = self.again(forward), self._stacks(block, forward)
+        there, kept = {block.index, *block.carry_in, *(inner for _, inner in sliced)}, self.passed(forward)
         sliced += [(stack, tensor) for tensor, stack in kept]
-        wanted, stacks = remat.own(forward, forward), {inner: outer for outer, inner in forward.sliced}
+        wanted, stacks = self.own(forward, forward), {inner: outer for outer, inner in forward.sliced}
         if again:
             wanted &= {forward.index, *stacks}  # its nodes make the rest
         else:
-            stacks.update((i, o) for i, o in forward.saved.items() if not remat.unsaved(i))
+            stacks.update((i, o) for i, o in forward.saved.items() if not self.unsaved(i))
         names = list[Node]()
         for t in sorted(wanted):
             now = block.index if t == forward.index else block.captured.get(t)
@@ -128,7 +126,7 @@ class RecomputedStep:
                 sliced.append((stacks[t], t))
         copies = list(self._copies(forward, {tensor for tensor, _ in kept})) if again else []
         at = copies[-1] if copies else scan
-        ends = [_known(at, t, inner, loads=True) for inner, t in made.items() if not remat.unsaved(t)]
+        ends = [_known(at, t, inner, loads=True) for inner, t in made.items() if not self.unsaved(t)]
         return sliced, [*names, *copies, *ends]
 
     def _stacks(self, block: Block, forward: Block) -> tuple[Pairs, dict[int, int]]:
@@ -139,27 +137,45 @@ class RecomputedStep:
         sliced, made = Pairs(), dict[int, int]()
         for outer, inner in block.sliced:
             tensor = saved.get(then.get(outer, outer))
-            if tensor is not None and self.remat.again(forward):
+            if tensor is not None and self.again(forward):
                 made[inner] = tensor
-            elif tensor is None or not self.remat.unsaved(tensor):
+            elif tensor is None or not self.unsaved(tensor):
                 sliced.append((outer, inner))
         return sliced, made
 
     def _copies(self, forward: Block, kept: Set[int]) -> Iterator[Node]:
         """The nodes of a body that run again; a loop reads what lay on the hosts, loaded once for the body
         around."""
-        for node in self.remat.second(forward).nodes:
+        for node in self.second(forward).nodes:
             copy = self._node(node, loop_name(forward, self.graph) or "")
             for t in sorted(reads(node) & kept) if node.body is not None else ():
                 yield _known(copy, t, t, loads=True)
             yield copy
 
-    def _brought(self, around: Block, scan: Node) -> Iterator[Node]:
+    def _before(self, around: Block, scan: Node) -> Iterator[Node]:
         """Before a backward loop: what second runs inside need without work from the body around."""
         assert scan.body is not None
-        there, nodes = self.remat.brought(around, scan.body) if self.recompute else ({}, ())
+        there, nodes = self.brought(around, scan.body) if self.recompute else ({}, ())
         yield from (_known(scan, now, t) for t, now in there.items())
         yield from (self._node(node, beside(around)) for node in nodes)
+
+
+def keep_sets(graph: Graph, dim: str, sets: Sets = SETS) -> Sets:
+    """Those of some sets that loops over a dimension may keep when recomputed, except sets that leave no
+    work, that keep the same values as an earlier set, or that contain a name of nothing there."""
+
+    def some() -> Sets:
+        blocks = saving_loops(graph, dim)
+        found: dict[tuple[frozenset[int], ...], tuple[str, ...]] = {}
+        for keep in (k for k in sets if all(means_something(word, blocks, graph) for word in k)):
+            step = recomputed(graph, frozenset({Recomputed(dim, keep)}))
+            kept = tuple(step.second(block).kept for block in blocks)
+            again = (n for b, k in zip(blocks, kept, strict=True) for n in running_again(b, kept=k))
+            if any(kept) and not all(n.op.free for n in again):
+                found.setdefault(kept, keep)
+        return tuple(found.values())
+
+    return graph.remembered((keep_sets, dim, sets), some)
 
 
 def layers_again(graph: Graph, asked: Recomputed) -> Again:

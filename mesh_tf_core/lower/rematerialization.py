@@ -20,14 +20,10 @@ from typing import NamedTuple
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.lower.remat_policy import (
-    SETS,
     Policies,
-    Recomputed,
-    Sets,
     check_kept,
     handed_on,
     kept_values,
-    means_something,
 )
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.stage_layers import backwards, loop_name
@@ -51,14 +47,6 @@ class Rerun(NamedTuple):
     nodes: tuple[Node, ...]
 
 
-def rematerialization(
-    graph: Graph, recompute: Policies, unread: frozenset[int] = NOTHING
-) -> Rematerialization:
-    """The recomputation of some policies, computed once per graph."""
-    key = Rematerialization, recompute, unread
-    return graph.remembered(key, lambda: Rematerialization(graph, recompute, unread))
-
-
 class Rematerialization:
     """The recomputed loops of a graph under some policies.
 
@@ -67,7 +55,8 @@ class Rematerialization:
     """
 
     def __init__(self, graph: Graph, recompute: Policies, unread: frozenset[int] = NOTHING) -> None:
-        self.graph, self.names, self.unread = graph, {each.dim: each.keep for each in recompute}, unread
+        self.graph, self.recompute, self.unread = graph, recompute, unread
+        self.names = {each.dim: each.keep for each in recompute}
         self._needs: dict[int, frozenset[int]] = {}
         self._follows: dict[int, Rerun] = {}
         self._passed: dict[int, list[tuple[int, int]]] = {}
@@ -261,24 +250,6 @@ def recomputable(graph: Graph) -> list[str]:
     """Names of the loops that may run again: all that a search decides about."""
     names = (loop_name(b, graph) for b in graph.blocks if has_backward(b, graph))
     return list(dict.fromkeys(filter(None, names)))
-
-
-def keep_sets(graph: Graph, dim: str, sets: Sets = SETS) -> Sets:
-    """Those of some sets that loops over a dimension may keep when recomputed, except sets that leave no
-    work, that keep the same values as an earlier set, or that contain a name of nothing there."""
-
-    def some() -> Sets:
-        blocks = saving_loops(graph, dim)
-        found: dict[tuple[frozenset[int], ...], tuple[str, ...]] = {}
-        for keep in (k for k in sets if all(means_something(word, blocks, graph) for word in k)):
-            remat = rematerialization(graph, frozenset({Recomputed(dim, keep)}))
-            kept = tuple(remat.second(block).kept for block in blocks)
-            again = (n for b, k in zip(blocks, kept, strict=True) for n in running_again(b, kept=k))
-            if any(kept) and not all(n.op.free for n in again):
-                found.setdefault(kept, keep)
-        return tuple(found.values())
-
-    return graph.remembered((keep_sets, dim, sets), some)
 
 
 def check_recompute(graph: Graph, recompute: Policies) -> None:

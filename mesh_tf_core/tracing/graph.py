@@ -120,16 +120,8 @@ class Graph(Residuals, Remembering):
         """The loops around new operations, whose dimensions new variables have."""
         return [b for b in self._stack[1:] if not b.single]
 
-    @property
-    def nodes(self) -> list[Node]:
-        return self.blocks[0].nodes
-
     def tensor(self, id: int) -> Tensor:
         return self.tensors[id]
-
-    def walk(self) -> Iterator[tuple[Node, int]]:
-        """Every node once, with how often it runs in a step."""
-        return self.blocks[0].walk()
 
     def dims(self) -> Mapping[str, Set[int]]:
         """Name -> sizes of every dimension that occurs."""

@@ -26,8 +26,8 @@ from mesh_tf_core import Layout, Mesh, Options
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.op import PRODUCTS
 from mesh_tf_core.lower.nodes import weights
+from mesh_tf_core.lower.recomputed import keep_sets, recomputed
 from mesh_tf_core.lower.remat_policy import Policies, policies
-from mesh_tf_core.lower.rematerialization import keep_sets, rematerialization
 
 MODEL = transformer(
     positions="learned", layers=4, d_model=32, d_kv=8, heads=4, d_ff=64, vocab=64, batch=32, length=16
@@ -218,7 +218,7 @@ def test_megatrons_modules_are_recomputed_by_name() -> None:
         found = settings(what, "megatron")
         assert found["recompute-granularity"] == "selective"
         assert tuple(found["recompute-modules"].split()) == MEGATRON_MODULES[keep]
-        again = rematerialization(graph, what_again(keep)).running()["layers"]
+        again = recomputed(graph, what_again(keep)).running()["layers"]
         scopes = {node.path.partition("/")[0] for node in again if node.op.kind in PRODUCTS}
         assert scopes == {products[name] for name in MEGATRON_MODULES[keep] if name in products}
 
@@ -229,7 +229,7 @@ def test_up_projections_of_latent_attention_are_a_module(rank: int, query: str) 
     graph, module = latent(q_rank=rank).step_graph, ("mla_up_proj",)
     sets = keep_sets(graph, "layers", tuple(MEGATRON_MODULES))
     (keep,) = (each for each in sets if MEGATRON_MODULES[each] == module)
-    again = rematerialization(graph, what_again(keep)).running()["layers"]
+    again = recomputed(graph, what_again(keep)).running()["layers"]
     known = weights(graph)
     read = {known[i] for n in again if n.op.kind in PRODUCTS for i in n.inputs if i in known}
     assert {name.rpartition("/")[2] for name in read} == {query, "k_up", "v_up"}

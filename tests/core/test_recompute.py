@@ -15,8 +15,8 @@ from examples import transformer_lm
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Loop
+from mesh_tf_core.lower.recomputed import keep_sets
 from mesh_tf_core.lower.remat_policy import Recomputed
-from mesh_tf_core.lower.rematerialization import keep_sets
 from mesh_tf_core.lower.verify import verify
 from tests.marks import by_day
 

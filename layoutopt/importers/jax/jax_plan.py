@@ -26,8 +26,9 @@ from layoutopt.space.decisions import beyond
 from layoutopt.space.keywords import in_keywords
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block
+from mesh_tf_core.lower.recomputed import recomputed
 from mesh_tf_core.lower.remat_policy import Policies
-from mesh_tf_core.lower.rematerialization import Rematerialization, rematerialization
+from mesh_tf_core.lower.rematerialization import Rematerialization
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -234,7 +235,7 @@ def saved_values(graph: Graph, origin: ImportedFunction, recompute: Policies) ->
     Raises:
       UserError: a kept value is not a value of the function (it is part of a fused operation).
     """
-    remat = rematerialization(graph, recompute)
+    remat = recomputed(graph, recompute)
     kept = [(b, t) for b in graph.blocks if remat.again(b) for t in sorted(remat.second(b).kept)]
     if not kept:
         return frozenset()
