@@ -141,7 +141,7 @@ class Block:
 
     @property
     def results(self) -> list[tuple[int, int]]:
-        """What a loop makes of its body's tensors, stacks first: (body tensor, outer tensor)."""
+        """(body tensor, outer tensor) of its stacks, then of its sums."""
         return [*self.stacked, *self.summed]
 
     @property

@@ -41,16 +41,16 @@ class Rows:
         self.why = ""
 
     def _constant(self, x: Tensor) -> bool:
-        """Whether no row has a part in a tensor."""
+        """True if no row has a part in a tensor."""
         return self.linearity.of(x.id) == REPLICATED
 
     def _own_rows(self, x: Tensor) -> bool:
-        """Whether row b of a tensor, if it has rows, is made of row b of the inputs."""
+        """True if row b of a tensor, if it has rows, is made of row b of the inputs."""
         found = self.linearity.of(x.id)
         return found.kind <= Linearity.PER_EXAMPLE and not found.after
 
     def _joined(self, x: Tensor) -> bool:
-        """Whether a tensor lacks the batch dimension and depends on many rows."""
+        """True if a tensor lacks the batch dimension and depends on many rows."""
         found = self.linearity.of(x.id)
         return found.kind is Linearity.REDUCIBLE or (found.kind is Linearity.REPLICATED and found.after > 0)
 
