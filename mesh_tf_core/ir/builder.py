@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.instructions import AllReduce, Done, Local, Permute
-from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.loops import Carry, Loop
 from mesh_tf_core.ir.op import Op, inferred
 from mesh_tf_core.ir.phase import Phase
@@ -148,6 +148,52 @@ class ProgramBuilder:
         return self.like(v, v.splits, v.partial)
 
 
+class MeshContext(Protocol):
+    """The mesh as an operation sees it while it is lowered."""
+
+    def ways(self, axes: Axes) -> int:
+        """Number of devices in a group over some axes."""
+
+    def ordered(self, axes: Iterable[str]) -> Axes:
+        """Axes in the order of the mesh."""
+
+
+class Emitter(ProgramBuilder):
+    """The lowering as an operation with its own `lower` sees it: a builder that also places values.
+
+    Attributes:
+      layout: in force.
+      oracle: the mesh's sizes and order of axes.
+    """
+
+    layout: Layout
+    oracle: MeshContext
+
+    def natural(self, shape: Shape) -> Splits:
+        """The placement that the layout gives a shape; LayoutError if it is not legal."""
+        raise NotImplementedError
+
+    def check_disjoint(self, op: Op, names: Iterable[str]) -> None:
+        """LayoutError if two of an operation's dimensions are split over the same axis."""
+        raise NotImplementedError
+
+    def placed(self, id: int, splits: Splits) -> int:
+        """The value with other splits."""
+        raise NotImplementedError
+
+    def parted(self, id: int, dim: str) -> Splits:
+        """The splits of a value, with another dimension than `dim` split over all axes that split none."""
+        raise NotImplementedError
+
+    def without(self, id: int, whole: Iterable[str]) -> int:
+        """The value with the dimensions `whole` gathered."""
+        raise NotImplementedError
+
+    def joined(self, id: int, axes: Axes, combine: str) -> int:
+        """The value all-reduced."""
+        raise NotImplementedError
+
+
 class ProgramRewriter(ProgramBuilder):
     """Adds values to a program and replaces its code.
 
@@ -166,17 +212,13 @@ class ProgramRewriter(ProgramBuilder):
         """
         return replace(self.program, values=tuple(self.values), code=tuple(code), **more)
 
-    def pending(self, id: int, axes: Axes) -> int:
-        """A new value like another one, with a pending sum over some axes."""
-        new = len(self.values)
-        self.values.append(self.values[id].pending(axes, new))
-        return new
-
-    def otherwise(self, id: int, splits: Splits, partial: Axes = (), dtype: str | None = None) -> int:
-        """A new value of the same tensor of the graph with another placement."""
-        new, v = len(self.values), self.values[id]
-        self.values.append(Value(new, v.shape, dtype or v.dtype, splits, partial, v.tensor))
-        return new
+    def otherwise(
+        self, id: int, splits: Splits | None = None, partial: Axes = (), dtype: str | None = None
+    ) -> int:
+        """A new value of the same tensor of the graph with other splits, pending sums or another dtype."""
+        v = self.values[id]
+        type = TensorType(v.shape, dtype or v.dtype)
+        return self.new(type, v.splits if splits is None else splits, partial, v.tensor)
 
 
 def inside(loop: Loop, block: Callable[[Sequence[Instr]], Sequence[Instr]]) -> Loop:

@@ -15,21 +15,19 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.values import Instr, Origin, Splits, Value
 from mesh_tf_core.visible import Visible
 
-__all__ = ["At", "Emitter", "Kernel", "Op", "Roles", "Tensor", "TensorType", "Work"]
+__all__ = ["At", "Kernel", "Op", "Roles", "Tensor", "TensorType", "Work"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,98 +47,10 @@ class Roles:
     whole: dict[str, str] = field(default_factory=dict)
 
 
-class MeshContext(Protocol):
-    """The mesh as an operation sees it while it is lowered."""
-
-    def ways(self, axes: Axes) -> int:
-        """Number of devices in a group over some axes."""
-
-    def ordered(self, axes: Iterable[str]) -> Axes:
-        """Axes in the order of the mesh."""
-
-
 FLAG = (False, True)
 """The values of a fact that holds or does not."""
 PRODUCTS = ("matmul", "attention")
 """Kinds of operations that the matrix unit runs."""
-
-
-class Emitter(Protocol):
-    """The lowering as an operation with its own `lower` sees it."""
-
-    values: list[Value]
-
-    @property
-    def layout(self) -> Layout:
-        """The layout in force."""
-
-    @property
-    def oracle(self) -> MeshContext:
-        """The mesh's sizes and order of axes."""
-
-    @property
-    def origin(self) -> Origin:
-        """The origin of this operation's instructions."""
-
-    def natural(self, shape: Shape) -> Splits:
-        """The placement that the layout gives a shape; LayoutError if it is not legal."""
-
-    def check_disjoint(self, op: Op, names: Iterable[str]) -> None:
-        """LayoutError if two of these dimensions are split over the same axis."""
-
-    def new(self, type: TensorType, splits: Splits, partial: Axes = ()) -> int:
-        """A new value, which an instruction must compute."""
-
-    def emit(self, instr: Instr) -> None:
-        """Appends an instruction."""
-
-    def type_of(self, id: int) -> TensorType:
-        """The global type of a value."""
-
-    def local(
-        self,
-        op: Op,
-        inputs: Sequence[int],
-        types: Sequence[TensorType],
-        splits: Sequence[Splits],
-        partials: Iterable[Axes] = (),
-    ) -> list[int]:
-        """New values that every device computes from its pieces of the inputs; `partials` are pending."""
-
-    def applied(self, op: Op, *inputs: int, splits: Splits | None = None, partial: Axes = ()) -> int:
-        """The one result of a local operation; without `splits`, it has the splits of the first input."""
-
-    def sent(
-        self,
-        id: int,
-        axes: Axes,
-        shift: int = 1,
-        wrap: bool = True,
-        pairs: tuple[tuple[int, int], ...] = (),
-        both_ways: bool = False,
-        rule: str = "",
-    ) -> int:
-        """The piece that another device of the group sends (see `Permute`)."""
-
-    def done(self, ids: Sequence[int]) -> None:
-        """Waits for pieces that were sent by a rule."""
-
-    def placed(self, id: int, splits: Splits) -> int:
-        """The value with other splits."""
-
-    def parted(self, id: int, dim: str) -> Splits:
-        """The splits of a value, with another dimension than `dim` split over all axes that split none."""
-
-    def loop(
-        self, dim: Dim, state: Sequence[int], body: Callable[[int, list[int]], Sequence[int]]
-    ) -> list[int]:
-        """Emits a loop: `body` builds one iteration from its number and the state."""
-
-    def without(self, id: int, whole: Iterable[str]) -> int:
-        """The value with the dimensions `whole` gathered."""
-
-    def joined(self, id: int, axes: Axes, combine: str) -> int:
-        """The value all-reduced."""
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -218,11 +128,12 @@ class Op:
 
     # -- optional facets -------------------------------------------------------------------------------------
 
-    def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> Sequence[int]:
+    def lower(self, low: Any, inputs: Sequence[int], types: Sequence[TensorType]) -> Sequence[int]:
         """Emits its instructions and returns its outputs, for operations that `roles` alone cannot place;
         without it, an operation is lowered from its roles.
 
         Args:
+          low: the lowering, a `builder.Emitter`.
           inputs: values with the placement of the layout.
           types: of the outputs.
         """

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.kernel import PartRows
-from mesh_tf_core.ir.op import FLAG, Emitter, Op
+from mesh_tf_core.ir.op import FLAG, Op
 from mesh_tf_core.ir.tensor import Tensor
 
 
@@ -148,7 +148,7 @@ class ContextParallel(Op, abstract=True):
 
     def spread(
         self,
-        low: Emitter,
+        low: Any,
         inputs: Sequence[int],
         types: Sequence[TensorType],
         form: str,

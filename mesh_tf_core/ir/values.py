@@ -68,10 +68,6 @@ class Value:
             return self
         return Value(self.id, self.shape, self.dtype, self.splits, self.partial, tensor, self.host)
 
-    def pending(self, axes: Axes, id: int) -> Value:
-        """The same under an id, partial over some axes."""
-        return Value(id, self.shape, self.dtype, self.splits, axes, self.tensor, self.host)
-
     def split_of(self, name: str) -> Axes:
         return self.splits[self.shape.index(name)]
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from mesh_tf_core.errors import LayoutError
-from mesh_tf_core.ir.builder import ProgramBuilder
+from mesh_tf_core.ir.builder import Emitter
 from mesh_tf_core.ir.dims import PaddedDim, Shape, SparseDim
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.layout import Axes, Layout, check_disjoint
@@ -24,7 +24,7 @@ from mesh_tf_core.ops.pieces import CutPadding, PadPieces
 from mesh_tf_core.tracing.graph import Graph
 
 
-class Placing(ProgramBuilder):
+class Placing(Emitter):
     """The program of one lowering so far, and where tensors are.
 
     Attributes:
@@ -42,6 +42,8 @@ class Placing(ProgramBuilder):
       given: tensors taken as given (see `GraphPart`), once something asked for them.
       stored: variable -> its storage between steps, once it was read or written.
     """
+
+    oracle: Oracle
 
     def __init__(self, graph: Graph, oracle: Oracle, part: GraphPart) -> None:
         super().__init__()

@@ -240,7 +240,7 @@ class Cut:
                     f"{v}: a sum over {'+'.join(axes)} cannot be deferred, because the tensor is split over "
                     "the same axis"
                 )
-            state.emit(AllReduce((state.pending(v.id, axes),), (v.id,), state.origin, axes))
+            state.emit(AllReduce((state.otherwise(v.id, partial=axes),), (v.id,), state.origin, axes))
         return state.rewritten((*state.code, *program.code))
 
     def end(self, program: Program) -> Program:

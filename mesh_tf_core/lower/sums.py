@@ -266,7 +266,7 @@ class _Sums(ProgramRewriter):
         self, instr: Local, inner: Sequence[AllReduce], out: list[Instr], sums: dict[int, AllReduce]
     ) -> None:
         (result,), axes = instr.outputs, inner[0].axes
-        pending = self.pending(result, self._ordered(axes + self.values[result].partial))
+        pending = self.otherwise(result, partial=self._ordered(axes + self.values[result].partial))
         waits = Local(tuple([r.inputs[0] for r in inner]), (pending,), instr.origin, instr.op)
         self._scattered_late(waits, out)
         self._add(AllReduce((pending,), (result,), instr.origin, axes), out, sums)
@@ -322,7 +322,7 @@ class _Sums(ProgramRewriter):
     ) -> None:
         """Rule (5)."""
         axes = self._ordered(a for reduce in inner.values() for a in reduce.axes)
-        pending = self.pending(instr.outputs[0], axes)
+        pending = self.otherwise(instr.outputs[0], partial=axes)
         known = {i: reduce.axes for i, reduce in inner.items()}
         shares = (self.oracle.ways(tuple(a for a in axes if a not in known.get(i, ()))) for i in instr.inputs)
         parts = tuple(inner[i].inputs[0] if i in inner else i for i in instr.inputs)
@@ -347,7 +347,7 @@ class _Sums(ProgramRewriter):
             if loop.branch and not (result.outer in terms and self.uses[result.outer] == 1):
                 return result
             take_out(reduce, body)
-            pending = self.pending(result.outer, self._ordered(reduce.axes))
+            pending = self.otherwise(result.outer, partial=self._ordered(reduce.axes))
             hoisted.append(AllReduce((pending,), (result.outer,), reduce.origin, reduce.axes))
             return Result(reduce.inputs[0], pending)
 
@@ -361,7 +361,7 @@ class _Sums(ProgramRewriter):
         sums[reduce.outputs[0]] = reduce
 
     def _mark(self, id: int, axes: Axes) -> None:
-        self.values[id] = self.values[id].pending(axes, id)
+        self.values[id] = replace(self.values[id], partial=axes)
 
     def _ordered(self, axes: Iterable[str]) -> Axes:
         return self.oracle.ordered(axes)

@@ -22,8 +22,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mesh_tf_core.ir.builder import Emitter
 from mesh_tf_core.ir.layout import Axes, Layout
-from mesh_tf_core.ir.op import Emitter, TensorType
+from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ops.attending import AnyAttention
 from mesh_tf_core.ops.ring import Ring
 from mesh_tf_core.ops.ring_pieces import ALL_TO_ALL, RING, ZIGZAG, refused, summed

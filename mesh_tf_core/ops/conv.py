@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.builder import Emitter
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Edge, Kernel
-from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType, Work
+from mesh_tf_core.ir.op import Op, Roles, TensorType, Work
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import listing, same_dtype
 from mesh_tf_core.ops.convgrid import Grid, correlated, finish, ordered, taps_met

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.builder import Emitter
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Emitter, Roles, TensorType
+from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import GradientOperands
 from mesh_tf_core.ops.basic import StopGradient, constant_like, stop_gradient

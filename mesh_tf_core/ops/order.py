@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.builder import Emitter
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float, whole_numbers
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.layout import check_disjoint
-from mesh_tf_core.ir.op import Emitter, Roles, TensorType
+from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.along import PutAlong, row_starts
 from mesh_tf_core.ops.binary import binary, where

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
+from mesh_tf_core.ir.builder import Emitter
 from mesh_tf_core.ir.dims import Dim, PaddedDim
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Emitter, TensorType
+from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.traits import PartialAccess
 from mesh_tf_core.ops.kinds import MadeByLowering, Move
 

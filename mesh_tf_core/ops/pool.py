@@ -9,10 +9,11 @@ from itertools import product
 from typing import Any
 
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.builder import Emitter
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Emitter, TensorType
+from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import constant_like
 from mesh_tf_core.ops.einsum import broadcast

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from mesh_tf_core.ir.builder import Emitter
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Emitter, Op, TensorType
+from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import wire_bytes
 from mesh_tf_core.ops.kinds import MadeByLowering, Move
 from mesh_tf_core.ops.pieces import PieceJoin, resized

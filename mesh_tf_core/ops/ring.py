@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mesh_tf_core.ir.builder import Emitter
 from mesh_tf_core.ir.layout import Axes, Layout
-from mesh_tf_core.ir.op import Emitter, TensorType
+from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ops.attending import PLACES, AnyAttention
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.ops.ring_pieces import RING, ZIGZAG, Pieces, Tree, Turn, refused, summed, turns_of

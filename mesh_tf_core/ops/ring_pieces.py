@@ -21,11 +21,11 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from mesh_tf_core.errors import LayoutError
-from mesh_tf_core.ir.builder import ProgramBuilder
+from mesh_tf_core.ir.builder import Emitter, ProgramBuilder
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.instructions import STEP
 from mesh_tf_core.ir.layout import Axes, Layout
-from mesh_tf_core.ir.op import Emitter, Op, TensorType
+from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ops.attending import AnyAttention
 from mesh_tf_core.ops.ring_steps import ChoosePart, Place, PlaceSent
 from mesh_tf_core.ops.shape import Concat, Reshape, SliceDim

@@ -12,9 +12,10 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.builder import Emitter
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Emitter, Roles, TensorType
+from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import DimensionNames
 from mesh_tf_core.ops.common import align, check_number, dim_name, listing, same_dtype

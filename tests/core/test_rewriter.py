@@ -30,7 +30,7 @@ def test_new_values_follow_those_that_are_there(program: Program) -> None:
     (sum,) = (i for i in program.code if isinstance(i, AllReduce))
     state, code = ProgramRewriter(program), [*program.code]
     (source,), (out,) = sum.inputs, sum.outputs
-    both = state.pending(source, ("data",))
+    both = state.otherwise(source, partial=("data",))
     assert both == len(program.values) and state.values[both].partial == ("data",)
     again = state.otherwise(out, (), ("model",), "bfloat16")
     assert (again, state.values[again].dtype, state.values[again].tensor) == (
