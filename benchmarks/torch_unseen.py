@@ -35,7 +35,9 @@ BOUND, SEARCHED = 1e-5, 20
 ROOTS = (*site.getsitepackages(), str(HERE.parent))
 
 
-def numbers(module: Any, batch: Mapping[str, Any], loss: Any, model: Any) -> dict[str, Any]:
+def numbers(
+    module: Any, batch: Mapping[str, Any], loss: Any, model: Any, mesh: str = "data:1", layout: str = ""
+) -> dict[str, Any]:
     """Largest relative differences of loss and gradients from PyTorch's."""
     import numpy as np
 
@@ -46,7 +48,7 @@ def numbers(module: Any, batch: Mapping[str, Any], loss: Any, model: Any) -> dic
     trained = [v.name for v in graph.variables.values() if v.trainable]
     slopes = mtf.gradients(model.loss, [graph.read(graph.variables[name]) for name in trained])
     outs = {name: d for name, d in zip(trained, slopes, strict=True) if d is not None}
-    program = mtf.lower(graph, mtf.Mesh("data:1"), mtf.Layout(""), {"loss": model.loss, **outs})
+    program = mtf.lower(graph, mtf.Mesh(mesh), mtf.Layout(layout), {"loss": model.loss, **outs})
     engine = LockstepEngine(program)
     engine.initialize()
     fed = dict(torch_paths(batch))
@@ -106,8 +108,10 @@ def array_of(x: Any) -> Any:
 
 def lost(module: Any, batch: Any, loss: Any) -> Any:
     """The loss that PyTorch gives."""
+    from layoutopt.importers.torch.capture import loss_of
+
     found = module(**batch)
-    return found["loss"] if loss is None else loss(found, batch)
+    return loss_of(found) if loss is None else loss(found, batch)
 
 
 def one(kind: str) -> dict[str, Any]:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from mesh_tf_core.ops.math import (
         abs,
         add,
+        atan,
         cos,
         divide,
         equal,
@@ -154,7 +155,7 @@ __all__ = [
     "Normal", "Op", "Optimizer", "Options", "Program", "Roles", "RsqrtDecay", "Schedule", "Shape", "Source",
     "Tensor", "TensorType", "Trainer", "Uniform", "UserError", "WarmupCosine", "WarmupLinear",
     "WarmupRsqrt", "abs", "add", "add_n", "anonymize", "argmax", "argmin", "argsort", "assign_add",
-    "assign_slice", "assign_sub", "attention", "avg_pool", "broadcast", "cast", "clip",
+    "assign_slice", "assign_sub", "atan", "attention", "avg_pool", "broadcast", "cast", "clip",
     "clip_activation_gradient", "concat", "cond", "constant", "conv", "conv_transpose", "cos", "cumsum",
     "custom_gradient", "decoding", "divide", "dropout", "dynamic_shift", "dynamic_slice", "dynamic_update",
     "einsum", "elu", "equal", "erf", "erfc", "exp", "expm1", "float8_einsum", "floor", "floordiv", "gather",

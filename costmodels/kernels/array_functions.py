@@ -202,7 +202,7 @@ class Tally:
         rows = math.prod(table.shape[1:]) * itemsize(table.dtype) >= 32
         return self._note("take.rows" if rows else "take.elements", shape, table.dtype, found, ids)
 
-    def segment_sum(self, x: Piece, ids: Piece, n: int) -> Piece:
+    def segment_sum(self, x: Piece, ids: Piece, n: int, most: bool = False) -> Piece:
         rows = x.shape[len(ids.shape) :]
         return self._note("segment_sum", (n, *rows), x.dtype, x, ids)
 

@@ -51,6 +51,7 @@ UNARY: Mapping[str, ArrayFunction] = {
     "cos": F("cos", "cos"),
     "tanh": F("tanh", "tanh", flops=10, vanishes=True),
     "sigmoid": F("", "sigmoid", flops=10),
+    "atan": F("arctan", "math.atan", flops=12, vanishes=True),
     "erf": F("", "math.erf", flops=12, vanishes=True),
     "erfc": F("", "math.erfc", flops=12),
     "floor": F("floor", vanishes=True, whole=True, flat=True),

@@ -110,8 +110,9 @@ class Kernel(Protocol):
     def take(self, table: T, ids: T) -> T:
         """Rows of `table` (axis 0) for valid ids of any shape: shape ids.shape + table.shape[1:]."""
 
-    def segment_sum(self, x: T, ids: T, n: int) -> T:
-        """Sums rows of x (leading axes = ids' axes) into n rows; ids < 0 are dropped."""
+    def segment_sum(self, x: T, ids: T, n: int, most: bool = False) -> T:
+        """Sums rows of x (leading axes = ids' axes) into n rows; ids < 0 are dropped. With `most` the largest
+        elements; -inf where there are none."""
 
     def grouped(self, x: T, w: T, ids: T, groups: int) -> T:
         """Rows x [rows, k] times the matrix of their group, of w [n, k, m]: [rows, m]. The ids [rows] never

@@ -150,14 +150,15 @@ class JaxKernel(ArrayKernel):
     def take(self, table: T, ids: T) -> T:
         return jnp.asarray(table).at[ids].get(mode="promise_in_bounds")
 
-    def segment_sum(self, x: T, ids: T, n: int) -> T:
+    def segment_sum(self, x: T, ids: T, n: int, most: bool = False) -> T:
         flat = jnp.reshape(ids, (-1,))
         rows = jnp.reshape(x, (flat.size, *x.shape[ids.ndim :]))
         sums = jnp.float32 if x.dtype.itemsize == 2 else x.dtype
-        out = jnp.zeros((n, *rows.shape[1:]), sums)
+        out = jnp.full((n, *rows.shape[1:]), -jnp.inf if most else 0, sums)
         # A negative index would count from the end; one past the end is dropped.
         place = jnp.where(flat < 0, _like(n, flat), flat)
-        return out.at[place].add(rows.astype(sums), mode="drop").astype(x.dtype)
+        put = out.at[place].max if most else out.at[place].add
+        return put(rows.astype(sums), mode="drop").astype(x.dtype)
 
     def grouped(self, x: T, w: T, ids: T, groups: int) -> T:
         begin, sizes, inside = _groups(ids, w.shape[0])

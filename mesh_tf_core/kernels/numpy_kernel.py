@@ -128,13 +128,13 @@ class NumpyKernel(ArrayKernel):
     def take(self, table: A, ids: A) -> A:
         return table[ids]
 
-    def segment_sum(self, x: A, ids: A, n: int) -> A:
+    def segment_sum(self, x: A, ids: A, n: int, most: bool = False) -> A:
         flat = ids.reshape(-1)
         rows = x.reshape((flat.size, *x.shape[ids.ndim :]))
         accumulate = np.float32 if x.dtype.itemsize == 2 else x.dtype
-        out = np.zeros((n, *rows.shape[1:]), accumulate)
+        out = np.full((n, *rows.shape[1:]), -np.inf if most else 0, accumulate)
         keep = flat >= 0
-        np.add.at(out, flat[keep], rows[keep].astype(accumulate))
+        (np.maximum if most else np.add).at(out, flat[keep], rows[keep].astype(accumulate))
         return out.astype(x.dtype)
 
     def grouped(self, x: A, w: A, ids: A, groups: int) -> A:

@@ -308,9 +308,10 @@ class TfKernel:
     def take(self, table: T, ids: T) -> T:
         return tf.gather(table, ids)
 
-    def segment_sum(self, x: T, ids: T, n: int) -> T:
+    def segment_sum(self, x: T, ids: T, n: int, most: bool = False) -> T:
         small = x.dtype.size == 2
-        out = tf.math.unsorted_segment_sum(tf.cast(x, tf.float32) if small else x, ids, n)
+        made = tf.math.unsorted_segment_max if most else tf.math.unsorted_segment_sum
+        out = made(tf.cast(x, tf.float32) if small else x, ids, n)
         return tf.cast(out, x.dtype) if small else out
 
     def grouped(self, x: T, w: T, ids: T, groups: int) -> T:

@@ -84,10 +84,14 @@ class PutAlong(DimensionNames, Reduction):
     """Sums x [kept, more, rows] to the places ids [kept, more] along `dim`: [kept, dim, rows].
 
     Ids outside are dropped. Dimensions that the ids lack are rows, and need not be named in `kept`.
+
+    Attributes:
+      most: the largest element of each place instead; -inf where there is none.
     """
 
     dim: Dim
     kept: tuple[str, ...]
+    most: bool = False
     kind: ClassVar[str] = "gather"
 
     @property
@@ -97,7 +101,8 @@ class PutAlong(DimensionNames, Reduction):
     def roles(self, *inputs: TensorType) -> Roles:
         more = tuple(n for n in inputs[1].shape.names if n not in self.kept)
         rows = (d.name for d in _rows(inputs[0].shape, inputs[1].shape))
-        return Roles(parallel=(*self._kept(inputs[1]), self.dim.name, *rows), reduced=more)
+        combine = "max" if self.most else "sum"
+        return Roles((*self._kept(inputs[1]), self.dim.name, *rows), more, combine)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         x, ids = inputs
@@ -122,10 +127,16 @@ class PutAlong(DimensionNames, Reduction):
         places = k.reshape(k.where(inside, places, k.scalar(-1, "int32")), (wanted.size,))
         width = [math.prod(d.size for d in rows)] if rows else []
         x = k.reshape(ordered(k, x, given, [*order, *(d.name for d in rows)]), (wanted.size, *width))
-        return k.reshape(k.segment_sum(x, places, count * n), out.sizes)
+        return k.reshape(k.segment_sum(x, places, count * n, self.most), out.sizes)
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        return (take_along(dy, inputs[1], self.dim), None)
+        x, ids = inputs
+        slope = take_along(dy, ids, self.dim)
+        if self.most:  # those that are equal share it
+            hit = x.equal(take_along(output, ids, self.dim)).cast(x.dtype)
+            count = put_along(hit, ids, self.dim, self.kept)
+            slope = hit * slope / (take_along(count, ids, self.dim) + (1.0 - hit))
+        return (slope, None)
 
     def _kept(self, ids: TensorType) -> tuple[str, ...]:
         return tuple(n for n in self.kept if n in ids.shape.names)
@@ -136,10 +147,11 @@ def take_along(x: Tensor, ids: Tensor, dim: Dim | str) -> Tensor:
     return x.graph.apply(TakeAlong(dim.name if isinstance(dim, Dim) else dim), x, ids)
 
 
-def put_along(x: Tensor, ids: Tensor, dim: Dim, kept: Sequence[str]) -> Tensor:
+def put_along(x: Tensor, ids: Tensor, dim: Dim, kept: Sequence[str], most: bool = False) -> Tensor:
     """Adds x to the places `ids` along a new dimension `dim`: [kept, dim, dimensions of x that ids lacks].
 
     Args:
       kept: names of the dimensions of ids that stay; the others are summed out.
+      most: take the largest element of each place instead of the sum; -inf where there is none.
     """
-    return x.graph.apply(PutAlong(dim, tuple(kept)), x, ids)
+    return x.graph.apply(PutAlong(dim, tuple(kept), most), x, ids)

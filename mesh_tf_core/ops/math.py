@@ -97,6 +97,11 @@ def expm1(x: Tensor) -> Tensor:
     return unary("expm1", x)
 
 
+def atan(x: Tensor) -> Tensor:
+    """The angle, between -pi/2 and pi/2, whose tangent is x."""
+    return unary("atan", x)
+
+
 def erf(x: Tensor) -> Tensor:
     """Error function."""
     return unary("erf", x)

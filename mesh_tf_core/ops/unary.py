@@ -85,6 +85,10 @@ _SLOPES: dict[str, tuple[str, Callable[[Kernel, Any, Any, str], Any]]] = {
     "cos": ("x", _mul(lambda k, x, d: k.unary("neg", k.unary("sin", x)))),
     "tanh": ("y", _mul(lambda k, y, d: _one_minus(k, k.unary("square", y), d))),
     "sigmoid": ("y", _mul(lambda k, y, d: k.binary("mul", y, _one_minus(k, y, d)))),
+    "atan": (
+        "x",
+        lambda k, dy, x, d: k.binary("div", dy, k.binary("add", k.unary("square", x), k.scalar(1.0, d))),
+    ),
     "erf": ("x", _bell(2 / math.sqrt(math.pi))),
     "erfc": ("x", _bell(-2 / math.sqrt(math.pi))),
     "relu": ("y", _mul(lambda k, y, d: k.cast(k.binary("gt", y, k.scalar(0.0, d)), d))),

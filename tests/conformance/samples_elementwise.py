@@ -37,6 +37,7 @@ UNARY: dict[str, tuple[str, Callable[..., Any]]] = {
     "reciprocal": ("positive", lambda x: 1 / x),
     "sin": ("normal", np.sin),
     "cos": ("normal", np.cos),
+    "atan": ("normal", np.arctan),
     "tanh": ("normal", np.tanh),
     "sigmoid": ("normal", special.expit),
     "erf": ("normal", special.erf),

@@ -19,13 +19,13 @@ def _top(x: np.ndarray, n: int, axis: int) -> tuple[np.ndarray, np.ndarray]:
     return np.moveaxis(np.take_along_axis(x, order, axis), axis, -1), np.moveaxis(order, axis, -1)
 
 
-def _put(x: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    out = np.zeros((4, 8))
+def _put(x: np.ndarray, ids: np.ndarray, most: bool = False) -> np.ndarray:
+    out = np.full((4, 8), -np.inf if most else 0.0)
     for b in range(4):
         for c in range(2):
             if 0 <= ids[b, c] < 8:
-                out[b, ids[b, c]] += x[b, c]
-    return out
+                out[b, ids[b, c]] = max(out[b, ids[b, c]], x[b, c]) if most else out[b, ids[b, c]] + x[b, c]
+    return np.where(np.isinf(out), 0.0, out)
 
 
 def _shifted(x: np.ndarray, offset: int) -> np.ndarray:
@@ -138,6 +138,16 @@ ALONG = (
         (Arg("d:2 b:4 c:2"), Arg("b:4 c:2", "odd:8")),
         lambda x, i: np.stack([_put(part, i) for part in x], -1),
         together=("a b c d",),
+    ),
+    Sample(
+        "put_along, most",
+        "index",
+        lambda g, x, i: mtf.where(
+            mtf.is_finite(y := mtf.put_along(x, i, mtf.Dim("a", 8), ["b"], True)), y, 0.0
+        ),
+        (Arg("b:4 c:2"), Arg("b:4 c:2", "odd:8")),
+        lambda x, i: _put(x, i, most=True),
+        together=("a b c",),
     ),
     Sample(
         "put_along",

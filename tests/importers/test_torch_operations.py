@@ -76,6 +76,11 @@ AT_PLACES: dict[str, Made] = {
     "index_add of columns": lambda y: y.T.index_add(-1, ROWS, torch.cat([y, y * y]).T, alpha=2),
     "index_add of rows that a mask selects": lambda y: y.index_add(0, *_chosen(y)),
     "scatter_add in place": lambda y: y.square().scatter_add_(0, EACH, y[:3]),
+    "extremes at places": lambda y: y.scatter_reduce(0, EACH, y.square()[:3] * 3, "amax"),
+    "extremes of some places": lambda y: y.scatter_reduce(0, EACH % 2, y[1:] * 3, "amin", include_self=False),
+    "extremes of rows that are equal": lambda y: y.scatter_reduce(
+        0, ROWS[:, None].expand(-1, 6), torch.cat([y, y]).round(decimals=1) + 0 * y.sum(), "amax"
+    ),
     "scatter of rows": lambda y: y.scatter(0, ROWS[2:5, None].expand(-1, 6), y[:3] * y[:3]),
     "scatter of single elements": lambda y: y.scatter(1, APART, y[:, :2]),
     "scatter of a number": lambda y: y.scatter(0, ROWS[:2, None].expand(-1, 6), 0.5),
@@ -212,22 +217,21 @@ SMALLER |= {
     "an image whose channels lie last": lambda y: F.adaptive_avg_pool2d(
         y.reshape(1, 2, 3, 4).permute(0, 3, 1, 2), 1
     ),
+    "a limit of a number of rows": lambda y: y.sum() / max(y[y > 0].numel(), 1) + min(9, (y > 0).sum()) * y,
+    "a limit of no rows": lambda y: y.sum() / max(1, y[y > 9].shape[0]),
+    "angles": lambda y: torch.acos(y / 9) + torch.asin(y / 9) * 2 + torch.atan(y) * 3,
     "an identity": lambda y: y + torch.eye(4, 6),
     "the entropy of a distribution": lambda y: torch.distributions.Categorical(logits=y).entropy(),
 }
 EQUAL |= SMALLER | {f"selected {name}": made for name, made in SELECTED.items()}
 REFUSED: dict[str, tuple[Made, str]] = {
     "places among selected rows": (lambda y: y[y[:, 0] > 0][torch.tensor([0, 0])], "a mask selects"),
-    "a limit of their number": (
-        lambda y: y.sum() / max(y[y > 0].numel(), 1),
-        "a number that depends on values",
-    ),
     "sorted selected rows": (lambda y: y[y[:, 0] > 0].sort(0)[0], "a mask selects"),
     "rows of two masks": (
         lambda y: F.linear(y[y[:, 0] > -9], y) - F.linear(y[y[:, 0] < 9], y),
         "trace|masks",
     ),
-    "extremes at places": (lambda y: y.scatter_reduce(0, EACH, y[:3], "amax"), "reduce='amax'"),
+    "products at places": (lambda y: y.scatter_reduce(0, EACH, y[:3], "prod"), "reduce='prod'"),
     "bags with their end": (
         lambda y: F.embedding_bag(ROWS, y, torch.tensor([0, 3, 8]), include_last_offset=True),
         "an offset for the end",

@@ -209,20 +209,11 @@ def test_refusals_say_what_to_do(name: str) -> None:
     assert str(error.value).startswith("from_torch: ")
 
 
-@pytest.mark.parametrize(
-    ("loss", "what"),
-    [
-        (
-            lambda y: nn.functional.ctc_loss(y[:, None].log_softmax(-1), y.new_ones(1, 2).long(), (4,), (2,)),
-            "CTC",
-        ),
-        (lambda y: y[y.detach().numpy().argmax(0)].sum(), "NumPy reads values"),
-    ],
-)
-def test_losses_that_no_trace_has_are_refused_with_another(loss, what: str) -> None:
+def test_a_loss_that_no_trace_has_is_refused_with_another() -> None:
     class Made(nn.Linear):
         def forward(self, x):
-            return loss(super().forward(x))
+            y = super().forward(x)
+            return y[y.detach().numpy().argmax(0)].sum()
 
-    with pytest.raises(UserError, match=f"{what}.*plan with loss="):
+    with pytest.raises(UserError, match=r"NumPy reads values.*plan with loss="):
         layoutopt.from_torch(Made(8, 8), {"x": torch.ones(4, 8)})

@@ -135,6 +135,9 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "neg": lambda x: -x,
     "exp2": lambda x: mtf.exp(x * math.log(2)),
     "tan": lambda x: mtf.sin(x) / mtf.cos(x),
+    "atan": mtf.atan,
+    "asin": lambda x: mtf.atan(x * mtf.rsqrt(1 - mtf.square(x))),
+    "acos": lambda x: math.pi / 2 - mtf.atan(x * mtf.rsqrt(1 - mtf.square(x))),
     # Differences of exponentials lose all digits near 0, also in the gradient of a sum of exponentials.
     "sinh": lambda x: (mtf.expm1(x) - mtf.expm1(-x)) * 0.5,
     "cosh": lambda x: mtf.square(mtf.expm1(x * 0.5) - mtf.expm1(x * -0.5)) * 0.5 + 1.0,

@@ -136,7 +136,7 @@ def looked_up(t: Tensor, place: Tensor | int, one: Dim) -> Tensor:
 def _scatter(w: Writer, e: Equation) -> None:
     x, ids, rows = e.ins[:3]
     places, of_x = _places(w, e, x, ids, rows)
-    found = indexing(e)
+    found, most = indexing(e), e.prim == "scatter_max"
     if not places:
         refuse(e, "it overwrites the whole array", "use the new values directly")
     by_rows = {new: old for old, new in of_x.items()}
@@ -162,13 +162,15 @@ def _scatter(w: Writer, e: Equation) -> None:
 
     def put(given: Tensor) -> Tensor:
         names = dict[str, str]()
-        made = w.onto(mtf.put_along(given, place, target, common), target, own, names)
+        made = w.onto(mtf.put_along(given, place, target, common, most), target, own, names)
         return w.renamed(w.renamed(made, {**by_rows, **names}), back)
 
     made = put(given)
     if e.prim != "scatter":
-        base = w.number(x)
-        w.put(e.out, made if base == 0 else made + w.drawn(w.elementwise(x, e.out), x))
+        if w.number(x) != (-math.inf if most else 0):
+            old: Any = w.drawn(w.elementwise(x, e.out), x)
+            made = mtf.maximum(made, old) if most else made + old
+        w.put(e.out, made)
         return
     hits = put(mtf.broadcast(mtf.constant(w.graph, 1.0), place.shape))
     old = w.elementwise(x, e.out)
@@ -291,7 +293,7 @@ def _top_k(w: Writer, e: Equation) -> None:
 
 TABLE: Mapping[str, Handler] = {
     "gather": _gather,
-    **dict.fromkeys(("scatter", "scatter-add", "scatter_add"), _scatter),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter_max"), _scatter),
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update,
     "cumsum": _cumsum,

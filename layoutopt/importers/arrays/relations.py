@@ -374,7 +374,7 @@ _RULES: dict[str, Callable[[Equation], Iterator[AxisRelation]]] = {
     "split": _split,
     "dynamic_slice": lambda e: _aligned(e.ins[0], e.out),
     "dynamic_update_slice": lambda e: chain(_aligned(e.ins[0], e.out), _aligned(e.ins[1], e.out)),
-    **dict.fromkeys(("gather", "scatter", "scatter-add", "scatter_add"), _indexed),
+    **dict.fromkeys(("gather", "scatter", "scatter-add", "scatter_add", "scatter_max"), _indexed),
     "top_k": _top_k,
     "conv_general_dilated": _conv,
     **{f"reduce_window_{how}": _window for how in ("max", "min", "sum")},

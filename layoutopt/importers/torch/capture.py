@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from unittest.mock import patch
 from layoutopt.importers.torch.autocast import left, on_gpus
 from layoutopt.importers.torch.calls import PartCall, batch_path, dtype_of, recorded, torch_module
 from layoutopt.importers.torch.checks import checks_passed, known_values
+from layoutopt.importers.torch.instead import other_functions
 from mesh_tf_core.errors import UserError
 
 MODULE = "module"
@@ -30,7 +30,6 @@ INSTEAD = (
     'of transformers\' mixtures of experts, load the model with experts_implementation="grouped_mm"'
 )
 _LOSSES = {
-    "_ctc_loss": "the CTC loss is not known: plan with loss=, a cross entropy of the same logits",
     ".numpy()": "NumPy reads values, as to match boxes with targets: plan with loss=, without this matching",
 }
 """Part of what torch.export says -> what to do instead."""
@@ -137,7 +136,12 @@ def _exported(whole: Any, args: Any, kwargs: Any, param_dtype: Any, notes: list[
     torch, module = torch_module(), getattr(whole, MODULE)
     try:
         with ExitStack() as stack:
-            for context in (_quiet(), _training(module, notes), without_cache(module, notes)):
+            for context in (
+                _quiet(),
+                _unchanged(module),
+                _training(module, notes),
+                without_cache(module, notes),
+            ):
                 stack.enter_context(context)
             stack.enter_context(_read_in(module, param_dtype))
             stack.enter_context(_checkpoints(torch))
@@ -216,7 +220,7 @@ def converted(x: Any, dtype: Any) -> Any:
 def without_values() -> Iterator[None]:
     """A module's code as it runs without values and on a GPU."""
     unchecked = patch.object(torch_module().distributions.Distribution, "_validate_args", False)
-    with flex_written_out(), checks_passed(library), on_gpus(), unchecked:
+    with other_functions(library), checks_passed(library), on_gpus(), unchecked:
         yield
 
 
@@ -243,6 +247,18 @@ def _quiet() -> Iterator[None]:
             yield
         finally:
             logging.disable(disabled)
+
+
+@contextmanager
+def _unchanged(module: Any) -> Iterator[None]:
+    """Takes back what the module's code keeps of a call, which has no values."""
+    own = [(m, dict(m.__dict__)) for m in module.modules()]
+    try:
+        yield
+    finally:
+        for each, kept in own:
+            each.__dict__.clear()
+            each.__dict__.update(kept)
 
 
 @contextmanager
@@ -337,53 +353,3 @@ def library(file: str) -> bool:
     """True for files of PyTorch, and of this importer."""
     own = (str(Path(torch_module().__file__).parent), str(Path(__file__).parent), "<")
     return file.startswith(own)
-
-
-# -- `flex_attention` as operations that have rules, on tensors of any device --------------------------------
-
-
-@contextmanager
-def flex_written_out() -> Iterator[None]:
-    """Replaces the code of `flex_attention`, which modules have under names of their own, some compiled."""
-    own = import_module("torch.nn.attention.flex_attention").flex_attention
-    before = own.__code__
-    own.__code__ = _in_place.__code__
-    try:
-        yield
-    finally:
-        own.__code__ = before
-
-
-def _in_place(  # type: ignore[no-untyped-def]
-    query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, *, return_aux
-):
-    from layoutopt.importers.torch.capture import attended  # this code has the globals of another module
-
-    out, aux = attended(query, key, value, score_mod, block_mask, scale, bool(return_lse or return_aux))
-    return (out, aux) if return_aux else (out, aux.lse) if return_lse else out
-
-
-def attended(
-    query: Any, key: Any, value: Any, score_mod: Any, mask: Any, scale: float | None, more: bool
-) -> tuple[Any, Any]:
-    """The result of attention, and, with `more`, the log-sum-exp and the largest score of each query.
-
-    The function of a mask made by `create_block_mask` is called with the positions of all queries and keys at
-    once, as if it made a mask of `scaled_dot_product_attention`.
-    """
-    torch = torch_module()
-    sizes = (*query.shape[:3], key.shape[2])
-    places = (torch.arange(n, device=query.device) for n in sizes)
-    at = [place.reshape([-1 if a == i else 1 for i in range(4)]) for a, place in enumerate(places)]
-    seen = None if mask is None else mask.mask_mod(*at)
-    seen = seen if seen is not None and seen.ndim else None  # that of all keys has no axes
-    groups = sizes[1] // key.shape[1]
-    if score_mod is None and not more:
-        function = torch.nn.functional.scaled_dot_product_attention
-        return function(query, key, value, seen, scale=scale, enable_gqa=groups > 1), None
-    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    scores = (query @ key.transpose(-2, -1)).float() * (scale or query.shape[-1] ** -0.5)
-    scores = scores if score_mod is None else score_mod(scores, *at)
-    scores = scores if seen is None else scores.masked_fill(seen.logical_not(), float("-inf"))
-    aux = import_module("torch.nn.attention.flex_attention").AuxOutput(scores.logsumexp(-1), scores.amax(-1))
-    return scores.softmax(-1).to(value.dtype) @ value, aux

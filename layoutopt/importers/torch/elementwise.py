@@ -23,7 +23,7 @@ class Type:
 
 AtenRule = Callable[..., Any]
 """rule(emitter, type of the result or a list of them, arguments ...) -> the result or a list of them."""
-_ALIKE = "neg exp exp2 log log1p expm1 rsqrt sqrt square cos sin tan tanh erf floor ceil sign"
+_ALIKE = "neg exp exp2 log log1p expm1 rsqrt sqrt square cos sin tan acos asin atan tanh erf floor ceil sign"
 _UNARY = {n: n for n in _ALIKE.split()} | {"sigmoid": "logistic", "bitwise_not": "not"}
 _CALLED = (
     "maximum:max minimum:min true_divide:div bitwise_and:and bitwise_or:or logical_and:and logical_or:or "

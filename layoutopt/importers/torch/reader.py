@@ -19,7 +19,7 @@ from layoutopt.importers.arrays.contract import (
     live,
 )
 from layoutopt.importers.arrays.mixtures import sorts_left, without_sorts
-from layoutopt.importers.torch import indexing, products, recurrent, reductions, shapes
+from layoutopt.importers.torch import indexing, products, recurrent, reductions, scattered, shapes
 from layoutopt.importers.torch.autocast import Autocast
 from layoutopt.importers.torch.calls import array_of, dtype_of, torch_module
 from layoutopt.importers.torch.capture import RECOMPUTED
@@ -43,7 +43,7 @@ from mesh_tf_core.errors import UserError
 
 __all__ = ["ReadProgram", "read"]
 
-_TABLES = (indexing, products, recurrent, reductions, shapes)
+_TABLES = (indexing, products, recurrent, reductions, scattered, shapes)
 """They register their rules in `TABLE` when they are imported."""
 _CHECKS = re.compile(r"_assert|sym_constrain|_check")
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -159,13 +160,22 @@ class Selections:
         return bool(self.rows) and any(map(self.axes, (*values, *_tensors(n.meta.get("val")))))
 
     def count(self, size: Any) -> Operand | None:
-        """A size that is a sum of numbers of selected rows and of integers; None if it is none."""
-        m, total, terms = self.m, None, size.node.expr.as_coefficients_dict()
-        if not all(f.is_Integer and (x.is_Integer or str(x) in self.rows) for x, f in terms.items()):
-            return None
-        for x, factor in terms.items():
-            of = self.rows.get(str(x))
-            part = m.reduced("reduce_sum", m.cast(of.mask, "int32"), [0]) if of else m.constant(1, "int32")
+        """A size made of numbers of selected rows and integers by sums and extremes; None if it is none."""
+        return self._number(size.node.expr)
+
+    def _number(self, of: Any) -> Operand | None:
+        m, total = self.m, None
+        for x, factor in of.as_coefficients_dict().items():
+            rows, extreme = self.rows.get(str(x)), type(x).__name__.lower()
+            part: Operand | None = m.constant(1, "int32") if x.is_Integer else None
+            if rows is not None:
+                part = m.reduced("reduce_sum", m.cast(rows.mask, "int32"), [0])
+            elif extreme in ("max", "min"):
+                each = [self._number(y) for y in x.args]
+                known = [y for y in each if y is not None]
+                part = reduce(lambda a, b: m.binary(extreme, a, b, "int32"), known) if known == each else None
+            if part is None or not factor.is_Integer:
+                return None
             part = m.binary("mul", part, int(factor), "int32") if factor != 1 else part
             total = m.binary("add", total, part, "int32") if total is not None else part
         return total
@@ -277,6 +287,12 @@ class Selections:
           NotImplementedError: it is not known to keep rows apart.
         """
         m, (first, *more) = self.m, args
+        if name == "ctc_loss":  # the classes of all rows as one line, of which each row's are the first
+            rows = more[1].shape[0]
+            m.notes[f"{m.where}: imported as if the classes of each row came before its padding"] = None
+            return (first, m.reshape(more[0], (rows, more[0].shape[0] // rows)), *more[1:])
+        if name in ("held", "padded"):
+            return args
         read = [self.axes(x.meta.get("val")) for x in n.all_input_nodes]
         made = [self.axes(v) for v in _tensors(n.meta.get("val"))]
         own, kept = {a for axes in (*read, *made) for a in axes}, all(made)
