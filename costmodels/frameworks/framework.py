@@ -280,7 +280,7 @@ def load_framework(text: str) -> Framework:
     """
     head, _, tail = (text, "", "") if os.path.isfile(text) else text.partition(":")
     name, _, version = (head, "", "") if os.path.isfile(head) else map(str.strip, head.partition("@"))
-    found = _parsed(name, _text(name))
+    found = _parsed(*_files(name))
     if found.says not in (known := (found.name, *framework_names())):
         raise FrameworkError(f"framework {name!r} says {found.says!r}; {known_names(found.says, known)}")
     chosen = {VERSION: version} if version else {}
@@ -306,36 +306,54 @@ def _check(found: Framework, variant: str, option: str, text: str) -> None:
         raise FrameworkError(f"framework {text!r}: {variant} {why}; {known_names(option, options)}")
 
 
-def _path(name: str) -> Path:
-    return _DATA / f"{name}.json" if name in framework_names() else Path(name)
+def _files(name: str, *over: str) -> tuple[tuple[str, str], ...]:
+    """The names and texts of a framework's file and of those that it is `like`; `over`: the files like it."""
+    text = _shipped(name) if name in framework_names() else _own(name)
+    if name in over:
+        raise FrameworkError(
+            f"framework file {over[0]!r} is like itself: {' is like '.join((*over, name))}; give one of them "
+            "another `like`"
+        )
+    if (like := _content(name, text).get("like")) is None:
+        return ((name, text),)
+    beside = os.path.join(os.path.dirname(name), str(like))
+    return ((name, text), *_files(beside if os.path.isfile(beside) else str(like), *over, name))
 
 
-def _text(name: str) -> str:
-    if name not in framework_names() and not os.path.isfile(name):
+@cache
+def _shipped(name: str) -> str:
+    return read_text(_DATA / f"{name}.json")
+
+
+def _own(name: str) -> str:
+    if not os.path.isfile(name):
         missing = name.endswith(".json") or len(Path(name).parts) > 1
         found = "does not exist" if missing else "is not known"
         raise FrameworkError(f"framework {name!r} {found}; {known_names(name, framework_names())}")
-    with reading(f"framework file {str(_path(name))!r}", error=FrameworkError):
-        return read_text(_path(name))
-
-
-def _content(name: str, text: str) -> dict[str, Any]:
-    """The content of a framework's file; one that is `like` another has all of it that it does not say."""
-    path = _path(name)
-    with reading(f"framework file {str(path)!r}", error=FrameworkError):
-        content = json_value(text)
-    if not isinstance(content, dict):
-        raise FrameworkError(f"framework file {str(path)!r} is not a JSON object")
-    like = content.pop("like", None)
-    own = content.get("name", name) if like is None or path.parent == _DATA else None
-    content = {**({} if own is None else {"says": own}), **content}
-    return content if like is None else merged(_content(str(like), _text(str(like))), content)
+    with reading(f"framework file {name!r}", error=FrameworkError):
+        return read_text(name)
 
 
 # Prices ask for a framework again and again; a file that was written again has another text.
 @lru_cache(256)
-def _parsed(name: str, text: str) -> Framework:
-    content = _content(name, text)
+def _content(name: str, text: str) -> Mapping[str, Any]:
+    """The content of one file; nobody changes it."""
+    with reading(f"framework file {name!r}", error=FrameworkError):
+        content = json_value(text)
+    if not isinstance(content, dict):
+        raise FrameworkError(f"framework file {name!r} is not a JSON object")
+    return content
+
+
+@lru_cache(256)
+def _parsed(*files: tuple[str, str]) -> Framework:
+    """The framework of the first of `_files`, which has of the others all that it does not say."""
+    content: Mapping[str, Any] = {}
+    for name, text in reversed(files):
+        own = {k: v for k, v in _content(name, text).items() if k != "like"}
+        if not content or name in framework_names():
+            own = {"says": own.get("name", name), **own}
+        content = merged(content, own) if content else own
     try:
         return Framework.model_validate(content)
     except ValidationError as error:

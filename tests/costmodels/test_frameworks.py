@@ -244,6 +244,27 @@ def test_a_file_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.Mon
     assert found is not None and found.value == 0.5
 
 
+def test_every_file_that_a_framework_is_like_may_be_written_again(tmp_path: Path) -> None:
+    """A file is found beside the one that is `like` it, and read again each time, in chains of any length."""
+
+    def written(name: str, like: str, **own: Any) -> str:
+        content = {"like": like, "name": name, "summary": "ours", **own}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        return str(tmp_path / f"{name}.json")
+
+    first, _ = written("a", "b.json"), written("b", "c.json")
+    for value in (0.5, 0.6):
+        written("c", "torch", **chip(value=value))
+        sustained = load_hardware("h100", first).chip.sustained
+        assert sustained is not None and sustained.value == value
+    assert load_framework(first).says == "torch"
+    written("c", "a.json")
+    with pytest.raises(
+        FrameworkError, match=r"a\.json is like .*b\.json is like .*c\.json is like .*a\.json"
+    ):
+        load_framework(first)
+
+
 def test_a_framework_of_the_users_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     part: dict[str, Any] = {"value": 0.7, "unit": "1", "source": "our runs", "date": "2026-11"}
