@@ -47,8 +47,8 @@ class KeptValues:
       remade: values that kernels of backward make again from others; `inside`: those that one call of a
         library makes and reads, in loops or outside of them.
       views: tensors that are another name of a value that a loop keeps under its first name.
-      masks: value -> masks of dropout, of its shape, that are kept as long; `apart`: arrays of its own shape
-        that are, where functions of it have a kernel for each step (`STEPS`).
+      masks: value -> masks of dropout, of its shape, that are kept as long; `apart`: arrays of its size that
+        are, where functions of it have a kernel for each step (`STEPS`), or it stands for a wider operand.
     """
 
     of: dict[int, int] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class KeptValues:
     inside: frozenset[int] = frozenset()
     views: frozenset[int] = frozenset()
     masks: dict[int, int] = field(default_factory=dict)
-    apart: dict[int, int] = field(default_factory=dict)
+    apart: dict[int, float] = field(default_factory=dict)
 
     def without_memory(self, fuses: Fuses) -> frozenset[int]:
         """The tensors that have no memory where these operations share kernels."""
@@ -77,7 +77,8 @@ class _Finder:
     same: tensor -> another name of its value, towards the one that stands for all.
     makers: value -> the nodes that compute it; `read`: the roles of the operations that read it in backward;
       `calls`: the calls of those that read it, in forward of a loop or not.
-      `results`: block and call, of `OF_RESULT` -> the value that it makes last in forward.
+      `results`: block and call, of `OF_RESULT` -> the value that it makes last in forward; `wider`: value
+        that stands for a wider operand -> `KeptValues.apart` of it.
     """
 
     def __init__(self, graph: Outline) -> None:
@@ -90,6 +91,7 @@ class _Finder:
         self.read: dict[int, set[str]] = {}
         self.calls: dict[int, set[tuple[str, bool]]] = {}
         self.results: dict[tuple[int, str], int] = {}
+        self.wider: dict[int, float] = {}
         for node in (n for block in graph.blocks for n in block.nodes if n.body is None):
             moved = {o for _, o in _moved(node)}
             for o in (o for o in node.outputs if o not in moved and not self._constant(node)):
@@ -134,7 +136,7 @@ class _Finder:
             for value in self.kept
         }
         read = {v for v in self.read if any(self._outside(node) for node in self.makers.get(v, ()))}
-        found = KeptValues(inside=self._inside(self.kept | read))
+        found = KeptValues(inside=self._inside(self.kept | read), apart=self.wider)
         names: dict[int, set[int]] = {value: set() for value in self.kept | found.inside}
         for tensor in range(len(graph.tensors)):
             value = self.value(tensor)
@@ -197,9 +199,13 @@ class _Finder:
                 made = self.graph.tensor(node.outputs[0])
                 for i in node.inputs if self._role(node) == MAP else ():
                     maker = self.graph.producer.get(i)
-                    outside = maker is None or maker.call != node.call
-                    if outside and self.value(i) not in kept and self.graph.tensor(i) == made:
-                        operands.setdefault(self.value(i), value)
+                    if maker is not None and maker.call == node.call:
+                        continue
+                    read = self.graph.tensor(i)
+                    alike = read == made or (made.dtype == "bool" and read.shape == made.shape)
+                    if alike and self.value(i) not in kept | operands.keys():
+                        operands[self.value(i)] = value
+                        self.wider[value] = itemsize(read.dtype) / itemsize(made.dtype) - 1
         known = kept | operands.keys()
         found = {v for v in own if v not in operands.values() and self._remade(v, known)}
         for value in own:

@@ -81,12 +81,22 @@ class Programs(_Record):
     date: str = ""
 
 
+class Choice(_Record):
+    """How a framework writes a part of the models that it builds from a configuration."""
+
+    value: Text
+    source: Text
+    date: Text
+
+
 class Overlay(_Record):
     """Parts of hardware files that a framework, or one of its options, changes.
 
     Attributes:
       summary: in words, for who must choose.
       runs: its programs, if they are not those of the framework; of a framework, None: any.
+      builds: hyperparameter of a configuration's model (`ConfiguredTraining`) -> its value where the user
+        gave none.
       kinds: kind of chip -> parts of the files of all chips of that kind.
       on: preset -> parts of its file, also for files that are `like` it. They replace those of its kind.
       only: the presets that have it; empty: all.
@@ -94,6 +104,7 @@ class Overlay(_Record):
 
     summary: Text
     runs: Programs | None = None
+    builds: Mapping[str, Choice] = {}
     kinds: Mapping[ChipKind, dict[str, Any]] = {}
     on: Mapping[str, dict[str, Any]] = {}
     only: tuple[str, ...] = ()
@@ -221,6 +232,10 @@ class Framework(Overlay):
     def programs(self) -> Programs | None:
         """The programs that it runs with what was chosen; None: any."""
         return [each.runs for each in self.overlays() if each.runs is not None or each is self][-1]
+
+    def choices(self) -> dict[str, Choice]:
+        """`builds` of the framework and its options."""
+        return {name: choice for each in self.overlays() for name, choice in each.builds.items()}
 
     def overlays(self) -> Iterator[Overlay]:
         """The framework itself, then the option of each variant."""

@@ -58,7 +58,8 @@ def _one(terminal: Terminal, found: Framework, numbers: list[OverlaidNumber]) ->
 
     chosen, runs = found.options(), found.programs
     pads = (f"{n} of its models is a multiple of {p.multiple} ({p.source})" for n, p in found.pads.items())
-    notes = [*found.notes, *pads]
+    writes = (f"its models have {n}={its.value} ({its.source})" for n, its in found.choices().items())
+    notes = [*found.notes, *writes, *pads]
     terminal.result(FrameworkResult(**_summary(found), notes=notes, runs=runs, numbers=numbers))
     rows = [
         ("name", found.text),

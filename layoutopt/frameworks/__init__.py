@@ -31,10 +31,14 @@ def says(name: str) -> Restriction:
     return found
 
 
-def padded(framework: str, model: Model) -> Model:
-    """The model with the dimensions that a framework pads; programs of users stay as they are."""
-    pads = {} if getattr(model, "front_end", "") else load_framework(framework).pads
-    for dim, its in pads.items():
+def as_built(framework: str, model: Model) -> Model:
+    """The model as a framework writes and pads it; programs of users stay as they are."""
+    if getattr(model, "front_end", ""):
+        return model
+    found = load_framework(framework)
+    if written := getattr(model, "written_as", None):
+        model = written({name: its.value for name, its in found.choices().items()})
+    for dim, its in found.pads.items():
         model = longer(model, dim, its.multiple)
     return model
 

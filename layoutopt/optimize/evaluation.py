@@ -14,7 +14,7 @@ from costmodels.pricing.compilers import compiler_of
 from costmodels.pricing.items import Computed
 from costmodels.pricing.pricer import Cost, Line, Pricer
 from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
-from layoutopt.frameworks import differences, padded
+from layoutopt.frameworks import as_built, differences
 from layoutopt.optimize.slot_pictures import drawn
 from layoutopt.plan.known import Known
 from layoutopt.plan.machine_details import errors_known
@@ -376,7 +376,7 @@ def beside_steps(met: Cost, how: DiLoCo, step: float) -> Iterator[Line]:
 
 def as_run(model: Model, hardware: Hardware) -> Model:
     """The model, padded and recomputed as the software of some hardware does."""
-    model = padded(hardware.framework, model)
+    model = as_built(hardware.framework, model)
     return model.second_runs(bool(compiler_of(hardware).rules.to_the_end))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from costmodels.frameworks import DEFAULT
-from layoutopt.frameworks import padded, says
+from layoutopt.frameworks import as_built, says
 from layoutopt.front_ends import FRONT_ENDS
 from layoutopt.plan.decided import SAID, Decided
 from layoutopt.plan.details import Searched
@@ -228,7 +228,7 @@ class Plan:
           UserError: the plan was made for another model.
         """
         self.check(model)
-        return Plan(self.data, self.stopped, padded(self.data.framework or DEFAULT, model), self.complete)
+        return Plan(self.data, self.stopped, as_built(self.data.framework or DEFAULT, model), self.complete)
 
     @property
     def jax(self) -> Any:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mesh_tf_core.errors import UserError
+from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim, SparseDim
 from mesh_tf_core.ir.initializers import ZEROS, Normal
 from mesh_tf_core.ir.tensor import Tensor
@@ -31,6 +31,8 @@ from mesh_tf_core.ops.math import sigmoid
 from mesh_tf_core.ops.random import dropout
 from mesh_tf_core.ops.shape import rename, reshape, transpose
 
+GATED = ("hidden", "inputs", "results")
+
 
 @dataclass(frozen=True)
 class MixtureOfExperts:
@@ -43,7 +45,8 @@ class MixtureOfExperts:
       activation, gated, dropout: of every expert, as of `FeedForward`.
       up: with `TopExperts`, the activation of a gated expert's other product.
       bias: with `TopExperts`, adds biases to the experts' products.
-      gates_first: with `TopExperts`, gates multiply the experts' inputs, not their results (Llama 4).
+      gates: with `TopExperts`, of `GATED`: gates multiply the experts' inputs (Llama 4), their hidden units
+        (Megatron), or their results, which are kept for the gates' gradient then (transformers, MaxText).
       shared: hidden dimension of a block for every token, in addition to its experts (DeepSeek-V2 2024,
         section 2.2: shared experts, side by side, are one block of their widths' sum); None: no such block.
       shared_gate: that block's output is multiplied by a sigmoid of a learned map of the token (Qwen-MoE).
@@ -65,7 +68,7 @@ class MixtureOfExperts:
     shared_gate: bool = False
     up: str = "linear"
     bias: bool = False
-    gates_first: bool = False
+    gates: str = "hidden"
 
     def __post_init__(self) -> None:
         activation(self.activation)
@@ -76,10 +79,14 @@ class MixtureOfExperts:
                 "MixtureOfExperts: dropout inside the experts cannot be combined with TopExperts; set "
                 "dropout=0 and apply mtf.dropout to the result"
             )
-        more = self.bias or self.gates_first or self.up != "linear"
+        if self.gates not in GATED:
+            raise UserError(
+                f"MixtureOfExperts: gates={self.gates!r} is unknown; {known_names(self.gates, GATED)}"
+            )
+        more = self.bias or self.gates != "hidden" or self.up != "linear"
         if more and not isinstance(self.router, TopExperts):
             raise UserError(
-                "MixtureOfExperts: up, bias and gates_first need the router TopExperts; use it, or leave them"
+                "MixtureOfExperts: up, bias and gates need the router TopExperts; use it, or leave them"
             )
         if self.shared_gate and self.shared is None:
             raise UserError(
@@ -120,8 +127,7 @@ class MixtureOfExperts:
     def _chosen(
         self, x: Tensor, router: TopExperts, importance: Tensor | None, seen: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Every token through its experts. A gate multiplies hidden units instead of their product: there are
-        fewer."""
+        """Every token through its experts."""
         d, count, tokens = x.dim(self.d_model), self.experts.size, (self.group, self.token)
         found = router.choices(seen, Dim("router", count), self.token, d.name, importance)
         limits = router.groups, router.groups_chosen
@@ -131,7 +137,8 @@ class MixtureOfExperts:
         )
         rows, one = to_experts(x, few, found.choice, tokens, [d.name]), Dim("bias", 1)
         even = gates * 0.0 + 1.0
-        rows, gates = (rows * gates, even) if self.gates_first else (rows, gates)
+        rows = rows * gates if self.gates == "inputs" else rows
+        inside = [gates] if self.gates == "hidden" else []
 
         def product(
             x: Tensor, name: str, inner: Dim, outer: Dim, times: Tensor, again: Tensor | None = None
@@ -146,11 +153,12 @@ class MixtureOfExperts:
         def unit(*given: Tensor) -> Tensor:
             h = activation(self.activation)(given[0])
             h = h * activation(self.up)(given[1]) if self.gated else h
-            return h if self.gates_first else h * given[-1]
+            return h * given[-1] if inside else h
 
         parts = [product(rows, name, d, self.d_ff, even) for name in ("i", "g")[: 1 + self.gated]]
-        h, again = gated(unit, parts, self.d_ff.name, () if self.gates_first else [gates])
-        y = product(h, "o", self.d_ff, d, gates, again)
+        h, again = gated(unit, parts, self.d_ff.name, inside)
+        y = product(h, "o", self.d_ff, d, gates if inside else even, again)
+        y = y * gates if self.gates == "results" else y
         return transpose(from_experts(y, found.choice, tokens, [d.name]), x.shape), found.loss
 
     def feed_forward(self, x: Tensor, filled: float) -> Tensor:

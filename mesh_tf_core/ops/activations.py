@@ -50,7 +50,9 @@ class Clip(Elementwise):
         return 2.0 * local[0].shape.size
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        return (where(inputs[0].equal(output), dy, constant_like(dy, 0.0)),)
+        # Clipped again, so that the input alone is kept.
+        same = inputs[0].equal(clip(inputs[0], self.low, self.high))
+        return (where(same, dy, constant_like(dy, 0.0)),)
 
 
 def clip(x: Tensor, low: float = -math.inf, high: float = math.inf) -> Tensor:

@@ -16,7 +16,6 @@ import pytest
 
 from layoutopt.importers.arrays import relations
 from layoutopt.importers.arrays.build import TABLE
-from layoutopt.importers.huggingface.configuration import FAMILIES
 from layoutopt.importers.huggingface.form import FORMS
 from mesh_tf_core.ir.array_functions import UNARY
 from mesh_tf_core.ops import unary
@@ -29,7 +28,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "extending.md"
 @pytest.fixture(autouse=True)
 def kept() -> Iterator[None]:
     """What the page adds to tables is gone after it."""
-    with patch.dict(TABLE), patch.dict(FAMILIES):
+    with patch.dict(TABLE), patch.dict(FORMS):
         yield
 
 
@@ -62,7 +61,7 @@ def test_every_family_is_on_its_page_and_compared() -> None:
     other = {n for n, (_, form) in FORMS.items() if form.remarks or form.varied}  # not as in transformers
     for file, left in (("huggingface_counts.json", {"nemotron-nas"}), ("huggingface_losses.json", other)):
         models = json.loads((data / file).read_text(encoding="utf-8"))["models"].values()
-        assert FAMILIES.keys() - left <= {each["config"]["model_type"] for each in models} & named, file
+        assert FORMS.keys() - left <= {each["config"]["model_type"] for each in models} & named, file
 
 
 def test_every_function_has_its_slope_and_its_reference() -> None:

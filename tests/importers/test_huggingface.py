@@ -13,7 +13,7 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt.importers.huggingface import from_huggingface, is_configuration, names_of
-from layoutopt.importers.huggingface.configuration import FAMILIES, chosen, class_defaults
+from layoutopt.importers.huggingface.configuration import FORMS, chosen, class_defaults
 from layoutopt.importers.huggingface.decoder import LayerKind, runs
 from layoutopt.importers.huggingface.fields import ConfiguredTraining
 from layoutopt.models.loading import load_model
@@ -53,7 +53,7 @@ def test_published_files_are_built_as_they_are(name: str) -> None:
 def test_what_is_lacking_is_on_the_page_and_no_family() -> None:
     page = (DATA.parents[1] / "docs" / "guides" / "huggingface.md").read_text(encoding="utf-8")
     for family, lacks in class_defaults()["lacks"].items():
-        assert family not in FAMILIES and f"`{family}`" in page and lacks in page, family
+        assert family not in FORMS and f"`{family}`" in page and lacks in page, family
 
 
 def test_counts_are_those_of_the_model_cards() -> None:
@@ -187,7 +187,7 @@ def test_the_text_part_of_a_file_is_planned_with_what_the_whole_says() -> None:
     )
 
 
-SIZED = [n for n in FAMILIES if "hidden_size" in class_defaults()["families"][n]]
+SIZED = [n for n in FORMS if "hidden_size" in class_defaults()["families"][n]]
 
 
 @pytest.mark.parametrize("family", SIZED)
@@ -197,7 +197,7 @@ def test_a_file_may_omit_the_sizes_of_its_class(family: str) -> None:
     least |= {"n_routed_experts": 4, "n_shared_experts": 1} if family == "dots1" else {}
     least |= {"head_dim": 128} if family in ("glm4v_moe_text", "qwen3_omni_moe_text") else {}
     fields = chosen(least, "the file").fields()
-    FAMILIES[family][1](fields, ConfiguredTraining(batch=1, length=1))
+    FORMS[family][1].read(fields, ConfiguredTraining(batch=1, length=1))
     sizes = {n: v for n, v in class_defaults()["families"][family].items() if n in fields.asked}
     assert from_huggingface(least).parameters == from_huggingface({**sizes, **least}).parameters
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from layoutopt import from_huggingface
-from layoutopt.importers.huggingface.configuration import FAMILIES, names_of
+from layoutopt.importers.huggingface.configuration import FORMS, names_of
 from layoutopt.plan.build import decided
 from layoutopt.plan.export import export
 from layoutopt.plan.exported import Exported, placed
@@ -72,7 +72,7 @@ def has_modules(config: dict[str, Any]) -> bool:
         return False
 
 
-@pytest.mark.parametrize("family", sorted({*FAMILIES} & {*NAMED}))
+@pytest.mark.parametrize("family", sorted({*FORMS} & {*NAMED}))
 @pytest.mark.one_in(6)
 def test_every_family_has_settings_of_its_modules(family: str) -> None:
     config = config_of(family)
@@ -101,7 +101,7 @@ def check_reader(config: dict[str, Any], own: dict[str, Any]) -> None:
 
     family = config["model_type"]
     with torch.device("meta"):
-        module = getattr(transformers, FAMILIES[family][0])(transformers.AutoConfig.for_model(**config))
+        module = getattr(transformers, FORMS[family][0])(transformers.AutoConfig.for_model(**config))
     read = DistributedConfig.from_dict(own)
     assert {n: v for n, v in read.to_dict().items() if n in own} == own
     styles, _, wrapped = module._resolve_parallel_plans(read)

@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING
 
 import mesh_tf_core as mtf
 from layoutopt.importers.huggingface import from_huggingface
-from layoutopt.importers.huggingface.configuration import FAMILIES, chosen, class_defaults, headless
+from layoutopt.importers.huggingface.configuration import FORMS, chosen, class_defaults, headless
 from layoutopt.importers.huggingface.fields import ConfiguredTraining
 from layoutopt.models.loading import load_model
 
@@ -84,7 +84,7 @@ def fields_of(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     family = config["model_type"]
     sizes = class_defaults()["families"].get(family, {})
     fields = chosen(config, "the file").fields()
-    FAMILIES[family][1](fields, ConfiguredTraining(batch=2, length=12))
+    FORMS[family][1].read(fields, ConfiguredTraining(batch=2, length=12))
     every = {*fields.asked, *sizes, *class_defaults()["without_effect"].get(family, ())}
     usual = {"mlp_bias", "attention_bias", "tie_word_embeddings", "head_dim", "num_key_value_heads"}
     for name in sorted((every | usual) - class_defaults()["renamed"].get(family, {}).keys()):
@@ -122,7 +122,7 @@ def faults(name: str) -> list[str]:
     return [said for field, value in fields_of(config) if (said := wrong(config, field, value, base))]
 
 
-DECODERS = [n for n, c in CASES.items() if FAMILIES[c["model_type"]][0].endswith(("CausalLM", "LMHeadModel"))]
+DECODERS = [n for n, c in CASES.items() if FORMS[c["model_type"]][0].endswith(("CausalLM", "LMHeadModel"))]
 
 
 @pytest.mark.nightly
@@ -158,7 +158,7 @@ def test_classes_are_those_that_the_file_names(family: str) -> None:
         assert model.graph.dims()["classes"] == {count}
 
 
-WRITTEN = [n for n in FAMILIES if n in CONFIG_MAPPING]
+WRITTEN = [n for n in FORMS if n in CONFIG_MAPPING]
 UNSAID = ("deepseek_v2", "dots1", "glm4v_moe_text", "qwen3_omni_moe_text")
 """Families whose classes have defaults of which transformers builds no model, or another one."""
 
@@ -168,7 +168,7 @@ UNSAID = ("deepseek_v2", "dots1", "glm4v_moe_text", "qwen3_omni_moe_text")
 def test_files_that_transformers_writes_are_built(family: str) -> None:
     """All fields of a class, or those that differ from its defaults; for the class without a head too."""
     made = CONFIG_MAPPING[family]()
-    wanted = FAMILIES[family][0]
+    wanted = FORMS[family][0]
     for found in (made.to_dict(), made.to_diff_dict()):
         fields = {**json.loads(json.dumps(found)), "model_type": family, "_a_private_name": 3}
         model = from_huggingface({**fields, "architectures": [wanted]}, batch=1, length=16)

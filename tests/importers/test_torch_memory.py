@@ -71,7 +71,8 @@ def saved(module: nn.Module, x: torch.Tensor) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = module(x).sum()
+        out = module(x)
+        loss = getattr(out, "logits", out).sum()
     assert loss.requires_grad  # what it keeps is there until here, so no address is of two arrays
     return sum(found.values())
 
@@ -114,6 +115,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu6": F.relu6,
     "hardtanh": F.hardtanh,
     "clamp": lambda x: x.clamp(-1, 1),
+    "leaky_relu": F.leaky_relu,
     "softsign": F.softsign,
     "tanh": torch.tanh,
     "selu": F.selu,
@@ -121,6 +123,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu beside its operand": lambda x: F.relu(x) + x.square(),
     "softmax beside its operand": lambda x: F.softmax(x, -1) + x.square(),
     "clamp beside its operand": lambda x: x.clamp(-1, 1) + x.square(),
+    "leaky_relu beside its operand": lambda x: F.leaky_relu(x) + x.square(),
 }
 """Those whose derivative reads their result, their operand, or an array within."""
 
@@ -187,6 +190,74 @@ def test_every_activation_of_a_configuration_keeps_what_autograd_saves(name: str
     x = torch.randn(ROWS, 8, requires_grad=True)
     found = saved(nn.Sequential(nn.Linear(8, WIDE), act, nn.Linear(WIDE, 8)), x) - x.nbytes
     assert kept_by_form(name) == pytest.approx(found / (4 * ROWS * WIDE), abs=0.01)
+
+
+class Attended(torch.autograd.Function):
+    """Attention that keeps what fused kernels keep: operands, result, and a number of each row."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        weights = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
+        out = weights.softmax(-1) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+        out = out.transpose(1, 2).contiguous()
+        # Kernels take values in an array of their own.
+        ctx.save_for_backward(q, k, v.contiguous(), out, weights.float().logsumexp(-1))
+        return out
+
+
+OWN_EXPERTS = {"moe_intermediate_size": 192, "num_experts_per_tok": 4, "norm_topk_prob": True}
+WIDTHS = {
+    "vocab_size": 16, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "intermediate_size": 896, "num_hidden_layers": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+MODULES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3_moe": {"num_experts": 16, "head_dim": 32, **OWN_EXPERTS},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 32},
+    "deepseek_v3": {
+        "n_routed_experts": 16, "n_group": 4, "topk_group": 2, "n_shared_experts": 1,
+        "first_k_dense_replace": 0, **LATENT, **OWN_EXPERTS,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", MODULES)
+@pytest.mark.one_in(5)
+def test_configured_layers_keep_what_transformers_modules_save(family: str, dtype: str) -> None:
+    """What a longer batch keeps more: experts as grouped products, the default of transformers, whose gates
+    multiply results, and norms on float32 copies."""
+    transformers = pytest.importorskip("transformers", minversion="5.20")
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def attended(module: Any, q: Any, k: Any, v: Any, mask: Any, **_: Any) -> tuple[torch.Tensor, None]:
+        return Attended.apply(q, k, v), None  # type: ignore[no-untyped-call]
+
+    ALL_ATTENTION_FUNCTIONS.register("attended", attended)
+    sizes, length = {**WIDTHS, **MODULES[family]}, 128
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    module = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=getattr(torch, dtype), attn_implementation="attended"
+    )
+    if family != "llama":
+        module.set_experts_implementation("grouped_mm")
+
+    def both(batch: int) -> tuple[int, int]:
+        model = from_huggingface(
+            {"model_type": family, **sizes}, batch=batch, length=length, dtype=dtype, attention="fused"
+        )
+        found = layoutopt.cost(model, "data:1", hardware="h100", framework="transformers").evaluation.memory
+        *_, last = (p for p in found.points if p.origin.phase == Phase.FORWARD and p.depth == 0)
+        ids = torch.randint(0, 16, (batch, length))
+        return last.bytes - found.variables, saved(module, ids)
+
+    (ours, real), (more, also) = both(2), both(4)
+    assert (more - ours) / (also - real) == pytest.approx(1.0, abs=0.03)
 
 
 @pytest.mark.parametrize("fn", STEPS)

@@ -20,9 +20,9 @@ from costmodels.frameworks import DEFAULT, framework_names, load_framework
 from costmodels.hardware import load_hardware, machine_of
 from examples import mlp, moe_lm, transformer_lm, transformer_seq2seq
 from layoutopt.analysis.lint import unexpressed
-from layoutopt.frameworks import differences, padded, says
+from layoutopt.frameworks import as_built, differences, says
 from layoutopt.front_ends import FRONT_ENDS
-from layoutopt.importers.huggingface.configuration import FAMILIES
+from layoutopt.importers.huggingface.configuration import FORMS
 from layoutopt.optimize.entry import unrestricted
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.optimize.request import Request
@@ -200,7 +200,7 @@ def test_an_answer_says_where_a_framework_runs_another_program(name: str) -> Non
     """A user's program in another library, or where it has models of its own; a family that it lacks."""
     runs = load_framework(name).programs
     families = () if runs is None else runs.families or ()
-    assert {*families} <= {*FAMILIES}
+    assert {*families} <= {*FORMS}
     for front in FRONT_ENDS.values():
         said = [*differences(name, of(front.name), "bfloat16")]
         assert bool(said) == (runs is not None and front.name not in runs.libraries)
@@ -266,10 +266,10 @@ def test_megatron_pads_the_vocabulary(build: Callable[..., mtf.Model]) -> None:
         assert found.predicted == built.predicted
         assert "megatron pads vocab from 1,001 to 1,024" in found.notes and not built.model.given
         assert found.model.fingerprint == given.fingerprint != built.model.fingerprint
-        assert padded("megatron", found.model) is found.model
+        assert as_built("megatron", found.model) is found.model
         given.training_step()
     for name in framework_names():
-        assert (padded(name, given) is given) == (name != "megatron")
+        assert (as_built(name, given) is given) == (name != "megatron")
 
 
 def test_a_plan_with_a_padded_vocabulary_goes_on_to_its_framework(tmp_path: Path) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from dataclasses import fields as fields_of
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -29,11 +29,6 @@ from mesh_tf_core.training.weights import Source
 if TYPE_CHECKING:
     from layoutopt.plan.build import Plan
 
-ReadConfiguration = Callable[[Fields, ConfiguredTraining], LanguageModel | Model]
-FAMILIES: dict[str, tuple[str, ReadConfiguration]] = {
-    name: (architecture, form.read) for name, (architecture, form) in FORMS.items()
-}
-"""model_type -> the architecture and its reader."""
 ALSO = {
     "MiMoForCausalLM": "qwen2",
     "MiniMaxM1ForCausalLM": "minimax",
@@ -109,7 +104,7 @@ def names_of(config: str | Path | Mapping[str, Any], **changes: Any) -> dict[str
 
 
 def _sources(found: Configuration, model: Model) -> dict[str, Source] | None:
-    """The weights of a model in checkpoints of its family; None if they are not arrays of their own there."""
+    """The weights of a model in checkpoints of its family; None if they are not arrays of their own."""
     variables = {n: v for n, v in graph_of(model.loss).variables.items() if v.trainable}
     made = found.reads(found.fields(model.hparams), ConfiguredTraining(batch=1, length=1))
     names = dict(checkpoint_names(made, found.family, model.hparams["length"], variables))
@@ -122,9 +117,22 @@ class ConfiguredModel(Model):
 
     Attributes:
       found: the configuration.
+      written: hyperparameters of how parts of it are written, which change it -> their values.
     """
 
     found: Configuration | None = field(default=None, repr=False, compare=False)
+    written: Mapping[str, str] = field(default_factory=dict)
+
+    def written_as(self, choices: Mapping[str, str]) -> Model:
+        """The model with `choices` where its user made none, and this one as `given`."""
+        own: Any = self.given or self
+        said = {n: v for n, v in choices.items() if n in own.written and not self.hparams.get(n)}
+        if (made := {**own.written, **said}) == own.written:
+            return cast(Model, own)
+        if (key := tuple(made.items())) not in own._others:
+            new = _built(own.found, {**self.hparams, **made})
+            own._others[key] = 0, replace(new, given=own, hparams=own.hparams, assumed=own.assumed)
+        return cast(Model, own._others[key][1])
 
     @property
     def family(self) -> str:
@@ -135,8 +143,8 @@ class ConfiguredModel(Model):
         """The parameters of the modules of transformers, as a plan splits them; none if some have no array of
         their own there."""
         assert self.found is not None
-        names = _sources(self.found, self) or {}
-        return {MODULES: tuple(module_tensors(names, self.graph.variables, plan.layout))}
+        names, variables = _sources(self.found, self) or {}, self.graph.variables
+        return {MODULES: tuple(module_tensors(names, variables, plan.layout))}
 
 
 def module_of(path: Path, shown: str) -> ModuleType:
@@ -185,7 +193,7 @@ class Configuration:
     Attributes:
       values: the fields, of the whole file or of its text part.
       source: the file, and the part, for errors.
-      family: of `FAMILIES`; remarks: where the model is not what the file calls itself, in words.
+      family: of `FORMS`; remarks: where the model is not what the file calls itself, in words.
     """
 
     values: Mapping[str, Any]
@@ -201,16 +209,15 @@ class Configuration:
 
     def reads(self, fields: Fields, training: ConfiguredTraining) -> LanguageModel | Model:
         with fields.named():
-            return FAMILIES[self.family][1](fields, training)
+            return FORMS[self.family][1].read(fields, training)
 
     def fields(self, changed: Mapping[str, Any] = NOTHING) -> Fields:
         """The fields, some with other values."""
         told = class_defaults()
         sizes, known = (told[n].get(self.family, NOTHING) for n in ("families", "read"))
-        known = (
-            {*known, *told["read"]["all"], *sizes} - set(_idle(self.family)) if known is not NOTHING else ()
-        )
-        idle = {*told["without_effect"]["all"], *_idle(self.family)}
+        idle = _idle(self.family)
+        known = {*known, *told["read"]["all"], *sizes} - {*idle} if known is not NOTHING else ()
+        idle = [*told["without_effect"]["all"], *idle]
         return Fields({**self.values, **changed}, self.source, sizes, known, idle)
 
 
@@ -224,7 +231,7 @@ def chosen(values: Mapping[str, Any], source: str) -> Configuration:
         return chosen(thinker, f"{source}: thinker_config")
     name = next((n for n in TEXTS if isinstance(values.get(n), Mapping)), TEXTS[0])
     text, where = values.get(name), f"{source}: {name}"
-    if text is None and (flat := f"{values.get('model_type')}_text") in FAMILIES:  # as older files are
+    if text is None and (flat := f"{values.get('model_type')}_text") in FORMS:  # as older files are
         text, name, where = {**values, "model_type": flat, "architectures": None}, "the text model", source
         text = {n: v for n, v in text.items() if n not in PARTS}
     if isinstance(text, Mapping) and (family := _family(text)) is not None:
@@ -241,11 +248,11 @@ def chosen(values: Mapping[str, Any], source: str) -> Configuration:
     also = f", nor is its {name} ({str(text.get('model_type'))[:60]!r})" if isinstance(text, Mapping) else ""
     kind, of_text = (str((part or values).get("model_type"))[:60] for part in (values, text))
     lacks = next(filter(None, map(class_defaults()["lacks"].get, (kind, of_text, f"{kind}_text"))), "")
-    close = [n for k in (kind, of_text) if k != "None" for n in get_close_matches(k, FAMILIES, 3)]
+    close = [n for k in (kind, of_text) if k != "None" for n in get_close_matches(k, FORMS, 3)]
     near = f"nearest: {', '.join(dict.fromkeys(close))}; " if close else ""
     raise UserError(
         f"{source}: model_type {kind!r} is not supported{also}{lacks and f'; layoutopt lacks {lacks}'}; "
-        f"{near}all {len(FAMILIES)} are in docs/guides/huggingface.md; write this model with "
+        f"{near}all {len(FORMS)} are in docs/guides/huggingface.md; write this model with "
         "mesh_tf_core.layers (layoutopt init), or import it with layoutopt.from_torch or "
         f"layoutopt.from_jax{_foreign(text or values)}"
     )
@@ -268,10 +275,10 @@ def _foreign(values: Any) -> str:
 def _family(values: Mapping[str, Any]) -> str | None:
     """The family that a configuration's `model_type`, or else the class that it names, is."""
     name, classes = values.get("model_type"), values.get("architectures")
-    if isinstance(name, str) and name in FAMILIES:
+    if isinstance(name, str) and name in FORMS:
         return name
     listed = classes if isinstance(classes, list) else []
-    found = next((n for n, (wanted, _) in FAMILIES.items() if wanted in listed), None)
+    found = next((n for n, (wanted, _) in FORMS.items() if wanted in listed), None)
     return found or next((family for other, family in ALSO.items() if other in listed), None)
 
 
@@ -286,8 +293,8 @@ def _in_our_names(values: Mapping[str, Any], family: str) -> Mapping[str, Any]:
 
 def _checked(values: Mapping[str, Any], source: str, family: str) -> str:
     """The family; UserError if the file names another class of it."""
-    classes, wanted = values.get("architectures") or [], FAMILIES[family][0]
-    same = [wanted, FAMILIES[SAME.get(family, family)][0]]
+    classes, wanted = values.get("architectures") or [], FORMS[family][0]
+    same = [wanted, FORMS[SAME.get(family, family)][0]]
     known = {*same, *map(headless, same), *(n for n, other in ALSO.items() if other == family)}
     if not isinstance(classes, list) or (classes and known.isdisjoint(map(str, classes))):
         raise UserError(
@@ -306,8 +313,8 @@ def _renamed(values: Mapping[str, Any], family: str) -> Iterator[str]:
     """Where a file calls itself something else, or stores weights that training has not."""
     if values.get("model_type") != family:
         said = str(values.get("model_type"))[:60]
-        yield f"model_type {said!r} is built as {FAMILIES[family][0]}, the architecture that the file names"
-    wanted = FAMILIES[family][0]
+        yield f"model_type {said!r} is built as {FORMS[family][0]}, the architecture that the file names"
+    wanted = FORMS[family][0]
     if (base := headless(wanted)) != wanted and base in (values.get("architectures") or []):
         yield f"{base} of architectures has no loss, so the model is built as {wanted}"
     told = {**class_defaults()["families"].get(family, NOTHING), **values}
@@ -322,9 +329,9 @@ def _renamed(values: Mapping[str, Any], family: str) -> Iterator[str]:
         yield "quantization_config is ignored: it describes the published weights, not those of training"
 
 
-def _idle(family: str) -> list[str]:
+def _idle(family: str) -> Any:
     """Fields of a family that change nothing."""
-    return list(class_defaults()["without_effect"].get(family, ()))
+    return class_defaults()["without_effect"].get(family, ())
 
 
 def _hyperparameters(found: Configuration) -> dict[str, Any]:
@@ -332,19 +339,15 @@ def _hyperparameters(found: Configuration) -> dict[str, Any]:
     fields = found.fields()
     own = asdict(ConfiguredTraining(length=_length(found.family, fields), dtype=_dtype(found)))
     found.reads(fields, ConfiguredTraining(batch=1, length=1))
-    plain = {
-        n: v
-        for n, v in fields.asked.items()
-        if isinstance(v, bool | int | float | str) and n in fields.values
-    }
-    return {**own, **{n: v for n, v in plain.items() if n not in own}}
+    read = {n: v for n, v in fields.asked.items() if n in fields.values and n not in own}
+    return {**own, **{n: v for n, v in read.items() if isinstance(v, bool | int | float | str)}}
 
 
 def _built(found: Configuration, hparams: Mapping[str, Any]) -> Model:
     """The model of a configuration with changed values."""
-    names = {f.name for f in fields_of(ConfiguredTraining)}
-    training = ConfiguredTraining(**{n: v for n, v in hparams.items() if n in names})
-    fields = found.fields({n: v for n, v in hparams.items() if n not in names})
+    own = {f.name: hparams[f.name] for f in fields_of(ConfiguredTraining) if f.name in hparams}
+    training = ConfiguredTraining(**own)
+    fields = found.fields({n: v for n, v in hparams.items() if n not in own})
     made = found.reads(fields, training)
     for other in DTYPES:
         fields.raw(other)
@@ -356,7 +359,10 @@ def _built(found: Configuration, hparams: Mapping[str, Any]) -> Model:
     known = (r for r in found.remarks if not training.mtp or FURTHER not in r)
     remarks = (*known, *made.remarks, *_omitted(fields))
     given = {f.name: getattr(model, f.name) for f in fields_of(model)}
-    return ConfiguredModel(**{**given, "hparams": hparams, "remarks": remarks}, found=found)
+    written = {"gates": training.gates or "hidden"} if getattr(made, "mixtures", 0) else {}
+    if isinstance(made, LanguageModel) and not made.norm.center:
+        written["norms"] = training.norms or "library"
+    return ConfiguredModel(**{**given, "hparams": hparams, "remarks": remarks}, found=found, written=written)
 
 
 def _omitted(fields: Fields) -> Iterator[str]:
@@ -368,9 +374,8 @@ def _omitted(fields: Fields) -> Iterator[str]:
 
 
 def _length(family: str, fields: Fields) -> int:
-    name = "max_position_embeddings"
+    name, behind = "max_position_embeddings", FORMS[family][1].behind
     longest = fields.values.get(name, fields.sizes.get(name))
-    behind = FORMS[family][1].behind if family in FORMS else 0
     if isinstance(behind, str) and isinstance(longest, int):
         longest -= fields.count(behind, least=0) + 1
     return min(LENGTH, longest) if isinstance(longest, int) and longest > 0 else LENGTH

@@ -15,6 +15,7 @@ from typing import Any
 
 from mesh_tf_core import model
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.layers.moe import GATED
 from mesh_tf_core.reading import read_json, reading
 
 LARGEST_FILE = 4_000_000
@@ -266,6 +267,8 @@ class ConfiguredTraining(model.Training):
       mtp: the number of layers that predict further tokens (multi-token prediction), with `mtp_weight` times
         their mean loss.
       ignore: names of fields of the configuration to ignore, separated by commas.
+      gates: where gates of experts multiply, of `MixtureOfExperts`; norms: "steps" (`forms.Norm`) or
+        "library"; "": as the framework's modules do, else "hidden" and "library".
     """
 
     learning_rate: float = 1e-4
@@ -278,10 +281,15 @@ class ConfiguredTraining(model.Training):
     mtp: int = 0
     mtp_weight: float = 0.3
     ignore: str = ""
+    gates: str = ""
+    norms: str = ""
 
     def __post_init__(self) -> None:
         for name in ("batch", "length"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; give a whole number of at least 1")
+        for name, known in (("gates", GATED), ("norms", ("library", "steps"))):
+            if (value := getattr(self, name)) not in ("", *known):
+                raise UserError(f"{name}={value!r} is unknown; {known_names(value, known)}")
         if not 0 <= self.mtp <= 16:
             raise UserError(f"mtp is {self.mtp}; give the number of further tokens to predict, at most 16")

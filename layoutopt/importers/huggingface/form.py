@@ -139,6 +139,7 @@ class Form:
             fields.only(name, *(fields.raw(v[1:]) if str(v)[:1] == "=" else v for v in values))
         kinds = self._kinds(fields)
         told = {n: fields.either(v) for n, v in self.norm.items()}
+        told["steps"] = training.norms == "steps"
         norm = Norm(fields.number(fields.first(*EPSILONS, "norm_epsilon"), 1e-6), **told)
         act = self._activation(fields)
         reader = mixers.MixerReader(fields, training, self.heads, norm, self.linear, len(kinds))

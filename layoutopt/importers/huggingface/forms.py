@@ -28,6 +28,7 @@ class Norm:
     Attributes:
       around_one: the scale is stored minus 1 (Gemma).
       center: of mean 0 first (Ba et al. 2016); bias: adds a learned bias; scale: whether there is one.
+      steps: without `center`, in steps on a float32 copy, as transformers' modules write it.
     """
 
     epsilon: float
@@ -35,25 +36,24 @@ class Norm:
     center: bool = False
     bias: bool = False
     scale: bool = True
+    steps: bool = False
 
     def __call__(self, x: Tensor, name: str, *dims: str) -> Tensor:
         """x, normalised along d_model or over `dims` together."""
         g, own = x.graph, [x.dim(n) for n in dims or ("d_model",)]
         with g.scope(name):
-            scale = bias = None
-            if self.scale:
-                begin = ZEROS if self.around_one else ONES
-                scale = g.variable("scale", own, begin, activation_dtype=x.dtype)
-                scale = scale + 1.0 if self.around_one else scale
-            if self.bias:
-                bias = g.variable("bias", own, ZEROS, activation_dtype=x.dtype)
+            begin, dtype = ZEROS if self.around_one else ONES, x.dtype
+            scale = g.variable("scale", own, begin, activation_dtype=dtype) if self.scale else None
+            scale = scale + 1.0 if scale is not None and self.around_one else scale
+            bias = g.variable("bias", own, ZEROS, activation_dtype=dtype) if self.bias else None
             if self.center:
                 with g.in_call(g.path("layer_norm")):
                     return mtf.layer_norm(x, own[0], scale, bias, self.epsilon)
-            if len(own) == 1:
+            if len(own) == 1 and not self.steps:
                 return mtf.rms_norm(x, own[0], scale, self.epsilon)
-            y = unit_rms(x, own, self.epsilon)
-            return y if scale is None else y * scale
+            y = unit_rms(x.cast("float32") if self.steps else x, own, self.epsilon)
+            y = y if self.around_one else y.cast(dtype)
+            return (y if scale is None else y * scale.cast(y.dtype)).cast(dtype)
 
 
 @dataclass(frozen=True)
@@ -306,8 +306,8 @@ class Mixture:
       router: chooses them, given a capacity factor.
       shared: hidden size of shared experts, which every token passes through; 0: none.
       shared_gate: their output is multiplied by a sigmoid of a map of the token.
-      up, gates_first: as of `nn.MixtureOfExperts`; bias: of the router and the experts.
-      latent: size of what experts see instead of d_model: a projection, back again behind them; 0: d_model.
+      up, gates: as of `nn.MixtureOfExperts`; bias: of the router and the experts.
+      latent: size of what experts see, a projection that is undone behind them; 0: d_model.
     """
 
     count: int
@@ -319,7 +319,7 @@ class Mixture:
     gated: bool = True
     up: str = "linear"
     bias: bool = False
-    gates_first: bool = False
+    gates: str = "hidden"
     latent: int = 0
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -348,7 +348,7 @@ class Mixture:
             shared_gate=self.shared_gate,
             up=self.up,
             bias=self.bias,
-            gates_first=self.gates_first,
+            gates=self.gates,
         )(x, seen=seen)
 
 

@@ -23,7 +23,7 @@ class Experts:
       scale: the field of the factor of the gates.
       shared: the field of the hidden size of shared experts; "": none.
       shared_count: the field of how many of that size there are.
-      shared_gate, gated, bias, activation, up, gates_first: as of `Mixture`.
+      shared_gate, gated, bias, activation, up, gates: as of `Mixture`; gates "": as of `ConfiguredTraining`.
       expert_scale: as of `TopExperts`; latent: the field of `Mixture.latent`.
       first: first layers without experts, where the file has no `first_k_dense_replace`; None: no such field.
       only: fields that may have no other values.
@@ -43,7 +43,7 @@ class Experts:
     bias: bool = False
     activation: str = ""
     up: str = "linear"
-    gates_first: bool = False
+    gates: str = ""
     latent: str = ""
     expert_scale: bool = False
     first: int | None = None
@@ -90,7 +90,7 @@ class Experts:
             self.gated,
             self.up,
             self.bias,
-            self.gates_first,
+            self.gates or training.gates or "hidden",
             fields.count(self.latent) if self.latent and fields.has(self.latent) else 0,
         )
         return [block if mixed else None for mixed in self._where(fields, layers)]
