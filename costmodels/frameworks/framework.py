@@ -81,7 +81,7 @@ class Programs(_Record):
     date: str = ""
 
 
-class Choice(_Record):
+class ModelChoice(_Record):
     """How a framework writes a part of the models that it builds from a configuration."""
 
     value: Text
@@ -104,7 +104,7 @@ class Overlay(_Record):
 
     summary: Text
     runs: Programs | None = None
-    builds: Mapping[str, Choice] = {}
+    builds: Mapping[str, ModelChoice] = {}
     kinds: Mapping[ChipKind, dict[str, Any]] = {}
     on: Mapping[str, dict[str, Any]] = {}
     only: tuple[str, ...] = ()
@@ -233,7 +233,7 @@ class Framework(Overlay):
         """The programs that it runs with what was chosen; None: any."""
         return [each.runs for each in self.overlays() if each.runs is not None or each is self][-1]
 
-    def choices(self) -> dict[str, Choice]:
+    def choices(self) -> dict[str, ModelChoice]:
         """`builds` of the framework and its options."""
         return {name: choice for each in self.overlays() for name, choice in each.builds.items()}
 

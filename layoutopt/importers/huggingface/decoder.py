@@ -9,7 +9,7 @@ from typing import Any
 
 import mesh_tf_core as mtf
 from layoutopt.importers.huggingface.fields import ConfiguredTraining
-from layoutopt.importers.huggingface.forms import Mixture, Norm, within
+from layoutopt.importers.huggingface.forms import BesideExperts, Mixture, Norm, within
 from layoutopt.importers.huggingface.sharing import KeptTensors, LayerEmbedding, at_once, needed, of_last
 from mesh_tf_core import layers as nn
 from mesh_tf_core.errors import UserError
@@ -20,6 +20,7 @@ from mesh_tf_core.layers.base import project
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.scan import scan
 
+MIXED = Mixture, BesideExperts
 LONGEST_PERIOD = 16
 """Layers after which kinds of layers may repeat."""
 LayerBlock = Callable[..., Any]
@@ -121,7 +122,7 @@ class LanguageModel:
     @property
     def mixtures(self) -> int:
         """The number of layers with a mixture of experts."""
-        return sum(isinstance(layer.feed_forward, Mixture) for layer in self.layers)
+        return sum(isinstance(layer.feed_forward, MIXED) for layer in self.layers)
 
     def model(self, name: str, training: ConfiguredTraining) -> Model:
         """The model; its batches are `tokens` and `targets`, with an encoder `text` too, and with several
@@ -158,7 +159,7 @@ class LanguageModel:
                 later = self._entropy(logits, mtf.shift(targets, -ahead, "length"), vocab, ahead)
                 loss = loss + later * (training.mtp_weight / training.mtp)
         if unbalance:
-            mixtures = self.mixtures + training.mtp * isinstance(self._last.feed_forward, Mixture)
+            mixtures = self.mixtures + training.mtp * isinstance(self._last.feed_forward, MIXED)
             metrics["unbalance"] = unbalance[0] * (1.0 / max(1, mixtures))
             loss = loss + metrics["unbalance"] * training.balance
         return training.model(loss, name, text, metrics or None)

@@ -16,7 +16,6 @@ from mesh_tf_core.ir.initializers import ONES, ZEROS, Constant
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import activation, project
 from mesh_tf_core.layers.recurrent import short_conv, unit_rms
-from mesh_tf_core.layers.routing import Router
 from mesh_tf_core.ops.filled import constant
 from mesh_tf_core.ops.softmax import masked
 
@@ -298,58 +297,26 @@ def xielu(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Mixture:
-    """A layer's experts.
+class Mixture(nn.MixtureOfExperts):
+    """A layer's experts; `latent`: the size of the projection of x that they see; 0: x itself."""
 
-    Attributes:
-      count, d_ff: number of experts, and hidden size of one.
-      router: chooses them, given a capacity factor.
-      shared: hidden size of shared experts, which every token passes through; 0: none.
-      shared_gate: their output is multiplied by a sigmoid of a map of the token.
-      up, gates: as of `nn.MixtureOfExperts`; bias: of the router and the experts.
-      latent: size of what experts see, a projection that is undone behind them; 0: d_model.
-    """
-
-    count: int
-    d_ff: int
-    router: Router
-    activation: str
-    shared: int = 0
-    shared_gate: bool = False
-    gated: bool = True
-    up: str = "linear"
-    bias: bool = False
-    gates: str = "hidden"
     latent: int = 0
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x: Tensor, importance: Tensor | None = None, seen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """[batch, length, d_model] -> the same, and the router's loss."""
         if not self.latent:
-            return self.experts(x)
+            return super().__call__(x, importance, seen)
         d, small = x.dim("d_model"), Dim("d_latent", self.latent)
         with x.graph.scope("latent"):
             low = mtf.rename(project(x, "in", [d], [small]), d_latent="d_model")
-        y, loss = replace(self, shared=0).experts(low, seen=x)
+        y, loss = replace(self, latent=0, shared=None)(low, seen=x)
         with x.graph.scope("latent"):
             y = project(mtf.rename(y, d_model="d_latent"), "out", [small], [d])
         if self.shared:
-            y = y + Mlp(self.shared, self.activation, self.gated, name="shared")(x)
+            y = y + Mlp(self.shared.size, self.activation, self.gated, name="shared")(x)
         return y, loss
-
-    def experts(self, x: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x through the experts; `seen`: what the router sees, if not x."""
-        return nn.MixtureOfExperts(
-            Dim("experts", self.count),
-            Dim("d_expert", self.d_ff),
-            self.router,
-            self.activation,
-            gated=self.gated,
-            shared=Dim("d_ff", self.shared) if self.shared else None,
-            shared_gate=self.shared_gate,
-            up=self.up,
-            bias=self.bias,
-            gates=self.gates,
-        )(x, seen=seen)
 
 
 @dataclass(frozen=True)
@@ -369,7 +336,7 @@ class BesideExperts:
             scale = g.variable("router_scale", [d], ONES, activation_dtype=x.dtype)
             seen = mtf.rms_norm(x, d, scale, self.norm.epsilon) * d.size**-0.5
             before = self.norm(x, "experts_norm")
-        mixed, loss = self.mixture.experts(before, seen)
+        mixed, loss = self.mixture(before, seen=seen)
         y = self.dense(y)
         with g.scope("feed_forward"):
             return self.norm(y, "dense_after_norm") + self.norm(mixed, "experts_after_norm"), loss

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from layoutopt.importers.huggingface.fields import ConfiguredTraining, Fields
 from layoutopt.importers.huggingface.forms import Mixture
 from mesh_tf_core import layers as nn
+from mesh_tf_core.ir.dims import Dim
 
 Blocks = list[Mixture | None]
 """The experts of each layer; None: it has none."""
@@ -76,22 +77,21 @@ class Experts:
         )
         if not grouped and self.groups:
             fields.skip("n_group", "topk_group")
-        size = fields.count(self.d_ff)
         shared = fields.count(self.shared, 0, least=0) if self.shared and fields.has(self.shared) else 0
         if self.shared_count:
             shared *= fields.count(self.shared_count, least=0) if fields.has(self.shared_count) else 0
         block = Mixture(
-            count,
-            size,
+            Dim("experts", count),
+            Dim("d_expert", fields.count(self.d_ff)),
             router,
             self.activation or act,
-            shared,
-            self.shared_gate and shared > 0,
             self.gated,
-            self.up,
-            self.bias,
-            self.gates or training.gates or "hidden",
-            fields.count(self.latent) if self.latent and fields.has(self.latent) else 0,
+            shared=Dim("d_ff", shared) if shared else None,
+            shared_gate=self.shared_gate and shared > 0,
+            up=self.up,
+            bias=self.bias,
+            gates=self.gates or training.gates or "hidden",
+            latent=fields.count(self.latent) if self.latent and fields.has(self.latent) else 0,
         )
         return [block if mixed else None for mixed in self._where(fields, layers)]
 
