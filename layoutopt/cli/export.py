@@ -88,8 +88,19 @@ def export(
             arrays = found.arrays(own)
     title = f"Layout of {own.data.model.name} on {own.mesh}, searched by layoutopt for {own.data.hardware}."
     beside = decided(own.options, own.layout, stages)
+    config = (own.data.details.source or "").endswith(".json")
     what = Exported(
-        title, own.mesh, own.layout, *tensors, beside, arrays, own.slices, own.data.framework or "", dtype
+        title,
+        own.mesh,
+        own.layout,
+        *tensors,
+        beside,
+        arrays,
+        own.slices,
+        own.data.framework or "",
+        dtype,
+        _chips(own.data.hardware),
+        own.data.model.name if config else "",
     )
     text = written(what, to.value)
     more: dict[str, Any] = {}
@@ -111,6 +122,17 @@ def export(
             f"not expressed in this format: axis {axis} spans {number} slices or nodes; order the devices of "
             "the mesh accordingly"
         )
+
+
+def _chips(hardware: str) -> str:
+    """The kind of a plan's chips; "" if the file that describes them is not there."""
+    from costmodels.hardware import load_hardware
+    from mesh_tf_core.errors import UserError
+
+    try:
+        return load_hardware(hardware).kind
+    except UserError:
+        return ""
 
 
 def _own_form(plan: Plan) -> Library:

@@ -192,9 +192,9 @@ def stages_of(what: Exported) -> tuple[Interleaved, list[int]]:
     return Interleaved(1, 1), []
 
 
-def heading(what: Exported, found: ParallelDegrees) -> Iterator[str]:
-    """The title; and whether the tensor ways do not divide vocab, which the software pads or splits."""
-    yield comment(what.title)
+def heading(what: Exported, found: ParallelDegrees, to: str) -> Iterator[str]:
+    """`Exported.heading`, and whether the tensor ways do not divide vocab, which `to` pads or splits."""
+    yield from what.heading(to)
     sizes = {dim: size for v in _matrices(what) for dim, size in zip(v.dims, v.sizes, strict=True)}
     if VOCAB in sizes and sizes[VOCAB] % found.tensor:
         yield comment(
@@ -254,7 +254,7 @@ def megatron(what: Exported) -> str:
     }
     lines = [f"--{name} {value}" for name, value in flags]
     lines += [f"--{name}" for name, on in switches.items() if on]
-    return "\n".join([*heading(what, found), *lines, ""])
+    return "\n".join([*heading(what, found, "megatron"), *lines, ""])
 
 
 def deepspeed(what: Exported) -> str:

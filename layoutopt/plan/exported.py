@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from costmodels.frameworks import load_framework
 from layoutopt.plan.decided import Decided
 from layoutopt.plan.units import clean
 from mesh_tf_core.errors import UserError
@@ -52,6 +53,7 @@ class Exported:
       slices: mesh axis -> number of slices that it spans, if more than one.
       framework: as the plan has it, with its version.
       dtype: of the products that most FLOPs are in; "": unknown.
+      chips: their kind; family: `model_type` of the model's configuration; "": unknown, or none.
     """
 
     title: str
@@ -64,6 +66,15 @@ class Exported:
     slices: Mapping[str, int] = field(default_factory=dict)
     framework: str = ""
     dtype: str = ""
+    chips: str = ""
+    family: str = ""
+
+    def heading(self, to: str) -> list[str]:
+        """Comments before the settings of a framework: the title, and that it has no model of the family."""
+        runs = load_framework(to).programs
+        lacks = self.family and runs and runs.families is not None and self.family not in runs.families
+        no = f"{to} has no model of the family {self.family}: these settings are for one that you write."
+        return [comment(self.title), *([comment(no)] if lacks else [])]
 
     @property
     def stacks(self) -> list[str]:

@@ -123,7 +123,8 @@ def maxtext(what: Exported) -> str:
         between[names[axis]] *= slices
     return "\n".join(
         [
-            comment(what.title),
+            *what.heading(TO),
+            *([f"hardware: {what.chips}"] if what.chips in ("gpu", "cpu") else []),
             *(f"ici_{axis}_parallelism: {size}" for axis, size in sizes.items()),
             *(f"dcn_{axis}_parallelism: {size}" for axis, size in between.items() if what.slices),
             *more,

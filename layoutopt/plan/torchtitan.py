@@ -20,9 +20,18 @@ from mesh_tf_core.lower.storage import STAGES
 _USE = """\
 # In a file mine.py beside this one, plan.py, for torchtitan.train --module mine --config mine:
 #     from plan import planned
-#     from torchtitan.models.llama3.config_registry import llama3_8b  # or your model's own
-#     def mine(): return planned(llama3_8b())
+#     from torchtitan.models.{0}.config_registry import {1}  # or your model's own
+#     def mine(): return planned({1}())
 """
+_CONFIGS = {
+    "deepseek_v3": ("deepseek_v3", "deepseek_v3_671b"),
+    "gpt_oss": ("gpt_oss", "gpt_oss_20b"),
+    "qwen3": ("qwen3", "qwen3_32b"),
+    "qwen3_moe": ("qwen3", "qwen3_30b_a3b"),
+    "qwen3_5_text": ("qwen3_5", "qwen35_27b"),
+    "qwen3_5_moe_text": ("qwen3_5", "qwen35_35b_a3b"),
+}
+"""Family -> a module of torchtitan's models, and a configuration there; of others, Llama's."""
 _PLANNED = """
 def planned(config):
     \"\"\"A Trainer.Config with this plan.\"\"\"
@@ -117,11 +126,13 @@ def torchtitan(what: Exported) -> str:
         sections["activation_checkpoint"] = checkpoint
         always = "This release splits the sequence over the tensor ranks; this plan does not."
         said = [comment(always)] if found.tensor > 1 and not found.sequence else []
-        return "\n".join([*heading(what, found), *said, *_lines(sections, "[{}]", "{} = {}", json.dumps)])
+        said = [*heading(what, found, "torchtitan"), *said]
+        return "\n".join([*said, *_lines(sections, "[{}]", "{} = {}", json.dumps)])
     modes = {"selective": "SelectiveAC", "full": "FullAC"}
     lines = _lines(sections, "{} = dict(", "    {}={},", repr, [")"])
     recomputed = f"activation_checkpoint.{modes[mode]}.Config()" if mode in modes else None
-    return "\n".join([*heading(what, found), _USE, *lines, _PLANNED.format(recomputed)])
+    use = _USE.format(*_CONFIGS.get(what.family, ("llama3", "llama3_8b")))
+    return "\n".join([*heading(what, found, "torchtitan"), use, *lines, _PLANNED.format(recomputed)])
 
 
 def _lines(
