@@ -20,18 +20,9 @@ from mesh_tf_core.lower.storage import STAGES
 _USE = """\
 # In a file mine.py beside this one, plan.py, for torchtitan.train --module mine --config mine:
 #     from plan import planned
-#     from torchtitan.models.{0}.config_registry import {1}  # or your model's own
-#     def mine(): return planned({1}())
+#     from torchtitan.models.llama3.config_registry import llama3_8b  # or your model's own
+#     def mine(): return planned(llama3_8b())
 """
-_CONFIGS = {
-    "deepseek_v3": ("deepseek_v3", "deepseek_v3_671b"),
-    "gpt_oss": ("gpt_oss", "gpt_oss_20b"),
-    "qwen3": ("qwen3", "qwen3_32b"),
-    "qwen3_moe": ("qwen3", "qwen3_30b_a3b"),
-    "qwen3_5_text": ("qwen3_5", "qwen35_27b"),
-    "qwen3_5_moe_text": ("qwen3_5", "qwen35_35b_a3b"),
-}
-"""Family -> a module of torchtitan's models, and a configuration there; of others, Llama's."""
 _PLANNED = """
 def planned(config):
     \"\"\"A Trainer.Config with this plan.\"\"\"
@@ -131,8 +122,7 @@ def torchtitan(what: Exported) -> str:
     modes = {"selective": "SelectiveAC", "full": "FullAC"}
     lines = _lines(sections, "{} = dict(", "    {}={},", repr, [")"])
     recomputed = f"activation_checkpoint.{modes[mode]}.Config()" if mode in modes else None
-    use = _USE.format(*_CONFIGS.get(what.family, ("llama3", "llama3_8b")))
-    return "\n".join([*heading(what, found, "torchtitan"), use, *lines, _PLANNED.format(recomputed)])
+    return "\n".join([*heading(what, found, "torchtitan"), _USE, *lines, _PLANNED.format(recomputed)])
 
 
 def _lines(

@@ -15,8 +15,8 @@ from layoutopt.frameworks.maxtext import MAXTEXT_REMAT
 from layoutopt.plan.decided import Decided
 from layoutopt.plan.export import export
 from layoutopt.plan.exported import Exported, ExportedTensor
+from mesh_tf_core.lower.recomputed import keep_sets
 from mesh_tf_core.lower.remat_policy import Recomputed
-from mesh_tf_core.lower.rematerialization import keep_sets
 from tests.cli.exported import matrices, two_axes
 
 
@@ -169,7 +169,7 @@ def test_maxtext_moves_tokens_over_its_axis_of_experts(
 
 @pytest.mark.parametrize(("chips", "said"), [("gpu", True), ("cpu", True), ("tpu", False), ("", False)])
 def test_other_chips_than_tpus_are_named(chips: str, said: bool) -> None:
-    text = export(replace(matrices(), chips=chips), "maxtext")
+    text = export(replace(matrices("", ""), chips=chips), "maxtext")
     assert (f"hardware: {chips}\n" in text) == said and ("hardware:" in text) == said
 
 
@@ -177,8 +177,4 @@ def test_other_chips_than_tpus_are_named(chips: str, said: bool) -> None:
 @pytest.mark.parametrize(("family", "lacking"), [("qwen2_moe", True), ("qwen3_moe", False), ("", False)])
 def test_settings_say_that_a_framework_has_no_such_model(to: str, family: str, lacking: bool) -> None:
     said = f"# {to} has no model of the family {family}: these settings are for one that you write."
-    text = export(replace(matrices(layout="batch:a+b"), family=family), to)
-    assert (said in text) == lacking
-    if to == "torchtitan":
-        own = "qwen3.config_registry import qwen3_30b_a3b"
-        assert (own if family == "qwen3_moe" else "llama3.config_registry import llama3_8b") in text
+    assert (said in export(replace(matrices("", ""), family=family), to)) == lacking
