@@ -52,6 +52,14 @@ Megatron-LM pads the vocabulary of its models to a multiple of 128: parameters, 
 the padded model, and `export` writes the option with which tensor ranks pad to no more. MaxText recomputes
 something in every layer, so its policy that keeps most (`keep=products+attention`) stands for never.
 
+The model of a `config.json` is written as the framework writes it. Megatron-LM multiplies the hidden units of
+experts by their gates; PyTorch's frameworks, DeepSpeed and MaxText multiply the experts' results, which are
+kept for backward (`--set gates=hidden` or `gates=results`). transformers' root-mean-square norms are steps on
+a float32 copy (`--set norms=steps`, or `norms=library`, which `transformers:kernels=fused` has too). With
+grouped products of experts, the default of transformers, predicted activations of Llama, Qwen3-MoE, Mixtral,
+gpt-oss and DeepSeek-V3 are within 3 % of what autograd saves, in float32 and bfloat16; with
+`experts_implementation="eager"` one product more of every choice is kept.
+
 In PyTorch's frameworks, the prices of pipelines with `zero2` or `zero3` are those of stages that reduce
 gradients with each microbatch (and, with `zero3`, release the weights), as those of `plan.torch` do. A
 `PipelineStage` of torch 2.13 whose module is under `fully_shard` keeps both whole until the last microbatch:
