@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from costmodels.kernels.quantities import quantity_of
 from costmodels.stage_ends import StageEnd, end_work, layer_numbers, schedule_of
-from mesh_tf_core.ir.blocks import TICK, Block, Node
+from mesh_tf_core.ir.blocks import TICK, Node
 from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.schedules import KINDS, PipelineSchedule
@@ -188,7 +188,7 @@ def runs_in_ticks(graph: Outline, layers: bool = True) -> dict[int, float]:
     often its slot does."""
     found = dict[int, float]()
     for block in graph.blocks:
-        around = [*_around(graph, block)]
+        around = [*graph.around(block)]
         if not any(b.dim.name == TICK for b in around):
             continue
         slot = next((at for at, b in enumerate(around) if b.spread), 0)
@@ -199,11 +199,3 @@ def runs_in_ticks(graph: Outline, layers: bool = True) -> dict[int, float]:
         if node.body is not None and node.body.dim.name == TICK:
             found[node.index] = float(node.body.dim.size)
     return found
-
-
-def _around(graph: Outline, block: Block) -> Iterator[Block]:
-    """A block and those around it."""
-    yield block
-    while block.parent is not None:
-        block = graph.blocks[block.parent]
-        yield block

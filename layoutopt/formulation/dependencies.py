@@ -215,12 +215,8 @@ class Dependencies:
     def times(self, node: Node) -> tuple[tuple[float, Fraction | None], ...]:
         """Sizes of the loops around a node, the innermost first, and how often branches are taken; before
         these the share that counts where stages are programs of their own."""
-        block = self.block_of[node.index]
-        times: list[tuple[float, Fraction | None]] = [(self.counts.get(node.index, 1.0), None)]
-        while block.parent is not None:
-            times.append((block.dim.size, block.branch))
-            block = self.graph.blocks[block.parent]
-        return tuple(times)
+        around = self.graph.around(self.block_of[node.index])
+        return (self.counts.get(node.index, 1.0), None), *((b.dim.size, b.branch) for b in around)
 
     def early(self, tensor: int, inside: Set[int]) -> bool:
         """True if something that is not the update, and not one of the nodes `inside`, reads a tensor."""

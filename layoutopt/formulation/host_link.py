@@ -218,11 +218,8 @@ class HostLink:
 
     def _around(self, node: int) -> list[int]:
         """The loops that a node is in, the innermost first."""
-        found, block = list[int](), self.dependencies.block_of[node]
-        while block.parent is not None:
-            found.append(self._loop[block.id])
-            block = self.dependencies.graph.blocks[block.parent]
-        return found
+        around = self.dependencies.graph.around(self.dependencies.block_of[node])
+        return [self._loop[block.id] for block in around]
 
 
 def _piece(program: Program, mesh: Mesh, value: int) -> TensorType:

@@ -142,7 +142,7 @@ class Accesses:
             here = self.dependencies.block_of[cast.index]
             twin = self.runs.twin(cast.outputs[0], backward)
             known = here is forward and any(twin in c.outputs for c in casts)
-            if cast.index in remat and self._within(here, forward) and not known:
+            if cast.index in remat and forward in self.graph.around(here) and not known:
                 nodes.add(cast.index)
         for block, _, tensor in accesses:
             read = any(
@@ -151,14 +151,8 @@ class Accesses:
             )
             twin = self.runs.twin(tensor, backward)
             known = block == forward.id and (backward.id, Phase.BACKWARD, twin) in accesses
-            if read and self._within(self.graph.blocks[block], forward) and not known:
+            if read and forward in self.graph.around(self.graph.blocks[block]) and not known:
                 gathers.add((block, Phase.RECOMPUTE, tensor))
-
-    def _within(self, block: Block, other: Block) -> bool:
-        """Whether a block is another one, or inside of it."""
-        while block is not other and block.parent is not None:
-            block = self.graph.blocks[block.parent]
-        return block is other
 
 
 def _places(accesses: Iterable[Access]) -> tuple[tuple[int, str], ...]:
@@ -252,10 +246,7 @@ def subgraph_of(
     """The part of the graph that lowering sees for some nodes, with accesses to variables."""
     graph, blocks = dependencies.graph, set[int]()
     for start in (*(dependencies.block_of[n.index].id for n in nodes), *(b for b, *_ in accesses)):
-        block = graph.blocks[start]
-        while block.parent is not None:
-            blocks.add(block.id)
-            block = graph.blocks[block.parent]
+        blocks.update(block.id for block in graph.around(graph.blocks[start]))
     return Subgraph(frozenset(numbers_of(nodes)), frozenset(blocks), accesses, unread=dependencies.unread)
 
 
@@ -332,13 +323,6 @@ class Makers:
         found = self._made.get(tensor)
         return None if found is None else found._replace(share=share)
 
-    def home(self, node: int) -> list[Block]:
-        """The block of a node, and those around it, the innermost first."""
-        found = [self.dependencies.block_of[node]]
-        while found[-1].parent is not None:
-            found.append(self.graph.blocks[found[-1].parent])
-        return found
-
     def _member(self, cluster: int, member: Sequence[int], first: Sequence[int]) -> None:
         inside: dict[int, int] = {}
         for number, like in zip(member, first, strict=True):
@@ -358,12 +342,9 @@ class Makers:
 
     def _alone(self, node: Node) -> Cluster:
         """A node that no cluster has, as one."""
-        block, blocks = self.dependencies.block_of[node.index], set[int]()
-        while block.parent is not None:
-            blocks.add(block.id)
-            block = self.graph.blocks[block.parent]
+        blocks = self.graph.around(self.dependencies.block_of[node.index])
         dims = self.graph.tensor(node.outputs[0]).shape.names
-        subgraph = Subgraph(frozenset({node.index}), frozenset(blocks))
+        subgraph = Subgraph(frozenset({node.index}), frozenset(block.id for block in blocks))
         further = [(n, written(n)) for n in dims if n in self.dependencies.further]
         every, shapes = (*dims, *(rule for _, rule in further)), (dims, *further)
         return Cluster(node.op.name, subgraph, {}, every, (), shapes, members=((node.index,),))

@@ -143,7 +143,7 @@ class ProgramPoints:
     def _run(self, instr: Instr) -> str:
         """The second run in which it is: it stands in the backward of a loop that has it in its own body."""
         node = instr.origin.node
-        home = self.makers.home(node)
+        home = [*self.makers.graph.around(self.makers.dependencies.block_of[node])]
         around = next((b.forward for b in reversed(self._backward) if b.forward in home), None)
         runs = self.makers.runs.get(node)
         if around is None or runs is None:

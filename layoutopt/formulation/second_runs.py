@@ -69,10 +69,7 @@ class SecondRuns:
 
     def around(self, block: Block) -> Iterator[str]:
         """Names of a loop and those around it that may run again, the innermost first."""
-        while block.parent is not None:
-            if block.id in self.loops:
-                yield self.loops[block.id]
-            block = self.graph.blocks[block.parent]
+        return (self.loops[b.id] for b in self.graph.around(block) if b.id in self.loops)
 
     def _nested(self) -> tuple[frozenset[str], ...]:
         found: list[frozenset[str]] = [frozenset({name}) for name in recomputable(self.graph)]
@@ -165,12 +162,8 @@ class SecondRuns:
 
     def _runs_again(self, tensor: int, run: SecondRun) -> Block | None:
         """The loop of a run in which a tensor is."""
-        block = self.graph.blocks[self.graph.tensor(tensor).block]
-        while not self._is_of(block, run.name):
-            if block.parent is None:
-                return None
-            block = self.graph.blocks[block.parent]
-        return block
+        around = self.graph.around(self.graph.blocks[self.graph.tensor(tensor).block])
+        return next((block for block in around if self._is_of(block, run.name)), None)
 
     def _is_of(self, block: Block, name: str) -> bool:
         """Whether a loop's body is what second runs of some name are about."""
@@ -212,10 +205,8 @@ class SecondRuns:
 
     def twin(self, tensor: int, backward: Block) -> int:
         """The tensor that represents one of forward in a backward body, or in those around it."""
-        around = backward
-        while tensor not in around.captured and around.parent is not None:
-            around = self.graph.blocks[around.parent]
-        return around.captured.get(tensor, tensor)
+        around = self.graph.around(backward)
+        return next((b.captured[tensor] for b in around if tensor in b.captured), tensor)
 
     def alike(
         self,

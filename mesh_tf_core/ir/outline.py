@@ -39,6 +39,16 @@ class Remembering:
         """Every node once, with how often it runs in a step."""
         return self.blocks[0].walk()
 
+    def outside(self, loop: Block) -> Block:
+        """The block around a loop's body."""
+        return self.blocks[loop.parent or 0]
+
+    def around(self, block: Block) -> Iterator[Block]:
+        """The loops' bodies that a block is in, itself first; the graph is none."""
+        while block.parent is not None:
+            yield block
+            block = self.blocks[block.parent]
+
     def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
         """`make()`, which follows from the graph and `key` alone, worked out once."""
         if key not in self._remembered:

@@ -187,10 +187,8 @@ class Placing(Emitter):
 
     def _around_stages(self, t: Tensor) -> bool:
         """Whether something is made outside of stages and read inside."""
-        block: int | None = t.block if self.within else None
-        while block is not None and not self.graph.blocks[block].spread:
-            block = self.graph.blocks[block].parent
-        return bool(self.within) and block is None
+        around = self.graph.around(self.graph.blocks[t.block])
+        return bool(self.within) and not any(block.spread for block in around)
 
     def loaded(self, id: int) -> int:
         """Brings a value on the host to the device."""

@@ -63,9 +63,8 @@ class RecomputedStep(Rematerialization):
 
     def read_again(self, pairs: Iterable[tuple[int, int]], block: Block, run: str) -> Pairs:
         """The pairs of a loop that a second run makes: those that it reads itself, or backward."""
-        around: Block | None = block if run else None
-        while around is not None and loop_name(around, self.graph) != run:
-            around = None if around.parent is None else self.graph.blocks[around.parent]
+        named = (b for b in self.graph.around(block) if loop_name(b, self.graph) == run)
+        around = next(named, None) if run else None
         read = None if around is None else self.second(around).read
         return [(i, o) for i, o in pairs if not run or (read is not None and o in read)]
 
@@ -132,7 +131,7 @@ class RecomputedStep(Rematerialization):
     def _stacks(self, block: Block, forward: Block) -> tuple[Pairs, dict[int, int]]:
         """The stacks of which a backward body has parts as in the graph; and the parts that it makes again ->
         tensors of the forward body."""
-        saved, around = {o: i for i, o in forward.saved.items()}, self.graph.blocks[block.parent or 0]
+        saved, around = {o: i for i, o in forward.saved.items()}, self.graph.outside(block)
         then = {now: then for then, now in around.captured.items()}
         sliced, made = Pairs(), dict[int, int]()
         for outer, inner in block.sliced:

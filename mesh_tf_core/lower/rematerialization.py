@@ -67,10 +67,8 @@ class Rematerialization:
 
     def run_of(self, block: Block) -> str:
         """The run in which a loop saves for backward: "", or the second one of the loops of this name."""
-        outer = None if block.parent is None else self.graph.blocks[block.parent]
-        if outer is None:
-            return ""
-        return loop_name(outer, self.graph) or "" if self.again(outer) else self.run_of(outer)
+        around = self.graph.around(self.graph.outside(block))
+        return next((loop_name(b, self.graph) or "" for b in around if self.again(b)), "")
 
     def unsaved(self, tensor: int) -> bool:
         """True if a stack of saved values is not made, for the loop that would save it runs again."""

@@ -107,10 +107,9 @@ class Copy:
     def _outer(self, tensor: int, block: Block, dtype: str | None = None) -> int:
         """The copy of a tensor that a loop gives to the block around it."""
         if tensor not in self.tensors:
-            assert block.parent is not None
             t = self.old.tensor(tensor)
             type = TensorType(self._shape(t.shape), dtype or t.dtype)
-            self.tensors[tensor] = self.new.new_tensor(type, self.new.blocks[block.parent])
+            self.tensors[tensor] = self.new.new_tensor(type, self.new.outside(block))
         return self.tensors[tensor].id
 
     def _backward(self, node: Node, body: Block, block: Block) -> None:

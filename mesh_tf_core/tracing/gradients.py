@@ -250,7 +250,4 @@ class _BackwardWalk:
         return [(i, dx.cast(self.graph.tensor(i).dtype)) for i, dx in found]
 
     def _inside(self, body: Block, block: int) -> bool:
-        found: int | None = block
-        while found is not None and found != body.id:
-            found = self.graph.blocks[found].parent
-        return found == body.id
+        return body.id in (b.id for b in self.graph.around(self.graph.blocks[block]))

@@ -18,7 +18,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import check_dtype
 from mesh_tf_core.ir.initializers import ZEROS, Initial, Variable
 from mesh_tf_core.ir.op import Op, TensorType, inferred
-from mesh_tf_core.ir.outline import Outline, Outlined, Remembering
+from mesh_tf_core.ir.outline import Outline, Outlined
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.scopes import Inside, caller, having
 from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
@@ -36,7 +36,7 @@ MOST_OPERATIONS = 100_000
 day."""
 
 
-class Graph(Residuals, Remembering):
+class Graph(Residuals):
     """The operations of a model, which model code adds one by one.
 
     Attributes:
@@ -339,17 +339,15 @@ class Graph(Residuals, Remembering):
     def stack_output(self, block: Block, inner: Tensor, whole: Dim | None = None) -> Tensor:
         """An outer tensor that stacks a body tensor over the iterations; `whole`: its first dimension, if
         every iteration gives several elements of it, or it is longer than the loop (`Block.first`)."""
-        assert block.parent is not None
         dims = [whole or block.dim, *inner.shape.dims[whole is not None and block.first is None :]]
         type = TensorType(Shape(dims), inner.dtype)
-        outer = self.new_tensor(type, self.blocks[block.parent])
+        outer = self.new_tensor(type, self.outside(block))
         block.stacked.append((inner.id, outer.id))
         return outer
 
     def sum_output(self, block: Block, inner: Tensor) -> Tensor:
         """An outer tensor that sums a body tensor over the iterations."""
-        assert block.parent is not None
-        outer = self.new_tensor(inner.type, self.blocks[block.parent])
+        outer = self.new_tensor(inner.type, self.outside(block))
         block.summed.append((inner.id, outer.id))
         return outer
 

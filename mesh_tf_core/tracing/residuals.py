@@ -4,6 +4,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
+from mesh_tf_core.ir.outline import Remembering
 from mesh_tf_core.ir.tensor import Builder, Tensor
 from mesh_tf_core.ir.traits import renames
 
@@ -13,7 +14,7 @@ def several(part: Shape, stack: Shape) -> Dim | None:
     return part.dims[0] if len(part) == len(stack) else None
 
 
-class Residuals(Builder):
+class Residuals(Builder, Remembering):
     """The part of a graph that finds the tensors that a new operation reads, as the current block has them.
 
     Attributes:
@@ -76,9 +77,8 @@ class Residuals(Builder):
 
     def _saved(self, forward: Block, x: Tensor) -> int:
         if x.id not in forward.saved:
-            assert forward.parent is not None
             stacked = TensorType(Shape([forward.dim, *x.shape]), x.dtype)
-            forward.saved[x.id] = self.new_tensor(stacked, self.blocks[forward.parent]).id
+            forward.saved[x.id] = self.new_tensor(stacked, self.outside(forward)).id
         return forward.saved[x.id]
 
     def _slice(self, block: Block, outer: Tensor, part: Dim | None = None) -> Tensor:

@@ -70,7 +70,7 @@ def loop_name(block: Block, graph: Graph) -> str | None:
     whatever their split. None: of stages themselves, which are no loop."""
     if block.parent is None or block.spread:
         return None
-    around = graph.blocks[block.parent]
+    around = graph.outside(block)
     of_stage = around.spread and block.dim.name == layers_of_stage(around.dim.name)
     return around.dim.name if of_stage else block.dim.name
 
