@@ -293,7 +293,7 @@ def kernel_memory(
 
 class _Walk:
     def __init__(self, program: Program, rules: MemoryRules, kernels: Fused | None, end: StageEnd) -> None:
-        self.program, self.sizes = program, rules.sizes(program, end)
+        self.program, self.sizes, self._known = program, rules.sizes(program, end), dict[int, int]()
         work = rules.work(program)
         self.stage, others = end if work.nodes else None, work.of_others(end)
         self.stored = {
@@ -316,9 +316,9 @@ class _Walk:
         self.beside = Beside(program, rules.loss_copies, step, work, end)
 
     def run(self) -> MemoryProfile:
+        copies = [(i, c.first, c.last, round(c.times * self._size(i))) for i, c in self.copies.items()]
         for position, instr in enumerate(self.program.code):
-            there = (i for i, c in self.copies.items() if c.first <= position <= c.last)
-            self.kept = {i: round(self.copies[i].times * self._size(i)) for i in there}
+            self.kept = {i: size for i, first, last, size in copies if first <= position <= last}
             self._runs(instr, 0)
         variables = [Holding(f"variable {n}", b, None) for n, b in self.stored.items()]
         text, of = self.sizes.text, self.program.values
@@ -349,7 +349,9 @@ class _Walk:
         now.ends(instr)
 
     def _size(self, id: int) -> int:
-        return self.sizes.of(self.program.values[id], self.program.mesh)
+        if (size := self._known.get(id)) is None:
+            size = self._known[id] = self.sizes.of(self.program.values[id], self.program.mesh)
+        return size
 
     def _copies(self, casts: Iterable[tuple[int, Local, int, int]]) -> dict[int, _Copies]:
         """What rule (6) holds, by the first cast of every variable."""

@@ -202,7 +202,7 @@ class NamedStrategy(Plans):
         for name in dict.fromkeys((*dims.data[:1], *self.split, *self.also, *dims.data)):
             taken = {a for n, axes in rules.items() if not dims.apart(name, (n,)) for a in axes}
             free = [axes for axes in options.get(name, ()) if not taken & set(axes)]
-            rules[name] = max(free, key=self.mesh.group_size, default=())
+            rules[name] = widest(free, self.mesh)
         stage = self.stages[0] if self.stages else STAGES[0]
         return Layout(rules), Options(stored_at(self.model.graph.variables.values(), stage))
 
@@ -242,6 +242,12 @@ class Pinned(Plans):
 def _axes(mesh: Mesh) -> Axes:
     """The axes that can split something."""
     return tuple(a for a in mesh.names if mesh.size(a) > 1)
+
+
+def widest(options: Iterable[Axes], mesh: Mesh) -> Axes:
+    """The option with most devices; of several, that over the last axes, which have the fastest links."""
+    order = mesh.names.index
+    return max(options, key=lambda o: (mesh.group_size(o), sorted(map(order, o))), default=())
 
 
 def _within(options: Iterable[Axes], axes: Axes) -> tuple[Axes, ...]:

@@ -20,7 +20,7 @@ from layoutopt.optimize.plan_details import with_details
 from layoutopt.optimize.planning import make_plan, nearest_plan
 from layoutopt.optimize.question import Limits, SearchQuestion
 from layoutopt.optimize.request import ANSWERED, BESIDE, SEARCHED, OnSearchStatus, Request, SearchStatus
-from layoutopt.optimize.search import STOPPED, LayoutSearch
+from layoutopt.optimize.search import NONE_FOUND, STOPPED, LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem, possible, subproblems
 from layoutopt.plan.build import Plan, parse_plan
@@ -37,6 +37,8 @@ from mesh_tf_core.model import Model
 
 __all__ = ["AUTO", "Limits", "Objective", "OnSearchStatus", "SearchSpace", "SearchStatus", "search"]
 UNDECIDED = "the search ended before it was decided whether another layout fits (--allow everything)"
+USUAL_SHARE = 0.4
+"""Part of a time limit for the usual layouts, if everything is searched after them."""
 NOT_SEARCHED = "only the usual layouts were searched"
 
 
@@ -124,14 +126,21 @@ class _Answer:
 def _answer_to(question: SearchQuestion) -> _Answer:
     """The best of the usual layouts, and then of everything; NoLayoutError if there is none."""
     request, shapes, wider = question.request, question.shapes, question.spaces[1:]
-    start, best, refused = WarmStart(request, shapes, question.limits.start), None, InfeasibleError()
-    looked = LayoutSearch(request, question.renames, start=start, called=allow.USUAL if wider else "")
+    refused: NoLayoutError | None = None
+    start, best = WarmStart(request, shapes, question.limits.start), None
+    if wider:
+        start.request = request.like(clock=request.clock.part(USUAL_SHARE))
+    looked = LayoutSearch(start.request, question.renames, start=start, called=allow.USUAL if wider else "")
+    looked.finer = () if wider else question.finer
     try:
         best = _best(question, looked, possible(request.model, shapes, request.allowed, start.problems))
     except InfeasibleError as error:
         if not wider:
             raise _explained(question, error, looked) from None
         refused = error
+    except LimitError:
+        if not wider or request.clock.over:
+            raise
     more_time = wider and not (looked.stopped or request.clock.over)
     beyond = _beyond(question, looked) if more_time else None
     if isinstance(beyond, tuple):
@@ -142,6 +151,8 @@ def _answer_to(question: SearchQuestion) -> _Answer:
     if best is not None:
         notes = () if beyond is None else (f"{NOT_SEARCHED}: {beyond}",)
         return _Answer(looked, best, notes=notes)
+    if refused is None:
+        raise beyond or LimitError(NONE_FOUND)
     if beyond is None:
         raise _explained(question, UndecidedError(str(refused)), looked, f"; {UNDECIDED}")
     twice = str(beyond) == str(refused)
@@ -159,6 +170,7 @@ def _beyond(
         more = LayoutSearch(
             start.request, question.renames, start=start, called=allow.EVERYTHING, after=usual
         )
+        more.finer = question.finer
         return more, _best(question, more, start.possible())
     except KeyboardInterrupt:
         if not question.limits.keep_best:

@@ -20,13 +20,17 @@ from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.fixing import ClusterWeights, faster, option_costs
 from layoutopt.optimize.incumbents import Incumbents
 from layoutopt.optimize.layer_bounds import LayerBounds
+from layoutopt.optimize.recipes import Recipes
 from layoutopt.optimize.request import Request, SearchStatus
 from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
-from layoutopt.optimize.subproblems import Subproblem, SubproblemKey
+from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, listed
 from layoutopt.space.objective import Objective
 from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 
+RECIPES_SHARE, RECIPES = 0.3, 20.0
+"""Part of a time limit for layouts near those of experts; seconds for these without a limit."""
 NAMED_SHARE = 0.25
 """Part of a time limit in which named layouts are predicted before anything is listed or solved."""
 LEAN = 2.0
@@ -45,6 +49,7 @@ class FastestSearch:
       unsplit: dimensions that had to stay whole (`Extraction.unsplit`).
       weights: approximate costs of clusters, for `faster`.
       called: its space, in a word, if it is one of several.
+      finer: meshes of more axes, for pipelines of experts alone; nothing is proven of these.
     """
 
     request: Request
@@ -56,6 +61,7 @@ class FastestSearch:
     unsplit: dict[str, None] = field(default_factory=dict)
     weights: dict[Evaluator, ClusterWeights] = field(default_factory=lambda: defaultdict(dict))
     called: str = ""
+    finer: Sequence[Mesh] = ()
 
     def __post_init__(self) -> None:
         self.incumbents = Incumbents(self.request, self.renames)
@@ -100,7 +106,7 @@ class FastestSearch:
             for each in self.problems:  # nothing waits less than not at all
                 each.bound_by_share(request.evaluator)
         if fixes := request.objective == Objective.TIME:
-            incumbents.answer_named(limit, self.plain, self.hold, self.tell)
+            self._recipes(limit)
         every = (p for some in self._in_order(limit) for p in self.both.shared([[p] for p in some], limit))
         for number, each in enumerate(every):
             if not number and fixes and not incumbents.fitting(limit) and not each.refused:
@@ -111,6 +117,20 @@ class FastestSearch:
             self.proven = False
             incumbents.beat_named(limit)
         return incumbents.fastest(limit)
+
+    def _recipes(self, limit: float) -> None:
+        """Looks near the layouts of experts, where there is a time limit or one of them does not fit."""
+        request, found = self.request, self.incumbents.found
+        if request.clock.limit is not None or any(each.peak > limit for each in found):
+            near, finer = request.evaluator.near, self.incumbents.finer
+            for each in listed(request.model, self.finer, request.allowed, near):
+                if [axes for _, axes in each.key.stages] == [each.mesh.names[:1]]:
+                    each.bound_by_share(request.evaluator)
+                    finer[each.key] = each
+            part = request.clock.part(RECIPES_SHARE)
+            with part.at_most(RECIPES):
+                recipes = Recipes(self.incumbents, limit, part, self.hold, self.tell)
+                recipes.look([*self.problems, *finer.values()])
 
     def look_at(self, subproblem: Subproblem, limit: float) -> None:
         """Looks in a problem for something faster than the best so far, or proves that there is nothing."""
@@ -130,12 +150,10 @@ class FastestSearch:
         """The problems without stages, by their bounds: what is found there closes most of the others before
         they have a graph. Before all, that of the best known, and what is near it in other graphs. Within a
         time limit the others are bounded once something fits: the gap is that of the least bound."""
-        staged = [each for each in self.problems if each.key.stages]
         if self.request.clock.limit is not None and self.incumbents.fastest(limit) is None:
             yield self.problems[-1:]  # what fits most likely
         if (known := self.incumbents.fastest(limit)) is not None:
-            yield [self.incumbents.subproblem_of(known)]
-            self.incumbents.spread(limit, staged, self.request.clock.part(NAMED_SHARE))
+            yield [each for each in [self.incumbents.subproblem_of(known)] if each in self.problems]
         if self.request.clock.limit is not None and not self.both.running:
             self.bound_stages(limit)
         yield self.plain

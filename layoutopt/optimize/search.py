@@ -114,6 +114,7 @@ def _joined(mesh: Mesh, layout: Layout) -> Iterator[tuple[dict[str, int], Layout
 
 ADVICE = "use {}, more memory, or a smaller batch"
 EXCLUDED = ": --pin and --forbid together exclude every layout; remove one of their rules"
+NONE_FOUND = "no layout was found within the time limit, so one may or may not fit; raise --time-limit"
 NAMED = 3
 """The largest tensors that are named."""
 
@@ -240,9 +241,7 @@ class LayoutSearch(FastestSearch):
             raise InfeasibleError(self.none)
         if self.stopped:
             raise KeyboardInterrupt
-        raise LimitError(
-            "no layout was found within the time limit, so one may or may not fit; raise --time-limit"
-        )
+        raise LimitError(NONE_FOUND)
 
     def _look(self, subproblems: Iterable[Subproblem]) -> None:
         """Sets `best`, and whether that, or that there is none, is proven."""
