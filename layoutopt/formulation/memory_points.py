@@ -250,7 +250,7 @@ class ProgramPoints:
             dying = self._dying(instr)
             made = runs if self._sums.keys().isdisjoint(instr.inputs) else None
             for v in filter(self._last.__contains__, instr.outputs):
-                if v not in self._stacked:
+                if v not in self._stacked and not instr.op.free:  # else it is its operand, as ever
                     yield v, None if made is None else self._thing(v, ByteRule.RESULT, (made[1], dying))
         if runs is None:
             return

@@ -12,11 +12,9 @@ Each takes milliseconds, and no table. So a search has an answer soon, however m
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice
 from typing import Any, NamedTuple
 
 from costmodels.hardware import Hardware
@@ -85,16 +83,6 @@ class WarmStart:
                 names = dict(zip(plan.mesh.names, mesh.names, strict=True))
                 yield FirstLayout(mesh, plan.layout.renamed(names), plan.options.renamed(names), EARLIER)
 
-    def each_use(self, hopeful: Callable[[Subproblem], bool]) -> Iterator[Subproblem]:
-        """The possible problem of every use of stages that recomputes most, if it is `hopeful`: bounds tell
-        before it has a graph. First that with the least bound."""
-        uses = defaultdict[SubproblemKey, list[Subproblem]](list)
-        for each in (each for each in reversed(self.problems) if each.key.stages):
-            each.bound_by_share(self.request.evaluator)
-            uses[each.key._replace(again=frozenset())].append(each)
-        for use in sorted(uses.values(), key=lambda use: use[0].bounds.lower().value):
-            yield from islice((each for each in use if hopeful(each) and not each.refused), 1)
-
     def leanest_first(self) -> list[Subproblem]:
         """The problems in which a device has the fewest examples at a time first."""
         model = self.request.model
@@ -134,10 +122,6 @@ def named(model: Model, subproblem: Subproblem, lean: bool) -> Iterator[FirstLay
         origin = PINS if wide == fixed and {*pinned} - {*decided.stages} else name
         how = decided.least_memory if lean else replace(plain, storage=storage)
         yield FirstLayout(mesh, wide, how, origin + f", {LEAN}" * lean)
-
-
-USES_SHARE = 0.2
-"""Part of the time of named layouts for other uses of stages than the first, whose graphs take long."""
 
 
 class Incumbents:
@@ -256,16 +240,13 @@ class Incumbents:
 
     def price_named(self, start: WarmStart, clock: Clock, told: Callable[[str, int, int], None]) -> None:
         """Predicts what experts would write: with the least memory until something fits, then as written in
-        the first problem and, where nothing was known before, for a part of the time in each use of stages.
-        If the time of `clock` is over already, an answer is all that is missing.
+        the first problem. If the time of `clock` is over already, an answer is all that is missing.
 
         Args:
           told: called with what is done, the number of a problem, and their count.
         """
         limit, count, late = self.request.limit, len(start.problems), clock.over
-        uses = () if self.fitting(limit) else start.each_use(lambda each: self.is_open(each, limit))
-        for lean, order in ((True, start.leanest_first()), (False, start.problems[:1]), (False, uses)):
-            clock = clock.part(USES_SHARE) if order is uses else clock
+        for lean, order in ((True, start.leanest_first()), (False, start.problems[:1])):
             for number, each in enumerate(order, 1):
                 if (lean or clock.over) if self.fitting(limit) else clock.over and not late:
                     break
