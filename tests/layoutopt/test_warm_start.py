@@ -104,7 +104,7 @@ def _honest(plan: Plan) -> None:
 
 @pytest.mark.nightly
 def test_the_best_layout_is_predicted_in_other_graphs_of_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schedules and recomputed parts of stages make graphs: splits that are good in one mostly are in others."""
+    """Schedules and recomputed parts of stages make graphs: splits good in one mostly are in others."""
     seen: list[tuple[list[EvaluatedLayout], list[EvaluatedLayout]]] = []
     look = Recipes.look
 
