@@ -270,8 +270,9 @@ def user_errors(what: str, module: ModuleType | None, path: Path | None = None) 
         line = _line(error, file)
         raise type(error)(f"{what}{line}: {error}" if line else str(error)) from error
     except SyntaxError as error:
-        where = f"line {error.lineno}" if error.filename == file else f"{error.filename} line {error.lineno}"
-        raise UserError(f"{what}, {where}: {type(error).__name__}: {error.msg}") from error
+        of = f"{error.filename} " if error.filename not in (None, file) else ""
+        where = f", {of}line {error.lineno}" if error.lineno else ""
+        raise UserError(f"{what}{where}: {type(error).__name__}: {error.msg}") from error
     except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
         said = f"{type(error).__name__}: {text}" if text else type(error).__name__

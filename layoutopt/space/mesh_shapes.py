@@ -20,6 +20,10 @@ MOST_AXES = 8
 
 def meshes(mesh: Mesh | str | None, devices: int | None, max_axes: int, hardware: Hardware) -> list[Mesh]:
     """The mesh that is given, or all shapes of a number of devices, with axes axis0, axis1, …"""
+    if max_axes < 1:
+        raise UserError(f"--max-axes {max_axes}: write at least 1")
+    if max_axes > MOST_AXES:
+        raise UserError(f"--max-axes {max_axes}: a search supports at most {MOST_AXES} axes")
     if mesh is not None:
         return [Mesh(mesh) if isinstance(mesh, str) else mesh]
     assert devices is not None
@@ -62,10 +66,6 @@ def mesh_shapes(devices: int, max_axes: int, ordered: bool) -> list[tuple[int, .
         raise UserError(f"--devices {devices}: write at least 1")
     if devices > MOST_DEVICES:
         raise UserError(f"--devices {devices}: a search supports at most {MOST_DEVICES:,} devices")
-    if max_axes < 1:
-        raise UserError(f"--max-axes {max_axes}: write at least 1")
-    if max_axes > MOST_AXES:
-        raise UserError(f"--max-axes {max_axes}: a search supports at most {MOST_AXES} axes")
     found: set[tuple[int, ...]] = set()
 
     def split(left: int, sizes: tuple[int, ...]) -> None:

@@ -315,6 +315,7 @@ def test_no_time_for_anything(run: Callable[..., Result], refused: Callable[...,
         ([], "give either a mesh (--mesh 'data:2;model:4') or a number of devices (--devices 8)"),
         (["--mesh", "data:2", "--devices", "2"], "give either a mesh"),
         (["--devices", "0"], "--devices 0: write at least 1"),
+        (["--mesh", "data:2", "--max-axes", "-1"], "--max-axes -1: write at least 1"),
         (
             ["--mesh", "data:2", "--pin", "btch:data"],
             "--pin btch: no operation has this dimension; did you mean",

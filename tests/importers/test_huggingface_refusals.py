@@ -38,7 +38,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"hidden_size": 4},
-        r"model_type 'None' is not supported; all \d+ are in docs/guides/huggingface.md; write",
+        r"it has no model_type; all \d+ are in docs/guides/huggingface.md; write",
     ),
     (
         changed(architectures=["LlamaForSequenceClassification"]),
@@ -55,17 +55,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         changed(strange_gate=True, other=3),
         r"unknown fields .*: strange_gate, other; .* --set ignore=strange_gate,other",
     ),
-    (changed(hidden_size="4096"), r"hidden_size is '4096'; give a whole number of at least 1"),
-    (changed(num_hidden_layers=True), r"num_hidden_layers is 'True'; give a whole number"),
-    (changed(rms_norm_eps=float("nan")), r"rms_norm_eps is 'nan'; give a number"),
-    (changed(hidden_act="situ"), r"hidden_act is 'situ'; did you mean 'silu'|known: gelu"),
+    (changed(hidden_size="4096"), r'hidden_size is "4096"; give a whole number of at least 1'),
+    (changed(num_hidden_layers=True), r"num_hidden_layers is true; give a whole number"),
+    (changed(rms_norm_eps=float("nan")), r"rms_norm_eps is NaN; give a number"),
+    (changed(hidden_act="situ"), r'hidden_act is "situ"; did you mean .silu.|known: gelu'),
     (
         changed(rope_scaling={"rope_type": "resonance"}),
-        r"rope_type is 'resonance'; known: default, linear, llama3",
+        r'rope_type is "resonance"; known: default, linear, llama3',
     ),
     (
         changed(rope_scaling={"type": "dynamic", "factor": 2.0}),
-        r"rope_scaling: type is 'dynamic'; known: default, linear, llama3",
+        r'rope_scaling: type is "dynamic"; known: default, linear, llama3',
     ),
     (
         {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "novel": 1}},
@@ -77,14 +77,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {**LOSSES["minimax"]["config"], "postnorm": False},
-        r"postnorm is 'False'; only true is supported",
+        r"postnorm is false; only true is supported",
     ),
     (
         changed(torch_dtype="float8_e4m3fn"),
         r"torch_dtype 'float8_e4m3fn'; did you mean 'float32'|known: bfloat16",
     ),
-    (changed(head_dim=None, hidden_size=18), r"hidden_size is '18'; give a multiple of"),
-    (changed(num_key_value_heads=3), r"num_key_value_heads is '3'; give a divisor of num_attention_heads \("),
+    (changed(head_dim=None, hidden_size=18), r"hidden_size is 18; give a multiple of"),
+    (changed(num_key_value_heads=3), r"num_key_value_heads is 3; give a divisor of num_attention_heads \("),
     (
         {k: v for k, v in LOSSES["deepseek_v2"]["config"].items() if k != "num_experts_per_tok"},
         r"has no field 'num_experts_per_tok'; add the field with a whole number",
@@ -95,18 +95,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {**LOSSES["gemma2"]["config"], "query_pre_attn_scalar": 0},
-        r"query_pre_attn_scalar is '0'; give a number above 0",
+        r"query_pre_attn_scalar is 0; give a number above 0",
     ),
     (
         {**LOSSES["mixtral"]["config"], "output_router_logits": True},
-        r"output_router_logits is 'True'; only false",
+        r"output_router_logits is true; only false",
     ),
-    ({**LOSSES["qwen3_moe"]["config"], "use_qk_norm": False}, r"use_qk_norm is 'False'; only true"),
-    ({**LOSSES["bamba"]["config"], "z_loss_coefficient": 0.1}, r"z_loss_coefficient is '0.1'; only 0.0"),
+    ({**LOSSES["qwen3_moe"]["config"], "use_qk_norm": False}, r"use_qk_norm is false; only true"),
+    ({**LOSSES["bamba"]["config"], "z_loss_coefficient": 0.1}, r"z_loss_coefficient is 0.1; only 0.0"),
 ]
 REFUSED += [
     (changed(num_hidden_layers=None), r"has no field 'num_hidden_layers'; add the field with a whole number"),
-    (changed(rope_theta=0), r"rope_theta is '0'; give a number above 1"),
+    (changed(rope_theta=0), r"rope_theta is 0; give a number above 1"),
     (
         changed(rope_scaling={"rope_type": "linear"}),
         r"rope_scaling has no field 'factor'; add the field with a number",
@@ -125,7 +125,7 @@ LISTED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_size": [16]}, "hidden_size .*; give a whole number"),
     ("llama", {"num_attention_heads": [2, 2]}, "num_attention_heads .*; give a whole number"),
     ("bamba", {"time_step_limit": [0.1, 1]}, r"time_step_limit .* only \[0.0, Infinity\] or "),
-    ("siglip", {"vision_config": 5}, "vision_config is '5'; give an object"),
+    ("siglip", {"vision_config": 5}, "vision_config is 5; give an object"),
     ("siglip", {"text_config": [None]}, "text_config .*; give an object"),
 ]
 
@@ -167,7 +167,7 @@ def followed(said: str, config: dict[str, Any], changes: dict[str, Any]) -> None
     elif found := re.search(r"(rope_scaling) has no field '(\w+)'; add the field with a number", said):
         config[found[1]][found[2]] = 2.0
     else:
-        found = re.search(r"(?:: (rope_\w+))?: (\w+) (?:is )?'.*?'; (.*)", said)
+        found = re.search(r"(?:: (rope_\w+))?: (\w+) (?:is )?(?:'.*?'|\".*?\"|\S+); (.*)", said)
         assert found is not None, said
         inner = config[found[1]] if found[1] else config
         inner[found[2]] = advised(found[3])
@@ -177,6 +177,7 @@ def advised(text: str) -> Any:
     """The first value that a message offers."""
     forms: tuple[tuple[str, Callable[[str], Any]], ...] = (
         (r"did you mean '(\w+)'", str),
+        (r"use (\w+); known", str),
         (r"known: (\w+)", str),
         (r"only (\S+) ", json.loads),
         (r"give a multiple of \w+ \((\d+)\)", lambda n: 8 * int(n)),
@@ -239,10 +240,10 @@ def written(folder: Path, config: object) -> str:
     ("text", "said"),
     [
         ("{", "config.json is not valid JSON: "),
-        ("[1]", "config.json is a JSON list, not an object"),
+        ("[1]", r"config.json is \[1\]; give a JSON object"),
         ('{"format": "layoutopt-plan/1"}', "is a layoutopt-plan/1 file, not a model"),
         ("[" * 100_000, "config.json is nested too deeply"),
-        ('{"a": "\\ud800"}', "model_type 'None'"),
+        ('{"a": "\\ud800"}', "has no model_type"),
     ],
 )
 def test_files_that_are_none(tmp_path: Path, text: str, said: str) -> None:

@@ -250,8 +250,9 @@ def chosen(values: Mapping[str, Any], source: str) -> Configuration:
     lacks = next(filter(None, map(class_defaults()["lacks"].get, (kind, of_text, f"{kind}_text"))), "")
     close = [n for k in (kind, of_text) if k != "None" for n in get_close_matches(k, FORMS, 3)]
     near = f"nearest: {', '.join(dict.fromkeys(close))}; " if close else ""
+    found = f"model_type {kind!r} is not supported" if values.get("model_type") else "it has no model_type"
     raise UserError(
-        f"{source}: model_type {kind!r} is not supported{also}{lacks and f'; layoutopt lacks {lacks}'}; "
+        f"{source}: {found}{also}{lacks and f'; layoutopt lacks {lacks}'}; "
         f"{near}all {len(FORMS)} are in docs/guides/huggingface.md; write this model with "
         "mesh_tf_core.layers (layoutopt init), or import it with layoutopt.from_torch or "
         f"layoutopt.from_jax{_foreign(text or values)}"

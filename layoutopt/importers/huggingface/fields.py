@@ -27,6 +27,10 @@ LARGEST, MOST_LAYERS = 2**40, 10_000
 """The largest whole number, and the largest number of layers: a larger one is taken for a typing error."""
 
 
+def _shown(value: Any) -> str:
+    return json.dumps(value, default=str)[:60]
+
+
 class Fields:
     """The fields of a configuration.
 
@@ -58,7 +62,7 @@ class Fields:
     def wrong(self, name: str, what: str) -> UserError:
         """The error for an unsupported value of a field."""
         found = self.values.get(name := self._own(name), self.sizes.get(name))
-        return UserError(f"{self.source}: {name} is {str(found)[:60]!r}; {what}")
+        return UserError(f"{self.source}: {name} is {_shown(found)}; {what}")
 
     def under(self, names: Mapping[str, str]) -> Fields:
         """The same fields, some read by other names (the keys) than they have."""
@@ -188,7 +192,7 @@ class Fields:
     def part(self, name: str, values: Any, sizes: Mapping[str, int] = NOTHING) -> Fields:
         """The fields inside a field; `sizes`: of its class."""
         if not isinstance(values, Mapping):
-            raise UserError(f"{self.source}: {name} is {str(values)[:60]!r}; give an object")
+            raise UserError(f"{self.source}: {name} is {_shown(values)}; give an object")
         return self.parts.setdefault(name, Fields(values, f"{self.source}: {name}", sizes, idle=self.idle))
 
     def finish(self, ignored: Sequence[str] = ()) -> None:
@@ -228,10 +232,7 @@ def read(path: Path, shown: str) -> dict[str, Any]:
     with reading(shown):
         found = read_json(path, LARGEST_FILE)
     if not isinstance(found, dict):
-        raise UserError(
-            f"{shown} is a JSON {type(found).__name__}, not an object; give a JSON object with the "
-            "model's fields"
-        )
+        raise UserError(f"{shown} is {_shown(found)}; give a JSON object with the model's fields")
     if str(found.get("format", "")).startswith("layoutopt-"):
         do = "give a model file (.py) or a Hugging Face config.json"
         if str(found["format"]).startswith("layoutopt-plan/"):
