@@ -62,7 +62,7 @@ def program_from_json(content: Mapping[str, Any]) -> Program:
             "version"
         )
     try:
-        found = _Reader(content["objects"]).made("Program", content["program"])
+        found = _ObjectReader(content["objects"]).made("Program", content["program"])
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(
             f"the stored program is damaged ({type(error).__name__}: {error}); store it again"
@@ -131,7 +131,7 @@ class _Writer:
         return {"#": self._known[key]}
 
 
-class _Reader:
+class _ObjectReader:
     """Attributes: `objects` as they were written; `classes` by name; `_made`: objects that were read."""
 
     def __init__(self, objects: list[Any]) -> None:
@@ -175,10 +175,10 @@ INLINE = (Instr, Value, Carry, Sliced, Result)
 """The classes written in place: no two values are equal."""
 
 Write = Callable[[_Writer, Any], Any]
-ReadObject = Callable[[_Reader, Any], Any]
+ReadObject = Callable[[_ObjectReader, Any], Any]
 
 
-def _array(read: _Reader, content: Any) -> FixedArray:
+def _array(read: _ObjectReader, content: Any) -> FixedArray:
     dtype, sizes, held = content
     if dtype not in ("bool", "bfloat16") and np.dtype(dtype).kind not in "fiub":
         raise ValueError(f"arrays of dtype {dtype} are not supported")
@@ -199,7 +199,7 @@ def _write_outline(write: _Writer, x: Outline) -> Any:
     return {"blocks": blocks, "nodes": nodes, "rest": rest}
 
 
-def _read_outline(read: _Reader, content: Any) -> Outline:
+def _read_outline(read: _ObjectReader, content: Any) -> Outline:
     blocks = [read.made("Block", block) for block in content["blocks"]]
     for block, nodes in zip(blocks, content["nodes"], strict=True):
         for node, body in nodes:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from costmodels.hardware import Hardware
-from layoutopt.optimize.bounds import EXACT, Source
+from layoutopt.optimize.bounds import EXACT, BoundSource
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.layer_bounds import LayerBounds
@@ -39,7 +39,7 @@ MOST = 5000
 """Layouts listed for one problem."""
 FASTER = "faster"
 """Marks a problem in which a faster layout fits."""
-RULES_OUT = Source.PIECES, Source.LAYERS, Source.FIRST_RUNS, Source.REFUSED, Source.TABLES, Source.LISTED
+RULES_OUT = {*BoundSource} - {BoundSource.NOTHING, BoundSource.SHARE, BoundSource.SOLVER}
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ class Certificate:
     def __str__(self) -> str:
         counts, listed = Counter(p.how for p in self.problems), sum(p.listed for p in self.problems)
         ways = {
-            Source.TABLES: "by their own bound",
-            Source.PIECES: "by the bound of fewer microbatches",
-            Source.LAYERS: "by the layers of a stage",
-            Source.FIRST_RUNS: "by the first runs of stages",
-            Source.REFUSED: "because the model refuses them",
-            Source.LISTED: f"by listing {listed:,} layouts that do not fit",
+            BoundSource.TABLES: "by their own bound",
+            BoundSource.PIECES: "by the bound of fewer microbatches",
+            BoundSource.LAYERS: "by the layers of a stage",
+            BoundSource.FIRST_RUNS: "by the first runs of stages",
+            BoundSource.REFUSED: "because the model refuses them",
+            BoundSource.LISTED: f"by listing {listed:,} layouts that do not fit",
         }
         parts = [f"{counts[how]} {way}" for how, way in ways.items() if counts[how]]
         if self.faster is not None:
@@ -112,8 +112,8 @@ class Certificate:
         if self.other:
             return f"for another search space: {self.other}"
         said = f"{space}, ruled out without a solver: {', '.join(parts)}"
-        if counts[Source.NOTHING]:
-            said += f"; {counts[Source.NOTHING]} not checked, because there are too many layouts to list"
+        if counts[BoundSource.NOTHING]:
+            said += f"; {counts[BoundSource.NOTHING]} not checked, because there are too many layouts to list"
         return said if self.complete else f"{said}; time limit reached before all problems were checked"
 
 
@@ -147,7 +147,7 @@ def rule_out(
         subproblem.inherit(evaluator)
         layers.prove(subproblem, seconds)
         if subproblem.bounds.lower().value < seconds and subproblem.refused:
-            subproblem.bounds.prove(math.inf, Source.REFUSED)
+            subproblem.bounds.prove(math.inf, BoundSource.REFUSED)
         known = subproblem.bounds.lower().value >= seconds
         yield _ruled(subproblem) if known else _looked_at(evaluator, subproblem, seconds, limit)
 
@@ -187,7 +187,7 @@ def _looked_at(evaluator: Evaluator, subproblem: Subproblem, seconds: float, lim
     search = None if waits else faster(evaluator, subproblem, seconds, none)
     if search is None:
         return _ruled(subproblem)
-    known, is_open = search.eliminated, _ruled(subproblem, Source.NOTHING)
+    known, is_open = search.eliminated, _ruled(subproblem, BoundSource.NOTHING)
     if not known.exact or search.extraction.unsplit:
         return is_open
     rows = list(search.rows)
@@ -206,7 +206,7 @@ def _looked_at(evaluator: Evaluator, subproblem: Subproblem, seconds: float, lim
             if evaluation.cost.step_seconds < seconds:
                 layout = str(search.extraction.read(choices)[0])
                 return _ruled(subproblem, FASTER, faster=layout)
-    return _ruled(subproblem, Source.LISTED, listed=len(seen))
+    return _ruled(subproblem, BoundSource.LISTED, listed=len(seen))
 
 
 def _overfull(rows: list[ResourceRow], choices: Sequence[int], limit: float) -> bool:

@@ -21,7 +21,7 @@ from layoutopt.formulation.cuts import PendingSum
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.makers import (
     Accesses,
-    Cluster,
+    OpCluster,
     numbers_of,
     pairs_of,
     rules_of,
@@ -44,7 +44,7 @@ from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.lower.subgraph import Twin, made_by
 
 
-def clusters(dependencies: Dependencies) -> list[Cluster]:
+def clusters(dependencies: Dependencies) -> list[OpCluster]:
     """The clusters of a graph, with equal ones merged."""
     builder = _Builder(dependencies)
     groups: dict[int, list[Node]] = defaultdict(list)
@@ -179,7 +179,7 @@ class _Builder:
         found = node.op.variable if updates is None and isinstance(node.op, Assign) else updates
         return found if found is not None and found.own_storage else None
 
-    def cluster(self, nodes: list[Node], multiplicity: int) -> Cluster:
+    def cluster(self, nodes: list[Node], multiplicity: int) -> OpCluster:
         inside = {node.index for node in nodes}
         leading = (t for n in nodes for o in made_by(n, self.graph) for t in self.dependencies.leads_to(o))
         early = frozenset(t for t in leading if self.dependencies.early(t, inside))
@@ -193,7 +193,7 @@ class _Builder:
         first_runs = {texts: subgraph.without(found) for texts, found in idle if found}
         kept = {o: self.runs.kept[o] for node in nodes for o in node.outputs if o in self.runs.kept}
         names = list(dict.fromkeys(name for node in nodes for name in self._recomputed(node)))
-        return Cluster(
+        return OpCluster(
             name,
             subgraph,
             again,
@@ -213,7 +213,7 @@ class _Builder:
         )
 
     def _second_runs(self, nodes: list[Node], subgraph: Subgraph) -> dict[Policies, tuple[Subgraph, ...]]:
-        """`Cluster.again`."""
+        """`OpCluster.again`."""
         numbers: dict[SecondRun, list[int]] = defaultdict(list)
         for node in nodes:
             for run in self.runs.runs.get(node.index, ()):

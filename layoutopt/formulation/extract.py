@@ -34,7 +34,7 @@ from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.couplings import Combinations, coupled
 from layoutopt.formulation.cuts import MOST_LOWERED, PendingSum, most_cells
 from layoutopt.formulation.default_memory import NaturalMemory
-from layoutopt.formulation.makers import Cluster
+from layoutopt.formulation.makers import OpCluster
 from layoutopt.formulation.memory_constraints import MemoryConstraints
 from layoutopt.formulation.outer_step_context import meetings
 from layoutopt.formulation.shared import shared_context
@@ -178,7 +178,7 @@ class Draft:
         self.tables: list[Table] = []
         self.unsplit: list[str] = []
 
-    def bound(self, cluster: Cluster) -> None:
+    def bound(self, cluster: OpCluster) -> None:
         """Leaves a cluster's smallest dimensions whole, then its other decisions plain, until its table is
         small enough."""
         others, most = (*cluster.sums, *cluster.switches), MOST_LOWERED // len(cluster.subgraph.nodes)
@@ -198,16 +198,16 @@ class Draft:
         if decided is not self.decided:
             self.restrict(decided)
 
-    def tabler_of(self, cluster: Cluster) -> Tabler:
+    def tabler_of(self, cluster: OpCluster) -> Tabler:
         """The table maker of a cluster: of the step, or of an outer step."""
         met = self._met.get(id(cluster))
         return self.tabler if met is None else met.tabler(self.mesh, self.pricer)
 
-    def entry(self, cluster: Cluster, chosen: Mapping[str, Choice]) -> Entry | None:
+    def entry(self, cluster: OpCluster, chosen: Mapping[str, Choice]) -> Entry | None:
         """The price of a cluster under one choice of everything; None if that is not legal."""
         return self.tabler_of(cluster).entry(cluster, self.decided, chosen)
 
-    def make(self, cluster: Cluster) -> Table:
+    def make(self, cluster: OpCluster) -> Table:
         """The table of a cluster that has none."""
         self.bound(cluster)
         self.left = [c for c in self.left if c is not cluster]

@@ -36,7 +36,7 @@ from costmodels.pricing.items import Computed
 from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.lowering_cache import LoweredCluster
-from layoutopt.formulation.makers import Cluster
+from layoutopt.formulation.makers import OpCluster
 from layoutopt.formulation.outer_step_context import OuterStepContext
 from layoutopt.formulation.tables import Index, Table
 from layoutopt.solver import ChoiceVariable, Problem, ResourceRow, RowTerm, Sparse, Term
@@ -163,7 +163,7 @@ class HostLink:
         return Waits(name, steps, runs, ResourceRow(name, float(len(entries)), tuple(entries)))
 
     def _of(
-        self, cluster: Cluster, lowered: Sequence[LoweredCluster], mesh: Mesh | None
+        self, cluster: OpCluster, lowered: Sequence[LoweredCluster], mesh: Mesh | None
     ) -> Iterator[tuple[LinkDirection, float, float]]:
         """What a cluster adds to rows under one assignment: seconds, and of transfers how often they run."""
         for part in lowered:
@@ -203,7 +203,7 @@ class HostLink:
             self._known[key] = found
         return self._known[key]
 
-    def _alike(self, cluster: Cluster, loop: int) -> Mapping[int, int]:
+    def _alike(self, cluster: OpCluster, loop: int) -> Mapping[int, int]:
         """The loops in which the members of a cluster are, as the first one in a loop: how many in each."""
         first = cluster.members[0] if cluster.members else ()
         if loop in first:

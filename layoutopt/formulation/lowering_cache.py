@@ -78,7 +78,7 @@ class LoweringCache:
         """A subgraph of a cluster, lowered now unless it is known.
 
         Args:
-          outputs: `Cluster.totalled`.
+          outputs: `OpCluster.totalled`.
         """
         known = self._known[subgraph, (oracle.layout, options.without_placement, cut.key)]
         for lowered in known:

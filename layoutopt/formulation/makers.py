@@ -37,9 +37,9 @@ class Accesses:
     def __init__(self, dependencies: Dependencies, runs: SecondRuns) -> None:
         self.graph, self.dependencies, self.runs = dependencies.graph, dependencies, runs
 
-    def clusters(self) -> list[Cluster]:
+    def clusters(self) -> list[OpCluster]:
         """For every variable with its own storage: its casts, and the gather in every block that reads it."""
-        merged: dict[Hashable, list[Cluster]] = defaultdict(list)
+        merged: dict[Hashable, list[OpCluster]] = defaultdict(list)
         for variable in self.graph.variables.values():
             if variable.own_storage:
                 found = self._access(variable)
@@ -51,7 +51,7 @@ class Accesses:
             for found in merged.values()
         ]
 
-    def _access(self, variable: Variable) -> tuple[Hashable, Cluster] | None:
+    def _access(self, variable: Variable) -> tuple[Hashable, OpCluster] | None:
         reads = self.dependencies.reads[variable.name]
         casts = [
             n
@@ -86,7 +86,7 @@ class Accesses:
         nests = tuple(nest for nest in self.runs.nests if not nest.isdisjoint(loops))
         shapes = own, *pairs_of(own, self.dependencies.further)
         every = *dims, *rules_of(dims, self.dependencies.further)
-        return key, Cluster(
+        return key, OpCluster(
             name, subgraph, again, every, switches, shapes, members=members, alike=alike, nests=nests
         )
 
@@ -160,7 +160,7 @@ def _places(accesses: Iterable[Access]) -> tuple[tuple[int, str], ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class Cluster:
+class OpCluster:
     """Operations that are priced together.
 
     Attributes:
@@ -288,7 +288,7 @@ class Makers:
       renamed: parts that stages have: other names of stacks.
     """
 
-    def __init__(self, dependencies: Dependencies, clusters: Sequence[Cluster]) -> None:
+    def __init__(self, dependencies: Dependencies, clusters: Sequence[OpCluster]) -> None:
         self.dependencies, self.graph = dependencies, dependencies.graph
         self.nodes = {n.index: n for n, _ in self.graph.walk()}
         self.clusters = list(clusters)
@@ -340,14 +340,14 @@ class Makers:
                 for mine, there in zip(*leads, strict=False):
                     self._made.setdefault(mine, TensorMaker(cluster, there))
 
-    def _alone(self, node: Node) -> Cluster:
+    def _alone(self, node: Node) -> OpCluster:
         """A node that no cluster has, as one."""
         blocks = self.graph.around(self.dependencies.block_of[node.index])
         dims = self.graph.tensor(node.outputs[0]).shape.names
         subgraph = Subgraph(frozenset({node.index}), frozenset(block.id for block in blocks))
         further = [(n, written(n)) for n in dims if n in self.dependencies.further]
         every, shapes = (*dims, *(rule for _, rule in further)), (dims, *further)
-        return Cluster(node.op.name, subgraph, {}, every, (), shapes, members=((node.index,),))
+        return OpCluster(node.op.name, subgraph, {}, every, (), shapes, members=((node.index,),))
 
     def _gathered(self) -> Iterator[tuple[tuple[int, int], TensorMaker]]:
         body = {n.body.id: n.index for n in self.nodes.values() if n.body is not None}

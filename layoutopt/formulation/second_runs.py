@@ -215,7 +215,7 @@ class SecondRuns:
         names: Sequence[str],
         first_runs: Mapping[Policies, Subgraph] = NOTHING,
     ) -> dict[str, dict[Choice, Choice]]:
-        """`Cluster.alike`: the options with the same second runs and the same kept values, whatever the
+        """`OpCluster.alike`: the options with the same second runs and the same kept values, whatever the
         policies of other loops.
 
         Args:

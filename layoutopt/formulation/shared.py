@@ -11,7 +11,7 @@ from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.clusters import clusters
 from layoutopt.formulation.cuts import LOWERED, most_cells
 from layoutopt.formulation.dependencies import Dependencies
-from layoutopt.formulation.makers import Cluster, Makers
+from layoutopt.formulation.makers import Makers, OpCluster
 from layoutopt.formulation.memory_points import ProgramPoints
 from layoutopt.formulation.tables import Tabler
 from layoutopt.space.decisions import Decisions, HasTrainingStep, Structure
@@ -63,10 +63,10 @@ class SharedContext:
         self._more: dict[frozenset[int], SharedContext] = {}
         returned = [t.id for t in step.results.values()]
         self.dependencies = Dependencies(self.graph, self.program(), structure, returned, cut)
-        self.clusters: tuple[Cluster, ...] = tuple(clusters(self.dependencies))
+        self.clusters: tuple[OpCluster, ...] = tuple(clusters(self.dependencies))
 
     @cached_property
-    def _uncut(self) -> list[tuple[Cluster, frozenset[int]]]:
+    def _uncut(self) -> list[tuple[OpCluster, frozenset[int]]]:
         """Clusters with additions that can be cut, and these."""
         open = self.dependencies.additions.keys() - self.cut
         found = ((c, frozenset(i for member in c.members for i in member) & open) for c in self.clusters)

@@ -19,7 +19,7 @@ import numpy as np
 
 from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.lowering_cache import LoweredCluster, Naming, Namings, lowering_cache
-from layoutopt.formulation.makers import Cluster, rules_of
+from layoutopt.formulation.makers import OpCluster, rules_of
 from layoutopt.solver.form import Ints
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
@@ -60,7 +60,7 @@ class Entry:
 class Table:
     """All legal assignments of the decisions that matter to a cluster; `names` are those with a choice."""
 
-    cluster: Cluster
+    cluster: OpCluster
     names: tuple[str, ...]
     entries: Mapping[Assignment, Entry]
 
@@ -112,7 +112,7 @@ def assignments(
     return [chosen for chosen, _ in found]
 
 
-def legal(cluster: Cluster, decided: Decisions) -> Table:
+def legal(cluster: OpCluster, decided: Decisions) -> Table:
     """All legal assignments, without their prices."""
     free = set(decided.free)
     names = tuple(n for n in cluster.decisions if n in free)
@@ -126,7 +126,7 @@ def legal(cluster: Cluster, decided: Decisions) -> Table:
 
 
 def _crossing(
-    cluster: Cluster, names: Sequence[str], found: Iterable[Assignment], given: Set[str]
+    cluster: OpCluster, names: Sequence[str], found: Iterable[Assignment], given: Set[str]
 ) -> Iterator[Assignment]:
     """The assignments that lowering may not refuse for what keys are split over. What splits one of the
     dimensions further elsewhere splits no other of them: where one rule does, they are not split alike.
@@ -150,13 +150,13 @@ def _crossing(
             yield each
 
 
-def is_large(cluster: Cluster, decided: Decisions, most: int) -> bool:
+def is_large(cluster: OpCluster, decided: Decisions, most: int) -> bool:
     """True if a cluster has more than `most` legal assignments; they are counted no further."""
     names = [n for n in cluster.decisions if n in decided.options]  # not every kind is allowed
     return len(assignments(names, cluster.shapes, decided.options, cluster.follows, most)) > most
 
 
-def _options(cluster: Cluster, decided: Decisions, switches: Sequence[Choice], mesh: Mesh) -> Options:
+def _options(cluster: OpCluster, decided: Decisions, switches: Sequence[Choice], mesh: Mesh) -> Options:
     """The options of lowering that choices of a cluster's switches mean."""
     chosen = dict(zip(cluster.switches, switches, strict=True))
     found = decided.read({n: choice for n, choice in chosen.items() if n in decided.options})[1]
@@ -202,10 +202,10 @@ class Tabler:
         self.cache, self.namings = lowering_cache(graph, pricer), Namings(pricer)
         self.sizes = graph.dims()
         self.divided = self.sizes if divided is None else divided
-        self._entries: dict[Cluster, dict[Assignment, Entry | None]] = {}
+        self._entries: dict[OpCluster, dict[Assignment, Entry | None]] = {}
         self._oracles: dict[Hashable, Oracle] = {}
 
-    def table(self, cluster: Cluster, decided: Decisions, only: Callable[[Table], Table] = _all) -> Table:
+    def table(self, cluster: OpCluster, decided: Decisions, only: Callable[[Table], Table] = _all) -> Table:
         """Lowers and prices a cluster under all its assignments; those that lowering refuses are left out.
 
         Args:
@@ -222,11 +222,11 @@ class Tabler:
                 entries[assignment] = entry
         return Table(cluster, bare.names, entries)
 
-    def entry(self, cluster: Cluster, decided: Decisions, chosen: Mapping[str, Choice]) -> Entry | None:
+    def entry(self, cluster: OpCluster, decided: Decisions, chosen: Mapping[str, Choice]) -> Entry | None:
         """The price of a cluster under one choice of everything; None if that is not legal."""
         return self._prices(cluster, decided)([chosen.get(n, ()) for n in cluster.decisions])
 
-    def _prices(self, cluster: Cluster, decided: Decisions) -> Callable[[Sequence[Choice]], Entry | None]:
+    def _prices(self, cluster: OpCluster, decided: Decisions) -> Callable[[Sequence[Choice]], Entry | None]:
         """The price of a cluster by choices of all its decisions; what these share is made once."""
         # The first decisions name mesh axes.
         known, count = self._entries.setdefault(cluster, {}), len(cluster.dims) + len(cluster.sums)
@@ -242,16 +242,16 @@ class Tabler:
 
         return price
 
-    def computed(self, cluster: Cluster, entry: Entry, chosen: Mapping[str, Choice]) -> float:
+    def computed(self, cluster: OpCluster, entry: Entry, chosen: Mapping[str, Choice]) -> float:
         """Seconds of an entry, under its choices, without messages."""
         prices = self.prices_of(cluster, chosen)
         return sum(prices.computed(part.cost or ()) for part in entry.lowered)
 
-    def prices_of(self, cluster: Cluster, chosen: Mapping[str, Choice]) -> Pricer:
+    def prices_of(self, cluster: OpCluster, chosen: Mapping[str, Choice]) -> Pricer:
         """The prices of a cluster's lowered programs, which name axes as its choices do."""
         return self.namings.of([chosen.get(n, ()) for n in (*cluster.dims, *cluster.sums)]).pricer
 
-    def _placed(self, cluster: Cluster, splits: Sequence[Axes]) -> tuple[Naming, Layout, Cut]:
+    def _placed(self, cluster: OpCluster, splits: Sequence[Axes]) -> tuple[Naming, Layout, Cut]:
         """Splits of a cluster's dimensions, and its pending sums, with the axes numbered."""
         naming = self.namings.of(splits)
         number, named = naming.number, zip(cluster.dims, splits, strict=False)
@@ -271,7 +271,7 @@ class Tabler:
         return naming, layout, Cut(given, left)
 
     def _entry(
-        self, cluster: Cluster, naming: Naming, layout: Layout, cut: Cut, options: Options
+        self, cluster: OpCluster, naming: Naming, layout: Layout, cut: Cut, options: Options
     ) -> Entry | None:
         """The price of a cluster; None if that is not legal."""
         # What splits dimensions further elsewhere divides them there.

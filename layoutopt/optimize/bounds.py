@@ -24,7 +24,7 @@ OptionCosts = Mapping[str, Mapping[Choice, float]]
 """Decision -> option -> seconds that no layout with it takes less than."""
 
 
-class Source(StrEnum):
+class BoundSource(StrEnum):
     """The proof of a bound."""
 
     NOTHING = "open"
@@ -66,7 +66,7 @@ class Bound:
     """
 
     value: float = 0.0
-    source: Source = Source.NOTHING
+    source: BoundSource = BoundSource.NOTHING
     within: float = math.inf
 
 
@@ -88,7 +88,7 @@ class ProvenBounds:
     left: tuple[float, Mapping[str, Sequence[Choice]]] = field(default_factory=lambda: (0.0, {}))
     best: EvaluatedLayout | None = None
 
-    def prove(self, seconds: float, source: Source, within: float = math.inf) -> None:
+    def prove(self, seconds: float, source: BoundSource, within: float = math.inf) -> None:
         """No layout that holds at most `within` bytes takes fewer seconds."""
         if seconds > self.lower(within).value:
             higher = (b for b in self.proven if b.value > seconds)
@@ -110,7 +110,7 @@ class ProvenBounds:
     def lower(self, limit: float = math.inf) -> Bound:
         """The highest bound on layouts that hold at most `limit` bytes; inf where none does."""
         if limit < self.least:
-            return Bound(math.inf, Source.TABLES, limit)
+            return Bound(math.inf, BoundSource.TABLES, limit)
         return next(b for b in self.proven if b.within >= limit)
 
     def state(self, seconds: float, limit: float) -> State:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from layoutopt.optimize.best_plans import held
 from layoutopt.optimize.both_cores import BothCores
-from layoutopt.optimize.bounds import Bound, Source, State
+from layoutopt.optimize.bounds import Bound, BoundSource, State
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.fixing import ClusterWeights, faster, option_costs
 from layoutopt.optimize.incumbents import Incumbents
@@ -76,7 +76,7 @@ class FastestSearch:
         """No layout that holds at most `limit` bytes takes fewer seconds."""
         if not self.listed:
             meshes = (each.mesh.devices for each in self.incumbents.subproblems.values())
-            return Bound(self.request.evaluator.alone() / next(meshes, math.inf), Source.SHARE)
+            return Bound(self.request.evaluator.alone() / next(meshes, math.inf), BoundSource.SHARE)
         every = (each.bounds.lower(limit) for each in self.problems)
         return min(every, key=lambda bound: bound.value, default=Bound(math.inf))
 
@@ -87,14 +87,14 @@ class FastestSearch:
         if self.request.objective != Objective.MEMORY:
             lower, best = self.lower(limit), incumbents.seconds(limit)
         else:
-            lower = Bound(self.least if self.listed else 0.0, Source.TABLES)
+            lower = Bound(self.least if self.listed else 0.0, BoundSource.TABLES)
             best = min((found.peak for found in incumbents.fitting(limit)), default=math.inf)
         return replace(lower, value=min(lower.value, best))
 
     def hold(self, of: Subproblem) -> float:
         """Proves that a device holds variables at least; bytes that no layout of the problem holds less."""
         if of.refused:
-            of.bounds.prove(math.inf, Source.REFUSED)
+            of.bounds.prove(math.inf, BoundSource.REFUSED)
             return math.inf
         of.bounds.hold_at_least(held(self.request.model, of.mesh, of.decided))
         return of.bounds.least
@@ -210,7 +210,7 @@ class FastestSearch:
         upper = incumbents.seconds(limit)
         narrow = subproblem.narrowed(upper, request.evaluator)
         if narrow is None:
-            bounds.prove(upper, Source.TABLES)
+            bounds.prove(upper, BoundSource.TABLES)
             return None
         fits = True
 
@@ -243,7 +243,7 @@ class FastestSearch:
             longer = bool(found.evaluation.cost.host_seconds) == (search.evaluator.of is not None)
             subproblem.bounds.best = found if outcome.proven and longer else None
         # Without an answer it is proven that nothing here is faster than the best.
-        subproblem.bounds.prove(min(outcome.bound, best), Source.SOLVER, limit)
+        subproblem.bounds.prove(min(outcome.bound, best), BoundSource.SOLVER, limit)
 
     def told(
         self, looked: str, number: int = 0, count: int = 0, low: float | None = None, part: float = 0.0

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from costmodels.pricing.pricer import LaunchPricer
 from layoutopt.formulation.extract import Draft
-from layoutopt.formulation.makers import Cluster
-from layoutopt.optimize.bounds import EXACT, SLACK, OptionCosts, Source
+from layoutopt.formulation.makers import OpCluster
+from layoutopt.optimize.bounds import EXACT, SLACK, BoundSource, OptionCosts
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
@@ -89,10 +89,10 @@ def fix_options(
     weight = fill({} if weights is None else weights, draft)
     total, told = sum(weight[id(c)].seconds for c in draft.left), 0.0
     known, bound, made, last = upper, 0.0, 0, 0
-    queue: list[Cluster] = []
+    queue: list[OpCluster] = []
     seconds = {id(c): weight[id(c)].seconds for c in draft.left}
 
-    def worth(cluster: Cluster) -> float:
+    def worth(cluster: OpCluster) -> float:
         own = seconds.get(id(cluster), known)
         least = weight[id(cluster)].computed / _ways(cluster, draft)  # the bound has it without a table
         return max(own - least, LITTLE * own) / _width(cluster, draft.decided)
@@ -149,7 +149,7 @@ def faster(
 
     def prove(seconds: float) -> None:
         if not draft.unsplit:  # what is left out is proven to take `upper` alone
-            bounds.prove(min(seconds, upper), Source.TABLES)
+            bounds.prove(min(seconds, upper), BoundSource.TABLES)
 
     def heard(bound: float, part: float) -> None:
         prove(bound)
@@ -200,7 +200,7 @@ def _under(draft: Draft, choices: Sequence[int]) -> dict[int, float]:
     return {id(c): c.multiplicity * e.seconds for c, e in every if e is not None}
 
 
-def _weight(draft: Draft, cluster: Cluster) -> Weight:
+def _weight(draft: Draft, cluster: OpCluster) -> Weight:
     decided, tabler = draft.decided, draft.tabler_of(cluster)
     plain = {n: options[0] for n in cluster.decisions if (options := decided.options.get(n))}
     plain |= {n: () for n in cluster.dims if n not in decided.stages}
@@ -219,7 +219,7 @@ def _weight(draft: Draft, cluster: Cluster) -> Weight:
     return Weight(seconds, cluster.multiplicity * min(computed))
 
 
-def _ways(cluster: Cluster, draft: Draft) -> int:
+def _ways(cluster: OpCluster, draft: Draft) -> int:
     """Among how many devices the work of a cluster can be divided at most; a host launches it for each."""
     decided, mesh = draft.decided, draft.mesh
     if isinstance(draft.pricer, LaunchPricer):
@@ -230,7 +230,7 @@ def _ways(cluster: Cluster, draft: Draft) -> int:
     return min(math.prod(splits), mesh.devices)
 
 
-def _width(cluster: Cluster, decided: Decisions) -> int:
+def _width(cluster: OpCluster, decided: Decisions) -> int:
     """How many entries the table of a cluster has at most; few of them have more than the plain option of
     what is `crossed`."""
     counted = (n for n in cluster.decisions if n in decided.options and n not in cluster.crossed)

@@ -35,9 +35,9 @@ from costmodels.pricing.overlap import loads_or_stores
 from costmodels.pricing.units import Stack, Unit, first_of
 from costmodels.stage_times import stage_times
 from layoutopt.formulation.extract import Draft
-from layoutopt.formulation.makers import Cluster
+from layoutopt.formulation.makers import OpCluster
 from layoutopt.formulation.tables import Entry, Table
-from layoutopt.optimize.bounds import Source
+from layoutopt.optimize.bounds import BoundSource
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.fixing import fix_options
 from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, beside
@@ -113,7 +113,7 @@ class LayerBounds:
         for exactly in (False, True)[: 2 if apart and not shortly else 1]:
             for of in every[:1] if shortly else every:
                 with suppress(UserError):
-                    subproblem.bounds.prove(self._bound(subproblem, of, exactly), Source.LAYERS)
+                    subproblem.bounds.prove(self._bound(subproblem, of, exactly), BoundSource.LAYERS)
                 if subproblem.bounds.lower().value >= enough:
                     return
         known = subproblem.bounds.left[0] >= enough
@@ -128,7 +128,7 @@ class LayerBounds:
                 if not draft.unsplit:
                     self._first[key] = min(bound, enough), (enough, draft.decided.options)
         bound, subproblem.bounds.left = self._first[key]
-        subproblem.bounds.prove(min(bound, enough), Source.FIRST_RUNS)
+        subproblem.bounds.prove(min(bound, enough), BoundSource.FIRST_RUNS)
 
     def _bound(self, subproblem: Subproblem, plain: Subproblem, exactly: bool) -> float:
         """The bound by the layers in a step without stages; `exactly`: with the runs of slots in the graph of
@@ -282,7 +282,7 @@ class FirstRuns(Draft):
         super().__init__(*asked)
         self._counted: dict[int, tuple[Program, list[bool]]] = {}
 
-    def make(self, cluster: Cluster) -> Table:
+    def make(self, cluster: OpCluster) -> Table:
         table, fixed = super().make(cluster), self.decided.fixed
         entries = {
             a: self._first(cluster, entry, fixed | dict(zip(table.names, a, strict=True)))
@@ -291,11 +291,11 @@ class FirstRuns(Draft):
         self.tables[-1] = replace(table, entries=entries)
         return self.tables[-1]
 
-    def entry(self, cluster: Cluster, chosen: Mapping[str, Choice]) -> Entry | None:
+    def entry(self, cluster: OpCluster, chosen: Mapping[str, Choice]) -> Entry | None:
         entry = super().entry(cluster, chosen)
         return None if entry is None else self._first(cluster, entry, chosen)
 
-    def _first(self, cluster: Cluster, entry: Entry, chosen: Mapping[str, Choice]) -> Entry:
+    def _first(self, cluster: OpCluster, entry: Entry, chosen: Mapping[str, Choice]) -> Entry:
         first, *more = entry.lowered
         cost, program = first.cost, first.program
         assert cost is not None and program is not None

@@ -22,7 +22,7 @@ from costmodels.repeated import near_sizes, repeated
 from layoutopt.optimize.agreement import TableAgreement, compared, hold_rows, rows_said, summed
 from layoutopt.optimize.alternatives import HEADROOM, Alternatives, Shapes, called, predicted_of
 from layoutopt.optimize.baselines import axis_names, called_mesh, in_names
-from layoutopt.optimize.bounds import EXACT, Bound, Source
+from layoutopt.optimize.bounds import EXACT, Bound, BoundSource
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.request import BESIDE, BESIDE_SHARE, PLANNED, Request, left_whole, space_of
 from layoutopt.optimize.search import STOPPED, LayoutSearch
@@ -40,7 +40,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.verify import verify
 
 SHARE = "the lower bound is the compute time of a single device divided by the number of devices"
-NO_SHARE = Bound(0.0, Source.SHARE)
+NO_SHARE = Bound(0.0, BoundSource.SHARE)
 NAMED = 5
 """Names that a note lists."""
 REPEATED_SHARE = 0.1
@@ -158,7 +158,7 @@ def nearest_plan(request: Request, search: LayoutSearch) -> Plan | None:
     """The plan that needs least memory, of a search that proved that none fits; None if none is known."""
     if search.nearest is None:
         return None
-    least = Bound(search.least, Source.TABLES)
+    least = Bound(search.least, BoundSource.TABLES)
     memory = replace(request, objective=Objective.MEMORY, top=1)
     plan = make_plan(memory, search, search.nearest, bound=least, alternatives=False)
     proof = plan.solver.model_copy(
@@ -276,7 +276,7 @@ def _first(
 def share_bound(request: Request, mesh: Mesh) -> Bound:
     """Seconds of a device's share of the compute on one device: no layout takes less, if pieces cost at least
     their share of the whole; else 0."""
-    return Bound(request.evaluator.alone() / mesh.devices, Source.SHARE)
+    return Bound(request.evaluator.alone() / mesh.devices, BoundSource.SHARE)
 
 
 def _notes(proof: _Proof, missing: Sequence[str], unsplit: Sequence[str]) -> list[str]:

@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from layoutopt.formulation.couplings import count_layouts
-from layoutopt.optimize.bounds import SLACK, ProvenBounds, Source
+from layoutopt.optimize.bounds import SLACK, BoundSource, ProvenBounds
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.runtime.clock import UNLIMITED, Clock
@@ -219,13 +219,13 @@ class Subproblem:
         """Its integer program with all options, which bounds it."""
         if self.whole is None:
             self.whole = SubproblemSearch.whole(evaluator, self.mesh, self.decided)
-            self.bounds.prove(self.whole.relaxed(clock), Source.TABLES)
+            self.bounds.prove(self.whole.relaxed(clock), BoundSource.TABLES)
         return self.whole
 
     def bound_by_share(self, evaluator: Evaluator) -> None:
         """Proves that devices compute their share, waiting as long as stages do."""
         with suppress(UserError):  # layers that are given to stages may be too few
-            self.bounds.prove(evaluator.least(self.mesh, self.plans), Source.SHARE)
+            self.bounds.prove(evaluator.least(self.mesh, self.plans), BoundSource.SHARE)
 
     def inherit(self, evaluator: Evaluator) -> None:
         """Proves bounds that follow from fewer microbatches."""
@@ -233,9 +233,9 @@ class Subproblem:
         # with parts k times as large (`tracing.copying.PartCopy`), and legality depends on names and on what
         # splits divide. A number that a model or a schedule refuses bounds nothing.
         for other in self.fewer if evaluator.prices(self.mesh).pieces_cost_more else ():
-            known = (bound.value for bound in other.bounds.proven if bound.source is Source.TABLES)
+            known = (bound.value for bound in other.bounds.proven if bound.source is BoundSource.TABLES)
             part = self.share(other.microbatches, evaluator.apart(self.mesh))
-            self.bounds.prove(part * max(known, default=0.0), Source.PIECES)
+            self.bounds.prove(part * max(known, default=0.0), BoundSource.PIECES)
 
     def narrowed(self, seconds: float, evaluator: Evaluator) -> Subproblem | None:
         """The same with options of layouts that take at most `seconds`, by first runs, and the results for

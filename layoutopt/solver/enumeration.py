@@ -24,7 +24,7 @@ COMPARED = 8
 
 
 @dataclass(frozen=True, eq=False)
-class _Begun:
+class _Beginnings:
     """Beginnings of assignments: rows of the buckets from `next` + 1 on, and what is left of every limit."""
 
     next: int
@@ -51,7 +51,7 @@ def within(
     regrets = [np.stack(found, axis=1) for found in zip(*(c.regrets() for c in costs), strict=True)]
     count = len(tree.buckets)
     first = limits()
-    stack = [_Begun(count - 1, np.zeros((1, count), np.int64), (first - [c.least for c in costs])[None])]
+    stack = [_Beginnings(count - 1, np.zeros((1, count), np.int64), (first - [c.least for c in costs])[None])]
     spent = 0
     while stack:
         begun = stack.pop()
@@ -71,7 +71,7 @@ def within(
             rows, left = rows[keep], left[keep]
         order = np.argsort(-left[:, 0], kind="stable")
         for part in np.array_split(order, max(1, -(-len(order) // AT_ONCE)))[::-1]:
-            stack.append(_Begun(begun.next - 1, rows[part], left[part]))
+            stack.append(_Beginnings(begun.next - 1, rows[part], left[part]))
 
 
 def _continued(tree: JoinTree, k: int, rows: Ints, left: Floats, regrets: Floats) -> tuple[Ints, Floats]:

@@ -121,10 +121,10 @@ class Ids:
 
 def ids_of(program: Program) -> Ids:
     """The inputs of a program that name elements."""
-    return _Reading(program).ids()
+    return _IdReading(program).ids()
 
 
-class _Reading:
+class _IdReading:
     """Follows values through the instructions of a program.
 
     Attributes:

@@ -105,11 +105,11 @@ class Subgraph:
         """The small graph of these nodes under some policies; it is built once."""
         step = recomputed(graph, recompute, self.unread)
         if step not in self._parts:
-            self._parts[step] = _Builder(self, step).part()
+            self._parts[step] = _SubgraphBuilder(self, step).part()
         return self._parts[step]
 
 
-class _Builder:
+class _SubgraphBuilder:
     """Builds the small graph of a subgraph.
 
     Attributes:

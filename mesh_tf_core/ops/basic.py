@@ -14,7 +14,7 @@ from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import SumRules
 from mesh_tf_core.ops.common import aligned, check_number, listing, same_dtype
-from mesh_tf_core.ops.kinds import Elementwise, Move, NoGradient, Source
+from mesh_tf_core.ops.kinds import Elementwise, Move, NoGradient, SourceOp
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Cast(Elementwise):
 
 
 @dataclass(frozen=True)
-class Constant(Source):
+class Constant(SourceOp):
     """A scalar of one value."""
 
     value: float

@@ -15,7 +15,7 @@ from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Builder, Tensor
 from mesh_tf_core.ops.basic import Constant, constant_like
 from mesh_tf_core.ops.einsum import broadcast
-from mesh_tf_core.ops.kinds import Source
+from mesh_tf_core.ops.kinds import SourceOp
 
 MOST_BYTES = 2**26
 """The largest constant array in bytes: it is part of every compiled program, and compilers fold and copy
@@ -23,7 +23,7 @@ constants."""
 
 
 @dataclass(frozen=True)
-class ConstantArray(Source):
+class ConstantArray(SourceOp):
     """An array that is known when the model is built. A device makes its own piece of it."""
 
     array: FixedArray

@@ -16,7 +16,7 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import LabelOperand
 from mesh_tf_core.ops.common import dtype_name, listing
 from mesh_tf_core.ops.einsum import einsum
-from mesh_tf_core.ops.kinds import Move, NoGradient, Reduction, Source
+from mesh_tf_core.ops.kinds import Move, NoGradient, Reduction, SourceOp
 from mesh_tf_core.ops.shape import transpose
 
 
@@ -59,7 +59,7 @@ def one_hot_like(k: Kernel, at: At, ids: Any, dim: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Range(Source):
+class Range(SourceOp):
     """0, 1, ... along one dimension."""
 
     dim: Dim

@@ -2,7 +2,7 @@
 
   Elementwise     every dimension may be split, the result has the first operand's type, one FLOP an element
   Move            elements only change their place or name: no FLOPs, every dimension may be split
-  Source          no operands: a device makes its own piece of the result
+  SourceOp          no operands: a device makes its own piece of the result
   Reduction       elements are combined: one FLOP an element of the operand
   AlongWhole      one dimension is needed whole, every other one may be split
   NoGradient      nothing is differentiated
@@ -102,7 +102,7 @@ class FirstDerivative(Op, abstract=True):
 
 
 @dataclass(frozen=True)
-class Source(NoGradient, abstract=True):
+class SourceOp(NoGradient, abstract=True):
     """Makes a tensor of nothing but its own fields."""
 
     kind: ClassVar[str] = "data"

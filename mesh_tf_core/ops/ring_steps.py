@@ -10,7 +10,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ops.blockwise import HIDDEN, NOTHING_SEEN
-from mesh_tf_core.ops.kinds import Elementwise, MadeByLowering, Source
+from mesh_tf_core.ops.kinds import Elementwise, MadeByLowering, SourceOp
 
 _NEVER = 2 * HIDDEN
 """Log-sum-exp of what is not to count, even beside rows that see nothing."""
@@ -136,7 +136,7 @@ class LaterRows(RingStep):
 
 
 @dataclass(frozen=True)
-class Place(Source):
+class Place(SourceOp):
     """[ring] int32: the position at which every device's piece begins, `by` further with every device."""
 
     ring: Dim

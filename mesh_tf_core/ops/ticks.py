@@ -14,7 +14,7 @@ from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.schedules import PipelineSchedule
 from mesh_tf_core.ir.stage_orders import IDLE, StageAction
 from mesh_tf_core.ir.stored_order import Interleaved
-from mesh_tf_core.ops.kinds import Source
+from mesh_tf_core.ops.kinds import SourceOp
 
 WHY = "microbatches are processed one after another"
 CHUNK = "chunk"
@@ -26,7 +26,7 @@ ARRIVALS = ("from before", "from behind", "taken")
 
 
 @dataclass(frozen=True)
-class ScheduleColumn(Source):
+class ScheduleColumn(SourceOp):
     """A column of a schedule's table for a loop over ticks, as [tick, stage].
 
     Attributes:
@@ -60,7 +60,7 @@ class ScheduleColumn(Source):
 
 
 @dataclass(frozen=True)
-class Passing(Source):
+class Passing(SourceOp):
     """The microbatch of a stream that is at the first virtual stage, or at the last one at the `end`, at each
     of a loop's ticks, as [tick]; IDLE where none is. With `places`, its position in a ring of so many."""
 
@@ -86,7 +86,7 @@ class Passing(Source):
 
 
 @dataclass(frozen=True)
-class LayerNumbers(Source):
+class LayerNumbers(SourceOp):
     """The model's numbers of the layers that stages have, as [stage, place]; PADDING where one lacks a layer.
 
     Attributes:

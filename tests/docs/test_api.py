@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,20 @@ def test_the_packages_do_not_grow() -> None:
     runtime = tuple(f"mesh_tf_core/{room}/" for room in ("lower", "tracing", "ir"))
     own = sum(count for name, count in lines().items() if name.startswith(runtime))
     assert own <= MOST_LINES_OF_RUNTIME
+
+
+LAYERS = {"Constant", "Conv", "CrossEntropy"}
+"""Operations, written by these names in stored programs, and what users' models call that makes them."""
+
+
+def test_a_class_name_means_one_thing() -> None:
+    found = Counter(
+        node.name
+        for file in lines()
+        for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, times in found.items() if times > 1} == LAYERS
 
 
 def test_lowering_enters_no_more_functions() -> None:

@@ -24,7 +24,7 @@ from examples import mlp, transformer_lm
 from layoutopt.frameworks import restriction_of
 from layoutopt.optimize import both_cores, second_search
 from layoutopt.optimize.both_cores import BothCores, Letter
-from layoutopt.optimize.bounds import Bound, ProvenBounds, Source
+from layoutopt.optimize.bounds import Bound, BoundSource, ProvenBounds
 from layoutopt.optimize.fastest import FastestSearch
 from layoutopt.optimize.incumbents import WarmStart
 from layoutopt.optimize.request import Request
@@ -230,7 +230,7 @@ def test_a_bound_above_a_known_layout_is_not_believed() -> None:
     for key, seconds in ((here, best.seconds), (other, 1.0), (here, 1.1 * best.seconds)):
         assert search.both.running
         told = ProvenBounds()
-        told.prove(seconds, Source.SOLVER, LIMIT)
+        told.prove(seconds, BoundSource.SOLVER, LIMIT)
         heard.append(Letter(known={key: (told, None)}))
         search.both.exchange()
         learned = {each.key: each.bounds.lower(LIMIT).value for each in search.problems}
@@ -260,16 +260,16 @@ def test_the_other_process_reads_every_restriction(name: str) -> None:
 
 def test_what_is_proven_elsewhere_holds_within_its_memory_alone() -> None:
     mine, other = ProvenBounds(), ProvenBounds()
-    mine.prove(2.0, Source.TABLES)
-    other.prove(1.0, Source.SHARE)
-    other.prove(5.0, Source.SOLVER, 100.0)
-    other.prove(7.0, Source.SOLVER, 10.0)
+    mine.prove(2.0, BoundSource.TABLES)
+    other.prove(1.0, BoundSource.SHARE)
+    other.prove(5.0, BoundSource.SOLVER, 100.0)
+    other.prove(7.0, BoundSource.SOLVER, 10.0)
     other.hold_at_least(3.0)
     mine.learn(other)
     assert [mine.lower(limit).value for limit in (5.0, 50.0, 500.0)] == [7.0, 5.0, 2.0]
     assert mine.lower(2.0).value == math.inf
     assert mine.proven == [
-        Bound(7.0, Source.SOLVER, 10.0),
-        Bound(5.0, Source.SOLVER, 100.0),
-        Bound(2.0, Source.TABLES),
+        Bound(7.0, BoundSource.SOLVER, 10.0),
+        Bound(5.0, BoundSource.SOLVER, 100.0),
+        Bound(2.0, BoundSource.TABLES),
     ]

@@ -13,7 +13,7 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt.formulation import shared
 from layoutopt.formulation.cuts import most_cells
-from layoutopt.formulation.makers import Cluster
+from layoutopt.formulation.makers import OpCluster
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import Table, Tabler, legal
 from layoutopt.space.decisions import Decisions, SearchSpace, decisions
@@ -155,7 +155,7 @@ def test_no_table_is_made_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> 
     made: list[int] = []
     table = Tabler.table
 
-    def counted(self: Tabler, cluster: Cluster, decided: Decisions, *only: Any) -> Table:
+    def counted(self: Tabler, cluster: OpCluster, decided: Decisions, *only: Any) -> Table:
         made.append(len(legal(cluster, decided).entries) * len(cluster.subgraph.nodes))
         return table(self, cluster, decided, *only)
 

@@ -10,7 +10,7 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt.analysis.certificate import rule_out
-from layoutopt.optimize.bounds import EXACT, Bound, ProvenBounds, Source, State
+from layoutopt.optimize.bounds import EXACT, Bound, BoundSource, ProvenBounds, State
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.decisions import SearchSpace
@@ -24,7 +24,7 @@ def test_a_bound_holds_for_every_smaller_limit() -> None:
         bounds, proven = ProvenBounds(), [Bound()]
         for _ in range(rng.randint(1, 12)):
             one = Bound(
-                float(rng.randint(1, 9)), rng.choice([*Source]), rng.choice([1.0, 2.0, 3.0, math.inf])
+                float(rng.randint(1, 9)), rng.choice([*BoundSource]), rng.choice([1.0, 2.0, 3.0, math.inf])
             )
             proven.append(one)
             bounds.prove(one.value, one.source, one.within)
@@ -38,7 +38,7 @@ def test_a_bound_holds_for_every_smaller_limit() -> None:
 
 def test_no_layout_is_within_less_than_the_least_bytes() -> None:
     bounds = ProvenBounds()
-    bounds.prove(2.0, Source.TABLES)
+    bounds.prove(2.0, BoundSource.TABLES)
     bounds.hold_at_least(100.0)
     bounds.hold_at_least(50.0)
     assert bounds.lower(100.0).value == 2.0
@@ -52,7 +52,7 @@ def test_no_layout_is_within_less_than_the_least_bytes() -> None:
 )
 def test_what_may_be_better_is_open(seconds: float, limit: float, state: State) -> None:
     bounds = ProvenBounds()
-    bounds.prove(2.0, Source.SOLVER, within=10.0)
+    bounds.prove(2.0, BoundSource.SOLVER, within=10.0)
     assert bounds.state(seconds, limit) is state
     assert bounds.state(seconds, 11.0) is State.OPEN
 
@@ -66,6 +66,6 @@ def test_dimensions_that_stayed_whole_rule_nothing_out(monkeypatch: pytest.Monke
         problems = subproblems(evaluator.model, [mtf.Mesh("a:2;b:2")], space)
         return {ruled.how for ruled in rule_out(evaluator, problems, 1e-9, math.inf)}
 
-    assert verified() == {Source.TABLES}
+    assert verified() == {BoundSource.TABLES}
     monkeypatch.setattr("layoutopt.formulation.extract.MOST_LOWERED", 1)
-    assert verified() == {Source.NOTHING}
+    assert verified() == {BoundSource.NOTHING}

@@ -16,7 +16,7 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels import load_hardware
 from layoutopt.optimize import layer_bounds
-from layoutopt.optimize.bounds import SLACK, Source
+from layoutopt.optimize.bounds import SLACK, BoundSource
 from layoutopt.optimize.evaluator import Evaluator, evaluate
 from layoutopt.optimize.fixing import option_costs
 from layoutopt.optimize.layer_bounds import ONCE, LayerBounds
@@ -53,7 +53,7 @@ def compared(seed: int, most: int, times: int = 1) -> Iterator[tuple[float, floa
     layers = LayerBounds(evaluator)
     for each in every:
         layers.prove(each, math.inf)
-        found = [b.value for b in each.bounds.proven if b.source is Source.LAYERS]
+        found = [b.value for b in each.bounds.proven if b.source is BoundSource.LAYERS]
         yield max(found, default=0.0), each.opened(evaluator).relaxed()
 
 
@@ -85,7 +85,7 @@ def first_runs(seed: int, most: int) -> Iterator[tuple[float, float]]:
     evaluator, every = recomputing(seed, most)
     for each in every:
         LayerBounds(evaluator).prove(each, 1e9)
-        found = [b.value for b in each.bounds.proven if b.source is Source.FIRST_RUNS]
+        found = [b.value for b in each.bounds.proven if b.source is BoundSource.FIRST_RUNS]
         yield max(found, default=0.0), each.opened(evaluator).relaxed()
 
 
@@ -118,7 +118,7 @@ def test_first_runs_show_no_more_than_was_asked_for(monkeypatch: pytest.MonkeyPa
     layers = LayerBounds(evaluator)
     for enough in (1.0, 2.0):
         layers.prove(each, enough)
-        assert each.bounds.lower().source is Source.FIRST_RUNS and each.bounds.lower().value == 1.0
+        assert each.bounds.lower().source is BoundSource.FIRST_RUNS and each.bounds.lower().value == 1.0
 
 
 @pytest.mark.one_in(2)

@@ -16,7 +16,7 @@ from costmodels.pricing.pricer import Pricer, pricer
 from layoutopt.formulation.clusters import clusters
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.lowering_cache import Namings, lowering_cache
-from layoutopt.formulation.makers import Cluster
+from layoutopt.formulation.makers import OpCluster
 from layoutopt.formulation.tables import Entry, Tabler
 from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.decisions import Decisions, SearchSpace, decisions
@@ -45,7 +45,7 @@ def anew(
     mesh: mtf.Mesh,
     decided: Decisions,
     prices: Pricer,
-    cluster: Cluster,
+    cluster: OpCluster,
     chosen: dict[str, Choice],
 ) -> Entry | None:
     """The price of a cluster, lowered by itself on this mesh with its own axes."""

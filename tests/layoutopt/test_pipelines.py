@@ -23,7 +23,7 @@ from examples.moe_lm import model as experts
 from layoutopt import search
 from layoutopt.analysis.explain import without
 from layoutopt.formulation.extract import extract
-from layoutopt.optimize.bounds import Source
+from layoutopt.optimize.bounds import BoundSource
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import Evaluator, evaluate
 from layoutopt.optimize.fixing import faster, option_costs
@@ -281,7 +281,7 @@ def test_options_that_leave_with_more_microbatches_take_too_long_there() -> None
     assert costs is not None and any(cost > upper for of in costs.values() for cost in of.values())
     fewer.bounds.costs = costs
     more.inherit(evaluator)
-    assert more.bounds.lower().source is Source.PIECES
+    assert more.bounds.lower().source is BoundSource.PIECES
     assert more.bounds.lower().value <= least < fewer.bounds.lower().value
     narrow = more.narrowed(least, evaluator)
     assert narrow is not None

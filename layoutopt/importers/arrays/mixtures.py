@@ -63,7 +63,7 @@ def without_sorts(block: EquationBlock) -> EquationBlock:
     """A block whose mixtures of experts have no order of rows."""
     if not any(e.prim == "ragged_dot_general" for e in block.equations):
         return block
-    return _Rewriting(block).done()
+    return _MixtureRewriting(block).done()
 
 
 def sorts_left(block: EquationBlock) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ def sorts_left(block: EquationBlock) -> tuple[str, ...]:
     ) * grouped
 
 
-class _Rewriting:
+class _MixtureRewriting:
     def __init__(self, block: EquationBlock) -> None:
         self.block, self.out = block, list[Equation]()
         self.makers: dict[int, Equation] = {}

@@ -51,7 +51,7 @@ def why_not_added(loss: Tensor, batch: str, whole: frozenset[int]) -> str:
     """
     graph = graph_of(loss)
 
-    class Given(BatchLinearity):
+    class GivenLinearity(BatchLinearity):
         def _visit(self, node: Node) -> None:
             if not whole.isdisjoint(node.outputs):
                 return
@@ -62,7 +62,7 @@ def why_not_added(loss: Tensor, batch: str, whole: frozenset[int]) -> str:
                     self._explain(node, o, INSEPARABLE)
 
     nodes = [n for n in graph.nodes if n.phase == Phase.FORWARD]
-    linearity = Given(graph, batch_names(graph, batch), nodes)
+    linearity = GivenLinearity(graph, batch_names(graph, batch), nodes)
     found = linearity.of(loss.id)
     if found.kind is Linearity.REDUCIBLE and not found.after:
         return ""

@@ -155,7 +155,7 @@ def known_values(given: Sequence[tuple[Any, Any]], told: Callable[[], None]) -> 
             found = real[x].nonzero()[:, 0]
         return constant(found)
 
-    class Mode(torch.overrides.TorchFunctionMode):  # type: ignore[name-defined]
+    class ValuesMode(torch.overrides.TorchFunctionMode):  # type: ignore[name-defined]
         def __torch_function__(self, of: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name, kwargs = getattr(of, "__name__", ""), kwargs or {}
             leaves = [x for x in flat((args, kwargs)) if torch.is_tensor(x)]
@@ -185,5 +185,5 @@ def known_values(given: Sequence[tuple[Any, Any]], told: Callable[[], None]) -> 
                 real[leaves[0]] = None
             return made
 
-    with Mode():
+    with ValuesMode():
         yield

@@ -108,7 +108,7 @@ def _stage(part: Any, ready: Any, number: int, count: int, device: Any, group: A
 def _stage_class() -> Any:
     torch = torch_module()
 
-    class StagePart(torch.nn.Module):  # type: ignore[name-defined]
+    class ModuleStage(torch.nn.Module):  # type: ignore[name-defined]
         """(what the stage before returned, number of a microbatch) -> what the next one gets, or the loss."""
 
         def __init__(self, module: Any, outline: StageOutline) -> None:
@@ -150,7 +150,7 @@ def _stage_class() -> Any:
             first = like.shape[0] if shape[0] == self.outline.rows else shape[0]
             return like.new_zeros((first, *shape[1:]))
 
-    return StagePart
+    return ModuleStage
 
 
 class Pipeline:

@@ -80,12 +80,12 @@ def read(
       ties: name -> the first name of the same array.
       autocast: the element type of torch.autocast around it all.
     """
-    reader = _Reader(program, buffers, ties)
+    reader = _NodeReader(program, buffers, ties)
     reader.autocast.enter(autocast)
     return reader.done()
 
 
-class _Reader:
+class _NodeReader:
     """Walks over nodes.
 
     Writes in place become new values: a view that is written to is written back to what it is a view of, and

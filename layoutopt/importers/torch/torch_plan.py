@@ -81,7 +81,7 @@ class CountedMean:
         torch = torch_module()
         outer, losses = self, (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss)
 
-        class Mode(torch.overrides.TorchFunctionMode):  # type: ignore[name-defined]
+        class CountingMode(torch.overrides.TorchFunctionMode):  # type: ignore[name-defined]
             def __torch_function__(self, of: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 kwargs = kwargs or {}
                 if of in losses:
@@ -93,7 +93,7 @@ class CountedMean:
                     outer._plain = found
                 return found
 
-        self.mode = Mode()
+        self.mode = CountingMode()
         self._counts, self._sums = list[Any](), list[Any]()
         self._plain: Any = None
 

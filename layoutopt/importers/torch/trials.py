@@ -70,7 +70,7 @@ class ModuleTrials:
         """
         torch, heads, ways = torch_module(), self.heads, pieces or {}
 
-        class Mode(torch.overrides.TorchFunctionMode):  # type: ignore[name-defined]
+        class TrialMode(torch.overrides.TorchFunctionMode):  # type: ignore[name-defined]
             def __torch_function__(self, of: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 given = [x for x in (*args, *(kwargs or {}).values()) if torch.is_tensor(x)]
                 if of is torch.nn.functional.scaled_dot_product_attention and heads:
@@ -105,7 +105,7 @@ class ModuleTrials:
                 stack.enter_context(without_cache(own, []))
                 stack.enter_context(without_values())
                 stack.enter_context(torch.compiler.set_stance("force_eager"))  # parts may be compiled
-                stack.enter_context(Mode())
+                stack.enter_context(TrialMode())
                 args, kwargs = called(self.module, given)
                 own(*args, **kwargs)
         except Exception as error:  # whatever the user's code raises

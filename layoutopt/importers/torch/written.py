@@ -59,10 +59,10 @@ def written(model: TorchModel, mesh: Mesh, module: Any, rows: Any, options: Opti
       UserError: another module, other ranks than the mesh has, a placement that no layout has, or other
         element types than `from_torch` was given.
     """
-    return _Reading(model, mesh, module, rows).written(options)
+    return _PlacementReading(model, mesh, module, rows).written(options)
 
 
-class _Reading:
+class _PlacementReading:
     def __init__(self, model: TorchModel, mesh: Mesh, module: Any, rows: Any) -> None:
         if not isinstance(module, torch_module().nn.Module):
             raise UserError(f"shardings(): {module!r} is not a torch.nn.Module; return the module")
