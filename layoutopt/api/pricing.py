@@ -303,7 +303,9 @@ def lint(
         None if each.layout is None else evaluate(model, mesh, each.layout, machine, each.options)
         for each in odd
     ]
-    changes = [c for c in single_changes(of, clock.again()) if c.evaluation.reason(limit) is None]
+    lost = _lost(of)
+    fits = (c for c in single_changes(of, clock.again()) if c.evaluation.reason(limit) is None)
+    changes = [c for c in fits if lost or not _lost(c.evaluation)]
     changes.sort(key=lambda c: c.evaluation.cost.step_seconds)
     more = [of, *(each for each in mended if each), *(change.evaluation for change in changes)]
     known = [answer] if answer else []
@@ -346,6 +348,12 @@ def layout_of(said: Layout | str) -> Layout:
     if not isinstance(said, Layout | str):
         raise UserError(f'layout {said!r}: write it as "batch:data;heads:model"')
     return Layout(said) if isinstance(said, str) else said
+
+
+def _lost(of: Evaluation) -> bool:
+    """True if the framework cannot express a layout."""
+    given = of.model, of.prices.hardware, of.program.mesh, of.layout, of.decided
+    return bool(linting.unexpressed(*given)[0])
 
 
 def options_of(model: Model, options: Options | None, decided: dict[str, Any]) -> Options:

@@ -141,6 +141,9 @@ CTRL_C = 130  # 128 + SIGINT
 class CommandGroup(TyperGroup):
     """The commands, and where their errors turn into exit codes."""
 
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**{**given, "commands": _Commands()})
+
     def main(self, *args: Any, **kwargs: Any) -> Any:
         kwargs["standalone_mode"] = False
         given: Sequence[str] | None = args[0] if args else kwargs.get("args")
@@ -215,14 +218,7 @@ def _examples(name: str) -> str:
     return "\n\n".join(["Examples:" if len(lines) > 1 else "Example:", *lines])
 
 
-class _Layoutopt(CommandGroup):
-    """The group of all commands."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**{**given, "commands": _Commands()})
-
-
-app = typer.Typer(cls=_Layoutopt, pretty_exceptions_enable=False, help=PURPOSE)
+app = typer.Typer(cls=CommandGroup, pretty_exceptions_enable=False, help=PURPOSE)
 
 
 def _print_version(asked: bool) -> None:

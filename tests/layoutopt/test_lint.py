@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import layoutopt
-from costmodels.hardware import load_hardware
+from costmodels.hardware import load_hardware, machine_of, with_settings
 from costmodels.hardware.model import CompilerName
 from costmodels.pricing.hidden import Cost
 from examples.moe_lm import model as mixture
@@ -194,3 +194,15 @@ def test_splits_that_are_proposed_save_as_said_and_can_be_expressed(framework: s
         mended = evaluate(model, mesh, layout, hardware, PLAIN)
         assert abs(1 - mended.cost.step_seconds / own.cost.step_seconds - int(less) / 100) < 0.01
         assert unexpressed(model, hardware, mesh, layout, PLAIN) == ("", "")
+
+
+def test_changes_that_the_framework_lacks_are_not_offered() -> None:
+    """For a layout that does not fit: Megatron cannot keep the products of layers alone."""
+    wide = {**WIDE, "length": 1024, "batch": 2, "layers": 8}
+    model, mesh, fixes = transformer(**wide), Mesh("data:2"), {}
+    for framework in ("layoutopt", "megatron"):
+        plain = evaluate(model, mesh, Layout("batch:data"), load_hardware("h100", framework))
+        small = with_settings("h100", [f"memory={0.75 * plain.memory.peak:.0f}B", "memory_reserve=0B"])
+        found = layoutopt.lint(model, mesh, "batch:data", machine_of(small, framework, "layoutopt"))
+        fixes[framework] = next(f.fix for f in found.findings if f.kind == "does not fit") or ""
+    assert "keep=products:" in fixes["layoutopt"] and fixes["megatron"].startswith("recompute layers:count=")
