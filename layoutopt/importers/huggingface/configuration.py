@@ -204,8 +204,8 @@ class Configuration:
     @property
     def open(self) -> dict[str, str]:
         """Hyperparameters that no configuration says, or this one does not, and whose value each has."""
-        dtype = {} if any(self.values.get(name) for name in DTYPES) else {"dtype": "the file names none"}
-        return {"batch": OURS, "length": OURS, **dtype}
+        named = any(self.values.get(name) for name in DTYPES)
+        return {"batch": OURS, "length": OURS} | ({} if named else {"dtype": "the file names none"})
 
     def reads(self, fields: Fields, training: ConfiguredTraining) -> LanguageModel | Model:
         with fields.named():
@@ -358,20 +358,12 @@ def _built(found: Configuration, hparams: Mapping[str, Any]) -> Model:
     if training.mtp and not isinstance(made, LanguageModel):
         raise UserError(f"{found.source}: mtp={training.mtp} needs a language model; remove mtp")
     known = (r for r in found.remarks if not training.mtp or FURTHER not in r)
-    remarks = (*known, *made.remarks, *_omitted(fields))
+    remarks = (*known, *made.remarks, *fields.omitted)
     given = {f.name: getattr(model, f.name) for f in fields_of(model)}
     written = {"gates": training.gates or "hidden"} if getattr(made, "mixtures", 0) else {}
     if isinstance(made, LanguageModel) and not made.norm.center:
         written["norms"] = training.norms or "library"
     return ConfiguredModel(**{**given, "hparams": hparams, "remarks": remarks}, found=found, written=written)
-
-
-def _omitted(fields: Fields) -> Iterator[str]:
-    """What a file leaves to its class."""
-    sizes = {n: v for n, v in fields.sizes.items() if n in fields.counted and n not in fields.values}
-    if sizes:
-        told, library = ", ".join(f"{n} {v:,}" for n, v in sizes.items()), class_defaults()["library"]
-        yield f"the file omits {told}: the defaults of {fields.sizes['class']} ({library})"
 
 
 def _length(family: str, fields: Fields) -> int:

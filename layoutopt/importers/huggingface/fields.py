@@ -189,6 +189,14 @@ class Fields:
                 f"only {said} is supported; to use another value, write the model with mesh_tf_core.layers",
             )
 
+    @property
+    def omitted(self) -> tuple[str, ...]:
+        """A sentence about what the file leaves to its class, if it does."""
+        sizes = {n: v for n, v in self.sizes.items() if n in self.counted and n not in self.values}
+        told, library = ", ".join(f"{n} {v:,}" for n, v in sizes.items()), class_defaults()["library"]
+        said = f"the file omits {told}: the defaults of {self.sizes.get('class')} ({library})"
+        return (said,) if sizes else ()
+
     def part(self, name: str, values: Any, sizes: Mapping[str, int] = NOTHING) -> Fields:
         """The fields inside a field; `sizes`: of its class."""
         if not isinstance(values, Mapping):
