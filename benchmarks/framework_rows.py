@@ -193,6 +193,7 @@ VARIANTS = (
     ("megatron", "optimizer_states", "grads bfloat16", "gradients=bfloat16"),
     ("torch", "framework", "nanotron", "loss=in_place"),
     ("torch", "framework", "nanotron", "optimizer=fused"),
+    ("torch", "framework", "nanotron", "kernels=norms"),
     ("torch", "framework", "LLM Foundry", "gradients=bfloat16"),
     ("torch", "framework", "LLM Foundry", "loss=fused"),
     ("torch", "framework", "AA-Scaling", "gradients=bfloat16"),

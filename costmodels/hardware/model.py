@@ -32,7 +32,9 @@ from costmodels.hardware.numbers import (
 from costmodels.hardware.peaks import Tf32, computed_in, note_of
 from mesh_tf_core.errors import UserError
 
-CompilerName = Literal["none", "xla", "xla-tpu", "xla-gpu", "xla-cpu", "launched", "eager", "local"]
+CompilerName = Literal[
+    "none", "xla", "xla-tpu", "xla-gpu", "xla-cpu", "launched", "eager", "eager-norms", "local"
+]
 COMPILER_NAMES: tuple[CompilerName, ...] = get_args(CompilerName)
 """The compiler profiles that a file may name (`costmodels.pricing.compilers`)."""
 Purpose = Literal["gradient", "parameter", "activation", "experts", "paired_experts", "all_to_all"]

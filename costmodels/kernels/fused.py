@@ -16,6 +16,8 @@ several kernels, one after the other:
       the half of a split master copy (`mesh_tf_core.lower.storage`): that is written
   (6) a cast that its readers make (`costmodels.kernels.fusion`, rule (6)) is not a kernel and no array
   (7) the kernel that makes a term of a loop's sum adds it to the sum
+Where a library has a kernel for each of its calls, an addition reads a term before its cast, as PyTorch's
+`add_` takes operands of two types, and what is made of positions alone is no kernel (`made_of_positions`).
 So a chain of maps behind a product costs the product, its operands and the chain's last result.
 
 All of this is local to a group, and a cluster of the search holds whole groups: prices of clusters add up.
@@ -32,9 +34,12 @@ from costmodels.kernels.fusion import ALONE, PRODUCT, Fuses, casts_variable
 from costmodels.kernels.groups import Group, GroupContext, VariableCast
 from costmodels.kernels.partition import FusedKernel
 from mesh_tf_core.ir.instructions import STEP
+from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import HostLoad, Instr, Local, Loop, Permute, Program
 from mesh_tf_core.ir.traits import PartialAccess
+from mesh_tf_core.ops.index import Range
+from mesh_tf_core.ops.kinds import Source
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,28 @@ def grouped(program: Program, fuses: Fuses = Fuses.ALL) -> list[tuple[FusionUnit
     return _Fuser(program, fuses).run()
 
 
+def cast_terms(loop: Loop) -> dict[int, int]:
+    """The parts that a loop stacks or adds up and that are casts, read by nothing else -> what is cast."""
+    casts = {i.outputs[0]: i.inputs[0] for i in loop.body if isinstance(i, Local) and i.op.converts}
+    read = {i for instr in loop.body for i in instr.inputs}
+    ends = (r.inner for r in (*loop.summed, *loop.stacked))
+    return {end: casts[end] for end in ends if end in casts and end not in read}
+
+
+@per_graph
+def made_of_positions(graph: Outline) -> frozenset[int]:
+    """The nodes that count positions, and those that read nothing but such (sines, masks). Models make them
+    once and keep them (`freqs_cis` of torchtitan's torchtitan/models/llama3/model/model.py)."""
+    found, known = set[int](), set[int]()
+    for node, _ in graph.walk():
+        fixed = known.issuperset(node.inputs) if node.inputs else isinstance(node.op, Source)
+        if fixed and node.body is None:
+            known.update(node.outputs)
+            if isinstance(node.op, Range) or not found.isdisjoint(node.inputs):
+                found.update(node.outputs)
+    return frozenset(graph.producer[i].index for i in found)
+
+
 def made_by_kernels(loop: Loop) -> set[int]:
     """The terms of a loop's sums that kernels of its body make, and add, rule (7)."""
     made = {o for instr in loop.body if isinstance(instr, Local) and not instr.op.free for o in instr.outputs}
@@ -104,6 +131,9 @@ class _Fuser:
         self.context = GroupContext(program, fuses)
         self.items: list[tuple[FusionUnit, float]] = []
         self.casts: dict[int, int] = {}
+        self.terms = set[int]()
+        outline = None if self.compiled else program.outline
+        self.tables = frozenset[int]() if outline is None else made_of_positions(outline)
 
     def run(self) -> list[tuple[FusionUnit, float]]:
         self.block(self.program.code, self.program.results.values(), (), 1)
@@ -122,6 +152,8 @@ class _Fuser:
         groups: dict[tuple[int, bool], list[Group]] = defaultdict(list)
         own: dict[int, Group] = {}
         for instr in code:
+            if self._is_kept(instr):
+                continue
             if isinstance(instr, Local) and (instr.op.free or self._is_remade(instr)):
                 if not instr.op.free:
                     self.casts[instr.outputs[0]] = instr.inputs[0]
@@ -150,13 +182,15 @@ class _Fuser:
             elif id(instr) in whole:
                 self.items.append((whole[id(instr)], times))
             if isinstance(instr, Loop):
+                if not self.compiled:
+                    self.terms.update(self._cast_terms(instr))
                 leaving = (*(c.leave for c in instr.carried), *(r.inner for r in instr.summed))
                 stack = (r.inner for r in instr.stacked)
                 self.block(instr.body, leaving, stack, times * instr.times, looped=True)
 
     def _alone(self, instr: Instr, looped: bool) -> Iterable[Instr | VariableCast]:
         """What is not in a group, and what becomes of casts by rules (5) and (6)."""
-        if isinstance(instr, Local) and self._is_remade(instr):
+        if self._is_kept(instr) or (isinstance(instr, Local) and self._is_remade(instr)):
             return
         if not self.compiled or not isinstance(instr, Local) or not casts_variable(instr, self.program):
             yield instr
@@ -167,6 +201,18 @@ class _Fuser:
             yield instr
         elif isinstance(self.context.producer.get(instr.inputs[0]), HostLoad):
             yield instr  # It comes from the host in every iteration, so nobody has casts of all.
+
+    def _cast_terms(self, loop: Loop) -> Iterable[int]:
+        """The casts that a loop's sums read."""
+        added = {r.inner for r in loop.stacked if r.outer in self.program.added}
+        terms = added.union(r.inner for r in loop.summed if r.inner not in self.program.added)
+        return terms & cast_terms(loop).keys()
+
+    def _is_kept(self, instr: Instr) -> bool:
+        """Whether it is a table of positions, or the cast of a term of a sum."""
+        return isinstance(instr, Local) and (
+            instr.origin.node in self.tables or instr.outputs[0] in self.terms
+        )
 
     def _is_remade(self, instr: Local) -> bool:
         """Whether it is a cast that its readers make (`costmodels.kernels.fusion`, rule (6))."""

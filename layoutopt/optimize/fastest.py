@@ -141,8 +141,8 @@ class FastestSearch:
         if is_open(subproblem, limit) and not request.late:
             self.tell(subproblem)
             time = request.objective == Objective.TIME
-            for evaluator in self.incumbents.sides(subproblem, limit, time):
-                search = self._fixed(subproblem, limit, evaluator) if time else self.opened(subproblem)
+            for by in self.incumbents.sides(subproblem, limit):
+                search = self._fixed(subproblem, limit, by) if time else self.opened(subproblem, by)
                 if search is not None:
                     self._ask(subproblem, search, limit)
 
@@ -198,9 +198,9 @@ class FastestSearch:
         best = self.incumbents.seconds(limit)
         return [each for each in self.problems if each.bounds.state(best, limit) is State.OPEN]
 
-    def opened(self, subproblem: Subproblem) -> SubproblemSearch:
-        """The whole problem, with all its options."""
-        search = subproblem.opened(self.request.evaluator, self.request.clock)
+    def opened(self, subproblem: Subproblem, by: Evaluator | None = None) -> SubproblemSearch:
+        """The whole problem, with all its options, by some tables (default: of the device's seconds)."""
+        search = subproblem.opened(by or self.request.evaluator, self.request.clock)
         self.unsplit.update(dict.fromkeys(search.extraction.unsplit))
         return search
 

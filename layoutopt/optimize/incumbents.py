@@ -186,14 +186,14 @@ class Incumbents:
         """True if something faster than the fastest within a limit may be in a problem."""
         return subproblem.bounds.state(self.seconds(limit), limit) is State.OPEN
 
-    def sides(self, subproblem: Subproblem, limit: float, hosts: bool) -> Iterator[Evaluator]:
+    def sides(self, subproblem: Subproblem, limit: float) -> Iterator[Evaluator]:
         """The evaluators whose tables bound a step while a problem is open: of the host's seconds and of the
         device's, whichever is longer. The host's come first where the fastest so far waits for it, last where
-        that only shows then, and not at all unless `hosts`."""
+        that only shows then."""
         own, asked = self.request.evaluator, list[Evaluator]()
         for each in filter(None, (own.host, own, own.host)):
             best = self.fastest(limit)
-            waits = hosts and best is not None and best.evaluation.cost.host_seconds
+            waits = best is not None and best.evaluation.cost.host_seconds
             if each not in asked and (each is own or waits) and self.is_open(subproblem, limit):
                 asked.append(each)
                 yield each

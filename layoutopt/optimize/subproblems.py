@@ -76,7 +76,7 @@ class Subproblem:
       model, space: those of the search; the space has one use of pipelines.
       bounds: all that is proven of it.
       fewer: the problems that differ from it only in fewer microbatches that divide its number.
-      whole: its integer program with all options, once that is needed.
+      wholes: its integer programs with all options, by their tables, once they are needed.
       unstaged: of a problem with stages: the same without any.
       given: its decisions, where they do not follow from the space.
     """
@@ -86,7 +86,7 @@ class Subproblem:
     space: Space = ANYTHING
     bounds: ProvenBounds = field(default_factory=ProvenBounds)
     fewer: tuple[Subproblem, ...] = ()
-    whole: SubproblemSearch | None = None
+    wholes: dict[Evaluator, SubproblemSearch] = field(default_factory=dict)
     unstaged: Subproblem | None = None
     given: Decisions | None = None
 
@@ -217,10 +217,10 @@ class Subproblem:
 
     def opened(self, evaluator: Evaluator, clock: Clock = UNLIMITED) -> SubproblemSearch:
         """Its integer program with all options, which bounds it."""
-        if self.whole is None:
-            self.whole = SubproblemSearch.whole(evaluator, self.mesh, self.decided)
-            self.bounds.prove(self.whole.relaxed(clock), BoundSource.TABLES)
-        return self.whole
+        if evaluator not in self.wholes:
+            found = self.wholes[evaluator] = SubproblemSearch.whole(evaluator, self.mesh, self.decided)
+            self.bounds.prove(found.relaxed(clock), BoundSource.TABLES)
+        return self.wholes[evaluator]
 
     def bound_by_share(self, evaluator: Evaluator) -> None:
         """Proves that devices compute their share, waiting as long as stages do."""

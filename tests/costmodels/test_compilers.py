@@ -66,6 +66,29 @@ def test_gradients_are_scattered_layer_by_layer() -> None:
             assert scattered(stage, parts) == each, (stage, parts)
 
 
+def test_eager_kernels_are_those_that_pytorch_launches() -> None:
+    """Models keep tables of positions, `add_` casts a gradient on its way into a sum, and RMSNorm is one
+    kernel where a model calls one."""
+    model = transformer(**{**SMALL, "layers": 4, "positions": "rotary", "norm": "rms", "dtype": "bfloat16"})
+    program = model.lower(mtf.Mesh("data:2"), mtf.Layout("batch:data"), mtf.Options(microbatches=2))
+    every, eager, norms = (
+        price(program, replace(load_hardware("h100"), compiler=profile)).lines
+        for profile in ("none", "eager", "eager-norms")
+    )
+    tables = {"cos", "sin", "range"}
+    assert tables <= {x.name for x in every} and not tables & {x.name for x in eager}
+    sums = [
+        [x.bytes for x in lines if (x.name, x.times, x.origin.scope) == ("add", 8, "")]
+        for lines in (every, eager)
+    ]
+    stacks = [v for v in model.graph.variables.values() if v.trainable and v.shape.names[0] == "layers"]
+    ratios = Counter(a / b for a, b in zip(*sums[::-1], strict=True))
+    assert ratios == {10 / 12: len(stacks), 1: 2}  # two are of the residual
+    for name, steps in (("normalize", 6), ("normalizegrad", 12)):
+        runs = [sum(x.times for x in lines if x.name == name) for lines in (eager, norms)]
+        assert runs[0] == steps * runs[1] > 0
+
+
 def test_profiles_differ_as_they_say() -> None:
     """Few kernels where operations fuse, small messages that travel with large ones on GPUs alone."""
 

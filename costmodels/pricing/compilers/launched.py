@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
 from costmodels.kept import STEPS, of_ring
+from costmodels.kernels.fused import cast_terms
 from costmodels.kernels.fusion import Fuses
 from costmodels.kernels.partition import FusedKernel, Types
 from costmodels.kernels.quantities import apart
@@ -77,9 +78,11 @@ def _joined(items: Iterable[C], instr: Local) -> Iterator[C]:
 
 @dataclass(frozen=True)
 class EagerLaunch(HostLaunched):
-    """Every call of the library is a kernel, rule (6), and every other operation."""
+    """Every call of the library is a kernel, rule (6), and every other operation; `norms`: rule (8) does not
+    hold for RMSNorm."""
 
     name: ClassVar[str] = "eager"
+    norms: ClassVar[bool] = False
     memory: ClassVar[MemoryRules] = MemoryRules(
         fuses=Fuses.CALLS, stage_programs=True, remakes=True, masks=True, parameters=True, overwrites=False
     )
@@ -94,14 +97,30 @@ class EagerLaunch(HostLaunched):
         """Rule (7)."""
         yield from ()
 
+    def summed(self, program: Program, loop: Loop) -> Iterator[tuple[Unit, float]]:
+        casts = cast_terms(loop)
+        for unit, times in super().summed(program, loop):
+            assert isinstance(unit, Local)
+            term = unit.inputs[0]
+            yield replace(unit, inputs=(casts.get(term, term), term)), times
+
     def local(self, instr: Local, find: Find, local: Types) -> Iterator[Computed | Called]:
-        if isinstance(instr.op, Normalize | NormalizeGrad) and not instr.op.center:  # Rule (8).
+        rms = isinstance(instr.op, Normalize | NormalizeGrad) and not instr.op.center
+        if rms and not self.norms:  # Rule (8).
             for part in apart(instr.op, [local(i) for i in instr.inputs]):
                 yield Computed(part, part.flops)
             return
         steps = STEPS.get(op.fn, (1, 1, 1)) if isinstance(op := instr.op, Unary | UnaryGrad) else (1, 1, 1)
         for _ in range(steps[1 + isinstance(op, UnaryGrad)]):
             yield from super().local(instr, find, local)
+
+
+@dataclass(frozen=True)
+class EagerNorms(EagerLaunch):
+    """As `EagerLaunch`, where models call a kernel for RMSNorm."""
+
+    name: ClassVar[str] = "eager-norms"
+    norms: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
