@@ -194,6 +194,7 @@ VARIANTS = (
     ("torch", "framework", "nanotron", "loss=in_place"),
     ("torch", "framework", "nanotron", "optimizer=fused"),
     ("torch", "framework", "nanotron", "kernels=norms"),
+    ("torch", "extra_args", "tp_linear_async_communication", "tensor_messages=async"),
     ("torch", "framework", "LLM Foundry", "gradients=bfloat16"),
     ("torch", "framework", "LLM Foundry", "loss=fused"),
     ("torch", "framework", "AA-Scaling", "gradients=bfloat16"),

@@ -95,12 +95,12 @@ def grouped(program: Program, fuses: Fuses = Fuses.ALL) -> list[tuple[FusionUnit
     return _Fuser(program, fuses).run()
 
 
-def cast_terms(loop: Loop) -> dict[int, int]:
-    """The parts that a loop stacks or adds up and that are casts, read by nothing else -> what is cast."""
+def cast_terms(program: Program, loop: Loop) -> dict[int, int]:
+    """The terms of sums that a loop casts for nothing else -> what it casts."""
     casts = {i.outputs[0]: i.inputs[0] for i in loop.body if isinstance(i, Local) and i.op.converts}
-    read = {i for instr in loop.body for i in instr.inputs}
-    ends = (r.inner for r in (*loop.summed, *loop.stacked))
-    return {end: casts[end] for end in ends if end in casts and end not in read}
+    terms = {r.inner for r in loop.summed} | {r.inner for r in loop.stacked if r.outer in program.added}
+    read = {i for instr in loop.body for i in instr.inputs} | program.added.keys()
+    return {term: casts[term] for term in terms & casts.keys() - read}
 
 
 @per_graph
@@ -131,7 +131,8 @@ class _Fuser:
         self.context = GroupContext(program, fuses)
         self.items: list[tuple[FusionUnit, float]] = []
         self.casts: dict[int, int] = {}
-        self.terms = set[int]()
+        loops = () if self.compiled else (i for i, _ in program.walk() if isinstance(i, Loop))
+        self.terms = frozenset(term for loop in loops for term in cast_terms(program, loop))
         outline = None if self.compiled else program.outline
         self.tables = frozenset[int]() if outline is None else made_of_positions(outline)
 
@@ -182,8 +183,6 @@ class _Fuser:
             elif id(instr) in whole:
                 self.items.append((whole[id(instr)], times))
             if isinstance(instr, Loop):
-                if not self.compiled:
-                    self.terms.update(self._cast_terms(instr))
                 leaving = (*(c.leave for c in instr.carried), *(r.inner for r in instr.summed))
                 stack = (r.inner for r in instr.stacked)
                 self.block(instr.body, leaving, stack, times * instr.times, looped=True)
@@ -201,12 +200,6 @@ class _Fuser:
             yield instr
         elif isinstance(self.context.producer.get(instr.inputs[0]), HostLoad):
             yield instr  # It comes from the host in every iteration, so nobody has casts of all.
-
-    def _cast_terms(self, loop: Loop) -> Iterable[int]:
-        """The casts that a loop's sums read."""
-        added = {r.inner for r in loop.stacked if r.outer in self.program.added}
-        terms = added.union(r.inner for r in loop.summed if r.inner not in self.program.added)
-        return terms & cast_terms(loop).keys()
 
     def _is_kept(self, instr: Instr) -> bool:
         """Whether it is a table of positions, or the cast of a term of a sum."""

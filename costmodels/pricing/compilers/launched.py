@@ -98,7 +98,7 @@ class EagerLaunch(HostLaunched):
         yield from ()
 
     def summed(self, program: Program, loop: Loop) -> Iterator[tuple[Unit, float]]:
-        casts = cast_terms(loop)
+        casts = cast_terms(program, loop)
         for unit, times in super().summed(program, loop):
             assert isinstance(unit, Local)
             term = unit.inputs[0]
