@@ -54,7 +54,7 @@ def k_best(search: LayoutSearch, best: EvaluatedLayout) -> Iterator[EvaluatedLay
                 yield simple
         elif problem.refused:
             continue
-        elif request.evaluator not in problem.wholes and search.opened(problem).relaxed(request.clock) > seconds:
+        elif not problem.wholes and search.opened(problem).relaxed(request.clock) > seconds:
             wait(problem.bounds.lower(limit).value, problem)
             continue
         program = search.opened(problem)
