@@ -39,7 +39,7 @@ from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import HostLoad, Instr, Local, Loop, Permute, Program
 from mesh_tf_core.ir.traits import PartialAccess
 from mesh_tf_core.ops.index import Range
-from mesh_tf_core.ops.kinds import Source
+from mesh_tf_core.ops.kinds import SourceOp
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def made_of_positions(graph: Outline) -> frozenset[int]:
     once and keep them (`freqs_cis` of torchtitan's torchtitan/models/llama3/model/model.py)."""
     found, known = set[int](), set[int]()
     for node, _ in graph.walk():
-        fixed = known.issuperset(node.inputs) if node.inputs else isinstance(node.op, Source)
+        fixed = known.issuperset(node.inputs) if node.inputs else isinstance(node.op, SourceOp)
         if fixed and node.body is None:
             known.update(node.outputs)
             if isinstance(node.op, Range) or not found.isdisjoint(node.inputs):
