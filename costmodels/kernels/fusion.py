@@ -106,7 +106,7 @@ def fusion_of(program: Program, fuses: Fuses = Fuses.ALL) -> Fusion:
 def casts_variable(instr: Instr, program: Program) -> bool:
     """True if an instruction casts a variable, or a part of one, before the update."""
     casts = isinstance(instr, Local) and instr.op.converts and not instr.op.free
-    stored = frozenset() if program.outline is None else stored_tensors(program.outline)
+    stored = {} if program.outline is None else stored_tensors(program.outline)
     return casts and program.values[instr.outputs[0]].tensor in stored
 
 

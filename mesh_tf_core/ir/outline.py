@@ -65,10 +65,7 @@ def per_graph(make: Callable[[G], T]) -> Callable[[G], T]:
 
     @wraps(make)
     def known(graph: G) -> T:
-        if make not in graph._remembered:
-            graph._remembered[make] = make(graph)
-        found: T = graph._remembered[make]
-        return found
+        return graph.remembered(make, lambda: make(graph))
 
     return known
 

@@ -58,28 +58,28 @@ def converts_variable(node: Node) -> bool:
 
 
 @per_graph
-def weights(graph: Graph | Outline) -> Mapping[int, str]:
-    """Tensors that are the value of a variable with its own storage, or parts or casts of it before the
-    update -> its name."""
+def stored_tensors(graph: Graph | Outline) -> Mapping[int, str]:
+    """Tensors that are the value of any variable, or parts or casts of it under any name, before the update
+    -> the name of one with its own storage, unless the tensor is called otherwise; else ""."""
     found: dict[int, str] = {}
     for node, _ in graph.walk():
-        if isinstance(node.op, Read) and node.op.variable.own_storage:
-            found.update(dict.fromkeys(with_parts(node.outputs[0], graph), node.op.variable.name))
+        if isinstance(node.op, Read):
+            name = node.op.variable.name if node.op.variable.own_storage else ""
         elif converts_variable(node) and node.inputs[0] in found:
-            found.update(dict.fromkeys(with_parts(node.outputs[0], graph), found[node.inputs[0]]))
+            name = found[node.inputs[0]]
+        elif node.op.free and node.inputs and node.phase != Phase.UPDATE and found.keys() >= {*node.inputs}:
+            name = ""
+        else:
+            continue
+        found.update(dict.fromkeys(with_parts(node.outputs[0], graph), name))
     return found
 
 
 @per_graph
-def stored_tensors(graph: Graph | Outline) -> frozenset[int]:
-    """Tensors that are the value of any variable, or parts or casts of it under any name, before the
-    update."""
-    found: set[int] = set()
-    for node, _ in graph.walk():
-        passes = converts_variable(node) or (node.op.free and node.inputs and node.phase != Phase.UPDATE)
-        if isinstance(node.op, Read) or (passes and found.issuperset(node.inputs)):
-            found.update(with_parts(node.outputs[0], graph))
-    return frozenset(found)
+def weights(graph: Graph | Outline) -> Mapping[int, str]:
+    """Tensors that are the value of a variable with its own storage, or parts or casts of it before the
+    update -> its name."""
+    return {tensor: name for tensor, name in stored_tensors(graph).items() if name}
 
 
 @per_graph
