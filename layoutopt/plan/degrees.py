@@ -72,7 +72,11 @@ class ParallelDegrees:
         parts = max((own.get(MICROBATCH, 1) for own in given), default=1)  # the whole batch may be given
         sizes = [{d: s for d, s in own.items() if d != MICROBATCH} for own in given]
         batch = dict.fromkeys(name for own in sizes for name in [*own][:1])
-        sequence = dict.fromkeys([*(name for own in sizes for name in [*own][1:2]), *what.decided.context])
+        features = {name for v in what.variables if not v.table for name in v.dims}
+        seconds = (name for own in sizes for name in [*own][1:2])
+        sequence = dict.fromkeys([*(n for n in seconds if n not in features), *what.decided.context])
+        if not sequence and to in ("megatron", "torchtitan"):
+            raise cannot(to, "trains on texts, but no input of this model is one")
         whole = {dim: size for own in sizes for dim, size in own.items()}
         weights = Counter(name for v in what.variables if v.trained for name in v.dims)
         known = dict.fromkeys(weights, "tensor") | dict.fromkeys(sequence, "context")

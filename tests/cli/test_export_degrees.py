@@ -87,6 +87,14 @@ def test_settings_have_the_dtype_that_the_prices_assume(to: str) -> None:
         assert not any(word in export(replace(what, dtype="float32"), to) for word in words)
 
 
+@pytest.mark.parametrize("to", ["megatron", "torchtitan"])
+def test_features_are_no_sequence(to: str) -> None:
+    what = exported("data:8", "batch:data")
+    inputs = (replace(what.inputs[0], dims=("batch", "d_model"), sizes=(32, 8), splits=(("data",), ())),)
+    with pytest.raises(UserError, match="trains on texts, but no input of this model is one"):
+        export(replace(what, inputs=inputs), to)
+
+
 def test_transformers_splits_no_sequences() -> None:
     """Nothing in transformers reads its `enable_sequence_parallel`: no plan needs it, no file sets it."""
     with pytest.raises(UserError, match="length:model"):

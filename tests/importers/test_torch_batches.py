@@ -121,3 +121,45 @@ def test_targets_that_a_mask_selects_count_by_their_number() -> None:
     assert float(mean.detach()) == pytest.approx(
         float(loss(module(batch["input"]), batch).detach()), rel=1e-6
     )
+
+
+class Grouped4(nn.Module):
+    """Advantages within groups of four answers, as policies are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+
+    def forward(self, x, rewards):
+        grouped = rewards.view(-1, 4)
+        spread = (rewards - grouped.mean(1).repeat_interleave(4)) / (
+            grouped.std(1).repeat_interleave(4) + 1e-4
+        )
+        return -(self.net(x)[:, 0] * spread).mean()
+
+
+def test_groups_of_examples_are_a_batch() -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(32, 6), "rewards": torch.rand(32)}
+    model, worst = compared(Grouped4(), batch, None, "data:2", "batch:data")
+    assert worst < 1e-5 and model.batch_dim == "batch" and not model.combines
+    assert model.graph.dims()["batch"] == {8}
+    with pytest.raises(mtf.UserError, match=r"the first axis of 'x' is batch x .*not the batch dimension"):
+        model.training_step(2)
+    plan = layoutopt.search(model, mesh="data:4", hardware="h100", framework="torch")
+    assert not any("combines" in note for note in plan.data.notes)
+
+
+def test_what_a_module_keeps_of_a_call_is_not_that_of_the_trace() -> None:
+    class Keeps(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            self.last = (y > 0).float()
+            torch.where(y > 0)  # nothing reads them, so nothing is said of them
+            return y.square().mean()
+
+    module = Keeps(4, 4)
+    module.last = None
+    for _ in range(2):
+        model = layoutopt.from_torch(module, {"x": torch.randn(8, 4)})
+        assert module.last is None and not model.origin.notes

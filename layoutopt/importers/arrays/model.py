@@ -18,7 +18,7 @@ from layoutopt.plan.exported import ExportedTensor
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.structure import Read
+from mesh_tf_core.ir.structure import Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.model import TrainingStep
 from mesh_tf_core.ops.index import Range
@@ -36,10 +36,16 @@ def why_whole(loss: Tensor, origin: ImportedFunction, batch: str) -> str:
     try:
         added_results(loss, origin, batch)
     except UserError as error:
-        return str(error)
+        return not_first(origin, batch) or str(error)
+    return not_first(origin, batch)
+
+
+def not_first(origin: ImportedFunction, batch: str) -> str:
+    """Why the first axis of some input is not the batch dimension alone; '' if it is in all."""
     for path, array in origin.batch.items():
-        if not array.axes or not array.axes[0] or array.axes[0][0] != batch:
-            return f"the first axis of {path!r} is not the batch dimension"
+        if not array.axes or array.axes[0] != (batch,):
+            names = " x ".join(array.axes[0]) if array.axes else ""
+            return f"the first axis of {path!r} is {names or 'one element'}, not the batch dimension"
     return ""
 
 
@@ -56,12 +62,16 @@ def why_not_added(loss: Tensor, batch: str, whole: frozenset[int]) -> str:
             if not whole.isdisjoint(node.outputs):
                 return
             super()._visit(node)
+            if not fed.isdisjoint(node.inputs):  # groups of examples, and the examples of a group
+                self._found.update((o, self._fed(graph.tensor(o).type)) for o in node.outputs)
             for o in node.outputs if isinstance(node.op, Range | Read) else ():
                 if self._batch(graph.tensor(o).type):  # not the numbers that a part counts for itself
                     self._found[o] = INSEPARABLE
                     self._explain(node, o, INSEPARABLE)
 
     nodes = [n for n in graph.nodes if n.phase == Phase.FORWARD]
+    grouped = (o for n in nodes if isinstance(n.op, Feed) for o in n.outputs)
+    fed = {o for o in grouped if batch not in graph.tensor(o).type.shape.names}
     linearity = GivenLinearity(graph, batch_names(graph, batch), nodes)
     found = linearity.of(loss.id)
     if found.kind is Linearity.REDUCIBLE and not found.after:
@@ -136,6 +146,12 @@ class ImportedModel(mtf.Model):
 
     origin: ImportedFunction | None = field(default=None, repr=False, compare=False)
     front_end: ClassVar[str] = ""
+
+    @property
+    def batch_dim(self) -> str | None:
+        """As `Model` has it; of examples in groups, the outer part of the first axis of all inputs."""
+        firsts = {a.axes[0][:1] for a in self.origin.batch.values() if a.axes} if self.origin else set()
+        return super().batch_dim or (next(iter(*firsts), None) if len(firsts) == 1 else None)
 
     def applied(self, plan: Plan) -> Any:
         """The plan in the user's own function."""

@@ -33,7 +33,7 @@ class Equations:
       where, scope, recomputed, call: file and line, module, checkpoint and call of what is written now.
       made: id of a value -> the equation that computes it.
       key: the random key of the step; None if nothing is drawn.
-      notes: on how the equations differ from the operations.
+      notes: on how the equations differ from the operations, each with the value that it is about, if any.
       whole: values that a step in parts has of the whole batch: counts of targets, statistics of BatchNorm.
     """
 
@@ -43,7 +43,7 @@ class Equations:
         self.made: dict[int, Equation] = {}
         self.key: Var | None = None
         self.whole: list[Operand] = []
-        self.notes: dict[str, None] = {}
+        self.notes: dict[str, Operand | None] = {}
         self._constants: dict[tuple[Any, ...], CapturedArray] = {}
         self._draws = 0
 

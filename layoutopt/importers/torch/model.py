@@ -11,7 +11,7 @@ from layoutopt.frameworks import says
 from layoutopt.front_ends import TORCH
 from layoutopt.importers.arrays.build import built, optimizer_of
 from layoutopt.importers.arrays.contract import KEY, Leaf, TracedProgram, Var
-from layoutopt.importers.arrays.model import ImportedModel, uncollected, why_not_added
+from layoutopt.importers.arrays.model import ImportedModel, not_first, uncollected, why_not_added
 from layoutopt.importers.torch.calls import array_of, dtype_of, torch_module, undistributed
 from layoutopt.importers.torch.capture import MODULE, Captured, NotTracedError, ValuesNeededError, captured
 from layoutopt.importers.torch.reader import ReadProgram, read
@@ -88,6 +88,8 @@ class TorchModel(ImportedModel):
                 f"microbatches={microbatches}: {self.combines} combines examples of the batch, so losses of "
                 "parts do not add up to its own; write a mean over examples, or use one microbatch"
             )
+        if self.origin and self.batch_dim and (why := not_first(self.origin, self.batch_dim)):
+            raise UserError(f"microbatches={microbatches}: {why}; use one microbatch")
         return Model._in_parts(self, microbatches)
 
     def applied(self, plan: Plan) -> TorchPlan:

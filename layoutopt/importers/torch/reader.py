@@ -124,7 +124,9 @@ class _NodeReader:
                 results.append(self.values[n])
         ins = [v for _, _, v in self.arguments] + ([self.m.key] if self.m.key else [])
         block = without_sorts(EquationBlock(ins, live(self.m.equations, results), results))
-        notes, met = [*self.m.notes, *sorts_left(block)], self.autocast.met
+        read = {id(x) for e in block.walk() for x in (*e.ins, *e.outs)}
+        told = [note for note, of in self.m.notes.items() if of is None or id(of) in read]
+        notes, met = [*told, *sorts_left(block)], self.autocast.met
         return ReadProgram(block, self.arguments, new_state, self.m.key, notes, self.m.whole, met)
 
     # -- arguments -----------------------------------------------------------------------------------------

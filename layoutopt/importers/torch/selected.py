@@ -265,7 +265,7 @@ class Selections:
         self._same(line, *([old.mask] if old else []))
         self.rows.setdefault(name, _Rows(line, count))
         said = "rows that a mask selects are imported as all rows, of which sums leave out the others"
-        m.notes[f"{m.where}: {said}; the user's program computes the selected ones alone"] = None
+        m.notes[f"{m.where}: {said}; the user's program computes the selected ones alone"] = line
 
     def _same(self, *masks: Operand) -> None:
         if not all(_alike(self.m, masks[0], mask) for mask in masks):
