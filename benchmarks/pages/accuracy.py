@@ -57,8 +57,9 @@ runs on H100 are priced with FlashAttention 2, and only up to lengths of 2,048.
 Recipes of MaxText on TPU v7 (Ironwood), priced from published config.json files: attention was predicted too
 slow and products of experts too fast. The two hid each other in mixtures. The rate of attention is now
 derived from two recipes of Llama 3.1 70B, that of experts from Qwen3-235B-A22B; the other rows had no part.
-MaxText's kernel works out whole blocks of queries and keys, also beside the windows of gpt-oss. In float8, it
-quantizes the weights of experts before they are gathered; the prediction gathers them first (DeepSeek-V3).
+MaxText's kernel works out whole blocks of queries and keys, also beside the windows of gpt-oss. It multiplies
+the results of experts by gates, so backward makes the last product again. In float8, it gathers the weights
+of experts in eight bits.
 *First*, recipes in float8 were predicted with scales that are found in each step; they have fixed ones
 (`float8=fixed`), which *today* has.
 """

@@ -147,6 +147,27 @@ class Quantize(Elementwise):
 
 
 @dataclass(frozen=True)
+class QuantizeWeight(NoGradient, Elementwise):
+    """x times a number, cut and rounded to a format of eight bits, of a variable as it is stored, as casts
+    are: what devices gather of it has eight bits."""
+
+    format: str
+    scale: float
+    converts: ClassVar[bool] = True
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return TensorType(inputs[0].shape, self.format)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        scale = TensorType(Shape([]), "float32")
+        both = replace(at, inputs=(at.inputs[0], scale))
+        return Quantize(self.format, cut=True).kernel(k, both, slices[0], k.scalar(self.scale, "float32"))
+
+    def flops(self, *local: TensorType) -> float:
+        return 4.0 * local[0].shape.size
+
+
+@dataclass(frozen=True)
 class Dequantize(Quantize):
     """Numbers of eight bits divided by their scales, in another format."""
 
@@ -234,14 +255,19 @@ def quantized(
     recipe: Float8Recipe = RECIPES["tensor"],
     summed: Sequence[str] = (),
     weight: bool = False,
+    stored: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """x in a format of eight bits, and its float32 scales.
 
     Args:
       summed: names of the dimensions that a product sums.
+      stored: a weight with a fixed scale is made so as it is stored.
     """
     if recipe.limit and format == E4M3:
-        scale = x.graph.apply(Constant(LARGEST[format] / recipe.limit, "float32"))
+        times = LARGEST[format] / recipe.limit
+        scale = x.graph.apply(Constant(times, "float32"))
+        if stored:
+            return x.graph.apply(QuantizeWeight(format, times), x), scale
         return x.graph.apply(Quantize(format, cut=True), x, scale), scale
     over, along = recipe.parts(x.shape, summed, weight)
     block = recipe.scaled if along and isinstance(recipe.scaled, int) else 1
@@ -319,12 +345,13 @@ def _product(
         (dy,) = dys
         assert dy is not None  # else nothing would ask
         slopes = [_factor(dy, out, how.backward, recipe) for out in shapes[1:]]
-        dx = product(ops[1], shapes[1], slopes[0], _factor(given[1], shapes[1], E4M3, recipe, True))
+        weight = _factor(given[1], shapes[1], E4M3, recipe, True, bool(ids))
+        dx = product(ops[1], shapes[1], slopes[0], weight)
         dw = product(ops[2], shapes[2], kept, slopes[1])
         return [broadcast(cast(d, t.dtype), t.shape) for d, t in ((dx, x), (dw, w))]
 
     def forward(*_: Tensor) -> Tensor:
-        weight = _factor(w, shapes[0], E4M3, recipe, True)
+        weight = _factor(w, shapes[0], E4M3, recipe, True, bool(ids))
         return product(ops[0], shapes[0], _factor(x, shapes[0], E4M3, recipe), weight)
 
     out: Tensor = custom_gradient(forward, backward, [x, w])  # type: ignore[assignment]
@@ -338,7 +365,9 @@ def in_eight_bits(x: Tensor, dim: str, recipe: str) -> Tensor:
     return found
 
 
-def _factor(x: Tensor, out: Shape, format: str, recipe: str, weight: bool = False) -> _Factor:
+def _factor(
+    x: Tensor, out: Shape, format: str, recipe: str, weight: bool = False, stored: bool = False
+) -> _Factor:
     """A tensor as a factor of a product, once for all that it is multiplied by, as queries, keys and values
     are made of one, whatever they call its dimensions: then one tensor of eight bits is kept, and sent."""
     summed = tuple(n for n in x.shape.names if n not in out.names)
@@ -347,6 +376,6 @@ def _factor(x: Tensor, out: Shape, format: str, recipe: str, weight: bool = Fals
     old, source = {after: before for before, after in new.items()}, operands[0] if new else x
     summed, how = tuple(old.get(n, n) for n in summed), RECIPES[recipe]
     key = (format, recipe, *how.parts(source.shape, summed, weight), source.id)
-    made = x.graph.once(key, lambda: quantized(stop_gradient(source), format, how, summed, weight))
+    made = x.graph.once(key, lambda: quantized(stop_gradient(source), format, how, summed, weight, stored))
     values, scales = (rename(t, **{n: new[n] for n in t.shape.names if n in new}) for t in made)
     return values, scales

@@ -53,7 +53,8 @@ RECIPES = {
         "tensor",
     ),
     "fixed": Float8Recipe(
-        "as tensor, with a fixed scale for factors of forward, which are cut at 224 (MaxText's fp8_full)",
+        "as tensor, with a fixed scale for factors of forward, which are cut at 224 (MaxText's fp8_full); "
+        "experts' weights are gathered in eight bits (_fwd_gather_weight of its megablox/ops.py @e591f30)",
         E5M2,
         "tensor",
         limit=224.0,

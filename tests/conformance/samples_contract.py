@@ -11,7 +11,8 @@ from scipy import special
 import mesh_tf_core as mtf
 from mesh_tf_core.ir.dims import SparseDim
 from mesh_tf_core.ops.experts import expert_product, from_experts, to_experts
-from mesh_tf_core.ops.float8 import float8_expert_product, in_eight_bits
+from mesh_tf_core.ops.float8 import Dequantize, float8_expert_product, in_eight_bits, quantized
+from mesh_tf_core.ops.float8_recipes import E4M3, RECIPES
 from tests.conformance.helper import Arg, Sample, dims
 
 AB = Arg("a:8 b:4")
@@ -144,6 +145,16 @@ EINSUM = (
         lambda x, w: in_float8(x, "float8_e4m3fn") @ in_float8(w, "float8_e4m3fn"),
         together=("a b c",),
         stops=(0, 1),
+    ),
+    Sample(
+        "stored in eight bits",
+        "einsum",
+        lambda g, x: x.graph.apply(
+            Dequantize(x.dtype), *quantized(mtf.stop_gradient(x), E4M3, RECIPES["fixed"], stored=True)
+        ),
+        (AB,),
+        lambda x: (np.clip(x, -224, 224) * 2).astype(ml_dtypes.float8_e4m3fn).astype(x.dtype) / 2,
+        stops=(0,),
     ),
     Sample(
         "in eight bits",
