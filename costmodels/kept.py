@@ -255,7 +255,7 @@ class _Finder:
 def beside(program: Program, fuses: Fuses) -> dict[int, float]:
     """The kept tensors of a program beside which masks of dropout are kept, a byte an element, or arrays of
     functions in steps, and the bytes of these for each of theirs."""
-    kept = KeptValues() if program.outline is None else kept_values(program.outline)
+    kept = kept_values(program.outline)
     apart = kept.apart if fuses is Fuses.CALLS else {}
     values = ((v, kept.of.get(v.tensor, -1)) for v in program.values)
     return {
@@ -267,8 +267,6 @@ def beside(program: Program, fuses: Fuses) -> dict[int, float]:
 
 def gathered(program: Program) -> dict[int, int]:
     """The kept tensors of a program that products read gathered, and over how many devices."""
-    if program.outline is None:
-        return {}
     kept, found = kept_values(program.outline), dict[int, int]()
     ways: dict[int, tuple[int, int]] = {}
     for instr, _ in program.walk():
@@ -292,7 +290,7 @@ def logits(program: Program) -> dict[int, float]:
     """The values that were cast to a wider type, of which labels pick elements, and their gradients, each
     with the part of its bytes that PyTorch's arrays have: where the cast is the loss's own, it is done in
     registers, and the arrays have the type before it."""
-    makers = {} if program.outline is None else program.outline.producer
+    makers = program.outline.producer
     wider, found = dict[int, tuple[str, float]](), dict[int, float]()
     for instr, _ in program.walk():
         if isinstance(instr, Collective):

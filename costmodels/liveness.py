@@ -136,19 +136,18 @@ class MemoryRules:
     def _flying(self, program: Program) -> Mapping[int, float]:
         """What loops before the stages keep, and its copies in flight at the first stage, rule (8)."""
         work = self.work(program)
-        column = schedule_of(program.outline) if work.remade and program.outline is not None else None
+        column = schedule_of(program.outline) if work.remade else None
         loops = [i for i, _ in program.walk() if isinstance(i, Loop) and i.origin.node in work.remade]
         flying = 1 if column is None else column.schedule.in_flight_apart(0)
         return {outer: flying for loop in loops for _, outer in loop.stacked}
 
     def stages(self, program: Program) -> Mapping[StageEnd, Mapping[tuple[str, int], float]]:
         """The stages that may be the fullest, with their shares of dimensions, rule (8)."""
-        return {} if program.outline is None or not self.stage_programs else stage_shares(program.outline)
+        return stage_shares(program.outline) if self.stage_programs else {}
 
     def work(self, program: Program) -> EndWork:
         """The work of single stages in a program."""
-        outline = program.outline if self.stage_programs else None
-        return NO_ENDS if outline is None else end_work(outline)
+        return end_work(program.outline) if self.stage_programs else NO_ENDS
 
     def ends(self, program: Program) -> Sequence[StageEnd]:
         """The stages of which one holds most."""
@@ -266,7 +265,7 @@ def kernel_memory(
     """
     stays = {*staying(program)} if rules.stage_programs else set()
     stays |= rules.work(program).absent(program, end) if end is not None else set()
-    if rules.remakes and program.outline is not None:
+    if rules.remakes:
         remade = kept_values(program.outline).without_memory(rules.fuses)
         stays |= {value.id for value in program.values if value.tensor in remade}
     casts = tuple(each for each in variable_casts(program) if each[1].outputs[0] not in stays)

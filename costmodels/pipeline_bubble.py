@@ -45,8 +45,8 @@ def waiting(program: Program, cost: Cost, apart: StageTimes | None = None) -> Pi
       apart: what counts where stages are programs of their own.
     """
     graph = program.outline
-    column = None if graph is None else schedule_of(graph)
-    if graph is None or column is None:
+    column = schedule_of(graph)
+    if column is None:
         return None
     dim, of = column.stage.name, column.schedule
     if apart is not None:

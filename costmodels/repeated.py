@@ -59,7 +59,7 @@ def repeated(program: Program) -> dict[str, Repeated]:
 def _apart(program: Program) -> dict[int, set[str]]:
     """Nodes of stages of pipelines -> the axes that tell these apart: their devices do not do the same."""
     found: dict[int, set[str]] = {}
-    for block in () if program.outline is None else program.outline.blocks:
+    for block in program.outline.blocks:
         if block.spread:
             for node, _ in block.walk():
                 found.setdefault(node.index, set()).update(program.layout.axes(block.dim.name))

@@ -133,8 +133,7 @@ class _Fuser:
         self.casts: dict[int, int] = {}
         loops = () if self.compiled else (i for i, _ in program.walk() if isinstance(i, Loop))
         self.terms = frozenset(term for loop in loops for term in cast_terms(program, loop))
-        outline = None if self.compiled else program.outline
-        self.tables = frozenset[int]() if outline is None else made_of_positions(outline)
+        self.tables = frozenset[int]() if self.compiled else made_of_positions(program.outline)
 
     def run(self) -> list[tuple[FusionUnit, float]]:
         self.block(self.program.code, self.program.results.values(), (), 1)

@@ -100,14 +100,13 @@ def fusion(graph: Outline, fuses: Fuses = Fuses.ALL) -> Fusion:
 
 def fusion_of(program: Program, fuses: Fuses = Fuses.ALL) -> Fusion:
     """The groups of a lowered program's graph; none for a program that was written by hand."""
-    return Fusion() if program.outline is None else fusion(program.outline, fuses)
+    return fusion(program.outline, fuses)
 
 
 def casts_variable(instr: Instr, program: Program) -> bool:
     """True if an instruction casts a variable, or a part of one, before the update."""
     casts = isinstance(instr, Local) and instr.op.converts and not instr.op.free
-    stored = {} if program.outline is None else stored_tensors(program.outline)
-    return casts and program.values[instr.outputs[0]].tensor in stored
+    return casts and program.values[instr.outputs[0]].tensor in stored_tensors(program.outline)
 
 
 class _Groups:

@@ -59,7 +59,7 @@ class Itemiser:
         """
         compiler = self.compiler
         stages = compiler.stages(program)
-        column = None if program.outline is None else schedule_of(program.outline)
+        column = schedule_of(program.outline)
         pairs = column is not None and KINDS[column.schedule.kind].pairs
 
         def counts(unit: Unit, times: float) -> float:
@@ -147,7 +147,7 @@ class Itemiser:
 
 def _share(unit: Unit, times: float, stages: StageTimes, program: Program) -> float:
     """The share of a unit's runs that counts; all of what waits behind the ticks, as sums of gradients do."""
-    gradients = program.outline.gradient_of if program.outline is not None else ()
+    gradients = program.outline.gradient_of
     if isinstance(unit, Stack):
         origin, value = unit.loop.origin, unit.value
     else:

@@ -67,7 +67,7 @@ def host_row(
         key = id(program), mesh, only
         if key not in known:
             own = {only} if only else {i.variable for i in program.code if isinstance(i, WriteVariable)}
-            others = () if only or program.outline is None else assigned(program.outline)
+            others = () if only else assigned(program.outline)
             variables = {n: s for n, s in program.variables.items() if n in own or not (only or n in others)}
             known[key] = replace(program, variables=variables, mesh=mesh).host_bytes
         return known[key]

@@ -160,7 +160,6 @@ class Lifetimes:
             if m != v and tensor[v] >= 0 and m in born and tensor[m] < 0:
                 tensor[m] = tensor[v]
         made, outline = {tensor[v] for v in born}, self.program.outline
-        assert outline is not None
         for node in own:
             # In chunks, others follow what makes the result.
             for instr in reversed(self.instrs[: self.main.get(node.index, -1) + 1]):

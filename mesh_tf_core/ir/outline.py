@@ -127,3 +127,7 @@ class Outline(Remembering):
     def producer(self) -> Mapping[int, Node]:
         """Tensor -> the node that makes it."""
         return {o: node for block in self.blocks for node in block.nodes for o in node.outputs}
+
+
+NO_OUTLINE = Outline((Block(0),), (), {}, frozenset())
+"""Of a program that was written by hand."""

@@ -39,7 +39,7 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.loops import Carry, Loop, Result, Sliced
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
-from mesh_tf_core.ir.outline import Outline
+from mesh_tf_core.ir.outline import NO_OUTLINE, Outline
 from mesh_tf_core.ir.values import Instr, Origin, Value
 
 
@@ -74,8 +74,7 @@ class Program:
       variables: name -> how it is stored.
       feeds: name -> value of the batch's tensor.
       results: name -> value that the step returns.
-      outline: structure of the graph for cost models; engines do not read it. None: the program was written
-        by hand.
+      outline: structure of the graph for cost models; engines do not read it.
     """
 
     mesh: Mesh
@@ -85,7 +84,7 @@ class Program:
     variables: Mapping[str, Stored] = field(default_factory=dict)
     feeds: Mapping[str, int] = field(default_factory=dict)
     results: Mapping[str, int] = field(default_factory=dict)
-    outline: Outline | None = field(default=None, repr=False, compare=False)
+    outline: Outline = field(default=NO_OUTLINE, repr=False, compare=False)
 
     def walk(self) -> Iterator[tuple[Instr, int]]:
         """Every instruction once (loops before their bodies), with how often it runs at most."""

@@ -57,7 +57,7 @@ class _Rewriting(ProgramRewriter):
         super().__init__(program)
         self.dims, self.oracle = dims, oracle
         self.uses = count_uses(program.code, program.results.values())
-        self.weights = {} if program.outline is None else weights(program.outline)
+        self.weights = weights(program.outline)
 
     def decomposed(self, code: Sequence[Instr]) -> list[Instr]:
         """A block rewritten, and the loops in it."""

@@ -128,7 +128,7 @@ def _without_products(code: Iterable[ir.Instr]) -> set[int]:
 
 def _stored(program: ir.Program) -> set[int]:
     """Values that are variables, or parts or casts of them."""
-    tensors = {} if program.outline is None else stored_tensors(program.outline)
+    tensors = stored_tensors(program.outline)
     stored = {v.id for v in program.values if v.tensor in tensors}
     for instr, _ in program.walk():
         taken = instr.inputs and stored.issuperset(instr.inputs)

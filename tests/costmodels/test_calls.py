@@ -53,7 +53,6 @@ def test_a_call_keeps_its_operand_alone() -> None:
 
     assert kept(True) == 2 < kept(False), "its operand, and its result, which the product reads"
     outline = step(True).outline
-    assert outline is not None
     values = kept_values(outline)
     assert values.inside and values.without_memory(Fuses.ALL) != values.without_memory(Fuses.CALLS)
 
@@ -83,7 +82,6 @@ def test_compilers_that_fuse_do_not_ask_whose_call_it_is() -> None:
 
 def test_operations_of_two_calls_share_no_kernel() -> None:
     outline = step(True).outline
-    assert outline is not None
     node = {n.index: n for n, _ in outline.walk()}
     groups: dict[int, set[tuple[str, str]]] = {}
     for index, group in fusion(outline, Fuses.CALLS).group.items():

@@ -31,7 +31,6 @@ def program(schedule: str, tied: bool = False) -> Program:
 def held_by(schedule: str, tied: bool = False) -> dict[str, set[str]]:
     """The part of the model's variables that only single stages have -> these."""
     outline = program(schedule, tied).outline
-    assert outline is not None
     work = end_work(outline)
     names = {name.split("/adam")[0] for name, ends in work.variables.items() if ends}
     return {name: {end.value for end in work.variables[name]} for name in names}
@@ -53,8 +52,8 @@ def test_the_first_stage_has_the_embedding_and_the_last_one_the_head(schedule: s
 @pytest.mark.one_in(2)
 def test_what_a_stage_has_from_others_is_held_until_its_slot(schedule: str) -> None:
     outline = program(schedule).outline
-    column = None if outline is None else schedule_of(outline)
-    assert outline is not None and column is not None
+    column = schedule_of(outline)
+    assert column is not None
     of, shares = column.schedule, stage_shares(outline)[StageEnd.FIRST]
     for slot in (StageAction.FORWARD, StageAction.BACKWARD):
         there = np.argwhere(of.table[..., slot, 0] != IDLE).tolist()
@@ -83,7 +82,6 @@ def test_a_stage_holds_no_variable_of_another_one(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", NAMES)
 def test_a_stage_between_the_ends_has_neither_end(schedule: str) -> None:
     outline = program(schedule).outline
-    assert outline is not None
     work, names = end_work(outline), {"embedding/tokens", "output/projection"}
     assert names <= work.of_others(StageEnd.MIDDLE)
     assert not names & work.of_others(StageEnd.FIRST) or not work.both
@@ -121,7 +119,6 @@ def test_the_stage_at_the_other_end_has_the_other_stream() -> None:
     sums = [h.what for h in found.holdings if "vocab:512" in h.what and h.what.startswith("float32[")]
     assert sums and sum("d_model:32 vocab" in what for what in sums) <= 2
     outline = mixed("dualpipe").outline
-    assert outline is not None
     work = end_work(outline)
     ends = {
         n.index for n, _ in outline.walk() if work.nodes.get(n.index) and n.index in runs_in_ticks(outline)
@@ -147,7 +144,6 @@ def test_layers_before_the_stages_are_kept_and_computed_once(schedule: str) -> N
     streams = stage.streams * 2 * 32 * 32 * 4
     assert streams <= sizes[1] <= 2 * streams < sizes[0] / 2
     outline = whole.outline
-    assert outline is not None
     times, work = stage_times(outline), end_work(outline)
     assert times is not None and work.remade
     assert all(times.nodes[node] == 0 and times.again[node] > 0 for node in times.again)

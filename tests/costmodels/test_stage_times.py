@@ -81,7 +81,7 @@ def test_the_fullest_stage_waits_as_long_as_closed_forms_say(schedule: str) -> N
     rounds = rounds_of(schedule)
     program, _ = priced(schedule, P * rounds)
     outline, found = program.outline, Launched().stages(program)
-    assert found is not None and outline is not None
+    assert found is not None
     # As long as the head takes, the last one.
     assert found.fullest == P - 1
     slots = end_work(outline).slots
@@ -123,7 +123,7 @@ def test_orders_that_only_programs_for_each_stage_have(schedule: str) -> None:
     assert not {"slicedim", "concat", "transpose"} & {x.name for x in cost.lines if x.runs == 1}
     together, its = priced(schedule, layers, "xla-gpu")
     bubble = waiting(together, its)
-    assert cost.step_seconds < its.step_seconds and bubble is not None and together.outline is not None
+    assert cost.step_seconds < its.step_seconds and bubble is not None
     lost, slots = 0.0, end_work(together.outline).slots
     for x in its.lines:
         lost += x.exposed * x.times * (bubble.schedule.idle(slots[n]) if (n := x.origin.node) in slots else 0)

@@ -129,8 +129,7 @@ class Compiler:
 
     def stages(self, program: Program) -> StageTimes | None:
         """The share of the work that counts, where each stage of a pipeline is a program of its own."""
-        outline = program.outline if self.memory.stage_programs else None
-        return None if outline is None else stage_times(outline)
+        return stage_times(program.outline) if self.memory.stage_programs else None
 
     def start(self, program: Program) -> Started | None:
         """The fixed seconds of a step under every layout; None where they are unknown."""
