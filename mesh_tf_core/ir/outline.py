@@ -130,4 +130,4 @@ class Outline(Remembering):
 
 
 NO_OUTLINE = Outline((Block(0),), (), {}, frozenset())
-"""Of a program that was written by hand."""
+"""The outline of a program that was written by hand."""

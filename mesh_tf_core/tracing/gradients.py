@@ -241,13 +241,10 @@ class _BackwardWalk:
                 longer = several(graph.tensor(i).shape, stack) or stack.dims[0] != body.dim
                 whole = stack.dims[0] if longer else None
                 out.append((sliced[i], graph.stack_output(block, unwidened(graph.visible(dx)), whole)))
-            elif i in self.needed and not self._inside(body, graph.tensor(i).block):
+            elif i in self.needed and body not in graph.around(graph.blocks[graph.tensor(i).block]):
                 out.append((i, graph.sum_output(block, graph.visible(dx))))
         return out
 
     def _widened(self, found: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor | None]]:
         """Gradients in the dtype of what they are of."""
         return [(i, dx.cast(self.graph.tensor(i).dtype)) for i, dx in found]
-
-    def _inside(self, body: Block, block: int) -> bool:
-        return body.id in (b.id for b in self.graph.around(self.graph.blocks[block]))
