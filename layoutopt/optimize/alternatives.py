@@ -83,12 +83,14 @@ class Alternatives:
         self.missing += dict.fromkeys([*plans, *quick, *HEURISTICS])  # until they are found
         self._with_less_memory(searched)
         for name, some in plans.items():
+            searched.told(f"alternatives: {name}")
             answer = StrategyAnswer(proven=search.none_fits(some)) if request.late else search.of(some)
             self._add(name, answer, quick.pop(name, None))
         for name, own in quick.items():
             if self._put(name, own, self.names):
                 self.missing.remove(name)
         for name, heuristic in HEURISTICS.items():
+            searched.told(f"alternatives: {name}")
             known = None if request.late else heuristic((self.usual or self.request), subproblem)
             if known is not None and searched.incumbents.may_express(best.mesh, *known):
                 pinned = baselines.Pinned(request.model, best.mesh, known[0])

@@ -40,6 +40,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.verify import verify
 
 SHARE = "the lower bound is the compute time of a single device divided by the number of devices"
+NO_BOUND = "no lower bound is known to hold for every program"
 NO_SHARE = Bound(0.0, BoundSource.SHARE)
 NAMED = 5
 """Names that a note lists."""
@@ -295,8 +296,9 @@ def _notes(proof: _Proof, missing: Sequence[str], unsplit: Sequence[str]) -> lis
         return notes
     notes.append(tables.said)
     if (likely := proof.likely) is not None:
+        known = f"{SHARE}, and the gap refers to this bound" if proof.share.value > 0 else NO_BOUND
         notes.append(
-            f"{SHARE}, and the gap refers to this bound; in {tables.count} layouts compared, the cost "
+            f"{known}; in {tables.count} layouts compared, the cost "
             f"tables predict at most {tables.over * 100:.2g} % more than the lowered program, and if this "
             f"is true of every layout, none takes less than {likely:.9g} s and the gap is "
             f"{100 * (1 - likely / tables.program):.2g} %"

@@ -72,7 +72,7 @@ def proof(plan: PlanFile, limits: str) -> ProofWords:
         )
     likely = "" if s.likely_gap is None else f", likely {gap_text(s.likely_gap)} (see the note)"
     words = f"not proven: another layout saves at most {gap_text(s.gap)} of this{likely}"
-    words = words if s.bound else "not proven: the search ended before it had a bound"
+    words = words if s.bound else f"not proven: no lower bound is known{likely}"
     return ProofWords(status, "warn", words, more)
 
 

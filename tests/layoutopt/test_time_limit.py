@@ -179,7 +179,10 @@ def test_progress_is_that_of_the_whole_search(objective: str) -> None:
     bounds = [now.bound for now in told]
     assert objective == "memory" or bounds == sorted(bounds)  # what is proven stays
     looked = [now.looked.removesuffix(", 2 microbatches") for now in told]
-    assert {*looked[:-1]} == {"mesh 4", "mesh 2x2"} and looked[-1] == "the plan and its alternatives"
+    after = looked.index("the plan and its alternatives")
+    assert {*looked[:after]} == {"mesh 4", "mesh 2x2"}
+    if objective == "time":  # what is done after the proof is told, too
+        assert {"alternatives: data parallel", "alternatives: greedy"} <= {*looked[after:]}
 
 
 @pytest.mark.nightly

@@ -190,6 +190,10 @@ def test_a_gap_has_one_number(gap: float, said: str) -> None:
     assert words.count("%") == 1
     plan["solver"] |= {"bound": 0.0, "gap": 1.0}
     assert "%" not in str(proof(PlanFile.model_validate(plan), ""))
+    plan["solver"] |= {"likely_bound": 1.0, "likely_gap": 0.031}  # what a note says is said here, too
+    assert str(proof(PlanFile.model_validate(plan), "")).startswith(
+        "not proven: no lower bound is known, likely 3.1%"
+    )
 
 
 def test_an_operation_names_its_collective_once(pages: dict[str, str]) -> None:
