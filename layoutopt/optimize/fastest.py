@@ -106,6 +106,8 @@ class FastestSearch:
             for each in self.problems:  # nothing waits less than not at all
                 each.bound_by_share(request.evaluator)
         if fixes := request.objective == Objective.TIME:
+            if request.clock.limit is not None and not self.both.running:
+                self.bound_stages(limit)
             self._recipes(limit)
         every = (p for some in self._in_order(limit) for p in self.both.shared([[p] for p in some], limit))
         for number, each in enumerate(every):
@@ -148,14 +150,11 @@ class FastestSearch:
 
     def _in_order(self, limit: float) -> Iterator[Sequence[Subproblem]]:
         """The problems without stages, by their bounds: what is found there closes most of the others before
-        they have a graph. Before all, that of the best known, and what is near it in other graphs. Within a
-        time limit the others are bounded once something fits: the gap is that of the least bound."""
+        they have a graph. Before all, that of the best known."""
         if self.request.clock.limit is not None and self.incumbents.fastest(limit) is None:
             yield self.problems[-1:]  # what fits most likely
         if (known := self.incumbents.fastest(limit)) is not None:
             yield [each for each in [self.incumbents.subproblem_of(known)] if each in self.problems]
-        if self.request.clock.limit is not None and not self.both.running:
-            self.bound_stages(limit)
         yield self.plain
 
     @property
@@ -197,6 +196,17 @@ class FastestSearch:
         """The problems that something better may be in."""
         best = self.incumbents.seconds(limit)
         return [each for each in self.problems if each.bounds.state(best, limit) is State.OPEN]
+
+    @property
+    def unopened(self) -> list[str]:
+        """A note about the problems that a search left without tables of their own, if any."""
+        if self.proven or not self.listed or self.request.objective == Objective.MEMORY:
+            return []
+        left = [p for p in self.still_open(self.request.limit) if not p.tabled]
+        said = f"{len(left):,} of {len(self.problems):,} combinations of mesh, microbatches and stages"
+        staged = sum(bool(p.key.stages) for p in left)
+        beside = f" ({staged:,} with pipeline stages)" if staged else ""
+        return [f"{said}{beside} were bounded but not searched within the time limit"] if left else []
 
     def opened(self, subproblem: Subproblem, by: Evaluator | None = None) -> SubproblemSearch:
         """The whole problem, with all its options, by some tables (default: of the device's seconds)."""

@@ -124,6 +124,7 @@ def make_plan(
         *_tight(request, best.evaluation, beside, wider),
         *_notes(proof, missing, tuple(search.unsplit)),
         *_origin(proof, best),
+        *search.unopened,
         *beside.notes(),
         *repeats,
         *_unsplit(request),

@@ -215,6 +215,11 @@ class Subproblem:
         highest = max(bound.value for bound in self.bounds.proven)
         return highest, self.microbatches, self.layouts
 
+    @property
+    def tabled(self) -> bool:
+        """Some of its own tables bound it."""
+        return any(bound.source in (BoundSource.TABLES, BoundSource.SOLVER) for bound in self.bounds.proven)
+
     def opened(self, evaluator: Evaluator, clock: Clock = UNLIMITED) -> SubproblemSearch:
         """Its integer program with all options, which bounds it."""
         if evaluator not in self.wholes:

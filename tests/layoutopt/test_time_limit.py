@@ -17,6 +17,7 @@ from layoutopt import search
 from layoutopt.optimize.entry import SearchStatus
 from layoutopt.optimize.evaluation import ONE_DEVICE as ONE
 from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.fastest import FastestSearch
 from layoutopt.optimize.subproblems import Subproblem, possible
 from layoutopt.plan.build import Plan
 from layoutopt.solver import TOLERANCE, Status, solve
@@ -162,6 +163,15 @@ def test_problems_have_an_answer_too(solver: str, place: str, monkeypatch: pytes
     answer = solve(knapsacks(), solver, time_limit=SOON)
     assert answer.status is Status.FEASIBLE
     assert answer.bound < answer.objective
+
+
+def test_what_was_not_searched_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FastestSearch, "_fixed", lambda *_: None)
+    monkeypatch.setattr(FastestSearch, "look_at_stages", lambda *_: None)
+    plan = search(EXAMPLES["mlp"](), **{**ON, **PLAIN, "mesh": None, "devices": 4}, time_limit=60.0)
+    assert plan.solver.status == "FEASIBLE"
+    said = "of 4 combinations of mesh, microbatches and stages were bounded but not searched"
+    assert any(said in note for note in plan.data.notes)
 
 
 @pytest.mark.parametrize("objective", ["time", "memory"])
