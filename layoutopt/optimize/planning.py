@@ -83,8 +83,9 @@ def make_plan(
     before = None if usual is None else _Proof(usual[0].proven, usual[0].bound)
     proof.doubt(request)
     limited = request.clock.limit is not None or not proof.proven
-    if request.objective != Objective.MEMORY and limited and 0 < proof.searched.value < math.inf:
-        proof.share = share_bound(request, best.mesh)
+    for each in filter(None, (proof, before)):
+        if request.objective != Objective.MEMORY and limited and 0 < each.searched.value < math.inf:
+            each.share = share_bound(request, best.mesh)
     repeats: list[str] = []
 
     def look() -> None:

@@ -32,8 +32,9 @@ JUDGED = 0.5
 """Share of the time in which splits are predicted, before any are changed."""
 PLAIN, STAGED = 2, 6
 """Splits from which others are looked for, without stages and with stages."""
-AGAIN = 4 / 3
-"""Largest ratio, nearly, of steps that recompute everything and nothing."""
+NEAR, AGAIN = 1.15, 4 / 3
+"""Times the fastest known seconds above which splits are left as they are: schedules and storage gain less.
+Largest ratio, nearly, of steps that recompute everything and nothing."""
 OVER = 1.5
 """Times the limit of what splits hold with everything recomputed, above which they are given up."""
 COORDINATES = "again", "schedule", "microbatches"
@@ -78,15 +79,15 @@ class Recipes:
         for each in problems:
             if self.incumbents.is_open(each, self.limit):
                 families[each.key[:2]].append(each)
-        few, part = (
-            sorted(families.values(), key=lambda f: sum(f[0].stages.values())),
+        part, fewest = (
             self.clock.part(JUDGED),
+            sorted(families.values(), key=lambda f: sum(f[0].stages.values())),
         )
-        guesses = [g for f in few if not part.over for g in self._judged(f)]
+        guesses = [g for family in fewest if not part.over for g in self._judged(family)]
         guesses.sort(key=lambda g: g.seconds)
         for most, staged in ((STAGED, True), (PLAIN, False)):
             for guess in [g for g in guesses if bool(g.problem.key.stages) is staged][:most]:
-                if self.clock.over or guess.seconds >= AGAIN * self.incumbents.seconds(self.limit):
+                if self.clock.over or guess.seconds >= NEAR * self.incumbents.seconds(self.limit):
                     break
                 self._improve(guess, families[guess.problem.key[:2]])
 
