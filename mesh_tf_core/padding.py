@@ -37,9 +37,10 @@ class _PaddedCopy(ResizedCopy):
 
 
 def padded(model: Model, dim: str, multiple: int) -> Model:
-    """The same model with a dimension of its variables as long as a multiple, and this one as `given`."""
+    """The same model with a dimension of its variables as long as a multiple, and this one as `given`. One
+    with gradients of its own (`custom_gradient`), which name tensors of its graph, stays as it is."""
     own = {d for v in model.graph.variables.values() for d in v.shape if d.name == dim}
-    if len(own) != 1 or not (more := -max(d.size for d in own) % multiple):
+    if len(own) != 1 or model.graph.gradient_functions or not (more := -max(d.size for d in own) % multiple):
         return model
     if (dim, multiple) not in model._others:
         copy, nodes = _PaddedCopy(model.graph, max(own, key=str), more), iter(model.graph.nodes)

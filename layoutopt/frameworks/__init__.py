@@ -51,6 +51,10 @@ def differences(framework: str, model: Model, multiplied: str) -> Iterator[str]:
     changed = [f"{n} from {max(own):,} to {max(after[n]):,}" for n, own in before.items() if own != after[n]]
     if changed:
         yield f"{found.name} pads {', '.join(changed)}"
+    uneven = [n for n, its in found.pads.items() if any(size % its.multiple for size in after.get(n, ()))]
+    if uneven and not front:
+        own = "the prediction is without, as of models with gradients of their own, such as in float8"
+        yield f"{found.name} pads {', '.join(uneven)}: {own}"
     if (runs := found.programs) is None:
         return
     predicted = f"the prediction is of these operations as {found.name} would run them"

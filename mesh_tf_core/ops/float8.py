@@ -120,10 +120,20 @@ class ScaleFor(NoGradient, Elementwise):
 
 @dataclass(frozen=True)
 class Quantize(Elementwise):
-    """x times its scales, rounded to a format of eight bits; `cut`: beyond its largest number, to this."""
+    """x times its scales, rounded to a format of eight bits; `cut`: beyond its largest number, to this.
+
+    Attributes:
+      stored: the scale of a variable that is made so as it is stored, as casts are: what devices gather of it
+        has eight bits. 0: the scales are an operand.
+    """
 
     format: str
     cut: bool = False
+    stored: float = 0.0
+
+    @property
+    def converts(self) -> bool:  # type: ignore[override]
+        return self.stored > 0
 
     def roles(self, *inputs: TensorType) -> Roles:
         return super().roles(inputs[0])
@@ -132,8 +142,9 @@ class Quantize(Elementwise):
         return TensorType(inputs[0].shape, self.format)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        x, scale = at.inputs
-        made = scaled(k, slices[0], x.shape, slices[1], scale.shape)
+        own = [k.scalar(self.stored, "float32")] if self.stored else slices[1:]
+        its = Shape() if self.stored else at.inputs[1].shape
+        made = scaled(k, slices[0], at.inputs[0].shape, own[0], its)
         if self.cut:
             most, least = (k.scalar(sign * LARGEST[self.format], "float32") for sign in (1.0, -1.0))
             made = k.binary("max", k.binary("min", made, most), least)
@@ -143,28 +154,7 @@ class Quantize(Elementwise):
         return (4.0 if self.cut else 2.0) * local[0].shape.size
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        return (None, None)
-
-
-@dataclass(frozen=True)
-class QuantizeWeight(NoGradient, Elementwise):
-    """x times a number, cut and rounded to a format of eight bits, of a variable as it is stored, as casts
-    are: what devices gather of it has eight bits."""
-
-    format: str
-    scale: float
-    converts: ClassVar[bool] = True
-
-    def infer(self, *inputs: TensorType) -> TensorType:
-        return TensorType(inputs[0].shape, self.format)
-
-    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        scale = TensorType(Shape([]), "float32")
-        both = replace(at, inputs=(at.inputs[0], scale))
-        return Quantize(self.format, cut=True).kernel(k, both, slices[0], k.scalar(self.scale, "float32"))
-
-    def flops(self, *local: TensorType) -> float:
-        return 4.0 * local[0].shape.size
+        return (None,) * len(inputs)
 
 
 @dataclass(frozen=True)
@@ -266,9 +256,8 @@ def quantized(
     if recipe.limit and format == E4M3:
         times = LARGEST[format] / recipe.limit
         scale = x.graph.apply(Constant(times, "float32"))
-        if stored:
-            return x.graph.apply(QuantizeWeight(format, times), x), scale
-        return x.graph.apply(Quantize(format, cut=True), x, scale), scale
+        operands = [x] if stored else [x, scale]
+        return x.graph.apply(Quantize(format, True, times if stored else 0.0), *operands), scale
     over, along = recipe.parts(x.shape, summed, weight)
     block = recipe.scaled if along and isinstance(recipe.scaled, int) else 1
     scale = x.graph.apply(ScaleFor(format), x.graph.apply(AbsMax(over, along, block), x))

@@ -270,6 +270,10 @@ def test_megatron_pads_the_vocabulary(build: Callable[..., mtf.Model]) -> None:
         given.training_step()
     for name in framework_names():
         assert (as_built(name, given) is given) == (name != "megatron")
+    own = build(**small, vocab=1002, float8="tensor")  # its gradients name tensors of their graph
+    assert as_built("megatron", own) is own
+    found = evaluate(own, mesh, layout, load_hardware("h100", "megatron"))
+    assert any(note.startswith("megatron pads vocab: the prediction is without") for note in found.notes)
 
 
 def test_a_plan_with_a_padded_vocabulary_goes_on_to_its_framework(tmp_path: Path) -> None:

@@ -233,10 +233,6 @@ class ScaledLatentAttention(nn.LatentAttention):
             self.store[self.keeps] = () if seen is None else (seen,)
         return q, seen if mask is None or seen is None else mtf.logical_and(mask, seen)
 
-    def within(self, length: int) -> ScaledLatentAttention:
-        """The same for texts of this length."""
-        return self
-
 
 @dataclass(frozen=True)
 class ShortConvolution:
