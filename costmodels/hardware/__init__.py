@@ -16,7 +16,6 @@ from costmodels.hardware.load import (
     write_profile,
 )
 from costmodels.hardware.model import (
-    COMPILER_NAMES,
     Calibration,
     Chip,
     CollectiveCurve,
@@ -32,7 +31,7 @@ from costmodels.presets import hardware_names
 
 # fmt: off
 __all__ = [
-    "COMPILER_NAMES", "Calibration", "Chip", "CollectiveCurve", "ComputeCurve", "Curve", "Efficiency",
+    "Calibration", "Chip", "CollectiveCurve", "ComputeCurve", "Curve", "Efficiency",
     "GpuCluster", "Hardware", "HardwareError", "MatrixUnit", "Number", "Protocol", "Registers",
     "SharedMemory", "SwitchReduce", "Torus", "Wraparound", "check_framework", "drawn", "hardware_names",
     "load_hardware", "machine_of", "monotone", "numbers_of", "preset_content", "profile_of", "read_hardware",

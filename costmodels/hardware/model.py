@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from costmodels.frameworks import DEFAULT, load_framework
 from costmodels.hardware.curve import Curve
@@ -35,7 +35,6 @@ from mesh_tf_core.errors import UserError
 CompilerName = Literal[
     "none", "xla", "xla-tpu", "xla-gpu", "xla-cpu", "launched", "eager", "eager-norms", "local"
 ]
-COMPILER_NAMES: tuple[CompilerName, ...] = get_args(CompilerName)
 """The compiler profiles that a file may name (`costmodels.pricing.compilers`)."""
 Purpose = Literal["gradient", "parameter", "activation", "experts", "paired_experts", "all_to_all"]
 """The classes of messages of which a file may say what is hidden (`costmodels.pricing.overlap`)."""

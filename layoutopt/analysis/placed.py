@@ -20,6 +20,7 @@ def placed(evaluation: Evaluation) -> tuple[Placed, ...]:
         split = what != SAVED and row.layout is not None and row.layout != where.read_in(name)
         further = where.further(name)[0] if split else ()
         found.setdefault((what, phase, further, row._replace(layout=None)), []).append(name)
+    order = [(what, phase) for what, phases in PHASES.items() for phase in phases]
     return tuple(
         Placed(
             values=what,
@@ -29,17 +30,13 @@ def placed(evaluation: Evaluation) -> tuple[Placed, ...]:
             **{name: value for name, value in row._asdict().items() if name != "layout"},
             bytes=_held(evaluation, what, names) if phase == BETWEEN else None,
         )
-        for (what, phase, further, row), names in sorted(found.items(), key=lambda each: _order(*each[0][:2]))
+        for (what, phase, further, row), names in sorted(found.items(), key=lambda e: order.index(e[0][:2]))
     )
 
 
 def plain(values: Placed) -> bool:
     """True if they stay on the devices with the layout's splits."""
     return not values.further and not values.host and values.dtype is None and values.again == KEEP
-
-
-def _order(what: str, phase: str) -> tuple[int, int]:
-    return [*PHASES].index(what), PHASES[what].index(phase)
 
 
 def _held(evaluation: Evaluation, what: str, names: Collection[str]) -> int:

@@ -147,7 +147,7 @@ def dividing(model: Model, allowed: Sequence[int]) -> list[int]:
             else f"{model.batch_dim!r} has size {size}, which is divisible by none of these numbers"
         )
         raise UserError(
-            f"--microbatches {_listed(allowed)}: {has}; use --microbatches "
+            f"--microbatches {','.join(map(str, allowed))}: {has}; use --microbatches "
             f"1{' or another divisor of this size' if size > 1 else ''}"
         )
     return found
@@ -158,7 +158,3 @@ def _size(model: Model) -> int:
     if model.batch_dim is None:
         return 1
     return min(t.shape.dims[0].size for t in model.graph.inputs.values() if len(t.shape))
-
-
-def _listed(allowed: Sequence[int]) -> str:
-    return ",".join(map(str, allowed))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -37,6 +37,10 @@ def test_a_profile_prices_the_same_by_lines_and_by_templates(name: CompilerName)
     cost = prices.cost(program())
     assert cost.step_seconds > 0 and cost.flops > 0
     assert prices.total(Templates(prices.itemiser).itemised(program())) == pytest.approx(cost.step_seconds)
+
+
+def test_files_may_name_every_profile() -> None:
+    assert COMPILERS.keys() == {*get_args(CompilerName)}
 
 
 @pytest.mark.parametrize("name", hardware_names())

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from costmodels.hardware import COMPILER_NAMES, Hardware
+from costmodels.hardware import Hardware
 from costmodels.pricing.compilers.base import Compiler
 from costmodels.pricing.compilers.launched import EagerLaunch, EagerNorms, Launched
 from costmodels.pricing.compilers.local import LocalEngine
@@ -24,12 +24,6 @@ COMPILERS: Mapping[str, type[Compiler]] = MappingProxyType(
     }
 )
 """Every profile by its name."""
-
-if COMPILERS.keys() != {*COMPILER_NAMES}:
-    raise TypeError(
-        f"the compiler profiles {sorted(COMPILERS)} differ from COMPILER_NAMES, the names that hardware "
-        "files may give"
-    )
 
 
 def compiler_of(hardware: Hardware) -> Compiler:
