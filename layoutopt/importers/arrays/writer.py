@@ -116,14 +116,18 @@ class Writer:
         self.weights: set[int] = set()
         self.drawn_with: list[Draw] = []
         self._taken = set(names.values())
+        self._dims: dict[tuple[int, int, int], tuple[Dim, ...]] = {}
         self.refusals = Refusals()
 
     # -- dimensions ----------------------------------------------------------------------------------------
 
     def dims(self, v: Operand, axis: int) -> tuple[Dim, ...]:
         """The dimensions of an axis."""
-        pairs = zip(self.classes.of(v, axis), self.classes.factors.of(v, axis), strict=True)
-        return tuple(self.sparse.get(c) or Dim(self.names[c], n) for c, n in pairs)
+        key = id(v), axis, len(self.sparse)
+        if key not in self._dims:
+            pairs = zip(self.classes.of(v, axis), self.classes.factors.of(v, axis), strict=True)
+            self._dims[key] = tuple(self.sparse.get(c) or Dim(self.names[c], n) for c, n in pairs)
+        return self._dims[key]
 
     def shape(self, v: Operand) -> tuple[Dim, ...]:
         """The dimensions of all axes."""
