@@ -61,6 +61,8 @@ eager PyTorch. What torchtitan did not compile is eager PyTorch (`framework_of`)
 EVERY = {"vtrain_a100_h1024": 16, "vtrain_a100_h2048": 16, "vtrain_a100_multi": 3}
 """Tables of a few numbers many times over (`benchmarks.published_layers`), of which one row in so many is
 priced."""
+LESS = "without the recipe's offload: "
+"""How a run differs whose recipe moves values of some of its layers to the host, which no layout asks."""
 EGRESS = {("fms_fsdp_llama2", "a100_80gb"): "50", ("fms_fsdp_llama2", "h100_80gb"): "100"}
 """Tables whose source states the network of a node once, for all rows of a chip -> GB/s."""
 VTRAIN = "iteration time (ms)"
@@ -282,6 +284,8 @@ def _row(table: str, row: Mapping[str, str]) -> Row:
     if batch // (data * micro) > 1:
         decided["microbatches"] = batch // (data * micro)
     ways, differs = recomputed(row, layers)
+    if row.get("offload"):
+        differs = (*differs, f"{LESS}{row['offload']}")
     if row["attention"] == UNKNOWN:
         if int(row["seq"]) > SHORT:
             raise CannotError("the rate of the kernel of attention is not known")

@@ -23,7 +23,7 @@ from benchmarks import known
 from benchmarks.errors import errors_of, order
 from benchmarks.framework_fit import halves
 from benchmarks.framework_parts import parts
-from benchmarks.framework_rows import Row, rows, tables
+from benchmarks.framework_rows import LESS, Row, rows, tables
 from costmodels import load_hardware
 from costmodels.pricing.hidden import is_launched
 from costmodels.pricing.items import Item
@@ -51,7 +51,8 @@ def priced(row: Row) -> dict[str, Any]:
     except UserError as error:
         return {**found, "why_not": str(error)}
     prices = Pricer(load_hardware(row.hardware, row.framework), kept.placement)
-    exact, waited = len(row.ways) == 1, [(times * prices.seconds_of(x)[1], x) for times, x in kept.items]
+    exact = len(row.ways) == 1 and not any(each.startswith(LESS) for each in row.differs)
+    waited = [(times * prices.seconds_of(x)[1], x) for times, x in kept.items]
     launched = sum(times for times, x in kept.items if is_launched(x))
     if row.decided.get("schedule"):
         found["seconds_by_kind"] = by_kind(waited)

@@ -119,6 +119,8 @@ time, minus 1. For vTrain's models on one node, the mean regret is {mean}, worst
 
 Memory is predicted for {runs} runs of [frameworks](#by-framework) that ran, of which {large} are
 predicted not to fit, and for {lost} that ran out of memory, of which {fits} are predicted to fit.
+Recipes that move values of some of their layers to the host (Llama 3 70B under FSDP on GB200 and GB300) are
+not among them: nothing predicts such a move.
 Megatron-LM's functional tests publish the peak of the last rank. Above 8 GiB, the mean error of predicted
 peaks is {dense_mean} for {dense} runs of dense models (worst {dense_worst}) and {moe_mean} for {moe} runs of
 mixtures (worst {moe_worst}).
