@@ -144,6 +144,23 @@ def changed(**more: Any) -> dict[str, Any]:
     return {**TINY, **more}
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma3"])
+def test_models_are_the_same_however_a_framework_writes_them(family: str) -> None:
+    """Gates at hidden units or results, norms as one operation or in steps: losses and steps agree."""
+    rng, losses = np.random.default_rng(0), []
+    config = LOSSES[family]["config"]
+    batch = {
+        n: rng.integers(0, config["vocab_size"], (2, 12)).astype(np.int32) for n in ("tokens", "targets")
+    }
+    for gates, norms in (("hidden", "library"), ("results", "library"), ("results", "steps")):
+        model = from_huggingface(config, batch=2, length=12, gates=gates, norms=norms, dtype="float32")
+        run = mtf.Trainer(model, "x:1", "", engine="lockstep")
+        losses.append([run.step(batch)["loss"] for _ in range(2)])
+    np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
+    with pytest.raises(mtf.UserError, match="gates='result' is unknown; did you mean 'results'"):
+        from_huggingface(config, gates="result")
+
+
 OWN_COUNTS = [
     ("solar_open", {"first_k_dense_replace": 1}, 14_576),
     ("lfm2", {"tie_embedding": False}, 40_920),

@@ -125,9 +125,7 @@ class Form:
     def read(self, fields: Fields, training: ConfiguredTraining) -> LanguageModel | Model:
         """The model of a configuration."""
         made = READERS.get(self.reads)
-        return (
-            self.stack(fields, training) if made is None else made(self.reads, self.stack, fields, training)
-        )
+        return made(self.reads, self.stack, fields, training) if made else self.stack(fields, training)
 
     def stack(self, fields: Fields, training: ConfiguredTraining) -> LanguageModel:
         """The layers of a configuration, and what is around them in a language model."""
