@@ -17,12 +17,9 @@ FILE = Path(__file__).parent / "known.json"
 def known_kinds(machine: Hardware) -> Sequence[Mapping[str, Any]]:
     """The kinds of runs that were predicted by this machine's numbers, under its framework or an equal one,
     with their errors; none of a machine that was calibrated or has other numbers set."""
-    kinds = [] if machine.calibrated else _read()["kinds"]
-    return [k for k in kinds if k["hardware"] == machine.name and _numbers(k) == _numbers_of(machine)]
-
-
-def _numbers(kind: Mapping[str, Any]) -> Hardware:
-    return _numbers_of(load_hardware(kind["hardware"], kind["framework"]))
+    every, here = [] if machine.calibrated else _read()["kinds"], _numbers_of(machine)
+    own = (k for k in every if k["hardware"] == machine.name)
+    return [k for k in own if _numbers_of(load_hardware(k["hardware"], k["framework"])) == here]
 
 
 def _numbers_of(machine: Hardware) -> Hardware:

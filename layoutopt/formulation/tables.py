@@ -173,10 +173,6 @@ def _merged(chosen: Sequence[Choice], alike: Sequence[tuple[int, Mapping[Choice,
     return tuple(found)
 
 
-def _all(table: Table) -> Table:
-    return table
-
-
 class Tabler:
     """Builds the tables of one graph on one mesh; no entry twice.
 
@@ -205,13 +201,16 @@ class Tabler:
         self._entries: dict[OpCluster, dict[Assignment, Entry | None]] = {}
         self._oracles: dict[Hashable, Oracle] = {}
 
-    def table(self, cluster: OpCluster, decided: Decisions, only: Callable[[Table], Table] = _all) -> Table:
+    def table(
+        self, cluster: OpCluster, decided: Decisions, only: Callable[[Table], Table] | None = None
+    ) -> Table:
         """Lowers and prices a cluster under all its assignments; those that lowering refuses are left out.
 
         Args:
-          only: leaves some of the assignments, before anything is lowered.
+          only: leaves some of the assignments, before anything is lowered (None: all).
         """
-        bare, price = only(legal(cluster, decided)), self._prices(cluster, decided)
+        bare, price = legal(cluster, decided), self._prices(cluster, decided)
+        bare = bare if only is None else only(bare)
         every = [decided.fixed.get(n, ()) for n in cluster.decisions]
         place = [cluster.decisions.index(n) for n in bare.names]
         entries: dict[Assignment, Entry] = {}
