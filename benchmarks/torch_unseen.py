@@ -170,7 +170,9 @@ def one(kind: str) -> dict[str, Any]:
                 row |= again
                 good = max(again["loss"], again["gradient"]) < max(BOUND, min(4 * again["rounding"], 1e-3))
                 break
-    return row | {"end": ("drawn" if given.drawn else "equal") if good else "different"}
+    own = any("has a backward of its own" in note for note in row["notes"])
+    lost = "differs: it has a backward of its own" if own else "different"
+    return row | {"end": ("drawn" if given.drawn else "equal") if good else lost}
 
 
 def searched(kind: str) -> dict[str, Any]:

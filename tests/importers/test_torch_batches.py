@@ -163,3 +163,22 @@ def test_what_a_module_keeps_of_a_call_is_not_that_of_the_trace() -> None:
     for _ in range(2):
         model = layoutopt.from_torch(module, {"x": torch.randn(8, 4)})
         assert module.last is None and not model.origin.notes
+
+
+def test_a_backward_of_its_own_is_said() -> None:
+    class Through(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x.square()
+
+        @staticmethod
+        def backward(context, slope):
+            return slope
+
+    class Estimator(nn.Linear):
+        def forward(self, x):
+            return (Through.apply(super().forward(x)) + Through.apply(x)).mean()
+
+    model = layoutopt.from_torch(Estimator(4, 4), {"x": torch.randn(8, 4)})
+    (note,) = model.origin.notes
+    assert "test_torch_batches.py:" in note and "Through has a backward of its own" in note

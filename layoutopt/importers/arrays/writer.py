@@ -112,8 +112,7 @@ class Writer:
         self.values: dict[int, WrittenValue] = {}
         self.sparse: dict[FactorNode, SparseDim] = {}
         self.sources: dict[int, str] = {}
-        self.notes: list[str] = []
-        self.weights: set[int] = set()
+        self.notes, self.weights = list[str](), set[int]()
         self.drawn_with: list[Draw] = []
         self._taken = set(names.values())
         self._dims: dict[tuple[int, int, int], tuple[Dim, ...]] = {}

@@ -145,6 +145,7 @@ def _exported(whole: Any, args: Any, kwargs: Any, param_dtype: Any, notes: list[
                 stack.enter_context(context)
             stack.enter_context(_read_in(module, param_dtype))
             stack.enter_context(_checkpoints(torch))
+            stack.enter_context(_own_backwards(torch, notes))
             stack.enter_context(without_values())
             around = stack.enter_context(left(notes))
             stack.enter_context(torch.fx.traceback.preserve_node_meta())
@@ -309,6 +310,23 @@ def _checkpoints(torch: Any) -> Iterator[None]:
         patch.object(own, "_checkpoint_without_reentrant_generator", without_reentry),
         patch.object(own, "CheckpointFunction", Reentrant),
     ):
+        yield
+
+
+@contextmanager
+def _own_backwards(torch: Any, notes: list[str]) -> Iterator[None]:
+    """Notes functions of the user with a derivative of their own, which no trace of what they compute has."""
+    own = torch.autograd.Function.apply.__func__
+
+    def apply(kind: Any, *args: Any, **more: Any) -> Any:
+        code = kind.forward.__code__
+        said = "has a backward of its own; the imported one is that of its forward"
+        note = f"{code.co_filename}:{code.co_firstlineno}: {kind.__name__} {said}"
+        if not library(code.co_filename) and note not in notes:
+            notes.append(note)
+        return own(kind, *args, **more)
+
+    with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         yield
 
 
