@@ -24,6 +24,7 @@ from layoutopt.optimize.recipes import Recipes
 from layoutopt.optimize.request import Request, SearchStatus
 from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, listed
+from layoutopt.space.allow import EVERYTHING
 from layoutopt.space.objective import Objective
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -132,7 +133,9 @@ class FastestSearch:
             part = request.clock.part(RECIPES_SHARE)
             with part.at_most(RECIPES):
                 recipes = Recipes(self.incumbents, limit, part, self.hold, self.tell)
-                recipes.look([*self.problems, *finer.values()])
+                # Near what has no stages, the usual search has looked.
+                own = (p for p in self.problems if p.key.stages or self.called != EVERYTHING)
+                recipes.look([*own, *finer.values()])
 
     def look_at(self, subproblem: Subproblem, limit: float) -> None:
         """Looks in a problem for something faster than the best so far, or proves that there is nothing."""
