@@ -38,7 +38,8 @@ EXPRESSED = """
 A search under a framework considers only what the framework can express; its proof names it, and its plan
 can be written in the framework's form where `export` has one. With `--framework`, the plan also has
 `unrestricted`, the best layout with the same prices if the framework could express every layout, and `left`,
-the share of the step that it saves.
+the share of the step that it saves. Without a time limit, this comparison takes at most 20 s, or as long as
+the answer took.
 
 In PyTorch's frameworks, Megatron-LM, DeepSpeed and MaxText each axis of the mesh splits the batch, the
 weights (heads, d_ff and vocab together) or the sequence, and experts lie over some of these axes. ZeRO shards

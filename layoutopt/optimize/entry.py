@@ -241,7 +241,7 @@ def _plan_of(question: SearchQuestion, answer: _Answer) -> Plan:
         clock.within(SEARCHED, lambda: _rank(answer, others, 1 if clock.over else limits.top))
         found = plan()
         if limits.alternatives and not found.stopped and request.allowed.restriction is not EVERYTHING:
-            with clock.at_most(BESIDE) if question.free[1:] else nullcontext():
+            with clock.at_most(BESIDE if question.free[1:] else max(BESIDE, clock.elapsed)):
                 looked.told(f"layouts that {request.allowed.restriction.name} cannot express")
                 asked = question.free[-1], question.shapes, answer.best, question.renames, question.unnamed
                 left = unrestricted(request, *asked)

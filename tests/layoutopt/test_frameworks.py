@@ -120,6 +120,20 @@ def test_what_a_framework_leaves_is_the_best_of_all_layouts() -> None:
         assert plan.data.unrestricted.predicted.step_seconds == whole
 
 
+def test_the_comparison_takes_no_longer_than_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be far harder; the answer is known, and nobody asked for it."""
+    limits = list[float | None]()
+
+    def looked(request: Request, *_: object) -> dict[str, float]:
+        limits.append(request.clock.limit)
+        return {}
+
+    monkeypatch.setattr("layoutopt.optimize.entry.unrestricted", looked)
+    layoutopt.search(mlp.model(), "a:2", hardware="h100", framework="torch", allow="usual")
+    layoutopt.search(mlp.model(), "a:2", hardware="h100", framework="torch", allow="usual", time_limit=600)
+    assert limits[0] is not None and limits[0] < 60 and limits[1] == 600
+
+
 def test_what_was_not_searched_to_its_end_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """That nothing is faster is said of searches that ended alone."""
     model, machine, meshes = mlp.model(), machine_of("h100", "torch", None), [mtf.Mesh("a:2")]
