@@ -128,8 +128,8 @@ def _answer_to(question: SearchQuestion) -> _Answer:
     request, shapes, wider = question.request, question.shapes, question.spaces[1:]
     refused: NoLayoutError | None = None
     start, best = WarmStart(request, shapes, question.limits.start), None
-    if wider:
-        start.request = request.like(clock=request.clock.part(USUAL_SHARE))
+    if wider and request.clock.limit is not None:
+        start.request = _shared(request)
     looked = LayoutSearch(start.request, question.renames, start=start, called=allow.USUAL if wider else "")
     looked.finer = () if wider else question.finer
     try:
@@ -157,6 +157,18 @@ def _answer_to(question: SearchQuestion) -> _Answer:
         raise _explained(question, UndecidedError(str(refused)), looked, f"; {UNDECIDED}")
     twice = str(beyond) == str(refused)
     raise _explained(question, refused, looked, "" if twice else f"; {NOT_SEARCHED}: {beyond}")
+
+
+def _shared(request: Request) -> Request:
+    """The same with a part of its time once something fits, and all of it until then."""
+    clock, part = request.clock.again(), USUAL_SHARE * (request.clock.limit or 0.0)
+
+    def better(words: str, seconds: float, size: int) -> None:
+        clock.limit = min(clock.limit or part, max(part, clock.elapsed))
+        if request.on_better is not None:
+            request.on_better(words, seconds, size)
+
+    return request.like(clock=clock, on_better=better)
 
 
 def _beyond(
