@@ -37,8 +37,9 @@ from mesh_tf_core.model import Model
 
 __all__ = ["AUTO", "Limits", "Objective", "OnSearchStatus", "SearchSpace", "SearchStatus", "search"]
 UNDECIDED = "the search ended before it was decided whether another layout fits (--allow everything)"
-USUAL_SHARE = 0.4
-"""Part of a time limit for the usual layouts, if everything is searched after them."""
+USUAL_SHARE, LEAST_SHARE = 0.6, 0.25
+"""Part of a time limit for the usual layouts, if everything is searched after them; least part of the time
+that is left when the first of them fits."""
 NOT_SEARCHED = "only the usual layouts were searched"
 
 
@@ -161,10 +162,12 @@ def _answer_to(question: SearchQuestion) -> _Answer:
 
 def _shared(request: Request) -> Request:
     """The same with a part of its time once something fits, and all of it until then."""
-    clock, part = request.clock.again(), USUAL_SHARE * (request.clock.limit or 0.0)
+    clock, every = request.clock.again(), request.clock.limit or 0.0
 
     def better(words: str, seconds: float, size: int) -> None:
-        clock.limit = min(clock.limit or part, max(part, clock.elapsed))
+        if clock.limit == every:  # the first that fits
+            least = clock.elapsed + LEAST_SHARE * (every - clock.elapsed)
+            clock.limit = min(every, max(USUAL_SHARE * every, least))
         if request.on_better is not None:
             request.on_better(words, seconds, size)
 
