@@ -8,7 +8,7 @@ over memory, a softmax one. Nothing here depends on an operation. `calls` has th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from mesh_tf_core.ir.array_functions import BINARY, UNARY
 from mesh_tf_core.ir.dtypes import FLOAT8, itemsize
 from mesh_tf_core.ir.kernel import At, Attending, Edge, LoopStep
 from mesh_tf_core.ir.op import Op, TensorType
-from mesh_tf_core.kernels.contraction import cheapest_pair, matmul, parse, same_order
+from mesh_tf_core.kernels.contraction import MatMul, PairwiseEinsum
 
 VECTOR = 16
 """Numbers of float32 that processors of today work on at once."""
@@ -50,7 +50,7 @@ def calls(
 _FOLDED = 100 * 1024
 
 
-class Tally:
+class Tally(PairwiseEinsum):
     """The kernel protocol on `Piece`s; notes every call."""
 
     compares = False
@@ -247,18 +247,33 @@ class Tally:
     def einsum(self, spec: str, *xs: Piece) -> Piece:
         if xs[0].dtype in FLOAT8:
             xs = tuple(self.cast(x, "float32") for x in xs)
-        terms, out = parse(spec)
-        sizes = {c: n for term, x in zip(terms, xs, strict=True) for c, n in zip(term, x.shape, strict=True)}
-        rest = list(xs)
-        while len(rest) > 2:
-            i, j, kept = cheapest_pair(terms, out, sizes)
-            joined = self._contract(rest[i], rest[j], terms[i], terms[j], kept, sizes)
-            terms = [t for n, t in enumerate(terms) if n not in (i, j)] + [kept]
-            rest = [x for n, x in enumerate(rest) if n not in (i, j)] + [joined]
-        if len(rest) == 1:
-            x, term = self._summed(rest[0], terms[0], out)
-            return self._ordered(x, term, out, sizes)
-        return self._contract(rest[0], rest[1], terms[0], terms[1], out, sizes)
+        found: Piece = self.contracted(spec, *xs)
+        return found
+
+    def product(self, a: Piece, b: Piece, plan: MatMul, sizes: Mapping[str, int]) -> Piece:
+        shape = tuple(sizes[c] for c in plan.result)
+        parts = (plan.batch, plan.rows, plan.columns, plan.summed)
+        batch, rows, _, inner = (math.prod(sizes[c] for c in part) for part in parts)
+        width = itemsize(a.dtype)
+        near = far = 0.0
+        # What is read along columns, and the elements from one of its rows to the next.
+        for piece, row in (
+            (a, rows if plan.first.transposed else 0),
+            (b, inner if plan.second.transposed else 0),
+        ):
+            if row * width >= FAR:
+                far += piece.bytes
+            elif row:
+                near += piece.bytes
+        return self._note(
+            "batch" if batch > 1 else "matmul",
+            shape,
+            a.dtype,
+            a,
+            b,
+            flops=2.0 * math.prod(shape) * inner,
+            packed=(float(a.bytes), float(b.bytes), near, far),
+        )
 
     def conv(self, x: Piece, w: Piece, strides: Sequence[int], dilations: Sequence[int]) -> Piece:
         reach = [(k - 1) * d + 1 for k, d in zip(w.shape, dilations, strict=False)]
@@ -290,64 +305,6 @@ class Tally:
             (x.bytes * part, y.bytes * part, 0.0, 0.0),
         )
         return self._note("batch", shape, x.dtype, x, y, flops=flops, packed=packed)
-
-    def _summed(self, x: Piece, term: str, kept: str) -> tuple[Piece, str]:
-        axes = [i for i, c in enumerate(term) if c not in kept]
-        return self.reduce("sum", x, axes), "".join(c for c in term if c in kept)
-
-    def _ordered(self, x: Piece, term: str, out: str, sizes: dict[str, int]) -> Piece:
-        if same_order(term, out, sizes):
-            return self.reshape(x, [sizes[c] for c in out])
-        return self.transpose(x, [term.index(c) for c in out])
-
-    def _contract(self, x: Piece, y: Piece, tx: str, ty: str, out: str, sizes: dict[str, int]) -> Piece:
-        x, tx = self._summed(x, tx, ty + out)
-        y, ty = self._summed(y, ty, tx + out)
-        summed = [c for c in tx if c in ty and c not in out]
-        alone = [c for c in tx + ty if (c in tx) != (c in ty)]
-        if not summed or (not alone and len(out)):
-            return self._multiplied(x, y, tx, ty, out, sizes)
-        plan = matmul(tx, ty, out, sizes)
-        a, b, ta, tb = (y, x, ty, tx) if plan.swapped else (x, y, tx, ty)
-        a = self._ordered(a, ta, plan.first.letters, sizes)
-        b = self._ordered(b, tb, plan.second.letters, sizes)
-        shape = tuple(sizes[c] for c in plan.result)
-        parts = (plan.batch, plan.rows, plan.columns, plan.summed)
-        batch, rows, _, inner = (math.prod(sizes[c] for c in part) for part in parts)
-        width = itemsize(a.dtype)
-        near = far = 0.0
-        # What is read along columns, and the elements from one of its rows to the next.
-        for piece, row in (
-            (a, rows if plan.first.transposed else 0),
-            (b, inner if plan.second.transposed else 0),
-        ):
-            if row * width >= FAR:
-                far += piece.bytes
-            elif row:
-                near += piece.bytes
-        made = self._note(
-            "batch" if batch > 1 else "matmul",
-            shape,
-            a.dtype,
-            a,
-            b,
-            flops=2.0 * math.prod(shape) * inner,
-            packed=(float(a.bytes), float(b.bytes), near, far),
-        )
-        return self._ordered(made, plan.result, out, sizes)
-
-    def _multiplied(self, x: Piece, y: Piece, tx: str, ty: str, out: str, sizes: dict[str, int]) -> Piece:
-        largest = max((tx, ty), key=len)
-        order = largest + "".join(c for c in tx + ty if c not in largest)
-        if not set(order) - set(out):
-            order = out
-        aligned = []
-        for z, term in ((x, tx), (y, ty)):
-            here = "".join(c for c in order if c in term)
-            z = self._ordered(z, term, here, sizes)
-            aligned.append(self.reshape(z, [sizes[c] if c in term else 1 for c in order]))
-        z, term = self._summed(self.binary("mul", *aligned), order, out)
-        return self._ordered(z, term, out, sizes)
 
 
 def _broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,10 +9,15 @@ neither order.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from typing import Any
+
+A = Any
+"""An array of some kernel."""
 
 
 @dataclass(frozen=True)
@@ -116,3 +121,68 @@ def cheapest_pair(terms: Sequence[str], out: str, sizes: Mapping[str, int]) -> t
                 best = (cost, (i, j, kept))
     assert best is not None
     return best[1]
+
+
+class PairwiseEinsum(ABC):
+    """The contractions of a kernel whose library multiplies matrices: two operands at a time.
+
+    Attributes:
+      binary, reduce, reshape, transpose: as in the protocol of kernels.
+    """
+
+    binary: Callable[..., Any]
+    reduce: Callable[..., Any]
+    reshape: Callable[..., Any]
+    transpose: Callable[..., Any]
+
+    @abstractmethod
+    def product(self, a: A, b: A, plan: MatMul, sizes: Mapping[str, int]) -> A:
+        """The matrix product of factors that lie as `plan` has them; its axes are those of `plan.result`."""
+
+    def contracted(self, spec: str, *xs: A) -> A:
+        """An einsum of arrays whose type the library multiplies."""
+        terms, out = parse(spec)
+        sizes = {c: n for term, x in zip(terms, xs, strict=True) for c, n in zip(term, x.shape, strict=True)}
+        rest = list(xs)
+        while len(rest) > 2:
+            i, j, kept = cheapest_pair(terms, out, sizes)
+            joined = self._pair(rest[i], rest[j], terms[i], terms[j], kept, sizes)
+            terms = [t for n, t in enumerate(terms) if n not in (i, j)] + [kept]
+            rest = [x for n, x in enumerate(rest) if n not in (i, j)] + [joined]
+        if len(rest) == 1:
+            return self._ordered(*self._summed(rest[0], terms[0], out), out)
+        return self._pair(rest[0], rest[1], terms[0], terms[1], out, sizes)
+
+    def _pair(self, x: A, y: A, tx: str, ty: str, out: str, sizes: dict[str, int]) -> A:
+        """Two operands as a product and a sum (nothing to share) or as matrix products."""
+        x, tx = self._summed(x, tx, ty + out)
+        y, ty = self._summed(y, ty, tx + out)
+        shared = [c for c in tx if c in ty and c not in out]
+        alone = [c for c in tx + ty if (c in tx) != (c in ty)]
+        if not shared or (not alone and len(out)):
+            return self._multiplied(x, y, tx, ty, out, sizes)
+        plan = matmul(tx, ty, out, sizes)
+        a, b, ta, tb = (y, x, ty, tx) if plan.swapped else (x, y, tx, ty)
+        a, b = self._ordered(a, ta, plan.first.letters), self._ordered(b, tb, plan.second.letters)
+        return self._ordered(self.product(a, b, plan, sizes), plan.result, out)
+
+    def _multiplied(self, x: A, y: A, tx: str, ty: str, out: str, sizes: dict[str, int]) -> A:
+        """Element by element over all letters, then the sum over those that `out` lacks."""
+        largest = max((tx, ty), key=len)
+        order = largest + "".join(c for c in tx + ty if c not in largest)
+        if not set(order) - set(out):
+            order = out
+        aligned = []
+        for z, term in ((x, tx), (y, ty)):
+            z = self._ordered(z, term, "".join(c for c in order if c in term))
+            aligned.append(self.reshape(z, [sizes[c] if c in term else 1 for c in order]))
+        return self._ordered(*self._summed(self.binary("mul", *aligned), order, out), out)
+
+    def _summed(self, x: A, term: str, kept: str) -> tuple[A, str]:
+        """An array without the letters that nothing else needs."""
+        axes = [i for i, c in enumerate(term) if c not in kept]
+        return self.reduce("sum", x, axes), "".join(c for c in term if c in kept)
+
+    def _ordered(self, x: A, term: str, out: str) -> A:
+        """An array with its axes in the order of `out`."""
+        return x if term == out else self.transpose(x, [term.index(c) for c in out])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,66 +14,17 @@ from mesh_tf_core.ir.array_functions import BINARY, REDUCE, UNARY
 from mesh_tf_core.ir.dtypes import FLOAT8
 from mesh_tf_core.ir.kernel import Attending, Edge, LoopStep
 from mesh_tf_core.kernels.array_kernel import library
-from mesh_tf_core.kernels.contraction import ContractionOperand, cheapest_pair, matmul, parse, same_order
+from mesh_tf_core.kernels.contraction import ContractionOperand, MatMul, PairwiseEinsum
 
 T = Any
 
 
-def summed(x: T, term: str, kept: str) -> tuple[T, str]:
-    """x without the letters that nothing else needs."""
-    axes = [i for i, c in enumerate(term) if c not in kept]
-    return (tf.reduce_sum(x, axes), "".join(c for c in term if c in kept)) if axes else (x, term)
-
-
-def ordered(x: T, term: str, out: str, sizes: dict[str, int]) -> T:
-    """x with its axes in the order of `out`."""
-    if term == out:
-        return x
-    if same_order(term, out, sizes):
-        return tf.reshape(x, [sizes[c] for c in out])
-    return tf.transpose(x, [term.index(c) for c in out])
-
-
-def contract(x: T, y: T, tx: str, ty: str, out: str, sizes: dict[str, int]) -> T:
-    """Two operands as a product and a sum (nothing to share) or as matrix products."""
-    x, tx = summed(x, tx, ty + out)
-    y, ty = summed(y, ty, tx + out)
-    shared = [c for c in tx if c in ty and c not in out]
-    alone = [c for c in tx + ty if (c in tx) != (c in ty)]
-    if not shared or (not alone and len(out)):
-        return _multiplied(x, y, tx, ty, out, sizes)
-    plan = matmul(tx, ty, out, sizes)
-    a, b, ta, tb = (y, x, ty, tx) if plan.swapped else (x, y, tx, ty)
-    a = _matrix(
-        ordered(a, ta, plan.first.letters, sizes), plan.first, plan.batch, plan.rows, plan.summed, sizes
-    )
-    b = _matrix(
-        ordered(b, tb, plan.second.letters, sizes), plan.second, plan.batch, plan.summed, plan.columns, sizes
-    )
-    c = tf.matmul(a, b, transpose_a=plan.first.transposed, transpose_b=plan.second.transposed)
-    c = tf.reshape(c, [sizes[letter] for letter in plan.result])
-    return ordered(c, plan.result, out, sizes)
-
-
-def _matrix(x: T, factor: ContractionOperand, batch: str, left: str, right: str, sizes: dict[str, int]) -> T:
+def _matrix(
+    x: T, factor: ContractionOperand, batch: str, left: str, right: str, sizes: Mapping[str, int]
+) -> T:
     """One factor as [batch left right], or [batch right left] if it lies transposed."""
     many, m, n = (math.prod(sizes[c] for c in part) for part in (batch, left, right))
     return tf.reshape(x, [*([many] if batch else []), *((n, m) if factor.transposed else (m, n))])
-
-
-def _multiplied(x: T, y: T, tx: str, ty: str, out: str, sizes: dict[str, int]) -> T:
-    """Element by element over all letters, then the sum over those that `out` lacks."""
-    largest = max((tx, ty), key=len)
-    order = largest + "".join(c for c in tx + ty if c not in largest)
-    if not set(order) - set(out):
-        order = out
-    aligned = []
-    for z, term in ((x, tx), (y, ty)):
-        here = "".join(c for c in order if c in term)
-        z = ordered(z, term, here, sizes)
-        aligned.append(tf.reshape(z, [sizes[c] if c in term else 1 for c in order]) if here != order else z)
-    z, term = summed(tf.multiply(*aligned), order, out)
-    return ordered(z, term, out, sizes)
 
 
 def grouped(x: T, w: T, ids: T) -> T:
@@ -153,7 +104,7 @@ _TOGETHER: dict[Callable[..., T], Callable[..., T]] = {}
 """Compiled functions of `TfKernel.together`."""
 
 
-class TfKernel:
+class TfKernel(PairwiseEinsum):
     """TensorFlow's implementation of `protocol.Kernel`, for traced functions and eager tensors."""
 
     compares = False
@@ -178,20 +129,15 @@ class TfKernel:
     def einsum(self, spec: str, *xs: T) -> T:
         if xs[0].dtype.name in FLOAT8:
             xs = tuple(tf.cast(x, tf.float32) for x in xs)
-        terms, out = parse(spec)
         if xs[0].dtype not in _MATMUL_DTYPES:
             return self._einsum_as_integers(spec, *xs)
-        sizes = {c: n for term, x in zip(terms, xs, strict=True) for c, n in zip(term, x.shape, strict=True)}
-        rest = list(xs)
-        while len(rest) > 2:
-            i, j, kept = cheapest_pair(terms, out, sizes)
-            joined = contract(rest[i], rest[j], terms[i], terms[j], kept, sizes)
-            terms = [t for n, t in enumerate(terms) if n not in (i, j)] + [kept]
-            rest = [x for n, x in enumerate(rest) if n not in (i, j)] + [joined]
-        if len(rest) == 1:
-            x, term = summed(rest[0], terms[0], out)
-            return ordered(x, term, out, sizes)
-        return contract(rest[0], rest[1], terms[0], terms[1], out, sizes)
+        return self.contracted(spec, *xs)
+
+    def product(self, a: T, b: T, plan: MatMul, sizes: Mapping[str, int]) -> T:
+        a = _matrix(a, plan.first, plan.batch, plan.rows, plan.summed, sizes)
+        b = _matrix(b, plan.second, plan.batch, plan.summed, plan.columns, sizes)
+        c = tf.matmul(a, b, transpose_a=plan.first.transposed, transpose_b=plan.second.transposed)
+        return tf.reshape(c, [sizes[letter] for letter in plan.result])
 
     def _einsum_as_integers(self, spec: str, *xs: T) -> T:
         """uint32 wraps like the low half of int64; bool is 'any of all'."""
