@@ -16,7 +16,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import layoutopt
 from layoutopt.importers.torch import masks
-from layoutopt.importers.torch.capture import flex_written_out
+from layoutopt.importers.torch.capture import library
+from layoutopt.importers.torch.instead import other_functions
 from tests.importers.torch_models import (
     MODULES,
     VOCAB,
@@ -97,7 +98,7 @@ def test_flexible_attention_is_attention(name: str) -> None:
     seen, wanted = MASKS[name]
     batch = {"x": torch.randn(2, 12, 8)}
     module = Flexed(seen)
-    with flex_written_out():  # PyTorch has no gradients of it on CPUs
+    with other_functions(library):  # PyTorch has no gradients of it on CPUs
         model, worst = compared(module, batch)
     (found,) = (e for e in model.origin.block.walk() if e.prim == "attention")  # type: ignore[union-attr]
     assert ((found.params["causal"], found.params["window"]), found.params["extra"]) == (wanted, "")
@@ -112,7 +113,7 @@ def test_flexible_attention_is_attention(name: str) -> None:
 def test_scores_that_a_module_changes_are_written_out() -> None:
     module, batch = Flexed(MASKS["causal"][0]), {"x": torch.randn(2, 12, 8)}
     module.cap = lambda score, b, h, i, j: torch.tanh(score) + h * (i - j)
-    with flex_written_out():
+    with other_functions(library):
         assert compared(module, batch)[1] < 1e-5
         written = module(batch["x"]).detach()
     with torch.no_grad():

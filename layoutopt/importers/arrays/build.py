@@ -205,7 +205,10 @@ def built(program: TracedProgram, names: Mapping[str, Any]) -> Imported:
 
 def _built(program: TracedProgram, said: Mapping[str, Any]) -> Imported:
     given = ArgumentArrays(program.parameters, program.state, program.batch)
-    again, arrays = _in_loops(program, given)
+    state = {v: program.new_state.get(v, -1) for v, _ in program.state}
+    keys = [v for v, _ in program.keys]
+    again = rerolled(program.block, [v for v, _ in program.parameters], state, keys)
+    arrays = _stacked(given, again)
     block, cut, notes = again.block, factors(again.block), [*program.notes, *again.notes]
     logical = logical_axes(list(arrays.all()), notes)
     parameters, inputs = [v for v, _ in arrays.parameters], [v for v, _ in arrays.batch]
@@ -262,14 +265,6 @@ def optimizer_of(optimizer: str | Optimizer, call: str) -> Optimizer:
             "optimizer of mesh_tf_core, e.g. mtf.Adam(1e-3)"
         )
     return by_name(optimizer, 1e-3)
-
-
-def _in_loops(program: TracedProgram, arrays: ArgumentArrays) -> tuple[Rerolled, ArgumentArrays]:
-    """The block with its equal layers as loops, and its arguments then."""
-    state = {v: program.new_state.get(v, -1) for v, _ in arrays.state}
-    keys = [v for v, _ in program.keys]
-    again = rerolled(program.block, [v for v, _ in arrays.parameters], state, keys)
-    return again, _stacked(arrays, again)
 
 
 def _stacked(arrays: ArgumentArrays, again: Rerolled) -> ArgumentArrays:
@@ -330,7 +325,6 @@ def _vocabularies(block: EquationBlock, arrays: ArgumentArrays) -> Iterable[list
 
 
 def _store(w: Writer, v: Var, leaf: Leaf, value: Operand) -> None:
-    """Stores the new value of a state."""
     variable = w.graph.variables.get(f"state/{leaf.path}")
     if variable is None or value is v or isinstance(w.value(value), Keys):
         return
@@ -376,5 +370,4 @@ def _axes(
 
 
 def _in_order(given: Sequence[tuple[Var, Leaf]], found: Mapping[str, ArrayAxes]) -> dict[str, ArrayAxes]:
-    """Arrays in the order of the function's arguments."""
     return {leaf.path: found[leaf.path] for _, leaf in given}

@@ -124,25 +124,14 @@ class EquationBlock:
 
 
 @dataclass(frozen=True)
-class GatherNumbers:
-    """The axes of a gather, under XLA's names."""
+class IndexNumbers:
+    """The axes of a gather or of a scatter, in the order that XLA gives both, under its names of a gather."""
 
     offset_dims: tuple[int, ...]
     collapsed_slice_dims: tuple[int, ...]
     start_index_map: tuple[int, ...]
     operand_batching_dims: tuple[int, ...] = ()
     start_indices_batching_dims: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class ScatterNumbers:
-    """The axes of a scatter, under XLA's names."""
-
-    update_window_dims: tuple[int, ...]
-    inserted_window_dims: tuple[int, ...]
-    scatter_dims_to_operand_dims: tuple[int, ...]
-    operand_batching_dims: tuple[int, ...] = ()
-    scatter_indices_batching_dims: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

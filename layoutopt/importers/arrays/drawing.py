@@ -289,16 +289,11 @@ def _normal(w: Writer, e: Equation) -> None:
     w.put(e.out, found)
 
 
-def _of_words(w: Writer, e: Equation) -> None:
-    """A key of numbers: a seed, or the words of a key."""
-    w.put(e.out, of_numbers(w, e.ins[0], seed=e.prim == "random_seed"))
-
-
 RANDOM = "draw with jax.random.uniform, jax.random.bernoulli or jax.random.normal"
 TABLE: Mapping[str, Handler] = {
     "random_uniform": _uniform,
     "random_normal": _normal,
     "random_bits": lambda _, e: refuse(e, "it draws raw random bits", RANDOM),
     KEY: derived,
-    **dict.fromkeys(KEYED, _of_words),
+    **dict.fromkeys(KEYED, lambda w, e: w.put(e.out, of_numbers(w, e.ins[0], seed=e.prim == "random_seed"))),
 }

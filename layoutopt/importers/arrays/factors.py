@@ -126,7 +126,7 @@ class _Inference:
                 self._note(v)
         self.related: list[tuple[Equation, AxisRelation]] = []
         self.related += [(e, r) for e in block.walk() for r in relations(e, self.pieces)]
-        self.related += index_relations(block)
+        self.related += _Ranges().run(block)
         joins = []
         for equation, relation in self.related:
             match relation:
@@ -197,32 +197,25 @@ _KEEPING = frozenset((
 _CLIPS = ("max", "min", "clamp")
 
 
-def index_relations(block: EquationBlock) -> list[tuple[Equation, Same]]:
-    """Axes that are the same because numbers that count one are compared with, or look up in, the other."""
-    found: list[tuple[Equation, Same]] = []
-    _Ranges(found).run(block)
-    return found
-
-
 class _Ranges:
-    """Tracks which dimension a number indexes: only this links the experts that a router chose to the
-    experts' weights."""
+    """Axes that are the same because numbers that count one are compared with, or look up in, the other.
 
-    def __init__(self, found: list[tuple[Equation, Same]]) -> None:
-        self.found = found
+    Tracks which dimension a number indexes: only this links the experts that a router chose to the experts'
+    weights.
+    """
+
+    def __init__(self) -> None:
         self.counts: dict[int, Axis] = {}
         self.along: dict[int, int] = {}
 
-    def run(self, block: EquationBlock) -> None:
+    def run(self, block: EquationBlock) -> Iterator[tuple[Equation, Same]]:
         for e in block.equations:
             if e.body is not None:
                 for x, inner in zip(e.ins, e.body.ins, strict=True):
-                    if id(x) in self.counts:
-                        self.counts[id(inner)] = self.counts[id(x)]
-                self.run(e.body)
-                continue
-            for relation in self.of(e):
-                self.found.append((e, relation))
+                    self.keep(x, inner)
+                yield from self.run(e.body)
+            else:
+                yield from ((e, relation) for relation in self.of(e))
 
     def of(self, e: Equation) -> Iterator[Same]:
         if e.prim == "top_k":

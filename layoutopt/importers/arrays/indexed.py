@@ -65,13 +65,8 @@ def _one_place(
 ) -> tuple[Tensor, Dim, Tensor | int]:
     """t with the axes that are looked up as one dimension, and the places along it."""
     own = [d for a, _ in places for d in w.dims(e.ins[0], a)]
-    missing = [d for d in own if d.name not in t.shape.names]
-    t = mtf.broadcast(t, [*missing, *t.shape]) if missing else t
-    if len(own) == 1 and own[0].name not in used:
-        one = own[0]
-    else:
-        t, one = w.as_one(t, own)
-    return t, one, _flat(e, places)
+    merged = w.as_one if any(d.name in used for d in own) else w.along
+    return *merged(t, own), _flat(e, places)
 
 
 def _flat(e: Equation, places: Sequence[tuple[int, Tensor | int]]) -> Tensor | int:

@@ -29,28 +29,19 @@ class Indexing:
 
 def indexing(equation: Equation) -> Indexing:
     """The indexing of a gather or a scatter."""
-    (operand, indices), d = equation.ins[:2], equation.params["dimension_numbers"]
-    if equation.prim == "gather":
-        rows: Operand = equation.out
-        offset, collapsed = d.offset_dims, d.collapsed_slice_dims
-        start, of_indices = list(d.start_index_map), d.start_indices_batching_dims
-    else:
-        rows = equation.ins[2]
-        offset, collapsed = d.update_window_dims, d.inserted_window_dims
-        start, of_indices = list(d.scatter_dims_to_operand_dims), d.scatter_indices_batching_dims
-    batching = d.operand_batching_dims
-    batch_axes = [a for a in range(len(rows.shape)) if a not in offset]
-    place = dict(zip(range(len(indices.shape) - 1), batch_axes, strict=True))
-    windowed = [a for a in range(len(operand.shape)) if a not in collapsed and a not in batching]
-    offset_of = dict(zip(windowed, sorted(offset), strict=True))
+    operand, d = equation.ins[0], equation.params["dimension_numbers"]
+    rows: Operand = equation.out if equation.prim == "gather" else equation.ins[2]
+    start, batching, of_indices = d.start_index_map, d.operand_batching_dims, d.start_indices_batching_dims
+    place = dict(enumerate(a for a in range(len(rows.shape)) if a not in d.offset_dims))
+    windowed = [a for a in range(len(operand.shape)) if a not in (*d.collapsed_slice_dims, *batching)]
+    offset_of = dict(zip(windowed, sorted(d.offset_dims), strict=True))
     written = [rows.shape[offset_of[a]] if a in offset_of else 1 for a in range(len(operand.shape))]
     sizes = equation.params.get("slice_sizes", written)
     looked_up, kept, windows = [], [], []
     for a, size in enumerate(operand.shape):
         if a in batching:
             continue
-        whole = a in offset_of and sizes[a] == size
-        if whole:
+        if a in offset_of and sizes[a] == size:
             kept.append((a, offset_of[a]))
         elif a in start and sizes[a] == 1:
             looked_up.append((a, start.index(a)))

@@ -71,8 +71,7 @@ def taken(w: Writer, x: Operand, y: Var, axis: int, begin: int, stride: int = 1)
     if piece is not None:
         return w.renamed(piece, w.between(x, y, others))
     t, one = w.merged(x, axis)
-    cut = mtf.slice_dim(t, one, begin, min((size - 1) * stride + 1, one.size - begin))
-    cut = w.renamed(_strided(cut, one, size, stride), w.between(x, y, others))
+    cut = w.renamed(_strided(t, one, begin, size, stride), w.between(x, y, others))
     return w.apart(cut, Dim(one.name, size), w.dims(y, axis))
 
 
@@ -81,9 +80,8 @@ def _piece(w: Writer, x: Operand, y: Var, axis: int, begin: int) -> Tensor | Non
     own, inner = w.dims(x, axis), w.dims(y, axis)
     lead = own[: len(own) - len(inner)]
     width = math.prod(d.size for d in inner)
-    if not lead or [d.size for d in own[len(lead) :]] != [d.size for d in inner] or begin % width:
-        return None
-    if math.prod(d.size for d in lead) == 1:
+    rest = [d.size for d in own[len(lead) :]]
+    if math.prod(d.size for d in lead) == 1 or rest != [d.size for d in inner] or begin % width:
         return None
     t = w.tensor(x)
     t = w.renamed(t, {a.name: b.name for a, b in zip(own[len(lead) :], inner, strict=True)})
@@ -118,16 +116,15 @@ def sliced(w: Writer, x: Operand, y: Var, cuts: Sequence[tuple[int, int, int]]) 
     for axis, begin, stride in cuts:
         t, one = w.one(t, x, axis)
         size = y.shape[axis]
-        t = _strided(
-            mtf.slice_dim(t, one, begin, min((size - 1) * stride + 1, one.size - begin)), one, size, stride
-        )
+        t = _strided(t, one, begin, size, stride)
         t = w.onto(t, Dim(one.name, size), w.dims(y, axis), names)
     others = [(a, a) for a in range(len(x.shape)) if all(a != c for c, _, _ in cuts)]
     return w.renamed(t, {**w.between(x, y, others), **names})
 
 
-def _strided(t: Tensor, one: Dim, size: int, stride: int) -> Tensor:
-    """Every so many elements of one dimension, `size` of them."""
+def _strided(t: Tensor, one: Dim, begin: int, size: int, stride: int) -> Tensor:
+    """Every so many elements of one dimension from `begin` on, `size` of them."""
+    t = mtf.slice_dim(t, one, begin, min((size - 1) * stride + 1, one.size - begin))
     if stride == 1:
         return t
     here = t.shape.dim(one.name).size

@@ -244,20 +244,15 @@ class Writer:
 
     def one(self, t: Tensor, x: Operand, axis: int) -> tuple[Tensor, Dim]:
         """The same of t, which has the dimensions of x along this axis."""
-        own = self.dims(x, axis)
-        missing = [d for d in own if d.name not in t.shape.names]
-        if missing:
-            t = mtf.broadcast(t, [*missing, *t.shape])
-        return self.as_one(t, own)
+        return self.as_one(t, self.dims(x, axis))
 
     def along(self, t: Tensor, own: Sequence[Dim]) -> tuple[Tensor, Dim]:
         """t with all dimensions of an axis as one, under its own name where the axis has one."""
-        missing = [d for d in own if d.name not in t.shape.names]
-        t = mtf.broadcast(t, [*missing, *t.shape]) if missing else t
-        return (t, own[0]) if len(own) == 1 else self.as_one(t, own)
+        return (_having(t, own), own[0]) if len(own) == 1 else self.as_one(t, own)
 
     def as_one(self, t: Tensor, own: Sequence[Dim]) -> tuple[Tensor, Dim]:
-        """Merges some dimensions of t, in this order, into one with a name of its own."""
+        """Merges some dimensions, in this order, into one with a name of its own."""
+        t = _having(t, own)
         rest = [d for d in t.shape if d not in own]
         name = self.fresh("_".join([*(d.name for d in own), "axis"]))
         one = Dim(name, math.prod(d.size for d in own))
@@ -391,6 +386,11 @@ class Writer:
                 self.values[id(y)] = mtf.broadcast(zero, self.shape(y))
             else:
                 self.values[id(y)] = ScalarArray(0, y.dtype)
+
+
+def _having(t: Tensor, own: Sequence[Dim]) -> Tensor:
+    missing = [d for d in own if d.name not in t.shape.names]
+    return mtf.broadcast(t, [*missing, *t.shape]) if missing else t
 
 
 def scope_of(e: Equation) -> str:

@@ -153,8 +153,9 @@ def from_jax(
         for v, leaf in listed:
             v.path = leaf.path
     results = _Results(trace.results, state, trace.block, [v for v, _ in pairs.get("state", [])])
+    called = str(getattr(loss, "__name__", ""))
     program = TracedProgram(
-        name or _name_of(loss),
+        name or (called if called.isidentifier() else "model"),  # of a lambda, or an object
         JAX,
         trace.block,
         pairs["params"],
@@ -180,12 +181,6 @@ def from_jax(
         framework="jax",
         origin=made.origin,
     )
-
-
-def _name_of(loss: Callable[..., Any]) -> str:
-    """What a function is called; a lambda, or an object, is a model."""
-    found = str(getattr(loss, "__name__", ""))
-    return found if found.isidentifier() else "model"
 
 
 # -- results -------------------------------------------------------------------------------------------------

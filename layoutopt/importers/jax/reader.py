@@ -18,10 +18,9 @@ from layoutopt.importers.arrays.contract import (
     ConvNumbers,
     Equation,
     EquationBlock,
-    GatherNumbers,
+    IndexNumbers,
     Operand,
     RaggedNumbers,
-    ScatterNumbers,
     Var,
     constant,
 )
@@ -250,8 +249,7 @@ def _flattened(equations: Sequence[Equation]) -> None:
 
 
 _NUMBERS = {
-    "GatherDimensionNumbers": GatherNumbers,
-    "ScatterDimensionNumbers": ScatterNumbers,
+    **dict.fromkeys(("GatherDimensionNumbers", "ScatterDimensionNumbers"), IndexNumbers),
     "ConvDimensionNumbers": ConvNumbers,
     "RaggedDotDimensionNumbers": RaggedNumbers,
 }
@@ -266,7 +264,8 @@ def _plain(x: Any) -> Any:
     if isinstance(x, Enum):
         return x.name
     if record := _NUMBERS.get(type(x).__name__):
-        return record(*(_tuples(getattr(x, f.name)) for f in fields(record)))
+        own = x if isinstance(x, tuple) else (getattr(x, f.name) for f in fields(record))
+        return record(*map(_tuples, own))
     return tuple(map(_plain, x)) if type(x) is tuple else x
 
 

@@ -147,11 +147,8 @@ def recorded(module: Any, calls: list[PartCall]) -> Iterator[None]:
         if id(own) in paths:
             calls.append(PartCall(paths[id(own)], (args, kwargs), out))
 
-    handle = torch_module().nn.modules.module.register_module_forward_hook(ended, with_kwargs=True)
-    try:
+    with torch_module().nn.modules.module.register_module_forward_hook(ended, with_kwargs=True):
         yield
-    finally:
-        handle.remove()
 
 
 def known_calls(calls: Collection[PartCall]) -> dict[str, list[tuple[Any, Any]]]:

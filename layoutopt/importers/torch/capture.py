@@ -135,20 +135,18 @@ def _exported(whole: Any, args: Any, kwargs: Any, param_dtype: Any, notes: list[
     """The program of torch.export, and the element type of the torch.autocast that is left meanwhile."""
     torch, module = torch_module(), getattr(whole, MODULE)
     try:
-        with ExitStack() as stack:
-            for context in (
-                _quiet(),
-                _unchanged(module),
-                _training(module, notes),
-                without_cache(module, notes),
-            ):
-                stack.enter_context(context)
-            stack.enter_context(_read_in(module, param_dtype))
-            stack.enter_context(_checkpoints(torch))
-            stack.enter_context(_own_backwards(torch, notes))
-            stack.enter_context(without_values())
-            around = stack.enter_context(left(notes))
-            stack.enter_context(torch.fx.traceback.preserve_node_meta())
+        with (
+            _quiet(),
+            _unchanged(module),
+            _training(module, notes),
+            without_cache(module, notes),
+            _read_in(module, param_dtype),
+            _checkpoints(torch),
+            _own_backwards(torch, notes),
+            without_values(),
+            left(notes) as around,
+            torch.fx.traceback.preserve_node_meta(),
+        ):
             return torch.export.export(whole, args, dict(kwargs)), around
     except UserError:
         raise
@@ -228,14 +226,12 @@ def without_values() -> Iterator[None]:
 @contextmanager
 def _read_in(module: Any, dtype: Any) -> Iterator[None]:
     """The parameters with axes in another element type, as a MixedPrecisionPolicy of FSDP gathers them."""
-    own = {p: p.data for p in module.parameters() if p.ndim and p.is_floating_point() and dtype is not None}
-    for p, stored in own.items():
-        p.data = stored.to(dtype)
-    try:
+    with ExitStack() as stack:
+        for p in module.parameters() if dtype is not None else ():
+            if p.ndim and p.is_floating_point():
+                stack.callback(setattr, p, "data", p.data)
+                p.data = p.data.to(dtype)
         yield
-    finally:
-        for p, stored in own.items():
-            p.data = stored
 
 
 @contextmanager
@@ -265,17 +261,15 @@ def _unchanged(module: Any) -> Iterator[None]:
 @contextmanager
 def _training(module: Any, notes: list[str]) -> Iterator[None]:
     """The module as it trains: where all of it is in evaluation mode, in training mode."""
-    if module.training:
+    with ExitStack() as stack:
+        if not module.training:
+            for each in module.modules():
+                stack.callback(setattr, each, "training", each.training)
+            notes.append(
+                "the module is in evaluation mode; it was imported in training mode, as by module.train()"
+            )
+            module.train()
         yield
-        return
-    modes = [(m, m.training) for m in module.modules()]
-    notes.append("the module is in evaluation mode; it was imported in training mode, as by module.train()")
-    module.train()
-    try:
-        yield
-    finally:
-        for each, mode in modes:
-            each.training = mode
 
 
 @contextmanager

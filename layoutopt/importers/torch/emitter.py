@@ -14,7 +14,7 @@ from layoutopt.importers.arrays.contract import (
     KEY,
     CapturedArray,
     Equation,
-    GatherNumbers,
+    IndexNumbers,
     Operand,
     Var,
     constant,
@@ -250,17 +250,17 @@ class Equations:
     def rows(self, table: Operand, ids: Operand) -> Operand:
         """table[ids]."""
         k, rest = len(ids.shape), table.shape[1:]
-        at = GatherNumbers(tuple(range(k, k + len(rest))), (0,), (0,))
+        at = IndexNumbers(tuple(range(k, k + len(rest))), (0,), (0,))
         return self.gather(table, ids, (*ids.shape, *rest), at, (1, *rest))
 
     def picked(self, x: Operand, ids: Operand) -> Operand:
         """x[..., ids[...]], one element of the last axis for each index."""
         n = len(x.shape) - 1
         lead = tuple(range(n))
-        at = GatherNumbers((), (n,), (n,), lead, lead)
+        at = IndexNumbers((), (n,), (n,), lead, lead)
         return self.gather(x, ids, ids.shape, at, (1,) * (n + 1))
 
-    def gather(self, x: Operand, ids: Operand, shape: Extents, at: GatherNumbers, sizes: Extents) -> Operand:
+    def gather(self, x: Operand, ids: Operand, shape: Extents, at: IndexNumbers, sizes: Extents) -> Operand:
         """Places of x; the last axis of `ids` is made here if every index is one number."""
         if len(at.start_index_map) == 1:
             ids = self.reshape(ids, (*ids.shape, 1))

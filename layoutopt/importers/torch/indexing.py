@@ -10,7 +10,7 @@ import numpy as np
 
 from layoutopt.importers.arrays.contract import (
     CapturedArray,
-    GatherNumbers,
+    IndexNumbers,
     Operand,
     Var,
     has_fractions,
@@ -112,7 +112,7 @@ def _taken(m: Equations, x: Operand, looked: Sequence[int], shape: Sequence[int]
     kept = [a for a in range(len(x.shape)) if a not in looked]
     out = [*x.shape[:first], *shape, *x.shape[first + len(looked) :]]
     offset = [o for o in range(len(out)) if not first <= o < first + k]
-    at = GatherNumbers(tuple(offset), tuple(looked), tuple(looked))
+    at = IndexNumbers(tuple(offset), tuple(looked), tuple(looked))
     sizes = [x.shape[a] if a in kept else 1 for a in range(len(x.shape))]
     return m.gather(x, index, out, at, sizes)
 

@@ -48,10 +48,13 @@ def _operations() -> Any:
     for schema, made in (
         (
             "ctc_loss(Tensor x, Tensor y, Tensor lengths, Tensor counts, int blank, bool zero) -> Tensor",
-            _rows,
+            lambda x, y, lengths, *more: x.new_empty(lengths.shape),
         ),
         (f"held(Tensor x, Tensor lengths, int steps, str kind, {given}) -> Tensor[]", _held),
-        ("padded(Tensor x, Tensor lengths, int steps, float value) -> Tensor", _padded),
+        (
+            "padded(Tensor x, Tensor lengths, int steps, float value) -> Tensor",
+            lambda x, lengths, steps, value: x.new_empty((steps, *lengths.shape, *x.shape[1:])),
+        ),
     ):
         own.define(schema)
         own.impl(schema.partition("(")[0], made, "Meta")
@@ -61,19 +64,11 @@ def _operations() -> Any:
 # -- recurrent layers of packed sequences, and CTC -----------------------------------------------------------
 
 
-def _rows(x: Any, y: Any, lengths: Any, *more: Any) -> Any:
-    return x.new_empty(lengths.shape)
-
-
 def _held(
     x: Any, lengths: Any, steps: int, kind: str, states: Any, weights: Any, biases: Any, *more: Any
 ) -> Any:
     width = states[0].shape[-1] * (1 + more[-1])
     return [x.new_empty((x.shape[0], width)), *(s.new_empty(s.shape) for s in states)]
-
-
-def _padded(x: Any, lengths: Any, steps: int, value: float) -> Any:
-    return x.new_empty((steps, lengths.shape[0], *x.shape[1:]))
 
 
 class SequenceLengths:

@@ -10,7 +10,7 @@ from typing import Any
 
 from layoutopt.importers.torch.calls import torch_module
 from layoutopt.importers.torch.ranks import DATA, EXPERTS, PIPE, TENSOR, PlanRanks, split_experts
-from layoutopt.importers.torch.stacks import TensorBlock, on_ranks, takes_whole
+from layoutopt.importers.torch.stacks import PassingHooks, TensorBlock, on_ranks, takes_whole
 from layoutopt.importers.torch.styles import StyleFlow, linear_dims
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.lower.remat_policy import ATTENTION, PRODUCTS
@@ -213,20 +213,20 @@ def split_weights(module: Any, ranks: PlanRanks, mesh: Any, flow: StyleFlow) -> 
 
     tied = shared_parameters(module)
     exits: dict[str, int] = {}
-    passes: list[tuple[int, int | None, list[str], list[TensorBlock]]] = []
+    passes: list[tuple[PassingHooks, list[str], list[TensorBlock]]] = []
     for stack in flow.stacks:
         layers = [path for path in stack.paths if holds(module, path)]
         blocks = [b for b in flow.blocks(module, stack, ranks.layout) if _called(module, b.path)]
         further = [a for a, name in enumerate(stack.passed) if name in dict(ranks.layout.elsewhere)]
         axis = further[0] if further else None
         if layers and blocks:
-            passes.append((len(stack.passed), axis, layers, blocks))
+            passes.append((on_ranks(mesh, stack.carries, axis), layers, blocks))
         if axis is not None:
             exits |= {path: axis for block in blocks for path in block.exits}
     parallelize_module(module, mesh, dict(_styles(module, ranks, exits)))
     _tie(module, tied)
-    for rank, axis, layers, blocks in passes:
-        on_ranks(mesh, rank, axis).install(module, layers, blocks)
+    for hooks, layers, blocks in passes:
+        hooks.install(module, layers, blocks)
         for path in (p for block in blocks for p in block.entries):
             module.get_submodule(path).register_forward_pre_hook(takes_whole, prepend=True)
     names = [name for name in flow.partial if ranks.layout.axes(name)]

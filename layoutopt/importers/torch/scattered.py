@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from layoutopt.importers.arrays.contract import CapturedArray, GatherNumbers, Operand, ScatterNumbers, Var
+from layoutopt.importers.arrays.contract import CapturedArray, IndexNumbers, Operand, Var
 from layoutopt.importers.torch.elementwise import Type, formulas, rule
 from layoutopt.importers.torch.emitter import Equations
 from layoutopt.importers.torch.indexing import counted, indices, one_hot, one_line
@@ -59,13 +59,11 @@ def written(m: Equations, x: Operand, ids: Operand, rows: Operand, count: int, p
     if count == 1:
         ids = m.reshape(ids, (*ids.shape, 1))
     axes, k = tuple(range(count)), len(ids.shape) - 1
-    at = ScatterNumbers(tuple(range(k, k + len(x.shape) - count)), axes, axes)
+    at = IndexNumbers(tuple(range(k, k + len(x.shape) - count)), axes, axes)
     return _scattered(m, x, ids, rows, at, prim)
 
 
-def _scattered(
-    m: Equations, x: Operand, ids: Operand, rows: Operand, at: ScatterNumbers, prim: str
-) -> Operand:
+def _scattered(m: Equations, x: Operand, ids: Operand, rows: Operand, at: IndexNumbers, prim: str) -> Operand:
     more = {"dimension_numbers": at, "unique_indices": True, "mode": "clip"}
     return m.emit(prim, [x, ids, rows], x.shape, x.dtype, **more)
 
@@ -165,7 +163,7 @@ def _at_places(m: Equations, x: Operand, dim: int, ids: Operand, rows: Operand, 
         found = written(m, x, line, rows, 1, prim)
     else:
         last, lead = len(others), tuple(range(len(others)))
-        at = ScatterNumbers((), (last,), (last,), lead, lead)
+        at = IndexNumbers((), (last,), (last,), lead, lead)
         index = m.transpose(ids, order)
         found = _scattered(m, x, m.reshape(index, (*index.shape, 1)), rows, at, prim)
     return m.transpose(found, [order.index(a) for a in range(len(order))])
@@ -184,7 +182,7 @@ def _masked_scatter(m: Equations, v: Type, x: Operand, mask: Operand, rows: Oper
     counts = m.unary("cumsum", m.cast(line, "int32"), axis=1, reverse=False)
     places = m.binary("max", m.binary("sub", counts, 1, "int32"), 0, "int32")
     rows = m.reshape(m.cast(rows, v.dtype), (batch, count // batch, v.shape[2]))
-    numbers = GatherNumbers((2,), (1,), (1,), (0,), (0,))
+    numbers = IndexNumbers((2,), (1,), (1,), (0,), (0,))
     found = m.gather(rows, places, v.shape, numbers, (1, 1, v.shape[2]))
     return m.select(m.broadcast(line, v.shape, (0, 1)), found, x, v.dtype)
 

@@ -34,12 +34,7 @@ class LayerList:
 
     def carries(self, x: Any) -> bool:
         """True for a value like the one that they pass on."""
-        return carried(x, len(self.passed))
-
-
-def carried(x: Any, rank: int) -> bool:
-    """True for a value like the one that layers pass on, which has `rank` axes."""
-    return bool(torch_module().is_tensor(x) and x.is_floating_point() and x.ndim == rank)
+        return bool(torch_module().is_tensor(x) and x.is_floating_point() and x.ndim == len(self.passed))
 
 
 @dataclass(frozen=True)
@@ -88,8 +83,8 @@ def stacks_of(graph: Graph, layers: Mapping[str, str]) -> list[LayerList]:
         if node.phase == Phase.FORWARD and node.body is not None:
             dim = node.body.dim
             paths = tuple(path for path, own in layers.items() if own == dim.name)
-            carried = (graph.tensor(t).type for t in node.body.carry_in)
-            passed = [t.shape.names for t in carried if is_float(t.dtype)]
+            types = (graph.tensor(t).type for t in node.body.carry_in)
+            passed = [t.shape.names for t in types if is_float(t.dtype)]
             if len(paths) == dim.size:
                 found.append(LayerList(dim.name, paths, node, passed[0] if len(passed) == 1 else ()))
     return found
@@ -131,14 +126,14 @@ class PassingHooks:
     """Hooks on the layers of a stack and on its blocks.
 
     Attributes:
-      rank: the number of axes of what layers pass on.
-      axis: the one that is split outside of blocks; None: none is.
+      carries: true for a value like the one that layers pass on.
+      axis: of it, the one that is split outside of blocks; None: none is.
       split, whole: take a rank's piece of a value, and make it whole again.
       enter: makes what a block takes whole.
       local: the size of a piece.
     """
 
-    rank: int
+    carries: Callable[[Any], bool]
     axis: int | None
     split: PieceChange
     whole: PieceChange
@@ -157,35 +152,29 @@ class PassingHooks:
             own = module.get_submodule(block.path)
             own.register_forward_pre_hook(self._enters, with_kwargs=True)
 
-    def _carried(self, x: Any) -> bool:
-        """True for a value like the one that layers pass on."""
-        return carried(x, self.rank)
-
     def _first(self, layer: Any, args: Any, kwargs: Any) -> Any:
-        found = map_first(self._carried, self.split, (args, kwargs))
+        found = map_first(self.carries, self.split, (args, kwargs))
         self._notes(layer, *found)
         return found
 
     def _notes(self, layer: Any, args: Any, kwargs: Any) -> None:
-        map_first(self._carried, self._note, (args, kwargs))
+        map_first(self.carries, self._note, (args, kwargs))
 
     def _note(self, x: Any) -> Any:
         self.local = x.shape[self.axis]
         return x
 
     def _last(self, layer: Any, given: Any, out: Any) -> Any:
-        return map_first(self._carried, self.whole, out)
+        return map_first(self.carries, self.whole, out)
 
     def _enters(self, block: Any, args: Any, kwargs: Any) -> Any:
         def own(x: Any) -> Any:
-            if not self._carried(x) or not (x.requires_grad if self.axis is None else self._piece(x)):
-                return x
-            return self.enter(x)
+            enters = self.carries(x) and (
+                x.requires_grad if self.axis is None else x.shape[self.axis] == self.local
+            )
+            return self.enter(x) if enters else x
 
         return torch_module().utils._pytree.tree_map(own, (args, kwargs))
-
-    def _piece(self, x: Any) -> bool:
-        return bool(x.shape[self.axis] == self.local)
 
 
 def map_first(which: Callable[[Any], bool], change: PieceChange, tree: Any) -> Any:
@@ -198,7 +187,7 @@ def map_first(which: Callable[[Any], bool], change: PieceChange, tree: Any) -> A
     return pytree.tree_unflatten(leaves, spec)
 
 
-def on_ranks(mesh: Any, rank: int, axis: int | None) -> PassingHooks:
+def on_ranks(mesh: Any, carries: Callable[[Any], bool], axis: int | None) -> PassingHooks:
     """Between the ranks of a mesh with one axis."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -216,7 +205,7 @@ def on_ranks(mesh: Any, rank: int, axis: int | None) -> PassingHooks:
         return local
 
     return PassingHooks(
-        rank,
+        carries,
         axis,
         lambda x: changed(x, alike, pieces).to_local(),
         lambda x: changed(x, pieces, alike).to_local(),
@@ -229,7 +218,7 @@ def takes_whole(linear: Any, args: Any) -> Any:
     return tuple(getattr(x, "layoutopt_whole", x) for x in args)
 
 
-def on_shapes(rank: int, axis: int, ways: int) -> PassingHooks:
+def on_shapes(carries: Callable[[Any], bool], axis: int, ways: int) -> PassingHooks:
     """The same on the shapes of one rank."""
 
     def piece(x: Any) -> Any:
@@ -238,4 +227,4 @@ def on_shapes(rank: int, axis: int, ways: int) -> PassingHooks:
     def whole(x: Any) -> Any:
         return x.repeat_interleave(ways, axis)
 
-    return PassingHooks(rank, axis, piece, whole, whole)
+    return PassingHooks(carries, axis, piece, whole, whole)

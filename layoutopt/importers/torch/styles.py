@@ -283,7 +283,7 @@ class StyleFlow:
                 return False
             for node in nodes:
                 self._note_partial(name, node, [self._weights.get(i, frozenset()) for i in node.inputs])
-            hooks = on_shapes(len(stack.passed), stack.passed.index(name), 2)
+            hooks = on_shapes(stack.carries, stack.passed.index(name), 2)
             prepare = partial(self._in_pieces, hooks, stack, blocks)
             if trials.run(prepare=prepare, parts=[p for block in blocks for p in block.exits]):
                 return False
@@ -292,7 +292,6 @@ class StyleFlow:
     def _in_pieces(
         self, hooks: PassingHooks, stack: LayerList, blocks: list[TensorBlock], module: Any
     ) -> None:
-        """Puts hooks on a module whose blocks return pieces of a sequence."""
         self._alike(module)
         hooks.install(module, stack.paths, blocks)
         for path in (p for block in blocks for p in block.exits):
