@@ -233,8 +233,8 @@ def megatron(what: Exported) -> str:
         flags.append(("pipeline-model-parallel-layout", f"'{layout}'"))  # "|" means a pipe in a shell
     elif order.rounds > 1:
         flags.append(("num-virtual-stages-per-pipeline-rank", order.rounds))
-    for end, layers in order.given.items() if counts else ():
-        flags.append((f"decoder-{end}-pipeline-num-layers", layers))
+    given = order.given if counts else {}
+    flags += [(f"decoder-{end}-pipeline-num-layers", layers) for end, layers in given.items()]
     flags += [("cp-comm-type", _CONTEXT[form]) for form in list(decided.context.values())[:1]]
     mode, count = what.recomputed
     if mode:

@@ -133,8 +133,10 @@ _SECTIONS = {"OPTIMIZER": "  # optimizer state of optax with a parameter's shape
 
 
 def _jax(what: Exported) -> str:
+    how = "# layoutopt.load_plan(FILE).of(model()).jax.train_step(None, optimizer) applies the whole plan."
     lines = [
         comment(what.title),
+        *[how] * bool(what.arrays),
         "",
         "from jax.sharding import PartitionSpec as P",
         "",
@@ -142,10 +144,6 @@ def _jax(what: Exported) -> str:
         *_beside(what, "jax.checkpoint, with a policy that saves the kept values"),
         "",
     ]
-    if what.arrays:
-        lines[1:1] = [
-            "# layoutopt.load_plan(FILE).of(model()).jax.train_step(None, optimizer) applies the whole plan."
-        ]
     for name, tensors in (what.arrays or {"VARIABLES": what.variables, "INPUTS": what.inputs}).items():
         lines.append(f"{name} = {{{_SECTIONS.get(name, '')}")
         for tensor in tensors:
@@ -169,21 +167,17 @@ def _spec(axes: Axes) -> str:
 
 
 def _haliax(what: Exported) -> str:
-    rules = [f"    {name!r}: {_spec(axes)}," for name, axes in what.layout.items()]
-    return "\n".join(
-        [
-            comment(what.title),
-            "",
-            *_jax_mesh(what.mesh),
-            *_beside(what, "gradient_checkpointing of haliax.nn.Stacked"),
-            "",
-            "# with haliax.axis_mapping(AXIS_MAPPING): ...",
-            "AXIS_MAPPING = {",
-            *rules,
-            "}",
-            "",
-        ]
-    )
+    lines = [
+        comment(what.title),
+        "",
+        *_jax_mesh(what.mesh),
+        *_beside(what, "gradient_checkpointing of haliax.nn.Stacked"),
+        "",
+        "# with haliax.axis_mapping(AXIS_MAPPING): ...",
+        "AXIS_MAPPING = {",
+        *(f"    {name!r}: {_spec(axes)}," for name, axes in what.layout.items()),
+    ]
+    return "\n".join([*lines, "}", ""])
 
 
 @dataclass(frozen=True)

@@ -185,10 +185,8 @@ def refusal(error: ValidationError, what: str, again: str) -> UserError:
 
 
 def _path(steps: tuple[str | int, ...]) -> str:
-    found = ""
-    for step in steps:
-        found += f"[{step}]" if isinstance(step, int) else f".{clean(step)}"
-    return found.removeprefix(".")
+    parts = (f"[{step}]" if isinstance(step, int) else f".{clean(step)}" for step in steps)
+    return "".join(parts).removeprefix(".")
 
 
 def _trouble(error: ErrorDetails) -> str:

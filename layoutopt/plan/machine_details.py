@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
@@ -30,13 +30,14 @@ def hardware_details(machine: Hardware, mesh: Mesh, known: Known) -> HardwareInf
     from layoutopt.plan.details import HardwareInfo, HardwareNumber
 
     placed = place(machine, mesh)
+    shape = " × ".join(map(str, placed.shape))
     return HardwareInfo(
         name=machine.name,
         summary=machine.summary,
         device=machine.device,
         memory_bytes=machine.usable_memory_bytes,
         assumptions=(*machine.notes, *placed.assumptions),
-        placement=_shape(placed),
+        placement=f"The mesh uses {shape} chips of a torus." if shape else "",
         lies={axis: " × ".join(_lies(placed, axis)) for axis in mesh.names if mesh.size(axis) > 1},
         numbers=tuple(
             HardwareNumber(path=path, value=n.given, source=n.source, date=n.date)
@@ -88,12 +89,6 @@ def sure(machine: Hardware, known: Known) -> str:
     if machine.kind == "cpu":
         return f"not calibrated ({sources}); run `layoutopt calibrate` to measure this machine"
     return f"{known.words}; {sources}"
-
-
-def _shape(placed: MeshPlacement) -> str:
-    if not placed.shape:
-        return ""
-    return f"The mesh uses {' × '.join(map(str, placed.shape))} chips of a torus."
 
 
 def _lies(placed: MeshPlacement, axis: str) -> Iterator[str]:
@@ -152,8 +147,10 @@ NumberInUnit = tuple[str, float, str]
 def _measured(machine: Hardware) -> Iterator[NumberInUnit]:
     yield "matmuls, float32, one core", machine.peak_flops("float32"), "FLOP/s"
     yield "memory, one core", machine.memory_bandwidth, "B/s"
-    for name, c in _constants(machine):
-        yield name, c.seconds(0.0), "s"
+    names = {"kernel.step": "start of a step", "kernel.store": "reading and storing a variable"}
+    for c in machine.compute_curves:
+        if c.op_class in names:
+            yield names[c.op_class], c.seconds(0.0), "s"
 
 
 def _estimated(machine: Hardware) -> Iterator[NumberInUnit]:
@@ -163,8 +160,3 @@ def _estimated(machine: Hardware) -> Iterator[NumberInUnit]:
     yield "large matmuls, bfloat16", best, "FLOP/s"
     yield "memory", machine.memory_bandwidth * chip.memory_efficiency.value, "B/s"
     yield "kernel launch", chip.launch_overhead.value, "s"
-
-
-def _constants(machine: Hardware) -> Iterator[tuple[str, Any]]:
-    names = {"kernel.step": "start of a step", "kernel.store": "reading and storing a variable"}
-    return ((names[c.op_class], c) for c in machine.compute_curves if c.op_class in names)

@@ -139,9 +139,7 @@ def maxtext(what: Exported) -> str:
 
 def _maxtext_policy(what: Exported) -> list[str]:
     """The `remat_policy` of a plan; where nothing runs again, the one that saves the most, with a comment."""
-    policies = {}
-    for text in what.decided.recompute:
-        policies[MAXTEXT_REMAT[Recomputed.parse(text).keep]] = text
+    policies = {MAXTEXT_REMAT[Recomputed.parse(text).keep]: text for text in what.decided.recompute}
     if len(policies) > 1:
         raise cannot(TO, f"{ONE_POLICY} {', '.join(policies.values())}")
     again = {Recomputed.parse(text).dim for text in what.decided.recompute}

@@ -13,6 +13,8 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 
 from layoutopt.importers.arrays.contract import Equation, EquationBlock, Operand, Var, has_fractions
 from layoutopt.importers.arrays.factors import Factors
@@ -201,14 +203,11 @@ def _made_of(block: EquationBlock, parameters: Sequence[Var], batch: Sequence[Va
                         found[id(v)] = found.get(id(v), 0) | found.get(id(y), 0)
                     run(sub)
             if e.body is not None:
-                for y, inner_y in zip(e.outs, e.body.outs, strict=True):
-                    found[id(y)] = found.get(id(inner_y), 0)
-                continue
-            made = 0
-            for x in e.ins:
-                made |= found.get(id(x), 0)
-            for y in e.outs:
-                found[id(y)] = made
+                own = zip(e.outs, e.body.outs, strict=True)
+                found.update((id(y), found.get(id(inner_y), 0)) for y, inner_y in own)
+            else:
+                made = reduce(or_, (found.get(id(x), 0) for x in e.ins), 0)
+                found.update(dict.fromkeys(map(id, e.outs), made))
 
     run(block)
     return found

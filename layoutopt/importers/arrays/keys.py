@@ -145,16 +145,10 @@ def at_place(keys: Keys, place: Tensor, table: Callable[[Any], Tensor] | None = 
     Args:
       table: makes whole numbers, one for each place, that at the place; None: they must be in a row.
     """
-    path: list[KeyPart] = []
-    start = keys.start
-    for i, x in enumerate(keys.parts):
-        found = [x] if not isinstance(x, np.ndarray) else _at_place(x, place, table)
-        if not found or (i == 0 and len(found) > 1):
-            return lost("keys that each iteration of a loop makes in a different way")
-        if i == 0:
-            (start,) = found
-        else:
-            path += found
+    found = [_at_place(x, place, table) if isinstance(x, np.ndarray) else [x] for x in keys.parts]
+    if not all(found) or len(found[0]) > 1:
+        return lost("keys that each iteration of a loop makes in a different way")
+    start, *path = (part for parts in found for part in parts)
     return replace(keys, start=start, path=tuple(path))
 
 

@@ -49,10 +49,10 @@ def _dot(w: Writer, e: Equation) -> None:
             name = slots.take(out[at].name, m.name, n.name)
             left[m.name] = right[n.name] = name
             result[name], at = out[at].name, at + 1
-    kept = [
-        (operand, axis, names, at_)
-        for (operand, axis, names), at_ in zip(frees, _starts(w, frees, at), strict=True)
-    ]
+    kept = []
+    for operand, axis, names in frees:
+        kept.append((operand, axis, names, at))
+        at += len(w.dims(operand, axis))
     # Parameters keep their names, so they choose first.
     for operand, axis, names, start in sorted(kept, key=lambda k: not is_weight(w, k[0])):
         for i, d in enumerate(w.dims(operand, axis)):
@@ -74,15 +74,6 @@ def _dot(w: Writer, e: Equation) -> None:
     lacking = math.prod(d.size for d in summed if d.name not in here)
     made = made if lacking == 1 else made * lacking
     w.put(e.out, w.renamed(made, result).cast(dtype))
-
-
-def _starts(w: Writer, frees: Sequence[tuple[Operand, int, dict[str, str]]], at: int) -> list[int]:
-    """Where the dimensions of each free axis begin among those of the result."""
-    found = []
-    for operand, axis, _ in frees:
-        found.append(at)
-        at += len(w.dims(operand, axis))
-    return found
 
 
 def _pairs(w: Writer, e: Equation, x: Operand, a: int, y: Operand, b: int) -> list[tuple[Dim, Dim]]:

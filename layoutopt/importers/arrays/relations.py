@@ -5,7 +5,7 @@ The best description of these rules is Shardy's (openxla/shardy, `op_sharding_ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -113,27 +113,22 @@ def _is_plain(x: Operand) -> bool:
     return x.dtype not in (KEY, "token")
 
 
-def _aligned(x: Operand, y: Operand) -> Iterator[AxisRelation]:
-    """Axes at equal positions; one of size 1 stands for none."""
-    if len(x.shape) == len(y.shape) and _is_plain(x) and _is_plain(y):
-        for a, (m, n) in enumerate(zip(x.shape, y.shape, strict=True)):
-            if m == n:
-                yield Same((x, a), (y, a))
-
-
-def _mapped(
-    x: Operand, y: Operand, axes: Sequence[int], kind: str = "", first: int = 0
+def _paired(
+    x: Operand, y: Operand, axes: Iterable[tuple[int, int]], kind: str = ""
 ) -> Iterator[AxisRelation]:
+    """Pairs (axis of x, axis of y) that are one; one of size 1 stands for none."""
+    return (Same((x, a), (y, b), kind) for a, b in axes if kind == "sized" or x.shape[a] == y.shape[b])
+
+
+def _aligned(x: Operand, y: Operand) -> Iterator[AxisRelation]:
+    """Axes at equal positions."""
+    plain = len(x.shape) == len(y.shape) and _is_plain(x) and _is_plain(y)
+    return _paired(x, y, ((a, a) for a in range(len(x.shape) * plain)))
+
+
+def _mapped(x: Operand, y: Operand, axes: Sequence[int], first: int = 0) -> Iterator[AxisRelation]:
     """Axis axes[i] of x is axis first + i of y."""
-    for i, a in enumerate(axes, first):
-        if x.shape[a] == y.shape[i]:
-            yield Same((x, a), (y, i), kind)
-
-
-def _broadcast(e: Equation) -> Iterator[AxisRelation]:
-    for i, a in enumerate(e.params["broadcast_dimensions"]):
-        if e.ins[0].shape[i] == e.out.shape[a]:
-            yield Same((e.ins[0], i), (e.out, a))
+    return _paired(x, y, ((a, i) for i, a in enumerate(axes, first)))
 
 
 def _squeeze(e: Equation) -> Iterator[AxisRelation]:
@@ -168,16 +163,13 @@ def _product(
             if a not in gone:
                 yield Same((operand, a), (e.out, at), "product")
                 at += 1
-    for a, b in zip(*summed, strict=True):
-        yield Same((e.ins[0], a), (e.ins[1], b), "product")
+    yield from _paired(e.ins[0], e.ins[1], zip(*summed, strict=True), "product")
 
 
 def _concatenate(e: Equation) -> Iterator[AxisRelation]:
     dim = e.params["dimension"]
     for x in e.ins:
-        for a in range(len(e.out.shape)):
-            if a != dim:
-                yield Same((x, a), (e.out, a))
+        yield from _paired(x, e.out, ((a, a) for a in range(len(e.out.shape)) if a != dim))
     if len(e.ins) > 1 and len({x.shape[dim] for x in e.ins}) == 1:
         yield Join(tuple((x, dim) for x in e.ins), (e.out, dim))
     elif len(e.ins) == 1:
@@ -191,12 +183,6 @@ def _stack(e: Equation) -> Iterator[AxisRelation]:
     kept = [a for a in range(len(whole.shape)) if a != axis]
     for row in rows:
         yield from _mapped(whole, row, kept)
-
-
-def _pad(e: Equation) -> Iterator[AxisRelation]:
-    for a, widths in enumerate(e.params["padding_config"]):
-        if tuple(widths) == (0, 0, 0):
-            yield Same((e.ins[0], a), (e.out, a))
 
 
 def _tile(e: Equation) -> Iterator[AxisRelation]:
@@ -230,13 +216,11 @@ def _indexed(e: Equation) -> Iterator[AxisRelation]:
     whole, rows = (e.ins[0], e.out) if e.prim == "gather" else (e.out, e.ins[2])
     if e.prim != "gather":
         yield from _aligned(e.ins[0], e.out)
-    for a, o in found.kept:
-        yield Same((whole, a), (rows, o))
+    yield from _paired(whole, rows, found.kept)
     for a, i, o in found.common:
         yield Same((whole, a), (rows, o))
         yield Same((ids, i), (rows, o))
-    for i, o in found.others:
-        yield Same((ids, i), (rows, o), "ids")
+    yield from _paired(ids, rows, found.others, "ids")
 
 
 def _top_k(e: Equation) -> Iterator[AxisRelation]:
@@ -249,22 +233,16 @@ def _attention(e: Equation) -> Iterator[AxisRelation]:
     """Queries [.., heads, (group,) length, d], keys and values [.., heads, memory, d]."""
     (q, k, v), y = e.ins[:3], e.out
     rows, keys = len(y.shape), len(k.shape)
-    for x in (k, v):
-        for a in range(keys - 2):
-            yield Same((x, a), (y, a), "product")
-    for a in range(rows - 1):
-        yield Same((q, a), (y, a), "product")
+    for x, count in ((k, keys - 2), (v, keys - 2), (q, rows - 1)):
+        yield from _paired(x, y, ((a, a) for a in range(count)), "product")
     yield Same((v, keys - 1), (y, rows - 1), "product")
     yield Same((k, keys - 2), (v, keys - 2), "product")
     yield Same((q, rows - 1), (k, keys - 1), "product")
     if e.params["extra"]:
         x = e.ins[3]
         shift = rows - len(x.shape)
-        for a, n in enumerate(x.shape[:-1]):
-            if n == y.shape[a + shift]:
-                yield Same((x, a), (y, a + shift), "product")
-        if x.shape[-1] == k.shape[-2]:
-            yield Same((x, len(x.shape) - 1), (k, keys - 2), "product")
+        yield from _paired(x, y, ((a, a + shift) for a in range(len(x.shape) - 1)), "product")
+        yield from _paired(x, k, [(len(x.shape) - 1, keys - 2)], "product")
 
 
 def _ragged(e: Equation) -> Iterator[AxisRelation]:
@@ -283,7 +261,7 @@ def _experts(e: Equation) -> Iterator[AxisRelation]:
     x, y, alone = e.ins[0], e.out, 1 if e.params["alike"] else 2
     here, there = (alone, 2) if e.prim == TO else (2, alone)
     yield from (Same((x, a), (y, a), "cut") for a in range(alone))
-    yield from _mapped(x, y, range(here, len(x.shape)), "", there)
+    yield from _mapped(x, y, range(here, len(x.shape)), there)
 
 
 def _expert_product(e: Equation) -> Iterator[AxisRelation]:
@@ -306,8 +284,7 @@ def _conv(e: Equation) -> Iterator[AxisRelation]:
     elif w.shape[d.rhs_spec[1]] == 1 and w.shape[d.rhs_spec[0]] == groups:
         yield Same((w, d.rhs_spec[0]), (y, d.out_spec[1]), "product")
         yield Same((x, d.lhs_spec[1]), (y, d.out_spec[1]), "product")
-    for a, b in zip(d.lhs_spec[2:], d.out_spec[2:], strict=True):
-        yield Same((x, a), (y, b), "sized")
+    yield from _paired(x, y, zip(d.lhs_spec[2:], d.out_spec[2:], strict=True), "sized")
 
 
 def _window(e: Equation) -> Iterator[AxisRelation]:
@@ -337,8 +314,7 @@ def _scan(e: Equation) -> Iterator[AxisRelation]:
 
 def _mapped_below(outer: Operand, inner: Operand) -> Iterator[AxisRelation]:
     if _is_plain(outer) and _is_plain(inner):
-        for a in range(len(inner.shape)):
-            yield Same((outer, a + 1), (inner, a))
+        yield from _paired(outer, inner, ((a + 1, a) for a in range(len(inner.shape))))
 
 
 def _custom(e: Equation) -> Iterator[AxisRelation]:
@@ -355,7 +331,7 @@ def _custom(e: Equation) -> Iterator[AxisRelation]:
 
 
 _RULES: dict[str, Callable[[Equation], Iterator[AxisRelation]]] = {
-    "broadcast_in_dim": _broadcast,
+    "broadcast_in_dim": lambda e: _paired(e.ins[0], e.out, enumerate(e.params["broadcast_dimensions"])),
     "reshape": lambda e: iter((Regroup(e.ins[0], e.out),)),
     "transpose": lambda e: _mapped(e.ins[0], e.out, e.params["permutation"]),
     "squeeze": _squeeze,
@@ -369,7 +345,9 @@ _RULES: dict[str, Callable[[Equation], Iterator[AxisRelation]]] = {
     ),
     "concatenate": _concatenate,
     **dict.fromkeys(("stack", "unstack"), _stack),
-    "pad": _pad,
+    "pad": lambda e: _paired(
+        e.ins[0], e.out, ((a, a) for a, widths in enumerate(e.params["padding_config"]) if not any(widths))
+    ),
     "tile": _tile,
     "split": _split,
     "dynamic_slice": lambda e: _aligned(e.ins[0], e.out),

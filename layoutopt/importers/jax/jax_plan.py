@@ -166,7 +166,6 @@ class OptimizerStep:
         return jax.tree_util.tree_unflatten(form, found), grads
 
     def _drawn(self, keys: Any, i: Any) -> Any:
-        """The random keys of a part."""
         jax = jax_module()
         typed = jax.dtypes.issubdtype(keys.dtype, jax.dtypes.prng_key)
         lead = keys.shape if typed else keys.shape[:-1]

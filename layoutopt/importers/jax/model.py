@@ -152,7 +152,8 @@ def from_jax(
     for listed in pairs.values():
         for v, leaf in listed:
             v.path = leaf.path
-    results = _Results(trace.results, state, trace.block, [v for v, _ in pairs.get("state", [])])
+    kept = [v for v, _ in pairs.get("state", [])]
+    first, metrics, new = _results(trace.results, state, trace.block, kept)
     called = str(getattr(loss, "__name__", ""))
     program = TracedProgram(
         name or (called if called.isidentifier() else "model"),  # of a lambda, or an object
@@ -162,9 +163,9 @@ def from_jax(
         pairs.get("state", []),
         pairs["batch"],
         pairs.get("rng", []),
-        results.first,
-        results.new_state,
-        results.metrics(trace.block),
+        first,
+        new,
+        metrics,
         tuple(path for path, _, _ in flat(trace.results)),
         trace.notes,
         loss,
@@ -186,44 +187,32 @@ def from_jax(
 # -- results -------------------------------------------------------------------------------------------------
 
 
-class _Results:
-    """The function's results: the loss, metrics, new state.
-
-    Attributes:
-      first: which result of the block the loss is.
-      new_state: variable of the state -> which result is its new value; empty if the function returns none.
-    """
-
-    def __init__(self, tree: Any, state: Any, block: EquationBlock, variables: Sequence[Var]) -> None:
-        self.aux: Any = None
-        first = tree
-        if isinstance(tree, tuple | list):
-            if not tree or len(tree) > 2:
-                raise UserError(
-                    f"from_jax: the loss returns {len(tree)} values; return a scalar, or (scalar, auxiliary)"
-                )
-            first, self.aux = tree[0], tree[1] if len(tree) == 2 else None
-        if not isinstance(first, int):
-            raise UserError(
-                "from_jax: the loss returns a nested structure; return a scalar, or (scalar, auxiliary)"
-            )
-        self.first, found = first, block.outs[first]
-        if found.shape != () or not has_fractions(found):
-            raise UserError(
-                f"from_jax: the loss returns {found.dtype}{list(found.shape)}, not a floating-point "
-                "scalar; return a scalar, e.g. with jnp.mean"
-            )
-        self.new_state: dict[Var, int] = dict(
-            zip(variables, leaves(new_state(self.aux, state)), strict=False)
+def _results(
+    tree: Any, state: Any, block: EquationBlock, variables: Sequence[Var]
+) -> tuple[int, dict[str, int], dict[Var, int]]:
+    """Which results of the block are the loss, the numbers in the auxiliary's mappings, and the new values of
+    the state's variables (none if the function returns none)."""
+    listed = tree if isinstance(tree, tuple | list) else [tree]
+    if not 1 <= len(listed) <= 2:
+        raise UserError(
+            f"from_jax: the loss returns {len(tree)} values; return a scalar, or (scalar, auxiliary)"
         )
+    first, aux = listed if len(listed) == 2 else (*listed, None)
+    if not isinstance(first, int):
+        raise UserError(
+            "from_jax: the loss returns a nested structure; return a scalar, or (scalar, auxiliary)"
+        )
+    found = block.outs[first]
+    if not _is_number(found):
+        raise UserError(
+            f"from_jax: the loss returns {found.dtype}{list(found.shape)}, not a floating-point "
+            "scalar; return a scalar, e.g. with jnp.mean"
+        )
+    parts = (aux, *(aux if isinstance(aux, tuple | list) else ()))
+    items = (item for part in parts if isinstance(part, Mapping) for item in part.items())
+    metrics = {str(name): i for name, i in items if isinstance(i, int) and _is_number(block.outs[i])}
+    return first, metrics, dict(zip(variables, leaves(new_state(aux, state)), strict=False))
 
-    def metrics(self, block: EquationBlock) -> dict[str, int]:
-        """The numbers of the auxiliary's mappings."""
-        out: dict[str, int] = {}
-        for part in (self.aux, *(self.aux if isinstance(self.aux, tuple | list) else ())):
-            if isinstance(part, Mapping):
-                for name, i in part.items():
-                    found = block.outs[i] if isinstance(i, int) else None
-                    if found is not None and found.shape == () and has_fractions(found):
-                        out[str(name)] = i
-        return out
+
+def _is_number(x: Any) -> bool:
+    return x.shape == () and has_fractions(x)

@@ -194,9 +194,9 @@ class JaxprReader:
         back = jax.make_jaxpr(backward)(types, floats)
         made.params = {"real": tuple(real)}
         ins = [self.var(v) for v in closed.jaxpr.invars]
-        # Literals of the call are not variables of the body.
-        named = {id(v): n for n, v in enumerate(closed.jaxpr.invars)}
-        made.ins = [made.ins[i] for i in self._order(eqn, named)]
+        # Literals of the call are not variables of the body, and an operand given twice is one.
+        given = [*map(id, eqn.invars)]
+        made.ins = [made.ins[given.index(id(v))] for v in closed.jaxpr.invars]
         # What a derivative is taken of has the value that its author's forward gives, which may be another.
         if real:
             forward = jax.make_jaxpr(lambda *xs: differentiated(xs)[0])(*types)
@@ -214,14 +214,6 @@ class JaxprReader:
         return inner.jaxpr.replace(
             constvars=[], invars=list(seen), outvars=list(eqn.outvars), eqns=[eqn], effects=eqn.effects
         )
-
-    def _order(self, eqn: Any, named: dict[int, int]) -> list[int]:
-        """Which operand of the equation each variable of its one-equation jaxpr is."""
-        found: dict[int, int] = {}
-        for i, v in enumerate(eqn.invars):
-            if id(v) in named:
-                found.setdefault(named[id(v)], i)
-        return [found[n] for n in range(len(named))]
 
     def _primal(self, eqn: Any, inner: Any, closed: Any) -> Any:
         """The call's own body as a function of the variables of `closed`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -99,14 +99,9 @@ def noted_names(names: Any, logical: bool) -> Noted | None:
 
 def path_of(keys: Sequence[Any]) -> str:
     """The keys of a pytree as a path."""
-    parts = []
-    for key in keys:
-        for attribute in ("key", "idx", "name"):
-            if hasattr(key, attribute):
-                parts.append(str(getattr(key, attribute)))
-                break
-        else:
-            parts.append(str(key))
+    parts = [
+        str(next((getattr(key, a) for a in ("key", "idx", "name") if hasattr(key, a)), key)) for key in keys
+    ]
     return "/".join(re.sub(r"[^\w.\-/]+", "_", p).strip("_") or "_" for p in parts)
 
 
@@ -221,10 +216,7 @@ class Shardings:
           state: optimizer.init(params), or its types.
         """
         known = {leaf.path: leaf for leaf in leaves_of(params)[0]}
-        found, _ = leaves_of(state)
-        jax = jax_module()
-        tree = jax.tree_util.tree_structure(state)
-        return jax.tree_util.tree_unflatten(tree, [self._named(self._slot(leaf, known)) for leaf in found])
+        return self._built(state, [self._slot(leaf, known) for leaf in leaves_of(state)[0]])
 
     def gradient_shardings(self, params: Any) -> Any:
         """The shardings of gradients: those of optimizer state if the storage splits gradients, else those of
@@ -265,12 +257,12 @@ class Shardings:
                     f"plan.jax: {leaf.path!r} has shape {leaf.shape}, but shape {known[leaf.path].shape} "
                     "in the plan's model; search again with this array"
                 )
-        jax = jax_module()
-        made = [self._named(spec(known[leaf.path])) for leaf in found]
-        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(tree), made)
+        return self._built(tree, [spec(known[leaf.path]) for leaf in found])
 
-    def _named(self, spec: Spec) -> Any:
-        return jax_module().sharding.NamedSharding(self.mesh, partition_spec(spec))
+    def _built(self, tree: Any, specs: Iterable[Spec]) -> Any:
+        jax = jax_module()
+        made = [jax.sharding.NamedSharding(self.mesh, partition_spec(spec)) for spec in specs]
+        return jax.tree_util.tree_unflatten(structure(tree), made)
 
 
 def jax_mesh(mesh: Mesh, slices: Mapping[str, int] | None = None) -> Any:

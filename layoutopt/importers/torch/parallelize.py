@@ -86,9 +86,7 @@ def parallelized(module: Any, ranks: PlanRanks, mesh: Any, flow: StyleFlow, whol
     if ranks.size(ranks.tensor) > 1:
         split_weights(module, ranks, mesh[TENSOR], flow)
     if ranks.options.recompute and hasattr(module, "config"):
-        module.config.use_cache = (
-            False  # a layer that runs again would append to the cache of transformers again
-        )
+        module.config.use_cache = False  # a layer that runs again would append to the cache again
     apart = _with_experts(mesh, ranks) if ranks.size(ranks.experts) > 1 else None
     for path in flow.experts if apart is not None else ():
         if holds(module, path):

@@ -353,7 +353,6 @@ class _NodeReader:
         self._remake(n, written)
 
     def _remake(self, base: Any, but: Any) -> None:
-        """Makes the views of a node again."""
         for n, (of, name, (_, result, args, more)) in list(self.views.items()):
             if of is base and n is not but:
                 self.values[n] = self._made(n, name, result, (self.values[base], *args[1:]), more)
@@ -363,12 +362,9 @@ class _NodeReader:
     # -- masks ---------------------------------------------------------------------------------------------
 
     def _follow(self, n: Any, name: str, v: Any) -> None:
-        if not isinstance(v, Type):
+        shadows = {x: self.shadows.get(self._root(x)) for x in n.all_input_nodes}
+        if not isinstance(v, Type) or None in shadows.values():
             return
-        nodes = n.all_input_nodes
-        if any(self._root(x) not in self.shadows for x in nodes):
-            return
-        shadows = {x: self.shadows[self._root(x)] for x in nodes}
         args, more = (self.torch.fx.node.map_arg(a, shadows.get) for a in (n.args, n.kwargs))
         plain = {k: x for k, x in more.items() if k not in ("device", "pin_memory", "dtype", "layout")}
         found = followed(name, v.shape, v.dtype, args, plain)

@@ -12,11 +12,12 @@ from layoutopt.importers.arrays.contract import EquationBlock, Operand, Var
 from layoutopt.importers.torch.elementwise import TABLE, AtenRule, Type, rule
 from layoutopt.importers.torch.emitter import Equations
 
-RecurrentCell = Callable[[Equations, list[Operand], list[Operand], tuple[Operand, ...]], tuple[Operand, ...]]
+States = tuple[Operand, ...]
+RecurrentCell = Callable[[Equations, list[Operand], list[Operand], States], States]
 """cell(emitter, gates of the input, gates of the state, states) -> the states of the next step."""
 
 
-def _lstm(m: Equations, x: list[Operand], h: list[Operand], now: tuple[Operand, ...]) -> tuple[Operand, ...]:
+def _lstm(m: Equations, x: list[Operand], h: list[Operand], now: States) -> States:
     dtype = now[1].dtype
     gates = [m.binary("add", a, b, dtype) for a, b in zip(x, h, strict=True)]
     take, forget, out = (m.unary("logistic", gates[i]) for i in (0, 1, 3))
@@ -25,7 +26,7 @@ def _lstm(m: Equations, x: list[Operand], h: list[Operand], now: tuple[Operand, 
     return m.binary("mul", out, m.unary("tanh", cell), dtype), cell
 
 
-def _gru(m: Equations, x: list[Operand], h: list[Operand], now: tuple[Operand, ...]) -> tuple[Operand, ...]:
+def _gru(m: Equations, x: list[Operand], h: list[Operand], now: States) -> States:
     dtype = now[0].dtype
     reset, keep = (m.unary("logistic", m.binary("add", x[i], h[i], dtype)) for i in (0, 1))
     new = m.unary("tanh", m.binary("add", x[2], m.binary("mul", reset, h[2], dtype), dtype))
@@ -33,9 +34,7 @@ def _gru(m: Equations, x: list[Operand], h: list[Operand], now: tuple[Operand, .
 
 
 def _plain(prim: str) -> RecurrentCell:
-    def cell(
-        m: Equations, x: list[Operand], h: list[Operand], now: tuple[Operand, ...]
-    ) -> tuple[Operand, ...]:
+    def cell(m: Equations, x: list[Operand], h: list[Operand], now: States) -> States:
         total = m.binary("add", x[0], h[0], now[0].dtype)
         return (m.unary("tanh", total) if prim == "tanh" else TABLE["relu"](m, None, total),)
 
@@ -86,9 +85,8 @@ def _over_time(
             for y in (part, own)
         ]
         after = cell(m, each[0], each[1], tuple(now))
-        after = (
-            tuple(m.select(on[0], a, b, a.dtype) for a, b in zip(after, now, strict=True)) if on else after
-        )
+        if on:
+            after = tuple(m.select(on[0], a, b, a.dtype) for a, b in zip(after, now, strict=True))
         body.outs = [*after, after[0]]
     outs = [*(Var(s.shape, s.dtype) for s in states), Var((x.shape[0], *states[0].shape), states[0].dtype)]
     how = {"consts": len(consts), "carry": len(states), "length": x.shape[0], "reverse": back}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -92,11 +93,9 @@ def _select(m: Equations, v: Type, x: Operand, dim: int, index: int) -> Operand:
 
 @rule("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk")
 def _split(m: Equations, v: Sequence[Type], x: Operand, sizes: Any, dim: int = 0) -> list[Operand]:
-    dim, at, found = dim % len(x.shape), 0, []
-    for t in v:
-        found.append(m.slice(x, dim, at, t.shape[dim]))
-        at += t.shape[dim]
-    return found
+    dim %= len(x.shape)
+    begins = accumulate((t.shape[dim] for t in v), initial=0)
+    return [m.slice(x, dim, at, t.shape[dim]) for at, t in zip(begins, v, strict=False)]
 
 
 @rule("constant_pad_nd")

@@ -6,6 +6,7 @@ docs/guides/torch.md says by what.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -251,11 +252,9 @@ class ModuleStep:
 
 def _copies(grad: Any, mesh: Any) -> int:
     """How many of all ranks hold the same elements."""
-    split = 1
-    if hasattr(grad, "placements"):
-        for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True):
-            split *= 1 if placement.is_replicate() else size  # `_StridedShard` is no `Shard`
-    return int(mesh.size()) // split
+    placed = zip(grad.device_mesh.shape, grad.placements, strict=True) if hasattr(grad, "placements") else ()
+    # `_StridedShard` is no `Shard`.
+    return int(mesh.size()) // math.prod(size for size, placement in placed if not placement.is_replicate())
 
 
 # -- the plan ------------------------------------------------------------------------------------------------

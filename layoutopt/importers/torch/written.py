@@ -86,7 +86,6 @@ class _PlacementReading:
         self.rows = tuple(a for a in mesh.names if a in said and mesh.size(a) > 1)
 
     def written(self, options: Options) -> WrittenLayout:
-        """As the function `written`."""
         origin, styles, batch = self.model.origin, self.model.styles, self.model.batch_dim
         assert origin is not None and styles is not None
         self._check_types()
