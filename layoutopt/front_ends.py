@@ -27,6 +27,7 @@ class FrontEnd:
       checkpoint: what recomputes a part of it; half: what multiplies in bfloat16.
       own: "module:function" that reads what the user's file says of placements; said: what that must return.
       ranks: "module:function" of the ranks that the file's own function needs; empty if it needs none.
+      even: shards of an array have equal sizes; otherwise any number of devices share it.
     """
 
     name: str
@@ -39,6 +40,7 @@ class FrontEnd:
     own: str
     said: str
     ranks: str = ""
+    even: bool = False
 
     @property
     def call(self) -> str:
@@ -87,6 +89,7 @@ JAX = FrontEnd(
     "parameters that the loss casts",
     "layoutopt.importers.jax.written:written",
     "two pytrees of PartitionSpec, (parameters, batch)",
+    even=True,
 )
 TORCH = FrontEnd(
     "torch",

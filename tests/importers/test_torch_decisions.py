@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from layoutopt.space.restriction import NO_ROLES
 from layoutopt.space.schedule import ScheduleDecision
 from layoutopt.space.splits import domains
 from layoutopt.space.stages import StageSplit, ways
+from layoutopt.space.undivided import storage_of, undivided
 from mesh_tf_core import Layout, Mesh, Options
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.schedules import layer_order
@@ -35,6 +37,24 @@ from tests.importers.torch_models import MIXTURES, t5  # noqa: E402
 from tests.importers.torch_modules import MODULES, Literal, imported, layered, literal, perceptron  # noqa: E402
 
 TENSORS = "kv_heads:model;d_ff:model;vocab:model"
+
+
+def test_any_number_of_ranks_shares_parameters() -> None:
+    """`fully_shard` pads the first axis, so 3 ranks share what 3 does not divide; shardings of JAX do not."""
+    module, batch = perceptron()
+    model = layoutopt.from_torch(module, {name: t[:15] for name, t in batch.items()})
+    split, stages = Layout("batch:data"), dict.fromkeys(model.graph.variables, "zero3")
+    ranks = model.under(Mesh("data:3"), split, Options(stages)).ranks
+    own, held = storage_of(model.step_graph, Mesh("data:3"), split, stages), dict[str, int]()
+    for array in ranks.parameters.values():
+        held[array.variable] = held.get(array.variable, 0) + ranks.elements(array)
+    for name, elements in held.items():
+        view, shape = own.view(name), own.variables[name].shape
+        if not name.startswith("out"):  # of 4 rows, half of what FSDP2 holds is padding
+            assert not own.further(name)[1]
+            sizes = [d.size // own.mesh.group_size(view.axes(d.name)) for d in view.held(shape)]
+            assert math.prod(sizes) == pytest.approx(elements, rel=0.07), name
+    assert undivided(own) == []
 
 
 def test_dimensions_that_no_style_splits_are_left_out_of_the_search() -> None:

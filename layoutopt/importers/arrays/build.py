@@ -53,11 +53,13 @@ def arguments(
     arrays: ArgumentArrays,
     keys: Sequence[tuple[Var, Leaf]],
     changed: Set[int],
+    even: bool,
 ) -> None:
     """Gives values to the function's variables: graph variables, inputs, keys.
 
     Args:
       changed: ids of state that has new values.
+      even: of variables.
     """
     used = {id(x) for e in block.walk() for x in e.ins} | {id(x) for x in block.outs}
     trained = _trained(block)
@@ -69,7 +71,7 @@ def arguments(
         if is_float(our_dtype(v.dtype)) and not reached and leaf.trained:
             apart.append(leaf.path)
         members = arrays.stacks.get(v, ())
-        w.values[id(v)] = _variable(w, v, leaf, learns, id(v) in stacked, id(v) in scales, members)
+        w.values[id(v)] = _variable(w, v, leaf, learns, id(v) in stacked, id(v) in scales, members, even)
     if apart:
         which = f"these {len(apart)} parameters" if apart[1:] else "this parameter"
         why = f"the loss does not depend on {which}; the model stores but does not train"
@@ -79,7 +81,7 @@ def arguments(
             w.values[id(v)] = replace(root(f"state/{v.path}", v.shape), stepped=id(v) in changed)
         elif id(v) in used:
             members = arrays.stacks.get(v, ())
-            w.values[id(v)] = _variable(w, v, leaf, False, id(v) in stacked, False, members, "state/")
+            w.values[id(v)] = _variable(w, v, leaf, False, id(v) in stacked, False, members, even, "state/")
     for v, leaf in arrays.batch:
         if v.dtype == KEY:
             w.values[id(v)] = root(f"batch/{v.path}", v.shape)
@@ -106,6 +108,7 @@ def _variable(
     stacked: bool,
     scales: bool,
     members: Sequence[Leaf],
+    even: bool,
     role: str = "",
 ) -> Tensor:
     name, shape = role + (leaf.path or "params"), Shape(w.shape(v))
@@ -117,7 +120,7 @@ def _variable(
         _initial(leaf, shape, lead, scales),
         trained,
         lead,
-        even=True,
+        even=even,
         members=tuple(role + member.path for member in members),
     )
     if name in w.graph.variables:
@@ -223,7 +226,7 @@ def _built(program: TracedProgram, said: Mapping[str, Any]) -> Imported:
     again.alias(dims)
     writer = Writer(Graph(program.name), dims, called, TABLE)
     changed = {id(v) for v, n in program.new_state.items() if program.block.outs[n] is not v}
-    arguments(writer, block, arrays, program.keys, changed)
+    arguments(writer, block, arrays, program.keys, changed, program.front_end.even)
     writer.function(block)
     for v, leaf in arrays.state:
         member = again.stacks.get(v, (v,))[0]

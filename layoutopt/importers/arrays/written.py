@@ -26,7 +26,7 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.structure import Feed, Read
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.storage import Stage, shard_layout
+from mesh_tf_core.lower.storage import Stage, paddable, shard_layout
 
 NAMED = 3
 """Arrays, and lines, that a finding names."""
@@ -136,7 +136,7 @@ class _Reading:
                 rules[name] = own
             if over:
                 stages[name] = self._stage(each, own, over)
-            if own or each.loose or not self.rows.issuperset(over):
+            if own or not self.rows.issuperset((*each.loose, *over)):
                 odd.append(each)
         layout = self.base.refined_by(rules) if rules else self.base
         said = {name: stage.short for name, stage in stages.items()}
@@ -211,7 +211,8 @@ class _Reading:
         if not variable.own_storage:
             return False
         layout = Layout({**self.base, **rules})
-        view = shard_layout(variable, layout, self.mesh, over)
+        padded = paddable(self.model.step_graph).get(variable.name, frozenset())
+        view = shard_layout(variable, layout, self.mesh, over, padded)
         return {a for n in variable.shape.names for a in view.axes(n)} >= set(over)
 
     def _stage(self, each: ReadArray, rules: Mapping[str, Axes], over: Axes) -> Stage:

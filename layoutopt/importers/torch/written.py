@@ -187,16 +187,16 @@ class _PlacementReading:
 
     def _even(self, array: ArrayAxes, spec: Sequence[Axes]) -> tuple[Axes, ...]:
         """A placement in pieces of one size. Axes of the batch only store: where they do not divide their
-        axis, they split another one. Other axes that do not divide theirs are left out."""
-        found, over = list[Axes](), Axes()
-        for size, axes in zip(array.shape, spec, strict=True):
+        axis, they split another one, or storage pads. Other axes that do not divide theirs are left out."""
+        found, stored = list[Axes](), list[tuple[int, Axes]]()
+        for d, (size, axes) in enumerate(zip(array.shape, spec, strict=True)):
             if size % self.mesh.group_size(axes):
-                over += tuple(a for a in axes if a in self.rows)
+                stored.append((d, tuple(a for a in axes if a in self.rows)))
                 axes = tuple(a for a in axes if a not in self.rows)
             found.append(() if size % self.mesh.group_size(axes) else axes)
-        for a, size in enumerate(array.shape):
-            if over and size % self.mesh.group_size(found[a] + over) == 0:
-                found[a], over = found[a] + over, ()
+        for d, over in stored:
+            sizes = enumerate(array.shape)
+            found[next((a for a, n in sizes if n % self.mesh.group_size(found[a] + over) == 0), d)] += over
         return tuple(found)
 
     def _check_types(self) -> None:
