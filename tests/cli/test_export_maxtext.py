@@ -177,4 +177,6 @@ def test_other_chips_than_tpus_are_named(chips: str, said: bool) -> None:
 @pytest.mark.parametrize(("family", "lacking"), [("qwen2_moe", True), ("qwen3_moe", False), ("", False)])
 def test_settings_say_that_a_framework_has_no_such_model(to: str, family: str, lacking: bool) -> None:
     said = f"# {to} has no model of the family {family}: these settings are for one that you write."
-    assert (said in export(replace(matrices("", ""), family=family), to)) == lacking
+    tokens = ExportedTensor("tokens", ("batch", "length"), (("a", "b"), ()), (64, 8))
+    what = replace(matrices("", ""), family=family, inputs=(tokens,))
+    assert (said in export(what, to)) == lacking

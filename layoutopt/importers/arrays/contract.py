@@ -91,6 +91,13 @@ class Equation:
         return self.outs[0]
 
     @property
+    def kept(self) -> list[int]:
+        """The axes of the first operand that a reduction or a squeeze leaves."""
+        rank = len(self.ins[0].shape)
+        gone = {a % rank for a in self.params.get("axes", self.params.get("dimensions"))}
+        return [a for a in range(rank) if a not in gone]
+
+    @property
     def may_give_keys(self) -> bool:
         """True if its results would be keys where an operand is one."""
         draws = ("random_bits", "random_uniform", "random_normal")

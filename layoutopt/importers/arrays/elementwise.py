@@ -36,7 +36,6 @@ _OF_NOTHING = {"reduce_sum": 0, "reduce_prod": 1, "reduce_and": True, "reduce_or
 
 def _reduce(w: Writer, e: Equation) -> None:
     x, axes = e.ins[0], tuple(e.params["axes"])
-    kept = [a for a in range(len(x.shape)) if a not in axes]
     value = w.value(x)
     if isinstance(value, ScalarArray):
         count = math.prod(x.shape[a] for a in axes)
@@ -53,7 +52,7 @@ def _reduce(w: Writer, e: Equation) -> None:
         return
     if FIRST in e.params:
         t, dim = w.merged(x, axes[0])
-        w.put(e.out, w.renamed(first_extreme(e.prim.removeprefix("reduce_"), t, dim), _between(w, e, kept)))
+        w.put(e.out, w.renamed(first_extreme(e.prim.removeprefix("reduce_"), t, dim), _between(w, e)))
         return
     gone = [d for a in axes for d in w.dims(x, a)]
     t = w.drawn(value, x)
@@ -65,20 +64,19 @@ def _reduce(w: Writer, e: Equation) -> None:
         done = done * lacking
     elif lacking > 1 and e.prim == "reduce_prod":
         done = mtf.pow(done, float(lacking))
-    w.put(e.out, w.renamed(done, _between(w, e, kept)))
+    w.put(e.out, w.renamed(done, _between(w, e)))
 
 
-def _between(w: Writer, e: Equation, kept: Sequence[int]) -> dict[str, str]:
+def _between(w: Writer, e: Equation) -> dict[str, str]:
     """The names of dimensions that are left -> those of the result."""
-    return w.between(e.ins[0], e.out, [(a, i) for i, a in enumerate(kept)])
+    return w.between(e.ins[0], e.out, [(a, i) for i, a in enumerate(e.kept)])
 
 
 def _extreme(w: Writer, e: Equation) -> None:
     x, (axis,) = e.ins[0], e.params["axes"]
     t, dim = w.merged(x, axis)
     found = (mtf.argmax if e.prim == "argmax" else mtf.argmin)(t, dim)
-    kept = [a for a in range(len(x.shape)) if a != axis]
-    w.put(e.out, w.renamed(found, _between(w, e, kept)).cast(our_dtype(e.out.dtype)))
+    w.put(e.out, w.renamed(found, _between(w, e)).cast(our_dtype(e.out.dtype)))
 
 
 # -- of numbers ----------------------------------------------------------------------------------------------

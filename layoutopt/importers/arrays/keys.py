@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import mesh_tf_core as mtf
-from layoutopt.importers.arrays.contract import KEY, Equation, Operand, Var
+from layoutopt.importers.arrays.contract import KEY, Operand
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.random import FoldIn, folded
 from mesh_tf_core.tracing.graph import Graph
@@ -230,11 +230,3 @@ class Draw:
     keys: Keys
     how: tuple[Any, ...]
     where: str
-
-
-def stacked(values: Sequence[Operand], where: str) -> Equation:
-    """An equation that makes keys of equal shapes one array."""
-    first = values[0]
-    return Equation(
-        "stack", list(values), [Var((len(values), *first.shape), first.dtype)], {"axis": 0}, where
-    )

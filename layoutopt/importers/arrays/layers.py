@@ -13,7 +13,6 @@ from layoutopt.importers.arrays.classes import classes, template
 from layoutopt.importers.arrays.contract import CapturedArray, Equation, EquationBlock, Operand, Var, constant
 from layoutopt.importers.arrays.factors import factors
 from layoutopt.importers.arrays.forms import EquationForms
-from layoutopt.importers.arrays.keys import stacked
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "custom", "scan", "ragged_dot_general", "attention")
 """A layer has one of these: rolling up anything smaller gains nothing."""
@@ -235,10 +234,11 @@ class LoopFit:
 
     def _keys(self, slot: Sequence[Operand], where: str) -> Operand:
         """Keys of all layers that are made before them."""
-        made = stacked(slot, where)
-        self.outside.append(made)
-        inner = Var(slot[0].shape, slot[0].dtype)
-        return self._listed.setdefault(tuple(map(id, slot)), (made.out, inner))[1]
+        first = slot[0]
+        made = Var((len(slot), *first.shape), first.dtype)
+        self.outside.append(Equation("stack", list(slot), [made], {"axis": 0}, where))
+        inner = Var(first.shape, first.dtype)
+        return self._listed.setdefault(tuple(map(id, slot)), (made, inner))[1]
 
     def _keys_apart(self, rows: Sequence[Equation]) -> Equation | None:
         """Layers that each take a key of what is made before them: so do equations before the loop."""

@@ -96,9 +96,7 @@ def relations(equation: Equation, pieces: dict[int, IndexedPiece]) -> Iterator[A
             for y in equation.outs:
                 yield from _aligned(x, y)
     elif prim in REDUCTIONS:
-        axes = set(equation.params["axes"])
-        kept = [a for a in range(len(equation.ins[0].shape)) if a not in axes]
-        yield from _mapped(equation.ins[0], equation.out, kept)
+        yield from _mapped(equation.ins[0], equation.out, equation.kept)
     elif prim in ALONG:
         for x, y in zip(equation.ins, equation.outs, strict=True):
             yield from _aligned(x, y)
@@ -129,12 +127,6 @@ def _aligned(x: Operand, y: Operand) -> Iterator[AxisRelation]:
 def _mapped(x: Operand, y: Operand, axes: Sequence[int], first: int = 0) -> Iterator[AxisRelation]:
     """Axis axes[i] of x is axis first + i of y."""
     return _paired(x, y, ((a, i) for i, a in enumerate(axes, first)))
-
-
-def _squeeze(e: Equation) -> Iterator[AxisRelation]:
-    rank = len(e.ins[0].shape)
-    gone = {d % rank for d in e.params["dimensions"]}
-    yield from _mapped(e.ins[0], e.out, [a for a in range(rank) if a not in gone])
 
 
 def _dot(e: Equation) -> Iterator[AxisRelation]:
@@ -334,7 +326,7 @@ _RULES: dict[str, Callable[[Equation], Iterator[AxisRelation]]] = {
     "broadcast_in_dim": lambda e: _paired(e.ins[0], e.out, enumerate(e.params["broadcast_dimensions"])),
     "reshape": lambda e: iter((Regroup(e.ins[0], e.out),)),
     "transpose": lambda e: _mapped(e.ins[0], e.out, e.params["permutation"]),
-    "squeeze": _squeeze,
+    "squeeze": lambda e: _mapped(e.ins[0], e.out, e.kept),
     "dot_general": _dot,
     "ragged_dot_general": _ragged,
     **dict.fromkeys((TO, FROM), _experts),

@@ -48,11 +48,8 @@ def _reshape(w: Writer, e: Equation) -> None:
         w.put(y, w.renamed(w.tensor(x), names))
 
 
-def _squeeze(w: Writer, e: Equation) -> None:
-    rank = len(e.ins[0].shape)
-    gone = {d % rank for d in e.params["dimensions"]}
-    kept = [a for a in range(rank) if a not in gone]
-    w.put(e.out, w.fitted(e.ins[0], e.out, [(a, i) for i, a in enumerate(kept)]))
+def _moved(w: Writer, e: Equation, axes: Sequence[int]) -> None:
+    w.put(e.out, w.fitted(e.ins[0], e.out, [(a, i) for i, a in enumerate(axes)]))
 
 
 def _iota(w: Writer, e: Equation) -> None:
@@ -285,10 +282,8 @@ def _reverse(w: Writer, e: Equation) -> None:
 
 TABLE: Mapping[str, Handler] = {
     "broadcast_in_dim": _broadcast,
-    "transpose": lambda w, e: w.put(
-        e.out, w.fitted(e.ins[0], e.out, [(a, i) for i, a in enumerate(e.params["permutation"])])
-    ),
-    "squeeze": _squeeze,
+    "transpose": lambda w, e: _moved(w, e, e.params["permutation"]),
+    "squeeze": lambda w, e: _moved(w, e, e.kept),
     "iota": _iota,
     "pad": _pad,
     "reshape": _reshape,

@@ -10,7 +10,7 @@ from typing import Any
 import mesh_tf_core as mtf
 from layoutopt.importers.huggingface.fields import ConfiguredTraining
 from layoutopt.importers.huggingface.forms import BesideExperts, Mixture, Norm, within
-from layoutopt.importers.huggingface.sharing import KeptTensors, LayerEmbedding, at_once, needed, of_last
+from layoutopt.importers.huggingface.sharing import KeptTensors, LayerEmbedding, at_once, needed
 from mesh_tf_core import layers as nn
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
@@ -287,9 +287,7 @@ class LanguageModel:
         g, name = carry[0].graph, "layers" if not number else f"layers_{number}"
         deep = any(isinstance(layer.mixer, nn.LightningAttention) for layer in period)
         loop = Dim(self.side + name, count)
-        turns = mtf.mtf_range(g, loop)
-
-        names: list[str] = []
+        turns, names = mtf.mtf_range(g, loop), list[str]()
 
         def body(carry: tuple[Tensor, ...], *turn: Tensor) -> Any:
             inside = dict(kept)
@@ -308,7 +306,8 @@ class LanguageModel:
         carry, every = made if later else (made, ())
         kept.update(dict.fromkeys(later, ()))
         for n, stacked in zip(names, every, strict=False):
-            kept[n] = (*kept[n], of_last(stacked, loop))
+            last = mtf.slice_dim(stacked, loop, count - 1, 1)
+            kept[n] = (*kept[n], mtf.reshape(last, stacked.shape.without(loop.name)))
         return carry
 
     def _layer(

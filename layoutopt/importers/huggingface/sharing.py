@@ -14,7 +14,6 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.attention import Given
 from mesh_tf_core.layers.base import activation, project
 from mesh_tf_core.ops.norm import rms_norm
-from mesh_tf_core.ops.shape import reshape, slice_dim
 
 KeptTensors = dict[str, tuple[Tensor, ...]]
 """Tensors that layers keep for later ones, by name."""
@@ -85,11 +84,6 @@ def needed(period: Sequence[Any], later: Sequence[Any]) -> list[str]:
 def _names(layers: Sequence[Any], role: str) -> list[str]:
     """The name that each layer keeps, or reads."""
     return [getattr(layer.mixer, role, "") for layer in layers]
-
-
-def of_last(stacked: Tensor, dim: Dim) -> Tensor:
-    """The part of a loop's last turn."""
-    return reshape(slice_dim(stacked, dim, dim.size - 1, 1), stacked.shape.without(dim.name))
 
 
 @dataclass(frozen=True)

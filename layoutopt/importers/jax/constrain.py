@@ -159,13 +159,9 @@ class Constrained:
         self, part: Sequence[ReplayedEquation], known: dict[Ref, Any], later: Mapping[Ref, int], again: bool
     ) -> None:
         """Runs the steps of one layer, whose parameters are placed here as a loop's are inside of it."""
-        made = [y for s in part for y in s.outs]
-        own = set(made)
-        given = list(
-            dict.fromkeys(x for s in part for x in s.ins if not isinstance(x, KnownValue) and x not in own)
-        )
-        left = [y for y in made if y in later]
-
+        made = dict.fromkeys(y for s in part for y in s.outs)
+        read = dict.fromkeys(x for s in part for x in s.ins if not isinstance(x, KnownValue))
+        given, left = [x for x in read if x not in made], [y for y in made if y in later]
         gathers = any(id(self.values.get(ref)) in self.shared for ref in given)
 
         def run(*xs: Any) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -226,9 +227,8 @@ class Shardings:
     def updated_shardings(self, params: Any) -> Any:
         """The shardings of parameters while they are updated: as the optimizer's state, so that a device adds
         to its share and the sum is gathered."""
-        return self._tree(
-            params, self.origin.parameters, lambda a: self.placing.stored(a, slot=True), "parameter"
-        )
+        stored = partial(self.placing.stored, slot=True)
+        return self._tree(params, self.origin.parameters, stored, "parameter")
 
     def _gradient(self, of: ArrayAxes) -> Spec:
         trained = of.variable in self.where.variables

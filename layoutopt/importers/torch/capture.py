@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from layoutopt.importers.torch.autocast import left, on_gpus
-from layoutopt.importers.torch.calls import PartCall, batch_path, dtype_of, recorded, torch_module
+from layoutopt.importers.torch.calls import PartCall, batch_path, called, dtype_of, recorded, torch_module
 from layoutopt.importers.torch.checks import checks_passed, known_values
 from layoutopt.importers.torch.instead import other_functions
 from mesh_tf_core.errors import UserError
@@ -156,8 +156,6 @@ def _exported(whole: Any, args: Any, kwargs: Any, param_dtype: Any, notes: list[
 
 def _with_loss(torch: Any, module: Any, batch: Any, loss: Callable[..., Any] | None, param_dtype: Any) -> Any:
     """A module that returns the loss of a batch alone."""
-    known = inspect.signature(module.forward).parameters
-    open_ = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
 
     class Whole(torch.nn.Module):
         def __init__(self) -> None:
@@ -168,7 +166,7 @@ def _with_loss(torch: Any, module: Any, batch: Any, loss: Callable[..., Any] | N
 
         def taken(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
             """What the module gets: with `loss`, the batch may have more."""
-            return kwargs if loss is None or open_ else {k: v for k, v in kwargs.items() if k in known}
+            return kwargs if loss is None else called(module, kwargs)[1]
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             with self.following(torch.utils._pytree.tree_leaves((args, kwargs))):
