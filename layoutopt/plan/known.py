@@ -3,7 +3,7 @@ that a plan should leave free."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from statistics import fmean
 from typing import Any
 
@@ -101,9 +101,14 @@ class Known(Data):
         ):
             words += f" as {' and '.join(names)}"  # frameworks with equal numbers share what is known
         seconds, held = ([error for k in alike for error in k[name]] for name in ("seconds", "memory"))
-        margins = [m for m in (doubt, _margin(held)) if m is not None]
+        sizes = [abs(e) for e in seconds]
+        runs = Runs(rows=len(sizes), mean=fmean(sizes), worst=max(sizes)) if sizes else None
+        margins = [] if doubt is None else [doubt]
+        if held:  # what runs needed beyond their predicted peak, on average, as a share of what they needed
+            beyond = fmean(max(0.0, -e) for e in held)
+            margins.append(Margin(share=beyond, source="benchmarks/known.py", runs=len(held)))
         memory = max(margins, key=lambda m: m.share, default=None)
-        return cls(kind=words, runs=_runs(seconds), compiler=compiler, memory=memory)
+        return cls(kind=words, runs=runs, compiler=compiler, memory=memory)
 
     @property
     def words(self) -> str:
@@ -167,17 +172,3 @@ def kind_words(mixture: bool, stages: bool) -> str:
     """A kind of run: its model and pipeline."""
     model = "mixture of experts" if mixture else "dense"
     return f"{model}, {'pipeline' if stages else 'no pipeline'}"
-
-
-def _runs(errors: Sequence[float]) -> Runs | None:
-    if not errors:
-        return None
-    sizes = [abs(e) for e in errors]
-    return Runs(rows=len(sizes), mean=fmean(sizes), worst=max(sizes))
-
-
-def _margin(errors: Sequence[float]) -> Margin | None:
-    """The memory that runs needed beyond their predicted peak, on average, as a share of what they needed."""
-    if not errors:
-        return None
-    return Margin(share=fmean(max(0.0, -e) for e in errors), source="benchmarks/known.py", runs=len(errors))

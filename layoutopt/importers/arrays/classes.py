@@ -283,8 +283,7 @@ _NUMBER = re.compile(r"_?\d+(-\d+)?")
 
 
 def template(path: str) -> str:
-    """A path without its numbers, equal for the same parameter in every layer (Keras leaves out the first
-    number)."""
+    """A path without numbers, alike for a parameter in every layer (Keras leaves out the first number)."""
     return _NUMBER.sub("", path)
 
 
@@ -345,8 +344,7 @@ def _numbers(parameters: Sequence[Var]) -> tuple[dict[Var, dict[int, str]], set[
 
 
 def _twins(found: Classes, of_parameters: set[FactorNode]) -> None:
-    """Dimensions that are refused by the same one are the other side of it, all of one name; so are those
-    that meet the same dimensions."""
+    """Dimensions that one refused are its other side, all of one name; so are those that meet the same."""
     sides: dict[tuple[FactorNode, int], list[FactorNode]] = defaultdict(list)
     for a, b in list(found.refused):
         for x, y in ((a, b), (b, a)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,7 @@ class Equation:
     def kept(self) -> list[int]:
         """The axes of the first operand that a reduction or a squeeze leaves."""
         rank = len(self.ins[0].shape)
-        gone = {a % rank for a in self.params.get("axes", self.params.get("dimensions"))}
+        gone = {a % rank for a in self.params["axes" if "axes" in self.params else "dimensions"]}
         return [a for a in range(rank) if a not in gone]
 
     @property
@@ -243,6 +244,20 @@ def constant(value: Any, dtype: str) -> CapturedArray:
     """An array as an operand."""
     array = np.asarray(value)
     return CapturedArray(array, tuple(array.shape), dtype)
+
+
+class Constants:
+    """The arrays that a function captures; equal ones, as masks of every layer, are one."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], CapturedArray] = {}
+
+    def of(self, array: np.ndarray, dtype: str) -> CapturedArray:
+        """An array as an operand."""
+        if array.ndim == 0:
+            return constant(array, dtype)
+        key = dtype, array.shape, sha256(np.ascontiguousarray(array).tobytes()).digest()
+        return self._known.setdefault(key, constant(array, dtype))
 
 
 def layered(block: EquationBlock) -> set[int]:

@@ -151,9 +151,7 @@ class _MixtureRewriting:
         for each in (key, e.outs[0]):
             found.named[id(each)] = np.arange(first[0])
         source = self.makers.get(id(key))
-        begin = (
-            0 if source is None else next(i for i in reversed(range(len(self.out))) if self.out[i] is source)
-        )
+        begin = next((i for i, x in enumerate(self.out) if x is source), 0)
         for earlier in self.out[begin:]:
             self._follow(found.named, earlier)
         return found
@@ -203,19 +201,15 @@ class _MixtureRewriting:
         return x.shape == (s.rows,) and self._first(x) is self._first(s.ids)
 
     def _counted(self, s: _Sort, sizes: Operand) -> bool:
-        """True for the number of each expert's rows: ones added up by number, or the differences of how many
-        there are up to each expert."""
+        """True for each expert's number of rows: ones added up by number, or differences of counts."""
         x, bins = sizes, sizes
         adds = self._by(self._first(sizes), "scatter-add")
         if adds is not None:
             base, at, ones = adds.ins
             named = s.named.get(id(at))
             own = named is not None and bool((named == np.arange(sizes.shape[0])).all())
-            return (
-                own
-                and sizes.shape == s.experts.shape[:1]
-                and (self._number(base), self._number(ones)) == (0, 1)
-            )
+            numbers = self._number(base), self._number(ones)
+            return own and sizes.shape == s.experts.shape[:1] and numbers == (0, 1)
         for prim in ("sub", "cumsum", "reduce_sum", "eq", "broadcast_in_dim"):
             e = self._by(self._first(x), prim)
             if e is None or e.params.get("axes", e.params.get("broadcast_dimensions", (0,))) != (0,):
@@ -247,22 +241,16 @@ class _MixtureRewriting:
     def _gathered(self, s: _Sort, e: Equation) -> None:
         x, at = e.ins
         rest = x.shape[1:]
-        whole = e.params["slice_sizes"] == (1, *rest) and e.out.shape == (s.rows, *rest)
         places, back = s.places.get(id(at)), s.back.get(id(at))
-        if not whole:
+        if e.params["slice_sizes"] != (1, *rest) or e.out.shape != (s.rows, *rest):
             return
         if places is not None and s.rows % x.shape[0] == 0:
             choices = s.rows // x.shape[0]
             if choices == 1 and s.choices and (places == s.at).all():
                 shape = (s.rows // s.choices, s.choices, *rest)
-                repeated = self._by(self._first(x), "broadcast_in_dim")
-                axes = repeated.params["broadcast_dimensions"] if repeated is not None else ()
-                if (
-                    repeated is not None
-                    and repeated.out.shape == shape
-                    and axes == (0, *range(2, len(shape)))
-                ):
-                    s.twins[id(e.out)] = self._sent(s, e, repeated.ins[0], True)
+                wide, axes = self._by(self._first(x), "broadcast_in_dim"), (0, *range(2, len(shape)))
+                if wide and (wide.out.shape, wide.params["broadcast_dimensions"]) == (shape, axes):
+                    s.twins[id(e.out)] = self._sent(s, e, wide.ins[0], True)
                 else:
                     s.twins[id(e.out)] = self._sent(s, e, self._reshaped(e, x, shape), False)
             elif choices > 1 and s.choices in (0, choices) and (places == s.at // choices).all():

@@ -137,8 +137,7 @@ class ArrayPlacing:
     program: Program
 
     def axis(self, sizes: Sequence[int], splits: Sequence[Axes]) -> Axes | None:
-        """The mesh axes of an axis with factors of these sizes and splits; None if whole axes cannot express
-        them."""
+        """The mesh axes of an axis with factors of these sizes and splits; None if no whole axes say it."""
         found: Axes = ()
         inside = True
         for size, axes in zip(sizes, splits, strict=True):

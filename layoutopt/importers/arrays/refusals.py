@@ -23,8 +23,7 @@ _GROWING = frozenset((
 
 
 def wrapped(e: Equation, made: Tensor) -> Tensor:
-    """The result of an equation, in the range of its element type: a fraction outside becomes its end, as XLA
-    has it on CPUs."""
+    """A result in the range of its element type: fractions outside become its ends, as XLA's on CPUs."""
     dtype = e.out.dtype
     if dtype not in _WRAPPING or e.prim not in _GROWING:
         return made

@@ -126,8 +126,7 @@ class _Rerolling:
     # -- candidates ----------------------------------------------------------------------------------------
 
     def _candidates(self) -> list[tuple[int, int, int]]:
-        """(first, period, length) of sequences in which every equation equals the one a period later, those
-        that save most equations first."""
+        """(first, period, length) of sequences that repeat after a period, those that save most first."""
         codes, n = self.program.codes, len(self.program.codes)
         at: dict[int, list[int]] = defaultdict(list)
         for i, e in enumerate(self.program.equations):

@@ -193,9 +193,8 @@ class _Reading:
             for dim, axes in exact.items():
                 rule = self.base.axes(dim)
                 rules[dim] = tuple(a for a in axes if a in rule or a not in self.rows)
-        read = {a for dim in each.splits for a in rules.get(dim, self.base.axes(dim))}
         said = {a for axes in each.spec for a in axes}
-        over = tuple(a for a in self.mesh.names if a in said - read)
+        over = tuple(a for a in self._spare(each, rules) if a in said)
         if not over or self._storable(self.variables[each.array.variable], rules, over):
             return rules, over
         if each.loose or not self.counted.isdisjoint(dim for dim, axes in exact.items() if axes):

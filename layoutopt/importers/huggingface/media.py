@@ -22,8 +22,7 @@ LayersReader = Callable[[Fields, ConfiguredTraining], LanguageModel]
 
 @dataclass(frozen=True)
 class Speech:
-    """The first part of an encoder of speech: two convolutions over spectra, every second position of which
-    goes on."""
+    """The first part of an encoder of speech: two convolutions over spectra, which halve the positions."""
 
     bins: int
     frames: int

@@ -59,8 +59,7 @@ def share_keys(mixers: Sequence[Any], kinds: Sequence[str], last: int) -> Iterat
 
 
 def share_masks(mixers: Sequence[ScaledLatentAttention], types: Sequence[Any]) -> Iterator[Any]:
-    """The mixers of layers. One of type "shared" sees the keys that the last other one before it chose
-    (GLM-5.2)."""
+    """The mixers of layers: a "shared" one sees the keys that the last other one chose (GLM-5.2)."""
     for mixer, own, after in zip(mixers, types, [*types[1:], ""], strict=True):
         if own == "shared":
             yield replace(mixer, indexer=None, reads="mask")

@@ -229,8 +229,7 @@ class Constrained:
         return bind_scan(site.eqn, inner, run, ins)
 
     def _saving(self, run: Callable[..., Any], again: bool, gathers: bool) -> Callable[..., Any]:
-        """A layer that saves for backward what it should: nothing if it runs again but what is kept then;
-        never what it gathers."""
+        """A layer that saves for backward nothing that it gathers, and if it runs again only what is kept."""
         if not again and not gathers:
             return run
         jax = jax_module()

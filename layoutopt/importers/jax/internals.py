@@ -96,8 +96,7 @@ def _is_key(v: Any) -> bool:
 
 
 def is_jax_own(inner: Any) -> bool:
-    """True if a function with a custom derivative belongs to JAX and its derivative equals that of its
-    operations except for rounding."""
+    """True if a function with a custom derivative is JAX's: that of its operations but for rounding."""
     info = getattr(getattr(inner, "jaxpr", inner), "debug_info", None)
     home = f"{Path(jax_module().__file__).parent}{os.sep}"  # jaxopt, say, lies beside it
     return home in str(getattr(info, "func_src_info", "") or "")

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from layoutopt.importers.arrays.contract import (
     FLAT,
     KEY,
     CapturedArray,
+    Constants,
     ConvNumbers,
     Equation,
     EquationBlock,
@@ -22,7 +22,6 @@ from layoutopt.importers.arrays.contract import (
     Operand,
     RaggedNumbers,
     Var,
-    constant,
 )
 from layoutopt.importers.arrays.mixtures import sorts_left, without_sorts
 from layoutopt.importers.arrays.model import KEEPS
@@ -72,7 +71,7 @@ class JaxprReader:
         self.notes: dict[str, None] = {}
         self._inside = 0
         self._made: list[Equation] = []
-        self._constants: dict[tuple[Any, ...], CapturedArray] = {}
+        self._constants = Constants()
 
     def var(self, v: Any) -> Var:
         """A variable for one of JAX's."""
@@ -89,18 +88,11 @@ class JaxprReader:
         return block
 
     def constant(self, value: Any, aval: Any) -> Operand:
-        """A constant as an operand; equal arrays are one."""
+        """A constant as an operand."""
         dtype = type_of(aval)
         if dtype == KEY:
             return CapturedArray(np.asarray(self.jax.random.key_data(value)), tuple(aval.shape), KEY)
-        array = np.asarray(value)
-        if array.ndim == 0:
-            return constant(array, dtype)
-        # One array that every layer has, as a mask, is one.
-        key = (dtype, array.shape, sha256(np.ascontiguousarray(array).tobytes()).digest())
-        if key not in self._constants:
-            self._constants[key] = constant(array, dtype)
-        return self._constants[key]
+        return self._constants.of(np.asarray(value), dtype)
 
     def equation(self, site: Site, ins: Sequence[Operand]) -> Sequence[Operand]:
         """Appends an operation, of a loop with its body."""
@@ -158,8 +150,7 @@ class JaxprReader:
         return {"length": length, "reverse": reverse, "consts": whole - carry, "carry": carry}
 
     def _custom(self, made: Equation, site: Site) -> None:
-        """The body of a function with a derivative of its own, and this derivative, for the operands with
-        fractions."""
+        """The body of a function, and its own derivative for the operands with fractions."""
         jax, eqn, inner = self.jax, site.eqn, site.inner
         from jax.extend.core import jaxpr_as_fun
 

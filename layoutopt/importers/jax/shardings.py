@@ -118,8 +118,7 @@ def structure(tree: Any) -> Any:
 
 
 def new_state(auxiliary: Any, state: Any) -> Any:
-    """The part of a loss's auxiliary values that is built like its state, and is its new value; None if there
-    is none."""
+    """The part of a loss's auxiliary values that is built like its state, its new value; None: none."""
     if state is None or auxiliary is None:
         return None
     wanted = structure(state)

@@ -34,8 +34,7 @@ class Autocast:
     def typed(
         self, m: Equations, n: Any, value: Callable[[Any], Any], args: Sequence[Any], v: Any
     ) -> tuple[Sequence[Any], Any]:
-        """The operands and the type of a node's result, as PyTorch chooses them; NotImplementedError: it
-        refuses them."""
+        """A node's operands and result type as PyTorch chooses them; NotImplementedError: it refuses them."""
         if not self.met or not all(hasattr(value(x), "dtype") for x in n.all_input_nodes):
             return args, v
         plain, found = (self._called(n, value, dtype) for dtype in ("", self.dtype))

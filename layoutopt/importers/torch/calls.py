@@ -61,8 +61,7 @@ def _on_ranks(x: Any) -> bool:
 
 
 def undistributed(module: Any) -> Any:
-    """A module as it was before its parameters became DTensors, with these on the device meta; itself if it
-    has none."""
+    """A module before its parameters became DTensors, with these on the device meta; itself without any."""
     torch = torch_module()
     own = [p for p in module.parameters() if hasattr(p, "placements")]
     if not own:
@@ -115,8 +114,7 @@ def copied(module: Any, instead: Mapping[int, Any] | None = None) -> Any:
 
 
 def called(module: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a module: a tuple in order, or by name those that it takes; the rest of a batch is for
-    its loss."""
+    """A module's arguments: in order, or by name those that it takes; the rest of a batch is for its loss."""
     if not isinstance(batch, Mapping):
         return (tuple(batch) if isinstance(batch, list | tuple) else (batch,)), {}
     known = signature(module.forward).parameters

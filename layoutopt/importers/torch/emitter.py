@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,11 @@ from layoutopt.importers.arrays.contract import (
     FIRST,
     KEY,
     CapturedArray,
+    Constants,
     Equation,
     IndexNumbers,
     Operand,
     Var,
-    constant,
 )
 
 Scalar = Operand | int | float | bool
@@ -44,7 +43,7 @@ class Equations:
         self.key: Var | None = None
         self.whole: list[Operand] = []
         self.notes: dict[str, Operand | None] = {}
-        self._constants: dict[tuple[Any, ...], CapturedArray] = {}
+        self._constants = Constants()
         self._draws = 0
 
     def several(self, prim: str, ins: Sequence[Operand], outs: Sequence[Var], **params: Any) -> list[Var]:
@@ -65,17 +64,11 @@ class Equations:
         return found if found is not None and found.prim in prims else None
 
     def constant(self, value: Any, dtype: str) -> CapturedArray:
-        """An array that is known; equal ones are one."""
+        """An array that is known."""
         array = np.asarray(value)
         if dtype.startswith("int") and array.dtype.kind == "i":
             array = np.clip(array, np.iinfo(dtype).min, np.iinfo(dtype).max)
-        array = np.asarray(array, "float32" if dtype == "bfloat16" else dtype)
-        if array.ndim == 0:
-            return constant(array, dtype)
-        key = dtype, array.shape, sha256(np.ascontiguousarray(array).tobytes()).digest()
-        if key not in self._constants:
-            self._constants[key] = constant(array, dtype)
-        return self._constants[key]
+        return self._constants.of(np.asarray(array, "float32" if dtype == "bfloat16" else dtype), dtype)
 
     def operand(self, x: Scalar, dtype: str) -> Operand:
         """A value or a number in an element type."""

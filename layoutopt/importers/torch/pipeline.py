@@ -285,8 +285,7 @@ def _within(path: str, others: Collection[str]) -> bool:
 
 
 def _fails(trials: ModuleTrials, outline: StageOutline, passed: Any) -> str:
-    """Why a first stage does not run until the next one begins, or a last stage on what it receives; '' if
-    they do."""
+    """Why a first stage does not run until the next begins, or a last one on what it gets; '': both do."""
     layers = len(outline.stack.paths)
 
     def staged(begin: int, own: Any) -> Any:

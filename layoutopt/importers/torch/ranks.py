@@ -68,8 +68,7 @@ class PlanRanks:
 
     @cached_property
     def reduced(self) -> str:
-        """The element type in which gradients are summed over ranks: that in which they are made, or added up
-        before."""
+        """The element type in which ranks sum gradients: in which these are made, or were added up before."""
         alone = self.options.microbatches == 1 or (GRADIENT, BACKWARD) in SPLIT[self.stage]
         return self.types[0] if alone else self.types[1]
 

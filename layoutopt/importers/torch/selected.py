@@ -207,8 +207,7 @@ class Selections:
         return any(x is not None and x.dtype == "bool" for x in listed)
 
     def selected(self, n: Any, name: str, args: Sequence[Any]) -> tuple[Any, str]:
-        """All rows of what an operation selects by truth values, and why it is not known; (None, "") if it
-        does something else."""
+        """All rows of what an operation selects by truth values, or why not known; (None, ""): neither."""
         try:
             return self._all_rows(n, name, args) if self._selects(name, args) else None, ""
         except NotImplementedError as error:
