@@ -177,10 +177,8 @@ class Sweep(Data):
     in_time: bool = False
 
     def in_words(self) -> str:
-        pays = (
-            f"cost per token stays near the least up to {self.searched_to:,} devices, the most that were "
-            "searched"
-        )
+        least = f"near the least up to {self.searched_to:,} devices, the most that were searched"
+        pays = f"cost per token stays {least}"
         if self.pays_to is not None:
             pays = f"above {self.pays_to:,} devices a token costs over {PAYS - 1:.0%} more than the least"
         able = "fits and meets the deadline," if self.in_time else "fits"

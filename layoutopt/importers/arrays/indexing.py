@@ -86,6 +86,5 @@ def pieces(block: EquationBlock) -> dict[int, IndexedPiece]:
         count = total // width
         begins_found = {b for b, _, _ in parts}
         if all(e - b == width and b % width == 0 for b, e, _ in parts) and len(begins_found) == count:
-            for begin, _, equation in parts:
-                found[id(equation)] = IndexedPiece(axis, count, begin // width)
+            found |= {id(equation): IndexedPiece(axis, count, begin // width) for begin, _, equation in parts}
     return found

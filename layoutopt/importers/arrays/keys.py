@@ -198,10 +198,7 @@ def state(graph: Graph, keys: Keys) -> KeyPart:
 
 def key_of(graph: Graph, keys: Keys) -> Tensor:
     """The random key in the graph, one for all of an array."""
-    start, *path = (
-        zlib.crc32(repr(_identity(x)).encode()) if isinstance(x, np.ndarray) else x for x in keys.parts
-    )
-    keys = premixed(replace(keys, start=start, path=tuple(path)))
+    keys = premixed(keys.each(lambda a: np.array(zlib.crc32(repr(_identity(a)).encode()))))
 
     def make() -> Tensor:
         last = graph.step() if keys.stepped else mtf.constant(graph, 0, (), "int32")

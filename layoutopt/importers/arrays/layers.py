@@ -179,14 +179,9 @@ class LoopFit:
         if not all(inside[1:]):
             return None
         back = int(not inside[0])
-        offsets = set()
-        for i, place in enumerate(places):
-            if i >= back and place is not None:
-                offsets.add((place[0] - self.first - (i - back) * self.period, place[1]))
-        if len(offsets) != 1:
-            return None
-        (offset,) = offsets
-        if not 0 <= offset[0] < self.period:
+        made = [(i, p) for i, p in enumerate(places[back:]) if p is not None]
+        offset, *others = {(p[0] - self.first - i * self.period, p[1]) for i, p in made}
+        if others or not 0 <= offset[0] < self.period:
             return None
         if inside[0]:
             return slot[0]

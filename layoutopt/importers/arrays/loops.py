@@ -56,8 +56,7 @@ def _scan(w: Writer, e: Equation) -> None:
             t, one = w.one(t, x, 0)
             t = w.renamed(t, {**names, one.name: dim.name})
         cut.append((inner, mtf.transpose(t, [dim, *t.shape.without(dim.name)]), is_weight(w, x)))
-    for i in kept:
-        w.values[id(states[i])] = keyed[i]
+    w.values |= {id(states[i]): keyed[i] for i in kept}
     with graph.loop(dim, e.params["reverse"]) as block:
         now = [graph.body_input(block, x) for x in begin]
         for i, t in zip(carried, now, strict=True):

@@ -133,8 +133,7 @@ def _ragged(w: Writer, e: Equation) -> None:
         names.update((n.name, m.name) for m, n in _pairs(w, e, x, a, f, b))
     names[group.name] = slots.take(group.name)
     made = [d for b in range(len(f.shape)) if b not in (*rc, group_axis) for d in w.dims(f, b)]
-    for d in made:
-        names[d.name] = slots.take(d.name)
+    names |= {d.name: slots.take(d.name) for d in made}
     old = [*w.dims(x, rows[0]), *(Dim(names[d.name], d.size) for d in made)]
     group = Dim(names[group.name], group.size)
     ids = _groups(w, x, rows[0], counts, group)

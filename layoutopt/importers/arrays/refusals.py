@@ -99,13 +99,10 @@ class Refusals:
 
     def add(self, e: Equation, error: Exception) -> None:
         """An equation that could not be written."""
-        made = (
-            error
-            if isinstance(error, Unimportable)
-            else Refusal(e, str(error) or "the shapes of its operands do not match", OTHERWISE)
-        )
-        if made not in self.found:
-            self.found.append(made)
+        if not isinstance(error, Unimportable):
+            error = Refusal(e, str(error) or "the shapes of its operands do not match", OTHERWISE)
+        if error not in self.found:
+            self.found.append(error)
         self.lose(e)
 
 

@@ -109,10 +109,8 @@ class SelfAttention(nn.Attention):
     def projections(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of x, keys and values of the memory."""
         d, biased = x.dim(self.d_model), self.biases not in ("none", "o")
-        q, k = (
-            self.queries(x),
-            project(memory, "k", [d], [*self.kv_dims, self.d_kv], biased and self.biases != "qvo"),
-        )
+        q = self.queries(x)
+        k = project(memory, "k", [d], [*self.kv_dims, self.d_kv], biased and self.biases != "qvo")
         v = k if self.shared_kv else project(memory, "v", [d], [*self.kv_dims, self.value_dim], biased)
         if self.clipped:
             k, v = (mtf.clip(t, -self.clipped, self.clipped) for t in (k, v))

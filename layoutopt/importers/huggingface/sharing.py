@@ -51,11 +51,9 @@ def share_keys(mixers: Sequence[Any], kinds: Sequence[str], last: int) -> Iterat
     before = kinds[:first]
     keepers = {kind: first - 1 - before[::-1].index(kind) for kind in set(kinds[first:]) if kind in before}
     for i, (mixer, kind) in enumerate(zip(mixers, kinds, strict=True)):
-        role: dict[str, Any] = (
-            {"reads": kind} if i >= first else {"keeps": kind} if keepers.get(kind) == i else {}
-        )
-        same = {f.name: getattr(mixer, f.name) for f in fields(mixer)}
-        yield SharingAttention(**same, **role) if role else mixer
+        role = "reads" if i >= first else "keeps" if keepers.get(kind) == i else ""
+        same: dict[str, Any] = {f.name: getattr(mixer, f.name) for f in fields(mixer)}
+        yield SharingAttention(**same | {role: kind}) if role else mixer
 
 
 def share_masks(mixers: Sequence[ScaledLatentAttention], types: Sequence[Any]) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import mesh_tf_core as mtf
 from layoutopt.front_ends import JAX
 from layoutopt.importers.arrays.build import built, optimizer_of
-from layoutopt.importers.arrays.contract import EquationBlock, Leaf, TracedProgram, Var, has_fractions
+from layoutopt.importers.arrays.contract import EquationBlock, TracedProgram, Var, has_fractions
 from layoutopt.importers.arrays.model import ImportedModel
 from layoutopt.importers.jax.jax_plan import JaxPlan
 from layoutopt.importers.jax.reader import traced
@@ -135,11 +135,8 @@ def from_jax(
         raise UserError(f"from_jax: {loss!r} is not a function; give loss(params, batch)")
     given = [("params", params), ("state", state), ("batch", batch), ("rng", rng)]
     given = [(role, tree) for role, tree in given if role in ("params", "batch") or tree is not None]
-    found: dict[str, list[Leaf]] = {}
-    types = []
-    for role, tree in given:
-        found[role], tree_types = leaves_of(tree)
-        types.append(tree_types)
+    trees = {role: leaves_of(tree) for role, tree in given}
+    found, types = {role: own for role, (own, _) in trees.items()}, [of for _, of in trees.values()]
     if not found["params"]:
         raise UserError("from_jax: params has no arrays; give the pytree of arrays to train")
     said, noted = said_of(names, [leaf for listed in found.values() for leaf in listed])

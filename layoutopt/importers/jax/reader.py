@@ -157,7 +157,11 @@ class JaxprReader:
         closed = self.core.ClosedJaxpr(self._alone(eqn, inner), ())
         function = jaxpr_as_fun(closed)
         types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
-        real = [i for i, t in enumerate(types) if jax.dtypes.issubdtype(t.dtype, np.floating)]
+
+        def fractions(x: Any) -> bool:
+            return bool(jax.dtypes.issubdtype(x.dtype, np.floating))
+
+        real = [i for i, t in enumerate(types) if fractions(t)]
 
         def differentiated(xs: Sequence[Any]) -> Any:
             def of_real(*some: Any) -> Any:
@@ -171,17 +175,10 @@ class JaxprReader:
         def backward(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
             ys, pull = differentiated(xs)
             given = iter(cotangents)
-            return pull(
-                [
-                    next(given)
-                    if jax.dtypes.issubdtype(y.dtype, np.floating)
-                    else np.zeros(y.shape, jax.dtypes.float0)
-                    for y in ys
-                ]
-            )
+            return pull([next(given) if fractions(y) else np.zeros(y.shape, jax.dtypes.float0) for y in ys])
 
         results = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
-        floats = [t for t in results if jax.dtypes.issubdtype(t.dtype, np.floating)]
+        floats = [t for t in results if fractions(t)]
         back = jax.make_jaxpr(backward)(types, floats)
         made.params = {"real": tuple(real)}
         ins = [self.var(v) for v in closed.jaxpr.invars]

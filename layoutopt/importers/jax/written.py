@@ -54,14 +54,8 @@ def _read(tree: Any, known: Mapping[str, ArrayAxes], mesh: Mesh, what: str) -> I
 
 def _entries(array: ArrayAxes, spec: Any, mesh: Mesh, what: str) -> tuple[Axes, ...]:
     """The mesh axes of each axis of an array; UserError where JAX refuses the sharding."""
-    entries = [
-        ()
-        if entry is None or entry is type(spec).UNCONSTRAINED
-        else (entry,)
-        if isinstance(entry, str)
-        else tuple(entry)
-        for entry in spec
-    ]
+    none = (None, type(spec).UNCONSTRAINED)
+    entries = [() if e in none else (e,) if isinstance(e, str) else tuple(e) for e in spec]
     shape = array.shape
     if len(entries) > len(shape):
         raise UserError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -189,10 +188,8 @@ def from_torch(
     )
     trained = {id(p): p.requires_grad for p in module.parameters()}
     size = sum(t.nbytes for t in {id(t): t for t in own.values()}.values())
-    names_of: dict[int, list[str]] = defaultdict(list)
-    for path, t in own.items():
-        names_of[id(t)].append(path)
-    ties = {f"{MODULE}.{x}": f"{MODULE}.{listed[0]}" for listed in names_of.values() for x in listed}
+    first: dict[int, str] = {}
+    ties = {f"{MODULE}.{x}": f"{MODULE}.{first.setdefault(id(t), x)}" for x, t in own.items()}
     buffers = {f"{MODULE}.{n}": array_of(t) for n, t in module.named_buffers()}
     values = {n: a for n, a in buffers.items() if a is not None}
 

@@ -185,9 +185,8 @@ def _checkpointed(layer: Any, keep: tuple[str, ...]) -> None:
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-    more: dict[str, Any] = (
-        {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if saved else {}
-    )
+    context = partial(create_selective_checkpoint_contexts, policy)
+    more: dict[str, Any] = {"context_fn": context} if saved else {}
     forward: Callable[..., Any] = layer.forward
 
     def again(*args: Any, **kwargs: Any) -> Any:

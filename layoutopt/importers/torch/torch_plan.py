@@ -171,11 +171,8 @@ class ModuleStep:
 
         parts = [self._part(batch, self.parts, i, "microbatches") for i in range(self.parts)]
         with loss_parallel():
-            found = (
-                self.module.run(self._loss, parts, self._ready)
-                if isinstance(self.module, Pipeline)
-                else self._run(parts)
-            )
+            staged = isinstance(self.module, Pipeline)
+            found = self.module.run(self._loss, parts, self._ready) if staged else self._run(parts)
         # Only the last stage of a pipeline has a loss.
         sums = torch.zeros(3, dtype=torch.float64, device=self.mesh.device_type)
         for value, weight, summed in found:

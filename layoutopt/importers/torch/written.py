@@ -126,9 +126,8 @@ class _PlacementReading:
         pieces of a sequence, as under `SequenceParallel`."""
         found: dict[str, list[set[str]]] = {}
         for path, p in self.parameters.items():
-            said = (
-                zip(self._axes(p.device_mesh), p.placements, strict=True) if hasattr(p, "placements") else ()
-            )
+            own = getattr(p, "placements", ())
+            said = zip(self._axes(p.device_mesh), own, strict=True) if own else ()
             whole = {a for axes, placement in said if placement.is_replicate() for a in axes}
             found.setdefault(path.rpartition(".")[0], []).append(whole)
         over = {a for sets in found.values() for a in set.intersection(*sets)} - {*self.rows}
