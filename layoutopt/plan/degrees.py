@@ -23,6 +23,7 @@ from layoutopt.plan.decided import ELSEWHERE
 from layoutopt.plan.exported import HALVES, NAMED, Exported, ExportedTensor, cannot, comment
 from layoutopt.plan.units import some
 from layoutopt.space.storage import chosen_stages
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import MICROBATCH
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.schedules import GPIPE, layer_order
@@ -76,7 +77,7 @@ class ParallelDegrees:
         seconds = (name for own in sizes for name in [*own][1:2])
         sequence = dict.fromkeys([*(n for n in seconds if n not in features), *what.decided.context])
         if not sequence and to in ("megatron", "torchtitan"):
-            raise cannot(to, "trains on texts, but no input of this model is one")
+            raise UserError(f"{to} trains on texts, but no input of this model is one; choose another format")
         whole = {dim: size for own in sizes for dim, size in own.items()}
         weights = Counter(name for v in what.variables if v.trained for name in v.dims)
         known = dict.fromkeys(weights, "tensor") | dict.fromkeys(sequence, "context")
