@@ -246,7 +246,6 @@ class _Finder:
         return True
 
     def _role(self, node: Node) -> str:
-        """The role of a node in a kernel."""
         if isinstance(node.op, Connection):
             return ALONE
         return role(node.op, self._types(node)[: len(node.inputs)])
@@ -327,8 +326,8 @@ def _moved(node: Node) -> Iterator[tuple[int, int]]:
 
 def staying(program: Program) -> Iterator[int]:
     """Values that are put into a ring or read out of one, rule (8)."""
-    for instr, _ in program.walk():
-        if isinstance(instr, Local) and of_ring(instr.op):
+    for instr in program.every(Local):
+        if of_ring(instr.op):
             yield instr.inputs[1] if isinstance(instr.op, DynamicUpdate) else instr.outputs[0]
 
 

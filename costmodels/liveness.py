@@ -137,8 +137,8 @@ class MemoryRules:
         """What loops before the stages keep, and its copies in flight at the first stage, rule (8)."""
         work = self.work(program)
         column = schedule_of(program.outline) if work.remade else None
-        loops = [i for i, _ in program.walk() if isinstance(i, Loop) and i.origin.node in work.remade]
         flying = 1 if column is None else column.schedule.in_flight_apart(0)
+        loops = (loop for loop in program.every(Loop) if loop.origin.node in work.remade)
         return {outer: flying for loop in loops for _, outer in loop.stacked}
 
     def stages(self, program: Program) -> Mapping[StageEnd, Mapping[tuple[str, int], float]]:
@@ -278,12 +278,12 @@ def kernel_memory(
     if rules.fuses is not Fuses.ALL:
         casts = casts if rules.parameters else ()
         nowhere = stays | inside | {cast.outputs[0] for _, cast, _, _ in casts}
-        loops = (instr for instr, _ in program.walk() if isinstance(instr, Loop)) if rules.remakes else ()
+        loops = program.every(Loop) if rules.remakes else ()
         nowhere.update(part.inner for loop in loops for part in loop.sliced)
         return KernelMemory({}, {}, frozenset(nowhere), casts)
     twice: dict[int, int] = {}
     nowhere = (inside | made_of.keys()) - (logits(program).keys() if rules.wide_logits else set()) | stays
-    for loop in (instr for instr, _ in program.walk() if isinstance(instr, Loop)):
+    for loop in program.every(Loop):
         nowhere |= {*made_by_kernels(loop), *(part.inner for part in loop.sliced)}
         twice.update(_twice(loop))
     nowhere.update(cast.outputs[0] for _, cast, _, _ in casts)

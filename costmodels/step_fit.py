@@ -181,7 +181,6 @@ class StepFit:
         return np.maximum(found, self._host)
 
     def _on(self, chip: str, values: Sequence[float]) -> dict[str, float]:
-        """The constants of a chip."""
         found = {c.name: v for c, v in zip(self.used, values, strict=True) if chip in c.chips}
         return found | ({GATHERED: found[HIDDEN]} if HIDDEN in found else {})
 

@@ -17,7 +17,7 @@ import numpy as np
 from costmodels.kernels.calls import FAR, SCALAR, Call, NoArrayFunctionError, Piece
 from mesh_tf_core.ir.array_functions import BINARY, UNARY
 from mesh_tf_core.ir.dtypes import FLOAT8, itemsize
-from mesh_tf_core.ir.kernel import At, Attending, Edge, LoopStep
+from mesh_tf_core.ir.kernel import At, LoopStep, WithoutLibraryKernels
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.kernels.contraction import MatMul, PairwiseEinsum
 
@@ -50,7 +50,7 @@ def calls(
 _FOLDED = 100 * 1024
 
 
-class Tally(PairwiseEinsum):
+class Tally(WithoutLibraryKernels, PairwiseEinsum):
     """The kernel protocol on `Piece`s; notes every call."""
 
     compares = False
@@ -222,12 +222,6 @@ class Tally(PairwiseEinsum):
         self.noted += self.noted[first:] * (n - 1)
         return state, [self._note("copy.concat", (n, *x.shape), x.dtype, x) for x in made]
 
-    def attention(self, a: Attending) -> None:
-        """None: the local engine has no such kernel."""
-
-    def attention_gradient(self, a: Attending, result: Piece, lse: Piece, dresult: Piece) -> None:
-        """None."""
-
     # -- made from nothing -----------------------------------------------------------------------------------
 
     def full(self, shape: Sequence[int], value: float, dtype: str) -> Piece:
@@ -285,11 +279,6 @@ class Tally(PairwiseEinsum):
         return self._note(
             "matmul.conv", shape, x.dtype, x, w, flops=flops, packed=(windows, weights, 0.0, 0.0)
         )
-
-    def padded_conv(
-        self, x: Piece, w: Piece, strides: Sequence[int], dilations: Sequence[int], edges: Sequence[Edge]
-    ) -> None:
-        return None
 
     def grouped(self, x: Piece, w: Piece, ids: Piece, groups: int) -> Piece:
         """As if all groups had as many rows."""

@@ -131,7 +131,7 @@ class _Fuser:
         self.context = GroupContext(program, fuses)
         self.items: list[tuple[FusionUnit, float]] = []
         self.casts: dict[int, int] = {}
-        loops = () if self.compiled else (i for i, _ in program.walk() if isinstance(i, Loop))
+        loops = () if self.compiled else program.every(Loop)
         self.terms = frozenset(term for loop in loops for term in cast_terms(program, loop))
         self.tables = frozenset[int]() if self.compiled else made_of_positions(program.outline)
 

@@ -374,8 +374,7 @@ def options_of(model: Model, options: Options | None, decided: dict[str, Any]) -
 def _idle(found: Evaluation, options: Options) -> list[str]:
     """That nothing goes in chunks beside products, where it was asked for."""
     asked = ",".join(sorted(options.collective_matmul))
-    sent = (i for i, _ in found.program.walk() if isinstance(i, Permute))
-    if not asked or any(i.rule == STEP for i in sent):
+    if not asked or any(i.rule == STEP for i in found.program.every(Permute)):
         return []
     return [
         f"--collective-matmul {asked} changes nothing here: no matmul with these dimensions has an "

@@ -115,7 +115,6 @@ def _hint(error: Any, context: typer.Context, words: Sequence[str], near: Sequen
 
 
 def _commands_with(option: str, context: typer.Context) -> list[str]:
-    """The other commands that have an option."""
     every: dict[str, Any] = getattr(context.find_root().command, "commands", {})
     return [
         name

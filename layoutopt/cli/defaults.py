@@ -195,7 +195,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _every_option(ctx: typer.Context) -> set[str]:
-    """The options of all commands."""
     commands = getattr(ctx.find_root().command, "commands", {})
     words = {word for each in commands.values() for param in each.params for word in param.opts}
     return {word for word in words if word.startswith("--")}

@@ -136,7 +136,6 @@ def _chips(hardware: str) -> str:
 
 
 def _own_form(plan: Plan) -> Library:
-    """The form of a plan's framework."""
     from costmodels.frameworks import DEFAULT, load_framework
     from mesh_tf_core.errors import UserError
 

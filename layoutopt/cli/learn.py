@@ -123,7 +123,6 @@ def _asked(line: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _priced(line: Mapping[str, str], machine_on: options.OnHardware, where: str) -> PricedLayout:
-    """The layout of a line, predicted."""
     from layoutopt.api.pricing import cost
     from mesh_tf_core.errors import UserError
 

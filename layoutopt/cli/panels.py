@@ -62,7 +62,6 @@ def _lines(command: Any, path: str) -> Iterator[str]:
 
 
 def _typed(param: Any) -> str:
-    """An option as it is typed."""
     return param.opts[0] if param.is_flag else f"{param.opts[0]} {param.metavar or param.name.upper()}"
 
 

@@ -62,9 +62,8 @@ class Dependencies:
         apart = stage_times(graph.outline())
         self.counts: dict[int, float] = {} if apart is None else dict(apart.nodes)
         live = {instr.origin.node for instr, _ in program.walk()}
-        loops = (instr for instr, _ in program.walk() if isinstance(instr, Loop))
-        self.stacks = {program.values[s.outer].tensor for loop in loops for s in loop.stacked}
-        local = (i for i, _ in program.walk() if isinstance(i, Local) and isinstance(i.op, StageStack))
+        self.stacks = {program.values[s.outer].tensor for loop in program.every(Loop) for s in loop.stacked}
+        local = (i for i in program.every(Local) if isinstance(i.op, StageStack))
         self.stacks.update(program.values[o].tensor for instr in local for o in instr.outputs)
         saved = {o for b in graph.blocks for o in b.saved.values()}
         # What stages stack may be added up before it is.

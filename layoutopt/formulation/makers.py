@@ -231,7 +231,6 @@ class OpCluster:
 
 
 def _about(nest: Collection[str], recompute: Policies) -> Policies:
-    """The policies about loops of a nest."""
     return frozenset([each.whole for each in recompute if each.dim in nest])
 
 

@@ -128,7 +128,7 @@ class ProgramPoints:
 
     def _carries(self) -> None:
         tensors = [value.tensor for value in self.program.values]
-        for loop in (instr for instr, _ in self.program.walk() if isinstance(instr, Loop)):
+        for loop in self.program.every(Loop):
             body = self.makers.nodes[loop.origin.node].body
             assert body is not None
             for carry, t in zip(loop.carried, body.carry_in, strict=False):
@@ -363,8 +363,7 @@ class ProgramPoints:
     def _last_reads(self) -> dict[int, int]:
         """A value that a loop stacks for backward -> the last point of the loop that reads it."""
         found = last_reads(self.program)
-        loops = (instr for instr, _ in self.program.walk() if isinstance(instr, Loop))
-        stacks = [(r.inner, r.outer) for loop in loops for r in loop.stacked]
+        stacks = [(r.inner, r.outer) for loop in self.program.every(Loop) for r in loop.stacked]
         kept = {i for i, o in stacks if o in self._stacked or self._tensor(o) in self._saved} & found.keys()
         for value in kept:
             self._edges[found[value] + 1].add(value)

@@ -161,7 +161,6 @@ class SecondRuns:
         return frozenset(found)
 
     def _runs_again(self, tensor: int, run: SecondRun) -> Block | None:
-        """The loop of a run in which a tensor is."""
         around = self.graph.around(self.graph.blocks[self.graph.tensor(tensor).block])
         return next((block for block in around if self._is_of(block, run.name)), None)
 
@@ -185,7 +184,6 @@ class SecondRuns:
         return tuple(found.values())
 
     def _moved(self, node: Node, tensors: Iterable[int]) -> list[int]:
-        """The tensors that a node may move."""
         return [t for t in tensors if moved_dims(node, t, self.graph, self.further)]
 
     def _made_twice(self, tensor: int, twin: int, recompute: Policies) -> bool:

@@ -53,6 +53,5 @@ def files(name: str) -> list[Path]:
 
 
 def _imports(text: str) -> list[str]:
-    """Names of the examples that a text imports from."""
     modules = [node.module or "" for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
     return [m.removeprefix(f"{FOLDER}.") for m in modules if m.startswith(f"{FOLDER}.")]

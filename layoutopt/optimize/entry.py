@@ -227,7 +227,6 @@ def _explained(
 
 
 def _plan_of(question: SearchQuestion, answer: _Answer) -> Plan:
-    """The plan of an answer, with what is beside it."""
     request, looked, limits = question.request, answer.looked, question.limits
     if answer.usual is not None:
         request = looked.request.like(clock=request.clock)

@@ -289,11 +289,8 @@ class Evaluation:
 
     def _one_hot(self) -> Iterator[str]:
         """The time of products that only choose, which other programs of the same model do not run."""
-        nodes = {
-            instr.origin.node
-            for instr, _ in self.program.walk()
-            if isinstance(instr, Local) and isinstance(instr.op, Einsum) and not instr.op.needed
-        }
+        every = self.program.every(Local)
+        nodes = {i.origin.node for i in every if isinstance(i.op, Einsum) and not i.op.needed}
         lines = [x for x in self.cost.lines if isinstance(x.item, Computed) and x.origin.node in nodes]
         total, step = sum(x.seconds * x.times for x in lines), self.cost.step_seconds
         if total >= CHOOSING * step:

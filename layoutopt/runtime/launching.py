@@ -215,7 +215,6 @@ def _there(checkpoint: Path | None) -> frozenset[tuple[str, int]]:
 
 
 def _without(command: Sequence[str], option: str) -> list[str]:
-    """The command without an option and its value."""
     before = ["", *command]
     return [
         word

@@ -383,7 +383,6 @@ class Answering:
         )
 
     def _chosen(self, size: SizeCandidate) -> SizeRow:
-        """Of one size."""
         question, rows = self.question, [r for r in self.rows if r.candidate is size]
         timely = self._timely(rows)
         if question.goal == "days":

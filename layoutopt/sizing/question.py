@@ -106,7 +106,6 @@ class SizingQuestion(Goal):
         return timing.tokens_per_second * self._seconds(timing.machine, timing.devices)
 
     def _seconds(self, machine: OfferedHardware, devices: int) -> float:
-        """Seconds that are given."""
         if self.money is None:
             assert self.days is not None
             return self.days * DAY

@@ -171,7 +171,7 @@ class Staged:
         program = lower(graph, self.machine.mesh, layout, results)
         engine = open_engine(program, self.machine.kind)
         engine.initialize()
-        written = [i.variable for i, _ in program.walk() if isinstance(i, WriteVariable)]
+        written = [i.variable for i in program.every(WriteVariable)]
         return TracedSignature(
             engine,
             result,

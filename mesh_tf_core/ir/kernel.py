@@ -150,6 +150,15 @@ class Kernel(Protocol):
         """Gradients of query, key and value by a kernel of the library's own; None if it has none."""
 
 
+class WithoutLibraryKernels:
+    """The functions of the protocol that a library may lack, for one that lacks all of them."""
+
+    def lacks(self, *operands: Any, **named: Any) -> None:
+        """None, whatever the operands."""
+
+    padded_conv = attention = attention_gradient = lacks
+
+
 BLOCKS = (512, 256, 128)
 """Queries and keys that attention on a TPU works on at once: the largest that divides. Larger blocks and
 their gradients do not fit in the fast memory of all generations."""

@@ -42,6 +42,8 @@ from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.outline import NO_OUTLINE, Outline
 from mesh_tf_core.ir.values import Instr, Origin, Value
 
+OneKind = TypeVar("OneKind", bound=Instr)
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -90,6 +92,10 @@ class Program:
         """Every instruction once (loops before their bodies), with how often it runs at most."""
         return _visited(self.code, 1, lambda loop: loop.dim.size)
 
+    def every(self, kind: type[OneKind]) -> Iterator[OneKind]:
+        """The instructions of a kind, each once."""
+        return (instr for instr, _ in self.walk() if isinstance(instr, kind))
+
     @property
     def used(self) -> set[str]:
         """The variables that a step reads or writes."""
@@ -112,12 +118,12 @@ class Program:
         They are never made: an iteration's part is added to its part of the sum (gradients of stacked layers,
         over microbatches), and a branch adds to the sum where it is taken.
         """
-        return {s: total for instr, _ in self.walk() if isinstance(instr, Loop) for s, total in _added(instr)}
+        return {s: total for loop in self.every(Loop) for s, total in _added(loop)}
 
     @cached_property
     def joined(self) -> Mapping[int, int]:
         """Parts of a value -> that value, in which they lie from the start (`PartialAccess.joins`)."""
-        found = (i for i, _ in self.walk() if isinstance(i, Local) and getattr(i.op, "joins", False))
+        found = (i for i in self.every(Local) if getattr(i.op, "joins", False))
         return {part: instr.outputs[0] for instr in found for part in instr.inputs}
 
     def share(self, loop: Loop, stack: int) -> tuple[int, float]:
@@ -153,7 +159,7 @@ class Program:
     @property
     def host_bytes(self) -> int:
         """Bytes that a device keeps in its host's memory: variables, and the stacks of loops."""
-        stacks = (s.outer for instr, _ in self.walk() if isinstance(instr, Loop) for s in instr.stacked)
+        stacks = (s.outer for loop in self.every(Loop) for s in loop.stacked)
         kept = [self.values[i] for i in stacks if self.values[i].host]
         kept += [s.value for s in self.variables.values() if s.host]
         return sum(v.local_bytes(self.mesh) for v in kept)

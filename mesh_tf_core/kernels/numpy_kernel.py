@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mesh_tf_core.ir.dtypes import FLOAT8
-from mesh_tf_core.ir.kernel import Attending, Edge, LoopStep
+from mesh_tf_core.ir.kernel import LoopStep, WithoutLibraryKernels
 from mesh_tf_core.kernels.array_kernel import ArrayKernel, Functions, libraries, np_dtype, wide
 
 A = Any
@@ -56,7 +56,7 @@ _UNARY: Functions = {
 _BINARY: Functions = {"div": lambda x, y: np.divide(x, y).astype(x.dtype)}
 
 
-class NumpyKernel(ArrayKernel):
+class NumpyKernel(WithoutLibraryKernels, ArrayKernel):
     """NumPy's implementation of `protocol.Kernel`."""
 
     compares = False
@@ -86,11 +86,6 @@ class NumpyKernel(ArrayKernel):
             cut = [slice(b, b + (n - 1) * s + 1, s) for b, n, s in zip(begin, sizes, strides, strict=True)]
             out += x[(slice(None), *cut)] @ w[tap]
         return out
-
-    def padded_conv(
-        self, x: A, w: A, strides: Sequence[int], dilations: Sequence[int], edges: Sequence[Edge]
-    ) -> None:
-        return None
 
     def cumsum(self, x: A, axis: int, exclusive: bool, reverse: bool) -> A:
         x_ = np.moveaxis(np.flip(wide(x), axis) if reverse else wide(x), axis, 0)
@@ -162,9 +157,3 @@ class NumpyKernel(ArrayKernel):
             state, made = step(i, state)
             parts.append(made)
         return state, [np.stack(same) for same in zip(*parts, strict=True)]
-
-    def attention(self, a: Attending) -> None:
-        return None
-
-    def attention_gradient(self, a: Attending, result: A, lse: A, dresult: A) -> None:
-        return None

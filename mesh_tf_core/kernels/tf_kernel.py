@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from mesh_tf_core.ir.array_functions import BINARY, REDUCE, UNARY
 from mesh_tf_core.ir.dtypes import FLOAT8
-from mesh_tf_core.ir.kernel import Attending, Edge, LoopStep
+from mesh_tf_core.ir.kernel import LoopStep, WithoutLibraryKernels
 from mesh_tf_core.kernels.array_kernel import library
 from mesh_tf_core.kernels.contraction import ContractionOperand, MatMul, PairwiseEinsum
 
@@ -104,7 +104,7 @@ _TOGETHER: dict[Callable[..., T], Callable[..., T]] = {}
 """Compiled functions of `TfKernel.together`."""
 
 
-class TfKernel(PairwiseEinsum):
+class TfKernel(WithoutLibraryKernels, PairwiseEinsum):
     """TensorFlow's implementation of `protocol.Kernel`, for traced functions and eager tensors."""
 
     compares = False
@@ -150,11 +150,6 @@ class TfKernel(PairwiseEinsum):
         steps = [1] * len(strides) if apart else list(strides)
         y = tf.nn.convolution(x, w, strides=steps, padding="VALID", dilations=list(dilations))
         return y[(slice(None), *(slice(None, None, s) for s in strides))] if apart else y
-
-    def padded_conv(
-        self, x: T, w: T, strides: Sequence[int], dilations: Sequence[int], edges: Sequence[Edge]
-    ) -> None:
-        return None
 
     def softmax(self, x: T, axis: int) -> T:
         if x.dtype.size == 2:
@@ -317,12 +312,6 @@ class TfKernel(PairwiseEinsum):
             lambda i, *_: i < n, body, start, parallel_iterations=1, maximum_iterations=n
         )
         return list(state), [s.stack() for s in stacks]
-
-    def attention(self, a: Attending) -> None:
-        return None
-
-    def attention_gradient(self, a: Attending, result: T, lse: T, dresult: T) -> None:
-        return None
 
 
 def _places(x: T) -> T:

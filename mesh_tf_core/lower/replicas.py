@@ -147,8 +147,8 @@ def _met(graph: Graph, inner: Placement, options: Options, check: bool) -> Progr
 
 def check_alone(program: Program, axis: str) -> None:
     """ProgramError if something crosses an axis."""
-    for instr, _ in program.walk():
-        if isinstance(instr, Collective) and axis in instr.axes:
+    for instr in program.every(Collective):
+        if axis in instr.axes:
             raise ProgramError(
                 f"{instr.text()} {instr.origin.scope}: replicas along {axis!r} must not communicate "
                 "within a step"
@@ -158,8 +158,8 @@ def check_alone(program: Program, axis: str) -> None:
 def check_meeting(program: Program, diloco: DiLoCo) -> None:
     """ProgramError if something else crosses the axis than a sum of the variables, or, of few bits, codes and
     their scales."""
-    for instr, _ in program.walk():
-        if not isinstance(instr, Collective) or diloco.axis not in instr.axes:
+    for instr in program.every(Collective):
+        if diloco.axis not in instr.axes:
             continue
         dtypes = {program.values[i].dtype for i in instr.inputs}
         summed = isinstance(instr, AllReduce) and instr.combine == "sum"

@@ -38,7 +38,7 @@ from mesh_tf_core.lower.nodes import stored_tensors
 
 def start_and_done(program: ir.Program) -> ir.Program:
     """Applies the rules of the module's text."""
-    if not any(isinstance(instr, ir.Message) for instr, _ in program.walk()):
+    if next(program.every(ir.Message), None) is None:
         return program
     return replace(program, code=_Placing(program).block(program.code, False))
 

@@ -136,7 +136,7 @@ class _Sums(ProgramRewriter):
     @cached_property
     def sliced(self) -> set[int]:
         """What is sliced."""
-        return {i for instr, _ in self.program.walk() if isinstance(instr, Slice) for i in instr.inputs}
+        return {i for instr in self.program.every(Slice) for i in instr.inputs}
 
     def summed(self, code: Sequence[Instr]) -> tuple[list[Instr], dict[int, AllReduce]]:
         """The rewritten code, and the sums in it by result."""

@@ -110,7 +110,6 @@ def _find_predicted_measured(plan: PlanFile) -> str:
 
 
 def _tell_predicted_measured(plan: PlanFile) -> str:
-    """The summary and the first rows in words."""
     rows = (plan.details.validation or Validation()).timed
     return f"{_find_predicted_measured(plan)}. {'; '.join(_said(r, r.layout) for r in rows[:24])}."
 
@@ -180,7 +179,6 @@ def _find_calibration(plan: PlanFile) -> str:
 
 
 def _tell_calibration(plan: PlanFile) -> str:
-    """Every panel in words."""
     told = [
         f"{what}: {plural(len(s), 'measurement')}, median error {percent(typical(s) or 0.0)}"
         for what, s in _groups(plan)

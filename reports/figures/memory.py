@@ -58,7 +58,6 @@ def _memory_bar(row: Ranked, limit: float | None) -> Bar:
 
 
 def _find_memory_by_layout(plan: PlanFile) -> str:
-    """The finding in one sentence."""
     limit, peak = plan.memory_limit, plan.predicted.peak_memory_bytes
     if limit is None:
         return (
@@ -77,7 +76,6 @@ def _find_memory_by_layout(plan: PlanFile) -> str:
 
 
 def _tell_memory_by_layout(plan: PlanFile) -> str:
-    """Every bar in words."""
     told = [
         f"{'this plan' if r.is_answer else r.names}: {bytes_text(r.choice.predicted.peak_memory_bytes)}"
         for r in ranked(plan)[:MOST_LAYOUTS]
@@ -195,7 +193,6 @@ def _find_memory_timeline(plan: PlanFile) -> str:
 
 
 def _tell_memory_timeline(plan: PlanFile) -> str:
-    """The timeline's phases and the peak in words."""
     found = plan.details.memory
     if found is None or not found.points:
         return "No memory timeline."

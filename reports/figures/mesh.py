@@ -157,7 +157,6 @@ def _find_mesh(plan: PlanFile) -> str:
 
 
 def _tell_mesh(plan: PlanFile) -> str:
-    """The mesh in words."""
     axes = []
     for axis, size in plan.mesh.items():
         sent = plan.predicted.communication_bytes_per_device.get(axis)

@@ -62,7 +62,6 @@ def _find_matrix(plan: PlanFile) -> str:
 
 
 def _tell_matrix(plan: PlanFile) -> str:
-    """Every split in words."""
     rows = dimension_rows(plan)
     split = [f"{r.name} over {' and '.join(r.axes)}" for r in rows if r.axes][:40]
     return (
@@ -109,7 +108,6 @@ def _find_pieces(plan: PlanFile) -> str:
 
 
 def _tell_pieces(plan: PlanFile) -> str:
-    """Every drawn variable in words."""
     told = [
         f"{v.name}{f' (× {v.alike})' if v.alike > 1 else ''}, {shape_text(v)}, {split_text(v)}: "
         f"{bytes_text(v.local_bytes)} of {bytes_text(v.bytes)}"

@@ -78,7 +78,6 @@ def _time_bar(row: Ranked) -> Bar:
 
 
 def _find_step_time(plan: PlanFile) -> str:
-    """The finding in one sentence."""
     p = plan.predicted
     share = percent(p.exposed_communication_seconds / p.step_seconds) if p.step_seconds else percent(0)
     text = f"Exposed communication takes {share} of the step"
@@ -92,7 +91,6 @@ def _find_step_time(plan: PlanFile) -> str:
 
 
 def _tell_step_time(plan: PlanFile) -> str:
-    """Every bar in words."""
     told = []
     for row in ranked(plan)[:MOST_LAYOUTS]:
         name = "this plan" if row.is_answer else row.names
@@ -195,7 +193,6 @@ def _find_time_by_kind(plan: PlanFile) -> str:
 
 
 def _tell_time_by_kind(plan: PlanFile) -> str:
-    """Every layout's kinds in words."""
     told = []
     for name, share in _columns(plan):
         parts = [
@@ -245,7 +242,6 @@ def _find_operations(plan: PlanFile) -> str:
 
 
 def _tell_operations(plan: PlanFile) -> str:
-    """Every bar in words."""
     told = [
         f"{w.name} {w.phase}: {seconds_text(w.compute)} compute, "
         f"{seconds_text(w.exposed)} exposed communication"

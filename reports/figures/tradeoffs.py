@@ -118,7 +118,6 @@ def _against(point: OnFrontier, plan: PlanFile) -> str:
 
 
 def _tell_frontier(plan: PlanFile) -> str:
-    """Every point in words."""
     told = []
     for p in choices.frontier(plan)[:30]:
         mark = " (this plan)" if p.is_answer else ""
@@ -201,7 +200,6 @@ def _find_sensitivity(plan: PlanFile) -> str:
 
 
 def _tell_sensitivity(plan: PlanFile) -> str:
-    """Every point in words."""
     letters = layout_letters(plan)
     told = []
     for one in plan.details.sensitivity:

@@ -65,7 +65,7 @@ class Compiler:
         """One sentence for every reason why attention is priced as a library's kernel although no library has
         one for it (`mesh_tf_core.kernels.libraries`), in order; none if the libraries are not known."""
         found: dict[str, dict[str, None]] = {}
-        every = (i for i, _ in program.walk() if isinstance(i, Local)) if self.library else ()
+        every = program.every(Local) if self.library else ()
         for instr, op in ((i, i.op) for i in every if isinstance(i.op, AnyAttention)):
             if reason := lacks_kernel(op.laid(*map(program.local, instr.inputs)), self.library):
                 found.setdefault(reason, {})[instr.origin.scope] = None

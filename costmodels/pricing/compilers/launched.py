@@ -89,8 +89,8 @@ class EagerLaunch(HostLaunched):
 
     def parts(self, program: Program) -> Mapping[int, int]:
         """Rule (4)."""
-        loops = (i for i, _ in program.walk() if isinstance(i, Loop))
-        sums = {program.added.get(result.outer, result.outer) for loop in loops for result in loop.stacked}
+        results = (result.outer for loop in program.every(Loop) for result in loop.stacked)
+        sums = {program.added.get(result, result) for result in results}
         return {i: program.values[i].shape.sizes[0] for i in (program.joined.get(sum, sum) for sum in sums)}
 
     def stacked(self, program: Program, loop: Loop) -> Iterator[tuple[Unit, float]]:

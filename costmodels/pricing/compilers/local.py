@@ -90,7 +90,7 @@ class OneProcess(MeasuredLocalEngine):
             yield from super().stacked(program, loop)
 
     def parts(self, program: Program) -> Mapping[int, int]:
-        loops = [instr for instr, _ in program.walk() if isinstance(instr, Loop)]
+        loops = [*program.every(Loop)]
         whole = frozenset[int]().union(*map(program.longer, loops))
         made = ((stack.outer, loop.dim.size) for loop in loops for stack in loop.stacked)
         return {outer: parts for outer, parts in made if outer not in whole}
