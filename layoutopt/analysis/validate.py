@@ -43,6 +43,7 @@ from mesh_tf_core.engines import Cluster
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.kernels.array_kernel import np_dtype
 from mesh_tf_core.model import Model
 
 TRIES = 50
@@ -301,7 +302,5 @@ def run(
 def zeros(model: Model) -> dict[str, Any]:
     """A batch of zeros: name of an input -> array of its whole shape."""
     import numpy as np
-
-    from mesh_tf_core.kernels.array_kernel import np_dtype
 
     return {name: np.zeros(t.shape.sizes, np_dtype(t.dtype)) for name, t in model.graph.inputs.items()}

@@ -44,6 +44,7 @@ from mesh_tf_core.ir.program import (
     ReduceScatter,
     gathers,
 )
+from mesh_tf_core.kernels.array_kernel import np_dtype
 from mesh_tf_core.ops.experts import ToExperts
 from mesh_tf_core.ops.grouped import GroupedOuter, GroupedProduct
 
@@ -292,7 +293,6 @@ def _tiled(name: str, of: Quantity) -> bool:
     )
     if not (product or outer) or of.matmul_dims is None:
         return False
-    from mesh_tf_core.kernels.array_kernel import np_dtype
     from mesh_tf_core.kernels.jax_experts import tiles
 
     m, n, k, groups = of.matmul_dims

@@ -21,6 +21,7 @@ from layoutopt.plan.units import layout_text, mesh_option, percent, signed_perce
 from reports.views.view import BYTES, FLAG, RULES, SECONDS, SHARE, WHOLE, Cell, Column, Kind, View
 
 if TYPE_CHECKING:
+    from layoutopt.api.comparing import LayoutCandidates
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.build import Plan
     from mesh_tf_core.model import Model
@@ -107,10 +108,6 @@ def show_ways(terminal: Terminal, plan: Plan) -> None:
         "parameter."
     )
     terminal.show(law)
-
-
-if TYPE_CHECKING:
-    from layoutopt.api.comparing import LayoutCandidates
 
 
 @grouped

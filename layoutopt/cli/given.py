@@ -19,7 +19,12 @@ from layoutopt.cli.plans import load_with_plan, open_plan, say_damage
 from layoutopt.space.option import Option, listed
 
 if TYPE_CHECKING:
+    from costmodels.hardware import Hardware
+    from layoutopt.models.loading import Loaded
+    from layoutopt.optimize.evaluation import Evaluation
+    from layoutopt.plan.build import Plan
     from layoutopt.space.decisions import SearchSpace
+    from mesh_tf_core import Layout, Mesh, Options
 
 MaxAxesOption = Annotated[
     int,
@@ -92,14 +97,6 @@ def _options(names_axes: bool) -> Any:
 
 
 OnMesh, OnAnyMesh = _options(True), _options(False)
-
-
-if TYPE_CHECKING:
-    from costmodels.hardware import Hardware
-    from layoutopt.models.loading import Loaded
-    from layoutopt.optimize.evaluation import Evaluation
-    from layoutopt.plan.build import Plan
-    from mesh_tf_core import Layout, Mesh, Options
 
 
 class ByHand:

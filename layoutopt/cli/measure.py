@@ -24,7 +24,9 @@ from layoutopt.cli.terminal import Terminal, facts, layout_text
 from layoutopt.plan.units import bytes_text, seconds_text, throughput_text
 
 if TYPE_CHECKING:
+    from layoutopt.models.loading import Loaded
     from layoutopt.optimize.evaluation import Evaluation
+    from mesh_tf_core.training import Trainer
 
 TRACED = 3
 """Steps that are recorded."""
@@ -108,12 +110,6 @@ class Trace:
         steps, begin = measured(recorded(place))
         write_file(place / NAME, written([*predicted(found, begin), *steps], packed=True), "--trace")
         self._terminal.say(f"wrote the trace to {place / NAME}; open it at https://ui.perfetto.dev")
-
-
-if TYPE_CHECKING:
-    from layoutopt.models.loading import Loaded
-    from layoutopt.optimize.evaluation import Evaluation
-    from mesh_tf_core.training import Trainer
 
 
 BATCHES = 100

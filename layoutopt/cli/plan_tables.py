@@ -20,9 +20,11 @@ from layoutopt.plan.covered import listed
 from layoutopt.plan.machine_details import errors_known, sure
 from layoutopt.plan.schema import ANSWER, Alternative
 from layoutopt.plan.units import bytes_text, layout_text, seconds_text, share_text, used_text
+from layoutopt.space.allow import allowed_text
 from layoutopt.space.objective import Objective
 from layoutopt.space.undivided import few
 from mesh_tf_core.lower.placement import KEEP
+from mesh_tf_core.lower.storage import STAGES
 from reports.views import facts as told
 from reports.views.curves import factor_value
 from reports.views.layouts import frontier, layouts
@@ -42,15 +44,19 @@ from reports.views.view import (
 )
 
 if TYPE_CHECKING:
+    from costmodels.hardware import Hardware
     from layoutopt.analysis.explain import Difference, WhatIfAnswer
     from layoutopt.analysis.keeping import Keeping
     from layoutopt.analysis.sensitivity import SensitivityCurve, SensitivityTrial
     from layoutopt.api.explaining import Conditions, Explained
     from layoutopt.optimize.evaluation import Evaluation
     from layoutopt.plan.build import Plan
+    from layoutopt.plan.decided import Decided
     from layoutopt.plan.details import Robustness
     from layoutopt.plan.results import Placed
     from layoutopt.space.undivided import Undivided
+    from mesh_tf_core.model import Model
+    from reports.views.view import View
 
 
 def show_conditions(terminal: Terminal, plan: Plan, found: Conditions) -> None:
@@ -205,7 +211,6 @@ def show_against(
 def show_explained(terminal: Terminal, planned: Planned, found: Explained) -> None:
     """Shows all that `explain` found."""
     from layoutopt.api.explaining import peak_text
-    from layoutopt.space.allow import allowed_text
 
     evaluation, own, limit = found.evaluation, found.plan.data, planned.limit
     said = "; ".join(found.disagreements)
@@ -271,18 +276,9 @@ def _binds(found: Explained) -> str:
 
 def _whole(found: Planned, evaluation: Evaluation) -> tuple[Undivided, ...]:
     """Variables that the plan's search could not store split."""
-    from mesh_tf_core.lower.storage import STAGES
-
     stages = [stage for stage in STAGES[1:] if stage in found.plan.allowed.storage]
     return evaluation.left_whole(stages[-1]) if stages else ()
 
-
-if TYPE_CHECKING:
-    from costmodels.hardware import Hardware
-    from layoutopt.plan.build import Plan
-    from layoutopt.plan.decided import Decided
-    from mesh_tf_core.model import Model
-    from reports.views.view import View
 
 Fits = Callable[[float], str]
 """fits(peak memory) -> 'yes', 'barely' or 'no'."""
@@ -337,8 +333,6 @@ def verdicts(plan: Plan, fits: Fits) -> dict[str, str]:
 def decided_rows(said: Decided, model: Model | None) -> list[tuple[str, str]]:
     """Rows of the decisions besides the layout, and of variables that keep the layout's storage although
     others do not."""
-    from layoutopt.space.undivided import few
-
     found = said.listed()
     known = model.graph.variables.items() if model is not None and said.storage else ()
     whole = [name for name, v in known if (v.trainable or v.own_storage) and name not in said.storage]

@@ -12,6 +12,7 @@ import typer
 
 from layoutopt.cli.options import THIS_MACHINE
 from layoutopt.cli.terminal import Terminal
+from layoutopt.plan.units import layout_text
 
 LEFT_OUT = {"as_json", "quiet", "report"}
 """Parameters that are about how a result is shown."""
@@ -63,8 +64,6 @@ def _word(value: Any) -> str:
 
 
 if TYPE_CHECKING:
-    import typer
-
     from layoutopt.models.loading import Loaded
     from layoutopt.optimize.infeasible import Diagnosis, Smaller
     from layoutopt.plan.details import Repair
@@ -76,7 +75,6 @@ def repairs_of(found: Diagnosis, context: typer.Context) -> tuple[Repair, ...]:
     """The repairs as plans list them; `context`: of the command that was typed."""
     from layoutopt.plan.build import axes_of
     from layoutopt.plan.details import Repair
-    from layoutopt.plan.units import layout_text
 
     made = []
     for each in found.repairs:

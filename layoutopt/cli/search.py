@@ -15,7 +15,7 @@ from layoutopt.cli.exits import tell
 from layoutopt.cli.given import Allowed, MaxAxesOption, OnMesh
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.progress import Bounds
-from layoutopt.cli.repairs import command_line
+from layoutopt.cli.repairs import command_line, refusal, repairs_of, show_repairs, smaller_batch
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.training_cost import PriceOption, TokensOption, read_prices, read_tokens, training_cost
 from layoutopt.plan.units import bytes_text, seconds_text
@@ -115,8 +115,6 @@ def search(
                 else:
                     kept.plan = find(loaded.model, **where, **asked, **more)
         except NoLayoutError as error:
-            from layoutopt.cli.repairs import refusal, repairs_of, show_repairs
-
             diagnosis = _diagnosed(terminal, clock, loaded, error)
             found = repairs_of(diagnosis, typed)
             refused = refusal(error, diagnosis, found, output.as_json)
@@ -213,7 +211,6 @@ def _detailed(
 
 def _diagnosed(terminal: Terminal, clock: Clock, loaded: Loaded, error: NoLayoutError) -> Diagnosis:
     """Why nothing fits, and what would help, as far as that is known in time."""
-    from layoutopt.cli.repairs import smaller_batch
     from layoutopt.optimize.infeasible import Diagnosis
 
     found, diagnose = [Diagnosis((), ())], error.diagnose

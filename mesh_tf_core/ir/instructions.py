@@ -47,13 +47,9 @@ class Message(Instr):
     pipelined: bool = field(default=False, kw_only=True)
     name: ClassVar[str]
 
-    def parameters(self) -> str:
-        """The text in brackets after the instruction's name."""
-        return ""
-
     def text(self) -> str:
         if not self.rule:
-            return f"{self.name}({self.parameters()})" if self.parameters() else self.name
+            return Instr.text(self)
         how = ", ".join([self.rule, *["pipelined"] * self.pipelined])
         return f"{self.name}_start({'; '.join(filter(None, (self.parameters(), how)))})"
 
@@ -84,14 +80,11 @@ class Collective(Message):
 
     axes: Axes
     part: ClassVar[bool] = False
-
-    @property
-    def sums(self) -> bool:
-        return False
+    sums: ClassVar[bool] = False
 
     def resplits(self) -> Mapping[str, tuple[int, Axes]]:
         """Dimension -> (1, axes that split it further afterwards), or (-1, axes that no longer do)."""
-        raise NotImplementedError
+        return {}
 
     @staticmethod
     def sent(n: int) -> float:
@@ -113,11 +106,8 @@ class AllReduce(Collective):
     name = "all_reduce"
 
     @property
-    def sums(self) -> bool:
+    def sums(self) -> bool:  # type: ignore[override]
         return self.combine == "sum"
-
-    def resplits(self) -> Mapping[str, tuple[int, Axes]]:
-        return {}
 
     @staticmethod
     def sent(n: int) -> float:
@@ -134,10 +124,7 @@ class ReduceScatter(Collective):
     dim: str = ""
 
     name = "reduce_scatter"
-
-    @property
-    def sums(self) -> bool:
-        return True
+    sums = True
 
     def resplits(self) -> Mapping[str, tuple[int, Axes]]:
         return {self.dim: (1, self.axes)}
@@ -203,9 +190,6 @@ class Permute(Collective):
 
     name = "permute"
 
-    def resplits(self) -> Mapping[str, tuple[int, Axes]]:
-        return {}
-
     @staticmethod
     def sent(n: int) -> float:
         return 1.0
@@ -251,8 +235,8 @@ class Slice(Instr):
     dim: str
     axes: Axes
 
-    def text(self) -> str:
-        return f"slice({'+'.join(self.axes)}, {self.dim})"
+    def parameters(self) -> str:
+        return f"{'+'.join(self.axes)}, {self.dim}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +245,8 @@ class Input(Instr):
 
     feed: str
 
-    def text(self) -> str:
-        return f"input({self.feed})"
+    def parameters(self) -> str:
+        return self.feed
 
 
 @dataclass(frozen=True, slots=True)

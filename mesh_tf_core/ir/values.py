@@ -101,6 +101,10 @@ class Instr:
     def name(self) -> str:
         return type(self).__name__.lower()
 
+    def parameters(self) -> str:
+        """The text in brackets after its name."""
+        return ""
+
     def text(self) -> str:
         """Name and parameters."""
-        return self.name
+        return f"{self.name}({self.parameters()})" if self.parameters() else self.name

@@ -1,5 +1,6 @@
 """Optimizers: frozen descriptions that add update operations to a graph."""
 
+from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.optimizers.adafactor import Adafactor
 from mesh_tf_core.optimizers.adam import Adam
 from mesh_tf_core.optimizers.base import SGD, LossScale, Optimizer
@@ -29,8 +30,6 @@ def by_name(
         step. 0: the rate is constant.
       moments: element type of Adam's averages.
     """
-    from mesh_tf_core.errors import UserError, known_names
-
     known = {"sgd": SGD, "adam": Adam, "adafactor": Adafactor}
     if name not in known:
         raise UserError(f"unknown optimizer {name!r}; {known_names(name, known)}")
