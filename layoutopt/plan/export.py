@@ -68,14 +68,10 @@ def _dims(tensor: ExportedTensor) -> str:
 def _mesh_tensorflow(what: Exported) -> str:
     _single(what.layout.items(), "mesh-tensorflow")
     rules = ";".join(f"{name}:{axes[0]}" for name, axes in what.layout.items())
-    lines = [f"mesh_shape = {_quoted(str(what.mesh))}", f"layout = {_quoted(rules)}"]
+    mesh, layout = (json.dumps(text, ensure_ascii=False) for text in (str(what.mesh), rules))
+    lines = [f"mesh_shape = {mesh}", f"layout = {layout}"]
     more = _beside(what, "mtf.recompute_grad", "num_splits of mtf.serialize_training_step")
     return "\n".join([*lines, *more, ""])
-
-
-def _quoted(text: str) -> str:
-    """A text as Python writes it, between double quotes."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _beside(

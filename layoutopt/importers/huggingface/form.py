@@ -314,14 +314,10 @@ class Form:
         if not self.factors:
             return (1.0, 1.0), (added, added)
         of = "linear" if kind == LINEAR else "full"
-        kept, new = (
-            [
-                fields.number(fields.first(f"{n}_{f}_factor", f"layernorm_{m}_{f}"), 1.0)
-                for n, m in ((f"{of}_attn", f"{of}_attention"), ("mlp", "mlp"))
-            ]
-            for f in ("alpha", "beta")
-        )
-        return (kept[0], kept[1]), (new[0], new[1])
+        names = ((f"{of}_attn", f"{of}_attention"), ("mlp", "mlp"))
+        said = [(f"{n}_{f}_factor", f"layernorm_{m}_{f}") for f in ("alpha", "beta") for n, m in names]
+        found = [fields.number(fields.first(*each), 1.0) for each in said]
+        return (found[0], found[1]), (found[2], found[3])
 
 
 def varied(fields: Fields, width: int, layer: LayerKind, block: Any) -> LayerKind:

@@ -94,12 +94,9 @@ class OptimizerStep:
         if "state" not in roles:
             return None
         found = jax.eval_shape(self.applied, params, *rest)
-        if not isinstance(found, tuple | list) or len(found) < 2:
-            return None
-        _, auxiliary = found
+        auxiliary = found[1] if isinstance(found, tuple | list) and len(found) > 1 else None
         at = roles.index("state")
-        new = new_state(auxiliary, rest[at])
-        if new is None:
+        if (new := new_state(auxiliary, rest[at])) is None:
             return None
         where = jax.tree_util.tree_map(
             lambda x: given[at] if x is new else None, auxiliary, is_leaf=lambda x: x is new
@@ -255,10 +252,8 @@ def saved_values(graph: Graph, origin: ImportedFunction, recompute: Policies) ->
 
 def _named_so(tensor: int, graph: Graph) -> int:
     """What a tensor is another name of."""
-    node = graph.producer.get(tensor)
-    while node is not None and node.op.free and node.inputs:
+    while (node := graph.producer.get(tensor)) is not None and node.op.free and node.inputs:
         tensor = node.inputs[0]
-        node = graph.producer.get(tensor)
     return tensor
 
 

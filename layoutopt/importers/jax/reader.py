@@ -25,7 +25,7 @@ from layoutopt.importers.arrays.contract import (
 )
 from layoutopt.importers.arrays.mixtures import sorts_left, without_sorts
 from layoutopt.importers.arrays.model import KEEPS
-from layoutopt.importers.jax.internals import jax_module, type_of, without_dead
+from layoutopt.importers.jax.internals import is_literal, jax_module, type_of, without_dead
 from layoutopt.importers.jax.replay import RANDOM, Site, interpret
 
 REMAT = ("remat2", "checkpoint", "remat")
@@ -65,9 +65,6 @@ class JaxprReader:
 
     def __init__(self, jax: Any) -> None:
         self.jax = jax
-        import jax.extend.core as core
-
-        self.core = core
         self.notes: dict[str, None] = {}
         self._inside = 0
         self._made: list[Equation] = []
@@ -152,9 +149,9 @@ class JaxprReader:
     def _custom(self, made: Equation, site: Site) -> None:
         """The body of a function, and its own derivative for the operands with fractions."""
         jax, eqn, inner = self.jax, site.eqn, site.inner
-        from jax.extend.core import jaxpr_as_fun
+        from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-        closed = self.core.ClosedJaxpr(self._alone(eqn, inner), ())
+        closed = ClosedJaxpr(self._alone(eqn, inner), ())
         function = jaxpr_as_fun(closed)
         types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
 
@@ -189,7 +186,7 @@ class JaxprReader:
         if real:
             forward = jax.make_jaxpr(lambda *xs: differentiated(xs)[0])(*types)
         else:
-            forward = self._primal(eqn, inner, closed)
+            forward = self._primal(eqn, inner, closed, types)
         # Nobody differentiates these once more: what they call is its plain body.
         self._inside += 1
         made.body = self.block(forward, ins, made.scope, made.where)
@@ -198,12 +195,12 @@ class JaxprReader:
 
     def _alone(self, eqn: Any, inner: Any) -> Any:
         """A jaxpr of one call alone."""
-        seen = dict.fromkeys(v for v in eqn.invars if not isinstance(v, self.core.Literal))
+        seen = dict.fromkeys(v for v in eqn.invars if not is_literal(v))
         return inner.jaxpr.replace(
             constvars=[], invars=list(seen), outvars=list(eqn.outvars), eqns=[eqn], effects=eqn.effects
         )
 
-    def _primal(self, eqn: Any, inner: Any, closed: Any) -> Any:
+    def _primal(self, eqn: Any, inner: Any, closed: Any, types: Sequence[Any]) -> Any:
         """The call's own body as a function of the variables of `closed`."""
         from jax.extend.core import jaxpr_as_fun
 
@@ -211,12 +208,9 @@ class JaxprReader:
 
         def call(*xs: Any) -> Any:
             given = dict(zip(map(id, closed.jaxpr.invars), xs, strict=True))
-            literal = self.core.Literal
-            return body(*(v.val if isinstance(v, literal) else given[id(v)] for v in eqn.invars))
+            return body(*(v.val if is_literal(v) else given[id(v)] for v in eqn.invars))
 
-        return self.jax.make_jaxpr(call)(
-            *(self.jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars)
-        )
+        return self.jax.make_jaxpr(call)(*types)
 
 
 def _flattened(equations: Sequence[Equation]) -> None:

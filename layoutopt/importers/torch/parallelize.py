@@ -275,16 +275,14 @@ def _styles(module: Any, ranks: PlanRanks, exits: Mapping[str, int]) -> Iterator
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    (_, summed), seen = linear_dims(module, ranks.parameters), set[int]()
+    (_, summed), seen = linear_dims(module, ranks.parameters), set[Any]()
     for path, array in ranks.parameters.items():
         owner, _, own = path.rpartition(".")
-        axes = ranks.read(array)
-        if own != "weight" or not any(axes) or not holds(module, path):
+        axes, part = ranks.read(array), module.get_submodule(owner)
+        if own != "weight" or not any(axes) or not holds(module, path) or part in seen:
             continue
-        if id(module.get_submodule(owner)) in seen:
-            continue
-        seen.add(id(module.get_submodule(owner)))
-        if isinstance(module.get_submodule(owner), torch.nn.Embedding):
+        seen.add(part)
+        if isinstance(part, torch.nn.Embedding):
             # A bias of each head is added to the scores of the rank's heads.
             output = Shard(-1) if summed & {*array.axes[1]} else Replicate()
             rows = RowwiseParallel(input_layouts=Replicate())

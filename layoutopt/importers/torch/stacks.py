@@ -69,9 +69,8 @@ def layers_of(module: Any, parameters: Mapping[str, ArrayAxes], graph: Graph) ->
         same = _alike(parts)
         for names in parts:
             layer = ".".join(names[: same + 1])
-            if same < len(names) - 1 and not isinstance(
-                module.get_submodule(layer), nn.ModuleList | nn.ModuleDict
-            ):
+            kind = module.get_submodule(layer)
+            if same < len(names) - 1 and not isinstance(kind, nn.ModuleList | nn.ModuleDict):
                 found[layer] = graph.variables[variable].shape.names[0]
     return found
 
@@ -158,11 +157,9 @@ class PassingHooks:
         return found
 
     def _notes(self, layer: Any, args: Any, kwargs: Any) -> None:
-        map_first(self.carries, self._note, (args, kwargs))
-
-    def _note(self, x: Any) -> Any:
-        self.local = x.shape[self.axis]
-        return x
+        leaves = torch_module().utils._pytree.tree_leaves((args, kwargs))
+        if (x := next(filter(self.carries, leaves), None)) is not None:
+            self.local = x.shape[self.axis]
 
     def _last(self, layer: Any, given: Any, out: Any) -> Any:
         return map_first(self.carries, self.whole, out)
