@@ -98,10 +98,7 @@ def _but_nan(m: Equations, v: Type, a: Operand, b: Operand, prim: str) -> Operan
 
 
 def _comparison(prim: str) -> AtenRule:
-    def write(m: Equations, v: Type, a: Scalar, b: Scalar) -> Operand:
-        return m.binary(prim, a, b, wider(a, b), "bool")
-
-    return write
+    return lambda m, v, a, b: m.binary(prim, a, b, wider(a, b), "bool")
 
 
 def wider(*given: Scalar) -> str:

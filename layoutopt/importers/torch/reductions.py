@@ -14,12 +14,9 @@ from layoutopt.importers.torch.indexing import moved
 
 
 def _reduction(prim: str) -> AtenRule:
-    def write(
-        m: Equations, v: Type, x: Operand, dim: Any = None, keepdim: bool = False, **more: Any
-    ) -> Operand:
-        return m.reduced(prim, m.cast(x, v.dtype), dims_of(dim, len(x.shape)), keepdim)
-
-    return write
+    return lambda m, v, x, dim=None, keepdim=False, **more: m.reduced(
+        prim, m.cast(x, v.dtype), dims_of(dim, len(x.shape)), keepdim
+    )
 
 
 _REDUCTIONS = {"sum": "sum", "amax": "max", "amin": "min", "any": "or", "all": "and", "prod": "prod"}
