@@ -88,8 +88,7 @@ def _never_none(kind: type[Data]) -> frozenset[str]:
 
 
 def wrong(said: str, *at: str | int) -> PydanticCustomError:
-    """The error that a validator raises: the trouble in words, with the path of its field from the object
-    checked."""
+    """The error that a validator raises: the trouble in words, and the path of its field in the object."""
     return PydanticCustomError("wrong", "{said}", {"said": said, "at": at})
 
 

@@ -105,8 +105,7 @@ def _lies(placed: MeshPlacement, axis: str) -> Iterator[str]:
 
 
 def calibration_details(machine: Hardware) -> CalibrationEvidence | None:
-    """The part `calibration`: every measurement of a calibrated profile beside its fit; None for other
-    hardware."""
+    """The part `calibration`: each measurement of a calibrated profile beside its fit; None for others."""
     if machine.calibration is None:
         return None
     from costmodels.calibration.residuals import residuals

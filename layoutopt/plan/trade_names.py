@@ -1,5 +1,4 @@
-"""The usual names for the use of each axis of a mesh: data, FSDP, tensor, sequence, context, expert or
-pipeline."""
+"""Usual names for the use of each mesh axis: data, FSDP, tensor, sequence, context, expert or pipeline."""
 
 from __future__ import annotations
 

@@ -386,8 +386,7 @@ def _dtype(found: Configuration) -> str:
 
 
 def _random(model: Model, split: str) -> Iterator[dict[str, np.ndarray]]:
-    """Random numbers for every input: enough for times and memory, and for a loss that is a number; nothing
-    is learned from them."""
+    """Random numbers for every input: enough for times, memory and a loss; nothing is learned from them."""
     rng, inputs, dims = np.random.default_rng(len(split)), model.graph.inputs, model.graph.dims()
     while True:
         yield {

@@ -204,8 +204,7 @@ class Fields:
         return self.parts.setdefault(name, Fields(values, f"{self.source}: {name}", sizes, idle=self.idle))
 
     def finish(self, ignored: Sequence[str] = ()) -> None:
-        """UserError for fields that no reader used, here or inside others, unless they are off (null, false,
-        0 or empty)."""
+        """UserError for fields that no reader used, here or inside others, unless they are off or empty."""
         read, every = {*self.asked, *self.idle} - self.others.keys(), {**self.values, **self.others}
         left = [
             n

@@ -66,7 +66,7 @@ def chunked(fields: Fields, count: int) -> Sequence[str]:
 
 def mimo(fields: Fields, count: int) -> Sequence[str]:
     """MiMo: windows where `hybrid_layer_pattern` has a 1."""
-    listed = fields.listed("hybrid_layer_pattern") or [int(i > 0 and (i + 1) % 6 > 0) for i in range(count)]
+    listed = fields.listed("hybrid_layer_pattern") or [i > 0 and (i + 1) % 6 > 0 for i in range(count)]
     return [SLIDING if i else FULL for i in listed]
 
 

@@ -45,8 +45,7 @@ class SharingAttention(SelfAttention):
 
 
 def share_keys(mixers: Sequence[Any], kinds: Sequence[str], last: int) -> Iterator[Any]:
-    """The mixers of layers. Each of the `last` ones reads keys and values of the last one of its kind before
-    them all."""
+    """The mixers of layers: the `last` ones read keys and values of the last of their kind before them."""
     first = len(mixers) - last
     before = kinds[:first]
     keepers = {kind: first - 1 - before[::-1].index(kind) for kind in set(kinds[first:]) if kind in before}

@@ -205,8 +205,7 @@ def on_meta(tree: Any) -> Any:
 
 
 def _told(given: tuple[Any, Any]) -> Any:
-    """Shapes and element types of tensors, and plain values. No other object equals that of another call, as
-    it may hold tensors."""
+    """Shapes and types of tensors, and plain values; other objects, which may hold tensors, equal none."""
     torch = torch_module()
     leaves, tree = torch.utils._pytree.tree_flatten(given)
 

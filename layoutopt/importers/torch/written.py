@@ -10,8 +10,10 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations
 from typing import Any
+
+import numpy as np
 
 from layoutopt.analysis.lint import UnlikeArray
 from layoutopt.importers.arrays.placing import ArrayAxes
@@ -70,8 +72,9 @@ class _PlacementReading:
         self.model, self.mesh = model, mesh
         self.parameters = {WRAPPED.sub("", path): p for path, p in own}
         self.groups = dict(_groups(module))
+        ranks = np.arange(mesh.devices).reshape([size for _, size in mesh.axes])
         self._lines = {
-            tuple(sum(at) for at in product(*(self._offsets(a) for a in axes))): axes
+            tuple(ranks[tuple(slice(None) if a in axes else 0 for a in mesh.names)].ravel().tolist()): axes
             for count in range(len(mesh.axes) + 1)
             for axes in combinations([a for a, size in mesh.axes if size > 1], count)
         }
@@ -137,11 +140,6 @@ class _PlacementReading:
         """A placement as DTensor has it for each axis of the mesh."""
         at = {a: f"Shard({d})" for d, axes in enumerate(spec) for a in axes}
         return f"[{', '.join(at.get(a, 'Replicate()') for a in self.mesh.names)}]"
-
-    def _offsets(self, axis: str) -> list[int]:
-        """The ranks along an axis from the first."""
-        inner = self.mesh.group_size(self.mesh.names[self.mesh.names.index(axis) + 1 :])
-        return [i * inner for i in range(self.mesh.size(axis))]
 
     def _axes(self, devices: Any) -> list[Axes]:
         """The axes of the model's mesh that each axis of a device mesh is."""
