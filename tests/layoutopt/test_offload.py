@@ -261,7 +261,8 @@ def test_it_can_be_forbidden() -> None:
 def test_exports_say_it_or_refuse_it() -> None:
     weights = [ExportedTensor(n, ("d_model", "d_ff"), ((), ()), (8, 16), True) for n in ("wi", "wo")]
     decided = Decided(offload={"optimizer": ["wi", "wo"]})
-    what = Exported("title", mtf.Mesh("a:2"), mtf.Layout("batch:a"), tuple(weights), (), decided)
+    texts = (ExportedTensor("ids", ("batch", "length"), (("a",), ()), (4, 8)),)
+    what = Exported("title", mtf.Mesh("a:2"), mtf.Layout("batch:a"), tuple(weights), texts, decided)
     said = {
         "maxtext": "optimizer_memory_host_offload: True",
         "megatron": "--optimizer-cpu-offload",
