@@ -22,6 +22,7 @@ from layoutopt.space.kind import Affects, Choice
 from layoutopt.space.sequence_parallel import written
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.lower import Subgraph
@@ -138,10 +139,14 @@ class Accesses:
     ) -> None:
         """Adds to `nodes` and `gathers` what one loop's second run has more."""
         remat = self.runs.again[run]
+        there = [n for n in casts if self.dependencies.block_of[n.index] is backward]
+        made = {self._value(n.outputs[0], backward) for n in there}
+        read_there = {
+            self._value(t, backward) for b, way, t in accesses if (b, way) == (backward.id, Phase.BACKWARD)
+        }
         for cast in casts:
             here = self.dependencies.block_of[cast.index]
-            twin = self.runs.twin(cast.outputs[0], backward)
-            known = here is forward and any(twin in c.outputs for c in casts)
+            known = here is forward and self._value(cast.outputs[0], forward, backward) in made
             if cast.index in remat and forward in self.graph.around(here) and not known:
                 nodes.add(cast.index)
         for block, _, tensor in accesses:
@@ -149,10 +154,21 @@ class Accesses:
                 r.index in remat and self.dependencies.block_of[r.index].id == block and r not in casts
                 for r in self.dependencies.readers[tensor]
             )
-            twin = self.runs.twin(tensor, backward)
-            known = block == forward.id and (backward.id, Phase.BACKWARD, twin) in accesses
+            known = block == forward.id and self._value(tensor, forward, backward) in read_there
             if read and forward in self.graph.around(self.graph.blocks[block]) and not known:
                 gathers.add((block, Phase.RECOMPUTE, tensor))
+
+    def _value(self, tensor: int, block: Block, backward: Block | None = None) -> Hashable:
+        """What a body has of a variable: what it takes from outside, and what that is converted to; of a body of
+        forward, what stands for this in `backward`. Equal for tensors that lowering makes, and moves, once."""
+        conversions = list[Op]()
+        maker = self.graph.producer.get(tensor)
+        while maker is not None and maker.op.converts and self.graph.tensor(tensor).block == block.id:
+            (source,) = maker.inputs
+            if self.graph.tensor(source).dtype != self.graph.tensor(tensor).dtype:
+                conversions.append(maker.op)
+            tensor, maker = source, self.graph.producer.get(source)
+        return tensor if backward is None else self.runs.twin(tensor, backward), *conversions
 
 
 def _places(accesses: Iterable[Access]) -> tuple[tuple[int, str], ...]:

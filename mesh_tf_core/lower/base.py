@@ -17,7 +17,7 @@ from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Input, Local, Origin, Program, ReadVariable, Stored, WriteVariable
 from mesh_tf_core.ir.structure import Assign, Connection, Feed, KnownTensor, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import ContextParallel
+from mesh_tf_core.ir.traits import ContextParallel, read_operands
 from mesh_tf_core.lower.loops import Loops
 from mesh_tf_core.lower.nodes import (
     NodePlan,
@@ -105,12 +105,13 @@ class Lowering(Loops):
         op = node.op
         if not isinstance(op, Connection):
             masters = self.masters if node.phase == Phase.UPDATE else {}
-            inputs = [self.on_device(masters[i]) if i in masters else self.value_of(i) for i in node.inputs]
+            read = read_operands(op, node.inputs)
+            inputs = [self.on_device(masters[i]) if i in masters else self.value_of(i) for i in read]
             between = self.layout
             if between.elsewhere and not plan.updates and not op.converts:
                 # A weight comes to where it lies between operations, once for all who read it, and from there
                 # to each: so what it is stored as is nothing to its readers.
-                given = zip(node.inputs, inputs, strict=True)
+                given = zip(read, inputs, strict=True)
                 inputs = [self.to_natural(v) if i in self._weights else v for i, v in given]
             if not op.exchanges:
                 self.lay_out(between.around(plan.dims, plan.regrouped))

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.phase import Phase
+from mesh_tf_core.ir.traits import read_operands
 from mesh_tf_core.lower.remat_policy import (
     Policies,
     check_kept,
@@ -271,7 +272,7 @@ def needed_for(
             continue
         body = node.body
         if body is None:
-            needed.update(node.inputs)
+            needed.update(read_operands(node.op, node.inputs))
         else:
             ends = [i for i, outer in body.handed if outer in needed]
             ends += [*handed(body)]
