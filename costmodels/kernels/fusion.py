@@ -201,7 +201,7 @@ class _Groups:
     def _visit(self, node: Node) -> None:
         kind = self._role(node)
         if any(o in self.repeated for o in node.outputs):
-            self.same[node.outputs[0]] = self.repeated[node.outputs[0]]
+            self.same[node.outputs[0]] = self._source(self.repeated[node.outputs[0]])
             return
         if kind == FREE or any(o in self.remade for o in node.outputs):
             self.same.update((o, self._source(i)) for i, o in zip(node.inputs, node.outputs, strict=False))
