@@ -13,7 +13,7 @@ from mesh_tf_core.ir.dtypes import check_dtype
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import LabelOperand
+from mesh_tf_core.ir.traits import LabelOperand, SumRules
 from mesh_tf_core.ops.common import dtype_name, listing
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.kinds import Move, NoGradient, Reduction, SourceOp
@@ -136,7 +136,7 @@ class Gather(LabelOperand, Move):
 
 
 @dataclass(frozen=True)
-class ScatterAdd(Reduction):
+class ScatterAdd(SumRules, Reduction):
     """Sums rows x [ids' dims, rest] into a table [dim, rest] by id. Ids outside the table are dropped."""
 
     dim: Dim
@@ -163,6 +163,9 @@ class ScatterAdd(Reduction):
         n = at.outputs[0].shape.sizes[0]
         relative, inside = local_ids(k, at, ids, self.dim.name, n)
         return k.segment_sum(x, k.where(inside, relative, k.scalar(-1, "int32")), n)
+
+    def distributes(self, constant: Sequence[bool]) -> bool:
+        return constant[1] and not constant[0]
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (dy.graph.apply(Gather(self.dim.name), dy, inputs[1]), None)
