@@ -65,6 +65,17 @@ def auxiliary(ce: mtf.Tensor, valid: mtf.Tensor, h: mtf.Tensor) -> mtf.Tensor:
     return mtf.reduce_mean(ce) + sum
 
 
+def bucketed(ce: mtf.Tensor, valid: mtf.Tensor, h: mtf.Tensor) -> mtf.Tensor:
+    """Layers with a table each, of which all examples read the same rows, as relative positions."""
+    buckets = mtf.Dim("buckets", 2)
+
+    def layer(h: mtf.Tensor) -> mtf.Tensor:
+        table = ce.graph.variable("table", [buckets, D], mtf.Normal(0.5), "float64")
+        return mtf.tanh(h + mtf.gather(table, mtf.minimum(mtf.range(ce.graph, L), 1), buckets))
+
+    return mtf.reduce_mean(ce) + mtf.reduce_mean(mtf.scan(layer, h, mtf.Dim("more", 2)))
+
+
 LOSSES: dict[str, Loss] = {
     "mean": lambda ce, valid, h: mtf.reduce_mean(ce),
     "masked mean": lambda ce, valid, h: mtf.reduce_sum(ce * valid) / mtf.reduce_sum(valid),
@@ -83,6 +94,7 @@ LOSSES: dict[str, Loss] = {
         mtf.reduce_mean(ce) + mtf.reduce_sum(mtf.square(mtf.reduce_mean(h, [B, L])))
     ),
     "carried": carried,
+    "bucketed": bucketed,
     "auxiliary": auxiliary,
     "per token": lambda ce, valid, h: mtf.reduce_sum(
         mtf.reduce_sum(ce * valid, B) / (mtf.reduce_sum(valid, B) + 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from functools import cache
@@ -27,6 +28,7 @@ from layoutopt.space.kind import grouped
 from layoutopt.space.recompute import again_in
 from layoutopt.space.sequence_parallel import written
 from mesh_tf_core.ops.context import FORMS
+from mesh_tf_core.ops.float8_recipes import RECIPES
 from tests.layoutopt.every_kind import MACHINES, question_of, whole_model
 from tests.layoutopt.every_layout import Compared, evaluated
 from tests.layoutopt.models import (
@@ -95,6 +97,17 @@ def compare_whole(seed: int, count: int) -> int:
 @pytest.mark.one_in(2)
 def test_tables_of_every_kind(seed: int) -> None:
     assert compare_whole(seed, 4)
+
+
+@pytest.mark.parametrize(("recipe", "parts"), by_day(itertools.product(RECIPES, [1, 2]), first=1))
+@pytest.mark.one_in(2)
+def test_experts_in_float8(recipe: str, parts: int) -> None:
+    """In which weights are made in eight bits by each pass, and gradients have operands of their own."""
+    sizes = SMALL | {"layers": 2, "kv_heads": 2, "gated": True, "positions": "rotary"}
+    model = experts(**sizes, dtype="bfloat16", float8=recipe)
+    hardware = load_hardware(*(("h100", "torch") if parts == 1 else ("tpu-v7",)))
+    asked = {"recompute": (False, "selective", True), "storage": ("layout", "zero3")}
+    compare_prices(model, mtf.Mesh("x:2"), parts, hardware, 2, **asked)
 
 
 def compare_prices(
