@@ -71,7 +71,7 @@ def bucketed(ce: mtf.Tensor, valid: mtf.Tensor, h: mtf.Tensor) -> mtf.Tensor:
 
     def layer(h: mtf.Tensor) -> mtf.Tensor:
         table = ce.graph.variable("table", [buckets, D], mtf.Normal(0.5), "float64")
-        return mtf.tanh(h + mtf.gather(table, mtf.minimum(mtf.range(ce.graph, L), 1), buckets))
+        return mtf.tanh(h + mtf.gather(table, mtf.constant(ce.graph, [0, 1, 1], [L], "int32"), buckets))
 
     return mtf.reduce_mean(ce) + mtf.reduce_mean(mtf.scan(layer, h, mtf.Dim("more", 2)))
 
