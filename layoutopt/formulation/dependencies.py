@@ -199,13 +199,12 @@ class Dependencies:
                 for g in (*([] if group is None else [group]), *way.aliases.get(node.index, ())):
                     self._join(first.setdefault(g, node.index), node.index)
             for node in self.live:
-                # What a stack alone needs is no array, unless it is gathered for a stack of another name.
-                stacks = self.block_of[node.index].saved.keys() & node.outputs if node.op.free else ()
-                for t in node.inputs if stacks else ():
-                    maker = self.graph.producer.get(t)
-                    if maker is not None and maker.index in way.group and t not in way.leaving:
-                        if moved_dims(node, t, self.graph, self.further):
-                            self._join(maker.index, node.index)
+                # A value that only loops stack is no array, unless it is gathered for another stack.
+                stacks = node.op.free and not self.block_of[node.index].saved.keys().isdisjoint(node.outputs)
+                for t in {*node.inputs} - way.leaving if stacks else ():
+                    maker = self.graph.producer.get(t, node).index
+                    if maker in way.group and moved_dims(node, t, self.graph, self.further):
+                        self._join(maker, node.index)
 
     def root(self, index: int) -> int:
         parent = self.parent

@@ -108,13 +108,13 @@ class Accesses:
 
         What a body inside of the recomputed one does, it does once more in any case.
         """
-        extra: dict[SecondRun, tuple[set[int], set[Access]]] = {}
+        extra: dict[SecondRun, tuple[set[int], set[Access]]] = defaultdict(lambda: (set(), set()))
         for backward in self.graph.blocks:
-            if backward.forward is None:
-                continue
-            for run in self.runs.of(backward.forward):
-                nodes, gathers = extra.setdefault(run, (set(), set()))
-                self._extra(run, backward.forward, backward, casts, accesses, nodes, gathers)
+            forward = backward.forward
+            for run in () if forward is None else self.runs.of(forward):
+                nodes, gathers = self._extra(self.runs.again[run], backward, casts, accesses)
+                extra[run][0].update(nodes)
+                extra[run][1].update(gathers)
         reads = [n for n in self.dependencies.live if isinstance(n.op, Read)]
         found: dict[Policies, tuple[Subgraph, ...]] = {}
         different: dict[Subgraph, Subgraph] = {}
@@ -128,39 +128,34 @@ class Accesses:
         return found
 
     def _extra(
-        self,
-        run: SecondRun,
-        forward: Block,
-        backward: Block,
-        casts: list[Node],
-        accesses: set[Access],
-        nodes: set[int],
-        gathers: set[Access],
-    ) -> None:
-        """Adds to `nodes` and `gathers` what one loop's second run has more."""
-        remat = self.runs.again[run]
-        there = [n for n in casts if self.dependencies.block_of[n.index] is backward]
-        made = {self._value(n.outputs[0], backward) for n in there}
-        read_there = {
+        self, again: Set[int], backward: Block, casts: list[Node], accesses: set[Access]
+    ) -> tuple[set[int], set[Access]]:
+        """The casts and gathers that a loop's second run has more than its backward."""
+        forward, home = backward.forward, self.dependencies.block_of
+        made = {self._value(n.outputs[0], backward) for n in casts if home[n.index] is backward}
+        moved = {
             self._value(t, backward) for b, way, t in accesses if (b, way) == (backward.id, Phase.BACKWARD)
         }
-        for cast in casts:
-            here = self.dependencies.block_of[cast.index]
-            known = here is forward and self._value(cast.outputs[0], forward, backward) in made
-            if cast.index in remat and forward in self.graph.around(here) and not known:
-                nodes.add(cast.index)
-        for block, _, tensor in accesses:
-            read = any(
-                r.index in remat and self.dependencies.block_of[r.index].id == block and r not in casts
+
+        def new(tensor: int, block: Block, known: Set[Hashable]) -> bool:
+            ours = any(each is forward for each in self.graph.around(block))
+            return ours and not (block is forward and self._value(tensor, block, backward) in known)
+
+        nodes = {n.index for n in casts if n.index in again and new(n.outputs[0], home[n.index], made)}
+        gathers = {
+            (block, Phase.RECOMPUTE, tensor)
+            for block, _, tensor in accesses
+            if new(tensor, self.graph.blocks[block], moved)
+            and any(
+                r.index in again and home[r.index].id == block and r not in casts
                 for r in self.dependencies.readers[tensor]
             )
-            known = block == forward.id and self._value(tensor, forward, backward) in read_there
-            if read and forward in self.graph.around(self.graph.blocks[block]) and not known:
-                gathers.add((block, Phase.RECOMPUTE, tensor))
+        }
+        return nodes, gathers
 
     def _value(self, tensor: int, block: Block, backward: Block | None = None) -> Hashable:
-        """What a body has of a variable: what it takes from outside, and what that is converted to; of a body of
-        forward, what stands for this in `backward`. Equal for tensors that lowering makes, and moves, once."""
+        """Equal for tensors that lowering makes, and moves, once: a part of a variable, as `backward` calls it,
+        and its conversions."""
         conversions = list[Op]()
         maker = self.graph.producer.get(tensor)
         while maker is not None and maker.op.converts and self.graph.tensor(tensor).block == block.id:

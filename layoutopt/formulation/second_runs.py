@@ -178,7 +178,8 @@ class SecondRuns:
                 for tensor in self._moved(node, node.inputs) if block.forward is home else ():
                     twin = self.twin(tensor, block)
                     if tensor not in found and not self._made_twice(tensor, twin, run.recompute):
-                        here = (r for r in self.dependencies.readers[twin] if self._in(r, block))
+                        within = self.dependencies.block_of
+                        here = (r for r in self.dependencies.readers[twin] if within[r.index] is block)
                         if readers := tuple(r for r in here if self._moved(r, [twin])):
                             found[tensor] = Twin(tensor, twin, readers)
         return tuple(found.values())
@@ -197,9 +198,6 @@ class SecondRuns:
             return self._made_twice(own.inputs[0], maker.inputs[0], recompute)
         again = any(own.index in nodes for run, nodes in self.again.items() if run.recompute == recompute)
         return again or recompute in self.kept.get(tensor, ())
-
-    def _in(self, node: Node, block: Block) -> bool:
-        return self.dependencies.block_of[node.index] is block
 
     def twin(self, tensor: int, backward: Block) -> int:
         """The tensor that represents one of forward in a backward body, or in those around it."""

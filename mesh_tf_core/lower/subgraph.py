@@ -118,15 +118,14 @@ class _SubgraphBuilder:
 
     def __init__(self, subgraph: Subgraph, step: RecomputedStep) -> None:
         self.subgraph, self.step, self.graph = subgraph, step, step.graph
-        graph = step.graph
         self.known: set[int] = set()
         self.beside: dict[int, list[Twin]] = {}
         self.wanted: dict[int, list[WantedValue]] = {}
         for block, phase, tensor in sorted(subgraph.natural):
             self.wanted.setdefault(block, []).append(WantedValue(tensor, phase))
         outside = self.wanted.setdefault(0, [])
-        for tensor, variable in graph.gradient_of.items():
-            if not graph.tensor(tensor).block:
+        for tensor, variable in self.graph.gradient_of.items():
+            if not self.graph.tensor(tensor).block:
                 outside.append(WantedValue(tensor, Phase.UPDATE, variable))
 
     def part(self) -> GraphPart:
