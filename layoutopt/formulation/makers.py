@@ -154,8 +154,7 @@ class Accesses:
         return nodes, gathers
 
     def _value(self, tensor: int, block: Block, backward: Block | None = None) -> Hashable:
-        """Equal for tensors that lowering makes, and moves, once: a part of a variable, as `backward` calls it,
-        and its conversions."""
+        """Equal for tensors that lowering makes, and moves, once."""
         conversions = list[Op]()
         maker = self.graph.producer.get(tensor)
         while maker is not None and maker.op.converts and self.graph.tensor(tensor).block == block.id:
