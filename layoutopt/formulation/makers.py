@@ -3,9 +3,7 @@
 Equal clusters are lowered once: a tensor of any of them is read off the first one, where the tensor at the
 same place represents it.
 
-A group of operations that is predicted alone: `clusters` finds it, `tables` predicts it.
-
-Clusters of the access to variables: the casts and gathers of one variable, in all blocks that read it.
+`Accesses` has the clusters of variables: casts and gathers of one variable, in all blocks that read it.
 """
 
 from __future__ import annotations
@@ -351,11 +349,9 @@ class Makers:
 
     def _alone(self, node: Node) -> OpCluster:
         """A node that no cluster has, as one."""
-        blocks = self.graph.around(self.dependencies.block_of[node.index])
-        dims = self.graph.tensor(node.outputs[0]).shape.names
-        subgraph = Subgraph(frozenset({node.index}), frozenset(block.id for block in blocks))
-        further = [(n, written(n)) for n in dims if n in self.dependencies.further]
-        every, shapes = (*dims, *(rule for _, rule in further)), (dims, *further)
+        dims, further = self.graph.tensor(node.outputs[0]).shape.names, self.dependencies.further
+        every, shapes = (*dims, *rules_of(dims, further)), (dims, *pairs_of(dims, further))
+        subgraph = subgraph_of(self.dependencies, [node])
         return OpCluster(node.op.name, subgraph, {}, every, (), shapes, members=((node.index,),))
 
     def _gathered(self) -> Iterator[tuple[tuple[int, int], TensorMaker]]:
