@@ -21,6 +21,7 @@ from layoutopt.space.allow import recorded
 from layoutopt.space.decisions import ARGUMENTS, SearchSpace
 from layoutopt.space.kind import Target
 from layoutopt.space.mesh_shapes import meshes
+from layoutopt.space.microbatches import USUAL, usual
 from layoutopt.space.objective import Objective
 from layoutopt.space.restriction import EVERYTHING
 from mesh_tf_core.arguments import is_number, is_whole
@@ -110,8 +111,14 @@ class SearchQuestion:
             _check_host(machine)
         objective = Objective(own["objective"])
         targets = [Target.on(machine, model, shape) for shape in shapes]
+        parts = {} if "microbatches" in allowed.given else {USUAL: usual(model, shapes[0].devices)}
         spaces = allow.spaces(allowed, targets, objective)
-        free = [each.settled(objective).but(restriction=EVERYTHING) for each in spaces]
+        free = [
+            each.settled(objective).but(
+                restriction=EVERYTHING, microbatches=parts.get(each.microbatches, each.microbatches)
+            )
+            for each in spaces
+        ]
         within = [restriction.narrowed(each).but(restriction=restriction) for each in free]
         memory = machine.usable_memory_bytes if limits.memory is None else float(limits.memory)
         asked = (memory, objective, within[0], limits.top, clock, on_progress, limits.on_better)

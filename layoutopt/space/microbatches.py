@@ -5,6 +5,7 @@ Another number is another graph, so every number is a separate subproblem, in wh
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import Graph
 
 USUAL = (1, 2, 4, 8, 16, 32)
-"""The numbers that a search considers by default."""
+"""The numbers that a search considers by default, where ranks have a power of two of examples (`usual`)."""
 
 
 def _numbers(value: Any) -> tuple[Any, ...]:
@@ -48,7 +49,7 @@ class MicrobatchesSpace(Space):
             "--microbatches",
             "NUMBERS",
             "Numbers of microbatches per step to consider, e.g. 1,2,4 (comma-separated).",
-            usual=",".join(map(str, USUAL)),
+            usual=f"{','.join(map(str, USUAL))}, or near these what divides a rank's examples",
         ),
         parse=_numbers,
         plan=tuple[int, ...],
@@ -110,6 +111,16 @@ class Microbatches(Decision):
     def in_words(cls, said: Any) -> Words:
         parts = said.microbatches
         return (str(parts), f"{parts} microbatches") if parts > 1 else PLAIN
+
+
+def usual(model: Model, devices: int) -> tuple[int, ...]:
+    """The numbers that a search considers by default: for each power of two the nearest number into which
+    every rank can part its examples, if all devices split the batch, or so many times all of these."""
+    own = (size := _size(model)) // math.gcd(size, devices)
+    if own & (own - 1) == 0:
+        return USUAL
+    fit = [n for n in (*divisors(own), *(own * each for each in USUAL)) if size % n == 0]
+    return tuple(sorted({min(fit, key=lambda n: max(n / each, each / n)) for each in USUAL}))
 
 
 def numbers(model: Model, allowed: Sequence[int]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from costmodels.hardware import load_hardware
+from examples.mlp import model as mlp
 from examples.transformer_lm import model as transformer
 from layoutopt.optimize.bounds import EXACT, SLACK
 from layoutopt.optimize.evaluator import Evaluator
@@ -17,7 +19,7 @@ from layoutopt.optimize.subproblems import Subproblem, subproblems
 from layoutopt.space.decisions import KINDS, SearchSpace, decisions
 from layoutopt.space.diloco import Rarely
 from layoutopt.space.kind import HYBRID, Decision, Target
-from layoutopt.space.microbatches import Microbatches
+from layoutopt.space.microbatches import USUAL, Microbatches
 from layoutopt.space.storage import Storage
 from mesh_tf_core.errors import InfeasibleError, LayoutError, UserError
 from mesh_tf_core.ir.mesh import Mesh
@@ -124,6 +126,27 @@ def test_several_numbers_are_the_best_of_each(stages: str) -> None:
     assert together.solver.status == "OPTIMAL"
     assert together.predicted.step_seconds == min(plan.predicted.step_seconds for plan in alone)
     assert {*together.options.storage.values()} or "layout" in stages, "widened"
+
+
+BY_RANK = {
+    (480, 48): (1, 2, 5, 10, 20, 40),
+    (480, 32): (1, 3, 5, 15, 30),
+    (12, 4): (1, 3, 6, 12),
+    (45, 9): (1, 5),
+    (7, 7): USUAL,
+    (64, 48): USUAL,
+    (1000, 1): (1, 2, 4, 8, 20, 40),
+}
+"""(batch, devices) -> the numbers that a search considers by default."""
+
+
+@pytest.mark.parametrize(("batch", "devices"), BY_RANK)
+def test_the_usual_numbers_follow_what_a_rank_has(batch: int, devices: int) -> None:
+    model, on = mlp(batch=batch, hidden=8, layers=1), {"hardware": "tpu-v3", "allow": "usual"}
+    plan = search(model, mesh=f"data:{devices}", **on, memory=math.inf, alternatives=False)
+    assert plan.question.microbatches == BY_RANK[batch, devices]
+    given = search(model, mesh=f"data:{devices}", **on, microbatches=USUAL, alternatives=False)
+    assert given.question.microbatches == USUAL, "somebody asked for these"
 
 
 def test_the_bound_rules_out_nothing_better() -> None:
