@@ -111,14 +111,11 @@ class SearchQuestion:
             _check_host(machine)
         objective = Objective(own["objective"])
         targets = [Target.on(machine, model, shape) for shape in shapes]
-        parts = {} if "microbatches" in allowed.given else {USUAL: usual(model, shapes[0].devices)}
         spaces = allow.spaces(allowed, targets, objective)
-        free = [
-            each.settled(objective).but(
-                restriction=EVERYTHING, microbatches=parts.get(each.microbatches, each.microbatches)
-            )
-            for each in spaces
-        ]
+        free = [each.settled(objective).but(restriction=EVERYTHING) for each in spaces]
+        if "microbatches" not in allowed.given:
+            parts = {USUAL: usual(model, shapes[0].devices)}
+            free = [s.but(microbatches=parts.get(s.microbatches, s.microbatches)) for s in free]
         within = [restriction.narrowed(each).but(restriction=restriction) for each in free]
         memory = machine.usable_memory_bytes if limits.memory is None else float(limits.memory)
         asked = (memory, objective, within[0], limits.top, clock, on_progress, limits.on_better)

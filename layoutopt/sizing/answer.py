@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from layoutopt.optimize.evaluation import computed_in
 from layoutopt.plan.size_results import PAYS, Unfit
-from layoutopt.plan.training import lasts
 from layoutopt.plan.units import count, digits
 from layoutopt.sizing.family import Family, SizeCandidate
 from layoutopt.sizing.forecast import Forecast, ParameterCount
+from layoutopt.sizing.none_found import all_late, nothing
 from layoutopt.sizing.question import DAY, GUESSED_MFU, HOUR, SizingQuestion
-from layoutopt.sizing.rows import SAME, SizeRow
+from layoutopt.sizing.rows import SAME, SizeRow, whole_nodes
 from layoutopt.sizing.timing import OfferedHardware, Timer, Timing, fewest
 from mesh_tf_core.errors import InfeasibleError, LimitError
 
@@ -32,10 +32,11 @@ USUAL = 64
 MOST_SWEPT, STOPS = 1024, 2.0
 """Largest number of devices for the search of the best size, and the factor of the least cost of a token at
 which larger numbers are skipped."""
+BETWEEN = (0.75, 1.5)
+"""Numbers of devices that are searched beside a power of two, relative to it."""
 AROUND = 6.0
 """Sizes to search: factors of the law's optimum."""
 DOUBLINGS, ROUNDS = 4, 4
-_UNSEARCHED = "some sizes were not searched within the time limit; raise --time-limit"
 Tell = Callable[[int, int, str], None]
 """tell(searches done, approximate number of searches, current search)."""
 
@@ -120,11 +121,10 @@ class Answering:
         candidates = self.candidates()
         try:
             self._look(candidates)
+            self._insist()
             best, seen = self._answer(candidates), set[int]()
             while self.timer.usual and id(best) not in seen:
-                timing = self.timer.everything(best.timing)
-                more = self._row(timing, self.question.trained(self.forecast, best.candidate, timing))
-                self.rows = [more if row is best else row for row in self.rows]
+                more = self._again(best, self.timer.everything(best.timing))
                 seen.add(id(more))
                 best = self._answer(candidates)
             return best
@@ -157,6 +157,30 @@ class Answering:
     def _done(self) -> int:
         """Searches."""
         return len(self.rows) + len(self.unfit) + len(self.beaten)
+
+    def _insist(self) -> None:
+        """Where nothing ends in time: goes on with searches that did not end, as long as there is time."""
+        for row in self._unended():
+            if not self._timely(self.rows) and not self.timer.clock.over:
+                self._again(row, self.timer.everything(row.timing, usual=True))
+
+    def _unended(self) -> list[SizeRow]:
+        """The rows whose searches did not end, and that are in time by their bounds; the soonest first."""
+        left = [r for r in self.rows if (plan := r.timing.plan) and not plan.solver.proven]
+        least = [replace(r.timing, step_seconds=r.timing.least) for r in left]
+        bound = {id(r): self._trained(timing).days for r, timing in zip(left, least, strict=True)}
+        most = self.question.deadline * (1 + SAME)
+        return sorted((r for r in left if bound[id(r)] <= most), key=lambda r: bound[id(r)])
+
+    def _again(self, row: SizeRow, timing: Timing) -> SizeRow:
+        """Another timing of a row, in its place."""
+        more = self._trained(timing)
+        self.rows = [more if each is row else each for each in self.rows]
+        return more
+
+    def _trained(self, timing: Timing) -> SizeRow:
+        """The row of a timing."""
+        return self._row(timing, self.question.trained(self.forecast, timing.candidate, timing))
 
     def _answer(self, candidates: Sequence[SizeCandidate]) -> SizeRow:
         best = self._best_size().candidate
@@ -309,8 +333,8 @@ class Answering:
         return max(least, 2 ** math.ceil(math.log2(min(max(wanted, 1), 2**16))))
 
     def _sweep(self, best: SizeCandidate) -> None:
-        """The best size on other numbers of devices: all that hold it and may end in time, until more stop
-        paying."""
+        """The best size on other numbers of devices: powers of two that hold it and may end in time, until
+        more stop paying, and around the chosen one whole nodes over which the batch splits."""
         for machine in self.machines:
             least, devices = math.inf, fewest(best, machine)
             while devices <= MOST_SWEPT and self._late(best, machine, devices):
@@ -323,37 +347,25 @@ class Answering:
                     if row.per_token > STOPS * least:
                         break
                 devices *= 2
+        for devices in whole_nodes(chosen := self._chosen(best), BETWEEN):
+            if not best.model.examples % (devices // (devices & -devices)) and not self.timer.clock.over:
+                self._add(best, chosen.timing.machine, devices, sure=True)
 
     def _late(self, candidate: SizeCandidate, machine: OfferedHardware, devices: int) -> bool:
         """Whether training ends after the deadline even at the bound of `at_best`."""
         if math.isinf(self.question.deadline):
             return False
         timing = self.timer.at_best(candidate, machine, devices)
-        if not timing.step_seconds:
-            return False
-        tokens = self.question.trained(self.forecast, candidate, timing)
-        return self._row(timing, tokens).days > self.question.deadline * (1 + SAME)
+        return bool(timing.step_seconds) and self._trained(timing).days > self.question.deadline * (1 + SAME)
 
     # -- which is the best ---------------------------------------------------------------------------------
 
     def _best_size(self) -> SizeRow:
         """The best row in time."""
         if not self.rows:
-            raise self._nothing()
-        timely = self._timely(self.rows)
-        if not timely and self.missing:
-            raise LimitError(
-                f"none of the searched sizes ends within {self.question.deadline:g} days, and {_UNSEARCHED}"
-            )
-        if not timely:
-            soonest = min(self.rows, key=lambda r: r.days)
-            place = f"{soonest.timing.devices:,} {soonest.timing.machine.name}"
-            raise InfeasibleError(
-                f"--days {self.question.deadline:g}: no candidate is fast enough; the fastest, "
-                f"{count(soonest.candidate.size.total)} parameters on {place}, takes "
-                f"{lasts(DAY * soonest.days)}; allow more days, or offer more or faster devices "
-                "(--devices, --hardware)"
-            )
+            raise nothing(self.unfit, self.missing)
+        if not (timely := self._timely(self.rows)):
+            raise all_late(self.question.deadline, self.rows, self._unended(), self.missing)
         return self._best_of(timely)
 
     def _leading(self) -> SizeRow:
@@ -368,19 +380,6 @@ class Answering:
         if self.question.by_cost:
             return min(rows, key=lambda r: (r.cost, r.days))
         return min(rows, key=lambda r: (r.loss, r.cost))
-
-    def _nothing(self) -> Exception:
-        if self.missing and not self.unfit:
-            return LimitError("no size was searched within the time limit; raise --time-limit")
-        if self.missing:
-            return LimitError(
-                f"none of the {len(self.unfit)} searched candidates meets the target, and {_UNSEARCHED}"
-            )
-        near = self.unfit[0]
-        return InfeasibleError(
-            f"none of the {len(self.unfit)} searched candidates meets the target; for example, with "
-            f"{count(near.parameters)} parameters on {near.devices:,} {near.hardware}: {near.reason}"
-        )
 
     def _chosen(self, size: SizeCandidate) -> SizeRow:
         question, rows = self.question, [r for r in self.rows if r.candidate is size]

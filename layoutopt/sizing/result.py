@@ -26,7 +26,7 @@ from layoutopt.sizing.answer import Answering
 from layoutopt.sizing.fitting import FittedLaw
 from layoutopt.sizing.forecast import Forecast
 from layoutopt.sizing.laws import critical_batch, data
-from layoutopt.sizing.rows import NEAR_COST, NEAR_LOSS, SAME, SizeRow, frontier
+from layoutopt.sizing.rows import NEAR_COST, NEAR_LOSS, SAME, SizeRow, frontier, whole_nodes
 
 DECADES, PER_DECADE, MOST_COURSES = 2, 6, 8
 """Decades of FLOPs that curves span on both sides, points of a decade, and number of sizes with a curve."""
@@ -272,6 +272,11 @@ def _notes(answering: Answering, best: SizeRow, answer: SizedCandidate, batch: f
         notes.append(
             f"the layout of the best size is not proven optimal (status {answer.status}, gap "
             f"{gap_text(answer.gap or 0)})"
+        )
+    if not question.devices and (near := whole_nodes(best, (0.75, 1, 1.25, 1.5)))[1:]:
+        notes.append(
+            "numbers of devices between those in the table were not searched; to compare some, add "
+            f"--devices {','.join(map(str, near))}"
         )
     if best.timing.plan is not None:
         notes += (f"layout of the best size: {each}" for each in best.timing.plan.data.notes)

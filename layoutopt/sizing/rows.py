@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from costmodels.hardware import GpuCluster
 from layoutopt.sizing.family import SizeCandidate
 from layoutopt.sizing.timing import Timing
 
@@ -49,6 +50,14 @@ class SizeRow:
     def near(self, best: SizeRow, by_cost: bool) -> bool:
         """True if it is nearly as good; `by_cost`: all have the same loss."""
         return self.cost <= NEAR_COST * best.cost if by_cost else self.loss <= best.loss + NEAR_LOSS
+
+
+def whole_nodes(row: SizeRow, factors: Iterable[float]) -> list[int]:
+    """So many times a row's number of devices, where that fills nodes of its hardware."""
+    topology, own = row.timing.machine.hardware.topology, row.timing.devices
+    if not isinstance(topology, GpuCluster):
+        return []
+    return [int(own * each) for each in factors if own * each % topology.node_size.value == 0]
 
 
 def frontier(rows: Iterable[SizeRow]) -> set[int]:

@@ -176,7 +176,7 @@ def size(
     if question.money is not None:
         _check_priced(machines)
     clock = Clock.of(limits.time_limit).again()
-    may = {name: value for name, value in chosen.keywords.items() if name in (*LAYOUTS, "allow")}
+    may = {name: value for name, value in chosen.keywords.items() if name in (*LAYOUTS, "allow", "given")}
     timer = Timer(limits.max_axes, clock, may)
     which = sizes.candidates, sizes.sizes, sizes.every
     answering = Answering(question, forecast, family, machines, timer, *which, on_progress)

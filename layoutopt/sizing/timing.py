@@ -57,6 +57,12 @@ class Timing:
     reason: str = ""
 
     @property
+    def least(self) -> float:
+        """Seconds that no searched layout takes less than, as far as that is proven."""
+        assert self.plan is not None
+        return max(self.plan.solver.bound or 0.0, math.ulp(self.step_seconds))
+
+    @property
     def tokens_per_second(self) -> float:
         return self.candidate.tokens / self.step_seconds
 
@@ -95,14 +101,16 @@ class Timer:
             self._alone[key] = computed_alone(candidate.model, machine.hardware)
         return Timing(candidate, machine, devices, self._alone[key] / devices)
 
-    def everything(self, timing: Timing) -> Timing:
-        """The same with layouts of all kinds, as far as there is time for all of them together."""
+    def everything(self, timing: Timing, usual: bool = False) -> Timing:
+        """The same with layouts of all kinds, as far as there is time for all of them together; `usual`: with
+        those of its own search, which did not end."""
         if self._beyond is None:
             self._beyond = self.clock if self.clock.limit is not None else Clock(BEYOND)
         found = timing
         with suppress(UserError):
             if timing.plan is not None and not self._beyond.over:
-                more = {"allow": allow.EVERYTHING, "start": timing.plan, "time_limit": self._beyond}
+                wide = {} if usual else {"allow": allow.EVERYTHING, "time_limit": self._beyond}
+                more: dict[str, Any] = {"start": timing.plan, **wide}
                 found = self._searched(timing.candidate, timing.machine, timing.devices, **more)
         return min(found, timing, key=lambda each: each.step_seconds)
 

@@ -21,7 +21,7 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import Graph
 
-USUAL = (1, 2, 4, 8, 16, 32)
+USUAL: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
 """The numbers that a search considers by default, where ranks have a power of two of examples (`usual`)."""
 
 
@@ -48,8 +48,9 @@ class MicrobatchesSpace(Space):
         Option(
             "--microbatches",
             "NUMBERS",
-            "Numbers of microbatches per step to consider, e.g. 1,2,4 (comma-separated).",
-            usual=f"{','.join(map(str, USUAL))}, or near these what divides a rank's examples",
+            "Numbers of microbatches per step to consider, e.g. 1,2,4 (comma-separated). By default, each of "
+            "the numbers shown is replaced by the nearest one that divides the examples of a rank.",
+            usual=",".join(map(str, USUAL)),
         ),
         parse=_numbers,
         plan=tuple[int, ...],

@@ -26,7 +26,7 @@ from layoutopt.sizing.forecast import Forecast
 from layoutopt.sizing.laws import published
 from layoutopt.sizing.question import SizingQuestion
 from layoutopt.sizing.sizing import Sizing, machines_of
-from layoutopt.sizing.timing import Timer
+from layoutopt.sizing.timing import Timer, Timing
 from mesh_tf_core import layers as nn
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.model import Model
@@ -475,3 +475,33 @@ def test_a_model_without_tokens_is_refused() -> None:
 
     with pytest.raises(UserError, match=r"does not define what a token is"):
         layoutopt.size(build, tokens=1e9, scale="width:1", **ASKED)
+
+
+def test_searches_that_did_not_end_are_not_called_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go on while there is time; then the answer names them."""
+    asked, own = {"tokens": 1e9, "devices": (1, 2), **ASKED}, Timer.__call__
+    days = {c.devices: float(c.days or 0) for c in layoutopt.size(words, LARGER, **asked).data.candidates}
+
+    def early(self: Timer, *on: Any) -> Timing:
+        timing = own(self, *on)
+        assert timing.plan is not None
+        half = timing.plan.solver.model_copy(update={"status": "FEASIBLE", "bound": timing.step_seconds / 9})
+        plan = Plan(timing.plan.data.model_copy(update={"solver": half}))
+        return replace(timing, step_seconds=2 * timing.step_seconds, plan=plan)
+
+    monkeypatch.setattr(Timer, "__call__", early)
+    assert layoutopt.size(words, LARGER, days=days[2] * 1.01, **asked).best.days == pytest.approx(days[2])
+    monkeypatch.setattr(Timer, "everything", lambda self, timing, usual=False: timing)
+    with pytest.raises(LimitError, match=r"the search of .* on 2 tpu-v5e, .* on 1 tpu-v5e did not end"):
+        layoutopt.size(words, LARGER, days=days[2] * 1.01, **asked)
+
+
+def test_counts_of_whole_nodes_are_searched_where_the_batch_divides() -> None:
+    asked: dict[str, Any] = {**ASKED, "tokens": 1e9, "hardware": "h100", "allow": "usual"}
+    for batch, between in ((48, True), (64, False)):
+        sizes = {**LARGER, "batch": batch, "length": 8192, "d_model": 2048, "d_ff": 8192}
+        days = layoutopt.size(words, sizes, devices=16, **asked).best.days
+        found = layoutopt.size(words, sizes, days=days, **asked).data
+        assert found.best.devices == 16
+        assert (24 in {c.devices for c in found.candidates}) is between
+        assert any(note.endswith("--devices 16,24") for note in found.notes)
