@@ -12,6 +12,7 @@ from torch import nn  # noqa: E402
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence  # noqa: E402
 
 import layoutopt  # noqa: E402
+from mesh_tf_core.errors import UserError  # noqa: E402
 from tests.importers.torch_models import compared  # noqa: E402
 
 KINDS: dict[str, Any] = {
@@ -94,6 +95,19 @@ def test_packed_sequences_are_those_of_pytorch(name: str, total: int | None) -> 
     assert compared(module, batch, None, "data:2", "batch:data")[1] < 1e-5
     packed = pack_padded_sequence(batch["x"], torch.tensor([5, 7, 1, 4]), True, False)
     assert packed.data.shape == (17, 6) and packed.sorted_indices is not None  # PyTorch's own again
+
+
+@pytest.mark.parametrize("total", [None, 6])
+def test_sequences_are_padded_to_the_longest(total: int | None) -> None:
+    """Or to what the code asks for, though the packed array is longer: losses divide by it."""
+    module, batch = made("LSTM, length first")
+    packed = Packed(module.layer, total)
+    model, off = compared(packed, {**batch, "lengths": torch.tensor([5, 4, 1, 3])})
+    assert off < 1e-5
+    assert any("reads values" in note for note in model.origin.notes) == (total is None)
+    if total is None:
+        with pytest.raises(UserError, match="pad_packed_sequence its total_length"):
+            layoutopt.from_torch(packed, {**batch, "lengths": torch.ones(4).long().to("meta")})
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])

@@ -96,7 +96,8 @@ def packed(x: Any, lengths: Any, batch_first: bool) -> Any:
     lengths = torch.as_tensor(lengths, device=x.device)
     seen = torch.arange(x.shape[0], device=x.device)[:, None] < lengths[None]
     kind = import_module("torch.nn.utils.rnn").PackedSequence
-    return kind(x[seen], SequenceLengths(lengths, x.shape[0]))
+    with torch._C.DisableTorchFunction():  # rows of known values are no fewer: all arrays keep all of theirs
+        return kind(x[seen], SequenceLengths(lengths, x.shape[0]))
 
 
 def _pad(sequence, batch_first, padding_value, total_length):  # type: ignore[no-untyped-def]
@@ -106,10 +107,12 @@ def _pad(sequence, batch_first, padding_value, total_length):  # type: ignore[no
 
 
 def unpacked(sequence: Any, batch_first: bool, value: float, total: int | None) -> tuple[Any, Any]:
-    """Padded sequences of as many steps as were packed, and their lengths."""
+    """Sequences padded to `total` steps, without it to the longest of the example batch, and their lengths."""
     torch, of = torch_module(), sequence.batch_sizes
-    found = torch.ops.layoutopt.padded(sequence.data, of.lengths, of.steps, float(value))
-    if total is not None and total > of.steps:
+    if total is None:  # a trial without values sees all that were packed
+        total = of.steps if type(of.lengths) is torch.Tensor and of.lengths.is_meta else int(of.lengths.max())
+    found = torch.ops.layoutopt.padded(sequence.data, of.lengths, of.steps, float(value))[:total]
+    if total > of.steps:
         more = [0] * (2 * found.ndim - 1) + [total - of.steps]
         found = torch.nn.functional.pad(found, more, value=value)
     return found.transpose(0, 1) if batch_first else found, of.lengths
