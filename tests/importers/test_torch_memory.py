@@ -216,6 +216,7 @@ LATENT = {
 }  # fmt: skip
 MODULES: dict[str, dict[str, Any]] = {
     "llama": {},
+    "olmo2": {},
     "qwen3_moe": {"num_experts": 16, "head_dim": 32, **OWN_EXPERTS},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 32},
@@ -235,8 +236,11 @@ def test_configured_layers_keep_what_transformers_modules_save(family: str, dtyp
     transformers = pytest.importorskip("transformers", minversion="5.20")
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    def attended(module: Any, q: Any, k: Any, v: Any, mask: Any, **_: Any) -> tuple[torch.Tensor, None]:
-        return Attended.apply(q, k, v), None  # type: ignore[no-untyped-call]
+    def attended(
+        module: Any, q: Any, k: Any, v: Any, mask: Any, s_aux: Any = None, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        out = Attended.apply(q, k, v)  # type: ignore[no-untyped-call]
+        return (out if s_aux is None else out * s_aux.sigmoid()[:, None]), None  # sinks scale what is kept
 
     ALL_ATTENTION_FUNCTIONS.register("attended", attended)
     sizes, length = {**WIDTHS, **MODULES[family]}, 128
@@ -244,7 +248,7 @@ def test_configured_layers_keep_what_transformers_modules_save(family: str, dtyp
     module = transformers.AutoModelForCausalLM.from_config(
         config, dtype=getattr(torch, dtype), attn_implementation="attended"
     )
-    if family != "llama":
+    if family not in ("llama", "olmo2"):
         module.set_experts_implementation("grouped_mm")
 
     def both(batch: int) -> tuple[int, int]:

@@ -27,7 +27,8 @@ class Norm:
     Attributes:
       around_one: the scale is stored minus 1 (Gemma).
       center: of mean 0 first (Ba et al. 2016); bias: adds a learned bias; scale: whether there is one.
-      steps: without `center`, in steps on a float32 copy, as transformers' modules write it.
+      steps: without `center`, in steps on a float32 copy, as transformers' modules write it; wide: the scale
+        multiplies this copy before it is rounded.
     """
 
     epsilon: float
@@ -36,6 +37,7 @@ class Norm:
     bias: bool = False
     scale: bool = True
     steps: bool = False
+    wide: bool = False
 
     def __call__(self, x: Tensor, name: str, *dims: str) -> Tensor:
         """x, normalised along d_model or over `dims` together."""
@@ -51,7 +53,7 @@ class Norm:
             if len(own) == 1 and not self.steps:
                 return mtf.rms_norm(x, own[0], scale, self.epsilon)
             y = unit_rms(x.cast("float32") if self.steps else x, own, self.epsilon)
-            y = y if self.around_one else y.cast(dtype)
+            y = y if self.wide else y.cast(dtype)
             return (y if scale is None else y * scale.cast(y.dtype)).cast(dtype)
 
 
