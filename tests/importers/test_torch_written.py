@@ -110,6 +110,8 @@ def test_random_placements_are_held_as_dtensor_holds_them(axes: str) -> None:
             continue
         seen += 1
         hold(model, mesh, module, found)
+        for each in found.unlike:  # what to do is not what is there
+            assert not (said := re.match(r".*: placed (\[.*?\]),", each.message)) or said[1] not in each.mend
     assert seen > 4
 
 
@@ -180,6 +182,31 @@ def test_a_weight_that_its_readers_want_elsewhere_is_found() -> None:
     (found,) = written(read(net()), mtf.Mesh("mp:8"), module, (), Options()).unlike
     assert "placed [Shard(0)], but test_torch_written.py:" in found.message
     assert found.mend == "place it [Shard(1)]"
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Any) -> Any:
+        q, k, v = (f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return x + self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.usefixtures("ranks")
+def test_fully_shard_may_cut_heads_of_tensor_parallel_attention() -> None:
+    """Storage is gathered before it is read: four ranks of the two heads that two ranks have."""
+    mesh, module = init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "model")), net(kind=Attention)
+    styles = {**dict.fromkeys("qkv", ColwiseParallel()), "o": RowwiseParallel()}
+    for layer in module.layers:
+        parallelize_module(layer, mesh["model"], styles)
+        fully_shard(layer, mesh=mesh["data"], reshard_after_forward=True)
+    fully_shard(module, mesh=mesh["data"], reshard_after_forward=True)
+    model = read(net(kind=Attention))
+    found = written(model, mtf.Mesh("data:4;model:2"), module, None, Options())
+    hold(model, mtf.Mesh("data:4;model:2"), module, found)
+    assert found.layout.axes("heads") == ("model",) and not found.unlike
 
 
 def partial(mesh: Any) -> Any:

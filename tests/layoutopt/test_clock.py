@@ -265,3 +265,10 @@ def test_what_is_written_when_time_is_over_raises_no_other_error() -> None:
             return n
 
     assert not Clock(0.05).within(0.0, lambda: Slow().model_dump())
+
+
+def test_a_part_of_a_limit_that_has_passed_is_positive() -> None:
+    """Else the work that gets it says that the limit, which nobody gave so, is 0."""
+    late = Clock(0.3, time.monotonic() - 1).part(0.5)
+    assert late.limit is not None and 0 < late.limit < 0.1
+    assert Clock(0).part(0.5).limit == 0 and Clock().part(0.5).limit is None

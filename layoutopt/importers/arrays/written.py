@@ -235,7 +235,8 @@ class _Reading:
         for found in alike.values():
             first, names = found[0], {self._path(each) for each in found}
             them = "them" if len(found) > 1 else "it"
-            wanted = self._wanted(first)
+            if (do := self.text(wanted := self._wanted(first))) == self.text(first.spec):
+                continue  # storage that cuts a head, gathered before it is read
             rules = {path: dict(own) for path, own in layout.refined if path not in names}
             stages = {n: s for n, s in options.storage.items() if n not in names}
             over = tuple(a for axes in wanted for a in axes if a in self.rows)
@@ -247,7 +248,7 @@ class _Reading:
             yield UnlikeArray(
                 f"{named}: placed {self.text(first.spec)}, but {self._readers(first)} {them} as "
                 f"{self.text(self._read_as(first))}",
-                f"place {them} {self.text(wanted)}",
+                f"place {them} {do}",
                 self.base.refined_by(rules) if rules else self.base,
                 replace(options, storage=stages),
             )
