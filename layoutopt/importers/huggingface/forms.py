@@ -27,8 +27,7 @@ class Norm:
     Attributes:
       around_one: the scale is stored minus 1 (Gemma).
       center: of mean 0 first (Ba et al. 2016); bias: adds a learned bias; scale: whether there is one.
-      steps: without `center`, in steps on a float32 copy, as transformers' modules write it; wide: the scale
-        multiplies this copy before it is rounded.
+      steps: without `center`, in steps on a float32 copy, as transformers' modules; wide: scaled so, too.
     """
 
     epsilon: float
@@ -199,12 +198,10 @@ class Indexer:
             q, k, w = (mtf.stop_gradient(t) for t in (q, k, w))
             q, k = turned(q, length, "d_index"), mtf.rename(turned(k, length, "d_index"), **{length: memory})
             rows = list(x.shape.without("d_model"))
-            found = mtf.einsum(
-                [mtf.relu(mtf.einsum([q, k], [*rows, heads, k.dim(memory)])), w], [*rows, k.dim(memory)]
-            )
-            found = masked(
-                found, mtf.mtf_range(x.graph, x.dim(length)) >= mtf.mtf_range(x.graph, k.dim(memory))
-            )
+            each = mtf.relu(mtf.einsum([q, k], [*rows, heads, k.dim(memory)]))
+            found = mtf.einsum([each, w], [*rows, k.dim(memory)])
+            before = mtf.mtf_range(x.graph, x.dim(length)) >= mtf.mtf_range(x.graph, k.dim(memory))
+            found = masked(found, before)
             return nothing, found >= mtf.nth_largest(found, self.chosen - 1, memory)
 
 
@@ -347,10 +344,8 @@ class SideBySide:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[others, d_model] -> the same."""
-        ys: Sequence[Tensor] = [
-            block(x if before == 1 else x * before) * after for block, before, after in self.blocks
-        ]
-        return sum(ys[1:], ys[0])
+        first, *others = (block(x if i == 1 else x * i) * o for block, i, o in self.blocks)
+        return sum(others, first)
 
     def within(self, length: int) -> SideBySide:
         """The same for texts of this length."""

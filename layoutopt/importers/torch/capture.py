@@ -26,9 +26,8 @@ MODULE = "module"
 """Name of the user's module inside of the one that is exported."""
 INSTEAD = (
     "select with torch.where instead of branching or picking elements, set the rate of LayerDrop to 0, and "
-    "give arrays of lengths and grids with their values instead of on the device meta, or "
-    "pad_packed_sequence its total_length; "
-    'of transformers\' mixtures of experts, load the model with experts_implementation="grouped_mm"'
+    "give arrays of lengths and grids with their values, not on the device meta, or pad_packed_sequence its "
+    'total_length; of transformers\' mixtures, load the model with experts_implementation="grouped_mm"'
 )
 _LOSSES = {
     ".numpy()": "NumPy reads values, as to match boxes with targets: plan with loss=, without this matching",

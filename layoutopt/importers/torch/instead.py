@@ -95,9 +95,9 @@ def packed(x: Any, lengths: Any, batch_first: bool) -> Any:
     x = x.transpose(0, 1) if batch_first else x
     lengths = torch.as_tensor(lengths, device=x.device)
     seen = torch.arange(x.shape[0], device=x.device)[:, None] < lengths[None]
-    kind = import_module("torch.nn.utils.rnn").PackedSequence
     with torch._C.DisableTorchFunction():  # rows of known values are no fewer: all arrays keep all of theirs
-        return kind(x[seen], SequenceLengths(lengths, x.shape[0]))
+        rows = x[seen]
+    return import_module("torch.nn.utils.rnn").PackedSequence(rows, SequenceLengths(lengths, x.shape[0]))
 
 
 def _pad(sequence, batch_first, padding_value, total_length):  # type: ignore[no-untyped-def]
@@ -107,7 +107,7 @@ def _pad(sequence, batch_first, padding_value, total_length):  # type: ignore[no
 
 
 def unpacked(sequence: Any, batch_first: bool, value: float, total: int | None) -> tuple[Any, Any]:
-    """Sequences padded to `total` steps, without it to the longest of the example batch, and their lengths."""
+    """Sequences padded to `total` steps, else to the longest of the example batch, and their lengths."""
     torch, of = torch_module(), sequence.batch_sizes
     if total is None:  # a trial without values sees all that were packed
         total = of.steps if type(of.lengths) is torch.Tensor and of.lengths.is_meta else int(of.lengths.max())

@@ -99,12 +99,11 @@ def _scatter_reduce(
         x, rows = m.unary("neg", x), m.unary("neg", rows)
     one = m.full(1, ids.shape, v.dtype)
     count = _at_places(m, m.full(int(include_self), x.shape, v.dtype), dim, ids, one, "scatter_add")
-    none = m.binary("eq", count, 0, v.dtype, "bool")
-    if reduce in ("amax", "amin"):
-        begin = x if include_self else m.select(none, x, -math.inf, v.dtype)
+    none, least = m.binary("eq", count, 0, v.dtype, "bool"), -math.inf if reduce in ("amax", "amin") else 0
+    begin = x if include_self else m.select(none, x, least, v.dtype)
+    if least:
         most = _at_places(m, begin, dim, ids, rows, "scatter_max")
         return m.unary("neg", most) if reduce == "amin" else most
-    begin = x if include_self else m.select(none, x, 0, v.dtype)
     total = _at_places(m, begin, dim, ids, rows, "scatter_add")
     return total if reduce == "sum" else m.binary("div", total, m.binary("max", count, 1, v.dtype), v.dtype)
 
