@@ -362,7 +362,8 @@ def unrestricted(
     if found is not best:
         said |= {UNRESTRICTED: called(request, UNRESTRICTED, found, renames)}
     if not search.proven:
-        most = f"at most {1 - low / best.seconds:.1%}" if low > 0 else "an unknown part"
+        most = "this much or more" if found is not best else "an unknown part"
+        most = f"at most {1 - low / best.seconds:.1%}" if low > 0 else most
         said |= {"notes": [f"the search for unrestricted layouts did not end; they save {most} of the step"]}
     return said
 

@@ -31,7 +31,7 @@ from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.build import Plan, axes_of, decided, model_info
 from layoutopt.plan.schema import PlanFile, ProofStatus, SolverInfo
 from layoutopt.plan.trade_names import trade_names
-from layoutopt.plan.units import bytes_text, memory_option, some, step_change
+from layoutopt.plan.units import bytes_text, gap_text, memory_option, seconds_text, some, step_change
 from layoutopt.solver import TOLERANCE
 from layoutopt.space.microbatches import impossible
 from layoutopt.space.objective import Objective
@@ -117,13 +117,14 @@ def make_plan(
     space = space_of(request, best.mesh, search.considered, shapes)
     wider = ", or --allow everything" if usual is None and space.not_looked_at else ""
     wider += ", or a longer --time-limit" if search.request.late else ""
+    solver = _solver(request, best, proof, search.considered)
     notes = (
         *notes,  # storage that splits nothing is one sentence as the answer's and as the space's
         *request.model.notes(best.options),
         *best.evaluation.notes,
         *left_whole(request, best.evaluation),
         *_tight(request, best.evaluation, beside, wider),
-        *_notes(proof, missing, tuple(search.unsplit)),
+        *_notes(proof, missing, tuple(search.unsplit), solver),
         *_origin(proof, best),
         *search.unopened,
         *beside.notes(),
@@ -132,7 +133,6 @@ def make_plan(
         *([f"{said}; their bound therefore proves nothing"] if (said := rows_said(request)) else []),
         *_fewer(search.request, len(others) + 1),
     )
-    solver = _solver(request, best, proof, search.considered)
     put = partial(called, request, searched_mesh=search.renames)
     data = PlanFile(
         format="layoutopt-plan/1",
@@ -282,7 +282,7 @@ def share_bound(request: Request, mesh: Mesh) -> Bound:
     return Bound(request.evaluator.alone() / mesh.devices, BoundSource.SHARE)
 
 
-def _notes(proof: _Proof, missing: Sequence[str], unsplit: Sequence[str]) -> list[str]:
+def _notes(proof: _Proof, missing: Sequence[str], unsplit: Sequence[str], solver: SolverInfo) -> list[str]:
     why = "the searches of some named layouts reached their time limit"
     notes = [f"{why}: {', '.join(missing)}"] if missing else []
     tables = proof.tables
@@ -297,13 +297,13 @@ def _notes(proof: _Proof, missing: Sequence[str], unsplit: Sequence[str]) -> lis
     if tables is None or not tables.said:
         return notes
     notes.append(tables.said)
-    if (likely := proof.likely) is not None:
+    if solver.likely_bound is not None and solver.likely_gap is not None:
         known = f"{SHARE}, and the gap refers to this bound" if proof.share.value > 0 else NO_BOUND
         notes.append(
             f"{known}; in {tables.count} layouts compared, the cost "
             f"tables predict at most {tables.over * 100:.2g} % more than the lowered program, and if this "
-            f"is true of every layout, none takes less than {likely:.9g} s and the gap is "
-            f"{100 * (1 - likely / tables.program):.2g} %"
+            f"is true of every layout, none takes less than {seconds_text(solver.likely_bound)} and the gap "
+            f"is {gap_text(solver.likely_gap)}"
         )
     return notes
 
