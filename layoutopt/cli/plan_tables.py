@@ -231,7 +231,7 @@ def show_explained(terminal: Terminal, planned: Planned, found: Explained) -> No
         ("What each pin costs", found.pins, "with it"),
         ("What each decision is worth", found.decisions, "without it"),
     )
-    among = ", among the usual kinds" * bool(found.plan.question.first)
+    among = ", among the usual kinds and the plan's" * bool(found.plan.question.first)
     for title, answers, best in worths:
         if answers or answers is found.splits:
             terminal.show("", worth_table(title + among, evaluation, found.for_memory, [*answers], best))
