@@ -292,7 +292,7 @@ def lint(
             model,
             mesh=mesh,
             hardware=machine,
-            time_limit=clock.part(SEARCHING),
+            time_limit=None if clock.rest is None else SEARCHING * clock.rest,
             alternatives=False,
             allow=USUAL,
         )

@@ -132,7 +132,6 @@ def _answer_to(question: SearchQuestion) -> _Answer:
     if wider and request.clock.limit is not None:
         start.request = _shared(request)
     looked = LayoutSearch(start.request, question.renames, start=start, called=allow.USUAL if wider else "")
-    looked.finer = () if wider else question.finer
     try:
         best = _best(question, looked, possible(request.model, shapes, request.allowed, start.problems))
     except InfeasibleError as error:
@@ -185,7 +184,6 @@ def _beyond(
         more = LayoutSearch(
             start.request, question.renames, start=start, called=allow.EVERYTHING, after=usual
         )
-        more.finer = question.finer
         return more, _best(question, more, start.possible())
     except KeyboardInterrupt:
         if not question.limits.keep_best:

@@ -20,18 +20,13 @@ from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.fixing import ClusterWeights, faster, option_costs
 from layoutopt.optimize.incumbents import Incumbents
 from layoutopt.optimize.layer_bounds import LayerBounds
-from layoutopt.optimize.recipes import Recipes
 from layoutopt.optimize.request import Request, SearchStatus
 from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
-from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, listed
-from layoutopt.space.allow import EVERYTHING
+from layoutopt.optimize.subproblems import Subproblem, SubproblemKey
 from layoutopt.space.objective import Objective
 from mesh_tf_core.ir.layout import Layout
-from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 
-RECIPES_SHARE, RECIPES = 0.3, 20.0
-"""Part of a time limit for layouts near those of experts; seconds for these without a limit."""
 NAMED_SHARE = 0.25
 """Part of a time limit in which named layouts are predicted before anything is listed or solved."""
 LEAN = 2.0
@@ -50,7 +45,6 @@ class FastestSearch:
       unsplit: dimensions that had to stay whole (`Extraction.unsplit`).
       weights: approximate costs of clusters, for `faster`.
       called: its space, in a word, if it is one of several.
-      finer: meshes of more axes, for pipelines of experts alone; nothing is proven of these.
     """
 
     request: Request
@@ -62,7 +56,6 @@ class FastestSearch:
     unsplit: dict[str, None] = field(default_factory=dict)
     weights: dict[Evaluator, ClusterWeights] = field(default_factory=lambda: defaultdict(dict))
     called: str = ""
-    finer: Sequence[Mesh] = ()
 
     def __post_init__(self) -> None:
         self.incumbents = Incumbents(self.request, self.renames)
@@ -106,10 +99,11 @@ class FastestSearch:
         if len(self.problems) > 1 or request.clock.limit is not None:
             for each in self.problems:  # nothing waits less than not at all
                 each.bound_by_share(request.evaluator)
-        if fixes := request.objective == Objective.TIME:
-            if request.clock.limit is not None and not self.both.running:
-                self.bound_stages(limit)
-            self._recipes(limit)
+        fixes = request.objective == Objective.TIME
+        if fixes and request.clock.limit is not None and not self.both.running:
+            self.bound_stages(limit)
+        if fixes:
+            incumbents.answer_named(limit, self.plain, self.hold, self.tell)
         every = (p for some in self._in_order(limit) for p in self.both.shared([[p] for p in some], limit))
         for number, each in enumerate(every):
             if not number and fixes and not incumbents.fitting(limit) and not each.refused:
@@ -120,22 +114,6 @@ class FastestSearch:
             self.proven = False
             incumbents.beat_named(limit)
         return incumbents.fastest(limit)
-
-    def _recipes(self, limit: float) -> None:
-        """Looks near the layouts of experts, where there is a time limit or one of them does not fit."""
-        request, found = self.request, self.incumbents.found
-        if request.clock.limit is not None or any(each.peak > limit for each in found):
-            near, finer = request.evaluator.near, self.incumbents.finer
-            for each in listed(request.model, self.finer, request.allowed, near):
-                if [axes for _, axes in each.key.stages] == [each.mesh.names[:1]]:
-                    each.bound_by_share(request.evaluator)
-                    finer[each.key] = each
-            part = request.clock.part(RECIPES_SHARE)
-            with part.at_most(RECIPES):
-                recipes = Recipes(self.incumbents, limit, part, self.hold, self.tell)
-                # Near what has no stages, the usual search has looked.
-                own = (p for p in self.problems if p.key.stages or self.called != EVERYTHING)
-                recipes.look([*own, *finer.values()])
 
     def look_at(self, subproblem: Subproblem, limit: float) -> None:
         """Looks in a problem for something faster than the best so far, or proves that there is nothing."""
@@ -153,11 +131,13 @@ class FastestSearch:
 
     def _in_order(self, limit: float) -> Iterator[Sequence[Subproblem]]:
         """The problems without stages, by their bounds: what is found there closes most of the others before
-        they have a graph. Before all, that of the best known."""
+        they have a graph. Before all, that of the best known, and what is near it in other graphs."""
         if self.request.clock.limit is not None and self.incumbents.fastest(limit) is None:
             yield self.problems[-1:]  # what fits most likely
         if (known := self.incumbents.fastest(limit)) is not None:
-            yield [each for each in [self.incumbents.subproblem_of(known)] if each in self.problems]
+            yield [self.incumbents.subproblem_of(known)]
+            staged = (each for each in self.problems if each.key.stages)
+            self.incumbents.spread(limit, staged, self.request.clock.part(NAMED_SHARE))
         yield self.plain
 
     @property

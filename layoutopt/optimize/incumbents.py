@@ -12,15 +12,16 @@ Each takes milliseconds, and no table. So a search has an answer soon, however m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from costmodels.hardware import Hardware
 from layoutopt.optimize.baselines import axis_names, by_name, called_mesh, greedy, widest
-from layoutopt.optimize.bounds import State
+from layoutopt.optimize.bounds import ProvenBounds, State
 from layoutopt.optimize.evaluator import Evaluator
+from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, listed, possible, related
@@ -124,6 +125,12 @@ def named(model: Model, subproblem: Subproblem, lean: bool) -> Iterator[FirstLay
         yield FirstLayout(mesh, wide, how, origin + f", {LEAN}" * lean)
 
 
+FIRST_SPLITS = 2
+"""Number of splits of named layouts whose other decisions are searched first."""
+USES_SHARE = 0.2
+"""Part of a time limit for what is decided beside these splits."""
+
+
 class Incumbents:
     """The layouts of one search.
 
@@ -134,7 +141,6 @@ class Incumbents:
       found: in the order in which they were found.
       most: seconds; nothing slower is looked for.
       subproblems: by their keys; a layout that none of them allows is rejected.
-      finer: those on meshes of more axes, from which layouts may be taken without a proof.
     """
 
     def __init__(self, request: Request, renames: bool) -> None:
@@ -142,7 +148,6 @@ class Incumbents:
         self.found: list[EvaluatedLayout] = []
         self.most = math.inf
         self.subproblems: dict[SubproblemKey, Subproblem] = {}
-        self.finer: dict[SubproblemKey, Subproblem] = {}
 
     def order(self, found: EvaluatedLayout) -> tuple[float, ...]:
         """The sort key of results: the better one is less."""
@@ -200,13 +205,11 @@ class Incumbents:
 
     def subproblem_of(self, found: EvaluatedLayout) -> Subproblem:
         """The decisions of the subproblem where a layout was found."""
-        key = SubproblemKey.of(self.request.model, found.mesh, found.layout, found.options)
-        return self.subproblems.get(key) or self.finer[key]
+        return self.subproblems[SubproblemKey.of(self.request.model, found.mesh, found.layout, found.options)]
 
     def has(self, mesh: Mesh, layout: Layout, options: Options) -> bool:
         """True if a layout is one of the space."""
-        key = SubproblemKey.of(self.request.model, mesh, layout, options)
-        here = self.subproblems.get(key) or self.finer.get(key)
+        here = self.subproblems.get(SubproblemKey.of(self.request.model, mesh, layout, options))
         return here is not None and not here.refused and here.decided.allows(layout, options)
 
     def may_express(self, mesh: Mesh, layout: Layout, options: Options) -> bool:
@@ -253,6 +256,56 @@ class Incumbents:
                 told("named strategies", number, count)
                 if not each.refused:
                     self.price_on(each, lean, UNLIMITED if late else clock)
+
+    def answer_named(
+        self,
+        limit: float,
+        problems: Sequence[Subproblem],
+        hold: Callable[[Subproblem], float],
+        told: Callable[[Subproblem], None],
+    ) -> None:
+        """Where a named layout is too large, searches what is decided beside the splits of the fastest, in
+        the fewest microbatches that fit: such problems are small, and their answers rule out much early.
+
+        Args:
+          problems: those without stages.
+          hold: bytes that no layout of a problem holds less.
+        """
+        part, known = self.request.clock.part(USES_SHARE), sorted(self.found, key=lambda f: f.seconds)
+        fastest = {(f.mesh, f.layout): f for f in known[::-1] if not self.subproblem_of(f).key.stages}
+        any_over = any(found.peak > limit for found in known)
+        for found in sorted(fastest.values(), key=lambda f: f.seconds)[: FIRST_SPLITS * any_over]:
+            here = (each for each in problems if each.mesh == found.mesh)
+            for each in sorted(here, key=lambda p: p.microbatches):
+                if part.over:
+                    return
+                if hold(each) > limit:
+                    continue
+                own = {n: [found.layout.axes(n)] for n in each.decided.of(Split)}
+                if any(axes not in each.decided.options[n] for n, (axes,) in own.items()):
+                    continue
+                told(each)
+                small = replace(each, given=each.decided.within(own), bounds=ProvenBounds())
+                upper = self.seconds(limit)
+                search = faster(self.request.evaluator, small, upper, lambda *_, most=upper: most, part)
+                if search is not None and (better := search.fastest(limit, upper, part).found) is not None:
+                    self.add(better)
+                    break
+
+    def spread(self, limit: float, problems: Iterable[Subproblem], clock: Clock) -> None:
+        """Predicts the splits and storage of the fastest layout in other problems with its stages: these
+        differ in their schedules, microbatches and recomputed parts, each of which makes another graph."""
+        if (found := self.fastest(limit)) is None or not (own := self.subproblem_of(found).key).stages:
+            return
+        beside = found.options.recompute - own.again
+        for each in problems:
+            key = each.key
+            if clock.over:
+                return
+            if key != own and key[:2] == own[:2] and self.is_open(each, limit) and not each.refused:
+                how = replace(found.options, schedule=key.schedule, microbatches=key.microbatches)
+                for recompute in dict.fromkeys((beside | key.again, key.again)):
+                    self.offer(each.mesh, found.layout, replace(how, recompute=recompute))
 
     def price_on(self, subproblem: Subproblem, lean: bool = False, clock: Clock = UNLIMITED) -> None:
         """Predicts the named layouts of a problem as written, and those with the least memory that do not fit

@@ -29,8 +29,6 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
 
-AXES = 2
-"""The largest number of axes of a mesh by default."""
 MOST_LISTED = 1000
 """The largest number of best layouts in a list: each takes a separate search."""
 
@@ -59,7 +57,7 @@ class Limits:
     """
 
     memory: float | None = None
-    max_axes: int = AXES
+    max_axes: int = 2
     top: int = 1
     time_limit: float | Clock | None = None
     alternatives: bool = True
@@ -121,14 +119,6 @@ class SearchQuestion:
         asked = (memory, objective, within[0], limits.top, clock, on_progress, limits.on_better)
         request = Request(model, machine, *asked)
         return cls(request, within[: 1 + (within[-1] != within[0])], free, shapes, limits, own)
-
-    @property
-    def finer(self) -> Sequence[Mesh]:
-        """Meshes of one more axis than a search looks at, unless another number was asked for."""
-        if self.own["mesh"] is not None or self.limits.max_axes != AXES:
-            return ()
-        every = meshes(None, self.own["devices"], AXES + 1, self.request.hardware)
-        return [each for each in every if each not in self.shapes]
 
     @property
     def renames(self) -> bool:

@@ -19,7 +19,7 @@ from layoutopt.formulation.extract import Extraction, extract
 from layoutopt.optimize import subproblem
 from layoutopt.optimize.evaluation import as_run
 from layoutopt.optimize.evaluator import Evaluator, evaluate
-from layoutopt.optimize.recipes import Recipes
+from layoutopt.optimize.incumbents import Incumbents
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.solver import evaluate as value_of
 from layoutopt.space.decisions import SearchSpace, decisions
@@ -199,14 +199,14 @@ def test_one_set_after_the_other_finds_what_all_at_once_do(monkeypatch: pytest.M
 def test_the_best_beside_named_splits_is_known_before_other_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where what a name says is too large: with some values kept, as other problems would have to find."""
     seen = list[list[float]]()
-    true = Recipes.look
+    true = Incumbents.answer_named
 
-    def counted(self: Recipes, problems: Any) -> None:
-        before = self.incumbents.seconds(self.limit)
-        true(self, problems)
-        seen.append([before, self.incumbents.seconds(self.limit)])
+    def counted(self: Incumbents, limit: float, *asked: Any) -> None:
+        before = self.seconds(limit)
+        true(self, limit, *asked)
+        seen.append([before, self.seconds(limit)])
 
-    monkeypatch.setattr(Recipes, "look", counted)
+    monkeypatch.setattr(Incumbents, "answer_named", counted)
     asked = {"hardware": "tpu-v3", "memory": 150_000.0, "recompute": EVERY, "alternatives": False}
     model = EXAMPLES["transformer with fused attention"]()
     plan = layoutopt.search(model, "data:4", time_limit=600, pins="batch:data", **asked)  # type: ignore[arg-type]

@@ -17,8 +17,7 @@ from examples.transformer_lm import model as transformer
 from layoutopt import SearchSpace, search
 from layoutopt.optimize.entry import SearchStatus
 from layoutopt.optimize.evaluator import Evaluator
-from layoutopt.optimize.incumbents import EARLIER, PINS, FirstLayout, named
-from layoutopt.optimize.recipes import Recipes
+from layoutopt.optimize.incumbents import EARLIER, PINS, FirstLayout, Incumbents, named
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.plan.build import Plan
@@ -105,22 +104,23 @@ def _honest(plan: Plan) -> None:
 @pytest.mark.nightly
 def test_the_best_layout_is_predicted_in_other_graphs_of_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schedules and recomputed parts of stages make graphs: splits good in one mostly are in others."""
-    seen: list[tuple[list[EvaluatedLayout], list[EvaluatedLayout]]] = []
-    look = Recipes.look
+    seen: list[tuple[EvaluatedLayout | None, list[EvaluatedLayout]]] = []
+    spread = Incumbents.spread
 
-    def told(self: Recipes, problems: Any) -> None:
-        before = [*self.incumbents.found]
-        look(self, problems)
-        seen.append((before, self.incumbents.found[len(before) :]))
+    def told(self: Incumbents, limit: float, *rest: Any) -> None:
+        known, before = self.fastest(limit), len(self.found)
+        spread(self, limit, *rest)
+        seen.append((known, self.found[before:]))
 
-    monkeypatch.setattr(Recipes, "look", told)
+    monkeypatch.setattr(Incumbents, "spread", told)
     asked: dict[str, Any] = {"schedule": ("gpipe", "1f1b"), "recompute": (False, "selective", True)}
     space = SearchSpace(pipeline=("layers",), pins="layers:a", microbatches=(4,), **asked)
     search(MODELS["stages"](), mesh="a:2;b:2", hardware=HARDWARE, space=space, time_limit=60.0)
-    ((before, after),) = seen
-    assert before and {f.layout.axes("layers") for f in after} == {("a",)}
+    known, after = seen[0]
+    assert known is not None and known.layout.axes("layers") == ("a",)
+    assert len(after) >= 3 and {f.layout for f in after} == {known.layout}
     ways = {(f.options.schedule, f.options.recompute) for f in after}
-    assert {schedule for schedule, _ in ways} == {"gpipe", "1f1b"} and len(ways) >= 3
+    assert len(ways) == len(after) and (known.options.schedule, known.options.recompute) not in ways
 
 
 def test_it_is_predicted_before_subproblems_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
