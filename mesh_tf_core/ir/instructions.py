@@ -84,7 +84,7 @@ class Collective(Message):
 
     def resplits(self) -> Mapping[str, tuple[int, Axes]]:
         """Dimension -> (1, axes that split it further afterwards), or (-1, axes that no longer do)."""
-        return {}
+        raise NotImplementedError
 
     @staticmethod
     def sent(n: int) -> float:
@@ -108,6 +108,9 @@ class AllReduce(Collective):
     @property
     def sums(self) -> bool:  # type: ignore[override]
         return self.combine == "sum"
+
+    def resplits(self) -> Mapping[str, tuple[int, Axes]]:
+        return {}
 
     @staticmethod
     def sent(n: int) -> float:
@@ -189,6 +192,9 @@ class Permute(Collective):
     both_ways: bool = False
 
     name = "permute"
+
+    def resplits(self) -> Mapping[str, tuple[int, Axes]]:
+        return {}
 
     @staticmethod
     def sent(n: int) -> float:
