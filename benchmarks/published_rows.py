@@ -17,6 +17,7 @@ from costmodels.frameworks import DEFAULT
 from costmodels.pricing.hidden import Cost
 from costmodels.pricing.pricer import Pricer, pricer
 from mesh_tf_core.ir.schedules import GPIPE
+from mesh_tf_core.tracing.stage_layers import loop_dims
 
 DATA = Path(__file__).parent / "data"
 
@@ -131,7 +132,7 @@ def lowered(
     """The step of a model under a layout; `recompute` runs every layer again in backward, but for what is to
     `keep`, `to_the_end` or not (`Model.second_runs`)."""
     model = build(**sizes).second_runs(to_the_end)
-    loops = {b.dim.name for b in model.graph.blocks if b.dim is not None} if recompute else ()
+    loops = loop_dims(model.graph) if recompute else ()
     again = frozenset(f"{name}:keep={keep}" if keep else name for name in loops)
     options = mtf.Options(stored(model, stage) if stage else {}, again, microbatches, schedule=schedule)
     return model.lower(mtf.Mesh(mesh), mtf.Layout(layout), options)

@@ -96,7 +96,7 @@ class _Finder:
         scopes = {n.scope for n in self.nodes if n.phase == Phase.FORWARD}
         self.leaves = {s for s in scopes if s and not any(o.startswith(f"{s}/") for o in scopes)}
         self.forward = {self._path(n) for n in self.nodes if n.phase == Phase.FORWARD}
-        self.counted = {b.dim.name for b in graph.blocks if b.dim is not None}
+        self.counted = {b.dim.name for b in graph.blocks}
 
     def found(self) -> ModelPlaces:
         dims: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
