@@ -90,7 +90,7 @@ def _text(given: GivenOptions, pipeline: Mapping[str, int]) -> str:
 
 
 def own_shardings(loaded: Loaded, given: GivenOptions) -> WrittenLayout | None:
-    """The layout that the file's `shardings()` returns, or that its module has; None if it says none.
+    """The layout that the file's `shardings()` returns; None if it has none.
 
     Raises:
       UserError: a model of no other library, or shardings that do not fit it.
@@ -99,11 +99,9 @@ def own_shardings(loaded: Loaded, given: GivenOptions) -> WrittenLayout | None:
     from layoutopt.front_ends import front_end_of, made_by
     from mesh_tf_core.errors import UserError
 
-    front = front_end_of(loaded.model)
     if loaded.function("shardings") is None:
-        said = getattr(loaded.model, "carried", None)
-        return said and own_layout(loaded.model, given.mesh, said, given.options)
-    if front is None:
+        return None
+    if (front := front_end_of(loaded.model)) is None:
         raise UserError(
             f"{loaded.source} defines shardings(), but its model is of no other library; add --layout, or "
             f"build the model with {made_by()}"

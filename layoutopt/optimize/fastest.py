@@ -99,10 +99,9 @@ class FastestSearch:
         if len(self.problems) > 1 or request.clock.limit is not None:
             for each in self.problems:  # nothing waits less than not at all
                 each.bound_by_share(request.evaluator)
-        fixes = request.objective == Objective.TIME
-        if fixes and request.clock.limit is not None and not self.both.running:
-            self.bound_stages(limit)
-        if fixes:
+        if fixes := request.objective == Objective.TIME:
+            if request.clock.limit is not None and not self.both.running:
+                self.bound_stages(limit)
             incumbents.answer_named(limit, self.plain, self.hold, self.tell)
         every = (p for some in self._in_order(limit) for p in self.both.shared([[p] for p in some], limit))
         for number, each in enumerate(every):
