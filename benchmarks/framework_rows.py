@@ -192,7 +192,9 @@ VARIANTS = (
     ("megatron", "framework", "Megatron-DeepSpeed", "kernels=2022"),
     ("megatron", "framework", "InternEvo", "optimizer=flat"),
     ("megatron", "framework", "InternEvo", "gradients=bfloat16"),
+    ("megatron", "framework", "Megatron-Bridge", "gradients=bfloat16"),
     ("megatron", "optimizer_states", "grads bfloat16", "gradients=bfloat16"),
+    ("megatron", "dtype", "^float16", "gradients=bfloat16"),
     ("torch", "framework", "nanotron", "loss=in_place"),
     ("torch", "framework", "nanotron", "optimizer=fused"),
     ("torch", "framework", "nanotron", "kernels=norms"),
@@ -204,7 +206,7 @@ VARIANTS = (
     ("megatron", "moe_comm_overlap", "1", "exchange=overlapped"),
     ("megatron", "dispatcher", "ep", "dispatcher=flex"),
 )
-"""Framework, column of a row, words in it, and the variant that they name."""
+"""Framework, column of a row, a pattern in it, and the variant that it names."""
 
 
 def framework_of(row: Mapping[str, str]) -> str:
@@ -213,7 +215,8 @@ def framework_of(row: Mapping[str, str]) -> str:
     found = next((name for word, name in SOFTWARE.items() if word in software), "torch")
     if found == "torchtitan" and "compile" not in software:
         found = "torch"
-    chosen = [option for of, column, word, option in VARIANTS if of == found and word in row.get(column, "")]
+    named = (opt for of, col, word, opt in VARIANTS if of == found and re.search(word, row.get(col, "")))
+    chosen = list(dict.fromkeys(named))
     if found == "torch" and not any(option.startswith("attention=") for option in chosen):
         chosen.append("attention=fa2")  # All were published before PyTorch 2.11.
     if "AA-Scaling" in software:

@@ -52,10 +52,10 @@ def moments(program: Program, stored: Mapping[str, int]) -> int:
 
 
 def accumulated(program: Program) -> Iterator[tuple[int, int]]:
-    """The tensors that loops over microbatches or ticks add up, but for scalars, each with the bytes of an
-    element."""
-    for instr, _ in program.walk():
-        if isinstance(instr, Loop) and instr.dim.name in (MICROBATCH, TICK):
-            for value in (program.values[total] for _, total in instr.summed):
-                if value.shape.dims and value.tensor >= 0:
-                    yield value.tensor, itemsize(value.dtype)
+    """The tensors that add gradients up, but for scalars, each with the bytes of an element: sums of loops
+    over microbatches or ticks; of one microbatch, the gradients themselves."""
+    loops = (i for i in program.every(Loop) if i.dim.name in (MICROBATCH, TICK))
+    sums = [program.values[total] for loop in loops for _, total in loop.summed]
+    for value in sums or [v for v in program.values if v.tensor in program.outline.gradient_of]:
+        if value.shape.dims and value.tensor >= 0:
+            yield value.tensor, itemsize(value.dtype)
