@@ -249,8 +249,14 @@ def megatron(what: Exported) -> str:
     dispatcher = [("moe-token-dispatcher-type", options.get("dispatcher", "alltoall"))]
     flags += dispatcher * (found.experts > 1)
     behind = found.sequence and options.get("tensor_messages") == "overlapped"
+    early = (
+        found.data * found.context > 1 and options.get("kernels") == "core"
+    )  # behind backward, as predicted
     switches = {
         **({HALVES[what.dtype]: True} if what.dtype in HALVES else {}),
+        "grad-reduce-in-bf16": what.dtype == "bfloat16" and options.get("gradients") == "bfloat16",
+        "overlap-grad-reduce": early,
+        "overlap-param-gather": early and found.stage == "zero1",
         "sequence-parallel": found.sequence,
         "use-distributed-optimizer": found.stage == "zero1",
         "tp-comm-overlap": behind or bool(decided.collective_matmul),
@@ -267,13 +273,16 @@ def deepspeed(what: Exported) -> str:
     to, parts = "deepspeed", what.decided.microbatches
     found = ParallelDegrees.of(what, to)
     offload = {"offload_optimizer": OPTIMIZER, "offload_param": WEIGHTS}
+    wide = what.framework and load_framework(what.framework).options().get("gradients") == "float32"
     content: dict[str, Any] = {
         "train_batch_size": found.batch,
         "train_micro_batch_size_per_gpu": found.examples(parts),
         "gradient_accumulation_steps": parts,
         **({HALVES[what.dtype]: {"enabled": True}} if what.dtype in HALVES else {}),
+        **({"data_types": {"grad_accum_dtype": "fp32"}} if wide else {}),  # else the parameters' type
         "zero_optimization": {
             "stage": STAGES.index(found.stage),
+            "overlap_comm": True,  # as predicted; its default at stage 3 alone
             **{name: {"device": "cpu"} for name, kind in offload.items() if _offloaded(what, kind, to)},
         },
     }

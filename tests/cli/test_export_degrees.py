@@ -52,7 +52,7 @@ def settings(what: Exported, to: str) -> dict[str, Any]:
     if to == "deepspeed":
         return dict(json.loads(text))
     if to == "megatron":
-        return dict(re.findall(r"^--([a-z-]+) ?(.*)$", text, re.MULTILINE))
+        return dict(re.findall(r"^--([a-z0-9-]+) ?(.*)$", text, re.MULTILINE))
     if what.framework.startswith("torchtitan@0.2"):
         return {key: value for own in tomllib.loads(text).values() for key, value in own.items()}
     found: dict[str, Any] = {}
@@ -111,6 +111,28 @@ def test_messages_that_the_prices_overlap_are_overlapped() -> None:
     ):
         found = settings(exported("data:4;model:2", layout, framework), "megatron")
         assert ("tp-comm-overlap" in found) == overlaps
+    stored = {"storage": dict.fromkeys(MATRICES, "zero1")}
+    for framework, words in (
+        ("megatron", {"overlap-grad-reduce", "overlap-param-gather"}),
+        (
+            "megatron:gradients=bfloat16",
+            {"overlap-grad-reduce", "overlap-param-gather", "grad-reduce-in-bf16"},
+        ),
+        ("megatron:kernels=2022", set()),  # their gradients are summed after backward
+    ):
+        found = settings(
+            replace(exported("data:8", "batch:data", framework, **stored), dtype="bfloat16"), "megatron"
+        )
+        assert {word for word in found if word.startswith(("overlap-", "grad-"))} == words
+
+
+def test_deepspeed_adds_gradients_up_in_the_type_that_the_prices_assume() -> None:
+    for framework, found in (
+        ("deepspeed", None),
+        ("deepspeed:gradients=float32", {"grad_accum_dtype": "fp32"}),
+    ):
+        said = settings(exported("data:8", "batch:data", framework), "deepspeed")
+        assert said.get("data_types") == found and said["zero_optimization"]["overlap_comm"]
 
 
 def test_storage_is_said_by_each_in_its_own_words() -> None:
