@@ -106,7 +106,7 @@ FITS = {
 }  # fmt: skip
 SAME = {"torchtitan": "torch-compile"}
 """Frameworks that are fitted as another."""
-LATER = ("megatron_bridge", "llm_foundry", "bigscience", "nanotron_best", "primus")
+LATER = ("megatron_bridge", "llm_foundry", "bigscience", "nanotron_best", "primus", "xtuner", "pai_")
 """How tables begin that were priced after the fits; shares of hidden exchanges were fitted to the first."""
 
 CHOSEN = ("launches=each",)

@@ -49,6 +49,8 @@ def recomputed(
         return ((1.0, ()),), ()
     if said == "full":
         return ((1.0, ("layers",)),), ()
+    if said.startswith("layers:"):
+        return ((1.0, (said,)),), ()
     if said.startswith("layersfrac:"):
         some, every = map(int, said.split(":")[1].split("/"))
         return ((1.0, (f"layers:count={some * layers // every}",)),), ()

@@ -33,6 +33,7 @@ PRESETS = {
     "a800_80gb": "a100",
     "v100_32gb": "v100",
     "a100_40gb": "a100-40",
+    "h800_80gb": "h100, node_bandwidth=164GB/s",  # NVLink of 400 for 900 GB/s
     "DGX-H100": "h100",
     "DGX-B200": "b200",
     "DGX-GB200": "gb200",
@@ -199,6 +200,8 @@ VARIANTS = (
     ("torch", "framework", "nanotron", "optimizer=fused"),
     ("torch", "framework", "nanotron", "kernels=norms"),
     ("torch", "extra_args", "tp_linear_async_communication", "tensor_messages=async"),
+    ("megatron", "extra_args", "no tp_comm_overlap", "tensor_messages=plain"),
+    ("deepspeed", "framework", "XTuner", "kernels=norms"),
     ("torch", "framework", "LLM Foundry", "gradients=bfloat16"),
     ("torch", "framework", "LLM Foundry", "loss=fused"),
     ("torch", "framework", "AA-Scaling", "gradients=bfloat16"),
