@@ -255,7 +255,9 @@ def _row(table: str, row: Mapping[str, str]) -> Row:
     layers = number(row, "layers")
     zero = str(row["zero"]).strip() or "1"
     stage, _, inside = zero.partition("@")
-    split, over = _data_axes(row, data, ep, stage, int(inside or 0))
+    # Megatron's ranks of whole experts are those of tensor parallelism first (order in parallel_state.py).
+    both = tp if row.get("etp") == "1" and ep % tp == 0 else 1
+    split, over = _data_axes(row, data, ep // both, stage, int(inside or 0))
     rules = {"layers": (pp, "pipe"), "batch": (data, over), "length": (cp, "context")}
     rules |= {"memory_length": (cp, "context"), "heads": (tp, "model"), "d_ff": (tp, "model")}
     rules |= {"vocab": (tp, "model")}
@@ -266,8 +268,8 @@ def _row(table: str, row: Mapping[str, str]) -> Row:
     if row["family"] == "moe":
         rules["experts"] = (ep, "data")
         rules |= {"expert_batch": (split.get("replica", 1), "replica"), "expert_length": (cp, "context")}
-        if row.get("etp") == "1" and tp > 1 and ep == data * tp:  # whole experts over both grids
-            rules |= {"d_ff": (1, ""), "experts": (ep, "data+model")}
+        if both > 1:
+            rules |= {"d_ff": (1, ""), "experts": (ep, "data+model" if ep > both else "model")}
         elif row.get("etp") == "1" and tp > 1:  # the tensor ranks share the tokens instead
             rules |= {"d_ff": (1, ""), "expert_length": (tp, "model")}
         elif "length@elsewhere" in rules:

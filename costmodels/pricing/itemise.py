@@ -70,9 +70,7 @@ class Itemiser:
         parts = compiler.parts(program)
         for what, times in timed:
             if isinstance(what, Collective):
-                rule = (self.overlaps and what.rule) or awaited(
-                    what, program.values[what.inputs[0]].shape, pairs
-                )
+                rule = (self.overlaps and what.rule) or awaited(what, program, pairs)
                 sending = compiler.sending(what, rule, parts)
                 yield at_once.get(what.outputs[0], what), times, counts(what, times), sending
             elif isinstance(what, Loop):

@@ -8,9 +8,9 @@ hidden fraction in a hardware file.
                         larger one. Of several messages of a rule at once, a product hides each by its part of
                         their bytes
   activation            every other message: what follows waits for it, but for the file's fraction
-  experts, all_to_all   an all-to-all that the device waits for, of rows between tokens and experts, or
-                        another: kernels that send tensors piece by piece beside their products (a file's
-                        fraction of `activation`) send neither
+  experts, all_to_all   a message that the device waits for, of tokens or rows to experts and back, or an
+                        all-to-all of others: kernels that send tensors piece by piece beside their products
+                        (a file's fraction of `activation`) send neither
   paired_experts        rows between tokens and experts where slots of two microbatches are one block
                         (`ScheduleKind.pairs`); as `experts` where a file does not say
 A rule that a file does not name is exposed. In a loop of n iterations, the work between a start and a done
@@ -24,14 +24,14 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from costmodels.kernels.compute import MATMUL_CLASSES
-from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.instructions import GRADIENT, HOST, PARAMETER, STEP, AllToAll
+from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.program import Collective, Done, Instr, Local, Loop, Message, Program, Transfer
 
 ACTIVATION = "activation"
 """The note on a message that the device waits for."""
 EXCHANGE = "experts"
-"""The note on an all-to-all of rows between tokens and their experts."""
+"""The note on a message between tokens and their experts."""
 PAIRED = "paired_experts"
 """The same where the slot of another microbatch runs meanwhile."""
 AWAITED = (ACTIVATION, EXCHANGE, PAIRED, AllToAll.name)
@@ -42,15 +42,17 @@ LONGER = (STEP, HOST)
 """The rules by which the time is the longer one of messages and products."""
 
 
-def awaited(message: Collective, shape: Shape, pairs: bool = False) -> str:
-    """The rule of a message that the device waits for.
+@per_graph
+def exchanging(outline: Outline) -> frozenset[int]:
+    """The nodes that bring tokens to experts, or results back."""
+    return frozenset(node.index for node, _ in outline.walk() if node.op.exchanges)
 
-    Args:
-      shape: of its first value; `pairs`: as `ScheduleKind` says of the step.
-    """
-    if not isinstance(message, AllToAll):
-        return ACTIVATION
-    return message.name if shape.sparse is None else PAIRED if pairs else EXCHANGE
+
+def awaited(message: Collective, program: Program, pairs: bool = False) -> str:
+    """The rule of a message that the device waits for; `pairs`: as `ScheduleKind` says of the step."""
+    if program.values[message.inputs[0]].shape.sparse or message.origin.node in exchanging(program.outline):
+        return PAIRED if pairs else EXCHANGE
+    return message.name if isinstance(message, AllToAll) else ACTIVATION
 
 
 @dataclass(frozen=True, slots=True)

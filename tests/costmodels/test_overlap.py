@@ -76,6 +76,14 @@ def test_kernels_that_send_beside_products_do_not_hide_exchanges() -> None:
     assert exposed[0][ACTIVATION] > exposed[1][ACTIVATION] > 0
 
 
+def test_tokens_that_are_gathered_for_their_experts_are_exchanged() -> None:
+    """Where experts lie on no more ranks than a token chooses, gathers and sums take the place of rows."""
+    layout = "batch:data;experts:data"
+    assert found(cost(layout, hiding(), mixture))[ACTIVATION] == {"all_reduce"}  # the losses
+    both = found(cost(f"{layout};length@elsewhere:model;heads:model", hiding(), mixture))
+    assert all({"all_gather", "reduce_scatter"} <= both[each] for each in (ACTIVATION, EXCHANGE))
+
+
 def test_only_exchanges_of_experts_are_hidden_with_them() -> None:
     """All-to-alls that other operations make are a class of their own."""
     made = {
