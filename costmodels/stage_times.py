@@ -92,12 +92,10 @@ class _Times:
     def _layers(self) -> tuple[np.ndarray, int]:
         """The layers of every chunk, and places for them."""
         of, numbers = self.of, layer_numbers(self.graph)
-        bodies = (n.body for n, _ in self.graph.walk() if n.index in self.work.slots)
-        place = next(
-            b.dim.size
-            for b in bodies
-            if b is not None and b.dim.name != TICK and not b.spread and not b.single
-        )
+        nodes, slots = (node for node, _ in self.graph.walk()), self.work.slots
+        slot = next(n.body for n in nodes if slots.get(n.index) == FORWARD and n.body and n.body.spread)
+        # Of a virtual stage that recomputes some layers, these and the others are loops of their own.
+        place = sum(n.body.dim.size for n in slot.nodes if n.body is not None and not n.body.single)
         layers = of.stages * of.order.rounds * place if numbers is None else numbers.layers
         return of.order.of_stages(layers), place
 

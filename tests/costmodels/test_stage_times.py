@@ -159,3 +159,14 @@ def test_a_model_with_positions_in_every_layer_is_priced(schedule: str) -> None:
     times = {name: sum(x.times for x in lines if x.name == name) for name in ("shiftalong", "range")}
     assert times["shiftalong"] == pytest.approx(2 * times["range"]) and times["range"] > 0
     assert found.notes and all(" " in note for note in found.notes)
+
+
+@pytest.mark.parametrize("layers", [8, 10])
+def test_stages_that_recompute_some_layers_have_no_more_of_them(layers: int) -> None:
+    """Whether the stages divide the layers or not."""
+    model, every = transformer(**SIZES, layers=layers), list[float]()
+    decided = {"schedule": "1f1b", "microbatches": M, "framework": "megatron", "hardware": "h100"}
+    for again in ((), ("layers:count=1",)):
+        found = layoutopt.cost(model, f"pipe:{P}", "layers:pipe", recompute=again, **decided)
+        every.append(runs(found.evaluation.cost, "attention", Phase.FORWARD))
+    assert every == pytest.approx(every[:1] * 2)
