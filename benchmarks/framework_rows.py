@@ -196,6 +196,7 @@ VARIANTS = (
     ("megatron", "framework", "Megatron-Bridge", "gradients=bfloat16"),
     ("megatron", "optimizer_states", "grads bfloat16", "gradients=bfloat16"),
     ("megatron", "dtype", "^float16", "gradients=bfloat16"),
+    ("torch", "framework", "nanotron", "gradients=buffer"),
     ("torch", "framework", "nanotron", "loss=in_place"),
     ("torch", "framework", "nanotron", "optimizer=fused"),
     ("torch", "framework", "nanotron", "kernels=norms"),

@@ -157,7 +157,10 @@ REASONS = """\
   The authors of these runs later changed the versions and the linked libraries of their environment to "fix
   throughput issue" (huggingface/bench_cluster @f55b5e5). Their runs of 2025 with stages on several nodes
   (`nanotron_best_h100`) have a mean error of {later}, median {half}. With 16 stages, nanotron sends the
-  logits from the stage of the head to that of the loss, which the prediction does not.
+  logits from the stage of the head to that of the loss, which the prediction does not. With ZeRO-1, it copies
+  the part of each parameter from each rank by itself (src/nanotron/distributed.py @2411b022,
+  `all_gather_coalesced`): 8,576 and 21,760 copies on 128 ranks. Steps there are 0.25 and 0.29 s longer than
+  predicted, 29 and 13 μs for each copy.
 - **Releases and printed layouts.** gpt-oss-120b on GB200 and GB300 took 1.6 times as long in release 26.06.01
   of Megatron-Bridge as in 26.06 and 26.08. Llama 3 70B in MXFP8 on GB300 is printed with one chunk a stage in
   26.02.01, where its recipe has five.

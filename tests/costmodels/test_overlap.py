@@ -134,9 +134,10 @@ def test_what_hides_a_message_takes_as_long_as_what_it_hides() -> None:
         assert rows[purpose].hidden > 0 and rows[purpose].fits and "nothing" not in rows[purpose].behind
 
 
-@pytest.mark.parametrize("name", ["mlp", "mlp in bfloat16"])
+@pytest.mark.parametrize("name", ["mlp", "mlp in bfloat16", "mixture"])
 def test_the_tables_add_up_when_classes_are_hidden(name: str) -> None:
-    hardware, model = hiding(gradient=0.7, parameter=0.8, activation=0.3), EXAMPLES[name]()
+    fractions = {"gradient": 0.7, "parameter": 0.8, "activation": 0.3, "experts": 0.9}
+    hardware, model = hiding(**fractions), {**EXAMPLES, "mixture": mixture}[name]()
     graph = model.training_step(1).graph
     decided = decisions(graph, MESH)
     prices, rng = pricer(hardware, MESH), random.Random(name)

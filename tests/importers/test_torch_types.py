@@ -84,6 +84,12 @@ def test_a_policy_reads_parameters_in_its_type_and_stores_them_in_theirs() -> No
     sent = [layoutopt.search(m, **asked, alternatives=False).predicted for m in (plain, narrow)]
     whole, half = (p.communication_bytes_per_device["data"] for p in sent)
     assert 0.45 < half / whole < 0.6
+    types = {"torch": ("bfloat16", "float32"), "torch:gradients=bfloat16": ("bfloat16", "bfloat16")}
+    for framework, reduced in (types | {"torch:gradients=buffer": ("float32", "float32")}).items():
+        for microbatches, each in zip((1, 2), reduced, strict=True):
+            options = mtf.Options(microbatches=microbatches)
+            plan = narrow.under(mtf.Mesh("data:4"), mtf.Layout("batch:data"), options, framework)
+            assert plan.ranks.reduced == each
     with pytest.raises(UserError, match=r"param_dtype is torch\.int8; give None or torch\.bfloat16"):
         layoutopt.from_torch(module, batch, param_dtype=torch.int8)
 

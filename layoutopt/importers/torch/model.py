@@ -100,7 +100,7 @@ class TorchModel(ImportedModel):
         """The module under a layout.
 
         Args:
-          framework: as `--framework` has it; its variant `gradients` is the type of sums over microbatches.
+          framework: as `--framework` has it; its variant `gradients` is the type of sums.
 
         Raises:
           UserError: the plan has a decision that `plan.torch` does not apply.
@@ -111,8 +111,9 @@ class TorchModel(ImportedModel):
             raise UserError(
                 f"plan.torch does not apply this plan, in which {lost.words}; search with framework='torch'"
             )
+        once = "float32" if "gradients=buffer" in framework else self.param_dtype
         summed = self.param_dtype if "gradients=bfloat16" in framework else "float32"
-        return TorchPlan(self, self.styles, mesh, layout, options, (self.param_dtype, summed))
+        return TorchPlan(self, self.styles, mesh, layout, options, (self.param_dtype, once, summed))
 
 
 def _untrained(module: Any) -> str:

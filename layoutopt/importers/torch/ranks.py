@@ -33,7 +33,8 @@ class PlanRanks:
     Attributes:
       parameters: path -> the axes of the parameter as dimensions.
       layers: the dimensions of layers; `choices`: of experts.
-      types: in which parameters are gathered ("": their own), and gradients added up over microbatches.
+      types: in which parameters are gathered ("": their own), gradients sent as they are made, and gradients
+        added up over microbatches.
     """
 
     mesh: Mesh
@@ -42,7 +43,7 @@ class PlanRanks:
     parameters: Mapping[str, ArrayAxes]
     layers: Collection[str] = ()
     choices: Collection[str] = ()
-    types: tuple[str, str] = ("", "")
+    types: tuple[str, str, str] = ("", "", "")
 
     @cached_property
     def pipe(self) -> Axes:
@@ -70,7 +71,7 @@ class PlanRanks:
     def reduced(self) -> str:
         """The element type in which ranks sum gradients: in which these are made, or were added up before."""
         alone = self.options.microbatches == 1 or (GRADIENT, BACKWARD) in SPLIT[self.stage]
-        return self.types[0] if alone else self.types[1]
+        return self.types[1 if alone else 2]
 
     @cached_property
     def data(self) -> Axes:

@@ -272,7 +272,7 @@ class TorchPlan:
         mesh: Mesh,
         layout: Layout,
         options: Options,
-        types: tuple[str, str] = ("", ""),
+        types: tuple[str, str, str] = ("", "", ""),
     ) -> None:
         self.model, self.styles = model, styles
         layers = {stack.dim for stack in styles.stacks}
