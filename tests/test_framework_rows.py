@@ -131,7 +131,7 @@ def test_words_of_a_row_choose_its_framework() -> None:
         "torchtitan: PyTorch FSDP2": "torch:attention=fa2",
         "torchtitan: PyTorch FSDP2 + TP, torch.compile, async TP": "torchtitan:tensor_messages=async",
         "Megatron-DeepSpeed (PyTorch)": "megatron:kernels=2022",
-        "nanotron (PyTorch)": "torch:gradients=buffer,loss=in_place,optimizer=fused,kernels=norms,attention=fa2",
+        "nanotron": "torch:gradients=buffer,loss=in_place,optimizer=fused,kernels=norms,attention=fa2",
         "InternEvo (PyTorch)": "megatron:optimizer=flat,gradients=bfloat16",
         "NeMo, TransformerEngine (PyTorch)": "megatron",
         "MaxText on XLA:GPU (24.11.1 recipe)": "maxtext",

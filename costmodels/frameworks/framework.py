@@ -36,8 +36,6 @@ KINDS: tuple[str, ...] = get_args(ChipKind)
 """The kinds of chips."""
 VERSION = "version"
 """The variant that `NAME@VERSION` chooses."""
-
-
 PLAIN = ("1", "count")
 """Units that are not printed."""
 

@@ -52,8 +52,6 @@ EVERY = 15.0
 """Seconds between reports of a compilation."""
 SAME = 0.01
 """Bytes that differ by less than this part are the same: the compiler pads."""
-
-
 _FAMILIES = {"all_reduce": "sum", "reduce_scatter": "sum"}
 
 

@@ -100,8 +100,6 @@ HEURISTICS: dict[str, Callable[[Request, Subproblem], Baseline | None]] = {
     "least-memory splits": least_memory,
 }
 """The heuristics beside an answer, by their names in plans."""
-
-
 STORED_SPLIT = tuple(stage for stage in STAGES if (VARIABLE, BETWEEN) in SPLIT[stage])
 """Stages at which a variable is split between its updates."""
 WHOLE = tuple(stage for stage in STAGES if stage not in STORED_SPLIT)

@@ -98,8 +98,6 @@ _VIA_INT32 = frozenset(["lt", "le", "gt", "ge", "max", "min"])
 """Functions of bool that TensorFlow only has for numbers."""
 _VIA_INT64 = frozenset(["mod", "floordiv", "pow"])
 """Functions of uint32 that TensorFlow only has for signed numbers; 64 bits hold every operand."""
-
-
 _TOGETHER: dict[Callable[..., T], Callable[..., T]] = {}
 """Compiled functions of `TfKernel.together`."""
 

@@ -27,8 +27,6 @@ from reports.views.view import (
 
 STATES = {"barely": "warn", "undecided": "warn", "no": "bad", "not legal": "bad"}
 """The marks on pages of layouts that do not fit well."""
-
-
 TYPED = ("Mesh", "Layout", "Options", "Command")
 """Facts that readers type elsewhere."""
 

@@ -12,8 +12,6 @@ from layoutopt.plan.details import MemoryTimeline
 
 MOST = 240
 """Steps that a figure 400 pixels wide can still show."""
-
-
 LEAST = 0.22
 """Part of the axis that a phase has at least: room for its name."""
 

@@ -31,8 +31,6 @@ from layoutopt.solver.form import (
 PairKey = tuple[int, int]
 RestoreStep = Callable[[dict[int, int]], None]
 """Fills in the choices of variables that a reduction removed or renumbered, from the others'."""
-
-
 LARGEST_PAIR = 1 << 22
 """Number of cells above which a pair table is not changed."""
 

@@ -20,8 +20,6 @@ BEAT = 1.0
 ROOT = "layoutopt"
 NOW = "now"
 """Key prefix under which every process reports its state, by rank."""
-
-
 NUMBER = "number"
 """Where every process takes its number in the job, with a random text for the codes of this run."""
 NAMED = 5
