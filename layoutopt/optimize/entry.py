@@ -19,7 +19,7 @@ from layoutopt.optimize.infeasible import diagnose
 from layoutopt.optimize.plan_details import with_details
 from layoutopt.optimize.planning import make_plan, nearest_plan
 from layoutopt.optimize.question import Limits, SearchQuestion
-from layoutopt.optimize.request import ANSWERED, BESIDE, SEARCHED, OnSearchStatus, Request, SearchStatus
+from layoutopt.optimize.request import ANSWERED, SEARCHED, OnSearchStatus, Request, SearchStatus
 from layoutopt.optimize.search import NONE_FOUND, STOPPED, LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem, possible, subproblems
@@ -208,7 +208,7 @@ def _explained(
     alternatives, beyond = question.limits.alternatives, looked.after is not None
     if looked.none and alternatives:
         stop = suppress(KeyboardInterrupt) if question.limits.keep_best else nullcontext()
-        with stop, request.clock.at_most(BESIDE):
+        with stop, request.beside():
             request.clock.within(ANSWERED, lambda: why.append(looked.why()), ANSWERED)
     rows = rows_said(looked.request)
     error.args = ("".join((str(error), *why, f" ({rows}: this is not proven)" * bool(rows), more)),)
@@ -253,7 +253,7 @@ def _plan_of(question: SearchQuestion, answer: _Answer) -> Plan:
         clock.within(SEARCHED, lambda: _rank(answer, others, 1 if clock.over else limits.top))
         found = plan()
         if limits.alternatives and not found.stopped and request.allowed.restriction is not EVERYTHING:
-            with clock.at_most(BESIDE if question.free[1:] else max(BESIDE, clock.elapsed)):
+            with request.beside(0.0 if question.free[1:] else 1.0):
                 looked.told(f"layouts that {request.allowed.restriction.name} cannot express")
                 asked = question.free[-1], question.shapes, answer.best, question.renames, question.unnamed
                 left = unrestricted(request, *asked)

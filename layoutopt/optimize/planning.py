@@ -24,7 +24,7 @@ from layoutopt.optimize.alternatives import HEADROOM, Alternatives, Shapes, call
 from layoutopt.optimize.baselines import axis_names, called_mesh, in_names
 from layoutopt.optimize.bounds import EXACT, Bound, BoundSource
 from layoutopt.optimize.evaluation import Evaluation
-from layoutopt.optimize.request import BESIDE, BESIDE_SHARE, PLANNED, Request, left_whole, space_of
+from layoutopt.optimize.request import BESIDE_SHARE, PLANNED, Request, left_whole, space_of
 from layoutopt.optimize.search import STOPPED, LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem
@@ -104,7 +104,7 @@ def make_plan(
             beside.look(search, first)
         beside.retry(search)
 
-    with request.clock.at_most(max(BESIDE, BESIDE_SHARE * request.clock.elapsed)):
+    with request.beside(0.0 if search.request.late else BESIDE_SHARE):
         request.clock.within(STOPPED if search.stopped else PLANNED, look)
     proof.doubt(request)  # Layouts that the alternatives searched may show it, too.
     missing = [*beside.missing]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -54,7 +55,8 @@ BEYOND = 60.0
 """Seconds for what is not usual, if no time limit is given."""
 BESIDE, BESIDE_SHARE = 20.0, 4.0
 """Largest seconds for alternatives without a time limit, and their limit as a multiple of the answer's time,
-if that is more: a name's best plan can be harder to find than the best of all."""
+if that is more: a name's best plan can be harder to find than the best of all. No answer waits for them for
+longer than `BEYOND`, and one that its own limit ended only for the first."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,10 @@ class Request:
     def evaluator(self) -> Evaluator:
         """The evaluator of this request: no layout is evaluated twice."""
         return Evaluator(self.model, self.hardware)
+
+    def beside(self, share: float = 0.0) -> AbstractContextManager[None]:
+        """The limit, if there is none yet, of what stands beside an answer: a share of the answer's time."""
+        return self.clock.at_most(max(BESIDE, min(share * self.clock.elapsed, BEYOND)))
 
     def wider(self, allowed: SearchSpace) -> Request:
         """The same about a wider space, for `BEYOND` seconds unless there is a limit."""

@@ -30,7 +30,7 @@ from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.fastest import NAMED_SHARE, FastestSearch
 from layoutopt.optimize.incumbents import WarmStart
 from layoutopt.optimize.least_memory import leanest, least_memory
-from layoutopt.optimize.request import ANSWERED, BESIDE, SEARCHED, Request, left_whole, uneven
+from layoutopt.optimize.request import ANSWERED, SEARCHED, Request, left_whole, uneven
 from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.units import size_text
@@ -141,7 +141,7 @@ def nearest_of(
                 best, low = leanest(opened(each), request.clock, best=best)
                 each.bounds.hold_at_least(low)
 
-    with request.clock.at_most(BESIDE):
+    with request.beside():
         ended = request.clock.within(0.0, look)
     return best, ended
 

@@ -18,7 +18,7 @@ from costmodels.liveness import MemoryRules
 from examples.transformer_lm import model as transformer
 from layoutopt.cli.units import parse_bytes
 from layoutopt.formulation.shared import SharedContext
-from layoutopt.optimize import alternatives, planning
+from layoutopt.optimize import alternatives, planning, request
 from layoutopt.optimize.alternatives import HEADROOM, TIED
 from layoutopt.optimize.baselines import HEURISTICS, Pinned
 from layoutopt.optimize.entry import search
@@ -191,10 +191,13 @@ def named_without_time(patch: pytest.MonkeyPatch, model: mtf.Model, **asked: Any
     return search(model, hardware=V3, time_limit=1e6, **asked).alternatives
 
 
-def test_what_stands_beside_an_answer_does_not_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a limit too; the answer is what it is."""
-    monkeypatch.setattr(planning, "BESIDE", 1e-6)
-    monkeypatch.setattr(planning, "BESIDE_SHARE", 0.0)
+@pytest.mark.parametrize(("name", "most"), [("BESIDE_SHARE", 0.0), ("BEYOND", 1e-6)])
+def test_what_stands_beside_an_answer_does_not_take_for_ever(
+    name: str, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a limit too, neither for an answer of seconds nor for one of minutes."""
+    monkeypatch.setattr(request, "BESIDE", 1e-6)
+    monkeypatch.setattr(planning if name == "BESIDE_SHARE" else request, name, most)
     plan = search(EXAMPLES["mlp"](), mesh="x:2", hardware=V3)
     assert plan.solver.status == "OPTIMAL" and not {a.name for a in plan.alternatives} & set(HEURISTICS)
     assert [n for n in plan.data.notes if "the searches of some named layouts reached their time limit" in n]
