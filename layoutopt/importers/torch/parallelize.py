@@ -5,52 +5,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 from layoutopt.importers.torch.calls import torch_module
 from layoutopt.importers.torch.ranks import DATA, EXPERTS, PIPE, TENSOR, PlanRanks, split_experts
-from layoutopt.importers.torch.stacks import PassingHooks, TensorBlock, on_ranks, takes_whole
+from layoutopt.importers.torch.stacks import PassingHooks, TensorBlock, on_ranks
 from layoutopt.importers.torch.styles import StyleFlow, linear_dims
+from layoutopt.importers.torch.sums import split_linear, sum_gradients, sync_batch_norms
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.lower.remat_policy import ATTENTION, PRODUCTS
 from mesh_tf_core.lower.storage import BACKWARD, BETWEEN, GRADIENT, SPLIT, VARIABLE
-
-
-def sync_batch_norms(module: Any, group: Any) -> None:
-    """Makes every BatchNorm of a module normalise over the examples of all ranks of a group."""
-    for own in module.modules():
-        if isinstance(own, torch_module().nn.modules.batchnorm._BatchNorm):
-            own.forward = _synced(own, group)  # `torch.nn.SyncBatchNorm` does the same on GPUs alone
-
-
-def _synced(norm: Any, group: Any) -> Any:
-    torch = torch_module()
-    all_reduce: Callable[..., Any] = import_module("torch.distributed.nn.functional").all_reduce
-    alone = norm.forward
-    ranks = torch.distributed.get_world_size(group)
-
-    def forward(x: Any) -> Any:
-        if not norm.training and norm.track_running_stats:
-            return alone(x)
-        dims = [d for d in range(x.ndim) if d != 1]
-        shape = [1, -1, *[1] * (x.ndim - 2)]
-        # Both in one message; near 0, squares of means lose nothing.
-        near = norm.running_mean.clone() if norm.track_running_stats else x.new_zeros(x.shape[1])
-        var, off = torch.var_mean(x - near.reshape(shape), dims, correction=0)
-        off, square = all_reduce(torch.stack([off, var + off.square()]), group=group) / ranks
-        mean, var = off + near, square - off.square()
-        if norm.track_running_stats:
-            with torch.no_grad():
-                norm.num_batches_tracked.add_(1)
-                count = ranks * x.numel() / x.shape[1]
-                share = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
-                norm.running_mean.lerp_(mean.detach(), share)
-                norm.running_var.lerp_(var.detach() * count / (count - 1), share)
-        out = (x - mean.reshape(shape)) * torch.rsqrt(var + norm.eps).reshape(shape)
-        return out if norm.weight is None else out * norm.weight.reshape(shape) + norm.bias.reshape(shape)
-
-    return forward
 
 
 def by_use(ranks: PlanRanks, device_mesh: Any) -> Any:
@@ -206,8 +170,6 @@ def split_weights(module: Any, ranks: PlanRanks, mesh: Any, flow: StyleFlow) -> 
     Args:
       mesh: of the tensor ranks.
     """
-    from torch.distributed.tensor.parallel import parallelize_module
-
     tied = shared_parameters(module)
     exits: dict[str, int] = {}
     passes: list[tuple[PassingHooks, list[str], list[TensorBlock]]] = []
@@ -220,19 +182,18 @@ def split_weights(module: Any, ranks: PlanRanks, mesh: Any, flow: StyleFlow) -> 
             passes.append((on_ranks(mesh, stack.carries, axis), layers, blocks))
         if axis is not None:
             exits |= {path: axis for block in blocks for path in block.exits}
-    parallelize_module(module, mesh, dict(_styles(module, ranks, exits)))
+    for path, split in _splits(module, ranks, mesh, exits):
+        split(module.get_submodule(path))
     _tie(module, tied)
     for hooks, layers, blocks in passes:
         hooks.install(module, layers, blocks)
-        for path in (p for block in blocks for p in block.entries):
-            module.get_submodule(path).register_forward_pre_hook(takes_whole, prepend=True)
     names = [name for name in flow.partial if ranks.layout.axes(name)]
     names += [name for name, _ in ranks.layout.elsewhere if name in flow.partial]
     summed = {variable for name in names for variable in flow.partial[name]}
     partial = (path for path, array in ranks.parameters.items() if array.variable in summed)
     for path in (p for p in partial if holds(module, p)):
         owner, _, name = path.rpartition(".")
-        _sum_gradients(module.get_submodule(owner), name, mesh.get_group())
+        sum_gradients(module.get_submodule(owner), name, mesh.get_group())
 
 
 def holds(module: Any, path: str) -> bool:
@@ -265,15 +226,20 @@ def _tie(module: Any, tied: Iterable[list[str]]) -> None:
             module.get_submodule(parent).register_parameter(name, own)
 
 
-def _styles(module: Any, ranks: PlanRanks, exits: Mapping[str, int]) -> Iterator[tuple[str, Any]]:
-    """Path of a module -> its style.
+def _splits(
+    module: Any, ranks: PlanRanks, mesh: Any, exits: Mapping[str, int]
+) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    """Path of a part of a module -> what splits its weights, in place.
 
     Args:
       exits: path of a linear map -> the axis of its results that stays split.
     """
     torch = torch_module()
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    def by(style: Any) -> Callable[[Any], Any]:
+        return partial(parallelize_module, device_mesh=mesh, parallelize_plan=style)
 
     (_, summed), seen = linear_dims(module, ranks.parameters), set[Any]()
     for path, array in ranks.parameters.items():
@@ -282,42 +248,17 @@ def _styles(module: Any, ranks: PlanRanks, exits: Mapping[str, int]) -> Iterator
         if own != "weight" or not any(axes) or not holds(module, path) or part in seen:
             continue
         seen.add(part)
+        plain = type(part).forward is torch.nn.Linear.forward
+        output = Shard(exits[owner]) if owner in exits else Replicate()
         if isinstance(part, torch.nn.Embedding):
             # A bias of each head is added to the scores of the rank's heads.
             output = Shard(-1) if summed & {*array.axes[1]} else Replicate()
             rows = RowwiseParallel(input_layouts=Replicate())
-            yield owner, rows if axes[0] else ColwiseParallel(output_layouts=output)
-        elif axes[0]:
+            yield owner, by(rows if axes[0] else ColwiseParallel(output_layouts=output))
+        elif axes[0] and not summed & {*array.axes[0]}:
             # Classes stay split until the loss, and are a DTensor so that their number is the whole one.
-            yield owner, ColwiseParallel(use_local_output=bool(summed & {*array.axes[0]}))
+            yield owner, by(ColwiseParallel(use_local_output=False))
+        elif plain:
+            yield owner, partial(split_linear, mesh=mesh, output=None if axes[0] else output)
         else:
-            output = Shard(exits[owner]) if owner in exits else Replicate()
-            yield owner, RowwiseParallel(output_layouts=output)
-
-
-def _sum_gradients(module: Any, name: str, group: Any) -> None:
-    """Adds up the gradient of a module's own parameter over the tensor ranks, each of which has a part."""
-    torch = torch_module()
-
-    class Summed(torch.autograd.Function):  # type: ignore[name-defined]
-        @staticmethod
-        def forward(context: Any, x: Any) -> Any:
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(context: Any, grad: Any) -> Any:
-            grad = grad.contiguous()
-            torch.distributed.all_reduce(grad, group=group)
-            return grad
-
-    forward: Callable[..., Any] = module.forward
-
-    def summed(*args: Any, **kwargs: Any) -> Any:
-        own = module._parameters[name]
-        try:
-            module._parameters[name] = Summed.apply(own)
-            return forward(*args, **kwargs)
-        finally:
-            module._parameters[name] = own
-
-    module.forward = summed
+            yield owner, by(ColwiseParallel() if axes[0] else RowwiseParallel(output_layouts=output))

@@ -11,6 +11,7 @@ from typing import Any
 
 from layoutopt.importers.arrays.placing import ArrayAxes
 from layoutopt.importers.torch.calls import torch_module
+from layoutopt.importers.torch.sums import WHOLE, read_in_parts
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.phase import Phase
@@ -186,7 +187,7 @@ def map_first(which: Callable[[Any], bool], change: PieceChange, tree: Any) -> A
 
 def on_ranks(mesh: Any, carries: Callable[[Any], bool], axis: int | None) -> PassingHooks:
     """Between the ranks of a mesh with one axis."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     alike = [Replicate()]
     pieces = alike if axis is None else [Shard(axis)]
@@ -195,10 +196,12 @@ def on_ranks(mesh: Any, carries: Callable[[Any], bool], axis: int | None) -> Pas
         return DTensor.from_local(x, mesh, have, run_check=False).redistribute(placements=want)
 
     def entered(x: Any) -> Any:
-        whole = changed(x, pieces, alike)
-        local = whole.to_local()
-        # The linear maps of a block add up their gradients before these are summed over ranks.
-        local.layoutopt_whole = whole
+        if axis is None:
+            local, whole = x.view_as(x), read_in_parts(x, mesh.get_group())
+        else:
+            gathered = changed(x, pieces, alike)
+            local, whole = gathered.to_local(), gathered.to_local(grad_placements=[Partial()])
+        setattr(local, WHOLE, whole)
         return local
 
     return PassingHooks(
@@ -208,11 +211,6 @@ def on_ranks(mesh: Any, carries: Callable[[Any], bool], axis: int | None) -> Pas
         lambda x: changed(x, pieces, alike).to_local(),
         entered,
     )
-
-
-def takes_whole(linear: Any, args: Any) -> Any:
-    """A hook on a linear map that takes what its block was given as the DTensor that it is."""
-    return tuple(getattr(x, "layoutopt_whole", x) for x in args)
 
 
 def on_shapes(carries: Callable[[Any], bool], axis: int, ways: int) -> PassingHooks:
