@@ -5,11 +5,12 @@ as in attention, and one state between chunks, so that work grows with the lengt
       h = e^(dt a) h + dt x b'              y = h c + D x
   lightning attention (MiniMax 2025, "MiniMax-01", section 2.2)
       h = e^-s h + v k'                     y = h q
-  gated delta rule (Yang et al. 2024, "Gated Delta Networks")
+  gated delta rule (Yang et al. 2024, "Gated Delta Networks"; Kimi Team 2025, "Kimi Linear")
       h = e^g h (1 - w k k') + w v k'       y = h q
 
 The first two have a scalar decay, so states between chunks are one product with a matrix of decays. The delta
-rule subtracts what a state predicts already: a triangular system within a chunk, and a loop over chunks.
+rule subtracts what a state predicts already: a triangular system within a chunk, and a loop over chunks. In
+Kimi Linear every channel of a key has a decay g of its own.
 """
 
 from __future__ import annotations
@@ -252,11 +253,14 @@ def _state(x: Tensor, dim: Dim) -> Tensor:
 
 @dataclass(frozen=True)
 class GatedDeltaNet:
-    """The gated delta rule, with a convolution before it and a gate behind it (Qwen3-Next).
+    """The gated delta rule, with a convolution before it and a gate behind it (Qwen3-Next, Kimi Linear).
 
     Attributes:
       heads: of values, in groups that share a query and a key; key_heads: number of these.
       d_k, d_v: elements of a key, and of a value.
+      channels: every channel of a key has a decay of its own; least: the bound of its logarithm, which is
+        then a sigmoid; 0: none.
+      rank: of the maps to decays and gates; 0: they are whole. gate: the activation of the gate.
     """
 
     heads: Dim
@@ -266,6 +270,10 @@ class GatedDeltaNet:
     taps: int = 4
     chunk: int = 64
     epsilon: float = 1e-6
+    channels: bool = False
+    least: float = 0.0
+    rank: int = 0
+    gate: str = "silu"
     d_model: str = "d_model"
     name: str = "delta"
 
@@ -277,23 +285,30 @@ class GatedDeltaNet:
         keys = Dim(self.heads.name, self.key_heads)
         shared = self.heads.size // self.key_heads
         values = (keys, Dim("group", shared)) if shared > 1 else (keys,)
+        decays = [*values, self.d_k] if self.channels else values
         with g.scope(self.name):
 
             def made(name: str, dims: Sequence[Dim]) -> Tensor:
                 y = short_conv(project(x, name, [d], dims), f"{name}_conv", self.taps, False)
                 return y.cast("float32")
 
+            def low(name: str, dims: Sequence[Dim]) -> Tensor:
+                if not self.rank:
+                    return project(x, name, [d], dims)
+                rank = Dim(f"{name}_rank", self.rank)
+                return project(project(x, f"{name}_down", [d], [rank]), name, [rank], dims)
+
             q, k = (unit_rms(made(n, [keys, self.d_k]), [self.d_k], 1e-6 / self.d_k.size) for n in "qk")
             v = made("v", [*values, self.d_v])
-            gate = project(x, "gate", [d], [*values, self.d_v])
+            gate = low("gate", [*values, self.d_v])
             write = sigmoid(project(x, "beta", [d], values)).cast("float32")
-            dt = project(x, "dt", [d], values).cast("float32")
-            dt = softplus(dt + g.variable("dt_bias", values, dt_bias))
-            decay = dt * -exp(g.variable("log_a", values, log_a))
+            dt = low("dt", decays).cast("float32") + g.variable("dt_bias", decays, dt_bias)
+            rate = exp(g.variable("log_a", values, log_a))
+            decay = sigmoid(dt * rate) * self.least if self.least else softplus(dt) * -rate
             root = self.d_k.size**-0.5  # unit_rms has length sqrt(d_k)
             y = delta_rule(q * root**2, k * root, v, decay, write, self.chunk).cast(x.dtype)
             scale = g.variable("out_norm", [self.d_v], ONES, activation_dtype=x.dtype)
-            y = unit_rms(y, [self.d_v], self.epsilon) * scale * silu(gate)
+            y = unit_rms(y, [self.d_v], self.epsilon) * scale * activation(self.gate)(gate)
             return project(y, "out", [*values, self.d_v], [d])
 
 
@@ -302,19 +317,22 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, write: Tensor, ch
 
     Args:
       q, k: [batch, length, heads, d_k]; v: [batch, length, heads, group, d_v].
-      decay, write: float32 [batch, length, heads, group].
+      decay, write: float32 [batch, length, heads, group]; decay also with d_k, if channels differ.
     """
     cut = Chunks.of(v.dim("length"), chunk)
     q, k, v, decay, write = (cut.cut(t) for t in (q, k, v, decay, write))
     place = cut.place
     d_k = k.shape.dims[-1]
-    rows = list(decay.shape.dims)
+    rows = list(write.shape.dims)
     total = cumsum(decay, place)
-    kept = cut.between(total, total, place)
     earlier = rename(k, place="place_from")
     before = earlier.dim("place_from")
-    solve = _inverse(einsum([k, earlier], [*rows[:-1], before]) * kept * write, place, before)
-    inside = einsum([q, earlier], [*rows[:-1], before]) * kept
+    if d_k in decay.shape:
+        alike, asking = (_decayed(t, earlier, decay, [*rows, before]) for t in (k, q))
+    else:
+        kept, pairs = cut.between(total, total, place), [*k.shape.without(d_k.name), before]
+        alike, asking = (einsum([t, earlier], pairs) * kept for t in (k, q))
+    solve = _inverse(alike * write, place, before)
     new = einsum([solve, rename(v * write, place="place_from")], v.shape)
     decayed = einsum([k, write * exp(total)], [*rows, d_k])
     read = einsum([solve, rename(decayed, place="place_from")], [*rows, d_k])
@@ -330,8 +348,34 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, write: Tensor, ch
 
     shape = [*(d for d in rows if d not in (cut.chunks, place)), d_k, v.shape.dims[-1]]
     begin = broadcast(constant_like(v, 0.0), shape)
-    _, (y,) = scan(step, begin, cut.chunks, (new, read, inside, asked, stored, exp(whole)))
+    _, (y,) = scan(step, begin, cut.chunks, (new, read, asking, asked, stored, exp(whole)))
     return cut.joined(transpose(y, new.shape))
+
+
+def _decayed(x: Tensor, y: Tensor, decay: Tensor, pairs: Sequence[Dim]) -> Tensor:
+    """sum over channels of x_i y_j e^(the decays after j up to i), of positions i and earlier ones j or i
+    itself. Of two blocks next to each other, both factors are measured from the border, so that none is above
+    1: blocks of 1, 2, 4, ... positions."""
+    place, before = x.dim("place"), y.dim("place_from")
+    to, start = mtf_range(x.graph, place), mtf_range(x.graph, before)
+    found = where(to.equal(start), einsum([x, y], [*x.shape.dims[:-1], before]), 0.0)
+    moved = rename(decay, place="place_from")
+    size = 1
+    while size < place.size:
+        near = floordiv(to, size).equal(floordiv(start, size))
+        since, until = (logical_and(near, seen).cast("float32") for seen in (start <= to, start < to))
+        x_left = x * exp(einsum([since, moved], decay.shape))
+        y_left = y * exp(einsum([until, decay], moved.shape))
+        found, size = where(_corner(to, start, size), einsum([x_left, y_left], pairs), found), 2 * size
+    return found
+
+
+def _corner(to: Tensor, start: Tensor, size: int) -> Tensor:
+    """True for rows of the second of two blocks of so many, and columns of the first."""
+    (to_two, odd), (start_two, even) = (
+        (floordiv(t, 2 * size), mod(floordiv(t, size), 2)) for t in (to, start)
+    )
+    return logical_and(to_two.equal(start_two), odd > even)
 
 
 def _inverse(x: Tensor, rows: Dim, columns: Dim) -> Tensor:
@@ -341,11 +385,7 @@ def _inverse(x: Tensor, rows: Dim, columns: Dim) -> Tensor:
     found = to.equal(start).cast(x.dtype)
     size = 1
     while size < rows.size:
-        (to_two, odd), (start_two, even) = (
-            (floordiv(t, 2 * size), mod(floordiv(t, size), 2)) for t in (to, start)
-        )
-        block = logical_and(to_two.equal(start_two), odd > even)
-        corner = where(block, x, 0.0)
+        corner = where(_corner(to, start, size), x, 0.0)
         if size > 1:
             corner = _product(_product(found, corner, rows, columns), found, rows, columns)
         found, size = found - corner, 2 * size

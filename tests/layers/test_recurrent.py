@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,13 @@ X = (f"batch:2 length:{LENGTH} d_model:8", np.random.default_rng(0).normal(size=
 H, P, N = mtf.Dim("heads", 4), mtf.Dim("d_head", 4), mtf.Dim("d_state", 4)
 MAMBA = layers.Mamba2(H, P, N, groups=2, chunk=4)
 DELTA = layers.GatedDeltaNet(H, 2, mtf.Dim("d_k", 4), mtf.Dim("d_v", 6), chunk=8)
+EQUAL = layers.GatedDeltaNet(H, 4, mtf.Dim("d_k", 4), mtf.Dim("d_v", 6), chunk=8)
+KIMI = layers.GatedDeltaNet(
+    H, 4, mtf.Dim("d_k", 4), mtf.Dim("d_v", 6), chunk=8, channels=True, rank=3, gate="sigmoid"
+)
+BOUNDED = layers.GatedDeltaNet(
+    H, 2, mtf.Dim("d_k", 4), mtf.Dim("d_v", 6), chunk=16, channels=True, least=-5.0
+)
 LIGHTNING = layers.LightningAttention(H, mtf.Dim("d_kv", 4), layers=3, chunk=4)
 LAYOUTS = [
     ("x:2;y:2", "batch:x;heads:y"),
@@ -76,21 +84,28 @@ def of_mamba(w: Weights) -> Any:
     return np.einsum("blghp,ghpd->bld", unit(y, (-1, -2), 1e-5) * w["out_norm"], w["out"])
 
 
-def of_delta(w: Weights) -> Any:
+def of_delta(w: Weights, layer: layers.GatedDeltaNet = DELTA) -> Any:
     q, k, v = (w.conv(n) for n in "qkv")
     q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
-    write, decay = (
-        sigmoid(w.made("beta")),
-        np.exp(-np.exp(w["log_a"]) * softplus(w.made("dt") + w["dt_bias"])),
+    gate, dt = (
+        np.einsum("blr,r...->bl...", w.made(f"{n}_down"), w[n]) if layer.rank else w.made(n)
+        for n in ("gate", "dt")
     )
-    state, out = np.zeros((2, 2, 2, 4, 6)), []
+    dt, rate, write = dt + w["dt_bias"], np.exp(w["log_a"]), sigmoid(w.made("beta"))
+    rate = rate[..., None] if layer.channels else rate
+    decay = np.exp(layer.least * sigmoid(rate * dt) if layer.least else -rate * softplus(dt))
+    decay = decay if layer.channels else decay[..., None]
+    if v.ndim == 4:  # no head shares a key
+        v, write, decay = v[:, :, :, None], write[..., None], decay[:, :, :, None]
+    state, out = np.zeros((2, *v.shape[2:4], 4, 6)), []
     for t in range(LENGTH):
-        state = state * decay[:, t][..., None, None]
+        state = state * decay[:, t][..., None]
         wrong = v[:, t] - np.einsum("bhk,bhgkv->bhgv", k[:, t], state)
         state = state + np.einsum("bhk,bhgv->bhgkv", k[:, t], wrong * write[:, t][..., None])
         out.append(np.einsum("bhk,bhgkv->bhgv", q[:, t] / 2, state))
-    y = unit(np.stack(out, 1)) * w["out_norm"] * silu(w.made("gate"))
-    return np.einsum("blhgv,hgvd->bld", y, w["out"])
+    y = np.stack(out, 1).reshape(gate.shape)
+    y = unit(y) * w["out_norm"] * (silu(gate) if layer.gate == "silu" else sigmoid(gate))
+    return np.einsum("bli,id->bld", y.reshape(*y.shape[:2], -1), w["out"].reshape(-1, w["out"].shape[-1]))
 
 
 def of_lightning(w: Weights) -> Any:
@@ -109,6 +124,9 @@ def of_lightning(w: Weights) -> Any:
     [
         (MAMBA, of_mamba, "ssm_groups:x;chunks:y"),
         (DELTA, of_delta, "group:x;d_v:y"),
+        (EQUAL, partial(of_delta, layer=EQUAL), "heads:x;d_v:y"),
+        (KIMI, partial(of_delta, layer=KIMI), "heads:x;d_k:y"),
+        (BOUNDED, partial(of_delta, layer=BOUNDED), "group:x;heads:y"),
         (lightning, of_lightning, "chunks:x;place:y"),
     ],
 )
