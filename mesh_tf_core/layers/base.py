@@ -18,15 +18,8 @@ from mesh_tf_core.ops.float8_recipes import RECIPES
 from mesh_tf_core.ops.unary import unary
 from mesh_tf_core.tracing.gradients import gradients_inside
 
-
-def _clamped_swish(x: Tensor) -> Tensor:
-    y = piecewise.clip(x, high=7.0)
-    return y * functions.sigmoid(y * 1.702)
-
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "clamped_one": lambda x: piecewise.clip(x, -7.0, 7.0) + 1.0,
-    "clamped_swish": _clamped_swish,
     "elu": piecewise.elu,
     "gelu": functions.gelu,
     "gelu_exact": lambda x: functions.gelu(x, exact=True),
@@ -44,13 +37,19 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": functions.tanh,
 }
 """Activation functions that layers take by name."""
+BOUNDS = (" below ", " within ")
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """The activation function called `name`."""
-    if name not in ACTIVATIONS:
-        raise UserError(f"unknown activation {name!r}; {known_names(name, ACTIVATIONS)}")
-    return ACTIVATIONS[name]
+    """The activation function called `name`; "silu below 7" is silu(min(x, 7)), "silu within 7" is silu(x) at
+    most 7 and at least -7."""
+    own, word, bound = next((part for w in BOUNDS if (part := name.partition(w))[1]), (name, "", ""))
+    if own not in ACTIVATIONS:
+        raise UserError(f"unknown activation {own!r}; {known_names(own, ACTIVATIONS)}")
+    f, most = ACTIVATIONS[own], float(bound or 0)
+    if word == " below ":
+        return lambda x: f(piecewise.clip(x, high=most))
+    return (lambda x: piecewise.clip(f(x), -most, most)) if word else f
 
 
 def check_rate(layer: object, rate: float) -> None:

@@ -101,7 +101,7 @@ class FeedForward:
 
     Attributes:
       d_ff: the hidden dimension.
-      gated: a third matrix, activation(x a) * (x b) (Shazeer 2020, "GLU variants improve Transformer").
+      gated: a third matrix, activation(x a) * up(x b) (Shazeer 2020, "GLU variants improve Transformer").
       bias: adds biases to the hidden and the output.
       dropout: rate on the hidden.
       d_model: name of the dimension that it maps to itself.
@@ -114,6 +114,7 @@ class FeedForward:
     dropout: float = 0.0
     d_model: str = "d_model"
     name: str = "feed_forward"
+    up: str = "linear"
 
     def __post_init__(self) -> None:
         activation(self.activation)
@@ -126,13 +127,13 @@ class FeedForward:
             hidden = project(x, "wi", [d], [self.d_ff])
             if self.bias:
                 hidden = hidden + g.variable("bi", [self.d_ff], ZEROS, activation_dtype=x.dtype)
-            act, again = activation(self.activation), None
+            act, up, again = activation(self.activation), activation(self.up), None
             if not self.gated:
                 hidden = act(hidden)
             elif self.dropout:  # backward reads what was dropped, which `again` lacks
-                hidden = act(hidden) * project(x, "wg", [d], [self.d_ff])
+                hidden = act(hidden) * up(project(x, "wg", [d], [self.d_ff]))
             else:
                 parts = [hidden, project(x, "wg", [d], [self.d_ff])]
-                hidden, again = gated(lambda a, b: act(a) * b, parts, self.d_ff.name)
+                hidden, again = gated(lambda a, b: act(a) * up(b), parts, self.d_ff.name)
             y = project(dropout(hidden, self.dropout), "wo", [self.d_ff], [d], again=again)
             return y + g.variable("bo", [d], ZEROS, activation_dtype=x.dtype) if self.bias else y

@@ -43,7 +43,8 @@ class MixtureOfExperts:
       d_ff: hidden dimension of an expert.
       router: `TokenChoice`, `TopExperts` or `ExpertChoice`.
       activation, gated, dropout: of every expert, as of `FeedForward`.
-      up: with `TopExperts`, the activation of a gated expert's other product.
+      up: with `TopExperts`, the activation of a gated expert's other product; shared_as: these two of the
+        shared block, if they differ.
       bias: with `TopExperts`, adds biases to the experts' products.
       gates: with `TopExperts`, of `GATED`: gates multiply the experts' inputs (Llama 4), their hidden units
         (Megatron), or their results, which are kept for the gates' gradient then (transformers, MaxText).
@@ -69,6 +70,7 @@ class MixtureOfExperts:
     up: str = "linear"
     bias: bool = False
     gates: str = "hidden"
+    shared_as: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         activation(self.activation)
@@ -118,8 +120,8 @@ class MixtureOfExperts:
 
     def _shared(self, x: Tensor, d_ff: Dim) -> Tensor:
         """The block that all tokens go through."""
-        block = FeedForward(d_ff, self.activation, self.gated, False, self.dropout, self.d_model, "shared")
-        y = block(x)
+        act, up = self.shared_as or (self.activation, self.up)
+        y = FeedForward(d_ff, act, self.gated, False, self.dropout, self.d_model, "shared", up)(x)
         if not self.shared_gate:
             return y
         return y * sigmoid(project(x, "shared_gate", [x.dim(self.d_model)], []))

@@ -54,6 +54,7 @@ RENAMED = (
     "hunyuan_v1_moe",
     "lfm2",
     "lfm2_moe",
+    "lfm3",
     "starcoder2",
 )
 """Families whose modules have other names than most, and these."""
@@ -99,6 +100,8 @@ class Layer:
                     self.made[f"attention/{n}"] = x.T
                 self.made["attention/conv/weight"] = inner["conv.weight"][:, 0].T
                 self.made["attention/o"] = inner["out_proj.weight"].T
+            elif "forget_gate.A_log" in inner:
+                self.kimi(inner)
             elif "A_log" in inner and "linear_num_key_heads" in self.c:
                 self.delta(inner)
             elif "A_log" in inner:
@@ -150,6 +153,8 @@ class Layer:
         self.put(
             "feed_forward_after_norm/scale", "post_mlp_layernorm.weight", "post_feedforward_layernorm.weight"
         )
+        self.put("attention_after_norm/scale", "post_operator_norm.weight")
+        self.put("feed_forward_after_norm/scale", "post_ffn_norm.weight")
         middle = "post_attention_layernorm.weight"
         if "post_norm1.weight" in self.w:  # HyperCLOVA X
             self.put("attention_after_norm/scale", "post_norm1.weight")
@@ -185,8 +190,9 @@ class Layer:
                     **w,
                     **{f"{n}_proj.{kind}": x[:, i].reshape(-1, *x.shape[3:]) for i, n in enumerate("qkv")},
                 }
-        if "gate_proj.weight" in w:
-            made["attention/gate"] = w["gate_proj.weight"].T
+        for name in ("gate_proj.weight", "g_proj.weight"):
+            if name in w:
+                made["attention/gate"] = w[name].T
         q = w["q_proj.weight"]
         if any("linear_attn" in n for n in self.w) or self.family.startswith(("qwen3_next", "qwen3_5")):
             q = q.reshape(heads, 2, -1, q.shape[-1])
@@ -234,6 +240,8 @@ class Layer:
         both = w["kv_b_proj.weight"].T.reshape(rank, heads, -1)
         made["attention/k_up"], made["attention/v_up"] = both[..., :plain], both[..., plain:]
         made["attention/o"] = w["o_proj.weight"].T
+        if "g_proj.weight" in w:
+            made["attention/gate"] = w["g_proj.weight"].T
         if "indexer.wk.weight" in w:
             size = c["index_head_dim"]
             order = apart(size, turned) if self.family == "glm_moe_dsa" else np.arange(size)
@@ -279,6 +287,25 @@ class Layer:
             "delta/out_norm": w["norm.weight"],
             "delta/out": w["out_proj.weight"].T,
         }
+
+    def kimi(self, w: Mapping[str, Any]) -> None:
+        made, gate = self.made, "forget_gate."
+        for n, conv in zip("qkv", np.split(w["conv1d.weight"][:, 0], 3), strict=True):
+            made[f"delta/{n}"], made[f"delta/{n}_conv/weight"] = w[f"{n}_proj.weight"].T, conv.T
+        for theirs, own in (
+            (f"{gate}f_proj", "dt"),
+            (f"{gate}f_a_proj", "dt_down"),
+            (f"{gate}f_b_proj", "dt"),
+            ("g_proj", "gate"),
+            ("g_a_proj", "gate_down"),
+            ("g_b_proj", "gate"),
+            ("b_proj", "beta"),
+            ("o_proj", "out"),
+        ):
+            if f"{theirs}.weight" in w:
+                made[f"delta/{own}"] = w[f"{theirs}.weight"].T
+        made |= {"delta/dt_bias": w[f"{gate}dt_bias"], "delta/log_a": w[f"{gate}A_log"].ravel()}
+        made["delta/out_norm"] = w["o_norm.weight"]
 
     def state_space(self, w: Mapping[str, Any]) -> None:
         made = self.made

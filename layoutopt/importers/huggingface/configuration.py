@@ -222,11 +222,7 @@ class Configuration:
 
 
 def chosen(values: Mapping[str, Any], source: str) -> Configuration:
-    """The model that a file describes, or its text part, if only that can be built.
-
-    Raises:
-      UserError: neither can be built.
-    """
+    """The model that a file describes, or its text part, if only that can be built; UserError if neither."""
     if isinstance(thinker := values.get("thinker_config"), Mapping):  # of a model that also speaks
         return chosen(thinker, f"{source}: thinker_config")
     name = next((n for n in TEXTS if isinstance(values.get(n), Mapping)), TEXTS[0])
@@ -234,7 +230,10 @@ def chosen(values: Mapping[str, Any], source: str) -> Configuration:
     if text is None and (flat := f"{values.get('model_type')}_text") in FORMS:  # as older files are
         text, name, where = {**values, "model_type": flat, "architectures": None}, "the text model", source
         text = {n: v for n, v in text.items() if n not in PARTS}
-    if isinstance(text, Mapping) and (family := _family(text)) is not None:
+    told = text if isinstance(text, Mapping) else values
+    kind, of_text = (str(part.get("model_type"))[:60] for part in (values, told))
+    lacking = class_defaults()["lacks"]
+    if isinstance(text, Mapping) and kind not in lacking and (family := _family(text)) is not None:
         inherited = {n: values[n] for n in INHERITED if n in values}
         inner = {**inherited, **{n: v for n, v in text.items() if v is not None or n not in inherited}}
         others = [n for n in PARTS if isinstance(values.get(n), Mapping)]
@@ -245,9 +244,8 @@ def chosen(values: Mapping[str, Any], source: str) -> Configuration:
     if (family := _family(values)) is not None:
         known = _in_our_names(values, family)
         return Configuration(known, source, _checked(values, source, family), (*_renamed(values, family),))
-    also = f", nor is its {name} ({str(text.get('model_type'))[:60]!r})" if isinstance(text, Mapping) else ""
-    kind, of_text = (str((part or values).get("model_type"))[:60] for part in (values, text))
-    lacks = next(filter(None, map(class_defaults()["lacks"].get, (kind, of_text, f"{kind}_text"))), "")
+    also = f", nor is its {name} ({of_text!r})" if isinstance(text, Mapping) else ""
+    lacks = next(filter(None, map(lacking.get, (kind, of_text, f"{kind}_text"))), "")
     close = [n for k in (kind, of_text) if k != "None" for n in get_close_matches(k, FORMS, 3)]
     near = f"nearest: {', '.join(dict.fromkeys(close))}; " if close else ""
     found = f"model_type {kind!r} is not supported" if values.get("model_type") else "it has no model_type"
@@ -255,14 +253,12 @@ def chosen(values: Mapping[str, Any], source: str) -> Configuration:
         f"{source}: {found}{also}{lacks and f'; layoutopt lacks {lacks}'}; "
         f"{near}all {len(FORMS)} are in docs/guides/huggingface.md; write this model with "
         "mesh_tf_core.layers (layoutopt init), or import it with layoutopt.from_torch or "
-        f"layoutopt.from_jax{_foreign(text or values)}"
+        f"layoutopt.from_jax{_foreign(told)}"
     )
 
 
 def _foreign(values: Any) -> str:
     """The fields of a configuration that no class of a known family has."""
-    if not isinstance(values, Mapping):
-        return ""
     known = class_defaults()
     every = {n for part in known.values() if isinstance(part, dict) for v in part.values() for n in v}
     for _, form in FORMS.values():
@@ -284,12 +280,17 @@ def _family(values: Mapping[str, Any]) -> str | None:
 
 
 def _in_our_names(values: Mapping[str, Any], family: str) -> Mapping[str, Any]:
-    """Fields that a family calls otherwise than most, under the usual names, those of parts ("") too."""
+    """Fields that a family calls otherwise than most, under the usual names, those of parts ("", or PART.NAME
+    for one of them) too."""
     usual = class_defaults()["renamed"].get(family, NOTHING)
     parts = [n for n, v in values.items() if usual.get(n) == "" and isinstance(v, Mapping)]
+    inner = {
+        f"{n}.{m}": v for n, part in values.items() if isinstance(part, Mapping) for m, v in part.items()
+    }
     values = {**{n: v for part in parts for n, v in values[part].items()}, **values}
     plain = {n: v for n, v in values.items() if n not in usual and n not in parts}
-    return {**plain, **{new: values[old] for old, new in usual.items() if new and old in values}}
+    said = {**inner, **values}
+    return plain | {new: said[old] for old, new in usual.items() if new and old in said}
 
 
 def _checked(values: Mapping[str, Any], source: str, family: str) -> str:

@@ -70,6 +70,18 @@ class Fields:
         other.names = names
         return other
 
+    def of_kind(self, by_layer: Mapping[str, str], kinds: Sequence[str], kind: str) -> Fields:
+        """The fields of the layers of a kind: of `by_layer`, field with a value for each layer -> what it is
+        for that layer."""
+        other = copy(self)
+        for name, own in by_layer.items():
+            listed = each if isinstance(each := self.raw(name), list) else []
+            found = [v for v, k in zip(listed, kinds, strict=False) if k == kind]
+            if any(value != found[0] for value in found):
+                raise self.wrong(name, "give all layers of a kind the same value")
+            other.values = {**other.values, own: found[0]} if found else other.values
+        return other
+
     def _own(self, name: str) -> str:
         """The name that a field has."""
         own = self.names.get(name, name)

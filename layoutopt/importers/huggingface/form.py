@@ -19,7 +19,7 @@ from layoutopt.importers.huggingface.fields import ConfiguredTraining, Fields
 from layoutopt.importers.huggingface.forms import BesideExperts, Mlp, Norm, SelfAttention
 from layoutopt.importers.huggingface.media import READERS, Speech
 from layoutopt.importers.huggingface.mixers import FULL, LINEAR, SLIDING, Heads
-from layoutopt.importers.huggingface.mixtures import Blocks, Experts
+from layoutopt.importers.huggingface.mixtures import Blocks, Experts, limited
 from layoutopt.importers.huggingface.patterns import LayerPattern, chunked, unturned
 from layoutopt.importers.huggingface.sharing import LayerEmbedding, share_keys, share_masks
 from mesh_tf_core import layers as nn
@@ -58,6 +58,9 @@ class Form:
         the width, and a field of `ROOTED` where it is true; after "/", the field of a divisor; "tied": one
         over the root of the width, where the output's weights are the embeddings'.
       factors: blocks' inputs and results have factors by kind of layer (MiniMax).
+      limits: fields of bounds of the two products of gated blocks: of "experts", and of "dense" ones and
+        those that experts share; `by`: how, as of `activation`.
+      by_layer: field with a value for each layer -> the field that it is for that layer.
       only: fields that may have no other values. remarks: where the model is not what its family publishes.
       masked: as of `LanguageModel`: "classifier" has an activation and a bias by fields of that name,
         "hidden" those of the layers.
@@ -98,6 +101,8 @@ class Form:
     added: str = ""
     factors: bool = False
     remarks: Sequence[str] = ()
+    limits: Mapping[str, str] = field(default_factory=dict)
+    by_layer: Mapping[str, str] = field(default_factory=dict)
     only: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     masked: str = ""
     own: str = ""
@@ -140,11 +145,15 @@ class Form:
         told["steps"] = training.norms == "steps"
         norm = Norm(fields.number(fields.first(*EPSILONS, "norm_epsilon"), 1e-6), **told)
         act = self._activation(fields)
-        reader = mixers.MixerReader(fields, training, self.heads, norm, self.linear, len(kinds))
+
+        def mixer(kind: str) -> Any:
+            own = fields.of_kind(self.by_layer, kinds, kind)
+            return mixers.MixerReader(own, training, self.heads, norm, self.linear, len(kinds)).mixer(kind)
+
         apart: Sequence[str] = (SLIDING,) if self.heads.full or self.heads.windowed else ()
         apart = (FULL, LINEAR) if self.linear and fields.has("num_attention_heads") else apart
         for kind in apart:  # fields of a kind that no layer is
-            reader.mixer(kind)
+            mixer(kind)
         fields.skip("" if SLIDING in kinds else "sliding_window")
         self._per_layer(fields, kinds)
         mixing: Blocks = [None] * len(kinds)
@@ -159,11 +168,16 @@ class Form:
             if self.single and kind not in (mixers.MOE, mixers.MLP):
                 return None
             experts = mixing[number] if kind != mixers.MLP else None
+            alone = limited(fields, self.limits, "dense", act, number)
             if experts is None:
-                return wide if number >= len(kinds) - last else dense
+                made = wide if number >= len(kinds) - last else dense
+                return replace(made, activation=alone[0], up=alone[1])
+            if self.limits:
+                of, up = limited(fields, self.limits, "experts", experts.activation, number)
+                experts = replace(experts, activation=of, up=up, shared_as=alone)
             return BesideExperts(dense, experts, norm) if self.beside else experts
 
-        shared = self._sharing(fields, [reader.mixer(kind) for kind in kinds], kinds)
+        shared = self._sharing(fields, [mixer(kind) for kind in kinds], kinds)
         layers = tuple(
             LayerKind(mixer, block(kind, i), *self._factors(fields, kind, added))
             for i, (kind, mixer) in enumerate(zip(kinds, shared, strict=True))

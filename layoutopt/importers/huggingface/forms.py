@@ -64,7 +64,8 @@ class SelfAttention(nn.Attention):
       norm: of queries and keys, head by head, or over all heads (`across`); of values too (`value_norm`).
       scale: of the logits; cap: their bound, cap tanh(logits / cap), which no kernel does, so that attention
         is then written out; 0: the usual, and none.
-      gated: results are multiplied by sigmoids of a projection of the input.
+      gated: the activation of a projection of the input that results are multiplied by; "": none;
+        by_head: it has one number per head.
       d_v: elements of a value; 0: as many as of a key.
       clipped: the bound of queries, keys and values; 0: none.
       times: factors of keys and values.
@@ -78,7 +79,8 @@ class SelfAttention(nn.Attention):
     value_norm: bool = False
     scale: float = 0.0
     cap: float = 0.0
-    gated: bool = False
+    gated: str = ""
+    by_head: bool = False
     d_v: int = 0
     clipped: float = 0.0
     times: tuple[float, float] = (1.0, 1.0)
@@ -140,8 +142,9 @@ class SelfAttention(nn.Attention):
 
     def joined(self, mixed: Tensor, x: Tensor) -> Tensor:
         if self.gated:
-            gate = project(x, "gate", [x.dim(self.d_model)], [*self.head_dims, self.value_dim])
-            mixed = mixed * mtf.sigmoid(gate)
+            sizes = [] if self.by_head else [self.value_dim]
+            gate = project(x, "gate", [x.dim(self.d_model)], [*self.head_dims, *sizes])
+            mixed = mixed * activation(self.gated)(gate)
         return super().joined(mixed, x)
 
     def within(self, length: int) -> SelfAttention:
@@ -208,9 +211,11 @@ class Indexer:
 @dataclass(frozen=True)
 class ScaledLatentAttention(nn.LatentAttention):
     """Latent attention with logits multiplied by `times`, and perhaps an indexer of keys, whose mask later
-    layers can read (`keeps`, `reads` and `store` as of `SharingAttention`); `tuned` as of `SelfAttention`."""
+    layers can read (`keeps`, `reads` and `store` as of `SharingAttention`); `tuned` as of `SelfAttention`;
+    `gated`: the activation of a gate per head of results."""
 
     times: float = 1.0
+    gated: str = ""
     tuned: tuple[float, ...] = ()
     indexer: Indexer | None = None
     keeps: str = ""
@@ -220,6 +225,11 @@ class ScaledLatentAttention(nn.LatentAttention):
     def high(self, low: Tensor, position: Tensor | None = None) -> Tensor:
         q = tuned(super().high(low, position), self.length, self.tuned)
         return q if self.times == 1 else q * self.times
+
+    def joined(self, mixed: Tensor, x: Tensor) -> Tensor:
+        if self.gated:
+            mixed = mixed * activation(self.gated)(project(x, "gate", [x.dim(self.d_model)], [self.heads]))
+        return super().joined(mixed, x)
 
     def chosen(self, q: Tensor, low: Tensor, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         seen = next(iter(self.store[self.reads]), None) if self.reads else None
@@ -254,6 +264,7 @@ class Mlp:
     Attributes:
       gated: the activation of one product times another product.
       times: factors of the activation's argument and of the result.
+      up: the activation of the other product.
     """
 
     d_ff: int
@@ -262,6 +273,7 @@ class Mlp:
     bias: bool = False
     times: tuple[float, float] = (1.0, 1.0)
     name: str = "feed_forward"
+    up: str = "linear"
 
     def __call__(self, x: Tensor) -> Tensor:
         """[others, d_model] -> the same."""
@@ -272,7 +284,7 @@ class Mlp:
                 act = xielu if self.activation == "xielu" else activation(self.activation)
                 h = act(h if before == 1 else h * before)
                 if self.gated:
-                    h = h * nn.Dense((inner,), ("d_model",), self.bias, name="1")(x)
+                    h = h * nn.Dense((inner,), ("d_model",), self.bias, self.up, "1")(x)
             y = nn.Dense((x.dim("d_model"),), ("d_ff",), self.bias, name="out")(h)
             return y if after == 1 else y * after
 

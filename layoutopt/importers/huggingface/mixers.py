@@ -11,7 +11,7 @@ from typing import Any
 from layoutopt.importers.huggingface import forms
 from layoutopt.importers.huggingface.fields import ConfiguredTraining, Fields
 from layoutopt.importers.huggingface.forms import Norm
-from layoutopt.importers.huggingface.rotary import magnitude, rotary, stretched, turning
+from layoutopt.importers.huggingface.rotary import Unturned, magnitude, rotary, stretched, turning
 from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.dims import Dim
 
@@ -39,7 +39,8 @@ class Heads:
       window: the default of `sliding_window`; windowed: fields that layers with a window have of their own.
       full: such fields of layers without a window.
       sinks: "sliding": layers with a window have a learned sink, "all": all have.
-      gated: an output gate.
+      gated: the activation of an output gate; "": none; gates: the field that says whether heads have one
+        number of it, or each element; "": each element, None: heads.
       scale: the field of the logits' factor ("query_pre_attn_scalar": its inverse root), or a number.
       cap, clipped: fields of the bounds of logits, and of queries, keys and values.
       times: fields of factors of keys and values.
@@ -61,7 +62,8 @@ class Heads:
     windowed: Mapping[str, str] = field(default_factory=dict)
     full: Mapping[str, str] = field(default_factory=dict)
     sinks: str = ""
-    gated: bool = False
+    gated: str = ""
+    gates: str | None = ""
     scale: str | float = 0.0
     cap: str = ""
     clipped: str = ""
@@ -133,7 +135,8 @@ class MixerReader:
             value_norm=own.values_normed,
             scale=self._scale(),
             cap=fields.number(own.cap) if own.cap else 0.0,
-            gated=own.gated,
+            gated=own.gated if (gate := self._gate()) else "",
+            by_head=gate != "per-element",
             d_v=0 if d_v == d_kv else d_v,
             clipped=fields.number(own.clipped) if own.clipped else 0.0,
             times=(fields.factor(own.times[0]), fields.factor(own.times[1])),
@@ -150,6 +153,11 @@ class MixerReader:
         if own.norm == "unit":
             return None if kind == UNTURNED else Norm(self.norm.epsilon, scale=False)
         return self.norm
+
+    def _gate(self) -> Any:
+        """What has a number of the output gate: "per-element", or true for heads; false: there is none."""
+        by = self.heads.gates
+        return True if by is None else self.fields.raw(by, "per-element")
 
     def _window(self) -> int:
         """The window of layers that have one; null: none."""
@@ -187,7 +195,7 @@ class MixerReader:
         if not isinstance(said, str):
             return said
         if said == "query_pre_attn_scalar":
-            return float(self.fields.positive(said, 256) ** -0.5)
+            return float(self.fields.positive(said, self.fields.count("head_dim", 256)) ** -0.5)
         return self.fields.positive(said) if self.fields.has(said) else 0.0
 
     def _tuned(self, kind: str) -> tuple[float, ...]:
@@ -212,7 +220,9 @@ class MixerReader:
         if own.indexed:
             heads, size, most = (fields.count(f"index_{n}") for n in ("n_heads", "head_dim", "topk"))
             indexer = forms.Indexer(heads, size, most, turned)
-        positions = replace(rotary(fields, turned, self.training.length), turned=0)  # a share of a whole head
+        positions: nn.Rotary = Unturned()
+        if own.turned:
+            positions = replace(rotary(fields, turned, self.training.length), turned=0)  # of a whole head
         return forms.ScaledLatentAttention(
             Dim("heads", fields.count("num_attention_heads")),
             Dim("d_kv", fields.count("qk_nope_head_dim", 128)),
@@ -226,6 +236,7 @@ class MixerReader:
             positions=positions,
             times=magnitude(inner.number("factor", 1.0), all_dims) ** 2 if all_dims else 1.0,
             tuned=self._tuned(FULL),
+            gated=own.gated,
             indexer=indexer,
         )
 
@@ -256,6 +267,28 @@ def _delta(reader: MixerReader) -> nn.GatedDeltaNet:
         Dim("d_v", fields.count("linear_value_head_dim")),
         fields.count("linear_conv_kernel_dim"),
         epsilon=reader.norm.epsilon,
+    )
+
+
+def _kimi(reader: MixerReader) -> nn.GatedDeltaNet:
+    """The delta rule of Kimi Linear, whose channels decay each at a rate of its own."""
+    fields = reader.fields
+    fields.only("hidden_act", "silu")
+    heads = fields.count("linear_num_heads", fields.count("num_attention_heads"))
+    size = Dim("d_k", fields.count("linear_head_dim", fields.count("head_dim", 128)))
+    bound = fields.raw("kda_lower_bound") if fields.flag("kda_safe_gate") else 0
+    taps = fields.count("linear_conv_kernel_dim", fields.count("short_conv_kernel_size", 4))
+    return nn.GatedDeltaNet(
+        Dim("heads", heads),
+        heads,
+        size,
+        replace(size, name="d_v"),
+        taps,
+        epsilon=reader.norm.epsilon,
+        channels=True,
+        least=float(bound),
+        rank=0 if "kda_safe_gate" in fields.known else size.size,
+        gate="sigmoid",
     )
 
 
@@ -305,6 +338,7 @@ LINEARS: dict[str, Callable[[MixerReader], Any]] = {
         reader.fields.count("conv_L_cache"), reader.fields.flag("conv_bias")
     ),
     "delta": _delta,
+    "kimi": _kimi,
     "lightning": _lightning,
     "granite": _granite,
     "nemotron": _nemotron,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -104,15 +105,26 @@ class Experts:
                 if len(each) < layers:
                     raise fields.wrong(name, f"give one entry for each of the {layers} layers")
                 return [i == "sparse" if each is kinds else bool(i) for i in each]
+        steps = "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval"
+        step, plain = fields.count(fields.first(*steps), 1), fields.listed("mlp_only_layers")
+        if listed := fields.listed("moe_layers") or re.findall(r"\d+", str(fields.raw("moe_layers_enum", ""))):
+            return [str(i) in map(str, listed) for i in range(layers)]
         if self.first is not None:
             fields.only("moe_layer_freq", 1)
             return [i >= first for i in range(layers)]
-        steps = "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval"
-        step = fields.count(fields.first(*steps), 1)
-        plain, listed = fields.listed("mlp_only_layers"), fields.listed("moe_layers")
-        if listed:
-            return [i in listed for i in range(layers)]
         begin = fields.count("moe_layer_start_index", 0, least=0)
         end = fields.count("moe_layer_end_index", -1, least=-1)
         some = range(begin, layers if end == -1 else end + 1)
         return [i not in plain and (i + 1) % step == 0 and i in some for i in range(layers)]
+
+
+def limited(fields: Fields, limits: Mapping[str, str], own: str, act: str, number: int) -> tuple[str, str]:
+    """The activations of the two products of a layer's gated block, as `Form.limits` bounds them."""
+    bound = fields.raw(name := limits.get(own, ""))
+    if isinstance(bound, list):
+        bound = bound[number] if number < len(bound) else None
+    if not bound:
+        return act, "linear"
+    if not isinstance(bound, int | float) or bound < 0:
+        raise fields.wrong(name, "give a number of at least 0, or one for each layer")
+    return f"{act} {limits['by']} {bound:g}", f"linear within {bound:g}"

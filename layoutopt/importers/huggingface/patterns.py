@@ -102,3 +102,15 @@ def convolved(fields: Fields, count: int) -> Sequence[str]:
     """LFM2: convolutions, but for the layers that are listed as attention; all are without a list."""
     full = fields.listed("full_attn_idxs") if fields.has("full_attn_idxs") else range(count)
     return [FULL if i in full else LINEAR for i in range(count)]
+
+
+def kimi(fields: Fields, count: int) -> Sequence[str]:
+    """Kimi Linear: the delta rule, but for layers that are listed, from 1 on, or each fourth."""
+    full = [i - 1 for i in fields.listed("full_attn_layers")] or range(4, count, 4)
+    return [FULL if i in full else LINEAR for i in range(count)]
+
+
+def lfm3(fields: Fields, count: int) -> Sequence[str]:
+    """LFM3: every other layer is a convolution."""
+    between = [LINEAR, *(SLIDING if i % 2 else FULL for i in range(count))]
+    return [LINEAR if i % 2 else between[i // 2] for i in range(count)]

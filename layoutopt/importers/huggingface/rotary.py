@@ -15,6 +15,13 @@ from mesh_tf_core.ops.activations import clip
 from mesh_tf_core.ops.filled import constant
 
 
+class Unturned(nn.Rotary):
+    """No positions."""
+
+    def __call__(self, x: Tensor, length: str, d_kv: str, position: Tensor | None = None) -> Tensor:
+        return x
+
+
 @dataclass(frozen=True)
 class Linear(nn.Rotary):
     """All turns slower by one factor (position interpolation, Chen et al. 2023)."""
