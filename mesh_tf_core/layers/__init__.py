@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mesh_tf_core.layers.attention import Attention
     from mesh_tf_core.layers.base import ACTIVATIONS
     from mesh_tf_core.layers.conv import Conv, DepthwiseConv, GroupNorm, SeparableConv
+    from mesh_tf_core.layers.delta import GatedDeltaNet
     from mesh_tf_core.layers.dense import Dense, DenseProduct, FeedForward, unit_einsum
     from mesh_tf_core.layers.embedding import Embedding, LearnedPositions
     from mesh_tf_core.layers.encoder import EncoderLayer, ImageTokens
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from mesh_tf_core.layers.moe import MixtureOfExperts
     from mesh_tf_core.layers.norm import BatchNorm, LayerNorm, ReZero, RMSNorm, ScaleNorm
     from mesh_tf_core.layers.positions import RelativeBias, Rotary, Sinusoids
-    from mesh_tf_core.layers.recurrent import GatedDeltaNet, LightningAttention, Mamba2
+    from mesh_tf_core.layers.recurrent import LightningAttention, Mamba2
     from mesh_tf_core.layers.routing import AnnealedDropout, ExpertChoice, Jitter, Router, TokenChoice
     from mesh_tf_core.layers.top_experts import TopExperts
 

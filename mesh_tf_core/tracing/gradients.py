@@ -1,7 +1,7 @@
 """Reverse-mode gradients, built from operations of the same graph, so that they are lowered like the
 forward."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block, Half, Node
@@ -9,6 +9,7 @@ from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Cast, Constant, add_n
+from mesh_tf_core.ops.custom import custom_gradient
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.shape import transpose
 from mesh_tf_core.tracing.copying import Replay
@@ -45,13 +46,25 @@ def gradients(loss: Tensor, wrt: Sequence[Tensor]) -> list[Tensor | None]:
 def gradients_inside(made: Tensor, dy: Tensor, wrt: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradients of tensors of which `made` is computed in its own block, given that of `made`, inside a
     custom gradient."""
-    graph, needed, nodes = graph_of(made), {x.id for x in wrt}, list[Node]()
-    for node in graph.blocks[made.block].nodes:
-        if node.body is None and not needed.isdisjoint(node.inputs):
-            needed.update(node.outputs)
-            nodes.append(node)
-    found = _BackwardWalk(graph, needed).run({made.id: [dy]}, nodes)
+    graph = graph_of(made)
+    needed = depends_on(graph, [x.id for x in wrt], made.block)
+    found = _BackwardWalk(graph, needed).run({made.id: [dy]}, list(graph.blocks[made.block].nodes))
     return [found.get(x.id) for x in wrt]
+
+
+def computed_again(forward: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Tensor:
+    """forward(*inputs), of which backward keeps the inputs alone, as kernels that compute the rest again."""
+
+    def backward(dys: list[Tensor | None], xs: list[Tensor], _: list[Tensor]) -> list[Tensor | None]:
+        (dy,), graph = dys, graph_of(xs[0])
+        assert dy is not None  # else nothing would ask
+        seen = [graph.visible(x) for x in xs]
+        with graph.phase(Phase.RECOMPUTE):
+            again = forward(*seen)
+        return gradients_inside(again, dy, seen)
+
+    made: Tensor = custom_gradient(forward, backward, inputs)  # type: ignore[assignment]
+    return made
 
 
 def unwidened(x: Tensor) -> Tensor:
@@ -65,8 +78,8 @@ def unwidened(x: Tensor) -> Tensor:
     return source if smaller and source.block == x.block else x
 
 
-def depends_on(graph: Graph, sources: Iterable[int]) -> set[int]:
-    """Float tensors that depend on `sources`, through loops too."""
+def depends_on(graph: Graph, sources: Iterable[int], block: int = 0) -> set[int]:
+    """Float tensors of a block that depend on `sources`, through loops too."""
     reached = set(sources)
 
     def visit(block: Block) -> bool:
@@ -89,7 +102,7 @@ def depends_on(graph: Graph, sources: Iterable[int]) -> set[int]:
         reached.update(a for a, i in zip(body.carry_in, node.inputs, strict=True) if i in reached)
         reached.update(inner for outer, inner in body.sliced if outer in reached)
 
-    visit(graph.blocks[0])
+    visit(graph.blocks[block])
     return reached
 
 

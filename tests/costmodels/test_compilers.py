@@ -20,6 +20,7 @@ from costmodels.pricing.items import Sent
 from costmodels.pricing.pricer import price, pricer
 from costmodels.pricing.templates import Templates
 from examples.transformer_lm import model as transformer
+from layoutopt.importers.huggingface import from_huggingface
 from tests.layoutopt.models import SMALL
 
 
@@ -106,3 +107,18 @@ def test_profiles_differ_as_they_say() -> None:
     )
     joined = {n for n, items in found.items() if any(isinstance(i, Sent) and i.joined for i in items)}
     assert joined == {name for name, made in COMPILERS.items() if issubclass(made, Joining)}
+
+
+@pytest.mark.parametrize("name", COMPILERS)
+def test_libraries_keep_the_chunks_of_a_recurrence_in_registers(name: CompilerName) -> None:
+    """Where programs call libraries, its arrays cost no memory time, and backward keeps its inputs alone."""
+    machine, found = replace(load_hardware("h100"), compiler=name), []
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 4, "linear_num_heads": 8, "num_experts": 0}
+    config = {"model_type": "kimi_linear", **sizes, "layer_types": ["linear_attention"] * 4}
+    for scans in ("steps", "kernel"):
+        model = from_huggingface(config, batch=2, length=2048, dtype="bfloat16", scans=scans)
+        program = model.lower(mtf.Mesh("one:1"), mtf.Layout(""))
+        lines = [x for x in price(program, machine).lines if "/delta" in x.origin.scope]
+        found.append(sum(x.seconds for x in lines))
+    calls = name in ("eager", "eager-norms", "launched")
+    assert (found[1] < 0.5 * found[0]) if calls else (found[0] < found[1] < 2 * found[0])

@@ -144,16 +144,19 @@ def changed(**more: Any) -> dict[str, Any]:
     return {**TINY, **more}
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma3", "kimi_linear", "falcon_h1"])
 def test_models_are_the_same_however_a_framework_writes_them(family: str) -> None:
-    """Gates at hidden units or results, norms as one operation or in steps: losses and steps agree."""
+    """Gates at hidden units or results, norms as one operation or in steps, scans in steps or as a kernel:
+    losses and steps agree."""
     rng, losses = np.random.default_rng(0), []
     config = LOSSES[family]["config"]
     batch = {
         n: rng.integers(0, config["vocab_size"], (2, 12)).astype(np.int32) for n in ("tokens", "targets")
     }
-    for gates, norms in (("hidden", "library"), ("results", "library"), ("results", "steps")):
-        model = from_huggingface(config, batch=2, length=12, gates=gates, norms=norms, dtype="float32")
+    forms = ("hidden", "library", "steps"), ("results", "library", "kernel"), ("results", "steps", "kernel")
+    for gates, norms, scans in forms:
+        written = {"gates": gates, "norms": norms, "scans": scans}
+        model = from_huggingface(config, batch=2, length=12, dtype="float32", **written)
         run = mtf.Trainer(model, "x:1", "", engine="lockstep")
         losses.append([run.step(batch)["loss"] for _ in range(2)])
     np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)

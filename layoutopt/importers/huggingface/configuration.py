@@ -364,6 +364,8 @@ def _built(found: Configuration, hparams: Mapping[str, Any]) -> Model:
     written = {"gates": training.gates or "hidden"} if getattr(made, "mixtures", 0) else {}
     if isinstance(made, LanguageModel) and not made.norm.center:
         written["norms"] = training.norms or "library"
+    if isinstance(made, LanguageModel) and made.recurrent:
+        written["scans"] = training.scans or "steps"
     return ConfiguredModel(**{**given, "hparams": hparams, "remarks": remarks}, found=found, written=written)
 
 

@@ -17,6 +17,7 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import ZEROS, Constant, Initializer, Normal
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import project
+from mesh_tf_core.layers.recurrent import Recurrence
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.scan import scan
 
@@ -123,6 +124,12 @@ class LanguageModel:
     def mixtures(self) -> int:
         """The number of layers with a mixture of experts."""
         return sum(isinstance(layer.feed_forward, MIXED) for layer in self.layers)
+
+    @property
+    def recurrent(self) -> bool:
+        """True if layers have states, alone or beside attention."""
+        blocks = [b for layer in self.layers for b in getattr(layer.mixer, "blocks", [(layer.mixer,)])]
+        return any(isinstance(block, Recurrence) for block, *_ in blocks)
 
     def model(self, name: str, training: ConfiguredTraining) -> Model:
         """The model; its batches are `tokens` and `targets`, with an encoder `text` too, and with several

@@ -27,6 +27,10 @@ LARGEST, MOST_LAYERS = 2**40, 10_000
 """The largest whole number, and the largest number of layers: a larger one is taken for a typing error."""
 
 
+WRITTEN = {"gates": GATED, "norms": ("library", "steps"), "scans": ("steps", "kernel")}
+"""Hyperparameters of how frameworks write parts of models -> their values."""
+
+
 def _shown(value: Any) -> str:
     return json.dumps(value, default=str)[:60]
 
@@ -288,7 +292,8 @@ class ConfiguredTraining(model.Training):
         their mean loss.
       ignore: names of fields of the configuration to ignore, separated by commas.
       gates: where gates of experts multiply, of `MixtureOfExperts`; norms: "steps" (`forms.Norm`) or
-        "library"; "": as the framework's modules do, else "hidden" and "library".
+        "library"; scans: of states, in "steps" or by a "kernel" (`layers.recurrent`); "": as the framework's
+        modules do, else "hidden", "library" and "steps".
     """
 
     learning_rate: float = 1e-4
@@ -303,12 +308,13 @@ class ConfiguredTraining(model.Training):
     ignore: str = ""
     gates: str = ""
     norms: str = ""
+    scans: str = ""
 
     def __post_init__(self) -> None:
         for name in ("batch", "length"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; give a whole number of at least 1")
-        for name, known in (("gates", GATED), ("norms", ("library", "steps"))):
+        for name, known in WRITTEN.items():
             if (value := getattr(self, name)) not in ("", *known):
                 raise UserError(f"{name}={value!r} is unknown; {known_names(value, known)}")
         if not 0 <= self.mtp <= 16:

@@ -92,10 +92,14 @@ class MixerReader:
         if kind in (MLP, MOE):
             return None
         if kind == LINEAR:
-            return LINEARS[self.linear](self)
+            return self.scanning(LINEARS[self.linear](self))
         if kind == BOTH:
             return self._side_by_side()
         return self._latent() if self.heads.latent else self._attention(kind)
+
+    def scanning(self, made: Any) -> Any:
+        """A layer with states, as the framework's modules compute them."""
+        return replace(made, fused=self.training.scans == "kernel") if hasattr(made, "fused") else made
 
     def _attention(self, kind: str) -> forms.SelfAttention:
         fields, own = self.fields, self.heads
@@ -244,7 +248,9 @@ class MixerReader:
         factor = self.fields.factor
         attention = factor("attention_in_multiplier"), factor("attention_out_multiplier")
         state = factor("ssm_in_multiplier"), factor("ssm_out_multiplier")
-        return forms.SideBySide(((self._attention(FULL), *attention), (self._falcon(), *state)))
+        return forms.SideBySide(
+            ((self._attention(FULL), *attention), (self.scanning(self._falcon()), *state))
+        )
 
     def _falcon(self) -> nn.Mamba2:
         """The state space of Falcon-H1."""

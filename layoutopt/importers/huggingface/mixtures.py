@@ -107,7 +107,9 @@ class Experts:
                 return [i == "sparse" if each is kinds else bool(i) for i in each]
         steps = "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval"
         step, plain = fields.count(fields.first(*steps), 1), fields.listed("mlp_only_layers")
-        if listed := fields.listed("moe_layers") or re.findall(r"\d+", str(fields.raw("moe_layers_enum", ""))):
+        if listed := fields.listed("moe_layers") or re.findall(
+            r"\d+", str(fields.raw("moe_layers_enum", ""))
+        ):
             return [str(i) in map(str, listed) for i in range(layers)]
         if self.first is not None:
             fields.only("moe_layer_freq", 1)
