@@ -23,11 +23,13 @@ import numpy as np
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import ONES, ZEROS, Normal
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import activation, project
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.conv import conv
 from mesh_tf_core.ops.cumulative import cumsum
+from mesh_tf_core.ops.custom import custom_gradient
 from mesh_tf_core.ops.einsum import broadcast, einsum
 from mesh_tf_core.ops.index import mtf_range
 from mesh_tf_core.ops.math import (
@@ -41,7 +43,8 @@ from mesh_tf_core.ops.math import (
 )
 from mesh_tf_core.ops.reduce import reduce_mean, reduce_sum
 from mesh_tf_core.ops.shape import rename, reshape
-from mesh_tf_core.tracing.gradients import computed_again
+from mesh_tf_core.tracing.gradients import gradients_inside
+from mesh_tf_core.tracing.graph import graph_of
 
 NEVER = -1e9
 """The logarithm of a factor that is 0."""
@@ -84,8 +87,18 @@ def made_by(layer: Any, rule: Callable[..., Tensor], *xs: Tensor) -> Tensor:
     """The result of a layer's recurrence, in its chunks."""
     if not layer.fused:
         return rule(*xs, layer.chunk)
-    with xs[0].graph.scope(KERNEL):
-        return computed_again(partial(rule, chunk=layer.chunk), xs)
+    graph, forward = graph_of(xs[0]), partial(rule, chunk=layer.chunk)
+
+    def backward(dys: list[Tensor | None], xs: list[Tensor], _: list[Tensor]) -> list[Tensor | None]:
+        (dy,), seen = dys, [graph.visible(x) for x in xs]
+        assert dy is not None  # else nothing would ask
+        with graph.phase(Phase.RECOMPUTE):
+            again = forward(*seen)
+        return gradients_inside(again, dy, seen)
+
+    with graph.scope(KERNEL):
+        made: Tensor = custom_gradient(forward, backward, xs)  # type: ignore[assignment]
+    return made
 
 
 @dataclass(frozen=True)

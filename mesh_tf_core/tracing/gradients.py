@@ -1,7 +1,7 @@
 """Reverse-mode gradients, built from operations of the same graph, so that they are lowered like the
 forward."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block, Half, Node
@@ -9,7 +9,6 @@ from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Cast, Constant, add_n
-from mesh_tf_core.ops.custom import custom_gradient
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.shape import transpose
 from mesh_tf_core.tracing.copying import Replay
@@ -50,21 +49,6 @@ def gradients_inside(made: Tensor, dy: Tensor, wrt: Sequence[Tensor]) -> list[Te
     needed = depends_on(graph, [x.id for x in wrt], made.block)
     found = _BackwardWalk(graph, needed).run({made.id: [dy]}, list(graph.blocks[made.block].nodes))
     return [found.get(x.id) for x in wrt]
-
-
-def computed_again(forward: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Tensor:
-    """forward(*inputs), of which backward keeps the inputs alone, as kernels that compute the rest again."""
-
-    def backward(dys: list[Tensor | None], xs: list[Tensor], _: list[Tensor]) -> list[Tensor | None]:
-        (dy,), graph = dys, graph_of(xs[0])
-        assert dy is not None  # else nothing would ask
-        seen = [graph.visible(x) for x in xs]
-        with graph.phase(Phase.RECOMPUTE):
-            again = forward(*seen)
-        return gradients_inside(again, dy, seen)
-
-    made: Tensor = custom_gradient(forward, backward, inputs)  # type: ignore[assignment]
-    return made
 
 
 def unwidened(x: Tensor) -> Tensor:
