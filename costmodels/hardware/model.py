@@ -93,7 +93,8 @@ class Chip:
     channels padded to the lanes.
     `host_link`: between a chip and its host's memory, one way while nothing goes the other; `host_memory`: a
     chip's share of that. None: of the first, none is known, so nothing lies on the host; of the second, it is
-    not checked.
+    not checked. `host_update`: rate of optimizer state there that the host's processors update themselves; None:
+    it moves to the chip and back.
     `memory_doubt`: share of the usable memory that a step may need beyond what is predicted: what allocators
     cannot use and libraries take, and what predictions are too low. No price and no limit reads it; a plan
     that leaves less is doubted (`layoutopt.plan.known`). None: nothing is known.
@@ -126,6 +127,7 @@ class Chip:
     product_launch: Time | None = None
     host_link: Bandwidth | None = None
     host_memory: Memory | None = None
+    host_update: Bandwidth | None = None
     memory_doubt: Fraction | None = None
 
 
@@ -265,12 +267,15 @@ class Hardware:
         memory = self.chip.host_memory
         return None if memory is None else memory.value / self.devices_per_chip
 
-    def host_seconds(self, moved: float) -> float:
-        """Seconds of a transfer of this many bytes between one device and its host.
+    def host_seconds(self, moved: float, updated: bool = False) -> float:
+        """Seconds of a transfer of this many bytes between one device and its host; `updated`: of what an update
+        reads or writes.
 
         Raises:
           UserError: nothing is known of the link.
         """
+        if updated and self.chip.host_update is not None:
+            return moved * self.devices_per_chip / self.chip.host_update.value
         if self.host_link is not None:
             return moved / self.host_link
         if self.is_host:

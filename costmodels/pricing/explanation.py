@@ -67,4 +67,6 @@ def _transferred(prices: Pricer, item: Transferred) -> str:
     link = prices.hardware.host_link
     if link is None:
         return "device and host share one memory, so nothing is copied"
+    if item.updated and (rate := prices.hardware.chip.host_update):
+        return f"{item.sent:.4g} bytes / {rate.value:.4g} B/s, at which the host updates them"
     return f"{item.sent:.4g} bytes / {link:.4g} B/s of the host link"

@@ -105,7 +105,8 @@ class Itemiser:
         message = unit.message if isinstance(unit, Overlapped) else unit
         between = between_of(unit, local) if isinstance(unit, Overlapped) else ()
         if isinstance(message, Transfer):
-            return (Transferred(message.name, self.compiler.carried(message, local), between),)
+            updated = message.origin.phase == Phase.UPDATE
+            return (Transferred(message.name, self.compiler.carried(message, local), between, updated),)
         assert sending is not None and isinstance(message, Collective)
         return self.of_collective(message, sending, [local(i) for i in message.inputs], mesh, between)
 

@@ -123,12 +123,13 @@ class Transferred:
     Attributes:
       kind: `host_load` or `host_store`.
       sent: bytes over the link, as they lie in the device's memory.
-      between: as of `Sent`.
+      between: as of `Sent`; updated: an update reads or writes what moves.
     """
 
     kind: str
     sent: float
     between: Between = ()
+    updated: bool = False
     axes: ClassVar[Axes] = (HOST,)  # named in the place of mesh axes
     purpose: ClassVar[str] = ""
     flops: ClassVar[float] = 0.0

@@ -175,7 +175,7 @@ class Pricer:
         elif isinstance(item, Called):
             seconds = self._op_by_op.called(item)
         elif isinstance(item, Transferred):
-            seconds = self.hardware.host_seconds(item.sent)
+            seconds = self.hardware.host_seconds(item.sent, item.updated)
             return seconds, max(0.0, seconds - self._between(item))
         else:
             seconds = self._op_by_op.started(item)

@@ -25,6 +25,7 @@ from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Message, Permute, Program, Transfer, Value
 
 BySplits = dict[tuple[Axes, ...], PlacedValue]
@@ -178,7 +179,7 @@ def _described(unit: Unit) -> tuple[Hashable, Sequence[int]]:
         ids = (*unit.message.inputs, *(i for k, _ in unit.between for i in (*k.inputs, *k.outputs)))
         return (unit.message.name, kernels), ids
     assert isinstance(unit, Collective | Transfer)
-    return unit.name, unit.inputs
+    return (unit.name, isinstance(unit, Transfer) and unit.origin.phase == Phase.UPDATE), unit.inputs
 
 
 def _placed(value: Value, known: BySplits) -> PlacedValue:

@@ -46,8 +46,7 @@ class Job:
         typer.Option(min=0, metavar="I", help="Rank of this process, from 0 (with --coordinator)."),
     ] = None
     timeout: Annotated[
-        float | None,
-        _wait("--timeout", "Time to wait at a step for a process that is alive but late", "25"),
+        float | None, _wait("--timeout", "Time to wait at a step for a process that is alive but late", "25")
     ] = None
     start_timeout: Annotated[
         float | None, _wait("--start-timeout", "Time to wait for a process to start", "300")

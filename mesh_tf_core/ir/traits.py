@@ -147,12 +147,7 @@ class ContextParallel(Op, abstract=True):
     name the form by the first dimension."""
 
     def spread(
-        self,
-        low: Any,
-        inputs: Sequence[int],
-        types: Sequence[TensorType],
-        form: str,
-        wanted: Sequence[bool],
+        self, low: Any, inputs: Sequence[int], types: Sequence[TensorType], form: str, wanted: Sequence[bool]
     ) -> Sequence[int] | None:
         """Its outputs, in a form in which the dimension it needs whole is not gathered; None if gathering
         does.

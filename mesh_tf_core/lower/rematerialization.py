@@ -20,12 +20,7 @@ from typing import NamedTuple
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.traits import read_operands
-from mesh_tf_core.lower.remat_policy import (
-    Policies,
-    check_kept,
-    handed_on,
-    kept_values,
-)
+from mesh_tf_core.lower.remat_policy import Policies, check_kept, handed_on, kept_values
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.stage_layers import backwards, loop_name
 

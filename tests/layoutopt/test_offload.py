@@ -83,6 +83,22 @@ def test_rows_count_on_axes_of_different_sizes() -> None:
     compare("branching", "data:2;model:4", 1, "tpu-v3, host_memory=1KiB", 12)
 
 
+def test_state_that_the_host_updates_takes_its_time() -> None:
+    """Under Megatron-LM and DeepSpeed, Adam runs on the host: what an update moves is at the host's rate, which
+    tables know, too; JAX moves it to the chip and back."""
+    model = EXAMPLES["mlp"]()
+    for framework, own in (("layoutopt", None), ("maxtext", None), ("megatron", 8e9), ("deepspeed", 8e9)):
+        found = layoutopt.cost(
+            model, "data:4", "batch:data", "h100", framework=framework, storage="zero1", offload="optimizer"
+        )
+        moved = [x for x in found.evaluation.cost.lines if x.axes == (HOST,)]
+        rate = own or found.evaluation.prices.hardware.host_link
+        assert moved and sum(x.exposed for x in moved) == pytest.approx(
+            sum(x.item.sent for x in moved) / rate
+        )
+    compare("mlp", "data:2;model:4", 1, "a100, host_memory=1KiB, host_update=1GB/s", 4)
+
+
 @pytest.mark.nightly
 def test_transfers_of_any_size_hide_beside_the_same_products() -> None:
     """Those of few elements, which fill a part of a tile, too."""
