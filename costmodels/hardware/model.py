@@ -93,8 +93,8 @@ class Chip:
     channels padded to the lanes.
     `host_link`: between a chip and its host's memory, one way while nothing goes the other; `host_memory`: a
     chip's share of that. None: of the first, none is known, so nothing lies on the host; of the second, it is
-    not checked. `host_update`: rate of optimizer state there that the host's processors update themselves; None:
-    it moves to the chip and back.
+    not checked. `host_update`: rate of optimizer state there that the host updates itself; None: the state
+    moves to the chip and back.
     `memory_doubt`: share of the usable memory that a step may need beyond what is predicted: what allocators
     cannot use and libraries take, and what predictions are too low. No price and no limit reads it; a plan
     that leaves less is doubted (`layoutopt.plan.known`). None: nothing is known.
@@ -268,8 +268,8 @@ class Hardware:
         return None if memory is None else memory.value / self.devices_per_chip
 
     def host_seconds(self, moved: float, updated: bool = False) -> float:
-        """Seconds of a transfer of this many bytes between one device and its host; `updated`: of what an update
-        reads or writes.
+        """Seconds of a transfer of this many bytes between a device and its host; `updated`: an update reads
+        or writes them.
 
         Raises:
           UserError: nothing is known of the link.

@@ -84,7 +84,7 @@ def test_rows_count_on_axes_of_different_sizes() -> None:
 
 
 def test_state_that_the_host_updates_takes_its_time() -> None:
-    """Under Megatron-LM and DeepSpeed, Adam runs on the host: what an update moves is at the host's rate, which
+    """Under Megatron-LM and DeepSpeed, Adam runs on the host: what an update moves is at the host's rate, as
     tables know, too; JAX moves it to the chip and back."""
     model = EXAMPLES["mlp"]()
     for framework, own in (("layoutopt", None), ("maxtext", None), ("megatron", 8e9), ("deepspeed", 8e9)):
