@@ -15,7 +15,18 @@ from layoutopt.importers.huggingface.fields import ConfiguredTraining
 from tests.importers.huggingface_weights import apart, stacked
 
 Arrays = dict[str, Any]
-FAMILIES = ("gpt2", "openai-gpt", "gpt_bigcode", "gptj", "codegen", "gpt_neo", "bloom", "falcon", "dbrx")
+FAMILIES = (
+    "gpt2",
+    "openai-gpt",
+    "gpt_bigcode",
+    "gptj",
+    "codegen",
+    "gpt_neo",
+    "bloom",
+    "falcon",
+    "dbrx",
+    "mpt",
+)
 CONV = ("gpt2", "openai-gpt")
 """Families whose matrices are [in, out]."""
 OUTSIDE = {
@@ -32,8 +43,10 @@ OUTSIDE = {
 NORMS = {"ln_1": "attention", "input_layernorm": "attention", "ln_attn": "attention"}
 NORMS |= dict.fromkeys(("ln_2", "post_attention_layernorm", "ln_mlp"), "feed_forward")
 NORMS |= {"norm_attn_norm.norm_1": "attention", "norm_attn_norm.norm_2": "feed_forward"}
+NORMS |= {"norm_1": "attention", "norm_2": "feed_forward"}
 EXPERTS = {"w1": "wi", "v1": "wg", "w2": "wo"}
 MATRICES = {"mlp.c_fc": "in/0", "mlp.fc_in": "in/0", "mlp.dense_h_to_4h": "in/0"}
+MATRICES |= {"ffn.up_proj": "in/0", "ffn.down_proj": "out"}
 MATRICES |= dict.fromkeys(("mlp.c_proj", "mlp.fc_out", "mlp.dense_4h_to_h"), "out")
 
 
@@ -46,7 +59,7 @@ def parts(x: Any, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for n, part in zip("qvk", np.moveaxis(x.reshape(4, 3, -1, *x.shape[1:]), 1, 0), strict=True):
             yield n, part.reshape(-1, *x.shape[1:])
         return
-    if family in CONV:
+    if family in (*CONV, "mpt"):
         yield from zip("qkv", np.split(x, 3), strict=True)
         return
     if family == "dbrx":
@@ -111,7 +124,7 @@ def classic(state: Mapping[str, Any], config: Mapping[str, Any], length: int) ->
         )
 
     def read(i: int) -> Arrays:
-        start = f"{'blocks' if config['model_type'] == 'dbrx' else 'h'}.{i}."
+        start = f"{'blocks' if config['model_type'] in ('dbrx', 'mpt') else 'h'}.{i}."
         return layer({n.removeprefix(start): x for n, x in state.items() if n.startswith(start)}, config)
 
     return made | stacked(decoder, length, read)

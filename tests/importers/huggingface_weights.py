@@ -55,6 +55,7 @@ RENAMED = (
     "lfm2",
     "lfm2_moe",
     "lfm3",
+    "persimmon",
     "starcoder2",
 )
 """Families whose modules have other names than most, and these."""
@@ -207,6 +208,8 @@ class Layer:
                 if n != "v" and self.family in NEIGHBOURS:
                     turned = d_kv if self.family in WHOLE else d_kv // 2
                     x = x.reshape(-1, d_kv, *x.shape[1:])[:, apart(d_kv, turned)].reshape(x.shape)
+                if n != "v" and self.family == "nanochat":  # it turns the other way round
+                    x = np.roll(x.reshape(-1, d_kv, *x.shape[1:]), d_kv // 2, 1).reshape(x.shape)
                 made[f"attention/{n}{own}"] = x.T
         for name in ("o_proj", "dense"):
             if f"{name}.weight" in w:
@@ -215,8 +218,9 @@ class Layer:
                 made["attention/o_bias"] = w[f"{name}.bias"]
         for n in "qk":
             for name in (f"{n}_norm", f"{n}_layernorm"):
-                if f"{name}.weight" in w:
-                    made[f"attention/{n}_norm/scale"] = w[f"{name}.weight"]
+                for kind, own in (("weight", "scale"), ("bias", "bias")):
+                    if f"{name}.{kind}" in w:
+                        made[f"attention/{n}_norm/{own}"] = w[f"{name}.{kind}"]
         if "sinks" in w:
             made["attention/sink"] = w["sinks"]
 

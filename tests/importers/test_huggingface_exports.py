@@ -99,9 +99,11 @@ def check_reader(config: dict[str, Any], own: dict[str, Any]) -> None:
     torch = pytest.importorskip("torch")
     from transformers.distributed import DistributedConfig
 
-    family = config["model_type"]
+    made = getattr(transformers, name := FORMS[config["model_type"]][0], None)
+    if made is None:
+        pytest.skip(f"this version has no {name}")
     with torch.device("meta"):
-        module = getattr(transformers, FORMS[family][0])(transformers.AutoConfig.for_model(**config))
+        module = made(transformers.AutoConfig.for_model(**config))
     read = DistributedConfig.from_dict(own)
     assert {n: v for n, v in read.to_dict().items() if n in own} == own
     styles, _, wrapped = module._resolve_parallel_plans(read)

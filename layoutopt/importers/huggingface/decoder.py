@@ -22,6 +22,8 @@ from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.scan import scan
 
 MIXED = Mixture, BesideExperts
+ALONE = "alone"
+"""A model of masked tokens without a transformation."""
 LONGEST_PERIOD = 16
 """Layers after which kinds of layers may repeat."""
 LayerBlock = Callable[..., Any]
@@ -74,10 +76,11 @@ class LanguageModel:
       times, logits: factors of embeddings and of the vocabulary's logits; final_cap: their bound (0: none).
       stddev: of initial weights. remarks: where the model is not what its family publishes, in words.
       masked: "", or the activation of a transformation before the logits of a model of masked tokens, where
-        targets below 0 do not count. mask_bias: of that.
+        targets below 0 do not count; `ALONE`: no transformation. mask_bias: of that.
       own: an embedding of every layer; None: there is none.
       positions, segments: what is added to embeddings: of positions, and of so many kinds of segments.
-      normed: embeddings are normalised. small: their size, from which they are mapped to d_model; 0: that.
+      normed: embeddings are normalised. small: their size, from which they (in models of masked tokens with
+        their positions) are mapped to d_model; 0: that.
       rates: of dropout, of embeddings and of blocks' results.
       relative: biases of attention, which all layers share, or `each` has its own.
       repeated: all layers are one (ALBERT).
@@ -174,11 +177,12 @@ class LanguageModel:
     def _logits(self, embedding: nn.Embedding, table: Tensor, x: Tensor) -> Tensor:
         """[batch, length, d_model] -> [batch, length, vocab]."""
         width = embedding.d_model
-        if self.masked:
+        if self.masked not in ("", ALONE):
             made = nn.Dense((width,), ("d_hidden",), self.mask_bias, self.masked, "transform")
             x = self.norm(made(mtf.rename(x, d_model="d_hidden")), "transform_norm", width.name)
         elif self.small:
-            embedding = replace(embedding, d_model=self.width)
+            with x.graph.scope("output"):
+                x = project(x, "map", [self.width], [width])
         logits = embedding.logits(x, table if self.tied else None)
         if self.head_bias:
             with x.graph.scope("output"):
@@ -241,11 +245,12 @@ class LanguageModel:
             with g.scope("embedding"):
                 of = g.variable("segments", [kinds, width], Normal(0.02), activation_dtype=x.dtype)
             x = x + (mtf.reduce_sum(of, kinds) if kind is None else mtf.gather(of, kind, kinds))
-        x = self.placed(x, width)
         if not self.small:
-            return x
+            return self.placed(x, width)
+        x = self.placed(x, width) if self.masked else x
         with g.scope("embedding"):
-            return project(x, "map", [width], [self.width], True)
+            x = project(x, "map", [width], [self.width], bool(self.masked))
+        return x if self.masked else self.placed(x)
 
     def placed(self, x: Tensor, width: Dim | None = None) -> Tensor:
         """Embeddings with their positions, norm and dropout."""

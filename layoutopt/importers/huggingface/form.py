@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from layoutopt.importers.huggingface import mixers, patterns
-from layoutopt.importers.huggingface.decoder import LanguageModel, LayerBlock, LayerKind
+from layoutopt.importers.huggingface.decoder import ALONE, LanguageModel, LayerBlock, LayerKind
 from layoutopt.importers.huggingface.fields import ConfiguredTraining, Fields
 from layoutopt.importers.huggingface.forms import BesideExperts, Mlp, Norm, SelfAttention
 from layoutopt.importers.huggingface.media import READERS, Speech
@@ -63,7 +63,7 @@ class Form:
       by_layer: field with a value for each layer -> the field that it is for that layer.
       only: fields that may have no other values. remarks: where the model is not what its family publishes.
       masked: as of `LanguageModel`: "classifier" has an activation and a bias by fields of that name,
-        "hidden" those of the layers.
+        "hidden" those of the layers, "alone" none.
       own: the field of the size of an embedding of every layer; shared: that of how many last layers read
         keys and values of earlier ones.
       positions: "learned", "sinusoids" in tensor2tensor's form, those "of whole widths" in that of Vaswani et
@@ -196,7 +196,7 @@ class Form:
         else:
             divided = "/" in self.logits
             logits = 1 / fields.positive(self.logits[1:], 1.0) if divided else fields.factor(self.logits)
-        ends = (act, True) if self.masked else ("", False)
+        ends = (ALONE, False) if self.masked == ALONE else (act, True) if self.masked else ("", False)
         if self.masked == "classifier":
             layers = (replace(layers[0], bare=True), *layers[1:])
             head = ACTIVATIONS[fields.text("classifier_activation", "gelu", ACTIVATIONS)]
