@@ -7,7 +7,8 @@ forward, some only backward).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from costmodels.pricing.hidden import Cost
 from costmodels.stage_ends import end_work, layer_numbers, schedule_of
@@ -23,7 +24,7 @@ class PipelineBubble:
 
     Attributes:
       dim: the dimension of layers.
-      seconds: of the step, in which each stage waits.
+      lost: number of a line of the step's cost -> seconds of it in which each stage waits.
       places, empty: for layers, of all stages, and how many have none, as the stages do not divide them (0 of
         0: they do). A stage works on these too.
       fullest: where stages are programs of their own, the number of the one with the most work, from 1; the
@@ -32,10 +33,15 @@ class PipelineBubble:
 
     dim: str
     schedule: PipelineSchedule
-    seconds: float
+    lost: Mapping[int, float] = field(repr=False)
     places: int = 0
     empty: int = 0
     fullest: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step in which each stage waits."""
+        return sum(self.lost.values())
 
 
 def waiting(program: Program, cost: Cost, apart: StageTimes | None = None) -> PipelineBubble | None:
@@ -50,13 +56,19 @@ def waiting(program: Program, cost: Cost, apart: StageTimes | None = None) -> Pi
         return None
     dim, of = column.stage.name, column.schedule
     if apart is not None:
-        waited = (x.exposed * x.times * apart.waiting(x.origin.node, x.runs) for x in cost.lines)
-        return PipelineBubble(dim, of, sum(waited), fullest=apart.fullest + 1)
+        parts = (apart.waiting(x.origin.node, x.runs) for x in cost.lines)
+        waited = {
+            n: x.exposed * x.times * part for n, (x, part) in enumerate(zip(cost.lines, parts, strict=True))
+        }
+        return PipelineBubble(dim, of, waited, fullest=apart.fullest + 1)
     # What waits behind the ticks is never idle.
     runs, slots = runs_in_ticks(graph, layers=False), end_work(graph).slots
     idle = {node: of.idle(slot) for node, slot in slots.items()}
-    stays = (x for x in cost.lines if x.origin.node in idle and runs[x.origin.node] <= x.runs)
-    lost = (x.exposed * x.times * idle[x.origin.node] for x in stays if x.runs > 1 or x.purpose != GRADIENT)
+    lost = {
+        n: x.exposed * x.times * idle[x.origin.node]
+        for n, x in enumerate(cost.lines)
+        if x.origin.node in idle and runs[x.origin.node] <= x.runs and (x.runs > 1 or x.purpose != GRADIENT)
+    }
     numbers = layer_numbers(graph)
     places = (numbers.order.size(numbers.layers), numbers.order.lacks(numbers.layers)) if numbers else (0, 0)
-    return PipelineBubble(dim, of, sum(lost), *places)
+    return PipelineBubble(dim, of, lost, *places)

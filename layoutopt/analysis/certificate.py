@@ -33,6 +33,7 @@ from layoutopt.solver import Choices, ResourceRow
 from layoutopt.space.allow import allowed_text
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.mesh_shapes import meshes
+from layoutopt.space.stages import suited
 from mesh_tf_core.model import Model
 
 MOST = 5000
@@ -133,7 +134,8 @@ def certify(
     """
     mesh = plan.mesh if devices is None else None
     evaluator = Evaluator(model, hardware)
-    shapes = meshes(mesh, devices, max_axes, hardware)
+    shapes = meshes(mesh, devices, max_axes, hardware, () if devices is None else asked.named)
+    shapes = suited(evaluator.model, shapes, asked)
     problems = subproblems(evaluator.model, shapes, asked, evaluator.near)
     yield from rule_out(evaluator, problems, plan.predicted.step_seconds, limit)
 

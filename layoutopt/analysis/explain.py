@@ -10,19 +10,26 @@ All of them are proven where the searches are. Of a plan for the least memory th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from costmodels.hardware import Hardware
+from costmodels.pricing.hidden import rule_of
 from costmodels.pricing.pricer import Cost
+from layoutopt.frameworks import restriction_of
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import Evaluator, evaluate
 from layoutopt.plan.build import Plan, layout_of, options_of
-from layoutopt.plan.schema import Alternative, ProofStatus
+from layoutopt.plan.covered import CoveredSpace
+from layoutopt.plan.decided import Decided
+from layoutopt.plan.details import Details
+from layoutopt.plan.layout_results import OperationDifference, PartDifference
+from layoutopt.plan.schema import Alternative, PlanFile, Predicted, ProofStatus, SolverInfo
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.solver import TOLERANCE
 from layoutopt.space.decisions import FEATURES, SearchSpace
+from layoutopt.space.objective import Objective
 from layoutopt.space.restriction import RestrictionError
 from layoutopt.space.sequence_parallel import written
 from layoutopt.space.splits import parse_rules
@@ -30,40 +37,34 @@ from layoutopt.space.stages import on_mesh
 from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError, UserError, known_names
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.schedules import GPIPE
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.options import ACTIVATIONS
 from mesh_tf_core.model import Model
 
+COMPUTE, MESSAGES = "compute: {}", "exposed messages: {}"
+MeshLayout = tuple[Mesh, Layout, Options]
 AGREE = 1e-9
 """Relative difference up to which two predictions are the same."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Seconds of one kind of operation under two layouts; `axes` are those of a collective."""
-
-    scope: str
-    operation: str
-    phase: str
-    axes: str
-    plan_seconds: float
-    other_seconds: float
-
-    @property
-    def saved(self) -> float:
-        """Seconds that the answer saves (negative: costs)."""
-        return self.other_seconds - self.plan_seconds
-
-
 def compared(
-    model: Model, plan: Plan, machine: Hardware, other: Layout | Alternative
+    model: Model, plan: Plan, machine: Hardware, other: Layout | Alternative | MeshLayout
 ) -> tuple[Evaluation, Evaluation | None]:
-    """Evaluates an alternative of a plan; or a layout on its mesh, without and with the plan's other
-    decisions (None: the plan has none, or they are illegal there)."""
+    """Evaluates an alternative of a plan, or what has a mesh of as many devices and every decision; or a
+    layout on its mesh, without and with the plan's other decisions (None: the plan has none, or they are
+    illegal there)."""
     if isinstance(other, Alternative):
-        mesh = Mesh(other.mesh) if other.mesh else plan.mesh
-        return evaluate(model, mesh, layout_of(other), machine, options_of(other)), None
+        other = Mesh(other.mesh) if other.mesh else plan.mesh, layout_of(other), options_of(other)
+    if isinstance(other, tuple):
+        mesh, layout, options = other
+        if mesh.devices != plan.mesh.devices:
+            raise UserError(
+                f"--against: {mesh} has {mesh.devices} devices, but the plan has {plan.mesh.devices}; "
+                "compare layouts of as many devices"
+            )
+        return evaluate(model, mesh, layout, machine, options), None
     found = evaluate(model, plan.mesh, other, machine)
     if plan.options == Options():
         return found, None
@@ -73,15 +74,42 @@ def compared(
         return found, None
 
 
-def differences(ours: Cost, theirs: Cost) -> list[Difference]:
+def time_parts(of: Evaluation) -> dict[str, float]:
+    """The parts of a step in seconds, which add up to it: compute by phase, exposed communication by purpose,
+    and the bubble of a pipeline, which is part of neither."""
+    cost, bubble = of.cost, of.bubble
+    lost: Mapping[int, float] = {} if bubble is None else bubble.lost
+    parts = {COMPUTE.format(phase): 0.0 for phase in Phase}
+    for at, x in enumerate(cost.lines):
+        part = MESSAGES.format(rule_of(x)) if x.is_communication else COMPUTE.format(x.origin.phase)
+        parts[part] = parts.get(part, 0.0) + x.exposed * x.times - lost.get(at, 0.0)
+    parts["pipeline bubble"] = sum(lost.values())
+    parts["waiting for the host's launches"] = cost.step_seconds - cost.device_seconds
+    return {part: seconds for part, seconds in parts.items() if seconds}
+
+
+def beside(ours: Evaluation, theirs: Evaluation) -> list[PartDifference]:
+    """The parts of two steps."""
+    here, there = time_parts(ours), time_parts(theirs)
+    every = dict.fromkeys((*here, *there))
+    return [
+        PartDifference(part=p, plan_seconds=here.get(p, 0.0), other_seconds=there.get(p, 0.0)) for p in every
+    ]
+
+
+def differences(ours: Cost, theirs: Cost) -> list[OperationDifference]:
     """The operations whose exposed time differs, the largest difference first."""
     keys: dict[tuple[str, str, str, str], list[float]] = {}
     for side, cost in enumerate((ours, theirs)):
         for x in cost.lines:
             key = (x.origin.scope, x.name, x.origin.phase, "+".join(x.axes))
             keys.setdefault(key, [0.0, 0.0])[side] += x.exposed * x.times
-    found = [Difference(*key, *seconds) for key, seconds in keys.items()]
-    return sorted((d for d in found if d.saved), key=lambda d: -abs(d.saved))
+    found = [
+        OperationDifference(scope=s, operation=o, phase=p, axes=a, plan_seconds=here, other_seconds=there)
+        for (s, o, p, a), (here, there) in keys.items()
+        if here != there
+    ]
+    return sorted(found, key=lambda d: -abs((d.other_seconds or 0.0) - (d.plan_seconds or 0.0)))
 
 
 def disagreements(plan: Plan, evaluation: Evaluation) -> list[str]:
@@ -220,3 +248,28 @@ def finder(
 def split_rules(plan: Plan) -> list[tuple[str, str]]:
     """For every split of the plan, the rule as it is and the rule that undoes it."""
     return [(f"{name}:{'+'.join(axes)}", f"{name}:none") for name, axes in plan.layout.items()]
+
+
+UNCHANGED = ("format", "model", "mesh", "layout", "hardware", "slices")
+UNCHANGED_DETAILS = ("source", "source_sha256", "search", "parallelism")
+"""Fields of a plan, and of its details, that are the same under every framework."""
+
+
+def under(plan: Plan, framework: str, predicted: Predicted) -> Plan:
+    """The layout as another framework runs it, without what was proven and compared under the plan's own.
+
+    Args:
+      predicted: under the other framework.
+    """
+    value = predicted.step_seconds
+    if plan.question.objective == Objective.MEMORY:
+        value = predicted.peak_memory_bytes
+    data = PlanFile(
+        **{name: getattr(plan.data, name) for name in (*Decided.model_fields, *UNCHANGED)},
+        framework=framework,
+        predicted=predicted,
+        solver=SolverInfo(status="UNKNOWN", objective=float(value)),
+        space=CoveredSpace(layouts=0, expressed_by=restriction_of(framework).name),
+        details=Details(**{name: getattr(plan.data.details, name) for name in UNCHANGED_DETAILS}),
+    )
+    return Plan(data, model=plan.model)

@@ -12,39 +12,38 @@ from costmodels.hardware import Hardware, machine_of
 from costmodels.liveness import MemoryProfile
 from layoutopt.analysis.certificate import Certificate, certify, considered_by
 from layoutopt.analysis.explain import (
-    Difference,
     WhatIfAnswer,
+    beside,
     compared,
     differences,
     disagreements,
     finder,
     forbidden,
     split_rules,
+    under,
 )
 from layoutopt.analysis.keeping import Keeping, keepings
 from layoutopt.analysis.placed import placed
 from layoutopt.analysis.sensitivity import SensitivityCurve, as_details, robustness, sensitivity
-from layoutopt.api.pricing import layout_of
+from layoutopt.api.pricing import PricedLayout, layout_of
 from layoutopt.api.running import model_of
-from layoutopt.frameworks import restriction_of
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.optimize.incumbents import compared_with
 from layoutopt.plan.build import Plan
-from layoutopt.plan.covered import CoveredSpace
-from layoutopt.plan.decided import Decided
-from layoutopt.plan.details import Details, Robustness, RuledOut
-from layoutopt.plan.notebook import Shown, table
-from layoutopt.plan.results import (
+from layoutopt.plan.details import Robustness, RuledOut
+from layoutopt.plan.layout_results import (
     Against,
     Binding,
     ExplainResult,
     KeptStep,
     OperationDifference,
+    PartDifference,
     Placed,
     Worth,
 )
-from layoutopt.plan.schema import PlanFile, Predicted, ProofStatus, SolverInfo
+from layoutopt.plan.notebook import Shown, table
+from layoutopt.plan.schema import ProofStatus
 from layoutopt.plan.units import bytes_text, some, step_change
 from layoutopt.runtime.clock import Clock
 from layoutopt.space.exclusions import CHECK, MEMORY, SENSITIVITY, memory_words, refuse
@@ -121,9 +120,14 @@ class Explained(Shown):
         return free is not None and free < self.evaluation.cost.step_seconds * (1 - SAME)
 
     @property
-    def differences(self) -> list[Difference]:
-        """The operations whose time differs under the other layout."""
+    def differences(self) -> list[OperationDifference]:
+        """The operations whose time differs under the other layout, the largest difference first."""
         return [] if self.against is None else differences(self.evaluation.cost, self.against.cost)
+
+    @property
+    def parts(self) -> list[PartDifference]:
+        """The parts of the step under the plan and the other layout."""
+        return [] if self.against is None else beside(self.evaluation, self.against)
 
     @property
     def details(self) -> dict[str, Any]:
@@ -178,11 +182,13 @@ class Explained(Shown):
         if other is None:
             return None
         return Against(
+            mesh=other.program.mesh.as_dict(),
             layout=str(other.layout),
             step_seconds=other.cost.step_seconds,
             step_seconds_with_the_plans_options=alike.cost.step_seconds if alike else None,
             peak_bytes=other.memory.peak,
-            differences=[OperationDifference(**asdict(d)) for d in self.differences],
+            parts=self.parts,
+            differences=self.differences,
         )
 
     def to_frame(self) -> Any:
@@ -207,7 +213,7 @@ class Explained(Shown):
 
 def explain(
     plan: Plan,
-    against: Layout | str | None = None,
+    against: Layout | str | Plan | PricedLayout | None = None,
     hardware: str | Hardware | None = None,
     time_limit: float | Clock | None = None,
     pins: Sequence[str] = (),
@@ -221,7 +227,8 @@ def explain(
 
     Args:
       plan: a result of `layoutopt.search`, or `load_plan(path).of(model)`.
-      against: another layout on the plan's mesh, or the name of an alternative.
+      against: another layout on the plan's mesh, or the name of an alternative; on any mesh of as many
+        devices, another plan of the model or a result of `layoutopt.cost`.
       hardware: the name of a preset, the path of a hardware file, or a Hardware (None: the plan's hardware).
       time_limit: seconds for all searches together (None: no limit).
       pins: rules such as "heads:model". Each rule is required in a separate search.
@@ -260,7 +267,13 @@ def explain(
     other = alike = None
     if against is not None:
         named = isinstance(against, str) and against.strip() and ":" not in against
-        which = given.alternative(str(against).strip()) if named else layout_of(against)
+        which: Any = given.alternative(str(against).strip()) if named else against
+        if isinstance(against, Plan):
+            which = against.mesh, against.of(model).layout, against.options
+        elif isinstance(against, PricedLayout):
+            which = against.evaluation.program.mesh, against.evaluation.layout, against.options
+        elif not named:
+            which = layout_of(against)
         other, alike = compared(model, plan, machine, which)
     clock = Clock.of(time_limit)
 
@@ -365,28 +378,3 @@ def _varied(
     curves = sensitivity(model, plan, machine, limit, asked, told, clock)
     told("uncertain hardware")
     return Conditions(tuple(curves), robustness(model, plan, machine, clock=clock))
-
-
-UNCHANGED = ("format", "model", "mesh", "layout", "hardware", "slices")
-UNCHANGED_DETAILS = ("source", "source_sha256", "search", "parallelism")
-"""Fields of a plan, and of its details, that are the same under every framework."""
-
-
-def under(plan: Plan, framework: str, predicted: Predicted) -> Plan:
-    """The layout as another framework runs it, without what was proven and compared under the plan's own.
-
-    Args:
-      predicted: under the other framework.
-    """
-    value = predicted.step_seconds
-    if plan.question.objective == Objective.MEMORY:
-        value = predicted.peak_memory_bytes
-    data = PlanFile(
-        **{name: getattr(plan.data, name) for name in (*Decided.model_fields, *UNCHANGED)},
-        framework=framework,
-        predicted=predicted,
-        solver=SolverInfo(status="UNKNOWN", objective=float(value)),
-        space=CoveredSpace(layouts=0, expressed_by=restriction_of(framework).name),
-        details=Details(**{name: getattr(plan.data.details, name) for name in UNCHANGED_DETAILS}),
-    )
-    return Plan(data, model=plan.model)

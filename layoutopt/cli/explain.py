@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from layoutopt.cli import options
+from layoutopt.cli.given import UNDECIDED, ByHand, LayoutByHand
 from layoutopt.cli.grouped import grouped
-from layoutopt.cli.plans import ModelOption, PlanArgument, open_plan
+from layoutopt.cli.plans import ModelOption, PlanArgument, Planned, is_plan, named_plan, open_plan
 from layoutopt.cli.progress import StepProgress
 from layoutopt.space.option import listed as listed_options
 
@@ -20,11 +22,14 @@ def explain(
     against: Annotated[
         str | None,
         typer.Option(
-            metavar="LAYOUT",
-            help="Compare the plan's predicted time, item by item, with that of another layout: DIM:AXIS "
-            'rules, or the name of an alternative in the plan, e.g. "FSDP".',
+            metavar="LAYOUT_OR_PLAN",
+            help="Compare the plan's predicted time, part by part and item by item, with that of another "
+            'layout: DIM:AXIS rules, the name of an alternative in the plan, e.g. "FSDP", or another '
+            "PLAN.json of the model. --mesh and the options of decisions belong to this layout.",
         ),
     ] = None,
+    mesh: options.MeshOption = None,
+    decided: ByHand = UNDECIDED,
     pin: Annotated[
         list[str] | None,
         typer.Option(
@@ -80,10 +85,13 @@ def explain(
     terminal = output.terminal
     options.check_out(out, read=[model])
     planned = open_plan(plan, model, framework=framework)
+    other: Any = against
+    if mesh or decided or (against is not None and is_plan(against)):
+        other = _other(planned, against, mesh, decided)
     with StepProgress(terminal, "searching", 1) as bar:
         found = explained(
             planned.plan.of(planned.loaded.model),
-            against,
+            other,
             planned.hardware,
             clock,
             pin or (),
@@ -100,3 +108,20 @@ def explain(
             show_explained(terminal, planned, found)
     if found.proof is not None and found.proof.faster is not None:
         raise UserError(f"--check: the plan's proof is {found.proof}; search again")
+
+
+def _other(planned: Planned, against: str | None, mesh: str | None, decided: ByHand) -> Any:
+    """The plan, or the layout with its mesh and decisions, to compare with."""
+    from layoutopt.api.pricing import cost
+    from mesh_tf_core.errors import UserError
+
+    if against is None:
+        said = ", ".join(["--mesh"] * bool(mesh) + [*decided.texts])
+        raise UserError(f"{said}: these describe the layout to compare with; name it with --against")
+    asked = LayoutByHand(mesh or str(planned.plan.mesh), against, decided)
+    if (plan := named_plan(against)) is not None:
+        asked = replace(asked, mesh=mesh or str(plan.mesh))
+    given = asked.read(planned.loaded, plan)
+    return plan or cost(
+        planned.loaded.model, given.mesh, given.layout, planned.hardware, options=given.options
+    )

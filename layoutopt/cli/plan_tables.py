@@ -45,7 +45,7 @@ from reports.views.view import (
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
-    from layoutopt.analysis.explain import Difference, WhatIfAnswer
+    from layoutopt.analysis.explain import WhatIfAnswer
     from layoutopt.analysis.keeping import Keeping
     from layoutopt.analysis.sensitivity import SensitivityCurve, SensitivityTrial
     from layoutopt.api.explaining import Conditions, Explained
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from layoutopt.plan.build import Plan
     from layoutopt.plan.decided import Decided
     from layoutopt.plan.details import Robustness
-    from layoutopt.plan.results import Placed
+    from layoutopt.plan.layout_results import OperationDifference, PartDifference, Placed
     from layoutopt.space.undivided import Undivided
     from mesh_tf_core.model import Model
     from reports.views.view import View
@@ -178,24 +178,27 @@ def placement_table(found: Sequence[Placed]) -> View:
     return View("Placement of values", columns, [row(each) for each in found if not plain(each)])
 
 
-def show_against(
-    terminal: Terminal, evaluation: Evaluation, other: Evaluation, rows: list[Difference]
-) -> None:
+def show_against(terminal: Terminal, found: Explained, other: Evaluation) -> None:
     """Prints where another layout's step differs from the plan's."""
+    evaluation = found.evaluation
     ours, theirs = evaluation.cost.step_seconds, other.cost.step_seconds
-    columns = (
-        *texts("operation", "phase", axes="on"),
+    seconds = (
         Column("plan_seconds", "the plan", SECONDS),
         Column("other_seconds", "the other", SECONDS),
         Column("saved_seconds", "saved", MORE),
     )
+
+    def both(d: PartDifference | OperationDifference) -> tuple[float, float, float]:
+        here, there = d.plan_seconds or 0.0, d.other_seconds or 0.0
+        return here, there, there - here
+
+    parts = View("Parts of the step", (*texts("part"), *seconds), [(d.part, *both(d)) for d in found.parts])
+    terminal.show("", parts.and_sum("step", ours, theirs, theirs - ours))
     cells = [
-        (
-            *("/".join(filter(None, (d.scope, d.operation))), d.phase, d.axes or "compute"),
-            *(d.plan_seconds, d.other_seconds, d.saved),
-        )
-        for d in rows
+        ("/".join(filter(None, (d.scope, d.operation))), d.phase, d.axes or "compute", *both(d))
+        for d in found.differences
     ]
+    columns = (*texts("operation", "phase", axes="on"), *seconds)
     made = View("Differences per operation", columns, cells).first(MOST)
     terminal.show("", made.and_sum("step", None, None, ours, theirs, theirs - ours))
     said = decided(other.decided, other.layout).in_short()
@@ -240,7 +243,7 @@ def show_explained(terminal: Terminal, planned: Planned, found: Explained) -> No
     if found.kept:
         terminal.show("", kept_table(evaluation, fits, [*found.kept]))
     if found.against is not None:
-        show_against(terminal, evaluation, found.against, found.differences)
+        show_against(terminal, found, found.against)
         if (alike := found.alike) is not None:
             step, peak = seconds_text(alike.cost.step_seconds), bytes_text(alike.memory.peak)
             terminal.show(f"this layout with the plan's {own.in_short()}: {step} a step, {peak} of memory")

@@ -256,7 +256,7 @@ def _within(
 
 def called(request: Request, name: str, found: EvaluatedLayout, searched_mesh: bool) -> Alternative:
     """A layout that was searched, with names for its own axes."""
-    names = baselines.axis_names(found.layout, found.mesh, request.model) if searched_mesh else {}
+    names = baselines.axis_names(found.layout, found.mesh, request) if searched_mesh else {}
     return priced(request, name, found.mesh, found.layout, found.options, names)
 
 

@@ -372,14 +372,15 @@ def in_names(text: str, names: Mapping[str, str]) -> str:
     return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), text)
 
 
-def axis_names(layout: Layout, mesh: Mesh, model: Model) -> dict[str, str]:
-    """Names for axes of a searched mesh: `data` splits the batch, `pipe` layers, `model` others."""
+def axis_names(layout: Layout, mesh: Mesh, request: Request) -> dict[str, str]:
+    """Names for axes of a searched mesh: `data` splits the batch, `pipe` layers, `model` others; what rules
+    name keeps its name."""
+    model, named = request.model, request.allowed.named
     on_batch = set(layout.axes(model.batch_dim)) if model.batch_dim else set()
     on_layers = {axis for dim in model.stages(mesh, layout) for axis in layout.axes(dim)}
-    counts = {word: itertools.count(1) for word in ("data", "pipe", "model")}
-    names = {}
-    for axis in mesh.names:
+    names = {axis: axis for axis in mesh.names if axis in named}
+    for axis in (a for a in mesh.names if a not in named):
         word = "data" if axis in on_batch else "pipe" if axis in on_layers else "model"
-        number = next(counts[word])
-        names[axis] = word if number == 1 else f"{word}{number}"
+        numbered = itertools.chain([word], (f"{word}{n}" for n in itertools.count(2)))
+        names[axis] = next(name for name in numbered if name not in names.values())
     return names

@@ -62,7 +62,7 @@ def conditions(model: Model, asked: Asked, everything: bool = False) -> list[Con
             said = f"{ARGUMENTS[name].options[0].name} {dim}:{'+'.join(axes) or 'none'}"
             found.append(Condition(name, None, said, dim))
     space, machine = space_of(asked), machine_in(asked)
-    shapes = meshes(asked.get("mesh"), asked.get("devices"), asked.get("max_axes", 2), machine)
+    shapes = meshes(asked.get("mesh"), asked.get("devices"), asked.get("max_axes", 2), machine, space.named)
     targets = [Target.on(machine, model, mesh) for mesh in shapes]
     for name, every in allow.found(targets, everything).items():
         known = space.said(name) or ()

@@ -165,7 +165,7 @@ class Incumbents:
 
     def _names(self, found: EvaluatedLayout) -> dict[str, str]:
         """What a plan calls the axes of a layout's mesh, where not as they are."""
-        return axis_names(found.layout, found.mesh, self.request.model) if self.renames else {}
+        return axis_names(found.layout, found.mesh, self.request) if self.renames else {}
 
     def fitting(self, limit: float) -> list[EvaluatedLayout]:
         """All that hold at most `limit` bytes."""

@@ -76,7 +76,7 @@ def make_plan(
     subproblem = search.incumbents.subproblem_of(best)
     searched = search.bound if bound is None else bound
     verify(best.evaluation.program)
-    names = axis_names(best.layout, best.mesh, request.model) if search.renames else {}
+    names = axis_names(best.layout, best.mesh, request) if search.renames else {}
     # A bound is known of all: then so is a device's share of the work, which needs no time that is left.
     proof, beside = _Proof(search.proven, searched), Alternatives(request, best, names, shapes)
     first, beside.usual = (None, None) if usual is None else (usual[0], usual[0].request)

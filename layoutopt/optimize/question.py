@@ -18,16 +18,18 @@ from layoutopt.plan.fields import LARGEST
 from layoutopt.runtime.clock import Clock
 from layoutopt.space import allow
 from layoutopt.space.allow import recorded
-from layoutopt.space.decisions import ARGUMENTS, SearchSpace
+from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.kind import Target
 from layoutopt.space.mesh_shapes import meshes
 from layoutopt.space.microbatches import USUAL, usual
 from layoutopt.space.objective import Objective
 from layoutopt.space.restriction import EVERYTHING
+from layoutopt.space.stages import suited
 from mesh_tf_core.arguments import is_number, is_whole
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
+from mesh_tf_core.tracing.stage_layers import loop_dims
 
 MOST_LISTED = 1000
 """The largest number of best layouts in a list: each takes a separate search."""
@@ -98,8 +100,12 @@ class SearchQuestion:
         clock = Clock.of(limits.time_limit).again()
         machine = machine_of(own["hardware"], own["framework"], model.framework)
         _check(own["mesh"], own["devices"], own["objective"], limits, clock.limit, allowed)
-        shapes = meshes(own["mesh"], own["devices"], limits.max_axes, machine)
+        shapes = meshes(own["mesh"], own["devices"], limits.max_axes, machine, allowed.named)
         model = as_run(model, machine)
+        if layers := [dim for dim in loop_dims(model.graph) if allowed.pins.get(dim)]:
+            stages = tuple(dict.fromkeys((*allowed.pipeline, *layers)))  # a pin of layers asks for stages
+            allowed = allowed.but(pipeline=stages, given=allowed.given | {"pipeline"})
+        shapes = suited(model, shapes, allowed)
         restriction = allowed.restriction
         if restriction is EVERYTHING:
             restriction = restriction_of(machine.framework)
@@ -173,12 +179,10 @@ def _check(
         raise UserError(f"--top is {top}; give at most {MOST_LISTED:,}")
     if seconds is not None and not (is_number(seconds) and 0 < float(seconds) < math.inf):
         raise UserError(f"--time-limit is {seconds!r}; give a positive number of seconds")
-    for name, argument in ARGUMENTS.items() if mesh is None else ():
-        if argument.names_axes and getattr(allowed, name):
-            option = argument.options[0].name
-            raise UserError(
-                f"{option} refers to mesh axes by name; give the mesh with --mesh instead of --devices"
-            )
+    if mesh is None and allowed.diloco:
+        raise UserError(
+            "--diloco refers to a mesh axis by name; give the mesh with --mesh instead of --devices"
+        )
 
 
 def _check_host(hardware: Hardware) -> None:

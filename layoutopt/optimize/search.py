@@ -153,7 +153,7 @@ def needed(request: Request, nearest: EvaluatedLayout, least: float, renames: bo
     Args:
       least: bytes that no layout needs less than.
     """
-    names = axis_names(nearest.layout, nearest.mesh, request.model) if renames else {}
+    names = axis_names(nearest.layout, nearest.mesh, request) if renames else {}
     mesh = called_mesh(nearest.mesh, names)
     layout, low = str(nearest.layout.renamed(names)) or "replicated", max(request.limit, least)
     sure = f" (no layout needs less than {size_text(low)})" if low < nearest.peak else ""
@@ -291,7 +291,8 @@ class LayoutSearch(FastestSearch):
 
     def simpler(self, best: EvaluatedLayout) -> EvaluatedLayout:
         """As good on a mesh with fewer axes, if it was searched."""
-        return simplest(best, self.problems, self.request.evaluator) if self.renames else best
+        fewer = self.renames and not self.request.allowed.named  # what names axes stays on them
+        return simplest(best, self.problems, self.request.evaluator) if fewer else best
 
     # -- time against memory ---------------------------------------------------------------------------------
 

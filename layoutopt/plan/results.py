@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from pydantic import AliasChoices, Field, model_validator
 
 from layoutopt.plan.decided import Decided, Refined
-from layoutopt.plan.details import FactorCurve, Proof, Robustness
 from layoutopt.plan.evidence import Validation
 from layoutopt.plan.fields import Data, Figure, Flag, PositiveInteger
 from layoutopt.plan.schema import ModelInfo, Predicted
@@ -206,108 +205,6 @@ class SolveProblemResult(CommandResult):
     name: str
     solver: ProblemSolver
     choices: list[int]
-
-
-class Binding(Data):
-    """The tensors at the peak, and whether the limit excludes a faster layout."""
-
-    peak_bytes: int
-    peak: str
-    limit_bytes: int
-    binds: Flag
-    step_seconds_without_limit: Figure
-
-
-class Worth(Data):
-    """The cost of a rule: the best under it, and how much more that takes than the plan."""
-
-    rule: str
-    step_seconds: Figure
-    peak_bytes: Figure
-    costs_seconds: Figure
-    costs_bytes: Figure
-    layout: str
-    proven: Flag
-    reason: str | None
-
-
-class OperationDifference(Data):
-    """Seconds of one kind of operation under the plan and under another layout."""
-
-    scope: str
-    operation: str
-    phase: str
-    axes: str
-    plan_seconds: Figure
-    other_seconds: Figure
-
-
-class Against(Data):
-    """Another layout, compared with the plan's."""
-
-    layout: str
-    step_seconds: Figure
-    step_seconds_with_the_plans_options: Figure
-    peak_bytes: int
-    differences: list[OperationDifference]
-
-
-class KeptStep(Data):
-    """The step with other kept values of the loops over one dimension; `recompute` is the text of the option,
-    "" without recomputation."""
-
-    loop: str
-    change: str
-    recompute: str
-    step_seconds: float
-    peak_bytes: int
-    fits: Flag
-
-
-class Placed(Data):
-    """Values of one class that have the same placement in one phase.
-
-    Attributes:
-      values: the class: variable, state, gradient or saved.
-      names: of the variables, or of the dimensions of the loops.
-      further: the axes over which storage splits them in addition to the layout's.
-      host: they lie in the memory of the devices' hosts.
-      dtype: None: their own.
-      again: how they are had when they are read once more.
-      keep: the kept values among those that are recomputed.
-      bytes: that a device, or its host, holds of them between steps.
-    """
-
-    values: str
-    phase: str
-    names: tuple[str, ...]
-    further: tuple[str, ...]
-    host: Flag
-    dtype: str | None
-    again: str
-    keep: tuple[str, ...]
-    bytes: int | None
-
-
-class ExplainResult(CommandResult):
-    """`explain`: the last five fields are present on request, `kept` if loops are recomputed."""
-
-    command = "explain"
-    model: ModelInfo
-    layout: LayoutAxes
-    step_seconds: Figure
-    agrees: Flag
-    disagreements: list[str]
-    memory: Binding
-    splits: list[Worth]
-    pins: list[Worth]
-    against: Against | None
-    placement: tuple[Placed, ...] = ()
-    kept: tuple[KeptStep, ...] = ()
-    decisions: tuple[Worth, ...] = ()
-    sensitivity: tuple[FactorCurve, ...] = ()
-    robustness: Robustness | None = None
-    proof: Proof | None = None
 
 
 class LowerResult(Refined, LayoutResult):

@@ -5,7 +5,8 @@ Another shape is another machine, so every shape is a separate subproblem.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+import itertools
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from costmodels.hardware import GpuCluster, Hardware
 from costmodels.network.topology import one_slice
@@ -16,10 +17,17 @@ from mesh_tf_core.ir.mesh import MOST_DEVICES, Mesh
 
 MOST_AXES = 8
 """More have more shapes than a search ends with."""
+NAMELESS: Mapping[int, str] = {}
 
 
-def meshes(mesh: Mesh | str | None, devices: int | None, max_axes: int, hardware: Hardware) -> list[Mesh]:
-    """The mesh that is given, or all shapes of a number of devices, with axes axis0, axis1, …"""
+def meshes(
+    mesh: Mesh | str | None, devices: int | None, max_axes: int, hardware: Hardware, named: Sequence[str] = ()
+) -> list[Mesh]:
+    """The mesh that is given, or all shapes of a number of devices, with axes axis0, axis1, …
+
+    Args:
+      named: axes that rules name. Every mesh has them, in every place; there may be as many as these.
+    """
     if max_axes < 1:
         raise UserError(f"--max-axes {max_axes}: write at least 1")
     if max_axes > MOST_AXES:
@@ -28,17 +36,28 @@ def meshes(mesh: Mesh | str | None, devices: int | None, max_axes: int, hardware
         return [Mesh(mesh) if isinstance(mesh, str) else mesh]
     assert devices is not None
     ordered = isinstance(hardware.topology, GpuCluster)
-    shapes = mesh_shapes(devices, max_axes, ordered)
+    shapes = mesh_shapes(devices, max(max_axes, len(named)), ordered)
     if not ordered and not one_slice(hardware, devices):
         # With each of its axes first in turn: the first ones lie over slices.
         led = ((size, *shape[:i], *shape[i + 1 :]) for shape in shapes for i, size in enumerate(shape))
         shapes = [*dict.fromkeys(led)]
-    return [of_shape(shape) for shape in shapes]
+    found = [
+        of_shape(shape, dict(zip(places, named, strict=True)))
+        for shape in shapes
+        for places in itertools.permutations(range(len(shape)), len(named))
+    ]
+    if not found:
+        raise UserError(
+            f"--pin and --forbid name {len(named)} axes ({', '.join(named)}), but no mesh of {devices} "
+            "devices has as many; name fewer, or use more devices"
+        )
+    return found
 
 
-def of_shape(shape: tuple[int, ...]) -> Mesh:
-    """The mesh of a shape, with axes axis0, axis1, …"""
-    return Mesh([(f"axis{i}", n) for i, n in enumerate(shape)])
+def of_shape(shape: tuple[int, ...], named: Mapping[int, str] = NAMELESS) -> Mesh:
+    """The mesh of a shape, with axes axis0, axis1, …, but for those in places that have a name."""
+    known = (*named.values(),)
+    return Mesh([(named.get(i, f"axis{i}{'_' * (f'axis{i}' in known)}"), n) for i, n in enumerate(shape)])
 
 
 def other_meshes(mesh: Mesh, shapes: Set[tuple[int, ...]] | None) -> Iterator[LeftOut]:

@@ -96,6 +96,13 @@ class SplitsSpace(Space):
         by_name=False,
         within=None,
     )
+
+    @property
+    def named(self) -> Axes:
+        """The mesh axes that these rules name."""
+        every = itertools.chain(*self.pins.values(), *self.forbid.values())
+        return tuple(dict.fromkeys(every))
+
     orders: str = argument(
         ORDERS[0],
         Option(

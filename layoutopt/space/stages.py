@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 from layoutopt.space.argument import Option, Space, argument
 from layoutopt.space.kind import Beyond, Feature, LeftOut, PlanField, Target, Words, not_allowed
 from layoutopt.space.recompute import counts, kept_sets
-from layoutopt.space.splits import Split, split_options
+from layoutopt.space.splits import Split, domains, split_options
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import TICK
 from mesh_tf_core.ir.layout import Axes
@@ -185,6 +185,17 @@ def _ways_to_split(model: Model, mesh: Mesh, dim: str, banned: set[str], orders:
             if axes:
                 check_stages(model.graph, dim, mesh.group_size(axes))
             yield axes
+
+
+def suited(model: Model, meshes: list[Mesh], allowed: Space) -> list[Mesh]:
+    """Those of the meshes of a search whose sizes suit its pins; all where none does, so that it says why."""
+
+    def suits(mesh: Mesh) -> bool:
+        with suppress(UserError):
+            return any(domains(model.step_graph, mesh, way) for way in ways(model, mesh, allowed))
+        return False
+
+    return [mesh for mesh in meshes if suits(mesh)] or meshes if allowed.pins and meshes[1:] else meshes
 
 
 def on_mesh(model: Model, mesh: Mesh, allowed: S) -> S:

@@ -57,7 +57,7 @@ SCHEMAS: dict[str, type[Data]] = {
     "candidates": layout_results.CandidatesResult,
     "check": layout_results.CheckResult,
     "learn": layout_results.LearnResult,
-    "explain": results.ExplainResult,
+    "explain": layout_results.ExplainResult,
     "measure": results.MeasureResult,
     "calibrate": hardware_results.CalibrateResult,
     "validate": results.ValidateResult,

@@ -55,7 +55,7 @@ LINES: dict[str, tuple[str, ...]] = {
         "--hardware tpu-v3 --allow usual",
         "model.py --gpus 4",
         "model.py --devices four",
-        "model.py --devices 4 --pin batch:data",
+        "model.py --devices 4 --pin batch:a+b+c",
         "model.py --devices 4 --allow +pipelines",
         "model.py --target cloud",
         "no_model.py --devices 4",

@@ -17,6 +17,7 @@ from layoutopt.cli import app
 from layoutopt.models.loading import load_model
 
 # Large enough that splitting pays.
+LM = "examples/transformer_lm.py"
 PLAIN = ("--storage", "layout", "--recompute", "never", "--microbatches", "1")
 MLP = ("examples/mlp.py", "--set", "hidden=2048", "--set", "batch=256", "--mesh", "data:2;model:2", *PLAIN)
 
@@ -72,6 +73,43 @@ def test_differences_add_up(
     shown = run(*args).stdout
     assert "What each split is worth" in shown and "Differences per operation" in shown
     assert "checked" in shown and "the same" in shown
+
+
+def test_plans_of_any_meshes_are_compared_part_by_part(
+    run: Callable[..., Result],
+    result: Callable[..., dict[str, Any]],
+    refused: Callable[..., str],
+    tmp_path: Path,
+) -> None:
+    """Another mesh, a pipeline with a schedule, another plan, and the other way round."""
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    layers = ("--set", "layers=4", "--hardware", "h100", "--allow", "usual", "--microbatches", "2")
+    small = [f"--set={one}" for one in ("batch=8", "length=16", "d_model=64", "d_ff=128", "vocab=64")]
+    for file, mesh in ((first, "data:4"), (second, "pipe:2;data:2")):
+        pins = ("--pin", "layers:pipe") if file is second else ()
+        asked = ("--mesh", mesh, *pins, *layers, *small, "--out", str(file))
+        assert run("search", LM, *asked).exit_code == 0
+    steps = []
+    for plan, other in ((first, second), (second, first)):
+        args = (str(plan), "--model", LM, "--against", str(other), "--time-limit", "1")
+        found = result("explain", *args)
+        parts = found["against"]["parts"]
+        for name, step in (("plan", found), ("other", found["against"])):
+            assert sum(part[f"{name}_seconds"] for part in parts) == pytest.approx(step["step_seconds"])
+        bubble = {part["part"]: part for part in parts}["pipeline bubble"]
+        assert (bubble["plan_seconds"] > 0, bubble["other_seconds"] > 0) == (plan is second, plan is first)
+        steps.append((found["step_seconds"], found["against"]["step_seconds"]))
+    assert steps[0] == steps[1][::-1]
+    stages = ("--mesh", "pipe:4", "--microbatches", "4", "--schedule", "1f1b", "--against", "layers:pipe")
+    shown = run("explain", str(first), "--model", LM, *stages, "--time-limit", "1").stdout
+    assert "Parts of the step" in shown and "pipeline bubble" in shown and "on pipe:4" in shown
+    for args, error in (
+        (("--mesh", "pipe:4"), "--mesh: these describe the layout to compare with; name it with --against"),
+        (("--against", "batch:data", "--mesh", "data:8"), "data:8 has 8 devices, but the plan has 4"),
+        (("--against", str(second), "--mesh", "data:4"), "differs from the mesh of"),
+        (("--against", str(second), "--microbatches", "2"), "sets every decision; remove --microbatches"),
+    ):
+        assert error in refused("explain", str(first), "--model", LM, *args)
 
 
 def test_an_alternative_is_compared_by_its_name(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
@@ -49,6 +50,44 @@ def test_pins_are_honoured(model: mtf.Model) -> None:
     assert small(model, pins="batch:none").layout.axes("batch") == ()
     both = small(model, pins={"batch": ("data", "model")})
     assert both.layout.axes("batch") == ("data", "model")
+
+
+PINNED = ("batch:rows", "batch:rows;hidden_1:columns", "batch:rows+columns", "hidden_1:x;batch:y;hidden:z")
+
+
+@pytest.mark.parametrize("pins", PINNED)
+def test_pins_name_axes_of_a_searched_mesh(model: mtf.Model, pins: str) -> None:
+    """The best of all meshes of 8 devices that have the axes, which keep their names."""
+    names = mtf.Layout(pins).written
+    axes = tuple(dict.fromkeys(axis for found in names.values() for axis in found))
+    found = small(model, mesh=None, devices=8, pins=pins, max_axes=max(2, len(axes)))
+    assert {*axes} <= {*found.mesh.names} and found.solver.proven
+    assert all(found.layout.axes(dim) == over for dim, over in names.items())
+    best = []
+    for shape in [(8,), (2, 4), (4, 2), *([(2, 2, 2)] if axes[2:] else [])]:
+        for places in itertools.permutations(range(len(shape)), min(len(axes), len(shape))):
+            if len(axes) > len(shape):
+                continue
+            called = dict(zip(places, axes, strict=True))
+            mesh = mtf.Mesh([(called.get(i, f"other{i}"), n) for i, n in enumerate(shape)])
+            with contextlib.suppress(mtf.UserError):  # sizes that the pins do not suit
+                best.append(small(model, mesh=mesh, pins=pins).predicted.step_seconds)
+    assert found.predicted.step_seconds == pytest.approx(min(best), rel=1e-9)
+
+
+def test_pins_of_layers_ask_for_stages() -> None:
+    built = transformer(layers=4, batch=8, length=16, d_model=64, d_ff=128, heads=4, d_kv=16, vocab=64)
+    asked = {"mesh": None, "devices": 8, "microbatches": (2,), "allow": ("usual",), "orders": "mesh"}
+    found = small(built, **asked, pins="layers:pipe")
+    assert found.layout.axes("layers") == ("pipe",) and found.mesh.size("pipe") in (2, 4)
+    again = small(built, **{**asked, "devices": None, "mesh": found.mesh}, pins="layers:pipe")
+    assert again.predicted.step_seconds == pytest.approx(found.predicted.step_seconds, rel=1e-9)
+    with pytest.raises(
+        mtf.UserError, match=r"name 4 axes \(a, b, c, d\), but no mesh of 8 devices has as many"
+    ):
+        small(built, **asked, pins="batch:a+b+c+d")
+    with pytest.raises(mtf.UserError, match="heads:pipe: 'heads' has size 4, not divisible by the 3 devices"):
+        small(built, **{**asked, "devices": 3}, pins="heads:pipe")
 
 
 def test_prohibitions_are_honoured(model: mtf.Model) -> None:
