@@ -274,7 +274,7 @@ def _chosen(plan: Plan) -> Values:
     found: Values = {}
     for name, argument in ARGUMENTS.items():
         value = getattr(asked, name)
-        if value != getattr(usual, name):
+        if value != getattr(usual, name) and not (name == "microbatches" and plan.question.by_ranks):
             for option, text in argument.texts(value).items():
                 found[option.removeprefix("--").replace("-", "_")] = [text] if option in several else text
     return {name: value for name, value in found.items() if value not in (None, [None])}

@@ -77,7 +77,7 @@ def _best(found: Linted, loaded: Loaded) -> list[tuple[str, str]]:
     its = GivenOptions(fastest.program.mesh, fastest.layout, fastest.decided)
     words = f"{seconds_text(p.step_seconds)} with {_text(its, loaded.model.stages(its.mesh, its.layout))}"
     if best is not None and best.data.space and best.predicted.step_seconds > p.step_seconds * (1 + EXACT):
-        words += f" ({best.data.space.limits})"
+        words += f" (outside this search: {best.data.space.limits})"
     return [("proven best" if found.status == ProofStatus.OPTIMAL else "best found", words)]
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from layoutopt.models.hparams import Defaults, defaults_of, parse_settings
 from layoutopt.models.recorded import MOST, file_and_function, hashes, loaded_files
-from layoutopt.models.source import TORCH, function_of, is_torch, typed, user_errors
+from layoutopt.models.source import TORCH, at_once, function_of, is_torch, typed, user_errors
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.model import Model
 
@@ -70,7 +70,7 @@ class Loaded:
                 f"{self.source} has no function {name}(); define {name}(**hparams) in the same file as "
                 "model()"
             )
-        return function
+        return at_once(function, self.source)
 
     def call(self, name: str, **extra: Any) -> Any:
         """Calls a function of the file with those hyperparameters (and `extra`) that it takes.

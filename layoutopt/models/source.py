@@ -136,10 +136,18 @@ def function_of(source: str) -> tuple[ModuleType, str, Callable[..., Any]]:
     module, name = _import(source)
     function = getattr(module, name, None)
     if callable(function):
-        return module, name, function
+        return module, name, at_once(function, source)
     known = [n for n, f in vars(module).items() if _is_own(f, module)]
     what = "no function" if function is None else f"a {type(function).__name__}, not a function,"
     raise UserError(f"{source} has {what} {name!r} to build a model; {known_names(name, known)}")
+
+
+def at_once(function: Callable[..., Any], source: str) -> Callable[..., Any]:
+    """The function of a file; UserError if it is a coroutine, which only an event loop calls."""
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        name = getattr(function, "__name__", "function")
+        raise UserError(f"{source}: {name}() is asynchronous; write def {name}(...) instead of async def")
+    return function
 
 
 def _is_own(value: object, module: ModuleType) -> bool:

@@ -141,6 +141,11 @@ class Alternatives:
         if answer.proven:
             self.missing.remove(name)
 
+    @property
+    def done(self) -> list[Alternative]:
+        """The results; of a name that was not searched to its end they are marked."""
+        return [a.model_copy(update={"cut": bool(a.feasible) and a.name in self.missing}) for a in self.found]
+
     def _put(self, name: str, own: NamedLayout, names: Mapping[str, str]) -> bool:
         """Whether there was time for it."""
         if self.request.late and not self.request.evaluator.knows(*own):

@@ -149,7 +149,7 @@ def make_plan(
         solver=solver,
         space=space,
         usual=None if usual is None or before is None else _first(*usual, before, solver),
-        alternatives=[*beside.found, *map(put, ranks, others)],
+        alternatives=[*beside.done, *map(put, ranks, others)],
         frontier=[put(f"frontier {i}", f) for i, f in enumerate(search.frontier, 1)] or None,
         notes=[in_names(note, names) for note in dict.fromkeys(notes)],
     )
@@ -283,7 +283,7 @@ def share_bound(request: Request, mesh: Mesh) -> Bound:
 
 
 def _notes(proof: _Proof, missing: Sequence[str], unsplit: Sequence[str], solver: SolverInfo) -> list[str]:
-    why = "the searches of some named layouts reached their time limit"
+    why = "the searches of some named layouts reached their time limit, so others of the name may be faster"
     notes = [f"{why}: {', '.join(missing)}"] if missing else []
     tables = proof.tables
     if unsplit and not proof.proven:

@@ -102,8 +102,9 @@ class SearchQuestion:
         _check(own["mesh"], own["devices"], own["objective"], limits, clock.limit, allowed)
         shapes = meshes(own["mesh"], own["devices"], limits.max_axes, machine, allowed.named)
         model = as_run(model, machine)
-        if layers := [dim for dim in loop_dims(model.graph) if allowed.pins.get(dim)]:
-            stages = tuple(dict.fromkeys((*allowed.pipeline, *layers)))  # a pin of layers asks for stages
+        layers = [dim for dim in loop_dims(model.graph) if allowed.pins.get(dim)]
+        if layers:  # a pin of layers asks for stages
+            stages = tuple(dict.fromkeys((*allowed.pipeline, *layers)))
             allowed = allowed.but(pipeline=stages, given=allowed.given | {"pipeline"})
         shapes = suited(model, shapes, allowed)
         restriction = allowed.restriction
@@ -116,9 +117,16 @@ class SearchQuestion:
         objective = Objective(own["objective"])
         targets = [Target.on(machine, model, shape) for shape in shapes]
         spaces = allow.spaces(allowed, targets, objective)
+
+        def ranks(mesh: Mesh) -> int:
+            """Those that share the batch: as pinned, else all that are no stages."""
+            if (over := allowed.pins.get(model.batch_dim or "")) is not None:
+                return mesh.group_size(over)
+            return mesh.devices // math.prod(mesh.group_size(allowed.pins[dim]) for dim in layers)
+
         free = [each.settled(objective).but(restriction=EVERYTHING) for each in spaces]
         if "microbatches" not in allowed.given:
-            parts = {USUAL: usual(model, shapes[0].devices)}
+            parts = {USUAL: tuple(sorted({n for mesh in shapes for n in usual(model, ranks(mesh))}))}
             free = [s.but(microbatches=parts.get(s.microbatches, s.microbatches)) for s in free]
         within = [restriction.narrowed(each).but(restriction=restriction) for each in free]
         memory = machine.usable_memory_bytes if limits.memory is None else float(limits.memory)
@@ -147,6 +155,7 @@ class SearchQuestion:
             devices=None if own["devices"] is None else int(own["devices"]),
             max_axes=int(self.limits.max_axes),
             objective=request.objective,
+            by_ranks="microbatches" not in request.allowed.given and first["microbatches"] != USUAL,
             **space,
             **({"first": {n: v for n, v in first.items() if v != space[n]}} if beyond else {}),
         )

@@ -168,8 +168,16 @@ class Subproblem:
             return 0 if self.refused else count_layouts(self.decided)
         if self.unstaged.refused:
             return 0
-        left = beside(self.unstaged.decided, {axis for _, axes in self.key.stages for axis in axes})
-        return count_layouts(left.within({n: left.options[n][:1] for n in left.of(Recompute)}))
+        axes = frozenset(axis for _, axes in self.key.stages for axis in axes)
+        if (known := self.unstaged._staged).get(axes) is None:
+            left = beside(self.unstaged.decided, axes)
+            known[axes] = count_layouts(left.within({n: left.options[n][:1] for n in left.of(Recompute)}))
+        return known[axes]
+
+    @cached_property
+    def _staged(self) -> dict[frozenset[str], int]:
+        """The axes of stages -> `layouts` of a pipeline over them, in any schedule."""
+        return {}
 
     def share(self, microbatches: int, apart: bool = False) -> float:
         """The fraction of a bound with fewer microbatches, which divide this number, that holds here, if

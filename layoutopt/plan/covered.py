@@ -71,18 +71,18 @@ class CoveredSpace(Data):
 
     @property
     def limits(self) -> str:
-        """The choices that were not searched, and how to have them searched; '' if there are none."""
+        """The choices outside the space, and how to have them searched; '' if there are none."""
         allow = f" ({self.allow})" if self.allow else ""
         return self._limits(allow, " (see explain)")
 
     @property
     def names(self) -> str:
-        """The choices that were not searched, without how to have them searched."""
+        """The choices outside the space, without how to have them searched."""
         return self._limits("", "")
 
     def _limits(self, allow: str, see: str) -> str:
-        unseen = f"not searched: {self.unseen}{allow}" if self.unseen else ""
-        part = f"searched in part: {self.in_part}{see}" if self.in_part else ""
+        unseen = f"{self.unseen}{allow}" if self.unseen else ""
+        part = f"finer options of {self.in_part}{see}" if self.in_part else ""
         return "; ".join(filter(None, (unseen, part)))
 
 

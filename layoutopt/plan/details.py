@@ -43,6 +43,7 @@ class Searched(Data):
       devices, max_axes: of a search for the mesh; no devices: the plan's mesh was given.
       command: the command line that was typed, if one was.
       first: other values of the choices in the usual space, from which the search went on to these.
+      by_ranks: nobody gave the numbers of microbatches: they suit this number of devices.
     """
 
     hardware: str | None = None
@@ -52,6 +53,7 @@ class Searched(Data):
     objective: str = "time"
     command: str = ""
     first: dict[str, Any] = Field(default_factory=dict, exclude_if=lambda value: not value)
+    by_ranks: Flag = Field(default=False, exclude_if=lambda value: not value)
 
     @field_validator("first")
     @classmethod

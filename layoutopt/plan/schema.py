@@ -203,6 +203,7 @@ class PricedAlternative(Data):
 
     Attributes:
       feasible: whether it fits; None if it does not, and not every layout of its name was searched.
+      cut: the search of its name reached its time limit: others of this name may be faster.
     """
 
     name: str = "unnamed"
@@ -211,6 +212,7 @@ class PricedAlternative(Data):
     predicted: Annotated[Predicted | None, BeforeValidator(_priced)] = None
     feasible: Flag | None = None
     reason: str | None = None
+    cut: Flag = Field(default=False, exclude_if=lambda value: not value)
 
     def fit(self, known: Known, limit: float | None) -> str:
         """'yes', 'barely', 'no', or 'undecided'."""

@@ -114,10 +114,10 @@ class Microbatches(Decision):
         return (str(parts), f"{parts} microbatches") if parts > 1 else PLAIN
 
 
-def usual(model: Model, devices: int) -> tuple[int, ...]:
+def usual(model: Model, ranks: int) -> tuple[int, ...]:
     """The numbers that a search considers by default: for each power of two the nearest number into which
-    every rank can part its examples, if all devices split the batch, or so many times all of these."""
-    own = (size := _size(model)) // math.gcd(size, devices)
+    every rank of the batch can part its examples, or so many times all of these."""
+    own = (size := _size(model)) // math.gcd(size, ranks)
     if own & (own - 1) == 0:
         return USUAL
     fit = [n for n in (*divisors(own), *(own * each for each in USUAL)) if size % n == 0]

@@ -238,6 +238,11 @@ class FromArray(Initializer):
 
 
 @dataclass(frozen=True)
+class Captured(FromArray):
+    """An array that a function closes over: each device of the user's program holds all of it."""
+
+
+@dataclass(frozen=True)
 class FromFunction(Initializer):
     """Takes values from a function of the model: fn(rng, shape) -> array of that shape.
 
@@ -341,8 +346,9 @@ class Variable:
     @property
     def own_storage(self) -> bool:
         """True for an array whose storage is a question of its own, trained or not: it has dimensions and is
-        no optimizer's state."""
-        return self.slot_of is None and len(self.shape) > 0
+        neither an optimizer's state nor an array in a function."""
+        own = self.slot_of is None and not isinstance(self.initializer, Captured)
+        return own and len(self.shape) > 0
 
     @property
     def type(self) -> TensorType:

@@ -92,7 +92,8 @@ def layout_table(
         about = (called, ", ".join(others), mesh_option(c.mesh or plan.mesh), layout_text(c.layout))
         if p is None or base is None:
             return *about, c.in_short(), *(None,) * 8, fitting, c.reason
-        times = (p.step_seconds, p.step_seconds / base.step_seconds if base.step_seconds else None)
+        step = Cell(f"≤ {SECONDS.say(p.step_seconds)}" if c.cut else "", value=p.step_seconds)
+        times = (step, p.step_seconds / base.step_seconds if base.step_seconds else None)
         lean_ratio = p.peak_memory_bytes / base.peak_memory_bytes if base.peak_memory_bytes else None
         parts = (p.compute_seconds, p.exposed_communication_seconds, p.communication_seconds, p.mfu)
         return *about, c.in_short(), *times, *parts, float(p.peak_memory_bytes), lean_ratio, fitting, c.reason

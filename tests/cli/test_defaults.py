@@ -125,6 +125,22 @@ def test_like_a_plan_is_its_search_again(run: Callable[..., Result], folder: Pat
         assert one.allowed == other.allowed != SearchSpace()
 
 
+def test_like_a_plan_on_other_devices_has_their_microbatches(
+    run: Callable[..., Result], folder: Path
+) -> None:
+    """Those that nobody gave; given ones stay."""
+    search = ("search", "model.py", "--hardware", "tpu-v3", "--allow", "usual", "--set", "batch=480")
+    for more, on_48, on_32 in (
+        ((), (1, 2, 5, 10, 20, 40), (1, 3, 5, 15, 30)),
+        (("--microbatches", "1,3"), (1, 3), (1, 3)),
+    ):
+        first, again = folder / "first.json", folder / "again.json"
+        assert run(*search, "--mesh", "data:48", *more, "--out", str(first)).exit_code == 0
+        like = ("search", "--like", str(first), "--mesh", "data:32", "--allow", "usual", "--out", str(again))
+        assert run(*like).exit_code == 0
+        assert [load_plan(each).question.microbatches for each in (first, again)] == [on_48, on_32]
+
+
 @pytest.mark.nightly
 def test_what_is_typed_counts_more_than_a_plan(run: Callable[..., Result], folder: Path) -> None:
     first = folder / "plan.json"

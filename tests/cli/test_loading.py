@@ -227,6 +227,10 @@ def test_a_hyperparameter_without_default(tmp_path: Path) -> None:
             "def model():\n    return 3\n",
             r"model\(\) returned a value of type int; return a mesh_tf_core.Model",
         ),
+        (
+            "async def model(): ...\n",
+            r"model\(\) is asynchronous; write def model\(...\) instead of async def",
+        ),
         ("def model(): ...\n", r"model\(\) returned nothing; return a mesh_tf_core.Model"),
         ("\n\n1 / 0\n", r"model.py, line 3 raised ZeroDivisionError: division by zero"),
         (

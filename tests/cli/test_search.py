@@ -196,7 +196,7 @@ def test_people_see_the_proof_and_the_alternatives(run: Callable[..., Result]) -
     done = run(*MLP)
     assert "optimal under this cost model, of " in done.stdout and "layouts (gap 0%, " in done.stdout
     assert re.search(
-        r"not\s+searched\s+collective\s+matmul,.*\(--allow\s+everything\s", done.stdout, re.DOTALL
+        r"outside\s+collective\s+matmul,.*\(--allow\s+everything\s", done.stdout, re.DOTALL
     )
     rows = done.stdout.partition("Alternatives")[2]
     assert re.search(r"^the answer, tensor parallel.* +│ .*│ +1\.00× │", rows, re.MULTILINE)

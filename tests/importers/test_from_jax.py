@@ -231,6 +231,15 @@ def test_a_model_keeps_the_arrays_that_it_was_given() -> None:
     assert copy.deepcopy(model.graph).variables["w"].initializer == initial
 
 
+def test_an_array_in_a_function_is_no_parameter() -> None:
+    """The user's program holds all of it on each device: storage cannot split it, and no count names it."""
+    table = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
+    params, batch = {"w": np.ones((8, 8), np.float32)}, {"x": np.ones((4, 8), np.float32)}
+    model = layoutopt.from_jax(lambda p, b: (jnp.tanh(b["x"] @ table) @ p["w"]).sum(), params, batch)
+    priced = layoutopt.cost(model, "data:4", "batch:data", hardware="h100", storage="zero3")
+    assert {*priced.data.storage} == {"w"} and model.frozen == 0
+
+
 def test_names_are_those_that_the_user_gives() -> None:
     params, batch = perceptron_arguments()
     names = {"layers/0/w": ("inputs", "hidden"), "classes": "labels"}

@@ -31,6 +31,8 @@ from layoutopt.space.decisions import SearchSpace
 from mesh_tf_core.errors import InfeasibleError
 from mesh_tf_core.ir.schedules import ONE_WAY
 from mesh_tf_core.lower.uses import compact
+from reports.views.layouts import layouts
+from reports.views.view import Cell
 from tests.layoutopt.every_kind import opened, some_machine, whole_model
 from tests.layoutopt.models import EXAMPLES
 from tests.marks import by_day
@@ -150,6 +152,12 @@ def test_without_time_only_the_layouts_by_name_stay(monkeypatch: pytest.MonkeyPa
         n for n in plan.data.notes if "the searches of some named layouts reached their time limit" in n
     ]
     assert all(name in note for name in HEURISTICS)
+    assert {a.name for a in plan.alternatives if a.cut} == {
+        a.name for a in plan.alternatives if a.name in note
+    }
+    table = layouts(plan.data)
+    step = [c.key for c in table.columns].index("step_seconds")
+    assert any(row[step].text.startswith("≤ ") for row in table.rows if isinstance(row[step], Cell))
 
 
 @pytest.mark.nightly
@@ -210,6 +218,7 @@ def test_with_time_all_are_there() -> None:
     assert not [
         n for n in plan.data.notes if "the searches of some named layouts reached their time limit" in n
     ]
+    assert not any(a.cut for a in plan.alternatives)
 
 
 def test_a_search_evaluates_no_layout_twice(monkeypatch: pytest.MonkeyPatch) -> None:

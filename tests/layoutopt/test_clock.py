@@ -80,6 +80,12 @@ def test_a_limit_of_centuries() -> None:
     assert Clock(1e12).within(0.0, a_moment)
 
 
+def test_a_part_of_no_time_is_a_limit_still() -> None:
+    """As a search takes one: not the 0 that a user would be refused for."""
+    over = Clock(1.0, start=time.monotonic() - 2.0)
+    assert over.over and 0 < (over.part(0.5).limit or 0) < 0.1 and Clock().part(0.5).limit is None
+
+
 def test_work_that_ends_by_itself() -> None:
     done: list[int] = []
     assert Clock(100).within(0.0, lambda: done.append(1))

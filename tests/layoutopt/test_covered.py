@@ -136,7 +136,7 @@ def test_words() -> None:
     space = CoveredSpace(layouts=1_859_000_000_000, not_looked_at=left)
     assert space.count == "1.9e12 layouts" and count_text(98_304) == "98,304"
     assert space.limits == (
-        "not searched: pipelines, offloading (--allow everything); searched in part: splits (see explain)"
+        "pipelines, offloading (--allow everything); finer options of splits (see explain)"
     )
 
 

@@ -19,7 +19,7 @@ from layoutopt.optimize.subproblems import Subproblem, subproblems
 from layoutopt.space.decisions import KINDS, SearchSpace, decisions
 from layoutopt.space.diloco import Rarely
 from layoutopt.space.kind import HYBRID, Decision, Target
-from layoutopt.space.microbatches import USUAL, Microbatches
+from layoutopt.space.microbatches import USUAL, Microbatches, usual
 from layoutopt.space.storage import Storage
 from mesh_tf_core.errors import InfeasibleError, LayoutError, UserError
 from mesh_tf_core.ir.mesh import Mesh
@@ -147,6 +147,19 @@ def test_the_usual_numbers_follow_what_a_rank_has(batch: int, devices: int) -> N
     assert plan.question.microbatches == BY_RANK[batch, devices]
     given = search(model, mesh=f"data:{devices}", **on, microbatches=USUAL, alternatives=False)
     assert given.question.microbatches == USUAL, "somebody asked for these"
+
+
+def test_the_usual_numbers_follow_the_ranks_of_the_batch() -> None:
+    """Not the devices: the pin of the batch, or stages, tell how many ranks share it."""
+    asked = {"hardware": "tpu-v3", "allow": "usual", "memory": math.inf, "alternatives": False}
+    built = mlp(batch=480, hidden=48, layers=1)
+    pinned = search(built, mesh="a:4;b:12", pins="batch:b;hidden:a", **asked)
+    assert pinned.question.microbatches == usual(built, 12) != usual(built, 48)
+    layers = transformer(layers=2, batch=24, length=8, d_model=16, d_ff=32, heads=2, d_kv=8, vocab=16)
+    staged = search(layers, mesh="pipe:2;data:2", pins="layers:pipe", storage="layout", **asked)
+    assert staged.question.microbatches == usual(layers, 2) != usual(layers, 4)
+    assert staged.question.by_ranks
+    assert not search(built, mesh="a:8", **asked, microbatches=(1, 3)).question.by_ranks
 
 
 def test_the_bound_rules_out_nothing_better() -> None:

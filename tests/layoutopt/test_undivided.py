@@ -112,7 +112,7 @@ def test_a_proof_that_nothing_fits_is_of_even_shards() -> None:
     assert "zero3 cannot split 12 variables" in said and "use 8 or 16 devices" in said
     nearest = caught.value.nearest
     assert nearest is not None and nearest.data.space is not None
-    assert "searched in part: splits" in nearest.data.space.limits
+    assert "finer options of splits" in nearest.data.space.limits
     with pytest.raises(mtf.InfeasibleError) as caught:
         layoutopt.search(MODEL, "data:8", **{**asked, "memory": 20e3})
     assert "divide evenly" not in str(caught.value) and "cannot split" not in str(caught.value)
