@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from costmodels.hardware import Hardware
@@ -24,7 +24,7 @@ from layoutopt.plan.build import Plan, layout_of, options_of
 from layoutopt.plan.covered import CoveredSpace
 from layoutopt.plan.decided import Decided
 from layoutopt.plan.details import Details
-from layoutopt.plan.layout_results import OperationDifference, PartDifference
+from layoutopt.plan.layout_results import OperationDifference, PartDifference, Worth
 from layoutopt.plan.schema import Alternative, PlanFile, Predicted, ProofStatus, SolverInfo
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.solver import TOLERANCE
@@ -134,18 +134,6 @@ def disagreements(plan: Plan, evaluation: Evaluation) -> list[str]:
     return wrong
 
 
-@dataclass(frozen=True)
-class WhatIfAnswer:
-    """The result of a search under another condition; if it found none, `reason` says why."""
-
-    condition: str
-    seconds: float | None
-    peak: int | None
-    layout: str
-    proven: bool
-    reason: str = ""
-
-
 def without(asked: SearchSpace, name: str) -> SearchSpace:
     """The same without one of `FEATURES`; UserError if the search could not choose it, or only it."""
     feature = FEATURES[name]
@@ -203,18 +191,21 @@ def forbidden(plan: Plan, asked: SearchSpace, names: Sequence[str]) -> list[str]
 
 
 ALL = "all"
-FindBest = Callable[[str, float | None, str | None, Clock, str | None], WhatIfAnswer]
+FindBest = Callable[[str, float | None, str | None, Clock, str | None], Worth]
 """find(condition in words, bytes of memory, further pins, time limit, forbidden decisions)"""
 NO_TIME = "the time limit was reached first"
 
 
-def finder(
-    model: Model, plan: Plan, hardware: Hardware, asked: SearchSpace, objective: str = "time"
-) -> FindBest:
-    """Searches on the plan's mesh under other conditions, each from the best known answer that it allows."""
+def finder(plan: Plan, of: Evaluation, asked: SearchSpace, objective: Objective) -> FindBest:
+    """Searches on the plan's mesh under other conditions, each from the best known answer that it allows.
+
+    Args:
+      of: the plan's layout, which the answers are held against.
+    """
     from layoutopt.optimize.entry import search
     from layoutopt.optimize.incumbents import covers
 
+    model, hardware, least = of.model, of.prices.hardware, objective == Objective.MEMORY
     known, near = [plan], Evaluator(model, hardware).near
 
     def find(
@@ -223,9 +214,9 @@ def finder(
         pins: str | None,
         clock: Clock = UNLIMITED,
         forbid: str | None = None,
-    ) -> WhatIfAnswer:
+    ) -> Worth:
         if clock.over:
-            return WhatIfAnswer(condition, None, None, "", False, NO_TIME)
+            return Worth.none(condition, NO_TIME)
         rules = without(asked, forbid) if forbid else asked
         more: dict[str, Any] = {"objective": objective, "time_limit": clock.rest, "alternatives": False}
         try:
@@ -238,9 +229,18 @@ def finder(
             why = str(error)
             if pins and isinstance(error, RestrictionError):  # nobody has set these pins
                 why = f"{hardware.framework} can express no layout with {pins} on {plan.mesh}"
-            return WhatIfAnswer(condition, None, None, "", isinstance(error, InfeasibleError), why)
-        p, proven = found.predicted, found.solver.status == ProofStatus.OPTIMAL
-        return WhatIfAnswer(condition, p.step_seconds, p.peak_memory_bytes, str(found.layout), proven)
+            return Worth.none(condition, why or None, isinstance(error, InfeasibleError))
+        p = found.predicted
+        return Worth(
+            rule=condition,
+            step_seconds=p.step_seconds,
+            peak_bytes=p.peak_memory_bytes,
+            costs_seconds=None if least else max(p.step_seconds - of.cost.step_seconds, 0.0),
+            costs_bytes=max(p.peak_memory_bytes - of.memory.peak, 0) if least else None,
+            layout=str(found.layout),
+            proven=found.solver.status == ProofStatus.OPTIMAL,
+            reason=None,
+        )
 
     return find
 

@@ -8,13 +8,15 @@ Each is the whole program, lowered and priced. If several words keep the same va
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 from costmodels.hardware import Hardware
 from costmodels.pricing.pricer import pricer
 from layoutopt.frameworks import restriction_of
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.plan.build import decided
+from layoutopt.plan.layout_results import KeptStep
 from layoutopt.space.decisions import beyond
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -26,29 +28,18 @@ from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import Graph
 
 
-@dataclass(frozen=True)
-class Keeping:
-    """The step if the loops over one dimension keep something else.
+def keepings(
+    model: Model, mesh: Mesh, layout: Layout, options: Options, hardware: Hardware, memory: float
+) -> list[KeptStep]:
+    """Every change of one kind, or name, of kept value that the framework can express; fastest first.
 
-    Attributes:
-      loop: that dimension.
-      change: the difference from the plan.
-      recompute: the text of the option; "" if nothing is recomputed.
+    Args:
+      memory: bytes that fit.
     """
-
-    loop: str
-    change: str
-    recompute: str
-    step_seconds: float
-    peak_bytes: int
-
-
-def keepings(model: Model, mesh: Mesh, layout: Layout, options: Options, hardware: Hardware) -> list[Keeping]:
-    """Every change of one kind, or name, of kept value that the framework can express; fastest first."""
     graph = model.step_of(mesh, layout, options).graph
     can = restriction_of(hardware.framework).of(model)
     stages = model.stages(mesh, layout)
-    prices, found = pricer(hardware, mesh), list[Keeping]()
+    prices, found = pricer(hardware, mesh), list[KeptStep]()
     for asked in sorted(options.recompute):
         others = options.recompute - {asked}
         for change, again in _changes(asked, graph):
@@ -56,8 +47,14 @@ def keepings(model: Model, mesh: Mesh, layout: Layout, options: Options, hardwar
             if beyond(can, decided(instead, layout, stages)) is not None:
                 continue
             step = evaluate(model, mesh, layout, hardware, instead, prices)
-            said = "" if again is None else str(again)
-            found.append(Keeping(asked.dim, change, said, step.cost.step_seconds, step.memory.peak))
+            peak, said = step.memory.peak, "" if again is None else str(again)
+            its: dict[str, Any] = {
+                "loop": asked.dim,
+                "change": change,
+                "recompute": said,
+                "fits": peak <= memory,
+            }
+            found.append(KeptStep(**its, step_seconds=step.cost.step_seconds, peak_bytes=peak))
     return sorted(found, key=lambda k: (k.step_seconds, k.peak_bytes))
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from costmodels.hardware import Hardware, machine_of
 from costmodels.liveness import MemoryProfile
 from layoutopt.analysis.certificate import Certificate, certify, considered_by
 from layoutopt.analysis.explain import (
-    WhatIfAnswer,
     beside,
     compared,
     differences,
@@ -22,7 +21,7 @@ from layoutopt.analysis.explain import (
     split_rules,
     under,
 )
-from layoutopt.analysis.keeping import Keeping, keepings
+from layoutopt.analysis.keeping import keepings
 from layoutopt.analysis.placed import placed
 from layoutopt.analysis.sensitivity import SensitivityCurve, as_details, robustness, sensitivity
 from layoutopt.api.pricing import PricedLayout, layout_of
@@ -93,13 +92,13 @@ class Explained(Shown):
     memory: float
     evaluation: Evaluation = field(repr=False)
     disagreements: tuple[str, ...]
-    limit: WhatIfAnswer | None
-    splits: tuple[WhatIfAnswer, ...]
-    pins: tuple[WhatIfAnswer, ...] = ()
-    decisions: tuple[WhatIfAnswer, ...] = ()
+    limit: Worth | None
+    splits: tuple[Worth, ...]
+    pins: tuple[Worth, ...] = ()
+    decisions: tuple[Worth, ...] = ()
     against: Evaluation | None = None
     alike: Evaluation | None = None
-    kept: tuple[Keeping, ...] = ()
+    kept: tuple[KeptStep, ...] = ()
     conditions: Conditions | None = None
     proof: Certificate | None = None
 
@@ -116,7 +115,7 @@ class Explained(Shown):
     @property
     def binds(self) -> bool:
         """True if the memory limit keeps a faster layout away."""
-        free = None if self.limit is None else self.limit.seconds
+        free = None if self.limit is None else self.limit.step_seconds
         return free is not None and free < self.evaluation.cost.step_seconds * (1 - SAME)
 
     @property
@@ -153,28 +152,15 @@ class Explained(Shown):
                 peak=peak_text(self.evaluation.memory),
                 limit_bytes=int(self.memory),
                 binds=self.binds,
-                step_seconds_without_limit=None if self.limit is None else self.limit.seconds,
+                step_seconds_without_limit=None if self.limit is None else self.limit.step_seconds,
             ),
-            splits=[self._worth(a) for a in self.splits],
-            pins=[self._worth(a) for a in self.pins],
-            decisions=tuple(map(self._worth, self.decisions)),
+            splits=[*self.splits],
+            pins=[*self.pins],
+            decisions=self.decisions,
             against=self._beside(),
             placement=self.placed,
-            kept=tuple(KeptStep(**asdict(k), fits=k.peak_bytes <= self.memory) for k in self.kept),
+            kept=self.kept,
             **self.details,
-        )
-
-    def _worth(self, a: WhatIfAnswer) -> Worth:
-        step, peak, memory = self.evaluation.cost.step_seconds, self.evaluation.memory.peak, self.for_memory
-        return Worth(
-            rule=a.condition,
-            step_seconds=a.seconds,
-            peak_bytes=a.peak,
-            costs_seconds=None if a.seconds is None or memory else max(a.seconds - step, 0.0),
-            costs_bytes=max(a.peak - peak, 0) if memory and a.peak is not None else None,
-            layout=a.layout,
-            proven=a.proven,
-            reason=a.reason or None,
         )
 
     def _beside(self) -> Against | None:
@@ -192,20 +178,16 @@ class Explained(Shown):
         )
 
     def to_frame(self) -> Any:
-        """One row per condition: the seconds of its best plan, and their difference to the plan's."""
-        step = self.plan.predicted.step_seconds
-        rows = []
-        for each in (*self.splits, *self.pins, *self.decisions, *([self.limit] if self.limit else [])):
-            more = None if each.seconds is None else each.seconds - step
-            rows.append({**asdict(each), "costs_seconds": more})
-        return table(rows)
+        """One row per condition: the best under it, and how much more that takes than the plan."""
+        every = (*self.splits, *self.pins, *self.decisions, *([self.limit] if self.limit else []))
+        return table([each.model_dump() for each in every])
 
     def __repr__(self) -> str:
         step = self.plan.predicted.step_seconds
         said = [
-            f"without {a.condition} {'' if a.proven else 'at most '}{step_change(a.seconds, step)}"
+            f"without {a.rule} {'' if a.proven else 'at most '}{step_change(a.step_seconds, step)}"
             for a in self.splits
-            if a.seconds
+            if a.step_seconds
         ]
         memory = "the memory limit binds" if self.binds else "the memory does not limit the step"
         return f"Explained({'; '.join([*said, memory])})"
@@ -290,15 +272,15 @@ def explain(
     if check:
         on_progress(next(done), total, "ruling out the searched layouts")
         proof = _checked(plan, machine, memory, found, wrong, clock.part(1 / (2 + sensitivity)))
-    find = finder(model, plan, machine, rules, "memory" if least else "time")
-    answers: dict[str, list[WhatIfAnswer]] = {"limit": [], "splits": [], "pins": [], "decisions": []}
+    find = finder(plan, found, rules, Objective(asked.objective))
+    answers: dict[str, list[Worth]] = {"limit": [], "splits": [], "pins": [], "decisions": []}
     time = clock.part(1 / (1 + sensitivity))
     for n, (kind, condition, bytes_, pinned, feature) in enumerate(questions):
         on_progress(next(done), total, condition)
         own = time.part(1 / (len(questions) - n))
         answers[kind].append(find(condition, bytes_, pinned, own, feature))
     on_progress(next(done), total, "saved values")
-    kept = keepings(model, plan.mesh, plan.layout, plan.options, machine)
+    kept = keepings(model, plan.mesh, plan.layout, plan.options, machine, memory)
     varied = None
     if sensitivity:
         varied = _varied(plan, machine, memory, clock, lambda what: on_progress(next(done), total, what))

@@ -45,15 +45,13 @@ from reports.views.view import (
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
-    from layoutopt.analysis.explain import WhatIfAnswer
-    from layoutopt.analysis.keeping import Keeping
     from layoutopt.analysis.sensitivity import SensitivityCurve, SensitivityTrial
     from layoutopt.api.explaining import Conditions, Explained
     from layoutopt.optimize.evaluation import Evaluation
     from layoutopt.plan.build import Plan
     from layoutopt.plan.decided import Decided
     from layoutopt.plan.details import Robustness
-    from layoutopt.plan.layout_results import OperationDifference, PartDifference, Placed
+    from layoutopt.plan.layout_results import KeptStep, OperationDifference, PartDifference, Placed, Worth
     from layoutopt.space.undivided import Undivided
     from mesh_tf_core.model import Model
     from reports.views.view import View
@@ -107,9 +105,7 @@ MOST = 15
 """Rows of numbers that differ."""
 
 
-def worth_table(
-    title: str, evaluation: Evaluation, memory: bool, answers: list[WhatIfAnswer], best: str
-) -> View:
+def worth_table(title: str, evaluation: Evaluation, memory: bool, answers: list[Worth], best: str) -> View:
     """The table of the step, or the memory, under each condition, the most costly first.
 
     Args:
@@ -126,20 +122,20 @@ def worth_table(
         Column("proven", "proven", FLAG),
     )
 
-    def row(a: WhatIfAnswer, value: float | None) -> ViewRow:
+    def row(a: Worth, value: float | None) -> ViewRow:
         if value is None:
-            return a.condition, Cell("no layout" if a.proven else "unknown"), None, a.reason, a.proven
+            return a.rule, Cell("no layout" if a.proven else "unknown"), None, a.reason, a.proven
         extra, most = max(value - now, 0), "" if a.proven else "at most "
         found = Cell(f"{most}{kind.say(value)}", value=value)
         costs = Cell(f"{most}{kind.say(extra)} ({share_text(extra, now)})", value=extra)
-        return a.condition, found, costs, RULES.say(a.layout), a.proven
+        return a.rule, found, costs, RULES.say(a.layout), a.proven
 
-    found = [(a, a.peak if memory else a.seconds) for a in answers]
+    found = [(a, a.peak_bytes if memory else a.step_seconds) for a in answers]
     found.sort(key=lambda pair: -(math.inf if pair[1] is None else pair[1]))
     return View(title, columns, [row(a, value) for a, value in found])
 
 
-def kept_table(evaluation: Evaluation, fits: Fits, found: list[Keeping]) -> View:
+def kept_table(evaluation: Evaluation, fits: Fits, found: list[KeptStep]) -> View:
     """The table of the step if recomputed loops keep more, or less."""
     step = evaluation.cost.step_seconds
     columns = (
@@ -267,13 +263,13 @@ def _binds(found: Explained) -> str:
     room = bytes_text(found.memory - found.evaluation.memory.peak)
     if free is None:
         return f"not the memory limit ({room} are free): the search minimised memory"
-    if not free.proven and (free.seconds is None or free.seconds >= step):
+    if not free.proven and (free.step_seconds is None or free.step_seconds >= step):
         return f"unknown: {room} are free, but the time limit was reached before a search with more memory"
-    if not found.binds or free.seconds is None:
+    if not found.binds or free.step_seconds is None:
         return f"not the memory limit: {room} are free, and no layout with more memory is faster"
     return (
         f"the memory limit: with more than {bytes_text(found.memory)}, {RULES.say(free.layout)} "
-        f"would take {seconds_text(free.seconds)} ({share_text(step - free.seconds, step)} less)"
+        f"would take {seconds_text(free.step_seconds)} ({share_text(step - free.step_seconds, step)} less)"
     )
 
 

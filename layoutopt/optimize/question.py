@@ -26,7 +26,7 @@ from layoutopt.space.objective import Objective
 from layoutopt.space.restriction import EVERYTHING
 from layoutopt.space.stages import suited
 from mesh_tf_core.arguments import is_number, is_whole
-from mesh_tf_core.errors import UserError
+from mesh_tf_core.errors import LimitError, UserError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.stage_layers import loop_dims
@@ -98,6 +98,8 @@ class SearchQuestion:
     ) -> SearchQuestion:
         """The question of some arguments; UserError if one is wrong."""
         clock = Clock.of(limits.time_limit).again()
+        if isinstance(limits.time_limit, Clock) and clock.limit == 0:  # a part of no time
+            raise LimitError("the time limit was reached before this search")
         machine = machine_of(own["hardware"], own["framework"], model.framework)
         _check(own["mesh"], own["devices"], own["objective"], limits, clock.limit, allowed)
         shapes = meshes(own["mesh"], own["devices"], limits.max_axes, machine, allowed.named)

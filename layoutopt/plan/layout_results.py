@@ -90,7 +90,8 @@ class Binding(Data):
 
 
 class Worth(Data):
-    """The cost of a rule: the best under it, and how much more that takes than the plan."""
+    """The cost of a rule: the best under it, and how much more that takes than the plan; if none was found,
+    `reason` says why."""
 
     rule: str
     step_seconds: Figure
@@ -100,6 +101,12 @@ class Worth(Data):
     layout: str
     proven: Flag
     reason: str | None
+
+    @classmethod
+    def none(cls, rule: str, reason: str | None, proven: bool = False) -> Worth:
+        """No layout was found under a rule."""
+        absent = dict.fromkeys(("step_seconds", "peak_bytes", "costs_seconds", "costs_bytes"))
+        return cls(rule=rule, **absent, layout="", proven=proven, reason=reason)
 
 
 class PartDifference(Data):

@@ -87,8 +87,8 @@ class Clock:
         return Clock(self.limit, self.start)
 
     def part(self, share: float) -> Clock:
-        """A clock for a part of the time left, if only of `LEAST`."""
-        return Clock(None if self.rest is None else share * self.rest)
+        """A clock for a part of the time left."""
+        return Clock(None if self.left is None else share * self.left)
 
     @contextlib.contextmanager
     def at_most(self, seconds: float) -> Iterator[None]:

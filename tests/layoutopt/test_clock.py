@@ -18,6 +18,7 @@ from pydantic import BaseModel, field_serializer
 import layoutopt
 from examples import mlp
 from layoutopt.runtime.clock import UNLIMITED, Clock, Late, seldom_collected
+from mesh_tf_core.errors import LimitError, UserError
 
 PAUSE = 0.005
 
@@ -80,10 +81,13 @@ def test_a_limit_of_centuries() -> None:
     assert Clock(1e12).within(0.0, a_moment)
 
 
-def test_a_part_of_no_time_is_a_limit_still() -> None:
-    """As a search takes one: not the 0 that a user would be refused for."""
-    over = Clock(1.0, start=time.monotonic() - 2.0)
-    assert over.over and 0 < (over.part(0.5).limit or 0) < 0.1 and Clock().part(0.5).limit is None
+def test_a_part_of_no_time_ends_a_search_as_a_limit_does() -> None:
+    """It is not the 0 seconds that a user is refused for."""
+    over, asked = Clock(1.0, start=time.monotonic() - 2.0), {"mesh": "data:2", "hardware": "tpu-v3"}
+    with pytest.raises(LimitError, match="the time limit was reached before this search"):
+        layoutopt.search(mlp.model(), **asked, time_limit=over.part(0.5))
+    with pytest.raises(UserError, match="give a positive number of seconds"):
+        layoutopt.search(mlp.model(), **asked, time_limit=0)
 
 
 def test_work_that_ends_by_itself() -> None:

@@ -122,13 +122,15 @@ def test_a_price_is_the_plans(plan: Plan, model: mtf.Model) -> None:
 
 def test_an_explanation_says_what_each_split_is_worth(plan: Plan) -> None:
     found = layoutopt.explain(plan, against="batch:data")
-    assert [a.condition for a in found.splits] == [
-        f"{dim}:{'+'.join(axes)}" for dim, axes in plan.layout.items()
-    ]
+    assert [a.rule for a in found.splits] == [f"{dim}:{'+'.join(axes)}" for dim, axes in plan.layout.items()]
     assert (found.to_frame()["costs_seconds"] >= -1e-12).all()
-    worth = max(a.seconds or 0.0 for a in found.splits) / plan.predicted.step_seconds - 1
+    worth = max(a.step_seconds or 0.0 for a in found.splits) / plan.predicted.step_seconds - 1
     assert f"{100 * worth:.1f} % longer" in repr(found)  # of the plan's step, as in the terminal
-    assert not found.binds and found.limit is not None and found.limit.seconds == plan.predicted.step_seconds
+    assert (
+        not found.binds
+        and found.limit is not None
+        and found.limit.step_seconds == plan.predicted.step_seconds
+    )
     assert found.against is not None
     assert found.against.predicted.step_seconds >= plan.predicted.step_seconds
     with pytest.raises(mtf.UserError, match="a plan from a file has no model; attach"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt.analysis.keeping import keepings
@@ -14,7 +16,7 @@ ASKED = "layers:keep=attention+products"
 def test_each_kind_and_name_is_taken_away_or_added() -> None:
     model, machine = EXAMPLES["transformer with fused attention"](), load_hardware("tpu-v4")
     mesh, layout = mtf.Mesh("data:2;model:2"), mtf.Layout("batch:data;heads:model;d_ff:model")
-    found = keepings(model, mesh, layout, mtf.Options(recompute=frozenset({ASKED})), machine)
+    found = keepings(model, mesh, layout, mtf.Options(recompute=frozenset({ASKED})), machine, math.inf)
     by = {k.change: k for k in found}
     assert by["without attention"].recompute == "layers:keep=products"
     assert by["without products"].recompute == "layers:keep=attention"
@@ -37,5 +39,5 @@ def test_a_framework_keeps_only_what_it_can_express() -> None:
     """torch checkpoints whole layers, or some of them."""
     model, machine = EXAMPLES["transformer"](), load_hardware("h100", "torch")
     asked = mtf.Options(recompute=frozenset({"layers"}))
-    found = keepings(model, mtf.Mesh("data:2"), mtf.Layout("batch:data"), asked, machine)
+    found = keepings(model, mtf.Mesh("data:2"), mtf.Layout("batch:data"), asked, machine, math.inf)
     assert [k.change for k in found] == ["nothing is recomputed"]
