@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from costmodels.frameworks import DEFAULT, load_framework
+from costmodels.frameworks.framework import ChipKind
 from costmodels.hardware.curve import Curve
 from costmodels.hardware.links import GpuCluster, SharedMemory, Torus
 from costmodels.hardware.numbers import (
@@ -155,7 +156,7 @@ class ComputeCurve:
 
     op_class: str
     dtype: str
-    against: str
+    against: Literal["flops", "bytes"]
     devices: int
     seconds: Curve
     source: str
@@ -194,7 +195,7 @@ class Hardware:
     """
 
     name: str
-    kind: str
+    kind: ChipKind
     summary: str
     device: str
     calibrated: bool
@@ -204,8 +205,8 @@ class Hardware:
     tf32: Tf32 = "products"
     framework: str = DEFAULT
     jax_devices: tuple[str, ...] = ()
-    overlap: NamedPairs[Fraction] = ()
-    holds: NamedPairs[Count] = ()
+    overlap: tuple[tuple[Purpose, Fraction], ...] = ()
+    holds: tuple[tuple[HeldRule, Count], ...] = ()
     collective_curves: tuple[CollectiveCurve, ...] = ()
     compute_curves: tuple[ComputeCurve, ...] = ()
     calibration: Calibration | None = None
@@ -330,7 +331,7 @@ class Hardware:
     def hidden_fraction(self, purpose: str) -> float:
         """Fraction of a collective's time that runs under compute, by its class
         (`costmodels.pricing.overlap`); 0 unless the file has one."""
-        known = {name: number.value for name, number in self.overlap}
+        known: dict[str, float] = {name: number.value for name, number in self.overlap}
         return known.get(purpose, known.get(purpose.removeprefix("paired_"), 0.0))
 
     def numbers(self) -> Iterator[tuple[str, Number]]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, reduce
 from itertools import pairwise
 from operator import or_
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -27,19 +27,12 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from costmodels.frameworks import DEFAULT
-from costmodels.frameworks.framework import ChipKind, Text
+from costmodels.frameworks.framework import Text
 from costmodels.hardware import links, model, numbers
 from costmodels.hardware.curve import Curve, curve_fault
 from costmodels.hardware.peaks import peaks_fault
 from mesh_tf_core.faults import at_path
 from mesh_tf_core.ir.program import COLLECTIVES
-
-if TYPE_CHECKING:
-    Collective = str
-else:
-    Collective = Literal[tuple(COLLECTIVES)]
-
 
 # unit -> (what it measures, factor to the SI unit). A file's field asks for one quantity, never for one unit.
 UNITS: dict[str, tuple[str, float]] = {
@@ -92,35 +85,9 @@ def _number(measures: numbers.Measures) -> Any:
     return Annotated[_NumberFile, AfterValidator(check)]
 
 
-class _CurveFile(_File):
-    points: list[tuple[float, float]]
-    source: Text
-    date: Date
-    uncertainty: float | None = None
-
-    @model_validator(mode="after")
-    def _monotone(self) -> _CurveFile:
-        if fault := curve_fault(self.points):
-            raise ValueError(fault)
-        return self
-
-
-class _EfficiencyFile(_CurveFile):
-    @model_validator(mode="after")
-    def _bounded(self) -> _EfficiencyFile:
-        if self.points[-1][1] > 1 or self.points[0][1] <= 0:
-            raise ValueError("every y value (a fraction of the peak) must be above 0 and at most 1")
-        for (x0, y0), (x1, y1) in pairwise(self.points):
-            if x1 / y1 < x0 / y0:
-                raise ValueError(
-                    f"the efficiency rises so fast that a matmul of {x1:g} FLOPs would take less time "
-                    f"than one of {x0:g} FLOPs"
-                )
-        return self
-
-
 class _Form(_File):
-    """The form of a dataclass of the model or its links: its fields, numbers as sources print them."""
+    """The form of a dataclass of the model or its links: its fields, numbers as sources print them, and the
+    points of its curve."""
 
     frozen_as: ClassVar[type]
 
@@ -133,10 +100,11 @@ class _Form(_File):
 
 @cache
 def _form(cls: type) -> Any:
-    hints = get_type_hints(cls, include_extras=True)
-    own: dict[str, Any] = {"kind": (Literal[_KINDS[cls]], ...)} if cls in _KINDS else {}
-    for name, hint in hints.items():
-        own[name] = (_field(hint), None if _optional(hint) else ...)
+    hints, own = get_type_hints(cls, include_extras=True), dict[str, Any](_MARKS.get(cls, {}))
+    for field in fields(cls):
+        name, hint = field.name, hints[field.name]
+        missing = None if _optional(hint) else ... if field.default is MISSING else field.default
+        own[POINTS if hint is Curve else name] = (Date if name == "date" else _field(hint), missing)
     form: Any = create_model(f"_{cls.__name__}Form", __base__=_Form, **own)
     form.frozen_as = cls
     return form
@@ -159,11 +127,17 @@ def _field(hint: Any) -> Any:
     if origin is tuple:
         pair = get_args(parts[0]) if get_origin(parts[0]) is tuple else ()
         return dict[_field(pair[0]), _field(pair[1])] if pair else list[_field(parts[0])]  # type: ignore[misc]
-    if hint is model.Efficiency:
-        return _EfficiencyFile
-    if isinstance(hint, type) and is_dataclass(hint):
-        return _form(hint)
-    return {str: Text, int: PositiveInt}.get(hint, hint)
+    if parts and all(part in links.TOPOLOGIES for part in parts):
+        return Annotated[reduce(or_, map(_form, parts)), Field(discriminator="kind")]
+    if hint in _OTHERS:
+        return _OTHERS[hint]
+    return _form(hint) if isinstance(hint, type) and is_dataclass(hint) else hint
+
+
+def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    if fault := curve_fault(points):
+        raise ValueError(fault)
+    return points
 
 
 def _chip(chip: Any) -> str | None:
@@ -190,39 +164,42 @@ def _cluster(cluster: Any) -> str | None:
     return None
 
 
+def _efficiency(efficiency: Any) -> str | None:
+    points = efficiency.points
+    if points[-1][1] > 1 or points[0][1] <= 0:
+        return "every y value (a fraction of the peak) must be above 0 and at most 1"
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if x1 / y1 < x0 / y0:
+            return (
+                f"the efficiency rises so fast that a matmul of {x1:g} FLOPs would take less time "
+                f"than one of {x0:g} FLOPs"
+            )
+    return None
+
+
+def _collective(curve: Any) -> str | None:
+    if curve.collective not in COLLECTIVES:
+        return f"collective must be one of {', '.join(COLLECTIVES)}, found {curve.collective!r}"
+    if curve.processes > curve.group_size or curve.group_size < 2:
+        least = max(2, curve.processes)
+        return f"group_size is {curve.group_size}, which is fewer than the {least} processes"
+    return None
+
+
+def _honest(hardware: Any) -> str | None:
+    lacks = hardware.calibrated and hardware.calibration is None
+    return "'calibrated' is true but 'calibration' is missing" if lacks else None
+
+
 _CHECKS: dict[type, Callable[[Any], str | None]] = {
+    model.Hardware: _honest,
+    model.Efficiency: _efficiency,
+    model.CollectiveCurve: _collective,
     model.Chip: _chip,
     links.Wraparound: _wraparound,
     links.Torus: _torus,
     links.GpuCluster: _cluster,
 }
-_KINDS: dict[type, str] = {each: each.kind for each in links.TOPOLOGIES}
-_ChipForm: Any = _form(model.Chip)
-_TopologyForm: Any = Annotated[reduce(or_, map(_form, _KINDS)), Field(discriminator="kind")]
-_Fraction: Any = _field(numbers.Fraction)
-_Held: Any = _field(numbers.Count)
-
-
-class _CollectiveCurveFile(_CurveFile):
-    collective: Collective
-    group_size: Annotated[int, Field(ge=2)]
-    devices: PositiveInt
-    processes: PositiveInt = 1
-
-    @model_validator(mode="after")
-    def _spread(self) -> _CollectiveCurveFile:
-        if self.processes > self.group_size:
-            raise ValueError(
-                f"group_size is {self.group_size}, which is fewer than the {self.processes} processes"
-            )
-        return self
-
-
-class _ComputeCurveFile(_CurveFile):
-    op_class: Text
-    dtype: Text
-    against: Literal["flops", "bytes"]
-    devices: PositiveInt
 
 
 class _CalibrationFile(_File):
@@ -236,38 +213,25 @@ class _CalibrationFile(_File):
     base: Text
 
 
-class _HardwareFile(_Form):
-    frozen_as = model.Hardware
-    format: Literal["layoutopt-hardware/1"]
-    name: Text
-    kind: ChipKind
-    summary: Text
-    device: Text
-    jax_devices: list[Text] = []
-    calibrated: bool
-    compiler: model.CompilerName = "none"
-    tf32: model.Tf32 = "products"
-    framework: Text = DEFAULT
-    chip: _ChipForm
-    topology: _TopologyForm
-    overlap: dict[model.Purpose, _Fraction] = {}
-    holds: dict[model.HeldRule, _Held] = {}
-    collective_curves: list[_CollectiveCurveFile] = []
-    compute_curves: list[_ComputeCurveFile] = []
-    calibration: _CalibrationFile | None = None
-    notes: list[str] = []
-
-    @model_validator(mode="after")
-    def _honest(self) -> _HardwareFile:
-        if self.calibrated and self.calibration is None:
-            raise ValueError("'calibrated' is true but 'calibration' is missing")
-        return self
+FORMAT, POINTS = "format", "points"
+_MARKS: dict[type, dict[str, Any]] = {
+    model.Hardware: {FORMAT: (Literal["layoutopt-hardware/1"], ...)},
+    **{each: {"kind": (Literal[each.kind], ...)} for each in links.TOPOLOGIES},
+}
+"""The fields that only files have."""
+_OTHERS: dict[Any, Any] = {
+    str: Text,
+    int: PositiveInt,
+    Curve: Annotated[list[tuple[float, float]], AfterValidator(_rising)],
+    model.Calibration: _CalibrationFile,
+}
+"""What files hold for these types."""
 
 
 def read(content: Any) -> tuple[model.Hardware | None, list[str]]:
     """The hardware in parsed JSON `content`, and its faults as 'path: fault'; one of the two is empty."""
     try:
-        return _freeze(_HardwareFile.model_validate(content)), []
+        return _freeze(_form(model.Hardware).model_validate(content)), []
     except ValidationError as error:
         return None, [_fault(e) for e in error.errors()]
 
@@ -297,12 +261,6 @@ def _freeze(value: Any) -> Any:
             f"{value.value:.10g} {value.unit}" if value.unit not in ("1", "count") else f"{value.value:.10g}"
         )
         return numbers.Number(value.si, given, value.source, value.date, value.uncertainty)
-    if isinstance(value, _EfficiencyFile):
-        return model.Efficiency(Curve(tuple(value.points)), value.source, value.date, value.uncertainty)
-    if isinstance(value, _CurveFile):
-        own = value.model_dump(exclude={"points"})
-        cls = model.CollectiveCurve if isinstance(value, _CollectiveCurveFile) else model.ComputeCurve
-        return cls(seconds=Curve(tuple(value.points)), **own)
     if isinstance(value, _CalibrationFile):
         texts = {
             k: v if isinstance(v, str) else json.dumps(v, sort_keys=True)
@@ -310,12 +268,10 @@ def _freeze(value: Any) -> Any:
         }
         return model.Calibration(**texts)
     if isinstance(value, _Form):
-        names = [
-            n
-            for n in type(value).model_fields
-            if n != "format" and not (n == "kind" and value.__class__ is not _HardwareFile)
-        ]
-        return value.frozen_as(**{name: _freeze(getattr(value, name)) for name in names})
+        own = {name: _freeze(getattr(value, name, None)) for name in value.frozen_as.__annotations__}
+        hints = get_type_hints(value.frozen_as)
+        own |= {name: Curve(tuple(getattr(value, POINTS))) for name in own if hints[name] is Curve}
+        return value.frozen_as(**own)
     if isinstance(value, dict):
         return tuple((key, _freeze(item)) for key, item in sorted(value.items()))
     if isinstance(value, list):

@@ -174,7 +174,7 @@ def test_every_fault_is_named_with_its_path_at_once(tmp_path: Path) -> None:
             "cpu-local",
             "collective_curves.0.collective",
             "gossip",
-            "collective_curves.0.collective must be",
+            "collective_curves.0: collective must be one of",
         ),
         (
             "cpu-local",
@@ -257,7 +257,7 @@ def test_a_malformed_profile_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "cpu-local.json"
     with pytest.raises(
         HardwareError,
-        match=r"is invalid: compute_curves.0: the curve must not decrease, but y falls from 2e-05 to 1e-05",
+        match=r"is invalid: compute_curves.0.points: the curve must not decrease, but y falls from 2e-05 to 1e-05",
     ):
         write_profile(content, path)
     assert not path.exists()
