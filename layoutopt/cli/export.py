@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -20,21 +19,13 @@ if TYPE_CHECKING:
     from layoutopt.plan.exported import ExportedTensor
 
 
-class Library(StrEnum):
-    """The library whose form is written."""
-
-    MESH_TENSORFLOW = "mesh-tensorflow"
-    TF_DTENSOR = "tf-dtensor"
-    DTENSOR = "dtensor"
-    JAX = "jax"
-    HALIAX = "haliax"
-    MAXTEXT = "maxtext"
-    TORCHTITAN = "torchtitan"
-    MEGATRON = "megatron"
-    DEEPSPEED = "deepspeed"
-    TRANSFORMERS = "transformers"
-    ACCELERATE = "accelerate"
-    PERFETTO = "perfetto"
+# fmt: off
+Library = Literal[
+    "mesh-tensorflow", "tf-dtensor", "dtensor", "jax", "haliax", "maxtext", "torchtitan", "megatron",
+    "deepspeed", "transformers", "accelerate", "perfetto",
+]
+"""The library whose form is written."""
+# fmt: on
 
 
 @grouped
@@ -64,19 +55,19 @@ def export(
     terminal = output.terminal
     check_out(out, read=[plan, model])
     own = load_plan(plan, say_damage)
-    to = to or _own_form(own)
-    if to is Library.PERFETTO:
+    form_of: str = to or _own_form(own)
+    if form_of == "perfetto":
         _write_step(terminal, own, plan, model, out)
         return
     check_stages(own)
-    if new := RENAMED.get(to):
+    if new := RENAMED.get(form_of):
         terminal.say(
-            f"{to} is {new}, that of TensorFlow's DTensor; for PyTorch, use torchtitan or transformers"
+            f"{form_of} is {new}, that of TensorFlow's DTensor; for PyTorch, use torchtitan or transformers"
         )
-        to = Library(new)
-    tensors, stages = None if model is not None else recorded(own, to.value), own.data.pipeline
+        form_of = new
+    tensors, stages = None if model is not None else recorded(own, form_of), own.data.pipeline
     arrays: Mapping[str, tuple[ExportedTensor, ...]] = {}
-    form, dtype = FORMATS[to.value], own.data.details.dtype
+    form, dtype = FORMATS[form_of], own.data.details.dtype
     if tensors is None:
         found = with_model(own, plan, model).loaded.model
         stages = found.stages(own.mesh, own.layout)  # whatever the file says of them
@@ -102,7 +93,7 @@ def export(
         _chips(own.data.hardware),
         own.data.model.name if config else "",
     )
-    text = written(what, to.value)
+    text = written(what, form_of)
     more: dict[str, Any] = {}
     unsaid = beside.refined if form.every_variable else {}  # others say it, or refuse it
     if unsaid:
@@ -111,7 +102,7 @@ def export(
     if slices:
         more["slices"] = slices
     with terminal.saved(out, lambda path: write_file(path, text, "--out"), "the layout") as is_saved:
-        terminal.result(ExportResult(to=to.value, mesh=own.mesh.as_dict(), text=text, **more))
+        terminal.result(ExportResult(to=form_of, mesh=own.mesh.as_dict(), text=text, **more))
         if not is_saved and not output.as_json:
             sys.stdout.write(text)
     if unsaid:
@@ -135,18 +126,18 @@ def _chips(hardware: str) -> str:
         return ""
 
 
-def _own_form(plan: Plan) -> Library:
+def _own_form(plan: Plan) -> str:
     from costmodels.frameworks import DEFAULT, load_framework
     from mesh_tf_core.errors import UserError
 
     name = load_framework(plan.data.framework or DEFAULT).says
-    if name not in {*Library}:
-        known = ", ".join(Library)
+    if name not in get_args(Library):
+        known = ", ".join(get_args(Library))
         code = "; in Python, plan.torch applies it to your module" * name.startswith("torch")
         raise UserError(
             f"the plan's framework {name} has no format of its own; add --to with one of {known}{code}"
         )
-    return Library(name)
+    return name
 
 
 def _write_step(terminal: Terminal, plan: Plan, path: Path, model: str | None, out: Path | None) -> None:
@@ -165,7 +156,7 @@ def _write_step(terminal: Terminal, plan: Plan, path: Path, model: str | None, o
 
     with terminal.saved(out, save, "the step") as is_saved:
         text = written(events).decode()
-        terminal.result(ExportResult(to=Library.PERFETTO.value, mesh=plan.mesh.as_dict(), text=text))
+        terminal.result(ExportResult(to="perfetto", mesh=plan.mesh.as_dict(), text=text))
         if not is_saved and not terminal.as_json:
             sys.stdout.write(text)
 

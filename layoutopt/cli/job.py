@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from layoutopt.cli.options import LONGEST, EngineName, EngineOption, Output, time_option
+from layoutopt.cli.options import LONGEST, EngineOption, Output, time_option
 from layoutopt.cli.running import Session
 from layoutopt.cli.terminal import Terminal
 
@@ -25,7 +25,7 @@ class Job:
     """The engine of a command, and which processes run it together, as its options say; by default this one
     alone."""
 
-    engine: EngineOption = EngineName.auto
+    engine: EngineOption = "auto"
     cluster: Annotated[
         bool,
         typer.Option(

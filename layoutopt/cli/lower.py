@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -19,25 +18,17 @@ if TYPE_CHECKING:
     from mesh_tf_core import Program
 
 
-class LowerOutput(StrEnum):
-    """The form of output of `lower`."""
-
-    PROGRAM = "program"
-    STABLEHLO = "stablehlo"
-    JSON = "json"
-
-
 @grouped
 def lower(
     model: ModelArgument,
     asked: LayoutByHand = PLAIN,
     emit: Annotated[
-        LowerOutput,
+        Literal["program", "stablehlo", "json"],
         typer.Option(
             help="Output format: program (readable text), stablehlo (for the TPU compiler), "
             "or json (the whole program; mesh_tf_core.written.program_from_json reads it)."
         ),
-    ] = LowerOutput.PROGRAM,
+    ] = "program",
     as_json: JsonOption = False,
 ) -> None:
     """Print the SPMD program that each device runs."""
@@ -54,7 +45,7 @@ def lower(
             mesh=given.mesh.as_dict(),
             layout=axes_of(given.layout),
             refined=refined_of(given.layout),
-            emit=emit.value,
+            emit=emit,
             instructions=dict(Counter(instr.name for instr, _ in program.walk()).most_common()),
             communication_bytes_per_device=program.communication_bytes(),
             program=text,
@@ -64,12 +55,12 @@ def lower(
         sys.stdout.write(text if text.endswith("\n") else text + "\n")
 
 
-def _emit(program: Program, form: LowerOutput) -> str:
+def _emit(program: Program, form: str) -> str:
     from mesh_tf_core.ir.program import text
 
-    if form is LowerOutput.PROGRAM:
+    if form == "program":
         return text(program)
-    if form is LowerOutput.JSON:
+    if form == "json":
         from mesh_tf_core.written import program_to_json
 
         return json.dumps(program_to_json(program))

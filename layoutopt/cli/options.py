@@ -9,9 +9,8 @@ import os
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -204,15 +203,8 @@ def in_time(clock: Clock, what: str, load: Callable[[], OptionInput], doing: str
     return found[0]
 
 
-class EngineName(StrEnum):
-    """The engines that run steps."""
-
-    auto = "auto"
-    local = "local"
-    jax = "jax"
-    lockstep = "lockstep"
-
-
+EngineName = Literal["auto", "local", "jax", "lockstep"]
+"""The engines that run steps."""
 EngineOption = Annotated[
     EngineName,
     typer.Option(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -25,14 +24,6 @@ FIRST = 1.0
 """Seconds that a first answer gets where reading took the limit and none is known at once."""
 
 
-class SolverName(StrEnum):
-    """The solvers that can be named."""
-
-    AUTO = "auto"
-    CP_SAT = "cp-sat"
-    HIGHS = "highs"
-
-
 @grouped
 def solve_problem(
     file: Annotated[
@@ -44,8 +35,9 @@ def solve_problem(
         ),
     ],
     solver: Annotated[
-        SolverName, typer.Option(help="Solver to use; auto chooses by the problem's size.")
-    ] = SolverName.AUTO,
+        Literal["auto", "cp-sat", "highs"],
+        typer.Option(help="Solver to use; auto chooses by the problem's size."),
+    ] = "auto",
     time_limit: TimeLimitOption = None,
     output: Output = OUTPUT,
 ) -> None:
@@ -58,10 +50,10 @@ def solve_problem(
     problem = in_time(clock, str(file), lambda: load(file))
     with Bounds(terminal, problem.name, str) as bounds:
         rest = clock.rest
-        found = solve(problem, solver.value, rest, bounds.update)
+        found = solve(problem, solver, rest, bounds.update)
         nothing = found.status is Status.LIMIT and not found.stopped
         if nothing and rest is not None and clock.limit is not None and rest < FIRST < clock.limit:
-            found = solve(problem, solver.value, FIRST, bounds.update)
+            found = solve(problem, solver, FIRST, bounds.update)
     _refuse(problem, found, clock)
     assert found.choices is not None
     terminal.result(

@@ -238,11 +238,6 @@ class FromArray(Initializer):
 
 
 @dataclass(frozen=True)
-class Captured(FromArray):
-    """An array that a function closes over: each device of the user's program holds all of it."""
-
-
-@dataclass(frozen=True)
 class FromFunction(Initializer):
     """Takes values from a function of the model: fn(rng, shape) -> array of that shape.
 
@@ -326,6 +321,7 @@ class Variable:
       order: order of its first dimension on the devices; None: the model's order.
       even: its shards have equal sizes without padding, as another library holds them.
       members: for a stack of arrays that another library holds one by one, their names, in order.
+      captured: a function closes over it, so each device of the user's program holds all of it.
     """
 
     name: str
@@ -338,6 +334,7 @@ class Variable:
     order: Interleaved | None = None
     even: bool = False
     members: tuple[str, ...] = field(default=(), compare=False)
+    captured: bool = False
 
     @property
     def bytes(self) -> int:
@@ -346,9 +343,8 @@ class Variable:
     @property
     def own_storage(self) -> bool:
         """True for an array whose storage is a question of its own, trained or not: it has dimensions and is
-        neither an optimizer's state nor an array in a function."""
-        own = self.slot_of is None and not isinstance(self.initializer, Captured)
-        return own and len(self.shape) > 0
+        neither an optimizer's state nor captured."""
+        return self.slot_of is None and not self.captured and len(self.shape) > 0
 
     @property
     def type(self) -> TensorType:

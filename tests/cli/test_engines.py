@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from typer.testing import Result
@@ -31,7 +31,7 @@ def said() -> dict[str, Any]:
 
 def test_the_option_names_the_engines_that_there_are() -> None:
     """The command line lists them without loading any."""
-    assert tuple(name.value for name in EngineName) == KINDS
+    assert get_args(EngineName) == KINDS
 
 
 @pytest.mark.nightly

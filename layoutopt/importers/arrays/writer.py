@@ -31,7 +31,7 @@ from layoutopt.importers.arrays.keys import Draw, Keys, key_of, of_words
 from layoutopt.importers.arrays.refusals import OTHERWISE, WIDER, Refusal, Refusals, refuse, refused, wrapped
 from mesh_tf_core.ir.dims import Dim, Shape, SparseDim
 from mesh_tf_core.ir.dtypes import DTYPES
-from mesh_tf_core.ir.initializers import Captured, FixedArray, FromArray, Variable
+from mesh_tf_core.ir.initializers import FixedArray, FromArray, Initializer, Variable
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.random import uniform_bits
 from mesh_tf_core.tracing.graph import Graph
@@ -78,7 +78,7 @@ WrittenValue = Tensor | ScalarArray | Keys | UndrawnUniform | Kept
 Handler = Callable[["Writer", Equation], None]
 
 
-def beginning(array: Any, shape: Shape) -> FromArray:
+def beginning(array: Any, shape: Shape) -> Initializer:
     """An array of a function as the initial value of a variable, with axes cut into factors."""
     return FromArray(FixedArray(np.reshape(np.asarray(array), shape.sizes)))
 
@@ -316,7 +316,7 @@ class Writer:
         shape = Shape(dims)
         content = repr((dtype, shape.sizes)).encode() + np.asarray(array).tobytes()
         name = f"constants/{sha256(content).hexdigest()[:16]}"
-        variable = Variable(name, shape, dtype, Captured(beginning(array, shape).array), False)
+        variable = Variable(name, shape, dtype, beginning(array, shape), False, captured=True)
         found = self.graph.variables.get(name) or self.graph.declare(variable)
         return mtf.rename(self.graph.read(found), **dict(zip(found.shape.names, shape.names, strict=True)))
 
