@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,42 +9,16 @@ import typer
 from layoutopt.cli import options
 from layoutopt.cli.given import PLAIN, LayoutByHand, read_source
 from layoutopt.cli.grouped import grouped
-from layoutopt.cli.plans import ModelOption, SourceArgument, machine_of_plan
+from layoutopt.cli.plans import ON_PLANNED, ModelOption, OnPlannedHardware, SourceArgument
 from layoutopt.cli.terminal import BAD, FITS, facts
 from layoutopt.cli.units import parse_bytes, parse_seconds
 from layoutopt.plan.units import bytes_text, seconds_text, times_text
 
 if TYPE_CHECKING:
-    from costmodels.hardware import Hardware
-    from layoutopt.plan.build import Plan
     from layoutopt.plan.layout_results import CheckedBound
-    from mesh_tf_core.model import Model
 
 STEP, MEMORY, HOST = "step", "memory", "host memory"
 TEXTS = {STEP: seconds_text, MEMORY: bytes_text, HOST: bytes_text}
-
-
-@dataclass(frozen=True)
-class OnPlannedHardware:
-    """The hardware and the software of a plan, unless others are named."""
-
-    hardware: Annotated[
-        str | None, options.hardware_option(show_default=f"the plan's; of a model {options.THIS_MACHINE}")
-    ] = None
-    set_hardware: options.SetHardwareOption = None
-    framework: options.FrameworkOption = None
-
-    def read(self, model: Model, plan: Plan | None) -> Hardware:
-        """The hardware under a framework; the plan's, or the model's own, where none is named."""
-        if plan is None:
-            named = self.hardware or options.THIS_MACHINE
-            return options.read_hardware(named, self.set_hardware, self.framework, model)
-        if self.hardware is None:
-            return machine_of_plan(plan, self.set_hardware, self.framework)
-        return options.read_hardware(self.hardware, self.set_hardware, self.framework or plan.data.framework)
-
-
-ON_PLANNED = OnPlannedHardware()
 
 
 @grouped

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from layoutopt.cli import options
 from layoutopt.cli.given import PLAIN, LayoutByHand
 from layoutopt.cli.grouped import grouped
+from layoutopt.cli.plans import ON_PLANNED, OnPlannedHardware
 from layoutopt.cli.terminal import BAD, FITS, Terminal, facts, layout_text
 from layoutopt.cli.training_cost import PriceOption, TokensOption, read_prices, read_tokens
 from layoutopt.plan.units import seconds_text, used_text
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 def cost(
     model: options.ModelArgument,
     asked: LayoutByHand = PLAIN,
-    machine_on: options.OnHardware = options.ON,
+    machine_on: OnPlannedHardware = ON_PLANNED,
     memory: options.MemoryOption = None,
     tokens: TokensOption = None,
     price: PriceOption = None,
@@ -32,16 +33,14 @@ def cost(
     output: options.Output = options.OUTPUT,
 ) -> None:
     """Predict a layout's step time by operation, axis and phase, and its peak memory."""
-    from costmodels.frameworks import DEFAULT
     from layoutopt.api.pricing import cost as priced
     from layoutopt.cli import cost_tables
 
     terminal = output.terminal
-    machine = machine_on.read()  # refused before anything takes time
+    loaded, given = asked.load(model)
+    machine = machine_on.read(loaded.model, given.plan)
     limit = options.read_memory(memory, machine)
     count, prices = read_tokens(tokens), read_prices(price or (), [machine.name])
-    loaded, given = asked.load(model)
-    machine = machine_on.read(loaded.model)
     found = priced(
         loaded.model,
         given.mesh,
@@ -54,13 +53,6 @@ def cost(
     )
     of, notes = found.evaluation, list(found.notes)
     opened = opened_lines(of) if lines else []
-    if given.plan is not None and machine_on.hardware == options.THIS_MACHINE != given.plan.data.hardware:
-        its, software = given.plan.data.hardware, given.plan.data.framework
-        its += f" --framework {software}" if software not in (None, DEFAULT) else ""
-        notes.append(
-            f"the plan is for {given.plan.data.hardware}, but this prediction is for {options.THIS_MACHINE}; "
-            f"add --hardware {its} to predict for the plan's hardware"
-        )
     more: dict[str, Any] = {"notes": notes} if notes else {}
     terminal.result(found.data.model_copy(update=more | ({"lines": opened} if lines else {})))
     if not output.as_json:

@@ -10,7 +10,7 @@ from layoutopt.cli import options
 from layoutopt.cli.cost import show_doubts
 from layoutopt.cli.given import PLAIN, GivenOptions, LayoutByHand
 from layoutopt.cli.grouped import grouped
-from layoutopt.cli.plans import load_with_plan
+from layoutopt.cli.plans import ON_PLANNED, OnPlannedHardware, load_with_plan
 from layoutopt.cli.terminal import FITS, facts, layout_text
 from layoutopt.plan.units import seconds_text, used_text
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def lint(
     model: options.ModelArgument,
     asked: LayoutByHand = PLAIN,
-    machine_on: options.OnHardware = options.ON,
+    machine_on: OnPlannedHardware = ON_PLANNED,
     time_limit: Annotated[
         float,
         options.time_option("--time-limit", "Stop the search for the best layout after this time.", 0.1),
@@ -36,9 +36,8 @@ def lint(
     from reports.views import facts as told
 
     terminal = output.terminal
-    machine_on.read()  # refused before anything takes time
     loaded, plan = load_with_plan(model, asked.settings, asked.layout, asked.mesh)
-    machine = machine_on.read(loaded.model)
+    machine = machine_on.read(loaded.model, plan)
     given = asked.read(loaded, plan)
     own = own_shardings(loaded, given) if asked.layout is None else None
     terminal.say("searching for the best layout on this mesh")

@@ -10,6 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layoutopt.cli.options import (
+    THIS_MACHINE,
+    FrameworkOption,
+    SetHardwareOption,
+    hardware_option,
+    read_hardware,
+    read_mesh,
+)
 from layoutopt.plan.units import clean
 
 if TYPE_CHECKING:
@@ -17,6 +25,7 @@ if TYPE_CHECKING:
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.build import Plan
     from layoutopt.plan.schema import Told
+    from mesh_tf_core import Model
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file, made by `search --out`.")]
 SourceArgument = Annotated[
@@ -53,9 +62,30 @@ def machine_of_plan(
     plan: Plan, settings: Sequence[str] | None = None, framework: str | None = None
 ) -> Hardware:
     """The hardware and software that the plan was made for; a framework that is named replaces the plan's."""
-    from layoutopt.cli.options import read_hardware
-
     return read_hardware(hardware_of(plan), settings, framework or plan.data.framework)
+
+
+@dataclass(frozen=True)
+class OnPlannedHardware:
+    """The hardware and the software of a plan, unless others are named."""
+
+    hardware: Annotated[
+        str | None, hardware_option(show_default=f"the plan's; of a model {THIS_MACHINE}")
+    ] = None
+    set_hardware: SetHardwareOption = None
+    framework: FrameworkOption = None
+
+    def read(self, model: Model, plan: Plan | None) -> Hardware:
+        """The hardware under a framework; the plan's, or the model's own, where none is named."""
+        if plan is None:
+            named = self.hardware or THIS_MACHINE
+            return read_hardware(named, self.set_hardware, self.framework, model)
+        if self.hardware is None:
+            return machine_of_plan(plan, self.set_hardware, self.framework)
+        return read_hardware(self.hardware, self.set_hardware, self.framework or plan.data.framework)
+
+
+ON_PLANNED = OnPlannedHardware()
 
 
 def hardware_of(plan: Plan) -> str:
@@ -158,7 +188,6 @@ def load_planned(
     source: str, settings: Sequence[str] | None, path: str, plan: Plan | None, mesh: str | None = None
 ) -> Loaded:
     """The model of a file, with the hyperparameters of a plan, if there is one; `path`: the plan's."""
-    from layoutopt.cli.options import read_mesh
     from layoutopt.models.hparams import parse_settings
     from layoutopt.models.loading import hyperparameters, load_model
     from mesh_tf_core import UserError

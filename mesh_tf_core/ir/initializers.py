@@ -342,8 +342,7 @@ class Variable:
 
     @property
     def own_storage(self) -> bool:
-        """True for an array whose storage is a question of its own, trained or not: it has dimensions and is
-        neither an optimizer's state nor captured."""
+        """True if its storage is a question of its own: an array, no optimizer's state, not captured."""
         return self.slot_of is None and not self.captured and len(self.shape) > 0
 
     @property

@@ -43,13 +43,14 @@ class WindowPart:
 
 
 Parts = tuple[WindowPart, ...] | None
+Span = tuple[int, int]
 
 
 def _taps(geometry: Sequence[Window]) -> list[tuple[int, ...]]:
     return list(product(*(range(v.size) for v in geometry)))
 
 
-def _prepared(k: Kernel, at: At, x: Any, shape: Shape, op: Pool | PoolGrad, outputs: Sequence[int]) -> Any:
+def _prepared(k: Kernel, at: At, x: Any, shape: Shape, op: OverWindows, outputs: Sequence[int]) -> Any:
     """The inputs of `outputs` windows per dimension; for the maximum, padding is the lowest number."""
     fill = LOWEST if op.fn == "max" else 0.0
     for i, v in enumerate(op.windows):
@@ -70,17 +71,15 @@ def _prepared(k: Kernel, at: At, x: Any, shape: Shape, op: Pool | PoolGrad, outp
     return x
 
 
-def _tap(
-    k: Kernel, x: Any, shape: Shape, op: Pool | PoolGrad, tap: Sequence[int], counts: Sequence[int]
-) -> Any:
+def _tap(k: Kernel, x: Any, shape: Shape, op: OverWindows, tap: Sequence[int], counts: Sequence[int]) -> Any:
     for v, t, count in zip(op.windows, tap, counts, strict=True):
         x = strided(k, x, shape.index(v.dim), t * v.dilation, count, v.stride)
     return x
 
 
 @dataclass(frozen=True)
-class Pool(Reduction):
-    """The maximum or sum of every window; padding counts as nothing.
+class OverWindows(Reduction, abstract=True):
+    """An operation on every window of its first operand.
 
     Attributes:
       parts: for each window, the part of this device (set by lowering).
@@ -89,6 +88,33 @@ class Pool(Reduction):
     fn: str
     windows: tuple[Window, ...]
     parts: Parts = None
+
+    def spans(self, window: Window, inside: int, outside: int) -> list[Span]:
+        """What a device with this many inputs and outputs needs of each operand, relative to its shard."""
+        raise NotImplementedError
+
+    def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
+        found, parts = [*inputs], []
+        for v in self.windows:
+            here = low.values[found[0]]
+            count, inside = low.oracle.ways(here.split_of(v.dim)), here.shape.dim(v.dim).size
+            outside = v.outputs(inside)
+            if count > 1 and v.split_alike(inside, outside, count):
+                spans = self.spans(v, inside // count, outside // count)
+                for i in reversed(range(len(spans))):
+                    found[i] = window(low, found[i], v.dim, *spans[i])
+                parts.append(
+                    WindowPart(spans[0][0], spans[1][0] if spans[1:] else 0, inside // count, inside)
+                )
+            else:
+                found = [low.without(x, [v.dim]) for x in found]
+                parts.append(WindowPart(0, 0, inside, inside))
+        return low.local(replace(self, parts=tuple(parts)), found, types, [_splits(low, found[0], types[0])])
+
+
+@dataclass(frozen=True)
+class Pool(OverWindows):
+    """The maximum or sum of every window; padding counts as nothing."""
 
     def __post_init__(self) -> None:
         if self.fn not in ("max", "sum"):
@@ -121,32 +147,16 @@ class Pool(Reduction):
         steps = math.prod(v.stride for v in self.windows)
         return local[0].shape.size / steps * math.prod(v.size for v in self.windows)
 
-    def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
-        x, parts = inputs[0], []
-        for v in self.windows:
-            here = low.values[x]
-            count, inside = low.oracle.ways(here.split_of(v.dim)), here.shape.dim(v.dim).size
-            outside = types[0].shape.dim(v.dim).size
-            if count > 1 and v.split_alike(inside, outside, count):
-                begin, end = v.inputs_of(0, outside // count)
-                x = window(low, x, v.dim, begin, end)
-                parts.append(WindowPart(begin, 0, inside // count, inside))
-            else:
-                x = low.without(x, [v.dim])
-                parts.append(WindowPart(0, 0, inside, inside))
-        return low.local(replace(self, parts=tuple(parts)), [x], types, [_splits(low, x, types[0])])
+    def spans(self, window: Window, inside: int, outside: int) -> list[Span]:
+        return [window.inputs_of(0, outside)]
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (dy.graph.apply(PoolGrad(self.fn, self.windows), inputs[0], dy),)
 
 
 @dataclass(frozen=True)
-class PoolGrad(FirstDerivative, Reduction):
+class PoolGrad(FirstDerivative, OverWindows):
     """From (x, dy): dy to the first largest input of each window, or (sum) to all of them."""
-
-    fn: str
-    windows: tuple[Window, ...]
-    parts: Parts = None
 
     @property
     def name(self) -> str:
@@ -189,22 +199,9 @@ class PoolGrad(FirstDerivative, Reduction):
     def flops(self, *local: TensorType) -> float:
         return 3.0 * local[1].shape.size * math.prod(v.size for v in self.windows)
 
-    def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
-        (x, dy), parts = inputs, []
-        for v in self.windows:
-            here = low.values[x]
-            count, inside = low.oracle.ways(here.split_of(v.dim)), here.shape.dim(v.dim).size
-            outside = low.values[dy].shape.dim(v.dim).size
-            if count > 1 and v.split_alike(inside, outside, count):
-                first, last = v.outputs_of(0, inside // count)
-                begin, end = v.inputs_of(first, last)
-                dy = window(low, dy, v.dim, first, last)
-                x = window(low, x, v.dim, begin, end)
-                parts.append(WindowPart(begin, first, inside // count, inside))
-            else:
-                x, dy = low.without(x, [v.dim]), low.without(dy, [v.dim])
-                parts.append(WindowPart(0, 0, inside, inside))
-        return low.local(replace(self, parts=tuple(parts)), [x, dy], types, [_splits(low, x, types[0])])
+    def spans(self, window: Window, inside: int, outside: int) -> list[Span]:
+        outputs = window.outputs_of(0, inside)
+        return [window.inputs_of(*outputs), outputs]
 
 
 def _splits(low: Emitter, x: int, out: TensorType) -> tuple[tuple[str, ...], ...]:

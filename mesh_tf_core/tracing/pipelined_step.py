@@ -29,11 +29,10 @@ Variables that layers read by parts are stored so that each device has its virtu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
-from mesh_tf_core.ir.blocks import IN_FLIGHT, Block
+from mesh_tf_core.ir.blocks import IN_FLIGHT, TICK, Block
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.stage_orders import StageAction
@@ -86,12 +85,12 @@ class PipelinedStep(StageSlots):
     def _ticks(self, ticks: range, slots: Set[StageAction], state: TickState) -> TickState:
         """A loop over ticks with these slots; the state after it."""
         new, forward, backward = self.new, StageAction.FORWARD in slots, StageAction.BACKWARD in slots
-        rows = TableRows(new, self.schedule, self.stage, ticks)
         # What others do not change they only read.
         carries = (forward, forward, backward, backward, forward)
         carried = state.taken(carries)
-        with new.loop(rows.dim) as block:
-            inside, rows = [new.body_input(block, x) for x in carried], replace(rows, block=block)
+        with new.loop(Dim(TICK, len(ticks))) as block:
+            inside = [new.body_input(block, x) for x in carried]
+            rows = TableRows(new, self.schedule, self.stage, ticks, block)
             now = state.of(inside, carries)
             entering, terms = list[Tensor](), Terms()
             if forward:
@@ -115,7 +114,6 @@ class PipelinedStep(StageSlots):
         forward = slot is StageAction.FORWARD
         carries = (forward, forward, not forward, not forward, forward)
         before = now.taken(carries)
-        assert rows.block is not None
         runs = new.number(rows.block) < works
         with new.branch(runs, Fraction(works, len(rows.ticks))) as block:
             inside = [new.body_input(block, x) for x in before]

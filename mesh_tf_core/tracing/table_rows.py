@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mesh_tf_core.ir.blocks import ARRIVING, MICROBATCH, TICK, Block
+from mesh_tf_core.ir.blocks import ARRIVING, MICROBATCH, Block
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.schedules import KINDS, PipelineSchedule
 from mesh_tf_core.ir.stage_orders import IDLE, StageAction
@@ -52,11 +52,7 @@ class TableRows:
     schedule: PipelineSchedule
     stage: Dim
     ticks: range
-    block: Block | None = None
-
-    @property
-    def dim(self) -> Dim:
-        return Dim(TICK, len(self.ticks))
+    block: Block
 
     def at(self, slot: StageAction, stages: Block) -> SlotWork:
         """The action, in a slot, of the stage whose part of the tick is being built."""
@@ -72,7 +68,7 @@ class TableRows:
         """This tick's number of a stage in a column of `ScheduleColumn`."""
         with self.new.at_root():
             column = self.new.apply(
-                ScheduleColumn(self.schedule, slot, name, self.dim, self.stage, self.ticks.start)
+                ScheduleColumn(self.schedule, slot, name, self.block.dim, self.stage, self.ticks.start)
             )
         return self.new.slice_into(stages, self._part(column))
 
@@ -118,12 +114,11 @@ class TableRows:
 
     def _part(self, column: Tensor) -> Tensor:
         """This tick's part, in the block of the loop over ticks, whatever is being built inside of it."""
-        assert self.block is not None
         return self.new.slice_into(self.block, column)
 
     def microbatch(self, slot: StageAction, end: bool, stream: int, places: int = 0) -> Tensor:
         """This tick's number of `Passing`."""
-        op = Passing(self.schedule, slot, end, self.dim, self.ticks.start, places, stream)
+        op = Passing(self.schedule, slot, end, self.block.dim, self.ticks.start, places, stream)
         with self.new.at_root():
             column = self.new.apply(op)
         return self._part(column)

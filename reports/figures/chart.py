@@ -78,7 +78,7 @@ class Chart:
     """One figure. Call it with a plan (a dict of a plan file, or a read one) for a matplotlib Figure.
 
     Attributes:
-      name: of its file.
+      name: of its file, and of the function that draws it.
       title: the question of the figure.
       draw: (plan, title above the drawing) → Figure.
       find: the finding about this plan, in one sentence.
@@ -91,7 +91,7 @@ class Chart:
     draw: Callable[[PlanFile, str], Figure]
     find: Callable[[PlanFile], str]
     tell: Callable[[PlanFile], str]
-    missing: Callable[[PlanFile], str] = lambda plan: ""
+    missing: Callable[[PlanFile], str]
 
     def __call__(self, plan: PlanLike, titled: bool = True) -> Figure:
         """The figure, 400 points wide; `titled` writes its finding above it.
@@ -106,3 +106,13 @@ class Chart:
             )
         with settings():
             return self.draw(found, self.find(found) if titled else "")
+
+
+def chart(
+    title: str,
+    find: Callable[[PlanFile], str],
+    tell: Callable[[PlanFile], str],
+    missing: Callable[[PlanFile], str] = lambda plan: "",
+) -> Callable[[Callable[[PlanFile, str], Figure]], Chart]:
+    """The figure that a function draws; arguments as of `Chart`."""
+    return lambda draw: Chart(draw.__name__, title, draw, find, tell, missing)

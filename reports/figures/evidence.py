@@ -24,7 +24,7 @@ from layoutopt.plan.units import (
     shorten,
     signed_percent,
 )
-from reports.figures.chart import Chart, log_steps, padded
+from reports.figures.chart import chart, log_steps, padded
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, dots, label, ticks
 from reports.theme import LIGHT
 
@@ -44,33 +44,6 @@ SQUARE = 316.0
 BAND = 0.2
 PANEL = 128.0
 MOST_PANELS = 6
-
-
-def _draw_predicted_measured(plan: PlanFile, title: str = "") -> Figure:
-    """One dot per layout on two equal logarithmic scales; on the line the prediction is exact."""
-    rows = (plan.details.validation or Validation()).timed
-    sheet = FigureSheet(SQUARE + 74, title)
-    sheet.text(MARGIN, 11, "predicted step time", "muted", SMALL)
-    ax = sheet.axes(60, 24, SQUARE, SQUARE)
-    low, high = padded([v for r in rows for v in (r.predicted_seconds, r.measured_seconds)])
-    shown = log_steps(low, high)
-    ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
-    names = [rounded(seconds_text(v)) for v in shown]
-    ticks(ax, "x", shown, names)
-    ticks(ax, "y", shown, names)
-    ends = [low, high]
-    ax.fill_between(
-        ends, [v * (1 - BAND) for v in ends], [v * (1 + BAND) for v in ends], color=LIGHT["grid"], linewidth=0
-    )
-    ax.plot(ends, ends, color=LIGHT["muted"], linewidth=1)
-    places = [(r.measured_seconds, r.predicted_seconds) for r in rows]
-    marks = dots(ax, places, "compute", 5.5, alpha=0.85)
-    sheet.tip(marks, *(_said(r, shorten(r.layout, 80)) for r in rows))
-    _mark_chosen(ax, plan, rows)
-    sheet.rect(230, 2, 10, 10, "grid")
-    sheet.text(245, 11, f"within {percent(BAND)} of measured", "muted", SMALL)
-    sheet.text(60 + SQUARE, SQUARE + 64, "measured step time", "muted", SMALL, "right")
-    return sheet.figure
 
 
 def _said(row: MeasuredLayout, layout: str) -> str:
@@ -112,22 +85,6 @@ def _find_predicted_measured(plan: PlanFile) -> str:
 def _tell_predicted_measured(plan: PlanFile) -> str:
     rows = (plan.details.validation or Validation()).timed
     return f"{_find_predicted_measured(plan)}. {'; '.join(_said(r, r.layout) for r in rows[:24])}."
-
-
-def _draw_calibration(plan: PlanFile, title: str = "") -> Figure:
-    """A panel per kind of measurement: the fit's error at every size."""
-    groups = _groups(plan)
-    sheet = FigureSheet((PANEL + 16) * len(groups), title)
-    for position, (what, samples) in enumerate(groups):
-        top = (PANEL + 16) * position
-        sheet.text(MARGIN, top + 13, shorten(what, 40), bold=True, size=SMALL)
-        error = f"median error {percent(typical(samples) or 0.0)}"
-        sheet.text(WIDTH - MARGIN, top + 13, error, "muted", SMALL, "right")
-        marks = _residuals(sheet.axes(58, top + 24, WIDTH - 78, PANEL - 48), samples)
-        sheet.tip(
-            marks, *(f"{seconds_text(s.measured_seconds)}: {signed_percent(s.residual)}" for s in samples)
-        )
-    return sheet.figure
 
 
 def _groups(plan: PlanFile) -> list[tuple[str, list[Sample]]]:
@@ -186,19 +143,56 @@ def _tell_calibration(plan: PlanFile) -> str:
     return f"{_find_calibration(plan)}. {'; '.join(told)}."
 
 
-predicted_measured = Chart(
-    "predicted_measured",
+@chart(
     "Predicted against measured",
-    _draw_predicted_measured,
     _find_predicted_measured,
     _tell_predicted_measured,
     lambda plan: "" if plan.details.validation and plan.details.validation.timed else VALIDATE,
 )
-calibration = Chart(
-    "calibration",
+def predicted_measured(plan: PlanFile, title: str = "") -> Figure:
+    """One dot per layout on two equal logarithmic scales; on the line the prediction is exact."""
+    rows = (plan.details.validation or Validation()).timed
+    sheet = FigureSheet(SQUARE + 74, title)
+    sheet.text(MARGIN, 11, "predicted step time", "muted", SMALL)
+    ax = sheet.axes(60, 24, SQUARE, SQUARE)
+    low, high = padded([v for r in rows for v in (r.predicted_seconds, r.measured_seconds)])
+    shown = log_steps(low, high)
+    ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+    names = [rounded(seconds_text(v)) for v in shown]
+    ticks(ax, "x", shown, names)
+    ticks(ax, "y", shown, names)
+    ends = [low, high]
+    ax.fill_between(
+        ends, [v * (1 - BAND) for v in ends], [v * (1 + BAND) for v in ends], color=LIGHT["grid"], linewidth=0
+    )
+    ax.plot(ends, ends, color=LIGHT["muted"], linewidth=1)
+    places = [(r.measured_seconds, r.predicted_seconds) for r in rows]
+    marks = dots(ax, places, "compute", 5.5, alpha=0.85)
+    sheet.tip(marks, *(_said(r, shorten(r.layout, 80)) for r in rows))
+    _mark_chosen(ax, plan, rows)
+    sheet.rect(230, 2, 10, 10, "grid")
+    sheet.text(245, 11, f"within {percent(BAND)} of measured", "muted", SMALL)
+    sheet.text(60 + SQUARE, SQUARE + 64, "measured step time", "muted", SMALL, "right")
+    return sheet.figure
+
+
+@chart(
     "Calibration",
-    _draw_calibration,
     _find_calibration,
     _tell_calibration,
     lambda plan: "" if plan.details.calibration and plan.details.calibration.samples else CALIBRATE,
 )
+def calibration(plan: PlanFile, title: str = "") -> Figure:
+    """A panel per kind of measurement: the fit's error at every size."""
+    groups = _groups(plan)
+    sheet = FigureSheet((PANEL + 16) * len(groups), title)
+    for position, (what, samples) in enumerate(groups):
+        top = (PANEL + 16) * position
+        sheet.text(MARGIN, top + 13, shorten(what, 40), bold=True, size=SMALL)
+        error = f"median error {percent(typical(samples) or 0.0)}"
+        sheet.text(WIDTH - MARGIN, top + 13, error, "muted", SMALL, "right")
+        marks = _residuals(sheet.axes(58, top + 24, WIDTH - 78, PANEL - 48), samples)
+        sheet.tip(
+            marks, *(f"{seconds_text(s.measured_seconds)}: {signed_percent(s.residual)}" for s in samples)
+        )
+    return sheet.figure

@@ -9,7 +9,7 @@ from layoutopt.plan.details import MemoryTimeline
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import bytes_text, percent, rounded, seconds_text, shorten, some, times_text
 from reports.figures.bars import Bar, Bars, BarSegment, cut_scale
-from reports.figures.chart import SEARCH, Chart, byte_steps, round_steps
+from reports.figures.chart import SEARCH, byte_steps, chart, round_steps
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, dots, label, text_width, ticks
 from reports.theme import LIGHT
 from reports.views.choices import Ranked, ranked
@@ -24,19 +24,6 @@ MOST_HOLDINGS = 5
 TOLD = 100
 """Number of points of the timeline that show their values under the pointer."""
 PLOT = 190.0
-
-
-def _draw_memory_by_layout(plan: PlanFile, title: str = "") -> Figure:
-    """One bar per layout, its peak memory on a device, against the limit."""
-    rows = ranked(plan)[:MOST_LAYOUTS]
-    limit = plan.memory_limit
-    peaks = [r.choice.predicted.peak_memory_bytes for r in rows if r.choice.predicted]
-    high = cut_scale(peaks, plan.predicted.peak_memory_bytes)
-    if limit and limit < 8 * high:
-        high = min(max(high, limit * 1.02), max(limit * 1.6, plan.predicted.peak_memory_bytes))
-    beyond = ", beyond the scale" if limit and limit > high else ""
-    shown = (limit, f"limit {bytes_text(limit)}{beyond}") if limit else None
-    return Bars([_memory_bar(r, limit) for r in rows], high or 1.0, shown).draw(title).figure
 
 
 def _memory_bar(row: Ranked, limit: float | None) -> Bar:
@@ -83,18 +70,6 @@ def _tell_memory_by_layout(plan: PlanFile) -> str:
     ]
     limit = f" Limit {bytes_text(plan.memory_limit)}." if plan.memory_limit else ""
     return f"Peak memory on one device by layout. {'; '.join(told)}.{limit}"
-
-
-def _draw_memory_timeline(plan: PlanFile, title: str = "") -> Figure:
-    """Bytes held while the program runs, the variables at the bottom, and the tensors at the peak."""
-    found = plan.details.memory or MemoryTimeline()
-    holdings = holdings_at_peak(found)[:MOST_HOLDINGS]
-    room = 80 if total_seconds(found) else 66
-    sheet = FigureSheet(PLOT + room + (26 + 31 * len(holdings) if holdings else 0), title)
-    _timeline(sheet, found, plan.memory_limit)
-    if holdings:
-        _holdings(sheet, found, PLOT + room + 16)
-    return sheet.figure
 
 
 def _timeline(sheet: FigureSheet, found: MemoryTimeline, limit: float | None) -> None:
@@ -207,18 +182,33 @@ def _tell_memory_timeline(plan: PlanFile) -> str:
     )
 
 
-memory_by_layout = Chart(
-    "memory_by_layout",
-    "Memory by layout",
-    _draw_memory_by_layout,
-    _find_memory_by_layout,
-    _tell_memory_by_layout,
-)
-memory_timeline = Chart(
-    "memory_timeline",
+@chart("Memory by layout", _find_memory_by_layout, _tell_memory_by_layout)
+def memory_by_layout(plan: PlanFile, title: str = "") -> Figure:
+    """One bar per layout, its peak memory on a device, against the limit."""
+    rows = ranked(plan)[:MOST_LAYOUTS]
+    limit = plan.memory_limit
+    peaks = [r.choice.predicted.peak_memory_bytes for r in rows if r.choice.predicted]
+    high = cut_scale(peaks, plan.predicted.peak_memory_bytes)
+    if limit and limit < 8 * high:
+        high = min(max(high, limit * 1.02), max(limit * 1.6, plan.predicted.peak_memory_bytes))
+    beyond = ", beyond the scale" if limit and limit > high else ""
+    shown = (limit, f"limit {bytes_text(limit)}{beyond}") if limit else None
+    return Bars([_memory_bar(r, limit) for r in rows], high or 1.0, shown).draw(title).figure
+
+
+@chart(
     "Memory during the step",
-    _draw_memory_timeline,
     _find_memory_timeline,
     _tell_memory_timeline,
     lambda plan: "" if plan.details.memory and plan.details.memory.points else SEARCH,
 )
+def memory_timeline(plan: PlanFile, title: str = "") -> Figure:
+    """Bytes held while the program runs, the variables at the bottom, and the tensors at the peak."""
+    found = plan.details.memory or MemoryTimeline()
+    holdings = holdings_at_peak(found)[:MOST_HOLDINGS]
+    room = 80 if total_seconds(found) else 66
+    sheet = FigureSheet(PLOT + room + (26 + 31 * len(holdings) if holdings else 0), title)
+    _timeline(sheet, found, plan.memory_limit)
+    if holdings:
+        _holdings(sheet, found, PLOT + room + 16)
+    return sheet.figure

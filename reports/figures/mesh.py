@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import bytes_text, plural, shorten, some
-from reports.figures.chart import Chart
+from reports.figures.chart import chart
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, text_width
 from reports.plan import dims_on, lies_on
 from reports.theme import axis_token
@@ -65,22 +65,6 @@ def _shown(sizes: Sequence[tuple[str, int]], turns: Sequence[bool]) -> dict[str,
                 break
             shown[longest] = max(2, shown[longest] * 2 // 3)
     return shown
-
-
-def _draw_mesh(plan: PlanFile, title: str = "") -> Figure:
-    """Devices as squares; those that the first device talks to along an axis have the axis's colour."""
-    axes = _arrange(plan)
-    across = sum((a.shown - 1) * a.step for a in axes if not a.down) + 1
-    down = sum((a.shown - 1) * a.step for a in axes if a.down) + 1
-    left = 18.0 if any(a.down for a in axes) else MARGIN
-    top = 12.0
-    cell = min(30.0, (WIDTH - left - 30) / across, 300.0 / down)
-    height = top + down * cell + 14
-    sheet = FigureSheet(height + 40 * len(axes) + 8, title)
-    _devices(sheet, axes, left, top, cell)
-    for position, axis in enumerate(axes):
-        _legend(sheet, plan, axis, height + 40 * position)
-    return sheet.figure
 
 
 def _devices(sheet: FigureSheet, axes: Sequence[_Axis], left: float, top: float, cell: float) -> None:
@@ -168,4 +152,18 @@ def _tell_mesh(plan: PlanFile) -> str:
     return f"A mesh of {plural(plan.devices, 'device')}: {'; '.join(axes) or 'no axes'}."
 
 
-mesh = Chart("mesh", "The mesh", _draw_mesh, _find_mesh, _tell_mesh)
+@chart("The mesh", _find_mesh, _tell_mesh)
+def mesh(plan: PlanFile, title: str = "") -> Figure:
+    """Devices as squares; those that the first device talks to along an axis have the axis's colour."""
+    axes = _arrange(plan)
+    across = sum((a.shown - 1) * a.step for a in axes if not a.down) + 1
+    down = sum((a.shown - 1) * a.step for a in axes if a.down) + 1
+    left = 18.0 if any(a.down for a in axes) else MARGIN
+    top = 12.0
+    cell = min(30.0, (WIDTH - left - 30) / across, 300.0 / down)
+    height = top + down * cell + 14
+    sheet = FigureSheet(height + 40 * len(axes) + 8, title)
+    _devices(sheet, axes, left, top, cell)
+    for position, axis in enumerate(axes):
+        _legend(sheet, plan, axis, height + 40 * position)
+    return sheet.figure

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import bytes_text, percent, plural, shorten
-from reports.figures.chart import SEARCH, Chart
+from reports.figures.chart import SEARCH, chart
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, text_width
 from reports.theme import axis_token
 from reports.views.dims import dimension_rows
@@ -19,7 +19,60 @@ MOST_DIMS = 24
 MOST_VARIABLES = 10
 
 
-def _draw_matrix(plan: PlanFile, title: str = "") -> Figure:
+def _find_matrix(plan: PlanFile) -> str:
+    """The number of dimensions that are split."""
+    rows = dimension_rows(plan)
+    split = [r for r in rows if r.axes]
+    whole = len(rows) - len(split)
+    axes = "1 axis" if len(plan.mesh) == 1 else f"{len(plan.mesh)} axes"
+    text = f"{plural(len(split), 'dimension')} split over {axes}"
+    return f"{text}, {whole:,} not split" if plan.details.dims else text
+
+
+def _tell_matrix(plan: PlanFile) -> str:
+    rows = dimension_rows(plan)
+    split = [f"{r.name} over {' and '.join(r.axes)}" for r in rows if r.axes][:40]
+    return (
+        "Dimensions and the mesh axes that they are split over: "
+        f"{'; '.join(split) or 'no dimension is split'}."
+    )
+
+
+def _piece(sheet: FigureSheet, variable: VariableGroup, plan: PlanFile, x: float, y: float) -> None:
+    width, height = 60.0, 34.0
+    across, down = piece_shares(variable, plan)
+    sheet.rect(x, y, width, height, "grid")
+    sheet.rect(x, y, max(width * across, 2.5), max(height * down, 2.5), "variables")
+    sheet.frame(x, y, width, height, "rule")
+
+
+def _find_pieces(plan: PlanFile) -> str:
+    """The fraction of all variables that a device holds."""
+    whole, local = totals(plan)
+    if not whole:
+        return "The plan has no variables"
+    return (
+        f"A device stores {bytes_text(local)} of the {bytes_text(whole)} of variables "
+        f"({percent(local / whole)})"
+    )
+
+
+def _tell_pieces(plan: PlanFile) -> str:
+    told = [
+        f"{v.name}{f' (× {v.alike})' if v.alike > 1 else ''}, {shape_text(v)}, {split_text(v)}: "
+        f"{bytes_text(v.local_bytes)} of {bytes_text(v.bytes)}"
+        for v in grouped(plan)[:MOST_VARIABLES]
+    ]
+    return f"The shard of each variable on one device. {'; '.join(told)}."
+
+
+@chart(
+    "Dimensions and axes",
+    _find_matrix,
+    _tell_matrix,
+    lambda plan: "" if plan.layout or plan.details.dims else SEARCH,
+)
+def matrix(plan: PlanFile, title: str = "") -> Figure:
     """Rows are dimensions, columns mesh axes; a filled cell is a split; the right column is the size on a
     device."""
     rows = dimension_rows(plan)[:MOST_DIMS]
@@ -51,26 +104,13 @@ def _draw_matrix(plan: PlanFile, title: str = "") -> Figure:
     return sheet.figure
 
 
-def _find_matrix(plan: PlanFile) -> str:
-    """The number of dimensions that are split."""
-    rows = dimension_rows(plan)
-    split = [r for r in rows if r.axes]
-    whole = len(rows) - len(split)
-    axes = "1 axis" if len(plan.mesh) == 1 else f"{len(plan.mesh)} axes"
-    text = f"{plural(len(split), 'dimension')} split over {axes}"
-    return f"{text}, {whole:,} not split" if plan.details.dims else text
-
-
-def _tell_matrix(plan: PlanFile) -> str:
-    rows = dimension_rows(plan)
-    split = [f"{r.name} over {' and '.join(r.axes)}" for r in rows if r.axes][:40]
-    return (
-        "Dimensions and the mesh axes that they are split over: "
-        f"{'; '.join(split) or 'no dimension is split'}."
-    )
-
-
-def _draw_pieces(plan: PlanFile, title: str = "") -> Figure:
+@chart(
+    "Shards of the variables",
+    _find_pieces,
+    _tell_pieces,
+    lambda plan: "" if plan.details.variables else SEARCH,
+)
+def pieces(plan: PlanFile, title: str = "") -> Figure:
     """A box for each variable; its filled corner is the part that one device holds."""
     rows = grouped(plan)[:MOST_VARIABLES]
     sheet = FigureSheet(46 * len(rows) + 2, title)
@@ -86,49 +126,3 @@ def _draw_pieces(plan: PlanFile, title: str = "") -> Figure:
         sheet.text(WIDTH - MARGIN, y + 17, value, size=SMALL, align="right")
         sheet.text(74, y + 33, shorten(f"{shape_text(variable)}: {split_text(variable)}", 49), "muted", 10.5)
     return sheet.figure
-
-
-def _piece(sheet: FigureSheet, variable: VariableGroup, plan: PlanFile, x: float, y: float) -> None:
-    width, height = 60.0, 34.0
-    across, down = piece_shares(variable, plan)
-    sheet.rect(x, y, width, height, "grid")
-    sheet.rect(x, y, max(width * across, 2.5), max(height * down, 2.5), "variables")
-    sheet.frame(x, y, width, height, "rule")
-
-
-def _find_pieces(plan: PlanFile) -> str:
-    """The fraction of all variables that a device holds."""
-    whole, local = totals(plan)
-    if not whole:
-        return "The plan has no variables"
-    return (
-        f"A device stores {bytes_text(local)} of the {bytes_text(whole)} of variables "
-        f"({percent(local / whole)})"
-    )
-
-
-def _tell_pieces(plan: PlanFile) -> str:
-    told = [
-        f"{v.name}{f' (× {v.alike})' if v.alike > 1 else ''}, {shape_text(v)}, {split_text(v)}: "
-        f"{bytes_text(v.local_bytes)} of {bytes_text(v.bytes)}"
-        for v in grouped(plan)[:MOST_VARIABLES]
-    ]
-    return f"The shard of each variable on one device. {'; '.join(told)}."
-
-
-matrix = Chart(
-    "matrix",
-    "Dimensions and axes",
-    _draw_matrix,
-    _find_matrix,
-    _tell_matrix,
-    lambda plan: "" if plan.layout or plan.details.dims else SEARCH,
-)
-pieces = Chart(
-    "pieces",
-    "Shards of the variables",
-    _draw_pieces,
-    _find_pieces,
-    _tell_pieces,
-    lambda plan: "" if plan.details.variables else SEARCH,
-)

@@ -10,7 +10,7 @@ from layoutopt.plan.details import TimeShares
 from layoutopt.plan.schema import PlanFile, Predicted
 from layoutopt.plan.units import percent, plural, seconds_text, shorten, step_change, times_text
 from reports.figures.bars import Bar, Bars, BarSegment, cut_scale
-from reports.figures.chart import SEARCH, Chart
+from reports.figures.chart import SEARCH, chart
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet
 from reports.views.choices import Ranked, best_alternative, ranked
 from reports.views.work import collective_name, is_collective, shares, work
@@ -31,15 +31,6 @@ KEY = (
 UNFIT = "does not fit"
 FIT = {True: "", False: UNFIT, None: "undecided"}
 """The words for `feasible`."""
-
-
-def _draw_step_time(plan: PlanFile, title: str = "") -> Figure:
-    """One bar per layout: compute, the compute that hides communication, and exposed communication add up."""
-    rows = ranked(plan)[:MOST_LAYOUTS]
-    possible = [r.choice.predicted.step_seconds for r in rows if r.choice.predicted and r.choice.feasible]
-    high = cut_scale(possible, plan.predicted.step_seconds)
-    bars = [_time_bar(r) for r in rows]
-    return Bars(bars, high, key=key_of(bars)).draw(title).figure
 
 
 def key_of(bars: Sequence[Bar]) -> list[tuple[str, str]]:
@@ -115,44 +106,6 @@ def _kinds(plan: PlanFile) -> list[str]:
     return sorted(names, key=lambda k: (-first.get(k, 0.0), -max(s.kinds.get(k, 0.0) for s in found), k))
 
 
-def _draw_time_by_kind(plan: PlanFile, title: str = "") -> Figure:
-    """A table of bars: a row per kind of work, a column per layout, one scale."""
-    columns = _columns(plan)
-    kinds = _kinds(plan)[:MOST_KINDS]
-    high = (
-        max(
-            (s.kinds.get(k, 0.0) for name, s in columns if name not in unfit(plan) for k in kinds),
-            default=0.0,
-        )
-        or 1.0
-    )
-    left = 112.0
-    width = (WIDTH - left - MARGIN) / max(len(columns), 1)
-    row = 34.0
-    sheet = FigureSheet(38 + row * len(kinds), title)
-    for c, (name, _) in enumerate(columns):
-        _header(sheet, left + c * width, width, "this plan" if name == "answer" else name, bold=c == 0)
-    for k, kind in enumerate(kinds):
-        y = 38 + row * k
-        words = collective_name(kind) if is_collective(kind) else kind
-        sheet.text(MARGIN, y + 23, shorten(words, 16), size=SMALL)
-        for c, (name, share) in enumerate(columns):
-            value = share.kinds.get(kind, 0.0)
-            x = left + c * width
-            sheet.text(x + 3, y + 12, seconds_text(value) if value else "–", "muted", 10.5)
-            if value:
-                token = "exposed" if is_collective(kind) else "compute"
-                length = max((width - 12) * min(value / high, 1.0), 0.75)
-                hatch = "////" if name in unfit(plan) else ""
-                sheet.rect(x, y + 16, length, 9, token, hatch, f"{words}: {seconds_text(value)}")
-                if value > high:
-                    sheet.text(x + length + 1, y + 24, "›", "muted", SMALL, bold=True)
-    for c in range(len(columns)):
-        x = left + c * width - 0.5
-        sheet.line([(x, 40), (x, 36 + row * len(kinds))], "rule")
-    return sheet.figure
-
-
 def _columns(plan: PlanFile) -> list[tuple[str, TimeShares]]:
     """The layouts to compare: the answer, those that fit, then the others."""
     order = {r.choice.name: i for i, r in enumerate(ranked(plan))}
@@ -202,33 +155,6 @@ def _tell_time_by_kind(plan: PlanFile) -> str:
     return f"Time by kind of work for {plural(len(told), 'layout')}. " + "; ".join(told) + "."
 
 
-step_time = Chart("step_time", "Step time by layout", _draw_step_time, _find_step_time, _tell_step_time)
-time_by_kind = Chart(
-    "time_by_kind",
-    "Time by kind of work",
-    _draw_time_by_kind,
-    _find_time_by_kind,
-    _tell_time_by_kind,
-    lambda plan: "" if any(s.kinds for s in shares(plan).values()) else SEARCH,
-)
-
-
-def _draw_operations(plan: PlanFile, title: str = "") -> Figure:
-    """One bar per operation and phase: computation and the communication that the step waits for."""
-    rows = work(plan)[:MOST_OPERATIONS]
-    high = max((w.seconds for w in rows), default=1.0) or 1.0
-    bars = [
-        Bar(
-            name=one.name,
-            value=seconds_text(one.seconds),
-            parts=(BarSegment(one.compute, "compute"), BarSegment(one.exposed, "exposed")),
-            note=shorten(one.phase, 10),
-        )
-        for one in rows
-    ]
-    return Bars(bars, high, key=key_of(bars)).draw(title).figure
-
-
 def _find_operations(plan: PlanFile) -> str:
     """The concentration of the time on few operations."""
     rows = work(plan)
@@ -250,11 +176,77 @@ def _tell_operations(plan: PlanFile) -> str:
     return f"Slowest operations. {'; '.join(told)}."
 
 
-operations = Chart(
-    "operations",
+@chart("Step time by layout", _find_step_time, _tell_step_time)
+def step_time(plan: PlanFile, title: str = "") -> Figure:
+    """One bar per layout: compute, the compute that hides communication, and exposed communication add up."""
+    rows = ranked(plan)[:MOST_LAYOUTS]
+    possible = [r.choice.predicted.step_seconds for r in rows if r.choice.predicted and r.choice.feasible]
+    high = cut_scale(possible, plan.predicted.step_seconds)
+    bars = [_time_bar(r) for r in rows]
+    return Bars(bars, high, key=key_of(bars)).draw(title).figure
+
+
+@chart(
+    "Time by kind of work",
+    _find_time_by_kind,
+    _tell_time_by_kind,
+    lambda plan: "" if any(s.kinds for s in shares(plan).values()) else SEARCH,
+)
+def time_by_kind(plan: PlanFile, title: str = "") -> Figure:
+    """A table of bars: a row per kind of work, a column per layout, one scale."""
+    columns = _columns(plan)
+    kinds = _kinds(plan)[:MOST_KINDS]
+    high = (
+        max(
+            (s.kinds.get(k, 0.0) for name, s in columns if name not in unfit(plan) for k in kinds),
+            default=0.0,
+        )
+        or 1.0
+    )
+    left = 112.0
+    width = (WIDTH - left - MARGIN) / max(len(columns), 1)
+    row = 34.0
+    sheet = FigureSheet(38 + row * len(kinds), title)
+    for c, (name, _) in enumerate(columns):
+        _header(sheet, left + c * width, width, "this plan" if name == "answer" else name, bold=c == 0)
+    for k, kind in enumerate(kinds):
+        y = 38 + row * k
+        words = collective_name(kind) if is_collective(kind) else kind
+        sheet.text(MARGIN, y + 23, shorten(words, 16), size=SMALL)
+        for c, (name, share) in enumerate(columns):
+            value = share.kinds.get(kind, 0.0)
+            x = left + c * width
+            sheet.text(x + 3, y + 12, seconds_text(value) if value else "–", "muted", 10.5)
+            if value:
+                token = "exposed" if is_collective(kind) else "compute"
+                length = max((width - 12) * min(value / high, 1.0), 0.75)
+                hatch = "////" if name in unfit(plan) else ""
+                sheet.rect(x, y + 16, length, 9, token, hatch, f"{words}: {seconds_text(value)}")
+                if value > high:
+                    sheet.text(x + length + 1, y + 24, "›", "muted", SMALL, bold=True)
+    for c in range(len(columns)):
+        x = left + c * width - 0.5
+        sheet.line([(x, 40), (x, 36 + row * len(kinds))], "rule")
+    return sheet.figure
+
+
+@chart(
     "Slowest operations",
-    _draw_operations,
     _find_operations,
     _tell_operations,
     lambda plan: "" if plan.details.lines else SEARCH,
 )
+def operations(plan: PlanFile, title: str = "") -> Figure:
+    """One bar per operation and phase: computation and the communication that the step waits for."""
+    rows = work(plan)[:MOST_OPERATIONS]
+    high = max((w.seconds for w in rows), default=1.0) or 1.0
+    bars = [
+        Bar(
+            name=one.name,
+            value=seconds_text(one.seconds),
+            parts=(BarSegment(one.compute, "compute"), BarSegment(one.exposed, "exposed")),
+            note=shorten(one.phase, 10),
+        )
+        for one in rows
+    ]
+    return Bars(bars, high, key=key_of(bars)).draw(title).figure

@@ -17,7 +17,7 @@ from layoutopt.plan.units import (
     signed_percent,
     times_text,
 )
-from reports.figures.chart import Chart, byte_steps, log_steps, padded, round_steps
+from reports.figures.chart import byte_steps, chart, log_steps, padded, round_steps
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, dots, label, ticks
 from reports.theme import LIGHT
 from reports.views import choices
@@ -34,35 +34,6 @@ COMPARE = (
 )
 PLOT = 210.0
 PANEL = 152.0
-
-
-def _draw_frontier(plan: PlanFile, title: str = "") -> Figure:
-    """Step time against peak memory; the line joins the layouts that no other beats in both."""
-    points = choices.frontier(plan)
-    sheet = FigureSheet(PLOT + 74, title)
-    sheet.text(MARGIN, 11, "step time", "muted", SMALL)
-    ax = sheet.axes(58, 24, WIDTH - 70, PLOT)
-    limit = plan.memory_limit
-    places = [(p.predicted.peak_memory_bytes, p.predicted.step_seconds) for p in points]
-    peaks, steps_ = zip(*places, strict=True)
-    right: float = max(peaks)
-    if limit and limit < 1.6 * right:
-        right = max(right, limit)
-    _range(ax, right * 1.08, max(steps_) * 1.12)
-    ax.plot(peaks, steps_, color=LIGHT["compute"], linewidth=1.75, drawstyle="steps-post", clip_on=False)
-    marks = dots(ax, places, "compute", 5)
-    sheet.tip(marks, *(f"{seconds_text(s)} with {bytes_text(m)}" for m, s in places), near=True)
-    for i, point in enumerate(points):
-        if point.is_answer:
-            dots(ax, places[i : i + 1], "ink", 9)
-        elif point.knee:
-            dots(ax, places[i : i + 1], "exposed", 8, "D")
-        _name(ax, point, i, points)
-    if limit and limit <= right:
-        ax.plot([limit, limit], ax.get_ylim(), color=LIGHT["bad"], linewidth=1.75, clip_on=False)
-        label(ax, limit, ax.get_ylim()[1], f"limit {bytes_text(limit)}", "bad", (0, 4), "right")
-    sheet.text(WIDTH - MARGIN, PLOT + 62, "peak memory per device", "muted", SMALL, "right")
-    return sheet.figure
 
 
 def _range(ax: Axes, right: float, top: float) -> None:
@@ -126,20 +97,6 @@ def _tell_frontier(plan: PlanFile) -> str:
             f"{' (knee)' if p.knee else ''}{mark}"
         )
     return f"Peak memory and step time of the Pareto-optimal layouts: {'; '.join(told)}."
-
-
-def _draw_sensitivity(plan: PlanFile, title: str = "") -> Figure:
-    """One panel per factor; a letter where the best layout changes."""
-    found = plan.details.sensitivity
-    sheet = FigureSheet((PANEL + 20) * len(found), title)
-    letters = layout_letters(plan)
-    for position, one in enumerate(found):
-        top = (PANEL + 20) * position
-        factor = FACTORS.get(one.factor, shorten(one.factor, 30))
-        sheet.text(MARGIN, top + 13, f"Step time by {factor}", bold=True, size=SMALL)
-        ax = sheet.axes(58, top + 34, WIDTH - 78, PANEL - 56)
-        _panel(sheet, ax, one, letters)
-    return sheet.figure
 
 
 def _panel(sheet: FigureSheet, ax: Axes, one: FactorCurve, letters: dict[str, str]) -> None:
@@ -221,14 +178,51 @@ def _no_frontier(plan: PlanFile) -> str:
     return "to include this section, run `layoutopt search MODEL --objective pareto --out PLAN.json`"
 
 
-frontier = Chart(
-    "frontier", "Time against memory", _draw_frontier, _find_frontier, _tell_frontier, _no_frontier
-)
-sensitivity = Chart(
-    "sensitivity",
+@chart("Time against memory", _find_frontier, _tell_frontier, _no_frontier)
+def frontier(plan: PlanFile, title: str = "") -> Figure:
+    """Step time against peak memory; the line joins the layouts that no other beats in both."""
+    points = choices.frontier(plan)
+    sheet = FigureSheet(PLOT + 74, title)
+    sheet.text(MARGIN, 11, "step time", "muted", SMALL)
+    ax = sheet.axes(58, 24, WIDTH - 70, PLOT)
+    limit = plan.memory_limit
+    places = [(p.predicted.peak_memory_bytes, p.predicted.step_seconds) for p in points]
+    peaks, steps_ = zip(*places, strict=True)
+    right: float = max(peaks)
+    if limit and limit < 1.6 * right:
+        right = max(right, limit)
+    _range(ax, right * 1.08, max(steps_) * 1.12)
+    ax.plot(peaks, steps_, color=LIGHT["compute"], linewidth=1.75, drawstyle="steps-post", clip_on=False)
+    marks = dots(ax, places, "compute", 5)
+    sheet.tip(marks, *(f"{seconds_text(s)} with {bytes_text(m)}" for m, s in places), near=True)
+    for i, point in enumerate(points):
+        if point.is_answer:
+            dots(ax, places[i : i + 1], "ink", 9)
+        elif point.knee:
+            dots(ax, places[i : i + 1], "exposed", 8, "D")
+        _name(ax, point, i, points)
+    if limit and limit <= right:
+        ax.plot([limit, limit], ax.get_ylim(), color=LIGHT["bad"], linewidth=1.75, clip_on=False)
+        label(ax, limit, ax.get_ylim()[1], f"limit {bytes_text(limit)}", "bad", (0, 4), "right")
+    sheet.text(WIDTH - MARGIN, PLOT + 62, "peak memory per device", "muted", SMALL, "right")
+    return sheet.figure
+
+
+@chart(
     "Sensitivity",
-    _draw_sensitivity,
     _find_sensitivity,
     _tell_sensitivity,
     lambda plan: "" if any(s.trials for s in plan.details.sensitivity) else COMPARE,
 )
+def sensitivity(plan: PlanFile, title: str = "") -> Figure:
+    """One panel per factor; a letter where the best layout changes."""
+    found = plan.details.sensitivity
+    sheet = FigureSheet((PANEL + 20) * len(found), title)
+    letters = layout_letters(plan)
+    for position, one in enumerate(found):
+        top = (PANEL + 20) * position
+        factor = FACTORS.get(one.factor, shorten(one.factor, 30))
+        sheet.text(MARGIN, top + 13, f"Step time by {factor}", bold=True, size=SMALL)
+        ax = sheet.axes(58, top + 34, WIDTH - 78, PANEL - 56)
+        _panel(sheet, ax, one, letters)
+    return sheet.figure

@@ -38,16 +38,14 @@ def test_the_machine_is_shown_with_it(run: Callable[..., Result]) -> None:
     assert "100 GB/s" in done.stdout and "set by the user" in done.stdout
 
 
-@pytest.mark.nightly
-def test_a_plan_priced_on_other_hardware_than_its_own_says_so(
-    result: Callable[..., dict[str, Any]], tmp_path: Path
+@pytest.mark.parametrize("command", ["cost", "lint"])
+def test_a_plan_is_priced_on_its_own_hardware(
+    result: Callable[..., dict[str, Any]], tmp_path: Path, command: str
 ) -> None:
+    """Unless another one is named, as in Python."""
     out = tmp_path / "plan.json"
-    result("search", *SMALL, "--hardware", "a100", "--microbatches", "1", "--out", str(out))
-    asked = ("cost", "examples/mlp.py", "--set", "batch=64", "--layout", str(out))
-    note = (
-        "the plan is for a100, but this prediction is for cpu-local; add --hardware a100 to predict for the "
-        "plan's hardware"
-    )
-    assert note in result(*asked)["notes"]
-    assert note not in result(*asked, "--hardware", "a100").get("notes", [])
+    found = result("search", *SMALL, "--hardware", "a100", "--microbatches", "1", "--out", str(out))
+    asked = (command, "examples/mlp.py", "--set", "batch=64", "--layout", str(out))
+    own = result(*asked)
+    assert (own["hardware"], own["predicted"]) == ("a100", found["predicted"])
+    assert result(*asked, "--hardware", "h100")["hardware"] == "h100"
