@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,12 +71,9 @@ class SensitivityTrial:
         return self.proven or self.given or self.step_seconds <= SETTLED * self.bound
 
 
-@dataclass(frozen=True)
-class SensitivityCurve:
-    """The best as one factor changes: 'bandwidth', 'memory' or 'devices'."""
-
-    factor: str
-    trials: tuple[SensitivityTrial, ...]
+ChangedBy = dict[str, Any]
+Curves = Mapping[str, tuple[SensitivityTrial, ...]]
+"""The best as one factor changes: 'bandwidth', 'memory' or 'devices'."""
 
 
 def sensitivity(
@@ -87,7 +84,7 @@ def sensitivity(
     asked: SearchSpace,
     told: Told = lambda _: None,
     clock: Clock = UNLIMITED,
-) -> list[SensitivityCurve]:
+) -> Curves:
     """The best under half and twice the bandwidth, memory and devices.
 
     The plan's mesh stays, except where the number of devices changes: then its shape is searched too, which
@@ -116,7 +113,7 @@ def sensitivity(
         except (InfeasibleError, LimitError) as error:
             return isinstance(error, InfeasibleError)
 
-    def curve(name: str, unit: float, change: Callable[[float], dict[str, Any]]) -> SensitivityCurve:
+    def curve(name: str, unit: float, change: Callable[[float], ChangedBy]) -> tuple[SensitivityTrial, ...]:
         conditions = [change(times) for times in FACTORS]
         answers = [
             plan if times == 1 else searched(f"{times:g}x the {name}", **condition)
@@ -130,16 +127,15 @@ def sensitivity(
             other = _faster(model, [p for p in one_mesh if p is not answer], *there)
             bound = max(bounds[n:]) if one_mesh else bounds[n]
             trials.append(_best(unit * times, answer, other, bound, given=times == 1))
-        return SensitivityCurve(name, tuple(trials))
+        return tuple(trials)
 
-    curves = [
-        curve("bandwidth", 1.0, lambda times: {"hardware": with_bandwidth(hardware, times)}),
-        curve("memory", limit, lambda times: {"memory": limit * times}),
-    ]
+    curves = {
+        "bandwidth": curve("bandwidth", 1.0, lambda times: {"hardware": with_bandwidth(hardware, times)}),
+        "memory": curve("memory", limit, lambda times: {"memory": limit * times}),
+    }
     if reshaped:
-        axes = max(2, len(plan.mesh.axes))
-        other = {"mesh": None, "max_axes": axes}
-        curves.append(curve("devices", devices, lambda times: {**other, "devices": int(devices * times)}))
+        other: ChangedBy = {"mesh": None, "max_axes": max(2, len(plan.mesh.axes))}
+        curves["devices"] = curve("devices", devices, lambda n: {**other, "devices": int(devices * n)})
     return curves
 
 
@@ -235,9 +231,9 @@ def _alternatives(model: Model, plan: Plan) -> Iterator[tuple[str, Program]]:
             continue
 
 
-def as_details(curves: list[SensitivityCurve]) -> tuple[details.FactorCurve, ...]:
+def as_details(curves: Curves) -> tuple[details.FactorCurve, ...]:
     """The results in the form of a plan's details; conditions without a settled result are marked unknown."""
-    return tuple(details.FactorCurve(factor=c.factor, points=tuple(map(_detail, c.trials))) for c in curves)
+    return tuple(details.FactorCurve(factor=f, points=tuple(map(_detail, t))) for f, t in curves.items())
 
 
 def _detail(t: SensitivityTrial) -> details.Trial:

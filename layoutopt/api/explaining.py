@@ -23,7 +23,7 @@ from layoutopt.analysis.explain import (
 )
 from layoutopt.analysis.keeping import keepings
 from layoutopt.analysis.placed import placed
-from layoutopt.analysis.sensitivity import SensitivityCurve, as_details, robustness, sensitivity
+from layoutopt.analysis.sensitivity import Curves, as_details, robustness, sensitivity
 from layoutopt.api.pricing import PricedLayout, layout_of
 from layoutopt.api.running import model_of
 from layoutopt.optimize.evaluation import Evaluation
@@ -60,14 +60,6 @@ Progress = Callable[[int, int, str], None]
 """on_progress(searches done, number of searches, current condition)."""
 
 
-@dataclass(frozen=True)
-class Conditions:
-    """The best under other conditions, and how robust the answer is."""
-
-    curves: tuple[SensitivityCurve, ...]
-    robust: Robustness
-
-
 @dataclass(frozen=True, repr=False)
 class Explained(Shown):
     """The reasons for a plan's layout.
@@ -83,7 +75,7 @@ class Explained(Shown):
       against: the other layout, if one was given.
       alike: the other layout with the plan's other decisions.
       kept: the step time if recomputed loops keep other values.
-      conditions: sensitivity and robustness, with `sensitivity=True`.
+      curves, robust: the best under other conditions, and how robust the answer is, with `sensitivity=True`.
       proof: the check of the proof, with `check=True`.
     """
 
@@ -93,13 +85,14 @@ class Explained(Shown):
     evaluation: Evaluation = field(repr=False)
     disagreements: tuple[str, ...]
     limit: Worth | None
-    splits: tuple[Worth, ...]
+    splits: tuple[Worth, ...] = ()
     pins: tuple[Worth, ...] = ()
     decisions: tuple[Worth, ...] = ()
     against: Evaluation | None = None
     alike: Evaluation | None = None
     kept: tuple[KeptStep, ...] = ()
-    conditions: Conditions | None = None
+    curves: Curves = field(default_factory=dict)
+    robust: Robustness | None = None
     proof: Certificate | None = None
 
     @property
@@ -132,9 +125,8 @@ class Explained(Shown):
     def details(self) -> dict[str, Any]:
         """Sensitivity, robustness and proof, as fields of a plan's details."""
         found: dict[str, Any] = {}
-        if self.conditions is not None:
-            found["sensitivity"] = as_details(list(self.conditions.curves))
-            found["robustness"] = self.conditions.robust
+        if self.robust is not None:
+            found |= {"sensitivity": as_details(self.curves), "robustness": self.robust}
         return {**found, "proof": self.proof.recorded} if self.proof is not None else found
 
     @property
@@ -281,25 +273,13 @@ def explain(
         answers[kind].append(find(condition, bytes_, pinned, own, feature))
     on_progress(next(done), total, "saved values")
     kept = keepings(model, plan.mesh, plan.layout, plan.options, machine, memory)
-    varied = None
+    varied: dict[str, Any] = {}
     if sensitivity:
         varied = _varied(plan, machine, memory, clock, lambda what: on_progress(next(done), total, what))
-    return Explained(
-        plan,
-        machine,
-        memory,
-        found,
-        tuple(wrong),
-        next(iter(answers["limit"]), None),
-        tuple(answers["splits"]),
-        tuple(answers["pins"]),
-        tuple(answers["decisions"]),
-        other,
-        alike,
-        tuple(kept),
-        varied,
-        proof,
-    )
+    varied |= {kind: tuple(each) for kind, each in answers.items() if kind != "limit"}
+    limit = next(iter(answers["limit"]), None)
+    more = {"against": other, "alike": alike, "kept": tuple(kept), "proof": proof, **varied}
+    return Explained(plan, machine, memory, found, tuple(wrong), limit, **more)
 
 
 def peak_text(memory: MemoryProfile) -> str:
@@ -354,9 +334,9 @@ def _checked(
 
 def _varied(
     plan: Plan, machine: Hardware, limit: float, clock: Clock, told: Callable[[str], None]
-) -> Conditions:
+) -> dict[str, Any]:
     """Searches under every changed condition, and prices the alternatives on varied hardware."""
     model, asked = model_of(plan), compared_with(plan, machine)
     curves = sensitivity(model, plan, machine, limit, asked, told, clock)
     told("uncertain hardware")
-    return Conditions(tuple(curves), robustness(model, plan, machine, clock=clock))
+    return {"curves": curves, "robust": robustness(model, plan, machine, clock=clock)}

@@ -22,6 +22,7 @@ RUN_BY = ("tensorflow", "jax")
 
 def after_search(plan: Plan, out: Path, loaded: Loaded, settings: Sequence[str], machine: Hardware) -> str:
     """Advice on a plan that was written to `out`: commands that work here."""
+    file = shlex.quote(str(out))
     if why := elsewhere(plan, machine):
         named = _model(plan)
         too = (
@@ -29,10 +30,10 @@ def after_search(plan: Plan, out: Path, loaded: Loaded, settings: Sequence[str],
             if named
             else "report and export take the plan too"
         )
-        return f"next: layoutopt explain {_word(out)}{named}; {too} ({why})"
+        return f"next: layoutopt explain {file}{named}; {too} ({why})"
     sets = "".join(f" --set {shlex.quote(each)}" for each in settings)
     what, more = ("train", " --steps 100") if loaded.function("data") else ("measure", "")
-    return f"next: layoutopt {what} {loaded.source}{sets} --layout {_word(out)}{more}"
+    return f"next: layoutopt {what} {loaded.source}{sets} --layout {file}{more}"
 
 
 def elsewhere(plan: Plan, machine: Hardware) -> str:
@@ -67,7 +68,3 @@ def _model(plan: Plan) -> str:
     except UserError:
         return f" --model {shlex.quote(plan.data.details.source)}"
     return ""
-
-
-def _word(path: Path) -> str:
-    return shlex.quote(str(path))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -11,15 +13,14 @@ import typer
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import OUTPUT, Output, path_argument
 
+FOLDER = "examples"
 USUAL = Path("model.py")
 MESH = '--mesh "data:2;model:4"'
 
 
 def complete_example(incomplete: str) -> list[str]:
     """Names of examples, for the shell's completion."""
-    from layoutopt.models import shipped
-
-    return [name for name in shipped.names() if name.startswith(incomplete)]
+    return [name for name in example_names() if name.startswith(incomplete)]
 
 
 @grouped
@@ -44,7 +45,6 @@ def init(
     output: Output = OUTPUT,
 ) -> None:
     """Write a commented model.py to start from, or an example."""
-    from layoutopt.models import shipped
     from layoutopt.plan.results import InitResult
     from mesh_tf_core.errors import UserError
     from mesh_tf_core.files import write_file
@@ -56,7 +56,9 @@ def init(
             raise UserError(f"{str(path)!r} does not end in .py; write for example `layoutopt init model.py`")
         if jax and torch:
             raise UserError("--jax and --torch write different files; remove one of them")
-        starter = read_text(shipped.starter("jax" if jax else "torch" if torch else "mesh_tf"))
+        starter = read_text(
+            example_home() / "starters" / f"{'jax' if jax else 'torch' if torch else 'mesh_tf'}.py"
+        )
         texts = {path: starter.replace("model.py", path.name)}
     else:
         if jax or torch or path != USUAL:
@@ -86,7 +88,48 @@ def _is(file: Path, text: str) -> bool:
 
 def _of_example(name: str) -> dict[Path, str]:
     """Where the files of an example go, the example first, and what is in them."""
-    from layoutopt.models import shipped
     from mesh_tf_core.reading import read_text
 
-    return {Path(shipped.FOLDER, file.name): read_text(file) for file in shipped.files(name)}
+    return {Path(FOLDER, file.name): read_text(file) for file in example_files(name)}
+
+
+@cache
+def example_home() -> Path:
+    """The folder of the examples: in the installed package, or in the checkout beside it. In a folder of this
+    name they run unchanged, and so do the command lines of the documentation."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / FOLDER
+    return installed if installed.is_dir() else package.parent / FOLDER
+
+
+def example_names() -> list[str]:
+    """Files with a function `model`; the others are helpers."""
+    from mesh_tf_core.reading import read_text
+
+    return [file.stem for file in sorted(example_home().glob("*.py")) if "\ndef model(" in read_text(file)]
+
+
+def example_files(name: str) -> list[Path]:
+    """An example and the example files that it imports, the example first.
+
+    Raises:
+      UserError: there is no such example.
+    """
+    from mesh_tf_core.errors import UserError, known_names
+    from mesh_tf_core.reading import read_text
+
+    known = example_names()
+    if name not in known:
+        raise UserError(f"--example {name!r} is not a known example; {known_names(name, known)}")
+    found = [example_home() / f"{name}.py"]
+    for file in found:  # grows
+        for helper in _imports(read_text(file)):
+            path = example_home() / f"{helper}.py"
+            if path.is_file() and path not in found:
+                found.append(path)
+    return [*found, example_home() / "__init__.py"]
+
+
+def _imports(text: str) -> list[str]:
+    modules = [node.module or "" for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+    return [m.removeprefix(f"{FOLDER}.") for m in modules if m.startswith(f"{FOLDER}.")]

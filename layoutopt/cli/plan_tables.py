@@ -45,8 +45,8 @@ from reports.views.view import (
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
-    from layoutopt.analysis.sensitivity import SensitivityCurve, SensitivityTrial
-    from layoutopt.api.explaining import Conditions, Explained
+    from layoutopt.analysis.sensitivity import Curves, SensitivityTrial
+    from layoutopt.api.explaining import Explained
     from layoutopt.optimize.evaluation import Evaluation
     from layoutopt.plan.build import Plan
     from layoutopt.plan.decided import Decided
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from reports.views.view import View
 
 
-def show_conditions(terminal: Terminal, plan: Plan, found: Conditions) -> None:
+def show_conditions(terminal: Terminal, plan: Plan, curves: Curves, robust: Robustness) -> None:
     """Prints the best under other conditions, and how robust the answer is."""
     columns = (
         Column("factor", "factor"),
@@ -67,17 +67,17 @@ def show_conditions(terminal: Terminal, plan: Plan, found: Conditions) -> None:
         Column("layout", "best layout", rank=1),
         Column("proven", "proven", FLAG),
     )
-    rows = [_row(plan, curve, t) for curve in found.curves for t in curve.trials]
+    rows = [_row(plan, factor, t) for factor, trials in curves.items() for t in trials]
     terminal.show("", View("Best layouts under other conditions", columns, rows))
-    terminal.show("", robust_text(found.robust))
+    terminal.show("", robust_text(robust))
 
 
-def _row(plan: Plan, curve: SensitivityCurve, t: SensitivityTrial) -> ViewRow:
+def _row(plan: Plan, factor: str, t: SensitivityTrial) -> ViewRow:
     """A condition, what is best under it, and against the plan; where a search was stopped far from
     that, what it knows."""
     from layoutopt.analysis.sensitivity import answer_of
 
-    about = (curve.factor, Cell(factor_value(curve.factor, t.value), value=t.value))
+    about = (factor, Cell(factor_value(factor, t.value), value=t.value))
     if not t.settled:
         least = seconds_text(t.bound) if t.bound else "unknown"
         most = None if t.step_seconds is None else seconds_text(t.step_seconds)
@@ -245,8 +245,8 @@ def show_explained(terminal: Terminal, planned: Planned, found: Explained) -> No
             terminal.show(f"this layout with the plan's {own.in_short()}: {step} a step, {peak} of memory")
     if (overlap := overlap_table(evaluation)) is not None:
         terminal.show("", overlap)
-    if found.conditions is not None:
-        show_conditions(terminal, found.plan, found.conditions)
+    if found.robust is not None:
+        show_conditions(terminal, found.plan, found.curves, found.robust)
     show_ways(terminal, found.plan)
     if own.space is not None and own.space.not_looked_at:
         left = listed(own.space.not_looked_at)

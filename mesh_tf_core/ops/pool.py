@@ -43,7 +43,7 @@ class WindowPart:
 
 
 Parts = tuple[WindowPart, ...] | None
-Span = tuple[int, int]
+WindowSpan = tuple[int, int]
 
 
 def _taps(geometry: Sequence[Window]) -> list[tuple[int, ...]]:
@@ -89,8 +89,8 @@ class OverWindows(Reduction, abstract=True):
     windows: tuple[Window, ...]
     parts: Parts = None
 
-    def spans(self, window: Window, inside: int, outside: int) -> list[Span]:
-        """What a device with this many inputs and outputs needs of each operand, relative to its shard."""
+    def spans(self, window: Window, inside: int, outside: int) -> list[WindowSpan]:
+        """The elements of each operand that a device with so many inputs and outputs needs, from its shard."""
         raise NotImplementedError
 
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
@@ -147,7 +147,7 @@ class Pool(OverWindows):
         steps = math.prod(v.stride for v in self.windows)
         return local[0].shape.size / steps * math.prod(v.size for v in self.windows)
 
-    def spans(self, window: Window, inside: int, outside: int) -> list[Span]:
+    def spans(self, window: Window, inside: int, outside: int) -> list[WindowSpan]:
         return [window.inputs_of(0, outside)]
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
@@ -199,7 +199,7 @@ class PoolGrad(FirstDerivative, OverWindows):
     def flops(self, *local: TensorType) -> float:
         return 3.0 * local[1].shape.size * math.prod(v.size for v in self.windows)
 
-    def spans(self, window: Window, inside: int, outside: int) -> list[Span]:
+    def spans(self, window: Window, inside: int, outside: int) -> list[WindowSpan]:
         outputs = window.outputs_of(0, inside)
         return [window.inputs_of(*outputs), outputs]
 

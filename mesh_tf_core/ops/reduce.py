@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,9 +100,7 @@ def reduce_sum(x: Tensor, dims: Dim | str | Sequence[Dim | str] | None = None) -
 
 def reduce_mean(x: Tensor, dims: Dim | str | Sequence[Dim | str] | None = None) -> Tensor:
     """Mean over `dims` (None: all): a sum divided by the global number of elements."""
-    count = 1
-    for name in names_of(x, dims):
-        count *= x.shape.dim(name).size
+    count = math.prod(x.shape.dim(name).size for name in names_of(x, dims))
     need_fractions("reduce_mean", x.type)
     return reduce_sum(x, dims) * (1.0 / count)
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
+from layoutopt.cli.init import example_files, example_home, example_names
 from layoutopt.cli.solve_problem import FIRST
 from layoutopt.models.loading import load_model
-from layoutopt.models.shipped import files, home, names
 from layoutopt.runtime.clock import LEAST
 from layoutopt.solver import Problem, Solution, Status, solve
 
@@ -79,7 +79,7 @@ def test_an_example_comes_with_what_it_imports(
     assert (done.exit_code, done.stdout.splitlines()) == (0, written)
     assert 'next: layoutopt search examples/transformer_lm.py --mesh "data:2;model:4"' in done.stderr
     for file in written:
-        assert (tmp_path / file).read_bytes() == (home().parent / file).read_bytes()
+        assert (tmp_path / file).read_bytes() == (example_home().parent / file).read_bytes()
     # Another example needs the same helpers; one that was changed stays as it is.
     assert run("init", "--example", "bert").exit_code == 0
     (tmp_path / "examples/text.py").write_text("mine", encoding="utf-8")
@@ -100,10 +100,10 @@ def test_an_example_that_is_not_there(refused: Callable[..., str]) -> None:
 
 def test_every_example_is_whole() -> None:
     """What an example imports of the folder is among its files."""
-    for name in names():
-        found = [file.name for file in files(name)]
+    for name in example_names():
+        found = [file.name for file in example_files(name)]
         assert found[0] == f"{name}.py" and found[-1] == "__init__.py"
-        text = "".join(file.read_text(encoding="utf-8") for file in files(name))
+        text = "".join(file.read_text(encoding="utf-8") for file in example_files(name))
         assert {f"{word}.py" for word in re.findall(r"from examples\.(\w+) import", text)} <= set(found)
 
 

@@ -11,7 +11,7 @@ from costmodels.hardware import Hardware, load_hardware
 from layoutopt import search
 from layoutopt.analysis.explain import forbidden
 from layoutopt.analysis.sensitivity import (
-    SensitivityCurve,
+    Curves,
     SensitivityTrial,
     as_details,
     robustness,
@@ -41,9 +41,9 @@ def plan(model: mtf.Model, hardware: Hardware) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def curves(model: mtf.Model, plan: Plan, hardware: Hardware) -> dict[str, SensitivityCurve]:
+def curves(model: mtf.Model, plan: Plan, hardware: Hardware) -> Curves:
     limit = 1.1 * plan.predicted.peak_memory_bytes
-    return {c.factor: c for c in sensitivity(model, plan, hardware, limit, ASKED)}
+    return sensitivity(model, plan, hardware, limit, ASKED)
 
 
 def test_all_asks_of_no_pipeline_that_the_plan_has_not(plan: Plan) -> None:
@@ -54,36 +54,34 @@ def test_all_asks_of_no_pipeline_that_the_plan_has_not(plan: Plan) -> None:
     assert "pipeline" in forbidden(staged, asked, ["all"])
 
 
-def test_every_factor_has_its_curve_through_the_plan(curves: dict[str, SensitivityCurve], plan: Plan) -> None:
+def test_every_factor_has_its_curve_through_the_plan(curves: Curves, plan: Plan) -> None:
     assert list(curves) == ["bandwidth", "memory", "devices"]
     for curve in curves.values():
-        assert curve.trials[1].step_seconds == plan.predicted.step_seconds
-    assert [t.value for t in curves["devices"].trials] == [2, 4, 8]
+        assert curve[1].step_seconds == plan.predicted.step_seconds
+    assert [t.value for t in curves["devices"]] == [2, 4, 8]
 
 
-def test_more_bandwidth_or_memory_is_never_slower(curves: dict[str, SensitivityCurve]) -> None:
+def test_more_bandwidth_or_memory_is_never_slower(curves: Curves) -> None:
     for name in ("bandwidth", "memory"):
-        found = [t.step_seconds for t in curves[name].trials if t.step_seconds is not None]
+        found = [t.step_seconds for t in curves[name] if t.step_seconds is not None]
         assert found == sorted(found, reverse=True)
 
 
-def test_half_the_memory_is_proven_too_little_or_slower(
-    curves: dict[str, SensitivityCurve], plan: Plan
-) -> None:
-    least = curves["memory"].trials[0]
+def test_half_the_memory_is_proven_too_little_or_slower(curves: Curves, plan: Plan) -> None:
+    least = curves["memory"][0]
     assert least.proven
     assert least.step_seconds is None or least.step_seconds >= plan.predicted.step_seconds
 
 
 def test_a_trial_is_what_a_search_finds(
-    curves: dict[str, SensitivityCurve], model: mtf.Model, plan: Plan, hardware: Hardware
+    curves: Curves, model: mtf.Model, plan: Plan, hardware: Hardware
 ) -> None:
     found = search(model, devices=8, hardware=hardware, space=ASKED)
-    assert curves["devices"].trials[2].step_seconds == pytest.approx(found.predicted.step_seconds, rel=1e-9)
+    assert curves["devices"][2].step_seconds == pytest.approx(found.predicted.step_seconds, rel=1e-9)
 
 
-def test_details_are_what_reports_read(curves: dict[str, SensitivityCurve]) -> None:
-    (found,) = [c for c in as_details(list(curves.values())) if c.factor == "bandwidth"]
+def test_details_are_what_reports_read(curves: Curves) -> None:
+    (found,) = [c for c in as_details(curves) if c.factor == "bandwidth"]
     assert [p.value for p in found.points] == [0.5, 1.0, 2.0]
     assert all(p.step_seconds and p.layout for p in found.points)
 
@@ -99,15 +97,15 @@ def test_what_one_search_found_and_proved_holds_under_the_conditions_that_it_hol
 ) -> None:
     at_once = Clock(0.0)
     limit = 3.0 * plan.predicted.peak_memory_bytes
-    found = {c.factor: c for c in sensitivity(model, plan, hardware, limit, ASKED, clock=at_once)}
-    less, own, more = found["memory"].trials
+    found = sensitivity(model, plan, hardware, limit, ASKED, clock=at_once)
+    less, own, more = found["memory"]
     assert [t.step_seconds for t in (less, own, more)] == [plan.predicted.step_seconds] * 3
     assert (less.proven, own.proven, more.proven) == (True, True, False)  # its bound says nothing of more
-    slow, _, fast = found["bandwidth"].trials
+    slow, _, fast = found["bandwidth"]
     assert slow.step_seconds and own.step_seconds and fast.step_seconds
     assert slow.step_seconds > own.step_seconds > fast.step_seconds
     assert not slow.proven and slow.bound == plan.solver.bound and fast.bound == 0.0
-    assert [t.step_seconds for t in found["devices"].trials] == [None, own.step_seconds, None]
+    assert [t.step_seconds for t in found["devices"]] == [None, own.step_seconds, None]
 
 
 def test_a_stopped_search_far_from_its_bound_is_no_result() -> None:
@@ -119,7 +117,7 @@ def test_a_stopped_search_far_from_its_bound_is_no_result() -> None:
         and nothing.settled
         and not SensitivityTrial(2.0, None, False).settled
     )
-    (said,) = as_details([SensitivityCurve("memory", (far, near, nothing))])
+    (said,) = as_details({"memory": (far, near, nothing)})
     assert [(p.step_seconds, p.layout, p.proven) for p in said.points] == [
         (None, "", False),
         (1.04, "a:b", False),
