@@ -90,7 +90,7 @@ class OverWindows(Reduction, abstract=True):
     parts: Parts = None
 
     def spans(self, window: Window, inside: int, outside: int) -> list[WindowSpan]:
-        """The elements of each operand that a device with so many inputs and outputs needs, from its shard."""
+        """The elements of each operand that a device with so many inputs and outputs needs."""
         raise NotImplementedError
 
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
