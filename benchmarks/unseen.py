@@ -28,6 +28,7 @@ from costmodels import load_hardware
 from costmodels.pricing.hidden import is_launched
 from costmodels.pricing.items import Item
 from costmodels.pricing.pricer import Pricer
+from layoutopt.plan.machine_details import errors_known
 from mesh_tf_core.errors import UserError
 
 OUT = Path(__file__).parent / "results" / "unseen.json"
@@ -50,7 +51,10 @@ def priced(row: Row) -> dict[str, Any]:
         kept = parts(row)
     except UserError as error:
         return {**found, "why_not": str(error)}
-    prices = Pricer(load_hardware(row.hardware, row.framework), kept.placement)
+    machine = load_hardware(row.hardware, row.framework)
+    prices = Pricer(machine, kept.placement)
+    known = errors_known(machine, row.model_built(), ("layers",) if row.stages else ())
+    said = known.fits(kept.peak, kept.limit, machine.usable_memory_bytes)
     exact = len(row.ways) == 1 and not any(each.startswith(LESS) for each in row.differs)
     waited = [(times * prices.seconds_of(x)[1], x) for times, x in kept.items]
     launched = sum(times for times, x in kept.items if is_launched(x))
@@ -60,7 +64,8 @@ def priced(row: Row) -> dict[str, Any]:
         **found,
         "predicted_seconds": max(sum(seconds for seconds, _ in waited), prices.interval * launched),
         "predicted_gib": kept.peak / 2**30 if exact else None,
-        "fits": kept.peak <= kept.limit if exact else None,
+        "fits": said != "no" if exact else None,
+        "barely": said == "barely" if exact else None,
     }
 
 
@@ -96,6 +101,7 @@ def quality(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "memory": errors_of(held),
         "out_of_memory": len(lost),
         "out_of_memory_called_fitting": sum(r["fits"] for r in lost),
+        "out_of_memory_called_barely": sum(r["barely"] for r in lost),
         "ran": len(ran),
         "ran_called_too_large": sum(not r["fits"] for r in ran),
     }
