@@ -3,7 +3,7 @@
   not expressed      the framework has no setting for the layout
   wasted axis        no product is split over a mesh axis: its devices all do the same work
   repeated work      some products are not split over an axis that splits others
-  indivisible        a dimension of repeated work would need another size to be split
+  indivisible        no split saves much repeated work, and a dimension would need another size to be split
   undivided storage  variables that their stage of storage cannot split, so they are stored whole
   repeated memory    variables and optimizer state that every device of an axis stores
   axis of one        a rule names an axis of one device: it splits nothing
@@ -256,8 +256,10 @@ class _Lint:
         for axis, found in repeated(self.program).items():
             if apart and self._staged(axis):
                 continue
-            yield self._work(axis, found)
-            yield from self._indivisible(axis, found)
+            mended, layout, saved = self._split_more(axis, found.dims)
+            yield self._work(axis, found, mended, layout)
+            if saved < found.share / 4:
+                yield from self._indivisible(axis, found)
         for name, axis in ((name, axis) for name, axes in self.layout.items() for axis in axes):
             if self.mesh.size(axis) == 1:
                 yield Finding(
@@ -271,9 +273,8 @@ class _Lint:
         for message in self.evaluation.prices.itemiser.compiler.lacking(self.program):
             yield Finding(kind="no kernel", message=message)
 
-    def _work(self, axis: str, found: Repeated) -> Finding:
+    def _work(self, axis: str, found: Repeated, fix: str | None, layout: str | None) -> Finding:
         ways = self.mesh.size(axis)
-        fix, layout = self._split_more(axis, found.dims)
         if axis not in self.layout.used:
             message = f"axis {axis!r} splits nothing, so its {ways} devices all do the same work"
             return Finding(kind="wasted axis", message=message, fix=fix, layout=layout)
@@ -291,9 +292,9 @@ class _Lint:
     def _staged(self, axis: str) -> bool:
         return any(axis in self.layout.axes(dim) for dim in self.evaluation.pipeline)
 
-    def _split_more(self, axis: str, dims: Mapping[str, int]) -> tuple[str | None, str | None]:
+    def _split_more(self, axis: str, dims: Mapping[str, int]) -> tuple[str | None, str | None, float]:
         """The fastest layouts with one of these dimensions split over the axis too, of those that are faster
-        and that the framework has, in words, and the first of them."""
+        and that the framework has, in words, the first of them, and the share of the step that it saves."""
         now, faster = self.evaluation.cost.step_seconds, list[tuple[float, str, Layout]]()
         for name, size in dims.items():
             axes = (*self.layout.axes(name), axis)
@@ -305,7 +306,9 @@ class _Lint:
                 faster.append((seconds, name, more))
         faster = [x for x in sorted(faster, key=lambda x: x[0]) if 2 * (now - x[0]) > now - min(faster)[0]]
         said = (f"{n!r} over {'+'.join(x.axes(n))}: {100 * (1 - s / now):.0f}%" for s, n, x in faster[:2])
-        return (f"split {', or '.join(said)} less step time", str(faster[0][2])) if faster else (None, None)
+        if not faster:
+            return None, None, 0.0
+        return f"split {', or '.join(said)} less step time", str(faster[0][2]), 1 - faster[0][0] / now
 
     def _unexpressed(self, layout: Layout) -> tuple[str, str]:
         return unexpressed(self.model, self.hardware, self.mesh, layout, self.options)

@@ -155,8 +155,8 @@ def test_grouped_queries_have_dimensions_of_their_own() -> None:
     params = {"q": f(6, 4, 8), "k": f(6, 2, 8), "v": f(6, 2, 8), "o": f(4, 8, 6)}
     model = layoutopt.from_jax(loss, params, {"x": f(2, 5, 6)})
     found = {a.path: str(a).partition(" ")[2] for a in model.origin.parameters.values()}
-    assert found["q"] == "[d_model (kv_heads query_group) d_kv]" and found["k"] == "[d_model kv_heads d_kv]"
-    off = compared(model, loss, (params, {"x": f(2, 5, 6)}), [("data:2", "kv_heads:data")])
+    assert found["q"] == "[d_model (heads group) d_kv]" and found["k"] == "[d_model heads d_kv]"
+    off = compared(model, loss, (params, {"x": f(2, 5, 6)}), [("data:2", "heads:data")])
     assert max(off.values()) <= 1e-5
 
 

@@ -51,7 +51,7 @@ def test_a_layout_changes_no_number() -> None:
     torch.manual_seed(0)
     module, batch = llama()
     _, worst = compared(
-        module, batch, None, "data:2;model:2", "batch:data;kv_heads:model;d_ff:model;vocab:model"
+        module, batch, None, "data:2;model:2", "batch:data;heads:model;d_ff:model;vocab:model"
     )
     assert worst < 1e-5
 
@@ -92,9 +92,9 @@ def test_dimensions_are_called_as_the_field_calls_them() -> None:
     named = {path: " ".join(a.named) for path, a in model.origin.parameters.items() if "/1/" not in path}
     layer = "model/layers/0"
     assert named["model/embed_tokens/weight"] == named["lm_head/weight"] == "vocab d_model"
-    assert named[f"{layer}/self_attn/q_proj/weight"] == "(kv_heads query_group d_kv_parts d_kv) d_model"
-    assert named[f"{layer}/self_attn/v_proj/weight"] == "(kv_heads d_v) d_model"
-    assert named[f"{layer}/self_attn/o_proj/weight"] == "d_model (kv_heads query_group d_v)"
+    assert named[f"{layer}/self_attn/q_proj/weight"] == "(heads group d_kv_parts d_kv) d_model"
+    assert named[f"{layer}/self_attn/v_proj/weight"] == "(heads d_v) d_model"
+    assert named[f"{layer}/self_attn/o_proj/weight"] == "d_model (heads group d_v)"
     assert named[f"{layer}/mlp/gate_proj/weight"] == "d_ff d_model"
     assert model.origin.parameters[f"{layer}/mlp/gate_proj/weight"].layer == 0
     renamed = layoutopt.from_torch(module, batch, names={"d_ff": "hidden"})

@@ -36,7 +36,7 @@ from layoutopt.importers.torch.torch_plan import WeightedLoss  # noqa: E402
 from tests.importers.torch_models import MIXTURES, t5  # noqa: E402
 from tests.importers.torch_modules import MODULES, Literal, imported, layered, literal, perceptron  # noqa: E402
 
-TENSORS = "kv_heads:model;d_ff:model;vocab:model"
+TENSORS = "heads:model;d_ff:model;vocab:model"
 
 
 def test_any_number_of_ranks_shares_parameters() -> None:
@@ -63,7 +63,7 @@ def test_dimensions_that_no_style_splits_are_left_out_of_the_search() -> None:
         (perceptron(normed=True), "blocks", "is neither of a linear map nor of an embedding"),
         (literal(), "heads", "does not run on a part of it"),
         (literal(rest=-1), "heads", "attention would have heads of 4 elements, not of [8]"),
-        (MODULES["qwen3"](), "query_group", "combines it with values that all ranks have alike"),
+        (MODULES["qwen3"](), "group", "combines it with values that all ranks have alike"),
     ):
         model = layoutopt.from_torch(*given)
         assert why in model.graph.unsplit[dim], model.graph.unsplit
@@ -379,7 +379,7 @@ def test_placements_name_the_axes_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -
     from torch.distributed.tensor import Replicate, Shard
 
     model, (module, _) = imported("llama")
-    asked = {"pins": "kv_heads:model;d_ff:model", "storage": "layout", "alternatives": False}
+    asked = {"pins": "heads:model;d_ff:model", "storage": "layout", "alternatives": False}
     plan = layoutopt.search(model, mesh="data:2;model:2", hardware="h100", **asked)
     placements = plan.torch.placements()
     assert set(placements) == {path for path, _ in module.named_parameters()}

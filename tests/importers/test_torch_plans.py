@@ -22,7 +22,7 @@ from tests.importers.torch_modules import imported  # noqa: E402
 from tests.importers.torch_ranks import on_ranks  # noqa: E402
 
 SQUARE = "data:2;model:2"
-TENSORS = "kv_heads:model;d_ff:model;vocab:model"
+TENSORS = "heads:model;d_ff:model;vocab:model"
 HEADS = f"batch:data;{TENSORS}"
 PIPED = "batch:data;layers:stage"
 MIXED = {"param_dtype": torch.float32}
@@ -92,7 +92,7 @@ CASES: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
     "experts, tensor": (
         "mixture",
         SQUARE,
-        "batch:data;kv_heads:model;vocab:model;experts:data",
+        "batch:data;heads:model;vocab:model;experts:data",
         "zero3@data",
         {"recompute": ("layers",)},
     ),

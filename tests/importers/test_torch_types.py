@@ -102,7 +102,7 @@ def test_groups_of_queries_are_found_under_autocast(attention: str) -> None:
         model = layoutopt.from_torch(module, batch)
     assert model.origin is not None
     q = model.origin.parameters["model/layers/0/self_attn/q_proj/weight"]
-    assert "kv_heads query_group" in " ".join(q.named)
+    assert "heads group" in " ".join(q.named)
     assert any("leaves parameters in float32" in note for note in model.notes(mtf.Options()))
 
 

@@ -206,3 +206,9 @@ def test_changes_that_the_framework_lacks_are_not_offered() -> None:
         found = layoutopt.lint(model, mesh, "batch:data", machine_of(small, framework, "layoutopt"))
         fixes[framework] = next(f.fix for f in found.findings if f.kind == "does not fit") or ""
     assert "keep=products:" in fixes["layoutopt"] and fixes["megatron"].startswith("recompute layers:count=")
+
+
+def test_sizes_are_no_finding_where_another_split_mends_the_work() -> None:
+    """Of 12 examples on 6 devices that repeat all, nobody changes the model."""
+    kinds = {f.kind: f for f in findings("d_ff:data", mesh="data:2;model:6", batch=12)}
+    assert "'batch' over model" in str(kinds["wasted axis"].fix) and "indivisible" not in kinds

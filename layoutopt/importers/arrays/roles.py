@@ -264,9 +264,9 @@ class _Roles:
             heads.sort(key=lambda n: -self.names.in_parameters[n])
             groups = [heads.pop()]
         for node in heads:
-            self.names.give(node, "kv_heads" if groups else "heads")
+            self.names.give(node, "heads")
         for node in groups:
-            self.names.give(node, "query_group")
+            self.names.give(node, "group")
         places = [n for v in (x, y) for n in self.classes.of(v, len(v.shape) - 2)]
         known = places if logits is None else self.classes.all(logits)
         ends = [n for n in known if n not in shared and n not in groups]
