@@ -278,9 +278,9 @@ class EagerStep(Graph):
                 self._apart[x.id] = taken_apart(x, dim)
         return self._apart[x.id]
 
-    def _slice(self, block: Block, outer: Tensor, part: Dim | None = None) -> Tensor:
+    def slice_into(self, block: Block, outer: Tensor, part: Dim | None = None) -> Tensor:
         if not isinstance(block, UnrolledIteration):
-            return super()._slice(block, outer, part)
+            return super().slice_into(block, outer, part)
         return self.apart(outer, block.dim)[block.at]
 
     def stack_output(self, block: Block, inner: Tensor, whole: Dim | None = None) -> Tensor:

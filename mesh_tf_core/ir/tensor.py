@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
@@ -21,8 +21,12 @@ class Builder(Scopes):
 
     Attributes:
       gradient_functions: those that the model wrote itself (see `custom_gradient`), by number.
+      unary, binary, cast: the operations behind operators between tensors.
     """
 
+    unary: ClassVar[Callable[..., Any]]
+    binary: ClassVar[Callable[..., Any]]
+    cast: ClassVar[Callable[..., Any]]
     gradient_functions: list[Callable[..., Any]]
 
     def apply(self, op: Any, *inputs: Tensor) -> Any:
@@ -35,18 +39,6 @@ class Builder(Scopes):
 
     def maker(self, x: Tensor) -> tuple[Any, Sequence[Tensor]]:
         """The operation that made a tensor, and its operands; None and none for what a loop hands in."""
-        raise NotImplementedError
-
-    def unary(self, fn: str, x: Tensor) -> Tensor:
-        """Element-wise `fn` of a tensor."""
-        raise NotImplementedError
-
-    def binary(self, fn: str, x: Tensor | float, y: Tensor | float) -> Tensor:
-        """Element-wise `fn` of two tensors, or of a tensor and a number."""
-        raise NotImplementedError
-
-    def cast(self, x: Tensor, dtype: str) -> Tensor:
-        """`x` with another element type."""
         raise NotImplementedError
 
     def variable(

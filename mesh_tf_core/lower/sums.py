@@ -23,7 +23,7 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -166,7 +166,7 @@ class _Sums(ProgramRewriter):
             elif isinstance(instr, AllReduce) and instr.combine == "sum":
                 if single:
                     inner = take(instr.inputs[0])
-                    axes = self._ordered(inner.axes + instr.axes)
+                    axes = self.oracle.ordered(inner.axes + instr.axes)
                     instr = replace(instr, inputs=inner.inputs, axes=axes)
                     self._mark(inner.inputs[0], axes)
                 self._add(instr, out, sums)
@@ -266,7 +266,7 @@ class _Sums(ProgramRewriter):
         self, instr: Local, inner: Sequence[AllReduce], out: list[Instr], sums: dict[int, AllReduce]
     ) -> None:
         (result,), axes = instr.outputs, inner[0].axes
-        pending = self.otherwise(result, partial=self._ordered(axes + self.values[result].partial))
+        pending = self.otherwise(result, partial=self.oracle.ordered(axes + self.values[result].partial))
         waits = Local(tuple([r.inputs[0] for r in inner]), (pending,), instr.origin, instr.op)
         self._scattered_late(waits, out)
         self._add(AllReduce((pending,), (result,), instr.origin, axes), out, sums)
@@ -288,7 +288,7 @@ class _Sums(ProgramRewriter):
         split = self.values[instr.outputs[0]]
         at, gone = split.shape.index(first.dim), len(first.axes)
         splits = tuple(s[: len(s) - gone] if i == at else s for i, s in enumerate(split.splits))
-        partial = self._ordered((*first.axes, *split.partial))
+        partial = self.oracle.ordered((*first.axes, *split.partial))
         whole = self.otherwise(split.id, splits, partial)
         self.uses[whole] = 1
         inputs = tuple(scatter.inputs[0] for scatter in found if scatter is not None)
@@ -321,7 +321,7 @@ class _Sums(ProgramRewriter):
         sums: dict[int, AllReduce],
     ) -> None:
         """Rule (5)."""
-        axes = self._ordered(a for reduce in inner.values() for a in reduce.axes)
+        axes = self.oracle.ordered(a for reduce in inner.values() for a in reduce.axes)
         pending = self.otherwise(instr.outputs[0], partial=axes)
         known = {i: reduce.axes for i, reduce in inner.items()}
         shares = (self.oracle.ways(tuple(a for a in axes if a not in known.get(i, ()))) for i in instr.inputs)
@@ -347,7 +347,7 @@ class _Sums(ProgramRewriter):
             if loop.branch and not (result.outer in terms and self.uses[result.outer] == 1):
                 return result
             take_out(reduce, body)
-            pending = self.otherwise(result.outer, partial=self._ordered(reduce.axes))
+            pending = self.otherwise(result.outer, partial=self.oracle.ordered(reduce.axes))
             hoisted.append(AllReduce((pending,), (result.outer,), reduce.origin, reduce.axes))
             return Result(reduce.inputs[0], pending)
 
@@ -362,9 +362,6 @@ class _Sums(ProgramRewriter):
 
     def _mark(self, id: int, axes: Axes) -> None:
         self.values[id] = replace(self.values[id], partial=axes)
-
-    def _ordered(self, axes: Iterable[str]) -> Axes:
-        return self.oracle.ordered(axes)
 
 
 def _place(axes: Axes, part: Axes) -> int | None:

@@ -58,6 +58,8 @@ class Graph(Residuals):
       batch:8 d_ff:16
     """
 
+    unary, binary, cast = staticmethod(unary), staticmethod(binary), staticmethod(cast)
+
     def __init__(self, name: str = "model") -> None:
         super().__init__()
         self.name = name
@@ -165,15 +167,6 @@ class Graph(Residuals):
         node = self.producer.get(x.id)
         return (None, ()) if node is None else (node.op, [self.tensor(i) for i in node.inputs])
 
-    def unary(self, fn: str, x: Tensor) -> Tensor:
-        return unary(fn, x)
-
-    def binary(self, fn: str, x: Tensor | float, y: Tensor | float) -> Tensor:
-        return binary(fn, x, y)
-
-    def cast(self, x: Tensor, dtype: str) -> Tensor:
-        return cast(x, dtype)
-
     def _append(self, op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor], body: Block | None) -> Node:
         if self.count == MOST_OPERATIONS:
             raise UserError(
@@ -235,7 +228,7 @@ class Graph(Residuals):
         variable = self._shared_one(variable) or self.declare(variable)
         value = self.read(variable)
         for block in loops:
-            value = self._slice(block, value)
+            value = self.slice_into(block, value)
         return value.cast(check_dtype(activation_dtype)) if activation_dtype else value
 
     def declare(self, variable: Variable) -> Variable:
@@ -331,10 +324,6 @@ class Graph(Residuals):
 
     def body_input(self, block: Block, like: Tensor) -> Tensor:
         return self.new_tensor(like.type, block)
-
-    def slice_into(self, block: Block, outer: Tensor, part: Dim | None = None) -> Tensor:
-        """The body's view of one iteration's part of a stacked tensor; `part`: of several elements."""
-        return self._slice(block, outer, part)
 
     def stack_output(self, block: Block, inner: Tensor, whole: Dim | None = None) -> Tensor:
         """An outer tensor that stacks a body tensor over the iterations; `whole`: its first dimension, if

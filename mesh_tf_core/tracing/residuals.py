@@ -71,7 +71,7 @@ class Residuals(Builder, Remembering):
             if outer is None:
                 outer = self._saved(forward, x)
             stack = self.visible(self.tensors[outer], level=level)
-            found = self._slice(block, stack, several(x.shape, stack.shape))
+            found = self.slice_into(block, stack, several(x.shape, stack.shape))
         block.captured[x.id] = found.id
         return found
 
@@ -81,8 +81,9 @@ class Residuals(Builder, Remembering):
             forward.saved[x.id] = self.new_tensor(stacked, self.outside(forward)).id
         return forward.saved[x.id]
 
-    def _slice(self, block: Block, outer: Tensor, part: Dim | None = None) -> Tensor:
-        """`part`: the elements of an iteration's part, if these are several (see `Block.spread`)."""
+    def slice_into(self, block: Block, outer: Tensor, part: Dim | None = None) -> Tensor:
+        """The body's view of one iteration's part of a stacked tensor; `part`: the elements of that part, if
+        these are several (see `Block.spread`)."""
         rest = outer.shape.without(block.dim.name)
         inner = self.new_tensor(TensorType(Shape([part, *rest]) if part else rest, outer.dtype), block)
         block.sliced.append((outer.id, inner.id))

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_LINES = 118_983
+MOST_LINES = 118_962
 """Of all packages together. It changes downwards alone, as those below."""
-MOST_LINES_OF_RUNTIME = 14_031
+MOST_LINES_OF_RUNTIME = 14_010
 """Of `lower`, `tracing` and `ir`."""
-MOST_ENTERED = 584, 75
+MOST_ENTERED = 578, 75
 """Functions, but for nameless ones, and files of `mesh_tf_core` that lowering four layers in an interleaved
 schedule enters."""
 ENTERED = """
