@@ -84,7 +84,7 @@ def searched(plan: PlanFile) -> list[tuple[str, str]]:
         least = (asked := plan.details.search) is not None and asked.objective == "memory"
         rows.append(("usual", _usual(usual, plan.solver, bytes_text if least else seconds_text)))
     if space is not None and space.limits:
-        rows.append(("outside", space.limits))
+        rows.append(("not in proof", space.limits))
     return rows
 
 

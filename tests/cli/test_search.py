@@ -195,7 +195,8 @@ def test_a_narrow_terminal_has_a_table_too(plan_file: Path) -> None:
 def test_people_see_the_proof_and_the_alternatives(run: Callable[..., Result]) -> None:
     done = run(*MLP)
     assert "optimal under this cost model, of " in done.stdout and "layouts (gap 0%, " in done.stdout
-    assert re.search(r"outside\s+collective\s+matmul,.*\(--allow\s+everything\s", done.stdout, re.DOTALL)
+    outside = r"not\s+in\s+proof\s+collective\s+matmul,.*\(--allow\s+everything\s"
+    assert re.search(outside, done.stdout, re.DOTALL)
     rows = done.stdout.partition("Alternatives")[2]
     assert re.search(r"^the answer, tensor parallel.* +│ .*│ +1\.00× │", rows, re.MULTILINE)
     assert not re.search(r"^tensor parallel", rows, re.MULTILINE)  # it is the answer's row
