@@ -192,7 +192,7 @@ def _check(
         raise UserError(f"--time-limit is {seconds!r}; give a positive number of seconds")
     if mesh is None and allowed.diloco:
         raise UserError(
-            "--diloco refers to a mesh axis by name; give the mesh with --mesh instead of --devices"
+            "--diloco refers to mesh axes by name; give the mesh with --mesh instead of --devices"
         )
 
 

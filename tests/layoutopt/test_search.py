@@ -118,7 +118,8 @@ def test_prohibitions_are_honoured(model: mtf.Model) -> None:
         ({"devices": 4}, "either a mesh .* or a number of devices"),
         ({"mesh": None, "devices": 0}, "devices=0: write at least 1"),
         ({"mesh": None, "devices": 4, "max_axes": 0}, "max_axes=0: write at least 1"),
-        ({"mesh": None, "devices": 4, "pins": "batch:data"}, "give the mesh with mesh"),
+        ({"mesh": None, "devices": 4, "pins": "batch:a+b+c"}, "no mesh of 4 devices has as many"),
+        ({"mesh": None, "devices": 4, "diloco": "sites"}, "give the mesh with mesh"),
         ({"storage": ("zero4",)}, "zero4"),
     ],
 )
