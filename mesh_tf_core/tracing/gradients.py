@@ -45,10 +45,9 @@ def gradients(loss: Tensor, wrt: Sequence[Tensor]) -> list[Tensor | None]:
 def gradients_inside(made: Tensor, dy: Tensor, wrt: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradients of tensors of which `made` is computed in its own block, given that of `made`, inside a
     custom gradient."""
-    graph = graph_of(made)
-    needed = depends_on(graph, [x.id for x in wrt], made.block)
-    found = _BackwardWalk(graph, needed).run({made.id: [dy]}, list(graph.blocks[made.block].nodes))
-    return [found.get(x.id) for x in wrt]
+    graph, ids = graph_of(made), [x.id for x in wrt]
+    walk = _BackwardWalk(graph, depends_on(graph, ids, made.block))
+    return [*map(walk.run({made.id: [dy]}, list(graph.blocks[made.block].nodes)).get, ids)]
 
 
 def unwidened(x: Tensor) -> Tensor:
