@@ -137,7 +137,8 @@ class Degrees(DecisionRelation):
         lost = f"a dimension of each weight of layers ({lost})" if lost else "weights of layers"
         if fixed:
             return f"this axis splits {fixed}, so it has to split {lost if tensor else batch[0]}"
-        return f"no axis of this size can split {(*batch, 'a batch')[0]} or {lost}"
+        shared = (*batch, "a batch (no dimension is the first of every input)")[0]
+        return f"no axis of this size can split {shared} or {lost}"
 
     def _experts(self, splits: Every, roles: DimRoles, use: Use) -> list[Axes]:
         names = [n for n in roles.named[Role.EXPERTS] if n in splits]

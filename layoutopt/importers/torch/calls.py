@@ -11,6 +11,7 @@ from functools import cache
 from importlib import import_module
 from inspect import signature
 from itertools import accumulate
+from types import CellType, FunctionType
 from typing import Any
 
 from mesh_tf_core.errors import UserError, not_installed
@@ -93,10 +94,14 @@ def copied(module: Any, instead: Mapping[int, Any] | None = None) -> Any:
             return memo[id(x)]
         if kind in (dict, OrderedDict):
             made = memo[id(x)] = kind()
-            made.update((k, value(y)) for k, y in x.items() if id(y) in memo or not _on_ranks(y))
+            if x:
+                made.update((k, value(y)) for k, y in x.items() if id(y) in memo or not _on_ranks(y))
             return made
         if kind is set and all(isinstance(y, str) for y in x):
             return set(x)
+        if kind is FunctionType and any(isinstance(c.cell_contents, whole) for c in x.__closure__ or ()):
+            cells = tuple(CellType(value(c.cell_contents)) for c in x.__closure__)
+            return FunctionType(x.__code__, x.__globals__, x.__name__, x.__defaults__, cells)
         if isinstance(x, tensor) and not x.is_leaf:  # of a call before, which none may copy
             return x.detach()
         if isinstance(x, whole) and _on_ranks(kind):
@@ -107,7 +112,7 @@ def copied(module: Any, instead: Mapping[int, Any] | None = None) -> Any:
         made = memo[id(x)] = object.__new__(kind)
         for k, y in x.__dict__.items():
             if k != compiled:
-                made.__dict__[k] = value(y)
+                made.__dict__[k] = y if type(y) in _PLAIN else value(y)
         return made
 
     return value(module)

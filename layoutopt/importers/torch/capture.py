@@ -33,6 +33,7 @@ _LOSSES = {
     ".numpy()": "NumPy reads values, as to match boxes with targets: plan with loss=, without this matching",
 }
 """Part of what torch.export says -> what to do instead."""
+DERIVED = "has a backward of its own; the imported one is that of its forward"
 RECOMPUTED = "layoutopt_recomputed"
 """The key of a node's metadata that says which checkpoint it is inside of."""
 
@@ -312,8 +313,7 @@ def _own_backwards(torch: Any, notes: list[str]) -> Iterator[None]:
 
     def apply(kind: Any, *args: Any, **more: Any) -> Any:
         code = kind.forward.__code__
-        said = "has a backward of its own; the imported one is that of its forward"
-        note = f"{code.co_filename}:{code.co_firstlineno}: {kind.__name__} {said}"
+        note = f"{code.co_filename}:{code.co_firstlineno}: {kind.__name__} {DERIVED}"
         if not library(code.co_filename) and note not in notes:
             notes.append(note)
         return own(kind, *args, **more)

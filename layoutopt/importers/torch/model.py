@@ -12,7 +12,14 @@ from layoutopt.importers.arrays.build import built, optimizer_of
 from layoutopt.importers.arrays.contract import KEY, Leaf, TracedProgram, Var
 from layoutopt.importers.arrays.model import ImportedModel, not_first, uncollected, why_not_added
 from layoutopt.importers.torch.calls import array_of, dtype_of, torch_module, undistributed
-from layoutopt.importers.torch.capture import MODULE, Captured, NotTracedError, ValuesNeededError, captured
+from layoutopt.importers.torch.capture import (
+    DERIVED,
+    MODULE,
+    Captured,
+    NotTracedError,
+    ValuesNeededError,
+    captured,
+)
 from layoutopt.importers.torch.reader import ReadProgram, read
 from layoutopt.importers.torch.styles import StyleFlow
 from layoutopt.importers.torch.torch_plan import TorchPlan
@@ -23,6 +30,7 @@ from layoutopt.space.restriction import DimRoles, Role
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model, TrainingStep
 from mesh_tf_core.optimizers import SGD, Adam, Optimizer
@@ -79,6 +87,13 @@ class TorchModel(ImportedModel):
             said = f"PyTorch splits all weights of a layer or none, and {first} stays whole{because}"
             found.append(f"{', '.join(others)} cannot be split: {said}")
         return (*super().notes(options), *found)
+
+    def _whole_step(self, loss: Tensor, metrics: Mapping[str, Tensor]) -> TrainingStep:
+        try:
+            return super()._whole_step(loss, metrics)
+        except UserError as error:
+            own = [note for note in self.origin.notes if DERIVED in note] if self.origin else []
+            raise UserError("; ".join((str(error), *own))) from None
 
     def _in_parts(self, microbatches: int) -> TrainingStep:
         # Counts of targets are no reason not to: `plan.torch` weights parts by them.

@@ -6,7 +6,7 @@ import math
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -89,27 +89,33 @@ class ModuleTrials:
         for p, a in self.parameters.items():
             if any(by := [math.prod(ways.get(n, 1) for n in names) - 1 for names in a.axes]):
                 cut[id(self._own[p])] = self._piece(self._own[p], [n + 1 for n in by])
-        own = copied(self.module, self._whole | cut)  # what its code keeps of this call is not the user's
-        replay(self._known, own, self.owners(ways).union(parts))
-        if prepare is not None:
-            own = prepare(own) or own
-        try:
-            with ExitStack() as stack:
-                stack.enter_context(warnings.catch_warnings(action="ignore"))
-                # Modules that read values, such as those of a mask, do not read them while they are exported.
-                for flag in ("_is_exporting_flag", "_is_compiling_flag"):
-                    stack.enter_context(patch.object(torch.compiler, flag, True))
-                # Rows that a mask selects are all rows, as they are imported.
-                selects = import_module("torch.fx.experimental._config")
-                stack.enter_context(patch.object(selects, "meta_nonzero_assume_all_nonzero", True))
-                stack.enter_context(without_cache(own, []))
-                stack.enter_context(without_values())
-                stack.enter_context(torch.compiler.set_stance("force_eager"))  # parts may be compiled
-                stack.enter_context(TrialMode())
-                args, kwargs = called(self.module, given)
-                own(*args, **kwargs)
-        except Exception as error:  # whatever the user's code raises
-            place = own_line(traceback.extract_tb(error.__traceback__))
-            why = str(error).partition("\n")[0] or type(error).__name__
-            return f"{place}: {why}" if place else why
-        return ""
+
+        def once(*contexts: AbstractContextManager[Any]) -> str:
+            own = copied(self.module, self._whole | cut)  # what its code keeps of this call is not the user's
+            replay(self._known, own, self.owners(ways).union(parts))
+            own = (prepare(own) if prepare is not None else None) or own
+            try:
+                with ExitStack() as stack:
+                    stack.enter_context(warnings.catch_warnings(action="ignore"))
+                    # Modules that read values, such as those of a mask, do not read them while exported.
+                    for flag in ("_is_exporting_flag", "_is_compiling_flag"):
+                        stack.enter_context(patch.object(torch.compiler, flag, True))
+                    # Rows that a mask selects are all rows, as they are imported.
+                    selects = import_module("torch.fx.experimental._config")
+                    stack.enter_context(patch.object(selects, "meta_nonzero_assume_all_nonzero", True))
+                    stack.enter_context(without_cache(own, []))
+                    stack.enter_context(without_values())
+                    stack.enter_context(torch.compiler.set_stance("force_eager"))  # parts may be compiled
+                    for each in contexts:
+                        stack.enter_context(each)
+                    stack.enter_context(TrialMode())
+                    args, kwargs = called(self.module, given)
+                    own(*args, **kwargs)
+            except Exception as error:  # whatever the user's code raises
+                place = own_line(traceback.extract_tb(error.__traceback__))
+                why = str(error).partition("\n")[0] or type(error).__name__
+                return f"{place}: {why}" if place else why
+            return ""
+
+        # Code such as `torch.zeros(n)` makes arrays on the default device, which have no values there either.
+        return (why := once()) and ("meta" not in why or once(torch.device("meta"))) and why
