@@ -253,7 +253,7 @@ def cost(
 def lint(
     model: Model,
     mesh: Mesh | str | Plan,
-    layout: Layout | str = "",
+    layout: Layout | str | None = None,
     hardware: str | Hardware | None = None,
     options: Options | None = None,
     time_limit: float | Clock | None = LOOKING,
@@ -264,7 +264,8 @@ def lint(
     """Finds likely mistakes in a layout, and the time that they cost against the best layout of the mesh.
 
     Args:
-      model, mesh, layout, hardware, options, framework, decided: as in `cost`.
+      model, mesh, hardware, options, framework, decided: as in `cost`.
+      layout: as in `cost`; None: the placements of the module that `from_torch` was given, or no split.
       time_limit: seconds for the search for the best layout (four fifths) and for single changes.
       shardings: the user's own, in place of a layout: two pytrees of PartitionSpec, (parameters, batch), or a
         PyTorch module with its placements and the mesh axes of the batch's rows, (module, axes).
@@ -278,12 +279,12 @@ def lint(
       >>> found = layoutopt.lint(mlp.model(), "data:4", "", hardware="tpu-v5e")
     """
     clock, odd = Clock.of(time_limit), list[linting.UnlikeArray]()
-    if shardings is None and not isinstance(mesh, Plan) and not layout:
+    if shardings is None and not isinstance(mesh, Plan) and layout is None:
         shardings = getattr(model, "carried", None)
     if shardings is not None:
         own = own_layout(model, mesh, shardings, options_of(model, options, decided))
         mesh, layout, options, odd, decided = own.mesh, own.layout, own.options, own.unlike, {}
-    priced = cost(model, mesh, layout, hardware, options=options, framework=framework, **decided)
+    priced = cost(model, mesh, layout or "", hardware, options=options, framework=framework, **decided)
     of, limit = priced.evaluation, priced.limit
     mesh, machine = of.program.mesh, of.prices.hardware
     answer = None

@@ -41,7 +41,8 @@ def lint(
     given = asked.read(loaded, plan)
     own = own_shardings(loaded, given) if asked.layout is None else None
     terminal.say("searching for the best layout on this mesh")
-    found = linted(loaded.model, given.mesh, given.layout, machine, given.options, time_limit, own)
+    layout = None if asked.layout is None else given.layout
+    found = linted(loaded.model, given.mesh, layout, machine, given.options, time_limit, own)
     of = found.priced.evaluation
     given = replace(given, layout=of.layout, options=of.decided)
     terminal.result(found.data)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,10 +156,43 @@ def test_a_placed_module_is_imported_whole_and_read_by_lint() -> None:
     found = layoutopt.lint(model, "dp:2;fsdp:2;mp:2", hardware="h100", time_limit=5)
     assert str(found.priced.evaluation.layout) == "batch:fsdp;d_ff:mp"
     assert "wasted axis" in {f.kind for f in found.findings}  # nothing is over dp
-    other = layoutopt.lint(
-        read(net()), "dp:2;fsdp:2;mp:2", hardware="h100", time_limit=5, shardings=(module, "fsdp")
-    )
+    asked = {"hardware": "h100", "time_limit": 5}
+    other = layoutopt.lint(read(net()), "dp:2;fsdp:2;mp:2", shardings=(module, "fsdp"), **asked)
     assert other.priced.predicted == found.priced.predicted
+    renamed = layoutopt.lint(read(net()), "a:2;b:2;c:2", shardings=(module, "fsdp"), **asked)
+    assert str(renamed.priced.evaluation.layout) == "batch:b;d_ff:c"
+    assert not layoutopt.lint(model, "dp:2;fsdp:2;mp:2", "", **asked).priced.evaluation.layout.rules
+
+
+LIVE = """
+import torch
+import layoutopt
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from tests.importers.test_torch_written import STYLES, Net, fully_shard, net, parallelize_module, read
+
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+module = Net()
+for layer in module.layers:
+    parallelize_module(layer, mesh["model"], STYLES)
+    fully_shard(layer, mesh=mesh["data"])
+fully_shard(module, mesh=mesh["data"])
+found = layoutopt.lint(read(net()), "data:2;model:2", hardware="h100", time_limit=5, shardings=(module, None))
+print("found", found.priced.evaluation.layout, sorted({*map(str, found.priced.evaluation.options.storage.values())}))
+assert module.head.weight.to_local().abs().sum() > 0
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.nightly
+def test_a_program_that_torchrun_started_reads_its_own_module(tmp_path: Path) -> None:
+    (tmp_path / "live.py").write_text(LIVE, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "live.py"]
+    where = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=where, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("found")]
+    assert said == ["found batch:data;d_ff:model ['zero2@data', 'zero3@data']"] * 4
 
 
 @pytest.mark.usefixtures("ranks")

@@ -78,15 +78,20 @@ class _PlacementReading:
             for count in range(len(mesh.axes) + 1)
             for axes in combinations([a for a, size in mesh.axes if size > 1], count)
         }
-        found = [a for group in self.groups for axes in self._axes(group.mesh_info.mesh) for a in axes]
-        said = found if rows is None else [rows] if isinstance(rows, str) else [*rows]
-        for axis in said:
-            if axis not in mesh.names:
-                raise UserError(
-                    f"shardings(): the rows of the batch are over {axis!r}, which is no axis of mesh {mesh}; "
-                    f"{known_names(str(axis), mesh.names)}"
-                )
-        self.rows = tuple(a for a in mesh.names if a in said and mesh.size(a) > 1)
+        groups = [group.mesh_info.mesh for group in self.groups]
+        meshes = [*(p.device_mesh for p in self.parameters.values() if hasattr(p, "device_mesh")), *groups]
+        lines = [(m.mesh_dim_names or (), self._axes(m)) for m in dict.fromkeys(meshes)]
+        named = {n: axes for names, several in lines for n, axes in zip(names, several, strict=False)}
+        named |= {n: (n,) for n in mesh.names}
+        said = [rows] if isinstance(rows, str) else rows or ()
+        if wrong := next((axis for axis in said if axis not in named), None):
+            raise UserError(
+                f"shardings(): the rows of the batch are over {wrong!r}, which is no axis of mesh {mesh}; "
+                f"{known_names(str(wrong), named)}"
+            )
+        split = [axes for m in groups for axes in self._axes(m)] if rows is None else map(named.get, said)
+        over = {a for axes in split for a in axes or ()}
+        self.rows = tuple(a for a in mesh.names if a in over and mesh.size(a) > 1)
 
     def written(self, options: Options) -> WrittenLayout:
         origin, styles, batch = self.model.origin, self.model.styles, self.model.batch_dim
