@@ -20,8 +20,8 @@ from mesh_tf_core.lower.storage import STAGES
 _USE = """\
 # In a file mine.py beside this one, plan.py, for torchtitan.train --module mine --config mine:
 #     from plan import planned
-#     from torchtitan.models.llama3.config_registry import llama3_8b  # or your model's own
-#     def mine(): return planned(llama3_8b())
+#     from torchtitan.models.MODEL.config_registry import CONFIG  # your model's, as llama3 has llama3_8b
+#     def mine(): return planned(CONFIG())
 """
 _PLANNED = """
 def planned(config):

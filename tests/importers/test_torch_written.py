@@ -178,7 +178,8 @@ for layer in module.layers:
     fully_shard(layer, mesh=mesh["data"])
 fully_shard(module, mesh=mesh["data"])
 found = layoutopt.lint(read(net()), "data:2;model:2", hardware="h100", time_limit=5, shardings=(module, None))
-print("found", found.priced.evaluation.layout, sorted({*map(str, found.priced.evaluation.options.storage.values())}))
+of = found.priced.evaluation
+print("found", of.layout, sorted({*map(str, of.options.storage.values())}))
 assert module.head.weight.to_local().abs().sum() > 0
 distributed.destroy_process_group()
 """
