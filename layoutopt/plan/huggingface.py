@@ -122,6 +122,8 @@ def accelerate(what: Exported) -> str:
         lines.append(
             "# Load the model with the distributed_config of `--to transformers`: accelerate splits none."
         )
+    rank = found.examples(decided.microbatches)
+    lines.append(f"# In the script: DataLoader(dataset, batch_size={rank}), a rank's part of a microbatch.")
     if decided.microbatches > 1:
         each = f"num_steps={decided.microbatches}, sync_each_batch={_synchronises(found.stage)}"
         plugin = f"gradient_accumulation_plugin=GradientAccumulationPlugin({each})"

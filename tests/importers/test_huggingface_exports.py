@@ -131,7 +131,8 @@ def test_hybrid_sharding_and_microbatches() -> None:
     assert said["training_arguments"]["accelerator_config"] == {
         "gradient_accumulation_kwargs": {"sync_each_batch": True}
     }
-    assert "sync_each_batch=True" in export(found, "accelerate")
+    text, rank = export(found, "accelerate"), said["training_arguments"]["per_device_train_batch_size"]
+    assert "sync_each_batch=True" in text and f"batch_size={rank})" in text
     once = what(config_of("llama"), "far:2;near:2", "batch:far+near", "zero3-once@near", microbatches=2)
     assert "accelerator_config" not in json.loads(export(once, "transformers"))["training_arguments"]
     assert "sync_each_batch=False" in export(once, "accelerate")
