@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 from layoutopt.importers.torch.autocast import left, on_gpus
 from layoutopt.importers.torch.calls import PartCall, batch_path, called, dtype_of, recorded, torch_module
-from layoutopt.importers.torch.checks import checks_passed, known_values
+from layoutopt.importers.torch.checks import DERIVED, checks_passed, known_values
 from layoutopt.importers.torch.instead import other_functions
 from mesh_tf_core.errors import UserError
 
@@ -33,7 +33,6 @@ _LOSSES = {
     ".numpy()": "NumPy reads values, as to match boxes with targets: plan with loss=, without this matching",
 }
 """Part of what torch.export says -> what to do instead."""
-DERIVED = "has a backward of its own; the imported one is that of its forward"
 RECOMPUTED = "layoutopt_recomputed"
 """The key of a node's metadata that says which checkpoint it is inside of."""
 

@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 from layoutopt.importers.torch.calls import torch_module
 
+DERIVED = "has a backward of its own; the imported one is that of its forward"
 PLAIN = f"{os.sep}torch{os.sep}_refs{os.sep}"
 """PyTorch's operations in Python, of which it makes those on the device meta."""
 _SAYS = frozenset({"warn", "warning", "warning_once", "info", "info_once", "debug", "error", "print"})

@@ -12,14 +12,8 @@ from layoutopt.importers.arrays.build import built, optimizer_of
 from layoutopt.importers.arrays.contract import KEY, Leaf, TracedProgram, Var
 from layoutopt.importers.arrays.model import ImportedModel, not_first, uncollected, why_not_added
 from layoutopt.importers.torch.calls import array_of, dtype_of, torch_module, undistributed
-from layoutopt.importers.torch.capture import (
-    DERIVED,
-    MODULE,
-    Captured,
-    NotTracedError,
-    ValuesNeededError,
-    captured,
-)
+from layoutopt.importers.torch.capture import MODULE, Captured, NotTracedError, ValuesNeededError, captured
+from layoutopt.importers.torch.checks import DERIVED
 from layoutopt.importers.torch.reader import ReadProgram, read
 from layoutopt.importers.torch.styles import StyleFlow
 from layoutopt.importers.torch.torch_plan import TorchPlan

@@ -43,11 +43,10 @@ class TensorBlock:
     """A module that takes whole values and returns whole ones, with pieces in between.
 
     Attributes:
-      entries, exits: paths of the linear maps that make the pieces, and that sum over them.
+      exits: paths of the linear maps that sum over the pieces.
     """
 
     path: str
-    entries: tuple[str, ...]
     exits: tuple[str, ...]
 
 
@@ -106,16 +105,14 @@ def tensor_blocks(
             for side, names in enumerate(array.axes):
                 for name in {*names} & {*split}:
                     sides[layer, name][side].append(owner)
-    merged: dict[str, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    merged: dict[str, list[str]] = defaultdict(list)
     for entries, exits in sides.values():
         if entries and exits:
             owners = [p.split(".") for p in (*entries, *exits)]
-            inside = merged[".".join(owners[0][: _alike(owners)])]
-            inside[0].extend(entries)
-            inside[1].extend(exits)
-    for path, (entries, exits) in merged.items():
+            merged[".".join(owners[0][: _alike(owners)])].extend(exits)
+    for path, exits in merged.items():
         if not any(path.startswith(f"{other}.") for other in merged):
-            yield TensorBlock(path, tuple(dict.fromkeys(entries)), tuple(dict.fromkeys(exits)))
+            yield TensorBlock(path, tuple(dict.fromkeys(exits)))
 
 
 PieceChange = Callable[[Any], Any]

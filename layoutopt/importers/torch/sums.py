@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from layoutopt.importers.torch.calls import torch_module
@@ -31,7 +31,7 @@ def _few_total(x: Any, group: Any) -> Any:
 
 
 @cache
-def _sums() -> tuple[Any, Any]:
+def _sum() -> Any:
     torch = torch_module()
 
     class Sum(torch.autograd.Function):  # type: ignore[name-defined]
@@ -41,29 +41,17 @@ def _sums() -> tuple[Any, Any]:
 
         @staticmethod
         def backward(context: Any, grad: Any) -> Any:
-            return grad, None
+            return grad, None  # each rank has that of the sum
 
-    class GradientSum(torch.autograd.Function):  # type: ignore[name-defined]
-        @staticmethod
-        def forward(context: Any, x: Any, group: Any) -> Any:
-            context.group = group
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(context: Any, grad: Any) -> Any:
-            return _total(grad, context.group), None
-
-    return Sum, GradientSum
-
-
-def summed(x: Any, group: Any) -> Any:
-    """The sum over ranks of their parts; each has the gradient of the sum."""
-    return _sums()[0].apply(x, group)
+    return Sum
 
 
 def read_in_parts(x: Any, group: Any) -> Any:
     """A value that all ranks have, whose gradient is the sum over ranks of their parts."""
-    return _sums()[1].apply(x, group)
+    own = x.view_as(x)
+    if own.requires_grad:
+        own.register_hook(partial(_total, group=group))
+    return own
 
 
 def split_linear(linear: Any, mesh: Any, output: Any = None) -> None:
@@ -90,7 +78,7 @@ def split_linear(linear: Any, mesh: Any, output: Any = None) -> None:
     def rows(x: Any) -> Any:
         part = torch.nn.functional.linear(x, linear.weight.to_local())
         if output.is_replicate():
-            whole = summed(part, group)
+            whole = _sum().apply(part, group)
             return whole if linear.bias is None else whole + linear.bias.to_local()
         whole = DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[output])
         return (whole if linear.bias is None else whole + linear.bias).to_local()
