@@ -401,3 +401,26 @@ def test_placements_name_the_axes_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -
             monkeypatch.setenv(name, value)
         with pytest.raises(UserError, match=f"4 devices .* {found}; .*torchrun --nproc-per-node 4"):
             plan.torch.parallelize(module)
+
+
+class Keeper(torch.nn.Module):
+    """A layer that calls its parts by a function of its own, and makes an array where torch makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = torch.nn.LayerNorm(8), torch.nn.ModuleDict()
+        self.mlp["up"], self.mlp["down"] = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
+        parts = self.mlp
+        self.run = lambda x: parts["down"](parts["up"](x).relu())
+
+    def forward(self, x: Any) -> Any:
+        return (x + self.run(self.norm(x)) + torch.zeros(8)).square().mean()
+
+
+def test_parts_that_a_function_keeps_are_cut_with_the_module() -> None:
+    module = Keeper()
+    assert layoutopt.from_torch(module, torch.ones(4, 8)).styles.without.keys() == {"dim"}
+    own = copied(module)
+    own.mlp["up"] = torch.nn.Linear(8, 16)
+    own.mlp["down"] = torch.nn.Linear(16, 8)
+    assert own(torch.ones(4, 8)).ndim == 0 and module.mlp["up"].out_features == 32
