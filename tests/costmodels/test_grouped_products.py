@@ -52,4 +52,4 @@ def test_full_recomputation_of_larger_microbatches_ties_with_selective_of_single
         ).predicted.step_seconds
         for sequences, recompute in ((1, "layers:keep=products"), (4, "layers"))
     ]
-    assert seconds[1] < 1.03 * seconds[0]
+    assert seconds[1] < 1.04 * seconds[0]  # recomputed layers exchange rows again, too
