@@ -11,10 +11,12 @@ import pytest
 import layoutopt
 import mesh_tf_core as mtf
 from examples.transformer_lm import model as transformer
+from layoutopt.formulation.couplings import count_layouts
+from layoutopt.optimize.subproblems import listed
 from layoutopt.plan.build import parse_plan
 from layoutopt.plan.covered import CoveredSpace, UncoveredChoices, count_text
 from layoutopt.space.allow import found
-from layoutopt.space.decisions import ARGUMENTS, KINDS, SearchSpace, left_out
+from layoutopt.space.decisions import ARGUMENTS, KINDS, Decisions, SearchSpace, left_out
 from layoutopt.space.diloco import Rarely
 from layoutopt.space.kind import Decision, Target
 from mesh_tf_core.ir.dims import LARGEST
@@ -160,3 +162,21 @@ def test_a_plan_whose_mesh_has_no_pipeline_is_explained() -> None:
     found = search(model, devices=4, hardware="h100", pipeline="layers", **asked)
     assert len(found.mesh.axes) == 1 and found.allowed.pipeline
     assert layoutopt.explain(found, hardware="h100").splits[0].proven
+
+
+def test_layouts_with_stages_are_counted_once_for_the_axes_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for each schedule and each recomputation in stages: a plan counts after its time limit."""
+    counted: list[Decisions] = []
+
+    def counting(decided: Decisions) -> int:
+        counted.append(decided)
+        return count_layouts(decided)
+
+    model = transformer(**{**SMALL, "layers": 4, "batch": 8})
+    some = SearchSpace(pipeline=("layers",), schedule=("gpipe", "1f1b", "zb-h1"), microbatches=(2, 4))
+    problems = [*listed(model, [mtf.Mesh("pipe:2;data:2")], some.but(recompute=(False, True)))]
+    monkeypatch.setattr("layoutopt.optimize.subproblems.count_layouts", counting)
+    numbers = {each.key: each.layouts for each in problems}
+    staged = {key for key in numbers if key.stages}
+    once = {(key.microbatches, frozenset(a for _, axes in key.stages for a in axes)) for key in numbers}
+    assert len(counted) == len(once) < len(staged) and all(numbers.values())
