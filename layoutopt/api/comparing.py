@@ -112,13 +112,15 @@ def candidates(model: Model, n: int = 4, **asked: Any) -> LayoutCandidates:
 
 
 def _distinct(plan: Plan) -> list[Alternative]:
-    """The layouts of a plan that fit, the fastest first, one of each mesh, layout and other decisions."""
-    its = plan.data
+    """The layouts of a plan that fit and obey its rules, fastest first, each mesh and layout once."""
+    its, rules = plan.data, plan.allowed
     answer = {name: getattr(its, name) for name in Alternative.model_fields if name in type(its).model_fields}
     pool = [Alternative(**{**answer, "name": ANSWER, "feasible": True}), *its.alternatives]
     found: dict[tuple[Any, ...], Alternative] = {}
     for each in pool:
-        if each.feasible and each.predicted is not None:
+        pinned = all(tuple(each.layout.get(dim, ())) == axes for dim, axes in rules.pins.items())
+        apart = all({*axes}.isdisjoint(each.layout.get(dim, ())) for dim, axes in rules.forbid.items())
+        if each.feasible and each.predicted is not None and pinned and apart:
             mesh = each.mesh or its.mesh
             same = str(sorted(mesh.items())), str(sorted(each.layout.items())), each.as_options()
             found.setdefault(same, each.model_copy(update={"mesh": mesh}))

@@ -67,6 +67,16 @@ def test_candidates_fit_are_unlike_and_begin_with_the_answer() -> None:
             assert again.predicted.step_seconds == pytest.approx(each.predicted.step_seconds)
 
 
+def test_candidates_obey_pins_and_prohibitions() -> None:
+    """Named layouts of a plan do not: they stand beside it."""
+    asked = {"mesh": "data:2;model:2", "hardware": "tpu-v3", "storage": "layout", "microbatches": (1,)}
+    found = layoutopt.candidates(mlp.model(), n=9, **asked, pins="batch:data", forbid="hidden_1:model")
+    beside = {str(a.layout) for a in found.plan.alternatives} - {str(each.layout) for each in found.chosen}
+    assert len(found.chosen) > 2 and beside
+    assert all(each.layout["batch"] == ["data"] for each in found.chosen)
+    assert all("model" not in each.layout.get("hidden_1", ()) for each in found.chosen)
+
+
 @pytest.mark.parametrize("n", [0, -3, 101])
 def test_a_number_beyond_all_use_is_refused(n: int) -> None:
     with pytest.raises(UserError, match="from 1 to 100"):

@@ -52,7 +52,7 @@ class JobStore:
         try:
             self._client.key_value_set(place, sealed, allow_overwrite=again)
         except RuntimeError:
-            if again or self._opened(key, self._read(key)) is not None:
+            if again or self._opened(key, self.raw(key)) is not None:
                 raise
             self._client.key_value_set(place, sealed, allow_overwrite=True)
 
@@ -63,17 +63,13 @@ class JobStore:
         opened = {key: self._opened(f"{place}/{key}", message) for key, message in found.items()}
         return {key: value for key, value in opened.items() if value is not None}
 
-    def raw(self, key: str) -> str | None:
-        """The value under a key, whoever wrote it; None if there is none."""
-        return self._read(key)
-
     def wanted(self, key: str) -> str | None:
         """A value that another process writes; None if it has not within `BEAT`, or the service is gone.
 
         Raises:
           ClusterError: the stored value was refused for `watch.SILENCE` seconds; it is lost.
         """
-        found = self._read(key)
+        found = self.raw(key)
         value = self._opened(key, found)
         if found is None or value is not None:
             self._lost.pop(key, None)
@@ -99,7 +95,8 @@ class JobStore:
         """Writes that a process has this number; RuntimeError if another one has it."""
         self.put(f"{NUMBER}/{number}", secrets.token_hex(16), again=False)
 
-    def _read(self, key: str) -> str | None:
+    def raw(self, key: str) -> str | None:
+        """The value under a key, whoever wrote it; None if there is none."""
         found = tried(lambda: self._client.blocking_key_value_get(f"{ROOT}/{key}", int(BEAT * 1000)))
         return None if found is None else str(found)
 
