@@ -102,6 +102,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"output_router_logits is true; only false",
     ),
     ({**LOSSES["qwen3_moe"]["config"], "use_qk_norm": False}, r"use_qk_norm is false; only true"),
+    ({**LOSSES["bailing_hybrid"]["config"], "kda_lower_bound": "x"}, r"kda_lower_bound .* at most 0"),
+    ({**LOSSES["step3p5"]["config"], "swiglu_limits": "x"}, r"swiglu_limits .* or one for each layer"),
     ({**LOSSES["bamba"]["config"], "z_loss_coefficient": 0.1}, r"z_loss_coefficient is 0.1; only 0.0"),
 ]
 REFUSED += [
@@ -115,6 +117,7 @@ REFUSED += [
 UNREAD = {"mistral": "mlp_bias", "apertus": "mlp_bias", "gpt_neox": "num_key_value_heads"}
 """Family -> a field that others read, and its class does not."""
 LISTED: list[tuple[str, dict[str, Any], str]] = [
+    ("laguna", {"num_attention_heads_per_layer": [4, 6, 6, 4]}, "give all layers of a kind the same value"),
     (
         "exaone_moe",
         {"mlp_layer_types": ["sparse"]},

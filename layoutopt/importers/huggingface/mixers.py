@@ -283,6 +283,8 @@ def _kimi(reader: MixerReader) -> nn.GatedDeltaNet:
     heads = fields.count("linear_num_heads", fields.count("num_attention_heads"))
     size = Dim("d_k", fields.count("linear_head_dim", fields.count("head_dim", 128)))
     bound = fields.raw("kda_lower_bound") if fields.flag("kda_safe_gate") else 0
+    if not isinstance(bound, int | float) or not bound <= 0:
+        raise fields.wrong("kda_lower_bound", "give a number of at most 0")
     taps = fields.count("linear_conv_kernel_dim", fields.count("short_conv_kernel_size", 4))
     return nn.GatedDeltaNet(
         Dim("heads", heads),

@@ -106,8 +106,8 @@ def convolved(fields: Fields, count: int) -> Sequence[str]:
 
 def kimi(fields: Fields, count: int) -> Sequence[str]:
     """Kimi Linear: the delta rule, but for layers that are listed, from 1 on, or each fourth."""
-    full = [i - 1 for i in fields.listed("full_attn_layers")] or range(4, count, 4)
-    return [FULL if i in full else LINEAR for i in range(count)]
+    full = [*map(str, fields.listed("full_attn_layers") or range(5, count + 1, 4))]
+    return [FULL if str(i) in full else LINEAR for i in range(1, count + 1)]
 
 
 def lfm3(fields: Fields, count: int) -> Sequence[str]:
