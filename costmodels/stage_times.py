@@ -51,7 +51,7 @@ class StageTimes:
       waits: node of a slot -> the part of what counts in which the fullest stage waits for others; below zero
         for slots of weights, which fill what the others leave idle.
       fullest: number of that stage.
-      layers: how many layers of slots of each kind count.
+      layers: how many layers of slots of each kind count; last: how often what the last stage alone does.
     """
 
     nodes: Mapping[int, float]
@@ -61,6 +61,7 @@ class StageTimes:
     waits: Mapping[int, float]
     fullest: int
     layers: tuple[float, ...]
+    last: float
 
     def waiting(self, node: int, runs: float) -> float:
         """The part of a node's work in which the fullest stage waits; none of what runs behind the ticks."""
@@ -178,6 +179,7 @@ class _Times:
             {index: float(waits[slot]) for index, slot in self.work.slots.items()},
             fullest,
             tuple(map(float, full.sum(axis=(1, 2)))),
+            float(at[BACKWARD, True]),
         )
 
 

@@ -9,7 +9,9 @@ of weights), and r_s how often a step counts such slots as a multiple of M times
 
     min over splits of (sum_s r_s T_s + G) / P  +  messages between stages  +  a device's share outside layers
 
-where one program runs all stages; else what is outside runs beside other stages' layers and does not count.
+where one program runs all stages. Else what is outside runs beside other stages' layers; of it the head
+counts as often as the longest way passes the last stage (`StageTimes.last`), if no axis of stages may split
+it.
 
 T counts what every first run of a layer has, however variables are stored, whatever is kept for backward and
 whatever is recomputed: kernels, and messages about activations. Writes to stacks, messages about weights,
@@ -45,6 +47,7 @@ from layoutopt.solver import eliminate
 from layoutopt.space.kind import Choice
 from layoutopt.space.storage import Storage
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.blocks import reads
 from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
@@ -59,9 +62,11 @@ from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.microbatch_order import second_half
 from mesh_tf_core.tracing.stage_layers import loop_dims
 
-Slots = Mapping[int, StageAction]
-"""Node -> the kind of slots that runs it."""
-SlotKinds = frozenset[StageAction]
+Slots = Mapping[int, int]
+"""Node -> the kind of slots that runs it (`StageAction`), or `HEAD`."""
+HEAD = len(StageAction)
+"""The kind of slots of what follows behind the layers, which the last stage runs."""
+SlotKinds = frozenset[int]
 ONCE: SlotKinds = frozenset()
 """The kinds of slots of what a step has once at least, in whatever slot."""
 SlotsByProgram = dict[int, tuple[Program, list[SlotKinds | None]]]
@@ -142,7 +147,7 @@ class LayerBounds:
                 )
                 continue
             plan = subproblem.plans[dim]
-            runs = evaluator.slot_runs(mesh, dim, plan)
+            runs = (*evaluator.slot_runs(mesh, dim, plan), 0.0)
             handed = self._handed(subproblem, dim, axes, runs)
             if exactly:
                 runs = self._counted(subproblem, dim) or runs
@@ -164,14 +169,15 @@ class LayerBounds:
         return seconds
 
     def _counted(self, subproblem: Subproblem, dim: str) -> tuple[float, ...] | None:
-        """As `Evaluator.slot_runs`, from the graph of the pipeline."""
+        """As `Evaluator.slot_runs`, from the graph of the pipeline, and of the `HEAD`."""
         model, key, plan = self.evaluator.model, subproblem.key, subproblem.plans[dim]
         step = model.training_step(key.microbatches, subproblem.stages, key.schedule, key.again)
         times = stage_times(step.graph.outline())
         if times is None:
             return None
         whole = plan.microbatches * max(model.graph.dims()[dim]) / plan.stages
-        return tuple(times.layers[min(slot, plan.last)] / whole for slot in StageAction)
+        layers = (times.layers[min(slot, plan.last)] / whole for slot in StageAction)
+        return *layers, times.last / plan.microbatches * plan.stages
 
     def _least(self, plain: Subproblem, dim: str, axes: Axes, runs: tuple[float, ...]) -> float:
         key = plain.mesh, plain.microbatches, dim, axes
@@ -193,7 +199,9 @@ class LayerBounds:
         stored = {n: _scattered(decided.options[n], plain.mesh, axes) for n in decided.of(Storage)}
         decided = decided.within({d.name: [()] for d in decided.every if d.beside})
         draft = Draft(self.evaluator.model, plain.mesh, decided, self.evaluator.prices(plain.mesh))
-        slots = slots_of(draft.context.graph, dim)
+        slots = dict(slots_of(draft.context.graph, dim))
+        if axes and self.evaluator.apart(plain.mesh) and plain.space.restriction.stages_alone:
+            slots |= dict.fromkeys(head_of(draft.context.graph, dim), HEAD)
         draft.left = [c for c in draft.left if c.members and slots.keys() >= {*c.members[0]}]
         made = [draft.make(cluster) for cluster in [*draft.left]]
         known = self._slots.setdefault(dim, {})
@@ -212,6 +220,20 @@ def slots_of(graph: Graph | Outline, dim: str) -> Slots:
             for node in (top, *inner):
                 found[node.index] = StageAction.FORWARD if node.phase == Phase.FORWARD else back
     return found
+
+
+def head_of(graph: Graph, dim: str) -> Iterator[int]:
+    """The nodes of a step that follow behind the layers, forward, and before they go backward."""
+    for around in graph.blocks:
+        after, back = set[int](), set[int]()
+        for node in around.nodes:
+            read, loop = reads(node), node.body is not None and node.body.dim.name == dim
+            if read & back or (loop and node.phase != Phase.FORWARD):
+                back.update(node.outputs)
+            elif loop or (read & after and node.phase != Phase.UPDATE):
+                after.update(node.outputs)
+                inner = () if node.body is None else (each for each, _ in node.body.walk())
+                yield from () if loop else (each.index for each in (node, *inner))
 
 
 def _scattered(options: Iterable[Choice], mesh: Mesh, axes: Axes) -> list[Choice]:

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,16 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels import load_hardware
+from examples.moe_lm import model as mixture
+from examples.transformer_lm import model as transformer
+from layoutopt.frameworks import restriction_of
 from layoutopt.optimize import layer_bounds
 from layoutopt.optimize.bounds import SLACK, BoundSource
 from layoutopt.optimize.evaluator import Evaluator, evaluate
 from layoutopt.optimize.fixing import option_costs
-from layoutopt.optimize.layer_bounds import ONCE, LayerBounds
-from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, subproblems
+from layoutopt.optimize.layer_bounds import HEAD, ONCE, LayerBounds
+from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, listed, related, subproblems
+from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.kind import Target
 from layoutopt.space.schedule import ScheduleDecision
 from layoutopt.space.sequence_parallel import Elsewhere
@@ -157,6 +162,41 @@ def test_messages_that_no_tick_sends_would_be_found_out(monkeypatch: pytest.Monk
     own = LayerBounds._handed
     monkeypatch.setattr(LayerBounds, "_handed", lambda *asked: 9 * own(*asked))
     assert any(bound > least for bound, least in compared(4, 1))
+
+
+def heads(seed: int, most: int) -> Iterator[tuple[float, float]]:
+    """The bounds of pipelines of language models under a framework by their layers and heads, and their least
+    seconds by their tables."""
+    rng, mesh, name = random.Random(seed), mtf.Mesh("x:2;y:2"), ("megatron", "torchtitan", "torch")[seed % 3]
+    sizes = {"layers": rng.choice([4, 5, 6]), "batch": 64, "length": 256, "d_model": rng.choice([32, 256])}
+    build = rng.choice([transformer, partial(transformer, tied=True), mixture])
+    model = build(**sizes, vocab=rng.choice([512, 32768]), optimizer="sgd")
+    machine = load_hardware("h100", name)
+    own, evaluator = restriction_of(name).of(model), Evaluator(model, machine)
+    wide = ScheduleDecision.widest(Target.on(machine, model, mesh))
+    space = own.narrowed(
+        SearchSpace(**wide, pipeline="layers", storage="layout,zero1", microbatches=(2, 4, 8))
+    )
+    space = space.but(restriction=own, recompute=(False, True))
+    every = [p for p in related(listed(model, [mesh], space, evaluator.near)) if p.key.stages]
+    layers = LayerBounds(evaluator)
+    for each in itertools.islice((p for p in rng.sample(every, len(every)) if not p.refused), most):
+        layers.prove(each, math.inf)
+        found = [b.value for b in each.bounds.proven if b.source is BoundSource.LAYERS]
+        yield max(found, default=0.0), each.opened(evaluator).relaxed()
+
+
+@pytest.mark.parametrize("seed", by_day(range(36), every=9))
+def test_no_layout_of_a_framework_takes_less_than_its_layers_and_head(seed: int) -> None:
+    found = [*heads(seed, 3)]
+    assert found and all(0 < bound <= least * (1 + SLACK) for bound, least in found)
+
+
+def test_a_head_that_the_last_stage_lacks_would_be_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it ran once more for each microbatch, the bound would exceed the tables."""
+    own = LayerBounds._counted
+    monkeypatch.setattr(LayerBounds, "_counted", lambda *a: (*(found := own(*a))[:HEAD], 2 * found[HEAD]))
+    assert any(bound > least for bound, least in heads(0, 2))
 
 
 def gradients(seed: int, most: int, many: int) -> Iterator[tuple[float, float]]:
