@@ -29,13 +29,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from costmodels.kernels.groups import Group
 from costmodels.kernels.partition import FusedKernel
 from costmodels.pricing.overlap import loads_or_stores
 from costmodels.pricing.units import Stack, Unit, first_of
-from costmodels.stage_times import stage_times
+from costmodels.stage_times import UNALIGNED, stage_times
 from layoutopt.formulation.extract import Draft
 from layoutopt.formulation.makers import OpCluster
 from layoutopt.formulation.tables import Entry, Table
@@ -115,25 +116,50 @@ class LayerBounds:
             return
         several, key = len(subproblem.space.recompute) > 1, subproblem.key._replace(again=frozenset())
         every, apart = (*(plain.fewer if pieces else ()), plain), self.evaluator.apart(subproblem.mesh)
-        for exactly in (False, True)[: 2 if apart and not shortly else 1]:
+        for exactly in self._ways(subproblem, shortly) if apart else (False,):
             for of in every[:1] if shortly else every:
-                with suppress(UserError):
+                try:
                     subproblem.bounds.prove(self._bound(subproblem, of, exactly), BoundSource.LAYERS)
+                except UserError:
+                    if exactly and subproblem.refused:
+                        subproblem.bounds.prove(math.inf, BoundSource.REFUSED)
                 if subproblem.bounds.lower().value >= enough:
                     return
         known = subproblem.bounds.left[0] >= enough
         if shortly or known or not (several and key.stages) or math.isinf(enough):
             return
+        first = replace(subproblem, key=key, space=subproblem.space.but(again=frozenset()))
         if key not in self._first:
             self._first[key] = 0.0, (0.0, {})
             with suppress(UserError):  # such stages may be refused without recomputation
-                first = replace(subproblem, key=key, space=subproblem.space.but(again=frozenset()))
                 asked = self.evaluator.model, key.mesh, first.unrestricted, self.evaluator.prices(key.mesh)
                 bound = fix_options(draft := FirstRuns(*asked), enough, lambda *_: math.inf)
                 if not draft.unsplit:
                     self._first[key] = min(bound, enough), (enough, draft.decided.options)
-        bound, subproblem.bounds.left = self._first[key]
-        subproblem.bounds.prove(min(bound, enough), BoundSource.FIRST_RUNS)
+        bound, (upto, options) = self._first[key]
+        share = self._kept(subproblem, first) if apart else 1.0
+        subproblem.bounds.left = share * upto, options
+        subproblem.bounds.prove(share * min(bound, enough), BoundSource.FIRST_RUNS)
+
+    def _ways(self, of: Subproblem, shortly: bool) -> tuple[bool, ...]:
+        """Whether to bound a problem whose stages are programs of their own from the pipeline's graph, or
+        without it, or both, one after the other."""
+        every = list[tuple[float, ...]]()
+        with suppress(UserError):  # layers that are given to stages may be too few
+            every = [self._runs(of, dim) for dim in of.plans]
+        if not all(runs[0] for runs in every):  # nothing is known without it
+            return (True,)
+        return (False,) if shortly or all(runs[HEAD] for runs in every) else (False, True)
+
+    def _kept(self, of: Subproblem, first: Subproblem) -> float:
+        """The part of the seconds of a pipeline without recomputation, that its first runs take in one that
+        recomputes: where each stage is a program of its own, the longest way may be another one."""
+        part = 1.0
+        for dim in of.plans if any(self._ways(of, False)) else ():
+            own, plain = self._counted(of, dim), self._counted(first, dim)
+            counted = zip(own or (0.0,), plain or (1.0,), strict=False)
+            part = min(part, *(new / old for new, old in counted if old))
+        return part
 
     def _bound(self, subproblem: Subproblem, plain: Subproblem, exactly: bool) -> float:
         """The bound by the layers in a step without stages; `exactly`: with the runs of slots in the graph of
@@ -147,13 +173,23 @@ class LayerBounds:
                 )
                 continue
             plan = subproblem.plans[dim]
-            runs = (*evaluator.slot_runs(mesh, dim, plan), 0.0)
+            runs = self._runs(subproblem, dim)
             handed = self._handed(subproblem, dim, axes, runs)
             if exactly:
                 runs = self._counted(subproblem, dim) or runs
             seconds = self._least(plain, dim, axes, runs) / plan.stages + handed
             found.append(seconds if evaluator.apart(mesh) else seconds + outside / mesh.devices)
         return max(found)
+
+    def _runs(self, of: Subproblem, dim: str) -> tuple[float, ...]:
+        """As `Evaluator.slot_runs`, and of the `HEAD`: for each microbatch, where stages have as many layers
+        and nothing else outside of these takes as long; 0: not known."""
+        graph, plan = self.evaluator.model.step_graph, of.plans[dim]
+        runs = self.evaluator.slot_runs(of.mesh, dim, plan)
+        equal = runs[0] and self.evaluator.apart(of.mesh) and not KINDS[plan.kind].split
+        head, others = graph.remembered((outside, dim), partial(outside, graph, dim)) if equal else (0.0, 0.0)
+        leads = head > UNALIGNED * plan.microbatches * others
+        return *runs, float(plan.stages * leads)
 
     def _handed(self, of: Subproblem, dim: str, axes: Axes, runs: Sequence[float]) -> float:
         """Seconds of messages between stages, in every slot that counts but the first: what loops carry."""
@@ -234,6 +270,16 @@ def head_of(graph: Graph, dim: str) -> Iterator[int]:
                 after.update(node.outputs)
                 inner = () if node.body is None else (each for each, _ in node.body.walk())
                 yield from () if loop else (each.index for each in (node, *inner))
+
+
+def outside(graph: Graph, dim: str) -> tuple[float, float]:
+    """FLOPs of a step outside of its layers, before the update: of what follows behind these; of the rest."""
+    layers, head, flops = slots_of(graph, dim), {*head_of(graph, dim)}, [0.0, 0.0]
+    for node, times in graph.outline().walk():
+        if node.inputs and node.body is None and node.index not in layers and node.phase != Phase.UPDATE:
+            types = (graph.tensor(i).type for i in node.inputs)
+            flops[node.index not in head] += times * node.op.flops(*types)
+    return flops[0], flops[1]
 
 
 def _scattered(options: Iterable[Choice], mesh: Mesh, axes: Axes) -> list[Choice]:

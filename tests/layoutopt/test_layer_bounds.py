@@ -20,7 +20,7 @@ from examples.moe_lm import model as mixture
 from examples.transformer_lm import model as transformer
 from layoutopt.frameworks import restriction_of
 from layoutopt.optimize import layer_bounds
-from layoutopt.optimize.bounds import SLACK, BoundSource
+from layoutopt.optimize.bounds import SLACK, BoundSource, ProvenBounds
 from layoutopt.optimize.evaluator import Evaluator, evaluate
 from layoutopt.optimize.fixing import option_costs
 from layoutopt.optimize.layer_bounds import HEAD, ONCE, LayerBounds
@@ -197,6 +197,40 @@ def test_a_head_that_the_last_stage_lacks_would_be_found_out(monkeypatch: pytest
     own = LayerBounds._counted
     monkeypatch.setattr(LayerBounds, "_counted", lambda *a: (*(found := own(*a))[:HEAD], 2 * found[HEAD]))
     assert any(bound > least for bound, least in heads(0, 2))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "circular:2", "interleaved:2"])
+def test_slots_are_counted_as_in_the_graph_of_the_pipeline(schedule: str) -> None:
+    """Where they are counted without it."""
+    mesh, machine = mtf.Mesh("x:2;y:2"), load_hardware("h100", "megatron")
+    for wide, layers, parts in itertools.product((8, 64), (4, 8), (2, 8)):
+        model = transformer(layers=layers, d_model=wide, batch=8, length=16, vocab=wide**2 // 32)
+        split = frozenset({("layers", ("x",))})
+        each = Subproblem(SubproblemKey(mesh, split, schedule, frozenset(), parts), model)
+        bounds = LayerBounds(Evaluator(model, machine))
+        assert bounds._runs(each, "layers") == pytest.approx(bounds._counted(each, "layers"))
+        assert bounds._runs(each, "layers")[HEAD] and bounds._ways(each, False) == (False,)
+
+
+def test_first_runs_hold_for_another_way_as_far_as_it_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where stages are programs of their own, second runs change which way through the slots is longest."""
+    model, mesh, machine = mtf.Model(deep(8)), mtf.Mesh("x:2"), load_hardware("h100", "torch")
+    allowed = SearchSpace(
+        pipeline=("layers",), schedule=("zb-v",), microbatches=(4,), recompute=(False, True)
+    )
+    evaluator, found = Evaluator(model, machine), list[float]()
+    every = [p for p in subproblems(model, [mesh], allowed) if p.key.again and not p.refused]
+    monkeypatch.setattr(LayerBounds, "_bound", lambda *_: 0.0)
+    for times in (1, 2):
+        monkeypatch.setattr(
+            LayerBounds,
+            "_counted",
+            lambda of, each, dim, t=times: (1.0, 1.0, 1 / t if each.key.again else 1.0, 1.0),
+        )
+        every[0].bounds = ProvenBounds()
+        LayerBounds(evaluator).prove(every[0], 1e9)
+        found.append(every[0].bounds.lower().value)
+    assert found[0] == pytest.approx(2 * found[1]) and found[1] > 0
 
 
 def gradients(seed: int, most: int, many: int) -> Iterator[tuple[float, float]]:
