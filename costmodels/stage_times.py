@@ -51,7 +51,8 @@ class StageTimes:
       waits: node of a slot -> the part of what counts in which the fullest stage waits for others; below zero
         for slots of weights, which fill what the others leave idle.
       fullest: number of that stage.
-      layers: how many layers of slots of each kind count; last: how often what the last stage alone does.
+      layers: how many layers of slots of each kind count.
+      ends: how often what the first stage alone does, forward and backward, and the last one.
     """
 
     nodes: Mapping[int, float]
@@ -61,7 +62,7 @@ class StageTimes:
     waits: Mapping[int, float]
     fullest: int
     layers: tuple[float, ...]
-    last: float
+    ends: tuple[float, float, float]
 
     def waiting(self, node: int, runs: float) -> float:
         """The part of a node's work in which the fullest stage waits; none of what runs behind the ticks."""
@@ -179,7 +180,7 @@ class _Times:
             {index: float(waits[slot]) for index, slot in self.work.slots.items()},
             fullest,
             tuple(map(float, full.sum(axis=(1, 2)))),
-            float(at[BACKWARD, True]),
+            (float(at[FORWARD, False]), float(at[BACKWARD, False]), float(at[BACKWARD, True])),
         )
 
 

@@ -10,7 +10,7 @@ of weights), and r_s how often a step counts such slots as a multiple of M times
     min over splits of (sum_s r_s T_s + G) / P  +  messages between stages  +  a device's share outside layers
 
 where one program runs all stages. Else what is outside runs beside other stages' layers; of it the head
-counts as often as the longest way passes the last stage (`StageTimes.last`), if no axis of stages may split
+counts as often as the longest way passes the last stage (`StageTimes.ends`), if no axis of stages may split
 it.
 
 T counts what every first run of a layer has, however variables are stored, whatever is kept for backward and
@@ -36,7 +36,7 @@ from costmodels.kernels.groups import Group
 from costmodels.kernels.partition import FusedKernel
 from costmodels.pricing.overlap import loads_or_stores
 from costmodels.pricing.units import Stack, Unit, first_of
-from costmodels.stage_times import UNALIGNED, stage_times
+from costmodels.stage_times import UNALIGNED, StageTimes, stage_times
 from layoutopt.formulation.extract import Draft
 from layoutopt.formulation.makers import OpCluster
 from layoutopt.formulation.tables import Entry, Table
@@ -137,9 +137,11 @@ class LayerBounds:
                 if not draft.unsplit:
                     self._first[key] = min(bound, enough), (enough, draft.decided.options)
         bound, (upto, options) = self._first[key]
-        share = self._kept(subproblem, first) if apart else 1.0
-        subproblem.bounds.left = share * upto, options
-        subproblem.bounds.prove(share * min(bound, enough), BoundSource.FIRST_RUNS)
+        if bound and apart and any(self._ways(subproblem, False)):
+            share = self._kept(subproblem, first)
+            bound, upto, enough = share * bound, share * upto, share * enough
+        subproblem.bounds.left = upto, options
+        subproblem.bounds.prove(min(bound, enough), BoundSource.FIRST_RUNS)
 
     def _ways(self, of: Subproblem, shortly: bool) -> tuple[bool, ...]:
         """Whether to bound a problem whose stages are programs of their own from the pipeline's graph, or
@@ -154,12 +156,9 @@ class LayerBounds:
     def _kept(self, of: Subproblem, first: Subproblem) -> float:
         """The part of the seconds of a pipeline without recomputation, that its first runs take in one that
         recomputes: where each stage is a program of its own, the longest way may be another one."""
-        part = 1.0
-        for dim in of.plans if any(self._ways(of, False)) else ():
-            own, plain = self._counted(of, dim), self._counted(first, dim)
-            counted = zip(own or (0.0,), plain or (1.0,), strict=False)
-            part = min(part, *(new / old for new, old in counted if old))
-        return part
+        found = [self._times(each) for each in (of, first)]
+        own, plain = ((*t.layers, *t.ends) if t else (0.0,) for t in found)
+        return min(1.0, *(new / old for new, old in zip(own, plain, strict=False) if old))
 
     def _bound(self, subproblem: Subproblem, plain: Subproblem, exactly: bool) -> float:
         """The bound by the layers in a step without stages; `exactly`: with the runs of slots in the graph of
@@ -204,16 +203,19 @@ class LayerBounds:
             seconds += max(runs[slot] * plan.works - 1, 0) * price
         return seconds
 
-    def _counted(self, subproblem: Subproblem, dim: str) -> tuple[float, ...] | None:
-        """As `Evaluator.slot_runs`, from the graph of the pipeline, and of the `HEAD`."""
-        model, key, plan = self.evaluator.model, subproblem.key, subproblem.plans[dim]
-        step = model.training_step(key.microbatches, subproblem.stages, key.schedule, key.again)
-        times = stage_times(step.graph.outline())
+    def _counted(self, of: Subproblem, dim: str) -> tuple[float, ...] | None:
+        """As `_runs`, from the graph of the pipeline."""
+        plan, times = of.plans[dim], self._times(of)
         if times is None:
             return None
-        whole = plan.microbatches * max(model.graph.dims()[dim]) / plan.stages
+        whole = plan.microbatches * max(self.evaluator.model.graph.dims()[dim]) / plan.stages
         layers = (times.layers[min(slot, plan.last)] / whole for slot in StageAction)
-        return *layers, times.last / plan.microbatches * plan.stages
+        return *layers, times.ends[-1] / plan.microbatches * plan.stages
+
+    def _times(self, of: Subproblem) -> StageTimes | None:
+        model, key = self.evaluator.model, of.key
+        step = model.training_step(key.microbatches, of.stages, key.schedule, key.again)
+        return stage_times(step.graph.outline())
 
     def _least(self, plain: Subproblem, dim: str, axes: Axes, runs: tuple[float, ...]) -> float:
         key = plain.mesh, plain.microbatches, dim, axes
