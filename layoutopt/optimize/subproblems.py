@@ -38,7 +38,7 @@ from layoutopt.space.stages import ways, why_none
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.schedules import GPIPE, KINDS, PipelineSchedule
+from mesh_tf_core.ir.schedules import GPIPE, PipelineSchedule
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.remat_policy import Policies, of_stages
 from mesh_tf_core.model import Model
@@ -75,7 +75,7 @@ class Subproblem:
     Attributes:
       model, space: those of the search; the space has one use of pipelines.
       bounds: all that is proven of it.
-      fewer: the problems that differ from it only in fewer microbatches that divide its number.
+      fewer: of a problem without stages: those with fewer microbatches, which divide its number.
       wholes: its integer programs with all options, by their tables, once they are needed.
       unstaged: of a problem with stages: the same without any.
       given: its decisions, where they do not follow from the space.
@@ -179,28 +179,6 @@ class Subproblem:
         """The axes of stages -> `layouts` of a pipeline over them, in any schedule."""
         return {}
 
-    def share(self, microbatches: int, apart: bool = False) -> float:
-        """The fraction of a bound with fewer microbatches, which divide this number, that holds here, if
-        pieces cost at least their share of the whole.
-
-        Args:
-          apart: each stage is a program of its own. Then the longest way through the slots counts, and in
-            orders with slots for weights, with several chunks or unequal stages it may pass others here.
-        """
-        times, named, plans = self.microbatches // microbatches, PipelineSchedule.named, self.plans
-        alike = (not apart or self._alike(dim, of) for dim, of in plans.items())
-        if not all(alike) or not all(KINDS[of.kind].one_way for of in plans.values()):
-            return 1 / times
-        fewer = (named(self.key.schedule, n, microbatches).ticks for n in self.stages.values())
-        pairs = zip(self.plans.values(), fewer, strict=True)
-        return min((plan.ticks / (times * ticks) for plan, ticks in pairs), default=1.0)
-
-    def _alike(self, dim: str, of: PipelineSchedule) -> bool:
-        """True if all stages do the same, one microbatch after the other."""
-        assert self.model is not None
-        counts = of.order.of_stages(max(self.model.graph.dims()[dim]))
-        return not KINDS[of.kind].split and of.chunks == 1 and counts.min() == counts.max()
-
     def words(self, renames: bool, points: int) -> str:
         """Describes it; `renames`: a plan has other names of axes; `points`: found points of a frontier."""
         mesh, parts, stages = self.mesh, self.microbatches, self.stages.items()
@@ -210,11 +188,6 @@ class Subproblem:
         looked += f", schedule {self.key.schedule}" if stages else ""
         looked += "".join(f", recompute {text}" for text in sorted(self.key.again))
         return looked + (f", point {points + 1} of the frontier" if points else "")
-
-    @property
-    def place(self) -> SubproblemKey:
-        """The key that it shares with the same problem with other numbers of microbatches."""
-        return self.key._replace(microbatches=0)
 
     @property
     def rank(self) -> tuple[float, int, int]:
@@ -247,8 +220,7 @@ class Subproblem:
         # splits divide. A number that a model or a schedule refuses bounds nothing.
         for other in self.fewer if evaluator.prices(self.mesh).pieces_cost_more else ():
             known = (bound.value for bound in other.bounds.proven if bound.source is BoundSource.TABLES)
-            part = self.share(other.microbatches, evaluator.apart(self.mesh))
-            self.bounds.prove(part * max(known, default=0.0), BoundSource.PIECES)
+            self.bounds.prove(max(known, default=0.0), BoundSource.PIECES)
 
     def narrowed(self, seconds: float, evaluator: Evaluator) -> Subproblem | None:
         """The same with options of layouts that take at most `seconds`, by first runs, and the results for
@@ -258,9 +230,8 @@ class Subproblem:
         if seconds <= upto:
             options = {n: tuple(o for o in found if o in kept.get(n, found)) for n, found in options.items()}
         for other in self.fewer if evaluator.prices(self.mesh).pieces_cost_more else ():
-            part, costs = self.share(other.microbatches, evaluator.apart(self.mesh)), other.bounds.costs
-            for name in costs.keys() & set(self.decided.free):
-                options[name] = tuple(o for o in options[name] if part * costs[name].get(o, 0.0) <= most)
+            for name in (costs := other.bounds.costs).keys() & set(self.decided.free):
+                options[name] = tuple(o for o in options[name] if costs[name].get(o, 0.0) <= most)
         return replace(self, given=self.decided.within(options)) if all(options.values()) else None
 
 
@@ -274,12 +245,12 @@ def beside(decided: Decisions, axes: Collection[str]) -> Decisions:
 
 def related(problems: Iterable[Subproblem]) -> Iterator[Subproblem]:
     """Subproblems, the fewest microbatches first, each with its `fewer`."""
-    known = defaultdict[SubproblemKey, list[Subproblem]](list)
+    known = defaultdict[Mesh, list[Subproblem]](list)
     for each in problems:
-        for one in filter(None, (each.unstaged, each)):
-            if one not in (others := known[one.place]):
-                one.fewer = tuple(o for o in others if one.microbatches % o.microbatches == 0)
-                others.append(one)
+        plain = each.unstaged or each
+        if not plain.key.stages and plain not in (others := known[plain.mesh]):
+            plain.fewer = tuple(o for o in others if plain.microbatches % o.microbatches == 0)
+            others.append(plain)
         yield each
 
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
@@ -32,7 +31,7 @@ from layoutopt.space.schedule import ScheduleDecision
 from layoutopt.space.sequence_parallel import Elsewhere
 from layoutopt.space.splits import Split
 from mesh_tf_core.ir.instructions import GRADIENT
-from mesh_tf_core.ir.schedules import KINDS, NAMES, ONE_WAY, PipelineSchedule
+from mesh_tf_core.ir.schedules import ONE_WAY
 from tests.layoutopt.every_kind import opened, some_machine, whole_model
 from tests.layoutopt.models import some_choices
 from tests.marks import by_day
@@ -291,37 +290,6 @@ def test_a_pipeline_is_bounded_without_its_graph() -> None:
     LayerBounds(evaluator).prove(last, math.inf)
     assert last.key.stages and last.bounds.lower().value > 0 and last.layouts > 0
     assert last.given is None and "decided" not in vars(last)
-
-
-@pytest.mark.parametrize("schedule", NAMES)
-@pytest.mark.parametrize("layers", [8, 9])
-@pytest.mark.one_in(3)
-def test_fewer_microbatches_bound_the_longest_way_of_more(schedule: str, layers: int) -> None:
-    """Where each stage is a program of its own, whatever its slots take."""
-    model, rng, held = mtf.Model(deep(layers)), np.random.default_rng(layers), 0
-
-    def problem(stages: int, parts: int) -> Subproblem:
-        split = frozenset({("layers", ("pipe",))})
-        return Subproblem(
-            SubproblemKey(mtf.Mesh(f"pipe:{stages}"), split, schedule, frozenset(), parts), model
-        )
-
-    def seconds(of: PipelineSchedule, slots: Any) -> float:
-        own = of.order.of_stages(layers)
-        costs = np.zeros((3, of.virtual.max() + 1))
-        costs[:, of.virtual] = slots[:, None, None] * own
-        return float((of.path(costs) * costs[:, of.virtual]).sum())
-
-    for stages, parts, times in itertools.product((2, 4), (1, 2, 4, 8), (2, 3)):
-        few, many = problem(stages, parts), problem(stages, parts * times)
-        with suppress(mtf.UserError):
-            short, long = (each.plans["layers"] for each in (few, many))
-            for _ in range(10):
-                slots = np.sort(rng.uniform(0.5, 2.0, 3))[[1, 2, 0]] * [1, 1, KINDS[short.kind].split]
-                before, after = seconds(short, slots), seconds(long, slots / times)
-                assert many.share(parts, apart=True) * before <= after * (1 + 1e-9)
-                held += 1
-    assert held
 
 
 def deep(layers: int) -> mtf.Tensor:

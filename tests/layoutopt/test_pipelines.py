@@ -23,11 +23,9 @@ from examples.moe_lm import model as experts
 from layoutopt import search
 from layoutopt.analysis.explain import without
 from layoutopt.formulation.extract import extract
-from layoutopt.optimize.bounds import BoundSource
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import Evaluator, evaluate
-from layoutopt.optimize.fixing import faster, option_costs
-from layoutopt.optimize.subproblems import Subproblem, related, subproblems
+from layoutopt.optimize.subproblems import Subproblem, subproblems
 from layoutopt.solver import evaluate as value_of
 from layoutopt.space.decisions import SearchSpace, decisions
 from layoutopt.space.recompute import again_in
@@ -262,30 +260,6 @@ def test_the_best_of_all(
     assert plan.predicted.step_seconds == pytest.approx(best.cost.step_seconds, rel=PRICE)
     assert plan.solver.status == "OPTIMAL"
     assert plan.data.pipeline == pipeline
-
-
-def test_options_that_leave_with_more_microbatches_take_too_long_there() -> None:
-    """A pipeline waits less with more of them: what an option costs with few is only partly a bound then."""
-    model, machine, mesh = large(), load_hardware("h100"), mtf.Mesh("pipe:4;t:2")
-    evaluator, asked = Evaluator(model, machine), list[Subproblem]()
-    for parts in (2, 8):
-        allowed = SearchSpace(microbatches=(parts,), stages={"layers": ("pipe",)}, recompute=(False,))
-        graph = model.training_step(parts, {"layers": 4}).graph
-        asked.append(Subproblem.of(mesh, decisions(graph, mesh, allowed)))
-    fewer, more = related(asked)
-    upper, least = (Subproblem.of(mesh, each.decided).opened(evaluator).relaxed() for each in asked)
-    assert least < upper and more.fewer == (fewer,)
-    search = faster(evaluator, fewer, 1.0001 * upper, lambda *_: 1.0001 * upper)
-    assert search is not None
-    costs = option_costs(search, fewer.decided, 1.0001 * upper)
-    assert costs is not None and any(cost > upper for of in costs.values() for cost in of.values())
-    fewer.bounds.costs = costs
-    more.inherit(evaluator)
-    assert more.bounds.lower().source is BoundSource.PIECES
-    assert more.bounds.lower().value <= least < fewer.bounds.lower().value
-    narrow = more.narrowed(least, evaluator)
-    assert narrow is not None
-    assert Subproblem.of(mesh, narrow.decided).opened(evaluator).relaxed() == pytest.approx(least, rel=PRICE)
 
 
 @pytest.mark.nightly
