@@ -7,7 +7,7 @@ Predictions and tables bound layouts with any memory; a solver bounds those with
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
@@ -78,14 +78,12 @@ class ProvenBounds:
       proven: bounds in seconds, none of which follows from another, the highest first.
       least: bytes that no layout holds less than.
       costs: of options, whatever memory a layout takes.
-      left: seconds, and the options that layouts which take fewer may have, as far as first runs show.
       best: the fastest layout within the last limit by the tables, if that is proven.
     """
 
     proven: list[Bound] = field(default_factory=lambda: [Bound()])
     least: float = 0.0
     costs: OptionCosts = field(default_factory=dict)
-    left: tuple[float, Mapping[str, Sequence[Choice]]] = field(default_factory=lambda: (0.0, {}))
     best: EvaluatedLayout | None = None
 
     def prove(self, seconds: float, source: BoundSource, within: float = math.inf) -> None:
@@ -101,7 +99,6 @@ class ProvenBounds:
             self.prove(each.value, each.source, each.within)
         self.hold_at_least(other.least)
         self.costs = self.costs or other.costs
-        self.left = max(self.left, other.left, key=lambda left: left[0])
 
     def hold_at_least(self, size: float) -> None:
         """No layout holds fewer bytes."""

@@ -45,6 +45,7 @@ from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.fixing import fix_options
 from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, beside
 from layoutopt.solver import eliminate
+from layoutopt.space.degrees import Degrees
 from layoutopt.space.kind import Choice
 from layoutopt.space.storage import Storage
 from mesh_tf_core.errors import UserError
@@ -72,7 +73,6 @@ ONCE: SlotKinds = frozenset()
 """The kinds of slots of what a step has once at least, in whatever slot."""
 SlotsByProgram = dict[int, tuple[Program, list[SlotKinds | None]]]
 """By the ids of programs: the kinds of slots that surely run each part of its cost; none: `ONCE`."""
-LeftOptions = Mapping[str, Sequence[Choice]]
 SlotSeconds = Mapping[SlotKinds, float]
 """Seconds of kernels and messages, by the kinds of slots that may run them."""
 
@@ -105,7 +105,7 @@ class LayerBounds:
         self._layers: dict[tuple[Mesh, int, str, Axes], _Layers | None] = {}
         self._slots: dict[str, SlotsByProgram] = {}
         self._seconds: dict[tuple[Mesh, int, str, Axes, tuple[float, ...]], float] = {}
-        self._first: dict[SubproblemKey, tuple[float, tuple[float, LeftOptions]]] = {}
+        self._first: dict[SubproblemKey, float] = {}
 
     def prove(self, subproblem: Subproblem, enough: float, shortly: bool = False) -> None:
         """Proves the bound of a problem by its layers, from the tables of as few microbatches as show that
@@ -116,42 +116,35 @@ class LayerBounds:
             return
         several, key = len(subproblem.space.recompute) > 1, subproblem.key._replace(again=frozenset())
         every, apart = (*(plain.fewer if pieces else ()), plain), self.evaluator.apart(subproblem.mesh)
-        for exactly in self._ways(subproblem, shortly) if apart else (False,):
-            for of in every[:1] if shortly else every:
-                try:
-                    subproblem.bounds.prove(self._bound(subproblem, of, exactly), BoundSource.LAYERS)
-                except UserError:
-                    if exactly and subproblem.refused:
-                        subproblem.bounds.prove(math.inf, BoundSource.REFUSED)
-                if subproblem.bounds.lower().value >= enough:
-                    return
-        known = subproblem.bounds.left[0] >= enough
-        if shortly or known or not (several and key.stages) or math.isinf(enough):
+        exactly = apart and self._unknown(subproblem, shortly)
+        for of in every[:1] if shortly else every:
+            try:
+                subproblem.bounds.prove(self._bound(subproblem, of, exactly), BoundSource.LAYERS)
+            except UserError:
+                if exactly and subproblem.refused:
+                    subproblem.bounds.prove(math.inf, BoundSource.REFUSED)
+            if subproblem.bounds.lower().value >= enough:
+                return
+        if shortly or not (several and key.stages) or math.isinf(enough):
             return
         first = replace(subproblem, key=key, space=subproblem.space.but(again=frozenset()))
         if key not in self._first:
-            self._first[key] = 0.0, (0.0, {})
+            self._first[key] = 0.0
             with suppress(UserError):  # such stages may be refused without recomputation
                 asked = self.evaluator.model, key.mesh, first.unrestricted, self.evaluator.prices(key.mesh)
                 bound = fix_options(draft := FirstRuns(*asked), enough, lambda *_: math.inf)
-                if not draft.unsplit:
-                    self._first[key] = min(bound, enough), (enough, draft.decided.options)
-        bound, (upto, options) = self._first[key]
-        if bound and apart and any(self._ways(subproblem, False)):
-            share = self._kept(subproblem, first)
-            bound, upto, enough = share * bound, share * upto, share * enough
-        subproblem.bounds.left = upto, options
-        subproblem.bounds.prove(min(bound, enough), BoundSource.FIRST_RUNS)
+                self._first[key] = 0.0 if draft.unsplit else min(bound, enough)
+        if (bound := min(self._first[key], enough)) and exactly:
+            bound *= self._kept(subproblem, first)
+        subproblem.bounds.prove(bound, BoundSource.FIRST_RUNS)
 
-    def _ways(self, of: Subproblem, shortly: bool) -> tuple[bool, ...]:
-        """Whether to bound a problem whose stages are programs of their own from the pipeline's graph, or
-        without it, or both, one after the other."""
+    def _unknown(self, of: Subproblem, shortly: bool) -> bool:
+        """True if only the graph of a pipeline tells its `_runs`, or how often its head runs, unless
+        `shortly`."""
         every = list[tuple[float, ...]]()
         with suppress(UserError):  # layers that are given to stages may be too few
             every = [self._runs(of, dim) for dim in of.plans]
-        if not all(runs[0] for runs in every):  # nothing is known without it
-            return (True,)
-        return (False,) if shortly or all(runs[HEAD] for runs in every) else (False, True)
+        return not all(runs[0 if shortly else HEAD] for runs in every)
 
     def _kept(self, of: Subproblem, first: Subproblem) -> float:
         """The part of the seconds of a pipeline without recomputation, that its first runs take in one that
@@ -238,7 +231,11 @@ class LayerBounds:
         decided = decided.within({d.name: [()] for d in decided.every if d.beside})
         draft = Draft(self.evaluator.model, plain.mesh, decided, self.evaluator.prices(plain.mesh))
         slots = dict(slots_of(draft.context.graph, dim))
-        if axes and self.evaluator.apart(plain.mesh) and plain.space.restriction.stages_alone:
+        if (
+            axes
+            and self.evaluator.apart(plain.mesh)
+            and any(isinstance(r, Degrees) for r in plain.space.restriction.relations)
+        ):
             slots |= dict.fromkeys(head_of(draft.context.graph, dim), HEAD)
         draft.left = [c for c in draft.left if c.members and slots.keys() >= {*c.members[0]}]
         made = [draft.make(cluster) for cluster in [*draft.left]]
@@ -292,7 +289,7 @@ def _scattered(options: Iterable[Choice], mesh: Mesh, axes: Axes) -> list[Choice
 
 
 def _certain(
-    draft: Draft, table: Table, slots: Slots, known: SlotsByProgram, stored: LeftOptions
+    draft: Draft, table: Table, slots: Slots, known: SlotsByProgram, stored: Mapping[str, Sequence[Choice]]
 ) -> Iterator[SlotSeconds]:
     """The seconds of what every first run has, of every entry of a table; `stored`: as `_scattered`."""
     fixed, names = draft.decided.fixed, [n for n in table.cluster.switches if n in stored]

@@ -223,12 +223,9 @@ class Subproblem:
             self.bounds.prove(max(known, default=0.0), BoundSource.PIECES)
 
     def narrowed(self, seconds: float, evaluator: Evaluator) -> Subproblem | None:
-        """The same with options of layouts that take at most `seconds`, by first runs, and the results for
-        fewer microbatches; None if there are none. Up to `seconds`, its bounds hold for this one."""
+        """The same with options of layouts that take at most `seconds`, by the results for fewer
+        microbatches; None if there are none. Up to `seconds`, its bounds hold for this one."""
         options, most = dict(self.decided.options), seconds * (1 + SLACK)
-        upto, kept = self.bounds.left
-        if seconds <= upto:
-            options = {n: tuple(o for o in found if o in kept.get(n, found)) for n, found in options.items()}
         for other in self.fewer if evaluator.prices(self.mesh).pieces_cost_more else ():
             for name in (costs := other.bounds.costs).keys() & set(self.decided.free):
                 options[name] = tuple(o for o in options[name] if costs[name].get(o, 0.0) <= most)

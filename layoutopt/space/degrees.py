@@ -61,7 +61,6 @@ class Degrees(DecisionRelation):
       in_stages: the stage of storage of pipelines, and of these alone; "": they have those of others.
     """
 
-    stages_alone = True
     copies: bool = False
     stored_over_context: bool = True
     hybrid: tuple[str, ...] = (MOST_SPLIT,)

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from layoutopt.space.argument import ARGUMENT, Argument, Space
 from layoutopt.space.kind import ALL, Choice, Decision
@@ -114,13 +114,7 @@ class Coupling:
 
 
 class DecisionRelation(ABC):
-    """A relation over named decisions, whatever the model and the mesh.
-
-    Attributes:
-      stages_alone: as `Restriction.stages_alone`.
-    """
-
-    stages_alone: ClassVar[bool] = False
+    """A relation over named decisions, whatever the model and the mesh."""
 
     def options(
         self, every: Mapping[str, Decision], roles: DimRoles, mesh: Mesh
@@ -211,11 +205,6 @@ class Restriction:
     roles: DimRoles | None = None
     applied: Mapping[str, Restriction] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def stages_alone(self) -> bool:
-        """True if axes of pipeline stages split nothing else."""
-        return any(each.stages_alone for each in self.relations)
 
     @property
     def about(self) -> DimRoles:

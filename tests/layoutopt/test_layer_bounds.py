@@ -22,7 +22,6 @@ from layoutopt.frameworks import restriction_of
 from layoutopt.optimize import layer_bounds
 from layoutopt.optimize.bounds import SLACK, BoundSource, ProvenBounds
 from layoutopt.optimize.evaluator import Evaluator, evaluate
-from layoutopt.optimize.fixing import option_costs
 from layoutopt.optimize.layer_bounds import HEAD, ONCE, LayerBounds
 from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, listed, related, subproblems
 from layoutopt.space.decisions import SearchSpace
@@ -94,29 +93,8 @@ def first_runs(seed: int, most: int) -> Iterator[tuple[float, float]]:
         yield max(found, default=0.0), each.opened(evaluator).relaxed()
 
 
-@pytest.mark.parametrize("seed", [3, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(4, 30))])
-def test_first_runs_leave_every_option_of_fast_layouts(seed: int) -> None:
-    """At the least seconds, at those that a quarter of the options exceed, and at the most."""
-    (evaluator, every), removed = recomputing(seed, 2), 0
-    layers = LayerBounds(evaluator)
-    for each in every:
-        costs = option_costs(each.opened(evaluator), each.decided, math.inf)
-        assert costs is not None
-        known = sorted(cost for of in costs.values() for cost in of.values() if cost < math.inf)
-        for seconds in (known[0], known[3 * len(known) // 4], known[-1]):
-            layers._first.clear()
-            layers.prove(each, seconds * (1 + 1e-6))
-            rest = each.narrowed(seconds, evaluator)
-            assert rest is not None
-            for name, options in rest.decided.options.items():
-                assert {o for o, cost in costs[name].items() if cost <= seconds} <= {*options}, name
-                removed += len(each.decided.options[name]) - len(options)
-    assert removed
-
-
 def test_first_runs_show_no_more_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Options of slower layouts were removed, so what is left may take longer than all there are. A frontier
-    asks for more seconds later."""
+    """Options of slower layouts were removed, so what is left may take longer than all there are."""
     evaluator, (each,) = recomputing(0, 1)
     monkeypatch.setattr(layer_bounds, "fix_options", lambda *_: 3.0)
     monkeypatch.setattr(LayerBounds, "_bound", lambda *_: 0.0)
@@ -209,7 +187,7 @@ def test_slots_are_counted_as_in_the_graph_of_the_pipeline(schedule: str) -> Non
         each = Subproblem(SubproblemKey(mesh, split, schedule, frozenset(), parts), model)
         bounds = LayerBounds(Evaluator(model, machine))
         assert bounds._runs(each, "layers") == pytest.approx(bounds._counted(each, "layers"))
-        assert bounds._runs(each, "layers")[HEAD] and bounds._ways(each, False) == (False,)
+        assert bounds._runs(each, "layers")[HEAD] and not bounds._unknown(each, False)
 
 
 def test_first_runs_hold_for_another_way_as_far_as_it_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
