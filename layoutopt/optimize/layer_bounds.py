@@ -149,9 +149,8 @@ class LayerBounds:
     def _kept(self, of: Subproblem, first: Subproblem) -> float:
         """The part of the seconds of a pipeline without recomputation, that its first runs take in one that
         recomputes: where each stage is a program of its own, the longest way may be another one."""
-        found = [self._times(each) for each in (of, first)]
-        own, plain = ((*t.layers, *t.ends) if t else (0.0,) for t in found)
-        return min(1.0, *(new / old for new, old in zip(own, plain, strict=False) if old))
+        own, plain = ((*times.layers, *times.ends) for times in map(self._times, (of, first)))
+        return min(1.0, *(new / old for new, old in zip(own, plain, strict=True) if old))
 
     def _bound(self, subproblem: Subproblem, plain: Subproblem, exactly: bool) -> float:
         """The bound by the layers in a step without stages; `exactly`: with the runs of slots in the graph of
@@ -165,11 +164,10 @@ class LayerBounds:
                 )
                 continue
             plan = subproblem.plans[dim]
-            runs = self._runs(subproblem, dim)
-            handed = self._handed(subproblem, dim, axes, runs)
-            if exactly:
-                runs = self._counted(subproblem, dim) or runs
-            seconds = self._least(plain, dim, axes, runs) / plan.stages + handed
+            equal = self._runs(subproblem, dim)
+            runs = self._counted(subproblem, dim) if exactly else equal
+            seconds = self._least(plain, dim, axes, runs) / plan.stages
+            seconds += self._handed(subproblem, dim, axes, equal)
             found.append(seconds if evaluator.apart(mesh) else seconds + outside / mesh.devices)
         return max(found)
 
@@ -196,19 +194,19 @@ class LayerBounds:
             seconds += max(runs[slot] * plan.works - 1, 0) * price
         return seconds
 
-    def _counted(self, of: Subproblem, dim: str) -> tuple[float, ...] | None:
+    def _counted(self, of: Subproblem, dim: str) -> tuple[float, ...]:
         """As `_runs`, from the graph of the pipeline."""
         plan, times = of.plans[dim], self._times(of)
-        if times is None:
-            return None
         whole = plan.microbatches * max(self.evaluator.model.graph.dims()[dim]) / plan.stages
         layers = (times.layers[min(slot, plan.last)] / whole for slot in StageAction)
         return *layers, times.ends[-1] / plan.microbatches * plan.stages
 
-    def _times(self, of: Subproblem) -> StageTimes | None:
-        model, key = self.evaluator.model, of.key
+    def _times(self, of: Subproblem) -> StageTimes:
+        key, model = of.key, self.evaluator.model
         step = model.training_step(key.microbatches, of.stages, key.schedule, key.again)
-        return stage_times(step.graph.outline())
+        found = stage_times(step.graph.outline())
+        assert found is not None
+        return found
 
     def _least(self, plain: Subproblem, dim: str, axes: Axes, runs: tuple[float, ...]) -> float:
         key = plain.mesh, plain.microbatches, dim, axes
