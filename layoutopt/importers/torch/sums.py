@@ -19,15 +19,15 @@ def _total(x: Any, group: Any) -> Any:
     return x
 
 
-def _few_total(x: Any, group: Any) -> Any:
-    """The same of a few numbers. In Gloo's ring, each rank would wait for all others one after the other."""
-    if x.device.type != "cpu":
-        return _total(x, group)
+def _each(x: Any, group: Any) -> Any:
+    """The same few numbers of every rank."""
     torch = torch_module()
-    own = x.expand(group.size(), *x.shape).contiguous()
-    found = torch.empty_like(own)
-    torch.distributed.all_to_all_single(found, own, group=group)
-    return found.sum(0)
+    found = x.new_empty(group.size(), *x.shape)
+    if x.device.type == "cpu":  # in Gloo's ring, each rank would wait for all others one after the other
+        torch.distributed.all_to_all_single(found, x.expand_as(found).contiguous(), group=group)
+    else:
+        torch.distributed.all_gather_into_tensor(found, x, group=group)
+    return found
 
 
 @cache
@@ -114,32 +114,33 @@ def _synced_norm() -> Any:
 
     class SyncedNorm(torch.autograd.Function):  # type: ignore[name-defined]
         @staticmethod
-        def forward(context: Any, x: Any, weight: Any, bias: Any, near: Any, group: Any, eps: float) -> Any:
-            mean, var = torch.batch_norm_update_stats(x, near, torch.ones_like(near), 0.0)
-            # Both in one message; near 0, squares of means lose nothing.
-            off = mean - near
-            off, square = _few_total(torch.stack([off, var + off.square()]), group) / group.size()
-            mean, var = off + near, square - off.square()
+        def forward(context: Any, x: Any, weight: Any, bias: Any, group: Any, eps: float) -> Any:
+            zeros = x.new_zeros(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
+            means = _each(torch.stack(torch.batch_norm_update_stats(x, zeros, zeros + 1, 0.0)), group)
+            mean, var = means.mean(0)
+            var += means[:, 0].var(0, correction=0)
+            read = mean.dtype if weight is None else weight.dtype
             context.group, context.eps = group, eps
             context.save_for_backward(x, weight, mean, var)
             context.mark_non_differentiable(mean, var)
-            return torch.nn.functional.batch_norm(x, mean, var, weight, bias, False, 0.0, eps), mean, var
+            found = torch.nn.functional.batch_norm(x, mean.to(read), var.to(read), weight, bias, eps=eps)
+            return found, mean, var
 
         @staticmethod
         def backward(context: Any, grad: Any, *others: Any) -> Any:
             x, weight, mean, var = context.saved_tensors
-            scale = torch.rsqrt(var + context.eps)
-            given = grad, x, weight, mean, var, None, None, False, context.eps, [True, True, True]
-            own, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(*given)
+            scale, read = torch.rsqrt(var + context.eps), mean.dtype if weight is None else weight.dtype
+            known = grad, x, weight, mean.to(read), var.to(read), None, None, False, context.eps, [True] * 3
+            own, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(*known)
             count = context.group.size() * x.numel() / x.shape[1]
-            along, all_of = _few_total(torch.stack([by_weight, by_bias]), context.group) / count
+            along, all_of = _each(torch.stack([by_weight, by_bias]), context.group).sum(0) / count
             slope = -scale.square() * along
             if weight is not None:
                 slope, all_of = slope * weight, all_of * weight
             shape = [1, -1, *[1] * (x.ndim - 2)]
-            own += (-scale * all_of - slope * mean).reshape(shape)
-            own.addcmul_(x, slope.reshape(shape).to(x.dtype))
-            return own, *((None, None) if weight is None else (by_weight, by_bias)), None, None, None
+            own = own - (scale * all_of + slope * mean).reshape(shape)
+            own = torch.addcmul(own, x, slope.reshape(shape)).to(x.dtype)
+            return own, *((None, None) if weight is None else (by_weight, by_bias)), None, None
 
     return SyncedNorm
 
@@ -151,15 +152,15 @@ def _synced(norm: Any, group: Any) -> Any:
     def forward(x: Any) -> Any:
         if not norm.training and norm.track_running_stats:
             return alone(x)
-        near = norm.running_mean.clone() if norm.track_running_stats else x.new_zeros(x.shape[1])
-        found, mean, var = _synced_norm().apply(x, norm.weight, norm.bias, near, group, norm.eps)
+        found, mean, var = _synced_norm().apply(x, norm.weight, norm.bias, group, norm.eps)
         if norm.track_running_stats:
             with torch.no_grad():
                 norm.num_batches_tracked.add_(1)
                 count = group.size() * x.numel() / x.shape[1]
                 share = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
-                norm.running_mean.lerp_(mean, share)
-                norm.running_var.lerp_(var * count / (count - 1), share)
+                new = mean, var * count / (count - 1)
+                for kept, x in zip((norm.running_mean, norm.running_var), new, strict=True):
+                    kept.lerp_(x.to(kept.dtype), share)
         return found
 
     return forward
