@@ -146,8 +146,7 @@ def _synced_norm() -> Any:
 
 
 def _synced(norm: Any, group: Any) -> Any:
-    torch = torch_module()
-    alone = norm.forward
+    torch, alone = torch_module(), norm.forward
 
     def forward(x: Any) -> Any:
         if not norm.training and norm.track_running_stats:
