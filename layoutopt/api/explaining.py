@@ -29,6 +29,7 @@ from layoutopt.api.running import model_of
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.optimize.incumbents import compared_with
+from layoutopt.optimize.request import BEYOND
 from layoutopt.plan.build import Plan
 from layoutopt.plan.details import Robustness, RuledOut
 from layoutopt.plan.layout_results import (
@@ -204,7 +205,8 @@ def explain(
       against: another layout on the plan's mesh, or the name of an alternative; on any mesh of as many
         devices, another plan of the model or a result of `layoutopt.cost`.
       hardware: the name of a preset, the path of a hardware file, or a Hardware (None: the plan's hardware).
-      time_limit: seconds for all searches together (None: no limit).
+      time_limit: seconds for all searches together (None: no limit, but 60 seconds if the plan itself is not
+        proven).
       pins: rules such as "heads:model". Each rule is required in a separate search.
       without: names of decisions (`space.decisions.FEATURES`). Each decision is forbidden in a separate
         search. "all": every decision that the plan has.
@@ -249,7 +251,9 @@ def explain(
         elif not named:
             which = layout_of(against)
         other, alike = compared(model, plan, machine, which)
-    clock = Clock.of(time_limit)
+    # Where the search itself had no time for a proof, these searches would not end.
+    proven = plan.solver.status == ProofStatus.OPTIMAL
+    clock = Clock.of(time_limit if proven or time_limit is not None else BEYOND)
 
     questions: list[tuple[str, str, float, str | None, str | None]] = []
     questions += [] if least else [("limit", "any memory", math.inf, None, None)]

@@ -5,7 +5,7 @@ The usual layouts are searched first, then everything; a search that ends early 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,16 +13,17 @@ from typing import Any
 
 from costmodels.hardware import Hardware
 from layoutopt.optimize.agreement import rows_said
-from layoutopt.optimize.alternatives import called
 from layoutopt.optimize.incumbents import WarmStart
 from layoutopt.optimize.infeasible import diagnose
 from layoutopt.optimize.plan_details import with_details
 from layoutopt.optimize.planning import make_plan, nearest_plan
+from layoutopt.optimize.probes import Probes
 from layoutopt.optimize.question import Limits, SearchQuestion
 from layoutopt.optimize.request import ANSWERED, SEARCHED, OnSearchStatus, Request, SearchStatus
 from layoutopt.optimize.search import NONE_FOUND, STOPPED, LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem, possible, subproblems
+from layoutopt.optimize.unrestricted import unrestricted
 from layoutopt.plan.build import Plan, parse_plan
 from layoutopt.plan.fields import LARGEST
 from layoutopt.runtime.clock import seldom_collected
@@ -40,6 +41,8 @@ UNDECIDED = "the search ended before it was decided whether another layout fits 
 USUAL_SHARE, LEAST_SHARE = 0.6, 0.25
 """Part of a time limit for the usual layouts, if everything is searched after them; least part of the time
 that is left when the first of them fits."""
+PROBED_SHARE = 0.4
+"""Part of the time for everything in which recipes of pipelines are priced."""
 NOT_SEARCHED = "only the usual layouts were searched"
 
 
@@ -105,7 +108,7 @@ def search(
     own = {"mesh": mesh, "devices": devices, "hardware": hardware, "objective": objective}
     question = SearchQuestion.of(model, {**own, "framework": framework}, allowed, limits, on_progress)
     with seldom_collected():
-        return _plan_of(question, _answer_to(question))
+        return _plan_of(_answer_to(question))
 
 
 @dataclass(frozen=True)
@@ -113,11 +116,13 @@ class _Answer:
     """The best layout of a question.
 
     Attributes:
+      question: with what probes added to its spaces.
       looked: the search that found it.
       usual: the search of the usual layouts and its best (None: none fits), if `looked` went on from there.
       notes: what else is to be said.
     """
 
+    question: SearchQuestion
     looked: LayoutSearch
     best: EvaluatedLayout
     usual: tuple[LayoutSearch, EvaluatedLayout | None] | None = None
@@ -144,13 +149,13 @@ def _answer_to(question: SearchQuestion) -> _Answer:
     more_time = wider and not (looked.stopped or request.clock.over)
     beyond = _beyond(question, looked) if more_time else None
     if isinstance(beyond, tuple):
-        more, found = beyond
+        question, more, found = beyond
         if found is None:
             raise _explained(question, InfeasibleError(more.none), more)
-        return _Answer(more, found, usual=(looked, best))
+        return _Answer(question, more, found, usual=(looked, best))
     if best is not None:
         notes = () if beyond is None else (f"{NOT_SEARCHED}: {beyond}",)
-        return _Answer(looked, best, notes=notes)
+        return _Answer(question, looked, best, notes=notes)
     if refused is None:
         raise beyond or LimitError(NONE_FOUND)
     if beyond is None:
@@ -160,13 +165,16 @@ def _answer_to(question: SearchQuestion) -> _Answer:
 
 
 def _shared(request: Request) -> Request:
-    """The same with a part of its time once something fits, and all of it until then."""
+    """The same with a part of its time, more if something fits late."""
     clock, every = request.clock.again(), request.clock.limit or 0.0
+    clock.limit = USUAL_SHARE * every
+    begun = False
 
     def better(words: str, seconds: float, size: int) -> None:
-        if clock.limit == every:  # the first that fits
+        nonlocal begun
+        if not begun:  # the first that fits
             least = clock.elapsed + LEAST_SHARE * (every - clock.elapsed)
-            clock.limit = min(every, max(USUAL_SHARE * every, least))
+            begun, clock.limit = True, min(every, max(USUAL_SHARE * every, least))
         if request.on_better is not None:
             request.on_better(words, seconds, size)
 
@@ -175,16 +183,19 @@ def _shared(request: Request) -> Request:
 
 def _beyond(
     question: SearchQuestion, usual: LayoutSearch
-) -> tuple[LayoutSearch, EvaluatedLayout | None] | UserError | None:
-    """The search of everything, and its best; None for that if it is proven that none fits. Whatever ends
-    this search, the usual answer stays: an error is returned, and None if the search says nothing."""
+) -> tuple[SearchQuestion, LayoutSearch, EvaluatedLayout | None] | UserError | None:
+    """The question with what probes add to it, the search of everything, and its best; None for that if it is
+    proven that none fits. Whatever ends this search, the usual answer stays: an error is returned, and None
+    if the search says nothing."""
     more = None
     try:
-        start = WarmStart(question.request.wider(question.spaces[1]), question.shapes, question.limits.start)
-        more = LayoutSearch(
-            start.request, question.renames, start=start, called=allow.EVERYTHING, after=usual
-        )
-        return more, _best(question, more, start.possible())
+        request = question.request.wider(question.spaces[1])
+        if (probed := _probed(question, request, usual)) is not None:
+            question = question.beyond(probed)
+            request = request.like(allowed=question.spaces[1])
+        start = WarmStart(request, question.shapes, question.limits.start, probed)
+        more = LayoutSearch(request, question.renames, start=start, called=allow.EVERYTHING, after=usual)
+        return question, more, _best(question, more, start.possible())
     except KeyboardInterrupt:
         if not question.limits.keep_best:
             raise
@@ -197,7 +208,24 @@ def _beyond(
         if more is None or not more.none:
             return error
     found = None if more is None else more.incumbents.best()
-    return None if more is None or not (found or more.none) else (more, found)
+    return None if more is None or not (found or more.none) else (question, more, found)
+
+
+def _probed(question: SearchQuestion, request: Request, usual: LayoutSearch) -> EvaluatedLayout | None:
+    """The fastest recipe of pipelines, if it is faster than what is usual."""
+    allowed, mesh = request.allowed, question.shapes[0]
+    if request.objective != Objective.TIME or not allowed.pipeline or allowed.diloco is not None:
+        return None
+
+    clock, below = request.clock.part(PROBED_SHARE), usual.incumbents.seconds(request.limit)
+    low = request.evaluator.alone() / mesh.devices
+
+    def told(number: int, count: int) -> None:
+        if request.on_progress is not None:
+            looked = "recipes of pipelines", number, count
+            request.on_progress(SearchStatus(*looked, below, low, space=allow.EVERYTHING))
+
+    return Probes(request, None if question.renames else mesh, mesh.devices).fastest(clock, below, told)
 
 
 def _explained(
@@ -224,8 +252,9 @@ def _explained(
     return error
 
 
-def _plan_of(question: SearchQuestion, answer: _Answer) -> Plan:
-    request, looked, limits = question.request, answer.looked, question.limits
+def _plan_of(answer: _Answer) -> Plan:
+    question, looked = answer.question, answer.looked
+    request, limits = question.request, question.limits
     if answer.usual is not None:
         request = looked.request.like(clock=request.clock)
     clock, others = request.clock, list[EvaluatedLayout]()
@@ -320,66 +349,3 @@ class _Auto:
 
 
 AUTO = _Auto()
-
-
-UNRESTRICTED = "unrestricted"
-"""The name of the layout."""
-
-
-def unrestricted(
-    request: Request,
-    allowed: SearchSpace,
-    shapes: Sequence[Mesh],
-    best: EvaluatedLayout,
-    renames: bool,
-    unnamed: bool = False,
-) -> dict[str, Any]:
-    """Fields of `PlanFile`: the best layout of a space, if it is faster than the answer of a restricted one,
-    and the share of the step that it saves; or a note why it was not searched.
-
-    Args:
-      allowed: the space without the restriction.
-      shapes, renames: the meshes of the search, and whether plans give their axes other names.
-      unnamed: the framework is the model's own.
-    """
-    if why := _not_searched(request, unnamed):
-        return _note(request, why)
-    wide = request.like(allowed=allowed, on_progress=None, on_better=None, top=1)
-    search = LayoutSearch(wide, renames)
-    search.incumbents.most = best.seconds
-    found = best
-    try:
-        other = search.run(subproblems(request.model, shapes, allowed, request.evaluator.near))
-        found = min(best, other, key=lambda f: f.seconds)
-    except InfeasibleError:  # nothing is faster
-        pass
-    except UserError as error:
-        return _note(request, LATE if isinstance(error, LimitError) else str(error))
-    low, gain = search.bound.value, {"left": 1 - found.seconds / best.seconds}
-    said: dict[str, Any] = gain if search.proven or found is not best else {}
-    if found is not best:
-        said |= {UNRESTRICTED: called(request, UNRESTRICTED, found, renames)}
-    if not search.proven:
-        most = "this much or more" if found is not best else "an unknown part"
-        most = f"at most {1 - low / best.seconds:.1%}" if low > 0 else most
-        said |= {"notes": [f"the search for unrestricted layouts did not end; they save {most} of the step"]}
-    return said
-
-
-LATE = "the time limit was reached"
-
-
-def _not_searched(request: Request, unnamed: bool) -> str:
-    """Why faster layouts are not searched; '' if they are."""
-    if request.objective != Objective.TIME:
-        return f"the objective is {request.objective}"
-    if request.allowed.diloco is not None:
-        return "replicas are synchronised rarely (--diloco)"
-    if request.late:
-        return LATE
-    return "give its name to --framework to have them, too" if unnamed else ""
-
-
-def _note(request: Request, why: str) -> dict[str, Any]:
-    name = request.allowed.restriction.name
-    return {"notes": [f"faster layouts that {name} cannot express were not searched: {why}"]}

@@ -60,10 +60,17 @@ class WarmStart:
     Args:
       shapes: meshes of the search.
       start: an earlier plan; it counts if its mesh has one of these shapes.
+      probed: what is known of recipes (`probes`).
     """
 
-    def __init__(self, request: Request, shapes: Sequence[Mesh], start: Plan | None = None) -> None:
-        self.request, self.shapes, self.start = request, shapes, start
+    def __init__(
+        self,
+        request: Request,
+        shapes: Sequence[Mesh],
+        start: Plan | None = None,
+        probed: EvaluatedLayout | None = None,
+    ) -> None:
+        self.request, self.shapes, self.start, self.probed = request, shapes, start, probed
 
     @cached_property
     def problems(self) -> list[Subproblem]:
@@ -76,7 +83,9 @@ class WarmStart:
         yield from possible(self.request.model, self.shapes, self.request.allowed, self.problems)
 
     def earlier(self) -> Iterator[FirstLayout]:
-        """The layout of the earlier plan, on the mesh of the same shape."""
+        """The layout that is known, and that of the earlier plan, on the mesh of the same shape."""
+        if (known := self.probed) is not None:
+            yield FirstLayout(known.mesh, known.layout, known.options, known.origin)
         if (plan := self.start) is None:
             return
         for mesh in self.shapes:

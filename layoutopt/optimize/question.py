@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from costmodels.hardware import Hardware, machine_of
@@ -12,6 +12,7 @@ from layoutopt.frameworks import restriction_of
 from layoutopt.optimize.evaluation import as_run
 from layoutopt.optimize.evaluator import check_limit
 from layoutopt.optimize.request import Better, OnSearchStatus, Request
+from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.plan.build import Plan
 from layoutopt.plan.details import Searched
 from layoutopt.plan.fields import LARGEST
@@ -135,6 +136,20 @@ class SearchQuestion:
         asked = (memory, objective, within[0], limits.top, clock, on_progress, limits.on_better)
         request = Request(model, machine, *asked)
         return cls(request, within[: 1 + (within[-1] != within[0])], free, shapes, limits, own)
+
+    def beyond(self, found: EvaluatedLayout) -> SearchQuestion:
+        """The same with a wider last space: with the mesh, schedule and microbatches of a layout."""
+        last, free = (self._with(each[-1], found) for each in (self.spaces, self.free))
+        shapes = [*self.shapes, found.mesh] if found.mesh not in self.shapes else self.shapes
+        return replace(self, spaces=[*self.spaces[:-1], last], free=[*self.free[:-1], free], shapes=shapes)
+
+    @staticmethod
+    def _with(space: SearchSpace, found: EvaluatedLayout) -> SearchSpace:
+        number, schedule = found.options.microbatches, found.options.schedule
+        return space.but(
+            microbatches=tuple(sorted({*space.microbatches, number})),
+            schedule=tuple(dict.fromkeys((*space.schedule, schedule))),
+        )
 
     @property
     def renames(self) -> bool:

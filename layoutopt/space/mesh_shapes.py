@@ -6,6 +6,7 @@ Another shape is another machine, so every shape is a separate subproblem.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 
 from costmodels.hardware import GpuCluster, Hardware
@@ -66,13 +67,21 @@ def other_meshes(mesh: Mesh, shapes: Set[tuple[int, ...]] | None) -> Iterator[Le
     Args:
       shapes: that it looked at; None: `mesh` was given.
     """
-    axes = 0 if shapes is None else max(map(len, shapes))
+    axes = 0 if shapes is None else _complete(shapes)
     if shapes is None and mesh.devices > 1:
         yield LeftOut("meshes", "other meshes", f"--devices {mesh.devices}", finer=True)
     elif shapes is not None and any(
         len(divisors(size)) > 2 for shape in shapes for size in shape if len(shape) == axes
     ):
         yield LeftOut("meshes", f"meshes of more than {axes} axes", f"--max-axes {axes + 1}", finer=True)
+
+
+def _complete(shapes: Set[tuple[int, ...]]) -> int:
+    """The most axes of which every mesh is among these shapes, in some order."""
+    known, most = {tuple(sorted(shape, reverse=True)) for shape in shapes}, max(map(len, shapes))
+    devices = math.prod(next(iter(shapes)))
+    counts = (n for n in range(1, most) if not known.issuperset(mesh_shapes(devices, n + 1, ordered=False)))
+    return next(counts, most)
 
 
 def mesh_shapes(devices: int, max_axes: int, ordered: bool) -> list[tuple[int, ...]]:
