@@ -26,7 +26,7 @@ from typing import Any
 
 from costmodels.hardware import Hardware
 from costmodels.pricing.hidden import Cost, Line
-from costmodels.repeated import Repeated, near_sizes, repeated
+from costmodels.repeated import Repeated, near_sizes
 from layoutopt.frameworks import restriction_of
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import evaluate
@@ -251,11 +251,7 @@ class _Lint:
             fix = f"runs this layout with {mend}" if mend else "can run what a search under it finds"
             message = f"{framework} has no setting for {lost}; the prediction is as if it had"
             yield Finding(kind="not expressed", message=message, fix=f"{framework} {fix}")
-        # A stage that is a program of its own does not have the work of the ends.
-        apart = self.evaluation.prices.itemiser.compiler.stages(self.program) is not None
-        for axis, found in repeated(self.program).items():
-            if apart and self._staged(axis):
-                continue
+        for axis, found in self.evaluation.repeated.items():
             mended, layout, saved = self._split_more(axis, found.dims)
             yield self._work(axis, found, mended, layout)
             if saved < found.share / 4:

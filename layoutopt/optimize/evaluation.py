@@ -13,6 +13,7 @@ from costmodels.pipeline_bubble import PipelineBubble, waiting
 from costmodels.pricing.compilers import compiler_of
 from costmodels.pricing.items import Computed
 from costmodels.pricing.pricer import Cost, Line, Pricer
+from costmodels.repeated import Repeated, repeated
 from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
 from layoutopt.frameworks import as_built, differences
 from layoutopt.optimize.slot_pictures import drawn
@@ -136,6 +137,13 @@ class Evaluation:
         return Layout(rules, {path: dict(found) for path, found in self.program.layout.refined})
 
     @property
+    def repeated(self) -> dict[str, Repeated]:
+        """Axes whose devices repeat work; a stage that is a program of its own lacks the work of the ends."""
+        apart = self.prices.itemiser.compiler.stages(self.program) is not None
+        staged = {axis for dim in self.pipeline if apart for axis in self.layout.axes(dim)}
+        return {axis: work for axis, work in repeated(self.program).items() if axis not in staged}
+
+    @property
     def pipeline(self) -> Mapping[str, int]:
         """Dimensions of layers that are pipeline stages -> number of stages."""
         return self.model.stages(self.program.mesh, self.program.layout)
@@ -157,9 +165,8 @@ class Evaluation:
     def predicted(self) -> Predicted:
         model, mesh, seconds = self.model, self.program.mesh, self.cost.step_seconds
         replicas = 1 if self.replicas is None else self.replicas.count
-        machine = self.prices.hardware
         flops = {dtype: replicas * n for dtype, n in unsplit_flops(model).items()}
-        chips = machine.chips(mesh.devices)
+        chips = (machine := self.prices.hardware).chips(mesh.devices)
 
         def rate(items: float | None, of: float = 1.0) -> float | None:
             return items / seconds / of if items and seconds else None
@@ -328,8 +335,7 @@ class Evaluation:
     @cached_property
     def slots(self) -> tuple[str, ...]:
         """The slots of each stage, a line each (`drawn`)."""
-        found = self.bubble
-        picture = () if found is None else drawn(found.schedule, found.fullest > 0)
+        picture = () if (found := self.bubble) is None else drawn(found.schedule, found.fullest > 0)
         return tuple(shorten("".join(row), SLOTS) for row in picture)
 
     @cached_property

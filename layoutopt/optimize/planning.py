@@ -18,7 +18,7 @@ from typing import Any
 
 from costmodels.hardware import Hardware
 from costmodels.network.topology import BETWEEN, place
-from costmodels.repeated import near_sizes, repeated
+from costmodels.repeated import near_sizes
 from layoutopt.optimize.agreement import TableAgreement, compared, hold_rows, rows_said, summed
 from layoutopt.optimize.alternatives import HEADROOM, Alternatives, Shapes, called, predicted_of
 from layoutopt.optimize.baselines import axis_names, called_mesh, in_names
@@ -319,7 +319,7 @@ def _origin(proof: _Proof, best: EvaluatedLayout) -> list[str]:
 def repeated_work(request: Request, of: Evaluation, microbatches: int, names: Mapping[str, str]) -> list[str]:
     """The devices that repeat work, and the sizes that would let them share it."""
     notes, batch, mesh, layout = [], request.model.batch_dim, of.program.mesh, of.program.layout
-    for axis, found in repeated(of.program).items():
+    for axis, found in of.repeated.items():
         if found.share < REPEATED_SHARE:
             continue
         ways, name = mesh.size(axis), names.get(axis, axis)

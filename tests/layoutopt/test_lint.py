@@ -67,6 +67,7 @@ def test_stages_with_programs_of_their_own_repeat_no_output_layer(
     found = evaluate(model, Mesh("pipe:2"), Layout("layers:pipe"), hardware, options)
     kinds = [f.message for f in lint(model, found, hardware, options) if f.kind == "repeated work"]
     assert bool(kinds) is repeats and all("'pipe'" in said for said in kinds)
+    assert repeats is ("pipe" in found.repeated)  # of the notes of plans, too
 
 
 def test_a_size_that_does_not_divide() -> None:
