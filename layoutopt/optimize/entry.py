@@ -225,7 +225,8 @@ def _probed(question: SearchQuestion, request: Request, usual: LayoutSearch) -> 
             looked = "recipes of pipelines", number, count
             request.on_progress(SearchStatus(*looked, below, low, space=allow.EVERYTHING))
 
-    return Probes(request, None if question.renames else mesh, mesh.devices).fastest(clock, below, told)
+    given = () if question.renames and not allowed.named else question.shapes
+    return Probes(request, given, mesh.devices).fastest(clock, below, told)
 
 
 def _explained(

@@ -140,11 +140,11 @@ class Probes:
     """The recipes of a request.
 
     Args:
-      mesh: the one that was given; None: any of so many devices.
+      meshes: those that were given, or whose axes rules name; none: any of so many devices.
     """
 
-    def __init__(self, request: Request, mesh: Mesh | None, devices: int) -> None:
-        self.request, self.mesh, self.devices = request, mesh, devices
+    def __init__(self, request: Request, meshes: Sequence[Mesh], devices: int) -> None:
+        self.request, self.meshes, self.devices = request, meshes, devices
         self.model, self.space, self.evaluator = request.model, request.allowed, request.evaluator
         self.dims, sizes = parallelism(self.model), self.model.graph.dims()
         self.dim = max(self.space.pipeline, key=lambda name: max(sizes[name]))
@@ -198,14 +198,13 @@ class Probes:
     def _recipes(self) -> Iterator[Recipe]:
         """Every use of a mesh; where that may be any, its first axis lies over stages."""
         kinds = [kind for kind, names in self.inner.items() if names]
-        if self.mesh is not None:
-            axes = [axis for axis, size in self.mesh.axes if size > 1]
+        for mesh in self.meshes:
+            axes = [axis for axis, size in mesh.axes if size > 1]
             for staged in axes:
-                yield Recipe(self.mesh, (staged,), (), BATCH)
+                yield Recipe(mesh, (staged,), (), BATCH)
                 for other in (axis for axis in axes if axis != staged):
-                    yield from (Recipe(self.mesh, (staged,), (other,), kind) for kind in kinds)
-            return
-        for ways in divisors(self.devices)[1:]:
+                    yield from (Recipe(mesh, (staged,), (other,), kind) for kind in kinds)
+        for ways in divisors(self.devices)[1:] if not self.meshes else ():
             for inner in divisors(self.devices // ways):
                 rest = self.devices // ways // inner
                 mesh = of_shape((ways, *(n for n in (rest, inner) if n > 1)))
