@@ -182,11 +182,9 @@ class Probes:
                 activations[again].append(max(found.peak - guess.fixed, 0.0) / guess.held)
             if found.seconds < below and found.peak <= limit:
                 below, best = found.seconds, (found, guess)
-        if best is None:
-            return None
-        near = (self._priced(each) for each in self._near(best[1]) if not clock.over)
+        near = (self._priced(each) for each in self._near(best[1]) if not clock.over) if best else ()
         fits = (found for found in near if found is not None and found.peak <= limit)
-        return min([best[0], *fits], key=lambda found: found.seconds)
+        return min([best[0], *fits], key=lambda found: found.seconds) if best else None
 
     def _near(self, guess: Guess) -> Iterator[Guess]:
         """The same with other parts that run again than nothing, all layers or all stages."""
