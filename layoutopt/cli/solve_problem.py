@@ -93,16 +93,14 @@ def _refuse(problem: Problem, found: Solution, clock: Clock) -> None:
 
 def _reason(problem: Problem, clock: Clock) -> str:
     """The smallest set of rows that cannot hold together, if it is known in time."""
-    from layoutopt.solver import ConflictGroup, ProblemError, conflict
+    from layoutopt.solver import conflict
 
-    groups = {row.name: ConflictGroup({}, (row.name,)) for row in problem.rows}
-    try:
-        found = conflict(problem, groups, min(CONFLICT_SECONDS, clock.rest or CONFLICT_SECONDS))
-    except ProblemError:
+    found = conflict(problem, min(CONFLICT_SECONDS, clock.rest or CONFLICT_SECONDS))
+    if found is None:
         return "no assignment satisfies all rows; there was no time to find the rows that conflict"
-    if found is not None and found.names:
+    if found:
         rows = {row.name: row for row in problem.rows}
-        named = ", ".join(f"{name!r} (limit {rows[name].limit:g})" for name in found.names)
+        named = ", ".join(f"{name!r} (limit {rows[name].limit:g})" for name in found)
         return f"these rows conflict: {named}; raise the limit of one of these rows"
     if problem.intervals:
         limit = f"{problem.intervals.name!r} limit {problem.intervals.limit:g}"

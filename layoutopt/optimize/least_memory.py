@@ -17,7 +17,6 @@ from layoutopt.solver import (
     Problem,
     ResourceRow,
     RowTerm,
-    Sparse,
     Status,
     Term,
     eliminate,
@@ -41,7 +40,7 @@ def lean(
       pinned: decisions that are taken already.
     """
     problem, best, done = search.pinned(search.extraction.problem, pinned), None, False
-    legal = tuple(map(_legal, problem.terms))
+    legal = tuple(term.legal for term in problem.terms)
     row = _largest(search.rows, lambda entry: entry.most)
     while row is not None:
         entries = tuple(Term(e.scope, e.table, "bytes") for e in row.entries)
@@ -108,7 +107,10 @@ def _levelled(search: SubproblemSearch, levels: np.ndarray) -> Problem:
     count = len(problem.variables)
     room = RowTerm((count,), -levels - ROUNDING)
     rows = tuple(replace(row, limit=0.0, entries=(*row.entries, room)) for row in search.rows)
-    terms = (*map(_legal, problem.terms), Term((count,), np.arange(len(levels), dtype=float), "level"))
+    terms = (
+        *(term.legal for term in problem.terms),
+        Term((count,), np.arange(len(levels), dtype=float), "level"),
+    )
     variables = (*problem.variables, ChoiceVariable("memory", len(levels)))
     return Problem(problem.name, variables, terms, (*problem.rows, *rows))
 
@@ -152,10 +154,3 @@ def _least(entry: RowTerm) -> float:
     values = entry.values
     # What a sparse table does not list is forbidden elsewhere.
     return float(values.min()) if values.size else 0.0
-
-
-def _legal(term: Term) -> Term:
-    """The term's prohibitions without its costs."""
-    if isinstance(term.table, Sparse):
-        return Term(term.scope, Sparse(term.table.assignments, np.zeros(len(term.table.values))), term.name)
-    return Term(term.scope, np.where(np.isinf(term.table), term.table, 0.0), term.name)

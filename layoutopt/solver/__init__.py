@@ -22,14 +22,14 @@ TYPE_CHECKING = False  # typing's own takes longer to import than everything els
 if TYPE_CHECKING:
     from typing import Any
 
-    from layoutopt.solver.conflicts import Conflict, ConflictGroup, conflict
+    from layoutopt.solver.conflicts import conflict
     from layoutopt.solver.files import dump, load
 
 # fmt: off
 __all__ = [
-    "TOLERANCE", "AnswerCheck", "ChoiceVariable", "Choices", "Conflict", "ConflictGroup", "Elimination",
-    "Intervals", "Problem", "ProblemError", "ResourceRow", "RowTerm", "Solution", "Sparse", "Status",
-    "Term", "Usage", "Violation", "conflict", "cost", "dump", "eliminate", "evaluate", "load", "solve",
+    "TOLERANCE", "AnswerCheck", "ChoiceVariable", "Choices", "Elimination", "Intervals", "Problem",
+    "ProblemError", "ResourceRow", "RowTerm", "Solution", "Sparse", "Status", "Term", "Usage", "Violation",
+    "conflict", "cost", "dump", "eliminate", "evaluate", "load", "solve",
 ]
 # fmt: on
 

@@ -1,4 +1,5 @@
-"""Problem files: our own form, and the contest's (`contest`), plain or gzipped JSON.
+"""Problem files: our own form, and that of the ASPLOS 2025 / EuroSys contest track on intra-operator
+parallelism for distributed deep learning, plain or gzipped JSON.
 
 Our own form, format "layoutopt-problem/1" (null is a forbidden cost; scopes are variable numbers, from 0):
 
@@ -10,7 +11,21 @@ Our own form, format "layoutopt-problem/1" (null is a forbidden cost; scopes are
      "intervals": {"name": "usage", "limit": 100,
                    "usages": [{"variable": 0, "start": 0, "end": 9, "table": [5, 7]}]}}
 
-"constant", "rows" and "intervals" may be missing. Every fault is one `ProblemError` that names the file.
+"constant", "rows" and "intervals" may be missing. The contest's:
+
+    {"problem": {"name": "...", "usage_limit": 50,
+                 "nodes": {"intervals": [[30, 70], ...],      half-open [start, end); empty ones use nothing
+                           "costs":     [[15], [55, 65], ...], one cost per strategy of the node
+                           "usages":    [[10], [25, 25], ...]}, one usage per strategy
+                 "edges": {"nodes": [[0, 1], ...],            several edges may join two nodes: costs add up
+                           "costs": [[30, 40], ...]}}}        row-major: entry i * strategies(second) + j
+
+A cost of 10^18 or more means "not allowed". Source: M. D. Moffitt and P. Fegade, "The ASPLOS 2025 / EuroSys
+2025 Contest on Intra-Operator Parallelism for Distributed Deep Learning", ASPLOS 2025, pp. 5-17; the
+instances are in github.com/google/iopddl.
+
+Schemas check types here, and `Problem` all that its parts have to fit. Every fault is one `ProblemError` that
+names the file.
 """
 
 from __future__ import annotations
@@ -20,16 +35,17 @@ import gzip
 import io
 import json
 import math
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
-from layoutopt.solver import contest
 from layoutopt.solver.form import (
     ChoiceVariable,
     CostTable,
+    Floats,
     Intervals,
     Problem,
     ProblemError,
@@ -40,7 +56,7 @@ from layoutopt.solver.form import (
     Term,
     Usage,
 )
-from layoutopt.solver.numbers import amount, field, listed, numbers, whole
+from mesh_tf_core.faults import at_path, fault_text
 from mesh_tf_core.files import write_file
 from mesh_tf_core.reading import check_depth, read_file, reading
 
@@ -49,6 +65,123 @@ LARGEST_FILE = 2 << 30
 """Bytes, once unpacked."""
 LARGEST_DOMAIN = 100_000
 MOST_CHOICES = 20_000_000
+FORBIDDEN = 1e18
+EXACT = 2**53
+"""Whole numbers above this are not all float64."""
+
+
+def _numbers(value: Any, infinite: float = math.inf, least: float = -EXACT) -> Floats:
+    """A number, a list of numbers, or lists of equal lengths, as an array; numbers from `infinite` on are
+    inf, and without it null is. (Schemas of single numbers take a second for a million.)"""
+    found = np.array(value, dtype=object)
+    for kind in {*map(type, found.flat)} - {int, float} - ({type(None)} if infinite == math.inf else set()):
+        why = (
+            "all lists of one length"
+            if kind is list
+            else f"not {'null' if kind is type(None) else kind.__name__}"
+        )
+        raise ValueError(f"must contain only numbers, {why}")
+    try:
+        numbers = np.where(found == None, math.inf, found).astype(np.float64)  # noqa: E711 (of each element)
+    except OverflowError:
+        raise ValueError("must contain only numbers that float64 can hold") from None
+    numbers[numbers >= infinite] = math.inf
+    for number in numbers[np.isfinite(numbers) & ((numbers < least) | (numbers > EXACT))][:1]:
+        raise ValueError(f"must contain only numbers from {least:.4g} to 2^53, not {number:.4g}")
+    return numbers
+
+
+Numbers = Annotated[Any, PlainValidator(_numbers)]
+Costs = Annotated[Any, PlainValidator(partial(_numbers, infinite=FORBIDDEN, least=0.0))]
+Number = Annotated[float, Field(strict=True, ge=-EXACT, le=EXACT)]
+Whole = Annotated[int, Field(strict=True, ge=-EXACT, le=EXACT)]
+Pair = tuple[Whole, Whole]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, defer_build=True)
+
+
+class _Variable(_Part):
+    name: str = ""
+    labels: list[str] = []
+    size: Annotated[Whole, Field(ge=1, le=LARGEST_DOMAIN)] | None = None
+
+    @model_validator(mode="after")
+    def _sized(self) -> _Variable:
+        if not self.labels and self.size is None:
+            raise ValueError("has neither labels nor a size")
+        return self
+
+
+class _Tabled(_Part):
+    name: str = ""
+    scope: tuple[Whole, ...]
+    table: Numbers = None
+    assignments: Numbers = None
+    values: Numbers = None
+
+    @model_validator(mode="after")
+    def _one(self) -> _Tabled:
+        if self.table is None and (self.assignments is None or self.values is None):
+            raise ValueError("has neither a table nor assignments and their values")
+        if self.assignments is not None and not (self.assignments == np.floor(self.assignments)).all():
+            raise ValueError("has assignments that are no whole numbers")
+        return self
+
+    @property
+    def parts(self) -> tuple[Scope, CostTable]:
+        if self.assignments is None:
+            return self.scope, self.table
+        empty = len(self.values), len(self.scope)
+        cells = self.assignments if self.assignments.size else np.zeros(empty)
+        return self.scope, Sparse(cells.astype(np.int64), self.values)
+
+
+class _Row(_Part):
+    name: str = ""
+    limit: Number
+    entries: list[_Tabled]
+
+
+class _Usage(_Part):
+    variable: Whole
+    start: Whole
+    end: Whole
+    table: Numbers
+
+
+class _Intervals(_Part):
+    limit: Number
+    usages: list[_Usage]
+    name: str = "usage"
+
+
+class _ProblemFile(_Part):
+    name: str = "problem"
+    variables: list[_Variable]
+    terms: list[_Tabled]
+    rows: list[_Row] = []
+    intervals: _Intervals | None = None
+    constant: Number = 0.0
+
+
+class _Nodes(_Part):
+    intervals: list[Pair]
+    costs: list[Costs]
+    usages: list[Numbers]
+
+
+class _Edges(_Part):
+    nodes: list[Pair]
+    costs: list[Costs]
+
+
+class _Contest(_Part):
+    name: str = "contest problem"
+    nodes: _Nodes
+    edges: _Edges
+    usage_limit: Number
 
 
 def load(path: str | Path) -> Problem:
@@ -59,7 +192,7 @@ def load(path: str | Path) -> Problem:
         if isinstance(data, dict) and "format" in data:
             return problem_from(data)
         if isinstance(data, dict) and "problem" in data:
-            return contest.problem_from(data)
+            return contest_problem(data)
         raise ProblemError(
             f'the top-level object has neither "format": "{FORMAT}" nor "problem" (ASPLOS contest format)'
         )
@@ -87,110 +220,77 @@ def _parsed(data: bytes) -> Any:
     return found
 
 
+P = TypeVar("P", bound=_Part)
+
+
+def _read(kind: type[P], data: Any) -> P:
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"]).removeprefix(
+            "."
+        )
+        found = f", not {json.dumps(first['input'])[:40]}" if first["type"].endswith("_type") else ""
+        raise ProblemError(at_path(path or "problem", fault_text(first["msg"]) + found)) from None
+
+
 def problem_from(data: dict[str, Any]) -> Problem:
     """A problem from the parsed JSON of our own form."""
     if data["format"] != FORMAT:
         raise ProblemError(
             f"the format is {str(data['format'])[:40]!r}, but this version of layoutopt reads only {FORMAT!r}"
         )
-    variables = tuple(
-        _variable(item, f"variables[{n}]") for n, item in enumerate(listed(data, "variables", "the problem"))
-    )
-    sizes = tuple(variable.size for variable in variables)
+    its = _read(_ProblemFile, data)
+    sizes = [len(v.labels) or v.size or 0 for v in its.variables]
     if sum(sizes) > MOST_CHOICES:
         raise ProblemError(
             f"the variables have {sum(sizes):,} choices in total; the limit is {MOST_CHOICES:,}"
         )
-    terms = []
-    for n, item in enumerate(listed(data, "terms", "the problem")):
-        where = f"terms[{n}]"
-        scope, table = _table(item, where, sizes, forbidden=True)
-        terms.append(Term(scope, table, _text(item, "name", where, f"term {n}")))
-    rows = []
-    for n, item in enumerate(listed(data, "rows", "the problem", missing_ok=True)):
-        where = f"rows[{n}]"
-        entries = listed(item, "entries", where)
-        parts = [
-            _table(entry, f"{where}.entries[{m}]", sizes, forbidden=False) for m, entry in enumerate(entries)
-        ]
-        limit = amount(field(item, "limit", where), f"{where}.limit")
-        rows.append(
-            ResourceRow(
-                _text(item, "name", where, f"row {n}"), limit, tuple(RowTerm(*part) for part in parts)
-            )
+    variables = tuple(
+        ChoiceVariable(v.name or f"variables[{n}]", size, tuple(v.labels))
+        for n, (v, size) in enumerate(zip(its.variables, sizes, strict=True))
+    )
+    terms = tuple(Term(*term.parts, term.name or f"term {n}") for n, term in enumerate(its.terms))
+    rows = tuple(
+        ResourceRow(row.name or f"row {n}", row.limit, tuple(RowTerm(*e.parts) for e in row.entries))
+        for n, row in enumerate(its.rows)
+    )
+    intervals = None
+    if (found := its.intervals) is not None:
+        usages = tuple(Usage(u.variable, u.start, u.end, u.table) for u in found.usages)
+        intervals = Intervals(found.limit, usages, found.name)
+    return Problem(its.name, variables, terms, rows, intervals, its.constant)
+
+
+def contest_problem(data: dict[str, Any]) -> Problem:
+    """A problem from the parsed JSON of the contest's form."""
+    its = _read(_Contest, data["problem"])
+    nodes, edges = its.nodes, its.edges
+    if not len(nodes.intervals) == len(nodes.costs) == len(nodes.usages):
+        raise ProblemError(
+            f"nodes has {len(nodes.intervals)} intervals, {len(nodes.costs)} costs and {len(nodes.usages)} "
+            "usages; give one of each per node"
         )
-    constant = amount(data.get("constant", 0), "constant")
-    name = _text(data, "name", "the problem", "problem")
-    return Problem(name, variables, tuple(terms), tuple(rows), _intervals(data.get("intervals")), constant)
-
-
-def _text(item: Any, key: str, where: str, default: str) -> str:
-    value = field(item, key, where, default)
-    if not isinstance(value, str):
-        raise ProblemError(f"{where}.{key} must be a string, not {type(value).__name__}")
-    return value
-
-
-def _variable(item: Any, where: str) -> ChoiceVariable:
-    name = _text(item, "name", where, where)
-    if "labels" in item:
-        labels = listed(item, "labels", where)
-        if not all(isinstance(label, str) for label in labels):
-            raise ProblemError(f"{where}.labels must be a list of strings")
-        return ChoiceVariable.of(name, labels)
-    size = whole(field(item, "size", where), f"{where}.size")
-    if size > LARGEST_DOMAIN:
-        raise ProblemError(f"{where}.size is {size}; a variable can have at most {LARGEST_DOMAIN} choices")
-    return ChoiceVariable(name, size)
-
-
-def _table(item: Any, where: str, sizes: Sequence[int], forbidden: bool) -> tuple[Scope, CostTable]:
-    scope = tuple(whole(index, f"{where}.scope") for index in listed(item, "scope", where))
-    for index in scope:
-        if not 0 <= index < len(sizes):
+    if len(edges.nodes) != len(edges.costs):
+        raise ProblemError(
+            f"edges has {len(edges.nodes)} pairs of nodes but {len(edges.costs)} lists of costs; give one "
+            "list per pair"
+        )
+    variables = tuple(ChoiceVariable(f"node {node}", len(costs)) for node, costs in enumerate(nodes.costs))
+    terms = [Term((node,), costs, f"node {node}") for node, costs in enumerate(nodes.costs)]
+    for edge, (pair, costs) in enumerate(zip(edges.nodes, edges.costs, strict=True)):
+        sizes = [variables[node].size for node in dict.fromkeys(pair) if 0 <= node < len(variables)]
+        if len(sizes) == 2 and costs.size != math.prod(sizes):
             raise ProblemError(
-                f"{where}.scope contains the variable index {index}, but there are {len(sizes)} "
-                "variables, numbered from 0"
+                f"edges.costs[{edge}] has {costs.size} costs, but its two nodes have {sizes[0]} x {sizes[1]} "
+                f"strategies; give {math.prod(sizes)} costs"
             )
-    if "assignments" in item:
-        values = numbers(field(item, "values", where), f"{where}.values", forbidden)
-        cells = [
-            [whole(cell, f"{where}.assignments") for cell in _list(row, len(scope), f"{where}.assignments")]
-            for row in listed(item, "assignments", where)
-        ]
-        return scope, Sparse(np.array(cells, dtype=np.int64).reshape(len(cells), len(scope)), values)
-    shape = tuple(sizes[index] for index in scope)
-    flat = _flat(field(item, "table", where), shape, f"{where}.table")
-    return scope, numbers(flat, f"{where}.table", forbidden).reshape(shape)
-
-
-def _list(value: Any, length: int, where: str) -> list[Any]:
-    if not isinstance(value, list) or len(value) != length:
-        found = f"{len(value)} items" if isinstance(value, list) else type(value).__name__
-        raise ProblemError(f"{where} must be a list of {length} items, not {found}")
-    return value
-
-
-def _flat(value: Any, shape: Sequence[int], where: str) -> list[Any]:
-    """The leaves of a nested list, once each level's length matches the domains."""
-    if not shape:
-        return [value]
-    items = _list(value, shape[0], where)
-    return items if len(shape) == 1 else [leaf for item in items for leaf in _flat(item, shape[1:], where)]
-
-
-def _intervals(item: Any) -> Intervals | None:
-    if item is None:
-        return None
-    usages = []
-    for n, usage in enumerate(listed(item, "usages", "intervals")):
-        where = f"intervals.usages[{n}]"
-        variable, start, end = (
-            whole(field(usage, key, where), f"{where}.{key}") for key in ("variable", "start", "end")
-        )
-        usages.append(Usage(variable, start, end, numbers(field(usage, "table", where), f"{where}.table")))
-    limit = amount(field(item, "limit", "intervals"), "intervals.limit")
-    return Intervals(limit, tuple(usages), _text(item, "name", "intervals", "usage"))
+        # `Problem` says what is wrong with other nodes.
+        terms.append(Term(pair, costs.reshape(sizes if len(sizes) == 2 else (1, -1)), f"edge {edge}"))
+    live = enumerate(zip(nodes.intervals, nodes.usages, strict=True))
+    usages = tuple(Usage(node, *span, table) for node, (span, table) in live)
+    return Problem(its.name, variables, tuple(terms), intervals=Intervals(its.usage_limit, usages))
 
 
 def dump(problem: Problem, path: str | Path) -> None:
@@ -238,10 +338,4 @@ def _table_json(scope: Scope, table: CostTable) -> dict[str, Any]:
     if isinstance(table, Sparse):
         values = [None if value == math.inf else value for value in table.values.tolist()]
         return {"scope": list(scope), "assignments": table.assignments.tolist(), "values": values}
-    return {"scope": list(scope), "table": _nulls(table.tolist())}
-
-
-def _nulls(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_nulls(item) for item in value]
-    return None if value == math.inf else value
+    return {"scope": list(scope), "table": np.where(np.isinf(table), None, table).tolist()}  # type: ignore[call-overload]

@@ -155,6 +155,13 @@ class Term(Tabled):
         if self.values.size and self.values.min() == -math.inf:
             raise ProblemError(f"term {self.name!r} has a cost of -inf; only +inf (forbidden) is allowed")
 
+    @property
+    def legal(self) -> Term:
+        """What it forbids, without its costs."""
+        free = np.where(np.isinf(self.values), math.inf, 0.0)
+        table = Sparse(self.table.assignments, free) if isinstance(self.table, Sparse) else free
+        return Term(self.scope, table, self.name)
+
     def cost(self, choices: Sequence[int]) -> float:
         """The cost under the whole problem's `choices`."""
         key = tuple(choices[i] for i in self.scope)

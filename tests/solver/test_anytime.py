@@ -34,7 +34,7 @@ from layoutopt.solver.anytime.improve import PARTNER
 from layoutopt.solver.anytime.network import Network, network
 from layoutopt.solver.anytime.search import ASCENT, LocalSearch, Messages
 from layoutopt.solver.anytime.sweep import EliminationOrder
-from layoutopt.solver.contest import problem_from
+from layoutopt.solver.files import contest_problem
 from tests.solver.strategies import contest_instance, table
 
 MANY = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -192,7 +192,7 @@ def without_forbidden(seed: int) -> Problem:
     data = contest_instance(seed, 300)
     edges = data["problem"]["edges"]  # type: ignore[index]
     edges["costs"] = [[0 if cost >= 10**18 else cost for cost in costs] for costs in edges["costs"]]
-    return problem_from(data)
+    return contest_problem(data)
 
 
 @pytest.mark.parametrize("seed", range(3))
