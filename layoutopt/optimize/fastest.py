@@ -99,10 +99,9 @@ class FastestSearch:
         if len(self.problems) > 1 or request.clock.limit is not None:
             for each in self.problems:  # nothing waits less than not at all
                 each.bound_by_share(request.evaluator)
-        if fixes := request.objective == Objective.TIME:
-            if request.clock.limit is not None and not self.both.running:
-                self.bound_stages(limit)
-            incumbents.answer_named(limit, self.plain, self.hold, self.tell)
+        fixes = request.objective == Objective.TIME
+        if fixes and request.clock.limit is not None and not self.both.running:
+            self.bound_stages(limit)
         every = (p for some in self._in_order(limit) for p in self.both.shared([[p] for p in some], limit))
         for number, each in enumerate(every):
             if not number and fixes and not incumbents.fitting(limit) and not each.refused:
@@ -135,8 +134,6 @@ class FastestSearch:
             yield self.problems[-1:]  # what fits most likely
         if (known := self.incumbents.fastest(limit)) is not None:
             yield [self.incumbents.subproblem_of(known)]
-            staged = (each for each in self.problems if each.key.stages)
-            self.incumbents.spread(limit, staged, self.request.clock.part(NAMED_SHARE))
         yield self.plain
 
     @property

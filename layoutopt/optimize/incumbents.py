@@ -12,16 +12,15 @@ Each takes milliseconds, and no table. So a search has an answer soon, however m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from costmodels.hardware import Hardware
 from layoutopt.optimize.baselines import axis_names, by_name, called_mesh, greedy, widest
-from layoutopt.optimize.bounds import ProvenBounds, State
+from layoutopt.optimize.bounds import State
 from layoutopt.optimize.evaluator import Evaluator
-from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, listed, possible, related
@@ -132,12 +131,6 @@ def named(model: Model, subproblem: Subproblem, lean: bool) -> Iterator[FirstLay
         origin = PINS if wide == fixed and {*pinned} - {*decided.stages} else name
         how = decided.least_memory if lean else replace(plain, storage=storage)
         yield FirstLayout(mesh, wide, how, origin + f", {LEAN}" * lean)
-
-
-FIRST_SPLITS = 2
-"""Number of splits of named layouts whose other decisions are searched first."""
-USES_SHARE = 0.2
-"""Part of a time limit for what is decided beside these splits."""
 
 
 class Incumbents:
@@ -265,56 +258,6 @@ class Incumbents:
                 told("named strategies", number, count)
                 if not each.refused:
                     self.price_on(each, lean, UNLIMITED if late else clock)
-
-    def answer_named(
-        self,
-        limit: float,
-        problems: Sequence[Subproblem],
-        hold: Callable[[Subproblem], float],
-        told: Callable[[Subproblem], None],
-    ) -> None:
-        """Where a named layout is too large, searches what is decided beside the splits of the fastest, in
-        the fewest microbatches that fit: such problems are small, and their answers rule out much early.
-
-        Args:
-          problems: those without stages.
-          hold: bytes that no layout of a problem holds less.
-        """
-        part, known = self.request.clock.part(USES_SHARE), sorted(self.found, key=lambda f: f.seconds)
-        fastest = {(f.mesh, f.layout): f for f in known[::-1] if not self.subproblem_of(f).key.stages}
-        any_over = any(found.peak > limit for found in known)
-        for found in sorted(fastest.values(), key=lambda f: f.seconds)[: FIRST_SPLITS * any_over]:
-            here = (each for each in problems if each.mesh == found.mesh)
-            for each in sorted(here, key=lambda p: p.microbatches):
-                if part.over:
-                    return
-                if hold(each) > limit:
-                    continue
-                own = {n: [found.layout.axes(n)] for n in each.decided.of(Split)}
-                if any(axes not in each.decided.options[n] for n, (axes,) in own.items()):
-                    continue
-                told(each)
-                small = replace(each, given=each.decided.within(own), bounds=ProvenBounds())
-                upper = self.seconds(limit)
-                search = faster(self.request.evaluator, small, upper, lambda *_, most=upper: most, part)
-                if search is not None and (better := search.fastest(limit, upper, part).found) is not None:
-                    self.add(better)
-                    break
-
-    def spread(self, limit: float, problems: Iterable[Subproblem], clock: Clock) -> None:
-        """Predicts the splits and storage of the fastest layout in other problems with its stages: these
-        differ in their schedules, microbatches and recomputed parts, each of which makes another graph."""
-        if (found := self.fastest(limit)) is None or not (own := self.subproblem_of(found).key).stages:
-            return
-        beside = found.options.recompute - own.again
-        for each in problems:
-            key = each.key
-            if clock.over:
-                return
-            if key != own and key[:2] == own[:2] and self.is_open(each, limit) and not each.refused:
-                how = replace(found.options, schedule=key.schedule, microbatches=key.microbatches)
-                for recompute in dict.fromkeys((beside | key.again, key.again)):
-                    self.offer(each.mesh, found.layout, replace(how, recompute=recompute))
 
     def price_on(self, subproblem: Subproblem, lean: bool = False, clock: Clock = UNLIMITED) -> None:
         """Predicts the named layouts of a problem as written, and those with the least memory that do not fit

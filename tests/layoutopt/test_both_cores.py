@@ -101,7 +101,6 @@ def test_the_second_process_can_prove_all(started: Processes, monkeypatch: pytes
             time.sleep(0.01)
 
     monkeypatch.setattr(BothCores, "_start", finished)
-    monkeypatch.setattr("layoutopt.optimize.incumbents.Incumbents.answer_named", lambda *_: None)
     monkeypatch.setattr(LayoutSearch, "_fixed", lambda _, problem, limit: looked.append(problem.key))
     plan = layoutopt.search(MLP, **ON)
     assert started and not looked

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,6 @@ from layoutopt.formulation.extract import Extraction, extract
 from layoutopt.optimize import subproblem
 from layoutopt.optimize.evaluation import as_run
 from layoutopt.optimize.evaluator import Evaluator, evaluate
-from layoutopt.optimize.incumbents import Incumbents
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.solver import evaluate as value_of
 from layoutopt.space.decisions import SearchSpace, decisions
@@ -194,22 +192,3 @@ def test_one_set_after_the_other_finds_what_all_at_once_do(monkeypatch: pytest.M
     true = subproblem.marginals
     monkeypatch.setattr(subproblem, "marginals", lambda *asked: [2 * costs[::-1] for costs in true(*asked)])
     assert [fastest_within(limit) for limit in limits] != each
-
-
-def test_the_best_beside_named_splits_is_known_before_other_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where what a name says is too large: with some values kept, as other problems would have to find."""
-    seen = list[list[float]]()
-    true = Incumbents.answer_named
-
-    def counted(self: Incumbents, limit: float, *asked: Any) -> None:
-        before = self.seconds(limit)
-        true(self, limit, *asked)
-        seen.append([before, self.seconds(limit)])
-
-    monkeypatch.setattr(Incumbents, "answer_named", counted)
-    asked = {"hardware": "tpu-v3", "memory": 150_000.0, "recompute": EVERY, "alternatives": False}
-    model = EXAMPLES["transformer with fused attention"]()
-    plan = layoutopt.search(model, "data:4", time_limit=600, pins="batch:data", **asked)  # type: ignore[arg-type]
-    assert plan.solver.status == "OPTIMAL"
-    ((before, after),) = seen
-    assert plan.predicted.step_seconds <= after < before
