@@ -70,17 +70,9 @@ class Solver(Protocol):
         """The best choices of `request.program` under `request.constraints`."""
 
 
-def interruptible(
-    work: Callable[[], WorkResult],
-    stop: Callable[[], None],
-    over: Callable[[], bool] = lambda: False,
-    meanwhile: Callable[[], None] | None = None,
-) -> WorkResult:
-    """Runs `work` in a thread, so that Python receives Ctrl-C and the clock can end it, and calls `meanwhile`
-    repeatedly; calls `stop` once it is `over`, or ended.
-
-    Raises exceptions of `work`, and of `stop` if the work cannot be stopped; its thread is then abandoned.
-    """
+def interruptible(work: Callable[[], WorkResult], stop: Callable[[], None]) -> WorkResult:
+    """Runs `work` in a thread, so that Python receives Ctrl-C and the clock can end it; calls `stop` if it is
+    ended. Raises exceptions of `work`; its thread is abandoned if it does not stop."""
     results: list[WorkResult] = []
     errors: list[BaseException] = []
     done = threading.Event()
@@ -95,11 +87,8 @@ def interruptible(
 
     threading.Thread(target=run, daemon=True).start()
     try:
-        while not done.wait(0.0 if meanwhile else 0.1):
-            if over():
-                stop()
-            elif meanwhile:
-                meanwhile()
+        while not done.wait(0.1):
+            pass
     except BaseException:
         with contextlib.suppress(Exception):
             stop()

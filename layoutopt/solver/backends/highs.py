@@ -10,20 +10,18 @@ It runs in a separate process (`highs_process`): in one process, TensorFlow cann
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import math
-import pickle
-import subprocess
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
-from layoutopt.runtime.own_process import command
+from layoutopt.runtime.own_process import OtherProcess
 from layoutopt.solver.answer import Status
-from layoutopt.solver.backends.base import Raw, SolverRequest, interruptible, read_status
+from layoutopt.solver.backends.base import Raw, SolverRequest, read_status
 from layoutopt.solver.backends.highs_process import HighsAnswer, LinearRow, Task
 from layoutopt.solver.linear import Constraint, LinearProgram
 
@@ -33,8 +31,8 @@ bound exceeds the true one by at most this times the number of groups (weak dual
 reduced costs * x).
 """
 
-LATE = 0.2
-"""Seconds after its time limit in which HiGHS may still answer."""
+LATE, PAUSE = 0.2, 0.005
+"""Seconds after its time limit in which HiGHS may still answer, and between two looks for its answer."""
 
 STATUSES = {
     **{s.name: s for s in Status if s is not Status.LIMIT},
@@ -44,64 +42,60 @@ STATUSES = {
 """MathOpt's termination reasons."""
 
 
-class Worker:
-    """A process that solves tasks, from the first one on; it starts again after it was ended."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
-        atexit.register(self.end)
-
-    def ask(self, task: Task) -> HighsAnswer:
-        """The process's answer; RuntimeError if it died."""
-        with self._lock:
-            process = self._started()
-            assert process.stdin is not None and process.stdout is not None
-            try:
-                pickle.dump(task, process.stdin)
-                process.stdin.flush()
-                found = pickle.load(process.stdout)
-            except (EOFError, BrokenPipeError, pickle.UnpicklingError):
-                self.end()
-                raise RuntimeError(
-                    "the HiGHS worker process ended without an answer, perhaps for lack of memory"
-                ) from None
-        if isinstance(found, Exception):
-            raise found
-        assert isinstance(found, HighsAnswer)
-        return found
-
-    def end(self) -> None:
-        """Ends the process, if it runs."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
-            self._process = subprocess.Popen(
-                command("layoutopt.solver.backends.highs_process"),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is for the parent, which then ends this process
-            )
-        return self._process
+PROCESS = "layoutopt.solver.backends.highs_process"
+_lock = threading.Lock()
+_worker: OtherProcess | None = None
 
 
-_worker = Worker()
+def ask(
+    task: Task, over: Callable[[], bool], meanwhile: Callable[[], None] | None = None
+) -> HighsAnswer | None:
+    """The answer of a process that goes on to wait for the next task; None if it is `over`, which ends the
+    process, as Ctrl-C does.
+
+    Raises:
+      RuntimeError: the process died.
+    """
+    global _worker
+    with _lock:
+        if _worker is None or _worker.ended:
+            _worker = OtherProcess(PROCESS, task)
+        else:
+            _worker.tell(task)
+        try:
+            while not (ended := _worker.ended, _worker.news)[1]:
+                if ended:
+                    raise RuntimeError(
+                        "the HiGHS worker process ended without an answer, perhaps for lack of memory"
+                    )
+                if over():
+                    leave()
+                    return None
+                (meanwhile or partial(time.sleep, PAUSE))()
+        except BaseException:
+            leave()
+            raise
+        found = _worker.news.popleft()
+    if isinstance(found, Exception):
+        raise found
+    assert isinstance(found, HighsAnswer)
+    return found
+
+
+def leave() -> None:
+    """Ends the process, if it runs."""
+    global _worker
+    if _worker is not None:
+        _worker.end()
+        _worker = None
 
 
 def solve(request: SolverRequest) -> Raw:
     """Solves the program with HiGHS in a process that Ctrl-C ends."""
     program = request.program
     unit = _unit(program)
-    task = _task(request, unit)
-    try:
-        answer = interruptible(lambda: _worker.ask(task), _leave, _over(request), request.meanwhile)
-    except _LeftError:
-        return Raw(Status.LIMIT, None, -math.inf)
-    return _read(answer, program, unit)
+    answer = ask(_task(request, unit), _over(request), request.meanwhile)
+    return Raw(Status.LIMIT, None, -math.inf) if answer is None else _read(answer, program, unit)
 
 
 def _over(request: SolverRequest) -> Callable[[], bool]:
@@ -109,15 +103,6 @@ def _over(request: SolverRequest) -> Callable[[], bool]:
     limit = request.options.time_limit
     latest = math.inf if limit is None else time.monotonic() + limit + LATE
     return lambda: time.monotonic() > latest
-
-
-class _LeftError(Exception):
-    pass
-
-
-def _leave() -> None:
-    _worker.end()
-    raise _LeftError
 
 
 def _read(answer: HighsAnswer, program: LinearProgram, unit: float) -> Raw:

@@ -1,16 +1,18 @@
-"""The process in which HiGHS runs: reads tasks from stdin, writes answers to stdout, until stdin ends."""
+"""The process in which HiGHS runs."""
 
 from __future__ import annotations
 
 import datetime
-import os
-import pickle
-import sys
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from layoutopt.runtime.own_process import first_letter
 from layoutopt.solver.form import Floats, Ints
+
+PAUSE = 0.005
+"""Seconds between two looks for a task."""
 
 
 class LinearRow(NamedTuple):
@@ -44,20 +46,15 @@ class HighsAnswer(NamedTuple):
 
 def main() -> None:
     """Answers tasks one by one; an error is an answer too."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever libraries print goes to stderr
+    task, heard, send = first_letter()
     while True:
         try:
-            task = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        found: HighsAnswer | Exception
-        try:
-            found = solve(task)
+            send(solve(task))
         except Exception as error:  # carried to the parent
-            found = error
-        pickle.dump(found, answers)
-        answers.flush()
+            send(error)
+        while not heard:
+            time.sleep(PAUSE)
+        task = heard.popleft()
 
 
 def solve(task: Task) -> HighsAnswer:
