@@ -75,11 +75,7 @@ def _numbers(value: Any, infinite: float = math.inf, least: float = -EXACT) -> F
     inf, and without it null is. (Schemas of single numbers take a second for a million.)"""
     found = np.array(value, dtype=object)
     for kind in {*map(type, found.flat)} - {int, float} - ({type(None)} if infinite == math.inf else set()):
-        why = (
-            "all lists of one length"
-            if kind is list
-            else f"not {'null' if kind is type(None) else kind.__name__}"
-        )
+        why = {list: "all lists of one length", type(None): "not null"}.get(kind, f"not {kind.__name__}")
         raise ValueError(f"must contain only numbers, {why}")
     try:
         numbers = np.where(found == None, math.inf, found).astype(np.float64)  # noqa: E711 (of each element)
@@ -91,35 +87,35 @@ def _numbers(value: Any, infinite: float = math.inf, least: float = -EXACT) -> F
     return numbers
 
 
-Numbers = Annotated[Any, PlainValidator(_numbers)]
-Costs = Annotated[Any, PlainValidator(partial(_numbers, infinite=FORBIDDEN, least=0.0))]
-Number = Annotated[float, Field(strict=True, ge=-EXACT, le=EXACT)]
-Whole = Annotated[int, Field(strict=True, ge=-EXACT, le=EXACT)]
-Pair = tuple[Whole, Whole]
+FileTable = Annotated[Any, PlainValidator(_numbers)]
+FileCosts = Annotated[Any, PlainValidator(partial(_numbers, infinite=FORBIDDEN, least=0.0))]
+FiniteNumber = Annotated[float, Field(strict=True, ge=-EXACT, le=EXACT)]
+ExactInteger = Annotated[int, Field(strict=True, ge=-EXACT, le=EXACT)]
+IntegerPair = tuple[ExactInteger, ExactInteger]
 
 
-class _Part(BaseModel):
+class _FilePart(BaseModel):
     model_config = ConfigDict(frozen=True, defer_build=True)
 
 
-class _Variable(_Part):
+class _VariableFile(_FilePart):
     name: str = ""
     labels: list[str] = []
-    size: Annotated[Whole, Field(ge=1, le=LARGEST_DOMAIN)] | None = None
+    size: Annotated[ExactInteger, Field(ge=1, le=LARGEST_DOMAIN)] | None = None
 
     @model_validator(mode="after")
-    def _sized(self) -> _Variable:
+    def _sized(self) -> _VariableFile:
         if not self.labels and self.size is None:
             raise ValueError("has neither labels nor a size")
         return self
 
 
-class _Tabled(_Part):
+class _Tabled(_FilePart):
     name: str = ""
-    scope: tuple[Whole, ...]
-    table: Numbers = None
-    assignments: Numbers = None
-    values: Numbers = None
+    scope: tuple[ExactInteger, ...]
+    table: FileTable = None
+    assignments: FileTable = None
+    values: FileTable = None
 
     @model_validator(mode="after")
     def _one(self) -> _Tabled:
@@ -138,50 +134,50 @@ class _Tabled(_Part):
         return self.scope, Sparse(cells.astype(np.int64), self.values)
 
 
-class _Row(_Part):
+class _RowFile(_FilePart):
     name: str = ""
-    limit: Number
+    limit: FiniteNumber
     entries: list[_Tabled]
 
 
-class _Usage(_Part):
-    variable: Whole
-    start: Whole
-    end: Whole
-    table: Numbers
+class _Usage(_FilePart):
+    variable: ExactInteger
+    start: ExactInteger
+    end: ExactInteger
+    table: FileTable
 
 
-class _Intervals(_Part):
-    limit: Number
+class _Intervals(_FilePart):
+    limit: FiniteNumber
     usages: list[_Usage]
     name: str = "usage"
 
 
-class _ProblemFile(_Part):
+class _ProblemFile(_FilePart):
     name: str = "problem"
-    variables: list[_Variable]
+    variables: list[_VariableFile]
     terms: list[_Tabled]
-    rows: list[_Row] = []
+    rows: list[_RowFile] = []
     intervals: _Intervals | None = None
-    constant: Number = 0.0
+    constant: FiniteNumber = 0.0
 
 
-class _Nodes(_Part):
-    intervals: list[Pair]
-    costs: list[Costs]
-    usages: list[Numbers]
+class _Nodes(_FilePart):
+    intervals: list[IntegerPair]
+    costs: list[FileCosts]
+    usages: list[FileTable]
 
 
-class _Edges(_Part):
-    nodes: list[Pair]
-    costs: list[Costs]
+class _Edges(_FilePart):
+    nodes: list[IntegerPair]
+    costs: list[FileCosts]
 
 
-class _Contest(_Part):
+class _Contest(_FilePart):
     name: str = "contest problem"
     nodes: _Nodes
     edges: _Edges
-    usage_limit: Number
+    usage_limit: FiniteNumber
 
 
 def load(path: str | Path) -> Problem:
@@ -220,7 +216,7 @@ def _parsed(data: bytes) -> Any:
     return found
 
 
-P = TypeVar("P", bound=_Part)
+P = TypeVar("P", bound=_FilePart)
 
 
 def _read(kind: type[P], data: Any) -> P:

@@ -157,7 +157,7 @@ class Term(Tabled):
 
     @property
     def legal(self) -> Term:
-        """What it forbids, without its costs."""
+        """The same prohibitions without costs."""
         free = np.where(np.isinf(self.values), math.inf, 0.0)
         table = Sparse(self.table.assignments, free) if isinstance(self.table, Sparse) else free
         return Term(self.scope, table, self.name)
