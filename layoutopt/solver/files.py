@@ -121,7 +121,8 @@ class _Tabled(_FilePart):
     def _one(self) -> _Tabled:
         if self.table is None and (self.assignments is None or self.values is None):
             raise ValueError("has neither a table nor assignments and their values")
-        if self.assignments is not None and not (self.assignments == np.floor(self.assignments)).all():
+        cells = np.zeros(0) if self.assignments is None else self.assignments
+        if not (np.isfinite(cells) & (cells == np.floor(cells))).all():
             raise ValueError("has assignments that are no whole numbers")
         return self
 
