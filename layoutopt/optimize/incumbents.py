@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from costmodels.hardware import Hardware
 from layoutopt.optimize.baselines import axis_names, by_name, called_mesh, greedy, widest
+from layoutopt.optimize.best_plans import held
 from layoutopt.optimize.bounds import State
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.request import Request
@@ -251,13 +252,17 @@ class Incumbents:
           told: called with what is done, the number of a problem, and their count.
         """
         limit, count, late = self.request.limit, len(start.problems), clock.over
+        large = dict[object, bool]()  # the variables of a mesh with its stages are, in any microbatches
         for lean, order in ((True, start.leanest_first()), (False, start.problems[:1])):
             for number, each in enumerate(order, 1):
                 if (lean or clock.over) if self.fitting(limit) else clock.over and not late:
                     break
                 told("named strategies", number, count)
-                if not each.refused:
-                    self.price_on(each, lean, UNLIMITED if late else clock)
+                if not (known := large.get(each.key[:2])) and not each.refused:
+                    if known is None:
+                        large[each.key[:2]] = held(self.request.model, each.mesh, each.decided) > limit
+                    if not large[each.key[:2]]:
+                        self.price_on(each, lean, UNLIMITED if late else clock)
 
     def price_on(self, subproblem: Subproblem, lean: bool = False, clock: Clock = UNLIMITED) -> None:
         """Predicts the named layouts of a problem as written, and those with the least memory that do not fit

@@ -14,6 +14,7 @@ recipes are lowered and priced as any layout, and nothing else.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -156,6 +157,7 @@ class Probes:
         """The fastest recipe that fits and takes fewer seconds than `below`.
 
         Args:
+          clock: of this; while nothing fits that is known, the time of the request.
           told: called with how many are looked at, of how many.
         """
         guesses, limit = [*self._guesses(clock)], self.request.limit
@@ -166,7 +168,7 @@ class Probes:
         def guessed(guess: Guess) -> float:
             return guess.seconds * fmean(ratios[*guess.recipe.family, guess.examples] or [1.0])
 
-        while guesses and not clock.over:
+        while guesses and not (clock.over if best or below < math.inf else self.request.late):
             guess = min(guesses, key=guessed)
             if guessed(guess) >= FAR * below:
                 break
