@@ -45,6 +45,7 @@ class StageTimes:
 
     Attributes:
       nodes: node in ticks -> the share of its runs that counts; all of others.
+      done: the same of what all stages do together, which is less: most wait, or have fewer layers.
       again: node whose results are made once more for backward -> the share if they were not kept.
       runs: node -> how often it runs.
       tensors: what loops add up or stack of such nodes -> the same.
@@ -56,6 +57,7 @@ class StageTimes:
     """
 
     nodes: Mapping[int, float]
+    done: Mapping[int, float]
     again: Mapping[int, float]
     runs: Mapping[int, float]
     tensors: Mapping[int, float]
@@ -153,6 +155,10 @@ class _Times:
             for last in (False, True)
         }
         nodes = {index: float(share[slot]) for index, slot in self.work.slots.items()}
+        # Of schedules in two directions loops have a few ticks more, so this is up to 5 % too high there.
+        each = of.microbatches / of.stages
+        layers = each * self.layers.sum() / of.streams / self.ticks / self.place
+        done = {index: float(layers[slot]) for index, slot in self.work.slots.items()}
         if not KINDS[of.kind].one_way:  # A stage's result goes to one side.
             moves = (n for n in self.nodes if isinstance(n.op, ShiftAlong) and n.op.dim == self.stage)
             nodes.update((n.index, nodes[n.index] / 2) for n in moves)
@@ -160,11 +166,13 @@ class _Times:
         for node, end in ((node, self._end(node)) for node in beside):
             if end is not None:
                 nodes[node.index] = float(at[end]) / self._runs(*end)
+                done[node.index] = each / self._runs(*end)
         for node in beside:
             if node.body is not None and node.body.spread:
                 nodes.update((n.index, 0.0) for n in (node, *(n for n, _ in node.body.walk())))
         again = {index: nodes[index] for index in self.work.remade if index in nodes}
         nodes.update(dict.fromkeys(again, 0.0))
+        done = {index: done.get(index, 0.0) * (share > 0) for index, share in nodes.items()}
         tensors = dict[int, float]()
         for block in reversed(self.graph.blocks):
             for inner, outer in (*block.summed, *block.stacked):
@@ -174,6 +182,7 @@ class _Times:
                     tensors[inner] = tensors[outer] = counts
         return StageTimes(
             nodes,
+            done,
             again,
             self.runs,
             tensors,

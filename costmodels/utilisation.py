@@ -27,6 +27,7 @@ from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Local, Program
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD)
+NOTHING: Mapping[int, float] = {}
 
 
 def model_flops(program: Program) -> dict[str, float]:
@@ -43,19 +44,25 @@ def recomputes(program: Program) -> bool:
     return any(instr.origin.phase == Phase.RECOMPUTE for instr, _ in program.walk())
 
 
-def run_flops(program: Program) -> dict[str, float]:
-    """FLOPs of equation (3), by the dtype that the products run in."""
-    found = _flops(program, (*PHASES, Phase.RECOMPUTE), flops_of)
+def run_flops(program: Program, done: Mapping[int, float] = NOTHING) -> dict[str, float]:
+    """FLOPs of equation (3), by the dtype that the products run in.
+
+    Args:
+      done: node -> the share of its runs that stages which are programs of their own do (`StageTimes.done`).
+    """
+    found = _flops(program, (*PHASES, Phase.RECOMPUTE), flops_of, done)
     return {dtype: program.mesh.devices * flops for dtype, flops in found.items()}
 
 
-def _flops(program: Program, phases: Sequence[Phase], of: Callable[..., float]) -> dict[str, float]:
+def _flops(
+    program: Program, phases: Sequence[Phase], of: Callable[..., float], done: Mapping[int, float] = NOTHING
+) -> dict[str, float]:
     found = defaultdict[str, float](float)
     for instr, times in program.expected():
         if isinstance(instr, Local) and instr.op.kind in MATMUL_CLASSES and instr.origin.phase in phases:
             inputs = [program.local(i) for i in instr.inputs]
             if inputs and (flops := of(instr.op, inputs)):
-                found[inputs[0].dtype] += times * flops
+                found[inputs[0].dtype] += times * flops * done.get(instr.origin.node, 1.0)
     return dict(found)
 
 

@@ -45,8 +45,6 @@ LAUNCHES = (
 )
 WORTH_A_NOTE = 0.01
 """Share of the FLOPs of a type of products that is worth a note."""
-SLOTS = 100
-"""Characters of a line of slots."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +162,7 @@ class Evaluation:
     @property
     def predicted(self) -> Predicted:
         model, mesh, seconds = self.model, self.program.mesh, self.cost.step_seconds
-        replicas = 1 if self.replicas is None else self.replicas.count
+        replicas = self.replicas.count if self.replicas else 1
         flops = {dtype: replicas * n for dtype, n in unsplit_flops(model).items()}
         chips = (machine := self.prices.hardware).chips(mesh.devices)
 
@@ -172,7 +170,8 @@ class Evaluation:
             return items / seconds / of if items and seconds else None
 
         tokens = None if model.tokens is None else model.tokens * replicas
-        run = run_flops(self.program) if recomputes(self.program) else {}
+        done = {} if (found := self.prices.itemiser.compiler.stages(self.program)) is None else found.done
+        run = run_flops(self.program, done) if recomputes(self.program) else {}
         return Predicted(
             step_seconds=seconds,
             compute_seconds=self.cost.compute_seconds,
@@ -334,9 +333,9 @@ class Evaluation:
 
     @cached_property
     def slots(self) -> tuple[str, ...]:
-        """The slots of each stage, a line each (`drawn`)."""
+        """The slots of each stage (`drawn`), a line of at most 100 characters each."""
         picture = () if (found := self.bubble) is None else drawn(found.schedule, found.fullest > 0)
-        return tuple(shorten("".join(row), SLOTS) for row in picture)
+        return tuple(shorten("".join(row), 100) for row in picture)
 
     @cached_property
     def beyond_hosts(self) -> str | None:

@@ -15,6 +15,7 @@ from benchmarks import large_models
 from benchmarks.llama_picks import published_mfu
 from benchmarks.published_tpu import maxtext
 from costmodels import load_hardware
+from costmodels.hardware import machine_of
 from examples.bert import model as bert
 from examples.moe_lm import model as mixture
 from examples.resnet import model as resnet
@@ -331,6 +332,19 @@ def test_what_runs_again_counts_as_the_hardwares() -> None:
     assert found.hfu / found.mfu == pytest.approx(1 + (twice + hidden) / total(model), rel=1e-3)
     assert found.tokens_per_second_per_chip == pytest.approx(TOKENS / found.step_seconds)
     assert found.model_flops_per_second_per_chip == pytest.approx(total(model) / found.step_seconds)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved:2", "zb-h1", "1f1b:layers=3+5"])
+def test_stages_of_their_own_programs_run_what_the_layers_and_one_head_are(schedule: str) -> None:
+    """Neither ticks in which a stage waits, nor its empty places, nor heads on every stage."""
+    model, machine = transformer(**{**SIZES, "layers": 8}), machine_of("h100", "megatron")
+    again = {"recompute": frozenset({"layers"})}
+    whole = evaluate(model, mtf.Mesh("data:2"), LAYOUT_DATA, machine, mtf.Options(**again)).predicted
+    options = mtf.Options(**again, schedule=schedule, microbatches=4)
+    layout = mtf.Layout("layers:pipe")
+    found = evaluate(model, mtf.Mesh("pipe:2"), layout, machine, options).predicted
+    assert whole.hfu and whole.mfu and found.hfu and found.mfu
+    assert found.hfu / found.mfu == pytest.approx(whole.hfu / whole.mfu, rel=1e-6)
 
 
 def test_products_that_only_choose_are_said() -> None:
