@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from typing import Any
 
     from layoutopt.solver.conflicts import conflict
-    from layoutopt.solver.files import dump, load
+    from layoutopt.solver.files import load
 
 # fmt: off
 __all__ = [
     "TOLERANCE", "AnswerCheck", "ChoiceVariable", "Choices", "Elimination", "Intervals", "Problem",
     "ProblemError", "ResourceRow", "RowTerm", "Solution", "Sparse", "Status", "Term", "Usage", "Violation",
-    "conflict", "cost", "dump", "eliminate", "evaluate", "load", "solve",
+    "conflict", "cost", "eliminate", "evaluate", "load", "solve",
 ]
 # fmt: on
 

@@ -184,27 +184,14 @@ class Elimination:
             raise ProblemError(
                 "the cost tables of the problem are too large to enumerate all assignments below a bound"
             )
-        tree, regrets = self.costs.tree, self.costs.regrets()
-        count = len(tree.buckets)
-        picked, given = [0] * count, [0] * count
+        from layoutopt.solver.enumeration import within
 
-        def extend(k: int, left: float) -> Iterator[Choices]:
-            if k < 0:
-                yield tuple(picked)
-                return
-            bucket = tree.buckets[k]
-            begin, end = bucket.begins[given[k] : given[k] + 2].tolist()
-            row = regrets[k][begin:end]
-            for place in np.argsort(row, kind="stable").tolist():
-                if not row[place] < left:
-                    break
-                picked[bucket.variable] = int(bucket.choices[begin + place])
-                for source, messages in tree.sources(bucket):
-                    given[source] = int(messages[begin + place])
-                yield from extend(k - 1, left - float(row[place]))
-
+        tree, most = self.costs.tree, math.nextafter(upper - self.bound + self.costs.least, -math.inf)
         if self.bound < upper:
-            yield from extend(count - 1, upper - self.bound)
+            listed = within(tree, [self.costs], lambda: np.array([most]), math.inf, lambda: False, every=True)
+            for batch, _ in listed:
+                assert batch is not None
+                yield from (chosen(tree, rows, len(tree.buckets)) for rows in batch.tolist())
 
 
 def eliminate(problem: Problem, cells: int = CELLS) -> Elimination:

@@ -36,7 +36,7 @@ def within(
     tree: JoinTree,
     costs: Sequence[Costs],
     limits: Callable[[], Floats],
-    most: int,
+    most: float,
     over: Callable[[], bool],
     every: bool = False,
 ) -> Iterator[tuple[Ints | None, int]]:

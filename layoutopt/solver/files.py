@@ -57,7 +57,6 @@ from layoutopt.solver.form import (
     Usage,
 )
 from mesh_tf_core.faults import at_path, fault_text
-from mesh_tf_core.files import write_file
 from mesh_tf_core.reading import check_depth, read_file, reading
 
 FORMAT = "layoutopt-problem/1"
@@ -288,51 +287,3 @@ def contest_problem(data: dict[str, Any]) -> Problem:
     live = enumerate(zip(nodes.intervals, nodes.usages, strict=True))
     usages = tuple(Usage(node, *span, table) for node, (span, table) in live)
     return Problem(its.name, variables, tuple(terms), intervals=Intervals(its.usage_limit, usages))
-
-
-def dump(problem: Problem, path: str | Path) -> None:
-    """Writes `problem` in our form, gzipped if the path ends in .gz; `load` gives an equal problem."""
-    text = json.dumps(to_json(problem), allow_nan=False)
-    data = text.encode()
-    packed = gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data
-    write_file(path, packed, "the problem")
-
-
-def to_json(problem: Problem) -> dict[str, Any]:
-    """The JSON object of our own form."""
-    data: dict[str, Any] = {
-        "format": FORMAT,
-        "name": problem.name,
-        "constant": problem.constant,
-        "variables": [
-            {"name": v.name, "labels": list(v.labels)} if v.labels else {"name": v.name, "size": v.size}
-            for v in problem.variables
-        ],
-        "terms": [{"name": term.name, **_table_json(term.scope, term.table)} for term in problem.terms],
-        "rows": [
-            {
-                "name": row.name,
-                "limit": row.limit,
-                "entries": [_table_json(entry.scope, entry.table) for entry in row.entries],
-            }
-            for row in problem.rows
-            if math.isfinite(row.limit)
-        ],
-    }
-    if problem.intervals:
-        data["intervals"] = {
-            "name": problem.intervals.name,
-            "limit": problem.intervals.limit,
-            "usages": [
-                {"variable": u.variable, "start": u.start, "end": u.end, "table": u.table.tolist()}
-                for u in problem.intervals.usages
-            ],
-        }
-    return data
-
-
-def _table_json(scope: Scope, table: CostTable) -> dict[str, Any]:
-    if isinstance(table, Sparse):
-        values = [None if value == math.inf else value for value in table.values.tolist()]
-        return {"scope": list(scope), "assignments": table.assignments.tolist(), "values": values}
-    return {"scope": list(scope), "table": np.where(np.isinf(table), None, table).tolist()}  # type: ignore[call-overload]

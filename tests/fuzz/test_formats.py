@@ -17,7 +17,6 @@ from layoutopt.cli.terminal import plain
 from layoutopt.importers.huggingface import from_huggingface
 from layoutopt.plan.build import load_plan
 from layoutopt.solver import load
-from layoutopt.solver.files import to_json
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.reading import read_json, reading
 from mesh_tf_core.training import checkpoint
@@ -26,7 +25,7 @@ from reports.reader import plan_of, validation_of
 from tests.core.saved import whole
 from tests.fuzz import hostile
 from tests.reports import sample
-from tests.solver.strategies import random_problem
+from tests.solver.strategies import random_problem, to_json
 
 CONTEST = {
     "problem": {

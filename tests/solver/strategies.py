@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 from layoutopt.solver import ChoiceVariable, Intervals, Problem, ResourceRow, RowTerm, Sparse, Term, Usage
+from layoutopt.solver.files import FORMAT
+from layoutopt.solver.form import CostTable, Scope
 
 
 def table(rng: np.random.Generator, shape: tuple[int, ...], whole: bool, forbidden: float) -> np.ndarray:
@@ -114,3 +120,49 @@ def contest_instance(seed: int, nodes: int = 40) -> dict[str, object]:
             "usage_limit": (2 * max(least) + max(most)) // 3,
         }
     }
+
+
+def dump(problem: Problem, path: str | Path) -> None:
+    """Writes `problem` in our form, gzipped if the path ends in .gz; `load` gives an equal problem."""
+    data = json.dumps(to_json(problem), allow_nan=False).encode()
+    Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
+
+
+def to_json(problem: Problem) -> dict[str, Any]:
+    """The JSON object of our own form."""
+    data: dict[str, Any] = {
+        "format": FORMAT,
+        "name": problem.name,
+        "constant": problem.constant,
+        "variables": [
+            {"name": v.name, "labels": list(v.labels)} if v.labels else {"name": v.name, "size": v.size}
+            for v in problem.variables
+        ],
+        "terms": [{"name": term.name, **_table_json(term.scope, term.table)} for term in problem.terms],
+        "rows": [
+            {
+                "name": row.name,
+                "limit": row.limit,
+                "entries": [_table_json(entry.scope, entry.table) for entry in row.entries],
+            }
+            for row in problem.rows
+            if math.isfinite(row.limit)
+        ],
+    }
+    if problem.intervals:
+        data["intervals"] = {
+            "name": problem.intervals.name,
+            "limit": problem.intervals.limit,
+            "usages": [
+                {"variable": u.variable, "start": u.start, "end": u.end, "table": u.table.tolist()}
+                for u in problem.intervals.usages
+            ],
+        }
+    return data
+
+
+def _table_json(scope: Scope, table: CostTable) -> dict[str, Any]:
+    if isinstance(table, Sparse):
+        values = [None if value == math.inf else value for value in table.values.tolist()]
+        return {"scope": list(scope), "assignments": table.assignments.tolist(), "values": values}
+    return {"scope": list(scope), "table": np.where(np.isinf(table), None, table).tolist()}  # type: ignore[call-overload]

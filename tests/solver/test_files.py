@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.contest import published, recount
-from layoutopt.solver import Problem, Sparse, Status, dump, evaluate, load, solve
+from layoutopt.solver import Problem, Sparse, Status, evaluate, load, solve
 from mesh_tf_core.errors import UserError
-from tests.solver.strategies import problems, random_problem
+from tests.solver.strategies import dump, problems, random_problem
 
 SYNTHETIC = Path(__file__).parent / "data" / "synthetic.json"
 ROOT = Path(__file__).resolve().parents[2]
