@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from layoutopt.runtime.clock import Clock
 from layoutopt.solver.answer import TOLERANCE, AnswerCheck, Status, evaluate, relative_gap
-from layoutopt.solver.backends.base import Raw, Solver, SolverOptions, SolverRequest
+from layoutopt.solver.backends.base import Raw, Solver, SolverRequest
 from layoutopt.solver.form import Choices, Problem, ResourceRow
 from layoutopt.solver.linear import Constraint, LinearProgram, linearise
 
@@ -30,7 +30,6 @@ class LazySearch:
 
     problem: Problem
     solver: Solver
-    options: SolverOptions
     clock: Clock
     evaluate: Callable[[Choices], AnswerCheck]
     """Evaluates the reduced problem's choices in the problem as it was given."""
@@ -64,11 +63,12 @@ class LazySearch:
     def run(self, hint: Choices | None) -> Status:
         """Solves until proven or out of time; `best`, `objective`, `bound` have the result."""
         while not self.clock.over:
-            options = SolverOptions(self.clock.left, self.options.workers, self.options.seed)
             start = self.best or hint
             listeners = self._heard, self._raise_bound
             raw = self.solver(
-                SolverRequest(self.program, self.constraints, options, start, *listeners, self.meanwhile)
+                SolverRequest(
+                    self.program, self.constraints, self.clock.left, start, *listeners, self.meanwhile
+                )
             )
             self._raise_bound(raw.bound)
             if raw.choices is None:

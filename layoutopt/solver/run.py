@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from layoutopt.runtime.clock import Clock
 from layoutopt.solver.answer import TOLERANCE, Solution, Status, relative_gap
 from layoutopt.solver.backends import cp_sat, highs
-from layoutopt.solver.backends.base import Solver, SolverOptions
+from layoutopt.solver.backends.base import Solver
 from layoutopt.solver.form import Choices, Problem
 from layoutopt.solver.incumbent import Incumbent
 from layoutopt.solver.lagrangian import price, whole
@@ -62,7 +62,6 @@ class SolverRun:
 
     incumbent: Incumbent
     clock: Clock
-    options: SolverOptions
     above: float = math.inf
     name: str = "elimination"
     proven: bool = False
@@ -128,7 +127,7 @@ class SolverRun:
         if known is None:
             self.rest("auto", gentle.problem, ways)
             return
-        self.improver = Improver(incumbent, known, partial(_lifted, ways), clock, self.options.seed)
+        self.improver = Improver(incumbent, known, partial(_lifted, ways), clock)
         if clock.limit is not None and _cells(gentle.problem) > MOST_CELLS:
             self.name = "local search"
             self.improver.run()
@@ -147,7 +146,6 @@ class SolverRun:
         search = LazySearch(
             reduced.problem,
             SOLVERS[name],
-            self.options,
             self.clock,
             lambda choices: incumbent.evaluate(_lifted(ways, choices)),
             incumbent.raise_bound,

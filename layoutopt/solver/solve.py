@@ -31,20 +31,17 @@ def solve(
     on_progress: SolverProgress | None = None,
     hint: Sequence[int] | None = None,
     upper_bound: float | None = None,
-    *,
-    workers: int = 1,
-    seed: int = 0,
 ) -> Solution:
     """Finds the best choices of `problem`, with a proof if the status is OPTIMAL.
 
-    Ctrl-C ends the call with the best choices found.
+    Ctrl-C ends the call with the best choices found. Equal arguments give equal answers unless a
+    limit ends it.
 
     Args:
       time_limit: seconds; the call ends at most one second later.
       on_progress: called with (best, bound) after every improvement.
       hint: choices to start from. If they are feasible, the answer is not worse.
       upper_bound: answers above it do not count; without others the status is INFEASIBLE.
-      workers: threads of CP-SAT. Equal arguments give equal answers unless a limit ends the run.
 
     Raises:
       ProblemError: the solver is unknown, or choices do not fit the problem.
@@ -61,14 +58,13 @@ def solve(
         raise ProblemError(f"unknown solver {solver!r}; choose one of {', '.join(NAMES)}")
     if time_limit is not None and not time_limit > 0:
         raise ProblemError(f"the time limit is {time_limit} seconds; give a positive number")
-    from layoutopt.solver.backends.base import SolverOptions
     from layoutopt.solver.incumbent import Incumbent
     from layoutopt.solver.run import SolverRun
 
     clock = Clock(time_limit)
     limit = math.inf if upper_bound is None else upper_bound
     incumbent = Incumbent(problem, on_progress, limit)
-    run = SolverRun(incumbent, clock, SolverOptions(time_limit, workers, seed))
+    run = SolverRun(incumbent, clock)
     stopped = False
     try:
         clock.within(GRACE, lambda: run.all(solver, hint))

@@ -37,11 +37,10 @@ class Improver:
         network: Network,
         lift: Callable[[Choices], Choices],
         clock: Clock,
-        seed: int,
     ) -> None:
         self.incumbent, self.lift, self.clock = incumbent, lift, clock
         self.whole = whole(incumbent.problem)
-        self.search, self.seed = LocalSearch(network, seed), seed
+        self.search = LocalSearch(network, 0)
         self.told, self.again, self.seconds, self.stepped = math.inf, 0.0, 0.0, 0.0
         self.slack = ROUNDED * network.forbidden
         self.partner: OtherProcess | None = None
@@ -97,7 +96,7 @@ class Improver:
     def run(self) -> None:
         """Steps until the time is over, with a partner on another core if there is one."""
         if processes() > 1 and (self.clock.left is None or self.clock.left > WORTH):
-            self.partner = OtherProcess(PARTNER, (self.search.network, self.seed + 1))
+            self.partner = OtherProcess(PARTNER, (self.search.network, 1))
         try:
             told = self.search.cost
             while not (self.late or self.done):

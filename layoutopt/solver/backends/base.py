@@ -20,16 +20,6 @@ LEAVING = 0.3
 
 
 @dataclass(frozen=True)
-class SolverOptions:
-    """The time limit and manner of a search. `workers` threads share the work; the result is the same on
-    every run."""
-
-    time_limit: float | None = None
-    workers: int = 1
-    seed: int = 0
-
-
-@dataclass(frozen=True)
 class Raw:
     """A solver's claim about one program, not yet checked; `bound` is -inf if nothing is proven."""
 
@@ -53,7 +43,7 @@ class SolverRequest:
 
     program: LinearProgram
     constraints: Sequence[Constraint]
-    options: SolverOptions
+    time_limit: float | None = None
     hint: Choices | None = None
     on_solution: Callable[[Choices, float], None] | None = None
     """Called with each better solution of the program and the bound known then."""

@@ -1,10 +1,9 @@
 """CP-SAT (OR-tools): clause learning with linear relaxations, in whole numbers.
 
-Deterministic: a fixed seed, and with several workers their interleaved mode, so that equal input gives equal
-output unless a time limit cuts the search. It counts in 64-bit integers: costs are multiplied by a power of
-two and rounded, so that sums of the largest cost of every group stay below 2^`BITS`; whole ones stay as they
-are. A solution picks one column per group, so a bound of the scaled costs, minus the largest rounding error
-of every group (`Scaled.error`), is one of the true costs.
+Deterministic: equal input gives equal output unless a time limit cuts the search. It counts in 64-bit
+integers: costs are multiplied by a power of two and rounded, so that sums of the largest cost of every group
+stay below 2^`BITS`; whole ones stay as they are. A solution picks one column per group, so a bound of the
+scaled costs, minus the largest rounding error of every group (`Scaled.error`), is one of the true costs.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from layoutopt.solver.answer import Status
-from layoutopt.solver.backends.base import Raw, SolverOptions, SolverRequest, interruptible, read_status
+from layoutopt.solver.backends.base import Raw, SolverRequest, interruptible, read_status
 from layoutopt.solver.form import Floats, Ints
 
 BITS = 42
@@ -81,7 +80,7 @@ def solve(request: SolverRequest) -> Raw:
     model = cp_model.CpModel()
     _fill(model.Proto(), request, scaled)
     solver = cp_model.CpSolver()
-    _configure(solver.parameters, request.options)
+    _configure(solver.parameters, request.time_limit)
     listener = _listener(cp_model, request, scaled) if request.on_solution else None
     if request.on_bound:
         tell = request.on_bound
@@ -99,23 +98,22 @@ def solve(request: SolverRequest) -> Raw:
     return Raw(status, program.choices(values), bound)
 
 
-def _configure(parameters: Any, options: SolverOptions) -> None:
-    """Several workers take turns (`interleave_search`), which keeps the answer the same on every run.
+def _configure(parameters: Any, time_limit: float | None) -> None:
+    """One worker and one seed keep the answer the same on every run.
 
     Level 2 puts all of the local polytope into the linear relaxation, which is what proves. Probing costs a
     second per round and finds what `reductions` found before. Both were measured, on random problems over
     wide tables and on the contest's.
     """
-    parameters.random_seed = options.seed
-    parameters.num_workers = options.workers
-    parameters.interleave_search = options.workers > 1
+    parameters.random_seed = 0
+    parameters.num_workers = 1
     parameters.linearization_level = 2
     parameters.cp_model_probing_level = 0
     parameters.relative_gap_limit = 0.0
     parameters.absolute_gap_limit = 0.0
     parameters.catch_sigint_signal = False  # it only works in its own thread
-    if options.time_limit is not None:
-        parameters.max_time_in_seconds = options.time_limit
+    if time_limit is not None:
+        parameters.max_time_in_seconds = time_limit
 
 
 def _fill(proto: Any, request: SolverRequest, scaled: Scaled) -> None:

@@ -100,7 +100,7 @@ def solve(request: SolverRequest) -> Raw:
 
 def _over(request: SolverRequest) -> Callable[[], bool]:
     """Whether to end the process: it looks at its own limit only now and then."""
-    limit = request.options.time_limit
+    limit = request.time_limit
     latest = math.inf if limit is None else time.monotonic() + limit + LATE
     return lambda: time.monotonic() > latest
 
@@ -150,8 +150,7 @@ def _task(request: SolverRequest, unit: float) -> Task:
         upper,
         int(program.offsets[-1]),
         (*groups, *marginals, *limits),
-        request.options.time_limit,
-        request.options.seed,
+        request.time_limit,
         DUAL_TOLERANCE,
     )
 
