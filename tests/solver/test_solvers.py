@@ -333,6 +333,6 @@ def test_highs_imports_nothing_from_the_current_folder(
     leave()
     line = LinearRow(np.array([0]), np.array([1.0]), 2.0, 9.0)
     task = Task(np.array([1.0]), np.array([5.0]), 1, (line,), None, DUAL_TOLERANCE)
-    answers = [ask(task, lambda: False) for _ in range(2)]  # the second of the process that is there
+    answers = [ask(task) for _ in range(2)]  # the second of the process that is there
     leave()
     assert [answer and answer.dual_bound for answer in answers] == [2.0, 2.0]

@@ -48,10 +48,11 @@ _worker: OtherProcess | None = None
 
 
 def ask(
-    task: Task, over: Callable[[], bool], meanwhile: Callable[[], None] | None = None
+    task: Task, latest: float = math.inf, meanwhile: Callable[[], None] | None = None
 ) -> HighsAnswer | None:
-    """The answer of a process that goes on to wait for the next task; None if it is `over`, which ends the
-    process, as Ctrl-C does.
+    """The answer of a process that goes on to wait for the next task; None if there is none at the time
+    `latest` (`time.monotonic`), which ends the process, as Ctrl-C does: HiGHS looks at its own limit only now
+    and then.
 
     Raises:
       RuntimeError: the process died.
@@ -59,16 +60,20 @@ def ask(
     global _worker
     with _lock:
         if _worker is None or _worker.ended:
+            leave()
             _worker = OtherProcess(PROCESS, task)
         else:
             _worker.tell(task)
         try:
-            while not (ended := _worker.ended, _worker.news)[1]:
+            while True:
+                ended = _worker.ended  # first: its last letter may come just before its end
+                if _worker.news:
+                    break
                 if ended:
                     raise RuntimeError(
                         "the HiGHS worker process ended without an answer, perhaps for lack of memory"
                     )
-                if over():
+                if time.monotonic() > latest:
                     leave()
                     return None
                 (meanwhile or partial(time.sleep, PAUSE))()
@@ -94,15 +99,10 @@ def solve(request: SolverRequest) -> Raw:
     """Solves the program with HiGHS in a process that Ctrl-C ends."""
     program = request.program
     unit = _unit(program)
-    answer = ask(_task(request, unit), _over(request), request.meanwhile)
-    return Raw(Status.LIMIT, None, -math.inf) if answer is None else _read(answer, program, unit)
-
-
-def _over(request: SolverRequest) -> Callable[[], bool]:
-    """Whether to end the process: it looks at its own limit only now and then."""
     limit = request.time_limit
     latest = math.inf if limit is None else time.monotonic() + limit + LATE
-    return lambda: time.monotonic() > latest
+    answer = ask(_task(request, unit), latest, request.meanwhile)
+    return Raw(Status.LIMIT, None, -math.inf) if answer is None else _read(answer, program, unit)
 
 
 def _read(answer: HighsAnswer, program: LinearProgram, unit: float) -> Raw:
