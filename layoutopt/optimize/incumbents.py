@@ -258,11 +258,14 @@ class Incumbents:
                 if (lean or clock.over) if self.fitting(limit) else clock.over and not late:
                     break
                 told("named strategies", number, count)
-                if not (known := large.get(each.key[:2])) and not each.refused:
-                    if known is None:
-                        large[each.key[:2]] = held(self.request.model, each.mesh, each.decided) > limit
-                    if not large[each.key[:2]]:
-                        self.price_on(each, lean, UNLIMITED if late else clock)
+                if each.refused:
+                    continue
+                if (key := each.key[:2]) not in large:
+                    large[key] = held(self.request.model, each.mesh, each.decided) > limit
+                if not large[key]:
+                    self.price_on(each, lean, UNLIMITED if late else clock)
+                elif not self.found:  # one tells how much is needed
+                    self.offer(*next(named(self.request.model, each, lean)))
 
     def price_on(self, subproblem: Subproblem, lean: bool = False, clock: Clock = UNLIMITED) -> None:
         """Predicts the named layouts of a problem as written, and those with the least memory that do not fit
