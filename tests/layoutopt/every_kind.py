@@ -21,7 +21,7 @@ from layoutopt.optimize.bounds import ProvenBounds
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.request import Request
-from layoutopt.optimize.subproblems import Subproblem, subproblems
+from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, subproblems
 from layoutopt.runtime.clock import UNLIMITED
 from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.context import Context
@@ -341,9 +341,13 @@ def _left(each: Subproblem, options: Mapping[str, list[Choice]]) -> Subproblem:
 def _related(problems: Sequence[Subproblem]) -> Iterator[Subproblem]:
     """Those whose options are also options with fewer microbatches, as in every search: these bound them."""
     known: list[Subproblem] = []
+
+    def place(of: Subproblem) -> SubproblemKey:
+        return of.key._replace(microbatches=0)
+
     for each in problems:
         own = {d.name: {*d.options} for d in each.decided.every if not isinstance(d, Microbatches)}
-        fewer = (other.decided.options for other in known if other.place == each.place)
+        fewer = (other.decided.options for other in known if place(other) == place(each))
         if all(own[name] <= {*options[name]} for options in fewer for name in own.keys() & options.keys()):
             known.append(each)
             yield each
