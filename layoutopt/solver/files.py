@@ -100,13 +100,7 @@ class _FilePart(BaseModel):
 class _VariableFile(_FilePart):
     name: str = ""
     labels: list[str] = []
-    size: Annotated[ExactInteger, Field(ge=1, le=LARGEST_DOMAIN)] | None = None
-
-    @model_validator(mode="after")
-    def _sized(self) -> _VariableFile:
-        if not self.labels and self.size is None:
-            raise ValueError("has neither labels nor a size")
-        return self
+    size: Annotated[ExactInteger, Field(ge=0, le=LARGEST_DOMAIN)] = 0
 
 
 class _Tabled(_FilePart):
@@ -238,7 +232,7 @@ def problem_from(data: dict[str, Any]) -> Problem:
             f"the format is {str(data['format'])[:40]!r}, but this version of layoutopt reads only {FORMAT!r}"
         )
     its = _read(_ProblemFile, data)
-    sizes = [len(v.labels) or v.size or 0 for v in its.variables]
+    sizes = [len(v.labels) or v.size for v in its.variables]
     if sum(sizes) > MOST_CHOICES:
         raise ProblemError(
             f"the variables have {sum(sizes):,} choices in total; the limit is {MOST_CHOICES:,}"

@@ -228,7 +228,7 @@ def own(**changes: object) -> dict[str, Any]:
             own(variables=[{"name": f"v{i}", "size": 10**5} for i in range(201)]),
             "the variables have 20,100,000 choices in total; the limit is 20,000,000",
         ),
-        (own(variables=[{"name": "a"}]), r"variables\[0\] has neither labels nor a size"),
+        (own(variables=[{"name": "a"}]), "variable 'a' has 0 choices; a variable needs at least one"),
         (own(variables=[{"name": "a", "labels": [1]}]), r"variables\[0\].labels\[0\] must be text, not 1"),
         (own(variables=[{"name": 3, "size": 1}]), r"variables\[0\].name must be text, not 3"),
         (
