@@ -251,9 +251,9 @@ def explain(
         elif not named:
             which = layout_of(against)
         other, alike = compared(model, plan, machine, which)
-    # Where the search itself had no time for a proof, these searches would not end.
-    proven = plan.solver.status == ProofStatus.OPTIMAL
-    clock = Clock.of(time_limit if proven or time_limit is not None else BEYOND)
+    clock = Clock.of(time_limit)
+    if clock.limit is None and plan.solver.status != ProofStatus.OPTIMAL:
+        clock = Clock(BEYOND)  # where the search itself had no time for a proof, these would not end
 
     questions: list[tuple[str, str, float, str | None, str | None]] = []
     questions += [] if least else [("limit", "any memory", math.inf, None, None)]

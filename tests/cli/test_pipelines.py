@@ -56,7 +56,6 @@ def test_a_plan_with_stages(
             ("--pipeline", "layers", "--forbid", "layers:pipe+data"),
             "no mesh has an axis that may split the layers",
         ),
-        (("--pin", "layers:pipe"), "add --pipeline layers"),
         (("--pipeline", "layers", "--schedule", "1f1n"), "did you mean '1f1b'?"),
         (("--pipeline", "layers", "--schedule", "circular"), "e.g. circular:2"),
         (
