@@ -131,6 +131,39 @@ def test_every_field_does_what_it_does_in_transformers(name: str) -> None:
     assert not faults(name)
 
 
+SWITCHES = ("attention_bias", "gating", "mlp_bias", "tie_word_embeddings")
+"""Fields that give a model other parameters, or none of its own."""
+TOLD = ("t5", "mt5", "umt5")
+"""Families that transformers ties whatever the file says, as a remark tells."""
+
+
+def trained(config: dict[str, Any]) -> int | None:
+    """Trained parameters of the class of transformers; None: it refuses the fields, or there is none."""
+    family = config["model_type"]
+    try:
+        with torch.device("meta"):
+            made = getattr(transformers, FORMS[family][0])(CONFIG_MAPPING[family](**config))
+    except Exception:
+        return None
+    return sum(p.numel() for p in made.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("family", [n for n in FORMS if n in CONFIG_MAPPING and n not in TOLD])
+@pytest.mark.one_in(9)
+def test_switches_are_read_as_in_transformers_or_refused(family: str) -> None:
+    """Of the classes' defaults, with two layers where they allow it."""
+    said = CONFIG_MAPPING[family]().to_dict()
+    for config in ({"model_type": family, "num_hidden_layers": 2}, {"model_type": family}):
+        if None not in (base := (ours(config), trained(config))):
+            break
+    else:
+        return
+    for name in SWITCHES[:-1] if FORMS[family][0].endswith("TextModel") else SWITCHES:  # without a head
+        new = {**config, name: not said.get(name)}
+        if name in said and (here := ours(new)) is not None and (there := trained(new)) is not None:
+            assert here[0] - base[0][0] == there - base[1], name
+
+
 ALSO_CALLED = [
     (name, other, known)
     for name, config in CASES.items()

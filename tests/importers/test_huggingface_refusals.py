@@ -104,6 +104,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**LOSSES["qwen3_moe"]["config"], "use_qk_norm": False}, r"use_qk_norm is false; only true"),
     ({**LOSSES["bailing_hybrid"]["config"], "kda_lower_bound": "x"}, r"kda_lower_bound .* at most 0"),
     ({**LOSSES["step3p5"]["config"], "swiglu_limits": "x"}, r"swiglu_limits .* or one for each layer"),
+    ({**LOSSES["step3p5"]["config"], "gating": False}, r'gating is false; only true or "per-head" or '),
+    ({**LOSSES["step3p5"]["config"], "mlp_bias": True}, r"mlp_bias is true; only false"),
     ({**LOSSES["bamba"]["config"], "z_loss_coefficient": 0.1}, r"z_loss_coefficient is 0.1; only 0.0"),
 ]
 REFUSED += [
