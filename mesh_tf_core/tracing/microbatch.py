@@ -141,9 +141,14 @@ class Accumulation(StepCopy, PartCopy):
         return list(found)
 
     def _is_added(self, tensor: int) -> bool:
-        """Whether the parts add up to a tensor itself."""
-        kinds = (Linearity.REDUCIBLE, Linearity.PER_EXAMPLE)
-        return self.linearity.of(tensor).kind in kinds or self._only_inside(tensor)
+        """Whether the parts add up to a tensor itself. Forward, not to a masked mean plus another: its
+        shares of the masked mean would take a loop before, through the whole network."""
+        found, maker = self.linearity.of(tensor), self.makers.get(tensor)
+        if found.after and maker is not None and maker.phase == Phase.FORWARD and maker.body is None:
+            kinds = {self.linearity.of(i).kind for i in maker.inputs}
+            if kinds <= {Linearity.REPLICATED, Linearity.REDUCIBLE}:
+                return False
+        return found.kind in (Linearity.REDUCIBLE, Linearity.PER_EXAMPLE) or self._only_inside(tensor)
 
     def _only_inside(self, tensor: int) -> bool:
         """Whether a loop computes a tensor beside others for which it reads the rows."""

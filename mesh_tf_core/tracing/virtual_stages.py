@@ -159,15 +159,6 @@ class VirtualStageCopy(Accumulation):
         """Builds the loops over the ticks of the schedule; the sums that are wanted."""
         raise NotImplementedError
 
-    def _is_added(self, tensor: int) -> bool:
-        """Not what adds other sums that have to be whole: a microbatch goes through the stages once."""
-        maker = self.makers.get(tensor)
-        if maker is not None and maker.phase == Phase.FORWARD and maker.body is None:
-            kinds = {self.linearity.of(i).kind for i in maker.inputs}
-            if self.linearity.of(tensor).after and kinds <= {Linearity.REPLICATED, Linearity.REDUCIBLE}:
-                return False
-        return super()._is_added(tensor)
-
     def take(self, number: Tensor, known: Mapping[int, Tensor], wanted: Iterable[int], until: When) -> None:
         """Takes the number of a microbatch, and computes the wanted values from known ones."""
         self.number, self.tensors, self.blocks = number, {**self.given, **known}, {}

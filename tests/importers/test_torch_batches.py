@@ -3,6 +3,7 @@ tokens."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -16,10 +17,13 @@ from torch import nn
 import layoutopt
 import mesh_tf_core as mtf
 from layoutopt.importers.torch.torch_plan import WeightedLoss
+from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.ir.instructions import Local
 from tests.importers.torch_models import (
     MIXTURES,
     compared,
     llama,
+    numpy_of,
     tokens,
 )
 
@@ -104,6 +108,51 @@ def test_means_over_counted_tokens_are_those_of_the_whole_batch() -> None:
     for given in (batch, {**batch, "num_items_in_batch": 60}):
         model = layoutopt.from_torch(module, given)
         assert model.lower(mtf.Mesh("data:1"), mtf.Layout(""), mtf.Options(microbatches=2))
+
+
+MEANS = {
+    "ce": lambda x, y, mask: F.cross_entropy(x, y),
+    "z": lambda x, y, mask: x.logsumexp(-1).square().mean(),
+    "l1": lambda x, y, mask: x.abs().mean(),
+    "ignored": lambda x, y, mask: F.cross_entropy(x, y, ignore_index=2),
+    "masked": lambda x, y, mask: F.cross_entropy(x[mask], y[mask]),
+}
+
+
+class Means(nn.Module):
+    """A loss that is a sum of means of different counts."""
+
+    def __init__(self, kinds: str) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 5))
+        self.kinds = kinds.split("+")
+
+    def forward(self, x, y, mask):
+        logits = self.net(x)
+        return sum(MEANS[kind](logits, y, mask) for kind in self.kinds)
+
+
+@pytest.mark.parametrize("kinds", [*MEANS, "ce+z", "ce+l1", "ignored+z+l1", "masked+ce", "z+masked+ignored"])
+def test_means_of_different_counts_take_one_forward(kinds: str) -> None:
+    """Of any number of microbatches; the results are PyTorch's."""
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(16, 6), "y": torch.arange(16) // 4, "mask": torch.arange(16) % 5 > 1}
+    module = Means(kinds)
+    _, worst = compared(module, batch)
+    model = layoutopt.from_torch(module, batch, optimizer=mtf.SGD(1.0))
+
+    def step(parts: int) -> tuple[float, list[np.ndarray], float]:
+        program = model.lower(mtf.Mesh("data:2"), mtf.Layout("batch:data"), mtf.Options(microbatches=parts))
+        computed = [(i, times) for i, times in program.walk() if isinstance(i, Local)]
+        flops = sum(times * i.op.flops(*map(program.local, i.inputs)) for i, times in computed)
+        engine = LockstepEngine(program)
+        fed = {n: numpy_of(batch[n]).reshape(program.values[i].shape.sizes) for n, i in program.feeds.items()}
+        return engine.step(fed)["loss"], [engine.read(v) for v in program.variables], flops
+
+    (loss, trained, flops), (loss4, trained4, flops4) = step(1), step(4)
+    assert worst < 1e-5 and loss4 == pytest.approx(loss, rel=1e-5) and flops4 == pytest.approx(flops, rel=0.1)
+    for one, other in zip(trained, trained4, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_targets_that_a_mask_selects_count_by_their_number() -> None:
