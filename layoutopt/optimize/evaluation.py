@@ -11,7 +11,7 @@ from costmodels.kernels.fused import Fused
 from costmodels.liveness import MemoryProfile, memory
 from costmodels.pipeline_bubble import PipelineBubble, waiting
 from costmodels.pricing.compilers import compiler_of
-from costmodels.pricing.items import Computed
+from costmodels.pricing.items import Computed, Sent
 from costmodels.pricing.pricer import Cost, Line, Pricer
 from costmodels.repeated import Repeated, repeated
 from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
@@ -121,11 +121,12 @@ class Evaluation:
 
     @property
     def sent(self) -> dict[str, float]:
-        """Bytes that a device sends in a step, by mesh axis."""
-        found = self.program.communication_bytes()
-        for met in self._outer:
-            for axis, sent in met.communication_bytes().items():
-                found[axis] = found.get(axis, 0.0) + sent / self.replicas.diloco.period  # type: ignore[union-attr]
+        """Bytes that a device sends in a step as priced, by mesh axis ('+' joins axes that act together)."""
+        found = dict.fromkeys(self.program.mesh.names, 0.0)
+        for line in self.cost.lines:
+            if isinstance(line.item, Sent):
+                key = "+".join(line.axes)
+                found[key] = found.get(key, 0.0) + line.sent * line.times
         return found
 
     @property
@@ -229,10 +230,8 @@ class Evaluation:
         """The batch, the length and the element type, if nobody chose them."""
         model, devices, name = self.model, self.program.mesh.devices, self.model.batch_setting
         sizes = model.batch.items()
-        other: dict[str, object] = {
-            n: 2 * size if n == name else -(-size // 2) for n, size in sizes
-        }  # positions may end
         # half a length: positions may end
+        other: dict[str, object] = {n: 2 * size if n == name else -(-size // 2) for n, size in sizes}
         told = {n: f"{n} is {size:,} ({model.assumed[n]})" for n, size in sizes if model.assumed.get(n)}
         if said := model.assumed.get("dtype"):
             own = model.hparams["dtype"]
