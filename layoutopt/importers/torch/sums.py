@@ -69,14 +69,14 @@ def split_linear(linear: Any, mesh: Any, output: Any = None) -> None:
         split = distribute_tensor(p.detach(), mesh, [place], src_data_rank=None)
         linear.register_parameter(name, torch.nn.Parameter(split, requires_grad=p.requires_grad))
 
-    def columns(x: Any) -> Any:
-        whole = getattr(x, WHOLE, None)
-        whole = read_in_parts(x, group) if whole is None else whole
+    def columns(input: Any) -> Any:
+        whole = getattr(input, WHOLE, None)
+        whole = read_in_parts(input, group) if whole is None else whole
         bias = None if linear.bias is None else linear.bias.to_local()
         return torch.nn.functional.linear(whole, linear.weight.to_local(), bias)
 
-    def rows(x: Any) -> Any:
-        part = torch.nn.functional.linear(x, linear.weight.to_local())
+    def rows(input: Any) -> Any:
+        part = torch.nn.functional.linear(input, linear.weight.to_local())
         if output.is_replicate():
             whole = _sum().apply(part, group)
             return whole if linear.bias is None else whole + linear.bias.to_local()
@@ -103,9 +103,12 @@ def sum_gradients(module: Any, name: str, group: Any) -> None:
 
 def sync_batch_norms(module: Any, group: Any) -> None:
     """Makes every BatchNorm of a module normalise over the examples of all ranks of a group."""
+    base, norms = _synced(group), torch_module().nn  # `SyncBatchNorm` does the same on GPUs alone
     for own in module.modules():
-        if isinstance(own, torch_module().nn.modules.batchnorm._BatchNorm):
-            own.forward = _synced(own, group)  # `torch.nn.SyncBatchNorm` does the same on GPUs alone
+        if isinstance(own, norms.modules.batchnorm._BatchNorm):
+            kinds = type(own), base  # a class of the user's may do more than to call torch's forward
+            kinds = kinds[::-1] if isinstance(own, norms.SyncBatchNorm) else kinds
+            own.__class__ = type(type(own).__name__, kinds, {})
 
 
 @cache
@@ -145,21 +148,19 @@ def _synced_norm() -> Any:
     return SyncedNorm
 
 
-def _synced(norm: Any, group: Any) -> Any:
-    torch, alone = torch_module(), norm.forward
+def _synced(group: Any) -> type:
+    class Synced(torch_module().nn.modules.batchnorm._BatchNorm):  # type: ignore[misc]
+        def forward(self, input: Any) -> Any:
+            if not self.training and self.track_running_stats:
+                return super().forward(input)
+            self._check_input_dim(input)
+            found, mean, var = _synced_norm().apply(input, self.weight, self.bias, group, self.eps)
+            if self.track_running_stats:
+                self.num_batches_tracked.add_(1)
+                count = group.size() * input.numel() / input.shape[1]
+                share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+                self.running_var.lerp_((var * count / (count - 1)).to(self.running_var.dtype), share)
+            return found
 
-    def forward(x: Any) -> Any:
-        if not norm.training and norm.track_running_stats:
-            return alone(x)
-        found, mean, var = _synced_norm().apply(x, norm.weight, norm.bias, group, norm.eps)
-        if norm.track_running_stats:
-            with torch.no_grad():
-                norm.num_batches_tracked.add_(1)
-                count = group.size() * x.numel() / x.shape[1]
-                share = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
-                new = mean, var * count / (count - 1)
-                for kept, x in zip((norm.running_mean, norm.running_var), new, strict=True):
-                    kept.lerp_(x.to(kept.dtype), share)
-        return found
-
-    return forward
+    return Synced
