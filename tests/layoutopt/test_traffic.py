@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-def priced(framework: str, mesh: str, layout: str, storage: str = "", **options: Any) -> Evaluation:
+def priced(framework: str, mesh: str, layout: str, storage: Any = "", **options: Any) -> Evaluation:
     machine, model = load_hardware("h100", framework), transformer(**SIZES)
     given = mtf.Options(dict.fromkeys(model.graph.variables, storage) if storage else {}, **options)
     return evaluate(model, mtf.Mesh(mesh), mtf.Layout(layout), machine, given)
