@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from layoutopt.solver.elimination import Costs
 from layoutopt.solver.form import Bools, Floats, Ints
-from layoutopt.solver.join_tree import JoinTree, codes
+from layoutopt.solver.join_tree import Costs, JoinTree, codes
 
 AT_ONCE = 1 << 12
 """Beginnings that are continued together."""

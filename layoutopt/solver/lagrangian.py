@@ -25,10 +25,10 @@ import numpy as np
 
 from layoutopt.runtime.clock import Clock
 from layoutopt.solver import enumeration as listing
-from layoutopt.solver.elimination import Costs, chosen, constant, positions, spread, tabled
+from layoutopt.solver.elimination import chosen, constant, positions, tabled
 from layoutopt.solver.form import Bools, Floats, Ints, Problem
 from layoutopt.solver.incumbent import ALIKE, Incumbent
-from layoutopt.solver.join_tree import JoinTree, TablesByScope, grow
+from layoutopt.solver.join_tree import Costs, JoinTree, TablesByScope, grow, spread
 from layoutopt.solver.residual import ResidualProblem, ResourceUsage, rest, uses
 
 VARIABLES = 256
