@@ -50,6 +50,8 @@ INNER = 16
 """The most devices of an innermost axis that splits something other than experts."""
 NEAR = 0.5
 """Least share of the bytes of an example that other recipes hold."""
+BASES, FIRST_SHARE = 3, 0.6
+"""Recipes in which other parts run again too; share of the time for what is priced before that."""
 FAR = 1.1
 """Times the seconds of the best from which on guesses are not priced: they are off by less, mostly."""
 BATCH, WEIGHTS, EXPERTS, SEQUENCE = "batch", "weights", "experts", "sequence"
@@ -163,12 +165,12 @@ class Probes:
         guesses, limit = [*self._guesses(clock)], self.request.limit
         count, ratios = len(guesses), defaultdict[tuple[str, int, int], list[float]](list)
         activations = defaultdict[bool, list[float]](list)  # bytes of an example, if layers run again or not
-        best: tuple[EvaluatedLayout, Guess] | None = None
+        fits, part = list[tuple[EvaluatedLayout, Guess]](), clock.part(FIRST_SHARE)
 
         def guessed(guess: Guess) -> float:
             return guess.seconds * fmean(ratios[*guess.recipe.family, guess.examples] or [1.0])
 
-        while guesses and not (clock.over if best or below < math.inf else self.request.late):
+        while guesses and not (part.over if fits or below < math.inf else self.request.late):
             guess = min(guesses, key=guessed)
             if guessed(guess) >= FAR * below:
                 break
@@ -182,11 +184,18 @@ class Probes:
             ratios[*guess.recipe.family, guess.examples].append(found.seconds / guess.seconds)
             if found.seconds < FAR * below:
                 activations[again].append(max(found.peak - guess.fixed, 0.0) / guess.held)
-            if found.seconds < below and found.peak <= limit:
-                below, best = found.seconds, (found, guess)
-        near = (self._priced(each) for each in self._near(best[1]) if not clock.over) if best else ()
-        fits = (found for found in near if found is not None and found.peak <= limit)
-        return min([best[0], *fits], key=lambda found: found.seconds) if best else None
+                if found.peak <= limit:
+                    below = min(below, found.seconds)
+                    fits.append((found, guess))
+        # Full recomputation is dearest where little of it is needed: not only the best may gain.
+        bases = dict[Recipe, Guess]()
+        for _, guess in sorted(fits, key=lambda each: each[0].seconds):
+            bases.setdefault(guess.recipe, guess)
+        for guess in [*bases.values()][:BASES]:
+            near = (each for each in self._near(guess) if not clock.over)
+            fits += [(f, guess) for f in map(self._priced, near) if f is not None and f.peak <= limit]
+        fastest = min((found for found, _ in fits), key=lambda found: found.seconds, default=None)
+        return fastest if fastest is None or fastest.seconds <= below else None
 
     def _near(self, guess: Guess) -> Iterator[Guess]:
         """The same with other parts that run again than nothing, all layers or all stages."""
