@@ -166,13 +166,19 @@ class Subproblem:
         stages recompute is not counted: that needs its graph."""
         if self.unstaged is None:
             return 0 if self.refused else count_layouts(self.decided)
-        if self.unstaged.refused:
-            return 0
         axes = frozenset(axis for _, axes in self.key.stages for axis in axes)
         if (known := self.unstaged._staged).get(axes) is None:
-            left = beside(self.unstaged.decided, axes)
-            known[axes] = count_layouts(left.within({n: left.options[n][:1] for n in left.of(Recompute)}))
+            known[axes] = self.unstaged._beside(axes)
         return known[axes]
+
+    def _beside(self, axes: Collection[str]) -> int:
+        """`layouts` of a pipeline over some axes, in any schedule; a restriction is about the other axes."""
+        rest = Mesh([each for each in self.mesh.axes if each[0] not in axes])
+        try:
+            left = beside(self.unrestricted, axes).under(self.space.restriction, rest)
+        except UserError:
+            return 0
+        return count_layouts(left.within({n: left.options[n][:1] for n in left.of(Recompute)}))
 
     @cached_property
     def _staged(self) -> dict[frozenset[str], int]:

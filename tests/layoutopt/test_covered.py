@@ -12,6 +12,7 @@ import layoutopt
 import mesh_tf_core as mtf
 from examples.transformer_lm import model as transformer
 from layoutopt.formulation.couplings import count_layouts
+from layoutopt.frameworks import says
 from layoutopt.optimize.subproblems import listed
 from layoutopt.plan.build import parse_plan
 from layoutopt.plan.covered import CoveredSpace, UncoveredChoices, count_text
@@ -19,6 +20,7 @@ from layoutopt.space.allow import found
 from layoutopt.space.decisions import ARGUMENTS, KINDS, Decisions, SearchSpace, left_out
 from layoutopt.space.diloco import Rarely
 from layoutopt.space.kind import Decision, Target
+from layoutopt.space.recompute import Recompute
 from mesh_tf_core.ir.dims import LARGEST
 from tests.layoutopt.models import EXAMPLES, SMALL
 from tests.searching import search
@@ -180,3 +182,25 @@ def test_layouts_with_stages_are_counted_once_for_the_axes_of_stages(monkeypatch
     staged = {key for key in numbers if key.stages}
     once = {(key.microbatches, frozenset(a for _, axes in key.stages for a in axes)) for key in numbers}
     assert len(counted) == len(once) < len(staged) and all(numbers.values())
+
+
+@pytest.mark.parametrize("framework", ["megatron", "torch"])
+@pytest.mark.parametrize("mesh", ["pipe:{}", "pipe:{};data:2", "pipe:{};data:2;model:2"])
+@pytest.mark.parametrize("ways", [2, 3])
+def test_layouts_with_stages_are_as_many_as_their_decisions_have(
+    framework: str, mesh: str, ways: int
+) -> None:
+    """Also where nothing but stages can lie over their axis, and no layout is without stages."""
+    model = transformer(**{**SMALL, "layers": 12})
+    allowed: dict[str, Any] = {
+        "restriction": says(framework).of(model),
+        "microbatches": (4,),
+        "schedule": ("1f1b",),
+    }
+    some = SearchSpace(pipeline=("layers",), **allowed)
+    every = listed(model, [mtf.Mesh(mesh.format(ways))], some)
+    problems = [each for each in every if ("layers", ("pipe",)) in each.key.stages]
+    assert problems
+    for each in problems:
+        left = each.decided.within({n: each.decided.options[n][:1] for n in each.decided.of(Recompute)})
+        assert each.layouts == count_layouts(left) >= 1
