@@ -65,8 +65,7 @@ def coupled(decided: Decisions, index: Index) -> Iterator[Relation]:
 
 
 def count_layouts(decided: Decisions) -> int:
-    """The number of combinations of the options, legal or not, that agree with couplings; of couplings that
-    share decisions, with the first one."""
+    """Combinations of options, legal or not, that agree with couplings; of overlapping ones with the first."""
     left, count = dict(decided.options), 1
     for each in decided.couplings:
         if left.keys() >= {*each.names}:

@@ -123,10 +123,8 @@ class Evaluation:
     def sent(self) -> dict[str, float]:
         """Bytes that a device sends in a step as priced, by mesh axis ('+' joins axes that act together)."""
         found = dict.fromkeys(self.program.mesh.names, 0.0)
-        for line in self.cost.lines:
-            if isinstance(line.item, Sent):
-                key = "+".join(line.axes)
-                found[key] = found.get(key, 0.0) + line.sent * line.times
+        for key, x in (("+".join(x.axes), x) for x in self.cost.lines if isinstance(x.item, Sent)):
+            found[key] = found.get(key, 0.0) + x.sent * x.times
         return found
 
     @property

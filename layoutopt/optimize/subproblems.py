@@ -162,8 +162,7 @@ class Subproblem:
 
     @cached_property
     def layouts(self) -> int:
-        """The number of combinations of its options, legal or not; of a pipeline at least, since what its
-        stages recompute is not counted: that needs its graph."""
+        """Combinations of its options, legal or not; of a pipeline, without what its stages recompute."""
         if self.unstaged is None:
             return 0 if self.refused else count_layouts(self.decided)
         axes = frozenset(axis for _, axes in self.key.stages for axis in axes)

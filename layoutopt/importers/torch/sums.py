@@ -106,8 +106,8 @@ def sync_batch_norms(module: Any, group: Any) -> None:
     base, norms = _synced(group), torch_module().nn  # `SyncBatchNorm` does the same on GPUs alone
     for own in module.modules():
         if isinstance(own, norms.modules.batchnorm._BatchNorm):
-            kinds = type(own), base  # a class of the user's may do more than to call torch's forward
-            kinds = kinds[::-1] if isinstance(own, norms.SyncBatchNorm) else kinds
+            # A class of the user's may do more than to call torch's forward.
+            kinds = (base, type(own)) if isinstance(own, norms.SyncBatchNorm) else (type(own), base)
             own.__class__ = type(type(own).__name__, kinds, {})
 
 
