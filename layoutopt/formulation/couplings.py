@@ -65,7 +65,7 @@ def coupled(decided: Decisions, index: Index) -> Iterator[Relation]:
 
 
 def count_layouts(decided: Decisions) -> int:
-    """Combinations of options, legal or not, that agree with couplings; of overlapping ones with the first."""
+    """Combinations of options, legal or not, that agree with couplings; of those that overlap, the first."""
     left, count = dict(decided.options), 1
     for each in decided.couplings:
         if left.keys() >= {*each.names}:

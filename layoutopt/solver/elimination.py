@@ -74,9 +74,7 @@ def rows_below(known: Elimination, most: float) -> tuple[Relation, ...]:
 def _of_rows(known: Elimination) -> list[Floats]:
     """Per bucket, (rows,) what the best choices with each row cost."""
     if not known.exact:
-        raise ProblemError(
-            "the cost tables of the problem are too large to compute the least total cost of each choice"
-        )
+        raise ProblemError("the cost tables are too large to compute the least total cost of each choice")
     constant = known.bound - known.costs.least if np.isfinite(known.bound) else 0.0
     return [costs + constant for costs in known.costs.marginals()]
 
@@ -108,9 +106,7 @@ class Elimination:
     def below(self, upper: float) -> Iterator[Choices]:
         """All choices that cost less than `upper`, none twice; ProblemError unless `exact`."""
         if not self.exact:
-            raise ProblemError(
-                "the cost tables of the problem are too large to enumerate all assignments below a bound"
-            )
+            raise ProblemError("the cost tables are too large to enumerate all assignments below a bound")
         tree, most = self.costs.tree, math.nextafter(upper - self.bound + self.costs.least, -math.inf)
         if self.bound < upper:
             listed = within(tree, [self.costs], lambda: np.array([most]), math.inf, lambda: False, every=True)
