@@ -249,12 +249,11 @@ def megatron(what: Exported) -> str:
     dispatcher = [("moe-token-dispatcher-type", options.get("dispatcher", "alltoall"))]
     flags += dispatcher * (found.experts > 1)
     behind = found.sequence and options.get("tensor_messages") == "overlapped"
-    early = (
-        found.data * found.context > 1 and options.get("kernels") == "core"
-    )  # behind backward, as predicted
+    early = found.data * found.context > 1 and options.get("kernels") == "core"  # behind backward
     switches = {
         **({HALVES[what.dtype]: True} if what.dtype in HALVES else {}),
         "grad-reduce-in-bf16": what.dtype == "bfloat16" and options.get("gradients") == "bfloat16",
+        "moe-grouped-gemm": within_experts(what) is not None,  # as priced; else one product after the other
         "overlap-grad-reduce": early,
         "overlap-param-gather": early and found.stage == "zero1",
         "sequence-parallel": found.sequence,

@@ -15,6 +15,7 @@ import pytest
 
 from costmodels.frameworks import load_framework
 from examples.deepseek_lm import model as latent
+from examples.moe_lm import model as mixture
 from examples.transformer_lm import model as transformer
 from layoutopt.frameworks.megatron import MEGATRON_MODULES, SAYS
 from layoutopt.plan.build import decided
@@ -392,3 +393,15 @@ def test_every_dispatcher_is_a_choice_of_megatron() -> None:
     """`--moe-token-dispatcher-type` (megatron/training/arguments.py)."""
     found = load_framework("megatron").variants["dispatcher"].options
     assert {*found} <= {"allgather", "alltoall", "flex"}
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_megatron_multiplies_the_experts_of_a_mixture_in_groups(experts: int) -> None:
+    """As priced, also where every device has all experts (megatron/training/arguments.py)."""
+    sizes = {"layers": 2, "d_model": 16, "d_kv": 4, "heads": 4, "d_ff": 32, "vocab": 32, "batch": 8}
+    model = mixture(**sizes, experts=experts) if experts else transformer(**sizes)
+    on, batch, options = Mesh("data:2"), Layout("batch:data"), Options()
+    what = Exported(
+        "Layout", on, batch, *placed(model.lower(on, batch, options)), decided(options, batch, {})
+    )
+    assert ("moe-grouped-gemm" in settings(what, "megatron")) is bool(experts)
