@@ -40,6 +40,7 @@ from layoutopt.space.allow import EVERYTHING, resolved
 from layoutopt.space.decisions import KINDS, Decisions, SearchSpace, beyond
 from layoutopt.space.kind import Choice, Chosen, Decision, Target
 from layoutopt.space.objective import Objective
+from layoutopt.space.recompute import COUNT
 from layoutopt.space.splits import Split
 from layoutopt.space.undivided import stored_at
 from mesh_tf_core.errors import LayoutError, UserError
@@ -117,7 +118,9 @@ def unexpressed(
         return f"a plan in which {lost.words}", ""
     target = Target.on(machine, model, mesh)
     space = resolved(SearchSpace(allow=(EVERYTHING,)), [target]).settled(Objective.TIME)
-    space = restriction.narrowed(space.but(microbatches=(options.microbatches,))).but(restriction=restriction)
+    again = (*space.recompute, *(f"{COUNT}{each.only}" for each in options.recompute if each.only))
+    space = space.but(microbatches=(options.microbatches,), recompute=again)
+    space = restriction.narrowed(space).but(restriction=restriction)
     near = tuple({a for stage in options.storage.values() for a in read_stage(stage).over or ()})
     key = SubproblemKey.of(model, mesh, layout, options)
     found = decisions_of(key, space, model, lambda _: near)

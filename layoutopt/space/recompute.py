@@ -217,7 +217,9 @@ class Recompute(Decision):
             kept = keep_sets(graph, dim, kept_sets(allowed.recompute))
             some = [(*ON, *keep) for keep in kept]
             there = [(*each, HOST) for each in (*some, *whole)] if ACTIVATIONS in allowed.offload else []
-            parts = [(*ON, f"{COUNT}{n}") for n in counted(graph, dim, allowed.recompute)]
+            size = min(b.dim.size for b in graph.blocks if loop_name(b, graph) == dim)
+            some_layers = [(n, Recomputed(dim, (), n)) for n in counts(size, allowed.recompute)]
+            parts = [(*ON, f"{COUNT}{n}") for n, policy in some_layers if not _refused(graph, policy)]
             yield cls(dim, (*plain, *some, *parts, *there, *whole) or (ON,), kept)
 
     def apply(self, choice: Choice, to: Chosen) -> None:
@@ -266,12 +268,6 @@ def kept_sets(allowed: Iterable[bool | str]) -> Sets:
         if one == SELECTIVE or str(one).startswith(KEEP):
             found += SETS if one == SELECTIVE else [Recomputed.parse(f"loops:{one}").keep]
     return tuple(dict.fromkeys(found))
-
-
-def counted(graph: Graph, dim: str, allowed: Iterable[bool | str]) -> list[int]:
-    """The allowed numbers of iterations that loops over a dimension may recompute alone."""
-    size = min(b.dim.size for b in graph.blocks if loop_name(b, graph) == dim)
-    return [n for n in counts(size, allowed) if _refused(graph, Recomputed(dim, (), n)) is None]
 
 
 def counts(size: int, allowed: Iterable[bool | str]) -> list[int]:

@@ -31,7 +31,7 @@ from layoutopt.space.decisions import ARGUMENTS, Decisions, SearchSpace
 from layoutopt.space.kind import Decision, Target
 from layoutopt.space.microbatches import Microbatches, numbers
 from layoutopt.space.parallelism import looped
-from layoutopt.space.recompute import Recompute, counted
+from layoutopt.space.recompute import COUNT, Recompute
 from layoutopt.space.schedule import ScheduleDecision
 from layoutopt.space.sequence_parallel import Elsewhere
 from layoutopt.space.splits import Split
@@ -43,7 +43,6 @@ from mesh_tf_core.lower.nodes import crossed
 from mesh_tf_core.lower.options import KINDS as HOSTED
 from mesh_tf_core.lower.options import OPTIMIZER, WEIGHTS
 from mesh_tf_core.lower.remat_policy import SETS, Recomputed, of_stages
-from mesh_tf_core.lower.rematerialization import recomputable
 from mesh_tf_core.lower.storage import Stage
 from mesh_tf_core.ops.context import FORMS
 from mesh_tf_core.optimizers import by_name
@@ -109,7 +108,8 @@ def _stages(target: Target, graph: Graph, rng: random.Random) -> dict[str, int |
 def _loops(target: Target, graph: Graph, rng: random.Random) -> frozenset[str]:
     dims = looped(graph)
     keep: Sequence[tuple[str, ...]] = ((), (), *SETS)
-    some = {dim: [*counted(graph, dim, ("some",)), 0, 0] for dim in recomputable(graph)}
+    parts = Recompute.about(graph, target.mesh, SearchSpace(recompute=("some",)))
+    some = {each.subject: [*(int(c[1][len(COUNT) :]) for c in each.options if c[1:]), 0, 0] for each in parts}
     asked = (Recomputed(dim, rng.choice(keep), rng.choice(some.get(dim, [0]))) for dim in sorted(dims))
     return frozenset(str(each) for each in asked if rng.random() < 0.6)
 

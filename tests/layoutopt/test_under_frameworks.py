@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import layoutopt
 from costmodels.frameworks import DEFAULT, framework_names
 from costmodels.hardware import load_hardware
+from examples import transformer_lm
 from layoutopt.analysis.lint import unexpressed
 from layoutopt.cli import app
 from layoutopt.frameworks import says
@@ -28,12 +29,13 @@ from layoutopt.space.allow import resolved
 from layoutopt.space.decisions import Decisions, SearchSpace, decisions
 from layoutopt.space.degrees import Degrees
 from layoutopt.space.kind import Target
+from layoutopt.space.recompute import SOME
 from layoutopt.space.restriction import RestrictionError
 from mesh_tf_core import Mesh
 from mesh_tf_core.errors import InfeasibleError, UserError
 from mesh_tf_core.model import Model
 from reports.views.facts import left
-from tests.layoutopt.test_frameworks import MODELS
+from tests.layoutopt.test_frameworks import MODELS, SIZES
 from tests.marks import by_day
 
 ON = {"mesh": "a:4", "microbatches": "1"}
@@ -197,6 +199,18 @@ def test_the_axes_that_a_framework_stores_over_are_named() -> None:
     assert "for storage of all variables zero1;" in found.message
     assert found.fix == "megatron runs this layout with storage of all variables zero1@a"
     assert not [f for f in part.findings if f.kind == "not expressed"]
+
+
+def test_any_number_of_recomputed_layers_is_expressed_where_the_search_takes_it() -> None:
+    """A quarter, a half and three quarters are those that a search tries by itself."""
+    built = transformer_lm.model(**{**SIZES, "layers": 8}, kv_heads=2)
+    for framework in framework_names():
+        said = (says(framework).of(built).says or {}).get("recompute", (SOME,))
+        found = layoutopt.cost(
+            built, "a:2", "batch:a", hardware="h100", framework=framework, recompute="layers:count=5"
+        )
+        lost = [f.message for f in found.findings if f.kind == "not expressed" and "count=" in f.message]
+        assert bool(lost) == (SOME not in said), (framework, lost)
 
 
 @pytest.mark.parametrize(
