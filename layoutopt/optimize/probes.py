@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from statistics import fmean
 from typing import NamedTuple
 
@@ -151,9 +152,8 @@ class Probes:
         self.model, self.space, self.evaluator = request.model, request.allowed, request.evaluator
         self.dims, sizes = parallelism(self.model), self.model.graph.dims()
         self.dim = max(self.space.pipeline, key=lambda name: max(sizes[name]))
-        self.inner = {
-            "weights": self.dims.inner, "experts": self.dims.experts, "sequence": self.dims.sequence
-        }  # fmt: skip
+        self.inner = {WEIGHTS: self.dims.inner, EXPERTS: self.dims.experts, SEQUENCE: self.dims.sequence}
+        self.splits = cache(self._splits)
 
     def fastest(self, clock: Clock, below: float, told: Callable[[int, int], None]) -> EvaluatedLayout | None:
         """The fastest recipe that fits and takes fewer seconds than `below`.
@@ -258,7 +258,7 @@ class Probes:
     def _fixed(self, recipe: Recipe) -> float:
         """Bytes of variables and gradients on a device, or fewer: what is updated is split over all, and what
         layers read and their gradients take as much together."""
-        layout, mesh, total = self._splits(recipe), recipe.mesh, 0.0
+        layout, mesh, total = self.splits(recipe), recipe.mesh, 0.0
         for each in self.model.graph.variables.values():
             lie = {n: recipe.stages if n == self.dim else layout.get(n, ()) for n in each.shape.names}
             ways = mesh.group_size({axis for axes in lie.values() for axis in axes})
@@ -276,24 +276,17 @@ class Probes:
                 rounds = divisors(layers // ways)[1:]
                 yield from (f"{word}:{n}" for n in sorted({*rounds[:1], *rounds[-1:]}))
             if kind.one_way and not kind.rounds and "schedule" not in self.space.given:
-                equal, own = (
-                    layer_order(name, ways).of_stages(layers)[:, 0].tolist(),
-                    of.balanced(layers, ways),
-                )
+                equal, own = layer_order(name, ways).counts(layers).tolist(), of.balanced(layers, ways)
                 times = (max(of.stages(counts, again=False, apart=True)) for counts in (equal, own))
                 if next(times) > FAR * next(times):
                     yield f"{name}:layers={'+'.join(map(str, own))}"
 
     def _parts(self, recipe: Recipe) -> StepParts | None:
         """Of a step in which the axis of the stages does nothing; None if that is not legal."""
-        found = self._written(recipe, SubproblemKey(recipe.mesh, frozenset(), GPIPE, frozenset(), 1))
-        graph, ways = self.model.step_graph, recipe.ways
-        if found is None:
+        key = SubproblemKey(recipe.mesh, frozenset(), GPIPE, frozenset(), 1)
+        if (found := self._evaluated(recipe, key)) is None:
             return None
-        try:
-            lines = self.evaluator(recipe.mesh, *found).cost.lines
-        except LayoutError:
-            return None
+        graph, ways, lines = self.model.step_graph, recipe.ways, found.evaluation.cost.lines
         loops = {n.index for n, _ in graph.walk() if n.body is not None and n.body.dim.name == self.dim}
         nodes = loops | {n.index for b in graph.blocks if b.dim.name == self.dim for n, _ in b.walk()}
         first, layers = min(loops), max(graph.dims()[self.dim])
@@ -315,6 +308,9 @@ class Probes:
     def _priced(self, guess: Guess) -> EvaluatedLayout | None:
         recipe, stages = guess.recipe, frozenset({(self.dim, guess.recipe.stages)})
         key = SubproblemKey(recipe.mesh, stages, guess.schedule, guess.again, guess.microbatches)
+        return self._evaluated(recipe, key)
+
+    def _evaluated(self, recipe: Recipe, key: SubproblemKey) -> EvaluatedLayout | None:
         if (found := self._written(recipe, key)) is None:
             return None
         try:
@@ -344,7 +340,7 @@ class Probes:
 
     def _layout(self, recipe: Recipe, decided: Decisions) -> Layout:
         further = decided.of(Elsewhere) if recipe.kind == WEIGHTS else ()
-        wanted = {**self._splits(recipe), **dict.fromkeys(further, recipe.inner)}
+        wanted = {**self.splits(recipe), **dict.fromkeys(further, recipe.inner)}
         chosen = {n: axes for n, axes in wanted.items() if axes in decided.options.get(n, ())}
         return Layout({**decided.read({})[0].written, **chosen})
 
