@@ -20,6 +20,9 @@ r"""Seconds of one local operation from its quantities: a roofline with padding,
 (6) memory seconds = bytes / (bandwidth · efficiency). Without a product + elements · element time, when the
     file has one: values are not brought through the registers while others are waited for; with a product
     they are, and the longest counts; of a convolution also what its taps make: padded elements · tap time
+    Library kernels that work on chunks of states move bytes at `chunk_efficiency` of the bandwidth, and
+    multiply at `chunk_products` of the peak, where the file has these, and take no less than `chunk_time` for
+    each of the chunks that wait for each other
 (7) virtual devices share cores: everything takes max(1, devices / cores) times as long
 (8) measured: t = max(curve(FLOPs or bytes) · contention / contention then, FLOPs / peak, memory seconds)
 
@@ -67,6 +70,7 @@ class Quantity:
       tiled: bytes and elements in whole tiles; None if tiles add nothing.
       grouped: of `Work.grouped`.
       joins: it runs in one kernel with many others like it, and has no launch of its own.
+      chunks: that wait for each other in a library's kernel on chunks of states; None: it is none.
     """
 
     flops: float
@@ -83,6 +87,7 @@ class Quantity:
     tiled: tuple[float, float] | None = None
     grouped: bool = False
     joins: bool = False
+    chunks: int | None = None
 
     def __post_init__(self) -> None:
         if self.flops < 0 or self.bytes < 0:
@@ -196,6 +201,12 @@ def kernel_parts(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Ke
     launch = 0.0 if quantity.joins else contention * (own or chip.launch_overhead).value
     vector = contention * _vector_seconds(hardware, _reached(hardware, quantity))
     passing = contention * _passing_seconds(hardware, _laid(hardware, quantity)[1])
+    if quantity.chunks is not None:
+        waits = quantity.chunks * chip.chunk_time.value if chip.chunk_time else 0.0
+        share = chip.chunk_products.value if chip.chunk_products else 1.0
+        waits = max(waits, contention * quantity.flops / (peak * share))
+        passed = moved / _bandwidth(hardware, quantity)
+        return KernelParts(0.0, math.inf, waits, 0.0, 0.0, passed, launch, False, interval)
     if not is_product:
         return KernelParts(0.0, math.inf, vector, 0.0, moved, passing, launch, False, interval)
     known, after, handed, in_turn = _attention(hardware, quantity), 0.0, 0.0, False
@@ -253,6 +264,8 @@ def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Co
 
 def _work(hardware: Hardware, quantity: Quantity, k: KernelParts, sustained: float) -> str:
     """The FLOPs that decide, and the rate they run at."""
+    if quantity.chunks is not None:
+        return f"{quantity.flops:.4g} FLOPs and {quantity.chunks} chunks that wait for each other"
     product = k.product / sustained + k.beside
     if k.floor > min(product, k.vector):
         if k.where == "passing":
@@ -274,9 +287,15 @@ def _work(hardware: Hardware, quantity: Quantity, k: KernelParts, sustained: flo
     return f"{amount:.4g} FLOPs on the vector unit at {rated}"
 
 
+def _bandwidth(hardware: Hardware, quantity: Quantity) -> float:
+    """The share of the bandwidth that is reached."""
+    own = hardware.chip.chunk_efficiency if quantity.chunks is not None else None
+    return (own or hardware.chip.memory_efficiency).value
+
+
 def _moved(hardware: Hardware, quantity: Quantity) -> str:
     """What memory seconds consist of."""
-    rate = hardware.memory_bandwidth * hardware.chip.memory_efficiency.value
+    rate = hardware.memory_bandwidth * _bandwidth(hardware, quantity)
     words = f"{_laid(hardware, quantity)[0]:.4g} bytes at {rate / 1e9:.4g} GB/s"
     if _passing_seconds(hardware, _laid(hardware, quantity)[1]) and quantity.op_class not in MATMUL_CLASSES:
         words += f" and {_passed(hardware, quantity)}"

@@ -82,6 +82,8 @@ class Itemiser:
                 isinstance(what, Local) and compiler.computes(what)
             ):
                 yield what, times, counts(what, times), None
+        for instr, times in compiler.called(program):
+            yield instr, times, counts(instr, times), None
 
     def items(
         self, unit: Unit, sending: Sending | None, find: Find, local: Types, mesh: Mesh

@@ -26,12 +26,14 @@ from mesh_tf_core.ir.initializers import ONES, ZEROS, Normal
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import activation, project
+from mesh_tf_core.layers.chunk_kernels import ChunkKernels, Kernels
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.conv import conv
 from mesh_tf_core.ops.cumulative import cumsum
 from mesh_tf_core.ops.custom import custom_gradient
 from mesh_tf_core.ops.einsum import broadcast, einsum
 from mesh_tf_core.ops.index import mtf_range
+from mesh_tf_core.ops.library import LibraryKernels
 from mesh_tf_core.ops.math import (
     exp,
     maximum,
@@ -83,22 +85,36 @@ class Recurrence:
     fused: bool = field(default=False, kw_only=True)
 
 
-def made_by(layer: Any, rule: Callable[..., Tensor], *xs: Tensor) -> Tensor:
-    """The result of a layer's recurrence, in its chunks."""
+def made_by(
+    layer: Any, rule: Callable[..., Tensor], work: tuple[Kernels, Kernels], dim: Dim, *xs: Tensor
+) -> Tensor:
+    """The result of a layer's recurrence, in its chunks.
+
+    Args:
+      work: of a library's kernels, forward and backward.
+      dim: of values.
+    """
     if not layer.fused:
         return rule(*xs, layer.chunk)
     graph, forward = graph_of(xs[0]), partial(rule, chunk=layer.chunk)
+    chunks = Chunks.of(xs[0].dim("length"), layer.chunk).chunks.size
+
+    def counted(y: Tensor, kernels: Kernels) -> Tensor:
+        n = dim.size
+        each = tuple((2 * moved / n, flops / n, chunks * walks) for moved, flops, walks in kernels)
+        made: Tensor = graph.apply(LibraryKernels(each), y)
+        return made
 
     def backward(dys: list[Tensor | None], xs: list[Tensor], _: list[Tensor]) -> list[Tensor | None]:
         (dy,), seen = dys, [graph.visible(x) for x in xs]
         assert dy is not None  # else nothing would ask
+        dy = counted(dy, work[1])
         with graph.phase(Phase.RECOMPUTE):
             again = forward(*seen)
         return gradients_inside(again, dy, seen)
 
     with graph.scope(KERNEL):
-        made: Tensor = custom_gradient(forward, backward, xs)  # type: ignore[assignment]
-    return made
+        return counted(custom_gradient(forward, backward, xs), work[0])  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -230,7 +246,8 @@ class Mamba2(Recurrence):
             dt = softplus(dt + g.variable("step_bias", heads, dt_bias))
             dt = maximum(dt, self.least) if self.least else dt
             decay = dt * -exp(g.variable("log_a", heads, log_a))
-            y = made_by(self, scanned, values * dt.cast(u.dtype), decay, b, c)
+            work = ChunkKernels(self.d_state.size, self.d_head.size, self.chunk, heads[-1].size).scan()
+            y = made_by(self, scanned, work, self.d_head, values * dt.cast(u.dtype), decay, b, c)
             y = y + values * g.variable("skip", heads, ONES, activation_dtype=u.dtype)
             return project(self._gated(y, silu(gate), heads), "out", inner, [d], self.bias)
 
@@ -270,7 +287,8 @@ class LightningAttention(Recurrence):
             deep = 1.0 - depth.cast("float32") * (1 / (self.layers - 1 + 1e-5)) + 1e-5
             rate = exp(place * (-8 / self.heads.size * math.log(2))) * deep
             decay = broadcast(-rate, [*x.shape.without(self.d_model), self.heads])
-            y = made_by(self, scanned, v, decay, _state(k, self.d_kv), _state(q, self.d_kv))
+            work = ChunkKernels(self.d_kv.size, self.d_kv.size, self.chunk).linear()
+            y = made_by(self, scanned, work, self.d_kv, v, decay, _state(k, self.d_kv), _state(q, self.d_kv))
             scale = g.variable("out_norm", [self.heads, self.d_kv], ONES, activation_dtype=x.dtype)
             y = unit_rms(y, [self.heads, self.d_kv], self.epsilon) * scale
             y = y * sigmoid(project(x, "gate", [d], [self.heads, self.d_kv]))

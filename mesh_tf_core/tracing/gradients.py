@@ -114,7 +114,7 @@ class _BackwardWalk:
                 for i, dx in self._node(node, dys):
                     if dx is not None and i in self.needed:
                         pending.setdefault(i, []).append(dx)
-        with self.graph.phase(Phase.BACKWARD, ""):
+        with self.graph.phase(Phase.BACKWARD):
             for i in list(pending):
                 settle(i)
         return done

@@ -87,6 +87,10 @@ class Compiler:
         fuses = self.memory.fuses
         return program.expected() if fuses is Fuses.NONE else grouped(program, fuses)
 
+    def called(self, program: Program) -> Iterator[tuple[Local, float]]:
+        """The kernels that programs have from libraries (`LibraryKernels`), each with how often it runs."""
+        yield from ()
+
     def computes(self, instr: Local) -> bool:
         """True if an instruction that no kernel has taken is one itself."""
         return not instr.op.free

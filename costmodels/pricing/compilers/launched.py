@@ -22,9 +22,9 @@ it keeps. (7) It stacks nothing: a loop's stacks are the arrays that the iterati
 made. (8) Models write RMSNorm out of pow, mean, rsqrt and mul, and each is a kernel (LlamaRMSNorm of
 huggingface/transformers, src/transformers/models/llama/modeling_llama.py), and some activations so
 (`NewGELUActivation` of src/transformers/activations.py). (9) The optimizer's kernels work
-on all variables at once (torch.optim's foreach; Apex's and TransformerEngine's multi_tensor_apply). (10) The
-chunks of linear attention and state spaces are in registers of a library's kernel, with products in bfloat16
-(`mesh_tf_core.layers.recurrent.KERNEL`).
+on all variables at once (torch.optim's foreach; Apex's and TransformerEngine's multi_tensor_apply). (10)
+Linear attention and state spaces are a library's kernels, `LibraryKernels`; the operations that stand for
+them (`mesh_tf_core.layers.recurrent.KERNEL`) take no time.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
 from costmodels.kept import STEPS, of_ring
+from costmodels.kernels.compute import Quantity
 from costmodels.kernels.fused import cast_terms
 from costmodels.kernels.fusion import Fuses
 from costmodels.kernels.partition import FusedKernel, Types
@@ -43,10 +44,10 @@ from costmodels.pricing.compilers.xla import Joining, Xla
 from costmodels.pricing.items import Called, Computed
 from costmodels.pricing.units import Find, Unit
 from mesh_tf_core.ir.dtypes import is_float
-from mesh_tf_core.ir.op import PRODUCTS
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import Local, Loop, Program
+from mesh_tf_core.ir.program import Instr, Local, Loop, Program
 from mesh_tf_core.layers.recurrent import KERNEL
+from mesh_tf_core.ops.library import LibraryKernels
 from mesh_tf_core.ops.norm import Normalize, NormalizeGrad
 from mesh_tf_core.ops.unary import Unary, UnaryGrad
 
@@ -63,17 +64,30 @@ def is_no_kernel(instr: Local, local: Types) -> bool:
 class HostLaunched(Joining):
     """A host launches every kernel, rules (1) to (3) and (9)."""
 
+    def called(self, program: Program) -> Iterator[tuple[Local, float]]:
+        for instr, times in program.expected():
+            if isinstance(instr, Local) and isinstance(instr.op, LibraryKernels):
+                yield instr, times
+
+    def stacked(self, program: Program, loop: Loop) -> Iterator[tuple[Unit, float]]:
+        if not _in_library(loop):
+            yield from super().stacked(program, loop)
+
     def kernel(self, kernel: FusedKernel, local: Types) -> Iterator[Computed]:
         if not all(is_no_kernel(instr, local) for instr in kernel.instrs):
             inside = all(_in_library(instr) for instr in kernel.instrs)
             yield from _joined(super().kernel(kernel, local), kernel.instrs[0], inside)
 
     def local(self, instr: Local, find: Find, local: Types) -> Iterator[Computed | Called]:
-        if not is_no_kernel(instr, local):
+        if isinstance(op := instr.op, LibraryKernels):
+            size = local(instr.outputs[0]).shape.size
+            for moved, flops, chunks in op.kernels:
+                yield Computed(Quantity(flops * size, moved * size, "data", "bfloat16", chunks=chunks), 0.0)
+        elif not is_no_kernel(instr, local):
             yield from _joined(super().local(instr, find, local), instr, _in_library(instr))
 
 
-def _in_library(instr: Local) -> bool:
+def _in_library(instr: Instr) -> bool:
     return KERNEL in instr.origin.scope.split("/")
 
 
@@ -81,9 +95,7 @@ def _joined(items: Iterable[C], instr: Local, inside: bool) -> Iterator[C]:
     """Rules (9) and (10) for the items of an instruction, or of those `inside` a kernel."""
     for item in items:
         if isinstance(item, Computed) and inside:
-            own, product = item.quantity, item.quantity.op_class in PRODUCTS
-            dtype = "bfloat16" if product else own.dtype
-            made = replace(own, bytes=0.0, elements=0, tiled=None, dtype=dtype, joins=True)
+            made = Quantity(0.0, 0.0, item.quantity.op_class, item.quantity.dtype, joins=True)
             item = replace(item, quantity=made)
         elif isinstance(item, Computed) and instr.origin.phase == Phase.UPDATE:
             item = replace(item, quantity=replace(item.quantity, joins=True))
