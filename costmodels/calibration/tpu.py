@@ -46,7 +46,8 @@ from costmodels.calibration.runner import OnProbe, version_of
 from costmodels.calibration.tpu_compiled import CompiledProbes, compile_probes, known_target, shipped_probes
 from costmodels.calibration.tpu_probes import CHAIN, CHECK, PRODUCT, TpuProbe, tpu_probes
 from costmodels.hardware import Curve, Hardware, load_hardware, preset_content
-from costmodels.kernels.compute import MATMUL_CLASSES, Quantity, compute_cost, padding_ratio
+from costmodels.kernels.compute import MATMUL_CLASSES, Quantity, compute_cost
+from costmodels.kernels.padding import padding_ratio
 from costmodels.pricing.items import Computed
 from costmodels.pricing.pricer import pricer
 from mesh_tf_core.errors import UserError
@@ -215,7 +216,7 @@ def _nearest(hardware: Hardware, samples: Sequence[ProbeSample], launch: float) 
             waits = quantity.bytes < SMALL or quantity.bytes / hardware.memory_bandwidth > s.seconds
             if own is not None and waits:
                 continue
-            padded = quantity.flops * padding_ratio(hardware.chip.matrix_unit, quantity)
+            padded = quantity.flops * padding_ratio(hardware.chip.matrix_unit, quantity.matmul_dims)
             least = padded / hardware.peak_flops(quantity.dtype)
             points.append((padded, least / max(s.seconds - launch, least), 0.0))
     return curve_of("matmul", points)

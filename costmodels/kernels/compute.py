@@ -36,7 +36,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from costmodels.hardware import ComputeCurve, Hardware, MatrixUnit
+from costmodels.hardware import ComputeCurve, Hardware
+from costmodels.kernels.padding import padding_ratio, up
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.op import PRODUCTS
 from mesh_tf_core.visible import Visible
@@ -210,7 +211,9 @@ def kernel_parts(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Ke
     if not is_product:
         return KernelParts(0.0, math.inf, vector, 0.0, moved, passing, launch, False, interval)
     known, after, handed, in_turn = _attention(hardware, quantity), 0.0, 0.0, False
-    padding = _whole_blocks(hardware, quantity) if known else padding_ratio(chip.matrix_unit, quantity)
+    padding = (
+        _whole_blocks(hardware, quantity) if known else padding_ratio(chip.matrix_unit, quantity.matmul_dims)
+    )
     padded = quantity.flops * padding
     if quantity.blocked and not known and chip.vector_flops is not None:
         blocks, after, elements = quantity.blocked
@@ -343,38 +346,7 @@ def _adding_seconds(hardware: Hardware, quantity: Quantity) -> float:
     if time is None or registers is None or quantity.added is None:
         return 0.0
     rows, width = quantity.added
-    return rows * _up(width, registers.lanes.value) * time.value
-
-
-def padding_ratio(unit: MatrixUnit, quantity: Quantity) -> float:
-    """FLOPs of the matrix unit, padding included / FLOPs of the product, at least 1; equations (3) and
-    (4)."""
-    if quantity.matmul_dims is None:
-        return 1.0
-    m, n, k, batch = quantity.matmul_dims
-    deep = _up(k, unit.k.value) / k
-    if unit.processors is not None:
-        return min(_waves(unit, m, n, batch, tm, tn) for tm, tn in _tiles(unit)) * deep
-    one = _up(m, unit.m.value) * _up(n, unit.n.value)
-    other = _up(m, unit.n.value) * _up(n, unit.m.value)
-    return min(one, other) / (m * n) * deep
-
-
-def _tiles(unit: MatrixUnit) -> tuple[tuple[float, float], ...]:
-    """Output tiles that a library chooses from: the whole one, half of it, a quarter."""
-    m, n = unit.m.value, unit.n.value
-    return (m, n), (m / 2, n), (m, n / 2), (m / 2, n / 2)
-
-
-def _waves(unit: MatrixUnit, m: int, n: int, batch: int, tile_m: float, tile_n: float) -> float:
-    """Equation (4): output elements that all waves have room for / elements of the product."""
-    processors = unit.processors.value if unit.processors else 1.0
-    waves = math.ceil(math.ceil(m / tile_m) * math.ceil(n / tile_n) * batch / processors)
-    return waves * processors * tile_m * tile_n / (m * n * batch)
-
-
-def _up(size: int, tile: float) -> float:
-    return math.ceil(size / tile) * tile
+    return rows * up(width, registers.lanes.value) * time.value
 
 
 def _efficiency(hardware: Hardware, flops: float) -> float:

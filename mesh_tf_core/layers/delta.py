@@ -16,7 +16,6 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import ONES
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import activation, project
-from mesh_tf_core.layers.chunk_kernels import ChunkKernels
 from mesh_tf_core.layers.recurrent import Chunks, Recurrence, dt_bias, log_a, made_by, short_conv, unit_rms
 from mesh_tf_core.ops.basic import constant_like
 from mesh_tf_core.ops.binary import where
@@ -85,9 +84,8 @@ class GatedDeltaNet(Recurrence):
             decay = sigmoid(dt * rate) * self.least if self.least else softplus(dt) * -rate
             root = self.d_k.size**-0.5  # unit_rms has length sqrt(d_k)
             q, k = q * root**2, k * root
-            kernels = ChunkKernels(self.d_k.size, self.d_v.size, self.chunk, shared)
-            work = kernels.decaying() if self.channels else kernels.delta()
-            y = made_by(self, delta_rule, work, self.d_v, q, k, v, decay, write).cast(x.dtype)
+            work = "decaying" if self.channels else "delta", self.d_k.size, self.d_v, shared
+            y = made_by(self, delta_rule, work, q, k, v, decay, write).cast(x.dtype)
             scale = g.variable("out_norm", [self.d_v], ONES, activation_dtype=x.dtype)
             y = unit_rms(y, [self.d_v], self.epsilon) * scale * activation(self.gate)(gate)
             return project(y, "out", [*values, self.d_v], [d])

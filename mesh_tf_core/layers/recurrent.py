@@ -12,10 +12,13 @@ rule that needs a loop over chunks).
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,14 +29,12 @@ from mesh_tf_core.ir.initializers import ONES, ZEROS, Normal
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.layers.base import activation, project
-from mesh_tf_core.layers.chunk_kernels import ChunkKernels, Kernels
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.conv import conv
 from mesh_tf_core.ops.cumulative import cumsum
-from mesh_tf_core.ops.custom import custom_gradient
+from mesh_tf_core.ops.custom import LibraryKernels, custom_gradient
 from mesh_tf_core.ops.einsum import broadcast, einsum
 from mesh_tf_core.ops.index import mtf_range
-from mesh_tf_core.ops.library import LibraryKernels
 from mesh_tf_core.ops.math import (
     exp,
     maximum,
@@ -85,36 +86,55 @@ class Recurrence:
     fused: bool = field(default=False, kw_only=True)
 
 
-def made_by(
-    layer: Any, rule: Callable[..., Tensor], work: tuple[Kernels, Kernels], dim: Dim, *xs: Tensor
-) -> Tensor:
+KERNELS = json.loads((Path(__file__).parent / "chunk_kernels.json").read_text(encoding="utf-8"))
+
+
+def kernels(
+    rule: str, phase: str, k: int, v: int, chunk: int, shared: int
+) -> list[tuple[float, float, bool]]:
+    """Elements that each kernel of a library moves, its FLOPs, and whether it walks from chunk to chunk."""
+    sizes = {"k": k, "v": v, "c": chunk, "o": k / shared, "p": chunk / shared, "g": shared > 1}
+    sizes["s"] = k * v / chunk
+
+    def total(text: str) -> float:
+        terms = re.findall(r"([\d.]*)([a-z]+)", text)
+        return sum(
+            float(times or 1) * math.prod(sizes[letter] for letter in letters) for times, letters in terms
+        )
+
+    rows = ((*row.split(";"), "", "")[:3] for row in KERNELS[rule][phase])
+    return [(total(moved), total(flops), bool(walks)) for moved, flops, walks in rows]
+
+
+def made_by(layer: Any, rule: Callable[..., Tensor], work: tuple[str, int, Dim, int], *xs: Tensor) -> Tensor:
     """The result of a layer's recurrence, in its chunks.
 
     Args:
-      work: of a library's kernels, forward and backward.
-      dim: of values.
+      work: a library's kernels in `KERNELS`, elements of a key and dimension of a value, heads that share a
+        key.
     """
     if not layer.fused:
         return rule(*xs, layer.chunk)
     graph, forward = graph_of(xs[0]), partial(rule, chunk=layer.chunk)
     chunks = Chunks.of(xs[0].dim("length"), layer.chunk).chunks.size
 
-    def counted(y: Tensor, kernels: Kernels) -> Tensor:
-        n = dim.size
-        each = tuple((2 * moved / n, flops / n, chunks * walks) for moved, flops, walks in kernels)
+    def counted(y: Tensor, phase: str) -> Tensor:
+        name, k, dim, shared = work
+        n, found = dim.size, kernels(name, phase, k, dim.size, layer.chunk, shared)
+        each = tuple((2 * moved / n, flops / n, chunks * walks) for moved, flops, walks in found)
         made: Tensor = graph.apply(LibraryKernels(each), y)
         return made
 
     def backward(dys: list[Tensor | None], xs: list[Tensor], _: list[Tensor]) -> list[Tensor | None]:
         (dy,), seen = dys, [graph.visible(x) for x in xs]
         assert dy is not None  # else nothing would ask
-        dy = counted(dy, work[1])
+        dy = counted(dy, "backward")
         with graph.phase(Phase.RECOMPUTE):
             again = forward(*seen)
         return gradients_inside(again, dy, seen)
 
     with graph.scope(KERNEL):
-        return counted(custom_gradient(forward, backward, xs), work[0])  # type: ignore[arg-type]
+        return counted(custom_gradient(forward, backward, xs), "forward")  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -246,8 +266,8 @@ class Mamba2(Recurrence):
             dt = softplus(dt + g.variable("step_bias", heads, dt_bias))
             dt = maximum(dt, self.least) if self.least else dt
             decay = dt * -exp(g.variable("log_a", heads, log_a))
-            work = ChunkKernels(self.d_state.size, self.d_head.size, self.chunk, heads[-1].size).scan()
-            y = made_by(self, scanned, work, self.d_head, values * dt.cast(u.dtype), decay, b, c)
+            work = "scan", self.d_state.size, self.d_head, heads[-1].size
+            y = made_by(self, scanned, work, values * dt.cast(u.dtype), decay, b, c)
             y = y + values * g.variable("skip", heads, ONES, activation_dtype=u.dtype)
             return project(self._gated(y, silu(gate), heads), "out", inner, [d], self.bias)
 
@@ -287,8 +307,8 @@ class LightningAttention(Recurrence):
             deep = 1.0 - depth.cast("float32") * (1 / (self.layers - 1 + 1e-5)) + 1e-5
             rate = exp(place * (-8 / self.heads.size * math.log(2))) * deep
             decay = broadcast(-rate, [*x.shape.without(self.d_model), self.heads])
-            work = ChunkKernels(self.d_kv.size, self.d_kv.size, self.chunk).linear()
-            y = made_by(self, scanned, work, self.d_kv, v, decay, _state(k, self.d_kv), _state(q, self.d_kv))
+            work = "linear", self.d_kv.size, self.d_kv, 1
+            y = made_by(self, scanned, work, v, decay, _state(k, self.d_kv), _state(q, self.d_kv))
             scale = g.variable("out_norm", [self.heads, self.d_kv], ONES, activation_dtype=x.dtype)
             y = unit_rms(y, [self.heads, self.d_kv], self.epsilon) * scale
             y = y * sigmoid(project(x, "gate", [d], [self.heads, self.d_kv]))

@@ -17,6 +17,31 @@ from mesh_tf_core.ops.kinds import Move
 from mesh_tf_core.ops.math import maximum, sqrt, square
 from mesh_tf_core.ops.reduce import reduce_mean
 
+
+@dataclass(frozen=True)
+class LibraryKernels(Move):
+    """The identity, which says what the kernels of a library move that make its operand, or the gradients
+    that follow on it.
+
+    Attributes:
+      kernels: kernel by kernel, bytes and FLOPs for each element of the operand, and steps that wait for each
+        other.
+    """
+
+    kernels: tuple[tuple[float, float, int], ...]
+    free: ClassVar[bool] = True
+    linear: ClassVar[bool] = True
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        return slices[0]
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return [dy]
+
+    def describe(self) -> str:
+        return f"library({len(self.kernels)} kernels)"
+
+
 GradientOf = Callable[[list["Tensor | None"], list["Tensor"], list["Tensor"]], "Sequence[Tensor | None]"]
 
 

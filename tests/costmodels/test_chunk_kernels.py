@@ -12,8 +12,7 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.pricing.pricer import price
 from mesh_tf_core import layers
-from mesh_tf_core.layers.chunk_kernels import ChunkKernels
-from mesh_tf_core.layers.recurrent import KERNEL, Recurrence
+from mesh_tf_core.layers.recurrent import KERNEL, Recurrence, kernels
 
 DIM = mtf.Dim("d_model", 128)
 
@@ -80,10 +79,12 @@ def test_mamba_moves_twice_what_linear_attention_does() -> None:
     """12.5 and 6.2 ms for 16 texts of 16,384, 8 heads of 128 (fla-org/flash-linear-attention pull request
     50); linear attention on H100 takes 0.96 ms forward and 3.43 with backward for 96 heads (pytorch/helion
     examples/fla/BENCHMARKS.md @fea89d2, retention)."""
-    made = ChunkKernels(128, 128, 64)
-    scan, linear = (sum(moved for moved, _, _ in rule()[0]) for rule in (made.scan, made.linear))
-    assert 1.9 < scan / linear < 2.3
-    bytes = [2 * 8192 * 96 * sum(moved for moved, _, _ in part) for part in made.linear()]
-    seconds = [each / (0.58 * 3.35e12) for each in bytes]
+
+    def moved(rule: str, phase: str) -> float:
+        return sum(elements for elements, _, _ in kernels(rule, phase, 128, 128, 64, 1))
+
+    assert 1.9 < moved("scan", "forward") / moved("linear", "forward") < 2.3
+    phases = ("forward", "backward")
+    seconds = [2 * 8192 * 96 * moved("linear", phase) / (0.58 * 3.35e12) for phase in phases]
     assert seconds[0] == pytest.approx(0.961e-3, rel=0.15)
     assert sum(seconds) == pytest.approx(3.426e-3, rel=0.15)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import mesh_tf_core as mtf
 from costmodels import Quantity, compute_cost, compute_seconds, load_hardware
 from costmodels.hardware import ComputeCurve, Curve, Hardware, hardware_names
-from costmodels.kernels.compute import padding_ratio
 from costmodels.kernels.fusion import Fuses
+from costmodels.kernels.padding import padding_ratio
 from costmodels.kernels.quantities import quantity_of, tiling
 from costmodels.liveness import MemoryRules, memory
 from costmodels.pricing.pricer import price
@@ -37,7 +37,7 @@ def test_no_product_is_faster_than_the_peak_or_the_memory(
     seconds = compute_seconds(hardware, quantity)
     assert seconds >= quantity.flops / hardware.peak_flops("bfloat16") * (1 - 1e-12)
     assert seconds >= quantity.bytes / hardware.memory_bandwidth * (1 - 1e-12)
-    assert padding_ratio(hardware.chip.matrix_unit, quantity) >= 1 - 1e-12
+    assert padding_ratio(hardware.chip.matrix_unit, quantity.matmul_dims) >= 1 - 1e-12
 
 
 @given(
@@ -68,18 +68,20 @@ def test_more_work_never_takes_less_time(name: str, one: float, other: float, op
     ],
 )
 def test_tpu_padding(name: str, dims: tuple[int, int, int], ratio: float) -> None:
-    assert padding_ratio(load_hardware(name).chip.matrix_unit, product(*dims)) == pytest.approx(ratio)
+    assert padding_ratio(load_hardware(name).chip.matrix_unit, product(*dims).matmul_dims) == pytest.approx(
+        ratio
+    )
 
 
 def test_a_gpu_runs_tiles_in_waves() -> None:
     unit = load_hardware("h100").chip.matrix_unit
     whole = 132 * 128 * 128
-    assert padding_ratio(unit, product(132 * 128, 128, 1024)) == pytest.approx(1.0)
+    assert padding_ratio(unit, product(132 * 128, 128, 1024).matmul_dims) == pytest.approx(1.0)
     # One row of tiles more: a whole wave more with full tiles, a quarter of one with quarter tiles.
-    assert padding_ratio(unit, product(133 * 128, 128, 1024)) == pytest.approx(
+    assert padding_ratio(unit, product(133 * 128, 128, 1024).matmul_dims) == pytest.approx(
         1.25 * whole / (133 * 128 * 128)
     )
-    assert padding_ratio(unit, product(8, 8, 1024)) == pytest.approx(132 * 64 * 64 / 64)
+    assert padding_ratio(unit, product(8, 8, 1024).matmul_dims) == pytest.approx(132 * 64 * 64 / 64)
 
 
 def test_causal_or_unknown_shapes_scale_with_the_flops_given() -> None:

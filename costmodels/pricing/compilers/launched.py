@@ -47,7 +47,7 @@ from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Instr, Local, Loop, Program
 from mesh_tf_core.layers.recurrent import KERNEL
-from mesh_tf_core.ops.library import LibraryKernels
+from mesh_tf_core.ops.custom import LibraryKernels
 from mesh_tf_core.ops.norm import Normalize, NormalizeGrad
 from mesh_tf_core.ops.unary import Unary, UnaryGrad
 
