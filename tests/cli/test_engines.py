@@ -80,6 +80,7 @@ def test_what_auto_means(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("command", [name for panel in COMMANDS.values() for name in panel])
+@pytest.mark.one_in(4)
 def test_planning_takes_no_accelerator(
     command: str, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,7 +131,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["attention", "between", "added"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_functions_keep_what_autograd_saves(name: str, form: str, dtype: torch.dtype) -> None:
     """Up to the number of the loop's iterations, and the sums of rows where log_softmax is kept by nobody."""
     module = nn.Sequential(*(Written(form, FUNCTIONS[name]) for _ in range(3))).to(dtype)
@@ -182,7 +182,7 @@ def kept_by_form(activation: str) -> float:
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_every_activation_of_a_configuration_keeps_what_autograd_saves(name: str) -> None:
     """Of transformers' own modules: of one kernel, or written in functions that have one each."""
     activations = pytest.importorskip("transformers.activations")

@@ -214,6 +214,7 @@ def of(library: str) -> Any:
 
 
 @pytest.mark.parametrize("name", framework_names())
+@pytest.mark.one_in(2)
 def test_an_answer_says_where_a_framework_runs_another_program(name: str) -> None:
     """A user's program in another library, or where it has models of its own; a family that it lacks."""
     runs = load_framework(name).programs
@@ -232,6 +233,7 @@ def test_an_answer_says_where_a_framework_runs_another_program(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", framework_names())
+@pytest.mark.one_in(2)
 def test_an_answer_says_where_a_framework_multiplies_in_another_type(name: str) -> None:
     """Unless it is told the program's: MaxText and torchtitan take bfloat16."""
     runs = load_framework(name).programs
@@ -255,6 +257,7 @@ def test_a_release_has_models_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "deepspeed", "torch:kernels=fused", "torchtitan", "jax"])
+@pytest.mark.one_in(2)
 def test_an_answer_says_where_the_host_takes_longer(name: str) -> None:
     """In eager PyTorch, with few tokens. No answer of a compiled program says so, nor of large kernels."""
     for length, sizes in ((8, {}), (1024, {"d_model": 4096, "d_ff": 16384, "batch": 64, "vocab": 32768})):

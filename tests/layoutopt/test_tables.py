@@ -100,7 +100,7 @@ def test_tables_of_every_kind(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("recipe", "parts"), by_day(itertools.product(RECIPES, [1, 2]), first=1))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_experts_in_float8(recipe: str, parts: int) -> None:
     """In which weights are made in eight bits by each pass, and gradients have operands of their own."""
     sizes = SMALL | {"layers": 2, "kv_heads": 2, "gated": True, "positions": "rotary"}

@@ -64,6 +64,7 @@ def test_products_of_every_framework(framework: str) -> None:
     ("again", "products"),
     [("layers", 6), ("layers:count=1", 6), ("layers:keep=products-feed_forward+attention", 1)],
 )
+@pytest.mark.one_in(2)
 def test_one_product_more_of_each_layer(asked: dict[str, Any], again: str, products: int) -> None:
     """Also where stages or microbatches run again, some layers of each, or a module of each layer."""
     ours, whole = (second(program(f, recompute=[again], **asked), "product") for f in ("torch", "megatron"))

@@ -181,6 +181,7 @@ def test_every_layout_that_a_framework_can_express_is_exported(framework: str, m
 
 
 @pytest.mark.parametrize("framework", framework_names())
+@pytest.mark.one_in(3)
 def test_repeated_work_of_experts_is_named_under_every_framework(framework: str) -> None:
     found = layoutopt.cost(MODELS["experts"](), "data:4", "batch:data", hardware="h100", framework=framework)
     work = [f.message for f in found.findings if f.kind == "repeated work"]
@@ -224,6 +225,7 @@ def test_any_number_of_recomputed_layers_is_expressed_where_the_search_takes_it(
         ("layoutopt", "batch:a;d_model:b", "", ""),
     ],
 )
+@pytest.mark.one_in(2)
 def test_what_a_framework_has_no_setting_for_is_named(
     framework: str, layout: str, lost: str, mend: str
 ) -> None:
