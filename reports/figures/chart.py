@@ -11,6 +11,7 @@ from layoutopt.plan.schema import PlanFile
 from mesh_tf_core.errors import UserError
 from reports.figures.sheet import settings
 from reports.reader import PlanLike, plan_of
+from reports.views.view import View
 
 STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
@@ -82,7 +83,7 @@ class Chart:
       title: the question of the figure.
       draw: (plan, title above the drawing) → Figure.
       find: the finding about this plan, in one sentence.
-      tell: a description of the whole figure in words, for people who do not see it.
+      view: the numbers of the figure, which say it in words to people who do not see it.
       missing: the command to run if the plan lacks the data, else ''.
     """
 
@@ -90,7 +91,7 @@ class Chart:
     title: str
     draw: Callable[[PlanFile, str], Figure]
     find: Callable[[PlanFile], str]
-    tell: Callable[[PlanFile], str]
+    view: Callable[[PlanFile], View]
     missing: Callable[[PlanFile], str]
 
     def __call__(self, plan: PlanLike, titled: bool = True) -> Figure:
@@ -111,8 +112,8 @@ class Chart:
 def chart(
     title: str,
     find: Callable[[PlanFile], str],
-    tell: Callable[[PlanFile], str],
+    view: Callable[[PlanFile], View],
     missing: Callable[[PlanFile], str] = lambda plan: "",
 ) -> Callable[[Callable[[PlanFile, str], Figure]], Chart]:
     """The figure that a function draws; arguments as of `Chart`."""
-    return lambda draw: Chart(draw.__name__, title, draw, find, tell, missing)
+    return lambda draw: Chart(draw.__name__, title, draw, find, view, missing)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from layoutopt.plan.evidence import (
-    CalibrationEvidence,
     MeasuredLayout,
     Sample,
     Validation,
@@ -26,6 +25,7 @@ from layoutopt.plan.units import (
 )
 from reports.figures.chart import chart, log_steps, padded
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, dots, label, ticks
+from reports.tables import rows as tables
 from reports.theme import LIGHT
 
 if TYPE_CHECKING:
@@ -82,19 +82,6 @@ def _find_predicted_measured(plan: PlanFile) -> str:
     return "; ".join(parts)
 
 
-def _tell_predicted_measured(plan: PlanFile) -> str:
-    rows = (plan.details.validation or Validation()).timed
-    return f"{_find_predicted_measured(plan)}. {'; '.join(_said(r, r.layout) for r in rows[:24])}."
-
-
-def _groups(plan: PlanFile) -> list[tuple[str, list[Sample]]]:
-    """Measurements by what was run: what the fit had not seen, then those with the most samples."""
-    found: dict[str, list[Sample]] = {}
-    for sample in (plan.details.calibration or CalibrationEvidence()).samples:
-        found.setdefault(sample.what, []).append(sample)
-    return sorted(found.items(), key=lambda g: (not g[1][0].held_out, -len(g[1])))[:MOST_PANELS]
-
-
 def _residuals(ax: Axes, samples: Sequence[Sample]) -> Any:
     """Draws the errors; gives the dots."""
     sizes = [max(s.size, 1.0) for s in samples]
@@ -135,18 +122,10 @@ def _find_calibration(plan: PlanFile) -> str:
     )
 
 
-def _tell_calibration(plan: PlanFile) -> str:
-    told = [
-        f"{what}: {plural(len(s), 'measurement')}, median error {percent(typical(s) or 0.0)}"
-        for what, s in _groups(plan)
-    ]
-    return f"{_find_calibration(plan)}. {'; '.join(told)}."
-
-
 @chart(
     "Predicted against measured",
     _find_predicted_measured,
-    _tell_predicted_measured,
+    tables.validation,
     lambda plan: "" if plan.details.validation and plan.details.validation.timed else VALIDATE,
 )
 def predicted_measured(plan: PlanFile, title: str = "") -> Figure:
@@ -179,12 +158,12 @@ def predicted_measured(plan: PlanFile, title: str = "") -> Figure:
 @chart(
     "Calibration",
     _find_calibration,
-    _tell_calibration,
+    tables.calibration_kinds,
     lambda plan: "" if plan.details.calibration and plan.details.calibration.samples else CALIBRATE,
 )
 def calibration(plan: PlanFile, title: str = "") -> Figure:
     """A panel per kind of measurement: the fit's error at every size."""
-    groups = _groups(plan)
+    groups = tables.calibration_groups(plan)[:MOST_PANELS]
     sheet = FigureSheet((PANEL + 16) * len(groups), title)
     for position, (what, samples) in enumerate(groups):
         top = (PANEL + 16) * position

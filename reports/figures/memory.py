@@ -11,8 +11,10 @@ from layoutopt.plan.units import bytes_text, percent, rounded, seconds_text, sho
 from reports.figures.bars import Bar, Bars, BarSegment, cut_scale
 from reports.figures.chart import SEARCH, byte_steps, chart, round_steps
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, dots, label, text_width, ticks
+from reports.tables import rows as tables
 from reports.theme import LIGHT
 from reports.views.choices import Ranked, ranked
+from reports.views.layouts import layouts
 from reports.views.timeline import holdings_at_peak, phases, placed, thinned, total_seconds
 
 if TYPE_CHECKING:
@@ -60,16 +62,6 @@ def _find_memory_by_layout(plan: PlanFile) -> str:
     ]
     verb = "does" if len(over) == 1 else "do"
     return f"{text}; {some(over, 3, 30)} {verb} not fit" if over else text
-
-
-def _tell_memory_by_layout(plan: PlanFile) -> str:
-    told = [
-        f"{'this plan' if r.is_answer else r.names}: {bytes_text(r.choice.predicted.peak_memory_bytes)}"
-        for r in ranked(plan)[:MOST_LAYOUTS]
-        if r.choice.predicted
-    ]
-    limit = f" Limit {bytes_text(plan.memory_limit)}." if plan.memory_limit else ""
-    return f"Peak memory on one device by layout. {'; '.join(told)}.{limit}"
 
 
 def _timeline(sheet: FigureSheet, found: MemoryTimeline, limit: float | None) -> None:
@@ -167,22 +159,7 @@ def _find_memory_timeline(plan: PlanFile) -> str:
     return text
 
 
-def _tell_memory_timeline(plan: PlanFile) -> str:
-    found = plan.details.memory
-    if found is None or not found.points:
-        return "No memory timeline."
-    parts = [
-        f"{p.name} up to {bytes_text(max(x.bytes for x in found.points[p.start : p.end]))}"
-        for p in phases(found)
-    ]
-    held = "; ".join(f"{h.name} {bytes_text(h.bytes)}" for h in holdings_at_peak(found)[:MOST_HOLDINGS])
-    return (
-        f"Memory on one device over {len(found.points):,} instructions: {', '.join(parts) or 'one phase'}. "
-        f"{_find_memory_timeline(plan)}. Largest tensors at the peak: {held or 'not recorded'}."
-    )
-
-
-@chart("Memory by layout", _find_memory_by_layout, _tell_memory_by_layout)
+@chart("Memory by layout", _find_memory_by_layout, layouts)
 def memory_by_layout(plan: PlanFile, title: str = "") -> Figure:
     """One bar per layout, its peak memory on a device, against the limit."""
     rows = ranked(plan)[:MOST_LAYOUTS]
@@ -199,7 +176,7 @@ def memory_by_layout(plan: PlanFile, title: str = "") -> Figure:
 @chart(
     "Memory during the step",
     _find_memory_timeline,
-    _tell_memory_timeline,
+    tables.memory_phases,
     lambda plan: "" if plan.details.memory and plan.details.memory.points else SEARCH,
 )
 def memory_timeline(plan: PlanFile, title: str = "") -> Figure:

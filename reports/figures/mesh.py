@@ -9,10 +9,11 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from layoutopt.plan.schema import PlanFile
-from layoutopt.plan.units import bytes_text, plural, shorten, some
+from layoutopt.plan.units import bytes_text, shorten, some
 from reports.figures.chart import chart
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, text_width
 from reports.plan import dims_on, lies_on
+from reports.tables import rows as tables
 from reports.theme import axis_token
 
 if TYPE_CHECKING:
@@ -140,19 +141,7 @@ def _find_mesh(plan: PlanFile) -> str:
     return "; ".join(parts)
 
 
-def _tell_mesh(plan: PlanFile) -> str:
-    axes = []
-    for axis, size in plan.mesh.items():
-        sent = plan.predicted.communication_bytes_per_device.get(axis)
-        said = f", over which a device sends {bytes_text(sent)} per step" if sent else ""
-        lies = f" (on {lies_on(plan, axis)})" if lies_on(plan, axis) else ""
-        axes.append(
-            f"axis {axis} of {size}{lies}, splitting {some(dims_on(plan, axis), 8) or 'nothing'}{said}"
-        )
-    return f"A mesh of {plural(plan.devices, 'device')}: {'; '.join(axes) or 'no axes'}."
-
-
-@chart("The mesh", _find_mesh, _tell_mesh)
+@chart("The mesh", _find_mesh, tables.axes)
 def mesh(plan: PlanFile, title: str = "") -> Figure:
     """Devices as squares; those that the first device talks to along an axis have the axis's colour."""
     axes = _arrange(plan)

@@ -8,6 +8,7 @@ from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import bytes_text, percent, plural, shorten
 from reports.figures.chart import SEARCH, chart
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, text_width
+from reports.tables import rows as tables
 from reports.theme import axis_token
 from reports.views.dims import dimension_rows
 from reports.views.variables import VariableGroup, grouped, piece_shares, shape_text, split_text, totals
@@ -29,15 +30,6 @@ def _find_matrix(plan: PlanFile) -> str:
     return f"{text}, {whole:,} not split" if plan.details.dims else text
 
 
-def _tell_matrix(plan: PlanFile) -> str:
-    rows = dimension_rows(plan)
-    split = [f"{r.name} over {' and '.join(r.axes)}" for r in rows if r.axes][:40]
-    return (
-        "Dimensions and the mesh axes that they are split over: "
-        f"{'; '.join(split) or 'no dimension is split'}."
-    )
-
-
 def _piece(sheet: FigureSheet, variable: VariableGroup, plan: PlanFile, x: float, y: float) -> None:
     width, height = 60.0, 34.0
     across, down = piece_shares(variable, plan)
@@ -57,19 +49,10 @@ def _find_pieces(plan: PlanFile) -> str:
     )
 
 
-def _tell_pieces(plan: PlanFile) -> str:
-    told = [
-        f"{v.name}{f' (× {v.alike})' if v.alike > 1 else ''}, {shape_text(v)}, {split_text(v)}: "
-        f"{bytes_text(v.local_bytes)} of {bytes_text(v.bytes)}"
-        for v in grouped(plan)[:MOST_VARIABLES]
-    ]
-    return f"The shard of each variable on one device. {'; '.join(told)}."
-
-
 @chart(
     "Dimensions and axes",
     _find_matrix,
-    _tell_matrix,
+    tables.dims,
     lambda plan: "" if plan.layout or plan.details.dims else SEARCH,
 )
 def matrix(plan: PlanFile, title: str = "") -> Figure:
@@ -107,7 +90,7 @@ def matrix(plan: PlanFile, title: str = "") -> Figure:
 @chart(
     "Shards of the variables",
     _find_pieces,
-    _tell_pieces,
+    tables.variable_groups,
     lambda plan: "" if plan.details.variables else SEARCH,
 )
 def pieces(plan: PlanFile, title: str = "") -> Figure:

@@ -44,16 +44,6 @@ def _time(first: PlanFile, plan: PlanFile, position: int) -> Bar:
     )
 
 
-def tell_plans_time(plans: Sequence[PlanFile]) -> str:
-    """Every bar in words."""
-    told = [
-        f"{_name(p, i)}: {seconds_text(p.predicted.step_seconds)}, including "
-        f"{seconds_text(p.predicted.exposed_communication_seconds)} of exposed communication"
-        for i, p in enumerate(plans)
-    ]
-    return f"Step time of each plan. {'; '.join(told)}."
-
-
 def plans_memory(plans: Sequence[PlanLike], title: str = "Peak memory of each plan") -> Figure:
     """One bar per plan, each against the memory of its own devices."""
     found = [plan_of(p) for p in plans]
@@ -79,11 +69,3 @@ def _memory(plan: PlanFile, position: int, own: bool) -> Bar:
         note_token="bad",
         faint=over,
     )
-
-
-def tell_plans_memory(plans: Sequence[PlanFile]) -> str:
-    """Every bar in words."""
-    told = [f"{_name(p, i)}: {bytes_text(p.predicted.peak_memory_bytes)}" for i, p in enumerate(plans)]
-    limits = {p.memory_limit for p in plans if p.memory_limit}
-    limit = f" Limit {' or '.join(bytes_text(x) for x in sorted(limits))}." if limits else ""
-    return f"Peak memory of each plan on one device. {'; '.join(told)}.{limit}"

@@ -82,14 +82,6 @@ def find_loss_compute(found: SizeResult) -> str:
     return text if found.flat is None else f"{text}; {found.flat.in_words()}"
 
 
-def tell_loss_compute(found: SizeResult) -> str:
-    """Every candidate in words."""
-    told = {
-        f"{count(c.parameters)} parameters: {c.flops:.3g} FLOP, loss {c.loss:.4f}" for c in found.candidates
-    }
-    return f"Loss against compute. {'; '.join(sorted(told))}."
-
-
 def time_money(found: SizeResult, title: str = "") -> Figure:
     """Time against money (chip-hours where no price is known): the best size over hardware and devices."""
     rows = of_best(found)
@@ -148,11 +140,3 @@ def find_time_money(found: SizeResult) -> str:
     """Where it trains, for how long, for how much."""
     best = found.best
     return f"{plural(best.devices, 'device')} of {best.hardware}: {best.lasts()}, {best.costs()}"
-
-
-def tell_time_money(found: SizeResult) -> str:
-    """Every number of devices in words."""
-    told = []
-    for r in of_best(found):
-        told.append(f"{r.devices:,} {r.hardware}: {r.lasts()}, {r.costs()}")
-    return f"Time against cost of the best size. {'; '.join(told)}. A circle marks the recommended choice."

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from layoutopt.plan.details import TimeShares
 from layoutopt.plan.schema import PlanFile, Predicted
-from layoutopt.plan.units import percent, plural, seconds_text, shorten, step_change, times_text
+from layoutopt.plan.units import percent, seconds_text, shorten, step_change, times_text
 from reports.figures.bars import Bar, Bars, BarSegment, cut_scale
 from reports.figures.chart import SEARCH, chart
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet
+from reports.tables import rows as tables
 from reports.views.choices import Ranked, best_alternative, ranked
+from reports.views.layouts import layouts
 from reports.views.work import collective_name, is_collective, shares, work
 
 if TYPE_CHECKING:
@@ -81,23 +83,6 @@ def _find_step_time(plan: PlanFile) -> str:
     return f"{text}; {name} is predicted to be faster, at {times_text(other.ratio)} the time"
 
 
-def _tell_step_time(plan: PlanFile) -> str:
-    told = []
-    for row in ranked(plan)[:MOST_LAYOUTS]:
-        name = "this plan" if row.is_answer else row.names
-        p = row.choice.predicted
-        if p is None:
-            told.append(f"{name}: no predicted time")
-            continue
-        fit = FIT[row.choice.feasible]
-        told.append(
-            f"{name}: {seconds_text(p.step_seconds)} = {seconds_text(p.compute_seconds)} compute "
-            f"({seconds_text(p.hidden_seconds)} overlapped with communication) + "
-            f"{seconds_text(p.exposed_communication_seconds)} exposed communication{fit and f', {fit}'}"
-        )
-    return "Step time by layout. " + "; ".join(told) + "."
-
-
 def _kinds(plan: PlanFile) -> list[str]:
     """Kinds by the answer's time, then by the most time that a layout beside it has."""
     found = [share for _, share in _columns(plan)]
@@ -145,16 +130,6 @@ def _find_time_by_kind(plan: PlanFile) -> str:
     )
 
 
-def _tell_time_by_kind(plan: PlanFile) -> str:
-    told = []
-    for name, share in _columns(plan):
-        parts = [
-            f"{k} {seconds_text(share.kinds[k])}" for k in _kinds(plan)[:MOST_KINDS] if share.kinds.get(k)
-        ]
-        told.append(f"{'this plan' if name == 'answer' else name}: {', '.join(parts) or 'nothing'}")
-    return f"Time by kind of work for {plural(len(told), 'layout')}. " + "; ".join(told) + "."
-
-
 def _find_operations(plan: PlanFile) -> str:
     """The concentration of the time on few operations."""
     rows = work(plan)
@@ -167,16 +142,7 @@ def _find_operations(plan: PlanFile) -> str:
     return f"{said}; the slowest is {shorten(rows[0].name, 48)}"
 
 
-def _tell_operations(plan: PlanFile) -> str:
-    told = [
-        f"{w.name} {w.phase}: {seconds_text(w.compute)} compute, "
-        f"{seconds_text(w.exposed)} exposed communication"
-        for w in work(plan)[:MOST_OPERATIONS]
-    ]
-    return f"Slowest operations. {'; '.join(told)}."
-
-
-@chart("Step time by layout", _find_step_time, _tell_step_time)
+@chart("Step time by layout", _find_step_time, layouts)
 def step_time(plan: PlanFile, title: str = "") -> Figure:
     """One bar per layout: compute, the compute that hides communication, and exposed communication add up."""
     rows = ranked(plan)[:MOST_LAYOUTS]
@@ -189,7 +155,7 @@ def step_time(plan: PlanFile, title: str = "") -> Figure:
 @chart(
     "Time by kind of work",
     _find_time_by_kind,
-    _tell_time_by_kind,
+    tables.time_by_kind,
     lambda plan: "" if any(s.kinds for s in shares(plan).values()) else SEARCH,
 )
 def time_by_kind(plan: PlanFile, title: str = "") -> Figure:
@@ -233,7 +199,7 @@ def time_by_kind(plan: PlanFile, title: str = "") -> Figure:
 @chart(
     "Slowest operations",
     _find_operations,
-    _tell_operations,
+    tables.operations,
     lambda plan: "" if plan.details.lines else SEARCH,
 )
 def operations(plan: PlanFile, title: str = "") -> Figure:

@@ -19,8 +19,9 @@ from layoutopt.plan.units import (
 )
 from reports.figures.chart import byte_steps, chart, log_steps, padded, round_steps
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, dots, label, ticks
+from reports.tables import rows as tables
 from reports.theme import LIGHT
-from reports.views import choices
+from reports.views import choices, layouts
 from reports.views.choices import OnFrontier
 from reports.views.curves import FACTORS, factor_value, layout_letters
 
@@ -88,17 +89,6 @@ def _against(point: OnFrontier, plan: PlanFile) -> str:
     return f"{bytes_text(memory[0])} ({peak} memory, {step} time relative to this plan)"
 
 
-def _tell_frontier(plan: PlanFile) -> str:
-    told = []
-    for p in choices.frontier(plan)[:30]:
-        mark = " (this plan)" if p.is_answer else ""
-        told.append(
-            f"{bytes_text(p.predicted.peak_memory_bytes)} and {seconds_text(p.predicted.step_seconds)}"
-            f"{' (knee)' if p.knee else ''}{mark}"
-        )
-    return f"Peak memory and step time of the Pareto-optimal layouts: {'; '.join(told)}."
-
-
 def _panel(sheet: FigureSheet, ax: Axes, one: FactorCurve, letters: dict[str, str]) -> None:
     done = [(t.value, t.step_seconds, t) for t in one.trials if t.step_seconds is not None and t.value > 0]
     values = [t.value for t in one.trials if t.value > 0] or [1.0]
@@ -156,20 +146,6 @@ def _find_sensitivity(plan: PlanFile) -> str:
     return "; ".join(parts) or "How the best step time depends on the hardware"
 
 
-def _tell_sensitivity(plan: PlanFile) -> str:
-    letters = layout_letters(plan)
-    told = []
-    for one in plan.details.sensitivity:
-        points = []
-        for t in one.trials:
-            nothing = "nothing fits" if t.proven else "unknown"
-            step = nothing if t.step_seconds is None else seconds_text(t.step_seconds)
-            layout = f" (layout {letters[t.layout]})" if t.layout else ""
-            points.append(f"{factor_value(one.factor, t.value)} {step}{layout}")
-        told.append(f"{one.factor}: {', '.join(points)}")
-    return f"Step time of the best layout. {'; '.join(told)}."
-
-
 def _no_frontier(plan: PlanFile) -> str:
     if len(choices.frontier(plan)) > 1:
         return ""
@@ -178,7 +154,7 @@ def _no_frontier(plan: PlanFile) -> str:
     return "to include this section, run `layoutopt search MODEL --objective pareto --out PLAN.json`"
 
 
-@chart("Time against memory", _find_frontier, _tell_frontier, _no_frontier)
+@chart("Time against memory", _find_frontier, layouts.frontier, _no_frontier)
 def frontier(plan: PlanFile, title: str = "") -> Figure:
     """Step time against peak memory; the line joins the layouts that no other beats in both."""
     points = choices.frontier(plan)
@@ -211,7 +187,7 @@ def frontier(plan: PlanFile, title: str = "") -> Figure:
 @chart(
     "Sensitivity",
     _find_sensitivity,
-    _tell_sensitivity,
+    tables.sensitivity,
     lambda plan: "" if any(s.trials for s in plan.details.sensitivity) else COMPARE,
 )
 def sensitivity(plan: PlanFile, title: str = "") -> Figure:

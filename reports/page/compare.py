@@ -19,7 +19,7 @@ from layoutopt.plan.units import (
     step_change,
     throughput_text,
 )
-from reports.figures.plans import plans_memory, plans_time, tell_plans_memory, tell_plans_time
+from reports.figures.plans import plans_memory, plans_time
 from reports.page.answers import accuracy, fit, proof
 from reports.page.cells import PageBlock
 from reports.plan import one_model, words
@@ -131,18 +131,10 @@ def _beside(title: str, lead: str, plans: Sequence[PlanFile], rows: Sequence[Vie
 
 def pictures(plans: Sequence[PlanFile]) -> tuple[PageBlock, ...]:
     """Step time and memory of the plans on one scale."""
-    return (
-        PageBlock(
-            "Step time",
-            figure_svg(plans_time(plans, ""), "plans-time", "Step time of each plan", tell_plans_time(plans)),
-        ),
-        PageBlock(
-            "Peak memory per device",
-            figure_svg(
-                plans_memory(plans, ""), "plans-memory", "Peak memory of each plan", tell_plans_memory(plans)
-            ),
-        ),
-    )
+    said = facts(plans).in_words()
+    time = figure_svg(plans_time(plans, ""), "plans-time", "Step time of each plan", said)
+    memory = figure_svg(plans_memory(plans, ""), "plans-memory", "Peak memory of each plan", said)
+    return PageBlock("Step time", time), PageBlock("Peak memory per device", memory)
 
 
 def _numbers(name: str, kind: Kind, values: Sequence[float]) -> ViewRow:

@@ -29,7 +29,7 @@ from reports.svg import figure_svg
 from reports.tables import rows
 from reports.views import facts as told
 from reports.views.curves import FACTORS, factor_value, layout_letters
-from reports.views.layouts import frontier, layouts, record, repairs
+from reports.views.layouts import layouts, record, repairs
 from reports.views.view import View
 
 LONGEST = 8000
@@ -47,20 +47,17 @@ def sections(plans: Sequence[PlanFile]) -> tuple[Section, ...]:
         _section("mesh", "The mesh", plans, _mesh),
         _joint("split", "What is split", compare.splits(plans))
         if several
-        else _section("split", "What is split", plans, _tabled(figures.matrix, rows.dims)),
+        else _section("split", "What is split", plans, _tabled(figures.matrix)),
         _joint("pieces", "What a device stores", compare.pieces(plans))
         if with_variables
-        else _section("pieces", "What a device stores", plans, _tabled(figures.pieces, rows.variable_groups)),
+        else _section("pieces", "What a device stores", plans, _tabled(figures.pieces)),
         _section("time", "Where the time goes", plans, _time),
         _section("memory", "Memory", plans, _memory),
         _section(
-            "frontier",
-            "Time against memory",
-            plans,
-            lambda p, n: (_chart(figures.frontier, p, n, frontier(p)),),
+            "frontier", "Time against memory", plans, lambda p, n: (_chart(figures.frontier, p, n, True),)
         ),
         _section("sensitivity", "If the hardware were different", plans, _sensitivity),
-        _section("operations", "Slowest operations", plans, _tabled(figures.operations, rows.operations)),
+        _section("operations", "Slowest operations", plans, _tabled(figures.operations)),
         _section("evidence", "Predicted and measured", plans, _evidence, lambda p: p.details.validation),
         _section("calibration", "Calibration", plans, _calibration, lambda p: p.details.calibration),
         _section("assumptions", "Assumptions and sources", plans, _assumptions, lambda p: p.details.hardware),
@@ -92,19 +89,18 @@ def _section(
     return Section(id, title, LEADS["plan"][id], tuple(panels))
 
 
-def _chart(chart: Chart, plan: PlanFile, name: str, view: View | None = None) -> PageBlock:
-    """A figure with its finding, or the command that adds its data."""
+def _chart(chart: Chart, plan: PlanFile, name: str, tabled: View | bool = False) -> PageBlock:
+    """A figure with its finding, or the command that adds its data.
+
+    Args:
+      tabled: the table below: the figure's own view, or another one.
+    """
     if missing := chart.missing(plan):
         return PageBlock(missing=missing)
-    svg = figure_svg(chart(plan, titled=False), f"{name}-{chart.name}", chart.title, chart.tell(plan))
-    return PageBlock(chart.find(plan), svg, grid(view) if view is not None and view.rows else None)
-
-
-def _table(chart: Chart, plan: PlanFile, view: Callable[[PlanFile], View]) -> PageBlock:
-    """The same data as a table, where a table reads better on a page than the figure."""
-    if missing := chart.missing(plan):
-        return PageBlock(missing=missing)
-    return PageBlock(chart.find(plan), grid=grid(view(plan)))
+    own = chart.view(plan)
+    svg = figure_svg(chart(plan, titled=False), f"{name}-{chart.name}", chart.title, own.in_words())
+    view = tabled if isinstance(tabled, View) else own
+    return PageBlock(chart.find(plan), svg, grid(view) if tabled and view.rows else None)
 
 
 def _repairs(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
@@ -119,7 +115,7 @@ def _repairs(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
 
 
 def _mesh(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
-    block = _chart(figures.mesh, plan, name, rows.axes(plan))
+    block = _chart(figures.mesh, plan, name, True)
     hardware = plan.details.hardware
     said = (
         (hardware.placement, hardware.summary, hardware.device and f"A device is {hardware.device}.")
@@ -129,8 +125,15 @@ def _mesh(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     return (replace(block, notes=tuple(s for s in said if s)),)
 
 
-def _tabled(chart: Chart, view: Callable[[PlanFile], View]) -> Build:
-    return lambda plan, _: (_table(chart, plan, view),)
+def _tabled(chart: Chart) -> Build:
+    """The data of a figure as a table, where a table reads better on a page."""
+
+    def build(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
+        if missing := chart.missing(plan):
+            return (PageBlock(missing=missing),)
+        return (PageBlock(chart.find(plan), grid=grid(chart.view(plan))),)
+
+    return build
 
 
 def _time(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
@@ -163,7 +166,7 @@ def _sensitivity(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
 
 
 def _evidence(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
-    block = _chart(figures.predicted_measured, plan, name, rows.validation(plan))
+    block = _chart(figures.predicted_measured, plan, name, True)
     found = plan.details.validation or Validation()
     return (replace(block, notes=(*filter(None, (found.noise.words,)), *found.notes)),)
 

@@ -83,23 +83,18 @@ def _sure(times: Accuracy) -> PageAnswer:
 
 
 def _sections(found: SizeResult) -> list[Section]:
-    loss = PageBlock(
-        figures.find_loss_compute(found),
-        figure_svg(
-            figures.loss_compute(found), "size-loss", "Loss against compute", figures.tell_loss_compute(found)
-        ),
-    )
+    rows = candidates(found)
+    drawn = figure_svg(figures.loss_compute(found), "size-loss", "Loss against compute", rows.in_words())
+    loss = PageBlock(figures.find_loss_compute(found), drawn)
     sections = [_section("loss", "Loss against compute", loss)]
     if len(figures.of_best(found)) > 1:
         time = PageBlock(
             figures.find_time_money(found),
-            figure_svg(
-                figures.time_money(found), "size-time", "Time against cost", figures.tell_time_money(found)
-            ),
+            figure_svg(figures.time_money(found), "size-time", "Time against cost", rows.in_words()),
             notes=tuple(f"{sweep.hardware} {sweep.in_words()}" for sweep in found.sweeps),
         )
         sections.append(_section("time", "Time against cost", time))
-    sections.append(_section("candidates", "Candidates", PageBlock(grid=grid(candidates(found)))))
+    sections.append(_section("candidates", "Candidates", PageBlock(grid=grid(rows))))
     sections.append(_section("law", "The law", _law(found)))
     return sections
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from layoutopt.plan.details import MemoryTimeline
+from layoutopt.plan.evidence import Sample, typical
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import (
     bytes_text,
@@ -24,7 +26,7 @@ from reports.views import work
 from reports.views.curves import factor_value, layout_letters
 from reports.views.dims import dimension_rows
 from reports.views.layouts import chips, data
-from reports.views.timeline import holdings_at_peak
+from reports.views.timeline import holdings_at_peak, phases
 from reports.views.variables import grouped, piece_shares, shape_text, split_text
 from reports.views.view import (
     BYTES,
@@ -214,7 +216,8 @@ def collectives(plan: PlanFile) -> View:
 def time_by_kind(plan: PlanFile) -> View:
     """Seconds by kind of work, a row per layout and kind, the answer first."""
     rows = [(name, kind, value) for name, s in work.shares(plan).items() for kind, value in s.kinds.items()]
-    return View("Time by kind of work", data("layout", "kind", "seconds"), rows, "time_by_kind")
+    columns = (*data("layout", "kind"), Column("seconds", "seconds", SECONDS, on="data"))
+    return View("Time by kind of work", columns, rows, "time_by_kind")
 
 
 def memory_timeline(plan: PlanFile) -> View:
@@ -222,6 +225,14 @@ def memory_timeline(plan: PlanFile) -> View:
     points = plan.details.memory.points if plan.details.memory else ()
     rows = [(i, p.scope, p.name, p.phase, float(p.bytes)) for i, p in enumerate(points)]
     return View("Memory", data("position", "scope", "op", "phase", "bytes"), rows, "memory_timeline")
+
+
+def memory_phases(plan: PlanFile) -> View:
+    """The most memory of each phase of the step."""
+    found = plan.details.memory or MemoryTimeline()
+    columns = (Column("phase", "phase"), Column("bytes", "at most", BYTES))
+    rows = [(p.name, max(x.bytes for x in found.points[p.start : p.end])) for p in phases(found)]
+    return View("Memory during the step", columns, rows)
 
 
 def slots(plan: PlanFile) -> View:
@@ -252,8 +263,14 @@ def peak(plan: PlanFile) -> View:
 
 def sensitivity(plan: PlanFile) -> View:
     """The best step time as one factor changes; none where nothing fits."""
-    rows = [(s.factor, t.value, t.step_seconds, t.layout) for s in plan.details.sensitivity for t in s.trials]
-    return View("Sensitivity", data("factor", "value", "step_seconds", "layout"), rows, "sensitivity")
+    seconds = Column("step_seconds", "best step", SECONDS, on="data")
+    columns = (*data("factor", "value"), seconds, *data("layout"))
+    rows = [
+        (s.factor, Cell(factor_value(s.factor, t.value), value=t.value), t.step_seconds, t.layout)
+        for s in plan.details.sensitivity
+        for t in s.trials
+    ]
+    return View("Sensitivity", columns, rows, "sensitivity")
 
 
 def validation(plan: PlanFile) -> View:
@@ -281,6 +298,21 @@ def calibration(plan: PlanFile) -> View:
     rows = [(s.what, float(s.size), s.measured_seconds, s.predicted_seconds, s.residual) for s in found]
     keys = data("what", "size", "measured_seconds", "fitted_seconds", "residual")
     return View("Calibration", keys, rows, "calibration")
+
+
+def calibration_groups(plan: PlanFile) -> list[tuple[str, list[Sample]]]:
+    """Measurements by what was run: what the fit had not seen, then those with the most samples."""
+    found: dict[str, list[Sample]] = {}
+    for sample in plan.details.calibration.samples if plan.details.calibration else ():
+        found.setdefault(sample.what, []).append(sample)
+    return sorted(found.items(), key=lambda g: (not g[1][0].held_out, -len(g[1])))
+
+
+def calibration_kinds(plan: PlanFile) -> View:
+    """The typical error of the fit for each kind of measurement."""
+    columns = (*data("what", "measurements"), Column("error", "median error", ERROR))
+    rows = [(what, len(each), typical(each)) for what, each in calibration_groups(plan)]
+    return View("Calibration", columns, rows)
 
 
 def fitted(plan: PlanFile) -> View:

@@ -10,10 +10,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from layoutopt.plan.units import bytes_text, number, percent, rate_text, seconds_text, share_text, times_text
+from layoutopt.plan.units import (
+    bytes_text,
+    number,
+    percent,
+    rate_text,
+    seconds_text,
+    share_text,
+    shorten,
+    times_text,
+)
 
 CellValue = str | float | int | bool | None
 EVERYWHERE = "terminal, page, data"
+LONGEST = 300
+"""Characters of a row in words."""
 
 
 @dataclass(frozen=True)
@@ -183,3 +194,14 @@ class View:
     def and_sum(self, *values: CellValue | Cell) -> View:
         """With a last row, their sum."""
         return replace(self, rows=[*self.rows, values], total=True)
+
+    def in_words(self, most: int = 24) -> str:
+        """The title and the first rows as sentences, for people who do not see a drawing of them."""
+        said, shown = [], any(c.shown_on("page") for c in self.columns)
+        for row in self.rows[:most]:
+            both = zip(self.columns, row, strict=True)
+            cells = ((c.head, c.cell(entry)) for c, entry in both if c.shown_on("page") or not shown)
+            pairs = ((head, "; ".join(filter(None, (each.text, each.sub)))) for head, each in cells)
+            (_, lead), *rest = (pair for pair in pairs if pair[1])
+            said.append(f"{lead}: {', '.join(f'{head} {text}' for head, text in rest)}")
+        return f"{self.title}. {'; '.join(shorten(each, LONGEST) for each in said)}."

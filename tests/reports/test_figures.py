@@ -27,7 +27,9 @@ NAMES = [c.name for c in ALL]
 
 def svg(chart: Chart, plan: dict[str, Any]) -> str:
     found = reports.plan_of(plan)
-    return figure_svg(chart(found, titled=False), f"x-{chart.name}", chart.title, chart.tell(found))
+    return figure_svg(
+        chart(found, titled=False), f"x-{chart.name}", chart.title, chart.view(found).in_words()
+    )
 
 
 @pytest.mark.parametrize("make", [sample.full_plan, sample.hostile_plan], ids=["full", "hostile"])

@@ -364,7 +364,7 @@ def test_where_the_mesh_lies(figures: None) -> None:
     plan["details"]["hardware"]["lies"] = {"data": "16 along y (ring)", "model": "2 cores × 16 along x"}
     page = Page(reports.report_html([plan]))
     assert page.text.count("16 along y (ring)") == 3  # the drawing, its description, the table
-    assert "axis model of 32 (on 2 cores × 16 along x), splitting" in page.text
+    assert "model; 2 cores × 16 along x: size 32, dimensions split over it" in page.text
 
 
 def test_absent_parts_name_their_command(pages: dict[str, str]) -> None:

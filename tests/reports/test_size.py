@@ -10,6 +10,7 @@ import reports
 from layoutopt.cli import size_tables
 from layoutopt.plan.size_results import SizeResult
 from reports.figures import size as figures
+from reports.tables import sizes
 
 
 def candidate(parameters: int, devices: int, **more: Any) -> dict[str, Any]:
@@ -76,10 +77,9 @@ def test_the_page_answers_and_hides_nothing(found: SizeResult) -> None:
 
 
 def test_figures_say_every_candidate_in_words(found: SizeResult) -> None:
-    told = figures.tell_loss_compute(found)
-    assert told.count("parameters") == 2 and "loss 2.6000" in told
+    told = sizes.candidates(found).in_words()
+    assert told.count("tokens") == 3 and "loss 2.6000" in told and told.count("tpu-v5p") == 3
     assert "500 M to 1 B parameters are within 0.01 nats" in figures.find_loss_compute(found)
-    assert figures.tell_time_money(found).count("tpu-v5p") == 2
     assert figures.find_time_money(found).startswith("64 devices of tpu-v5p: 37 h 30 min")
 
 
