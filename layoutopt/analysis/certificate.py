@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from costmodels.hardware import Hardware
 from layoutopt.optimize.bounds import EXACT, BoundSource
@@ -29,6 +28,7 @@ from layoutopt.optimize.layer_bounds import LayerBounds
 from layoutopt.optimize.subproblems import Subproblem, related, subproblems
 from layoutopt.plan.build import Plan
 from layoutopt.plan.details import Proof, RuledOut
+from layoutopt.plan.units import plural
 from layoutopt.solver import Choices, ResourceRow
 from layoutopt.space.allow import allowed_text
 from layoutopt.space.decisions import SearchSpace
@@ -43,79 +43,53 @@ FASTER = "faster"
 RULES_OUT = {*BoundSource} - {BoundSource.NOTHING, BoundSource.SHARE, BoundSource.SOLVER}
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """The problems of a plan's search.
+def proof_of(
+    problems: tuple[RuledOut, ...], allowed: SearchSpace, considered: int | None = None, complete: bool = True
+) -> Proof:
+    """The findings about the problems of a plan's search, in words too.
 
-    Attributes:
+    Args:
       allowed: the choices in them.
       considered: number of layouts of the plan's search, if the plan has it.
       complete: these are all.
     """
+    layouts, ruled_out = sum(p.layouts for p in problems), all(p.how in RULES_OUT for p in problems)
+    other = complete and considered not in (None, layouts)
+    space = f"{plural(len(problems), 'problem')} with {layouts:,} layouts"
+    if faster := next((p for p in problems if p.how == FASTER), None):
+        words = f"refuted, because {faster.faster or 'nothing split'} on {faster.mesh} is faster and fits"
+    elif not problems:
+        words = "no problem was checked within the time limit"
+    elif other:
+        has = f"the plan's search had {considered:,} layouts, but the check has {layouts:,}"
+        words = f"for another search space: {has}"
+    else:
+        words = f"{space}, ruled out without a solver: {_ways(problems)}"
+        words += "" if complete else "; time limit reached before all problems were checked"
+    return Proof(
+        verified=complete and ruled_out and not other,
+        words=words,
+        layouts=layouts,
+        allowed=allowed_text(allowed),
+        problems=problems,
+    )
 
-    problems: tuple[RuledOut, ...]
-    allowed: SearchSpace
-    considered: int | None = None
-    complete: bool = True
 
-    @property
-    def verified(self) -> bool:
-        """Nothing that was searched is faster than the plan."""
-        known = all(p.how in RULES_OUT for p in self.problems)
-        return self.complete and known and not self.other
-
-    @property
-    def layouts(self) -> int:
-        """Combinations of decisions of all problems, legal or not."""
-        return sum(p.layouts for p in self.problems)
-
-    @property
-    def other(self) -> str:
-        """The difference between this space and the space of the plan's search; '' if none is known."""
-        if not self.complete or self.considered in (None, self.layouts):
-            return ""
-        return f"the plan's search had {self.considered:,} layouts, but the check has {self.layouts:,}"
-
-    @property
-    def faster(self) -> RuledOut | None:
-        """The layout that refutes the plan's claim, if there is one."""
-        return next((p for p in self.problems if p.how == FASTER), None)
-
-    @property
-    def recorded(self) -> Proof:
-        """Every problem of the search and how it was ruled out, as a plan records it."""
-        return Proof(
-            verified=self.verified,
-            words=str(self),
-            layouts=self.layouts,
-            allowed=allowed_text(self.allowed),
-            problems=self.problems,
-        )
-
-    def __str__(self) -> str:
-        counts, listed = Counter(p.how for p in self.problems), sum(p.listed for p in self.problems)
-        ways = {
-            BoundSource.TABLES: "by their own bound",
-            BoundSource.PIECES: "by the bound of fewer microbatches",
-            BoundSource.LAYERS: "by the layers of a stage",
-            BoundSource.FIRST_RUNS: "by the first runs of stages",
-            BoundSource.REFUSED: "because the model refuses them",
-            BoundSource.LISTED: f"by listing {listed:,} layouts that do not fit",
-        }
-        parts = [f"{counts[how]} {way}" for how, way in ways.items() if counts[how]]
-        if self.faster is not None:
-            layout = self.faster.faster or "nothing split"
-            return f"refuted, because {layout} on {self.faster.mesh} is faster and fits"
-        count = len(self.problems)
-        if not count:
-            return "no problem was checked within the time limit"
-        space = f"{count} problem{'s' if count > 1 else ''} with {self.layouts:,} layouts"
-        if self.other:
-            return f"for another search space: {self.other}"
-        said = f"{space}, ruled out without a solver: {', '.join(parts)}"
-        if counts[BoundSource.NOTHING]:
-            said += f"; {counts[BoundSource.NOTHING]} not checked, because there are too many layouts to list"
-        return said if self.complete else f"{said}; time limit reached before all problems were checked"
+def _ways(problems: Sequence[RuledOut]) -> str:
+    """How many problems are ruled out in which way."""
+    counts, listed = Counter(p.how for p in problems), sum(p.listed for p in problems)
+    ways = {
+        BoundSource.TABLES: "by their own bound",
+        BoundSource.PIECES: "by the bound of fewer microbatches",
+        BoundSource.LAYERS: "by the layers of a stage",
+        BoundSource.FIRST_RUNS: "by the first runs of stages",
+        BoundSource.REFUSED: "because the model refuses them",
+        BoundSource.LISTED: f"by listing {listed:,} layouts that do not fit",
+    }
+    said = ", ".join(f"{counts[how]} {way}" for how, way in ways.items() if counts[how])
+    if counts[BoundSource.NOTHING]:
+        said += f"; {counts[BoundSource.NOTHING]} not checked, because there are too many layouts to list"
+    return said
 
 
 def certify(

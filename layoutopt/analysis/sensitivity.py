@@ -13,17 +13,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from costmodels.hardware import Hardware, drawn, with_bandwidth
 from costmodels.pricing.pricer import pricer
 from layoutopt.optimize.bounds import EXACT
 from layoutopt.optimize.evaluator import evaluate
-from layoutopt.plan import details
 from layoutopt.plan.build import Plan, layout_of, options_of
-from layoutopt.plan.details import Robustness
+from layoutopt.plan.details import FactorCurve, Robustness, Trial
 from layoutopt.plan.schema import ProofStatus, Told
 from layoutopt.plan.units import mesh_option
 from layoutopt.runtime.clock import UNLIMITED, Clock
@@ -42,38 +40,10 @@ SETTLED = 1.05
 """Factor of the bound: a result further above the best is due to a stopped search, not to its condition."""
 
 
-@dataclass(frozen=True)
-class SensitivityTrial:
-    """The best under one condition; no seconds where nothing fits or nothing was found.
-
-    Attributes:
-      value: of the factor: a multiple (bandwidth), bytes (memory) or a number (devices).
-      options: the decisions besides the layout, in short; `answer` has all decisions.
-      bound: seconds that no step is faster than, as far as that is known.
-      given: the condition is the plan's own.
-    """
-
-    value: float
-    step_seconds: float | None
-    proven: bool
-    mesh: str = ""
-    layout: str = ""
-    options: str = ""
-    answer: str = ""
-    bound: float = 0.0
-    given: bool = False
-
-    @property
-    def settled(self) -> bool:
-        """True if the result is optimal, or near it."""
-        if self.step_seconds is None:
-            return self.proven
-        return self.proven or self.given or self.step_seconds <= SETTLED * self.bound
-
-
+NOTHING: dict[str, Any] = {"step_seconds": None, "layout": "", "mesh": ""}
+"""The fields of a trial without a settled answer."""
 ChangedBy = dict[str, Any]
-Curves = Mapping[str, tuple[SensitivityTrial, ...]]
-"""The best as one factor changes: 'bandwidth', 'memory' or 'devices'."""
+Curves = tuple[FactorCurve, ...]
 
 
 def sensitivity(
@@ -113,7 +83,7 @@ def sensitivity(
         except (InfeasibleError, LimitError) as error:
             return isinstance(error, InfeasibleError)
 
-    def curve(name: str, unit: float, change: Callable[[float], ChangedBy]) -> tuple[SensitivityTrial, ...]:
+    def curve(name: str, unit: float, change: Callable[[float], ChangedBy]) -> FactorCurve:
         conditions = [change(times) for times in FACTORS]
         answers = [
             plan if times == 1 else searched(f"{times:g}x the {name}", **condition)
@@ -127,16 +97,16 @@ def sensitivity(
             other = _faster(model, [p for p in one_mesh if p is not answer], *there)
             bound = max(bounds[n:]) if one_mesh else bounds[n]
             trials.append(_best(unit * times, answer, other, bound, given=times == 1))
-        return tuple(trials)
+        return FactorCurve(factor=name, points=tuple(trials))
 
-    curves = {
-        "bandwidth": curve("bandwidth", 1.0, lambda times: {"hardware": with_bandwidth(hardware, times)}),
-        "memory": curve("memory", limit, lambda times: {"memory": limit * times}),
-    }
+    curves = [
+        curve("bandwidth", 1.0, lambda times: {"hardware": with_bandwidth(hardware, times)}),
+        curve("memory", limit, lambda times: {"memory": limit * times}),
+    ]
     if reshaped:
         other: ChangedBy = {"mesh": None, "max_axes": max(2, len(plan.mesh.axes))}
-        curves["devices"] = curve("devices", devices, lambda n: {**other, "devices": int(devices * n)})
-    return curves
+        curves.append(curve("devices", devices, lambda n: {**other, "devices": int(devices * n)}))
+    return tuple(curves)
 
 
 TimedPlan = tuple[float, Plan]
@@ -154,9 +124,7 @@ def _faster(model: Model, plans: list[Plan], hardware: Hardware, limit: float) -
     return min(found, key=lambda pair: pair[0], default=None)
 
 
-def _best(
-    value: float, answer: Plan | bool, other: TimedPlan | None, bound: float, *, given: bool
-) -> SensitivityTrial:
+def _best(value: float, answer: Plan | bool, other: TimedPlan | None, bound: float, *, given: bool) -> Trial:
     """A search's answer, or what was found elsewhere if that is faster.
 
     Args:
@@ -169,15 +137,17 @@ def _best(
             proven = answer.solver.status == ProofStatus.OPTIMAL or math.isclose(own, bound, rel_tol=EXACT)
             return _trial(value, own, answer, proven, bound, given)
     if other is None:
-        return SensitivityTrial(value, None, answer is True, bound=bound)
+        return Trial(value=value, **NOTHING, proven=answer is True, bound=bound)
     return _trial(value, *other, math.isclose(other[0], bound, rel_tol=EXACT), bound, given)
 
 
-def _trial(
-    value: float, seconds: float, plan: Plan, proven: bool, bound: float, given: bool
-) -> SensitivityTrial:
-    mesh, layout, options = mesh_option(plan.data.mesh), str(plan.layout), plan.data.in_short()
-    return SensitivityTrial(value, seconds, proven, mesh, layout, options, answer_of(plan), bound, given)
+def _trial(value: float, seconds: float, plan: Plan, proven: bool, bound: float, given: bool) -> Trial:
+    answer = answer_of(plan)
+    if not (proven or given or seconds <= SETTLED * bound):
+        return Trial(value=value, **NOTHING, proven=False, bound=bound, found_seconds=seconds, answer=answer)
+    layout = " | ".join(filter(None, (str(plan.layout) or "nothing is split", plan.data.in_short())))
+    mesh, found = mesh_option(plan.data.mesh), {"step_seconds": seconds, "found_seconds": seconds}
+    return Trial(value=value, layout=layout, mesh=mesh, proven=proven, bound=bound, answer=answer, **found)
 
 
 def answer_of(plan: Plan) -> str:
@@ -229,19 +199,3 @@ def _alternatives(model: Model, plan: Plan) -> Iterator[tuple[str, Program]]:
             yield other.name, model.lower(Mesh(other.mesh), layout_of(other), options)
         except LayoutError:
             continue
-
-
-def as_details(curves: Curves) -> tuple[details.FactorCurve, ...]:
-    """The results in the form of a plan's details; conditions without a settled result are marked unknown."""
-    return tuple(details.FactorCurve(factor=f, points=tuple(map(_detail, t))) for f, t in curves.items())
-
-
-def _detail(t: SensitivityTrial) -> details.Trial:
-    known = t.settled and t.step_seconds is not None
-    return details.Trial(
-        value=t.value,
-        step_seconds=t.step_seconds if known else None,
-        layout=" | ".join(filter(None, (t.layout or "nothing is split", t.options))) if known else "",
-        mesh=t.mesh if known else "",
-        proven=t.proven,
-    )

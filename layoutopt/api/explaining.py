@@ -10,7 +10,7 @@ from typing import Any
 
 from costmodels.hardware import Hardware, machine_of
 from costmodels.liveness import MemoryProfile
-from layoutopt.analysis.certificate import Certificate, certify, considered_by
+from layoutopt.analysis.certificate import certify, considered_by, proof_of
 from layoutopt.analysis.explain import (
     beside,
     compared,
@@ -23,7 +23,7 @@ from layoutopt.analysis.explain import (
 )
 from layoutopt.analysis.keeping import keepings
 from layoutopt.analysis.placed import placed
-from layoutopt.analysis.sensitivity import Curves, as_details, robustness, sensitivity
+from layoutopt.analysis.sensitivity import Curves, robustness, sensitivity
 from layoutopt.api.pricing import PricedLayout, layout_of
 from layoutopt.api.running import model_of
 from layoutopt.optimize.evaluation import Evaluation
@@ -31,7 +31,7 @@ from layoutopt.optimize.evaluator import evaluate
 from layoutopt.optimize.incumbents import compared_with
 from layoutopt.optimize.request import BEYOND
 from layoutopt.plan.build import Plan
-from layoutopt.plan.details import Robustness, RuledOut
+from layoutopt.plan.details import Proof, Robustness, RuledOut
 from layoutopt.plan.layout_results import (
     Against,
     Binding,
@@ -92,9 +92,9 @@ class Explained(Shown):
     against: Evaluation | None = None
     alike: Evaluation | None = None
     kept: tuple[KeptStep, ...] = ()
-    curves: Curves = field(default_factory=dict)
+    curves: Curves = ()
     robust: Robustness | None = None
-    proof: Certificate | None = None
+    proof: Proof | None = None
 
     @property
     def placed(self) -> tuple[Placed, ...]:
@@ -127,8 +127,8 @@ class Explained(Shown):
         """Sensitivity, robustness and proof, as fields of a plan's details."""
         found: dict[str, Any] = {}
         if self.robust is not None:
-            found |= {"sensitivity": as_details(self.curves), "robustness": self.robust}
-        return {**found, "proof": self.proof.recorded} if self.proof is not None else found
+            found |= {"sensitivity": self.curves, "robustness": self.robust}
+        return {**found, "proof": self.proof} if self.proof is not None else found
 
     @property
     def data(self) -> ExplainResult:
@@ -304,7 +304,7 @@ def _other_numbers(plan: Plan, machine: Hardware) -> list[str]:
 
 def _checked(
     plan: Plan, machine: Hardware, limit: float, found: Evaluation, wrong: Sequence[str], clock: Clock
-) -> Certificate:
+) -> Proof:
     """Rules out every problem of the plan's search once more, or as many as there is time for.
 
     Raises:
@@ -333,7 +333,7 @@ def _checked(
     problems = certify(found.model, plan, machine, limit, rules, asked.devices, asked.max_axes)
     ruled: list[RuledOut] = []
     complete = clock.within(0.0, lambda: ruled.extend(problems))
-    return Certificate(tuple(ruled), rules, considered_by(plan), complete)
+    return proof_of(tuple(ruled), rules, considered_by(plan), complete)
 
 
 def _varied(

@@ -106,8 +106,8 @@ def explain(
             from layoutopt.cli.plan_tables import show_explained
 
             show_explained(terminal, planned, found)
-    if found.proof is not None and found.proof.faster is not None:
-        raise UserError(f"--check: the plan's proof is {found.proof}; search again")
+    if found.proof is not None and found.proof.refuted:
+        raise UserError(f"--check: the plan's proof is {found.proof.words}; search again")
 
 
 def _other(planned: Planned, against: str | None, mesh: str | None, decided: ByHand) -> Any:

@@ -20,7 +20,6 @@ from layoutopt.plan.covered import listed
 from layoutopt.plan.machine_details import errors_known, sure
 from layoutopt.plan.schema import ANSWER, Alternative
 from layoutopt.plan.units import bytes_text, layout_text, seconds_text, share_text, used_text
-from layoutopt.space.allow import allowed_text
 from layoutopt.space.objective import Objective
 from layoutopt.space.undivided import few
 from mesh_tf_core.lower.placement import KEEP
@@ -45,12 +44,12 @@ from reports.views.view import (
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
-    from layoutopt.analysis.sensitivity import Curves, SensitivityTrial
+    from layoutopt.analysis.sensitivity import Curves
     from layoutopt.api.explaining import Explained
     from layoutopt.optimize.evaluation import Evaluation
     from layoutopt.plan.build import Plan
     from layoutopt.plan.decided import Decided
-    from layoutopt.plan.details import Robustness
+    from layoutopt.plan.details import Robustness, Trial
     from layoutopt.plan.layout_results import KeptStep, OperationDifference, PartDifference, Placed, Worth
     from layoutopt.space.undivided import Undivided
     from mesh_tf_core.model import Model
@@ -67,25 +66,25 @@ def show_conditions(terminal: Terminal, plan: Plan, curves: Curves, robust: Robu
         Column("layout", "best layout", rank=1),
         Column("proven", "proven", FLAG),
     )
-    rows = [_row(plan, factor, t) for factor, trials in curves.items() for t in trials]
+    rows = [_row(plan, curve.factor, t) for curve in curves for t in curve.points]
     terminal.show("", View("Best layouts under other conditions", columns, rows))
     terminal.show("", robust_text(robust))
 
 
-def _row(plan: Plan, factor: str, t: SensitivityTrial) -> ViewRow:
+def _row(plan: Plan, factor: str, t: Trial) -> ViewRow:
     """A condition, what is best under it, and against the plan; where a search was stopped far from
     that, what it knows."""
     from layoutopt.analysis.sensitivity import answer_of
 
     about = (factor, Cell(factor_value(factor, t.value), value=t.value))
-    if not t.settled:
+    if t.step_seconds is None and (t.found_seconds is not None or not t.proven):
         least = seconds_text(t.bound) if t.bound else "unknown"
-        most = None if t.step_seconds is None else seconds_text(t.step_seconds)
+        most = None if t.found_seconds is None else seconds_text(t.found_seconds)
         known = least if most is None else f"{least} to {most}" if t.bound else f"at most {most}"
         return *about, Cell(known), None, "undecided within the time limit", False
     if t.step_seconds is None:
         return *about, Cell("nothing fits"), None, None, True
-    best = "; ".join(filter(None, (t.mesh, t.layout or "nothing is split", t.options)))
+    best = "; ".join((t.mesh, *t.layout.split(" | ")))
     best = "the same" if t.answer == answer_of(plan) else best.replace("; ", ";").replace(";", "; ")
     return *about, t.step_seconds, t.step_seconds / plan.predicted.step_seconds, best, t.proven
 
@@ -215,7 +214,7 @@ def show_explained(terminal: Terminal, planned: Planned, found: Explained) -> No
     said = "; ".join(found.disagreements)
     checks = [("checked", said or "predicted again from the model: the same")]
     if (proof := found.proof) is not None:
-        checks += [("recheck", str(proof)), ("allowed", allowed_text(proof.allowed) or "what is usual")]
+        checks += [("recheck", proof.words), ("allowed", proof.allowed or "what is usual")]
     held = [("idle", evaluation.waits)] * bool(evaluation.waits)
     held += [("peak", peak_text(evaluation.memory)), ("binds", _binds(found))]
     known = evaluation.known

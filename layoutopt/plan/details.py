@@ -222,13 +222,21 @@ class MemoryTimeline(Data):
 
 
 class Trial(Data):
-    """The best when one factor has this value; no time: proven that nothing fits, else unknown."""
+    """The best when one factor has this value; no time: proven that nothing fits, else unknown.
+
+    Attributes:
+      bound: seconds that no step is faster than, as far as that is known; `found_seconds`: of the best that
+        was found, however far from it; `answer`: all that is decided there. Plan files do not have these.
+    """
 
     value: AsGiven
     step_seconds: AsGiven | None = None
     layout: LayoutText = ""
     mesh: str = ""
     proven: Flag = False
+    bound: AsGiven = Field(default=0.0, exclude=True)
+    found_seconds: AsGiven | None = Field(default=None, exclude=True)
+    answer: str = Field(default="", exclude=True)
 
 
 class FactorCurve(Data):

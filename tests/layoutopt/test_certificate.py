@@ -13,10 +13,11 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
-from layoutopt.analysis.certificate import Certificate, certify, considered_by, rule_out
+from layoutopt.analysis.certificate import certify, considered_by, proof_of, rule_out
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.subproblems import Subproblem, subproblems
 from layoutopt.plan.build import Plan
+from layoutopt.plan.details import Proof
 from layoutopt.space.decisions import KINDS, SearchSpace
 from layoutopt.space.diloco import Rarely
 from layoutopt.space.kind import Decision
@@ -50,10 +51,8 @@ def found(model: mtf.Model, hardware: Hardware, **asked: Any) -> Plan:
     return search(model, hardware=hardware, **{"mesh": "data:2;model:2", "space": ASKED, **asked})
 
 
-def certificate(model: mtf.Model, plan: Plan, hardware: Hardware, limit: float, **asked: Any) -> Certificate:
-    return Certificate(
-        tuple(certify(model, plan, hardware, limit, ASKED, **asked)), ASKED, considered_by(plan)
-    )
+def certificate(model: mtf.Model, plan: Plan, hardware: Hardware, limit: float, **asked: Any) -> Proof:
+    return proof_of(tuple(certify(model, plan, hardware, limit, ASKED, **asked)), ASKED, considered_by(plan))
 
 
 def test_with_room_the_bound_is_enough(model: mtf.Model, hardware: Hardware) -> None:
@@ -65,8 +64,8 @@ def test_with_room_the_bound_is_enough(model: mtf.Model, hardware: Hardware) -> 
     assert how in (["bound", *["pieces"] * 3], ["bound", "bound", *["pieces"] * 2])
     count = how.count("bound")
     said = f"{count} by their own bound, {4 - count} by the bound of fewer microbatches"
-    assert proof.layouts == considered_by(plan) and not proof.other
-    assert str(proof) == f"4 problems with {proof.layouts:,} layouts, ruled out without a solver: {said}"
+    assert proof.layouts == considered_by(plan) and "another search space" not in proof.words
+    assert proof.words == f"4 problems with {proof.layouts:,} layouts, ruled out without a solver: {said}"
 
 
 def test_where_memory_binds_what_is_faster_is_listed(model: mtf.Model, hardware: Hardware) -> None:
@@ -83,7 +82,7 @@ def test_a_plan_that_is_not_the_best_is_refuted(model: mtf.Model, hardware: Hard
     worse = found(model, hardware, pins="batch:data+model")
     proof = certificate(model, worse, hardware, ROOM)
     assert not proof.verified
-    assert str(proof).startswith("refuted, because ") and str(proof).endswith(" is faster and fits")
+    assert proof.words.startswith("refuted, because ") and proof.words.endswith(" is faster and fits")
 
 
 def test_every_shape_that_was_searched_is_ruled_out(model: mtf.Model, hardware: Hardware) -> None:
@@ -113,11 +112,11 @@ def check_whole(question: Whole, seed: int, forgets: type[Decision] | None = Non
     problems = forgotten(question.problems, forgets)
     where = f"{question.model.name}: {question.mesh}, {question.hardware.name}, {limit} bytes"
 
-    def certified(claimed: float) -> Certificate:
-        return Certificate(tuple(rule_out(question.evaluator, problems, claimed, limit)), question.allowed)
+    def certified(claimed: float) -> Proof:
+        return proof_of(tuple(rule_out(question.evaluator, problems, claimed, limit)), question.allowed)
 
     true = certified(best)
-    assert true.faster is None, f"{where}: {true}, but enumeration finds {best}"
+    assert not true.refuted, f"{where}: {true.words}, but enumeration finds {best}"
     claimed = next((seconds for seconds in others if seconds > best * (1 + 1e-6)), None)
     if claimed is not None:
         assert not certified(claimed).verified, f"{where}: {claimed} is verified, and {best} is possible"
@@ -158,7 +157,7 @@ def test_a_certificate_that_forgets_a_kind_disagrees_with_enumeration(kind: type
 
 
 @pytest.fixture(scope="module")
-def opened_space() -> Callable[[type[Decision] | None], Certificate]:
+def opened_space() -> Callable[[type[Decision] | None], Proof]:
     """Certificates of one model with every kind free, with all kinds or without one. What one certificate
     lowers the next one knows."""
     model, mesh, machine = whole_model(3), mtf.Mesh("x:2"), load_hardware("tpu-v4")
@@ -167,9 +166,9 @@ def opened_space() -> Callable[[type[Decision] | None], Certificate]:
     problems = [Subproblem.of(mesh, each.decided) for each in every]
     considered = sum(each.layouts for each in problems)
 
-    def certificate(without: type[Decision] | None) -> Certificate:
+    def certificate(without: type[Decision] | None) -> Proof:
         of = problems if without is None else forgotten(problems, without)
-        return Certificate(tuple(rule_out(evaluator, of, 1e-12, math.inf)), allowed, considered)
+        return proof_of(tuple(rule_out(evaluator, of, 1e-12, math.inf)), allowed, considered)
 
     assert certificate(None).verified
     return certificate
@@ -178,7 +177,7 @@ def opened_space() -> Callable[[type[Decision] | None], Certificate]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.nightly
 def test_a_certificate_that_forgets_a_kind_is_of_another_space(
-    opened_space: Callable[[type[Decision] | None], Certificate], kind: type[Decision]
+    opened_space: Callable[[type[Decision] | None], Proof], kind: type[Decision]
 ) -> None:
     """It has fewer layouts than the plan says; `FINDS` has a kind of which nothing is left to choose."""
     found = opened_space(kind)

@@ -18,7 +18,7 @@ from costmodels.hardware import load_hardware
 from costmodels.pricing.pricer import pricer
 from examples.moe_lm import model as experts
 from examples.transformer_lm import model as transformer
-from layoutopt.analysis.certificate import Certificate, certify, considered_by
+from layoutopt.analysis.certificate import certify, considered_by, proof_of
 from layoutopt.formulation.extract import Draft
 from layoutopt.optimize.evaluator import TablePrices, evaluate
 from layoutopt.optimize.subproblems import subproblems
@@ -164,7 +164,7 @@ def test_layers_that_run_again_are_found_and_proven(stages: Case) -> None:
     assert plan.data.recompute == ["layers"]
     asked = SearchSpace(**stages.asked)
     proof = certify(stages.model, plan, load_hardware(stages.hardware), peak, asked)
-    assert Certificate(tuple(proof), asked, considered_by(plan)).verified
+    assert proof_of(tuple(proof), asked, considered_by(plan)).verified
     worse = search(
         stages.model, mesh=stages.mesh, hardware=stages.hardware, **{**stages.asked, "recompute": (True,)}
     )

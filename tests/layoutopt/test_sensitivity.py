@@ -10,18 +10,14 @@ import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from layoutopt import search
 from layoutopt.analysis.explain import forbidden
-from layoutopt.analysis.sensitivity import (
-    Curves,
-    SensitivityTrial,
-    as_details,
-    robustness,
-    sensitivity,
-)
+from layoutopt.analysis.sensitivity import _best, robustness, sensitivity
 from layoutopt.plan.build import Plan
+from layoutopt.plan.details import Trial
 from layoutopt.runtime.clock import Clock
 from layoutopt.space.decisions import SearchSpace
 from tests.layoutopt.models import EXAMPLES
 
+Curves = dict[str, tuple[Trial, ...]]
 ASKED = SearchSpace(storage=("layout", "zero1"), recompute=(False,), microbatches=(1,))
 
 
@@ -43,7 +39,7 @@ def plan(model: mtf.Model, hardware: Hardware) -> Plan:
 @pytest.fixture(scope="module")
 def curves(model: mtf.Model, plan: Plan, hardware: Hardware) -> Curves:
     limit = 1.1 * plan.predicted.peak_memory_bytes
-    return sensitivity(model, plan, hardware, limit, ASKED)
+    return {c.factor: c.points for c in sensitivity(model, plan, hardware, limit, ASKED)}
 
 
 def test_all_asks_of_no_pipeline_that_the_plan_has_not(plan: Plan) -> None:
@@ -81,9 +77,9 @@ def test_a_trial_is_what_a_search_finds(
 
 
 def test_details_are_what_reports_read(curves: Curves) -> None:
-    (found,) = [c for c in as_details(curves) if c.factor == "bandwidth"]
-    assert [p.value for p in found.points] == [0.5, 1.0, 2.0]
-    assert all(p.step_seconds and p.layout for p in found.points)
+    assert [p.value for p in curves["bandwidth"]] == [0.5, 1.0, 2.0]
+    assert all(p.step_seconds and p.layout for p in curves["bandwidth"])
+    assert not {"bound", "found_seconds", "answer"} & curves["memory"][1].to_json().keys()
 
 
 def test_robustness_counts_machines(model: mtf.Model, plan: Plan, hardware: Hardware) -> None:
@@ -97,7 +93,7 @@ def test_what_one_search_found_and_proved_holds_under_the_conditions_that_it_hol
 ) -> None:
     at_once = Clock(0.0)
     limit = 3.0 * plan.predicted.peak_memory_bytes
-    found = sensitivity(model, plan, hardware, limit, ASKED, clock=at_once)
+    found = {c.factor: c.points for c in sensitivity(model, plan, hardware, limit, ASKED, clock=at_once)}
     less, own, more = found["memory"]
     assert [t.step_seconds for t in (less, own, more)] == [plan.predicted.step_seconds] * 3
     assert (less.proven, own.proven, more.proven) == (True, True, False)  # its bound says nothing of more
@@ -108,18 +104,12 @@ def test_what_one_search_found_and_proved_holds_under_the_conditions_that_it_hol
     assert [t.step_seconds for t in found["devices"]] == [None, own.step_seconds, None]
 
 
-def test_a_stopped_search_far_from_its_bound_is_no_result() -> None:
-    far = SensitivityTrial(2.0, 73.0, False, layout="a:b", bound=1.0)
-    near, nothing = replace(far, step_seconds=1.04), SensitivityTrial(2.0, None, True)
-    assert (
-        not far.settled
-        and near.settled
-        and nothing.settled
-        and not SensitivityTrial(2.0, None, False).settled
-    )
-    (said,) = as_details({"memory": (far, near, nothing)})
-    assert [(p.step_seconds, p.layout, p.proven) for p in said.points] == [
-        (None, "", False),
-        (1.04, "a:b", False),
-        (None, "", True),
-    ]
+def test_a_stopped_search_far_from_its_bound_is_no_result(plan: Plan) -> None:
+    step = plan.predicted.step_seconds
+    solver = plan.solver.model_copy(update={"status": "FEASIBLE"})
+    stopped = Plan(plan.data.model_copy(update={"solver": solver}))
+    far, near = (_best(2.0, stopped, None, step / times, given=False) for times in (73.0, 1.04))
+    assert (far.step_seconds, far.found_seconds, far.layout, far.proven) == (None, step, "", False)
+    assert near.step_seconds == step and near.layout and not near.proven
+    nothing, unknown = (_best(2.0, proven, None, 0.0, given=False) for proven in (True, False))
+    assert (nothing.proven, unknown.proven) == (True, False)
