@@ -95,11 +95,12 @@ def test_what_one_search_found_and_proved_holds_under_the_conditions_that_it_hol
     limit = 3.0 * plan.predicted.peak_memory_bytes
     found = {c.factor: c.points for c in sensitivity(model, plan, hardware, limit, ASKED, clock=at_once)}
     less, own, more = found["memory"]
-    assert [t.step_seconds for t in (less, own, more)] == [plan.predicted.step_seconds] * 3
+    assert [t.found_seconds for t in (less, own, more)] == [plan.predicted.step_seconds] * 3
     assert (less.proven, own.proven, more.proven) == (True, True, False)  # its bound says nothing of more
     slow, _, fast = found["bandwidth"]
-    assert slow.step_seconds and own.step_seconds and fast.step_seconds
-    assert slow.step_seconds > own.step_seconds > fast.step_seconds
+    assert slow.found_seconds and own.step_seconds and fast.found_seconds
+    assert slow.found_seconds > own.step_seconds > fast.found_seconds
+    assert more.step_seconds is None and not more.layout  # far from its bound: nothing is said of it
     assert not slow.proven and slow.bound == plan.solver.bound and fast.bound == 0.0
     assert [t.step_seconds for t in found["devices"]] == [None, own.step_seconds, None]
 
