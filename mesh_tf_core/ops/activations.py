@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dtypes import is_float
@@ -30,6 +30,7 @@ class Clip(Elementwise):
 
     low: float
     high: float
+    element_flops: ClassVar[float] = 2.0
 
     def __post_init__(self) -> None:
         if not self.low <= self.high:
@@ -45,9 +46,6 @@ class Clip(Elementwise):
         if math.isfinite(self.low):
             x = k.binary("max", x, k.scalar(self.low, dtype))
         return k.binary("min", x, k.scalar(self.high, dtype)) if math.isfinite(self.high) else x
-
-    def flops(self, *local: TensorType) -> float:
-        return 2.0 * local[0].shape.size
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         # Clipped again, so that the input alone is kept.

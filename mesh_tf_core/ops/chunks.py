@@ -42,6 +42,7 @@ class ChunkNumber(MadeByLowering, Elementwise):
     far: int
     each: int = 0
     free: ClassVar[bool] = True
+    element_flops: ClassVar[float] = 0.0
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         own, *turns = slices
@@ -51,9 +52,6 @@ class ChunkNumber(MadeByLowering, Elementwise):
             further = k.binary("mul", turn, k.scalar(self.each, "int32"))
             number = k.binary("add", number, further)
         return k.binary("mod", number, k.scalar(self.count, "int32"))
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,7 @@ class CumSumAfter(MadeByLowering, Reduction):
     pieces: str
     exclusive: bool
     reverse: bool
+    element_flops: ClassVar[float] = 2.0
 
     def roles(self, *inputs: TensorType) -> Roles:
         return Roles(
@@ -105,9 +106,6 @@ class CumSumAfter(MadeByLowering, Reduction):
         offset = k.reduce("sum", wanted, [axis])
         kept = [1 if i == axis else s for i, s in enumerate(at.inputs[0].shape.sizes)]
         return k.cast(k.binary("add", running, k.reshape(offset, kept)), at.outputs[0].dtype)
-
-    def flops(self, *local: TensorType) -> float:
-        return 2.0 * local[0].shape.size
 
 
 def _wide(dtype: str) -> str:

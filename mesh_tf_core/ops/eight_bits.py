@@ -40,15 +40,13 @@ class _EightBits(NoGradient, Elementwise, abstract=True):
 
     signed: bool
     dtype: ClassVar[str]
+    element_flops: ClassVar[float] = 6.0 * len(DECADES)
 
     def roles(self, *inputs: TensorType) -> Roles:
         return super().roles(inputs[0])
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return TensorType(inputs[0].shape, self.dtype)
-
-    def flops(self, *local: TensorType) -> float:
-        return 6.0 * len(DECADES) * local[0].shape.size
 
     def decade(self, d: int) -> tuple[int, float, float]:
         """Its number of codes, which begin with this one, its smallest number, and their distance."""

@@ -14,7 +14,7 @@ message of its largest element inside, so that the numbers are the same under ev
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -106,6 +106,7 @@ class Unpack(NoGradient, Elementwise):
     """The inverse of `Pack`."""
 
     row: str
+    element_flops: ClassVar[float] = 5.0
 
     def infer(self, *inputs: TensorType) -> TensorType:
         if inputs[0].dtype != DTYPE:
@@ -123,9 +124,6 @@ class Unpack(NoGradient, Elementwise):
         )
         first = k.binary("sub", codes, k.binary("mul", second, k.scalar(16.0, "float32")))
         return k.reshape(k.concat([first, second], axis), at.outputs[0].shape.sizes)
-
-    def flops(self, *local: TensorType) -> float:
-        return 5.0 * local[0].shape.size
 
 
 def _resized(shape: Shape, name: str, size: int) -> Shape:

@@ -105,6 +105,7 @@ class ScaleFor(NoGradient, Elementwise):
     """The scales (1) of a format, from the largest absolute values."""
 
     format: str
+    element_flops: ClassVar[float] = 4.0 * len(_BITS)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         most, largest = slices[0], k.scalar(LARGEST[self.format], "float32")
@@ -113,9 +114,6 @@ class ScaleFor(NoGradient, Elementwise):
             more = k.binary("mul", found, k.scalar(2.0**bits, "float32"))
             found = k.where(k.binary("le", k.binary("mul", more, most), largest), more, found)
         return found
-
-    def flops(self, *local: TensorType) -> float:
-        return 4.0 * len(_BITS) * local[0].shape.size
 
 
 @dataclass(frozen=True)

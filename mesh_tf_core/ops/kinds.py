@@ -1,6 +1,6 @@
 """Defaults of operations by kind, so that each class states only its own facets.
 
-  Elementwise     every dimension may be split, the result has the first operand's type, one FLOP an element
+  Elementwise     every dimension may be split, the result has the first operand's type; one FLOP an element
   Move            elements only change their place or name: no FLOPs, every dimension may be split
   SourceOp          no operands: a device makes its own piece of the result
   Reduction       elements are combined: one FLOP an element of the operand
@@ -25,17 +25,25 @@ from mesh_tf_core.ops.common import all_parallel
 
 
 @dataclass(frozen=True)
-class Elementwise(Op, abstract=True):
-    """Each element of the result depends on the same element of every operand."""
+class _ByElement(Op, abstract=True):
+    """Work in proportion to the elements of the first operand, along which every dimension may be split."""
+
+    element_flops: ClassVar[float] = 1.0
+    """FLOPs for an element."""
 
     def roles(self, *inputs: TensorType) -> Roles:
         return all_parallel(*inputs)
 
+    def flops(self, *local: TensorType) -> float:
+        return self.element_flops * local[0].shape.size
+
+
+@dataclass(frozen=True)
+class Elementwise(_ByElement, abstract=True):
+    """Each element of the result depends on the same element of every operand."""
+
     def infer(self, *inputs: TensorType) -> TensorType | tuple[TensorType, ...]:
         return inputs[0]
-
-    def flops(self, *local: TensorType) -> float:
-        return float(local[0].shape.size)
 
 
 @dataclass(frozen=True)
@@ -43,22 +51,14 @@ class Move(Elementwise, abstract=True):
     """Elements are copied or called otherwise, never computed with."""
 
     kind: ClassVar[str] = "data"
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
+    element_flops: ClassVar[float] = 0.0
 
 
 @dataclass(frozen=True)
-class Reduction(Op, abstract=True):
+class Reduction(_ByElement, abstract=True):
     """Elements of the operand are combined, each once."""
 
     kind: ClassVar[str] = "reduce"
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
-
-    def flops(self, *local: TensorType) -> float:
-        return local[0].shape.size
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class Normalize(AlongWhole, Reduction):
     epsilon: float
     center: bool
     why: ClassVar[str] = "mean and variance are taken over the whole dimension"
+    element_flops: ClassVar[float] = 6.0
 
     def infer(self, *inputs: TensorType) -> TensorType:
         inputs[0].shape.index(self.dim)
@@ -47,9 +48,6 @@ class Normalize(AlongWhole, Reduction):
         variance = _mean(k, k.unary("square", x), axis, shape.sizes, dtype)
         rstd = k.unary("rsqrt", k.binary("add", variance, k.scalar(self.epsilon, dtype)))
         return k.binary("mul", x, rstd), rstd
-
-    def flops(self, *local: TensorType) -> float:
-        return 6.0 * local[0].shape.size
 
     def expand(self, *inputs: Tensor) -> Tensor:
         x = inputs[0]

@@ -202,6 +202,7 @@ class FoldIn(NoGradient, StepCopies, Elementwise):
     kind: ClassVar[str] = "data"
     free: ClassVar[bool] = True
     derives_key: ClassVar[bool] = True
+    element_flops: ClassVar[float] = 0.0
 
     def infer(self, *inputs: TensorType) -> TensorType:
         for t in inputs:
@@ -220,9 +221,6 @@ class FoldIn(NoGradient, StepCopies, Elementwise):
     def describe(self) -> str:
         path = f", path={self.path}" if self.path else ""
         return f"{self.name}(salt={self.salt}{path})"
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
 
 
 @dataclass(frozen=True)
@@ -255,6 +253,7 @@ class Dropout(Drawn, Elementwise):
 
     rate: float
     given: ClassVar[int] = 2
+    element_flops: ClassVar[float] = _WORK
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate < 1:
@@ -268,9 +267,6 @@ class Dropout(Drawn, Elementwise):
         x, dtype = slices[0], at.outputs[0].dtype
         keep = k.binary("ge", self.drawn(k, at, slices), k.scalar(self.rate, "float32"))
         return k.where(keep, k.binary("mul", x, k.scalar(1 / (1 - self.rate), dtype)), k.scalar(0, dtype))
-
-    def flops(self, *local: TensorType) -> float:
-        return _WORK * local[0].shape.size
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return [dy.graph.apply(self, dy, *inputs[1:]), *super().gradient(dy, inputs[1:], output)]

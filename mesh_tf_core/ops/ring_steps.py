@@ -126,13 +126,12 @@ class LaterRows(RingStep):
     """The log-sum-exp of rows in the form that later keys need: rows that see nothing, and rows of devices
     from which the keys are hidden, give them no weight."""
 
+    element_flops: ClassVar[float] = 2.0
+
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         lse, wide, counts = slices[0], at.inputs[0].dtype, self.counts(k, at, slices)
         seen = k.binary("gt", lse, k.scalar(NOTHING_SEEN, wide))
         return k.where(seen if counts is None else k.binary("and", seen, counts), lse, k.scalar(_DONE, wide))
-
-    def flops(self, *local: TensorType) -> float:
-        return 2.0 * local[0].shape.size
 
 
 @dataclass(frozen=True)
@@ -159,11 +158,9 @@ class PlaceSent(RingStep):
     by: int = 0
     start: int = 0
     total: int = 1
+    element_flops: ClassVar[float] = 0.0
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         start, total, by = (k.scalar(n, "int32") for n in (self.start, self.total, self.by % self.total))
         place = k.binary("add", k.binary("sub", slices[0], start), by)
         return k.binary("add", k.binary("mod", place, total), start)
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0

@@ -36,6 +36,7 @@ class Softmax(AlongWhole, Reduction):
     """exp(x) / sum(exp(x)) along one dimension."""
 
     why: ClassVar[str] = "every element is divided by the sum over the whole dimension"
+    element_flops: ClassVar[float] = 12.0
 
     def infer(self, *inputs: TensorType) -> TensorType:
         _check("softmax", self.dim, inputs[0])
@@ -43,9 +44,6 @@ class Softmax(AlongWhole, Reduction):
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         return k.softmax(slices[0], at.inputs[0].shape.index(self.dim))
-
-    def flops(self, *local: TensorType) -> float:
-        return 12.0 * local[0].shape.size
 
     def expand(self, *inputs: Tensor) -> Tensor:
         (x,) = inputs
@@ -86,6 +84,7 @@ class LogSumExp(AlongWhole, Reduction):
     """log(sum(exp(x))) along one dimension, which disappears."""
 
     why: ClassVar[str] = "the sum runs over the whole dimension"
+    element_flops: ClassVar[float] = 11.0
 
     def infer(self, *inputs: TensorType) -> TensorType:
         _check("logsumexp", self.dim, inputs[0])
@@ -93,9 +92,6 @@ class LogSumExp(AlongWhole, Reduction):
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         return k.logsumexp(slices[0], at.inputs[0].shape.index(self.dim))
-
-    def flops(self, *local: TensorType) -> float:
-        return 11.0 * local[0].shape.size
 
     def expand(self, *inputs: Tensor) -> Tensor:
         (x,) = inputs
@@ -154,6 +150,7 @@ class CrossEntropyGrad(FirstDerivative, Elementwise):
 
     dim: str
     of: ClassVar[str] = "cross_entropy"
+    element_flops: ClassVar[float] = 12.0
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         logits, targets, lse, dy = aligned(k, at, slices)
@@ -163,9 +160,6 @@ class CrossEntropyGrad(FirstDerivative, Elementwise):
         place, inside = local_ids(k, at, k.reshape(targets, others), self.dim, shape.sizes[axis])
         target = k.unary("neg", k.cast(inside, at.outputs[0].dtype))
         return k.binary("mul", k.add_at(p, target, place, axis), dy)
-
-    def flops(self, *local: TensorType) -> float:
-        return 12.0 * local[0].shape.size
 
 
 def _wide(x: Tensor) -> Tensor:
