@@ -53,7 +53,7 @@ def write_file(path: str | Path, content: Content, what: str = "the file") -> Pa
                 said.flush()
             _put(stream, data)
         elif _is_replaced(path):
-            _replace(Path(os.path.realpath(path)), data)
+            replace_file(Path(os.path.realpath(path)), data)
         else:
             handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
             try:
@@ -155,7 +155,9 @@ def _need(path: str | Path, access: int) -> None:
         raise PermissionError(errno.EACCES, "permission denied")
 
 
-def _replace(place: Path, data: bytes | Callable[[BinaryIO], object]) -> None:
+def replace_file(place: Path, data: bytes | Callable[[BinaryIO], object]) -> None:
+    """Writes a file beside its place, and renames it when all of it is on the disk: a link, a pipe or a
+    device that lies there is replaced, not opened. OSError; an old file is as it was."""
     place.parent.mkdir(exist_ok=True)
     mode = None
     if place.exists():

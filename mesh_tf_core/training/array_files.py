@@ -16,7 +16,7 @@ import math
 import os
 import weakref
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -213,6 +213,15 @@ def header(arrays: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
     text = json.dumps(said).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def write_npz(file: BinaryIO, arrays: Iterable[tuple[str, Any]]) -> None:
+    """Writes a .npz file as `np.savez` does, which takes all arrays at once; of these, one is held at a
+    time."""
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, array in arrays:
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, np.asarray(array, order="C"), allow_pickle=False)
 
 
 def flat(array: Any) -> Any:

@@ -18,7 +18,6 @@ import os
 import re
 import secrets
 import warnings
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -28,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.faults import at_path
-from mesh_tf_core.files import sync_names, unwritable
+from mesh_tf_core.files import replace_file, unwritable
 from mesh_tf_core.ops.few_bits import BITS
 from mesh_tf_core.training import array_files
 from mesh_tf_core.training.decoupled import Decoupled
@@ -321,23 +320,10 @@ def _write(path: Path, arrays: Mapping[str, np.ndarray], about: BaseModel) -> No
     """Writes beside the place and renames: a link, a pipe or a device that lies there is replaced, not
     opened."""
     said = np.frombuffer(about.model_dump_json().encode(), np.uint8)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
-        try:
-            with part.open("xb") as file:
-                with zipfile.ZipFile(file, "w") as archive:
-                    for name, array in [(ABOUT, said), *arrays.items()]:
-                        with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                            np.lib.format.write_array(entry, np.asarray(array, order="C"), allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+        replace_file(path, lambda file: array_files.write_npz(file, [(ABOUT, said), *arrays.items()]))
     except OSError as error:
         raise unwritable(path, error, "a synchronisation file") from None
-    sync_names(path.parent)
 
 
 def _opened(path: Path) -> Mapping[str, array_files.Zipped]:

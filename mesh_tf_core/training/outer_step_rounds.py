@@ -30,7 +30,6 @@ A post that is not finite, or lacks arrays of this model, is left out of the mea
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -47,6 +46,7 @@ from mesh_tf_core.training.decoupled import Decoupled, Met
 from mesh_tf_core.training.finite import is_finite
 from mesh_tf_core.training.opened import Checkpoint
 from mesh_tf_core.training.outer_step_files import FLOATS, ArraysByName, Directory, MeetingState, UnusablePost
+from mesh_tf_core.training.prefetch import BatchGroups
 
 CODES, SCALES = "codes", "scales"
 """Suffixes of a variable's name for its representation in few bits."""
@@ -92,7 +92,8 @@ class Meetings:
 
     def stream(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         """The stream of all batches, from which every replica takes its own in turn."""
-        return _Own(batches, self.how.replica, self.how.count)
+        own = self.how.replica
+        return BatchGroups(batches, self.how.count, lambda group: group[own], own + 1)
 
     def due(self, step: int) -> bool:
         """True if replicas synchronise after a step."""
@@ -331,24 +332,6 @@ class Meetings:
 
 def _trained(program: Program) -> list[Variable]:
     return [s.variable for s in program.variables.values() if s.variable.trainable]
-
-
-class _Own(Iterator[Mapping[str, Any]]):
-    """One batch of every few; the place of the data is that of all of them."""
-
-    def __init__(self, batches: Iterator[Mapping[str, Any]], number: int, count: int) -> None:
-        self._batches, self._number, self._count = batches, number, count
-
-    def __next__(self) -> Mapping[str, Any]:
-        found = [*islice(self._batches, self._count)]
-        if len(found) <= self._number:
-            raise StopIteration
-        return found[self._number]
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("get_state", "set_state"):  # if the data can tell its place, so can this
-            return getattr(self._batches, name)
-        raise AttributeError(name)
 
 
 def _wide(array: Any) -> np.ndarray:

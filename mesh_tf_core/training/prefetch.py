@@ -8,7 +8,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -42,6 +42,34 @@ def continued(stream: Any, position: Any, step: int) -> Any:
     else:
         collections.deque(itertools.islice(stream, step), maxlen=0)
     return stream
+
+
+class BatchGroups(Iterator[Mapping[str, Any]]):
+    """What is made of every `count` batches of a stream; the place of the data is that of all of them.
+
+    Args:
+      needed: of a last few that are fewer, something is made if they are as many (None: all).
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Mapping[str, Any]],
+        count: int,
+        made: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]],
+        needed: int | None = None,
+    ) -> None:
+        self._batches, self._count, self._made, self._needed = batches, count, made, needed or count
+
+    def __next__(self) -> Mapping[str, Any]:
+        found = [*itertools.islice(self._batches, self._count)]
+        if len(found) < self._needed:
+            raise StopIteration
+        return self._made(found)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("get_state", "set_state"):  # if the data can tell its place, so can this
+            return getattr(self._batches, name)
+        raise AttributeError(name)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ replica, and their outer steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower.replicas import ReplicaPrograms
 from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.outer_steps import BEFORE, CAME, LOST, MOMENTUM
+from mesh_tf_core.training.prefetch import BatchGroups
 
 
 class TrainedReplicas:
@@ -74,7 +75,7 @@ class TrainedReplicas:
 
     def together(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         """Batches of a step: one for each replica, in order."""
-        return _StackedBatches(batches, self.count)
+        return BatchGroups(batches, self.count, _stacked)
 
     def layout(self, layout: Layout) -> Layout:
         """The layout of a program that reads each replica's values."""
@@ -122,17 +123,5 @@ def _spread(variable: Variable) -> bool:
     return variable.shape.dims[:1] != () and variable.shape.dims[0].name == REPLICA
 
 
-class _StackedBatches(Iterator[Mapping[str, Any]]):
-    """Batches stacked, as many at a time as there are replicas; a last few that are fewer are left out."""
-
-    def __init__(self, batches: Iterator[Mapping[str, Any]], count: int) -> None:
-        self._batches, self._count = batches, count
-
-    def __next__(self) -> Mapping[str, Any]:
-        found = [next(self._batches) for _ in range(self._count)]
-        return {name: np.stack([np.asarray(batch[name]) for batch in found]) for name in found[0]}
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("get_state", "set_state"):  # if the data can tell its place, so can this
-            return getattr(self._batches, name)
-        raise AttributeError(name)
+def _stacked(batches: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    return {name: np.stack([np.asarray(batch[name]) for batch in batches]) for name in batches[0]}

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -199,13 +198,12 @@ def _safetensors(variables: Mapping[str, Variable], read: Callable[[str], Any], 
 
 
 def _npz(variables: Mapping[str, Variable], read: Callable[[str], Any], file: BinaryIO) -> None:
-    """As `np.savez`, which takes all arrays at once."""
-    with zipfile.ZipFile(file, "w") as archive:
-        for name, v in variables.items():
-            # These files have no bfloat16; float32 has all its numbers.
-            array = np.asarray(read(v.name), "float32" if v.dtype == "bfloat16" else np_dtype(v.dtype))
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                np.lib.format.write_array(entry, array, allow_pickle=False)
+    # These files have no bfloat16; float32 has all its numbers.
+    dtypes = {
+        name: "float32" if v.dtype == "bfloat16" else np_dtype(v.dtype) for name, v in variables.items()
+    }
+    made = ((name, np.asarray(read(v.name), dtypes[name])) for name, v in variables.items())
+    array_files.write_npz(file, made)
 
 
 # -- where weights are ---------------------------------------------------------------------------------------
