@@ -83,7 +83,7 @@ def compiled(corpus: str, step: Step) -> dict[str, Any]:
         return {**row, "refused": found.refusal and found.refusal.reason}
     return {
         **row,
-        "compile_seconds": round(made.compile_seconds),
+        "compile_seconds": round(made.seconds),
         "peak_memory_bytes": {"predicted": evaluation.memory.peak, "compiler": made.peak_bytes},
         "compute_seconds": {"predicted": found.compute_seconds, "compiler": made.compute_seconds},
         "unknown_loops": made.unknown_loops,
@@ -92,8 +92,8 @@ def compiled(corpus: str, step: Step) -> dict[str, Any]:
             {
                 "family": m.family,
                 "group_size": m.group_size,
-                "predicted": [m.predicted_count, m.predicted_bytes],
-                "compiler": [m.compiler_count, m.compiler_bytes],
+                "predicted": [m.count.predicted, m.bytes.predicted],
+                "compiler": [m.count.compiler, m.bytes.compiler],
             }
             for m in found.moved
         ],

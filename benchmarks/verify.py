@@ -149,8 +149,8 @@ def row(pair: Pair, said: dict[str, Any] | None, rescore: bool) -> dict[str, Any
             {
                 "family": m.family,
                 "group_size": m.group_size,
-                "predicted": [m.predicted_count, m.predicted_bytes],
-                "compiler": [m.compiler_count, m.compiler_bytes],
+                "predicted": [m.count.predicted, m.bytes.predicted],
+                "compiler": [m.count.compiler, m.bytes.compiler],
             }
             for m in rows
         ],
@@ -177,7 +177,7 @@ def compared(pair: Pair, evaluation: Evaluation, hardware: Hardware, given: str)
     made, clock = found.compiled, generation(pair.topology).clock(hardware)
     return {
         **said,
-        "compile_seconds": round(made.compile_seconds, 1),
+        "compile_seconds": round(made.seconds, 1),
         "cycles": round(made.compute_seconds * clock),
         "clock": clock,
         "peak_bytes": made.peak_bytes,

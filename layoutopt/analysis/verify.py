@@ -12,12 +12,11 @@ permutations.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from costmodels.calibration.tpu_compiled import GENERATIONS, Generation
@@ -50,8 +49,6 @@ from mesh_tf_core.ops.grouped import GroupedOuter, GroupedProduct
 
 EVERY = 15.0
 """Seconds between reports of a compilation."""
-SAME = 0.01
-"""Bytes that differ by less than this part are the same: the compiler pads."""
 _FAMILIES = {"all_reduce": "sum", "reduce_scatter": "sum"}
 
 
@@ -66,50 +63,21 @@ def generation(topology: str) -> Generation:
     return GENERATIONS[name]
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveComparison:
-    """Collectives of one family over groups of one size in a step, and the bytes that a device puts in."""
-
-    family: str
-    group_size: int
-    predicted_count: int
-    predicted_bytes: int
-    compiler_count: int
-    compiler_bytes: int
-
-    @property
-    def ratio(self) -> float:
-        """Compiler's bytes over predicted ones."""
-        return self.compiler_bytes / self.predicted_bytes if self.predicted_bytes else math.inf
-
-    @property
-    def same(self) -> bool:
-        return abs(self.ratio - 1) <= SAME
-
-
-@dataclass(frozen=True)
-class CompilerResult:
+@dataclass(frozen=True, kw_only=True)
+class CompilerResult(Executable):
     """The compiled program's facts.
 
     Attributes:
-      peak_bytes: most bytes of a device that hold values at any moment; `allocated_bytes` are reserved.
       compute_seconds: by its own cycle estimates, without communication.
       unknown_loops: loops with an unknown number of iterations (their bodies count once).
       libraries: number of kernel calls of a library, which `compute_seconds` lacks.
-      text: the compiled HLO.
-      host_bytes: bytes that the program reserves in a host's memory for one device; `transfers`: bytes of a
-        step from and to the host.
+      transfers: bytes of a step from and to the host.
     """
 
-    collectives: tuple[HloCollective, ...]
-    peak_bytes: int
-    allocated_bytes: int
-    compute_seconds: float
-    unknown_loops: int
-    libraries: int
-    compile_seconds: float
-    text: str
-    host_bytes: int = 0
+    collectives: tuple[HloCollective, ...] = ()
+    compute_seconds: float = 0.0
+    unknown_loops: int = 0
+    libraries: int = 0
     transfers: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -127,7 +95,7 @@ class Verified(Shown):
     predicted: tuple[HloCollective, ...]
     compiled: CompilerResult | None
     refusal: CompilerRefusal | None
-    moved: tuple[CollectiveComparison, ...]
+    moved: tuple[Moved, ...]
     evaluation: Evaluation | None = None
 
     @property
@@ -151,15 +119,7 @@ class Verified(Shown):
             **given_fields(of.model, of.program.mesh, of.layout, of.options),
             collectives=listed(made.collectives) if made else [],
             predicted_collectives=listed(self.predicted),
-            moved=[
-                Moved(
-                    family=m.family,
-                    group_size=m.group_size,
-                    count=Compared(compiler=m.compiler_count, predicted=m.predicted_count),
-                    bytes=Compared(compiler=m.compiler_bytes, predicted=m.predicted_bytes),
-                )
-                for m in self.moved
-            ],
+            moved=[*self.moved],
             same_collectives=self.same_collectives if made else None,
             peak_memory_bytes=Compared(
                 compiler=made.peak_bytes if made else refusal.used if refusal else None,
@@ -175,7 +135,7 @@ class Verified(Shown):
                 compiler=made.compute_seconds if made else None, predicted=self.compute_seconds
             ),
             unknown_loops=made.unknown_loops if made else None,
-            compile_seconds=made.compile_seconds if made else None,
+            compile_seconds=made.seconds if made else None,
         )
 
     @property
@@ -189,7 +149,18 @@ class Verified(Shown):
         if self.compiled is None:
             kinds = counted(self.predicted)
             return table([{"family": k, "group_size": size, "predicted_count": n} for k, size, n in kinds])
-        return table([{**asdict(m), "ratio": m.ratio} for m in self.moved])
+        return table(
+            [
+                {
+                    "family": m.family,
+                    "group_size": m.group_size,
+                    "ratio": m.bytes.ratio,
+                    **{f"predicted_{n}": getattr(m, n).predicted for n in ("count", "bytes")},
+                    **{f"compiler_{n}": getattr(m, n).compiler for n in ("count", "bytes")},
+                }
+                for m in self.moved
+            ]
+        )
 
     def __repr__(self) -> str:
         if self.compiled is None:
@@ -227,16 +198,12 @@ def verify(
     said = read(made.text)
     found = tuple(_sized(f, program.mesh.devices) for f in said.collectives)
     compiled = CompilerResult(
-        found,
-        made.peak_bytes,
-        made.allocated_bytes,
-        said.cycles / tpu.clock(hardware),
-        said.unknown_loops,
-        said.libraries,
-        made.seconds,
-        made.text,
-        made.host_bytes,
-        said.transfers,
+        **vars(made),
+        collectives=found,
+        compute_seconds=said.cycles / tpu.clock(hardware),
+        unknown_loops=said.unknown_loops,
+        libraries=said.libraries,
+        transfers=said.transfers,
     )
     seconds = estimated(evaluation.cost, hardware, said.libraries)
     return Verified(topology, seconds, predicted, compiled, None, moved(predicted, found), evaluation)
@@ -334,9 +301,7 @@ def _sized(found: HloCollective, devices: int) -> HloCollective:
     return HloCollective(found.kind, size, found.tensors, found.bytes, found.times)
 
 
-def moved(
-    predicted: Iterable[HloCollective], compiled: Iterable[HloCollective]
-) -> tuple[CollectiveComparison, ...]:
+def moved(predicted: Iterable[HloCollective], compiled: Iterable[HloCollective]) -> tuple[Moved, ...]:
     """Both sides by family and group size, the most predicted bytes first."""
     totals: dict[tuple[str, int], list[int]] = {}
     for side, found in ((0, predicted), (2, compiled)):
@@ -346,8 +311,16 @@ def moved(
                 row = totals.setdefault(key, [0, 0, 0, 0])
                 row[side] += f.times
                 row[side + 1] += f.times * f.bytes
-    rows = [CollectiveComparison(family, size, *row) for (family, size), row in totals.items()]
-    return tuple(sorted(rows, key=lambda m: -m.predicted_bytes))
+    rows = [
+        Moved(
+            family=family,
+            group_size=size,
+            count=Compared(compiler=theirs, predicted=ours),
+            bytes=Compared(compiler=their_bytes, predicted=our_bytes),
+        )
+        for (family, size), (ours, our_bytes, theirs, their_bytes) in totals.items()
+    ]
+    return tuple(sorted(rows, key=lambda m: -(m.bytes.predicted or 0)))
 
 
 def counted(found: Iterable[HloCollective]) -> list[tuple[str, int, int]]:

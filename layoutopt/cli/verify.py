@@ -101,7 +101,7 @@ def _show(
         terminal.show(facts(rows))
         return
     rows += [
-        ("compiled", f"{'the JAX step itself' if own else 'yes'}, in {duration_text(made.compile_seconds)}"),
+        ("compiled", f"{'the JAX step itself' if own else 'yes'}, in {duration_text(made.seconds)}"),
         (
             "memory",
             f"peak {bytes_text(made.peak_bytes)}, predicted {bytes_text(peak)} "
@@ -149,8 +149,8 @@ def _moved_table(found: Verified) -> View:
     rows = [
         (
             "all-reduce, reduce-scatter" if m.family == "sum" else m.family.replace("_", "-"),
-            *(m.group_size, m.predicted_count, m.predicted_bytes, m.compiler_count, m.compiler_bytes),
-            Cell("same", value=1.0) if m.same else m.ratio,
+            *(m.group_size, m.count.predicted, m.bytes.predicted, m.count.compiler, m.bytes.compiler),
+            Cell("same", value=1.0) if m.same else m.bytes.ratio,
         )
         for m in found.moved
     ]

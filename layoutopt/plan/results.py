@@ -6,6 +6,7 @@ prints a plan file (`layoutopt.plan.schema.PlanFile`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -20,6 +21,8 @@ from layoutopt.plan.training import TrainingForecast
 LayoutAxes = dict[str, list[str]]
 """Dimension to mesh axes."""
 MeshAxes = dict[str, int]
+SAME = 0.01
+"""Bytes that differ by less than this part are the same: the compiler pads."""
 
 
 class CommandResult(Data):
@@ -153,15 +156,25 @@ class Compared(Data):
     compiler: Figure
     predicted: Figure
 
+    @property
+    def ratio(self) -> float:
+        """The compiler's over the predicted one."""
+        return (self.compiler or 0) / self.predicted if self.predicted else math.inf
+
 
 class Moved(Data):
-    """The traffic of the collectives of one family over groups of one size: their number, and bytes put
-    in."""
+    """The traffic of the collectives of one family over groups of one size in a step: their number, and bytes
+    that a device puts in."""
 
     family: str
     group_size: int
     count: Compared
     bytes: Compared
+
+    @property
+    def same(self) -> bool:
+        """True if both move the same bytes."""
+        return abs(self.bytes.ratio - 1) <= SAME
 
 
 class VerifyResult(Decided, LayoutResult):

@@ -32,6 +32,6 @@ def test_messages_are_those_that_the_program_says(schedule: str, source: str) ->
     assert found.compiled is not None and found.compiled.unknown_loops == 0
     assert found.same_collectives, found.moved
     between = [m for m in found.moved if m.family == "permute"]
-    assert between and all(m.compiler_count == m.predicted_count > 0 for m in between)
+    assert between and all(m.count.compiler == m.count.predicted > 0 for m in between)
     # The compiler joins sums, and makes none of its own.
-    assert all(0 < m.compiler_count <= m.predicted_count for m in found.moved)
+    assert all(0 < m.count.compiler <= m.count.predicted for m in found.moved)

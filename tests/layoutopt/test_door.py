@@ -15,7 +15,7 @@ import reports
 from costmodels.hardware import load_hardware, machine_of, preset_content, write_profile
 from costmodels.hardware.profiles import made_profiles_directory
 from examples.mlp import model as mlp
-from layoutopt.analysis.verify import CollectiveComparison, CompilerResult, Verified
+from layoutopt.analysis.verify import CompilerResult, Verified, moved
 from layoutopt.api.replicas import choose_replicas
 from layoutopt.api.running import Validated
 from layoutopt.plan.build import Plan
@@ -44,12 +44,10 @@ def plan(model: mtf.Model) -> Plan:
 
 
 def test_what_the_compiler_made_has_a_frame() -> None:
-    moved = (
-        CollectiveComparison("sum", 4, 2, 800, 1, 804),
-        CollectiveComparison("all_gather", 2, 1, 100, 1, 300),
-    )
-    made = CompilerResult((), 1 << 20, 1 << 21, 0.002, 0, 0, 1.0, "")
-    found = Verified("v5e:2x2", 0.001, (), made, None, moved)
+    ours = [HloCollective("all_reduce", 4, 1, 400, 2), HloCollective("all_gather", 2, 1, 100, 1)]
+    theirs = [HloCollective("reduce_scatter", 4, 1, 804, 1), HloCollective("all_gather", 2, 1, 300, 1)]
+    made = CompilerResult("", 1 << 20, 1 << 21, 1.0, compute_seconds=0.002)
+    found = Verified("v5e:2x2", 0.001, (), made, None, moved(ours, theirs))
     assert found.to_frame()["ratio"].tolist() == [1.005, 3.0]
     assert found.to_frame()["family"].tolist() == ["sum", "all_gather"]
     assert (
