@@ -45,7 +45,7 @@ def continued(stream: Any, position: Any, step: int) -> Any:
 
 
 class BatchGroups(Iterator[Mapping[str, Any]]):
-    """Groups of `count` batches of a stream, each made into one; the place of the data is that of all of them.
+    """Groups of `count` batches of a stream, each made into one; its place in the data is that of all.
 
     Args:
       needed: of a last few that are fewer, something is made if they are as many (None: all).
