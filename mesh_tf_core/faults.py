@@ -7,7 +7,8 @@ import re
 SAID = (
     (r"Value error, (.*)", r"\1"),
     (r"Field required", "is missing"),
-    (r"Extra inputs are not permitted", "is not a known field; remove it, or correct its name"),
+    (r"Extra inputs are not permitted|Unexpected keyword argument",
+     "is not a known field; remove it, or correct its name"),
     (r"Input should be an? (?:valid )?(?:dictionary|object)\b.*", "must be a JSON object"),
     (r"Input should be a valid (?:list|tuple|array|sequence)\b.*", "must be a list"),
     (r"Input should be a valid string\b.*", "must be text"),

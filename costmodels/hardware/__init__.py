@@ -15,16 +15,8 @@ from costmodels.hardware.load import (
     with_settings,
     write_profile,
 )
-from costmodels.hardware.model import (
-    Calibration,
-    Chip,
-    CollectiveCurve,
-    ComputeCurve,
-    Efficiency,
-    Hardware,
-    MatrixUnit,
-    Registers,
-)
+from costmodels.hardware.measured import CollectiveCurve, ComputeCurve, Efficiency
+from costmodels.hardware.model import Calibration, Chip, Hardware, MatrixUnit, Registers
 from costmodels.hardware.numbers import Number
 from costmodels.hardware.vary import drawn, varied, with_bandwidth
 from costmodels.presets import hardware_names

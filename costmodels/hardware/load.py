@@ -28,7 +28,6 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.files import write_file
 from mesh_tf_core.reading import read_json, reading
 
-_TOPOLOGIES = {each.kind: each for each in links.TOPOLOGIES}
 _VALUE = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(.*)", re.ASCII)
 
 
@@ -132,7 +131,10 @@ def _unset(content: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for purpose in get_args(model.Purpose):
         if purpose not in content.get("overlap", {}):
             yield "overlap", purpose
-    rooms = (("chip", model.Chip), ("topology", _TOPOLOGIES.get(content["topology"].get("kind"), NoneType)))
+    rooms = (
+        ("chip", model.Chip),
+        ("topology", links.TOPOLOGIES.get(content["topology"].get("kind"), NoneType)),
+    )
     for room, cls in rooms:
         for name, hint in get_type_hints(cls).items() if cls is not NoneType else ():
             if get_args(hint) == (numbers.Number, NoneType) and not content[room].get(name):

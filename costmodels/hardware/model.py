@@ -2,35 +2,41 @@
 
 A *device* is an element of a mesh, which runs one copy of the program: a GPU, a TPU chip, or half a chip if
 the two cores have separate memory (TPU v2, v3, v7). Files give numbers per chip, as sources print them;
-`Hardware` gives them per device. A field states the quantity of its number; the form of the file follows from
-that (`costmodels.hardware.schema`).
+`Hardware` gives them per device. A field states the quantity of its number, and so how files say it
+(`costmodels.hardware.schema` reads them).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
 
 from costmodels.frameworks import DEFAULT, load_framework
-from costmodels.frameworks.framework import ChipKind
-from costmodels.hardware.curve import Curve
+from costmodels.frameworks.framework import ChipKind, Text
 from costmodels.hardware.links import GpuCluster, SharedMemory, Torus
+from costmodels.hardware.measured import CollectiveCurve, ComputeCurve, Efficiency
 from costmodels.hardware.numbers import (
     Bandwidth,
     ByHead,
+    ByName,
+    Checked,
     Count,
+    Date,
     Fraction,
-    Length,
     Memory,
-    NamedPairs,
     Number,
     PositiveFraction,
     Rate,
+    ReadAs,
     Time,
+    mapping,
 )
-from costmodels.hardware.peaks import Tf32, computed_in, note_of
+from costmodels.hardware.peaks import Tf32, computed_in, note_of, peaks_fault
 from mesh_tf_core.errors import UserError
 
 CompilerName = Literal[
@@ -58,21 +64,11 @@ class Registers:
     """Memory tiles of a vector unit: `lanes` × `sublanes` elements of a dtype; bytes pad to whole tiles."""
 
     lanes: Count
-    sublanes: NamedPairs[Count]
+    sublanes: Annotated[ByName, mapping(str, Count)]
 
 
 @dataclass(frozen=True, slots=True)
-class Efficiency:
-    """Fraction of the peak that one product reaches: a curve over its FLOPs, never above 1."""
-
-    curve: Curve
-    source: str
-    date: str
-    uncertainty: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Chip:
+class Chip(Checked):
     """One chip. Rates and sizes are per chip, not per device.
 
     `element_time`: seconds in which one device brings an element through the registers of its vector unit.
@@ -107,7 +103,7 @@ class Chip:
     """
 
     devices: Count
-    peak_flops: Annotated[NamedPairs[Rate], Length(1)]
+    peak_flops: Annotated[ByName, mapping(str, Rate, 1)]
     memory: Memory
     memory_reserve: Memory
     memory_bandwidth: Bandwidth
@@ -137,53 +133,34 @@ class Chip:
     host_update: Bandwidth | None = None
     memory_doubt: Fraction | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class CollectiveCurve:
-    """Measured seconds of one collective over groups of `group_size`, against bytes of the FULL array.
-
-    `devices` is the number of devices that took part at once (in all groups together), `processes` the number
-    of processes of each group.
-    """
-
-    collective: str
-    group_size: int
-    devices: int
-    seconds: Curve
-    source: str
-    date: str
-    uncertainty: float | None = None
-    processes: int = 1
+    def fault(self) -> str | None:
+        if self.memory_reserve.value >= self.memory.value:
+            return "memory_reserve must be less than memory"
+        return peaks_fault(dict(self.peak_flops))
 
 
-@dataclass(frozen=True, slots=True)
-class ComputeCurve:
-    """Measured seconds of one class of local operation on one device, against its FLOPs or its bytes."""
+def _json(form: Any) -> ReadAs:
+    return ReadAs(form, lambda found: json.dumps(found, sort_keys=True))
 
-    op_class: str
-    dtype: str
-    against: Literal["flops", "bytes"]
-    devices: int
-    seconds: Curve
-    source: str
-    date: str
-    uncertainty: float | None = None
+
+JsonMapping = Annotated[str, _json(dict[str, Any])]
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The origin of a profile; mappings and measurements are JSON text, so that the value is hashable."""
+    """The origin of a profile; mappings and measurements are JSON text, so that the value is hashable. `fit`
+    should name its method and held-out error, `machine` its noise."""
 
-    date: str
-    machine: str
-    versions: str
-    fit: str
-    measurements: str
-    base: str
+    date: Date
+    machine: JsonMapping
+    versions: JsonMapping
+    fit: JsonMapping
+    measurements: Annotated[str, _json(list[dict[str, Any]])]
+    base: Text
 
 
 @dataclass(frozen=True)
-class Hardware:
+class Hardware(Checked):
     """A machine for which programs are predicted. All numbers below are per DEVICE and in SI units.
 
     Attributes:
@@ -200,23 +177,29 @@ class Hardware:
       197000000000000.0
     """
 
-    name: str
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", allow_inf_nan=False)
+    format: Literal["layoutopt-hardware/1"] = field(kw_only=True)
+    name: Text
     kind: ChipKind
-    summary: str
-    device: str
+    summary: Text
+    device: Text
     calibrated: bool
     chip: Chip
-    topology: Torus | GpuCluster | SharedMemory
+    topology: Annotated[Torus | GpuCluster | SharedMemory, Field(discriminator="kind")]
     compiler: CompilerName = "none"
     tf32: Tf32 = "products"
-    framework: str = DEFAULT
-    jax_devices: tuple[str, ...] = ()
-    overlap: tuple[tuple[Purpose, Fraction], ...] = ()
-    holds: tuple[tuple[HeldRule, Count], ...] = ()
+    framework: Text = DEFAULT
+    jax_devices: tuple[Text, ...] = ()
+    overlap: Annotated[tuple[tuple[Purpose, Number], ...], mapping(Purpose, Fraction)] = ()
+    holds: Annotated[tuple[tuple[HeldRule, Number], ...], mapping(HeldRule, Count)] = ()
     collective_curves: tuple[CollectiveCurve, ...] = ()
     compute_curves: tuple[ComputeCurve, ...] = ()
     calibration: Calibration | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[Text, ...] = ()
+
+    def fault(self) -> str | None:
+        lacks = self.calibrated and self.calibration is None
+        return "'calibrated' is true but 'calibration' is missing" if lacks else None
 
     @property
     def tiles(self) -> bool:
@@ -361,8 +344,8 @@ def _numbers(path: str, value: Any) -> Iterator[tuple[str, Number]]:
     if isinstance(value, Number):
         yield path, value
     elif is_dataclass(value):
-        for field in fields(value):
-            yield from _numbers(f"{path}.{field.name}", getattr(value, field.name))
+        for each in fields(value):
+            yield from _numbers(f"{path}.{each.name}", getattr(value, each.name))
     elif isinstance(value, tuple):
         for index, item in enumerate(value):
             if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str | int):

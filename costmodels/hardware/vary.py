@@ -8,7 +8,8 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from costmodels.hardware.curve import Curve
-from costmodels.hardware.model import CollectiveCurve, ComputeCurve, Efficiency, Hardware
+from costmodels.hardware.measured import CollectiveCurve, ComputeCurve, Efficiency
+from costmodels.hardware.model import Hardware
 from costmodels.hardware.numbers import Number
 from mesh_tf_core.tables import words
 
