@@ -8,7 +8,7 @@ from mesh_tf_core.ir.blocks import MICROBATCH, TICK
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.liveness import ValueSize
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import Instr, Loop, Program
+from mesh_tf_core.ir.program import AllReduce, Instr, Local, Loop, Program, ReduceScatter, Slice
 
 
 class Beside:
@@ -59,3 +59,19 @@ def accumulated(program: Program) -> Iterator[tuple[int, int]]:
     for value in sums or [v for v in program.values if v.tensor in program.outline.gradient_of]:
         if value.shape.dims and value.tensor >= 0:
             yield value.tensor, itemsize(value.dtype)
+
+
+def buffers(program: Program) -> set[int]:
+    """What a buffer of gradients holds: the array of each that the update reads, as it is before devices add
+    it up, or split it for the update alone."""
+    found, first = set[int](), dict[int, int]()
+    for instr in program.code:
+        if instr.origin.phase == Phase.UPDATE:
+            found |= {i for i in map(first.get, instr.inputs) if i and program.values[i].shape.dims}
+        elif instr.origin.phase == Phase.BACKWARD or isinstance(instr, Loop):
+            own = program.outline.gradient_of.keys() & {program.values[o].tensor for o in instr.outputs}
+            split = isinstance(instr, ReduceScatter | Slice) and not own
+            same = split or isinstance(instr, AllReduce) or (isinstance(instr, Local) and instr.op.converts)
+            made = zip(instr.inputs if same else instr.outputs, instr.outputs, strict=True)
+            first.update((o, first.get(i, i)) for i, o in made)
+    return found

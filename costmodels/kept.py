@@ -331,19 +331,23 @@ def staying(program: Program) -> Iterator[int]:
             yield instr.inputs[1] if isinstance(instr.op, DynamicUpdate) else instr.outputs[0]
 
 
-def variable_casts(program: Program) -> Iterator[tuple[int, Local, int, int]]:
-    """The casts of variables in loops: position of the outermost loop, the cast, the value that its operand
-    is a part of, and how many parts that has."""
+def variable_casts(program: Program, every: bool = False) -> Iterator[tuple[int, Local, int, int]]:
+    """The casts of variables: position at the top level, the cast, the value that its operand is a part of,
+    and how many parts that has.
+
+    Args:
+      every: also of those outside of loops, but for pieces that are gathered at once.
+    """
     part: dict[int, tuple[int, int]] = {}
-    loaded: set[int] = set()
+    loaded: set[int] = {i for instr in program.code if isinstance(instr, AllGather) for i in instr.inputs}
     for position, top in enumerate(program.code):
-        for instr in _within(top):
+        for instr in _within(top) if isinstance(top, Loop) or not every else (top,):
             if isinstance(instr, Loop):
                 part.update({s.inner: (s.outer, program.local(s.outer).shape.sizes[0]) for s in instr.sliced})
             elif isinstance(instr, HostLoad):
                 loaded.update(instr.outputs)
             elif isinstance(instr, Local) and casts_variable(instr, program):
-                if loaded.issuperset(instr.inputs):
+                if loaded.issuperset(instr.inputs) or (instr is top and loaded.issuperset(instr.outputs)):
                     continue
                 (source,), times = instr.inputs, 1
                 while source in part:

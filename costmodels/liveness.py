@@ -34,6 +34,7 @@ Where a framework gives a number (`MemoryRules`, from `Hardware.holds`)
        backward
   (16) the optimizer's step holds so many arrays of the size of a moment of every variable at once
   (17) sums of gradients over microbatches take so many bytes an element
+  (18) 1: gradients lie in a buffer that is there from the start of the step
   (11) 1: a product keeps its operands as it read them, gathered; else it gathers them again in backward
 """
 
@@ -43,13 +44,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from costmodels.held_by_frameworks import Beside, accumulated, moments
+from costmodels.held_by_frameworks import Beside, accumulated, buffers, moments
 from costmodels.kept import beside, gathered, kept_values, logits, staying, variable_casts
 from costmodels.kernels.fused import Fused, fused, made_by_kernels, unwritten
 from costmodels.kernels.fusion import Fuses, fusion_of
 from costmodels.kernels.quantities import tiling
 from costmodels.stage_ends import EndWork, StageEnd, end_work, schedule_of, stage_shares
 from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.liveness import Held, Liveness
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.phase import Phase
@@ -106,6 +108,7 @@ class MemoryRules:
       remakes, wide_logits, masks, parameters: rules (9), (10), (13) and (14).
       overwrites: rule (4) of `mesh_tf_core.ir.liveness` holds for element-wise operations; else rule (12).
       loss_copies, step_copies, gradient_bytes, gathers: rules (15) to (17), (11); 0: as the program has.
+      buffers: rule (18).
       to_the_end: 1: recomputation goes to the end of what it recomputes (`mesh_tf_core.tracing.graph.Graph`).
     """
 
@@ -122,6 +125,7 @@ class MemoryRules:
     gradient_bytes: float = 0
     gathers: float = 0
     to_the_end: float = 0
+    buffers: float = 0
 
     def sizes(self, program: Program, end: StageEnd = StageEnd.FIRST) -> ValueSizes:
         """The sizes of a program's values, at one stage."""
@@ -129,9 +133,12 @@ class MemoryRules:
         regrouped = fusion_of(program).regrouped if self.tiles else None
         more = Counter[int](beside(program, self.fuses) if self.masks else {})
         more.update({t: n - 1 for t, n in (gathered(program) if self.gathers else {}).items()})
+        times = dict(self._flying(program))
         if self.gradient_bytes:
             more.update({t: self.gradient_bytes / n - 1 for t, n in accumulated(program)})
-        return ValueSizes(regrouped, shares, more, self._flying(program))
+            own = (i for i in buffers(program) if program.values[i].tensor < 0)
+            times |= {i: self.gradient_bytes / itemsize(program.values[i].dtype) for i in own}
+        return ValueSizes(regrouped, shares, more, times)
 
     def _flying(self, program: Program) -> Mapping[int, float]:
         """What loops before the stages keep, and its copies in flight at the first stage, rule (8)."""
@@ -179,17 +186,17 @@ class ValueSizes:
       regrouped: `Fusion.regrouped` where arrays lie in tiles, None where they do not.
       shares: name and size of a dimension -> the share of it that a stage of its own has.
       more: kept tensor -> bytes that are kept besides for each of its own.
-      flying: value -> its copies, one for each microbatch.
+      times: value -> how often its bytes are there: once for each microbatch, wider in a buffer of gradients.
     """
 
     regrouped: frozenset[frozenset[str]] | None = None
     shares: Mapping[tuple[str, int], float] = field(default_factory=dict)
     more: Mapping[int, float] = field(default_factory=dict)
-    flying: Mapping[int, float] = field(default_factory=dict)
+    times: Mapping[int, float] = field(default_factory=dict)
 
     def of(self, value: Value, mesh: Mesh) -> int:
         """Bytes of one device's piece of a value."""
-        held = (1 + self.more.get(value.tensor, 0)) * self.flying.get(value.id, 1)
+        held = (1 + self.more.get(value.tensor, 0)) * self.times.get(value.id, 1)
         for dim in value.shape if self.shares else ():
             held *= self.share(dim)
         size = round(value.local_bytes(mesh) * held)
@@ -268,7 +275,8 @@ def kernel_memory(
     if rules.remakes:
         remade = kept_values(program.outline).without_memory(rules.fuses)
         stays |= {value.id for value in program.values if value.tensor in remade}
-    casts = tuple(each for each in variable_casts(program) if each[1].outputs[0] not in stays)
+    made = variable_casts(program, rules.parameters and not anyhow)
+    casts = tuple(each for each in made if each[1].outputs[0] not in stays)
     inside, made_of = set[int](), dict[int, int]()
     if rules.fuses is not Fuses.NONE and anyhow:
         inside, made_of = unwritten(program, rules.fuses)
@@ -305,7 +313,8 @@ class _Walk:
         self.peak, self.at = self.resident, 0
         self.held, self.more = dict[int, int](), list[Holding]()
         found = kernel_memory(program, rules, kernels, end=end)
-        self.liveness = Liveness(program, found.shared, found.nowhere)
+        early = buffers(program) if rules.buffers else ()
+        self.liveness = Liveness(program, found.shared, found.nowhere, early=early)
         self.now, self.overwrites = Held(self.liveness), rules.overwrites
         self.copies = self._copies(found.casts)
         if rules.parameters:

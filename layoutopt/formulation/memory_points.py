@@ -12,6 +12,7 @@ the readers of a block, and values that exist only during one operation.
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 
+from costmodels.held_by_frameworks import buffers
 from costmodels.liveness import MemoryRules, kernel_memory
 from costmodels.stage_ends import StageEnd
 from layoutopt.formulation.held_bytes import Counted, HeldBytes, PointKey, fading, last_reads
@@ -49,8 +50,9 @@ class ProgramPoints:
         self.instrs, self.counted = list[Instr](), list[Counted]()
         kernels, self._single = kernel_memory(program, rules, anyhow=True, end=end), rules.work(program)
         self._runs_of = {n: run for n, run in makers.runs.items() if self._single.has(n, end)}
-        self._full = Liveness(program, kernels.shared, kernels.nowhere)
-        self._own = Liveness(program, kernels.made_of, kernels.nowhere, renames=False)
+        early = buffers(program) if rules.buffers else ()
+        self._full = Liveness(program, kernels.shared, kernels.nowhere, early=early)
+        self._own = Liveness(program, kernels.made_of, kernels.nowhere, renames=False, early=early)
         self._twice = {*kernels.twice, *kernels.twice.values()}
         self._maker = {o: instr.origin.node for instr, _ in program.walk() for o in instr.outputs}
         self._readers = self._read()
@@ -219,8 +221,7 @@ class ProgramPoints:
         (cluster, like), what = self.makers.runs[node], self.makers.given[node].get(tensor)
         if what is None:
             return found
-        thing = HeldBytes(ByteRule.LATER, cluster, what, like, "", 1.0)
-        return thing if self._weighs(value) else None
+        return HeldBytes(ByteRule.LATER, cluster, what, like, "", 1.0) if self._weighs(value) else None
 
     def _around(self, value: int, point: int) -> HeldBytes | None:
         """The same, whatever keeps it alive."""

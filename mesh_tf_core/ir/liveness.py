@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mesh_tf_core.ir.program import AllReduce, Done, Instr, Local, Loop, Program, ReadVariable, WriteVariable
 from mesh_tf_core.ir.traits import in_place
@@ -60,6 +60,7 @@ class Liveness:
       shared: value -> another value whose memory it uses, in addition to (1).
       nowhere: values that have no memory.
       renames: rule (1) holds; else every name is counted for itself.
+      early: values whose memory is taken as the program begins.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Liveness:
         shared: Mapping[int, int] | None = None,
         nowhere: Set[int] = frozenset(),
         renames: bool = True,
+        early: Iterable[int] = (),
     ) -> None:
         self.program, self._nowhere = program, {*nowhere, *(v.id for v in program.values if v.host)}
         self._shared = {**(shared or {}), **program.joined, **program.added}
@@ -78,6 +80,11 @@ class Liveness:
             self._place(instr)
         self._hand_on(program.code, program.results.values())
         self._plan(program.code, program.results.values())
+        first = self._own(map(self.memory, early))
+        for n, instr in enumerate(program.code) if first else ():
+            span = self._spans[id(instr)]
+            takes = (*(first if n == 0 else ()), *(i for i in span.takes if i not in first))
+            self._spans[id(instr)] = replace(span, takes=takes)
 
     def memory(self, id: int) -> int:
         """The value whose memory a value uses."""

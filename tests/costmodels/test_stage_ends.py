@@ -136,7 +136,7 @@ def test_layers_before_the_stages_are_kept_and_computed_once(schedule: str) -> N
     whole, again = mixed(schedule), mixed(schedule, ("dense_layers",))
     sizes, flying = [], stage.in_flight_apart(0)
     for program in (whole, again):
-        held = [*APART.sizes(program).flying.items()]
+        held = [*APART.sizes(program).times.items()]
         assert held and {n for _, n in held} == {flying}
         kept = [program.values[i] for i, _ in held]
         assert all(v.shape.names[0] == "dense_layers" for v in kept)

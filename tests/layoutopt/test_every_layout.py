@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from layoutopt.formulation.tables import Entry, Tabler
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.solver import ResourceRow
 from layoutopt.space.decisions import SearchSpace
-from tests.layoutopt.every_layout import Compared, Drawn, hunt
+from tests.layoutopt.every_layout import Compared, Drawn, drawn, hunt
 from tests.marks import by_day
 from tests.searching import search
 
@@ -84,6 +85,15 @@ def test_rows_of_a_value_that_several_readers_move() -> None:
 def test_layouts_of_every_kind(seed: int) -> None:
     found = hunt([seed], 1)
     assert found.layouts and not found.faults
+
+
+@pytest.mark.parametrize("seed", by_day([15, 21, 24]))
+def test_memory_rows_of_a_framework_that_has_a_buffer_of_gradients(seed: int) -> None:
+    question, found = replace(drawn(seed), hardware=load_hardware("h100", "megatron")), Compared()
+    decided = question.around(random.Random(seed))
+    assert decided is not None
+    question.compare(decided, found)
+    assert found.layouts and not [fault for fault in found.faults if fault.startswith("memory")]
 
 
 @pytest.mark.nightly
