@@ -62,8 +62,8 @@ def accumulated(program: Program) -> Iterator[tuple[int, int]]:
 
 
 def buffers(program: Program) -> set[int]:
-    """What a buffer of gradients holds: the array of each that the update reads, as it is before devices add
-    it up, or split it for the update alone."""
+    """The arrays in a buffer of gradients: those that the update reads, as they are before devices add them
+    up, or split them for the update alone."""
     found, first = set[int](), dict[int, int]()
     for instr in program.code:
         if instr.origin.phase == Phase.UPDATE:

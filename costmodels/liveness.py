@@ -313,8 +313,7 @@ class _Walk:
         self.peak, self.at = self.resident, 0
         self.held, self.more = dict[int, int](), list[Holding]()
         found = kernel_memory(program, rules, kernels, end=end)
-        early = buffers(program) if rules.buffers else ()
-        self.liveness = Liveness(program, found.shared, found.nowhere, early=early)
+        self.liveness = Liveness(program, found.shared, found.nowhere)
         self.now, self.overwrites = Held(self.liveness), rules.overwrites
         self.copies = self._copies(found.casts)
         if rules.parameters:
@@ -322,6 +321,8 @@ class _Walk:
         self.kept: dict[int, int] = {}
         step = rules.step_copies * moments(program, self.stored)
         self.beside = Beside(program, rules.loss_copies, step, work, end)
+        early = map(self.liveness.memory, buffers(program) if rules.buffers else ())
+        self.now.take(self.liveness.own(early), self._size)
 
     def run(self) -> MemoryProfile:
         copies = [(i, c.first, c.last, round(c.times * self._size(i))) for i, c in self.copies.items()]

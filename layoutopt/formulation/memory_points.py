@@ -10,7 +10,7 @@ the readers of a block, and values that exist only during one operation.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from costmodels.held_by_frameworks import buffers
 from costmodels.liveness import MemoryRules, kernel_memory
@@ -50,9 +50,8 @@ class ProgramPoints:
         self.instrs, self.counted = list[Instr](), list[Counted]()
         kernels, self._single = kernel_memory(program, rules, anyhow=True, end=end), rules.work(program)
         self._runs_of = {n: run for n, run in makers.runs.items() if self._single.has(n, end)}
-        early = buffers(program) if rules.buffers else ()
-        self._full = Liveness(program, kernels.shared, kernels.nowhere, early=early)
-        self._own = Liveness(program, kernels.made_of, kernels.nowhere, renames=False, early=early)
+        self._full = Liveness(program, kernels.shared, kernels.nowhere)
+        self._own = Liveness(program, kernels.made_of, kernels.nowhere, renames=False)
         self._twice = {*kernels.twice, *kernels.twice.values()}
         self._maker = {o: instr.origin.node for instr, _ in program.walk() for o in instr.outputs}
         self._readers = self._read()
@@ -78,7 +77,7 @@ class ProgramPoints:
         self._starts: list[int] = []
         self._carries()
         self._kept = self._last_reads()
-        self._walk()
+        self._walk(buffers(program) if rules.buffers else ())
         self._copies()
         self._casts(kernels.casts)
 
@@ -98,8 +97,9 @@ class ProgramPoints:
 
     # -- the walk --------------------------------------------------------------------------------------------
 
-    def _walk(self) -> None:
+    def _walk(self, early: Iterable[int]) -> None:
         now = Held(self._own)
+        now.take(self._own.own(map(self._own.memory, early)), lambda _: 1)
         self._last: dict[int, int] = {}
         for instr in self.program.code:
             self._starts.append(len(self.instrs))

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mesh_tf_core.ir.program import AllReduce, Done, Instr, Local, Loop, Program, ReadVariable, WriteVariable
 from mesh_tf_core.ir.traits import in_place
@@ -60,7 +60,6 @@ class Liveness:
       shared: value -> another value whose memory it uses, in addition to (1).
       nowhere: values that have no memory.
       renames: rule (1) holds; else every name is counted for itself.
-      early: values whose memory is taken as the program begins.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class Liveness:
         shared: Mapping[int, int] | None = None,
         nowhere: Set[int] = frozenset(),
         renames: bool = True,
-        early: Iterable[int] = (),
     ) -> None:
         self.program, self._nowhere = program, {*nowhere, *(v.id for v in program.values if v.host)}
         self._shared = {**(shared or {}), **program.joined, **program.added}
@@ -80,11 +78,6 @@ class Liveness:
             self._place(instr)
         self._hand_on(program.code, program.results.values())
         self._plan(program.code, program.results.values())
-        first = self._own(map(self.memory, early))
-        for n, instr in enumerate(program.code) if first else ():
-            span = self._spans[id(instr)]
-            takes = (*(first if n == 0 else ()), *(i for i in span.takes if i not in first))
-            self._spans[id(instr)] = replace(span, takes=takes)
 
     def memory(self, id: int) -> int:
         """The value whose memory a value uses."""
@@ -148,7 +141,7 @@ class Liveness:
                 touched -= added
             frees = (touched - needed) & made
             needed |= touched
-            takes = self._own((*instr.outputs, *(self.program.joined.get(o, o) for o in instr.outputs)))
+            takes = self.own((*instr.outputs, *(self.program.joined.get(o, o) for o in instr.outputs)))
             if isinstance(instr, Loop):
                 read = {self.memory(i) for i in instr.inputs[len(instr.carried) :]}
                 copied = {self.memory(c.init) for c in instr.carried} & frees - read
@@ -156,13 +149,14 @@ class Liveness:
                 inside = {o for each in instr.body for o in each.outputs}
                 kept = *(c.leave for c in instr.carried), *(s.inner for s in instr.stacked)
                 leaves = {self.memory(i) for i in kept} & inside
-                enters = self._own(instr.entering)
+                enters = self.own(instr.entering)
                 self._spans[id(instr)] = Span(takes, tuple(frees), tuple(copied), enters, tuple(leaves))
                 self._plan(instr.body, kept, {self.memory(r.inner) for r in instr.summed})
             else:
                 self._spans[id(instr)] = Span(takes, tuple(frees))
 
-    def _own(self, values: Iterable[int]) -> Memories:
+    def own(self, values: Iterable[int]) -> Memories:
+        """Those that have memory of their own."""
         return tuple(dict.fromkeys(filter(self.has, values)))
 
 
@@ -219,13 +213,14 @@ class Held:
         """An instruction begins to run, or a loop is about to; returns the results that take the place of an
         operand, rule (4)."""
         span, held = self.liveness.span(instr), self.bytes
-        self._take(span.takes, size)
+        new = [o for o in span.takes if o not in held]
+        self.take(span.takes, size)
         elementwise = isinstance(instr, Local) and instr.op.kind == "elementwise"
         if not span.frees or not (elementwise or isinstance(instr, AllReduce)):
             return []
         free = [held[i] for i in span.frees if i in held and i not in instr.outputs]
         over = []
-        for o in span.takes:
+        for o in new:
             if held[o] in free:
                 free.remove(held[o])
                 over.append(o)
@@ -235,7 +230,7 @@ class Held:
         """The first iteration of a loop begins."""
         span = self.liveness.span(loop)
         self._free(span.copied)
-        self._take(span.enters, size)
+        self.take(span.enters, size)
 
     def iterated(self, loop: Loop) -> None:
         """An iteration has ended."""
@@ -247,7 +242,8 @@ class Held:
         self._free(span.enters)
         self._free(span.frees)
 
-    def _take(self, memories: Memories, size: ValueSize) -> None:
+    def take(self, memories: Iterable[int], size: ValueSize) -> None:
+        """Memory is taken, but for what is held already."""
         for i in memories:
             if i not in self.bytes:
                 self.bytes[i] = size(i)
