@@ -248,6 +248,7 @@ def megatron(what: Exported) -> str:
     options = load_framework(what.framework).options() if what.framework else {}
     dispatcher = [("moe-token-dispatcher-type", options.get("dispatcher", "alltoall"))]
     flags += dispatcher * (found.experts > 1)
+    flags += [("moe-router-dtype", "fp32")] * (within_experts(what) is not None)  # as priced
     behind = found.sequence and options.get("tensor_messages") == "overlapped"
     early = found.data * found.context > 1 and options.get("kernels") == "core"  # behind backward
     switches = {

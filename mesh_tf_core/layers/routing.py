@@ -13,8 +13,8 @@ With groups of S tokens, E experts, k choices and the capacity C:
        1 if both are even
   (7)  z-loss: mean of the square of the log-sum-exp of x w, which keeps the logits near zero
 
-Everything is computed in float32 whatever the activations: a choice must not depend on their rounding (Fedus
-et al. 2022, "Switch Transformer", section 2.4).
+All but `narrow` logits is computed in float32 whatever the activations: a choice must not depend on their
+rounding (Fedus et al. 2022, "Switch Transformer", section 2.4).
 """
 
 from __future__ import annotations
@@ -121,12 +121,14 @@ class Router:
       jitter: the router sees its input times random numbers in [1 - jitter, 1 + jitter).
       z_loss: weight of the z-loss (equation 7) in the router's loss (Zoph et al. 2022, "ST-MoE", section 3).
       bias: a learned number is added to every expert's logit.
+      narrow: the logits are products of activations as they are, and not of float32.
     """
 
     capacity_factor: float = 1.25
     jitter: float = 0.0
     z_loss: float = 0.0
     bias: bool = field(default=False, kw_only=True)
+    narrow: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not self.capacity_factor > 0:
@@ -197,9 +199,11 @@ class Router:
         """x w [others, token, router]; the parameters are those of a call."""
         self.check(router.size)
         d, s = x.dim(d_model), x.dim(token)
-        w = x.graph.variable(name, [*per, d, router], Normal(1 / math.sqrt(d.size)))
-        seen = Jitter(self.jitter)(x.cast("float32"))
+        dtype = x.dtype if self.narrow else "float32"
+        w = x.graph.variable(name, [*per, d, router], Normal(1 / math.sqrt(d.size)), activation_dtype=dtype)
+        seen = Jitter(self.jitter)(x.cast(dtype))
         found = einsum([seen, w], [*x.shape.without(token, d_model), s, router], needed=needed)
+        found = found.cast("float32")
         return found + x.graph.variable(f"{name}_logits", [*per, router], ZEROS) if self.bias else found
 
     def with_z_loss(self, loss: Tensor, logits: Tensor, router: Dim) -> Tensor:

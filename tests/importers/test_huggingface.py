@@ -146,16 +146,17 @@ def changed(**more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma3", "kimi_linear", "falcon_h1"])
 def test_models_are_the_same_however_a_framework_writes_them(family: str) -> None:
-    """Gates at hidden units or results, norms as one operation or in steps, scans in steps or as a kernel:
-    losses and steps agree."""
+    """Gates at hidden units or results, norms as one operation or in steps, scans in steps or as a kernel,
+    routers in the model's type or in float32: losses and steps agree."""
     rng, losses = np.random.default_rng(0), []
     config = LOSSES[family]["config"]
     batch = {
         n: rng.integers(0, config["vocab_size"], (2, 12)).astype(np.int32) for n in ("tokens", "targets")
     }
     forms = ("hidden", "library", "steps"), ("results", "library", "kernel"), ("results", "steps", "kernel")
-    for gates, norms, scans in forms:
-        written = {"gates": gates, "norms": norms, "scans": scans}
+    for number, (gates, norms, scans) in enumerate(forms):
+        router = ("", "model", "float32")[number]
+        written = {"gates": gates, "norms": norms, "scans": scans, "router": router}
         model = from_huggingface(config, batch=2, length=12, dtype="float32", **written)
         run = mtf.Trainer(model, "x:1", "", engine="lockstep")
         losses.append([run.step(batch)["loss"] for _ in range(2)])

@@ -1,8 +1,10 @@
-"""Norms of families of Hugging Face multiply and round as transformers' own classes do."""
+"""Norms and routers of families of Hugging Face multiply and round as transformers' own classes do."""
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.20")
 
 from layoutopt.importers.huggingface.form import FORMS  # noqa: E402
+
+LOSSES = Path(__file__).parents[1] / "data" / "huggingface_losses.json"
 
 
 def own_norms(architecture: str) -> list[Any]:
@@ -42,3 +46,38 @@ def test_scales_multiply_before_or_after_rounding_as_in_transformers() -> None:
             if found != form.norm.get("wide", False):
                 wrong.append(family)
     assert not wrong and seen == {True, False}
+
+
+@pytest.mark.nightly
+def test_routers_multiply_in_the_type_that_transformers_multiplies_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In bfloat16 models: some in float32, others not."""
+    linear, found, wrong = torch.nn.functional.linear, {}, []
+    counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    for case in json.loads(LOSSES.read_text(encoding="utf-8"))["models"].values():
+        family = case["config"]["model_type"]
+        architecture, form = FORMS.get(family, ("", None))
+        made = getattr(transformers, architecture, None)
+        if form is None or form.mixture is None or made is None or family in found:
+            continue
+        own = {n: v for n, v in case["config"].items() if n not in ("model_type", "architectures")}
+        config = made.config_class(**own, pad_token_id=None)
+        model = made(config).bfloat16().eval()
+        sizes = {getattr(part, n, 0) for part in (config, getattr(config, "ffn_config", 0)) for n in counts}
+        asked: list[Any] = []
+
+        def seen(x: Any, w: Any, b: Any = None, sizes: Any = sizes, asked: Any = asked) -> Any:
+            asked.extend([x.dtype] * (w.shape[0] in sizes))
+            return linear(x, w, b)
+
+        monkeypatch.setattr(torch.nn.functional, "linear", seen)
+        try:
+            model(torch.randint(0, 8, (1, 8)))
+        except RuntimeError as error:  # a grouped product of too small experts, behind the router
+            assert "strides" in str(error), family
+        monkeypatch.undo()
+        if asked:
+            found[family] = torch.float32 in asked
+            wrong += [family] * (found[family] != form.mixture.exact)
+    assert not wrong and len(found) > 35 and {*found.values()} == {True, False}

@@ -361,7 +361,8 @@ def _built(found: Configuration, hparams: Mapping[str, Any]) -> Model:
     known = (r for r in found.remarks if not training.mtp or FURTHER not in r)
     remarks = (*known, *made.remarks, *fields.omitted)
     given = {f.name: getattr(model, f.name) for f in fields_of(model)}
-    written = {"gates": training.gates or "hidden"} if getattr(made, "mixtures", 0) else {}
+    mixed = getattr(made, "mixtures", 0)
+    written = {"gates": training.gates or "hidden", "router": training.router} if mixed else {}
     if isinstance(made, LanguageModel) and not made.norm.center:
         written["norms"] = training.norms or "library"
     if isinstance(made, LanguageModel) and made.recurrent:

@@ -27,7 +27,8 @@ LARGEST, MOST_LAYERS = 2**40, 10_000
 """The largest whole number, and the largest number of layers: a larger one is taken for a typing error."""
 
 
-WRITTEN = {"gates": GATED, "norms": ("library", "steps"), "scans": ("steps", "kernel")}
+WRITTEN: Mapping[str, Sequence[str]] = {"gates": GATED, "norms": ("library", "steps")}
+WRITTEN = {**WRITTEN, "scans": ("steps", "kernel"), "router": ("model", "float32")}
 """Hyperparameters of how frameworks write parts of models -> their values."""
 
 
@@ -292,8 +293,9 @@ class ConfiguredTraining(model.Training):
         their mean loss.
       ignore: names of fields of the configuration to ignore, separated by commas.
       gates: where gates of experts multiply, of `MixtureOfExperts`; norms: "steps" (`forms.Norm`) or
-        "library"; scans: of states, in "steps" or by a "kernel" (`layers.recurrent`); "": as the framework's
-        modules do, else "hidden", "library" and "steps".
+        "library"; scans: of states, in "steps" or by a "kernel" (`layers.recurrent`); router: its
+        products are in the "model"'s type or in "float32"; "": as the framework's modules do, else "hidden",
+        "library", "steps" and as the family's.
     """
 
     learning_rate: float = 1e-4
@@ -309,6 +311,7 @@ class ConfiguredTraining(model.Training):
     gates: str = ""
     norms: str = ""
     scans: str = ""
+    router: str = ""
 
     def __post_init__(self) -> None:
         for name in ("batch", "length"):

@@ -26,6 +26,7 @@ class Experts:
       shared: the field of the hidden size of shared experts; "": none.
       shared_count: the field of how many of that size there are.
       shared_gate, gated, bias, activation, up, gates: as of `Mixture`; gates "": as of `ConfiguredTraining`.
+      exact: the router multiplies in float32, and not in the type of activations.
       expert_scale: as of `TopExperts`; latent: the field of `Mixture.latent`.
       first: first layers without experts, where the file has no `first_k_dense_replace`; None: no such field.
       only: fields that may have no other values.
@@ -47,6 +48,7 @@ class Experts:
     up: str = "linear"
     gates: str = ""
     latent: str = ""
+    exact: bool = False
     expert_scale: bool = False
     first: int | None = None
     only: Mapping[str, Sequence[object]] = field(default_factory=dict)
@@ -74,6 +76,7 @@ class Experts:
             groups=fields.count("n_group", 1) if grouped and fields.has("n_group") else 1,
             groups_chosen=fields.count("topk_group", 1) if grouped and fields.has("topk_group") else 1,
             bias=self.bias,
+            narrow=(training.router or ("float32" if self.exact else "model")) == "model",
             expert_scale=self.expert_scale,
         )
         if not grouped and self.groups:
