@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from mesh_tf_core.layers.positions import RelativeBias, Rotary, Sinusoids
     from mesh_tf_core.layers.recurrent import LightningAttention, Mamba2
     from mesh_tf_core.layers.routing import AnnealedDropout, ExpertChoice, Jitter, Router, TokenChoice
+    from mesh_tf_core.layers.selective import SelectiveStateSpace
     from mesh_tf_core.layers.top_experts import TopExperts
 
 # fmt: off
@@ -57,8 +58,8 @@ __all__ = [
     "ImageTokens", "Jitter", "LSHAttention", "LatentAttention", "LayerNorm", "LearnedPositions",
     "LightConv", "LightningAttention", "LocalAttention", "LocalAttention2D", "Mamba2", "Mixtape",
     "MixtureOfExperts", "MixtureOfExperts2D", "MixtureOfSoftmaxes", "ProductKeyMemory", "RMSNorm", "ReZero",
-    "RelativeAttention", "RelativeBias", "Rotary", "Router", "ScaleNorm", "SeparableConv", "Sinusoids",
-    "Synthesizer", "TalkingHeadsAttention", "TokenChoice", "TopExperts", "VocabularyCluster", "causal_mask",
+    "RelativeAttention", "RelativeBias", "Rotary", "Router", "ScaleNorm", "SelectiveStateSpace",
+    "SeparableConv", "Sinusoids", "Synthesizer", "TalkingHeadsAttention", "TokenChoice", "TopExperts", "VocabularyCluster", "causal_mask",
     "padding_mask", "segment_mask", "sigmoid_cross_entropy", "unit_einsum",
 ]
 # fmt: on

@@ -25,11 +25,13 @@ USUAL = {
     "self_attn.out_proj": "self_attn.o_proj",
     "operator_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
+    "pre_ff_layernorm": "post_attention_layernorm",
     "embedding_norm": "norm",
     "attention_layernorm": "input_layernorm",
     "feedforward_layernorm": "post_attention_layernorm",
     "pre_mlp_layernorm": "pre_feedforward_layernorm",
     "router.gate": "gate",
+    "router.weight": "gate.weight",
     "gate.wg": "gate",
     "shared_mlp": "shared_experts",
     "w1.": "gate_proj.",
@@ -52,6 +54,7 @@ RENAMED = (
     "gpt_neox",
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
+    "jamba",
     "lfm2",
     "lfm2_moe",
     "lfm3",
@@ -105,6 +108,8 @@ class Layer:
                 self.kimi(inner)
             elif "A_log" in inner and "linear_num_key_heads" in self.c:
                 self.delta(inner)
+            elif "x_proj.weight" in inner:
+                self.selective(inner)
             elif "A_log" in inner:
                 self.state_space(inner)
             elif "o_proj.weight" in inner or "dense.weight" in inner:
@@ -310,6 +315,22 @@ class Layer:
                 made[f"delta/{own}"] = w[f"{theirs}.weight"].T
         made |= {"delta/dt_bias": w[f"{gate}dt_bias"], "delta/log_a": w[f"{gate}A_log"].ravel()}
         made["delta/out_norm"] = w["o_norm.weight"]
+
+    def selective(self, w: Mapping[str, Any]) -> None:
+        rank, state = w["dt_proj.weight"].shape[1], w["A_log"].shape[1]
+        made = {"step_bias": w["dt_proj.bias"], "log_a": w["A_log"], "skip": w["D"]}
+        low = np.split(w["x_proj.weight"], [rank, rank + state])
+        for n, x in zip(("dt_down", "b", "c"), low, strict=True):
+            made[n] = x.T
+            if (norm := f"{n.removesuffix('_down')}_layernorm.weight") in w:
+                made[f"{n}_norm/scale"] = w[norm]
+        made |= {"dt": w["dt_proj.weight"].T, "x_conv/weight": w["conv1d.weight"][:, 0].T}
+        made |= {"x_conv/bias": w["conv1d.bias"]} if "conv1d.bias" in w else {}
+        for kind, own in (("weight", ""), ("bias", "_bias")):
+            if f"in_proj.{kind}" in w:
+                x, gate = np.split(w[f"in_proj.{kind}"], 2)
+                made |= {f"x{own}": x.T, f"gate{own}": gate.T, f"out{own}": w[f"out_proj.{kind}"].T}
+        self.made |= {f"mamba/{n}": x for n, x in made.items()}
 
     def state_space(self, w: Mapping[str, Any]) -> None:
         made = self.made

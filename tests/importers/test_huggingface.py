@@ -119,7 +119,7 @@ def test_losses_are_those_of_transformers(name: str) -> None:
 
 def check_parts(name: str) -> None:
     """Texts know nothing of each other, so that parts of a batch give the same gradients."""
-    model = from_huggingface(LOSSES[name]["config"], batch=4, length=16)
+    model = from_huggingface(LOSSES[name]["config"], batch=4, length=12)
     model.lower(mtf.Mesh("one:1"), mtf.Layout(""), Options(microbatches=2))
 
 

@@ -73,6 +73,10 @@ class HostLaunched(Joining):
         if not _in_library(loop):
             yield from super().stacked(program, loop)
 
+    def summed(self, program: Program, loop: Loop) -> Iterator[tuple[Unit, float]]:
+        if not _in_library(loop):
+            yield from super().summed(program, loop)
+
     def kernel(self, kernel: FusedKernel, local: Types) -> Iterator[Computed]:
         if not all(is_no_kernel(instr, local) for instr in kernel.instrs):
             inside = all(_in_library(instr) for instr in kernel.instrs)

@@ -341,6 +341,23 @@ def _mamba(reader: MixerReader, heads: int, d_head: int, names: Sequence[str]) -
     return nn.Mamba2(*dims, a, b, c, *added, epsilon=reader.norm.epsilon)
 
 
+def _selective(reader: MixerReader, begin: str = "", norm: Norm | None = None) -> nn.SelectiveStateSpace:
+    """The state space of Mamba; `begin`: of the fields' names, `norm`: of the three that depend on x."""
+    fields = reader.fields
+    fields.only("hidden_act", "silu")
+    fields.skip("time_step_min", "time_step_max", "time_step_floor")
+    width = fields.count("hidden_size")
+    inner = int(fields.number(f"{begin}expand", 2.0) * width)
+    own = ("d_state", "d_conv", "dt_rank", "proj_bias", "conv_bias")
+    theirs = ("state_size", "conv_kernel", "time_step_rank", "use_bias", "use_conv_bias")
+    state, taps, rank, bias, conv_bias = [f"{begin}{n}" for n in own] if begin else theirs
+    if not begin:
+        fields.only("intermediate_size", inner, None)
+    low = -(-width // 16) if fields.raw(rank, "auto") == "auto" else fields.count(rank)
+    dims = Dim("inner", inner), Dim("d_state", fields.count(state)), low, fields.count(taps)
+    return nn.SelectiveStateSpace(*dims, fields.flag(bias), fields.flag(conv_bias), norm)
+
+
 LINEARS: dict[str, Callable[[MixerReader], Any]] = {
     "convolution": lambda reader: forms.ShortConvolution(
         reader.fields.count("conv_L_cache"), reader.fields.flag("conv_bias")
@@ -349,6 +366,11 @@ LINEARS: dict[str, Callable[[MixerReader], Any]] = {
     "kimi": _kimi,
     "lightning": _lightning,
     "granite": _granite,
+    "mamba": _selective,
+    "falcon": lambda reader: _selective(
+        reader, norm=Norm(reader.fields.number("mixer_rms_eps", 1e-6), scale=False, steps=reader.norm.steps)
+    ),
+    "jamba": lambda reader: _selective(reader, "mamba_", reader.norm),
     "nemotron": _nemotron,
     "mamba2": lambda reader: replace(_nemotron(reader), least=0.0),
 }

@@ -61,7 +61,7 @@ class Experts:
         for name, values in self.only.items():
             fields.only(name, *values)
         count = fields.count(fields.first(self.count, "num_local_experts"), least=0)
-        if not count:
+        if count < 1 + fields.has("expert_layer_period"):  # one expert of Jamba is none
             fields.skip(self.chosen, self.d_ff)
             return [None] * layers
         method = fields.raw("topk_method", "") if self.scores == "softmax" else ""
@@ -117,6 +117,9 @@ class Experts:
         if self.first is not None:
             fields.only("moe_layer_freq", 1)
             return [i >= first for i in range(layers)]
+        if fields.has("expert_layer_period"):
+            every, at = fields.count("expert_layer_period"), fields.count("expert_layer_offset", 1, least=0)
+            return [i % every == at for i in range(layers)]
         begin = fields.count("moe_layer_start_index", 0, least=0)
         end = fields.count("moe_layer_end_index", -1, least=-1)
         some = range(begin, layers if end == -1 else end + 1)

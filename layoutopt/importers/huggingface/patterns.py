@@ -98,6 +98,12 @@ def linear(fields: Fields, count: int) -> Sequence[str]:
     return fields.listed("layers_block_type") or [FULL if i in full else LINEAR for i in range(count)]
 
 
+def jamba(fields: Fields, count: int) -> Sequence[str]:
+    """Jamba: attention in one layer of each period."""
+    every, first = fields.count("attn_layer_period", 8), fields.count("attn_layer_offset", 4, least=0)
+    return [FULL if i % every == first else LINEAR for i in range(count)]
+
+
 def convolved(fields: Fields, count: int) -> Sequence[str]:
     """LFM2: convolutions, but for the layers that are listed as attention; all are without a list."""
     full = fields.listed("full_attn_idxs") if fields.has("full_attn_idxs") else range(count)
