@@ -59,8 +59,8 @@ __all__ = [
     "LightConv", "LightningAttention", "LocalAttention", "LocalAttention2D", "Mamba2", "Mixtape",
     "MixtureOfExperts", "MixtureOfExperts2D", "MixtureOfSoftmaxes", "ProductKeyMemory", "RMSNorm", "ReZero",
     "RelativeAttention", "RelativeBias", "Rotary", "Router", "ScaleNorm", "SelectiveStateSpace",
-    "SeparableConv", "Sinusoids", "Synthesizer", "TalkingHeadsAttention", "TokenChoice", "TopExperts", "VocabularyCluster", "causal_mask",
-    "padding_mask", "segment_mask", "sigmoid_cross_entropy", "unit_einsum",
+    "SeparableConv", "Sinusoids", "Synthesizer", "TalkingHeadsAttention", "TokenChoice", "TopExperts",
+    "VocabularyCluster", "causal_mask", "padding_mask", "segment_mask", "sigmoid_cross_entropy", "unit_einsum",
 ]
 # fmt: on
 

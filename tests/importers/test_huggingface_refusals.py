@@ -33,8 +33,8 @@ def changed(**more: Any) -> dict[str, Any]:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
-        {**TINY, "model_type": "rwkv", "architectures": None},
-        r"model_type 'rwkv' is not supported; layoutopt lacks recurrences.*; nearest: .*; write this",
+        {**TINY, "model_type": "zamba", "architectures": None},
+        r"model_type 'zamba' is not supported; layoutopt lacks one block.*; nearest: mamba, .*; write this",
     ),
     (
         {"hidden_size": 4},
