@@ -60,7 +60,8 @@ __all__ = [
     "MixtureOfExperts", "MixtureOfExperts2D", "MixtureOfSoftmaxes", "ProductKeyMemory", "RMSNorm", "ReZero",
     "RelativeAttention", "RelativeBias", "Rotary", "Router", "ScaleNorm", "SelectiveStateSpace",
     "SeparableConv", "Sinusoids", "Synthesizer", "TalkingHeadsAttention", "TokenChoice", "TopExperts",
-    "VocabularyCluster", "causal_mask", "padding_mask", "segment_mask", "sigmoid_cross_entropy", "unit_einsum",
+    "VocabularyCluster", "causal_mask", "padding_mask", "segment_mask", "sigmoid_cross_entropy",
+    "unit_einsum",
 ]
 # fmt: on
 

@@ -55,9 +55,11 @@ C = TypeVar("C", Computed, Computed | Called)
 
 
 def is_no_kernel(instr: Local, local: Types) -> bool:
-    """Rules (1) and (3): whether an instruction is the host's, or moves nothing."""
+    """Rules (1), (3), (10): whether an instruction is the host's, moves nothing, or is part of a library's
+    kernels."""
     types = (local(i) for i in (*instr.inputs, *instr.outputs))
-    return of_ring(instr.op) or all(not t.shape.dims and not is_float(t.dtype) for t in types)
+    counts = all(not t.shape.dims and not is_float(t.dtype) for t in types)
+    return counts or of_ring(instr.op) or _in_library(instr)
 
 
 @dataclass(frozen=True)
@@ -79,29 +81,27 @@ class HostLaunched(Joining):
 
     def kernel(self, kernel: FusedKernel, local: Types) -> Iterator[Computed]:
         if not all(is_no_kernel(instr, local) for instr in kernel.instrs):
-            inside = all(_in_library(instr) for instr in kernel.instrs)
-            yield from _joined(super().kernel(kernel, local), kernel.instrs[0], inside)
+            yield from _joined(super().kernel(kernel, local), kernel.instrs[0])
 
     def local(self, instr: Local, find: Find, local: Types) -> Iterator[Computed | Called]:
         if isinstance(op := instr.op, LibraryKernels):
             size = local(instr.outputs[0]).shape.size
             for moved, flops, chunks in op.kernels:
-                yield Computed(Quantity(flops * size, moved * size, "data", "bfloat16", chunks=chunks), 0.0)
+                own = flops * size
+                yield Computed(Quantity(own, moved * size, "data", "bfloat16", chunks=chunks), own)
         elif not is_no_kernel(instr, local):
-            yield from _joined(super().local(instr, find, local), instr, _in_library(instr))
+            yield from _joined(super().local(instr, find, local), instr)
 
 
 def _in_library(instr: Instr) -> bool:
+    """Rule (10): whether a library's kernels do it, which are priced by themselves."""
     return KERNEL in instr.origin.scope.split("/")
 
 
-def _joined(items: Iterable[C], instr: Local, inside: bool) -> Iterator[C]:
-    """Rules (9) and (10) for the items of an instruction, or of those `inside` a kernel."""
+def _joined(items: Iterable[C], instr: Local) -> Iterator[C]:
+    """Rule (9) for the items of an instruction."""
     for item in items:
-        if isinstance(item, Computed) and inside:
-            made = Quantity(0.0, 0.0, item.quantity.op_class, item.quantity.dtype, joins=True)
-            item = replace(item, quantity=made)
-        elif isinstance(item, Computed) and instr.origin.phase == Phase.UPDATE:
+        if isinstance(item, Computed) and instr.origin.phase == Phase.UPDATE:
             item = replace(item, quantity=replace(item.quantity, joins=True))
         yield item
 
