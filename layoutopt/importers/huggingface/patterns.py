@@ -12,15 +12,18 @@ LayerPattern = Callable[[Fields, int], Sequence[str]]
 """From a configuration and its number of layers: the kind of each."""
 
 
-def alternating(every: int, names: Sequence[str] = (), usual: str = SLIDING, full: int = -1) -> LayerPattern:
+def alternating(
+    every: int, names: Sequence[str] = (), usual: str = SLIDING, full: int | str = -1
+) -> LayerPattern:
     """Layers of kind `usual`; each `every`-th, a number or a word of so many letters that one of `names` may
-    change, is full: the last of them, or the one of number `full`."""
+    change, is full: the last of them, or the one of number `full`, or that such a field has."""
 
     def kinds(fields: Fields, count: int) -> Sequence[str]:
         name = fields.first(*names) if names else ""
         word = fields.raw(name)
         period = len(word) if isinstance(word, str) else fields.count(name, every) if names else every
-        return [usual if (i - full) % period else FULL for i in range(count)]
+        at = fields.count(full, least=0) if isinstance(full, str) else full
+        return [usual if (i - at) % period else FULL for i in range(count)]
 
     return kinds
 
@@ -96,12 +99,6 @@ def linear(fields: Fields, count: int) -> Sequence[str]:
     """State spaces, but for the layers that are listed as attention."""
     full = fields.listed("attn_layer_indices")
     return fields.listed("layers_block_type") or [FULL if i in full else LINEAR for i in range(count)]
-
-
-def jamba(fields: Fields, count: int) -> Sequence[str]:
-    """Jamba: attention in one layer of each period."""
-    every, first = fields.count("attn_layer_period", 8), fields.count("attn_layer_offset", 4, least=0)
-    return [FULL if i % every == first else LINEAR for i in range(count)]
 
 
 def convolved(fields: Fields, count: int) -> Sequence[str]:
