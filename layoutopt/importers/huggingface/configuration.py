@@ -363,10 +363,9 @@ def _built(found: Configuration, hparams: Mapping[str, Any]) -> Model:
     given = {f.name: getattr(model, f.name) for f in fields_of(model)}
     mixed = getattr(made, "mixtures", 0)
     written = {"gates": training.gates or "hidden", "router": training.router} if mixed else {}
-    if isinstance(made, LanguageModel) and not made.norm.center:
-        written["norms"] = training.norms or "library"
-    if isinstance(made, LanguageModel) and made.recurrent:
-        written["scans"] = training.scans or "steps"
+    if isinstance(made, LanguageModel):
+        written |= {} if made.norm.center else {"norms": training.norms or "library"}
+        written |= {"scans": training.scans or "steps"} if made.recurrent else {}
     return ConfiguredModel(**{**given, "hparams": hparams, "remarks": remarks}, found=found, written=written)
 
 
