@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from costmodels.kernels.compute import MATMUL_CLASSES
 from costmodels.pricing.items import Computed, Item
@@ -87,6 +88,20 @@ class Line:
     @property
     def is_communication(self) -> bool:
         return bool(self.item.axes)
+
+    def facts(self) -> dict[str, Any]:
+        """What records and tables have of it."""
+        return {
+            "scope": self.origin.scope,
+            "phase": self.origin.phase,
+            "axes": self.axes,
+            "runs": self.times,
+            "seconds": self.seconds,
+            "exposed_seconds": self.exposed,
+            "flops": self.flops,
+            "bytes": self.bytes,
+            "sent_bytes": self.sent,
+        }
 
 
 def is_launched(item: Item) -> bool:

@@ -111,23 +111,8 @@ class PricedLayout(Shown):
 
     def to_frame(self) -> Any:
         """One row per instruction, in the order of the program. Times are those of one of its `runs`."""
-        return table(
-            [
-                {
-                    "operation": x.name,
-                    "scope": x.origin.scope,
-                    "phase": x.origin.phase,
-                    "axes": "+".join(x.axes),
-                    "runs": x.times,
-                    "seconds": x.seconds,
-                    "exposed_seconds": x.exposed,
-                    "flops": x.flops,
-                    "bytes": x.bytes,
-                    "sent_bytes": x.sent,
-                }
-                for x in self.evaluation.cost.lines
-            ]
-        )
+        lines = self.evaluation.cost.lines
+        return table([{"operation": x.name, **x.facts(), "axes": "+".join(x.axes)} for x in lines])
 
     def __repr__(self) -> str:
         p, of = self.predicted, self.evaluation

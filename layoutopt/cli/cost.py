@@ -75,17 +75,9 @@ def opened_lines(found: Evaluation) -> list[CostLine]:
         CostLine(
             operation=x.name,
             fused=x.text.split(" + ") if " + " in x.text else [],
-            scope=x.origin.scope,
-            phase=x.origin.phase,
-            axes=list(x.axes),
             purpose=x.purpose,
-            runs=x.times,
-            seconds=x.seconds,
-            exposed_seconds=x.exposed,
-            flops=x.flops,
-            bytes=x.bytes,
-            sent_bytes=x.sent,
             formula=formula(found.prices, x, meanwhile.get(x.value)),
+            **x.facts(),
         )
         for x in found.cost.lines
     ]

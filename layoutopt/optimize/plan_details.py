@@ -128,22 +128,9 @@ def _code(shown: Mapping[str, str]) -> dict[str, str]:
 def _line(x: Line, place: str) -> PricedLine:
     from layoutopt.plan.details import PricedLine
 
-    return PricedLine(
-        op=x.name,
-        node=x.origin.node,
-        scope=x.origin.scope,
-        phase=x.origin.phase,
-        kind=x.kind,
-        times=x.times,
-        seconds=x.seconds,
-        exposed_seconds=x.exposed,
-        flops=x.flops,
-        bytes=x.bytes,
-        axes=tuple(x.axes),
-        sent_bytes=x.sent,
-        communication=x.is_communication,
-        place=place,
-    )
+    said = x.facts()
+    said |= {"op": x.name, "node": x.origin.node, "kind": x.kind, "times": said.pop("runs")}
+    return PricedLine(**said, communication=x.is_communication, place=place)
 
 
 def _shares(cost: Cost) -> TimeShares:
