@@ -21,9 +21,8 @@ from layoutopt.plan.size_results import PAYS, Unfit
 from layoutopt.plan.units import count, digits
 from layoutopt.sizing.family import Family, SizeCandidate
 from layoutopt.sizing.forecast import Forecast, ParameterCount
-from layoutopt.sizing.none_found import all_late, nothing
 from layoutopt.sizing.question import DAY, GUESSED_MFU, HOUR, SizingQuestion
-from layoutopt.sizing.rows import SAME, SizeRow, whole_nodes
+from layoutopt.sizing.rows import SAME, SizeRow, all_late, nothing, whole_nodes
 from layoutopt.sizing.timing import OfferedHardware, Timer, Timing, fewest
 from mesh_tf_core.errors import InfeasibleError, LimitError
 

@@ -132,19 +132,11 @@ def sized(row: SizeRow, forecast: Forecast, on_frontier: bool) -> SizedCandidate
     decided = {name: getattr(found, name) for name in Decided.model_fields}
     return SizedCandidate(
         hparams=dict(candidate.hparams),
-        parameters=int(candidate.size.total),
         tokens=row.tokens,
-        loss=row.loss,
         flops=row.tokens * candidate.flops_per_token,
-        hardware=row.timing.machine.name,
-        devices=row.timing.devices,
         mesh=found.mesh,
         layout=found.layout,
-        step_seconds=row.timing.step_seconds,
         mfu=plan.predicted.mfu,
-        days=row.days,
-        chip_hours=row.chip_hours,
-        money=row.money,
         non_embedding=int(candidate.size.non_embedding),
         loss_interval=interval,
         tokens_per_second=row.timing.tokens_per_second,
@@ -155,21 +147,8 @@ def sized(row: SizeRow, forecast: Forecast, on_frontier: bool) -> SizedCandidate
         gap=plan.solver.gap,
         beyond=forecast.outside(candidate.size, row.tokens),
         frontier=on_frontier,
+        **row.facts(),
         **decided,
-    )
-
-
-def beaten(row: SizeRow) -> Beaten:
-    """The sizes that were not searched, as plain data."""
-    return Beaten(
-        parameters=int(row.candidate.size.total),
-        hardware=row.timing.machine.name,
-        devices=row.timing.devices,
-        loss=row.loss,
-        step_seconds=row.timing.step_seconds,
-        days=row.days,
-        chip_hours=row.chip_hours,
-        money=row.money,
     )
 
 
@@ -211,7 +190,7 @@ def result_of(answering: Answering, best: SizeRow) -> SizeResult:
         best=answer,
         candidates=[told[id(r)] for r in rows],
         scaled={} if question.goal == "tokens" and answering.sizes is None else answering.family.powers,
-        beaten=[*map(beaten, answering.beaten)],
+        beaten=[Beaten(**row.facts()) for row in answering.beaten],
         unfit=answering.unfit,
         unsearched=[machine.name for machine in answering.machines if machine.name not in seen],
         optimum=optimum(answering, best),

@@ -1,19 +1,26 @@
-"""The rows of a sizing: results of a size on several numbers of devices, and the choice of those worth a
-search."""
+"""The rows of a sizing: results of a size on several numbers of devices, the choice of those worth a search,
+and why a question has no row: proven, or not searched in time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from costmodels.hardware import GpuCluster
+from layoutopt.plan.size_results import Unfit
+from layoutopt.plan.training import lasts
+from layoutopt.plan.units import count
 from layoutopt.sizing.family import SizeCandidate
+from layoutopt.sizing.question import DAY
 from layoutopt.sizing.timing import Timing
+from mesh_tf_core.errors import InfeasibleError, LimitError, NoLayoutError
 
 NEAR_LOSS, NEAR_COST = 0.01, 1.1
 """Nats per token above the best, and times the least cost, that are called flat."""
 SAME = 1e-9
 """Relative difference that rounding makes."""
+_UNSEARCHED = "some sizes were not searched within the time limit; raise --time-limit"
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,19 @@ class SizeRow:
         """The machine and its devices."""
         return self.timing.machine.name, self.timing.devices
 
+    def facts(self) -> dict[str, Any]:
+        """What results have of it, searched or not."""
+        return {
+            "parameters": int(self.candidate.size.total),
+            "hardware": self.timing.machine.name,
+            "devices": self.timing.devices,
+            "loss": self.loss,
+            "step_seconds": self.timing.step_seconds,
+            "days": self.days,
+            "chip_hours": self.chip_hours,
+            "money": self.money,
+        }
+
     def beats(self, other: SizeRow) -> bool:
         """True if it is better in loss, days or cost, and worse in none."""
         mine, its = (self.loss, self.days, self.cost), (other.loss, other.days, other.cost)
@@ -64,3 +84,41 @@ def frontier(rows: Iterable[SizeRow]) -> set[int]:
     """Ids of the rows that no other beats."""
     every = [*rows]
     return {id(r) for r in every if not any(other.beats(r) for other in every)}
+
+
+def nothing(unfit: Sequence[Unfit], missing: int) -> NoLayoutError | LimitError:
+    """The error of a question without any row; `missing`: searches for which there was no time."""
+    if missing and not unfit:
+        return LimitError("no size was searched within the time limit; raise --time-limit")
+    none, near = f"none of the {len(unfit)} searched candidates meets the target", unfit[0]
+    if missing:
+        return LimitError(f"{none}, and {_UNSEARCHED}")
+    place = f"{count(near.parameters)} parameters on {near.devices:,} {near.hardware}"
+    return InfeasibleError(f"{none}; for example, with {place}: {near.reason}")
+
+
+def all_late(
+    days: float, rows: Sequence[SizeRow], unended: Sequence[SizeRow], missing: int
+) -> NoLayoutError | LimitError:
+    """The error where no row ends in time; `unended`: those that may, by the bounds of searches that did not
+    end."""
+    soonest = min(rows, key=lambda r: r.days)
+    fastest = f"the fastest, {_place(soonest)}, takes {lasts(DAY * soonest.days)}"
+    late = f"none of the searched sizes ends within {days:g} days"
+    if unended:
+        return LimitError(
+            f"{late} ({fastest}), but the search of {', '.join(map(_place, unended))} did not end, and "
+            "faster layouts may meet it; raise --time-limit"
+        )
+    if missing:
+        return LimitError(f"{late}, and {_UNSEARCHED}")
+    assert soonest.timing.plan is not None
+    parts = ", ".join(map(str, soonest.timing.plan.question.microbatches))
+    return InfeasibleError(
+        f"--days {days:g}: no candidate is fast enough; {fastest} (with {parts} microbatches: no other "
+        "number was tried); allow more days, or offer more or faster devices (--devices, --hardware)"
+    )
+
+
+def _place(row: SizeRow) -> str:
+    return f"{count(row.candidate.size.total)} parameters on {row.timing.devices:,} {row.timing.machine.name}"
