@@ -10,8 +10,15 @@ from reports.figures.chart import SEARCH, chart
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, text_width
 from reports.tables import rows as tables
 from reports.theme import axis_token
-from reports.views.dims import dimension_rows
-from reports.views.variables import VariableGroup, grouped, piece_shares, shape_text, split_text, totals
+from reports.views.variables import (
+    VariableGroup,
+    dimension_rows,
+    grouped,
+    piece_shares,
+    shape_text,
+    split_text,
+    totals,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

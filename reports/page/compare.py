@@ -24,9 +24,16 @@ from reports.page.answers import accuracy, fit, proof
 from reports.page.cells import PageBlock
 from reports.plan import one_model, words
 from reports.svg import figure_svg
-from reports.views.dims import DimensionRow, dimension_rows
 from reports.views.layouts import chips
-from reports.views.variables import VariableGroup, grouped, piece_shares, shape_text, split_text
+from reports.views.variables import (
+    DimensionRow,
+    VariableGroup,
+    dimension_rows,
+    grouped,
+    piece_shares,
+    shape_text,
+    split_text,
+)
 from reports.views.view import BYTES, FLOP, RULES, SECONDS, Cell, Column, Kind, View, ViewRow
 
 SHOWN = 3

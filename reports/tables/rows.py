@@ -24,10 +24,9 @@ from reports.plan import dims_on, lies_on, number, number_text
 from reports.theme import axis_token
 from reports.views import work
 from reports.views.curves import factor_value, layout_letters
-from reports.views.dims import dimension_rows
 from reports.views.layouts import chips, data
 from reports.views.timeline import holdings_at_peak, phases
-from reports.views.variables import grouped, piece_shares, shape_text, split_text
+from reports.views.variables import dimension_rows, grouped, piece_shares, shape_text, split_text
 from reports.views.view import (
     BYTES,
     ERROR,

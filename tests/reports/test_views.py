@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from layoutopt.plan.details import MemoryTimeline, Point
 from reports.reader import plan_of
 from reports.views.choices import best_alternative, frontier, ranked
-from reports.views.dims import dimension_rows
 from reports.views.timeline import LEAST, phases, placed, stretched, thinned, total_seconds
-from reports.views.variables import grouped, split_text, totals
+from reports.views.variables import dimension_rows, grouped, split_text, totals
 from reports.views.work import shares, work
 from tests.reports import sample
 
