@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +70,11 @@ def curve_fault(points: Iterable[tuple[float, float]]) -> str | None:
 
 def monotone(samples: Iterable[tuple[float, float]]) -> Curve:
     """The non-decreasing curve nearest to noisy `samples` (least squares; equal x are averaged)."""
+    from scipy.optimize import isotonic_regression
+
     by_x: dict[float, list[float]] = {}
     for x, y in samples:
         by_x.setdefault(float(x), []).append(float(y))
-    blocks: list[tuple[list[float], float, int]] = []  # the x of a block, its mean, its weight
-    for x in sorted(by_x):
-        ys = by_x[x]
-        blocks.append(([x], sum(ys) / len(ys), len(ys)))
-        while len(blocks) > 1 and blocks[-2][1] > blocks[-1][1]:
-            xs1, mean1, n1 = blocks.pop()
-            xs0, mean0, n0 = blocks.pop()
-            blocks.append((xs0 + xs1, (mean0 * n0 + mean1 * n1) / (n0 + n1), n0 + n1))
-    return Curve(tuple((x, mean) for xs, mean, _ in blocks for x in xs))
+    order = sorted(by_x)
+    found = isotonic_regression([mean(by_x[x]) for x in order], weights=[len(by_x[x]) for x in order])
+    return Curve(tuple(zip(order, found.x.tolist(), strict=True)))

@@ -18,12 +18,15 @@ STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 def round_steps(high: float, count: int = 4) -> list[float]:
     """0 and the multiples of a round step up to `high`, about `count` of them."""
-    if high <= 0:
-        return [0.0]
-    raw = high / count
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next((s * power for s in STEPS if s * power >= raw * 0.999), 10 * power)
-    return [step * i for i in range(int(high / step + 1e-9) + 1)]
+    return _multiples(0.0, high, count) if high > 0 else [0.0]
+
+
+def _multiples(low: float, high: float, count: int) -> list[float]:
+    """The multiples of a round step in a range: two or more, about `count` of them."""
+    from matplotlib.ticker import MaxNLocator
+
+    found = MaxNLocator(count, steps=STEPS).tick_values(low, high)
+    return [float(x) for x in found if low <= x <= high * (1 + 1e-9)]
 
 
 def byte_steps(high: float, count: int = 4) -> list[float]:
@@ -45,20 +48,9 @@ def log_steps(low: float, high: float, most: int = 5) -> list[float]:
         if len(found) <= most:
             break
     stride = max(1, math.ceil(len(found) / most))
-    return found[::stride] if len(found) > 1 else _multiples(low, high)
-
-
-def _multiples(low: float, high: float) -> list[float]:
-    """Two or more multiples of the largest round step that has so many in a narrow range."""
-    if high <= low:
-        return [low]
-    power = 10.0 ** math.floor(math.log10(high - low))
-    found: list[float] = []
-    for step in (s * power for s in (5.0, 2.5, 2.0, 1.0, 0.5, 0.25)):
-        found = [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
-        if len(found) > 1:
-            break
-    return found
+    if len(found) > 1:
+        return found[::stride]
+    return _multiples(low, high, 2) if low < high else [low]
 
 
 def padded(values: Sequence[float], share: float = 0.08) -> tuple[float, float]:
