@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from costmodels.calibration import calibrate  # noqa: E402
 from costmodels.calibration.runner import machine, versions  # noqa: E402
 from costmodels.hardware import Hardware, read_hardware, write_profile  # noqa: E402
-from layoutopt.analysis.validate import validate  # noqa: E402
+from layoutopt.analysis.validate import ValidationRuns, validate  # noqa: E402
 from layoutopt.models.loading import load_model  # noqa: E402
 from mesh_tf_core import Mesh  # noqa: E402
 from mesh_tf_core.engines import prepare  # noqa: E402
@@ -81,13 +81,11 @@ def main() -> None:
             loaded.model,
             mesh,
             hardware,
-            count=args.count,
-            steps=args.steps,
-            batch=next(loaded.data()),
+            runs=ValidationRuns(count=args.count, steps=args.steps, batch=next(loaded.data())),
             on_progress=lambda what, done, total: print(
                 f"\r{done}/{total} {what:60.60}", end="", file=sys.stderr
             ),
-        )
+        ).to_json()
         print(file=sys.stderr)
         found.append({"model": name, "repeat": repeat, **result})
         show(name, result)

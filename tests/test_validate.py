@@ -30,38 +30,38 @@ def rows(predicted: list[float], measured: list[float]):
 
 def test_statistics_of_known_rows():
     found = result(*rows([1.0, 2.0, 3.0, 4.0], [1.1, 2.0, 2.4, 8.0]))
-    assert found["mape"] == pytest.approx((1 / 11 + 0 + 0.25 + 0.5) / 4)
-    assert found["kendall_tau"] == pytest.approx(1.0)
-    assert found["spearman"] == pytest.approx(1.0)
-    assert found["regret"] == pytest.approx(0.0)
+    assert found.mape == pytest.approx((1 / 11 + 0 + 0.25 + 0.5) / 4)
+    assert found.kendall_tau == pytest.approx(1.0)
+    assert found.spearman == pytest.approx(1.0)
+    assert found.regret == pytest.approx(0.0)
 
 
 def test_one_exchanged_pair():
     found = result(*rows([1.0, 2.0, 3.0, 4.0], [2.0, 1.0, 3.0, 4.0]))
-    assert found["kendall_tau"] == pytest.approx(1 - 2 / 6)
-    assert found["spearman"] == pytest.approx(1 - 6 * 2 / (4 * 15))
-    assert found["regret"] == pytest.approx(1.0)
+    assert found.kendall_tau == pytest.approx(1 - 2 / 6)
+    assert found.spearman == pytest.approx(1 - 6 * 2 / (4 * 15))
+    assert found.regret == pytest.approx(1.0)
 
 
 def test_a_row_says_what_ran_and_how_sure_it_is():
     found = result(*rows([1.0, 2.0], [1.0, 2.0]), drift=1.25)
-    assert found["rows"][1] == {
+    assert found.rows[1].to_json() == {
         "layout": "batch:a1",
         "predicted_seconds": 2.0,
         "measured_seconds": 2.0,
         "name": "n1",
         "spread": pytest.approx(0.01),
     }
-    assert not found["noise"]["noisy"]
-    assert found["noise"]["drift"] == 1.25
+    assert not found.noise.noisy
+    assert found.noise.drift == 1.25
 
 
 def test_a_noisy_machine_is_said():
     chosen, samples = rows([1.0, 2.0], [1.0, 2.0])
     disturbed = [[TimingSample(s.wall, 0.5, s.wall, 2) for s in group] for group in samples]
     found = result(chosen, disturbed)
-    assert found["noise"]["noisy"]
-    assert "other processes used 50% of the cores" in found["noise"]["words"]
+    assert found.noise.noisy
+    assert "other processes used 50% of the cores" in found.noise.words
 
 
 def test_strata_spread_over_the_range():
@@ -91,10 +91,10 @@ def test_a_real_run_has_one_row_for_each_layout():
         ValidationRuns(steps=2),
         on_progress=lambda *said: heard.append(said),
     )
-    assert [row["layout"] for row in found["rows"]] == ["batch:data", "", "hidden:data"]
-    assert all(row["measured_seconds"] > 0 for row in found["rows"])
-    assert -1 <= found["kendall_tau"] <= 1
-    assert found["noise"]["drift"] is None
+    assert [row.layout for row in found.rows] == ["batch:data", "", "hidden:data"]
+    assert all(row.measured_seconds > 0 for row in found.rows)
+    assert -1 <= found.kendall_tau <= 1
+    assert found.noise.drift is None
     assert heard[-1][1] == heard[-1][2] == 9
 
 

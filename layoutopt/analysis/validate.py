@@ -36,6 +36,8 @@ from costmodels.hardware import Hardware, machine_of
 from costmodels.pricing.pricer import Pricer, pricer
 from layoutopt.analysis.difference import difference_notes
 from layoutopt.optimize.baselines import by_name
+from layoutopt.plan.evidence import MeasuredLayout, Noise
+from layoutopt.plan.results import ValidateResult
 from layoutopt.space.allow import USUAL
 from layoutopt.space.decisions import ANYTHING
 from layoutopt.space.splits import domains
@@ -50,30 +52,22 @@ TRIES = 50
 """Random layouts tried for each one that is wanted: many split two dimensions of a tensor over one axis."""
 
 
-@dataclass(frozen=True)
-class ValidationRow:
-    """One layout, predicted and measured."""
-
-    layout: str
-    predicted_seconds: float
-    measured_seconds: float
-
-
-def summary(rows: Sequence[ValidationRow]) -> dict[str, Any]:
-    """(1)-(4) with the rows; correlations of fewer than two different times are NaN."""
+def summary(rows: Sequence[MeasuredLayout], disturbed: Noise = Noise()) -> ValidateResult:  # noqa: B008
+    """(1)-(4) with the rows; correlations of fewer than two different times are unknown."""
     from scipy import stats
 
     predicted = [row.predicted_seconds for row in rows]
     measured = [row.measured_seconds for row in rows]
     ordered = len(set(predicted)) > 1 and len(set(measured)) > 1
     first = min(rows, key=lambda row: row.predicted_seconds)
-    return {
-        "rows": [asdict(row) for row in rows],
-        "mape": sum(abs(p - m) / m for p, m in zip(predicted, measured, strict=True)) / len(rows),
-        "kendall_tau": float(stats.kendalltau(predicted, measured).statistic) if ordered else float("nan"),
-        "spearman": float(stats.spearmanr(predicted, measured).statistic) if ordered else float("nan"),
-        "regret": first.measured_seconds / min(measured) - 1.0,
-    }
+    return ValidateResult(
+        rows=tuple(rows),
+        mape=sum(abs(p - m) / m for p, m in zip(predicted, measured, strict=True)) / len(rows),
+        kendall_tau=float(stats.kendalltau(predicted, measured).statistic) if ordered else None,
+        spearman=float(stats.spearmanr(predicted, measured).statistic) if ordered else None,
+        regret=first.measured_seconds / min(measured) - 1.0,
+        noise=disturbed,
+    )
 
 
 def sample_layouts(model: Model, mesh: Mesh, count: int, seed: int = 0) -> list[Layout]:
@@ -146,17 +140,12 @@ def validate(
     layouts: Sequence[Layout | str] | None = None,
     runs: ValidationRuns = USUAL_RUNS,
     on_progress: OnProbe | None = None,
-) -> dict[str, Any]:
+) -> ValidateResult:
     """Runs layouts of a model on this machine's mesh and compares.
 
     Args:
       hardware: that predicts; a calibrated profile, to mean anything.
       layouts: layouts to run (None: as many as `runs` says, chosen as the module describes).
-
-    Returns:
-      rows (layout, predicted_seconds, measured_seconds, name, spread), mape, kendall_tau, spearman, regret,
-      and `noise`: whether other processes disturbed the measurement, and `drift`, the time that the
-      calibration's own reference takes now relative to then (None: the profile has none), and `notes`.
 
     Raises:
       UserError: fewer than two layouts, or one that is not legal.
@@ -180,9 +169,10 @@ def validate(
     with watched as drift:
         samples = run(model, team, chosen, runs.steps, runs.batch, on_progress, drift.measure)
         found = result(chosen, samples, drift.ratio)
-    times = [(row["predicted_seconds"], row["measured_seconds"]) for row in found["rows"]]
-    load = found["noise"]["foreign"]
-    return {**found, "notes": difference_notes(times, mesh, team.engine, machine, load, drift.ratio)}
+    times = [(row.predicted_seconds, row.measured_seconds) for row in found.rows]
+    load = found.noise.foreign or 0.0
+    notes = difference_notes(times, mesh, team.engine, machine, load, drift.ratio)
+    return found.model_copy(update={"notes": tuple(notes)})
 
 
 def _chosen(
@@ -201,15 +191,20 @@ def _chosen(
 
 def result(
     chosen: Sequence[RunCandidate], samples: Sequence[Sequence[TimingSample]], drift: float | None = None
-) -> dict[str, Any]:
+) -> ValidateResult:
     """The object of `--json`, from the runs."""
-    rows = [ValidationRow(str(c.layout), c.seconds, typical(s)) for c, s in zip(chosen, samples, strict=True)]
-    found = summary(rows)
-    for row, c, s in zip(found["rows"], chosen, samples, strict=True):
-        row.update(name=c.name, spread=repeats_spread(s))
+    rows = [
+        MeasuredLayout(
+            layout=str(c.layout),
+            predicted_seconds=c.seconds,
+            measured_seconds=typical(s),
+            name=c.name,
+            spread=repeats_spread(s),
+        )
+        for c, s in zip(chosen, samples, strict=True)
+    ]
     said = noise(samples)
-    disturbed = {"noisy": said.noisy, "foreign": said.foreign, "spread": said.spread, "words": said.words}
-    return {**found, "noise": {**disturbed, "drift": drift}}
+    return summary(rows, Noise(**asdict(said), noisy=said.noisy, words=said.words, drift=drift))
 
 
 def seconds_of(model: Model, mesh: Mesh, layout: Layout, prices: Pricer) -> float:

@@ -17,7 +17,6 @@ from layoutopt.optimize.evaluator import evaluate
 from layoutopt.plan.build import Plan
 from layoutopt.plan.evidence import Validation
 from layoutopt.plan.notebook import Shown, table
-from layoutopt.plan.results import ValidateResult
 from layoutopt.plan.units import plural, share_text
 from layoutopt.runtime.clock import Clock
 from layoutopt.space.exclusions import VERIFY, refuse
@@ -83,7 +82,7 @@ def validate(
     found = validation.validate(
         model, mesh, machine_of(hardware, framework, model.framework), layouts, how, on_progress
     )
-    return Validated(ValidateResult.model_validate(found))
+    return Validated(found)
 
 
 def verify(

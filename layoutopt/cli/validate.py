@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,6 +18,7 @@ from reports.views.view import RULES, SECONDS, TIMES, WHOLE, Column, Kind, View
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
+    from layoutopt.plan.evidence import Validation
 
 
 MOST = 1000
@@ -69,40 +70,41 @@ def validate(
         text = json.dumps(plain(found.data), indent=1) + "\n"
         with terminal.saved(out, lambda path: write_file(path, text, "--out"), "the validation"):
             terminal.result(found.data)
-            _show(terminal, found.to_json(), machine)
+            _show(terminal, found.data, machine)
 
 
-def _show(terminal: Terminal, found: dict[str, Any], machine: Hardware) -> None:
+def _show(terminal: Terminal, found: Validation, machine: Hardware) -> None:
+    assert found.mape is not None and found.regret is not None
     unmeasured = "" if machine.calibrated else " (not calibrated; run `layoutopt calibrate` first)"
     terminal.show(
-        _layouts(found["rows"]),
+        _layouts(found),
         "",
         facts(
             [
                 ("hardware", f"{machine.name}{unmeasured}"),
-                ("machine", found["noise"]["words"]),
+                ("machine", found.noise.words),
                 (
                     "MAPE",
-                    f"{100 * found['mape']:.1f}%: mean absolute percentage error of the predicted times",
+                    f"{100 * found.mape:.1f}%: mean absolute percentage error of the predicted times",
                 ),
                 (
                     "Kendall tau",
-                    f"{_number(found['kendall_tau'])}: rank correlation; 1 if the predicted order is the "
+                    f"{_number(found.kendall_tau)}: rank correlation; 1 if the predicted order is the "
                     "measured order",
                 ),
-                ("Spearman", f"{_number(found['spearman'])}: rank correlation"),
+                ("Spearman", f"{_number(found.spearman)}: rank correlation"),
                 (
                     "regret",
-                    f"{100 * found['regret']:.1f}%: extra time of the layout predicted best over the "
+                    f"{100 * found.regret:.1f}%: extra time of the layout predicted best over the "
                     "layout measured best",
                 ),
             ]
         ),
-        *(f"\nnote: {note}" for note in found["notes"]),
+        *(f"\nnote: {note}" for note in found.notes),
     )
 
 
-def _layouts(found: list[dict[str, Any]]) -> View:
+def _layouts(found: Validation) -> View:
     """Every layout, by its predicted rank."""
     columns = (
         Column("rank", "rank", WHOLE),
@@ -114,14 +116,14 @@ def _layouts(found: list[dict[str, Any]]) -> View:
         Column("ratio", "ratio", Kind(lambda ratio: f"{ratio:.2f}")),
         Column("over_best", "of the best", TIMES, rank=1),
     )
-    order = sorted(row["measured_seconds"] for row in found)
+    order = sorted(row.measured_seconds for row in found.rows)
     rows = [
         (
-            *(n, order.index(measured) + 1, row["name"], row["layout"], predicted, measured),
+            *(n, order.index(measured) + 1, row.name, row.layout, predicted, measured),
             *(predicted / measured, measured / order[0]),
         )
-        for n, row in enumerate(sorted(found, key=lambda row: row["predicted_seconds"]), start=1)
-        for predicted, measured in ((row["predicted_seconds"], row["measured_seconds"]),)
+        for n, row in enumerate(sorted(found.rows, key=lambda row: row.predicted_seconds), start=1)
+        for predicted, measured in ((row.predicted_seconds, row.measured_seconds),)
     ]
     return View("Layouts, by predicted rank", columns, rows)
 

@@ -18,6 +18,7 @@ from layoutopt.analysis.verify import Verified
 from layoutopt.api.pricing import PricedLayout
 from layoutopt.cli.terminal import plain
 from layoutopt.models.loading import load_model
+from layoutopt.plan.results import ValidateResult
 from mesh_tf_core.engines.jax.compile import CompilerRefusal
 
 MLP, MESH = "examples/mlp.py", "data:2;model:2"
@@ -104,9 +105,9 @@ def test_validate(printed: Callable[..., Any], model: mtf.Model, monkeypatch: py
     summary = {"mape": 0.5, "kendall_tau": 1.0, "spearman": 1.0, "regret": 0.0, "noise": noise, "notes": []}
     asked: list[Any] = []
 
-    def measured(model: Any, mesh: Any, machine: Any, layouts: Any, runs: Any, *_: Any) -> dict[str, Any]:
+    def measured(model: Any, mesh: Any, machine: Any, layouts: Any, runs: Any, *_: Any) -> ValidateResult:
         asked.append(runs)
-        return {"rows": [row, row], **summary}
+        return ValidateResult.model_validate({"rows": [row, row], **summary})
 
     monkeypatch.setattr(validation, "validate", measured)
     found = layoutopt.validate(model, MESH, count=3, steps=2)

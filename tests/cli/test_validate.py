@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,35 +12,38 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
-from layoutopt.analysis.validate import ValidationRow, sample_layouts, summary
+from layoutopt.analysis.validate import sample_layouts, summary
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.validate import _show
 from layoutopt.models.loading import load_model
+from layoutopt.plan.evidence import MeasuredLayout, Noise
 
 
-def rows(*pairs: tuple[float, float]) -> list[ValidationRow]:
+def rows(*pairs: tuple[float, float]) -> list[MeasuredLayout]:
     return [
-        ValidationRow(f"layout {n}", predicted, measured) for n, (predicted, measured) in enumerate(pairs)
+        MeasuredLayout(layout=f"layout {n}", predicted_seconds=predicted, measured_seconds=measured)
+        for n, (predicted, measured) in enumerate(pairs)
     ]
 
 
 def test_a_perfect_model() -> None:
     found = summary(rows((1, 1), (2, 2), (3, 3)))
-    assert (found["mape"], found["kendall_tau"], found["spearman"], found["regret"]) == (0, 1, 1, 0)
+    assert (found.mape, found.kendall_tau, found.spearman, found.regret) == (0, 1, 1, 0)
 
 
 def test_known_answers() -> None:
     found = summary(rows((1, 2), (2, 1), (4, 4)))
-    assert found["mape"] == pytest.approx((0.5 + 1 + 0) / 3)
-    assert found["kendall_tau"] == pytest.approx(1 / 3)
-    assert found["spearman"] == pytest.approx(0.5)
-    assert found["regret"] == pytest.approx(1.0)
-    assert found["rows"][0] == {"layout": "layout 0", "predicted_seconds": 1, "measured_seconds": 2}
+    assert found.mape == pytest.approx((0.5 + 1 + 0) / 3)
+    assert found.kendall_tau == pytest.approx(1 / 3)
+    assert found.spearman == pytest.approx(0.5)
+    assert found.regret == pytest.approx(1.0)
+    said = {"layout": "layout 0", "predicted_seconds": 1, "measured_seconds": 2}
+    assert found.rows[0].to_json() == said
 
 
 def test_no_order_has_no_correlation() -> None:
     found = summary(rows((1, 2), (1, 3)))
-    assert math.isnan(found["kendall_tau"]) and math.isnan(found["spearman"])
+    assert found.kendall_tau is None and found.spearman is None
 
 
 def test_sampled_layouts_are_legal_different_and_repeatable() -> None:
@@ -79,15 +81,9 @@ def test_the_json_is_the_contracts(result: Callable[..., dict[str, Any]], tmp_pa
 
 
 def test_a_machine_that_is_not_calibrated_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
-    found = summary([ValidationRow("", 3.0, 1.0), ValidationRow("batch:data", 4.0, 2.0)])
-    named = {
-        **found,
-        "rows": [{**row, "name": "random"} for row in found["rows"]],
-        "noise": {"words": "quiet"},
-        "notes": (),
-    }
+    found = summary(rows((3.0, 1.0), (4.0, 2.0)), Noise(words="quiet"))
     for calibrated in (False, True):
-        _show(Terminal(), named, replace(load_hardware("cpu-local"), calibrated=calibrated))
+        _show(Terminal(), found, replace(load_hardware("cpu-local"), calibrated=calibrated))
         said = "cpu-local (not calibrated; run `layoutopt calibrate` first)"
         assert (said in capsys.readouterr().out) is not calibrated
 

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from layoutopt.cli import app
+from layoutopt.plan.results import ValidateResult
 from mesh_tf_core import files
 from tests.reports import sample
 
@@ -53,7 +54,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, profile_content: Any) -> None:
         row |= {"name": "x", "spread": 0.0}
     validation["noise"] = {"noisy": False, "words": "quiet machine"}
     validation["notes"] = []
-    monkeypatch.setattr("layoutopt.analysis.validate.validate", lambda *_, **__: validation)
+    found = ValidateResult.model_validate(validation)
+    monkeypatch.setattr("layoutopt.analysis.validate.validate", lambda *_, **__: found)
 
 
 WRITERS: dict[str, tuple[tuple[str, ...], str]] = {
