@@ -90,7 +90,7 @@ class Line:
         return bool(self.item.axes)
 
     def facts(self) -> dict[str, Any]:
-        """What records and tables have of it."""
+        """The part of it that records and tables have."""
         return {
             "scope": self.origin.scope,
             "phase": self.origin.phase,

@@ -49,7 +49,7 @@ class SizeRow:
         return self.timing.machine.name, self.timing.devices
 
     def facts(self) -> dict[str, Any]:
-        """What results have of it, searched or not."""
+        """The part of it that results have, searched or not."""
         return {
             "parameters": int(self.candidate.size.total),
             "hardware": self.timing.machine.name,
