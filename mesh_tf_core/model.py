@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -35,7 +36,7 @@ from mesh_tf_core.tracing.gradients import gradients, unwidened
 from mesh_tf_core.tracing.graph import Graph, graph_of
 from mesh_tf_core.tracing.microbatch import Accumulation
 from mesh_tf_core.tracing.pipelined_step import PipelinedStep
-from mesh_tf_core.tracing.stage_layers import loop_dims
+from mesh_tf_core.tracing.stage_layers import check_stages, loop_dims, refused
 
 DEFAULT = Options()
 NOTHING: Policies = frozenset()
@@ -187,11 +188,17 @@ class Model:
         whole = self._whole = self._whole or self._whole_step(self.loss, self.metrics)
         if microbatches == 1 and not stages:
             return whole
+        if not stages:
+            return self._remade(microbatches, lambda: self._in_parts(microbatches))
         key = microbatches, schedule, again, *sorted(stages.items())
+        return self._remade(key, lambda: self._pipelined(microbatches, stages, schedule, again))
+
+    def _remade(self, key: Hashable, make: Callable[[], TrainingStep]) -> TrainingStep:
+        """A step that is made of the whole one, once for each key."""
+        whole = self.training_step()
         version, step = self._others.get(key, (-1, whole))
         if version != whole.graph.version:
-            asked = microbatches, stages, schedule, again
-            step = self._pipelined(*asked) if stages else self._in_parts(microbatches)
+            step = make()
             self._others[key] = whole.graph.version, step
         return step
 
@@ -232,28 +239,30 @@ class Model:
                 "the inputs have no common first dimension; give all inputs the same first dimension, "
                 f"or do not split {' and '.join(stages)}"
             )
-        whole = self.training_step()
         if len(stages) > 1:
             raise LayoutError(
                 f"pipeline stages of {' and '.join(stages)}: microbatches pass the stages of a single "
                 "dimension of layers; split only one of these"
             )
         ((dim, count),) = stages.items()
+        check_stages(self.graph, dim, count, schedule)
+        refuse = partial(refused, schedule, dim)
+        whole = self._remade(microbatches, lambda: self._in_parts(microbatches, refuse))
         second = next((layers_again(whole.graph, each) for each in again), None)
         given = whole.graph, self.batch_dim, microbatches, dim, count, schedule, second
-        return self._added_up(PipelinedStep(*given))
+        return self._with_updates(whole, PipelinedStep(*given))
 
-    def _in_parts(self, microbatches: int) -> TrainingStep:
+    def _in_parts(self, microbatches: int, refuse: Callable[[str], UserError] | None = None) -> TrainingStep:
         if self.batch_dim is None:
             raise LayoutError(
                 f"model {self.name!r}: microbatches need inputs with a common first dimension; give all "
                 "inputs the same first dimension, or use one microbatch"
             )
-        return self._added_up(Accumulation(self.training_step().graph, self.batch_dim, microbatches))
-
-    def _added_up(self, copy: Accumulation) -> TrainingStep:
-        """The step that adds up what is wanted of parts of the batch."""
         whole = self.training_step()
+        return self._with_updates(whole, Accumulation(whole.graph, self.batch_dim, microbatches, refuse))
+
+    def _with_updates(self, whole: TrainingStep, copy: Accumulation | PipelinedStep) -> TrainingStep:
+        """The step that a copy of forward and backward makes, with updates."""
         wanted = {**whole.results, **{f"gradient of {v.name}": g for v, g in whole.gradients}}
         graph, found = copy.run(wanted)
         grads = ((v.name, found[f"gradient of {v.name}"]) for v, _ in whole.gradients)

@@ -49,6 +49,11 @@ class Remembering:
             yield block
             block = self.blocks[block.parent]
 
+    def further_stack(self, block: int, tensor: int) -> int:
+        """The number, below -1, of a stack of a body's tensor that the graph itself lacks."""
+        numbers: dict[tuple[int, int], int] = self.remembered(Remembering.further_stack, dict)
+        return numbers.setdefault((block, tensor), -2 - len(numbers))
+
     def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
         """`make()`, which follows from the graph and `key` alone, worked out once."""
         if key not in self._remembered:

@@ -183,7 +183,8 @@ def layers_again(graph: Graph, asked: Recomputed) -> Again:
     if asked.dim == TICK:
         return WHOLE_STAGE
     check_recompute(graph, frozenset({asked}))
-    loops = (n.body for n in recomputed(graph, frozenset({asked})).root.nodes if n.body is not None)
+    every = recomputed(graph, frozenset({asked})).root.walk()
+    loops = (n.body for n, _ in every if n.body is not None)
     named = [body for body in loops if loop_name(body.forward or body, graph) == asked.dim]
     parts = (
         [replace(p, dim=b.dim) for p in b.parts] or [b] for b in named if b.saved or b.forward is not None

@@ -101,9 +101,8 @@ class Rematerialization:
         if self.names and block.id not in self._passed:
             inner = () if self.again(block) else self.inner(block)
             inside = [stack for body in inner for _, stack in self.passed(body)]
-            numbers: dict[tuple[int, int], int] = self.graph.remembered("stacks", dict)
-            keys = [(block.id, t) for t in (*inside, *sorted(self.handed(block)))]
-            self._passed[block.id] = [(key[1], numbers.setdefault(key, -2 - len(numbers))) for key in keys]
+            tensors = (*inside, *sorted(self.handed(block)))
+            self._passed[block.id] = [(t, self.graph.further_stack(block.id, t)) for t in tensors]
         return self._passed.get(block.id, [])
 
     def handed(self, block: Block) -> Set[int]:

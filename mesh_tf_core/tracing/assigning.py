@@ -25,6 +25,11 @@ def averages(node: Node, graph: Graph) -> bool:
     return variable is not None and variable.own_storage and not variable.trainable
 
 
+def before_update(graph: Graph) -> list[Node]:
+    """The nodes outside of loops but for updates of trained variables."""
+    return [n for n in graph.nodes if n.phase != Phase.UPDATE or averages(n, graph)]
+
+
 def as_updates(graph: Graph) -> None:
     """Makes what computes an array's new value from stored arrays alone, element by element, a part of the
     update: it is lowered on the shards in which the array is stored, as an optimizer's update is."""

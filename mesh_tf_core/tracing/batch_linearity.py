@@ -15,7 +15,7 @@ over the parts that have to be over before.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -236,9 +236,12 @@ def _named(op: Any) -> set[str]:
 
 
 def outer_reads(
-    graph: Graph, node: Node, skipped: Callable[[Node, int], bool] = lambda node, operand: False
+    graph: Graph,
+    node: Node,
+    skipped: Callable[[Node, int], bool] = lambda node, operand: False,
+    blocks: Collection[int] = (0,),
 ) -> set[int]:
-    """The tensors of the graph itself that a node reads, from inside its loop too.
+    """The tensors of the graph itself, or of some blocks, that a node reads, from inside its loop too.
 
     Args:
       skipped: skipped(node, operand): whether to leave out an operand of a node, or of one in its loop.
@@ -249,5 +252,5 @@ def outer_reads(
         found.update((*body.carry_out, *(i for i, _ in body.handed)))
         found.update(i for i in (body.runs, body.first) if i is not None)
         for inner in body.nodes:
-            found |= outer_reads(graph, inner, skipped)
-    return {i for i in found if not graph.tensor(i).block}
+            found |= outer_reads(graph, inner, skipped, blocks)
+    return {i for i in found if graph.tensor(i).block in blocks}

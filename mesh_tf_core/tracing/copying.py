@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mesh_tf_core.errors import LayoutError, UserError
@@ -104,11 +104,11 @@ class Copy:
         """The copy of what a loop makes a tensor of."""
         return self.tensors[source]
 
-    def _outer(self, tensor: int, block: Block, dtype: str | None = None) -> int:
-        """The copy of a tensor that a loop gives to the block around it."""
+    def _outer(self, tensor: int, block: Block, inner: Tensor) -> int:
+        """The copy of a tensor that a loop makes of an inner one for the block around it."""
         if tensor not in self.tensors:
-            t = self.old.tensor(tensor)
-            type = TensorType(self._shape(t.shape), dtype or t.dtype)
+            dims = (block.dim, *inner.shape) if tensor < 0 else self._shape(self.old.tensor(tensor).shape)
+            type = TensorType(Shape(dims), inner.dtype)
             self.tensors[tensor] = self.new.new_tensor(type, self.new.outside(block))
         return self.tensors[tensor].id
 
@@ -130,8 +130,9 @@ class Copy:
             self._parts(body, block)
             self._body(node, body, block)
             stacked = [(self._delivered(o, i), o) for i, o in body.stacked]
-            block.stacked = [(x.id, self._outer(o, block, x.dtype)) for x, o in stacked]
-            block.summed = [(self.tensors[i].id, self._outer(o, block)) for i, o in body.summed]
+            block.stacked = [(x.id, self._outer(o, block, x)) for x, o in stacked]
+            summed = [(self.tensors[i], o) for i, o in body.summed]
+            block.summed = [(x.id, self._outer(o, block, x)) for x, o in summed]
             self._backward(node, body, block)
         finals = self.new.close_loop(block, init)
         self.tensors.update(zip(node.outputs, finals, strict=False))
@@ -201,17 +202,19 @@ class StepCopy(Copy):
     """A copy of a step with its backward: loops save values for backward, and gradients record their
     variable."""
 
-    def _outer(self, tensor: int, block: Block, dtype: str | None = None) -> int:
+    def _outer(self, tensor: int, block: Block, inner: Tensor) -> int:
         known = tensor in self.tensors
-        found = super()._outer(tensor, block, dtype)
+        found = super()._outer(tensor, block, inner)
         if not known and tensor in self.old.gradient_of:
             self.new.deliver([(self.tensors[tensor], self.old.gradient_of[tensor])])
         return found
 
     def _backward(self, node: Node, body: Block, block: Block) -> None:
-        pairs = ((a, b) for a, b in body.captured.items() if a in self.tensors and b in self.tensors)
-        block.captured = {self.tensors[a].id: self.tensors[b].id for a, b in pairs}
-        block.saved = {self.tensors[i].id: self._outer(o, block) for i, o in body.saved.items()}
+        pairs = body.captured.items() if block.forward is not None else ()
+        known = ((a, b) for a, b in pairs if a in self.tensors and b in self.tensors)
+        block.captured = {self.tensors[a].id: self.tensors[b].id for a, b in known}
+        saved = [(self.tensors[i], o) for i, o in body.saved.items()]
+        block.saved = {x.id: self._outer(o, block, x) for x, o in saved}
 
 
 class ResizedCopy(Copy):
@@ -256,9 +259,11 @@ class PartCopy(ResizedCopy):
       sizes: the batch dimensions -> those of a part, for nodes that are copied for parts.
       rows: of the whole batch, those that a part has.
       linearity: of the results of the copied nodes.
+      refuse: the error for a graph that cannot work on parts; None: that of microbatches.
     """
 
     linearity: BatchLinearity
+    refuse: Callable[[str], UserError] | None = None
 
     def __init__(self, graph: Graph, batch: str, parts: int) -> None:
         super().__init__(graph)
@@ -278,9 +283,10 @@ class PartCopy(ResizedCopy):
         self.sizes = {Dim(n, self.size): Dim(n, self.size // parts) for n in self.names}
         self.rows = PartRows(Shape(self.sizes), self.size // parts)
 
-    def refusal(self, what: str) -> LayoutError:
+    def refusal(self, what: str) -> UserError:
         """The error for a graph that cannot work on parts."""
-        return LayoutError(f"microbatches={self.parts}: {what}; use one microbatch")
+        own = LayoutError(f"microbatches={self.parts}: {what}; use one microbatch")
+        return self.refuse(what) if self.refuse else own
 
     def check_batch(self, tensors: Iterable[Tensor]) -> None:
         """LayoutError if one of some tensors has the batch twice."""

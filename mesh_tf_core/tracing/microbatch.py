@@ -14,17 +14,17 @@ operations fix sizes derived from the batch (such as a reshape that flattens it)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import MICROBATCH, Node
 from mesh_tf_core.ir.dims import Dim
-from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.scopes import having
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Cast
-from mesh_tf_core.tracing.assigning import averages
+from mesh_tf_core.tracing.assigning import before_update
 from mesh_tf_core.tracing.batch_linearity import BatchLinearity, Linearity, outer_reads
 from mesh_tf_core.tracing.copying import PartCopy, StepCopy
 from mesh_tf_core.tracing.graph import Graph
@@ -36,20 +36,24 @@ class Accumulation(StepCopy, PartCopy):
     Args:
       graph: forward and backward operations; those of phase `update` are left out.
       batch: name of the batch dimension, the first of every input.
+      refuse: the error for a graph that cannot work on parts, with the reason; None: that of microbatches.
 
     Attributes:
       given: old tensor -> its replacement, for variables and inputs without the batch.
       fed: the same of inputs in parts.
       outside: the same for values that are computed outside the loops over the parts.
-      has_rows: values of single examples may be wanted, as [microbatch, its rows].
+      has_rows: values of single examples may be wanted of forward operations alone, as [microbatch, its
+        rows].
     """
 
-    has_rows = False
-
-    def __init__(self, graph: Graph, batch: str, parts: int) -> None:
+    def __init__(
+        self, graph: Graph, batch: str, parts: int, refuse: Callable[[str], UserError] | None = None
+    ) -> None:
         super().__init__(graph, batch, parts)
+        self.refuse = refuse
         self.check_batch(graph.tensors)
-        self.kept = [n for n in graph.nodes if n.phase != Phase.UPDATE or averages(n, graph)]
+        self.kept = before_update(graph)
+        self.has_rows = all(n.phase == Phase.FORWARD for n in self.kept)
         self.makers = {o: n for n in self.kept for o in n.made}
         self.linearity = BatchLinearity(graph, self.names, self.kept)
         self.fed: dict[int, Tensor] = {}
@@ -71,7 +75,7 @@ class Accumulation(StepCopy, PartCopy):
         """
         for node in self.kept:
             if isinstance(node.op, Read):
-                self.given[node.outputs[0]] = self._read(node.op.variable, node.outputs[0])
+                self.given[node.outputs[0]] = self.new.read(node.op.variable)
             elif isinstance(node.op, Feed):
                 self._feed(node.op, node.outputs[0])
         stored = [(node, node.op.variable) for node in self.kept if isinstance(node.op, Assign)]
@@ -87,22 +91,8 @@ class Accumulation(StepCopy, PartCopy):
         self._loop([i for i in sums if i not in self.outside])
         for node, variable in stored:
             with self.new.phase(node.phase, node.scope):
-                self.new.assign(
-                    self.new.variables[variable.name], self._of_variable(variable, node.inputs[0])
-                )
-        grads, found = self.old.gradient_of, dict[str, Tensor]()
-        for name, t in wanted.items():
-            of = self.old.variables.get(grads.get(t.id, ""))
-            found[name] = self._whole(t.id) if of is None else self._of_variable(of, t.id)
-        return self.new, found
-
-    def _read(self, variable: Variable, tensor: int) -> Tensor:
-        """What a variable is, as the model has it."""
-        return self.new.read(variable)
-
-    def _of_variable(self, variable: Variable, tensor: int) -> Tensor:
-        """A tensor of sums that belongs to a variable, as that lies."""
-        return self._whole(tensor)
+                self.new.assign(variable, self._whole(node.inputs[0]))
+        return self.new, {name: self._whole(t.id) for name, t in wanted.items()}
 
     def _check(self, name: str, tensor: int) -> None:
         """UserError if what the parts compute does not add up to a tensor."""
@@ -210,7 +200,8 @@ class Accumulation(StepCopy, PartCopy):
                 inner = self._delivered(old, old)
                 if self.linearity.of(old).kind is Linearity.REPLICATED:
                     inner = self._share(inner)
-                made[old] = self.new.sum_output(body, inner)
+                rows = self.linearity.of(old).kind is Linearity.PER_EXAMPLE
+                made[old] = (self.new.stack_output if rows else self.new.sum_output)(body, inner)
                 if old in self.old.gradient_of:
                     self.new.deliver([(inner, self.old.gradient_of[old])])
         self.new.close_loop(body, [])

@@ -4,8 +4,8 @@ the backward of layers, for schedules in which gradients of weights have slots o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Set
+from dataclasses import replace
 from enum import IntEnum
 
 from mesh_tf_core.errors import UserError
@@ -14,7 +14,6 @@ from mesh_tf_core.ir.outline import Outline
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.tracing.batch_linearity import Linearity, outer_reads
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.microbatch import Accumulation
 
 
 class When(IntEnum):
@@ -28,17 +27,17 @@ class When(IntEnum):
 
 
 class MicrobatchOrder:
-    """The nodes that a part of the batch takes, with one loop over layers and one over their gradient.
+    """The work of an iteration of the loop over microbatches (`tracing.microbatch`), with one loop over
+    layers and one over their gradient.
 
     Args:
-      copy: has the dependence of tensors on the batch.
-      needed: the nodes, in order.
-      over: those over the layers: forward, and backward if there is one.
-      sums: values that are summed over the parts.
+      names: of the batch dimension.
+      layers: the dimension of the layers.
       trained: values that depend on trained variables.
       refuse: the error for layers that cannot be stages.
 
     Attributes:
+      batch: the iteration; `over`: its nodes over the layers: forward, and backward if there is one.
       known: tensor -> when it is known; `runs`: node -> when it runs.
       sums: values that are summed over the microbatches, from which the rest follows.
       states: the states of the layers, as they read them; `passes`: further values that move through the
@@ -51,23 +50,31 @@ class MicrobatchOrder:
 
     def __init__(
         self,
-        copy: Accumulation,
-        needed: Sequence[Node],
-        over: Sequence[Node],
-        sums: Iterable[int],
+        graph: Graph,
+        batch: Block,
+        names: Set[str],
+        layers: str,
         trained: Set[int],
         refuse: Callable[[str], UserError],
     ) -> None:
-        self.copy, self.old, self.needed = copy, copy.old, needed
-        self.over, self.forward, self.backward = over, over[0], over[-1]
+        self.old, self.batch, self.names = graph, batch, names
         self.trained, self.refuse = trained, refuse
+        self.over = [n for n in batch.nodes if n.body is not None and n.body.dim.name == layers]
+        self.forward, self.backward = self.over[0], self.over[-1]
+        if len(self.over) > 2 or any(
+            self.body(n).forward is not self.body(self.forward) for n in self.over[1:]
+        ):
+            raise refuse("the model has more than one loop over these layers")
         self.layers = self.body(self.forward).dim
-        self.states, self.seeds = self.forward.inputs, self.backward.inputs * (len(over) > 1)
+        self.states, self.seeds = self.forward.inputs, self.backward.inputs * (len(self.over) > 1)
+        self.varying = {batch.index, *(inner for _, inner in batch.sliced)}
+        for node in batch.nodes:
+            self.varying.update(node.made if not self.varying.isdisjoint(self.outer(node)) else ())
         self.known: dict[int, When] = {}
         self.runs: dict[int, When] = {}
         self._order()
-        self.sums = self._added(sums)
-        summed = (o for n in over[1:] for _, o in self.body(n).summed)
+        self.sums = self._added()
+        summed = (o for n in self.over[1:] for _, o in self.body(n).summed)
         self.rows = tuple(o for o in summed if self.kind(o) is Linearity.PER_EXAMPLE)
         self._read()
         self._check()
@@ -77,9 +84,17 @@ class MicrobatchOrder:
         assert node.body is not None
         return node.body
 
+    def outer(self, node: Node) -> set[int]:
+        """The tensors of the iteration, and from outside of it, that a node reads, from inside its loop
+        too."""
+        return outer_reads(self.old, node, blocks=(0, self.batch.id))
+
     def kind(self, tensor: int) -> Linearity:
-        """The dependence of a tensor on the batch."""
-        return self.copy.linearity.of(tensor).kind
+        """The dependence of a tensor on the microbatch."""
+        if tensor not in self.varying:
+            return Linearity.REPLICATED
+        rows = not self.names.isdisjoint(self.old.tensor(tensor).shape.names)
+        return Linearity.PER_EXAMPLE if rows else Linearity.REDUCIBLE
 
     def when(self, tensor: int) -> When:
         """The part of the work that must end before a tensor is known."""
@@ -87,11 +102,10 @@ class MicrobatchOrder:
 
     def _order(self) -> None:
         saved = {*self.body(self.forward).saved.values()}
-        for node in self.needed:
-            read = outer_reads(self.old, node, self.copy.is_whole) - saved
-            found = {self.when(i) for i in read}
+        for node in self.batch.nodes:
+            found = {self.when(i) for i in self.outer(node) - saved}
             when = max(found, default=When.BEFORE)
-            if when is When.AFTER and (When.HEAD in found or self.copy.linearity.shared.get(node.index)):
+            if when is When.AFTER and (When.HEAD in found or self._adds(node)):
                 when = When.WHOLE  # What it adds up is not there at the same ticks.
             self.runs[node.index] = when
             self.known.update(dict.fromkeys(node.made, when))
@@ -101,26 +115,38 @@ class MicrobatchOrder:
                     goes |= {o for o in node.outputs if self.kind(o) is Linearity.PER_EXAMPLE}
                     self.known.update((o, then if o in goes else When.WHOLE) for o in node.outputs)
 
-    def _added(self, wanted: Iterable[int]) -> list[int]:
-        """The sums that loops over ticks make, of which `wanted` are made."""
+    def _adds(self, node: Node) -> bool:
+        """Whether a node makes terms of a sum of values among which one is known before the layers."""
+        early = [i for i in node.inputs if self.when(i) is When.BEFORE]
+        if node.body is not None:
+            pairs = zip(node.inputs, node.outputs, strict=False)
+            return any(i in early and self.kind(o) is Linearity.REDUCIBLE for i, o in pairs)
+        terms = all(self.kind(o) is Linearity.REDUCIBLE for o in node.outputs)
+        return bool(early) and terms and (node.op.linear or node.op.converts)
+
+    def terms(self, node: Node) -> list[int]:
+        """What is to be summed, so that a node makes a sum of it: all that it adds, or factors that differ
+        between microbatches."""
+        read = sorted(self.outer(node))
+        adds = node.inputs if node.body is not None or node.op.linear or node.op.converts else ()
+        return [i for i in read if i in adds or self.kind(i) is not Linearity.REPLICATED]
+
+    def _added(self) -> list[int]:
+        """The sums that loops over ticks make, of which all results of the iteration are made."""
         found: dict[int, None] = {}
-        left, seen = list(wanted), set[int]()
+        left, seen = [i for i, _ in self.batch.results], set[int]()
         while left:
             tensor = left.pop(0)
-            maker = self.copy.makers.get(tensor)
-            if tensor in seen or tensor in self.copy.outside or maker is None:
+            maker = self.old.producer[tensor]
+            if tensor in seen:
                 continue
             seen.add(tensor)
-            stage = maker in self.over
-            if not stage and self.runs.get(maker.index) is When.WHOLE:
-                read = sorted(outer_reads(self.old, maker))
-                if any(self.kind(i) in (Linearity.PER_EXAMPLE, Linearity.INSEPARABLE) for i in read):
-                    raise self.refuse(f"{maker.op.describe()} reads values from before and after the layers")
-                left += [
-                    i for i in read if self.kind(i) is Linearity.REDUCIBLE or self.when(i) is not When.BEFORE
-                ]
-            else:
+            if maker in self.over or self.runs[maker.index] is not When.WHOLE:
                 found[tensor] = None
+                continue
+            if any(self.kind(i) is Linearity.PER_EXAMPLE for i in self.outer(maker)):
+                raise self.refuse(f"{maker.op.describe()} reads values from before and after the layers")
+            left += self.terms(maker)
         return list(found)
 
     def _read(self) -> None:
@@ -133,7 +159,7 @@ class MicrobatchOrder:
         if late or any(self.when(i) > When.HEAD for i in self.seeds):
             raise self.refuse("the gradient of values that the layers stack depends on the microbatch")
         rows = {i for i in read if self.kind(i) is Linearity.PER_EXAMPLE}
-        if any(self.kind(i) in (Linearity.REDUCIBLE, Linearity.INSEPARABLE) for i in read):
+        if any(self.kind(i) is Linearity.REDUCIBLE for i in read - {self.batch.index}):
             raise self.refuse(
                 "the layers read a sum over the batch, which is not complete before the last microbatch"
             )
@@ -141,17 +167,16 @@ class MicrobatchOrder:
             raise self.refuse("the layers read a stack with one part of the batch for each layer")
         self.passes = sorted(rows & self.trained)
         self.stays = sorted(rows - self.trained)
-        self.same = sorted(read - rows)
+        self.same = sorted(read - rows - {self.batch.index})
 
     def _sliced(self, node: Node, saved: set[int]) -> list[int]:
         return list(dict.fromkeys(o for o, _ in self.body(node).sliced if o not in saved))
 
     def _inside(self, node: Node) -> set[int]:
         """What the nodes of a loop's body read from outside, but for its state and parts of stacks."""
-        body, is_whole = self.body(node), self.copy.is_whole
-        found = set[int]().union(*(outer_reads(self.old, n, is_whole) for n in body.nodes))
-        ends = (*body.carry_out, *(i for i, _ in body.results))
-        return found | {i for i in ends if not self.old.tensor(i).block}
+        body = self.body(node)
+        found = set[int]().union(*map(self.outer, body.nodes), body.carry_out, (i for i, _ in body.results))
+        return {i for i in found if self.old.tensor(i).block in (0, self.batch.id)}
 
     def _check(self) -> None:
         body, refuse = self.body(self.forward), self.refuse
@@ -167,21 +192,6 @@ class MicrobatchOrder:
             raise refuse(
                 f"the layers use a whole tensor with dimension {self.layers.name!r}, not only their own slice"
             )
-
-
-@dataclass(frozen=True)
-class HalfBackward:
-    """One half of the backward of layers: all but the products that make gradients of weights, or these.
-
-    Attributes:
-      body: of the loop, with the nodes and results of this half.
-      between: tensors that the first half makes and the second one reads.
-      first: which half it is.
-    """
-
-    body: Block
-    between: Sequence[int]
-    first: bool
 
 
 def second_half(body: Block, graph: Graph | Outline, first: Collection[int] = ()) -> set[int]:
@@ -210,10 +220,10 @@ def _is_matrix(node: Node, graph: Graph | Outline) -> bool:
 
 def halves(
     body: Block, graph: Graph | Outline, first: Collection[int], again: Collection[int]
-) -> tuple[HalfBackward, HalfBackward]:
-    """The backward of layers in two halves. Products that the state's gradient does not need go to the second
-    half, with everything computed from them; all other operations go to the first half, where they share
-    kernels.
+) -> tuple[Block, Block]:
+    """The backward of layers in two halves: loops of which the first stacks what the second has parts of, as
+    stacks that the graph lacks. Products that the state's gradient does not need go to the second half, with
+    everything computed from them; all other operations go to the first half, where they share kernels.
 
     Args:
       first: results, of the graph around, that the first half has to make.
@@ -241,8 +251,12 @@ def halves(
         )
         for nodes, later in ((early, False), (left, True))
     )
+    stacks = [(i, graph.further_stack(body.id, i)) for i in between]
+    one.stacked += stacks
     two.carry_in = two.carry_out = ()
-    return HalfBackward(one, between, True), HalfBackward(two, between, False)
+    wanted = {i for i, _ in two.results}.union(*map(reads, left)).difference(between)
+    two.sliced = [*((o, i) for i, o in stacks), *(p for p in body.sliced if p[1] in wanted)]
+    return one, two
 
 
 def _renames(node: Node, graph: Graph | Outline) -> bool:

@@ -28,7 +28,7 @@ Variables that layers read by parts are stored so that each device has its virtu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
 
@@ -37,21 +37,18 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.stage_orders import StageAction
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.basic import add_n, scale
+from mesh_tf_core.ops.basic import add_n
 from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
-from mesh_tf_core.tracing.batch_linearity import Linearity
-from mesh_tf_core.tracing.stage_slots import StageSlots, Terms
-from mesh_tf_core.tracing.table_rows import TableRows, TickState
+from mesh_tf_core.tracing.stage_slots import BACKWARD, FORWARD, WEIGHTS, StageSlots, Terms
+from mesh_tf_core.tracing.table_rows import SlotState, TableRows, TickState, carried, replaced
 
-SlotMade = tuple[TickState, list[Tensor], Terms]
+SlotMade = tuple[SlotState, list[Tensor], Terms]
 """The state after a slot, what it hands to the next one, and terms of sums."""
 MakeSlot = Callable[[TickState], SlotMade]
 
 
 class PipelinedStep(StageSlots):
-    """A step, or its forward operations, as a pipeline over the loop that `dim` counts; otherwise as
-    `microbatch.Accumulation`, where forward operations alone may give values of single examples, as
-    [microbatch, its rows].
+    """A step in microbatches, or its forward operations, as a pipeline over the loop that `dim` counts.
 
     Raises:
       UserError: the loop cannot be a pipeline; with the reason and the remedy.
@@ -63,104 +60,108 @@ class PipelinedStep(StageSlots):
         self.made = dict[int, list[Tensor]]()
         ring = Dim(IN_FLIGHT, of.in_flight)
         rings = [self.zeros(i, self.stage, ring) for i in self.in_rings]
-        rings += [self.zeros(i, self.stage, ring, part.dim) for part in layers for i in part.keeps]
-        state = TickState([self._flow(StageAction.FORWARD, i) for i in self.flows], rings, [], [], [])
+        rings += [self.zeros(i, self.stage, ring, part.dim) for part in layers for i in part.keeps.values()]
+        flow = [self._flow(FORWARD, i) for i in self.flows]
+        state: TickState = {
+            FORWARD: SlotState(flow, rings, []),
+            **dict.fromkeys((BACKWARD, WEIGHTS), SlotState([], [], [])),
+        }
         for ticks in of.loops:
-            slots = {slot for slot in StageAction if of.works_in(slot, ticks)}
-            slots &= {*StageAction} if order.seeds else {StageAction.FORWARD}
-            if ticks.start and of.turning and not state.seeds:
+            slots = [slot for slot in StageAction if of.works_in(slot, ticks)]
+            slots = [slot for slot in slots if order.seeds or slot is FORWARD]
+            if ticks.start and of.turning and not state[FORWARD].seeds:
                 turn = Dim(IN_FLIGHT, of.turning)
-                state = state._replace(seeds=[self.zeros(i, turn) for _ in self.streams for i in order.seeds])
-            if StageAction.BACKWARD in slots and not state.back:
-                back = [self._flow(StageAction.BACKWARD, i) for i in (*order.seeds, *order.rows)]
-                ring = Dim(IN_FLIGHT, of.ring(StageAction.BACKWARD))
-                late = [self.zeros(i, self.stage, ring, part.dim) for part in layers for i in part.between]
-                state = state._replace(back=back, late=late)
-            with new.phase(Phase.FORWARD if StageAction.FORWARD in slots else Phase.BACKWARD, ""):
+                seeds = [self.zeros(i, turn) for _ in self.streams for i in order.seeds]
+                state = {**state, FORWARD: state[FORWARD]._replace(seeds=seeds)}
+            if BACKWARD in slots and not state[BACKWARD].flow:
+                back = [self._flow(BACKWARD, i) for i in (*order.seeds, *order.rows)]
+                ring = Dim(IN_FLIGHT, of.ring(BACKWARD))
+                late = [
+                    self.zeros(i, self.stage, ring, part.dim)
+                    for part in layers
+                    for i in part.between.values()
+                ]
+                state = {**state, BACKWARD: SlotState(back, late, [])}
+            with new.phase(Phase.FORWARD if FORWARD in slots else Phase.BACKWARD, ""):
                 state = self._ticks(ticks, slots, state) if slots else state
         with new.phase(Phase.BACKWARD, ""):
-            self.number = None
             return {o: add_n(xs) for o, xs in self.made.items()}
 
-    def _ticks(self, ticks: range, slots: Set[StageAction], state: TickState) -> TickState:
+    def _ticks(self, ticks: range, slots: Sequence[StageAction], state: TickState) -> TickState:
         """A loop over ticks with these slots; the state after it."""
-        new, forward, backward = self.new, StageAction.FORWARD in slots, StageAction.BACKWARD in slots
-        # What others do not change they only read.
-        carries = (forward, forward, backward, backward, forward)
-        carried = state.taken(carries)
+        new, before = self.new, carried(state, slots)
         with new.loop(Dim(TICK, len(ticks))) as block:
-            inside = [new.body_input(block, x) for x in carried]
+            inside = [new.body_input(block, x) for x in before]
             rows = TableRows(new, self.schedule, self.stage, ticks, block)
-            now = state.of(inside, carries)
+            now = replaced(state, slots, inside)
             entering, terms = list[Tensor](), Terms()
-            if forward:
+            if FORWARD in slots:
                 make = partial(self._forward_part, rows, rows.ticks.start > 0)
-                now, entering, terms = self._in_first_ticks(rows, StageAction.FORWARD, now, make)
+                now, entering, terms = self._in_first_ticks(rows, FORWARD, now, make)
             with new.phase(Phase.BACKWARD, ""):
-                if backward:
+                if BACKWARD in slots:
                     make = partial(self._backward_part, rows, entering)
-                    now, _, more = self._in_first_ticks(rows, StageAction.BACKWARD, now, make)
+                    now, _, more = self._in_first_ticks(rows, BACKWARD, now, make)
                     terms += more
-                if StageAction.WEIGHTS in slots:
-                    terms += self._weights_slot(rows, now.rings, now.late)
-            self._close(block, inside, now.taken(carries), terms)
-        return state.of(new.close_loop(block, carried), carries)
+                if WEIGHTS in slots:
+                    terms += self._weights_slot(rows, now[FORWARD].rings, now[BACKWARD].rings)
+            self._close(block, inside, carried(now, slots), terms)
+        return replaced(state, slots, new.close_loop(block, before))
 
-    def _in_first_ticks(self, rows: TableRows, slot: StageAction, now: TickState, make: MakeSlot) -> SlotMade:
+    def _in_first_ticks(
+        self, rows: TableRows, slot: StageAction, now: TickState, make: MakeSlot
+    ) -> tuple[TickState, list[Tensor], Terms]:
         """The slots of a kind in the ticks of a loop that have them, the first ones."""
         new, works = self.new, self.schedule.works_in(slot, rows.ticks)
         if works == len(rows.ticks):
-            return make(now)
-        forward = slot is StageAction.FORWARD
-        carries = (forward, forward, not forward, not forward, forward)
-        before = now.taken(carries)
+            after, found, terms = make(now)
+            return {**now, slot: after}, found, terms
+        before = carried(now, [slot])
         runs = new.number(rows.block) < works
         with new.branch(runs, Fraction(works, len(rows.ticks))) as block:
             inside = [new.body_input(block, x) for x in before]
-            after, found, terms = make(now.of(inside, carries))
+            after, found, terms = make(replaced(now, [slot], inside))
             block.carry_in = tuple(x.id for x in inside)
-            block.carry_out = tuple(x.id for x in after.taken(carries))
+            block.carry_out = tuple(x.id for x in carried({slot: after}, [slot]))
             found = [new.sum_output(block, new.visible(x)) for x in found]
             terms = [(o, new.sum_output(block, new.visible(x))) for o, x in terms]
-        return now.of(new.close_loop(block, before), carries), found, terms
+        return replaced(now, [slot], new.close_loop(block, before)), found, terms
 
-    def _forward_part(self, rows: TableRows, head: bool, now: TickState) -> SlotMade:
+    def _forward_part(self, rows: TableRows, head: bool, state: TickState) -> SlotMade:
         """A forward slot, and with the `head` what follows behind the layers: the gradient that enters
         them."""
-        come = rows.come(StageAction.FORWARD, now.flow)
-        handed, rings, terms = self._forward_slot(rows, come, now.rings)
-        flow = rows.moved(StageAction.FORWARD, handed, now.flow)
+        now = state[FORWARD]
+        handed, rings, terms = self._forward_slot(rows, rows.come(FORWARD, now.flow), now.rings)
+        flow = rows.moved(FORWARD, handed, now.flow)
         entering, seeds = list[Tensor](), list[Tensor]()
         for stream in self.streams if head else ():
             found, more = self._head(rows, handed[: len(self.course.states)], stream)
             entering, terms = [*entering, *found], [*terms, *more]
         if head and now.seeds:
-            each = zip(now.seeds, entering, self._turns(rows, StageAction.FORWARD), strict=True)
+            each = zip(now.seeds, entering, self._turns(rows, FORWARD), strict=True)
             entering = []
             seeds = [dynamic_update(ring, x, place, IN_FLIGHT) for ring, x, place in each]
-        return now._replace(flow=flow, rings=rings, seeds=seeds), entering, terms
+        return SlotState(flow, rings, seeds), entering, terms
 
     def _turns(self, rows: TableRows, slot: StageAction) -> list[Tensor]:
         """The position of each gradient of losses that waits."""
         places = [rows.microbatch(slot, True, s, self.schedule.turning) for s in self.streams]
         return [place for place in places for _ in self.course.seeds]
 
-    def _backward_part(self, rows: TableRows, entering: Sequence[Tensor], now: TickState) -> SlotMade:
+    def _backward_part(self, rows: TableRows, entering: Sequence[Tensor], state: TickState) -> SlotMade:
         """A backward slot, and what is before the layers, backward."""
-        count = len(self.course.seeds)
-        if now.seeds:
-            pairs = zip(now.seeds, self._turns(rows, StageAction.BACKWARD), strict=True)
+        count, now, then = len(self.course.seeds), state[BACKWARD], state[FORWARD]
+        if then.seeds:
+            pairs = zip(then.seeds, self._turns(rows, BACKWARD), strict=True)
             entering = [dynamic_slice(ring, place, IN_FLIGHT) for ring, place in pairs]
         streams = [entering[at : at + count] for at in range(0, len(entering), count or 1)]
-        come = rows.come(StageAction.BACKWARD, now.back)
-        handed, late, terms = self._backward_slot(rows, come, now.rings, now.late, streams)
+        come = rows.come(BACKWARD, now.flow)
+        handed, late, terms = self._backward_slot(rows, come, then.rings, now.rings, streams)
         terms += [term for stream in self.streams for term in self._after(rows, handed, stream)]
-        back = rows.moved(StageAction.BACKWARD, handed, now.back)
-        return now._replace(back=back, late=late), [], terms
+        return SlotState(rows.moved(BACKWARD, handed, now.flow), late, []), [], terms
 
     def _close(self, ticks: Block, inside: Sequence[Tensor], handed: Sequence[Tensor], terms: Terms) -> None:
         ticks.carry_in = tuple(x.id for x in inside)
         ticks.carry_out = tuple(x.id for x in handed)
         for o, x in terms:
-            term = scale(x, 1 / self.parts) if self.course.kind(o) is Linearity.REPLICATED else x
-            self.made.setdefault(o, []).append(self.new.sum_output(ticks, term))
+            self.made.setdefault(o, []).append(self.new.sum_output(ticks, x))

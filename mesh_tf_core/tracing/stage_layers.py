@@ -9,13 +9,12 @@ from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim, divisors
 from mesh_tf_core.ir.outline import per_graph
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.schedules import GPIPE, layer_order, rounds_of
+from mesh_tf_core.ir.schedules import GPIPE, rounds_of
 from mesh_tf_core.ir.stored_order import Interleaved
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.neighbours import ReverseAlong
 from mesh_tf_core.ops.shape import concat, reshape, slice_dim, transpose
-from mesh_tf_core.tracing.batch_linearity import outer_reads
 from mesh_tf_core.tracing.graph import Graph, graph_of
 
 
@@ -60,6 +59,11 @@ def check_stages(graph: Graph, dim: str, count: int, schedule: str = GPIPE) -> N
             )
 
 
+def refused(schedule: str, dim: str, what: str) -> LayoutError:
+    """The error for a step whose layers cannot be stages."""
+    return LayoutError(f"schedule {schedule} over {dim!r}: {what}; do not split {dim!r}")
+
+
 def layers_of_stage(dim: str) -> str:
     """The dimension of the loop over the layers of a stage, of those that `dim` counts."""
     return f"{dim}_of_stage"
@@ -75,30 +79,12 @@ def loop_name(block: Block, graph: Graph) -> str | None:
     return around.dim.name if of_stage else block.dim.name
 
 
-def lying(
-    graph: Graph, nodes: Iterable[Node], stages: Mapping[str, int], schedule: str
-) -> dict[int, tuple[Interleaved, bool]]:
-    """Values of variables that loops read by parts which become stages -> the order in which they are to lie,
-    if that is not the model's, and whether any other of the nodes reads them.
-
-    Args:
-      stages: dimension of loops -> number of stages.
-    """
-    found, read = dict[int, Interleaved](), set[int]()
-    for node in nodes:
-        body = node.body
-        if body is None or body.dim.name not in stages:
-            read |= outer_reads(graph, node)
-            continue
-        read.update(node.inputs, body.carry_out, *(outer_reads(graph, n) for n in body.nodes))
-        read.update(i for i, _ in body.results)
-        order = layer_order(schedule, stages[body.dim.name])
-        if not order.moves(body.dim.size):
-            read.update(i for i, _ in body.sliced)
-            continue
-        makers = ((outer, graph.producer.get(outer)) for outer, _ in body.sliced)
-        found.update((i, order) for i, maker in makers if maker is not None and isinstance(maker.op, Read))
-    return {i: (order, i in read) for i, order in found.items()}
+def lying(nodes: Iterable[Node], dim: str) -> frozenset[str]:
+    """The variables that loops over a dimension read by parts, in some nodes or inside of them."""
+    every = [node for node, _ in Block(-1, nodes=[*nodes]).walk()]
+    stored = {node.outputs[0]: node.op.variable.name for node in every if isinstance(node.op, Read)}
+    loops = (node.body for node in every if node.body is not None and node.body.dim.name == dim)
+    return frozenset(stored[outer] for body in loops for outer, _ in body.sliced if outer in stored)
 
 
 def reordered(x: Tensor, order: Interleaved, layers: Dim, *, lies: bool) -> Tensor:

@@ -3,14 +3,15 @@ between ticks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
 
-from mesh_tf_core.ir.blocks import ARRIVING, MICROBATCH, Block
+from mesh_tf_core.ir.blocks import ARRIVING, IN_FLIGHT, MICROBATCH, Block
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.schedules import KINDS, PipelineSchedule
 from mesh_tf_core.ir.stage_orders import IDLE, StageAction
@@ -22,20 +23,6 @@ from mesh_tf_core.ops.math import logical_and, maximum
 from mesh_tf_core.ops.neighbours import shift
 from mesh_tf_core.ops.ticks import ARRIVALS, CHUNK, RINGS, LayerNumbers, Passing, ScheduleColumn
 from mesh_tf_core.tracing.graph import Graph
-
-
-class SlotWork(NamedTuple):
-    """The action of a stage in a slot of a tick, all scalars.
-
-    Attributes:
-      works: True if the slot has work; otherwise the other numbers are unused.
-      number: of the microbatch.
-      chunk: the virtual stage of the stage; None: it has one.
-    """
-
-    works: Tensor
-    number: Tensor
-    chunk: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -54,15 +41,14 @@ class TableRows:
     ticks: range
     block: Block
 
-    def at(self, slot: StageAction, stages: Block) -> SlotWork:
-        """The action, in a slot, of the stage whose part of the tick is being built."""
-        item = self.column(slot, MICROBATCH, stages)
-        chunk = maximum(self.column(slot, CHUNK, stages), 0) if self.schedule.chunks > 1 else None
-        return SlotWork(item > IDLE, maximum(item, 0), chunk)
-
-    def place(self, slot: StageAction, stages: Block, begin: StageAction) -> Tensor:
-        """The position in a ring where a stage stores a value of slots of the kind `begin`, or reads it."""
-        return self.column(slot, next(name for name, put in RINGS.items() if put is begin), stages)
+    @contextmanager
+    def slot(self, kind: StageAction) -> Iterator[StageSlot]:
+        """A slot of all stages; what is built inside is the work of one."""
+        with self.new.loop(self.stage, spread=True) as stages:
+            item = self.column(kind, MICROBATCH, stages)
+            chunk = maximum(self.column(kind, CHUNK, stages), 0) if self.schedule.chunks > 1 else None
+            yield StageSlot(self, kind, stages, item > IDLE, maximum(item, 0), chunk)
+        self.new.close_loop(stages, [])
 
     def column(self, slot: StageAction, name: str, stages: Block) -> Tensor:
         """This tick's number of a stage in a column of `ScheduleColumn`."""
@@ -147,6 +133,59 @@ class TableRows:
         return made
 
 
+@dataclass(frozen=True)
+class StageSlot:
+    """The slots of one kind in a tick, while the work of the stages is built, which is done side by side.
+
+    Attributes:
+      rows: of the schedule's table.
+      stages: the body of the loop over stages.
+      works: True if the slot has work; otherwise the other numbers are unused.
+      number: of the microbatch.
+      chunk: the virtual stage of the stage; None: it has one.
+    """
+
+    rows: TableRows
+    kind: StageAction
+    stages: Block
+    works: Tensor
+    number: Tensor
+    chunk: Tensor | None
+    _places: dict[StageAction, Tensor] = field(default_factory=dict, init=False)
+
+    def part(self, x: Tensor) -> Tensor:
+        """A stage's part of a value of all stages."""
+        return self.rows.new.slice_into(self.stages, x)
+
+    def parts(self, xs: Iterable[Tensor]) -> list[Tensor]:
+        """The same of several."""
+        return [*map(self.part, xs)]
+
+    def handed(self, xs: Iterable[Tensor]) -> list[Tensor]:
+        """Values of a stage, of all stages."""
+        return [self.rows.new.stack_output(self.stages, x) for x in xs]
+
+    def place(self, begin: StageAction) -> Tensor:
+        """The position in a ring where a stage stores a value of slots of the kind `begin`, or reads it."""
+        if begin not in self._places:
+            name = next(name for name, put in RINGS.items() if put is begin)
+            self._places[begin] = self.rows.column(self.kind, name, self.stages)
+        return self._places[begin]
+
+    def taken(self, rings: Iterable[Tensor], begin: StageAction) -> list[Tensor]:
+        """The values of a microbatch in rings that slots of a kind write."""
+        return [dynamic_slice(self.part(ring), self.place(begin), IN_FLIGHT) for ring in rings]
+
+    def put(self, rings: Iterable[Tensor], xs: Iterable[Tensor]) -> list[Tensor]:
+        """The rings that slots of this kind write, with the values of a microbatch."""
+        pairs = zip(self.parts(rings), xs, strict=True)
+        return self.handed([dynamic_update(ring, x, self.place(self.kind), IN_FLIGHT) for ring, x in pairs])
+
+    def is_end(self, end: bool, stream: int) -> Tensor:
+        """True at the first virtual stage of a stream, or at the last one at the `end`."""
+        return self.rows.is_end(self.rows.new.number(self.stages), self.chunk, end, stream)
+
+
 def layer_numbers(new: Graph, order: Interleaved, layers: Dim, stages: Block, own: Dim) -> Tensor | None:
     """The model's numbers of the layers of the stage that is being built, PADDING where it lacks one; None if
     none does.
@@ -161,29 +200,34 @@ def layer_numbers(new: Graph, order: Interleaved, layers: Dim, stages: Block, ow
     return new.slice_into(stages, numbers)
 
 
-class TickState(NamedTuple):
-    """The state that one loop over ticks hands to the next.
+class SlotState(NamedTuple):
+    """What slots of one kind hand on to later ticks.
 
     Attributes:
-      flow, back: states of stages, forward and backward.
-      rings: saved values of forward; `late`: values that backward keeps for slots of weights.
+      flow: states of stages, on their way to the next one.
+      rings: values that later slots of the stage read.
       seeds: gradients of losses that wait for backward.
     """
 
     flow: list[Tensor]
     rings: list[Tensor]
-    back: list[Tensor]
-    late: list[Tensor]
     seeds: list[Tensor]
 
-    def taken(self, carries: Sequence[bool]) -> list[Tensor]:
-        """The tensors of the parts that are carried."""
-        return [x for part, goes in zip(self, carries, strict=True) if goes for x in part]
+    def of(self, found: Iterator[Tensor]) -> SlotState:
+        """The same with other tensors."""
+        return SlotState(*([next(found) for _ in part] for part in self))
 
-    def of(self, found: Sequence[Tensor], carries: Sequence[bool]) -> TickState:
-        """The same with other tensors for the parts that are carried."""
-        left = iter(found)
-        parts = (
-            [next(left) for _ in part] if goes else part for part, goes in zip(self, carries, strict=True)
-        )
-        return TickState(*parts)
+
+TickState = Mapping[StageAction, SlotState]
+"""The state that one loop over ticks hands to the next, by the slots that write it; others only read it."""
+
+
+def carried(state: TickState, slots: Iterable[StageAction]) -> list[Tensor]:
+    """The tensors that slots of some kinds write."""
+    return [x for slot in slots for part in state[slot] for x in part]
+
+
+def replaced(state: TickState, slots: Iterable[StageAction], found: Iterable[Tensor]) -> TickState:
+    """The state with other tensors for those that slots of some kinds write."""
+    left = iter(found)
+    return {**state, **{slot: state[slot].of(left) for slot in slots}}

@@ -19,6 +19,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,9 @@ from mesh_tf_core.ops.shape import rename, slice_dim
 from mesh_tf_core.ops.stacking import squeeze, stack
 from mesh_tf_core.optimizers.base import EMA
 from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.microbatch import Accumulation
 from mesh_tf_core.tracing.pipelined_step import PipelinedStep
+from mesh_tf_core.tracing.stage_layers import refused
 from mesh_tf_core.training.prefetch import Prefetch
 from mesh_tf_core.training.rows import Rows
 
@@ -136,7 +139,9 @@ class EvaluationPass:
         self.parts: tuple[int, ...] = ()
         for dim, count in model.stages(mesh, layout).items():
             self.parts = (options.microbatches, self.size // options.microbatches)
-            cut = graph, str(model.batch_dim), options.microbatches, dim, count, options.schedule
+            batch, refuse = str(model.batch_dim), partial(refused, options.schedule, dim)
+            graph, results = Accumulation(graph, batch, options.microbatches, refuse).run(results)
+            cut = graph, batch, options.microbatches, dim, count, options.schedule
             graph, results = PipelinedStep(*cut).run(results)
         how = Options(storage, context=options.context, offload=options.offload)
         # Without the update a graph does not say what may be padded; the training's variables do.
