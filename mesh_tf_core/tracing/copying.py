@@ -13,12 +13,14 @@ from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.kernel import PartRows
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.phase import Phase
+from mesh_tf_core.ir.scopes import having
 from mesh_tf_core.ir.structure import KnownTensor
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import StepCopies, renames
 from mesh_tf_core.ops.basic import scale
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.math import equal
+from mesh_tf_core.tracing.assigning import before_update
 from mesh_tf_core.tracing.batch_linearity import BatchLinearity
 from mesh_tf_core.tracing.graph import Graph
 
@@ -78,10 +80,6 @@ class Copy:
         made = self.new.apply(op, *inputs)
         return made if isinstance(made, tuple) else (made,)
 
-    def _number(self, block: Block) -> Tensor:
-        """What numbers the iterations of a copied loop; the body of the copy is being built."""
-        return self.new.number(block)
-
     def _node(self, node: Node) -> None:
         with self.new.phase(node.phase, node.scope, node.name, node.call):
             if node.body is not None:
@@ -125,9 +123,9 @@ class Copy:
         (dim,) = self._shape(Shape([body.dim]))
         with self.new.loop(dim, body.reverse, forward) as block:
             self.blocks[body.id] = block
-            self.tensors[body.index] = self._number(block)
+            self.tensors[body.index] = self.new.number(block)
             block.branch, block.single, block.begin = body.branch, body.single, body.begin
-            self._parts(body, block)
+            block.sliced += [(self.tensors[o].id, self._inner(block, i).id) for o, i in body.sliced]
             self._body(node, body, block)
             stacked = [(self._delivered(o, i), o) for i, o in body.stacked]
             block.stacked = [(x.id, self._outer(o, block, x)) for x, o in stacked]
@@ -137,18 +135,14 @@ class Copy:
         finals = self.new.close_loop(block, init)
         self.tensors.update(zip(node.outputs, finals, strict=False))
 
-    def _parts(self, body: Block, block: Block) -> None:
-        """What an iteration has of stacks."""
-        block.sliced += [(self.tensors[o].id, self._inner(block, i).id) for o, i in body.sliced]
-
     def _begun(self, body: Block, block: Block) -> None:
-        """What is to be done with the state of a copied loop before its nodes are copied."""
+        """What is to be done with a copied loop, and its state, before its nodes are copied."""
 
     def _body(self, node: Node, body: Block, block: Block) -> None:
         """The state and the nodes of a loop's body, in the copy's block."""
         block.carry_in = tuple(self._inner(block, i).id for i in body.carry_in)
-        self._begun(body, block)
         block.runs, block.first = (None if i is None else self.tensors[i].id for i in (body.runs, body.first))
+        self._begun(body, block)
         made: dict[int, list[Node]] = {}
         for inner in body.nodes:
             begin = len(block.nodes)
@@ -165,6 +159,18 @@ class Copy:
         )
 
 
+class Copies(dict[int, Tensor]):
+    """Old tensors -> their copies; of others what `find` finds, once something reads them."""
+
+    def __init__(self, known: Mapping[int, Tensor], find: Callable[[int], Tensor]) -> None:
+        super().__init__(known)
+        self.find = find
+
+    def __missing__(self, old: int) -> Tensor:
+        found = self[old] = self.find(old)
+        return found
+
+
 class Replay(Copy):
     """Nodes of an earlier block, built again in the graph's current one.
 
@@ -176,7 +182,7 @@ class Replay(Copy):
 
     def __init__(self, graph: Graph, given: Mapping[int, Tensor]) -> None:
         super().__init__(graph, graph)
-        self.tensors = _Visible(graph, given)
+        self.tensors = Copies(given, lambda old: graph.visible(graph.tensor(old)))
         self.nodes: list[Node] = []
 
     def run(self, nodes: Iterable[Node]) -> None:
@@ -184,18 +190,6 @@ class Replay(Copy):
         for node in nodes:
             self._node(node.in_phase(Phase.RECOMPUTE))
             self.nodes.append(self.new.block.nodes[-1])
-
-
-class _Visible(dict[int, Tensor]):
-    """Copies; other tensors as the graph's current block sees them."""
-
-    def __init__(self, graph: Graph, given: Mapping[int, Tensor]) -> None:
-        super().__init__(given)
-        self.graph = graph
-
-    def __missing__(self, old: int) -> Tensor:
-        found = self[old] = self.graph.visible(self.graph.tensor(old))
-        return found
 
 
 class StepCopy(Copy):
@@ -215,6 +209,34 @@ class StepCopy(Copy):
         block.captured = {self.tensors[a].id: self.tensors[b].id for a, b in known}
         saved = [(self.tensors[i], o) for i, o in body.saved.items()]
         block.saved = {x.id: self._outer(o, block, x) for x, o in saved}
+
+
+class LoopedCopy(StepCopy):
+    """A copy of a step, but for its updates, in which loops work on microbatches, one after the other.
+
+    Attributes:
+      kept: the nodes outside of loops.
+      outside: old tensor -> its copy outside of these loops, as far as it is known.
+    """
+
+    def __init__(self, graph: Graph, *given: Any) -> None:
+        super().__init__(graph, *given)
+        self.kept = before_update(graph)
+        self.makers = {o: n for n, _ in graph.walk() for o in n.made}
+        self.outside: dict[int, Tensor] = {}
+
+    def whole(self, old: int) -> Tensor:
+        """What is the same for all microbatches, or made of whole sums, outside of the loops."""
+        if old not in self.outside:
+            self.outside.update(self._alone(self.makers[old], {}))
+        return self.outside[old]
+
+    def _alone(self, maker: Node, known: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """What a node makes outside of the loops."""
+        inside = having(self, blocks={}, tensors=Copies(known, self.whole), number=None)
+        with self.new.at_root(), inside:
+            self._node(maker)
+            return {o: self.tensors[o] for o in maker.made}
 
 
 class ResizedCopy(Copy):

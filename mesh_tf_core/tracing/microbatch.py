@@ -20,17 +20,15 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import MICROBATCH, Node
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.scopes import having
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Cast
-from mesh_tf_core.tracing.assigning import before_update
 from mesh_tf_core.tracing.batch_linearity import BatchLinearity, Linearity, outer_reads
-from mesh_tf_core.tracing.copying import PartCopy, StepCopy
+from mesh_tf_core.tracing.copying import LoopedCopy, PartCopy
 from mesh_tf_core.tracing.graph import Graph
 
 
-class Accumulation(StepCopy, PartCopy):
+class Accumulation(LoopedCopy, PartCopy):
     """A graph that computes part by part what the whole batch gives, under construction.
 
     Args:
@@ -41,7 +39,6 @@ class Accumulation(StepCopy, PartCopy):
     Attributes:
       given: old tensor -> its replacement, for variables and inputs without the batch.
       fed: the same of inputs in parts.
-      outside: the same for values that are computed outside the loops over the parts.
       has_rows: values of single examples may be wanted of forward operations alone, as [microbatch, its
         rows].
     """
@@ -52,13 +49,10 @@ class Accumulation(StepCopy, PartCopy):
         super().__init__(graph, batch, parts)
         self.refuse = refuse
         self.check_batch(graph.tensors)
-        self.kept = before_update(graph)
         self.has_rows = all(n.phase == Phase.FORWARD for n in self.kept)
-        self.makers = {o: n for n in self.kept for o in n.made}
         self.linearity = BatchLinearity(graph, self.names, self.kept)
         self.fed: dict[int, Tensor] = {}
         self.given: dict[int, Tensor] = {}
-        self.outside: dict[int, Tensor] = {}
         self._reading: dict[int, bool] = {}
         self.casts = {
             (n.inputs[0], n.op.dtype): n.outputs[0]
@@ -91,8 +85,8 @@ class Accumulation(StepCopy, PartCopy):
         self._loop([i for i in sums if i not in self.outside])
         for node, variable in stored:
             with self.new.phase(node.phase, node.scope):
-                self.new.assign(variable, self._whole(node.inputs[0]))
-        return self.new, {name: self._whole(t.id) for name, t in wanted.items()}
+                self.new.assign(variable, self.whole(node.inputs[0]))
+        return self.new, {name: self.whole(t.id) for name, t in wanted.items()}
 
     def _check(self, name: str, tensor: int) -> None:
         """UserError if what the parts compute does not add up to a tensor."""
@@ -208,21 +202,10 @@ class Accumulation(StepCopy, PartCopy):
         self.number = None
         self.outside.update(made)
 
-    def _whole(self, old: int) -> Tensor:
-        """A tensor outside of the loops, made of whole sums."""
-        if old not in self.outside:
-            maker = self.makers[old]
-            for i in sorted(outer_reads(self.old, maker)):
-                self._whole(i)
-            with self.new.at_root(), having(self, blocks={}, tensors=dict(self.outside), number=None):
-                self._node(maker)
-                self.outside.update({o: self.tensors[o] for o in maker.made})
-        return self.outside[old]
-
     def _operand(self, node: Node, operand: int) -> Tensor:
         """The copy of an operand of a node."""
         return (
-            self._whole(operand)
+            self.whole(operand)
             if self.number is not None and self.is_whole(node, operand)
             else self.tensors[operand]
         )

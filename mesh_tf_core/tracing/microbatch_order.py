@@ -4,7 +4,7 @@ the backward of layers, for schedules in which gradients of weights have slots o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import replace
 from enum import IntEnum
 
@@ -37,7 +37,8 @@ class MicrobatchOrder:
       refuse: the error for layers that cannot be stages.
 
     Attributes:
-      batch: the iteration; `over`: its nodes over the layers: forward, and backward if there is one.
+      batch: the iteration; `number`: of the microbatch.
+      over: its nodes over the layers: forward, and backward if there is one.
       known: tensor -> when it is known; `runs`: node -> when it runs.
       sums: values that are summed over the microbatches, from which the rest follows.
       states: the states of the layers, as they read them; `passes`: further values that move through the
@@ -57,7 +58,8 @@ class MicrobatchOrder:
         trained: Set[int],
         refuse: Callable[[str], UserError],
     ) -> None:
-        self.old, self.batch, self.names = graph, batch, names
+        assert batch.index is not None
+        self.old, self.batch, self.names, self.number = graph, batch, names, batch.index
         self.trained, self.refuse = trained, refuse
         self.over = [n for n in batch.nodes if n.body is not None and n.body.dim.name == layers]
         self.forward, self.backward = self.over[0], self.over[-1]
@@ -67,7 +69,7 @@ class MicrobatchOrder:
             raise refuse("the model has more than one loop over these layers")
         self.layers = self.body(self.forward).dim
         self.states, self.seeds = self.forward.inputs, self.backward.inputs * (len(self.over) > 1)
-        self.varying = {batch.index, *(inner for _, inner in batch.sliced)}
+        self.varying = {self.number, *(inner for _, inner in batch.sliced)}
         for node in batch.nodes:
             self.varying.update(node.made if not self.varying.isdisjoint(self.outer(node)) else ())
         self.known: dict[int, When] = {}
@@ -105,7 +107,7 @@ class MicrobatchOrder:
         for node in self.batch.nodes:
             found = {self.when(i) for i in self.outer(node) - saved}
             when = max(found, default=When.BEFORE)
-            if when is When.AFTER and (When.HEAD in found or self._adds(node)):
+            if when is When.AFTER and (When.HEAD in found or self._early(node)):
                 when = When.WHOLE  # What it adds up is not there at the same ticks.
             self.runs[node.index] = when
             self.known.update(dict.fromkeys(node.made, when))
@@ -115,20 +117,21 @@ class MicrobatchOrder:
                     goes |= {o for o in node.outputs if self.kind(o) is Linearity.PER_EXAMPLE}
                     self.known.update((o, then if o in goes else When.WHOLE) for o in node.outputs)
 
-    def _adds(self, node: Node) -> bool:
-        """Whether a node makes terms of a sum of values among which one is known before the layers."""
-        early = [i for i in node.inputs if self.when(i) is When.BEFORE]
-        if node.body is not None:
-            pairs = zip(node.inputs, node.outputs, strict=False)
-            return any(i in early and self.kind(o) is Linearity.REDUCIBLE for i, o in pairs)
-        terms = all(self.kind(o) is Linearity.REDUCIBLE for o in node.outputs)
-        return bool(early) and terms and (node.op.linear or node.op.converts)
+    def _adds(self, node: Node) -> Sequence[int]:
+        """The operands that a node may add up, each of them whole in a sum over all microbatches."""
+        return node.inputs if node.body is not None or node.op.linear or node.op.converts else ()
+
+    def _early(self, node: Node) -> bool:
+        """Whether a node adds what is known before the layers to a term of a sum."""
+        terms = [self.kind(o) is Linearity.REDUCIBLE for o in node.outputs]
+        terms = terms if node.body is not None else [all(terms)] * len(node.inputs)
+        return any(t and self.when(i) is When.BEFORE for t, i in zip(terms, self._adds(node), strict=False))
 
     def terms(self, node: Node) -> list[int]:
         """What is to be summed, so that a node makes a sum of it: all that it adds, or factors that differ
         between microbatches."""
+        adds = self._adds(node)
         read = sorted(self.outer(node))
-        adds = node.inputs if node.body is not None or node.op.linear or node.op.converts else ()
         return [i for i in read if i in adds or self.kind(i) is not Linearity.REPLICATED]
 
     def _added(self) -> list[int]:
@@ -151,15 +154,16 @@ class MicrobatchOrder:
 
     def _read(self) -> None:
         saved = {*self.body(self.forward).saved.values()}
-        self.sliced = {n.index: self._sliced(n, saved) for n in self.over}
+        stacks = {n.index: dict.fromkeys(o for o, _ in self.body(n).sliced) for n in self.over}
+        self.sliced = {n: [o for o in each if o not in saved] for n, each in stacks.items()}
         self.reads = {n.index: self._inside(n) - saved for n in self.over}
         read = set().union(*self.reads.values())
-        stacks = (o for n in self.over[1:] for o in self.sliced[n.index])
-        late = [i for i in (*read, *stacks) if self.when(i) is not When.BEFORE]
+        read_by_parts = (o for n in self.over[1:] for o in self.sliced[n.index])
+        late = [i for i in (*read, *read_by_parts) if self.when(i) is not When.BEFORE]
         if late or any(self.when(i) > When.HEAD for i in self.seeds):
             raise self.refuse("the gradient of values that the layers stack depends on the microbatch")
         rows = {i for i in read if self.kind(i) is Linearity.PER_EXAMPLE}
-        if any(self.kind(i) is Linearity.REDUCIBLE for i in read - {self.batch.index}):
+        if any(self.kind(i) is Linearity.REDUCIBLE for i in read - {self.number}):
             raise self.refuse(
                 "the layers read a sum over the batch, which is not complete before the last microbatch"
             )
@@ -167,10 +171,7 @@ class MicrobatchOrder:
             raise self.refuse("the layers read a stack with one part of the batch for each layer")
         self.passes = sorted(rows & self.trained)
         self.stays = sorted(rows - self.trained)
-        self.same = sorted(read - rows - {self.batch.index})
-
-    def _sliced(self, node: Node, saved: set[int]) -> list[int]:
-        return list(dict.fromkeys(o for o, _ in self.body(node).sliced if o not in saved))
+        self.same = sorted(read - rows - {self.number})
 
     def _inside(self, node: Node) -> set[int]:
         """What the nodes of a loop's body read from outside, but for its state and parts of stacks."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
-from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.blocks import ARRIVING, IN_FLIGHT, MICROBATCH, Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.schedules import PipelineSchedule
 from mesh_tf_core.ir.scopes import having
@@ -22,8 +21,7 @@ from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.math import maximum
 from mesh_tf_core.ops.stages import JoinedParts, PartsInPlace
-from mesh_tf_core.tracing.assigning import before_update
-from mesh_tf_core.tracing.copying import Copy, ResizedCopy, StepCopy, batch_names
+from mesh_tf_core.tracing.copying import Copies, Copy, LoopedCopy, ResizedCopy, batch_names
 from mesh_tf_core.tracing.gradients import depends_on
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.microbatch_order import MicrobatchOrder, When
@@ -76,19 +74,7 @@ def stacking(block: Block, wanted: Set[int]) -> Block:
     return replace(block, nodes=nodes, saved={}, stacked=[*block.stacked, *kept])
 
 
-class KnownValues(dict[int, Tensor]):
-    """Copies for a microbatch; other tensors as they are outside of all loops."""
-
-    def __init__(self, step: VirtualStageCopy, known: Mapping[int, Tensor]) -> None:
-        super().__init__(known)
-        self.step = step
-
-    def __missing__(self, old: int) -> Tensor:
-        found = self[old] = self.step.whole(old)
-        return found
-
-
-class VirtualStageCopy(StepCopy, ResizedCopy):
+class VirtualStageCopy(LoopedCopy, ResizedCopy):
     """A step in microbatches whose layers are copied as those of a stage.
 
     Args:
@@ -119,9 +105,10 @@ class VirtualStageCopy(StepCopy, ResizedCopy):
         self, graph: Graph, batch: str, parts: int, dim: str, stages: int, schedule: str, again: Again = None
     ) -> None:
         super().__init__(graph)
-        self.named, self.layers, self.parts = schedule, dim, parts
+        self.layers, self.parts, self.second = dim, parts, again
+        self.refuse = partial(refused, schedule, dim)
         self.schedule = PipelineSchedule.named(schedule, stages, parts)
-        self.kept, self.names = before_update(graph), batch_names(graph, batch)
+        self.names = batch_names(graph, batch)
         (size,) = {n.body.dim.size for n, _ in graph.walk() if n.body is not None and n.body.dim.name == dim}
         self.stage, self.all = Dim(dim, stages), Dim(dim, size)
         self.order = self.schedule.order
@@ -130,11 +117,9 @@ class VirtualStageCopy(StepCopy, ResizedCopy):
         self.chunk = Dim(self.own.name, self.own.size // self.order.chunks)
         for name in (MICROBATCH, IN_FLIGHT, ARRIVING):
             self.new.unsplit[name] = "microbatches pass through the pipeline stages one after another"
-        self.second = again
         self.place: CopiedLayers | None = None
         self.sizes: Mapping[Dim, Dim] = {}
         self.stacks: set[int] = set()
-        self.outside: dict[int, Tensor] = {}
         self.lies: dict[int, Tensor] = {}
         self.totals: dict[int, Tensor] = {}
         trained = [v for v in graph.variables.values() if v.trainable]
@@ -143,10 +128,6 @@ class VirtualStageCopy(StepCopy, ResizedCopy):
         self.lying = lying(self.kept, dim) if self.moves else frozenset[str]()
         for name in self.lying:
             self.new.variables[name] = replace(graph.variables[name], order=self.order)
-
-    def refusal(self, what: str) -> LayoutError:
-        """The error for a step that cannot be a pipeline."""
-        return refused(self.named, self.layers, what)
 
     def run(self, wanted: Mapping[str, Tensor]) -> tuple[Graph, dict[str, Tensor]]:
         """The new graph and its tensors for some of the top level (the loss, metrics, gradients), by name."""
@@ -159,22 +140,18 @@ class VirtualStageCopy(StepCopy, ResizedCopy):
                 self.outside[node.outputs[0]] = self.new.input(op.feed, op.type.shape.dims, op.type.dtype)
             elif isinstance(op, Assign):
                 with self.new.phase(node.phase, node.scope):
-                    variable = self.new.variables[op.variable.name]
-                    self.new.assign(variable, self._of_variable(variable, node.inputs[0]))
+                    value = self._of_variable(op.variable.name, node.inputs[0])
+                    self.new.assign(self.new.variables[op.variable.name], value)
             elif body is not None and any(n.body and n.body.dim.name == self.layers for n in body.nodes):
                 self._piped(body)
-        grads, found = self.old.gradient_of, dict[str, Tensor]()
-        for name, t in wanted.items():
-            of = self.old.variables.get(grads.get(t.id, ""))
-            found[name] = self.whole(t.id) if of is None else self._of_variable(of, t.id)
-        return self.new, found
+        grads = self.old.gradient_of
+        return self.new, {n: self._of_variable(grads.get(t.id, ""), t.id) for n, t in wanted.items()}
 
     def _piped(self, batch: Block) -> None:
         """Microbatches that pass the stages, in place of the loop over them."""
-        self.course = MicrobatchOrder(self.old, batch, self.names, self.layers, self.trained, self.refusal)
-        nodes = (node for each in self.kept for node, _ in Block(-1, nodes=[each]).walk())
-        if not self.course.seeds and any(node.phase != Phase.FORWARD for node in nodes):
-            raise self.refusal("the loss needs sums of the layers' values over the whole batch")
+        self.course = MicrobatchOrder(self.old, batch, self.names, self.layers, self.trained, self.refuse)
+        if not self.course.seeds and any(node.phase != Phase.FORWARD for node, _ in self.old.walk()):
+            raise self.refuse("the loss needs sums of the layers' values over the whole batch")
         self.totals = self.loops()
         if self.moves:
             with self.new.phase(Phase.BACKWARD, ""):
@@ -193,7 +170,7 @@ class VirtualStageCopy(StepCopy, ResizedCopy):
     def take(self, number: Tensor, known: Mapping[int, Tensor], wanted: Iterable[int], until: When) -> None:
         """Takes the number of a microbatch, and computes the wanted values from known ones."""
         course, batch = self.course, self.course.batch
-        self.blocks, self.tensors = {}, KnownValues(self, {batch.index or 0: number, **known})
+        self.blocks, self.tensors = {}, Copies({course.number: number, **known}, self.whole)
         left, nodes = {*wanted} - self.tensors.keys(), list[Node]()
         for node in reversed(batch.nodes):
             if course.runs[node.index] <= until and not left.isdisjoint(node.made):
@@ -210,45 +187,33 @@ class VirtualStageCopy(StepCopy, ResizedCopy):
         x = self.tensors[tensor]
         if all(tensor != i for i, _ in self.course.batch.stacked):
             return x
-        return dynamic_update(self._zero(x, Dim(MICROBATCH, self.parts)), x, number, MICROBATCH)
+        return dynamic_update(self.zeros(tensor, Dim(MICROBATCH, self.parts)), x, number, MICROBATCH)
 
     def zeros(self, tensor: int, *dims: Dim) -> Tensor:
         """Zeros in the place of values of a microbatch, with further dimensions in front."""
-        return self._zero(self.old.tensor(tensor), *dims)
-
-    def _zero(self, like: Tensor, *dims: Dim) -> Tensor:
+        like = self.old.tensor(tensor)
         zero: Tensor = self.new.apply(Constant(0, like.dtype))
         return broadcast(zero, Shape([*dims, *like.shape]))
 
     # -- what has all layers ---------------------------------------------------------------------------------
 
     def whole(self, old: int) -> Tensor:
-        """What is the same for all microbatches, outside of all loops; a stack in the model's order."""
-        if old not in self.outside:
-            maker = self.old.producer[old]
-            with self.new.at_root(), having(self, sizes={}, place=None):
-                if old in self.lies:
-                    phase = Phase.FORWARD if isinstance(maker.op, Read) else Phase.BACKWARD
-                    with self.new.phase(phase, ""):
-                        self.outside[old] = reordered(self.lies[old], self.order, self.all, lies=True)
-                else:
-                    self.outside.update(self._alone(maker, {}))
-        return self.outside[old]
+        """The same as in other copies of steps in loops; a stack in the model's order."""
+        with having(self, sizes={}, place=None):
+            if old in self.lies and old not in self.outside:
+                phase = Phase.FORWARD if isinstance(self.makers[old].op, Read) else Phase.BACKWARD
+                with self.new.at_root(), self.new.phase(phase, ""):
+                    self.outside[old] = reordered(self.lies[old], self.order, self.all, lies=True)
+            return super().whole(old)
 
     def _total(self, tensor: int) -> Tensor:
         """The sum of a tensor over all microbatches, made of sums that the ticks make."""
         if tensor in self.lies:
             return self.whole(tensor)
         if tensor not in self.totals:
-            maker = self.old.producer[tensor]
+            maker = self.makers[tensor]
             self.totals.update(self._alone(maker, {i: self._total(i) for i in self.course.terms(maker)}))
         return self.totals[tensor]
-
-    def _alone(self, maker: Node, known: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """What a node makes outside of all loops."""
-        with having(self, blocks={}, tensors=KnownValues(self, known)):
-            self._node(maker)
-            return {o: self.tensors[o] for o in maker.made}
 
     def stack(self, tensor: int) -> Tensor:
         """The stack that layers read by parts, in the order of stages."""
@@ -260,9 +225,9 @@ class VirtualStageCopy(StepCopy, ResizedCopy):
                 self.lies[tensor] = reordered(whole, self.order, self.all, lies=False)
         return self.lies[tensor]
 
-    def _of_variable(self, variable: Variable, tensor: int) -> Tensor:
-        """A tensor that belongs to a variable, as that lies."""
-        return self.stack(tensor) if variable.name in self.lying else self.whole(tensor)
+    def _of_variable(self, variable: str, tensor: int) -> Tensor:
+        """A tensor that belongs to a variable, as that lies; "": to none."""
+        return self.stack(tensor) if variable in self.lying else self.whole(tensor)
 
     # -- what has a stage's, or a chunk's --------------------------------------------------------------------
 
@@ -277,9 +242,16 @@ class VirtualStageCopy(StepCopy, ResizedCopy):
             return super()._outer(tensor, block, inner)
 
     def _begun(self, body: Block, block: Block) -> None:
-        if self.place is None or self.place.numbers is None or block.dim != self.part.dim:
+        place, part = self.place, self.part
+        if place is None or block.dim != part.dim or body.index is None:
             return
-        self.there = self.new.slice_into(block, self.place.numbers) > PADDING
+        block.first = None if place.first is None else place.first.id
+        block.begin = part.begin if part.dim != self.chunk else None
+        if place.numbers is None:
+            self.tensors[body.index] = place.begins + self.new.number(block)
+            return
+        number = self.new.slice_into(block, place.numbers)
+        self.tensors[body.index], self.there = maximum(number, 0), number > PADDING
         if body.forward is not None:
             # No gradient comes of a layer that a stage lacks.
             self.tensors.update((i, where(self.there, self.tensors[i], 0)) for i in body.carry_in)
@@ -291,20 +263,6 @@ class VirtualStageCopy(StepCopy, ResizedCopy):
         # A layer that a stage lacks hands on what it got.
         got = (self.new.tensors[i] for i in block.carry_in)
         return [where(self.there, x, h) for x, h in zip(found, got, strict=True)]
-
-    def _body(self, node: Node, body: Block, block: Block) -> None:
-        super()._body(node, body, block)
-        if self.place is not None and block.dim == self.part.dim:
-            block.first = None if self.place.first is None else self.place.first.id
-            block.begin = self.part.begin if self.part.dim != self.chunk else None
-
-    def _number(self, block: Block) -> Tensor:
-        found = super()._number(block)
-        if self.place is None or block.dim != self.part.dim:
-            return found
-        if self.place.numbers is None:
-            return self.place.begins + found
-        return maximum(self.new.slice_into(block, self.place.numbers), 0)
 
     def layers_of(
         self,
