@@ -19,15 +19,11 @@ from mesh_tf_core.ops.shape import pad, transpose
 from mesh_tf_core.tracing.graph import Graph
 
 
-def averages(node: Node, graph: Graph) -> bool:
-    """True if a node is of the model's own update of an array that is not trained (`as_updates`)."""
-    variable = graph.variables.get(node.scope) if node.phase == Phase.UPDATE else None
-    return variable is not None and variable.own_storage and not variable.trainable
-
-
 def before_update(graph: Graph) -> list[Node]:
-    """The nodes outside of loops but for updates of trained variables."""
-    return [n for n in graph.nodes if n.phase != Phase.UPDATE or averages(n, graph)]
+    """The nodes outside of loops but for updates; with those of arrays that are not trained, which are the
+    model's own (`as_updates`)."""
+    own = {name for name, v in graph.variables.items() if v.own_storage and not v.trainable}
+    return [n for n in graph.nodes if n.phase != Phase.UPDATE or n.scope in own]
 
 
 def as_updates(graph: Graph) -> None:

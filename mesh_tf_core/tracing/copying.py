@@ -6,22 +6,15 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.blocks import Block, Half, Node
 from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.dtypes import is_float
-from mesh_tf_core.ir.kernel import PartRows
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.scopes import having
 from mesh_tf_core.ir.structure import KnownTensor
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import StepCopies, renames
-from mesh_tf_core.ops.basic import scale
-from mesh_tf_core.ops.binary import where
-from mesh_tf_core.ops.math import equal
+from mesh_tf_core.ir.traits import renames
 from mesh_tf_core.tracing.assigning import before_update
-from mesh_tf_core.tracing.batch_linearity import BatchLinearity
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -55,13 +48,9 @@ class Copy:
         self.tensors: dict[int, Tensor] = {}
         self.blocks: dict[int, Block] = {}
 
-    def _operand(self, node: Node, operand: int) -> Tensor:
-        """The copy of an operand of a node."""
-        return self.tensors[operand]
-
     def _operands(self, node: Node) -> list[Tensor]:
         """The copies of a node's operands."""
-        return [self._operand(node, i) for i in node.inputs]
+        return [self.tensors[i] for i in node.inputs]
 
     def _shape(self, shape: Shape) -> Shape:
         """The shape of a copy."""
@@ -83,10 +72,10 @@ class Copy:
     def _node(self, node: Node) -> None:
         with self.new.phase(node.phase, node.scope, node.name, node.call):
             if node.body is not None:
-                self._scan(node, node.body)
+                self._looped(node, node.body, self._operands(node))
                 return
             if isinstance(node.op, KnownTensor):
-                self.tensors[node.outputs[0]] = self._operand(node, node.inputs[0])
+                (self.tensors[node.outputs[0]],) = self._operands(node)
                 return
             made = self._applied(self._op(node.op), self._operands(node), node)
             self.tensors.update(zip(node.outputs, made, strict=True))
@@ -102,19 +91,19 @@ class Copy:
         """The copy of what a loop makes a tensor of."""
         return self.tensors[source]
 
-    def _outer(self, tensor: int, block: Block, inner: Tensor) -> int:
-        """The copy of a tensor that a loop makes of an inner one for the block around it."""
+    def _outer(self, tensor: int, block: Block, inner: Tensor, delivers: bool = True) -> int:
+        """The copy of a tensor that a loop makes of an inner one for the block around it.
+
+        Args:
+          delivers: notes the variable of a gradient.
+        """
         if tensor not in self.tensors:
             dims = (block.dim, *inner.shape) if tensor < 0 else self._shape(self.old.tensor(tensor).shape)
-            type = TensorType(Shape(dims), inner.dtype)
-            self.tensors[tensor] = self.new.new_tensor(type, self.new.outside(block))
+            made = self.new.new_tensor(TensorType(Shape(dims), inner.dtype), self.new.outside(block))
+            self.tensors[tensor] = made
+            if delivers and tensor in self.old.gradient_of:
+                self.new.deliver([(made, self.old.gradient_of[tensor])])
         return self.tensors[tensor].id
-
-    def _backward(self, node: Node, body: Block, block: Block) -> None:
-        """Copies what connects a loop to its backward."""
-
-    def _scan(self, node: Node, body: Block) -> None:
-        self._looped(node, body, self._operands(node))
 
     def _looped(self, node: Node, body: Block, init: Sequence[Tensor]) -> None:
         """The copy of a loop that begins with the states `init`."""
@@ -126,37 +115,37 @@ class Copy:
             self.tensors[body.index] = self.new.number(block)
             block.branch, block.single, block.begin = body.branch, body.single, body.begin
             block.sliced += [(self.tensors[o].id, self._inner(block, i).id) for o, i in body.sliced]
-            self._body(node, body, block)
-            stacked = [(self._delivered(o, i), o) for i, o in body.stacked]
-            block.stacked = [(x.id, self._outer(o, block, x)) for x, o in stacked]
-            summed = [(self.tensors[i], o) for i, o in body.summed]
-            block.summed = [(x.id, self._outer(o, block, x)) for x, o in summed]
-            self._backward(node, body, block)
+            block.carry_in = tuple(self._inner(block, i).id for i in body.carry_in)
+            ends = (body.runs, body.first)
+            block.runs, block.first = (None if i is None else self.tensors[i].id for i in ends)
+            self._begun(body, block)
+            made: dict[int, list[Node]] = {}
+            for inner in body.nodes:
+                begin = len(block.nodes)
+                self._node(inner)
+                made[inner.index] = block.nodes[begin:]
+            block.carry_out = tuple(x.id for x in self._ends(node, body))
+            copies = ((h, tuple(new for old in h.nodes for new in made[old.index])) for h in body.halves)
+            ids = ((self.tensors[h.argument].id, self.tensors[h.result].id, each) for h, each in copies)
+            block.halves = tuple(Half(*each) for each in ids)
+            self._results(body, block)
         finals = self.new.close_loop(block, init)
         self.tensors.update(zip(node.outputs, finals, strict=False))
 
+    def _results(self, body: Block, block: Block) -> None:
+        """What a loop makes for the block around it, and for its backward."""
+        stacked = [(self._delivered(o, i), o) for i, o in body.stacked]
+        block.stacked = [(x.id, self._outer(o, block, x)) for x, o in stacked]
+        summed = [(self.tensors[i], o) for i, o in body.summed]
+        block.summed = [(x.id, self._outer(o, block, x)) for x, o in summed]
+        pairs = body.captured.items() if block.forward is not None else ()
+        known = ((a, b) for a, b in pairs if a in self.tensors and b in self.tensors)
+        block.captured = {self.tensors[a].id: self.tensors[b].id for a, b in known}
+        saved = [(self.tensors[i], o) for i, o in body.saved.items()]
+        block.saved = {x.id: self._outer(o, block, x) for x, o in saved}
+
     def _begun(self, body: Block, block: Block) -> None:
         """What is to be done with a copied loop, and its state, before its nodes are copied."""
-
-    def _body(self, node: Node, body: Block, block: Block) -> None:
-        """The state and the nodes of a loop's body, in the copy's block."""
-        block.carry_in = tuple(self._inner(block, i).id for i in body.carry_in)
-        block.runs, block.first = (None if i is None else self.tensors[i].id for i in (body.runs, body.first))
-        self._begun(body, block)
-        made: dict[int, list[Node]] = {}
-        for inner in body.nodes:
-            begin = len(block.nodes)
-            self._node(inner)
-            made[inner.index] = block.nodes[begin:]
-        block.carry_out = tuple(x.id for x in self._ends(node, body))
-        block.halves = tuple(
-            Half(
-                self.tensors[h.argument].id,
-                self.tensors[h.result].id,
-                tuple(new for old in h.nodes for new in made[old.index]),
-            )
-            for h in body.halves
-        )
 
 
 class Copies(dict[int, Tensor]):
@@ -192,26 +181,7 @@ class Replay(Copy):
             self.nodes.append(self.new.block.nodes[-1])
 
 
-class StepCopy(Copy):
-    """A copy of a step with its backward: loops save values for backward, and gradients record their
-    variable."""
-
-    def _outer(self, tensor: int, block: Block, inner: Tensor) -> int:
-        known = tensor in self.tensors
-        found = super()._outer(tensor, block, inner)
-        if not known and tensor in self.old.gradient_of:
-            self.new.deliver([(self.tensors[tensor], self.old.gradient_of[tensor])])
-        return found
-
-    def _backward(self, node: Node, body: Block, block: Block) -> None:
-        pairs = body.captured.items() if block.forward is not None else ()
-        known = ((a, b) for a, b in pairs if a in self.tensors and b in self.tensors)
-        block.captured = {self.tensors[a].id: self.tensors[b].id for a, b in known}
-        saved = [(self.tensors[i], o) for i, o in body.saved.items()]
-        block.saved = {x.id: self._outer(o, block, x) for x, o in saved}
-
-
-class LoopedCopy(StepCopy):
+class LoopedCopy(Copy):
     """A copy of a step, but for its updates, in which loops work on microbatches, one after the other.
 
     Attributes:
@@ -267,91 +237,3 @@ class ResizedCopy(Copy):
         changed = {f.name: self._substituted(getattr(op, f.name)) for f in dataclasses.fields(op)}
         same = all(changed[n] == getattr(op, n) for n in changed)
         return op if same else dataclasses.replace(op, **changed)
-
-
-class PartCopy(ResizedCopy):
-    """A copy whose operations work on a part of the batch.
-
-    Args:
-      batch: name of the batch dimension.
-      parts: of the batch; LayoutError if they do not divide it.
-
-    Attributes:
-      names, size: of the batch dimension.
-      sizes: the batch dimensions -> those of a part, for nodes that are copied for parts.
-      rows: of the whole batch, those that a part has.
-      linearity: of the results of the copied nodes.
-      refuse: the error for a graph that cannot work on parts; None: that of microbatches.
-    """
-
-    linearity: BatchLinearity
-    refuse: Callable[[str], UserError] | None = None
-
-    def __init__(self, graph: Graph, batch: str, parts: int) -> None:
-        super().__init__(graph)
-        sizes = {t.shape.dim(batch).size for t in graph.inputs.values() if batch in t.shape.names}
-        if len(sizes) != 1:
-            raise LayoutError(
-                f"microbatches: the inputs have no dimension {batch!r} of one common size; give them one, or "
-                "use one microbatch"
-            )
-        self.size, self.parts = sizes.pop(), parts
-        if parts < 1 or self.size % parts:
-            raise LayoutError(
-                f"microbatches={parts}: the size of {batch!r}, {self.size}, is not divisible by {parts}; "
-                f"choose a divisor of {self.size}"
-            )
-        self.names = batch_names(graph, batch)
-        self.sizes = {Dim(n, self.size): Dim(n, self.size // parts) for n in self.names}
-        self.rows = PartRows(Shape(self.sizes), self.size // parts)
-
-    def refusal(self, what: str) -> UserError:
-        """The error for a graph that cannot work on parts."""
-        own = LayoutError(f"microbatches={self.parts}: {what}; use one microbatch")
-        return self.refuse(what) if self.refuse else own
-
-    def check_batch(self, tensors: Iterable[Tensor]) -> None:
-        """LayoutError if one of some tensors has the batch twice."""
-        for t in tensors:
-            both = [d.name for d in t.shape if d in self.sizes]
-            if len(both) > 1:
-                raise self.refusal(
-                    f"a tensor [{t.shape}] has two batch dimensions ({' and '.join(both)}), but examples of "
-                    "different microbatches cannot be combined"
-                )
-
-    def _operands(self, node: Node) -> list[Tensor]:
-        """The copies of a node's operands; shares of what every part would add whole."""
-        found = super()._operands(node)
-        shared = self.linearity.shared.get(node.index, ()) if self.number is not None else ()
-        return [self._share(x) if n in shared else x for n, x in enumerate(found)]
-
-    def _ends(self, node: Node, body: Block) -> list[Tensor]:
-        found = super()._ends(node, body)
-        shared = self.linearity.shared_out[node.index] if self.number is not None else ()
-        return [self._share(x) if n in shared else x for n, x in enumerate(found)]
-
-    def _share(self, x: Tensor) -> Tensor:
-        """What a part adds of a value that is the same in all parts. A whole number, as a counter, cannot be
-        divided: the first part adds it."""
-        if is_float(x.dtype):
-            return scale(x, 1 / self.parts)
-        assert self.number is not None
-        return where(equal(self.number, 0), x, 0)
-
-    def _applied(self, op: Op, inputs: Sequence[Tensor], node: Node) -> tuple[Tensor, ...]:
-        fixes = f"{op.describe()} works only for the whole batch"
-        names = {n for i in (*node.inputs, *node.outputs) for n in self.old.tensor(i).shape.names}
-        if self.number is not None and self.parts > 1 and not names.isdisjoint(self.names):
-            of_part = op.of_part(self.rows) if isinstance(op, StepCopies) else None
-            if of_part is not None:
-                op, at = of_part
-                inputs = [*inputs[:at], self.number, *inputs[at:]]
-        try:
-            made = super()._applied(op, inputs, node)
-        except UserError as error:
-            raise self.refusal(f"{fixes} ({error})") from None
-        for old, tensor in zip(node.outputs, made, strict=True):
-            if tensor.shape != self._shape(self.old.tensor(old).shape):
-                raise self.refusal(fixes)
-        return made

@@ -14,29 +14,39 @@ operations fix sizes derived from the batch (such as a reshape that flattens it)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.blocks import MICROBATCH, Node
-from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.errors import LayoutError, UserError
+from mesh_tf_core.ir.blocks import MICROBATCH, Block, Node
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.kernel import PartRows
+from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.basic import Cast
+from mesh_tf_core.ir.traits import StepCopies
+from mesh_tf_core.ops.basic import Cast, scale
+from mesh_tf_core.ops.binary import where
+from mesh_tf_core.ops.math import equal
 from mesh_tf_core.tracing.batch_linearity import BatchLinearity, Linearity, outer_reads
-from mesh_tf_core.tracing.copying import LoopedCopy, PartCopy
+from mesh_tf_core.tracing.copying import LoopedCopy, ResizedCopy, batch_names
 from mesh_tf_core.tracing.graph import Graph
 
 
-class Accumulation(LoopedCopy, PartCopy):
+class Accumulation(LoopedCopy, ResizedCopy):
     """A graph that computes part by part what the whole batch gives, under construction.
 
     Args:
       graph: forward and backward operations; those of phase `update` are left out.
       batch: name of the batch dimension, the first of every input.
+      parts: of the batch; LayoutError if they do not divide it.
       refuse: the error for a graph that cannot work on parts, with the reason; None: that of microbatches.
 
     Attributes:
+      names: of the batch dimension.
+      sizes: the batch dimensions -> those of a part.
+      rows: of the whole batch, those that a part has.
       given: old tensor -> its replacement, for variables and inputs without the batch.
       fed: the same of inputs in parts.
       has_rows: values of single examples may be wanted of forward operations alone, as [microbatch, its
@@ -46,9 +56,29 @@ class Accumulation(LoopedCopy, PartCopy):
     def __init__(
         self, graph: Graph, batch: str, parts: int, refuse: Callable[[str], UserError] | None = None
     ) -> None:
-        super().__init__(graph, batch, parts)
-        self.refuse = refuse
-        self.check_batch(graph.tensors)
+        super().__init__(graph)
+        sizes = {t.shape.dim(batch).size for t in graph.inputs.values() if batch in t.shape.names}
+        if len(sizes) != 1:
+            raise LayoutError(
+                f"microbatches: the inputs have no dimension {batch!r} of one common size; give them one, or "
+                "use one microbatch"
+            )
+        (size,), self.parts, self.refuse = sizes, parts, refuse
+        if parts < 1 or size % parts:
+            raise LayoutError(
+                f"microbatches={parts}: the size of {batch!r}, {size}, is not divisible by {parts}; "
+                f"choose a divisor of {size}"
+            )
+        self.names = batch_names(graph, batch)
+        self.sizes = {Dim(n, size): Dim(n, size // parts) for n in self.names}
+        self.rows = PartRows(Shape(self.sizes), size // parts)
+        for t in graph.tensors:
+            both = [d.name for d in t.shape if d in self.sizes]
+            if len(both) > 1:
+                raise self.refusal(
+                    f"a tensor [{t.shape}] has two batch dimensions ({' and '.join(both)}), but examples of "
+                    "different microbatches cannot be combined"
+                )
         self.has_rows = all(n.phase == Phase.FORWARD for n in self.kept)
         self.linearity = BatchLinearity(graph, self.names, self.kept)
         self.fed: dict[int, Tensor] = {}
@@ -87,6 +117,11 @@ class Accumulation(LoopedCopy, PartCopy):
             with self.new.phase(node.phase, node.scope):
                 self.new.assign(variable, self.whole(node.inputs[0]))
         return self.new, {name: self.whole(t.id) for name, t in wanted.items()}
+
+    def refusal(self, what: str) -> UserError:
+        """The error for a graph that cannot work on parts."""
+        own = LayoutError(f"microbatches={self.parts}: {what}; use one microbatch")
+        return self.refuse(what) if self.refuse else own
 
     def _check(self, name: str, tensor: int) -> None:
         """UserError if what the parts compute does not add up to a tensor."""
@@ -202,13 +237,43 @@ class Accumulation(LoopedCopy, PartCopy):
         self.number = None
         self.outside.update(made)
 
-    def _operand(self, node: Node, operand: int) -> Tensor:
-        """The copy of an operand of a node."""
-        return (
-            self.whole(operand)
-            if self.number is not None and self.is_whole(node, operand)
-            else self.tensors[operand]
-        )
+    def _operands(self, node: Node) -> list[Tensor]:
+        """The copies of a node's operands; shares of what every part would add whole."""
+        if self.number is None:
+            return super()._operands(node)
+        found = [self.whole(i) if self.is_whole(node, i) else self.tensors[i] for i in node.inputs]
+        shared = self.linearity.shared.get(node.index, ())
+        return [self._share(x) if n in shared else x for n, x in enumerate(found)]
+
+    def _ends(self, node: Node, body: Block) -> list[Tensor]:
+        found = super()._ends(node, body)
+        shared = self.linearity.shared_out[node.index] if self.number is not None else ()
+        return [self._share(x) if n in shared else x for n, x in enumerate(found)]
+
+    def _share(self, x: Tensor) -> Tensor:
+        """What a part adds of a value that is the same in all parts. A whole number, as a counter, cannot be
+        divided: the first part adds it."""
+        if is_float(x.dtype):
+            return scale(x, 1 / self.parts)
+        assert self.number is not None
+        return where(equal(self.number, 0), x, 0)
+
+    def _applied(self, op: Op, inputs: Sequence[Tensor], node: Node) -> tuple[Tensor, ...]:
+        fixes = f"{op.describe()} works only for the whole batch"
+        names = {n for i in (*node.inputs, *node.outputs) for n in self.old.tensor(i).shape.names}
+        if self.number is not None and self.parts > 1 and not names.isdisjoint(self.names):
+            of_part = op.of_part(self.rows) if isinstance(op, StepCopies) else None
+            if of_part is not None:
+                op, at = of_part
+                inputs = [*inputs[:at], self.number, *inputs[at:]]
+        try:
+            made = super()._applied(op, inputs, node)
+        except UserError as error:
+            raise self.refusal(f"{fixes} ({error})") from None
+        for old, tensor in zip(node.outputs, made, strict=True):
+            if tensor.shape != self._shape(self.old.tensor(old).shape):
+                raise self.refusal(fixes)
+        return made
 
     def _delivered(self, tensor: int, source: int) -> Tensor:
         """The copy of what a tensor is made of; of a gradient's, in the dtype of its variable."""

@@ -25,7 +25,7 @@ from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import derives_key
 from mesh_tf_core.tracing.batch_linearity import outer_reads
-from mesh_tf_core.tracing.copying import StepCopy
+from mesh_tf_core.tracing.copying import Copy
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -45,7 +45,7 @@ def _draws(node: Node) -> bool:
     return derives_key(node.op) or any(derives_key(n.op) for n, _ in (node.body.walk() if node.body else ()))
 
 
-class InnerStep(StepCopy):
+class InnerStep(Copy):
     """A training step of every replica, side by side, under construction.
 
     Args:

@@ -21,7 +21,7 @@ from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.math import maximum
 from mesh_tf_core.ops.stages import JoinedParts, PartsInPlace
-from mesh_tf_core.tracing.copying import Copies, Copy, LoopedCopy, ResizedCopy, batch_names
+from mesh_tf_core.tracing.copying import Copies, LoopedCopy, ResizedCopy, batch_names
 from mesh_tf_core.tracing.gradients import depends_on
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.microbatch_order import MicrobatchOrder, When
@@ -231,15 +231,14 @@ class VirtualStageCopy(LoopedCopy, ResizedCopy):
 
     # -- what has a stage's, or a chunk's --------------------------------------------------------------------
 
-    def _outer(self, tensor: int, block: Block, inner: Tensor) -> int:
+    def _outer(self, tensor: int, block: Block, inner: Tensor, delivers: bool = True) -> int:
         if self.place is None:
             return super()._outer(tensor, block, inner)
-        if tensor >= 0 and self.layers not in self.old.tensor(tensor).shape.names:
-            # What is no stage's own may be stored over the axes that tell stages apart.
-            return Copy._outer(self, tensor, block, inner)
+        # What is no stage's own may be stored over the axes that tell stages apart.
+        own = tensor < 0 or self.layers in self.old.tensor(tensor).shape.names
         several = self.order.chunks > 1 and tensor in self.stacks
         with having(self, sizes={self.all: self.own if several else self.part.dim}):
-            return super()._outer(tensor, block, inner)
+            return super()._outer(tensor, block, inner, own)
 
     def _begun(self, body: Block, block: Block) -> None:
         place, part = self.place, self.part
