@@ -4,6 +4,7 @@ the backward of layers, for schedules in which gradients of weights have slots o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import replace
 from enum import IntEnum
@@ -72,7 +73,7 @@ class MicrobatchOrder:
         self.varying = {self.number, *(inner for _, inner in batch.sliced)}
         for node in batch.nodes:
             self.varying.update(node.made if not self.varying.isdisjoint(self.outer(node)) else ())
-        self.known: dict[int, When] = {}
+        self.known = defaultdict[int, When](lambda: When.BEFORE)
         self.runs: dict[int, When] = {}
         self._order()
         self.sums = self._added()
@@ -98,14 +99,10 @@ class MicrobatchOrder:
         rows = not self.names.isdisjoint(self.old.tensor(tensor).shape.names)
         return Linearity.PER_EXAMPLE if rows else Linearity.REDUCIBLE
 
-    def when(self, tensor: int) -> When:
-        """The part of the work that must end before a tensor is known."""
-        return self.known.get(tensor, When.BEFORE)
-
     def _order(self) -> None:
         saved = {*self.body(self.forward).saved.values()}
         for node in self.batch.nodes:
-            found = {self.when(i) for i in self.outer(node) - saved}
+            found = {self.known[i] for i in self.outer(node) - saved}
             when = max(found, default=When.BEFORE)
             if when is When.AFTER and (When.HEAD in found or self._early(node)):
                 when = When.WHOLE  # What it adds up is not there at the same ticks.
@@ -125,7 +122,7 @@ class MicrobatchOrder:
         """Whether a node adds what is known before the layers to a term of a sum."""
         terms = [self.kind(o) is Linearity.REDUCIBLE for o in node.outputs]
         terms = terms if node.body is not None else [all(terms)] * len(node.inputs)
-        return any(t and self.when(i) is When.BEFORE for t, i in zip(terms, self._adds(node), strict=False))
+        return any(t and self.known[i] is When.BEFORE for t, i in zip(terms, self._adds(node), strict=False))
 
     def terms(self, node: Node) -> list[int]:
         """What is to be summed, so that a node makes a sum of it: all that it adds, or factors that differ
@@ -159,8 +156,8 @@ class MicrobatchOrder:
         self.reads = {n.index: self._inside(n) - saved for n in self.over}
         read = set().union(*self.reads.values())
         read_by_parts = (o for n in self.over[1:] for o in self.sliced[n.index])
-        late = [i for i in (*read, *read_by_parts) if self.when(i) is not When.BEFORE]
-        if late or any(self.when(i) > When.HEAD for i in self.seeds):
+        late = [i for i in (*read, *read_by_parts) if self.known[i] is not When.BEFORE]
+        if late or any(self.known[i] > When.HEAD for i in self.seeds):
             raise self.refuse("the gradient of values that the layers stack depends on the microbatch")
         rows = {i for i in read if self.kind(i) is Linearity.PER_EXAMPLE}
         if any(self.kind(i) is Linearity.REDUCIBLE for i in read - {self.number}):

@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
 
-from mesh_tf_core.ir.blocks import IN_FLIGHT, TICK, Block
+from mesh_tf_core.ir.blocks import IN_FLIGHT, TICK
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.stage_orders import StageAction
@@ -105,7 +105,10 @@ class PipelinedStep(StageSlots):
                     terms += more
                 if WEIGHTS in slots:
                     terms += self._weights_slot(rows, now[FORWARD].rings, now[BACKWARD].rings)
-            self._close(block, inside, carried(now, slots), terms)
+            block.carry_in = tuple(x.id for x in inside)
+            block.carry_out = tuple(x.id for x in carried(now, slots))
+            for o, x in terms:
+                self.made.setdefault(o, []).append(new.sum_output(block, x))
         return replaced(state, slots, new.close_loop(block, before))
 
     def _in_first_ticks(
@@ -159,9 +162,3 @@ class PipelinedStep(StageSlots):
         handed, late, terms = self._backward_slot(rows, come, then.rings, now.rings, streams)
         terms += [term for stream in self.streams for term in self._after(rows, handed, stream)]
         return SlotState(rows.moved(BACKWARD, handed, now.flow), late, []), [], terms
-
-    def _close(self, ticks: Block, inside: Sequence[Tensor], handed: Sequence[Tensor], terms: Terms) -> None:
-        ticks.carry_in = tuple(x.id for x in inside)
-        ticks.carry_out = tuple(x.id for x in handed)
-        for o, x in terms:
-            self.made.setdefault(o, []).append(self.new.sum_output(ticks, x))

@@ -52,8 +52,9 @@ class StageSlots(VirtualStageCopy):
             read = {o for o, _ in backward.sliced} - again
             keeps = {o: i for i, o in forward.saved.items() if o in read}
             two = halves(backward, order.old, order.rows, again) if splits else (backward,)
+            between = {o: i for i, o in two[0].stacked if o < 0}
             dim = Dim(chunk.name, end - begin)
-            return LayerPart(dim, begin, stacking(forward, keeps.keys()), keeps, two)
+            return LayerPart(dim, begin, stacking(forward, keeps.keys()), keeps, two, between)
 
         bodies = self.second or [(layers, back)]
         ends = pairwise((0, *(self._some(forward.begin or 0) for forward, _ in bodies[1:]), chunk.size))
@@ -107,7 +108,7 @@ class StageSlots(VirtualStageCopy):
         with rows.slot(FORWARD) as slot:
             got = slot.parts(come)
             for stream, entering in ways:
-                enters = None if entering is None else slot.is_end(False, stream)
+                enters = None if entering is None else slot.is_end(False, stream, slot.chunk)
                 if enters is not None and entering is not None:
                     got = [where(enters, x, h) for x, h in zip(entering, got, strict=True)]
             known = dict(zip(self.flows, got, strict=True))
@@ -139,7 +140,7 @@ class StageSlots(VirtualStageCopy):
         """
         course, count = self.course, len(self.course.seeds)
         with rows.slot(BACKWARD) as slot:
-            begins = [slot.is_end(True, stream) for stream in self.streams]
+            begins = [slot.is_end(True, stream, slot.chunk) for stream in self.streams]
             # A slot that is idle takes what was put there: no gradient comes of it, if it is a number.
             got = slot.taken(rings, FORWARD)
             known = dict(zip(self.in_rings, got, strict=False))
@@ -177,14 +178,13 @@ class StageSlots(VirtualStageCopy):
             self.layers_of(slot, backward, [part.backward[1] for part in self.parted], [], given=given)
             return self._terms(slot, backward, 1)
 
-    def _left(self, rows: TableRows, handed: Sequence[Tensor], end: bool, stream: int) -> list[Tensor]:
-        """What left the last stage of a stream, or the first if not at the `end`, on all devices."""
-        with self.new.loop(self.stage, spread=True) as stages:
-            there = rows.is_end(self.new.number(stages), None, end, stream)
-            parts = (self.new.slice_into(stages, x) for x in handed)
-            left = [self.new.sum_output(stages, where(there, x, 0)) for x in parts]
-        self.new.close_loop(stages, [])
-        return left
+    def _left(
+        self, rows: TableRows, kind: StageAction, handed: Sequence[Tensor], stream: int
+    ) -> list[Tensor]:
+        """What left the last stage of a stream forward, or the first backward, on all devices."""
+        with rows.slot(kind) as slot:
+            there = slot.is_end(kind is FORWARD, stream, None)
+            return [self.new.sum_output(slot.stages, where(there, x, 0)) for x in slot.parts(handed)]
 
     def _flow(self, slot: StageAction, tensor: int) -> Tensor:
         """Nothing handed on yet."""
@@ -194,10 +194,10 @@ class StageSlots(VirtualStageCopy):
     def _head(self, rows: TableRows, handed: Sequence[Tensor], stream: int) -> tuple[list[Tensor], Terms]:
         """What is behind the layers; the gradient that enters them, and terms of sums."""
         course = self.course
-        sums, count = [o for o in course.sums if course.when(o) <= When.HEAD], len(course.seeds)
+        sums, count = [o for o in course.sums if course.known[o] <= When.HEAD], len(course.seeds)
 
         def make(number: Tensor) -> list[Tensor]:
-            left = self._left(rows, handed, True, stream)
+            left = self._left(rows, FORWARD, handed, stream)
             known = dict(zip(course.forward.outputs, left, strict=False))
             self.take(number, known, (*sums, *course.seeds), When.HEAD)
             seeds = self._operands(course.backward) if count else []
@@ -209,10 +209,10 @@ class StageSlots(VirtualStageCopy):
     def _after(self, rows: TableRows, handed: Sequence[Tensor], stream: int) -> Terms:
         """What is before the layers, backward; terms of sums."""
         carried = self.course.backward.outputs[: len(self.course.seeds)]
-        sums = [o for o in self.course.sums if self.course.when(o) is When.AFTER]
+        sums = [o for o in self.course.sums if self.course.known[o] is When.AFTER]
 
         def make(number: Tensor) -> list[Tensor]:
-            left = self._left(rows, handed, False, stream)
+            left = self._left(rows, BACKWARD, handed, stream)
             known = dict(zip((*carried, *self.course.rows), left, strict=True))
             self.take(number, known, sums, When.AFTER)
             return [self.tensors[o] for o in sums]

@@ -51,7 +51,8 @@ class LayerPart(NamedTuple):
     Attributes:
       dim: of their loop; `begin`: their first layer, of those of the virtual stage.
       forward: their body, which stacks what backward reads; `keeps`: these stacks -> tensors of the body.
-      backward: their backward, or its two halves; `between`: stacks that the first makes for the second.
+      backward: their backward, or its two halves; `between`: the stacks that the first makes for the second
+        -> tensors of its body.
     """
 
     dim: Dim
@@ -59,11 +60,7 @@ class LayerPart(NamedTuple):
     forward: Block
     keeps: Mapping[int, int]
     backward: Sequence[Block]
-
-    @property
-    def between(self) -> Mapping[int, int]:
-        """The stacks that one half of their backward makes for the other -> tensors of its body."""
-        return {o: i for i, o in self.backward[0].stacked if o < 0}
+    between: Mapping[int, int]
 
 
 def stacking(block: Block, wanted: Set[int]) -> Block:
