@@ -189,7 +189,7 @@ class Model:
         if microbatches == 1 and not stages:
             return whole
         if not stages:
-            return self._remade(microbatches, lambda: self._in_parts(microbatches))
+            return self._remade((microbatches,), lambda: self._in_parts(microbatches))
         key = microbatches, schedule, again, *sorted(stages.items())
         return self._remade(key, lambda: self._pipelined(microbatches, stages, schedule, again))
 
@@ -247,7 +247,7 @@ class Model:
         ((dim, count),) = stages.items()
         check_stages(self.graph, dim, count, schedule)
         refuse = partial(refused, schedule, dim)
-        whole = self._remade(microbatches, lambda: self._in_parts(microbatches, refuse))
+        whole = self._remade((microbatches,), lambda: self._in_parts(microbatches, refuse))
         second = next((layers_again(whole.graph, each) for each in again), None)
         given = whole.graph, self.batch_dim, microbatches, dim, count, schedule, second
         return self._with_updates(whole, PipelinedStep(*given))

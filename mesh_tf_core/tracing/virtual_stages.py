@@ -238,11 +238,11 @@ class VirtualStageCopy(LoopedCopy, ResizedCopy):
             return super()._outer(tensor, block, inner, own)
 
     def _begun(self, body: Block, block: Block) -> None:
-        place, part = self.place, self.part
-        if place is None or block.dim != part.dim or body.index is None:
+        place = self.place
+        if place is None or block.dim != self.part.dim or body.index is None:
             return
         block.first = None if place.first is None else place.first.id
-        block.begin = part.begin if part.dim != self.chunk else None
+        block.begin = self.part.begin if self.part.dim != self.chunk else None
         if place.numbers is None:
             self.tensors[body.index] = place.begins + self.new.number(block)
             return
