@@ -186,10 +186,9 @@ class Model:
         order of a schedule (`ir.schedules`); `again` lists the parts of stages that backward recomputes
         (`lower.remat_policy.of_stages`)."""
         whole = self._whole = self._whole or self._whole_step(self.loss, self.metrics)
-        if microbatches == 1 and not stages:
-            return whole
         if not stages:
-            return self._remade((microbatches,), lambda: self._in_parts(microbatches))
+            parts = (microbatches,)
+            return self._remade(parts, lambda: self._in_parts(*parts)) if microbatches != 1 else whole
         key = microbatches, schedule, again, *sorted(stages.items())
         return self._remade(key, lambda: self._pipelined(microbatches, stages, schedule, again))
 
@@ -198,8 +197,7 @@ class Model:
         whole = self.training_step()
         version, step = self._others.get(key, (-1, whole))
         if version != whole.graph.version:
-            step = make()
-            self._others[key] = whole.graph.version, step
+            self._others[key] = _, step = whole.graph.version, make()
         return step
 
     def step_of(self, mesh: Mesh, layout: Layout, options: Options) -> TrainingStep:
@@ -233,12 +231,6 @@ class Model:
     def _pipelined(
         self, microbatches: int, stages: Mapping[str, int], schedule: str, again: Policies
     ) -> TrainingStep:
-        if self.batch_dim is None:
-            raise LayoutError(
-                f"model {self.name!r}: a pipeline over {' and '.join(stages)} needs microbatches, but "
-                "the inputs have no common first dimension; give all inputs the same first dimension, "
-                f"or do not split {' and '.join(stages)}"
-            )
         if len(stages) > 1:
             raise LayoutError(
                 f"pipeline stages of {' and '.join(stages)}: microbatches pass the stages of a single "
@@ -246,27 +238,31 @@ class Model:
             )
         ((dim, count),) = stages.items()
         check_stages(self.graph, dim, count, schedule)
-        refuse = partial(refused, schedule, dim)
-        whole = self._remade((microbatches,), lambda: self._in_parts(microbatches, refuse))
+        whole = self._added_up(microbatches, dim, schedule)
         second = next((layers_again(whole.graph, each) for each in again), None)
-        given = whole.graph, self.batch_dim, microbatches, dim, count, schedule, second
+        given = whole.graph, str(self.batch_dim), microbatches, dim, count, schedule, second
         return self._with_updates(whole, PipelinedStep(*given))
 
-    def _in_parts(self, microbatches: int, refuse: Callable[[str], UserError] | None = None) -> TrainingStep:
+    def _in_parts(self, microbatches: int) -> TrainingStep:
+        return self._added_up(microbatches)
+
+    def _added_up(self, microbatches: int, layers: str = "", schedule: str = "") -> TrainingStep:
+        """The step in microbatches, which may pass stages of layers."""
         if self.batch_dim is None:
+            what = f"the microbatches of a pipeline over {layers}" if layers else "microbatches"
             raise LayoutError(
-                f"model {self.name!r}: microbatches need inputs with a common first dimension; give all "
-                "inputs the same first dimension, or use one microbatch"
+                f"model {self.name!r}: {what} need inputs with a common first dimension; give all inputs the "
+                f"same first dimension, or {f'do not split {layers}' if layers else 'use one microbatch'}"
             )
-        whole = self.training_step()
-        return self._with_updates(whole, Accumulation(whole.graph, self.batch_dim, microbatches, refuse))
+        whole, refuse = self.training_step(), partial(refused, schedule, layers) if layers else None
+        given = whole.graph, self.batch_dim, microbatches, refuse
+        return self._remade((microbatches, ""), lambda: self._with_updates(whole, Accumulation(*given)))
 
     def _with_updates(self, whole: TrainingStep, copy: Accumulation | PipelinedStep) -> TrainingStep:
         """The step that a copy of forward and backward makes, with updates."""
         wanted = {**whole.results, **{f"gradient of {v.name}": g for v, g in whole.gradients}}
         graph, found = copy.run(wanted)
-        grads = ((v.name, found[f"gradient of {v.name}"]) for v, _ in whole.gradients)
-        pairs = [(graph.variables[name], gradient) for name, gradient in grads]
+        pairs = [(graph.variables[v.name], found[f"gradient of {v.name}"]) for v, _ in whole.gradients]
         apply_updates(graph, self.optimizer, pairs)
         return TrainingStep(graph, {n: found[n] for n in whole.results}, tuple(pairs))
 

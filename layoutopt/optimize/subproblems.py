@@ -221,7 +221,7 @@ class Subproblem:
     def inherit(self, evaluator: Evaluator) -> None:
         """Proves bounds that follow from fewer microbatches."""
         # Infinity too: a layout that is legal with k M is legal with M. The step of M has the same nodes,
-        # with parts k times as large (`tracing.copying.PartCopy`), and legality depends on names and on what
+        # with parts k times as large (`tracing.microbatch`), and legality depends on names and on what
         # splits divide. A number that a model or a schedule refuses bounds nothing.
         for other in self.fewer if evaluator.prices(self.mesh).pieces_cost_more else ():
             known = (bound.value for bound in other.bounds.proven if bound.source is BoundSource.TABLES)

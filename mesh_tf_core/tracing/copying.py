@@ -148,7 +148,7 @@ class Copy:
         """What is to be done with a copied loop, and its state, before its nodes are copied."""
 
 
-class Copies(dict[int, Tensor]):
+class CopiedTensors(dict[int, Tensor]):
     """Old tensors -> their copies; of others what `find` finds, once something reads them."""
 
     def __init__(self, known: Mapping[int, Tensor], find: Callable[[int], Tensor]) -> None:
@@ -171,7 +171,7 @@ class Replay(Copy):
 
     def __init__(self, graph: Graph, given: Mapping[int, Tensor]) -> None:
         super().__init__(graph, graph)
-        self.tensors = Copies(given, lambda old: graph.visible(graph.tensor(old)))
+        self.tensors = CopiedTensors(given, lambda old: graph.visible(graph.tensor(old)))
         self.nodes: list[Node] = []
 
     def run(self, nodes: Iterable[Node]) -> None:
@@ -196,14 +196,14 @@ class LoopedCopy(Copy):
         self.outside: dict[int, Tensor] = {}
 
     def whole(self, old: int) -> Tensor:
-        """What is the same for all microbatches, or made of whole sums, outside of the loops."""
+        """The copy of a tensor outside of the loops: of one that is the same for all microbatches."""
         if old not in self.outside:
             self.outside.update(self._alone(self.makers[old], {}))
         return self.outside[old]
 
     def _alone(self, maker: Node, known: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """What a node makes outside of the loops."""
-        inside = having(self, blocks={}, tensors=Copies(known, self.whole), number=None)
+        inside = having(self, blocks={}, tensors=CopiedTensors(known, self.whole), number=None)
         with self.new.at_root(), inside:
             self._node(maker)
             return {o: self.tensors[o] for o in maker.made}

@@ -125,7 +125,7 @@ class MicrobatchOrder:
         return any(t and self.known[i] is When.BEFORE for t, i in zip(terms, self._adds(node), strict=False))
 
     def terms(self, node: Node) -> list[int]:
-        """What is to be summed, so that a node makes a sum of it: all that it adds, or factors that differ
+        """The tensors to sum up, of which a node then makes a sum: all that it adds, or factors that differ
         between microbatches."""
         adds = self._adds(node)
         read = sorted(self.outer(node))

@@ -195,7 +195,7 @@ def layer_numbers(new: Graph, order: Interleaved, layers: Dim, stages: Block, ow
 
 
 class SlotState(NamedTuple):
-    """What slots of one kind hand on to later ticks.
+    """The tensors that slots of one kind hand on to later ticks.
 
     Attributes:
       flow: states of stages, on their way to the next one.

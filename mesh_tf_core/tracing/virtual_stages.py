@@ -21,7 +21,7 @@ from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.math import maximum
 from mesh_tf_core.ops.stages import JoinedParts, PartsInPlace
-from mesh_tf_core.tracing.copying import Copies, LoopedCopy, ResizedCopy, batch_names
+from mesh_tf_core.tracing.copying import CopiedTensors, LoopedCopy, ResizedCopy, batch_names
 from mesh_tf_core.tracing.gradients import depends_on
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.microbatch_order import MicrobatchOrder, When
@@ -167,7 +167,7 @@ class VirtualStageCopy(LoopedCopy, ResizedCopy):
     def take(self, number: Tensor, known: Mapping[int, Tensor], wanted: Iterable[int], until: When) -> None:
         """Takes the number of a microbatch, and computes the wanted values from known ones."""
         course, batch = self.course, self.course.batch
-        self.blocks, self.tensors = {}, Copies({course.number: number, **known}, self.whole)
+        self.blocks, self.tensors = {}, CopiedTensors({course.number: number, **known}, self.whole)
         left, nodes = {*wanted} - self.tensors.keys(), list[Node]()
         for node in reversed(batch.nodes):
             if course.runs[node.index] <= until and not left.isdisjoint(node.made):
