@@ -29,6 +29,7 @@ from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Collective, Local, Loop, Permute, Program, Transfer, wire_bytes
 from mesh_tf_core.ir.schedules import KINDS
 from mesh_tf_core.lower.combine import SMALL_BYTES
+from mesh_tf_core.ops.custom import LibraryKernels
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,9 @@ class Itemiser:
                 isinstance(what, Local) and compiler.computes(what)
             ):
                 yield what, times, counts(what, times), None
-        for instr, times in compiler.called(program):
-            yield instr, times, counts(instr, times), None
+        for instr, times in program.expected() if compiler.calls else ():
+            if isinstance(instr, Local) and isinstance(instr.op, LibraryKernels):
+                yield instr, times, counts(instr, times), None
 
     def items(
         self, unit: Unit, sending: Sending | None, find: Find, local: Types, mesh: Mesh

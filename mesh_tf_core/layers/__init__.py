@@ -44,9 +44,8 @@ if TYPE_CHECKING:
     from mesh_tf_core.layers.moe import MixtureOfExperts
     from mesh_tf_core.layers.norm import BatchNorm, LayerNorm, ReZero, RMSNorm, ScaleNorm
     from mesh_tf_core.layers.positions import RelativeBias, Rotary, Sinusoids
-    from mesh_tf_core.layers.recurrent import LightningAttention, Mamba2
+    from mesh_tf_core.layers.recurrent import LightningAttention, Mamba2, SelectiveStateSpace
     from mesh_tf_core.layers.routing import AnnealedDropout, ExpertChoice, Jitter, Router, TokenChoice
-    from mesh_tf_core.layers.selective import SelectiveStateSpace
     from mesh_tf_core.layers.top_experts import TopExperts
 
 # fmt: off

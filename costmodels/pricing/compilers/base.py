@@ -43,12 +43,14 @@ class Compiler:
       apart: the values of one all-reduce are sent one by one.
       library: owner of the attention kernels that run ("tpu", "gpu"; `mesh_tf_core.kernels.libraries`);
         empty: not known.
+      calls: programs have kernels of libraries for whole layers (`LibraryKernels`).
     """
 
     name: ClassVar[str] = "none"
     memory: ClassVar[MemoryRules] = MemoryRules()
     apart: ClassVar[bool] = False
     library: ClassVar[str] = ""
+    calls: ClassVar[bool] = False
     holds: tuple[tuple[str, float], ...] = field(default=(), kw_only=True)
 
     @property
@@ -86,10 +88,6 @@ class Compiler:
         it runs."""
         fuses = self.memory.fuses
         return program.expected() if fuses is Fuses.NONE else grouped(program, fuses)
-
-    def called(self, program: Program) -> Iterator[tuple[Local, float]]:
-        """The kernels that programs have from libraries (`LibraryKernels`), each with how often it runs."""
-        yield from ()
 
     def computes(self, instr: Local) -> bool:
         """True if an instruction that no kernel has taken is one itself."""

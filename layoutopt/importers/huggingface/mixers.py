@@ -341,9 +341,11 @@ def _mamba(reader: MixerReader, heads: int, d_head: int, names: Sequence[str]) -
     return nn.Mamba2(*dims, a, b, c, *added, epsilon=reader.norm.epsilon)
 
 
-def _selective(reader: MixerReader, begin: str = "", norm: Norm | None = None) -> nn.SelectiveStateSpace:
-    """The state space of Mamba; `begin`: of the fields' names, `norm`: of the three that depend on x."""
-    fields = reader.fields
+def _selective(reader: MixerReader, begin: str = "") -> nn.SelectiveStateSpace:
+    """The state space of Mamba; `begin`: of the fields' names. Falcon's and Jamba's have norms inside."""
+    fields, norm = reader.fields, reader.norm if begin else None
+    if reader.linear == "falcon":
+        norm = replace(reader.norm, epsilon=fields.number("mixer_rms_eps", 1e-6), scale=False)
     fields.only("hidden_act", "silu")
     fields.skip("time_step_min", "time_step_max", "time_step_floor")
     width = fields.count("hidden_size")
@@ -367,10 +369,8 @@ LINEARS: dict[str, Callable[[MixerReader], Any]] = {
     "lightning": _lightning,
     "granite": _granite,
     "mamba": _selective,
-    "falcon": lambda reader: _selective(
-        reader, norm=Norm(reader.fields.number("mixer_rms_eps", 1e-6), scale=False, steps=reader.norm.steps)
-    ),
-    "jamba": lambda reader: _selective(reader, "mamba_", reader.norm),
+    "falcon": _selective,
+    "jamba": lambda reader: _selective(reader, "mamba_"),
     "nemotron": _nemotron,
     "mamba2": lambda reader: replace(_nemotron(reader), least=0.0),
 }
