@@ -85,14 +85,14 @@ class FitResidual:
     Attributes:
       what: kind of work.
       size: bytes of the array function or of the collective's full array; FLOPs of a matrix product.
-      measured, fitted: seconds of one repeat with all devices at work.
+      measured_seconds, predicted_seconds: of one repeat with all devices at work.
       held_out: the fit had not seen it.
     """
 
     what: str
     size: float
-    measured: float
-    fitted: float
+    measured_seconds: float
+    predicted_seconds: float
     held_out: bool
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -121,16 +122,7 @@ def calibration_details(machine: Hardware) -> CalibrationEvidence | None:
     )
     return CalibrationEvidence(
         of="measurement" if measured else "compiler estimate",
-        measurements=tuple(
-            Sample(
-                what=r.what,
-                size=r.size,
-                measured_seconds=r.measured,
-                predicted_seconds=r.fitted,
-                held_out=r.held_out,
-            )
-            for r in residuals(machine)
-        ),
+        measurements=tuple(Sample(**asdict(each)) for each in residuals(machine)),
         fit=tuple(
             Fitted(name=name, value=value, unit=unit)
             for name, value, unit in (_measured(machine) if measured else _estimated(machine))

@@ -33,11 +33,11 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_the_errors_are_those_of_the_fit(made: tuple[Hardware, float]) -> None:
     hardware, error = made
     found = residuals(hardware)
-    unseen = [abs(r.fitted / r.measured - 1) for r in found if r.held_out]
+    unseen = [abs(r.predicted_seconds / r.measured_seconds - 1) for r in found if r.held_out]
     assert median(unseen) == pytest.approx(error, rel=1e-6)
     assert {r.what for r in found if r.held_out} == {"held out from the fit"}
     assert {"matmuls", "collectives", "element by element"} <= {r.what for r in found}
-    assert all(r.measured > 0 and r.fitted > 0 and r.size > 0 for r in found)
+    assert all(r.measured_seconds > 0 and r.predicted_seconds > 0 and r.size > 0 for r in found)
 
 
 def test_those_of_processes_are_met_by_their_own_curves(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_those_of_processes_are_met_by_their_own_curves(tmp_path: Path) -> None:
     hardware = write_profile(content, tmp_path / "two.json")
     exchanged = [r for r in residuals(hardware) if r.what == "collectives"]
     assert len(exchanged) == 3 * 5 * 3
-    assert all(r.fitted == pytest.approx(r.measured, rel=1e-6) for r in exchanged)
+    assert all(r.predicted_seconds == pytest.approx(r.measured_seconds, rel=1e-6) for r in exchanged)
 
 
 def test_other_hardware_has_none() -> None:

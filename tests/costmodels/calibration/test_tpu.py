@@ -181,8 +181,10 @@ def test_residuals(made, tmp_path) -> None:
     row = found[0]
     assert (row.what, row.size) == ("product", 2 * 128**3)
     first = made.compiled.seconds[tpu_probes()[0].name]
-    assert row.measured == first
-    assert row.fitted / row.measured - 1 == pytest.approx(made.fit.fitted[tpu_probes()[0].name])
+    assert row.measured_seconds == first
+    assert row.predicted_seconds / row.measured_seconds - 1 == pytest.approx(
+        made.fit.fitted[tpu_probes()[0].name]
+    )
 
 
 TEXT = """ENTRY %main (a: bf16[2]) -> bf16[2] {
