@@ -107,7 +107,8 @@ class LawInfo(Data):
     """The law, its constants, and where they are from.
 
     Attributes:
-      counts: `total` or `non-embedding` parameters.
+      counts: the parameters that N counts: all (`total`), or all except those of words and positions
+        (`non-embedding`).
       ranges: of the runs that it was fitted to.
       exponents: of the compute, of the N and D of least loss.
       errors, intervals: standard errors as published, or 95 % intervals of an own fit.

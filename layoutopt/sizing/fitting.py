@@ -13,12 +13,12 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ConfigDict, Field
 
 from layoutopt.plan.units import shorten
 from layoutopt.sizing.laws import Additive
@@ -40,36 +40,24 @@ POLISHED = 8
 COLUMNS = {"N": ("n", "parameters", "params"), "D": ("d", "tokens"), "loss": ("loss", "l")}
 
 
-@dataclass(frozen=True)
 class FittedLaw(Additive):
-    """A law with the uncertainties of its constants.
+    """A law with the uncertainties of its constants; `intervals` are 95 %, also of a = beta / (alpha + beta).
 
     Attributes:
       samples: float64 [bootstraps, 5]: E, A, B, alpha, beta.
       residuals: float64 [runs]: log L less the log of the fit.
-      points: N, D and loss of its runs.
     """
 
-    samples: FloatArray = field(default_factory=lambda: np.zeros((0, 5)), repr=False, compare=False)
-    residuals: FloatArray = field(default_factory=lambda: np.zeros(0), repr=False, compare=False)
-    points: tuple[tuple[float, float, float], ...] = field(default=(), repr=False)
-
-    @property
-    def runs(self) -> int:
-        return len(self.residuals)
-
-    @property
-    def intervals(self) -> dict[str, tuple[float, float]]:
-        """95 % intervals of the constants and of a = beta / (alpha + beta)."""
-        e, a, b, alpha, beta = self.samples.T
-        found = {"E": e, "A": a, "B": b, "alpha": alpha, "beta": beta, "a": beta / (alpha + beta)}
-        return {name: _middle(values) for name, values in found.items()}
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+    samples: FloatArray = Field(exclude=True, repr=False)
+    residuals: FloatArray = Field(exclude=True, repr=False)
 
     def loss_interval(self, parameters: float, tokens: float) -> tuple[float, float]:
         """The 95 % interval of the loss of one more run."""
         e, a, b, alpha, beta = self.samples.T
         means = np.log(e + a / parameters**alpha + b / tokens**beta)
-        spread = self.residuals * math.sqrt(self.runs / max(self.runs - 5, 1))  # five constants were fitted
+        runs = len(self.runs)
+        spread = self.residuals * math.sqrt(runs / max(runs - 5, 1))  # five constants were fitted
         drawn = np.random.default_rng(0).choice(spread, (8, len(means)))
         low, high = _middle((means + drawn).ravel())
         return math.exp(low), math.exp(high)
@@ -117,18 +105,20 @@ def fit(runs: Any, name: str = "own", source: str = "own runs", resamples: int =
         chosen = rng.integers(0, len(loss), len(loss))
         if len(np.unique(n[chosen])) >= KINDS and len(np.unique(d[chosen])) >= KINDS:
             samples.append(_best(n[chosen], d[chosen], loss[chosen], [found], (n, d)))
-    ranges = (float(n.min()), float(n.max())), (float(d.min()), float(d.max()))
-    residuals = np.log(loss) - _log_loss(found, n, d, (n, d))
+    drawn = np.array([_constants(s, n, d) for s in samples])
+    e, a, b, alpha, beta = drawn.T
+    spread = {"E": e, "A": a, "B": b, "alpha": alpha, "beta": beta, "a": beta / (alpha + beta)}
     return FittedLaw(
-        name,
-        "total",
-        constants,
-        *ranges,
-        source,
-        f"{len(loss)} runs; intervals from {resamples} bootstrap samples of the runs",
-        samples=np.array([_constants(s, n, d) for s in samples]),
-        residuals=residuals,
-        points=tuple(zip(n.tolist(), d.tolist(), loss.tolist(), strict=True)),
+        name=name,
+        counts="total",
+        constants=constants,
+        ranges={"parameters": (n.min(), n.max()), "tokens": (d.min(), d.max())},
+        source=source,
+        note=f"{len(loss)} runs; intervals from {resamples} bootstrap samples of the runs",
+        intervals={each: _middle(values) for each, values in spread.items()},
+        runs=list(zip(n.tolist(), d.tolist(), loss.tolist(), strict=True)),
+        samples=drawn,
+        residuals=np.log(loss) - _log_loss(found, n, d, (n, d)),
     )
 
 

@@ -16,43 +16,33 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any
 
+from pydantic import model_validator
+
+from layoutopt.plan.size_results import LawInfo
 from layoutopt.plan.units import count
 from mesh_tf_core.errors import UserError, known_names
 
 FLOPS = 6.0
 """Training FLOPs per parameter and token."""
-Interval = tuple[float, float]
 
 
-@dataclass(frozen=True)
-class Law(ABC):
-    """A law with its constants.
+class Law(LawInfo, ABC):
+    """A law that can be asked; `ranges` are of `parameters` and `tokens`, constants give its `exponents`."""
 
-    Attributes:
-      counts: parameters that N counts: all (`total`), or all except those of words and positions
-        (`non-embedding`).
-      errors: standard errors of constants, if the source has them.
-      parameters, tokens: the ranges of the fitted runs.
-      note: a further remark about the law.
-    """
+    exponents: tuple[float, float] = (0.0, 0.0)
 
-    name: str
-    counts: str
-    constants: Mapping[str, float]
-    parameters: Interval
-    tokens: Interval
-    source: str
-    note: str = ""
-    errors: Mapping[str, float] = field(default_factory=dict)
+    @model_validator(mode="before")
+    @classmethod
+    def _with_exponents(cls, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**found, "exponents": cls.powers(found["constants"])}
 
-    @property
+    @staticmethod
     @abstractmethod
-    def exponents(self) -> tuple[float, float]:
+    def powers(constants: Mapping[str, float]) -> tuple[float, float]:
         """a and b of (3)."""
 
     @property
@@ -82,8 +72,8 @@ class Law(ABC):
     def outside(self, parameters: float, tokens: float) -> list[str]:
         """States in words where a question lies outside the runs of the law's fit."""
         said = []
-        asked = (("parameters", parameters, self.parameters), ("tokens", tokens, self.tokens))
-        for what, value, (low, high) in asked:
+        for what, value in (("parameters", parameters), ("tokens", tokens)):
+            low, high = self.ranges[what]
             if not low <= value <= high:
                 side = "fewer" if value < low else "more"
                 end = low if value < low else high
@@ -97,9 +87,9 @@ class Law(ABC):
 class Additive(Law):
     """Equation (1)."""
 
-    @property
-    def exponents(self) -> tuple[float, float]:
-        alpha, beta = self.constants["alpha"], self.constants["beta"]
+    @staticmethod
+    def powers(constants: Mapping[str, float]) -> tuple[float, float]:
+        alpha, beta = constants["alpha"], constants["beta"]
         return beta / (alpha + beta), alpha / (alpha + beta)
 
     @property
@@ -124,9 +114,10 @@ class JointLaw(Law):
     def _q(self) -> float:
         return self.constants["alpha_N"] / self.constants["alpha_D"]
 
-    @property
-    def exponents(self) -> tuple[float, float]:
-        return 1 / (1 + self._q), self._q / (1 + self._q)
+    @staticmethod
+    def powers(constants: Mapping[str, float]) -> tuple[float, float]:
+        q = constants["alpha_N"] / constants["alpha_D"]
+        return 1 / (1 + q), q / (1 + q)
 
     @property
     def ratio(self) -> float:
@@ -160,18 +151,8 @@ def published(name: str) -> Law:
     known = data()["laws"]
     if name not in known:
         raise UserError(f"--law {name} is not a known scaling law; {known_names(name, known)}")
-    said = known[name]
-    ranges = said["ranges"]
-    return FORMS[said["form"]](
-        name,
-        said["counts"],
-        said["constants"],
-        tuple(ranges["parameters"]),
-        tuple(ranges["tokens"]),
-        said["source"],
-        said["note"],
-        said.get("errors", {}),
-    )
+    said = {field: value for field, value in known[name].items() if field in LawInfo.model_fields}
+    return FORMS[known[name]["form"]].model_validate({"name": name, **said})
 
 
 def critical_batch(loss: float) -> float:

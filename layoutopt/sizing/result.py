@@ -153,23 +153,10 @@ def sized(row: SizeRow, forecast: Forecast, on_frontier: bool) -> SizedCandidate
 
 
 def law_info(forecast: Forecast) -> LawInfo:
-    """A law as plain data."""
+    """A law with the further inputs, as results have it."""
     law = forecast.law
-    own = law if isinstance(law, FittedLaw) else None
-    return LawInfo(
-        name=law.name,
-        counts=law.counts,
-        constants=dict(law.constants),
-        source=law.source,
-        note=law.note,
-        exponents=law.exponents,
-        ranges={"parameters": law.parameters, "tokens": law.tokens},
-        errors=dict(law.errors),
-        intervals=own.intervals if own else {},
-        runs=list(own.points) if own else [],
-        told=forecast.facts(),
-        sources=forecast.sources(),
-    )
+    whole = {"errors": law.errors, "intervals": law.intervals, "runs": law.runs}
+    return law.model_copy(update={**whole, "told": forecast.facts(), "sources": forecast.sources()})
 
 
 def result_of(answering: Answering, best: SizeRow) -> SizeResult:

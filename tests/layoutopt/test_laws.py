@@ -212,7 +212,7 @@ def test_a_fit_of_a_laws_own_losses_finds_its_constants() -> None:
     found = fit(grid(law), resamples=1)
     assert found.constants == pytest.approx(dict(law.constants), rel=1e-4)
     assert found.outside(1e11, 1e11) != [] and found.outside(1e9, 1e11) == []
-    assert len(found.points) == 16 and found.points[0][:2] == (1e8, 5e9)
+    assert len(found.runs) == 16 and found.runs[0][:2] == (1e8, 5e9)
 
 
 def test_the_interval_of_a_held_out_loss_holds_it() -> None:
