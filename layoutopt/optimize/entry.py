@@ -5,7 +5,8 @@ The usual layouts are searched first, then everything; a search that ends early 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,12 +14,13 @@ from typing import Any
 
 from costmodels.hardware import Hardware
 from layoutopt.optimize.agreement import rows_said
-from layoutopt.optimize.incumbents import WarmStart
+from layoutopt.optimize.incumbents import Incumbents, WarmStart
 from layoutopt.optimize.infeasible import diagnose
 from layoutopt.optimize.plan_details import with_details
 from layoutopt.optimize.planning import make_plan, nearest_plan
 from layoutopt.optimize.probes import Probes
 from layoutopt.optimize.question import Limits, SearchQuestion
+from layoutopt.optimize.recipes import Recipes
 from layoutopt.optimize.request import ANSWERED, SEARCHED, OnSearchStatus, Request, SearchStatus
 from layoutopt.optimize.search import NONE_FOUND, STOPPED, LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
@@ -38,11 +40,11 @@ from mesh_tf_core.model import Model
 
 __all__ = ["AUTO", "Limits", "Objective", "OnSearchStatus", "SearchSpace", "SearchStatus", "search"]
 UNDECIDED = "the search ended before it was decided whether another layout fits (--allow everything)"
-USUAL_SHARE, LEAST_SHARE = 0.6, 0.25
+USUAL_SHARE, LEAST_SHARE = 0.5, 0.25
 """Part of a time limit for the usual layouts, if everything is searched after them; least part of the time
 that is left when the first of them fits."""
-PROBED_SHARE = 0.4
-"""Part of the time for everything in which recipes of pipelines are priced."""
+PROBED_SHARE = 0.5
+"""Part of the time for everything in which recipes are priced."""
 NOT_SEARCHED = "only the usual layouts were searched"
 
 
@@ -187,18 +189,23 @@ def _beyond(
     """The question with what probes add to it, the search of everything, and its best; None for that if it is
     proven that none fits. Whatever ends this search, the usual answer stays: an error is returned, and None
     if the search says nothing."""
-    more = None
+    more, probed = None, list[EvaluatedLayout]()
     try:
-        request = question.request.wider(question.spaces[1])
-        if (probed := _probed(question, request, usual)) is not None:
-            question = question.beyond(probed)
-            request = request.like(allowed=question.spaces[1])
-        start = WarmStart(request, question.shapes, question.limits.start, probed)
-        more = LayoutSearch(request, question.renames, start=start, called=allow.EVERYTHING, after=usual)
-        return question, more, _best(question, more, start.possible())
+        request = _telling_once(question.request.wider(question.spaces[1]))
+        known = Incumbents(request, question.renames)
+        known.found += usual.incumbents.found
+        for each in _recipes(question, request, known):
+            probed.append(each)
+            known.add(each)
+        question, more = _widened(question, request, usual, probed)
+        assert more.start is not None
+        return question, more, _best(question, more, more.start.possible())
     except KeyboardInterrupt:
         if not question.limits.keep_best:
             raise
+        if more is None and probed:
+            question, more = _widened(question, request, usual, probed)
+            more.incumbents.know(WarmStart(more.request, [probed[-1].mesh], probed=probed[-1]))
         (more or usual).stopped = True
         if more is not None:
             more.proven = False
@@ -211,22 +218,48 @@ def _beyond(
     return None if more is None or not (found or more.none) else (question, more, found)
 
 
-def _probed(question: SearchQuestion, request: Request, usual: LayoutSearch) -> EvaluatedLayout | None:
-    """The fastest recipe of pipelines, if it is faster than what is usual."""
-    allowed, mesh = request.allowed, question.shapes[0]
-    if request.objective != Objective.TIME or not allowed.pipeline or allowed.diloco is not None:
-        return None
+def _telling_once(request: Request) -> Request:
+    """The same, which says of a layout once that it is better."""
+    told, tell = math.inf, request.on_better
 
-    clock, below = request.clock.part(PROBED_SHARE), usual.incumbents.seconds(request.limit)
+    def better(words: str, seconds: float, size: int) -> None:
+        nonlocal told
+        if tell is not None and seconds < told:
+            told = seconds
+            tell(words, seconds, size)
+
+    return request.like(on_better=better)
+
+
+def _widened(
+    question: SearchQuestion, request: Request, usual: LayoutSearch, probed: Sequence[EvaluatedLayout]
+) -> tuple[SearchQuestion, LayoutSearch]:
+    """The question with what the best of some recipes adds to it, and its search of everything."""
+    best = probed[-1] if probed else None
+    if best is not None:
+        question = question.beyond(best)
+        request = request.like(allowed=question.spaces[1])
+    start = WarmStart(request, question.shapes, question.limits.start, best)
+    return question, LayoutSearch(
+        request, question.renames, start=start, called=allow.EVERYTHING, after=usual
+    )
+
+
+def _recipes(question: SearchQuestion, request: Request, known: Incumbents) -> Iterator[EvaluatedLayout]:
+    """Recipes that are faster than what is known, each faster than the one before."""
+    allowed, mesh = request.allowed, question.shapes[0]
+    if request.objective != Objective.TIME or allowed.diloco is not None or mesh.devices == 1:
+        return
     low = request.evaluator.alone() / mesh.devices
 
     def told(number: int, count: int) -> None:
         if request.on_progress is not None:
-            looked = "recipes of pipelines", number, count
-            request.on_progress(SearchStatus(*looked, below, low, space=allow.EVERYTHING))
+            looked = "recipes", number, count, known.seconds(request.limit)
+            request.on_progress(SearchStatus(*looked, low, space=allow.EVERYTHING))
 
     given = () if question.renames and not allowed.named else question.shapes
-    return Probes(request, given, mesh.devices).fastest(clock, below, told)
+    probes = Probes(Recipes(request, given, mesh.devices), request.clock.part(PROBED_SHARE))
+    yield from probes.better(known.seconds(request.limit), told)
 
 
 def _explained(

@@ -1,269 +1,383 @@
-"""Pipelines as experts write them, on meshes, in rounds and in numbers of microbatches that a search does not
-list. They are priced, not searched; the best adds its own mesh, rounds and microbatches to the search.
+"""The fastest recipes (`recipes`), which may have meshes, rounds, microbatches and numbers of recomputed layers
+that a search does not list. They are priced, not searched; the best adds what only it has to the search.
 
-In a *recipe* one axis of a mesh lies over stages, and the innermost one splits weights, experts or a
-sequence; all others split the batch. One step of each, without stages, is priced in full. P stages that run
-M microbatches in R rounds then take about
+One step of each way to use the inner axes, without stages, is priced with the smallest and the largest
+microbatches, with and without recomputation. Seconds and bytes of an example are linear in one over the
+examples of a microbatch. P stages that run M microbatches in R rounds then take about
 
     slowest + (P - 1) / (M R) mean + gradients / P
 
-where a stage takes P times its layers' share of that step, forward twice if they run again; the first and
-the last also what is outside the layers, unless one program runs all stages. This decides in which order
-recipes are lowered and priced as any layout, and nothing else.
+where a stage takes P times its layers' share of that step; the first and the last also what is outside the
+layers, unless one program runs all stages. Memory is linear in the number of recomputed layers, so it tells
+the least recomputation that fits. This decides in which order recipes are lowered and priced as any layout,
+and nothing else; each price corrects the guesses of those like it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple
 
-from layoutopt.optimize.baselines import NamedStrategy
-from layoutopt.optimize.incumbents import decisions_of
-from layoutopt.optimize.request import Request
+from layoutopt.optimize.recipes import EXPERTS, SEQUENCE, Family, Recipe, Recipes, Step
 from layoutopt.optimize.subproblem import EvaluatedLayout
-from layoutopt.optimize.subproblems import SubproblemKey
 from layoutopt.runtime.clock import Clock
-from layoutopt.space.decisions import Decisions
-from layoutopt.space.mesh_shapes import of_shape
-from layoutopt.space.parallelism import parallelism
-from layoutopt.space.sequence_parallel import Elsewhere
-from layoutopt.space.stages import runs_again
-from layoutopt.space.undivided import stored_at
-from mesh_tf_core.errors import LayoutError, UserError
+from layoutopt.space.recompute import SOME, kept_sets
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import divisors
-from mesh_tf_core.ir.instructions import GRADIENT
-from mesh_tf_core.ir.layout import Axes, Layout
-from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.schedules import GPIPE, KINDS, kind_name, layer_order
-from mesh_tf_core.lower import Options
+from mesh_tf_core.ir.schedules import GPIPE, KINDS, PipelineSchedule, kind_name, layer_order
+from mesh_tf_core.lower.recomputed import keep_sets
 from mesh_tf_core.lower.remat_policy import Policies, Recomputed
+from mesh_tf_core.lower.rematerialization import recomputable
 from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.tracing.stage_layers import check_stages
 
-INNER = 16
-"""The most devices of an innermost axis that splits something other than experts."""
-NEAR = 0.5
-"""Least share of the bytes of an example that other recipes hold."""
-BASES, FIRST_SHARE = 3, 0.6
-"""Recipes in which other parts run again too; share of the time for what is priced before that."""
 FAR = 1.1
 """Times the seconds of the best from which on guesses are not priced: they are off by less, mostly."""
-BATCH, WEIGHTS, EXPERTS, SEQUENCE = "batch", "weights", "experts", "sequence"
-"""Kinds of recipes; in the first, nothing else is split."""
-
-
-class Recipe(NamedTuple):
-    """The use of a mesh.
-
-    Attributes:
-      stages, inner: axes; `kind`: what the inner ones split.
-    """
-
-    mesh: Mesh
-    stages: Axes
-    inner: Axes
-    kind: str
-
-    @property
-    def ways(self) -> int:
-        """The number of stages."""
-        return self.mesh.group_size(self.stages)
-
-    @property
-    def beside(self) -> Axes:
-        """The inner axes, if they do not split the batch too."""
-        return self.inner if self.kind in (WEIGHTS, SEQUENCE) else ()
-
-    @property
-    def family(self) -> tuple[str, int]:
-        """The key that it shares with recipes that differ in stages alone."""
-        return self.kind, self.mesh.group_size(self.inner)
-
-
-class Guess(NamedTuple):
-    """A recipe with all that makes its graph.
-
-    Attributes:
-      seconds: about what it takes.
-      examples: of each rank in a microbatch.
-      held: those that a stage holds at once, about, as a multiple of its layers, and of the ways in which
-        their activations are split.
-      fixed: bytes of variables and gradients, about.
-    """
-
-    seconds: float
-    examples: int
-    held: float
-    fixed: float
-    recipe: Recipe
-    schedule: str
-    microbatches: int
-    again: Policies
+NEAR = 0.85
+"""Times the bytes of a guess that its price may have."""
+STAGED = STAGES[1]
+"""The storage of variables in stages."""
+LEAST = 0.8
+"""Least seconds with experts apart as a multiple of those without splits."""
+FIRST = 4
+"""Families that are looked at before recipes are priced."""
+BOTH = 3.0
+"""Times the seconds of forward that it takes with backward."""
+BASES = 3
+"""Recipes of a family of which one has to be legal without stages."""
+NOTHING: Policies = frozenset()
 
 
 class StepParts(NamedTuple):
-    """Seconds of a step without stages.
+    """A step without stages, for an example of a rank in microbatches of some size.
 
     Attributes:
-      layer, forward: of a layer, and of its forward alone.
-      before, behind: of what is outside the layers.
-      gradients: of messages about gradients.
+      layer, again: seconds of a layer with sums of its gradients, and of its recomputation.
+      before, behind: seconds of what is outside the layers.
+      gradients: seconds of messages about gradients and variables, of all examples.
     """
 
     layer: float
-    forward: float
+    again: float
     before: float
     behind: float
     gradients: float
 
-    def stages(self, counts: Sequence[int], again: bool, apart: bool) -> list[float]:
+    def seconds(self, layers: int, examples: float) -> float:
+        """Of a step without stages."""
+        return examples * (layers * self.layer + self.before + self.behind) + self.gradients
+
+    def stages(self, counts: Sequence[int], apart: bool) -> list[float]:
         """Seconds of each stage, by the number of its layers; `apart`: each is a program of its own."""
-        ways, of_one = len(counts), self.layer + again * self.forward
-        found = [ways * n * of_one + (0.0 if apart else self.before + self.behind) for n in counts]
-        found[0] += apart * ways * self.before
-        found[-1] += apart * ways * self.behind
+        ends = 0.0 if apart else self.before + self.behind
+        found = [n * self.layer + ends for n in counts]
+        found[0] += apart * self.before
+        found[-1] += apart * self.behind
         return found
 
     def balanced(self, layers: int, ways: int) -> list[int]:
         """The layers of stages that are about equally slow."""
         counts = [0] * ways
         for _ in range(layers):
-            stages = self.stages(counts, again=False, apart=True)
+            stages = self.stages(counts, apart=True)
             counts[stages.index(min(stages))] += 1
         return counts
 
 
-class Probes:
-    """The recipes of a request.
+class FamilyCost(NamedTuple):
+    """What is known of recipes that differ in stages alone, with one kind of storage.
 
-    Args:
-      meshes: those that were given, or whose axes rules name; none: any of so many devices.
+    Attributes:
+      most: examples of a rank without stages.
+      ends: parts with microbatches of one example, and of all of them.
+      bytes: the peak with microbatches of one example, if all layers are recomputed.
+      saved: bytes of a layer that is not recomputed, for an example of a microbatch.
+      carried: the same of one that is.
+      slope: bytes of one more example in a microbatch, if all layers are recomputed.
+      held: the bytes of variables, and of gradients, as a multiple of a guess.
     """
 
-    def __init__(self, request: Request, meshes: Sequence[Mesh], devices: int) -> None:
-        self.request, self.meshes, self.devices = request, meshes, devices
-        self.model, self.space, self.evaluator = request.model, request.allowed, request.evaluator
-        self.dims, sizes = parallelism(self.model), self.model.graph.dims()
-        self.dim = max(self.space.pipeline, key=lambda name: max(sizes[name]))
-        self.inner = {WEIGHTS: self.dims.inner, EXPERTS: self.dims.experts, SEQUENCE: self.dims.sequence}
-        self.splits = cache(self._splits)
+    most: float
+    ends: tuple[StepParts, StepParts]
+    bytes: float
+    saved: float
+    carried: float
+    slope: float
+    held: float
 
-    def fastest(self, clock: Clock, below: float, told: Callable[[int, int], None]) -> EvaluatedLayout | None:
-        """The fastest recipe that fits and takes fewer seconds than `below`.
+    def ideal(self, layers: int) -> float:
+        """Seconds of a step without recomputation, waiting stages and messages about variables."""
+        return min(each._replace(gradients=0.0).seconds(layers, self.most) for each in self.ends)
+
+    def parts(self, each: int) -> StepParts:
+        """Those with so many examples in a microbatch."""
+        one, all_ = self.ends
+        share = 0.0 if self.most == 1 else (1 / each - 1 / self.most) / (1 - 1 / self.most)
+        return StepParts(*(max(0.0, b + (a - b) * share) for a, b in zip(one, all_, strict=True)))
+
+
+class Again(NamedTuple):
+    """A kind of recomputation, as shares of all of it: of its seconds, and of the bytes that it saves."""
+
+    seconds: float
+    bytes: float
+
+
+NONE, ALL = Again(0.0, 0.0), Again(1.0, 1.0)
+
+
+@dataclass(eq=False)
+class Guess:
+    """A recipe with all that makes its graph but what it recomputes.
+
+    Attributes:
+      seconds, more: about what it takes without recomputation, and what all of it adds.
+      bytes, saved: about what it holds with all of it, and what is saved without any.
+      layers: of a stage, of which some may be recomputed.
+      tried: prices by what is recomputed.
+    """
+
+    recipe: Recipe
+    storage: str
+    schedule: str
+    number: int
+    seconds: float
+    more: float
+    bytes: float
+    saved: float
+    layers: int
+    tried: dict[Policies, tuple[Again, EvaluatedLayout | None]] = field(default_factory=dict)
+    chosen: tuple[tuple[int, int], Choice] | None = None
+
+    def fits(self, limit: float) -> Iterator[float]:
+        """Seconds of prices that hold at most so many bytes."""
+        yield from (f.seconds for _, f in self.tried.values() if f is not None and f.peak <= limit)
+
+    @property
+    def key(self) -> tuple[Family, str, bool]:
+        """What it shares with guesses that are off as much."""
+        return self.recipe.family, self.storage, bool(self.recipe.stages)
+
+    def corrected(self, seconds: float, size: float) -> Callable[[Again], tuple[float, float]]:
+        """Seconds and bytes by what is recomputed, as its last price says, else so many times its own."""
+        last = next(((a, f) for a, f in reversed(self.tried.values()) if f is not None), None)
+        if last is None:
+            return lambda a: (
+                seconds * (self.seconds + a.seconds * self.more),
+                size * (self.bytes + (1 - a.bytes) * self.saved),
+            )
+        known, found = last
+        return lambda a: (
+            found.seconds + (a.seconds - known.seconds) * self.more,
+            found.peak + (known.bytes - a.bytes) * self.saved,
+        )
+
+
+Choice = tuple[float, Guess, Policies, Again]
+"""Seconds of a guess with some recomputation."""
+
+
+class Probes:
+    """The search for the fastest of some recipes."""
+
+    def __init__(self, recipes: Recipes, clock: Clock) -> None:
+        self.recipes, self.clock = recipes, clock
+        self.model, self.space, self.limit = recipes.model, recipes.space, recipes.request.limit
+        self.dim, graph = recipes.dim, recipes.model.step_graph
+        self.loops = [*recomputable(graph)]
+        own = self.dim if self.dim in self.loops else ""
+        self.keeps = keep_sets(graph, own, kept_sets(self.space.recompute)) if own else ()
+        self.kinds = dict[tuple[str, ...], Again]()
+        self.families = dict[Family, list[Recipe]]()
+        for each in recipes.every():
+            self.families.setdefault(each.family, []).append(each)
+        self.known = dict[tuple[Family, str], FamilyCost | None]()
+        self.guesses, self.prices, self.stale = list[Guess](), 0, True
+        self.ratios = defaultdict[tuple[Family, str, bool], list[tuple[float, float]]](list)
+
+    def better(self, below: float, told: Callable[[int, int], None]) -> Iterator[EvaluatedLayout]:
+        """Recipes that fit and take fewer seconds than `below`, each faster than the one before.
 
         Args:
-          clock: of this; while nothing fits that is known, the time of the request.
           told: called with how many are looked at, of how many.
         """
-        guesses, limit = [*self._guesses(clock)], self.request.limit
-        count, ratios = len(guesses), defaultdict[tuple[str, int, int], list[float]](list)
-        activations = defaultdict[bool, list[float]](list)  # bytes of an example, if layers run again or not
-        fits, part = list[tuple[EvaluatedLayout, Guess]](), clock.part(FIRST_SHARE)
-
-        def guessed(guess: Guess) -> float:
-            return guess.seconds * fmean(ratios[*guess.recipe.family, guess.examples] or [1.0])
-
-        while guesses and not (part.over if fits or below < math.inf else self.request.late):
-            guess = min(guesses, key=guessed)
-            if guessed(guess) >= FAR * below:
-                break
-            guesses.remove(guess)
-            again = bool(guess.again)
-            if guess.fixed + NEAR * guess.held * min(activations[again], default=0.0) > limit:
+        waiting, ideal = [(f, stage) for f in self.families for stage in self._storages()], 0.0
+        while not self.clock.over:
+            if self.stale:
+                waiting.sort(key=lambda own: (self._ideal(*own), len(own[0]), own[0]), reverse=True)
+                ideal, self.stale = self._ideal(*waiting[-1]) if waiting else math.inf, False
+            chosen = min(map(self._chosen, self.guesses), key=lambda c: c[0], default=(math.inf,))
+            some = len(self.known) > FIRST + self.prices and chosen[0] < FAR * below  # of both
+            if ideal < below and not some and ideal <= chosen[0]:
+                self._look_at(*waiting.pop())
                 continue
-            told(count - len(guesses), count)
-            if (found := self._priced(guess)) is None:
+            if chosen[0] >= FAR * below or len(chosen) == 1:
+                return
+            told(len(self.known), len(self.known) + len(waiting))
+            found = self._priced(*chosen[1:])
+            if found is not None and found.peak <= self.limit and found.seconds < below:
+                below = found.seconds
+                yield found
+
+    def _priced(self, guess: Guess, again: Policies, share: Again) -> EvaluatedLayout | None:
+        self.prices += 1
+        step = Step(guess.recipe, guess.storage, guess.number, again, guess.schedule)
+        found = self.recipes.evaluated(step)
+        if found is not None and not guess.tried:
+            seconds, size = guess.corrected(1.0, 1.0)(share)
+            self.ratios[guess.key].append((found.seconds / seconds, found.peak / size))
+        guess.tried[again] = share, found
+        return found
+
+    def _storages(self) -> list[str]:
+        known = [s for s in self.space.storage if s in STAGES]
+        return [STAGED, *(stage for stage in known if STAGES.index(stage) > 1)]
+
+    def _ideal(self, family: Family, storage: str) -> float:
+        """Seconds of a family without recomputation, about, or fewer: what it splits adds what each of its
+        splits does; 0 if that is not known."""
+        if (family, STAGED) in self.known:
+            known = self.known[family, STAGED]
+            return math.inf if known is None else known.ideal(self.recipes.layers)
+        if storage != STAGED:
+            return math.inf  # first as in stages
+        if not family:
+            return 0.0
+        none = self._ideal((), STAGED)
+        none = none if math.isfinite(none) else 0.0
+        if len(family) == 1:
+            kind, ways = family[0]
+            known = {own[0]: f for (own, _), f in self.known.items() if f and len(own) == 1}
+            fewer = (f for (k, n), f in known.items() if k == kind and math.prod(n) < math.prod(ways))
+            most = max((f.ideal(self.recipes.layers) for f in fewer), default=none)
+            return LEAST * none if kind == EXPERTS else most
+        each = (self._ideal((one,), STAGED) - none for one in family)
+        return none + sum(max(0.0, more) for more in each if math.isfinite(more))
+
+    def _look_at(self, family: Family, storage: str) -> None:
+        """Prices steps of a family without stages, and guesses about all of its recipes."""
+        recipes = [r for r in self.families[family] if storage == STAGED or not r.stages]
+        cost = next(filter(None, (self._cost(each, storage) for each in recipes[:BASES])), None)
+        self.known[family, storage], self.stale = cost, True
+        for recipe in recipes if cost is not None else ():
+            self.guesses += self._guesses(recipe, storage, cost)
+
+    def _cost(self, base: Recipe, storage: str) -> FamilyCost | None:
+        most, left = divmod(self.model.examples, base.mesh.group_size(base.data))
+        if left or not most:
+            return None
+        whole = frozenset(Recomputed(name) for name in self.loops) if True in self.space.recompute else NOTHING
+        small = len(base.splits) < 2 and (self._fixed(base) < self.limit or storage != STAGED)
+        step = Step(base, storage, most, staged=False)
+        plain = self.recipes.evaluated(step)
+        again = self.recipes.evaluated(step._replace(again=whole)) if whole else plain
+        every = self.recipes.evaluated(step._replace(microbatches=1)) if small and most > 1 else plain
+        if plain is None or again is None or every is None:
+            return None
+        layers, graph = max(self.recipes.layers, 1), self.model.step_graph
+        body = next((b for b in graph.blocks if b.dim.name == self.dim), graph.blocks[0])
+        ways = math.prod(base.mesh.group_size(a) for kind, a in base.splits if kind != EXPERTS)
+        ways = ways if plain.layout.elsewhere else base.mesh.group_size(dict(base.splits).get(SEQUENCE, ()))
+        carried = sum(graph.tensor(t).type.bytes for t in body.carry_in) / self.model.examples / ways
+        saved = max(0.0, (plain.peak - again.peak) / layers)
+        more = max(0.0, again.seconds - plain.seconds) / layers / most
+        ends = self._parts(plain, most, more), self._parts(every, most, more)
+        slope = (every.peak - plain.peak) / max(most - 1, 1) - layers * saved
+        slope = max(slope, layers * carried)
+        held = (again.peak - slope) / self._fixed(base)
+        for keep in self.keeps if not self.kinds and saved else ():
+            policy = frozenset(Recomputed(name, keep) for name in self.loops)
+            if (found := self.recipes.evaluated(step._replace(again=policy))) is not None:
+                shares = [
+                    (a - b) / ((c - b) or 1.0)
+                    for a, b, c in (
+                        (found.seconds, plain.seconds, again.seconds),
+                        (found.peak, plain.peak, again.peak),
+                    )
+                ]
+                self.kinds[keep] = Again(*shares)
+        return FamilyCost(most, ends, again.peak, saved, carried, slope, held)
+
+    def _parts(self, plain: EvaluatedLayout, examples: int, again: float) -> StepParts:
+        """Of a step in which the axes of stages do nothing."""
+        layers, graph = max(self.recipes.layers, 1), self.model.training_step(plain.options.microbatches).graph
+        loops = {n.index for n, _ in graph.walk() if n.body is not None and n.body.dim.name == self.dim}
+        nodes = loops | {n.index for b in graph.blocks if b.dim.name == self.dim for n, _ in b.walk()}
+        first, every, once, ends = min(loops, default=0), 0.0, 0.0, [0.0, 0.0]
+        lines = plain.evaluation.cost.lines
+        scopes = {x.origin.scope.split("/")[0] for x in lines if x.origin.node in nodes}
+        for line in lines:
+            seconds = line.times * (line.exposed if line.is_communication else line.seconds)
+            inside = line.origin.node in nodes or line.origin.scope.split("/")[0] in scopes
+            if line.is_communication and (line.purpose == GRADIENT or (line.purpose == PARAMETER and line.times == 1)):
+                once += seconds
+            elif line.origin.phase != Phase.UPDATE:
+                every += seconds
+                if line.origin.phase == Phase.FORWARD and not inside:
+                    ends[line.origin.node > first] += BOTH * seconds
+        layer, before, behind = (n / examples for n in (max(0.0, every - sum(ends)) / layers, *ends))
+        return StepParts(layer, again, before, behind, once)
+
+    def _fixed(self, recipe: Recipe) -> float:
+        """Bytes of variables and gradients on a device, about: what is updated is split over all, and what
+        layers read and their gradients take as much together."""
+        layout, mesh, total = self.recipes.splits(recipe) or {}, recipe.mesh, 1.0
+        for each in self.model.graph.variables.values():
+            lie = {n: recipe.stages if n == self.dim else layout.get(n, ()) for n in each.shape.names}
+            ways = mesh.group_size({axis for axes in lie.values() for axis in axes})
+            total += each.bytes / mesh.devices + (0 if each.slot_of else each.bytes / ways)
+        return total
+
+    def _guesses(self, recipe: Recipe, storage: str, cost: FamilyCost) -> Iterator[Guess]:
+        examples, left = divmod(self.model.examples, recipe.mesh.group_size(recipe.data))
+        if left or (recipe.stages and not self._possible(recipe.ways)):
+            return
+        layers, ways, given = self.recipes.layers, recipe.ways, "microbatches" in self.space.given
+        apart, fixed = self.recipes.evaluator.apart(recipe.mesh), cost.held * self._fixed(recipe)
+        for each in (n for n in divisors(examples) if n & (n - 1) == 0 or n == examples):
+            if given and (number := examples // each) not in self.space.microbatches:
                 continue
-            ratios[*guess.recipe.family, guess.examples].append(found.seconds / guess.seconds)
-            if found.seconds < FAR * below:
-                activations[again].append(max(found.peak - guess.fixed, 0.0) / guess.held)
-                if found.peak <= limit:
-                    below = min(below, found.seconds)
-                    fits.append((found, guess))
-        # Full recomputation is dearest where little of it is needed: not only the best may gain.
-        bases = dict[Recipe, Guess]()
-        for _, guess in sorted(fits, key=lambda each: each[0].seconds):
-            bases.setdefault(guess.recipe, guess)
-        for guess in [*bases.values()][:BASES]:
-            near = (each for each in self._near(guess) if not clock.over)
-            fits += [(f, guess) for f in map(self._priced, near) if f is not None and f.peak <= limit]
-        fastest = min((found for found, _ in fits), key=lambda found: found.seconds, default=None)
-        return fastest if fastest is None or fastest.seconds <= below else None
-
-    def _near(self, guess: Guess) -> Iterator[Guess]:
-        """The same with other parts that run again than nothing, all layers or all stages."""
-        stages, mesh = {self.dim: guess.recipe.stages}, guess.recipe.mesh
-        for again in runs_again(self.model, stages, self.space, mesh, guess.schedule):
-            if any(each.keep or each.only for each in again):
-                yield guess._replace(again=again)
-
-    def _recipes(self) -> Iterator[Recipe]:
-        """Every use of a mesh; where that may be any, its first axis lies over stages."""
-        kinds = [kind for kind, names in self.inner.items() if names]
-        for mesh in self.meshes:
-            axes = [axis for axis, size in mesh.axes if size > 1]
-            for staged in axes:
-                yield Recipe(mesh, (staged,), (), BATCH)
-                for other in (axis for axis in axes if axis != staged):
-                    yield from (Recipe(mesh, (staged,), (other,), kind) for kind in kinds)
-        for ways in divisors(self.devices)[1:] if not self.meshes else ():
-            for inner in divisors(self.devices // ways):
-                rest = self.devices // ways // inner
-                mesh = of_shape((ways, *(n for n in (rest, inner) if n > 1)))
-                for kind in kinds if inner > 1 else [BATCH]:
-                    if inner <= INNER or kind == EXPERTS:
-                        yield Recipe(mesh, mesh.names[:1], mesh.names[-1:] if inner > 1 else (), kind)
-
-    def _guesses(self, clock: Clock) -> Iterator[Guess]:
-        parts = dict[tuple[str, int], StepParts | None]()
-        layers, given = max(self.model.graph.dims()[self.dim]), self.space.given
-        for recipe in self._recipes():
-            ways, beside = recipe.ways, recipe.mesh.group_size(recipe.beside)
-            examples, left = divmod(self.model.examples, recipe.mesh.devices // (ways * beside))
-            if left or clock.over or not self._possible(ways):
-                continue
-            if recipe.family not in parts:
-                parts[recipe.family] = self._parts(recipe)
-            of, fixed = parts[recipe.family], self._fixed(recipe)
-            if of is None or fixed > self.request.limit:
+            number, of = examples // each, cost.parts(each)
+            if not recipe.stages:
+                seconds = of.seconds(layers, examples)
+                more, saved = examples * layers * of.again, layers * cost.saved * each
+                size = cost.bytes + cost.slope * (each - 1)
+                yield Guess(recipe, storage, GPIPE, number, seconds, more, size, saved, layers)
                 continue
             for schedule in self._schedules(layers, ways, of):
-                kind, order = KINDS[kind_name(schedule)], layer_order(schedule, ways)
-                counts = order.of_stages(layers).sum(axis=1).tolist()
-                flying = (1 + (ways - 1) / (ways * order.chunks) if order.chunks > 1 else 1.0) / beside
-                for each in (n for n in divisors(examples) if n & (n - 1) == 0 or n == examples):
-                    number = examples // each
-                    if "microbatches" in given and number not in self.space.microbatches:
-                        continue
-                    idle = (ways - 1) / (number * order.chunks) * (0.5 if kind.split else 1.0)
-                    for again in (a for a in (False, True) if a in self.space.recompute):
-                        stages = of.stages(counts, again, self.evaluator.apart(recipe.mesh))
-                        seconds = max(stages) + idle * fmean(stages) + of.gradients / ways
-                        graph = schedule, number, frozenset({Recomputed(self.dim)} if again else ())
-                        yield Guess(seconds, each, each * flying, fixed, recipe, *graph)
+                plan = PipelineSchedule.named(schedule, ways, number)
+                counts = plan.order.of_stages(layers).sum(axis=1).tolist()
+                idle = (ways - 1) / (number * plan.chunks) * (0.5 if KINDS[plan.kind].split else 1.0)
+                stages = of.stages(counts, apart)
+                seconds = examples * (max(stages) + idle * fmean(stages)) + of.gradients / ways
+                more = examples * (max(counts) + idle * fmean(counts)) * of.again
+                most = max(self._flying(plan, stage) * n for stage, n in enumerate(counts))
+                flying = most / plan.chunks * each
+                working = max(0.0, cost.slope - layers * cost.carried) * each
+                size = fixed + working + flying * cost.carried
+                own = plan.order.size(layers) // ways * (plan.chunks == 1)
+                yield Guess(
+                    recipe, storage, schedule, number, seconds, more, size, flying * cost.saved, own
+                )
+
+    @staticmethod
+    def _flying(plan: PipelineSchedule, stage: int) -> int:
+        """Virtual stages of microbatches in flight, about where each stage has an order of its own."""
+        one_way = KINDS[plan.kind].one_way
+        return plan.in_flight_apart(stage) if one_way else min(plan.stages, plan.microbatches) * plan.chunks
 
     def _possible(self, ways: int) -> bool:
         with suppress(UserError):
             check_stages(self.model.graph, self.dim, ways)
             return True
         return False
-
-    def _fixed(self, recipe: Recipe) -> float:
-        """Bytes of variables and gradients on a device, or fewer: what is updated is split over all, and what
-        layers read and their gradients take as much together."""
-        layout, mesh, total = self.splits(recipe), recipe.mesh, 0.0
-        for each in self.model.graph.variables.values():
-            lie = {n: recipe.stages if n == self.dim else layout.get(n, ()) for n in each.shape.names}
-            ways = mesh.group_size({axis for axes in lie.values() for axis in axes})
-            total += each.bytes / mesh.devices + (0 if each.slot_of else each.bytes / ways)
-        return total
 
     def _schedules(self, layers: int, ways: int, of: StepParts) -> Iterator[str]:
         """The space's schedules; unless somebody said them, in as few and as many rounds as layers allow, and
@@ -277,78 +391,47 @@ class Probes:
                 yield from (f"{word}:{n}" for n in sorted({*rounds[:1], *rounds[-1:]}))
             if kind.one_way and not kind.rounds and "schedule" not in self.space.given:
                 equal, own = layer_order(name, ways).counts(layers).tolist(), of.balanced(layers, ways)
-                times = (max(of.stages(counts, again=False, apart=True)) for counts in (equal, own))
+                times = (max(of.stages(counts, apart=True)) for counts in (equal, own))
                 if next(times) > FAR * next(times):
                     yield f"{name}:layers={'+'.join(map(str, own))}"
 
-    def _parts(self, recipe: Recipe) -> StepParts | None:
-        """Of a step in which the axis of the stages does nothing; None if that is not legal."""
-        key = SubproblemKey(recipe.mesh, frozenset(), GPIPE, frozenset(), 1)
-        if (found := self._evaluated(recipe, key)) is None:
-            return None
-        graph, ways, lines = self.model.step_graph, recipe.ways, found.evaluation.cost.lines
-        loops = {n.index for n, _ in graph.walk() if n.body is not None and n.body.dim.name == self.dim}
-        nodes = loops | {n.index for b in graph.blocks if b.dim.name == self.dim for n, _ in b.walk()}
-        first, layers = min(loops), max(graph.dims()[self.dim])
-        inside = forward = outside = gradients = 0.0
-        ends = [0.0, 0.0]  # forward before and behind the layers; backward is like it
-        for line in lines:
-            seconds = line.times * (line.exposed if line.is_communication else line.seconds) / ways
-            early = seconds * (line.origin.phase == Phase.FORWARD)
-            if line.is_communication and line.purpose == GRADIENT:
-                gradients += seconds * ways
-            elif line.origin.node in nodes:
-                inside, forward = inside + seconds, forward + early
-            elif line.origin.phase != Phase.UPDATE:
-                outside += seconds
-                ends[line.origin.node > first] += early
-        before = outside * ends[0] / (sum(ends) or 1.0)
-        return StepParts(inside / layers, forward / layers, before, outside - before, gradients)
+    def _chosen(self, guess: Guess) -> Choice:
+        """The fastest recomputation of a guess that fits, about, and is not priced yet; inf: there is none."""
+        ratios, tried = self.ratios[guess.key], guess.tried
+        if guess.chosen is not None and guess.chosen[0] == (state := (len(ratios), len(tried))):
+            return guess.chosen[1]
+        state = len(ratios), len(tried)
+        costs = guess.corrected(*(fmean(each) for each in zip(*(ratios or [(1.0, 1.0)]), strict=True)))
+        near = self.limit if tried else self.limit / NEAR
+        best, own = (math.inf, guess, NOTHING, NONE), min(guess.fits(self.limit), default=math.inf)
+        for policy, share in self._policies(guess, costs):
+            seconds, size = costs(share)
+            if policy not in tried and size <= (near if share is ALL else self.limit):
+                best = min(best, (seconds, guess, policy, share), key=lambda c: c[0])
+        best = best if best[0] < own else (math.inf, *best[1:])
+        guess.chosen = state, best
+        return best
 
-    def _priced(self, guess: Guess) -> EvaluatedLayout | None:
-        recipe, stages = guess.recipe, frozenset({(self.dim, guess.recipe.stages)})
-        key = SubproblemKey(recipe.mesh, stages, guess.schedule, guess.again, guess.microbatches)
-        return self._evaluated(recipe, key)
-
-    def _evaluated(self, recipe: Recipe, key: SubproblemKey) -> EvaluatedLayout | None:
-        if (found := self._written(recipe, key)) is None:
-            return None
-        try:
-            return EvaluatedLayout(recipe.mesh, *found, self.evaluator(recipe.mesh, *found), "a recipe")
-        except LayoutError:
-            return None
-
-    def _written(self, recipe: Recipe, key: SubproblemKey) -> tuple[Layout, Options] | None:
-        """The layout of a recipe and its options, the optimizer's state split if that may be; None if no
-        such layout may be chosen."""
-        space = self.space.but(microbatches=(key.microbatches,))
-        if key.stages:
-            space = space.but(schedule=(key.schedule,))
-        else:
-            space = space.but(pins={n: axes for n, axes in space.pins.items() if n != self.dim})
-        decided = decisions_of(key, space, self.model, self.evaluator.near)
-        if decided is None:
-            return None
-        layout = self._layout(recipe, decided)
-        options, least = decided.read({})[1], decided.least_memory
-        options = replace(options, recompute=least.recompute) if key.again else options
-        split = stored_at(self.model.graph.variables.values(), STAGES[1])
-        every = (replace(options, storage=s) for s in (split, least.storage, options.storage))
-        # Without stages it only tells about how long its parts take.
-        legal = (how for how in every if not key.stages or decided.allows(layout, how))
-        return next(((layout, how) for how in legal), None)
-
-    def _layout(self, recipe: Recipe, decided: Decisions) -> Layout:
-        further = decided.of(Elsewhere) if recipe.kind == WEIGHTS else ()
-        wanted = {**self.splits(recipe), **dict.fromkeys(further, recipe.inner)}
-        chosen = {n: axes for n, axes in wanted.items() if axes in decided.options.get(n, ())}
-        return Layout({**decided.read({})[0].written, **chosen})
-
-    def _splits(self, recipe: Recipe) -> Mapping[str, Axes]:
-        """The splits of a recipe beside its stages."""
-        also = self.dims.weights if recipe.kind == WEIGHTS else ()
-        data = tuple(a for a, n in recipe.mesh.axes if n > 1 and a not in (*recipe.stages, *recipe.beside))
-        # First what most variables have: heads, before the groups of queries of each.
-        names = self.inner.get(recipe.kind, ())[::-1]
-        plain = NamedStrategy(self.model, recipe.mesh, data, recipe.inner, names, also=also).plain()
-        return {} if plain is None else plain[0].written
+    def _policies(
+        self, guess: Guess, costs: Callable[[Again], tuple[float, float]]
+    ) -> Iterator[tuple[Policies, Again]]:
+        loops = [self.dim] if guess.recipe.stages else self.loops
+        if False in self.space.recompute:
+            yield NOTHING, NONE
+        if True not in self.space.recompute or not loops:
+            return
+        yield frozenset(map(Recomputed, loops)), ALL
+        for keep, share in self.kinds.items():
+            yield frozenset(Recomputed(name, keep) for name in loops), share
+        if SOME in self.space.recompute and guess.layers > 1 and guess.saved > 0:
+            size, own = costs(ALL)[1], guess.layers
+            number = math.ceil(own * (1 - (self.limit - size) / guess.saved))
+            tried = [
+                (next(iter(p)).only, f is None or f.peak > self.limit)
+                for p, (_, f) in guess.tried.items()
+                if p and next(iter(p)).only
+            ]
+            number = max([number, *(n + 1 for n, over in tried if over)])
+            if 0 < number < own:
+                rest = {*map(Recomputed, loops)} - {Recomputed(self.dim)}
+                yield frozenset({Recomputed(self.dim, (), number), *rest}), Again(number / own, number / own)

@@ -24,6 +24,7 @@ from layoutopt.space.kind import Target
 from layoutopt.space.mesh_shapes import meshes
 from layoutopt.space.microbatches import USUAL, usual
 from layoutopt.space.objective import Objective
+from layoutopt.space.recompute import COUNT
 from layoutopt.space.restriction import EVERYTHING
 from layoutopt.space.stages import suited
 from mesh_tf_core.arguments import is_number, is_whole
@@ -138,17 +139,20 @@ class SearchQuestion:
         return cls(request, within[: 1 + (within[-1] != within[0])], free, shapes, limits, own)
 
     def beyond(self, found: EvaluatedLayout) -> SearchQuestion:
-        """The same with a wider last space: with the mesh, schedule and microbatches of a layout."""
+        """The same with a wider last space: with the mesh, schedule, microbatches and numbers of recomputed
+        layers of a layout."""
         last, free = (self._with(each[-1], found) for each in (self.spaces, self.free))
         shapes = [*self.shapes, found.mesh] if found.mesh not in self.shapes else self.shapes
         return replace(self, spaces=[*self.spaces[:-1], last], free=[*self.free[:-1], free], shapes=shapes)
 
     @staticmethod
     def _with(space: SearchSpace, found: EvaluatedLayout) -> SearchSpace:
-        number, schedule = found.options.microbatches, found.options.schedule
+        options, own = found.options, (found.options.schedule,) if found.evaluation.pipeline else ()
+        some = (f"{COUNT}{each.only}" for each in options.recompute if each.only)
         return space.but(
-            microbatches=tuple(sorted({*space.microbatches, number})),
-            schedule=tuple(dict.fromkeys((*space.schedule, schedule))),
+            microbatches=tuple(sorted({*space.microbatches, options.microbatches})),
+            schedule=tuple(dict.fromkeys((*space.schedule, *own))),
+            recompute=tuple(dict.fromkeys((*space.recompute, *some))),
         )
 
     @property
