@@ -1,5 +1,6 @@
-"""The fastest recipes (`recipes`), which may have meshes, rounds, microbatches and numbers of recomputed layers
-that a search does not list. They are priced, not searched; the best adds what only it has to the search.
+"""The fastest recipes (`recipes`), which may have meshes, rounds, microbatches and numbers of recomputed
+layers that a search does not list. They are priced, not searched; the best adds what only it has to the
+search.
 
 One step of each way to use the inner axes, without stages, is priced with the smallest and the largest
 microbatches, with and without recomputation. Seconds and bytes of an example are linear in one over the
@@ -17,24 +18,20 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import NamedTuple
 
-from layoutopt.optimize.recipes import EXPERTS, SEQUENCE, Family, Recipe, Recipes, Step
+from layoutopt.optimize.recipe_costs import ALL, NONE, STAGED, Again, FamilyCost, FamilyCosts, StepParts
+from layoutopt.optimize.recipes import EXPERTS, Family, Recipe, Recipes, Step
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.runtime.clock import Clock
-from layoutopt.space.recompute import SOME, kept_sets
+from layoutopt.space.recompute import SOME
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import divisors
-from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER
-from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.schedules import GPIPE, KINDS, PipelineSchedule, kind_name, layer_order
-from mesh_tf_core.lower.recomputed import keep_sets
 from mesh_tf_core.lower.remat_policy import Policies, Recomputed
-from mesh_tf_core.lower.rematerialization import recomputable
 from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.tracing.stage_layers import check_stages
 
@@ -42,95 +39,13 @@ FAR = 1.1
 """Times the seconds of the best from which on guesses are not priced: they are off by less, mostly."""
 NEAR = 0.85
 """Times the bytes of a guess that its price may have."""
-STAGED = STAGES[1]
-"""The storage of variables in stages."""
 LEAST = 0.8
 """Least seconds with experts apart as a multiple of those without splits."""
 FIRST = 4
 """Families that are looked at before recipes are priced."""
-BOTH = 3.0
-"""Times the seconds of forward that it takes with backward."""
 BASES = 3
 """Recipes of a family of which one has to be legal without stages."""
 NOTHING: Policies = frozenset()
-
-
-class StepParts(NamedTuple):
-    """A step without stages, for an example of a rank in microbatches of some size.
-
-    Attributes:
-      layer, again: seconds of a layer with sums of its gradients, and of its recomputation.
-      before, behind: seconds of what is outside the layers.
-      gradients: seconds of messages about gradients and variables, of all examples.
-    """
-
-    layer: float
-    again: float
-    before: float
-    behind: float
-    gradients: float
-
-    def seconds(self, layers: int, examples: float) -> float:
-        """Of a step without stages."""
-        return examples * (layers * self.layer + self.before + self.behind) + self.gradients
-
-    def stages(self, counts: Sequence[int], apart: bool) -> list[float]:
-        """Seconds of each stage, by the number of its layers; `apart`: each is a program of its own."""
-        ends = 0.0 if apart else self.before + self.behind
-        found = [n * self.layer + ends for n in counts]
-        found[0] += apart * self.before
-        found[-1] += apart * self.behind
-        return found
-
-    def balanced(self, layers: int, ways: int) -> list[int]:
-        """The layers of stages that are about equally slow."""
-        counts = [0] * ways
-        for _ in range(layers):
-            stages = self.stages(counts, apart=True)
-            counts[stages.index(min(stages))] += 1
-        return counts
-
-
-class FamilyCost(NamedTuple):
-    """What is known of recipes that differ in stages alone, with one kind of storage.
-
-    Attributes:
-      most: examples of a rank without stages.
-      ends: parts with microbatches of one example, and of all of them.
-      bytes: the peak with microbatches of one example, if all layers are recomputed.
-      saved: bytes of a layer that is not recomputed, for an example of a microbatch.
-      carried: the same of one that is.
-      slope: bytes of one more example in a microbatch, if all layers are recomputed.
-      held: the bytes of variables, and of gradients, as a multiple of a guess.
-    """
-
-    most: float
-    ends: tuple[StepParts, StepParts]
-    bytes: float
-    saved: float
-    carried: float
-    slope: float
-    held: float
-
-    def ideal(self, layers: int) -> float:
-        """Seconds of a step without recomputation, waiting stages and messages about variables."""
-        return min(each._replace(gradients=0.0).seconds(layers, self.most) for each in self.ends)
-
-    def parts(self, each: int) -> StepParts:
-        """Those with so many examples in a microbatch."""
-        one, all_ = self.ends
-        share = 0.0 if self.most == 1 else (1 / each - 1 / self.most) / (1 - 1 / self.most)
-        return StepParts(*(max(0.0, b + (a - b) * share) for a, b in zip(one, all_, strict=True)))
-
-
-class Again(NamedTuple):
-    """A kind of recomputation, as shares of all of it: of its seconds, and of the bytes that it saves."""
-
-    seconds: float
-    bytes: float
-
-
-NONE, ALL = Again(0.0, 0.0), Again(1.0, 1.0)
 
 
 @dataclass(eq=False)
@@ -190,11 +105,8 @@ class Probes:
     def __init__(self, recipes: Recipes, clock: Clock) -> None:
         self.recipes, self.clock = recipes, clock
         self.model, self.space, self.limit = recipes.model, recipes.space, recipes.request.limit
-        self.dim, graph = recipes.dim, recipes.model.step_graph
-        self.loops = [*recomputable(graph)]
-        own = self.dim if self.dim in self.loops else ""
-        self.keeps = keep_sets(graph, own, kept_sets(self.space.recompute)) if own else ()
-        self.kinds = dict[tuple[str, ...], Again]()
+        self.dim, self.layers = recipes.dim, recipes.layers
+        self.costs = FamilyCosts(recipes)
         self.families = dict[Family, list[Recipe]]()
         for each in recipes.every():
             self.families.setdefault(each.family, []).append(each)
@@ -245,7 +157,7 @@ class Probes:
         splits does; 0 if that is not known."""
         if (family, STAGED) in self.known:
             known = self.known[family, STAGED]
-            return math.inf if known is None else known.ideal(self.recipes.layers)
+            return math.inf if known is None else known.ideal(self.layers)
         if storage != STAGED:
             return math.inf  # first as in stages
         if not family:
@@ -254,9 +166,9 @@ class Probes:
         none = none if math.isfinite(none) else 0.0
         if len(family) == 1:
             kind, ways = family[0]
-            known = {own[0]: f for (own, _), f in self.known.items() if f and len(own) == 1}
-            fewer = (f for (k, n), f in known.items() if k == kind and math.prod(n) < math.prod(ways))
-            most = max((f.ideal(self.recipes.layers) for f in fewer), default=none)
+            single = {own[0]: f for (own, _), f in self.known.items() if f and len(own) == 1}
+            fewer = (f for (k, n), f in single.items() if k == kind and math.prod(n) < math.prod(ways))
+            most = max((f.ideal(self.layers) for f in fewer), default=none)
             return LEAST * none if kind == EXPERTS else most
         each = (self._ideal((one,), STAGED) - none for one in family)
         return none + sum(max(0.0, more) for more in each if math.isfinite(more))
@@ -264,83 +176,17 @@ class Probes:
     def _look_at(self, family: Family, storage: str) -> None:
         """Prices steps of a family without stages, and guesses about all of its recipes."""
         recipes = [r for r in self.families[family] if storage == STAGED or not r.stages]
-        cost = next(filter(None, (self._cost(each, storage) for each in recipes[:BASES])), None)
+        cost = next(filter(None, (self.costs.of(each, storage) for each in recipes[:BASES])), None)
         self.known[family, storage], self.stale = cost, True
-        for recipe in recipes if cost is not None else ():
-            self.guesses += self._guesses(recipe, storage, cost)
-
-    def _cost(self, base: Recipe, storage: str) -> FamilyCost | None:
-        most, left = divmod(self.model.examples, base.mesh.group_size(base.data))
-        if left or not most:
-            return None
-        whole = frozenset(Recomputed(name) for name in self.loops) if True in self.space.recompute else NOTHING
-        small = len(base.splits) < 2 and (self._fixed(base) < self.limit or storage != STAGED)
-        step = Step(base, storage, most, staged=False)
-        plain = self.recipes.evaluated(step)
-        again = self.recipes.evaluated(step._replace(again=whole)) if whole else plain
-        every = self.recipes.evaluated(step._replace(microbatches=1)) if small and most > 1 else plain
-        if plain is None or again is None or every is None:
-            return None
-        layers, graph = max(self.recipes.layers, 1), self.model.step_graph
-        body = next((b for b in graph.blocks if b.dim.name == self.dim), graph.blocks[0])
-        ways = math.prod(base.mesh.group_size(a) for kind, a in base.splits if kind != EXPERTS)
-        ways = ways if plain.layout.elsewhere else base.mesh.group_size(dict(base.splits).get(SEQUENCE, ()))
-        carried = sum(graph.tensor(t).type.bytes for t in body.carry_in) / self.model.examples / ways
-        saved = max(0.0, (plain.peak - again.peak) / layers)
-        more = max(0.0, again.seconds - plain.seconds) / layers / most
-        ends = self._parts(plain, most, more), self._parts(every, most, more)
-        slope = (every.peak - plain.peak) / max(most - 1, 1) - layers * saved
-        slope = max(slope, layers * carried)
-        held = (again.peak - slope) / self._fixed(base)
-        for keep in self.keeps if not self.kinds and saved else ():
-            policy = frozenset(Recomputed(name, keep) for name in self.loops)
-            if (found := self.recipes.evaluated(step._replace(again=policy))) is not None:
-                shares = [
-                    (a - b) / ((c - b) or 1.0)
-                    for a, b, c in (
-                        (found.seconds, plain.seconds, again.seconds),
-                        (found.peak, plain.peak, again.peak),
-                    )
-                ]
-                self.kinds[keep] = Again(*shares)
-        return FamilyCost(most, ends, again.peak, saved, carried, slope, held)
-
-    def _parts(self, plain: EvaluatedLayout, examples: int, again: float) -> StepParts:
-        """Of a step in which the axes of stages do nothing."""
-        layers, graph = max(self.recipes.layers, 1), self.model.training_step(plain.options.microbatches).graph
-        loops = {n.index for n, _ in graph.walk() if n.body is not None and n.body.dim.name == self.dim}
-        nodes = loops | {n.index for b in graph.blocks if b.dim.name == self.dim for n, _ in b.walk()}
-        first, every, once, ends = min(loops, default=0), 0.0, 0.0, [0.0, 0.0]
-        lines = plain.evaluation.cost.lines
-        scopes = {x.origin.scope.split("/")[0] for x in lines if x.origin.node in nodes}
-        for line in lines:
-            seconds = line.times * (line.exposed if line.is_communication else line.seconds)
-            inside = line.origin.node in nodes or line.origin.scope.split("/")[0] in scopes
-            if line.is_communication and (line.purpose == GRADIENT or (line.purpose == PARAMETER and line.times == 1)):
-                once += seconds
-            elif line.origin.phase != Phase.UPDATE:
-                every += seconds
-                if line.origin.phase == Phase.FORWARD and not inside:
-                    ends[line.origin.node > first] += BOTH * seconds
-        layer, before, behind = (n / examples for n in (max(0.0, every - sum(ends)) / layers, *ends))
-        return StepParts(layer, again, before, behind, once)
-
-    def _fixed(self, recipe: Recipe) -> float:
-        """Bytes of variables and gradients on a device, about: what is updated is split over all, and what
-        layers read and their gradients take as much together."""
-        layout, mesh, total = self.recipes.splits(recipe) or {}, recipe.mesh, 1.0
-        for each in self.model.graph.variables.values():
-            lie = {n: recipe.stages if n == self.dim else layout.get(n, ()) for n in each.shape.names}
-            ways = mesh.group_size({axis for axes in lie.values() for axis in axes})
-            total += each.bytes / mesh.devices + (0 if each.slot_of else each.bytes / ways)
-        return total
+        if cost is not None:
+            self.guesses += (guess for each in recipes for guess in self._guesses(each, storage, cost))
 
     def _guesses(self, recipe: Recipe, storage: str, cost: FamilyCost) -> Iterator[Guess]:
         examples, left = divmod(self.model.examples, recipe.mesh.group_size(recipe.data))
         if left or (recipe.stages and not self._possible(recipe.ways)):
             return
-        layers, ways, given = self.recipes.layers, recipe.ways, "microbatches" in self.space.given
-        apart, fixed = self.recipes.evaluator.apart(recipe.mesh), cost.held * self._fixed(recipe)
+        layers, ways, given = self.layers, recipe.ways, "microbatches" in self.space.given
+        apart, fixed = self.recipes.evaluator.apart(recipe.mesh), cost.held * self.costs.fixed(recipe)
         for each in (n for n in divisors(examples) if n & (n - 1) == 0 or n == examples):
             if given and (number := examples // each) not in self.space.microbatches:
                 continue
@@ -363,9 +209,7 @@ class Probes:
                 working = max(0.0, cost.slope - layers * cost.carried) * each
                 size = fixed + working + flying * cost.carried
                 own = plan.order.size(layers) // ways * (plan.chunks == 1)
-                yield Guess(
-                    recipe, storage, schedule, number, seconds, more, size, flying * cost.saved, own
-                )
+                yield Guess(recipe, storage, schedule, number, seconds, more, size, flying * cost.saved, own)
 
     @staticmethod
     def _flying(plan: PipelineSchedule, stage: int) -> int:
@@ -396,7 +240,7 @@ class Probes:
                     yield f"{name}:layers={'+'.join(map(str, own))}"
 
     def _chosen(self, guess: Guess) -> Choice:
-        """The fastest recomputation of a guess that fits, about, and is not priced yet; inf: there is none."""
+        """The fastest recomputation of a guess that fits, about, and is not priced yet; inf: none is."""
         ratios, tried = self.ratios[guess.key], guess.tried
         if guess.chosen is not None and guess.chosen[0] == (state := (len(ratios), len(tried))):
             return guess.chosen[1]
@@ -415,13 +259,13 @@ class Probes:
     def _policies(
         self, guess: Guess, costs: Callable[[Again], tuple[float, float]]
     ) -> Iterator[tuple[Policies, Again]]:
-        loops = [self.dim] if guess.recipe.stages else self.loops
+        loops = [self.dim] if guess.recipe.stages else self.costs.loops
         if False in self.space.recompute:
             yield NOTHING, NONE
         if True not in self.space.recompute or not loops:
             return
         yield frozenset(map(Recomputed, loops)), ALL
-        for keep, share in self.kinds.items():
+        for keep, share in self.costs.kinds.items():
             yield frozenset(Recomputed(name, keep) for name in loops), share
         if SOME in self.space.recompute and guess.layers > 1 and guess.saved > 0:
             size, own = costs(ALL)[1], guess.layers

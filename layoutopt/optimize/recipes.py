@@ -32,6 +32,7 @@ from mesh_tf_core.ir.schedules import GPIPE
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.lower.storage import STAGES
+from mesh_tf_core.tracing.stage_layers import loop_dims
 
 INNER = 16
 """The most devices of axes that split weights, or sequences."""
@@ -98,11 +99,12 @@ class Recipes:
         self.request, self.meshes, self.devices = request, meshes, devices
         self.model, self.space, self.evaluator = request.model, request.allowed, request.evaluator
         self.dims, sizes = parallelism(self.model), self.model.graph.dims()
-        self.dim = max(self.space.pipeline, key=lambda name: max(sizes[name]), default="")
+        loops = [n for n in loop_dims(self.model.graph) if n in sizes]
+        self.dim = max(self.space.pipeline or loops, key=lambda name: max(sizes[name]), default="")
         inner = tuple(n for n in self.dims.inner if n not in self.dims.experts)
         # First what most variables have: heads, before the groups of queries of each.
         self.names = {EXPERTS: self.dims.experts, SEQUENCE: self.dims.sequence, WEIGHTS: inner[::-1]}
-        self.layers = max(sizes[self.dim]) if self.dim else 0
+        self.layers = max(sizes[self.dim]) if self.dim else 1
         self.splits, self._decided = cache(self._splits), cache(self._decisions)
 
     def every(self) -> Iterator[Recipe]:
@@ -114,14 +116,17 @@ class Recipes:
     def _given(self, kinds: Sequence[str]) -> Iterator[Recipe]:
         for mesh in self.meshes:
             axes = [axis for axis, size in mesh.axes if size > 1]
-            for uses in itertools.product(("stages", "batch", *kinds), repeat=len(axes)):
-                own = {kind: tuple(a for a, use in zip(axes, uses, strict=True) if use == kind) for kind in uses}
+            staged = ("stages",) * bool(self.space.pipeline)
+            for uses in itertools.product((*staged, "batch", *kinds), repeat=len(axes)):
+                own = {
+                    kind: tuple(a for a, use in zip(axes, uses, strict=True) if use == kind) for kind in uses
+                }
                 yield from self._with(mesh, own)
 
     def _free(self, kinds: Sequence[str]) -> Iterator[Recipe]:
         every = divisors(self.devices)
         choices = [[n for n in every if n <= INNER or kind == EXPERTS] for kind in kinds]
-        for stages, *ways in itertools.product(every if self.dim else [1], *choices):
+        for stages, *ways in itertools.product(every if self.space.pipeline else [1], *choices):
             inner = dict(zip(kinds, ways, strict=True))
             rest, left = divmod(self.devices, stages * _product(ways))
             if left == 0:
@@ -131,7 +136,8 @@ class Recipes:
 
     def _with(self, mesh: Mesh, own: Mapping[str, Axes]) -> Iterator[Recipe]:
         """The recipe with these axes; and with experts over those of weights, too."""
-        if own.get("stages") and not self.dim:
+        pinned = self.space.pins.get(self.dim)
+        if pinned is not None and {*pinned} != {*own.get("stages", ())}:
             return
         splits = {kind: own[kind] for kind in self.names if own.get(kind)}
         yield Recipe(mesh, own.get("stages", ()), tuple(splits.items()))
@@ -169,9 +175,7 @@ class Recipes:
         """The decisions about a recipe: each of its splits, or none."""
         mesh, stages = step.recipe.mesh, frozenset[tuple[str, Axes]]()
         more = tuple(f"{COUNT}{n}" for n in counts)
-        space = self.space.but(
-            microbatches=(step.microbatches,), recompute=(*self.space.recompute, *more)
-        )
+        space = self.space.but(microbatches=(step.microbatches,), recompute=(*self.space.recompute, *more))
         idle = bool(step.recipe.stages) and not step.staged
         if step.recipe.stages and step.staged:
             space, stages = space.but(schedule=(step.schedule,)), frozenset({(self.dim, step.recipe.stages)})
@@ -185,7 +189,11 @@ class Recipes:
             if here is None or splits is None:
                 return None
             decided = here.unrestricted
-            own = {n: {splits.get(n, ()), ()} & {*decided.options[n]} for n in decided.of(Split) if n not in decided.stages}
+            own = {
+                n: {splits.get(n, ()), ()} & {*decided.options[n]}
+                for n in decided.of(Split)
+                if n not in decided.stages
+            }
             if not all(own.values()):
                 return None
             # A step that is no answer only tells how long its parts take.

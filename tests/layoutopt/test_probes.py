@@ -1,8 +1,9 @@
-"""Recipes of pipelines beyond the meshes, rounds and microbatches that a search lists."""
+"""Recipes beyond the meshes, rounds, microbatches and recomputed layers that a search lists."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,12 +14,18 @@ from layoutopt.optimize.evaluator import evaluate
 from layoutopt.optimize.incumbents import Incumbents, WarmStart, covers
 from layoutopt.optimize.probes import Probes
 from layoutopt.optimize.question import Limits, SearchQuestion
+from layoutopt.optimize.recipes import Recipes
 from layoutopt.optimize.request import Request
+from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.runtime.clock import UNLIMITED
 from layoutopt.space import allow
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.mesh_shapes import other_meshes
+from layoutopt.space.undivided import stored_at
+from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.remat_policy import policies
 from mesh_tf_core.model import Model
 
 LIMIT = 2.4e9
@@ -50,6 +57,26 @@ def whole() -> Model:
     )
 
 
+def mixture() -> Model:
+    """A mixture of experts."""
+    return layoutopt.from_huggingface(
+        {
+            "model_type": "mixtral",
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "vocab_size": 997,
+            "torch_dtype": "bfloat16",
+        },
+        batch=24,
+        length=256,
+    )
+
+
 def question(model: Model, space: dict[str, Any] | None = None, **own: Any) -> SearchQuestion:
     asked = {"mesh": None, "devices": 12, "hardware": "h100", "objective": "time", "framework": "megatron"}
     return SearchQuestion.of(
@@ -57,15 +84,24 @@ def question(model: Model, space: dict[str, Any] | None = None, **own: Any) -> S
     )
 
 
-def probes(of: SearchQuestion) -> tuple[Request, Probes]:
+def probes(of: SearchQuestion, devices: int = 12) -> tuple[Request, Probes]:
     request = of.request.wider(of.spaces[-1])
-    return request, Probes(request, () if of.renames and not request.allowed.named else of.shapes, 12)
+    given = () if of.renames and not request.allowed.named else of.shapes
+    return request, Probes(Recipes(request, given, devices), UNLIMITED)
+
+
+def fastest(recipes: Probes, below: float = math.inf) -> EvaluatedLayout | None:
+    """The last of recipes, each of which is faster than the one before."""
+    found = [*recipes.better(below, lambda *_: None)]
+    assert [each.seconds for each in found] == sorted((each.seconds for each in found), reverse=True)
+    assert all(each.seconds < below for each in found)
+    return found[-1] if found else None
 
 
 def test_a_recipe_is_a_layout_of_the_widened_question() -> None:
     asked = question(whole())
     request, recipes = probes(asked)
-    found = recipes.fastest(UNLIMITED, math.inf, lambda *_: None)
+    found = fastest(recipes)
     assert found is not None and found.peak <= LIMIT
     priced: Evaluation = evaluate(request.model, found.mesh, found.layout, request.hardware, found.options)
     assert (priced.cost.step_seconds, priced.memory.peak) == (found.seconds, found.peak)
@@ -78,8 +114,59 @@ def test_a_recipe_is_a_layout_of_the_widened_question() -> None:
 
 
 def test_no_recipe_is_slower_than_what_is_known() -> None:
-    _, recipes = probes(question(whole()))
-    assert recipes.fastest(UNLIMITED, 1e-6, lambda *_: None) is None
+    assert fastest(probes(question(whole()))[1], 1e-6) is None
+
+
+@pytest.mark.parametrize("memory", [1.1, 1.3])
+def test_recipes_recompute_as_few_layers_as_fit(memory: float) -> None:
+    """Without stages: of all numbers of layers about the fewest that fit."""
+    model, own = whole(), {"mesh": "data:12", "devices": None, "framework": "torch"}
+    space = {"pins": "batch:data", "storage": "zero3", "microbatches": "1"}
+    request, recipes = probes(question(model, space, **own))
+    mesh, layout, machine = Mesh("data:12"), Layout("batch:data"), request.hardware
+    stored = Options(stored_at(request.model.graph.variables.values(), "zero3"))
+
+    def price(text: str) -> Evaluation:
+        options = replace(stored, recompute=policies([text] if text else []))
+        return evaluate(request.model, mesh, layout, machine, options)
+
+    least, most = price("layers").memory.peak, price("").memory.peak
+    limit = recipes.limit = least + (memory - 1) * (most - least)
+    found = fastest(recipes)
+    assert found is not None
+    fits = [n for n in range(1, 18) if price(f"layers:count={n}").memory.peak <= limit]
+    (again,) = found.options.recompute
+    assert min(fits) <= again.only <= min(fits) + 1
+
+
+def test_recipes_split_weights_and_experts_at_once() -> None:
+    """The layout of a mixture that fits with both alone."""
+    families = {each.family for each in probes(question(mixture(), {"pipeline": ""}))[1].recipes.every()}
+    kinds = {tuple(kind for kind, _ in family) for family in families}
+    assert {(), ("experts",), ("weights",), ("experts", "weights")} <= kinds
+
+
+def test_an_interrupted_search_keeps_its_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C right after a recipe was found, before everything is searched."""
+    told = list[str]()
+
+    def better(words: str, seconds: float, size: int) -> None:
+        told.append(words)
+        if "pipeline" in words or "stages" in words:
+            raise KeyboardInterrupt
+
+    plan = layoutopt.search(
+        whole(),
+        "data:2;data2:4",
+        space=SearchSpace(microbatches="3,12", storage="zero1", recompute="never"),
+        hardware="h100",
+        framework="megatron",
+        memory=2.8e9,
+        alternatives=False,
+        keep_best=True,
+        on_better=better,
+    )
+    assert plan.stopped and plan.data.pipeline and len(told) == 1
 
 
 @pytest.mark.parametrize(
@@ -93,7 +180,7 @@ def test_no_recipe_is_slower_than_what_is_known() -> None:
 )
 def test_what_somebody_said_stays(space: dict[str, Any], own: dict[str, Any]) -> None:
     _, recipes = probes(question(whole(), space, **own))
-    found = recipes.fastest(UNLIMITED, math.inf, lambda *_: None)
+    found = fastest(recipes)
     assert found is not None
     assert found.options.microbatches == 4 or "microbatches" not in space
     assert found.options.schedule == "1f1b" or "schedule" not in space
