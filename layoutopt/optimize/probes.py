@@ -23,8 +23,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from layoutopt.optimize.recipe_costs import ALL, NONE, STAGED, Again, FamilyCost, FamilyCosts, StepParts
-from layoutopt.optimize.recipes import EXPERTS, Family, Recipe, Recipes, Step
+from layoutopt.optimize.recipe_costs import (
+    ALL,
+    NONE,
+    STAGED,
+    FamilyCost,
+    FamilyCosts,
+    RecomputedShare,
+    StepParts,
+)
+from layoutopt.optimize.recipes import EXPERTS, Recipe, RecipeFamily, Recipes, Step
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.runtime.clock import Clock
 from layoutopt.space.recompute import SOME
@@ -68,19 +76,19 @@ class Guess:
     bytes: float
     saved: float
     layers: int
-    tried: dict[Policies, tuple[Again, EvaluatedLayout | None]] = field(default_factory=dict)
-    chosen: tuple[tuple[int, int], Choice] | None = None
+    tried: dict[Policies, tuple[RecomputedShare, EvaluatedLayout | None]] = field(default_factory=dict)
+    chosen: tuple[tuple[int, int], Candidate] | None = None
 
     def fits(self, limit: float) -> Iterator[float]:
         """Seconds of prices that hold at most so many bytes."""
         yield from (f.seconds for _, f in self.tried.values() if f is not None and f.peak <= limit)
 
     @property
-    def key(self) -> tuple[Family, str, bool]:
-        """What it shares with guesses that are off as much."""
+    def key(self) -> tuple[RecipeFamily, str, bool]:
+        """The key that it shares with guesses that are off as much."""
         return self.recipe.family, self.storage, bool(self.recipe.stages)
 
-    def corrected(self, seconds: float, size: float) -> Callable[[Again], tuple[float, float]]:
+    def corrected(self, seconds: float, size: float) -> Callable[[RecomputedShare], tuple[float, float]]:
         """Seconds and bytes by what is recomputed, as its last price says, else so many times its own."""
         last = next(((a, f) for a, f in reversed(self.tried.values()) if f is not None), None)
         if last is None:
@@ -95,7 +103,7 @@ class Guess:
         )
 
 
-Choice = tuple[float, Guess, Policies, Again]
+Candidate = tuple[float, Guess, Policies, RecomputedShare]
 """Seconds of a guess with some recomputation."""
 
 
@@ -107,12 +115,12 @@ class Probes:
         self.model, self.space, self.limit = recipes.model, recipes.space, recipes.request.limit
         self.dim, self.layers = recipes.dim, recipes.layers
         self.costs = FamilyCosts(recipes)
-        self.families = dict[Family, list[Recipe]]()
+        self.families = dict[RecipeFamily, list[Recipe]]()
         for each in recipes.every():
             self.families.setdefault(each.family, []).append(each)
-        self.known = dict[tuple[Family, str], FamilyCost | None]()
+        self.known = dict[tuple[RecipeFamily, str], FamilyCost | None]()
         self.guesses, self.prices, self.stale = list[Guess](), 0, True
-        self.ratios = defaultdict[tuple[Family, str, bool], list[tuple[float, float]]](list)
+        self.ratios = defaultdict[tuple[RecipeFamily, str, bool], list[tuple[float, float]]](list)
 
     def better(self, below: float, told: Callable[[int, int], None]) -> Iterator[EvaluatedLayout]:
         """Recipes that fit and take fewer seconds than `below`, each faster than the one before.
@@ -138,7 +146,7 @@ class Probes:
                 below = found.seconds
                 yield found
 
-    def _priced(self, guess: Guess, again: Policies, share: Again) -> EvaluatedLayout | None:
+    def _priced(self, guess: Guess, again: Policies, share: RecomputedShare) -> EvaluatedLayout | None:
         self.prices += 1
         step = Step(guess.recipe, guess.storage, guess.number, again, guess.schedule)
         found = self.recipes.evaluated(step)
@@ -152,7 +160,7 @@ class Probes:
         known = [s for s in self.space.storage if s in STAGES]
         return [STAGED, *(stage for stage in known if STAGES.index(stage) > 1)]
 
-    def _ideal(self, family: Family, storage: str) -> float:
+    def _ideal(self, family: RecipeFamily, storage: str) -> float:
         """Seconds of a family without recomputation, about, or fewer: what it splits adds what each of its
         splits does; 0 if that is not known."""
         if (family, STAGED) in self.known:
@@ -173,7 +181,7 @@ class Probes:
         each = (self._ideal((one,), STAGED) - none for one in family)
         return none + sum(max(0.0, more) for more in each if math.isfinite(more))
 
-    def _look_at(self, family: Family, storage: str) -> None:
+    def _look_at(self, family: RecipeFamily, storage: str) -> None:
         """Prices steps of a family without stages, and guesses about all of its recipes."""
         recipes = [r for r in self.families[family] if storage == STAGED or not r.stages]
         cost = next(filter(None, (self.costs.of(each, storage) for each in recipes[:BASES])), None)
@@ -239,7 +247,7 @@ class Probes:
                 if next(times) > FAR * next(times):
                     yield f"{name}:layers={'+'.join(map(str, own))}"
 
-    def _chosen(self, guess: Guess) -> Choice:
+    def _chosen(self, guess: Guess) -> Candidate:
         """The fastest recomputation of a guess that fits, about, and is not priced yet; inf: none is."""
         ratios, tried = self.ratios[guess.key], guess.tried
         if guess.chosen is not None and guess.chosen[0] == (state := (len(ratios), len(tried))):
@@ -257,8 +265,8 @@ class Probes:
         return best
 
     def _policies(
-        self, guess: Guess, costs: Callable[[Again], tuple[float, float]]
-    ) -> Iterator[tuple[Policies, Again]]:
+        self, guess: Guess, costs: Callable[[RecomputedShare], tuple[float, float]]
+    ) -> Iterator[tuple[Policies, RecomputedShare]]:
         loops = [self.dim] if guess.recipe.stages else self.costs.loops
         if False in self.space.recompute:
             yield NOTHING, NONE
@@ -278,4 +286,7 @@ class Probes:
             number = max([number, *(n + 1 for n, over in tried if over)])
             if 0 < number < own:
                 rest = {*map(Recomputed, loops)} - {Recomputed(self.dim)}
-                yield frozenset({Recomputed(self.dim, (), number), *rest}), Again(number / own, number / own)
+                yield (
+                    frozenset({Recomputed(self.dim, (), number), *rest}),
+                    RecomputedShare(number / own, number / own),
+                )

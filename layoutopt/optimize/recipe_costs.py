@@ -38,7 +38,7 @@ class StepParts(NamedTuple):
     gradients: float
 
     def seconds(self, layers: int, examples: float) -> float:
-        """Of a step without stages."""
+        """The seconds of a step without stages."""
         return examples * (layers * self.layer + self.before + self.behind) + self.gradients
 
     def stages(self, counts: Sequence[int], apart: bool) -> list[float]:
@@ -59,7 +59,7 @@ class StepParts(NamedTuple):
 
 
 class FamilyCost(NamedTuple):
-    """What is known of recipes that differ in stages alone, with one kind of storage.
+    """The costs of recipes that differ in stages alone, with one kind of storage.
 
     Attributes:
       most: examples of a rank without stages.
@@ -90,14 +90,14 @@ class FamilyCost(NamedTuple):
         return StepParts(*(max(0.0, b + (a - b) * share) for a, b in zip(one, all_, strict=True)))
 
 
-class Again(NamedTuple):
+class RecomputedShare(NamedTuple):
     """A kind of recomputation, as shares of all of it: of its seconds, and of the bytes that it saves."""
 
     seconds: float
     bytes: float
 
 
-NONE, ALL = Again(0.0, 0.0), Again(1.0, 1.0)
+NONE, ALL = RecomputedShare(0.0, 0.0), RecomputedShare(1.0, 1.0)
 
 
 class FamilyCosts:
@@ -111,7 +111,7 @@ class FamilyCosts:
     def __init__(self, recipes: Recipes) -> None:
         self.recipes, self.model, self.limit = recipes, recipes.model, recipes.request.limit
         self.dim, self.layers, graph = recipes.dim, recipes.layers, recipes.model.step_graph
-        self.loops, self.kinds = recomputable(graph), dict[tuple[str, ...], Again]()
+        self.loops, self.kinds = recomputable(graph), dict[tuple[str, ...], RecomputedShare]()
         again = recipes.space.recompute
         loops = self.loops if True in again else []
         # The peak is linear in the recomputed layers until something else holds most: half tells how.
@@ -149,11 +149,11 @@ class FamilyCosts:
             policy = frozenset(Recomputed(name, keep) for name in self.loops)
             if (found := self.recipes.evaluated(step._replace(again=policy))) is not None:
                 slower, less = found.seconds - plain.seconds, plain.peak - found.peak
-                self.kinds[keep] = Again(slower / (layers * more or 1.0), less / layers / saved)
+                self.kinds[keep] = RecomputedShare(slower / (layers * more or 1.0), less / layers / saved)
         return FamilyCost(most, ends, size, saved, carried, slope, held)
 
     def _parts(self, plain: EvaluatedLayout, examples: int, again: float) -> StepParts:
-        """Of a step in which the axes of stages do nothing."""
+        """The parts of a step in which the axes of stages do nothing."""
         graph = self.model.training_step(plain.options.microbatches).graph
         loops = {n.index for n, _ in graph.walk() if n.body is not None and n.body.dim.name == self.dim}
         nodes = loops | {n.index for b in graph.blocks if b.dim.name == self.dim for n, _ in b.walk()}

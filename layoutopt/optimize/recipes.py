@@ -37,9 +37,9 @@ from mesh_tf_core.tracing.stage_layers import loop_dims
 INNER = 16
 """The most devices of axes that split weights, or sequences."""
 EXPERTS, SEQUENCE, WEIGHTS = "experts", "sequence", "weights"
-"""What the inner axes of a recipe split, the innermost last."""
+"""Kinds of splits over the inner axes of a recipe, the innermost last."""
 NOTHING: Policies = frozenset()
-Family = tuple[tuple[str, tuple[int, ...]], ...]
+RecipeFamily = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Recipe(NamedTuple):
@@ -66,13 +66,13 @@ class Recipe(NamedTuple):
         return tuple(a for a, n in self.mesh.axes if n > 1 and a not in taken)
 
     @property
-    def family(self) -> Family:
+    def family(self) -> RecipeFamily:
         """The key that it shares with recipes that differ in stages alone."""
         return tuple((kind, tuple(map(self.mesh.size, axes))) for kind, axes in self.splits)
 
 
 class Step(NamedTuple):
-    """What a recipe's step has beside its layout.
+    """A recipe with all that its layout leaves open.
 
     Attributes:
       storage: the stage of variables, if all that may have it do.
