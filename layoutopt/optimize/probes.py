@@ -77,7 +77,7 @@ class Guess:
     saved: float
     layers: int
     tried: dict[Policies, tuple[RecomputedShare, EvaluatedLayout | None]] = field(default_factory=dict)
-    chosen: tuple[tuple[int, int], Candidate] | None = None
+    chosen: tuple[tuple[int, int], PricedGuess] | None = None
 
     def fits(self, limit: float) -> Iterator[float]:
         """Seconds of prices that hold at most so many bytes."""
@@ -103,7 +103,7 @@ class Guess:
         )
 
 
-Candidate = tuple[float, Guess, Policies, RecomputedShare]
+PricedGuess = tuple[float, Guess, Policies, RecomputedShare]
 """Seconds of a guess with some recomputation."""
 
 
@@ -247,7 +247,7 @@ class Probes:
                 if next(times) > FAR * next(times):
                     yield f"{name}:layers={'+'.join(map(str, own))}"
 
-    def _chosen(self, guess: Guess) -> Candidate:
+    def _chosen(self, guess: Guess) -> PricedGuess:
         """The fastest recomputation of a guess that fits, about, and is not priced yet; inf: none is."""
         ratios, tried = self.ratios[guess.key], guess.tried
         if guess.chosen is not None and guess.chosen[0] == (state := (len(ratios), len(tried))):
