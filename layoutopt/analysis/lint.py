@@ -38,9 +38,9 @@ from layoutopt.plan.units import seconds_text, size_text, step_change, used_text
 from layoutopt.runtime.clock import Clock
 from layoutopt.space.allow import EVERYTHING, resolved
 from layoutopt.space.decisions import KINDS, Decisions, SearchSpace, beyond
-from layoutopt.space.kind import Choice, Chosen, Decision, Target
+from layoutopt.space.kind import EVERY_VARIABLE, Choice, Chosen, Decision, Target
 from layoutopt.space.objective import Objective
-from layoutopt.space.recompute import COUNT
+from layoutopt.space.recompute import COUNT, Recompute
 from layoutopt.space.splits import Split
 from layoutopt.space.undivided import stored_at
 from mesh_tf_core.errors import LayoutError, UserError
@@ -127,12 +127,21 @@ def unexpressed(
     return ("", "") if found is None else _odd(found, found.write(layout, options))
 
 
+def _chosen(of: Decision, choice: Choice) -> str:
+    """An option in the words of commands: "storage zero1@data", "recompute layers:count=8"."""
+    over = "+".join(choice)
+    if isinstance(of, Split):
+        return f"{of.name} over {over}" if over else f"{of.name} whole"
+    if isinstance(of, Recompute):
+        of.apply(choice, to := Chosen())
+        return f"recompute {', '.join(map(str, to.options.get('recompute', ()))) or 'never'}"
+    name = of.name.removesuffix(f" of {EVERY_VARIABLE}")
+    return f"{name} {'@'.join(filter(None, (*choice[:1], '+'.join(choice[1:])))) or 'no'}"
+
+
 def _odd(found: Decisions, chosen: dict[str, Choice]) -> tuple[str, str]:
     def said(*names: str, **other: Choice) -> str:
-        each = {n: (isinstance(found.named[n], Split), other.get(n, chosen[n])) for n in names}
-        over = {n: f"over {'+'.join(c)}" if c else "whole" for n, (splits, c) in each.items() if splits}
-        stages = {n: "@".join(filter(None, (*c[:1], "+".join(c[1:])))) or "no" for n, (_, c) in each.items()}
-        return ", ".join(f"{n} {over.get(n, stages[n])}" for n in names)
+        return ", ".join(_chosen(found.named[n], other.get(n, chosen[n])) for n in names)
 
     odd = [n for n, options in found.options.items() if chosen[n] not in options]
     broken = [n for each in found.couplings if not each.allows(chosen) for n in reversed(each.names)]

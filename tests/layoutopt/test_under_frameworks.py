@@ -197,8 +197,8 @@ def test_the_axes_that_a_framework_stores_over_are_named() -> None:
         for stage in ("zero1", "zero1@a")
     )
     (found,) = (f for f in whole.findings if f.kind == "not expressed")
-    assert "for storage of all variables zero1;" in found.message
-    assert found.fix == "megatron runs this layout with storage of all variables zero1@a"
+    assert "for storage zero1;" in found.message
+    assert found.fix == "megatron runs this layout with storage zero1@a"
     assert not [f for f in part.findings if f.kind == "not expressed"]
 
 
@@ -221,7 +221,7 @@ def test_any_number_of_recomputed_layers_is_expressed_where_the_search_takes_it(
         ("megatron", "batch:a;heads:b;d_ff:b", "vocab whole", "vocab over b"),
         ("megatron", "batch:a;d_model:b", "d_model over b", ""),
         ("megatron", "batch:a;length:b;expert_batch:a;expert_length:b", "", ""),
-        ("maxtext", "batch:a+b", "recompute layers no", "recompute layers on@products+attention"),
+        ("maxtext", "batch:a+b", "recompute never", "recompute layers:keep=products+attention"),
         ("layoutopt", "batch:a;d_model:b", "", ""),
     ],
 )
