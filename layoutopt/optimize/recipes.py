@@ -8,6 +8,7 @@ whole.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -87,6 +88,11 @@ class Step(NamedTuple):
     schedule: str = GPIPE
     staged: bool = True
 
+    @property
+    def stages(self) -> Axes:
+        """The axes of stages that do something."""
+        return self.recipe.stages if self.staged else ()
+
 
 class Recipes:
     """The recipes of a request.
@@ -128,7 +134,7 @@ class Recipes:
         choices = [[n for n in every if n <= INNER or kind == EXPERTS] for kind in kinds]
         for stages, *ways in itertools.product(every if self.space.pipeline else [1], *choices):
             inner = dict(zip(kinds, ways, strict=True))
-            rest, left = divmod(self.devices, stages * _product(ways))
+            rest, left = divmod(self.devices, stages * math.prod(ways))
             if left == 0:
                 sizes = {k: n for k, n in {"stages": stages, "batch": rest, **inner}.items() if n > 1}
                 mesh = of_shape(tuple(sizes.values()) or (1,))
@@ -156,9 +162,8 @@ class Recipes:
             return None
 
     def _written(self, step: Step) -> tuple[Layout, Options] | None:
-        inside = bool(step.recipe.stages) and step.staged
         counts = frozenset(each.only for each in step.again if each.only)
-        key = step._replace(again=step.again if inside else NOTHING, storage="")
+        key = step._replace(again=step.again if step.stages else NOTHING, storage="")
         if (decided := self._decided(key, counts)) is None:
             return None
         wanted, options = decided.read(self._stored(decided, step.storage))
@@ -166,9 +171,9 @@ class Recipes:
         splits = {**splits, **{name: over for name in decided.of(Elsewhere) if over}}
         chosen = {n: axes for n, axes in splits.items() if axes in decided.options.get(n, ())}
         wanted = Layout({**wanted.written, **chosen})
-        recompute = decided.least_memory.recompute if inside and step.again else step.again
+        recompute = decided.least_memory.recompute if step.stages and step.again else step.again
         options = replace(options, recompute=recompute)
-        idle = bool(step.recipe.stages) and not step.staged
+        idle = step.stages != step.recipe.stages
         return (wanted, options) if idle or decided.allows(wanted, options) else None
 
     def _decisions(self, step: Step, counts: frozenset[int]) -> Decisions | None:
@@ -176,10 +181,10 @@ class Recipes:
         mesh, stages = step.recipe.mesh, frozenset[tuple[str, Axes]]()
         more = tuple(f"{COUNT}{n}" for n in counts)
         space = self.space.but(microbatches=(step.microbatches,), recompute=(*self.space.recompute, *more))
-        idle = bool(step.recipe.stages) and not step.staged
-        if step.recipe.stages and step.staged:
-            space, stages = space.but(schedule=(step.schedule,)), frozenset({(self.dim, step.recipe.stages)})
-        elif idle:
+        idle = step.stages != step.recipe.stages
+        if step.stages:
+            space, stages = space.but(schedule=(step.schedule,)), frozenset({(self.dim, step.stages)})
+        if idle:
             space = space.but(pins={n: axes for n, axes in space.pins.items() if n != self.dim})
         key = SubproblemKey(mesh, stages, step.schedule, step.again, step.microbatches)
         splits = self.splits(step.recipe)
@@ -189,11 +194,8 @@ class Recipes:
             if here is None or splits is None:
                 return None
             decided = here.unrestricted
-            own = {
-                n: {splits.get(n, ()), ()} & {*decided.options[n]}
-                for n in decided.of(Split)
-                if n not in decided.stages
-            }
+            names = [n for n in decided.of(Split) if n not in decided.stages]
+            own = {n: [o for o in decided.options[n] if o in ((), splits.get(n))] for n in names}
             if not all(own.values()):
                 return None
             # A step that is no answer only tells how long its parts take.
@@ -228,10 +230,3 @@ class Recipes:
         also = tuple(n for n in also if n not in self.dims.experts)
         plain = NamedStrategy(self.model, mesh, data, axes, names, also=also).plain()
         return None if plain is None else dict(plain[0].written)
-
-
-def _product(ways: Sequence[int]) -> int:
-    found = 1
-    for n in ways:
-        found *= n
-    return found
