@@ -110,7 +110,7 @@ def certify(
     evaluator = Evaluator(model, hardware)
     shapes = meshes(mesh, devices, max_axes, hardware, () if devices is None else asked.named)
     shapes = suited(evaluator.model, shapes, asked)
-    # A recipe of pipelines may have a mesh of its own.
+    # A recipe may have a mesh of its own.
     shapes += [plan.mesh] if plan.mesh.shape not in {each.shape for each in shapes} else []
     problems = subproblems(evaluator.model, shapes, asked, evaluator.near)
     yield from rule_out(evaluator, problems, plan.predicted.step_seconds, limit)
