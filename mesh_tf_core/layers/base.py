@@ -87,9 +87,7 @@ def gated(
         again = unit(*near)
 
     def backward(dys: list[Tensor | None], *_: list[Tensor]) -> list[Tensor | None]:
-        (dy,) = dys
-        assert dy is not None  # else nothing would ask
-        return gradients_inside(again, dy, near)
+        return gradients_inside([again], dys, near)
 
     out: Tensor = custom_gradient(unit, backward, [*xs, *others])  # type: ignore[assignment]
     return out, again

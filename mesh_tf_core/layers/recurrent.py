@@ -111,7 +111,7 @@ def made_by(layer: Any, rule: Callable[..., Tensor], work: tuple[str, int, Dim, 
     if not layer.fused:
         return rule(*xs, layer.chunk)
     graph, forward = graph_of(xs[0]), partial(rule, chunk=layer.chunk)
-    chunks = Chunks.of(xs[0].dim("length"), layer.chunk).chunks.size
+    chunks = -(-xs[0].dim("length").size // layer.chunk)
 
     def counted(y: Tensor, phase: str) -> Tensor:
         name, k, dim, shared = work
@@ -120,16 +120,26 @@ def made_by(layer: Any, rule: Callable[..., Tensor], work: tuple[str, int, Dim, 
         made: Tensor = graph.apply(LibraryKernels(each), y)
         return made
 
-    def backward(dys: list[Tensor | None], xs: list[Tensor], _: list[Tensor]) -> list[Tensor | None]:
-        (dy,), seen = dys, [graph.visible(x) for x in xs]
-        assert dy is not None  # else nothing would ask
-        dy = counted(dy, "backward")
-        with graph.phase(Phase.RECOMPUTE):
-            again = forward(*seen)
-        return gradients_inside(again, dy, seen)
+    def seen(dy: Tensor) -> Tensor:
+        return counted(dy, "backward")
 
     with graph.scope(KERNEL):
-        return counted(custom_gradient(forward, backward, xs), "forward")  # type: ignore[arg-type]
+        return counted(remade(forward, xs, seen), "forward")
+
+
+def remade(forward: Callable[..., Any], xs: Sequence[Tensor], seen: Callable[[Tensor], Tensor]) -> Any:
+    """forward(*xs), a tensor or a tuple of them, of which backward keeps the inputs alone and begins with
+    seen(gradient) of each."""
+
+    def backward(dys: list[Tensor | None], xs: list[Tensor], _: list[Tensor]) -> list[Tensor | None]:
+        graph = graph_of(xs[0])
+        given = [graph.visible(x) for x in xs]
+        asked = [dy if dy is None else seen(dy) for dy in dys]
+        with graph.phase(Phase.RECOMPUTE):
+            again = forward(*given)
+        return gradients_inside(again if isinstance(again, tuple) else [again], asked, given)
+
+    return custom_gradient(forward, backward, xs)
 
 
 @dataclass(frozen=True)
@@ -323,7 +333,7 @@ class SelectiveStateSpace(Recurrence):
       rank: of the map to steps dt.
       taps: positions of the short convolution; bias, conv_bias: of projections, and of the convolution.
       norms: of dt, b and c: norm(tensor, name, dimension); None: they have none.
-      chunk: for `Recurrence` alone.
+      chunk: positions whose states backward makes again at once; fewer if it does not divide the text.
     """
 
     inner: Dim
@@ -333,7 +343,7 @@ class SelectiveStateSpace(Recurrence):
     bias: bool = False
     conv_bias: bool = True
     norms: Callable[[Tensor, str, str], Tensor] | None = None
-    chunk: int = 1
+    chunk: int = 64
     d_model: str = "d_model"
     name: str = "mamba"
 
@@ -356,7 +366,7 @@ class SelectiveStateSpace(Recurrence):
             return project(y * silu(gate), "out", [inner], [d], self.bias)
 
 
-def selective(x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, chunk: int = 1) -> Tensor:
+def selective(x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:
     """y_t = h_t c_t, with h_t = e^(dt_t rate) h_(t-1) + dt_t x_t b_t, from h = 0 on.
 
     Args:
@@ -364,15 +374,24 @@ def selective(x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, chunk: 
       b, c: [batch, length, d_state].
     """
     length, inner = x.dim("length"), rate.shape.dims[0]
+    cut = Chunks.of(length, math.gcd(length.size, chunk))
     shape = [*dt.shape.without(length.name), rate.shape.dims[1]]
 
-    def step(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, tuple[Tensor]]:
-        state = state * exp(einsum([dt, rate], shape)) + einsum([dt * x, b], shape)
-        return state, (einsum([state, c], [*shape[:-2], inner]),)
+    def one(state: Tensor, rate: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+        def step(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, tuple[Tensor]]:
+            state = state * exp(einsum([dt, rate], shape)) + einsum([dt * x, b], shape)
+            return state, (einsum([state, c], [*shape[:-2], inner]),)
 
-    wide: list[Any] = [t.cast("float32") for t in (x, dt, b, c)]
-    _, (y,) = scan(step, broadcast(constant_like(dt, 0.0), shape), length, wide)
-    return transpose(y, x.shape).cast(x.dtype)
+        state, (y,) = scan(step, state, cut.place, parts)
+        return state, y
+
+    def each(state: Tensor, *parts: Tensor) -> tuple[Tensor, tuple[Tensor]]:
+        state, y = remade(one, [state, rate, *parts], lambda dy: dy)
+        return state, (y,)
+
+    wide = [cut.cut(t.cast("float32")) for t in (x, dt, b, c)]
+    _, (y,) = scan(each, broadcast(constant_like(dt, 0.0), shape), cut.chunks, wide)
+    return cut.joined(transpose(y, wide[0].shape)).cast(x.dtype)
 
 
 def _log_a(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:

@@ -42,12 +42,15 @@ def gradients(loss: Tensor, wrt: Sequence[Tensor]) -> list[Tensor | None]:
     return [found.get(x.id) for x in wrt]
 
 
-def gradients_inside(made: Tensor, dy: Tensor, wrt: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradients of tensors of which `made` is computed in its own block, given that of `made`, inside a
-    custom gradient."""
-    graph, ids = graph_of(made), [x.id for x in wrt]
-    walk = _BackwardWalk(graph, depends_on(graph, ids, made.block))
-    return [*map(walk.run({made.id: [dy]}, list(graph.blocks[made.block].nodes)).get, ids)]
+def gradients_inside(
+    made: Sequence[Tensor], dys: Sequence[Tensor | None], wrt: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Gradients of tensors of which others, `made`, are computed in a block, given theirs, inside a custom
+    gradient."""
+    graph, block, ids = graph_of(made[0]), made[0].block, [x.id for x in wrt]
+    seeds = {x.id: [dy] for x, dy in zip(made, dys, strict=True) if dy is not None}
+    walk = _BackwardWalk(graph, depends_on(graph, ids, block))
+    return [*map(walk.run(seeds, list(graph.blocks[block].nodes)).get, ids)]
 
 
 def unwidened(x: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ BOUNDED = layers.GatedDeltaNet(
     H, 2, mtf.Dim("d_k", 4), mtf.Dim("d_v", 6), chunk=16, channels=True, least=-5.0
 )
 LIGHTNING = layers.LightningAttention(H, mtf.Dim("d_kv", 4), layers=3, chunk=4)
+SELECTIVE = layers.SelectiveStateSpace(mtf.Dim("heads", 8), N, rank=2, chunk=4)
+FUSED = layers.SelectiveStateSpace(mtf.Dim("heads", 8), N, rank=2, chunk=4, fused=True)
 LAYOUTS = [
     ("x:2;y:2", "batch:x;heads:y"),
     ("x:2;y:2", "length:x;d_model:y"),
@@ -84,6 +86,17 @@ def of_mamba(w: Weights) -> Any:
     return np.einsum("blghp,ghpd->bld", unit(y, (-1, -2), 1e-5) * w["out_norm"], w["out"])
 
 
+def of_selective(w: Weights) -> Any:
+    x = w.conv("x")
+    low, b, c = (x @ w[n] for n in ("dt_down", "b", "c"))
+    dt, rate = softplus(low @ w["dt"] + w["step_bias"]), -np.exp(w["log_a"])
+    state, out = 0.0, []
+    for t in range(LENGTH):
+        state = state * np.exp(dt[:, t, :, None] * rate) + (dt * x)[:, t, :, None] * b[:, t, None]
+        out.append(np.einsum("bin,bn->bi", state, c[:, t]))
+    return ((np.stack(out, 1) + x * w["skip"]) * silu(w.made("gate"))) @ w["out"]
+
+
 def of_delta(w: Weights, layer: layers.GatedDeltaNet = DELTA) -> Any:
     q, k, v = (w.conv(n) for n in "qkv")
     q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
@@ -128,6 +141,8 @@ def of_lightning(w: Weights) -> Any:
         (KIMI, partial(of_delta, layer=KIMI), "heads:x;d_k:y"),
         (BOUNDED, partial(of_delta, layer=BOUNDED), "group:x;heads:y"),
         (lightning, of_lightning, "chunks:x;place:y"),
+        (SELECTIVE, of_selective, "heads:x;d_state:y"),
+        (FUSED, of_selective, "d_model:x;dt_rank:y"),
     ],
 )
 def test_states_step_by_step_under_every_layout(layer: Any, reference: Any, more: str) -> None:
