@@ -17,6 +17,7 @@ from costmodels.kernels.partition import FusedKernel, Types
 from costmodels.kernels.quantities import of_copy, of_local
 from costmodels.network.collectives import full_bytes
 from costmodels.pricing.compilers import Compiler, compiler_of
+from costmodels.pricing.compilers.base import in_library
 from costmodels.pricing.items import Between, Computed, Item, Sent, Transferred
 from costmodels.pricing.overlap import Overlapped, awaited, overlapped
 from costmodels.pricing.units import Find, Sending, Stack, Unit, first_of
@@ -74,7 +75,7 @@ class Itemiser:
                 rule = (self.overlaps and what.rule) or awaited(what, program, pairs)
                 sending = compiler.sending(what, rule, parts)
                 yield at_once.get(what.outputs[0], what), times, counts(what, times), sending
-            elif isinstance(what, Loop):
+            elif isinstance(what, Loop) and not (compiler.calls and in_library(what)):
                 for unit, often in (*compiler.stacked(program, what), *compiler.summed(program, what)):
                     yield unit, times * often, counts(unit, times * often), None
             elif isinstance(what, Transfer):

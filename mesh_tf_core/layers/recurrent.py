@@ -84,30 +84,22 @@ class Recurrence:
 KERNELS = json.loads((Path(__file__).parent / "chunk_kernels.json").read_text(encoding="utf-8"))
 
 
-def kernels(
-    rule: str, phase: str, k: int, v: int, chunk: int, shared: int
-) -> list[tuple[float, float, bool]]:
-    """Elements that each kernel of a library moves, its FLOPs, and whether it walks from chunk to chunk."""
-    sizes = {"k": k, "v": v, "c": chunk, "o": k / shared, "p": chunk / shared, "g": shared > 1}
-    sizes["s"] = k * v / chunk
+def kernels(rule: str, phase: str, k: int, v: int, chunk: int, shared: int) -> list[tuple[float, ...]]:
+    """Elements that each kernel of a library moves, its FLOPs, and 1 if it walks from chunk to chunk."""
+    own, pairs = k / shared, chunk / shared
+    sizes = dict(zip("kvcsopg", (k, v, chunk, k * v / chunk, own, pairs, shared > 1), strict=True))
 
     def total(text: str) -> float:
         terms = re.findall(r"([\d.]*)([a-z]+)", text)
-        return sum(
-            float(times or 1) * math.prod(sizes[letter] for letter in letters) for times, letters in terms
-        )
+        return sum(float(times or 1) * math.prod(map(sizes.__getitem__, letters)) for times, letters in terms)
 
     rows = ((*row.split(";"), "", "")[:3] for row in KERNELS[rule][phase])
     return [(total(moved), total(flops), bool(walks)) for moved, flops, walks in rows]
 
 
 def made_by(layer: Any, rule: Callable[..., Tensor], work: tuple[str, int, Dim, int], *xs: Tensor) -> Tensor:
-    """The result of a layer's recurrence, in its chunks.
-
-    Args:
-      work: a library's kernels in `KERNELS`, elements of a key and dimension of a value, heads that share a
-        key.
-    """
+    """The result of a layer's recurrence, in chunks; `work`: a library's kernels in `KERNELS`, elements of a
+    key, the dimension of a value, and heads that share a key."""
     if not layer.fused:
         return rule(*xs, layer.chunk)
     graph, forward = graph_of(xs[0]), partial(rule, chunk=layer.chunk)
@@ -116,15 +108,12 @@ def made_by(layer: Any, rule: Callable[..., Tensor], work: tuple[str, int, Dim, 
     def counted(y: Tensor, phase: str) -> Tensor:
         name, k, dim, shared = work
         n, found = dim.size, kernels(name, phase, k, dim.size, layer.chunk, shared)
-        each = tuple((2 * moved / n, flops / n, chunks * walks) for moved, flops, walks in found)
+        each = tuple((2 * moved / n, flops / n, chunks * int(walks)) for moved, flops, walks in found)
         made: Tensor = graph.apply(LibraryKernels(each), y)
         return made
 
-    def seen(dy: Tensor) -> Tensor:
-        return counted(dy, "backward")
-
     with graph.scope(KERNEL):
-        return counted(remade(forward, xs, seen), "forward")
+        return counted(remade(forward, xs, partial(counted, phase="backward")), "forward")
 
 
 def remade(forward: Callable[..., Any], xs: Sequence[Tensor], seen: Callable[[Tensor], Tensor]) -> Any:

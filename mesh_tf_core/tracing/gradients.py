@@ -42,13 +42,10 @@ def gradients(loss: Tensor, wrt: Sequence[Tensor]) -> list[Tensor | None]:
     return [found.get(x.id) for x in wrt]
 
 
-def gradients_inside(
-    made: Sequence[Tensor], dys: Sequence[Tensor | None], wrt: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Gradients of tensors of which others, `made`, are computed in a block, given theirs, inside a custom
-    gradient."""
-    graph, block, ids = graph_of(made[0]), made[0].block, [x.id for x in wrt]
-    seeds = {x.id: [dy] for x, dy in zip(made, dys, strict=True) if dy is not None}
+def gradients_inside(ys: Sequence[Tensor], dys: list[Tensor | None], xs: list[Tensor]) -> list[Tensor | None]:
+    """Gradients of tensors from which others are computed in their block, inside a custom gradient."""
+    graph, block, ids = graph_of(ys[0]), ys[0].block, [x.id for x in xs]
+    seeds = {y.id: [dy] for y, dy in zip(ys, dys, strict=True) if dy is not None}
     walk = _BackwardWalk(graph, depends_on(graph, ids, block))
     return [*map(walk.run(seeds, list(graph.blocks[block].nodes)).get, ids)]
 

@@ -21,10 +21,16 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Program, Transfer
 from mesh_tf_core.kernels.libraries import lacks_kernel
+from mesh_tf_core.layers.recurrent import KERNEL
 from mesh_tf_core.ops.attending import AnyAttention
 from mesh_tf_core.ops.binary import Binary
 
 OWNERS = {"tpu": "TPUs", "gpu": "NVIDIA GPUs"}
+
+
+def in_library(instr: Instr) -> bool:
+    """True if kernels of a library (`LibraryKernels`) do what an instruction stands for."""
+    return KERNEL in instr.origin.scope.split("/")
 
 
 def computed(kernel: FusedKernel, local: Types) -> Computed:

@@ -40,13 +40,13 @@ from costmodels.kernels.fusion import Fuses
 from costmodels.kernels.partition import FusedKernel, Types
 from costmodels.kernels.quantities import apart
 from costmodels.liveness import MemoryRules
+from costmodels.pricing.compilers.base import in_library
 from costmodels.pricing.compilers.xla import Joining, Xla
 from costmodels.pricing.items import Called, Computed
 from costmodels.pricing.units import Find, Unit
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import Instr, Local, Loop, Program
-from mesh_tf_core.layers.recurrent import KERNEL
+from mesh_tf_core.ir.program import Local, Loop, Program
 from mesh_tf_core.ops.custom import LibraryKernels
 from mesh_tf_core.ops.norm import Normalize, NormalizeGrad
 from mesh_tf_core.ops.unary import Unary, UnaryGrad
@@ -59,7 +59,7 @@ def is_no_kernel(instr: Local, local: Types) -> bool:
     kernels."""
     types = (local(i) for i in (*instr.inputs, *instr.outputs))
     counts = all(not t.shape.dims and not is_float(t.dtype) for t in types)
-    return counts or of_ring(instr.op) or _in_library(instr)
+    return counts or of_ring(instr.op) or in_library(instr)
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,6 @@ class HostLaunched(Joining):
     """A host launches every kernel, rules (1) to (3) and (9)."""
 
     calls: ClassVar[bool] = True
-
-    def stacked(self, program: Program, loop: Loop) -> Iterator[tuple[Unit, float]]:
-        if not _in_library(loop):
-            yield from super().stacked(program, loop)
-
-    def summed(self, program: Program, loop: Loop) -> Iterator[tuple[Unit, float]]:
-        if not _in_library(loop):
-            yield from super().summed(program, loop)
 
     def kernel(self, kernel: FusedKernel, local: Types) -> Iterator[Computed]:
         if not all(is_no_kernel(instr, local) for instr in kernel.instrs):
@@ -88,11 +80,6 @@ class HostLaunched(Joining):
                 yield Computed(Quantity(own, moved * size, "data", "bfloat16", chunks=chunks), own)
         elif not is_no_kernel(instr, local):
             yield from _joined(super().local(instr, find, local), instr)
-
-
-def _in_library(instr: Instr) -> bool:
-    """Rule (10): whether a library's kernels do it, which are priced by themselves."""
-    return KERNEL in instr.origin.scope.split("/")
 
 
 def _joined(items: Iterable[C], instr: Local) -> Iterator[C]:
