@@ -133,6 +133,10 @@ def uncollected() -> Iterator[None]:
     try:
         yield
     finally:
+        if on and not gc.get_freeze_count():
+            # To the oldest generation, or the first allocation after this would look through all of them.
+            gc.freeze()
+            gc.unfreeze()
         (gc.enable if on else gc.disable)()
 
 
