@@ -13,7 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import or_
 
 from layoutopt.importers.arrays.contract import Equation, EquationBlock, Operand, Var, has_fractions
@@ -134,7 +134,8 @@ def classes(
     for axes in hints:
         for axis in axes[1:]:
             _unite_axes(found, axes[0], axis)
-    made_of = found.made_of = _made_of(block, parameters, batch)
+    made_of, layers = _made_of(block, parameters, batch), _templates(found, parameters, stacks)
+    found.made_of = made_of
     edges: dict[int, dict[int, list[tuple[FactorNode, FactorNode]]]] = defaultdict(lambda: defaultdict(list))
     for equation, relation in factors.related:
         of_equation = edges[_certainty(equation, relation, made_of)][id(equation)]
@@ -146,9 +147,9 @@ def classes(
             for a, b in pairs:
                 found.unite(a, b)
         if level == _CERTAIN:
-            _templates(found, parameters, stacks)
+            _unite_layers(found, layers)
     _counts(found)
-    _templates(found, parameters, stacks)
+    _unite_layers(found, layers)
     _twins(found, {c for v in parameters for c in found.all(v)})
     for axes in alike:
         for axis in axes[1:]:
@@ -282,13 +283,16 @@ def _counts(found: Classes) -> None:
 _NUMBER = re.compile(r"_?\d+(-\d+)?")
 
 
+@lru_cache(1 << 16)
 def template(path: str) -> str:
     """A path without numbers, alike for a parameter in every layer (Keras leaves out the first number)."""
     return _NUMBER.sub("", path)
 
 
-def _templates(found: Classes, parameters: Sequence[Var], stacks: Collection[Var]) -> None:
-    """Parameters of equal layers have the same dimensions, where that is possible.
+def _templates(
+    found: Classes, parameters: Sequence[Var], stacks: Collection[Var]
+) -> list[list[list[Axis]]]:
+    """The axes of parameters of equal layers, of each such kind layer by layer.
 
     Their paths differ by one number, and all parameters beside them have the sizes of those beside the other:
     numbers at two places (`stage_0/fc_1/b`, `stage_1/fc_2/b`), or equal sizes of one of several parameters
@@ -312,7 +316,12 @@ def _templates(found: Classes, parameters: Sequence[Var], stacks: Collection[Var
             layer = frozenset((template(x.path), sizes[x]) for x in group)
             rest = frozenset((at, n) for at, n in numbers[v].items() if at not in (place, *counted))
             alike[template(v.path), place, rest, sizes[v], layer].append(axes[v])
-    for layers in alike.values():
+    return [layers for layers in alike.values() if len(layers) > 1]
+
+
+def _unite_layers(found: Classes, alike: Iterable[list[list[Axis]]]) -> None:
+    """Parameters of equal layers have the same dimensions, where that is possible."""
+    for layers in alike:
         for first, *others in zip(*layers, strict=True):
             nodes = list(zip(*(found.of(*axis) for axis in (first, *others)), strict=True))
             # Layers that feed each other have dimensions of their own, all of them.

@@ -48,9 +48,7 @@ class RerolledBlock:
     def index(self) -> None:
         """Notes where everything is, after equations changed."""
         self.place = {id(y): (n, o) for n, e in enumerate(self.equations) for o, y in enumerate(e.outs)}
-        self.last: dict[int, int] = {}
-        for n, e in enumerate(self.equations):
-            self.last.update((id(x), n) for x in e.ins)
+        self.last = {id(x): n for n, e in enumerate(self.equations) for x in e.ins}
         self.codes = np.array([self.forms.code(e) for e in self.equations], np.int64)
 
     def stack(self, members: Sequence[Var]) -> Var:

@@ -18,7 +18,7 @@ from layoutopt.plan.exported import ExportedTensor
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.structure import Feed, Read
+from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.model import TrainingStep
 from mesh_tf_core.ops.index import Range
@@ -49,8 +49,9 @@ def not_first(origin: ImportedFunction, batch: str) -> str:
     return ""
 
 
-def why_not_added(loss: Tensor, batch: str, whole: frozenset[int]) -> str:
-    """Why the losses of parts of a batch do not add up to its loss, with the line; '' if they do.
+def why_not_added(loss: Tensor, batch: str, whole: frozenset[int]) -> tuple[str, list[str]]:
+    """Why the losses of parts of a batch do not add up to its loss, with the line, '' if they do; and the
+    variables of state whose new values each part would make of its own examples.
 
     Args:
       whole: tensors that every part has of the whole batch.
@@ -73,10 +74,12 @@ def why_not_added(loss: Tensor, batch: str, whole: frozenset[int]) -> str:
     grouped = (o for n in nodes if isinstance(n.op, Feed) for o in n.outputs)
     fed = {o for o in grouped if batch not in graph.tensor(o).type.shape.names}
     linearity = GivenLinearity(graph, batch_names(graph, batch), nodes)
+    kept = [(n.op.variable.name, n.inputs[0]) for n in nodes if isinstance(n.op, Assign)]
+    changed = [name for name, new in kept if linearity.of(new).kind is not Linearity.REPLICATED]
     found = linearity.of(loss.id)
     if found.kind is Linearity.REDUCIBLE and not found.after:
-        return ""
-    return linearity.why.get(loss.id, "its operations")
+        return "", changed
+    return linearity.why.get(loss.id, "its operations"), changed
 
 
 def added_results(loss: Tensor, origin: ImportedFunction, batch: str) -> tuple[bool, ...]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from hashlib import sha256
 from typing import Any
 
@@ -116,6 +117,8 @@ class Writer:
         self.drawn_with: list[Draw] = []
         self._taken = set(names.values())
         self._dims: dict[tuple[int, int, int], tuple[Dim, ...]] = {}
+        self._shapes: dict[tuple[int, int], tuple[Dim, ...]] = {}
+        self._dim = cache(lambda c, n: Dim(names[c], n))
         self.refusals = Refusals()
 
     # -- dimensions ----------------------------------------------------------------------------------------
@@ -125,12 +128,15 @@ class Writer:
         key = id(v), axis, len(self.sparse)
         if key not in self._dims:
             pairs = zip(self.classes.of(v, axis), self.classes.factors.of(v, axis), strict=True)
-            self._dims[key] = tuple(self.sparse.get(c) or Dim(self.names[c], n) for c, n in pairs)
+            self._dims[key] = tuple(self.sparse.get(c) or self._dim(c, n) for c, n in pairs)
         return self._dims[key]
 
     def shape(self, v: Operand) -> tuple[Dim, ...]:
         """The dimensions of all axes."""
-        return tuple(d for a in range(len(v.shape)) for d in self.dims(v, a))
+        key = id(v), len(self.sparse)
+        if key not in self._shapes:
+            self._shapes[key] = tuple(d for a in range(len(v.shape)) for d in self.dims(v, a))
+        return self._shapes[key]
 
     def fresh(self, like: str) -> str:
         """A name that no dimension has, numbered if need be."""
@@ -232,7 +238,7 @@ class Writer:
 
     def elementwise(self, x: Operand, y: Operand) -> WrittenValue:
         """x as an operand of an element-wise operation with result y."""
-        if len(x.shape) != len(y.shape):
+        if len(x.shape) != len(y.shape) or (x.shape == y.shape and self.shape(x) == self.shape(y)):
             return self.value(x)
         return self.fitted(
             x, y, [(a, a) for a, (m, n) in enumerate(zip(x.shape, y.shape, strict=True)) if m == n]

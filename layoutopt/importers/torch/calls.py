@@ -85,6 +85,7 @@ def copied(module: Any, instead: Mapping[int, Any] | None = None) -> Any:
     whole, tensor = torch_module().nn.Module, torch_module().Tensor
     memo = {id(t): t for t in (*module.parameters(), *module.buffers())} if instead is None else {**instead}
     compiled = "_compiled_call_impl"  # which Module's own copies leave out, too
+    tables = {k for k, y in vars(whole()).items() if isinstance(y, dict)}
 
     def value(x: Any) -> Any:
         kind: Any = type(x)
@@ -112,7 +113,8 @@ def copied(module: Any, instead: Mapping[int, Any] | None = None) -> Any:
         made = memo[id(x)] = object.__new__(kind)
         for k, y in x.__dict__.items():
             if k != compiled:
-                made.__dict__[k] = y if type(y) in _PLAIN else value(y)
+                empty = k in tables and not y
+                made.__dict__[k] = type(y)() if empty else y if type(y) in _PLAIN else value(y)
         return made
 
     return value(module)
@@ -148,7 +150,8 @@ def recorded(module: Any, calls: list[PartCall]) -> Iterator[None]:
 
     def ended(own: Any, args: Any, kwargs: Any, out: Any) -> None:
         if id(own) in paths:
-            calls.append(PartCall(paths[id(own)], (args, kwargs), out))
+            same = torch_module().utils._pytree.tree_map(lambda x: x, out)  # what is around may change it
+            calls.append(PartCall(paths[id(own)], (args, kwargs), same))
 
     with torch_module().nn.modules.module.register_module_forward_hook(ended, with_kwargs=True):
         yield

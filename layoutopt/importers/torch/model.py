@@ -19,6 +19,7 @@ from layoutopt.importers.torch.styles import StyleFlow
 from layoutopt.importers.torch.torch_plan import TorchPlan
 from layoutopt.importers.torch.trials import ModuleTrials
 from layoutopt.plan.build import Plan, check_plan_model, decided
+from layoutopt.plan.units import some
 from layoutopt.space.decisions import beyond
 from layoutopt.space.restriction import DimRoles, Role
 from mesh_tf_core.errors import UserError
@@ -50,6 +51,7 @@ class TorchModel(ImportedModel):
     Attributes:
       combines: the operation that combines examples of the batch, for which the losses of parts of a batch do
         not add up to its own.
+      changes: the buffers whose new values are made of examples of the batch, but for BatchNorm's.
       param_dtype: in which operations read parameters; "": in their own element type.
       carried: the module with placements of its own, and None; None of a module without.
     """
@@ -57,6 +59,7 @@ class TorchModel(ImportedModel):
     front_end: ClassVar[str] = "torch"
     styles: StyleFlow | None = field(default=None, repr=False, compare=False)
     combines: str = field(default="", repr=False, compare=False)
+    changes: str = field(default="", repr=False, compare=False)
     param_dtype: str = ""
     carried: Any = field(default=None, repr=False, compare=False)
 
@@ -72,8 +75,13 @@ class TorchModel(ImportedModel):
             f"{self.combines} combines examples of the batch; each data rank of PyTorch combines its own "
             "alone, so with several data ranks the loss is not that of the whole batch on one device"
         )
+        state = (
+            f"the forward changes {self.changes} by examples of the batch; each data rank of PyTorch does so "
+            "by its own alone, so the ranks' buffers differ from one another and from those of one device: "
+            "sum these values over ranks in the module"
+        )
         whole, lost = {} if self.styles is None else self.styles.code, self.graph.unsplit
-        found = [*([why] if self.combines else ()), *(f"{n} stays whole: {w}" for n, w in whole.items())]
+        found = [*([why] if self.combines else ()), *([state] if self.changes else ()), *(f"{n} stays whole: {w}" for n, w in whole.items())]
         about = DimRoles.of(self)
         held = [max(own, key=lambda n: (n in whole, n)) for own in about.weights if own <= lost.keys()]
         if held and (others := [n for n in about.named[Role.INNER] if n not in lost]):
@@ -95,6 +103,11 @@ class TorchModel(ImportedModel):
             raise UserError(
                 f"microbatches={microbatches}: {self.combines} combines examples of the batch, so losses of "
                 "parts do not add up to its own; write a mean over examples, or use one microbatch"
+            )
+        if self.changes:
+            raise UserError(
+                f"microbatches={microbatches}: the forward changes {self.changes} by examples of the batch, "
+                "and would do so for each microbatch; use one microbatch"
             )
         if self.origin and self.batch_dim and (why := not_first(self.origin, self.batch_dim)):
             raise UserError(f"microbatches={microbatches}: {why}; use one microbatch")
@@ -275,8 +288,10 @@ def from_torch(
     rows = next((size for names, size in axes if model.batch_dim in names), 1)
     counted = (id(again.twins.get(id(x), x)) for x in program.whole)
     whole = frozenset(made.origin.tensors[i] for i in counted if i in made.origin.tensors)
-    model.combines = why_not_added(made.loss, model.batch_dim, whole) if model.batch_dim else ""
-    model.styles = StyleFlow(model.graph, module, made.origin, rows)
+    if model.batch_dim:
+        model.combines, own_state = why_not_added(made.loss, model.batch_dim, whole)
+        model.changes = some([name.removeprefix("state/").replace("/", ".") for name in own_state], 3, 80)
+    model.styles = StyleFlow(model.graph, module, made.origin, rows, program.norms)
     own_axes = model.styles.parameters
     trials = ModuleTrials(module, example_batch, own_axes, found.calls, param_dtype, found.heads)
     model.styles.try_out(trials)

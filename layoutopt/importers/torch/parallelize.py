@@ -10,7 +10,7 @@ from typing import Any
 from layoutopt.importers.torch.calls import torch_module
 from layoutopt.importers.torch.ranks import DATA, EXPERTS, PIPE, TENSOR, PlanRanks, split_experts
 from layoutopt.importers.torch.stacks import PassingHooks, TensorBlock, on_ranks
-from layoutopt.importers.torch.styles import StyleFlow, linear_dims
+from layoutopt.importers.torch.styles import StyleFlow, linear_dims, owned
 from layoutopt.importers.torch.sums import split_linear, sum_gradients, sync_batch_norms
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.lower.remat_policy import ATTENTION, PRODUCTS
@@ -62,7 +62,7 @@ def parallelized(module: Any, ranks: PlanRanks, mesh: Any, flow: StyleFlow, whol
             _checkpointed(module.get_submodule(path), policy.keep)
     if ranks.data or ranks.types[0]:
         if ranks.size(ranks.data) > 1:
-            sync_batch_norms(module, mesh[DATA]._flatten("data").get_group())
+            sync_batch_norms(module, mesh[DATA]._flatten("data").get_group(), flow.norms)
         # Where all lies whole until the end of the backward pass, more groups are more messages alone.
         often = (GRADIENT, BACKWARD) in SPLIT[ranks.stage]
         for path in _wrapped(module, layers, {p for paths in tied for p in paths}, flow.called, often):
@@ -241,10 +241,11 @@ def _splits(
     def by(style: Any) -> Callable[[Any], Any]:
         return partial(parallelize_module, device_mesh=mesh, parallelize_plan=style)
 
-    (_, summed), seen = linear_dims(module, ranks.parameters), set[Any]()
-    for path, array in ranks.parameters.items():
+    held, seen = owned(module, ranks.parameters), set[Any]()
+    _, summed = linear_dims(held)
+    for path, array, part in held:
         owner, _, own = path.rpartition(".")
-        axes, part = ranks.read(array), module.get_submodule(owner)
+        axes = ranks.read(array)
         if own != "weight" or not any(axes) or not holds(module, path) or part in seen:
             continue
         seen.add(part)

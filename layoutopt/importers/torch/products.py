@@ -172,8 +172,9 @@ def _scaled(m: Equations, x: Operand, mean: Operand, var: Operand, epsilon: floa
 
 def batch_norm(
     m: Equations, x: Operand, given: Sequence[Operand | None], train: bool, momentum: float, epsilon: float
-) -> tuple[Operand, Operand | None, Operand | None]:
-    """BatchNorm of (x, weight, bias, running mean, running variance): the result, and the new statistics."""
+) -> tuple[Operand, tuple[Operand, Operand], tuple[Operand | None, Operand | None]]:
+    """BatchNorm of (x, weight, bias, running mean, running variance): the result, the statistics, and the new
+    running ones."""
     weight, bias, old_mean, old_var = given
     axes = [0, *range(2, len(x.shape))]
     lead = [x.shape[1] if a == 1 else 1 for a in range(len(x.shape))]
@@ -181,14 +182,13 @@ def batch_norm(
     if train or old_mean is None or old_var is None:
         mean = m.mean(x, axes, True)
         var = variance(m, x, axes, mean)
-        m.whole += [mean, var]
         if old_mean is not None and old_var is not None:
             count = math.prod(x.shape) / x.shape[1]
             unbiased = m.binary("mul", var, count / (count - 1), x.dtype)
             new = _mixed(m, old_mean, mean, momentum), _mixed(m, old_var, unbiased, momentum)
     else:
         mean, var = (m.broadcast(t, lead, [1]) for t in (old_mean, old_var))
-    return _affine(m, _scaled(m, x, mean, var, epsilon), weight, bias, [1]), *new
+    return _affine(m, _scaled(m, x, mean, var, epsilon), weight, bias, [1]), (mean, var), new
 
 
 def _mixed(m: Equations, old: Operand, now: Operand, momentum: float) -> Operand:

@@ -9,7 +9,7 @@ What it returns for a token is a sum over its choices, so it does the same with 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from layoutopt.importers.arrays.contract import EquationBlock, Var
@@ -131,7 +131,7 @@ def expert_modules(
     module: Any, parameters: Mapping[str, ArrayAxes], names: frozenset[str]
 ) -> Iterator[tuple[str, str]]:
     """Path of each module of experts, and its dimension of experts."""
-    for path, own in module.named_modules():
+    for path, own in module.named_modules() if names else ():
         held = [f"{path}.{name}" for name, _ in own.named_parameters()]
         axes = [parameters[p].axes for p in held if p in parameters]
         first = {a[0] for a in axes if a}
@@ -151,26 +151,38 @@ def takes_rows(args: Any, kwargs: Any, out: Any) -> bool:
     return bool(alike and not ids.is_floating_point() and weights.is_floating_point())
 
 
-def adds_up(block: EquationBlock, path: str) -> bool:
-    """True if a module of experts only adds up, over choices, what it makes of each row alone."""
-    scope = f"{path.replace('.', '/')}/"
+def mixing(block: EquationBlock, paths: Collection[str]) -> set[str]:
+    """The modules of experts that do more than add up, over choices, what they make of each row alone."""
     weight, given, row, several, done = range(5)
-    stage = {id(x): weight for x in block.ins if x.path.startswith(scope)}
-    for e in block.equations:
-        if not e.scope.startswith(scope[:-1]) or not f"{e.scope}/".startswith(scope):
-            if any(stage.get(id(x)) in (row, several) for x in e.ins):
-                return False
+    scopes, wrong = {path.replace(".", "/"): path for path in paths}, set[str]()
+
+    @cache
+    def owner(scope: str) -> str:
+        outward = (scope[:at] for at in range(len(scope) + 1) if scope[at : at + 1] in ("", "/"))
+        return next((scopes[part] for part in outward if part in scopes), "")
+
+    stage = {id(x): (own, weight) for x in block.ins if scopes and (own := owner(x.path))}
+    for e in block.equations if scopes else ():
+        path = owner(e.scope)
+        of = set[int]()
+        for x in e.ins:
+            own, now = stage.get(id(x), ("", given))
+            if own != path and now in (row, several):
+                wrong.add(own)
+            if isinstance(x, Var):
+                of.add(now if own == path else given)
+        if not path:
             continue
-        of = {stage.get(id(x), given) for x in e.ins if isinstance(x, Var)} - {weight}
+        of.discard(weight)
         now = max(of, default=weight)
         if e.prim in (TO, FROM):
             now = row if e.prim == TO else done if e.params["alike"] else several
         elif now == several and e.prim == "reduce_sum" and e.params["axes"] == (1,):
             now = done
         elif len(of) > 1 or (now not in (weight, row) and e.prim not in ("reshape", "convert_element_type")):
-            return False
-        stage.update((id(y), now) for y in e.outs)
-    return True
+            wrong.add(path)
+        stage.update((id(y), (path, now)) for y in e.outs)
+    return wrong
 
 
 def with_fewer(experts: Any, count: int, ways: int) -> None:

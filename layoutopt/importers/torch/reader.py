@@ -22,7 +22,7 @@ from layoutopt.importers.arrays.mixtures import sorts_left, without_sorts
 from layoutopt.importers.torch import indexing, products, recurrent, reductions, scattered, shapes
 from layoutopt.importers.torch.autocast import Autocast
 from layoutopt.importers.torch.calls import array_of, dtype_of, torch_module
-from layoutopt.importers.torch.capture import RECOMPUTED
+from layoutopt.importers.torch.capture import MODULE, RECOMPUTED
 from layoutopt.importers.torch.elementwise import TABLE, Type
 from layoutopt.importers.torch.emitter import Equations
 from layoutopt.importers.torch.masks import KnownArray, Shadow, followed, hidden
@@ -57,7 +57,7 @@ class ReadProgram:
         "CONSTANT_TENSOR" or "USER_INPUT", and the name in the module or the batch.
       new_state: variable -> which result is its new value.
       key: the random key, if anything is drawn.
-      whole: as `Equations` has it.
+      whole, norms: as `Equations` has them.
       autocast: some of it runs under torch.autocast.
     """
 
@@ -67,6 +67,7 @@ class ReadProgram:
     key: Var | None
     notes: list[str] = field(default_factory=list)
     whole: list[Operand] = field(default_factory=list)
+    norms: set[str] = field(default_factory=set)
     autocast: bool = False
 
 
@@ -83,6 +84,12 @@ def read(
     reader = _NodeReader(program, buffers, ties)
     reader.autocast.enter(autocast)
     return reader.done()
+
+
+def _innermost(n: Any) -> str:
+    """The path of the module whose own code makes a node."""
+    stack = n.meta.get("nn_module_stack") or {}
+    return list(stack.values())[-1][0] if stack else ""
 
 
 class _NodeReader:
@@ -127,7 +134,8 @@ class _NodeReader:
         read = {id(x) for e in block.walk() for x in (*e.ins, *e.outs)}
         told = [note for note, of in self.m.notes.items() if of is None or id(of) in read]
         notes, met = [*told, *sorts_left(block)], self.autocast.met
-        return ReadProgram(block, self.arguments, new_state, self.m.key, notes, self.m.whole, met)
+        own = self.m
+        return ReadProgram(block, self.arguments, new_state, own.key, notes, own.whole, own.norms, met)
 
     # -- arguments -----------------------------------------------------------------------------------------
 
@@ -250,9 +258,7 @@ class _NodeReader:
 
     def _locate(self, n: Any) -> None:
         """The module, the line and the checkpoint that a node is in."""
-        stack = n.meta.get("nn_module_stack") or {}
-        path = list(stack.values())[-1][0] if stack else ""
-        self.m.scope = scope_of(path)
+        self.m.scope = scope_of(_innermost(n))
         trace = n.meta.get("stack_trace") or ""
         self.m.where = place_of(trace) or self.m.where
         self.m.recomputed = (n.meta.get("custom") or {}).get(RECOMPUTED, "")
@@ -336,8 +342,13 @@ class _NodeReader:
         x, *given = args[:5]
         self.m.call = n.name
         train, momentum, epsilon = args[5:8]
-        y, mean, var = products.batch_norm(self.m, x, given, train, momentum, epsilon)
-        for own, new in zip(n.args[3:5], (mean, var), strict=True):
+        y, read, made = products.batch_norm(self.m, x, given, train, momentum, epsilon)
+        path = _innermost(n).removeprefix("L['self'].")
+        # Only what a module calls so has the statistics of all ranks under a plan.
+        if path.split(".")[0] == MODULE and name_of(n) == "batch_norm" and (train or None in given[2:]):
+            self.m.whole += read
+            self.m.norms.add(path.removeprefix(MODULE).removeprefix("."))
+        for own, new in zip(n.args[3:5], made, strict=True):
             if own is not None and new is not None:
                 self._assign(own, new)
         return y

@@ -18,7 +18,7 @@ from layoutopt.importers.arrays.placing import ArrayAxes, ImportedFunction
 from layoutopt.importers.arrays.relations import TO
 from layoutopt.importers.torch.calls import run_once, torch_module
 from layoutopt.importers.torch.pipeline import StageOutline, outline_of, passes_alone
-from layoutopt.importers.torch.ranks import adds_up, expert_modules, takes_rows, with_fewer
+from layoutopt.importers.torch.ranks import expert_modules, mixing, takes_rows, with_fewer
 from layoutopt.importers.torch.stacks import (
     LayerList,
     PassingHooks,
@@ -29,12 +29,13 @@ from layoutopt.importers.torch.stacks import (
     tensor_blocks,
 )
 from layoutopt.importers.torch.trials import ModuleTrials
+from layoutopt.plan.units import some
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.op import Roles
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.structure import Read
+from mesh_tf_core.ir.structure import Assign, Read
 from mesh_tf_core.ops.softmax import CrossEntropy, LogSumExp
 from mesh_tf_core.tracing.graph import Graph
 
@@ -49,34 +50,33 @@ def module_parameters(module: Any, origin: ImportedFunction) -> dict[str, ArrayA
     return {path: first[id(p)] for path, p in paths.items() if id(p) in first}
 
 
-def linear_axes(module: Any, parameters: Mapping[str, ArrayAxes]) -> Iterator[tuple[str, ArrayAxes, bool]]:
-    """Every parameter, with its dotted path, and whether styles can split it."""
-    nn = torch_module().nn
-    for path, array in parameters.items():
-        owner = module.get_submodule(path.rpartition(".")[0])
-        yield path, array, isinstance(owner, nn.Linear | nn.Embedding)
+Owned = list[tuple[str, ArrayAxes, Any]]
+"""Every parameter: its dotted path, its axes, and the module that has it."""
 
 
-def linear_dims(module: Any, parameters: Mapping[str, ArrayAxes]) -> tuple[set[str], set[str]]:
+def owned(module: Any, parameters: Mapping[str, ArrayAxes]) -> Owned:
+    """Parameters with their modules."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    return [(path, array, modules[path.rpartition(".")[0]]) for path, array in parameters.items()]
+
+
+def linear_dims(parameters: Owned) -> tuple[set[str], set[str]]:
     """The dimensions that linear maps and embeddings make, and those over which linear maps sum: pieces of
     the others are gathered where they are made."""
     nn, made, summed = torch_module().nn, set[str](), set[str]()
-    for path, array in parameters.items():
-        owner, _, own = path.rpartition(".")
-        kind = module.get_submodule(owner)
-        if own == "weight" and isinstance(kind, nn.Linear | nn.Embedding):
+    for path, array, kind in parameters:
+        if path.rpartition(".")[2] == "weight" and isinstance(kind, nn.Linear | nn.Embedding):
             rows, columns = array.axes if isinstance(kind, nn.Linear) else array.axes[::-1]
             made.update(rows)
             summed.update(columns if isinstance(kind, nn.Linear) else ())
     return made, summed
 
 
-def fused_dims(module: Any, parameters: Mapping[str, ArrayAxes]) -> dict[str, str]:
+def fused_dims(parameters: Owned) -> dict[str, str]:
     """The dimensions that pieces of one linear map have inside of what another one makes, and why these
     cannot be split."""
-    weights = [
-        (path, a) for path, a, linear in linear_axes(module, parameters) if linear and len(a.axes) == 2
-    ]
+    linear = torch_module().nn.Linear | torch_module().nn.Embedding
+    weights = [(path, a) for path, a, of in parameters if isinstance(of, linear) and len(a.axes) == 2]
     first, found = {a.axes[1][0] for _, a in weights if a.axes[1]}, dict[str, str]()
     for path, a in weights:
         for n, name in enumerate(a.axes[0]):
@@ -95,6 +95,7 @@ class StyleFlow:
 
     Attributes:
       called: paths of modules that are called; None: unknown.
+      norms: paths of modules whose own code takes statistics of the batch by `batch_norm`.
       without: dimension -> why no style splits it.
       partial: dimension -> the variables whose gradients are parts of a sum if it is split; of a sequence, if
         it is split between tensor-parallel blocks.
@@ -106,7 +107,9 @@ class StyleFlow:
       limits: fields of the search space -> their values, where the module allows fewer, and why.
     """
 
-    def __init__(self, graph: Graph, module: Any, origin: ImportedFunction, rows: int) -> None:
+    def __init__(
+        self, graph: Graph, module: Any, origin: ImportedFunction, rows: int, norms: Collection[str] = ()
+    ) -> None:
         parameters = self.parameters = module_parameters(module, origin)
         self.graph, self.sources, self._rows = graph, origin.sources, rows
         self.outline: StageOutline | None = None
@@ -118,10 +121,13 @@ class StyleFlow:
         self.limits, self.code = dict[str, tuple[tuple[Any, ...], str]](), dict[str, str]()
         if {*self.layers.values()} != loops:
             self.limits["recompute"] = (False,), "its layers are not modules that are called"
-        norms = torch_module().nn.modules.batchnorm._BatchNorm
-        if any(isinstance(own, norms) for own in module.modules()):
-            for name, only in (("recompute", False), ("microbatches", 1)):
-                self.limits[name] = (only,), "BatchNorm has statistics of the whole batch, taken once"
+        self.norms = norms
+        kept = (n.op.variable for n in graph.blocks[0].nodes if isinstance(n.op, Assign))
+        if state := [v.name.removeprefix("state/").replace("/", ".") for v in kept if v.stacked]:
+            why = f"the forward changes {some(state, 3, 80)}, and would do so twice"
+            self.limits["recompute"] = (False,), why
+        for name, only in (("recompute", False), ("microbatches", 1)) if norms else ():
+            self.limits[name] = (only,), "BatchNorm has statistics of the whole batch, taken once"
         self.without: dict[str, str] = {}
         self.partial: dict[str, set[str]] = {}
         self._weights: dict[int, frozenset[str]] = {}
@@ -129,21 +135,23 @@ class StyleFlow:
         found = (e for e in origin.rerolled.block.walk() if e.prim == TO)
         choices = frozenset(origin.names[origin.classes.of(e.ins[1], 0)[0]] for e in found)
         self.experts = dict(expert_modules(module, parameters, choices))
-        for path in [p for p in self.experts if not adds_up(origin.block, p)]:
+        for path in mixing(origin.block, self.experts):
             self.without[self.experts[path]] = f"{path} does more than add up what it makes of single rows"
-        names = dict[str, int]()
-        for path, array, styled in linear_axes(module, parameters):
+        names, held = dict[str, int](), owned(module, parameters)
+        linear = torch_module().nn.Linear | torch_module().nn.Embedding
+        for path, array, of in held:
+            styled = isinstance(of, linear)
             sent = path.rpartition(".")[0] in self.experts
             for name, size in zip(sum(array.axes, ()), sum(array.sizes, ()), strict=True):
                 names[name] = size
                 if not styled and not (sent and name in choices):
                     self.without.setdefault(name, f"{path} is neither of a linear map nor of an embedding")
         self._sizes = names
-        made, summed = linear_dims(module, parameters)
+        made, summed = linear_dims(held)
         self._between = names.keys() & summed
         for name in self._between - made:
             self.without.setdefault(name, "it is part of what is given to linear maps, and none makes it")
-        self.code.update(fused_dims(module, parameters))
+        self.code.update(fused_dims(held))
         self.without.update(self.code)
         self._outer = names.keys() - self._between
         for node in graph.blocks[0].nodes:
@@ -223,7 +231,16 @@ class StyleFlow:
             return trials.run(pieces, partial(short, names, pieces), trials.owners(names))
 
         tried = sorted((self._between | {*self.experts.values()}) - self.without.keys())
-        failed = {name: why for name in tried if (why := fails([name]))}
+        together: list[tuple[list[str], set[str]]] = []
+        for name in tried:  # what no part has both of fails alone or not at all
+            own = trials.owners([name])
+            names, parts = next((g for g in together if own.isdisjoint(g[1])), None) or ([], set[str]())
+            if not names:
+                together.append((names, parts))
+            names.append(name)
+            parts |= own
+        doubtful = [name for names, _ in together if not names[1:] or fails(names) for name in names]
+        failed = {name: why for name in doubtful if (why := fails([name]))}
         self.code |= {d: f"the module does not run on a part of it: {w}; {SIZED}" for d, w in failed.items()}
         if failed and (whole := fails(failed, cut=False)):
             unknown = f"no code is known to run on a part of it: without values it does not run: {whole}"

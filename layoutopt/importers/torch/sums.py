@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache, partial
+from inspect import signature
 from typing import Any
 
 from layoutopt.importers.torch.calls import torch_module
@@ -101,14 +102,67 @@ def sum_gradients(module: Any, name: str, group: Any) -> None:
     module.forward = summed
 
 
-def sync_batch_norms(module: Any, group: Any) -> None:
-    """Makes every BatchNorm of a module normalise over the examples of all ranks of a group."""
-    base, norms = _synced(group), torch_module().nn  # `SyncBatchNorm` does the same on GPUs alone
-    for own in module.modules():
-        if isinstance(own, norms.modules.batchnorm._BatchNorm):
-            # A class of the user's may do more than to call torch's forward.
-            kinds = (base, type(own)) if isinstance(own, norms.SyncBatchNorm) else (type(own), base)
-            own.__class__ = type(type(own).__name__, kinds, {})
+def sync_batch_norms(module: Any, group: Any, paths: Collection[str] = ()) -> None:
+    """Makes every BatchNorm of a module normalise over the examples of all ranks of a group.
+
+    Args:
+      paths: of modules whose own code calls `batch_norm`, besides those of torch's classes.
+    """
+    norms = torch_module().nn.modules.batchnorm
+    for path, own in module.named_modules():
+        if isinstance(own, norms.SyncBatchNorm):  # which does the same on GPUs alone
+            own.forward = partial(norms._BatchNorm.forward, own)
+        if path in paths or isinstance(own, norms._BatchNorm):
+            own.forward = partial(_synced, own.forward, group)
+
+
+def _synced(forward: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
+    with _synced_calls()(group):
+        return forward(*args, **kwargs)
+
+
+@cache
+def _synced_calls() -> Any:
+    torch = torch_module()
+    own, taken = torch.nn.functional.batch_norm, signature(torch.nn.functional.batch_norm)
+    plain = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+
+    class SyncedCalls(torch.overrides.TorchFunctionMode):  # type: ignore[name-defined]
+        """Calls of `batch_norm` with the statistics of the whole batch."""
+
+        def __init__(self, group: Any) -> None:
+            super().__init__()
+            self.group = group
+
+        def __torch_function__(self, of: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if of is torch.batch_norm:
+                given = dict(zip(plain, args, strict=False)) | kwargs
+            elif of is own:
+                given = taken.bind(*args, **kwargs).arguments
+            else:
+                return of(*args, **kwargs)
+            return self.normed(**given) if given.get("training") else of(*args, **kwargs)
+
+        def normed(
+            self,
+            input: Any,
+            running_mean: Any = None,
+            running_var: Any = None,
+            weight: Any = None,
+            bias: Any = None,
+            momentum: float = 0.1,
+            eps: float = 1e-5,
+            **others: Any,
+        ) -> Any:
+            found, mean, var = _synced_norm().apply(input, weight, bias, self.group, eps)
+            count = self.group.size() * input.numel() / input.shape[1]
+            for running, now in ((running_mean, mean), (running_var, var * count / (count - 1))):
+                if running is not None:
+                    running.copy_(running.to(now.dtype).lerp_(now, momentum))
+            return found
+
+    return SyncedCalls
 
 
 @cache
@@ -122,18 +176,17 @@ def _synced_norm() -> Any:
             means = _each(torch.stack(torch.batch_norm_update_stats(x, zeros, zeros + 1, 0.0)), group)
             mean, var = means.mean(0)
             var += means[:, 0].var(0, correction=0)
-            read = mean.dtype if weight is None else weight.dtype
-            context.group, context.eps = group, eps
+            context.group, context.eps, context.given = group, eps, (weight is not None, bias is not None)
             context.save_for_backward(x, weight, mean, var)
             context.mark_non_differentiable(mean, var)
-            found = torch.nn.functional.batch_norm(x, mean.to(read), var.to(read), weight, bias, eps=eps)
-            return found, mean, var
+            scale, shift = (None if p is None else p.to(mean.dtype) for p in (weight, bias))
+            return torch.nn.functional.batch_norm(x, mean, var, scale, shift, eps=eps), mean, var
 
         @staticmethod
         def backward(context: Any, grad: Any, *others: Any) -> Any:
             x, weight, mean, var = context.saved_tensors
-            scale, read = torch.rsqrt(var + context.eps), mean.dtype if weight is None else weight.dtype
-            known = grad, x, weight, mean.to(read), var.to(read), None, None, False, context.eps, [True] * 3
+            scale, weight = torch.rsqrt(var + context.eps), None if weight is None else weight.to(mean.dtype)
+            known = grad, x, weight, mean, var, None, None, False, context.eps, [True] * 3
             own, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(*known)
             count = context.group.size() * x.numel() / x.shape[1]
             along, all_of = _each(torch.stack([by_weight, by_bias]), context.group).sum(0) / count
@@ -143,24 +196,8 @@ def _synced_norm() -> Any:
             shape = [1, -1, *[1] * (x.ndim - 2)]
             own = own - (scale * all_of + slope * mean).reshape(shape)
             own = torch.addcmul(own, x, slope.reshape(shape)).to(x.dtype)
-            return own, *((None, None) if weight is None else (by_weight, by_bias)), None, None
+            return own, *(
+                g if given else None for g, given in zip((by_weight, by_bias), context.given, strict=True)
+            ), None, None
 
     return SyncedNorm
-
-
-def _synced(group: Any) -> type:
-    class Synced(torch_module().nn.modules.batchnorm._BatchNorm):  # type: ignore[misc]
-        def forward(self, input: Any) -> Any:
-            if not self.training and self.track_running_stats:
-                return super().forward(input)
-            self._check_input_dim(input)
-            found, mean, var = _synced_norm().apply(input, self.weight, self.bias, group, self.eps)
-            if self.track_running_stats:
-                self.num_batches_tracked.add_(1)
-                count = group.size() * input.numel() / input.shape[1]
-                share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-                self.running_var.lerp_((var * count / (count - 1)).to(self.running_var.dtype), share)
-            return found
-
-    return Synced

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
@@ -35,10 +36,17 @@ class ModuleTrials:
     param_dtype: Any = None
     heads: Collection[int] = ()
 
-    def __post_init__(self) -> None:
-        self._known = known_calls(self.calls)
-        self._own = dict(self.module.named_parameters(remove_duplicate=False))
-        self._whole = {id(t): self._piece(t) for t in (*self._own.values(), *self.module.buffers())}
+    @cached_property
+    def _known(self) -> dict[str, list[tuple[Any, Any]]]:
+        return known_calls(self.calls)
+
+    @cached_property
+    def _own(self) -> dict[str, Any]:
+        return dict(self.module.named_parameters(remove_duplicate=False))
+
+    @cached_property
+    def _whole(self) -> dict[int, Any]:
+        return {id(t): self._piece(t) for t in (*self._own.values(), *self.module.buffers())}
 
     def _piece(self, tensor: Any, cut: Sequence[int] = ()) -> Any:
         """A tensor without values as a rank's module reads it, each axis cut into some pieces."""
