@@ -105,10 +105,32 @@ class Convolutions(nn.Module):
         return functional.cross_entropy(self.head(x.mean((2, 3))), y)
 
 
+class NormByCall(nn.Module):
+    """Of no class of PyTorch's."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(channels))
+        self.register_buffer("mean", torch.zeros(channels))
+        self.register_buffer("var", torch.ones(channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.batch_norm(x, self.mean, self.var, self.scale, training=self.training)
+
+
+class OwnNorm(nn.BatchNorm2d):
+    """Without PyTorch's forward."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        known = input, self.weight, self.bias, self.running_mean, self.running_var
+        return torch.batch_norm(*known, self.training, self.momentum, self.eps, False)
+
+
 def convolutions() -> Given:
     torch.manual_seed(0)
-    module = Convolutions()
+    module = Convolutions(layers=5)
     module.layers[1][1] = nn.BatchNorm2d(16, affine=False, momentum=0.5)
+    module.layers[3][1], module.layers[4][1] = NormByCall(16), OwnNorm(16)
     module.layers[2][1] = nn.BatchNorm2d(16, track_running_stats=False)
     return module, {"x": torch.randn(8, 3, 8, 8), "y": torch.randint(0, 8, (8,))}
 
