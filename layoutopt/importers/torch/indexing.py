@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from layoutopt.importers.arrays.contract import CapturedArray, IndexNumbers, Operand, Var, has_fractions
+from layoutopt.importers.arrays.contract import (
+    FLAT,
+    CapturedArray,
+    IndexNumbers,
+    Operand,
+    Var,
+    has_fractions,
+)
 from layoutopt.importers.torch.elementwise import Type, formulas, rule
 from layoutopt.importers.torch.emitter import Equations
 
@@ -19,11 +26,33 @@ _COUNTS = ("iota", "sort", "top_k", "argmax", "argmin")
 formulas(
     {
         "index_select": lambda m, v, x, dim, ids: _index(m, v, x, [*[None] * (dim % len(x.shape)), ids]),
+        "logcumsumexp": lambda m, v, x, dim: _running(m, x, dim % len(x.shape), -math.inf, _log_of_sum),
+        "logaddexp": lambda m, v, x, y: _log_of_sum(m, m.expand(x, v.shape), m.expand(y, v.shape)),
         "cumsum": lambda m, v, x, dim, **more: m.unary(
             "cumsum", m.cast(x, v.dtype), axis=dim % len(x.shape), reverse=False
         ),
     }
 )
+
+
+def _running(
+    m: Equations, x: Operand, axis: int, begin: float, joined: Callable[[Equations, Operand, Operand], Operand]
+) -> Operand:
+    """An associative function of all elements up to each, by doubling; `begin`: what changes nothing."""
+    size, step = x.shape[axis], 1
+    while step < size:
+        ins = [m.slice(x, axis, 0, size - step), m.constant(begin, x.dtype)]
+        widths = tuple((step, 0, 0) if a == axis else (0, 0, 0) for a in range(len(x.shape)))
+        x, step = joined(m, x, m.emit("pad", ins, x.shape, x.dtype, padding_config=widths)), 2 * step
+    return x
+
+
+def _log_of_sum(m: Equations, x: Operand, y: Operand) -> Operand:
+    """log(exp(x) + exp(y)), whose slopes are halves where both are equal, infinite too."""
+    same = m.binary("eq", x, y, x.dtype, "bool")
+    apart = m.unary("abs", m.select(same, 0, m.binary("sub", x, y, x.dtype), x.dtype), **{FLAT: True})
+    more = m.unary("log1p", m.unary("exp", m.unary("neg", apart)))
+    return m.binary("add", m.binary("max", x, y, x.dtype), more, x.dtype)
 
 
 @rule("embedding")

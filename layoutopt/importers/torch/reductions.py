@@ -94,6 +94,26 @@ def _norm(
     return m.cast(_root(m, total, order), v.dtype)
 
 
+_BY_PRODUCT = 25
+"""Rows from which on PyTorch makes Euclidean distances of a product."""
+
+
+@rule("cdist")
+def _cdist(m: Equations, v: Type, x: Operand, y: Operand, p: float = 2, compute_mode: Any = None) -> Operand:
+    """Distances of rows [..., rows, d] and [..., others, d]."""
+    n, k = x.shape[-2], y.shape[-2]
+    if p != 2 or (compute_mode or 0) == 2 or (compute_mode != 1 and max(n, k) <= _BY_PRODUCT):
+        x, y = (m.reshape(t, (*t.shape[:a], 1, *t.shape[a:])) for t, a in ((x, len(x.shape) - 1), (y, -2)))
+        return _norm(m, v, m.binary("sub", x, y, x.dtype), p, -1)
+    last, lead = len(x.shape) - 1, range(len(x.shape) - 2)
+    both = m.product(x, y, ([last], [last]), (lead, lead))
+    wide = (m.unary("integer_pow", t, y=2) for t in (x, y))
+    a, b = (m.reduced("reduce_sum", t, [last]) for t in wide)
+    total = m.along("add", m.binary("mul", both, -2, v.dtype), a, [*lead, last - 1])
+    total = m.along("add", total, b, [*lead, last])
+    return _root(m, m.clamped(total, 0, None, v.dtype), 2)
+
+
 def _spread(root: bool) -> AtenRule:
     """The variance, or its root; a truth value in the place of `dim` is `unbiased`."""
 

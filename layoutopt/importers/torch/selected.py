@@ -306,6 +306,12 @@ class Selections:
         if name == "index_add" and not kept:
             hits = self.hits(more[2], self.axes(n.args[3].meta["val"]))
             return (first, *more[:2], m.select(hits, more[2], 0, more[2].dtype), *more[3:])
+        if name == "index_put" and not kept:
+            (ids, rows, *add), value = more, n.args[2].meta["val"]
+            if not any(add):  # places of selected rows differ, so what is added there is the change
+                old = TABLE["index"](m, Type(rows.shape, first.dtype), first, ids)
+                rows = m.binary("sub", rows, old, first.dtype)
+            return (first, ids, m.select(self.hits(rows, self.axes(value)), rows, 0, first.dtype), True)
         if name in ("sum", "mean") and not kept:
             return (m.select(self.hits(first, read[0]), first, 0, first.dtype), *more)
         apart = name in _ROWWISE or (name in _SHAPES and own <= {0})

@@ -69,8 +69,8 @@ def layers_of(module: Any, parameters: Mapping[str, ArrayAxes], graph: Graph) ->
         same = _alike(parts)
         for names in parts:
             layer = ".".join(names[: same + 1])
-            kind = module.get_submodule(layer)
-            if same < len(names) - 1 and not isinstance(kind, nn.ModuleList | nn.ModuleDict):
+            # What stands in a list itself, as a parameter, is no layer that is called.
+            if same < len(names) - 1 and type(module.get_submodule(layer)).forward is not nn.Module.forward:
                 found[layer] = graph.variables[variable].shape.names[0]
     return found
 
