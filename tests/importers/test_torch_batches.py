@@ -3,6 +3,8 @@ tokens."""
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -16,7 +18,10 @@ from torch import nn
 
 import layoutopt
 import mesh_tf_core as mtf
+from layoutopt.importers.torch.calls import PartCall
+from layoutopt.importers.torch.capture import captured
 from layoutopt.importers.torch.torch_plan import WeightedLoss
+from layoutopt.importers.torch.trials import ModuleTrials
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.instructions import Local
 from tests.importers.torch_models import (
@@ -231,3 +236,106 @@ def test_a_backward_of_its_own_is_said() -> None:
     model = layoutopt.from_torch(Estimator(4, 4), {"x": torch.randn(8, 4)})
     (note,) = model.origin.notes
     assert "test_torch_batches.py:" in note and "Through has a backward of its own" in note
+
+
+class Averages(nn.Linear):
+    """With running values of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("codes", torch.zeros(4))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        y = super().forward(x)
+        with torch.no_grad():
+            self.codes.mul_(0.9).add_(0.1 * y.mean(0))
+            self.steps += 1
+        return y.square().mean()
+
+
+def test_buffers_that_a_batch_changes_are_said() -> None:
+    """Each data rank has its own; a count of steps is the same everywhere."""
+    model = layoutopt.from_torch(Averages(), {"x": torch.randn(8, 4)})
+    (note,) = model.notes(mtf.Options())
+    assert note.startswith("the forward changes codes by examples of the batch; each data rank")
+    with pytest.raises(mtf.UserError, match="codes by examples of the batch.*use one microbatch"):
+        model.lower(mtf.Mesh("data:1"), mtf.Layout(""), mtf.Options(microbatches=2))
+
+
+class NormedByCall(nn.Module):
+    """Of a class with nothing of BatchNorm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + F.batch_norm(layer(x), None, None, training=True)
+        return x.square().mean()
+
+
+def test_statistics_by_call_are_those_of_the_whole_batch_or_said() -> None:
+    model = layoutopt.from_torch(NormedByCall(), {"x": torch.randn(8, 4)})
+    assert model.styles.norms == {""} and not model.notes(mtf.Options())
+    assert model.limits["microbatches"][0] == (1,) and model.limits["recompute"][0] == (False,)
+    frozen = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval())
+    frozen[1].eval()
+    model = layoutopt.from_torch(frozen, torch.randn(8, 4), loss=lambda out, batch: out.square().mean())
+    assert not model.styles.norms and "microbatches" not in model.limits
+
+    def outside(out, batch):
+        return F.batch_norm(out, None, None, training=True).square().mean()
+
+    model = layoutopt.from_torch(nn.Linear(4, 4), torch.randn(8, 4), loss=outside)
+    assert not model.styles.norms and any("combines examples" in x for x in model.notes(mtf.Options()))
+
+
+class Changing(nn.Module):
+    """Changes what its part returned, and has parameters of layers in a list of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.out = Halves(), nn.Linear(8, 4)
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in range(3))
+
+    def forward(self, x):
+        found = self.part(x)
+        found["y"] = self.out(found["y"])
+        for layer, scale in zip(self.part.layers, self.scales, strict=True):
+            x = x + layer(x) * scale
+        return (found["y"] + x).square().mean()
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 16), nn.Linear(16, 8)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        return {"y": self.down(self.up(x).relu())}
+
+
+def test_what_a_part_returned_is_remembered_before_it_is_changed() -> None:
+    model = layoutopt.from_torch(Changing(), {"x": torch.randn(8, 4)})
+    assert not any("does not run" in why for why in model.styles.without.values())
+    trials = ModuleTrials(Changing(), {"x": torch.randn(8, 4)}, {}, _calls(Changing()))
+    assert trials.run() == trials.run(parts=["out"]) == ""
+
+
+def _calls(module: nn.Module) -> list[PartCall]:
+    return list(captured(module, {"x": torch.randn(8, 4)}, None).calls)
+
+
+def test_an_import_leaves_no_young_objects() -> None:
+    """The first allocation after it would look through all of them."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    layoutopt.from_torch(NormedByCall(), {"x": torch.randn(8, 4)})
+    assert len(gc.get_objects(0)) < 1000 and gc.isenabled() and not gc.get_freeze_count()
+    if frozen:
+        gc.freeze()
+        layoutopt.from_torch(NormedByCall(), {"x": torch.randn(8, 4)})
+        assert gc.get_freeze_count()

@@ -110,6 +110,17 @@ def _close(y: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(y[near], y.cos()[near]) + F.l1_loss(y[near], y.exp()[near], reduction="sum")
 
 
+def _experts(y: torch.Tensor) -> torch.Tensor:
+    """Two of three experts for each row, which write theirs; and rows that are replaced."""
+    choice, z = torch.stack([CLASSES % 3, (CLASSES + 1) % 3], 1), y * 1.0
+    for expert in range(3):
+        rows, place = torch.where(choice == expert)
+        z[rows] += y[rows, place, None] * torch.tanh(y[rows] * (expert + 1))
+    (rows,) = torch.where(CLASSES > 1)
+    z[rows] = z[rows] * y[rows].exp()
+    return z.index_put((rows,), y[rows].sin(), accumulate=True)
+
+
 _IMAGE = torch.arange(2 * 3 * 3 * 3.0).reshape(2, 3, 3, 3).sin()
 _SPACE: dict[str, Made] = {
     "padded pooling": lambda x: F.avg_pool2d(x, 3, 2, 1),
@@ -139,6 +150,7 @@ SELECTED: dict[str, Made] = {
     "places": lambda y: y[torch.nonzero(y[:, 0] > -9)[:, 0], 1:3].mean(0) + y[torch.where(y > 0)].sum(),
     "lines of rows": lambda y: (y[CLASSES > 1].view(-1) + y[CLASSES > 1].flatten()).mean(),
     "none": lambda y: y.sum() + y[y > 99].sum(),
+    "rows of experts in a loop": _experts,
 }
 """Of y, with the shape [4, 6]."""
 Twice = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -220,11 +232,22 @@ SMALLER |= {
     "a limit of a number of rows": lambda y: y.sum() / max(y[y > 0].numel(), 1) + min(9, (y > 0).sum()) * y,
     "a limit of no rows": lambda y: y.sum() / max(1, y[y > 9].shape[0]),
     "angles": lambda y: torch.acos(y / 9) + torch.asin(y / 9) * 2 + torch.atan(y) * 3,
-    "an identity": lambda y: y + torch.eye(4, 6),
+    "an identity": lambda y: y + torch.eye(4, 6) + torch.eye(6)[:4],
+    "logarithms of running sums": lambda y: torch.logcumsumexp(9 * y, 1) + torch.logcumsumexp(y, 0),
+    "running sums of equal, and of nothing": lambda y: torch.logcumsumexp(
+        torch.stack([y, y, y.new_tensor(float("-inf")).expand(4, 6), y.detach() * 99]), 0
+    )[1:],
+    "logarithms of two": lambda y: torch.logaddexp(y, y[:1] * 3),
+    "distances of few rows": lambda y: torch.cdist(y, y[:3]) + torch.cdist(y, y[:3].sin(), p=1.5),
+    "distances of many rows": lambda y: torch.cdist(y.repeat(9, 1), torch.cat([y, y.cos()]))[:9],
     "the entropy of a distribution": lambda y: torch.distributions.Categorical(logits=y).entropy(),
 }
 EQUAL |= SMALLER | {f"selected {name}": made for name, made in SELECTED.items()}
 REFUSED: dict[str, tuple[Made, str]] = {
+    "a gradient penalty": (
+        lambda y: torch.autograd.grad(y.square().sum(), y, create_graph=True)[0],
+        "torch.autograd.grad is called in the forward",
+    ),
     "places among selected rows": (lambda y: y[y[:, 0] > 0][torch.tensor([0, 0])], "a mask selects"),
     "sorted selected rows": (lambda y: y[y[:, 0] > 0].sort(0)[0], "a mask selects"),
     "rows of two masks": (

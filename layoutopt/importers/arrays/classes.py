@@ -289,9 +289,7 @@ def template(path: str) -> str:
     return _NUMBER.sub("", path)
 
 
-def _templates(
-    found: Classes, parameters: Sequence[Var], stacks: Collection[Var]
-) -> list[list[list[Axis]]]:
+def _templates(found: Classes, parameters: Sequence[Var], stacks: Collection[Var]) -> list[list[list[Axis]]]:
     """The axes of parameters of equal layers, of each such kind layer by layer.
 
     Their paths differ by one number, and all parameters beside them have the sizes of those beside the other:

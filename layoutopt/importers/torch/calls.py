@@ -34,7 +34,8 @@ def torch_module() -> Any:
 def _dtypes() -> dict[Any, str]:
     torch = torch_module()
     # Indices and counts are 64-bit by habit; no array of a model has more elements than 32 bits count.
-    names = {"int64": "int32"} | {n: n for n in (*FLOATS, "bool", "int32", "int16", "int8", "uint8", "uint16")}
+    whole = ("bool", "int32", "int16", "int8", "uint8", "uint16")
+    names = {"int64": "int32"} | {n: n for n in (*FLOATS, *whole)}
     return {getattr(torch, of): name for of, name in names.items()}
 
 

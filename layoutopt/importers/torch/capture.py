@@ -143,6 +143,7 @@ def _exported(whole: Any, args: Any, kwargs: Any, param_dtype: Any, notes: list[
             _read_in(module, param_dtype),
             _checkpoints(torch),
             _own_backwards(torch, notes),
+            patch.object(torch.autograd, "grad", _no_second_derivative),
             without_values(),
             left(notes) as around,
             torch.fx.traceback.preserve_node_meta(),
@@ -319,6 +320,13 @@ def _own_backwards(torch: Any, notes: list[str]) -> Iterator[None]:
 
     with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         yield
+
+
+def _no_second_derivative(*args: Any, **kwargs: Any) -> Any:
+    raise UserError(
+        f"from_torch: {own_line(traceback.extract_stack())}: torch.autograd.grad is called in the forward, as "
+        "for a gradient penalty; derivatives of derivatives are not imported: plan without this term, by loss="
+    )
 
 
 def _place(function: Any) -> str:

@@ -35,9 +35,10 @@ formulas(
 )
 
 
-def _running(
-    m: Equations, x: Operand, axis: int, begin: float, joined: Callable[[Equations, Operand, Operand], Operand]
-) -> Operand:
+Joining = Callable[[Equations, Operand, Operand], Operand]
+
+
+def _running(m: Equations, x: Operand, axis: int, begin: float, joined: Joining) -> Operand:
     """An associative function of all elements up to each, by doubling; `begin`: what changes nothing."""
     size, step = x.shape[axis], 1
     while step < size:

@@ -81,7 +81,8 @@ class TorchModel(ImportedModel):
             "sum these values over ranks in the module"
         )
         whole, lost = {} if self.styles is None else self.styles.code, self.graph.unsplit
-        found = [*([why] if self.combines else ()), *([state] if self.changes else ()), *(f"{n} stays whole: {w}" for n, w in whole.items())]
+        found = [why] * bool(self.combines) + [state] * bool(self.changes)
+        found += [f"{n} stays whole: {w}" for n, w in whole.items()]
         about = DimRoles.of(self)
         held = [max(own, key=lambda n: (n in whole, n)) for own in about.weights if own <= lost.keys()]
         if held and (others := [n for n in about.named[Role.INNER] if n not in lost]):

@@ -43,7 +43,9 @@ formulas(
             m.binary("lt", m.drawn("random_uniform", v.shape), x if p is None else p, "float32", "bool"),
             v.dtype,
         ),
-        "eye": lambda m, v, *given, **more: m.constant(np.eye(*v.shape), v.dtype),
+        "eye": lambda m, v, *given, **more: m.cast(
+            m.binary("eq", *(m.counted(v.shape, a, "int32") for a in range(2)), "int32", "bool"), v.dtype
+        ),
         "expand expand_as broadcast_to": lambda m, v, x, *to, **more: m.expand(x, v.shape),
         "permute": lambda m, v, x, order: m.transpose(x, order),
         "unbind": lambda m, v, x, dim=0: [_select(m, t, x, dim, i) for i, t in enumerate(v)],

@@ -10,7 +10,7 @@ head, may: its gradient is added up.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 

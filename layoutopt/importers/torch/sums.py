@@ -196,8 +196,11 @@ def _synced_norm() -> Any:
             shape = [1, -1, *[1] * (x.ndim - 2)]
             own = own - (scale * all_of + slope * mean).reshape(shape)
             own = torch.addcmul(own, x, slope.reshape(shape)).to(x.dtype)
-            return own, *(
-                g if given else None for g, given in zip((by_weight, by_bias), context.given, strict=True)
-            ), None, None
+            return (
+                own,
+                *(g if given else None for g, given in zip((by_weight, by_bias), context.given, strict=True)),
+                None,
+                None,
+            )
 
     return SyncedNorm
