@@ -259,7 +259,7 @@ def test_buffers_that_a_batch_changes_are_said() -> None:
     model = layoutopt.from_torch(Averages(), {"x": torch.randn(8, 4)})
     (note,) = model.notes(mtf.Options())
     assert note.startswith("the forward changes codes by examples of the batch; each data rank")
-    with pytest.raises(mtf.UserError, match="codes by examples of the batch.*use one microbatch"):
+    with pytest.raises(mtf.UserError, match=r"codes by examples of the batch.*use one microbatch"):
         model.lower(mtf.Mesh("data:1"), mtf.Layout(""), mtf.Options(microbatches=2))
 
 

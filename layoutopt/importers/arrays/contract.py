@@ -128,9 +128,6 @@ class EquationBlock:
                     yield from inner.walk()
 
 
-# -- parameters of equations ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class IndexNumbers:
     """The axes of a gather or of a scatter, in the order that XLA gives both, under its names of a gather."""
@@ -158,9 +155,6 @@ class RaggedNumbers:
     dot_dimension_numbers: tuple[Any, ...]
     lhs_ragged_dimensions: tuple[int, ...]
     rhs_group_dimensions: tuple[int, ...]
-
-
-# -- arguments and programs ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -240,9 +240,6 @@ def of_numbers(w: Writer, x: Operand, seed: bool = False) -> Keys:
     return Keys(SEEDED, tuple(mtf.squeeze(mtf.slice_dim(t, one, i, 1), one.name) for i in range(x.shape[0])))
 
 
-# -- drawing -------------------------------------------------------------------------------------------------
-
-
 def _drawing(w: Writer, e: Equation, kind: str) -> Keys:
     """The keys that an equation draws with.
 

@@ -79,9 +79,6 @@ def _extreme(w: Writer, e: Equation) -> None:
     w.put(e.out, w.renamed(found, _between(w, e)).cast(our_dtype(e.out.dtype)))
 
 
-# -- of numbers ----------------------------------------------------------------------------------------------
-
-
 _ALIKE = "exp log log1p expm1 sin cos tanh sqrt square sign floor"
 """Primitives whose names NumPy and `mesh_tf_core` have too."""
 _CALLED = (
@@ -100,8 +97,6 @@ NUMBERS: dict[str, Callable[..., Any]] = {
     ),
 }
 """Primitives as functions of numbers that are known when the model is built."""
-
-# -- of tensors ----------------------------------------------------------------------------------------------
 
 
 def _int_div(x: Any, y: Any) -> Tensor:

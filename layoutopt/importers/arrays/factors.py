@@ -186,9 +186,6 @@ class _Inference:
         return Factors(sizes, self.operands, self.related, self.whole, self.joined, self.pieces)
 
 
-# -- what numbers count --------------------------------------------------------------------------------------
-
-
 _KEEPING = frozenset((
     "broadcast_in_dim", "reshape", "transpose", "squeeze", "convert_element_type", "slice", "dynamic_slice",
     "copy", "stop_gradient", "gather", "tile", "select_n", "sort", "split", "max", "min", "clamp",

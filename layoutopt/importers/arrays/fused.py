@@ -92,9 +92,6 @@ def _width(w: Writer, y: Operand, width: Dim, inner: Dim, taken: set[str]) -> st
     return own[0].name
 
 
-# -- rows at experts -----------------------------------------------------------------------------------------
-
-
 def _tokens(w: Writer, here: Operand, there: Operand) -> tuple[tuple[str, str], ...]:
     pairs = zip(w.dims(here, 0), w.dims(there, 0), strict=True)
     return tuple((old.name, new.name) for old, new in pairs)

@@ -240,9 +240,6 @@ def _dynamic_update(w: Writer, e: Equation) -> None:
     w.put(y, mtf.dynamic_update(base, given, begin, dim))
 
 
-# -- order ---------------------------------------------------------------------------------------------------
-
-
 def _restored(w: Writer, t: Tensor, one: Dim, x: Operand, y: Var, axis: int) -> Tensor:
     names = w.between(x, y, [(a, a) for a in range(len(x.shape)) if a != axis])
     return w.renamed(w.onto(t, one, w.dims(y, axis), names), names)

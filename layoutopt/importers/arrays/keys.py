@@ -136,9 +136,6 @@ def counted(x: KeyPart) -> bool:
     return isinstance(x, Tensor) or (isinstance(x, np.ndarray) and x.dtype == object)
 
 
-# -- in loops ------------------------------------------------------------------------------------------------
-
-
 def at_place(keys: Keys, place: Tensor, table: Callable[[Any], Tensor] | None = None) -> Keys:
     """The keys at one place of the first axis.
 
@@ -185,9 +182,6 @@ def _stride(rows: np.ndarray) -> int | None:
     strides = np.diff(rows, axis=0)
     counts = (strides == strides.flat[0]).all() and rows.min() >= 0 and rows.max() < 2**31
     return int(strides.flat[0]) if counts else None
-
-
-# -- drawing -------------------------------------------------------------------------------------------------
 
 
 def state(graph: Graph, keys: Keys) -> KeyPart:

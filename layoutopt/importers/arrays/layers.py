@@ -132,8 +132,6 @@ class LoopFit:
         pairs = zip(carried, body.outs, strict=False)
         return all(found.all(x) == found.all(y) for x, y in pairs if not self.of.forms.is_key(y))
 
-    # -- operands ------------------------------------------------------------------------------------------
-
     def _row(self, rows: Sequence[Equation]) -> Equation | None:
         """One equation of the body, from those of all layers."""
         # Layers that all take element i take it of parameters of their own, or of one that they share.
@@ -271,8 +269,6 @@ class LoopFit:
         shape = rows[0].out.shape
         params = {"shape": shape, "broadcast_dimensions": tuple(range(1, len(shape))), "sharding": None}
         return replace(rows[0], prim="broadcast_in_dim", ins=[inner], params=params)
-
-    # -- results -------------------------------------------------------------------------------------------
 
     def _read_after(self) -> None:
         later = [x for e in self.of.equations[self.end :] for x in e.ins]

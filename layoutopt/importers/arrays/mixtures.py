@@ -126,8 +126,6 @@ class _MixtureRewriting:
         made.dtype = x.dtype
         return made
 
-    # -- what is sorted ------------------------------------------------------------------------------------
-
     def _sorted(self, e: Equation, later: Sequence[Equation]) -> _Sort | None:
         """The sort of numbers of experts with their places, before products of groups."""
         key = e.ins[0]
@@ -235,8 +233,6 @@ class _MixtureRewriting:
         given = [known.get(id(x), self._number(x)) for x in e.ins]
         if rule is not None and not any(x is None for x in given):
             known[id(e.out)] = rule(*given)
-
-    # -- rows ----------------------------------------------------------------------------------------------
 
     def _gathered(self, s: _Sort, e: Equation) -> None:
         x, at = e.ins

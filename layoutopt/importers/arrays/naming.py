@@ -72,8 +72,6 @@ class _Naming:
             for choice in (x for x in self.block.walk() if x.prim == "top_k" and x.ins[0].shape[-1] == size):
                 self.names.give(self.classes.of(choice.ins[0], len(choice.ins[0].shape) - 1)[0], "router")
 
-    # -- what is said --------------------------------------------------------------------------------------
-
     def _given(self) -> None:
         leaves = {leaf.path: (leaf, v, first) for leaf, v, first in self.arrays.given()}
         for path, said in self.given.items():
@@ -163,8 +161,6 @@ class _Naming:
                     f"differ in size); the one in {path} is named {self.names.found[node]!r}"
                 )
 
-    # -- where it is ---------------------------------------------------------------------------------------
-
     def _pieces(self) -> None:
         """What counts the pieces that a parameter is cut into, as queries, keys and values of one matrix."""
         for v, leaf in self.arrays.parameters:
@@ -239,9 +235,6 @@ class _Naming:
                     self.names.give(
                         part[0], f"{self.names.found[own[0]]}_{'padded' if e.prim == 'pad' else 'part'}"
                     )
-
-
-# -- logical axes --------------------------------------------------------------------------------------------
 
 
 _MESH_SHARE = 1 / 3

@@ -110,9 +110,6 @@ def _alike(x: Tensor, y: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
     return x.cast(wide), y.cast(wide)
 
 
-# -- products by groups of rows ------------------------------------------------------------------------------
-
-
 def _ragged(w: Writer, e: Equation) -> None:
     """Rows times the matrix of their group."""
     numbers = e.params["ragged_dot_dimension_numbers"]
@@ -148,9 +145,6 @@ def _groups(w: Writer, x: Operand, axis: int, counts: Operand, group: Dim) -> Te
     ends = mtf.cumsum(mtf.rename(given, **{one.name: group.name}).cast("int32"), group)
     behind = mtf.greater_equal(w.count(x, axis, "int32"), ends).cast("int32")
     return mtf.broadcast(mtf.reduce_sum(behind, group), w.dims(x, axis))
-
-
-# -- windows -------------------------------------------------------------------------------------------------
 
 
 def _conv(w: Writer, e: Equation) -> None:

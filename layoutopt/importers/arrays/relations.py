@@ -63,9 +63,6 @@ class Join:
 AxisRelation = Same | Regroup | AxisPart | Join
 
 
-# -- primitives ----------------------------------------------------------------------------------------------
-
-
 # fmt: off
 ELEMENTWISE = frozenset((
     "neg", "exp", "exp2", "log", "log1p", "expm1", "sin", "cos", "tan", "tanh", "sinh", "cosh", "asin",

@@ -123,8 +123,6 @@ class _Rerolling:
                 return True
         return False
 
-    # -- candidates ----------------------------------------------------------------------------------------
-
     def _candidates(self) -> list[tuple[int, int, int]]:
         """(first, period, length) of sequences that repeat after a period, those that save most first."""
         codes, n = self.program.codes, len(self.program.codes)
@@ -168,8 +166,6 @@ class _Rerolling:
                     steps[begin - first - period] += math.prod(y.shape)
                     steps[end + 1 - first - period] -= math.prod(y.shape)
         return list(np.cumsum(steps[:period]))
-
-    # -- rewriting -----------------------------------------------------------------------------------------
 
     def _replace(self, fit: LoopFit) -> None:
         equations, made = self.program.equations, self.made
@@ -239,9 +235,6 @@ def _pair(e: Equation, other: Equation, twins: dict[int, Operand]) -> None:
         twins.update((id(y), x) for x, y in zip(a.ins, b.ins, strict=True))
         for x, y in zip(a.equations, b.equations, strict=True):
             _pair(x, y, twins)
-
-
-# -- similar layers that did not become a loop ---------------------------------------------------------------
 
 
 _FEWEST = 3

@@ -121,8 +121,6 @@ class Writer:
         self._dim = cache(lambda c, n: Dim(names[c], n))
         self.refusals = Refusals()
 
-    # -- dimensions ----------------------------------------------------------------------------------------
-
     def dims(self, v: Operand, axis: int) -> tuple[Dim, ...]:
         """The dimensions of an axis."""
         key = id(v), axis, len(self.sparse)
@@ -145,8 +143,6 @@ class Writer:
             number, name = number + 1, f"{like}_{number}"
         self._taken.add(name)
         return name
-
-    # -- values --------------------------------------------------------------------------------------------
 
     def value(self, v: Operand) -> WrittenValue:
         """The value of an operand: a tensor with dimensions of its axes, or its representation."""
@@ -282,8 +278,6 @@ class Writer:
         names.update((p.name, d.name) for p, d in zip(parts, own, strict=True))
         return self.apart(t, one, parts)
 
-    # -- constants -----------------------------------------------------------------------------------------
-
     def _constant(self, v: CapturedArray) -> WrittenValue:
         if v.dtype == KEY:
             return of_words(np.moveaxis(v.value, -1, 0))
@@ -325,8 +319,6 @@ class Writer:
         variable = Variable(name, shape, dtype, beginning(array, shape), False, captured=True)
         found = self.graph.variables.get(name) or self.graph.declare(variable)
         return mtf.rename(self.graph.read(found), **dict(zip(found.shape.names, shape.names, strict=True)))
-
-    # -- blocks --------------------------------------------------------------------------------------------
 
     def function(self, block: EquationBlock) -> None:
         """Writes a whole function.

@@ -145,8 +145,6 @@ class _Reading:
         unlike = [*self._mended(odd, layout, chosen), *self._uneven(layers)]
         return WrittenLayout(self.mesh, layout, chosen, arrays, unlike)
 
-    # -- rules of dimensions ---------------------------------------------------------------------------------
-
     def _base(self) -> Layout:
         """The rules that the inputs give, then those of the most elements, that can be lowered together."""
         whole = {dim for each in self.fed for dim, axes in each.splits.items() if not axes}
@@ -172,8 +170,6 @@ class _Reading:
         except LayoutError:
             return False
         return True
-
-    # -- arrays ----------------------------------------------------------------------------------------------
 
     def _otherwise(self, each: ReadArray) -> bool:
         """Whether the rules split an array where its sharding does not, or an input the other way."""
@@ -224,8 +220,6 @@ class _Reading:
         """The axes over which storage can split an array further."""
         read = {a for dim in each.splits for a in rules.get(dim, self.base.axes(dim))}
         return tuple(a for a, size in self.mesh.axes if size > 1 and a not in read)
-
-    # -- findings --------------------------------------------------------------------------------------------
 
     def _mended(self, odd: Sequence[ReadArray], layout: Layout, options: Options) -> Iterator[UnlikeArray]:
         """Arrays that their readers want elsewhere, those of the same dimensions and placement together."""

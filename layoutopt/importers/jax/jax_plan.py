@@ -177,9 +177,6 @@ class OptimizerStep:
         return jnp.moveaxis(jnp.reshape(x, (x.shape[0] // self.parts, self.parts, *x.shape[1:])), 1, 0)
 
 
-# -- the plan ------------------------------------------------------------------------------------------------
-
-
 class JaxPlan(Shardings):
     """A plan for a JAX function; arguments and attributes as `Shardings` has them."""
 
@@ -216,9 +213,6 @@ class JaxPlan(Shardings):
           optimizer: of optax, or anything with its `init` and `update`.
         """
         return OptimizerStep(self, self.apply(loss), optimizer)
-
-
-# -- saved values of recomputed layers (`mesh_tf_core.lower.remat_policy`) -----------------------------------
 
 
 def saved_values(graph: Graph, origin: ImportedFunction, recompute: Policies) -> frozenset[int]:

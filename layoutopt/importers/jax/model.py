@@ -181,9 +181,6 @@ def from_jax(
     )
 
 
-# -- results -------------------------------------------------------------------------------------------------
-
-
 def _results(
     tree: Any, state: Any, block: EquationBlock, variables: Sequence[Var]
 ) -> tuple[int, dict[str, int], dict[Var, int]]:

@@ -172,9 +172,9 @@ def replay(known: Mapping[str, list[tuple[Any, Any]]], module: Any, run: Collect
     Args:
       run: paths of parts that run nevertheless, with the parts around them.
     """
-    around = {part for path in run for part in _outward(path)} | {""}
+    around = {part for path in run for part in outward(path)} | {""}
     for path, calls in known.items():
-        if next((p for p in _outward(path) if p in known and p not in around), None) == path:
+        if next((p for p in outward(path) if p in known and p not in around), None) == path:
             own = module.get_submodule(path)
             own.forward = _remembered(own.forward, [*calls])
 
@@ -198,9 +198,9 @@ def _remembered(function: Callable[..., Any], calls: list[tuple[Any, Any]]) -> C
     return again
 
 
-def _outward(path: str) -> Iterator[str]:
+def outward(path: str, between: str = ".") -> Iterator[str]:
     """The paths of the parts that one is in, outermost first, and its own."""
-    return accumulate(path.split("."), "{}.{}".format)
+    return accumulate(path.split(between), "{}.{}".format)
 
 
 def on_meta(tree: Any) -> Any:

@@ -29,10 +29,6 @@ INSTEAD = (
     "give arrays of lengths and grids with their values, not on the device meta, or pad_packed_sequence its "
     'total_length; of transformers\' mixtures, load the model with experts_implementation="grouped_mm"'
 )
-_LOSSES = {
-    ".numpy()": "NumPy reads values, as to match boxes with targets: plan with loss=, without this matching",
-}
-"""Part of what torch.export says -> what to do instead."""
 RECOMPUTED = "layoutopt_recomputed"
 """The key of a node's metadata that says which checkpoint it is inside of."""
 
@@ -324,8 +320,8 @@ def _own_backwards(torch: Any, notes: list[str]) -> Iterator[None]:
 
 def _no_second_derivative(*args: Any, **kwargs: Any) -> Any:
     raise UserError(
-        f"from_torch: {own_line(traceback.extract_stack())}: torch.autograd.grad is called in the forward, as "
-        "for a gradient penalty; derivatives of derivatives are not imported: plan without this term, by loss="
+        f"from_torch: {own_line(traceback.extract_stack())}: torch.autograd.grad is called in the forward, "
+        "as in a gradient penalty; derivatives of derivatives are not imported: plan without it, by loss="
     )
 
 
@@ -355,7 +351,8 @@ def _refused(error: Exception) -> UserError:
     kind = type(error).__name__
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     instead = "rewrite this line without it, or export the module with torch.export to see more"
-    instead = next((what for part, what in _LOSSES.items() if part in text), instead)
+    if ".numpy()" in text:
+        instead = "NumPy reads values, as to match boxes with targets: plan with loss=, without this matching"
     if "GuardOnDataDependent" in kind or "data-dependent" in str(error):
         text = (
             "the program depends on values, of the batch, parameters or a draw, which a traced program cannot"

@@ -96,9 +96,6 @@ def _only_says(statement: ast.stmt) -> bool:
     return says or isinstance(statement, ast.Raise | ast.Pass)
 
 
-# -- values of the batch -------------------------------------------------------------------------------------
-
-
 LARGEST = 1 << 16
 """Elements up to which values are followed."""
 _READING = frozenset({"tolist", "item", "__bool__", "__int__", "__index__", "__float__"})

@@ -94,8 +94,6 @@ class Equations:
         """An array of one number."""
         return self.broadcast(self.operand(value, dtype), shape, ())
 
-    # -- shapes --------------------------------------------------------------------------------------------
-
     def reshape(self, x: Operand, shape: Extents) -> Operand:
         shape = tuple(map(int, shape))
         if x.shape == shape:
@@ -142,8 +140,6 @@ class Equations:
         shape = list(xs[0].shape)
         shape[axis] = sum(x.shape[axis] for x in xs)
         return self.emit("concatenate", xs, shape, xs[0].dtype, dimension=axis)
-
-    # -- arithmetic ----------------------------------------------------------------------------------------
 
     def binary(self, prim: str, a: Scalar, b: Scalar, dtype: str, out: str = "") -> Operand:
         """An element-wise operation of two, which broadcast; computed in `dtype`."""
@@ -220,8 +216,6 @@ class Equations:
         axes = [a % rank for a in axes]
         lead = [y.shape[a] if a in axes else 1 for a in range(rank)]
         return self.binary(prim, y, self.broadcast(self.cast(x, y.dtype), lead, axes), y.dtype)
-
-    # -- others --------------------------------------------------------------------------------------------
 
     def drawn(self, prim: str, shape: Extents, dtype: str = "float32") -> Var:
         """Random numbers of a key of their own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,8 @@ _COUNTS = ("iota", "sort", "top_k", "argmax", "argmin")
 formulas(
     {
         "index_select": lambda m, v, x, dim, ids: _index(m, v, x, [*[None] * (dim % len(x.shape)), ids]),
-        "logcumsumexp": lambda m, v, x, dim: _running(m, x, dim % len(x.shape), -math.inf, _log_of_sum),
-        "logaddexp": lambda m, v, x, y: _log_of_sum(m, m.expand(x, v.shape), m.expand(y, v.shape)),
+        "logcumsumexp": lambda m, v, x, dim: _logs_of_sums(m, x, dim % len(x.shape)),
+        "logaddexp": lambda m, v, x, y: log_of_sum(m, m.expand(x, v.shape), m.expand(y, v.shape)),
         "cumsum": lambda m, v, x, dim, **more: m.unary(
             "cumsum", m.cast(x, v.dtype), axis=dim % len(x.shape), reverse=False
         ),
@@ -35,20 +35,18 @@ formulas(
 )
 
 
-Joining = Callable[[Equations, Operand, Operand], Operand]
-
-
-def _running(m: Equations, x: Operand, axis: int, begin: float, joined: Joining) -> Operand:
-    """An associative function of all elements up to each, by doubling; `begin`: what changes nothing."""
+def _logs_of_sums(m: Equations, x: Operand, axis: int) -> Operand:
+    """Of all elements up to each, by doubling."""
     size, step = x.shape[axis], 1
     while step < size:
-        ins = [m.slice(x, axis, 0, size - step), m.constant(begin, x.dtype)]
-        widths = tuple((step, 0, 0) if a == axis else (0, 0, 0) for a in range(len(x.shape)))
-        x, step = joined(m, x, m.emit("pad", ins, x.shape, x.dtype, padding_config=widths)), 2 * step
+        ins = [m.slice(x, axis, 0, size - step), m.constant(-math.inf, x.dtype)]
+        widths = tuple((step * (a == axis), 0, 0) for a in range(len(x.shape)))
+        x = log_of_sum(m, x, m.emit("pad", ins, x.shape, x.dtype, padding_config=widths))
+        step *= 2
     return x
 
 
-def _log_of_sum(m: Equations, x: Operand, y: Operand) -> Operand:
+def log_of_sum(m: Equations, x: Operand, y: Operand) -> Operand:
     """log(exp(x) + exp(y)), whose slopes are halves where both are equal, infinite too."""
     same = m.binary("eq", x, y, x.dtype, "bool")
     apart = m.unary("abs", m.select(same, 0, m.binary("sub", x, y, x.dtype), x.dtype), **{FLAT: True})
@@ -173,9 +171,6 @@ def one_hot(m: Equations, v: Type, ids: Operand, classes: int = -1) -> Operand:
     place = m.counted(v.shape, len(v.shape) - 1, "int32")
     at = m.broadcast(m.cast(ids, "int32"), v.shape, range(len(ids.shape)))
     return m.cast(m.binary("eq", at, place, "int32", "bool"), v.dtype)
-
-
-# -- order ---------------------------------------------------------------------------------------------------
 
 
 def moved(m: Equations, x: Operand, a: int, b: int) -> Operand:

@@ -61,9 +61,6 @@ def _operations() -> Any:
     return own
 
 
-# -- recurrent layers of packed sequences, and CTC -----------------------------------------------------------
-
-
 def _held(
     x: Any, lengths: Any, steps: int, kind: str, states: Any, weights: Any, biases: Any, *more: Any
 ) -> Any:
@@ -160,9 +157,6 @@ def _extreme(name: str, of: str, library: Callable[[str], bool]) -> Callable[...
         return getattr(torch, of)(first, other)
 
     return called
-
-
-# -- `flex_attention` as operations that have rules, on tensors of any device --------------------------------
 
 
 def _flex(  # type: ignore[no-untyped-def]

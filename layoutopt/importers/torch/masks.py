@@ -117,8 +117,6 @@ def _of_array(mask: KnownArray) -> HiddenKeys | None:
     return None
 
 
-# -- operations ----------------------------------------------------------------------------------------------
-
 Follow = Callable[..., "Shadow | None"]
 
 

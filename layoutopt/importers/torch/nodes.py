@@ -46,9 +46,6 @@ def scope_of(path: str) -> str:
     return re.sub(r"[^\w./\-]+", "", path.removeprefix(MODULE).lstrip(".").replace(".", "/"))
 
 
-# -- agreement -----------------------------------------------------------------------------------------------
-
-
 GIVEN = "given"
 """A rule that takes `*given` reads all of them."""
 IN_THE_RESULT = frozenset(
@@ -103,9 +100,6 @@ def check_type(found: Any, v: Any) -> None:
             ours, its = (x.dtype, x.shape), (t.dtype, t.shape)
             if ours != its:
                 raise NotImplementedError(f"its rule gives {ours}, PyTorch {its}")
-
-
-# -- smaller operations, by PyTorch's own definitions --------------------------------------------------------
 
 
 def decomposed(n: Any, known: dict[Any, Any]) -> Any:

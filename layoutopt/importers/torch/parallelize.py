@@ -161,9 +161,6 @@ def _checkpointed(layer: Any, keep: tuple[str, ...]) -> None:
     layer.forward = again
 
 
-# -- styles of tensor ranks ----------------------------------------------------------------------------------
-
-
 def split_weights(module: Any, ranks: PlanRanks, mesh: Any, flow: StyleFlow) -> None:
     """Splits the weights of a module over tensor ranks, in place.
 

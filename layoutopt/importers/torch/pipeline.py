@@ -242,9 +242,6 @@ class Pipeline:
         return form(own, microbatches, loss_fn=lambda out, target: out, scale_grads=False)
 
 
-# -- where a module can be cut -------------------------------------------------------------------------------
-
-
 def outline_of(trials: ModuleTrials, stack: LayerList, rows: int) -> StageOutline | str:
     """Where a module can be cut between the layers of a stack, or why its code cannot run in stages."""
     leaves = torch_module().utils._pytree.tree_leaves

@@ -72,9 +72,6 @@ def _summed(m: Equations, x: Operand, name: str, needed: set[str]) -> tuple[Oper
     return m.reduced("reduce_sum", x, gone), "".join(c for c in name if c in needed)
 
 
-# -- attention -----------------------------------------------------------------------------------------------
-
-
 @rule("scaled_dot_product_attention")
 def _attention(
     m: Equations,
@@ -144,9 +141,6 @@ def _grouped(m: Equations, mask: Operand, heads: int, group: int) -> Operand:
     return m.reshape(mask, (*mask.shape[:-3], *own, *mask.shape[-2:]))
 
 
-# -- normalisations ------------------------------------------------------------------------------------------
-
-
 def _affine(m: Equations, y: Operand, weight: Any, bias: Any, axes: Sequence[int]) -> Operand:
     y = y if weight is None else m.along("mul", y, weight, axes)
     return y if bias is None else m.along("add", y, bias, axes)
@@ -210,9 +204,6 @@ def _grouped_mm(
     numbers = RaggedNumbers((((1,), (1,)), ((), ())), (0,), (0,))
     ins = [m.cast(x, v.dtype), m.cast(w, v.dtype), counts]
     return m.emit("ragged_dot_general", ins, v.shape, v.dtype, ragged_dot_dimension_numbers=numbers)
-
-
-# -- windows -------------------------------------------------------------------------------------------------
 
 
 def _each(given: Any, count: int) -> list[int]:

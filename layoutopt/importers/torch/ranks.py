@@ -15,7 +15,7 @@ from typing import Any
 from layoutopt.importers.arrays.contract import EquationBlock, Var
 from layoutopt.importers.arrays.placing import ArrayAxes
 from layoutopt.importers.arrays.relations import FROM, TO
-from layoutopt.importers.torch.calls import torch_module
+from layoutopt.importers.torch.calls import outward, torch_module
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -154,17 +154,10 @@ def takes_rows(args: Any, kwargs: Any, out: Any) -> bool:
 def mixing(block: EquationBlock, paths: Collection[str]) -> set[str]:
     """The modules of experts that do more than add up, over choices, what they make of each row alone."""
     weight, given, row, several, done = range(5)
-    scopes, wrong = {path.replace(".", "/"): path for path in paths}, set[str]()
-
-    @cache
-    def owner(scope: str) -> str:
-        outward = (scope[:at] for at in range(len(scope) + 1) if scope[at : at + 1] in ("", "/"))
-        return next((scopes[part] for part in outward if part in scopes), "")
-
-    stage = {id(x): (own, weight) for x in block.ins if scopes and (own := owner(x.path))}
-    for e in block.equations if scopes else ():
-        path = owner(e.scope)
-        of = set[int]()
+    wrong, owner = set[str](), cache(lambda scope: next((p for p in outward(scope, "/") if p in paths), ""))
+    stage = {id(x): (own, weight) for x in block.ins if paths and (own := owner(x.path))}
+    for e in block.equations if paths else ():
+        path, of = owner(e.scope), set[int]()
         for x in e.ins:
             own, now = stage.get(id(x), ("", given))
             if own != path and now in (row, several):

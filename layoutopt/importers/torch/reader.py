@@ -137,8 +137,6 @@ class _NodeReader:
         own = self.m
         return ReadProgram(block, self.arguments, new_state, own.key, notes, own.whole, own.norms, met)
 
-    # -- arguments -----------------------------------------------------------------------------------------
-
     def _argument(self, n: Any, spec: Any) -> None:
         value, kind = n.meta.get("val"), spec.kind.name
         if not isinstance(value, self.torch.Tensor):
@@ -177,8 +175,6 @@ class _NodeReader:
             self.first[n] = v
         if kind == "PARAMETER":
             self.parameters.add(n)
-
-    # -- nodes ---------------------------------------------------------------------------------------------
 
     def _run(self, owner: Any, graph: Any) -> Any:
         """The results of a graph whose arguments have values."""
@@ -336,8 +332,6 @@ class _NodeReader:
             return [own("stop_gradient", x) if isinstance(x, Var) and has_fractions(x) else x for x in found]
         return found
 
-    # -- writes in place -----------------------------------------------------------------------------------
-
     def _batch_norm(self, n: Any, args: Sequence[Any]) -> Operand:
         x, *given = args[:5]
         self.m.call = n.name
@@ -369,8 +363,6 @@ class _NodeReader:
                 self.values[n] = self._made(n, name, result, (self.values[base], *args[1:]), more)
                 self.shadows.pop(n, None)
                 self._remake(n, None)
-
-    # -- masks ---------------------------------------------------------------------------------------------
 
     def _follow(self, n: Any, name: str, v: Any) -> None:
         shadows = {x: self.shadows.get(self._root(x)) for x in n.all_input_nodes}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 from layoutopt.importers.arrays.contract import EquationBlock, Operand, Var
 from layoutopt.importers.torch.elementwise import TABLE, AtenRule, Type, rule
 from layoutopt.importers.torch.emitter import Equations
+from layoutopt.importers.torch.indexing import log_of_sum
 
 States = tuple[Operand, ...]
 RecurrentCell = Callable[[Equations, list[Operand], list[Operand], States], States]
@@ -184,12 +185,6 @@ def _ctc(
     before = m.concatenate([m.full(-1, (rows, 1), y.dtype), m.slice(y, 1, 0, count - 1)], 1)
     other = m.binary("ne", y, before, y.dtype, "bool")
 
-    def added(*each: Operand) -> Operand:
-        most = m.unary("stop_gradient", reduce(lambda a, b: m.binary("max", a, b, dtype), each))
-        parts: list[Operand] = [m.unary("exp", m.binary("sub", z, most, dtype)) for z in each]
-        total = reduce(lambda a, b: m.binary("add", a, b, dtype), parts)
-        return m.binary("add", most, m.unary("log", total), dtype)
-
     begin = m.concatenate([m.full(0, (rows, 1), dtype), m.full(_NEVER, (rows, count), dtype)], 1)
     states = [begin, m.full(_NEVER, (rows, count), dtype)]
     given = [blanks, labels, _until(m, lengths, steps)]
@@ -200,9 +195,10 @@ def _ctc(
         body.ins = [skip, never, at_blank, at_label, blank_, label, on]
         last = m.concatenate([never, at_label], 1)
         jump = m.select(skip, m.slice(last, 1, 0, count), _NEVER, dtype)
+        each = (at_label, m.slice(at_blank, 1, 0, count), jump)
         new = [
-            m.binary("add", added(at_blank, last), blank_, dtype),
-            m.binary("add", added(at_label, m.slice(at_blank, 1, 0, count), jump), label, dtype),
+            m.binary("add", log_of_sum(m, at_blank, last), blank_, dtype),
+            m.binary("add", reduce(partial(log_of_sum, m), each), label, dtype),
         ]
         body.outs = [m.select(on, a, b, dtype) for a, b in zip(new, (at_blank, at_label), strict=True)]
     outs = [Var(s.shape, dtype) for s in states]
@@ -215,6 +211,6 @@ def _ctc(
         at = m.binary("eq", m.counted(end.shape, 1, "int32"), m.reshape(place, (rows, 1)), "int32", "bool")
         found.append(m.reduced("reduce_sum", m.select(at, end, 0, dtype), [1]))
     found[1] = m.select(m.binary("gt", counts, 0, counts.dtype, "bool"), found[1], _NEVER, dtype)
-    loss = m.unary("neg", added(*found))
+    loss = m.unary("neg", log_of_sum(m, *found))
     lost = m.binary("gt", loss, -_NEVER / 2, dtype, "bool")
     return m.select(lost, 0 if zero else math.inf, loss, dtype)

@@ -143,9 +143,6 @@ TABLE |= {"var": _spread(False), "std": _spread(True)}
 TABLE |= {f"{name}_mean": TABLE[name] for name in ("var", "std")}
 
 
-# -- losses --------------------------------------------------------------------------------------------------
-
-
 _MEAN, _SUM = 1, 2
 
 

@@ -123,8 +123,6 @@ class Selections:
         self.m = m
         self.rows: dict[str, _Rows] = {}
 
-    # -- sizes ---------------------------------------------------------------------------------------------
-
     def size(self, size: Any) -> int:
         """A size in which all rows count."""
         if isinstance(size, int):
@@ -194,8 +192,6 @@ class Selections:
             kind = str(value.dtype).removeprefix("torch.")
             return Type(sizes, REAL.get(kind) or dtype_of(value.dtype))
         return [self.type_of(x) for x in value] if isinstance(value, list | tuple) else None
-
-    # -- operations ----------------------------------------------------------------------------------------
 
     def _selects(self, name: str, args: Sequence[Any]) -> bool:
         """Whether an operation selects by truth values."""

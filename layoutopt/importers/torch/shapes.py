@@ -116,9 +116,6 @@ def _unfold(m: Equations, v: Type, x: Operand, dim: int, size: int, step: int) -
     return m.concatenate([m.reshape(y, (*y.shape, 1)) for y in parts], len(x.shape))
 
 
-# -- arrays of nothing ---------------------------------------------------------------------------------------
-
-
 @rule("arange")
 def _arange(m: Equations, v: Type, *given: Any, **more: Any) -> Operand:
     numbers = [x for x in given if isinstance(x, int | float)]
@@ -141,9 +138,6 @@ def _randint(m: Equations, v: Type, *given: Any, **more: Any) -> Operand:
         raise NotImplementedError(f"it draws from {high - low} numbers, more than 2**24")
     places = m.binary("mul", m.drawn("random_uniform", v.shape), high - low, "float32")
     return m.binary("add", m.cast(m.unary("floor", places), v.dtype), low, v.dtype)
-
-
-# -- writes to views -----------------------------------------------------------------------------------------
 
 
 Inverse = Callable[[Equations, Operand, Operand, Sequence[Any]], Operand]

@@ -51,11 +51,10 @@ def module_parameters(module: Any, origin: ImportedFunction) -> dict[str, ArrayA
 
 
 Owned = list[tuple[str, ArrayAxes, Any]]
-"""Every parameter: its dotted path, its axes, and the module that has it."""
 
 
 def owned(module: Any, parameters: Mapping[str, ArrayAxes]) -> Owned:
-    """Parameters with their modules."""
+    """Every parameter: its dotted path, its axes, and the module that has it."""
     modules = dict(module.named_modules(remove_duplicate=False))
     return [(path, array, modules[path.rpartition(".")[0]]) for path, array in parameters.items()]
 
@@ -138,9 +137,8 @@ class StyleFlow:
         for path in mixing(origin.block, self.experts):
             self.without[self.experts[path]] = f"{path} does more than add up what it makes of single rows"
         names, held = dict[str, int](), owned(module, parameters)
-        linear = torch_module().nn.Linear | torch_module().nn.Embedding
         for path, array, of in held:
-            styled = isinstance(of, linear)
+            styled = isinstance(of, torch_module().nn.Linear | torch_module().nn.Embedding)
             sent = path.rpartition(".")[0] in self.experts
             for name, size in zip(sum(array.axes, ()), sum(array.sizes, ()), strict=True):
                 names[name] = size
@@ -231,16 +229,7 @@ class StyleFlow:
             return trials.run(pieces, partial(short, names, pieces), trials.owners(names))
 
         tried = sorted((self._between | {*self.experts.values()}) - self.without.keys())
-        together: list[tuple[list[str], set[str]]] = []
-        for name in tried:  # what no part has both of fails alone or not at all
-            own = trials.owners([name])
-            names, parts = next((g for g in together if own.isdisjoint(g[1])), None) or ([], set[str]())
-            if not names:
-                together.append((names, parts))
-            names.append(name)
-            parts |= own
-        doubtful = [name for names, _ in together if not names[1:] or fails(names) for name in names]
-        failed = {name: why for name in doubtful if (why := fails([name]))}
+        failed = {name: why for name in tried if (why := fails([name]))}
         self.code |= {d: f"the module does not run on a part of it: {w}; {SIZED}" for d, w in failed.items()}
         if failed and (whole := fails(failed, cut=False)):
             unknown = f"no code is known to run on a part of it: without values it does not run: {whole}"

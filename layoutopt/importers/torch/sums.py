@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import cache, partial
-from inspect import signature
 from typing import Any
 
 from layoutopt.importers.torch.calls import torch_module
@@ -124,8 +123,16 @@ def _synced(forward: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) 
 @cache
 def _synced_calls() -> Any:
     torch = torch_module()
-    own, taken = torch.nn.functional.batch_norm, signature(torch.nn.functional.batch_norm)
-    plain = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+    running, affine, how = (
+        ("running_mean", "running_var"),
+        ("weight", "bias"),
+        ("training", "momentum", "eps"),
+    )
+    taken = {
+        torch.batch_norm: ("input", *affine, *running, *how),
+        torch.nn.functional.batch_norm: ("input", *running, *affine, *how),
+    }
+    default = dict.fromkeys((*affine, *running, "training")) | {"momentum": 0.1, "eps": 1e-5}
 
     class SyncedCalls(torch.overrides.TorchFunctionMode):  # type: ignore[name-defined]
         """Calls of `batch_norm` with the statistics of the whole batch."""
@@ -135,31 +142,15 @@ def _synced_calls() -> Any:
             self.group = group
 
         def __torch_function__(self, of: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            if of is torch.batch_norm:
-                given = dict(zip(plain, args, strict=False)) | kwargs
-            elif of is own:
-                given = taken.bind(*args, **kwargs).arguments
-            else:
-                return of(*args, **kwargs)
-            return self.normed(**given) if given.get("training") else of(*args, **kwargs)
-
-        def normed(
-            self,
-            input: Any,
-            running_mean: Any = None,
-            running_var: Any = None,
-            weight: Any = None,
-            bias: Any = None,
-            momentum: float = 0.1,
-            eps: float = 1e-5,
-            **others: Any,
-        ) -> Any:
-            found, mean, var = _synced_norm().apply(input, weight, bias, self.group, eps)
-            count = self.group.size() * input.numel() / input.shape[1]
-            for running, now in ((running_mean, mean), (running_var, var * count / (count - 1))):
-                if running is not None:
-                    running.copy_(running.to(now.dtype).lerp_(now, momentum))
+            given = default | dict(zip(taken.get(of, ()), args, strict=False)) | (kwargs or {})
+            if of not in taken or not given["training"]:
+                return of(*args, **(kwargs or {}))
+            x, group = given["input"], self.group
+            found, mean, var = _synced_norm().apply(x, given["weight"], given["bias"], group, given["eps"])
+            count = group.size() * x.numel() / x.shape[1]
+            for name, now in zip(running, (mean, var * count / (count - 1)), strict=True):
+                if (old := given[name]) is not None:
+                    old.copy_(old.to(now.dtype).lerp_(now, given["momentum"]))
             return found
 
     return SyncedCalls
@@ -196,11 +187,7 @@ def _synced_norm() -> Any:
             shape = [1, -1, *[1] * (x.ndim - 2)]
             own = own - (scale * all_of + slope * mean).reshape(shape)
             own = torch.addcmul(own, x, slope.reshape(shape)).to(x.dtype)
-            return (
-                own,
-                *(g if given else None for g, given in zip((by_weight, by_bias), context.given, strict=True)),
-                None,
-                None,
-            )
+            by = (g if given else None for g, given in zip((by_weight, by_bias), context.given, strict=True))
+            return own, *by, None, None
 
     return SyncedNorm

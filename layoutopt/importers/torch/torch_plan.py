@@ -128,9 +128,6 @@ class CountedMean:
         return (torch_module().stack(self._counts).mean() if self._counts else 1.0) / parts
 
 
-# -- the loss of a part of the batch -------------------------------------------------------------------------
-
-
 class ModuleStep:
     """step(batch) -> the loss of the whole batch, of this rank's part of it (`rows`).
 
@@ -252,9 +249,6 @@ def _copies(grad: Any, mesh: Any) -> int:
     placed = zip(grad.device_mesh.shape, grad.placements, strict=True) if hasattr(grad, "placements") else ()
     # `_StridedShard` is no `Shard`.
     return int(mesh.size()) // math.prod(size for size, placement in placed if not placement.is_replicate())
-
-
-# -- the plan ------------------------------------------------------------------------------------------------
 
 
 class TorchPlan:

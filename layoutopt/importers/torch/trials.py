@@ -37,16 +37,11 @@ class ModuleTrials:
     heads: Collection[int] = ()
 
     @cached_property
-    def _known(self) -> dict[str, list[tuple[Any, Any]]]:
-        return known_calls(self.calls)
-
-    @cached_property
-    def _own(self) -> dict[str, Any]:
-        return dict(self.module.named_parameters(remove_duplicate=False))
-
-    @cached_property
-    def _whole(self) -> dict[int, Any]:
-        return {id(t): self._piece(t) for t in (*self._own.values(), *self.module.buffers())}
+    def _known(self) -> tuple[Any, dict[str, Any], dict[int, Any]]:
+        """Calls of the trace, parameters by path, and parameters and buffers without values by number."""
+        own = dict(self.module.named_parameters(remove_duplicate=False))
+        whole = {id(t): self._piece(t) for t in (*own.values(), *self.module.buffers())}
+        return known_calls(self.calls), own, whole
 
     def _piece(self, tensor: Any, cut: Sequence[int] = ()) -> Any:
         """A tensor without values as a rank's module reads it, each axis cut into some pieces."""
@@ -93,14 +88,15 @@ class ModuleTrials:
         given = torch.utils._pytree.tree_map(
             lambda x: converted(x, self.param_dtype).to("meta") if torch.is_tensor(x) else x, self.batch
         )
+        calls, parameters, whole = self._known
         cut = {}
         for p, a in self.parameters.items():
             if any(by := [math.prod(ways.get(n, 1) for n in names) - 1 for names in a.axes]):
-                cut[id(self._own[p])] = self._piece(self._own[p], [n + 1 for n in by])
+                cut[id(parameters[p])] = self._piece(parameters[p], [n + 1 for n in by])
 
         def once(*contexts: AbstractContextManager[Any]) -> str:
-            own = copied(self.module, self._whole | cut)  # what its code keeps of this call is not the user's
-            replay(self._known, own, self.owners(ways).union(parts))
+            own = copied(self.module, whole | cut)  # what its code keeps of this call is not the user's
+            replay(calls, own, self.owners(ways).union(parts))
             own = (prepare(own) if prepare is not None else None) or own
             try:
                 with ExitStack() as stack:
