@@ -62,8 +62,9 @@ eager PyTorch. What torchtitan did not compile is eager PyTorch (`framework_of`)
 EVERY = {"vtrain_a100_h1024": 16, "vtrain_a100_h2048": 16, "vtrain_a100_multi": 3}
 """Tables of a few numbers many times over (`benchmarks.published_layers`), of which one row in so many is
 priced."""
-LESS = "without the recipe's offload: "
-"""How a run differs whose recipe moves values of some of its layers to the host, which no layout asks."""
+LESS = "without the recipe's "
+"""How a run differs whose recipe holds less, by what no layout asks: it moves values of some of its layers to
+the host, or recomputes norms and activations."""
 EGRESS = {("fms_fsdp_llama2", "a100_80gb"): "50", ("fms_fsdp_llama2", "h100_80gb"): "100"}
 """Tables whose source states the network of a node once, for all rows of a chip -> GB/s."""
 VTRAIN = "iteration time (ms)"
@@ -294,7 +295,9 @@ def _row(table: str, row: Mapping[str, str]) -> Row:
         decided["microbatches"] = batch // (data * micro)
     ways, differs = recomputed(row, layers)
     if row.get("offload"):
-        differs = (*differs, f"{LESS}{row['offload']}")
+        differs = (*differs, f"{LESS}offload: {row['offload']}")
+    if row.get("recompute_modules") and not row["recompute"]:
+        differs = (*differs, f"{LESS}recomputation: {row['recompute_modules']}")
     if row["attention"] == UNKNOWN:
         if int(row["seq"]) > SHORT:
             raise CannotError("the rate of the kernel of attention is not known")

@@ -1,11 +1,10 @@
 """The memory that a framework gives a number for: rules (15) to (17) of `costmodels.liveness`."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 from costmodels.kept import logits
 from costmodels.stage_ends import EndWork, StageEnd
 from mesh_tf_core.ir.blocks import MICROBATCH, TICK
-from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.liveness import ValueSize
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllReduce, Instr, Local, Loop, Program, ReduceScatter, Slice
@@ -51,27 +50,24 @@ def moments(program: Program, stored: Mapping[str, int]) -> int:
     return sum(own.values())
 
 
-def accumulated(program: Program) -> Iterator[tuple[int, int]]:
-    """The tensors that add gradients up, but for scalars, each with the bytes of an element: sums of loops
-    over microbatches or ticks; of one microbatch, the gradients themselves."""
+def gradients(program: Program) -> tuple[set[int], set[int]]:
+    """Arrays that add gradients up: sums of loops over microbatches or ticks, or the gradients of one
+    microbatch, and what devices add up of them; and those that a buffer has, which the update reads, as they
+    are before devices add them up, or split them for the update alone."""
     loops = (i for i in program.every(Loop) if i.dim.name in (MICROBATCH, TICK))
-    sums = [program.values[total] for loop in loops for _, total in loop.summed]
-    for value in sums or [v for v in program.values if v.tensor in program.outline.gradient_of]:
-        if value.shape.dims and value.tensor >= 0:
-            yield value.tensor, itemsize(value.dtype)
-
-
-def buffers(program: Program) -> set[int]:
-    """The arrays in a buffer of gradients: those that the update reads, as they are before devices add them
-    up, or split them for the update alone."""
-    found, first = set[int](), dict[int, int]()
+    sums = {total for loop in loops for _, total in loop.summed}
+    owner, buffers, first = program.outline.gradient_of, set[int](), dict[int, int]()
+    sums = sums or {value.id for value in program.values if value.tensor in owner}
     for instr in program.code:
         if instr.origin.phase == Phase.UPDATE:
-            found |= {i for i in map(first.get, instr.inputs) if i and program.values[i].shape.dims}
+            buffers |= {i for i in map(first.get, instr.inputs) if i and program.values[i].shape.dims}
         elif instr.origin.phase == Phase.BACKWARD or isinstance(instr, Loop):
-            own = program.outline.gradient_of.keys() & {program.values[o].tensor for o in instr.outputs}
-            split = isinstance(instr, ReduceScatter | Slice) and not own
-            same = split or isinstance(instr, AllReduce) or (isinstance(instr, Local) and instr.op.converts)
-            made = zip(instr.inputs if same else instr.outputs, instr.outputs, strict=True)
-            first.update((o, first.get(i, i)) for i, o in made)
-    return found
+            split = isinstance(instr, ReduceScatter | Slice)
+            alike = isinstance(instr, Local) and (instr.op.converts or instr.op.free) and instr.inputs
+            same = split or isinstance(instr, AllReduce) or alike
+            for i, o in zip(instr.inputs if same else instr.outputs, instr.outputs, strict=False):
+                first[o] = o if split and program.values[o].tensor in owner else first.get(i, i)
+                sums |= {o} if same and i in sums else set()
+    tensors = {program.values[i].tensor for i in sums | buffers} - {-1}
+    held = (v.id for v in program.values if v.tensor in tensors or v.id in sums or v.id in buffers)
+    return {i for i in held if program.values[i].shape.dims}, buffers

@@ -44,7 +44,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from costmodels.held_by_frameworks import Beside, accumulated, buffers, moments
+from costmodels.held_by_frameworks import Beside, gradients, moments
 from costmodels.kept import beside, gathered, kept_values, logits, staying, variable_casts
 from costmodels.kernels.fused import Fused, fused, made_by_kernels, unwritten
 from costmodels.kernels.fusion import Fuses, fusion_of
@@ -134,10 +134,8 @@ class MemoryRules:
         more = Counter[int](beside(program, self.fuses) if self.masks else {})
         more.update({t: n - 1 for t, n in (gathered(program) if self.gathers else {}).items()})
         times = dict(self._flying(program))
-        if self.gradient_bytes:
-            more.update({t: self.gradient_bytes / n - 1 for t, n in accumulated(program)})
-            own = (i for i in buffers(program) if program.values[i].tensor < 0)
-            times |= {i: self.gradient_bytes / itemsize(program.values[i].dtype) for i in own}
+        sums = (program.values[i] for i in (gradients(program)[0] if self.gradient_bytes else ()))
+        times |= {value.id: self.gradient_bytes / itemsize(value.dtype) for value in sums}
         return ValueSizes(regrouped, shares, more, times)
 
     def _flying(self, program: Program) -> Mapping[int, float]:
@@ -321,7 +319,7 @@ class _Walk:
         self.kept: dict[int, int] = {}
         step = rules.step_copies * moments(program, self.stored)
         self.beside = Beside(program, rules.loss_copies, step, work, end)
-        early = map(self.liveness.memory, buffers(program) if rules.buffers else ())
+        early = map(self.liveness.memory, gradients(program)[1] if rules.buffers else ())
         self.now.take(self.liveness.own(early), self._size)
 
     def run(self) -> MemoryProfile:

@@ -12,7 +12,7 @@ the readers of a block, and values that exist only during one operation.
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-from costmodels.held_by_frameworks import buffers
+from costmodels.held_by_frameworks import gradients
 from costmodels.liveness import MemoryRules, kernel_memory
 from costmodels.stage_ends import StageEnd
 from layoutopt.formulation.held_bytes import Counted, HeldBytes, PointKey, fading, last_reads
@@ -77,7 +77,7 @@ class ProgramPoints:
         self._starts: list[int] = []
         self._carries()
         self._kept = self._last_reads()
-        self._walk(buffers(program) if rules.buffers else ())
+        self._walk(gradients(program)[1] if rules.buffers else ())
         self._copies()
         self._casts(kernels.casts)
 

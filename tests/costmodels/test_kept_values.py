@@ -173,6 +173,15 @@ def test_a_buffer_of_gradients_is_as_large_for_one_microbatch_as_for_two(storage
     assert two - 1.02 * embedding < held(1) <= two
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved:2"])
+def test_sums_of_stages_have_the_bytes_of_their_framework(schedule: str) -> None:
+    """The layers of a stage, and its embedding or head."""
+    made = program("pipe:2", "layers:pipe", (("microbatches", 4), ("schedule", schedule)))
+    narrow, wide = (memory(made, replace(LAUNCHED, gradient_bytes=n, buffers=1)).peak for n in (2, 4))
+    layers = LAYERS // 2 * (2 * D * FF + 4 * D * KV * HEADS)
+    assert wide - narrow == pytest.approx(2 * (layers + VOCAB * D), rel=0.01)
+
+
 @pytest.mark.parametrize("overwrites", [False, True])
 @pytest.mark.parametrize("where", [("data:1", ""), ("model:2", "vocab:model;vocab@crossentropy:none")])
 def test_a_loss_holds_its_copies_of_whole_logits(where: tuple[str, str], overwrites: bool) -> None:
