@@ -27,7 +27,7 @@ from layoutopt.plan.units import mesh_option
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.stages import on_mesh
-from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError
+from mesh_tf_core.errors import InfeasibleError, LayoutError, UserError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.model import Model
@@ -58,7 +58,7 @@ def sensitivity(
     """The best under half and twice the bandwidth, memory and devices.
 
     The plan's mesh stays, except where the number of devices changes: then its shape is searched too, which
-    pins and replicas, which name axes, do not allow.
+    replicas, which name axes, do not allow.
 
     Args:
       told: called with every condition, in words, before its search.
@@ -66,7 +66,7 @@ def sensitivity(
     from layoutopt.optimize.entry import search
 
     devices = plan.mesh.devices
-    reshaped = not (asked.pins or asked.forbid or asked.diloco) and devices % 2 == 0
+    reshaped = not asked.diloco and devices % 2 == 0
     left = itertools.count(6 if reshaped else 4, -1)
 
     def searched(words: str, **change: Any) -> Plan | bool:
@@ -80,7 +80,7 @@ def sensitivity(
             mesh = change.get("mesh", plan.mesh)
             space = asked if mesh is None else on_mesh(model, mesh, asked)
             return search(model, **{"mesh": mesh, "hardware": hardware, **limits, "space": space, **change})
-        except (InfeasibleError, LimitError) as error:
+        except UserError as error:  # a pin may ask for what another number of devices does not divide
             return isinstance(error, InfeasibleError)
 
     def curve(name: str, unit: float, change: Callable[[float], ChangedBy]) -> FactorCurve:

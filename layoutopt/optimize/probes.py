@@ -278,12 +278,10 @@ class Probes:
         if SOME in self.space.recompute and guess.layers > 1 and guess.saved > 0:
             size, own = costs(ALL)[1], guess.layers
             number = math.ceil(own * (1 - (self.limit - size) / guess.saved))
-            tried = [
-                (next(iter(p)).only, f is None or f.peak > self.limit)
-                for p, (_, f) in guess.tried.items()
-                if p and next(iter(p)).only
-            ]
-            number = max([number, *(n + 1 for n, over in tried if over)])
+            tried = [(next(iter(p)).only, f) for p, (_, f) in guess.tried.items() if p and next(iter(p)).only]
+            if any(found is None for _, found in tried):  # no number of layers is legal
+                return
+            number = max([number, *(n + 1 for n, f in tried if f is not None and f.peak > self.limit)])
             if 0 < number < own:
                 rest = {*map(Recomputed, loops)} - {Recomputed(self.dim)}
                 yield (

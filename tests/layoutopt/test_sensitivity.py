@@ -76,6 +76,15 @@ def test_a_trial_is_what_a_search_finds(
     assert curves["devices"][2].step_seconds == pytest.approx(found.predicted.step_seconds, rel=1e-9)
 
 
+def test_pins_hold_with_other_numbers_of_devices(model: mtf.Model, plan: Plan, hardware: Hardware) -> None:
+    limit, axis = 3.0 * plan.predicted.peak_memory_bytes, plan.mesh.names[0]
+    asked = replace(ASKED, pins={"batch": (axis,)}, given=ASKED.given | {"pins"})
+    pinned = search(model, str(plan.mesh), hardware=hardware, space=asked)
+    found = {c.factor: c.points for c in sensitivity(model, pinned, hardware, limit, asked)}
+    assert [t.value for t in found["devices"]] == [2, 4, 8]
+    assert all(t.step_seconds and f"batch:{axis}" in t.layout for t in found["devices"])
+
+
 def test_details_are_what_reports_read(curves: Curves) -> None:
     assert [p.value for p in curves["bandwidth"]] == [0.5, 1.0, 2.0]
     assert all(p.step_seconds and p.layout for p in curves["bandwidth"])
