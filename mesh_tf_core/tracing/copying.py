@@ -182,10 +182,10 @@ class Replay(Copy):
 
 
 class LoopedCopy(Copy):
-    """A copy of a step, but for its updates, in which loops work on microbatches, one after the other.
+    """A copy of a step in which loops work on microbatches, or replicas.
 
     Attributes:
-      kept: the nodes outside of loops.
+      kept: the nodes outside of loops but for updates.
       outside: old tensor -> its copy outside of these loops, as far as it is known.
     """
 
@@ -196,7 +196,7 @@ class LoopedCopy(Copy):
         self.outside: dict[int, Tensor] = {}
 
     def whole(self, old: int) -> Tensor:
-        """The copy of a tensor outside of the loops: of one that is the same for all microbatches."""
+        """The copy of a tensor outside of the loops: of one that is the same in all iterations."""
         if old not in self.outside:
             self.outside.update(self._alone(self.makers[old], {}))
         return self.outside[old]

@@ -25,7 +25,7 @@ from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import derives_key
 from mesh_tf_core.tracing.batch_linearity import outer_reads
-from mesh_tf_core.tracing.copying import Copy
+from mesh_tf_core.tracing.copying import CopiedTensors, LoopedCopy
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -45,74 +45,70 @@ def _draws(node: Node) -> bool:
     return derives_key(node.op) or any(derives_key(n.op) for n, _ in (node.body.walk() if node.body else ()))
 
 
-class InnerStep(Copy):
+class InnerStep(LoopedCopy):
     """A training step of every replica, side by side, under construction.
 
     Args:
       graph: of a whole step, with its updates.
+
+    Attributes:
+      own: variables of which each replica has its own: all but those whose new value no input, random number
+        or own variable has a part in.
     """
 
     def __init__(self, graph: Graph, replicas: int) -> None:
         super().__init__(graph)
-        self.dim, self.own = Dim(REPLICA, replicas), self._own()
-
-    def _own(self) -> set[str]:
-        """Variables of which each replica has its own: all but those whose new value no input, random number
-        or own variable has a part in."""
-        nodes = self.old.nodes
-        own = {v.name for v in self.old.variables.values() if v.trainable}
-        while True:
-            behind: set[int] = set()
-            for node in nodes:
+        self.dim, behind = Dim(REPLICA, replicas), set[int]()
+        self.own, count = {v.name for v in graph.variables.values() if v.trainable}, -1
+        while count < len(self.own):
+            count = len(self.own)
+            for node in graph.nodes:
                 op = node.op
-                begins = isinstance(op, Feed) or (isinstance(op, Read) and op.variable.name in own)
-                if begins or _draws(node) or not behind.isdisjoint(outer_reads(self.old, node)):
+                begins = isinstance(op, Feed) or (isinstance(op, Read) and op.variable.name in self.own)
+                if begins or _draws(node) or not behind.isdisjoint(outer_reads(graph, node)):
                     behind.update(node.made)
-            more = {n.op.variable.name for n in nodes if isinstance(n.op, Assign) and n.inputs[0] in behind}
-            if more <= own:
-                return own
-            own |= more
+                    self.own.update([op.variable.name] if isinstance(op, Assign) else ())
 
     def run(self, results: Mapping[str, Tensor]) -> tuple[Graph, dict[str, Tensor]]:
         """The new graph and its results [replica, their dims], of some at the top level by name; inputs are
         [replica, their dims]."""
-        old, new = self.old, self.new
+        old, new, made = self.old, self.new, dict[str, Tensor]()
         new.variables.clear()
         for v in old.variables.values():
             new.declare(self._copies(v) if v.name in self.own else v)
-        shared = self._shared()
+        wanted, needed = {*(t.id for t in results.values()), *old.gradient_of}, set[int]()
+        for node in reversed(old.nodes):
+            stores = isinstance(node.op, Assign) and node.op.variable.name in self.own
+            if stores or not wanted.isdisjoint(node.made):
+                needed.add(node.index)
+                wanted |= outer_reads(old, node)
         for node in old.nodes:
-            if node.index in shared:
-                self._alone(node)
-        made: dict[str, Tensor] = {}
+            if isinstance(node.op, Read):
+                self.outside[node.outputs[0]] = new.read(new.variables[node.op.variable.name])
         with new.loop(self.dim, spread=True) as body:
-            assert body.index is not None
-            self.number = new.tensors[body.index]
-            for node in self.old.nodes:  # the step of one replica
+            self.number, self.tensors = new.number(body), CopiedTensors({}, self.whole)
+            for node in old.nodes:  # the step of one replica
                 op = node.op
-                if node.index in shared or isinstance(op, Assign):
-                    continue
-                if isinstance(op, Read):
-                    outer = self.new.read(self.new.variables[op.variable.name])
-                    own = op.variable.name in self.own
-                    self.tensors[node.outputs[0]] = self.new.slice_into(body, outer) if own else outer
+                if isinstance(op, Read) and op.variable.name in self.own:
+                    (tensor,) = node.outputs
+                    self.tensors[tensor] = new.slice_into(body, self.outside[tensor])
                 elif isinstance(op, Feed):
-                    fed = self.new.input(op.feed, [self.dim, *op.type.shape], op.type.dtype)
-                    self.tensors[node.outputs[0]] = self.new.slice_into(body, fed)
-                else:
+                    fed = new.input(op.feed, [self.dim, *op.type.shape], op.type.dtype)
+                    self.tensors[node.outputs[0]] = new.slice_into(body, fed)
+                elif isinstance(op, Assign) and op.variable.name in self.own:
+                    made[op.variable.name] = new.stack_output(body, self.tensors[node.inputs[0]])
+                elif node.index in needed:
                     self._node(node)
-            for node in old.nodes:
-                if isinstance(node.op, Assign) and node.index not in shared:
-                    made[node.op.variable.name] = new.stack_output(body, self.tensors[node.inputs[0]])
             found = {name: new.stack_output(body, self.tensors[t.id]) for name, t in results.items()}
             new.deliver(
                 (self.tensors[t], name) for t, name in old.gradient_of.items() if not old.tensor(t).block
             )
         new.close_loop(body, [])
         for node in old.nodes:
-            if isinstance(node.op, Assign) and node.op.variable.name in made:
+            if isinstance(node.op, Assign):
                 with new.phase(node.phase, node.scope):
-                    new.assign(new.variables[node.op.variable.name], made[node.op.variable.name])
+                    name, value = node.op.variable.name, node.inputs[0]
+                    new.assign(new.variables[name], made[name] if name in made else self.whole(value))
         return new, found
 
     def _applied(self, op: Op, inputs: Sequence[Tensor], node: Node) -> tuple[Tensor, ...]:
@@ -129,25 +125,3 @@ class InnerStep(Copy):
         return replace(
             v, shape=Shape([self.dim, *v.shape]), initializer=Alike(v.initializer), stacked=v.stacked + 1
         )
-
-    def _shared(self) -> set[int]:
-        """The nodes that store what is one for all, and those that lead to it."""
-        wanted: set[int] = set()
-        found: set[int] = set()
-        for node in reversed(self.old.nodes):
-            stores = isinstance(node.op, Assign) and node.op.variable.name not in self.own
-            if stores or not wanted.isdisjoint(node.outputs):
-                found.add(node.index)
-                wanted |= outer_reads(self.old, node)
-        return found
-
-    def _alone(self, node: Node) -> None:
-        """A node outside of the replicas."""
-        op = node.op
-        if isinstance(op, Read):
-            self.tensors[node.outputs[0]] = self.new.read(op.variable)
-        elif isinstance(op, Assign):
-            with self.new.phase(node.phase, node.scope):
-                self.new.assign(op.variable, self.tensors[node.inputs[0]])
-        else:
-            self._node(node)
