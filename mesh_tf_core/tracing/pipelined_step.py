@@ -1,11 +1,11 @@
 """Pipelines: a loop over equal layers as stages on different devices, which work on different microbatches at
 the same time (Huang et al. 2019, "GPipe"; as one SPMD program: Xu et al. 2021, "GSPMD", section 3.3).
 
-In a tick a device runs a slot of each kind that the tick has, of one virtual stage each, as in the table of
-the schedule (`ir.schedules`); an idle stage computes on numbers that are not used. A step in M microbatches
-is a loop over ticks (`microbatch`: sums over them, and which sums have to be whole before). It is split into
-loops where a kind of slots or the losses begin, so that a gradient is added up in one loop, in one place in
-memory: with P stages of R virtual stages, and a pass of T ticks, in 1F1B
+A pipeline is made of the step in microbatches (`tracing.microbatch`), whose loop over them becomes loops over
+ticks; all around it stays. In a tick a device runs a slot of each kind that the tick has, of one virtual
+stage each, as in the table of the schedule (`ir.schedules`); an idle stage computes on numbers that are not
+used. The ticks are split into loops where a kind of slots or the losses begin, so that a gradient is added up
+in one loop, in one place in memory: with P stages of R virtual stages, and a pass of T ticks, in 1F1B
 
   P R - 1 ticks  before the layers of a microbatch, forward
   T ticks        the same, in the first T - (P R - 1); behind the layers, the loss and its gradient of a
