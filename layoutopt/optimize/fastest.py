@@ -60,6 +60,7 @@ class FastestSearch:
     def __post_init__(self) -> None:
         self.incumbents = Incumbents(self.request, self.renames)
         self.layers, self.both = LayerBounds(self.request.evaluator), BothCores(self.incumbents)
+        self._others: tuple[Subproblem | None, float, int, float] = None, 0.0, 0, 0.0
 
     @property
     def least(self) -> float:
@@ -253,10 +254,14 @@ class FastestSearch:
         if request.on_progress is None:
             return
         if request.objective == Objective.MEMORY:
-            others, low = [p for p in self.problems if p is not subproblem and not p.bounds.least], self.least
+            others, low = sum(p is not subproblem and not p.bounds.least for p in self.problems), self.least
         else:
-            others = [each for each in self.still_open(request.limit) if each is not subproblem]
-            known = max(bound, subproblem.bounds.lower(request.limit).value)
-            low = min([known, *(each.bounds.lower(request.limit).value for each in others)])
+            best = self.incumbents.seconds(request.limit)
+            if self._others[:2] != (subproblem, best):  # of thousands, while a solver tells of one
+                found = [p for p in self.still_open(request.limit) if p is not subproblem]
+                least = min((p.bounds.lower(request.limit).value for p in found), default=math.inf)
+                self._others = subproblem, best, len(found), least
+            *_, others, least = self._others
+            low = min(max(bound, subproblem.bounds.lower(request.limit).value), least)
         looked = subproblem.words(self.renames, len(self.frontier))
-        self.told(looked, count - len(others), count, None if self.frontier else low, part)
+        self.told(looked, count - others, count, None if self.frontier else low, part)

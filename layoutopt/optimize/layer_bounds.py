@@ -14,28 +14,25 @@ counts as often as the longest way passes the last stage (`StageTimes.ends`), if
 it.
 
 T counts what every first run of a layer has, however variables are stored, whatever is kept for backward and
-whatever is recomputed: kernels, and messages about activations. Writes to stacks, messages about weights,
-moves to hosts and second runs come on top, so the decisions about these (`Decision.beside`) are plain, and
-the tables are small. G are messages about gradients, with the storage under which they take least: one
-program sends each at least once. One set of tables bounds every schedule and every recomputed part; where
-pieces cost no less than their share of the whole, also every multiple of its microbatches.
+whatever is recomputed: kernels, and messages about activations. Other writes to stacks, messages about
+weights, moves to hosts and second runs come on top, so the decisions about these (`Decision.beside`) are
+plain, and the tables are small. Every microbatch adds to the gradients of all layers, which reads and writes
+as much as the storage of each leaves on a device; G are messages about them, of which one program sends each
+at least once, and of those that scatter what each microbatch adds, one for each. Of all this together counts
+the storage with which it takes least. One set of tables bounds every schedule and every recomputed part;
+where pieces cost no less than their share of the whole, also every multiple of its microbatches.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from costmodels.kernels.groups import Group
-from costmodels.kernels.partition import FusedKernel
 from costmodels.pricing.overlap import loads_or_stores
-from costmodels.pricing.units import Stack, Unit, first_of
 from costmodels.stage_times import UNALIGNED, StageTimes, stage_times
 from layoutopt.formulation.extract import Draft
 from layoutopt.formulation.makers import OpCluster
@@ -43,38 +40,34 @@ from layoutopt.formulation.tables import Entry, Table
 from layoutopt.optimize.bounds import BoundSource
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.fixing import fix_options
+from layoutopt.optimize.slot_seconds import (
+    ADDING,
+    HEAD,
+    ONCE,
+    SENDING,
+    SlotKinds,
+    SlotsByProgram,
+    SlotSeconds,
+    certain,
+    head_of,
+    outside,
+    saves,
+    scattered,
+    slots_of,
+)
 from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, beside
 from layoutopt.solver import eliminate
 from layoutopt.space.degrees import Degrees
 from layoutopt.space.kind import Choice
 from layoutopt.space.storage import Storage
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.blocks import reads
-from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.outline import Outline
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import AllReduce, Local, Program, ReduceScatter, Transfer
+from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import KINDS
 from mesh_tf_core.ir.stage_orders import StageAction
-from mesh_tf_core.lower.storage import STAGES
-from mesh_tf_core.ops.kinds import Move
-from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.microbatch_order import second_half
 from mesh_tf_core.tracing.stage_layers import loop_dims
-
-Slots = Mapping[int, int]
-"""Node -> the kind of slots that runs it (`StageAction`), or `HEAD`."""
-HEAD = len(StageAction)
-"""The kind of slots of what follows behind the layers, which the last stage runs."""
-SlotKinds = frozenset[int]
-ONCE: SlotKinds = frozenset()
-"""The kinds of slots of what a step has once at least, in whatever slot."""
-SlotsByProgram = dict[int, tuple[Program, list[SlotKinds | None]]]
-"""By the ids of programs: the kinds of slots that surely run each part of its cost; none: `ONCE`."""
-SlotSeconds = Mapping[SlotKinds, float]
-"""Seconds of kernels and messages, by the kinds of slots that may run them."""
 
 
 @dataclass
@@ -82,18 +75,27 @@ class _Layers:
     """The tables of the layers of one dimension.
 
     Attributes:
-      seconds: of every entry of a table.
+      seconds: of every entry of a table, with each way to store what it has gradients of.
     """
 
     draft: Draft
-    tables: list[tuple[Table, list[SlotSeconds]]]
+    tables: list[tuple[Table, list[list[SlotSeconds]]]]
 
-    def least(self, runs: Sequence[float], once: float) -> float:
-        """The least seconds of all layers, their slots counted so often, and what is `ONCE`."""
+    def least(self, runs: Sequence[float], once: float, more: float) -> float:
+        """The least seconds of all layers, their slots counted so often, and messages about gradients;
+        `more`: how often there are as many microbatches."""
+        known = {ONCE: once, SENDING: once * more, ADDING: min(runs[1:HEAD]) * more}
+
+        def often(where: SlotKinds) -> float:
+            return known[where] if where in known else min(runs[i] for i in where)
+
+        def counted(seconds: SlotSeconds) -> float:
+            return sum(s * often(where) for where, s in seconds.items())
+
         every = []
         for table, seconds in self.tables:
-            counted = (sum(s * min([runs[i] for i in w] or [once]) for w, s in x.items()) for x in seconds)
-            every.append(replace(table, entries=dict(zip(table.entries, map(Entry, counted), strict=True))))
+            least = (Entry(min(map(counted, ways))) for ways in seconds)
+            every.append(replace(table, entries=dict(zip(table.entries, least, strict=True))))
         return eliminate(self.draft.times(every)).bound
 
 
@@ -104,19 +106,21 @@ class LayerBounds:
         self.evaluator = evaluator
         self._layers: dict[tuple[Mesh, int, str, Axes], _Layers | None] = {}
         self._slots: dict[str, SlotsByProgram] = {}
-        self._seconds: dict[tuple[Mesh, int, str, Axes, tuple[float, ...]], float] = {}
+        self._seconds: dict[tuple[Mesh, int, str, Axes, tuple[float, ...], float], float] = {}
         self._first: dict[SubproblemKey, float] = {}
 
     def prove(self, subproblem: Subproblem, enough: float, shortly: bool = False) -> None:
         """Proves the bound of a problem by its layers, from the tables of as few microbatches as show that
-        it takes `enough` seconds, then by `FirstRuns`; `shortly`: from the fewest alone."""
+        it takes `enough` seconds, then by `FirstRuns`; `shortly`: from the fewest of several alone."""
         plain = subproblem.unstaged or subproblem
         pieces = self.evaluator.prices(subproblem.mesh).pieces_cost_more
         if subproblem.space.diloco is not None or plain.given is not None:  # tables are kept by mesh
             return
         several, key = len(subproblem.space.recompute) > 1, subproblem.key._replace(again=frozenset())
-        every, apart = (*(plain.fewer if pieces else ()), plain), self.evaluator.apart(subproblem.mesh)
-        exactly = apart and self._unknown(subproblem, shortly)
+        # Pieces of two microbatches cost no less than the whole, and there are sums to add to.
+        every = (*(plain.fewer if pieces else ()), plain)
+        every = every[1:] or every * (not shortly or plain.microbatches > 1)
+        exactly = self.evaluator.apart(subproblem.mesh) and self._unknown(subproblem, shortly)
         for of in every[:1] if shortly else every:
             try:
                 subproblem.bounds.prove(self._bound(subproblem, of, exactly), BoundSource.LAYERS)
@@ -159,14 +163,15 @@ class LayerBounds:
         for dim, axes in subproblem.key.stages or [(dim, ()) for dim in loop_dims(evaluator.model.graph)]:
             outside = evaluator.alone() - evaluator.alone(frozenset({dim}), products=False)
             if not axes:
-                found.append(
-                    self._least(plain, dim, axes, (1.0,) * len(StageAction)) + outside / mesh.devices
-                )
+                more = subproblem.microbatches / plain.microbatches
+                seconds = self._least(plain, dim, axes, (1.0,) * len(StageAction), more)
+                found.append(seconds + outside / mesh.devices)
                 continue
             plan = subproblem.plans[dim]
             equal = self._runs(subproblem, dim)
             runs = self._counted(subproblem, dim) if exactly else equal
-            seconds = self._least(plain, dim, axes, runs) / plan.stages
+            more = plan.microbatches / plain.microbatches
+            seconds = self._least(plain, dim, axes, runs, more) / plan.stages
             seconds += self._handed(subproblem, dim, axes, equal)
             found.append(seconds if evaluator.apart(mesh) else seconds + outside / mesh.devices)
         return max(found)
@@ -208,7 +213,7 @@ class LayerBounds:
         assert found is not None
         return found
 
-    def _least(self, plain: Subproblem, dim: str, axes: Axes, runs: tuple[float, ...]) -> float:
+    def _least(self, plain: Subproblem, dim: str, axes: Axes, runs: tuple[float, ...], more: float) -> float:
         key = plain.mesh, plain.microbatches, dim, axes
         if key not in self._layers:
             self._layers[key] = None  # also where these layers are refused
@@ -216,16 +221,16 @@ class LayerBounds:
         layers = self._layers[key]
         if layers is None or not runs[0]:  # nothing is known, or a stage has no layers
             return 0.0
-        if (*key, runs) not in self._seconds:
+        if (*key, runs, more) not in self._seconds:
             alone = axes and self.evaluator.apart(plain.mesh)
             once = float(not alone and self.evaluator.prices(plain.mesh).pieces_cost_more)
-            self._seconds[*key, runs] = layers.least(runs, once)
-        return self._seconds[*key, runs]
+            self._seconds[*key, runs, more] = layers.least(runs, once, more)
+        return self._seconds[*key, runs, more]
 
     def _made(self, plain: Subproblem, dim: str, axes: Axes) -> _Layers | None:
         """None where a table would be too large."""
         decided = beside(plain.unrestricted, axes)
-        stored = {n: _scattered(decided.options[n], plain.mesh, axes) for n in decided.of(Storage)}
+        stored = {n: scattered(decided.options[n], plain.mesh, axes) for n in decided.of(Storage)}
         decided = decided.within({d.name: [()] for d in decided.every if d.beside})
         draft = Draft(self.evaluator.model, plain.mesh, decided, self.evaluator.prices(plain.mesh))
         slots = dict(slots_of(draft.context.graph, dim))
@@ -238,104 +243,8 @@ class LayerBounds:
         draft.left = [c for c in draft.left if c.members and slots.keys() >= {*c.members[0]}]
         made = [draft.make(cluster) for cluster in [*draft.left]]
         known = self._slots.setdefault(dim, {})
-        found = [(table, [*_certain(draft, table, slots, known, stored)]) for table in made]
+        found = [(table, [*certain(draft, table, slots, known, stored)]) for table in made]
         return None if draft.unsplit else _Layers(draft, found)
-
-
-def slots_of(graph: Graph | Outline, dim: str) -> Slots:
-    """Node in loops over layers -> the kind of slots that runs it, or one that runs no more often."""
-    found = dict[int, StageAction]()
-    for block in (b for b in graph.blocks if b.dim.name == dim):
-        late = second_half(block, graph)
-        for top in block.nodes:
-            back = StageAction.WEIGHTS if top.index in late else StageAction.BACKWARD
-            inner = () if top.body is None else (node for node, _ in top.body.walk())
-            for node in (top, *inner):
-                found[node.index] = StageAction.FORWARD if node.phase == Phase.FORWARD else back
-    return found
-
-
-def head_of(graph: Graph, dim: str) -> Iterator[int]:
-    """The nodes of a step that follow behind the layers, forward, and before they go backward."""
-    for around in graph.blocks:
-        after, back = set[int](), set[int]()
-        for node in around.nodes:
-            read, loop = reads(node), node.body is not None and node.body.dim.name == dim
-            if read & back or (loop and node.phase != Phase.FORWARD):
-                back.update(node.outputs)
-            elif loop or (read & after and node.phase != Phase.UPDATE):
-                after.update(node.outputs)
-                inner = () if node.body is None else (each for each, _ in node.body.walk())
-                yield from () if loop else (each.index for each in (node, *inner))
-
-
-def outside(graph: Graph, dim: str) -> tuple[float, float]:
-    """FLOPs of a step outside of its layers, before the update: of what follows behind these; of the rest."""
-    layers, head, flops = slots_of(graph, dim), {*head_of(graph, dim)}, [0.0, 0.0]
-    for node, times in graph.outline().walk():
-        if node.inputs and node.body is None and node.index not in layers and node.phase != Phase.UPDATE:
-            types = (graph.tensor(i).type for i in node.inputs)
-            flops[node.index not in head] += times * node.op.flops(*types)
-    return flops[0], flops[1]
-
-
-def _scattered(options: Iterable[Choice], mesh: Mesh, axes: Axes) -> list[Choice]:
-    """The ways to store a variable of a stage that differ in messages about gradients: zero1 over the same
-    axes, as later stages send no less often, and as the layout says."""
-    over = [[a for a in option[1:] or mesh.names if a not in axes] for option in options if option]
-    return [(), *dict.fromkeys((STAGES[1], *each) for each in over if each)]
-
-
-def _certain(
-    draft: Draft, table: Table, slots: Slots, known: SlotsByProgram, stored: Mapping[str, Sequence[Choice]]
-) -> Iterator[SlotSeconds]:
-    """The seconds of what every first run has, of every entry of a table; `stored`: as `_scattered`."""
-    fixed, names = draft.decided.fixed, [n for n in table.cluster.switches if n in stored]
-
-    def seconds(entry: Entry, chosen: Mapping[str, Choice]) -> SlotSeconds:
-        prices, found = draft.tabler.prices_of(table.cluster, chosen), defaultdict[SlotKinds, float](float)
-        cost, program = entry.lowered[0].cost, entry.lowered[0].program
-        assert cost is not None and program is not None
-        if id(program) not in known:
-            units = prices.itemiser.units(replace(program, results={}))
-            kinds = [_slots(unit, slots) for unit, *_ in units if not loads_or_stores(unit)]
-            known[id(program)] = program, kinds
-        for each, where in zip(cost, known[id(program)][1], strict=True):
-            if where is not None:
-                found[where] += prices.total((each,))
-        if ONCE in found:  # what may travel with others is not counted
-            small = (draft.pricer.message_seconds(k.axes, b) for k, of in entry.small.items() for b in of)
-            found[ONCE] = max(found[ONCE] - sum(small), 0.0)
-        return found
-
-    for assignment, entry in table.entries.items():
-        chosen = {**fixed, **dict(zip(table.names, assignment, strict=True))}
-        found = seconds(entry, chosen)
-        if found.get(ONCE):
-            for choices in itertools.product(*(stored[n] for n in names)):
-                other = {**chosen, **dict(zip(names, choices, strict=True))}
-                if (sent := draft.entry(table.cluster, other)) is not None:
-                    found = {**found, ONCE: min(found[ONCE], seconds(sent, other).get(ONCE, 0.0))}
-        yield found
-
-
-def _slots(unit: Unit, slots: Slots) -> SlotKinds | None:
-    """The kinds of slots that surely run a unit; None if it depends on storage."""
-    own = _nodes(unit)
-    if not own:
-        return ONCE if isinstance(unit, AllReduce | ReduceScatter) and unit.rule == GRADIENT else None
-    return frozenset([slots[node] for node in own]) if slots.keys() >= own else None
-
-
-def _nodes(unit: Unit) -> set[int]:
-    """The operations that a unit is of; none if it depends on storage, or on what is kept for backward."""
-    if isinstance(unit, FusedKernel | Group):
-        return {instr.origin.node for instr in unit.instrs}
-    if isinstance(unit, Stack):
-        return set()
-    first = first_of(unit)
-    moves = isinstance(first, Transfer) or getattr(first, "rule", "") in (GRADIENT, PARAMETER)
-    return set() if moves else {first.origin.node}
 
 
 class FirstRuns(Draft):
@@ -367,7 +276,7 @@ class FirstRuns(Draft):
         prices = self.tabler_of(cluster).prices_of(cluster, chosen)
         if id(program) not in self._counted:
             units = prices.itemiser.units(replace(program, results={}))
-            counted = [not _saves(unit, program) for unit, *_ in units if not loads_or_stores(unit)]
+            counted = [not saves(unit, program) for unit, *_ in units if not loads_or_stores(unit)]
             self._counted[id(program)] = program, counted
         counted = self._counted[id(program)][1]
         if all(counted):
@@ -375,14 +284,3 @@ class FirstRuns(Draft):
         left = tuple([x for x, counts in zip(cost, counted, strict=True) if counts])
         seconds = max(entry.seconds - prices.total(cost) + prices.total(left), 0.0)
         return replace(entry, seconds=seconds, lowered=(replace(first, cost=left), *more))
-
-
-def _saves(unit: Unit, program: Program) -> bool:
-    """True if a unit may keep something for backward, or bring it: a move on a device, or a write to a stack
-    that is no sum, in a loop that is not backward's."""
-    if not isinstance(unit, Stack):
-        every = unit.instrs if isinstance(unit, FusedKernel | Group) else (unit,)
-        return all(isinstance(each, Local) and isinstance(each.op, Move) for each in every)
-    if unit.loop.origin.phase in (Phase.BACKWARD, Phase.UPDATE):
-        return False
-    return unit.value not in program.added and unit.value not in {total for _, total in unit.loop.summed}
