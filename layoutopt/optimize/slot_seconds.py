@@ -83,14 +83,15 @@ def outside(graph: Graph, dim: str) -> tuple[float, float]:
 
 
 def scattered(options: Iterable[Choice], mesh: Mesh, axes: Axes) -> list[Choice]:
-    """The ways to store a variable of a stage that differ in what becomes of gradients: over the same axes
-    zero1, which scatters their sum, or zero2, which adds up scattered ones, and as the layout says."""
-    found: list[Choice] = [()]
+    """The ways to store a variable of a stage further that differ in what becomes of gradients, over the same
+    axes: zero1, which scatters their sum in no more time than all get it, or zero2, which adds up scattered
+    ones."""
+    found = list[Choice]()
     for option in filter(None, options):
         over = [a for a in option[1:] or mesh.names if a not in axes]
         stages = STAGES[1 : 2 + splits(STAGES.index(option[0]), GRADIENT, BACKWARD)]
         found += [(stage, *over) for stage in stages if over]
-    return [*dict.fromkeys(found)]
+    return [*dict.fromkeys(found)] or [()]
 
 
 def certain(
@@ -104,9 +105,9 @@ def certain(
         cost, program = entry.lowered[0].cost, entry.lowered[0].program
         assert cost is not None and program is not None
         if id(program) not in known:
-            units = prices.itemiser.units(replace(program, results={}))
-            kinds = [_slots(unit, slots, program) for unit, *_ in units if not loads_or_stores(unit)]
-            known[id(program)] = program, kinds
+            units = (unit for unit, *_ in prices.itemiser.units(replace(program, results={})))
+            kinds = _slots((unit for unit in units if not loads_or_stores(unit)), slots, program)
+            known[id(program)] = program, [*kinds]
         for each, where in zip(cost, known[id(program)][1], strict=True):
             if where is not None:
                 found[where] += prices.total((each,))
@@ -117,47 +118,41 @@ def certain(
 
     for assignment, entry in table.entries.items():
         chosen = {**fixed, **dict(zip(table.names, assignment, strict=True))}
-        found, ways = seconds(entry, chosen), dict[tuple[float, ...], None]()
-        if not any(map(found.get, STORED)):
-            yield [found]
-            continue
-        for choices in itertools.product(*(stored[n] for n in names)):
+        ways = {tuple(map((found := seconds(entry, chosen)).get, STORED)): found}
+        for choices in itertools.product(*(stored[n] for n in names)) if any(map(found.get, STORED)) else ():
             other = {**chosen, **dict(zip(names, choices, strict=True))}
             if (held := draft.entry(table.cluster, other)) is not None:
-                its = seconds(held, other)
-                ways[tuple(its.get(kinds, 0.0) for kinds in STORED)] = None
-        yield [{**found, **dict(zip(STORED, way, strict=True))} for way in ways]
+                its = tuple(map(seconds(held, other).get, STORED))
+                ways[its] = {**found, **{kinds: x or 0.0 for kinds, x in zip(STORED, its, strict=True)}}
+        yield [*ways.values()]
 
 
-def _slots(unit: Unit, slots: Slots, program: Program) -> SlotKinds | None:
-    """The kinds of slots that surely run a unit; None if it depends on storage, but for gradients."""
-    if _adds(unit, program):
-        return ADDING
-    own = _nodes(unit)
-    if isinstance(unit, AllReduce | ReduceScatter) and unit.rule == GRADIENT_SENT:
-        each = (loop.body for loop in program.every(Loop) if loop.dim.name == MICROBATCH)
-        return SENDING if any(unit in of for body in each for of in _blocks(body)) else ONCE
-    if not own:
-        return None
-    return frozenset([slots[node] for node in own]) if slots.keys() >= own else None
+def _slots(units: Iterable[Unit], slots: Slots, program: Program) -> Iterator[SlotKinds | None]:
+    """The kinds of slots that surely run each unit; None if it depends on storage, but for gradients."""
+    added, loops = program.added, [*program.every(Loop)]
+    back = [loop for loop in loops if loop.origin.phase == Phase.BACKWARD]
+    # The sums over microbatches of what the iterations of a loop stack: by stacks, or parts of them.
+    stacks = {program.joined.get(total, stack) for stack, total in added.items()}
+    parts = {part for loop in back for part, stack in loop.stacked if stack in added}
+    often = [each for loop in loops if loop.dim.name == MICROBATCH for each in _within(loop)]
+    for unit in units:
+        if isinstance(unit, Stack):
+            adds = unit.loop.origin.phase == Phase.BACKWARD and unit.value in stacks
+        else:
+            adds = isinstance(unit, Local) and unit.outputs == unit.inputs[-1:] and unit.outputs[0] in parts
+        if adds:
+            yield ADDING
+        elif isinstance(unit, AllReduce | ReduceScatter) and unit.rule == GRADIENT_SENT:
+            yield SENDING if unit in often else ONCE
+        else:
+            own = _nodes(unit)
+            yield frozenset([slots[node] for node in own]) if own and slots.keys() >= own else None
 
 
-def _blocks(code: Sequence[Instr]) -> Iterator[Sequence[Instr]]:
-    """A body, and those inside of it."""
-    yield code
-    for loop in (each for each in code if isinstance(each, Loop)):
-        yield from _blocks(loop.body)
-
-
-def _adds(unit: Unit, program: Program) -> bool:
-    """True if a unit adds the gradients of a loop's iterations to sums over microbatches."""
-    added = program.added
-    if isinstance(unit, Stack):
-        stacks = {program.joined.get(total, stack) for stack, total in added.items()}
-        return unit.loop.origin.phase == Phase.BACKWARD and unit.value in stacks
-    loops = (loop for loop in program.every(Loop) if loop.origin.phase == Phase.BACKWARD)
-    parts = {part for loop in loops for part, stack in loop.stacked if stack in added}
-    return isinstance(unit, Local) and unit.outputs == unit.inputs[-1:] and unit.outputs[0] in parts
+def _within(loop: Loop) -> Iterator[Instr]:
+    """The instructions of a loop, and of those in it."""
+    for each in loop.body:
+        yield from _within(each) if isinstance(each, Loop) else (each,)
 
 
 def _nodes(unit: Unit) -> set[int]:
