@@ -234,11 +234,8 @@ class LayerBounds:
         decided = decided.within({d.name: [()] for d in decided.every if d.beside})
         draft = Draft(self.evaluator.model, plain.mesh, decided, self.evaluator.prices(plain.mesh))
         slots = dict(slots_of(draft.context.graph, dim))
-        if (
-            axes
-            and self.evaluator.apart(plain.mesh)
-            and any(isinstance(r, Degrees) for r in plain.space.restriction.relations)
-        ):
+        tied = any(isinstance(relation, Degrees) for relation in plain.space.restriction.relations)
+        if axes and tied and self.evaluator.apart(plain.mesh):
             slots |= dict.fromkeys(head_of(draft.context.graph, dim), HEAD)
         draft.left = [c for c in draft.left if c.members and slots.keys() >= {*c.members[0]}]
         made = [draft.make(cluster) for cluster in [*draft.left]]

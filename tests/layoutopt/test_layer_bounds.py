@@ -16,6 +16,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels import load_hardware
+from costmodels.pricing.pricer import pricer
 from examples.moe_lm import model as mixture
 from examples.transformer_lm import model as transformer
 from layoutopt.frameworks import restriction_of
@@ -270,6 +271,15 @@ def test_whole_gradients_where_storage_scatters_them_would_be_found_out(
     """If tables left out the storage with the least."""
     monkeypatch.setattr(layer_bounds, "scattered", lambda *_: [()])
     assert exceeded([*gradients(10, 3, 20)])
+
+
+@pytest.mark.parametrize("name", ["cpu-jax", "h100", "gb200", "mi300x", "tpu-v4", "tpu-v5e", "tpu-v7"])
+def test_scattering_a_sum_takes_no_longer_than_giving_it_to_all(name: str) -> None:
+    """So zero1 stands for the layout's storage, where both are allowed."""
+    prices = pricer(load_hardware(name), mtf.Mesh("x:4;y:8"))
+    for axes, size in itertools.product([("x",), ("y",), ("x", "y")], [10**n for n in range(3, 10)]):
+        scattered = prices.message_seconds(axes, size, kind="reduce_scatter")
+        assert scattered <= prices.message_seconds(axes, size) * (1 + SLACK)
 
 
 def adding(stage: str) -> list[float]:
