@@ -19,24 +19,31 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from costmodels.kernels.quantities import quantity_of
 from costmodels.stage_ends import StageEnd, end_work, layer_numbers, schedule_of
-from mesh_tf_core.ir.blocks import TICK, Node
+from mesh_tf_core.ir.blocks import TICK, Node, reads
 from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.schedules import KINDS, PipelineSchedule
 from mesh_tf_core.ir.stage_orders import IDLE, StageAction
 from mesh_tf_core.ops.neighbours import ShiftAlong
+from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.microbatch_order import second_half
 
 FORWARD, BACKWARD, FIRST = StageAction.FORWARD, StageAction.BACKWARD, StageEnd.FIRST
 UNALIGNED = 4.0
 """Time of a product whose rows begin at odd elements over that of an aligned one: `unaligned_efficiency` of
 PyTorch is 0.23 to 0.33."""
+
+Slots = Mapping[int, int]
+"""Node -> the kind of slots that runs it (`StageAction`), or `HEAD`."""
+HEAD = len(StageAction)
+"""The kind of slots of what follows behind the layers, which the last stage runs."""
 
 
 @dataclass(frozen=True)
@@ -209,3 +216,40 @@ def runs_in_ticks(graph: Outline, layers: bool = True) -> dict[int, float]:
         if node.body is not None and node.body.dim.name == TICK:
             found[node.index] = float(node.body.dim.size)
     return found
+
+
+def slots_of(graph: Graph | Outline, dim: str) -> Slots:
+    """Node in loops over layers -> the kind of slots that runs it, or one that runs no more often."""
+    found = dict[int, StageAction]()
+    for block in (b for b in graph.blocks if b.dim.name == dim):
+        late = second_half(block, graph)
+        for top in block.nodes:
+            back = StageAction.WEIGHTS if top.index in late else StageAction.BACKWARD
+            inner = () if top.body is None else (node for node, _ in top.body.walk())
+            for node in (top, *inner):
+                found[node.index] = StageAction.FORWARD if node.phase == Phase.FORWARD else back
+    return found
+
+
+def head_of(graph: Graph, dim: str) -> Iterator[int]:
+    """The nodes of a step that follow behind the layers, forward, and before they go backward."""
+    for around in graph.blocks:
+        after, back = set[int](), set[int]()
+        for node in around.nodes:
+            read, loop = reads(node), node.body is not None and node.body.dim.name == dim
+            if read & back or (loop and node.phase != Phase.FORWARD):
+                back.update(node.outputs)
+            elif loop or (read & after and node.phase != Phase.UPDATE):
+                after.update(node.outputs)
+                inner = () if node.body is None else (each for each, _ in node.body.walk())
+                yield from () if loop else (each.index for each in (node, *inner))
+
+
+def outside(graph: Graph, dim: str) -> tuple[float, float]:
+    """FLOPs of a step outside of its layers, before the update: of what follows behind these; of the rest."""
+    layers, head, flops = slots_of(graph, dim), {*head_of(graph, dim)}, [0.0, 0.0]
+    for node, times in graph.outline().walk():
+        if node.inputs and node.body is None and node.index not in layers and node.phase != Phase.UPDATE:
+            types = (graph.tensor(i).type for i in node.inputs)
+            flops[node.index not in head] += times * node.op.flops(*types)
+    return flops[0], flops[1]

@@ -25,49 +25,55 @@ where pieces cost no less than their share of the whole, also every multiple of 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from costmodels.kernels.groups import Group
+from costmodels.kernels.partition import FusedKernel
 from costmodels.pricing.overlap import loads_or_stores
-from costmodels.stage_times import UNALIGNED, StageTimes, stage_times
+from costmodels.pricing.units import Stack, Unit, first_of
+from costmodels.stage_times import HEAD, UNALIGNED, Slots, StageTimes, head_of, outside, slots_of, stage_times
 from layoutopt.formulation.extract import Draft
 from layoutopt.formulation.makers import OpCluster
 from layoutopt.formulation.tables import Entry, Table
 from layoutopt.optimize.bounds import BoundSource
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.fixing import fix_options
-from layoutopt.optimize.slot_seconds import (
-    ADDING,
-    HEAD,
-    ONCE,
-    SENDING,
-    SlotKinds,
-    SlotsByProgram,
-    SlotSeconds,
-    certain,
-    head_of,
-    outside,
-    saves,
-    scattered,
-    slots_of,
-)
 from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, beside
 from layoutopt.solver import eliminate
 from layoutopt.space.degrees import Degrees
 from layoutopt.space.kind import Choice
 from layoutopt.space.storage import Storage
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.blocks import MICROBATCH
+from mesh_tf_core.ir.instructions import GRADIENT as SENT
+from mesh_tf_core.ir.instructions import PARAMETER
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.program import AllReduce, Instr, Local, Loop, Program, ReduceScatter, Transfer
 from mesh_tf_core.ir.schedules import KINDS
 from mesh_tf_core.ir.stage_orders import StageAction
+from mesh_tf_core.lower.storage import BACKWARD, GRADIENT, STAGES, splits
+from mesh_tf_core.ops.kinds import Move
 from mesh_tf_core.tracing.stage_layers import loop_dims
+
+SlotKinds = frozenset[int]
+ONCE: SlotKinds = frozenset()
+"""The kinds of slots of what a step has once at least, in whatever slot."""
+SlotsByProgram = dict[int, tuple[Program, list[SlotKinds | None]]]
+"""By the ids of programs: the kinds of slots that surely run each part of its cost; none: `ONCE`."""
+SlotSeconds = Mapping[SlotKinds, float]
+"""Seconds of kernels and messages, by the kinds of slots that may run them."""
+SENDING, ADDING = frozenset({HEAD + 1}), frozenset({HEAD + 2})
+STORED = (ONCE, SENDING, ADDING)
+"""The kinds that depend on storage: `SENDING` gradients for each microbatch, `ADDING` to them, backward."""
 
 
 @dataclass
@@ -162,15 +168,14 @@ class LayerBounds:
         mesh, evaluator, found = subproblem.mesh, self.evaluator, [0.0]
         for dim, axes in subproblem.key.stages or [(dim, ()) for dim in loop_dims(evaluator.model.graph)]:
             outside = evaluator.alone() - evaluator.alone(frozenset({dim}), products=False)
+            more = subproblem.microbatches / plain.microbatches
             if not axes:
-                more = subproblem.microbatches / plain.microbatches
                 seconds = self._least(plain, dim, axes, (1.0,) * len(StageAction), more)
                 found.append(seconds + outside / mesh.devices)
                 continue
             plan = subproblem.plans[dim]
             equal = self._runs(subproblem, dim)
             runs = self._counted(subproblem, dim) if exactly else equal
-            more = plan.microbatches / plain.microbatches
             seconds = self._least(plain, dim, axes, runs, more) / plan.stages
             seconds += self._handed(subproblem, dim, axes, equal)
             found.append(seconds if evaluator.apart(mesh) else seconds + outside / mesh.devices)
@@ -230,7 +235,7 @@ class LayerBounds:
     def _made(self, plain: Subproblem, dim: str, axes: Axes) -> _Layers | None:
         """None where a table would be too large."""
         decided = beside(plain.unrestricted, axes)
-        stored = {n: scattered(decided.options[n], plain.mesh, axes) for n in decided.of(Storage)}
+        stored = {n: _scattered(decided.options[n], plain.mesh, axes) for n in decided.of(Storage)}
         decided = decided.within({d.name: [()] for d in decided.every if d.beside})
         draft = Draft(self.evaluator.model, plain.mesh, decided, self.evaluator.prices(plain.mesh))
         slots = dict(slots_of(draft.context.graph, dim))
@@ -240,8 +245,88 @@ class LayerBounds:
         draft.left = [c for c in draft.left if c.members and slots.keys() >= {*c.members[0]}]
         made = [draft.make(cluster) for cluster in [*draft.left]]
         known = self._slots.setdefault(dim, {})
-        found = [(table, [*certain(draft, table, slots, known, stored)]) for table in made]
+        found = [(table, [*_certain(draft, table, slots, known, stored)]) for table in made]
         return None if draft.unsplit else _Layers(draft, found)
+
+
+def _scattered(options: Iterable[Choice], mesh: Mesh, axes: Axes) -> list[Choice]:
+    """The ways to store a variable of a stage further that differ in what becomes of gradients, over the same
+    axes: zero1, which scatters their sum in no more time than all get it, or zero2, which adds up scattered
+    ones."""
+    found = list[Choice]()
+    for option in filter(None, options):
+        over = [a for a in option[1:] or mesh.names if a not in axes]
+        stages = STAGES[1 : 2 + splits(STAGES.index(option[0]), GRADIENT, BACKWARD)]
+        found += [(stage, *over) for stage in stages if over]
+    return [*dict.fromkeys(found)] or [()]
+
+
+def _certain(
+    draft: Draft, table: Table, slots: Slots, known: SlotsByProgram, stored: Mapping[str, Sequence[Choice]]
+) -> Iterator[list[SlotSeconds]]:
+    """The seconds of what every first run has, of every entry of a table; `stored`: as `_scattered`."""
+    fixed, names = draft.decided.fixed, [n for n in table.cluster.switches if n in stored]
+
+    def seconds(entry: Entry, chosen: Mapping[str, Choice]) -> SlotSeconds:
+        prices, found = draft.tabler.prices_of(table.cluster, chosen), defaultdict[SlotKinds, float](float)
+        cost, program = entry.lowered[0].cost, entry.lowered[0].program
+        assert cost is not None and program is not None
+        if id(program) not in known:
+            units = (unit for unit, *_ in prices.itemiser.units(replace(program, results={})))
+            kinds = _slots((unit for unit in units if not loads_or_stores(unit)), slots, program)
+            known[id(program)] = program, [*kinds]
+        for each, where in zip(cost, known[id(program)][1], strict=True):
+            if where is not None:
+                found[where] += prices.total((each,))
+        small = [draft.pricer.message_seconds(k.axes, b) for k, of in entry.small.items() for b in of]
+        for sent in {ONCE, SENDING} & found.keys():  # what may travel with others is not counted
+            found[sent] = max(found[sent] - sum(small), 0.0)
+        return found
+
+    for assignment, entry in table.entries.items():
+        chosen = {**fixed, **dict(zip(table.names, assignment, strict=True))}
+        ways = {tuple(map((found := seconds(entry, chosen)).get, STORED)): found}
+        for choices in itertools.product(*(stored[n] for n in names)) if any(map(found.get, STORED)) else ():
+            other = {**chosen, **dict(zip(names, choices, strict=True))}
+            if (held := draft.entry(table.cluster, other)) is not None:
+                its = tuple(map(seconds(held, other).get, STORED))
+                ways[its] = {**found, **{kinds: x or 0.0 for kinds, x in zip(STORED, its, strict=True)}}
+        yield [*ways.values()]
+
+
+def _slots(units: Iterable[Unit], slots: Slots, program: Program) -> Iterator[SlotKinds | None]:
+    """The kinds of slots that surely run each unit; None if it depends on storage, but for gradients."""
+    added, loops = program.added, [*program.every(Loop)]
+    back = [loop for loop in loops if loop.origin.phase == Phase.BACKWARD]
+    every = [each for loop in back for each in loop.stacked if each.outer in added]
+    parts, stacks = {e.inner for e in every}, {program.joined.get(added[e.outer], e.outer) for e in every}
+    often = [each for loop in loops if loop.dim.name == MICROBATCH for each in _within(loop)]
+    for unit in units:
+        adds = isinstance(unit, Local) and unit.outputs == unit.inputs[-1:] and unit.outputs[0] in parts
+        if adds or (isinstance(unit, Stack) and unit.value in stacks):
+            yield ADDING
+        elif isinstance(unit, AllReduce | ReduceScatter) and unit.rule == SENT:
+            yield SENDING if unit in often else ONCE
+        else:
+            own = _nodes(unit)
+            yield frozenset([slots[node] for node in own]) if own and slots.keys() >= own else None
+
+
+def _within(loop: Loop) -> Iterator[Instr]:
+    """The instructions of a loop, and of those in it."""
+    for each in loop.body:
+        yield from _within(each) if isinstance(each, Loop) else (each,)
+
+
+def _nodes(unit: Unit) -> set[int]:
+    """The operations that a unit is of; none if it depends on storage, or on what is kept for backward."""
+    if isinstance(unit, FusedKernel | Group):
+        return {instr.origin.node for instr in unit.instrs}
+    if isinstance(unit, Stack):
+        return set()
+    first = first_of(unit)
+    moves = isinstance(first, Transfer) or getattr(first, "rule", "") in (SENT, PARAMETER)
+    return set() if moves else {first.origin.node}
 
 
 class FirstRuns(Draft):
@@ -273,7 +358,7 @@ class FirstRuns(Draft):
         prices = self.tabler_of(cluster).prices_of(cluster, chosen)
         if id(program) not in self._counted:
             units = prices.itemiser.units(replace(program, results={}))
-            counted = [not saves(unit, program) for unit, *_ in units if not loads_or_stores(unit)]
+            counted = [not _saves(unit, program) for unit, *_ in units if not loads_or_stores(unit)]
             self._counted[id(program)] = program, counted
         counted = self._counted[id(program)][1]
         if all(counted):
@@ -281,3 +366,14 @@ class FirstRuns(Draft):
         left = tuple([x for x, counts in zip(cost, counted, strict=True) if counts])
         seconds = max(entry.seconds - prices.total(cost) + prices.total(left), 0.0)
         return replace(entry, seconds=seconds, lowered=(replace(first, cost=left), *more))
+
+
+def _saves(unit: Unit, program: Program) -> bool:
+    """True if a unit may keep something for backward, or bring it: a move on a device, or a write to a stack
+    that is no sum, in a loop that is not backward's."""
+    if not isinstance(unit, Stack):
+        every = unit.instrs if isinstance(unit, FusedKernel | Group) else (unit,)
+        return all(isinstance(each, Local) and isinstance(each.op, Move) for each in every)
+    if unit.loop.origin.phase in (Phase.BACKWARD, Phase.UPDATE):
+        return False
+    return unit.value not in program.added and unit.value not in {total for _, total in unit.loop.summed}

@@ -17,14 +17,14 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels import load_hardware
 from costmodels.pricing.pricer import pricer
+from costmodels.stage_times import HEAD
 from examples.moe_lm import model as mixture
 from examples.transformer_lm import model as transformer
 from layoutopt.frameworks import restriction_of
 from layoutopt.optimize import layer_bounds
 from layoutopt.optimize.bounds import SLACK, BoundSource, ProvenBounds
 from layoutopt.optimize.evaluator import Evaluator, evaluate
-from layoutopt.optimize.layer_bounds import LayerBounds
-from layoutopt.optimize.slot_seconds import HEAD, STORED
+from layoutopt.optimize.layer_bounds import STORED, LayerBounds
 from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, listed, related, subproblems
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.kind import Target
@@ -123,7 +123,7 @@ def test_no_recomputation_of_many_takes_less_than_the_first_runs(seed: int) -> N
 @pytest.mark.nightly
 def test_counting_what_is_saved_would_be_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """What recomputation makes superfluous is no part of the bound."""
-    monkeypatch.setattr(layer_bounds, "saves", lambda *_: False)
+    monkeypatch.setattr(layer_bounds, "_saves", lambda *_: False)
     assert any(bound > least for seed in (0, 3) for bound, least in first_runs(seed, 3))
 
 
@@ -269,7 +269,7 @@ def test_whole_gradients_where_storage_scatters_them_would_be_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """If tables left out the storage with the least."""
-    monkeypatch.setattr(layer_bounds, "scattered", lambda *_: [()])
+    monkeypatch.setattr(layer_bounds, "_scattered", lambda *_: [()])
     assert exceeded([*gradients(10, 3, 20)])
 
 
