@@ -183,7 +183,7 @@ class Sweep(Data):
         if self.pays_to is not None:
             pays = f"above {self.pays_to:,} devices a token costs over {PAYS - 1:.0%} more than the least"
         able = "fits and meets the deadline," if self.in_time else "fits"
-        return f"{able} from {plural(self.fits_from, 'device')}; {pays}"
+        return f"{able} from {plural(self.fits_from, 'device')} among the numbers searched; {pays}"
 
 
 class Accuracy(Data):
