@@ -137,9 +137,9 @@ class Evaluator:
         runs = {dim: min(self.slot_runs(mesh, dim, plan)) for dim, plan in plans.items()}
         products = {dim: self.alone(frozenset({dim})) for dim in plans}
         if plans and self.apart(mesh):
-            # Only what is in layers: one stage alone has the others' work.
-            return max(products[dim] * runs[dim] for dim in plans) / mesh.devices
-        more = max((products[dim] * (runs[dim] - 1) for dim in plans), default=0.0)
+            # Only what is in layers: one stage alone has the others' work. Some stage has an equal part.
+            return max(products[dim] * max(runs[dim], 1.0) for dim in plans) / mesh.devices
+        more = max((products[dim] * max(runs[dim] - 1, 0.0) for dim in plans), default=0.0)
         return (self.alone() + more) / mesh.devices
 
     def apart(self, mesh: Mesh) -> bool:

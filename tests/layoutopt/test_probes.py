@@ -14,7 +14,7 @@ from layoutopt.optimize.evaluator import evaluate
 from layoutopt.optimize.incumbents import Incumbents, WarmStart, covers
 from layoutopt.optimize.probes import Probes
 from layoutopt.optimize.question import Limits, SearchQuestion
-from layoutopt.optimize.recipes import Recipes
+from layoutopt.optimize.recipes import Recipe, Recipes, Step
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.runtime.clock import UNLIMITED
@@ -24,6 +24,7 @@ from layoutopt.space.mesh_shapes import other_meshes
 from layoutopt.space.undivided import stored_at
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.schedules import PipelineSchedule
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.remat_policy import policies
 from mesh_tf_core.model import Model
@@ -144,6 +145,17 @@ def test_recipes_split_weights_and_experts_at_once() -> None:
     families = {each.family for each in probes(question(mixture(), {"pipeline": ""}))[1].recipes.every()}
     kinds = {tuple(kind for kind, _ in family) for family in families}
     assert {(), ("experts",), ("weights",), ("experts", "weights")} <= kinds
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved:3", "zb-v", "dualpipev"])
+def test_every_schedule_has_a_bound_before_its_graph(schedule: str) -> None:
+    """Some stage of any schedule has an equal part of the layers' products."""
+    request, recipes = probes(question(whole(), framework="torch"))
+    mesh = Mesh("axis0:3;axis1:4")
+    step = Step(Recipe(mesh, ("axis0",)), "zero1", 6, schedule=schedule)
+    found = recipes.recipes.evaluated(step)
+    least = request.evaluator.least(mesh, {"layers": PipelineSchedule.named(schedule, 3, 6)})
+    assert found is not None and found.seconds / 10 < least <= found.seconds
 
 
 def test_an_interrupted_search_keeps_its_recipe(monkeypatch: pytest.MonkeyPatch) -> None:

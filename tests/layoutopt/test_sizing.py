@@ -407,7 +407,9 @@ def test_chips_too_few_for_the_deadline_are_not_searched() -> None:
     searched = {(c.hardware, c.devices) for c in (*found.candidates, *found.beaten)}
     assert ("tpu-v5p", 2) in searched and not searched & {("tpu-v5p", 1), ("tpu-v5e", 1), ("tpu-v5e", 2)}
     v5p = next(s for s in found.sweeps if s.hardware == "tpu-v5p")
-    assert v5p.fits_from == 2 and v5p.in_words().startswith("fits and meets the deadline, from 2 devices among the")
+    assert v5p.fits_from == 2 and v5p.in_words().startswith(
+        "fits and meets the deadline, from 2 devices among the"
+    )
     assert any(
         "days; the margin is smaller than the mean error of predictions for" in note for note in found.notes
     )
