@@ -207,7 +207,10 @@ class Probes:
                 continue
             for schedule in self._schedules(layers, ways, of):
                 plan = PipelineSchedule.named(schedule, ways, number)
-                counts = plan.order.of_stages(layers).sum(axis=1).tolist()
+                try:
+                    counts = plan.order.of_stages(layers).sum(axis=1).tolist()
+                except UserError:  # the layers that somebody gave are those of other stages
+                    continue
                 idle = (ways - 1) / (number * plan.chunks) * (0.5 if KINDS[plan.kind].split else 1.0)
                 stages = of.stages(counts, apart)
                 seconds = examples * (max(stages) + idle * fmean(stages)) + of.gradients / ways
