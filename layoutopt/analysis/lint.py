@@ -129,9 +129,8 @@ def unexpressed(
 
 def _chosen(of: Decision, choice: Choice) -> str:
     """An option in the words of commands: "storage zero1@data", "recompute layers:count=8"."""
-    over = "+".join(choice)
     if isinstance(of, Split):
-        return f"{of.name} over {over}" if over else f"{of.name} whole"
+        return f"{of.name} over {'+'.join(choice)}" if choice else f"{of.name} whole"
     if isinstance(of, Recompute):
         of.apply(choice, to := Chosen())
         return f"recompute {', '.join(map(str, to.options.get('recompute', ()))) or 'never'}"

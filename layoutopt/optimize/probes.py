@@ -170,8 +170,7 @@ class Probes:
             return math.inf  # first as in stages
         if not family:
             return 0.0
-        none = self._ideal((), STAGED)
-        none = none if math.isfinite(none) else 0.0
+        none = 0.0 if math.isinf(none := self._ideal((), STAGED)) else none
         if len(family) == 1:
             kind, ways = family[0]
             single = {own[0]: f for (own, _), f in self.known.items() if f and len(own) == 1}

@@ -179,12 +179,11 @@ class Recipes:
     def _decisions(self, step: Step, counts: frozenset[int]) -> Decisions | None:
         """The decisions about a recipe: each of its splits, or none."""
         mesh, stages = step.recipe.mesh, frozenset[tuple[str, Axes]]()
-        more = tuple(f"{COUNT}{n}" for n in counts)
-        space = self.space.but(microbatches=(step.microbatches,), recompute=(*self.space.recompute, *more))
-        idle = step.stages != step.recipe.stages
+        again = (*self.space.recompute, *(f"{COUNT}{n}" for n in counts))
+        space = self.space.but(microbatches=(step.microbatches,), recompute=again)
         if step.stages:
             space, stages = space.but(schedule=(step.schedule,)), frozenset({(self.dim, step.stages)})
-        if idle:
+        if idle := step.stages != step.recipe.stages:
             space = space.but(pins={n: axes for n, axes in space.pins.items() if n != self.dim})
         key = SubproblemKey(mesh, stages, step.schedule, step.again, step.microbatches)
         splits = self.splits(step.recipe)
@@ -226,7 +225,7 @@ class Recipes:
         return found
 
     def _of_kind(self, mesh: Mesh, data: Axes, axes: Axes, kind: str) -> dict[str, Axes] | None:
-        names, also = self.names[kind] if axes else (), self.dims.weights if kind == WEIGHTS else ()
-        also = tuple(n for n in also if n not in self.dims.experts)
+        names = self.names[kind] if axes else ()
+        also = tuple(n for n in self.dims.weights if kind == WEIGHTS and n not in self.dims.experts)
         plain = NamedStrategy(self.model, mesh, data, axes, names, also=also).plain()
         return None if plain is None else dict(plain[0].written)
