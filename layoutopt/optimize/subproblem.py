@@ -205,10 +205,9 @@ class SubproblemSearch:
         """The fastest layout whose exact peak is at most `limit` bytes and that takes at most `upper`
         seconds.
 
-        A layout that the rows let pass and the evaluator does not adds rows, and the problem is solved
-        again. If that happens too often, the limit of the rows is lowered, by a part and finally by all of
-        their known deficit. The answer is then not proven best, and the outcome's bound has the possible
-        loss.
+        A layout that the rows let pass and the evaluator does not adds rows, and the problem is solved again.
+        If that happens too often, the limit of the rows is lowered, by a part and finally by all of their
+        known deficit. The answer is then not proven best, and the outcome's bound has the possible loss.
 
         Args:
           excluded: choices that may not be the answer.

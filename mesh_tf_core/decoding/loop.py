@@ -189,8 +189,7 @@ def sample(
     temperature: float = 1.0,
     top: int = 0,
 ) -> Decoded:
-    """Draws every next token from softmax(logits / temperature); the tokens are the same under every
-    layout.
+    """Draws every next token from softmax(logits / temperature); the tokens are the same under every layout.
 
     Args:
       seed: int32 scalar, an input of the model.

@@ -55,8 +55,7 @@ PRODUCTS = ("matmul", "attention")
 
 @dataclass(frozen=True, eq=False, init=False)
 class Op:
-    """One operation. Subclasses are frozen dataclasses of hashable fields and define every required
-    method.
+    """One operation. Subclasses are frozen dataclasses of hashable fields and define every required method.
 
     Raises:
       TypeError: a class breaks the contract; raised when the class is created.

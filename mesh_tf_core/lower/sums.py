@@ -16,9 +16,8 @@ Rewrites, each where the all-reduced value has no other reader:
       f linear, of pieces of d by themselves, where a rule for elsewhere splits d over a: a block's sum is
       scattered once
 Within microbatches a sum, or what a scatter leaves of it, also waits behind casts (the sum of rounded parts
-is taken once, after all of them).
-A gradient's sum is taken before the update begins (rule 2 stops there), so that `combine` finds all of them
-together.
+is taken once, after all of them). A gradient's sum is taken before the update begins (rule 2 stops there), so
+that `combine` finds all of them together.
 """
 
 from __future__ import annotations
