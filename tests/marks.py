@@ -9,7 +9,6 @@ from __future__ import annotations
 import linecache
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -37,8 +36,7 @@ def features() -> Mapping[str, re.Pattern[str]]:
 
     subjects = {name: [name] for name in ARGUMENTS}
     for kind in KINDS:
-        own = (f.name for f in (fields(kind.asks) if kind.asks is not None else ()))
-        subjects |= {name: [*subjects[name], kind.__name__] for name in own if name in subjects}
+        subjects |= {name: [*subjects[name], kind.__name__] for name in kind.asks}
     of_field: dict[str, list[str]] = {}
     for feature in FEATURES.values():
         of_field.setdefault(feature.field, []).append(feature.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from layoutopt.optimize import baselines
 from layoutopt.optimize.baselines import HEURISTICS
@@ -171,7 +171,7 @@ class Alternatives:
         request, best = self.request, self.best
         whole, few = request.allowed, baselines.chosen_by_name((self.usual or self.request).allowed)
         if not near_axes(best.mesh, whole, request.evaluator.near):  # hybrid means nothing here
-            whole = replace(whole, storage=tuple(stage for stage in whole.storage if stage != HYBRID))
+            whole = whole.but(storage=tuple(stage for stage in whole.storage if stage != HYBRID))
 
         def allows(said: SearchSpace, feature: Feature) -> bool:
             return any(map(feature.means, getattr(said, feature.field)))

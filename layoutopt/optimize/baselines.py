@@ -32,7 +32,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from layoutopt.formulation.extract import legal_problem
 from layoutopt.optimize.least_memory import lean, leanest
@@ -159,7 +159,7 @@ class NamedStrategy(Plans):
         stages = tuple(s for s in allowed.storage if s in self.stages) or self.stages[:1] or allowed.storage
         if not any(allowed.restriction.expresses("storage", stage) for stage in stages):
             return None
-        wanted = replace(chosen_by_name(allowed), storage=stages, microbatches=(microbatches,))
+        wanted = chosen_by_name(allowed).but(storage=stages, microbatches=(microbatches,))
         try:
             every = decisions(self.model.training_step(microbatches).graph, self.mesh, wanted)
         except RestrictionError:
@@ -230,8 +230,8 @@ class Pinned(Plans):
             again = next(runs_again(self.model, stages, allowed), frozenset())
             graph = self.model.training_step(microbatches, ways, schedule[0], again).graph
             pins = {n: self.layout.axes(n) for n in graph.dims() if n not in stages}
-            wanted = replace(allowed, pins=pins, forbid={}, microbatches=(microbatches,))
-            wanted = replace(wanted, stages=stages, schedule=schedule, again=again)
+            wanted = allowed.but(pins=pins, forbid={}, microbatches=(microbatches,))
+            wanted = wanted.but(stages=stages, schedule=schedule, again=again)
             return decisions(graph, self.mesh, wanted)
         except UserError:
             return None

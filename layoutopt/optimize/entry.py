@@ -353,7 +353,7 @@ def _best(question: SearchQuestion, looked: LayoutSearch, problems: Iterable[Sub
         return best
     if not any(x.exposed for x in best.evaluation.cost.lines if by.axis in x.axes):
         return best
-    at_once = replace(request, allowed=replace(request.allowed, diloco=replace(by, delay=0)))
+    at_once = replace(request, allowed=request.allowed.but(diloco=replace(by, delay=0)))
     others = subproblems(request.model, question.shapes, at_once.allowed, request.evaluator.near)
     try:
         found = LayoutSearch(at_once).run(others, keep_best)

@@ -113,7 +113,7 @@ def _more(name: str, word: str, chosen: dict[str, Any], *wider: dict[str, Any]) 
     if not isinstance(added, tuple):
         return {field: added}
     more = {field: tuple(dict.fromkeys((*(chosen.get(field) or ()), *filter(means, added))))}
-    needs = next((k.needs for k in KINDS if k.asks is not None and field in k.asks.__dataclass_fields__), "")
+    needs = next((k.needs for k in KINDS if field in k.asks), "")
     return more if not needs or chosen.get(needs) else more | _more(needs, word, chosen, *wider)
 
 

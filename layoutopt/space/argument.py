@@ -91,8 +91,7 @@ def names(value: Any, what: str) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """Base of search spaces. Every kind has its fields in a separate class; `SearchSpace` of
-    `layoutopt.space.decisions` has all of them.
+    """Base of search spaces; `SearchSpace` of `layoutopt.space.decisions` has the fields of every kind.
 
     Attributes:
       given: the fields that somebody set, to whatever value.
@@ -127,4 +126,5 @@ class Space:
 
     if TYPE_CHECKING:
 
+        def __init__(self, **said: Any) -> None: ...
         def __getattr__(self, name: str) -> Any: ...

@@ -7,9 +7,9 @@ It is searched on request: it pays if an axis splits these products and, elsewhe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from layoutopt.space.argument import Option, Space, argument, names
 from layoutopt.space.kind import (
@@ -38,21 +38,6 @@ from mesh_tf_core.tracing.graph import Graph
 ON = "chunks"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chunked(Space):
-    """Dimensions; messages may overlap products with one of them in chunks."""
-
-    collective_matmul: tuple[str, ...] = argument(
-        (),
-        Option(
-            "--collective-matmul",
-            "DIMS",
-            "Dimensions whose matmuls may overlap their all-gathers and reduce-scatters in "
-            "chunks, e.g. d_ff,heads (comma-separated; most useful with --elsewhere length).",
-        ),
-    )
-
-
 @dataclass(frozen=True)
 class CollectiveMatmul(Decision):
     """Products with one dimension: () gather and scatter whole values, ("chunks",) overlap with the
@@ -60,7 +45,17 @@ class CollectiveMatmul(Decision):
 
     prefix = "collective matmul of "
     label = "collective matmul"
-    asks = Chunked
+    asks: ClassVar[Mapping[str, Any]] = {
+        "collective_matmul": argument(
+            (),
+            Option(
+                "--collective-matmul",
+                "DIMS",
+                "Dimensions whose matmuls may overlap their all-gathers and reduce-scatters in "
+                "chunks, e.g. d_ff,heads (comma-separated; most useful with --elsewhere length).",
+            ),
+        ),
+    }
     says = PlanField("collective_matmul", list[str], list, sorted, frozenset)
     by_hand = Option(
         "--collective-matmul",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from layoutopt.space.argument import Option, Space, argument, names
 from layoutopt.space.kind import (
@@ -39,34 +39,28 @@ def usual(objective: str) -> tuple[str, ...]:
     return WAYS if objective == Objective.TIME else (GATHER,)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Forms(Space):
-    """The forms of attention to keys that lie split, which "gather" them or not; None: those that are
-    `usual`."""
-
-    context: tuple[str, ...] | None = argument(
-        None,
-        Option(
-            "--context",
-            "FORMS",
-            "Forms of context parallelism (attention to keys that are split) to consider: "
-            "gather, ring, zigzag, all_to_all (comma-separated; default: all for --objective "
-            "time, else gather).",
-        ),
-        parse=lambda value: None if value is None else names(value, "context"),
-        text=lambda value: None if value is None else ",".join(value),
-        unsaid=lambda: (GATHER,),
-        usual=usual,
-    )
-
-
 @dataclass(frozen=True)
 class Context(Decision):
     """Attention to the keys along one dimension: () gathers them, else one of `FORMS`."""
 
     prefix = "context of "
     label = "context parallelism"
-    asks = Forms
+    asks: ClassVar[Mapping[str, Any]] = {
+        "context": argument(
+            None,
+            Option(
+                "--context",
+                "FORMS",
+                "Forms of context parallelism (attention to keys that are split) to consider: "
+                "gather, ring, zigzag, all_to_all (comma-separated; default: all for --objective "
+                "time, else gather).",
+            ),
+            parse=lambda value: None if value is None else names(value, "context"),
+            text=lambda value: None if value is None else ",".join(value),
+            unsaid=lambda: (GATHER,),
+            usual=usual,
+        ),
+    }
     says = PlanField(
         "context",
         dict[str, str],

@@ -10,16 +10,17 @@ The mesh's own shape (`mesh_shapes`) and the axes of layers (`stages`) are decid
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from layoutopt.space.argument import ARGUMENT, Argument, Option, Space, argument
-from layoutopt.space.collective_matmul import Chunked, CollectiveMatmul
-from layoutopt.space.context import Context, Forms
-from layoutopt.space.diloco import Rarely, Replicas
+from layoutopt.space.collective_matmul import CollectiveMatmul
+from layoutopt.space.context import Context
+from layoutopt.space.diloco import Rarely
 from layoutopt.space.kind import (
     MIXED,
     Affects,
@@ -32,15 +33,15 @@ from layoutopt.space.kind import (
     Target,
     Typed,
 )
-from layoutopt.space.microbatches import Microbatches, MicrobatchesSpace
-from layoutopt.space.offload import Hosted, OptimizerOffload, Weights
-from layoutopt.space.recompute import Recompute, RecomputeSpace
+from layoutopt.space.microbatches import Microbatches
+from layoutopt.space.offload import OptimizerOffload, Weights
+from layoutopt.space.recompute import Recompute
 from layoutopt.space.restriction import EVERYTHING, Coupling, Restriction, RestrictionError
-from layoutopt.space.schedule import Scheduled, ScheduleDecision
-from layoutopt.space.sequence_parallel import Elsewhere, Further
-from layoutopt.space.splits import Split, SplitsSpace
-from layoutopt.space.stages import Piped, StageSplit
-from layoutopt.space.storage import Storage, StorageSpace
+from layoutopt.space.schedule import ScheduleDecision
+from layoutopt.space.sequence_parallel import Elsewhere
+from layoutopt.space.splits import Split
+from layoutopt.space.stages import StageSplit
+from layoutopt.space.storage import Storage
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -50,6 +51,8 @@ from mesh_tf_core.lower.remat_policy import Policies, Sets, of_stages
 from mesh_tf_core.model import NO_STAGES, NOTHING, Model, TrainingStep
 from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
+
+T = TypeVar("T")
 
 
 class HasTrainingStep(Protocol):
@@ -82,29 +85,21 @@ KINDS: tuple[type[Decision], ...] = (
 FEATURES: dict[str, Feature] = {f.name: f for kind in KINDS for f in kind.features}
 """The features that users may forbid, by name."""
 ARGUMENTS: dict[str, Argument] = {
-    f.name: f.metadata[ARGUMENT]
-    for kind in KINDS
-    if kind.asks is not None
-    for f in fields(kind.asks)
-    if ARGUMENT in f.metadata
+    name: each.metadata[ARGUMENT] for kind in KINDS for name, each in kind.asks.items()
 }
 """Name -> argument: the fields of `SearchSpace` that users give."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SearchSpace(
-    SplitsSpace,
-    Piped,
-    Scheduled,
-    Further,
-    StorageSpace,
-    Hosted,
-    RecomputeSpace,
-    Forms,
-    Chunked,
-    MicrobatchesSpace,
-    Replicas,
-):
+def _asking(plain: type[T]) -> type[T]:
+    """A search space with the fields of every kind."""
+    for name, each in (pair for kind in KINDS for pair in kind.asks.items()):
+        plain.__annotations__[name] = Any
+        setattr(plain, name, each)
+    return dataclass(frozen=True, kw_only=True)(plain)
+
+
+@_asking
+class SearchSpace(Space):
     """The decisions that a search may make: one field for each kind of decision in `KINDS`.
 
     Give a field as the text of its command-line option or as the parsed value: `storage="layout,zero3"`
@@ -114,6 +109,9 @@ class SearchSpace(
       allow: names of decisions to allow or forbid (`layoutopt.space.allow`); without any, the usual ones are
         searched first, then everything. A field that is set overrides `allow`.
       restriction: what couples the decisions; not for users.
+      stages, again, near: of a subproblem, not for users: dimensions of layers that are stages, each with its
+        axes; recomputed parts of stages (`mesh_tf_core.lower.remat_policy.of_stages`); the axes of `HYBRID`
+        storage, none if all links are equal.
 
     Raises:
       UserError: a value is invalid.
@@ -138,6 +136,19 @@ class SearchSpace(
         within=None,
     )
     restriction: Restriction = EVERYTHING
+    stages: Mapping[str, Axes] = field(default_factory=dict)
+    again: Policies = NOTHING
+    near: Axes = ()
+
+    @property
+    def apart(self) -> Axes:
+        """Mesh axes that nothing is split over: replicas lie along them."""
+        return () if self.diloco is None else (self.diloco.axis,)
+
+    @property
+    def named(self) -> Axes:
+        """The mesh axes that pins and prohibitions name."""
+        return tuple(dict.fromkeys(itertools.chain(*self.pins.values(), *self.forbid.values())))
 
     @property
     def keywords(self) -> dict[str, Any]:

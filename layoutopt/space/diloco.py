@@ -6,9 +6,9 @@ Nothing is split over the axis except the dimension of the replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from layoutopt.space.argument import Option, Space, argument
 from layoutopt.space.kind import (
@@ -25,7 +25,7 @@ from layoutopt.space.kind import (
 )
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import REPLICA
-from mesh_tf_core.ir.layout import Axes, Layout
+from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.replicas import check_axis, check_whole
@@ -41,43 +41,33 @@ def _one(value: Any) -> DiLoCo | None:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Replicas(Space):
-    """The synchronisation of replicas along an axis, where one synchronises rarely."""
-
-    diloco: DiLoCo | None = argument(
-        None,
-        Option(
-            "--diloco",
-            "WAY",
-            "Plan for DiLoCo: one replica at each position of a mesh axis, synchronised every `period` "
-            "steps, e.g. sites:period=30. Each replica gets the model's batch. To compare settings, "
-            "repeat the option, or separate values by /, e.g. sites:period=30/100,bits=32/4; the "
-            "replicas of each setting then share the batch. never: no DiLoCo; free: compare never with "
-            "every axis between nodes or slices (repeatable).",
-            usual="all devices synchronise in every step",
-            several=True,
-        ),
-        parse=_one,
-        plan=str,
-        text=lambda value: None if value is None else str(value),
-        names_axes=True,
-        by_name=False,
-    )
-
-    @property
-    def apart(self) -> Axes:
-        """Mesh axes that nothing is split over: replicas lie along them."""
-        return () if self.diloco is None else (self.diloco.axis,)
-
-
 @dataclass(frozen=True)
 class Rarely(Decision):
     """The axis of the replicas, and the settings of their synchronisation."""
 
     diloco: DiLoCo | None = None
     label = "DiLoCo replicas"
-    asks = Replicas
+    asks: ClassVar[Mapping[str, Any]] = {
+        "diloco": argument(
+            None,
+            Option(
+                "--diloco",
+                "WAY",
+                "Plan for DiLoCo: one replica at each position of a mesh axis, synchronised every `period` "
+                "steps, e.g. sites:period=30. Each replica gets the model's batch. To compare settings, "
+                "repeat the option, or separate values by /, e.g. sites:period=30/100,bits=32/4; the "
+                "replicas of each setting then share the batch. never: no DiLoCo; free: compare never with "
+                "every axis between nodes or slices (repeatable).",
+                usual="all devices synchronise in every step",
+                several=True,
+            ),
+            parse=_one,
+            plan=str,
+            text=lambda value: None if value is None else str(value),
+            names_axes=True,
+            by_name=False,
+        ),
+    }
     says = PlanField(
         "diloco", str, "", lambda rare: str(rare or ""), lambda said: DiLoCo.parse(said) if said else None
     )

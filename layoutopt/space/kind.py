@@ -254,7 +254,7 @@ class Decision(ABC):
       prefix: of the names of this kind's decisions.
       label: names the kind in sentences.
       features: the parts of it that users may forbid.
-      asks: its fields of `SearchSpace`.
+      asks: its fields of `SearchSpace` by name, each made by `argument`.
       says: its field of plan files.
       always: plan files have this field where it is plain too.
       by_hand: the option of commands that take one layout.
@@ -272,7 +272,7 @@ class Decision(ABC):
     prefix: ClassVar[str] = ""
     label: ClassVar[str] = ""
     features: ClassVar[tuple[Feature, ...]] = ()
-    asks: ClassVar[type[Space] | None] = None
+    asks: ClassVar[Mapping[str, Any]] = {}
     says: ClassVar[PlanField | None] = None
     always: ClassVar[bool] = False
     by_hand: ClassVar[Option | None] = None
@@ -310,9 +310,9 @@ class Decision(ABC):
     @classmethod
     def useless(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of `Space` that mean nothing beside what else is chosen, as they are by default."""
-        if cls.asks is None or not cls.needs or chosen.get(cls.needs):
+        if not cls.needs or chosen.get(cls.needs):
             return {}
-        return {name: each.default for name, each in cls.asks.__dataclass_fields__.items() if name in chosen}
+        return {name: each.default for name, each in cls.asks.items() if name in chosen}
 
     @classmethod
     def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from layoutopt.space.argument import Option, Space, argument, names
 from layoutopt.space.kind import PLAIN, Choice, Chosen, Decision, Feature, PlanField, Target, Typed, Words
@@ -39,30 +39,26 @@ def _numbers(value: Any) -> tuple[Any, ...]:
     return tuple(sorted(found)) if all(isinstance(each, int) for each in found) else found
 
 
-@dataclass(frozen=True, kw_only=True)
-class MicrobatchesSpace(Space):
-    """Numbers of parts of the batch."""
-
-    microbatches: tuple[int, ...] = argument(
-        USUAL,
-        Option(
-            "--microbatches",
-            "NUMBERS",
-            "Numbers of microbatches per step to consider, e.g. 1,2,4 (comma-separated). By default, each of "
-            "the numbers shown is replaced by the nearest one that divides the examples of a rank.",
-            usual=",".join(map(str, USUAL)),
-        ),
-        parse=_numbers,
-        plan=tuple[int, ...],
-    )
-
-
 @dataclass(frozen=True)
 class Microbatches(Decision):
     """The number of microbatches, as a word."""
 
     label = "microbatches"
-    asks = MicrobatchesSpace
+    asks: ClassVar[Mapping[str, Any]] = {
+        "microbatches": argument(
+            USUAL,
+            Option(
+                "--microbatches",
+                "NUMBERS",
+                "Numbers of microbatches per step to consider, e.g. 1,2,4 (comma-separated). By default, "
+                "each of the numbers shown is replaced by the nearest one that divides the examples of a "
+                "rank.",
+                usual=",".join(map(str, USUAL)),
+            ),
+            parse=_numbers,
+            plan=tuple[int, ...],
+        ),
+    }
     says = PlanField("microbatches", int, 1, written=int)
     always = True
     by_hand = Option("--microbatches", "N", "Number of microbatches per step.", usual="1")

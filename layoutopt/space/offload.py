@@ -48,21 +48,6 @@ from mesh_tf_core.lower.options import (
 from mesh_tf_core.tracing.graph import Graph
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hosted(Space):
-    """The values that may lie in the hosts' memory (`mesh_tf_core.lower.options`)."""
-
-    offload: tuple[str, ...] = argument(
-        (),
-        Option(
-            "--offload",
-            "KINDS",
-            "Tensors that may be kept in host memory between uses: optimizer (its state), "
-            "weights, activations that recomputed loops save; comma-separated.",
-        ),
-    )
-
-
 @dataclass(frozen=True)
 class OffloadDecision(Decision):
     """The placement of values of one class of variables on the host: (), or their kind.
@@ -140,7 +125,17 @@ class OptimizerOffload(OffloadDecision):
     """That of the optimizer's state. Options, plans and words are about all kinds together, here."""
 
     prefix = "offload of "
-    asks = Hosted
+    asks: ClassVar[Mapping[str, Any]] = {
+        "offload": argument(
+            (),
+            Option(
+                "--offload",
+                "KINDS",
+                "Tensors that may be kept in host memory between uses: optimizer (its state), "
+                "weights, activations that recomputed loops save; comma-separated.",
+            ),
+        ),
+    }
     says = PlanField("offload", dict[str, list[str]], dict, _written, _parsed)
     by_hand = Option(
         "--offload",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from layoutopt.space.argument import Option, Space, argument, names
 from layoutopt.space.kind import (
@@ -94,35 +94,6 @@ def _again_within(value: Sequence[bool | str], said: Sequence[bool | str]) -> tu
     return tuple(one for one in every if one in said or kinds.get(f"{one}".split("=")[0] + "=") in said)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecomputeSpace(Space):
-    """Loops that may (both), must or must not be recomputed in backward; "selective": or may while they keep
-    some of their values; "keep=attention+wi": these; "some": or a part of their iterations; "count=8": so
-    many."""
-
-    recompute: tuple[bool | str, ...] = argument(
-        (False, True),
-        Option(
-            "--recompute",
-            f"[{'|'.join(SHOWN)}]",
-            "Activation checkpointing to consider: never, always, auto (the search chooses), selective "
-            "(it may also keep some values of a block and recompute the rest), some (or recompute some "
-            "layers only; count=N: so many) or every.",
-            usual="auto",
-        ),
-        Option(
-            "--keep",
-            "SETS",
-            "Sets of values that recomputed blocks may keep, e.g. wi+attention,q+k+v (comma-separated).",
-            prefix=KEEP,
-        ),
-        parse=_again,
-        plan=tuple[bool | str, ...],
-        text=_again_text,
-        within=_again_within,
-    )
-
-
 @dataclass(frozen=True)
 class Recompute(Decision):
     """The loops over one dimension: () saves, ("on",) recomputes, ("on", "products") recomputes all but kept
@@ -138,7 +109,29 @@ class Recompute(Decision):
     beside = True
     prefix = "recompute "
     label = "recomputation"
-    asks = RecomputeSpace
+    asks: ClassVar[Mapping[str, Any]] = {
+        "recompute": argument(
+            (False, True),
+            Option(
+                "--recompute",
+                f"[{'|'.join(SHOWN)}]",
+                "Activation checkpointing to consider: never, always, auto (the search chooses), selective "
+                "(it may also keep some values of a block and recompute the rest), some (or recompute some "
+                "layers only; count=N: so many) or every.",
+                usual="auto",
+            ),
+            Option(
+                "--keep",
+                "SETS",
+                "Sets of values that recomputed blocks may keep, e.g. wi+attention,q+k+v (comma-separated).",
+                prefix=KEEP,
+            ),
+            parse=_again,
+            plan=tuple[bool | str, ...],
+            text=_again_text,
+            within=_again_within,
+        ),
+    }
     says = PlanField("recompute", list[str], list, lambda again: sorted(map(str, again)), policies)
     always = True
     by_hand = Option(

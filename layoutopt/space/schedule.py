@@ -5,9 +5,9 @@ Another schedule is another graph, so each is a separate subproblem, in which no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from layoutopt.space.argument import Option, Space, argument
 from layoutopt.space.kind import (
@@ -30,23 +30,6 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.tracing.graph import Graph
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scheduled(Space):
-    """Schedules of pipelines (`ir.schedules.NAMES`); of a subproblem with stages, its only one."""
-
-    schedule: tuple[str, ...] = argument(
-        (GPIPE,),
-        Option(
-            "--schedule",
-            "NAMES",
-            f"Pipeline schedules to consider: {', '.join(NAMES)} (comma-separated).",
-            usual=GPIPE,
-        ),
-        by_name=False,
-        within=lambda value, said: tuple(each for each in value if kind_name(each) in said),
-    )
-
-
 def _feature(name: str) -> Feature:
     """One kind of schedule, with however many rounds."""
     return Feature(
@@ -62,7 +45,19 @@ class ScheduleDecision(Decision):
     """The schedule of a subproblem with stages."""
 
     label = "schedules of pipelines"
-    asks = Scheduled
+    asks: ClassVar[Mapping[str, Any]] = {
+        "schedule": argument(
+            (GPIPE,),
+            Option(
+                "--schedule",
+                "NAMES",
+                f"Pipeline schedules to consider: {', '.join(NAMES)} (comma-separated).",
+                usual=GPIPE,
+            ),
+            by_name=False,
+            within=lambda value, said: tuple(each for each in value if kind_name(each) in said),
+        ),
+    }
     needs = "pipeline"
     says = PlanField(
         "schedule", str, "", lambda name: name if name != GPIPE else "", lambda said: said or GPIPE

@@ -7,9 +7,9 @@ longer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from layoutopt.space.argument import Option, Space, argument
 from layoutopt.space.kind import (
@@ -33,27 +33,22 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.tracing.graph import Graph
 
 
-@dataclass(frozen=True, kw_only=True)
-class Further(Space):
-    """Dimensions that may be split further where mesh axes split nothing else."""
-
-    elsewhere: tuple[str, ...] = argument(
-        (),
-        Option(
-            "--elsewhere",
-            "DIMS",
-            "Dimensions that may also be split wherever an axis splits nothing else, e.g. length "
-            "for sequence parallelism (comma-separated).",
-        ),
-    )
-
-
 @dataclass(frozen=True)
 class Elsewhere(Decision):
     """The axes that split one dimension further; its subject is the rule, "length@elsewhere"."""
 
     label = "sequence parallelism"
-    asks = Further
+    asks: ClassVar[Mapping[str, Any]] = {
+        "elsewhere": argument(
+            (),
+            Option(
+                "--elsewhere",
+                "DIMS",
+                "Dimensions that may also be split wherever an axis splits nothing else, e.g. length "
+                "for sequence parallelism (comma-separated).",
+            ),
+        ),
+    }
     word = ELSEWHERE
     place = 9
     least = 0  # What this holds depends on the layout.

@@ -61,71 +61,53 @@ def rules_text(rules: Rules) -> str | None:
     return ";".join(f"{dim}:{'+'.join(axes) or NO_AXIS[0]}" for dim, axes in _parsed(rules)) or None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SplitsSpace(Space):
-    """The splits that are pinned, forbidden or required.
-
-    Attributes:
-      pins: dimension -> the axes it must be split over (`()`: none).
-      forbid: dimension -> axes it may not be split over.
-      orders: "mesh": the axes of a split are in the order of the mesh; "all": in every order.
-    """
-
-    pins: Mapping[str, Axes] = argument(
-        {},
-        Option(
-            "--pin",
-            "RULES",
-            'Require a split, e.g. "batch:data"; "batch:none" keeps a dimension unsplit (repeatable).',
-            several=True,
-        ),
-        parse=parse_rules,
-        plan=str,
-        text=rules_text,
-        names_axes=True,
-        by_name=False,
-        within=None,
-    )
-    forbid: Mapping[str, Axes] = argument(
-        {},
-        Option("--forbid", "RULES", 'Forbid a split, e.g. "vocab:model" (repeatable).', several=True),
-        parse=parse_forbid,
-        plan=str,
-        text=rules_text,
-        names_axes=True,
-        by_name=False,
-        within=None,
-    )
-
-    @property
-    def named(self) -> Axes:
-        """The mesh axes that these rules name."""
-        every = itertools.chain(*self.pins.values(), *self.forbid.values())
-        return tuple(dict.fromkeys(every))
-
-    orders: str = argument(
-        ORDERS[0],
-        Option(
-            "--orders",
-            f"[{'|'.join(ORDERS)}]",
-            "Orders of axes to consider where several axes split one dimension: mesh (the mesh's "
-            "order) or all.",
-            usual=ORDERS[0],
-        ),
-        parse=lambda value: value,
-        plan=str,
-        text=str,
-        within=None,
-    )
-
-
 @dataclass(frozen=True)
 class Split(Decision):
     """The mesh axes that one dimension is split over, wherever it appears."""
 
     label = "splits"
     least = 0  # What splits hold depends on each other; who asks has a layout.
-    asks: ClassVar[type[Space] | None] = SplitsSpace
+    asks: ClassVar[Mapping[str, Any]] = {
+        "pins": argument(
+            {},
+            Option(
+                "--pin",
+                "RULES",
+                'Require a split, e.g. "batch:data"; "batch:none" keeps a dimension unsplit (repeatable).',
+                several=True,
+            ),
+            parse=parse_rules,
+            plan=str,
+            text=rules_text,
+            names_axes=True,
+            by_name=False,
+            within=None,
+        ),
+        "forbid": argument(
+            {},
+            Option("--forbid", "RULES", 'Forbid a split, e.g. "vocab:model" (repeatable).', several=True),
+            parse=parse_forbid,
+            plan=str,
+            text=rules_text,
+            names_axes=True,
+            by_name=False,
+            within=None,
+        ),
+        "orders": argument(
+            ORDERS[0],
+            Option(
+                "--orders",
+                f"[{'|'.join(ORDERS)}]",
+                "Orders of axes to consider where several axes split one dimension: mesh (the mesh's "
+                "order) or all.",
+                usual=ORDERS[0],
+            ),
+            parse=lambda value: value,
+            plan=str,
+            text=str,
+            within=None,
+        ),
+    }
 
     @classmethod
     def everything(cls, target: Target) -> dict[str, Any]:

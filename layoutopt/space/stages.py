@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, TypeVar
 
 from layoutopt.space.argument import Option, Space, argument
 from layoutopt.space.kind import Beyond, Feature, LeftOut, PlanField, Target, Words, not_allowed
@@ -31,34 +31,22 @@ from mesh_tf_core.tracing.stage_layers import check_stages, loop_dims
 S = TypeVar("S", bound=Space)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piped(Space):
-    """Dimensions of layers that may lie over mesh axes, as stages of a pipeline.
-
-    Attributes:
-      stages: of a subproblem: those that do, each with its axes.
-      again: for a subproblem: recomputed parts of stages (`mesh_tf_core.lower.remat_policy.of_stages`).
-    """
-
-    pipeline: tuple[str, ...] = argument(
-        (),
-        Option(
-            "--pipeline",
-            "DIMS",
-            "Layer dimensions that may be split into pipeline stages, e.g. layers (comma-separated).",
-        ),
-        by_name=False,
-    )
-    stages: Mapping[str, Axes] = field(default_factory=dict)
-    again: Policies = frozenset()
-
-
 @dataclass(frozen=True)
 class StageSplit(Split):
     """The axes that one dimension of layers is split over."""
 
     label = "pipelines"
-    asks = Piped
+    asks: ClassVar[Mapping[str, Any]] = {
+        "pipeline": argument(
+            (),
+            Option(
+                "--pipeline",
+                "DIMS",
+                "Layer dimensions that may be split into pipeline stages, e.g. layers (comma-separated).",
+            ),
+            by_name=False,
+        ),
+    }
     says = PlanField("pipeline", dict[str, int], dict)
     word = "pipeline"
     place = 7

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from layoutopt.space.argument import Option, Space, argument, names
 from layoutopt.space.kind import (
@@ -63,28 +63,6 @@ def _named(value: Any) -> tuple[str, ...]:
     return tuple(stage if stage == HYBRID else str(read_stage(stage)) for stage in names(value, "storage"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class StorageSpace(Space):
-    """Stages that variables may be stored at, of all axes, or of some ("zero3@data"), or `HYBRID`.
-
-    Attributes:
-      near: for a subproblem: the axes of `HYBRID`; none if all links are equal.
-    """
-
-    storage: tuple[str, ...] = argument(
-        STORED,
-        Option(
-            "--storage",
-            "STAGES",
-            f"Storage stages to consider: {_SAID}, hybrid (zero3 inside a node); comma-separated.",
-            usual=",".join(STORED),
-        ),
-        parse=_named,
-        within=lambda value, said: tuple(s for s in value if (HYBRID if AT in s else s) in said),
-    )
-    near: Axes = ()
-
-
 def _written(stages: StageByVariable) -> dict[str, str]:
     found = {name: read_stage(said) for name, said in sorted(stages.items())}
     return {name: str(stage) for name, stage in found.items() if stage.number}
@@ -114,7 +92,19 @@ class Storage(Decision):
     granular = "storage"
     prefix = "storage of "
     label = "storage (ZeRO)"
-    asks = StorageSpace
+    asks: ClassVar[Mapping[str, Any]] = {
+        "storage": argument(
+            STORED,
+            Option(
+                "--storage",
+                "STAGES",
+                f"Storage stages to consider: {_SAID}, hybrid (zero3 inside a node); comma-separated.",
+                usual=",".join(STORED),
+            ),
+            parse=_named,
+            within=lambda value, said: tuple(s for s in value if (HYBRID if AT in s else s) in said),
+        ),
+    }
     says = PlanField("storage", dict[str, str], dict, _written, _parsed)
     always = True
     by_hand = Option(
