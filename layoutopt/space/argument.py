@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from layoutopt.space.option import Option
 from mesh_tf_core.errors import UserError
 
 ARGUMENT = "argument"
 """Key of the user's view of a field of `Space` in its metadata."""
+S = TypeVar("S", bound="Space")
 OptionTexts = Mapping[str, str | None]
 """Option -> its text; None: it is left out."""
 
@@ -128,3 +129,15 @@ class Space:
 
         def __init__(self, **said: Any) -> None: ...
         def __getattr__(self, name: str) -> Any: ...
+
+
+def asking(every: Iterable[Mapping[str, Any]]) -> Callable[[type[S]], type[S]]:
+    """A search space with further arguments by name."""
+
+    def made(plain: type[S]) -> type[S]:
+        for name, each in (pair for arguments in every for pair in arguments.items()):
+            plain.__annotations__[name] = Any
+            setattr(plain, name, each)
+        return dataclass(frozen=True, kw_only=True)(plain)
+
+    return made

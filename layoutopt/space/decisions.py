@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from layoutopt.space.argument import ARGUMENT, Argument, Option, Space, argument
+from layoutopt.space.argument import ARGUMENT, Argument, Option, Space, argument, asking
 from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.context import Context
 from layoutopt.space.diloco import Rarely
@@ -51,8 +51,6 @@ from mesh_tf_core.lower.remat_policy import Policies, Sets, of_stages
 from mesh_tf_core.model import NO_STAGES, NOTHING, Model, TrainingStep
 from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
-
-T = TypeVar("T")
 
 
 class HasTrainingStep(Protocol):
@@ -90,15 +88,7 @@ ARGUMENTS: dict[str, Argument] = {
 """Name -> argument: the fields of `SearchSpace` that users give."""
 
 
-def _asking(plain: type[T]) -> type[T]:
-    """A search space with the fields of every kind."""
-    for name, each in (pair for kind in KINDS for pair in kind.asks.items()):
-        plain.__annotations__[name] = Any
-        setattr(plain, name, each)
-    return dataclass(frozen=True, kw_only=True)(plain)
-
-
-@_asking
+@asking(kind.asks for kind in KINDS)
 class SearchSpace(Space):
     """The decisions that a search may make: one field for each kind of decision in `KINDS`.
 

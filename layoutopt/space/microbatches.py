@@ -123,7 +123,7 @@ def usual(model: Model, ranks: int) -> tuple[int, ...]:
 def numbers(model: Model, allowed: Sequence[int]) -> list[int]:
     """The numbers of microbatches that the model can be split into, in order; UserError if there is none."""
     found = dividing(model, allowed)
-    refused = _impossible(model, found)
+    refused = impossible(model, found)
     if len(refused) == len(found):
         raise UserError(refused[found[0]])
     return [number for number in found if number not in refused]
@@ -131,12 +131,8 @@ def numbers(model: Model, allowed: Sequence[int]) -> list[int]:
 
 def impossible(model: Model, allowed: Sequence[int]) -> dict[int, str]:
     """Those numbers that divide the batch, but that the model cannot be split into, each with why."""
-    return _impossible(model, dividing(model, allowed))
-
-
-def _impossible(model: Model, numbers: Sequence[int]) -> dict[int, str]:
     found = {}
-    for number in numbers:
+    for number in dividing(model, allowed):
         try:
             model.training_step(number)
         except UserError as error:

@@ -116,21 +116,20 @@ class Elsewhere(Decision):
 
     @classmethod
     def in_words(cls, said: Any) -> Words:
-        words = _rules(said)
+        words = ", ".join(_rules(said).values())
         return (words, f"{words} {ELSEWHERE}") if words else PLAIN
 
     @classmethod
     def beyond(cls, said: Any) -> Iterator[Beyond]:
-        for dim, axes in said.refined.get(ELSEWHERE, {}).items():
-            rule = f"{dim}:{'+'.join(axes) or 'none'}"
+        for dim, rule in _rules(said).items():
             what = f"dimensions are also split in operations where an axis splits no other dimension ({rule})"
             yield Beyond(ELSEWHERE, dim, what, f"search without --elsewhere {dim}")
 
 
-def _rules(said: Any) -> str:
-    """The rules of a plan for elsewhere, in words."""
+def _rules(said: Any) -> dict[str, str]:
+    """The rules of a plan for elsewhere, in words, by dimension."""
     rules = said.refined.get(ELSEWHERE, {})
-    return ", ".join(f"{dim}:{'+'.join(axes) or 'none'}" for dim, axes in rules.items())
+    return {dim: f"{dim}:{'+'.join(axes) or 'none'}" for dim, axes in rules.items()}
 
 
 def written(dim: str) -> str:
