@@ -5,8 +5,7 @@ A package lists its names once, as imports that only a type checker executes:
     if TYPE_CHECKING:
         from package.module import name
 
-    def __getattr__(name: str) -> Any:
-        return load(__name__, name)
+    __getattr__, __dir__ = lazily(__name__, __all__)
 """
 
 from __future__ import annotations
@@ -15,9 +14,14 @@ import ast
 import difflib
 import importlib
 import sys
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from typing import Any
+
+
+def lazily(package: str, names: list[str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The functions `__getattr__` and `__dir__` of a package with these public names."""
+    return partial(load, package), lambda: names
 
 
 def load(package: str, name: str) -> Any:

@@ -12,9 +12,9 @@ Layers with attention store earlier positions in a `Cache`, which is passed to t
 therefore costs one position, not the whole text, and gives the same result as the whole text.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mesh_tf_core.lazy import load
+from mesh_tf_core.lazy import lazily
 
 if TYPE_CHECKING:
     from mesh_tf_core.decoding.cache import Cache, CachedState, scan_layers
@@ -28,10 +28,4 @@ __all__ = [
 ]
 # fmt: on
 
-
-def __getattr__(name: str) -> Any:
-    return load(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazily(__name__, __all__)

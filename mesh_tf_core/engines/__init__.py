@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mesh_tf_core.lazy import load
+from mesh_tf_core.lazy import lazily
 
 if TYPE_CHECKING:
     from mesh_tf_core.engines.jax.cluster import Cluster
@@ -13,10 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["KINDS", "Cluster", "Engine", "chosen", "device_count", "open_engine", "prepare", "running"]
 
-
-def __getattr__(name: str) -> Any:
-    return load(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazily(__name__, __all__)

@@ -4,9 +4,9 @@ A layer is built from operations alone, so it is laid out, lowered, priced and d
 variables are stored in float32 and used in the dtype of its input.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mesh_tf_core.lazy import load
+from mesh_tf_core.lazy import lazily
 
 if TYPE_CHECKING:
     from mesh_tf_core.layers.attention import Attention
@@ -64,10 +64,4 @@ __all__ = [
 ]
 # fmt: on
 
-
-def __getattr__(name: str) -> Any:
-    return load(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazily(__name__, __all__)

@@ -1,8 +1,8 @@
 """Training a model: the loop, batches made ahead, checkpoints, evaluation."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mesh_tf_core.lazy import load
+from mesh_tf_core.lazy import lazily
 
 if TYPE_CHECKING:
     from mesh_tf_core.training.decoupled import Decoupled
@@ -11,10 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Decoupled", "Source", "Trainer"]
 
-
-def __getattr__(name: str) -> Any:
-    return load(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazily(__name__, __all__)
