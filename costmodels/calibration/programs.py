@@ -16,6 +16,7 @@ from costmodels.kernels.array_functions import calls
 from costmodels.kernels.calls import Call
 from mesh_tf_core import ONES, Graph
 from mesh_tf_core import layers as nn
+from mesh_tf_core.ir import program as ir
 from mesh_tf_core.ir.builder import ProgramBuilder
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import Constant, Variable
@@ -23,16 +24,6 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import (
-    COLLECTIVES,
-    Instr,
-    Local,
-    Origin,
-    Program,
-    ReadVariable,
-    Stored,
-    WriteVariable,
-)
 from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.ops.basic import Shift, StopGradient
 from mesh_tf_core.ops.binary import Binary
@@ -40,7 +31,7 @@ from mesh_tf_core.optimizers import Adam
 
 TOWERS, LAYERS = 3, 4
 """The size of the step by which launches are measured: towers of that many layers each."""
-_ORIGIN = Origin(-1, "calibration", Phase.FORWARD)
+_ORIGIN = ir.Origin(-1, "calibration", Phase.FORWARD)
 
 
 class _ProbeBuilder(ProgramBuilder):
@@ -49,8 +40,8 @@ class _ProbeBuilder(ProgramBuilder):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(origin=_ORIGIN)
         self.mesh = mesh
-        self.variables: dict[str, Stored] = {}
-        self.writes: list[Instr] = []
+        self.variables: dict[str, ir.Stored] = {}
+        self.writes: list[ir.Instr] = []
 
     def value(self, type: TensorType, splits: Splits = (), partial: Axes = ()) -> int:
         """A value that is whole on every device where nothing says how it is split."""
@@ -59,25 +50,25 @@ class _ProbeBuilder(ProgramBuilder):
     def read(self, name: str, type: TensorType, splits: Splits = (), fill: float = 1.0) -> int:
         out = self.value(type, splits)
         self._store(name, out, fill)
-        self.code.append(ReadVariable((), (out,), _ORIGIN, name))
+        self.code.append(ir.ReadVariable((), (out,), _ORIGIN, name))
         return out
 
     def write(self, name: str, id: int) -> None:
         self._store(name, id, 0.0)
-        self.writes.append(WriteVariable((id,), (), _ORIGIN, name))
+        self.writes.append(ir.WriteVariable((id,), (), _ORIGIN, name))
 
     def _store(self, name: str, id: int, fill: float) -> None:
         v = self.values[id]
-        self.variables[name] = Stored(Variable(name, v.shape, v.dtype, Constant(fill), False, 0), v.splits)
+        self.variables[name] = ir.Stored(Variable(name, v.shape, v.dtype, Constant(fill), False, 0), v.splits)
 
-    def program(self) -> Program:
+    def program(self) -> ir.Program:
         """With a counter, so that a step has a result to wait for: a float, since integers would lie in the
         host's memory, where nothing waits for a GPU."""
         counter = TensorType(Shape(), "float32")
         old = self.read("step", counter, fill=0.0)
         self.write("step", self.applied(Shift(1), old))
         code = (*self.code, *self.writes)
-        return Program(self.mesh, Layout(), tuple(self.values), code, self.variables, {}, {"step": old})
+        return ir.Program(self.mesh, Layout(), tuple(self.values), code, self.variables, {}, {"step": old})
 
 
 def local_program(
@@ -88,7 +79,7 @@ def local_program(
     kept: bool = False,
     own: bool = False,
     chain: int = 0,
-) -> Program:
+) -> ir.Program:
     """`repeats` times `op` on every device, each with another first operand.
 
     An operation whose result has the type of its first operand forms chains, as activations do. For other
@@ -143,7 +134,7 @@ def warming(op: Op, inputs: Sequence[TensorType]) -> TensorType:
     return first if fits else inputs[0]
 
 
-def stores_program(mesh: Mesh, size: int, repeats: int) -> Program:
+def stores_program(mesh: Mesh, size: int, repeats: int) -> ir.Program:
     """Reads `repeats` variables and stores each in another one: the overhead of the other programs."""
     build = _ProbeBuilder(mesh)
     type = TensorType(Shape([Dim("a", size)]), "float32")
@@ -152,7 +143,7 @@ def stores_program(mesh: Mesh, size: int, repeats: int) -> Program:
     return build.program()
 
 
-def step_program(mesh: Mesh) -> Program:
+def step_program(mesh: Mesh) -> ir.Program:
     """A training step of many small kernels of alternating kinds, on every device: forward, whose values stay
     for backward, backward, and the updates. Its arrays have next to no elements, and differ in size, so that
     starting the kernels is nearly all of it. Nothing is split, so nothing is sent.
@@ -170,11 +161,11 @@ def step_program(mesh: Mesh) -> Program:
     return mtf.Model(mtf.add_n(losses), Adam(1e-3)).lower(mesh, Layout())
 
 
-def step_calls(program: Program) -> tuple[Call, ...]:
+def step_calls(program: ir.Program) -> tuple[Call, ...]:
     """The array functions of a program that sends nothing."""
     found = []
     for instr, times in program.expected():
-        if isinstance(instr, Local) and not instr.op.free:
+        if isinstance(instr, ir.Local) and not instr.op.free:
             read, written = ([program.local(i) for i in ids] for ids in (instr.inputs, instr.outputs))
             stays = instr.origin.phase != Phase.UPDATE
             made = calls(instr.op, read, written, frozenset())
@@ -192,7 +183,7 @@ ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
 """The arguments of each kind besides its axes, on an array of dimensions a, b and c."""
 
 
-def collective_program(mesh: Mesh, kind: str, axes: Axes, full_bytes: int, repeats: int) -> Program:
+def collective_program(mesh: Mesh, kind: str, axes: Axes, full_bytes: int, repeats: int) -> ir.Program:
     """`repeats` times a collective over `axes` in all groups at once, on float32 arrays.
 
     Args:
@@ -204,7 +195,7 @@ def collective_program(mesh: Mesh, kind: str, axes: Axes, full_bytes: int, repea
     rows = max(1, round(full_bytes / 4 / (wide * wide))) * n
     a, b, c = Dim("a", rows), Dim("b", wide), Dim("c", 8)
     type = TensorType(Shape([a, b, c]), "float32")
-    like = COLLECTIVES[kind]((), (), _ORIGIN, axes, *ARGUMENTS[kind])
+    like = ir.COLLECTIVES[kind]((), (), _ORIGIN, axes, *ARGUMENTS[kind])
     change = [like.resplits().get(name, (0, ()))[0] for name in type.shape.names]
     before, after = (tuple(axes if sign == way else () for sign in change) for way in (-1, 1))
     for i in range(repeats):

@@ -33,16 +33,7 @@ from layoutopt.runtime.clock import UNLIMITED, Clock
 from mesh_tf_core.engines.jax.compile import CompilerRefusal, Executable, compile_for
 from mesh_tf_core.engines.jax.hlo import HloCollective, read
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.program import (
-    AllGather,
-    AllToAll,
-    Collective,
-    Local,
-    Permute,
-    Program,
-    ReduceScatter,
-    gathers,
-)
+from mesh_tf_core.ir import program as ir
 from mesh_tf_core.kernels.array_kernel import np_dtype
 from mesh_tf_core.ops.experts import ToExperts
 from mesh_tf_core.ops.grouped import GroupedOuter, GroupedProduct
@@ -264,23 +255,23 @@ def _tiled(name: str, of: Quantity) -> bool:
     return tiles(np_dtype(of.dtype), *((m * groups, k, n) if product else (k * groups, m, n))) is not None
 
 
-def collectives(program: Program) -> tuple[HloCollective, ...]:
+def collectives(program: ir.Program) -> tuple[HloCollective, ...]:
     """The program's own collectives, as far as they move anything, as the JAX engine sends them: rows of
     experts in arrays of a fixed size (`gathers`, `scatters`)."""
     out, alike = [], set[int]()
     for instr, times in program.walk():
-        if isinstance(instr, Local) and isinstance(instr.op, ToExperts) and instr.op.alike:
+        if isinstance(instr, ir.Local) and isinstance(instr.op, ToExperts) and instr.op.alike:
             alike.update(instr.outputs)
-        if not isinstance(instr, Collective):
+        if not isinstance(instr, ir.Collective):
             continue
         size = program.mesh.group_size(instr.axes)
-        if isinstance(instr, Permute):
+        if isinstance(instr, ir.Permute):
             size = _linked(instr.links(size))
         values = [program.values[i] for i in instr.inputs]
         payload = sum(v.local(program.mesh).places.bytes for v in values)
         kind = instr.name
-        if isinstance(instr, AllToAll) and values[0].shape.sparse is not None:
-            kind = AllGather.name if gathers(instr, values[0]) else ReduceScatter.name
+        if isinstance(instr, ir.AllToAll) and values[0].shape.sparse is not None:
+            kind = ir.AllGather.name if ir.gathers(instr, values[0]) else ir.ReduceScatter.name
             # The compiler gathers a token before it copies it for each of its experts.
             payload //= values[0].shape.sparse.filled if instr.inputs[0] in alike else 1
         if size > 1:

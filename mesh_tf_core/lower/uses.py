@@ -7,35 +7,24 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 
+from mesh_tf_core.ir import program as ir
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import (
-    Carry,
-    Done,
-    Input,
-    Instr,
-    Loop,
-    Program,
-    Result,
-    Sliced,
-    Value,
-    WriteVariable,
-)
 from mesh_tf_core.ir.traits import read_operands
 from mesh_tf_core.lower.nodes import repeated
 from mesh_tf_core.tracing.graph import Graph
 
 
-def count_uses(code: Iterable[Instr], results: Iterable[int] = ()) -> defaultdict[int, int]:
+def count_uses(code: Iterable[ir.Instr], results: Iterable[int] = ()) -> defaultdict[int, int]:
     """The number of times that each value is read by an instruction, leaves a loop, or is returned; to wait
     for it is not to read it."""
     uses: defaultdict[int, int] = defaultdict(int)
 
-    def visit(code: Iterable[Instr]) -> None:
+    def visit(code: Iterable[ir.Instr]) -> None:
         for instr in code:
-            for i in instr.inputs if not isinstance(instr, Done) else ():
+            for i in instr.inputs if not isinstance(instr, ir.Done) else ():
                 uses[i] += 1
-            if isinstance(instr, Loop):
+            if isinstance(instr, ir.Loop):
                 visit(instr.body)
                 for i in instr.leaving:
                     uses[i] += 1
@@ -46,7 +35,7 @@ def count_uses(code: Iterable[Instr], results: Iterable[int] = ()) -> defaultdic
     return uses
 
 
-def compact(program: Program) -> Program:
+def compact(program: ir.Program) -> ir.Program:
     """Removes values that no instruction uses and numbers the others in order of appearance."""
     order: dict[int, int] = {}
 
@@ -54,25 +43,25 @@ def compact(program: Program) -> Program:
         for i in ids:
             order.setdefault(i, len(order))
 
-    def visit(code: Iterable[Instr]) -> None:
+    def visit(code: Iterable[ir.Instr]) -> None:
         for instr in code:
             name(instr.inputs)
-            if isinstance(instr, Loop):
+            if isinstance(instr, ir.Loop):
                 name((instr.index, *instr.entering))
                 visit(instr.body)
             name(instr.outputs)
 
-    def moved(instr: Instr) -> Instr:
+    def moved(instr: ir.Instr) -> ir.Instr:
         ins = tuple(order[i] for i in instr.inputs)
         outs = tuple(order[i] for i in instr.outputs)
-        if not isinstance(instr, Loop):
+        if not isinstance(instr, ir.Loop):
             return replace(instr, inputs=ins, outputs=outs)
         return instr.remade(
             index=order[instr.index],
-            carried=tuple(Carry(*(order[i] for i in c)) for c in instr.carried),
-            sliced=tuple(Sliced(order[s.outer], order[s.inner]) for s in instr.sliced),
-            stacked=tuple(Result(order[r.inner], order[r.outer]) for r in instr.stacked),
-            summed=tuple(Result(order[r.inner], order[r.outer]) for r in instr.summed),
+            carried=tuple(ir.Carry(*(order[i] for i in c)) for c in instr.carried),
+            sliced=tuple(ir.Sliced(order[s.outer], order[s.inner]) for s in instr.sliced),
+            stacked=tuple(ir.Result(order[r.inner], order[r.outer]) for r in instr.stacked),
+            summed=tuple(ir.Result(order[r.inner], order[r.outer]) for r in instr.summed),
             body=tuple(moved(i) for i in instr.body),
             runs=None if instr.runs is None else order[instr.runs],
             first=None if instr.first is None else order[instr.first],
@@ -80,7 +69,7 @@ def compact(program: Program) -> Program:
 
     visit(program.code)
     name(program.results.values())
-    values: list[Value] = [replace(program.values[old], id=new) for old, new in order.items()]
+    values: list[ir.Value] = [replace(program.values[old], id=new) for old, new in order.items()]
     return replace(
         program,
         values=tuple(values),
@@ -136,36 +125,36 @@ class Readers:
         return self.graph.producer[self.inner(tensor)]
 
 
-def drop_dead(program: Program, again: Set[int] = frozenset()) -> Program:
+def drop_dead(program: ir.Program, again: Set[int] = frozenset()) -> ir.Program:
     """Keeps instructions that lead to a result or a written variable (and every input, so that feeds stay as
     declared); of the nodes `again`, also all of their second runs."""
     live = set(program.results.values())
     return replace(program, code=tuple(_sweep(program.code, live, again)))
 
 
-def _sweep(code: Sequence[Instr], live: set[int], again: Set[int]) -> list[Instr]:
-    kept: list[Instr] = []
+def _sweep(code: Sequence[ir.Instr], live: set[int], again: Set[int]) -> list[ir.Instr]:
+    kept: list[ir.Instr] = []
     for instr in reversed(code):
         if instr.origin.phase == Phase.RECOMPUTE and instr.origin.node in again:
             live.update(instr.outputs)
-        if isinstance(instr, Loop):
+        if isinstance(instr, ir.Loop):
             found = _loop(instr, live, again)
             if found is None:
                 continue
             instr = found
-        elif isinstance(instr, Done):
+        elif isinstance(instr, ir.Done):
             awaited = tuple(i for i in instr.inputs if i in live)
             instr = replace(instr, inputs=awaited)
             if not awaited:
                 continue
-        elif not isinstance(instr, WriteVariable | Input) and not any(o in live for o in instr.outputs):
+        elif not isinstance(instr, ir.WriteVariable | ir.Input) and not any(o in live for o in instr.outputs):
             continue
         live.update(instr.inputs)
         kept.append(instr)
     return kept[::-1]
 
 
-def _loop(loop: Loop, live: set[int], again: Set[int]) -> Loop | None:
+def _loop(loop: ir.Loop, live: set[int], again: Set[int]) -> ir.Loop | None:
     stacked = tuple(r for r in loop.stacked if r.outer in live)
     summed = tuple(r for r in loop.summed if r.outer in live)
     carried = tuple(c for c in loop.carried if c.final in live)

@@ -23,20 +23,11 @@ from costmodels.pricing.compilers.base import Compiler
 from costmodels.pricing.items import Called, Computed, Started
 from costmodels.pricing.op_by_op import array_functions, is_measured
 from costmodels.pricing.units import Find, PlacedValue, Sending, Stack, Unit, split_names, stays
+from mesh_tf_core.ir import program as ir
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import (
-    AllReduce,
-    AllToAll,
-    Collective,
-    Local,
-    Loop,
-    Program,
-    ReduceScatter,
-    WriteVariable,
-)
 from mesh_tf_core.ops.shape import SliceDim
 
 
@@ -57,10 +48,10 @@ class LocalEngine(Compiler):
 class MeasuredLocalEngine(LocalEngine):
     """Several processes, rule (1)."""
 
-    def stack(self, loop: Loop, inner: int, stack: int) -> Stack:
+    def stack(self, loop: ir.Loop, inner: int, stack: int) -> Stack:
         return Stack(loop, stack, 2)
 
-    def local(self, instr: Local, find: Find, local: Types) -> Iterator[Computed | Called]:
+    def local(self, instr: ir.Local, find: Find, local: Types) -> Iterator[Computed | Called]:
         quantity = of_local(instr, local)
         inputs, outputs = tuple(map(local, instr.inputs)), tuple(map(local, instr.outputs))
         split = split_names(map(find, (*instr.inputs, *instr.outputs)))
@@ -75,8 +66,8 @@ class MeasuredLocalEngine(LocalEngine):
     def known_by(self, values: Sequence[PlacedValue]) -> Hashable:
         return split_names(values)
 
-    def start(self, program: Program) -> Started | None:
-        return Started(sum(isinstance(instr, WriteVariable) for instr in program.code))
+    def start(self, program: ir.Program) -> Started | None:
+        return Started(sum(isinstance(instr, ir.WriteVariable) for instr in program.code))
 
 
 @dataclass(frozen=True)
@@ -85,29 +76,29 @@ class OneProcess(MeasuredLocalEngine):
 
     apart: ClassVar[bool] = True
 
-    def stacked(self, program: Program, loop: Loop) -> Iterator[tuple[Unit, float]]:
+    def stacked(self, program: ir.Program, loop: ir.Loop) -> Iterator[tuple[Unit, float]]:
         if loop.origin.phase != Phase.FORWARD:
             yield from super().stacked(program, loop)
 
-    def parts(self, program: Program) -> Mapping[int, int]:
-        loops = [*program.every(Loop)]
+    def parts(self, program: ir.Program) -> Mapping[int, int]:
+        loops = [*program.every(ir.Loop)]
         whole = frozenset[int]().union(*map(program.longer, loops))
         made = ((stack.outer, loop.dim.size) for loop in loops for stack in loop.stacked)
         return {outer: parts for outer, parts in made if outer not in whole}
 
-    def sending(self, instr: Collective, purpose: str, parts: Mapping[int, int]) -> Sending:
-        if isinstance(instr, AllReduce):
+    def sending(self, instr: ir.Collective, purpose: str, parts: Mapping[int, int]) -> Sending:
+        if isinstance(instr, ir.AllReduce):
             return Sending("", tuple(parts.get(i, 1) for i in instr.inputs))
         return super().sending(instr, purpose, parts)
 
     def copies(
-        self, instr: Collective, types: Sequence[TensorType], mesh: Mesh
+        self, instr: ir.Collective, types: Sequence[TensorType], mesh: Mesh
     ) -> Iterator[Computed | Called]:
         """The slices that a collective makes of narrow rows, one for each device of its group."""
         n = mesh.group_size(instr.axes)
-        if not isinstance(instr, ReduceScatter | AllToAll) or n == 1:
+        if not isinstance(instr, ir.ReduceScatter | ir.AllToAll) or n == 1:
             return
-        name = instr.dim if isinstance(instr, ReduceScatter) else instr.split
+        name = instr.dim if isinstance(instr, ir.ReduceScatter) else instr.split
         for whole in types:
             dims = (Dim(d.name, d.size // n) if d.name == name else d for d in whole.shape)
             part = TensorType(Shape(dims), whole.dtype)
