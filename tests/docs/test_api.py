@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_LINES = 119_195
+MOST_LINES = 119_137
 """Of all packages together. It changes downwards alone, as those below."""
-MOST_LINES_OF_RUNTIME = 13_913
+MOST_LINES_OF_RUNTIME = 13_902
 """Of `lower`, `tracing` and `ir`."""
 MOST_ENTERED = 578, 75
 """Functions, but for nameless ones, and files of `mesh_tf_core` that lowering four layers in an interleaved
