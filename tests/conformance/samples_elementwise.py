@@ -12,6 +12,7 @@ import mesh_tf_core as mtf
 from mesh_tf_core.ops.activations import extreme, modulus
 from mesh_tf_core.ops.basic import total
 from mesh_tf_core.ops.binary import binary
+from mesh_tf_core.ops.custom import LibraryKernels
 from mesh_tf_core.ops.unary import unary
 from tests.conformance.helper import Arg, Sample, dims
 
@@ -154,4 +155,11 @@ SAMPLES = (
         lambda x: x * TABLE.T,
     ),
     Sample("stop_gradient", "elementwise", lambda g, x: mtf.stop_gradient(x), (AB,), lambda x: x, stops=(0,)),
+    Sample(
+        "kernels of a library",
+        "elementwise",
+        lambda g, x: x.graph.apply(LibraryKernels(((4.0, 2.0, 3),)), x) * 2.0,
+        (AB,),
+        lambda x: x * 2.0,
+    ),
 )
