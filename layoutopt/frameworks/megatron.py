@@ -2,7 +2,8 @@
 
 Optimizer state is whole, or split over the data and context ranks (`--use-distributed-optimizer`). Key-value
 heads may be fewer than the tensor ways, and are then copied. Recomputation is of whole layers (full), all or
-the first ones of each stage (block), or of some modules of each (selective). Optimizer state may be on the
+the first ones of each stage (block), of whole stages (uniform, of all their layers), or of some modules of
+each layer (selective). Optimizer state may be on the
 host (`--optimizer-cpu-offload`).
 """
 
@@ -14,6 +15,7 @@ from layoutopt.space.degrees import Degrees
 from layoutopt.space.kind import ALL
 from layoutopt.space.recompute import KEEP, SOME
 from layoutopt.space.restriction import ANY, Restriction
+from mesh_tf_core.ir.blocks import TICK
 from mesh_tf_core.ir.schedules import INTERLEAVED
 from mesh_tf_core.lower.remat_policy import KINDS, OUTPUTS
 
@@ -59,7 +61,7 @@ SAYS = Restriction(
     says={
         "storage": ("layout", "zero1"),
         "elsewhere": ANY,
-        "recompute": (False, True, SOME, *(f"{KEEP}{'+'.join(keep)}" for keep in MEGATRON_MODULES)),
+        "recompute": (False, True, SOME, TICK, *(f"{KEEP}{'+'.join(keep)}" for keep in MEGATRON_MODULES)),
         "offload": ("optimizer",),
         "context": ("gather", "ring", "zigzag", "all_to_all"),
         "collective_matmul": ANY,

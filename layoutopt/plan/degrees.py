@@ -24,7 +24,7 @@ from layoutopt.plan.exported import HALVES, NAMED, Exported, ExportedTensor, can
 from layoutopt.plan.units import some
 from layoutopt.space.storage import chosen_stages
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.blocks import MICROBATCH
+from mesh_tf_core.ir.blocks import MICROBATCH, TICK
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.schedules import GPIPE, layer_order
 from mesh_tf_core.ir.stored_order import Interleaved
@@ -241,7 +241,9 @@ def megatron(what: Exported) -> str:
     if mode:
         flags.append(("recompute-granularity", mode))
     if mode == "full":
-        flags += [("recompute-method", "block" if count else "uniform"), ("recompute-num-layers", count or 1)]
+        whole = TICK in decided.recompute  # stages from their inputs
+        layers = [order.counts(what.size(dim)).max() for dim in decided.pipeline] if whole else [count or 1]
+        flags += [("recompute-method", "block" if count else "uniform"), ("recompute-num-layers", *layers)]
     for text in decided.recompute if mode == "selective" else ():
         flags.append(("recompute-modules", " ".join(MEGATRON_MODULES[Recomputed.parse(text).keep])))
     offloads = _offloaded(what, OPTIMIZER, "megatron")

@@ -26,6 +26,7 @@ from layoutopt.space.kind import (
     missing,
 )
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.blocks import TICK
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -43,6 +44,8 @@ SOME = "some"
 """A quarter, a half and three quarters of the iterations."""
 KEEP, COUNT = "keep=", "count="
 """Prefixes of an allowed keep set of the user's own, "keep=attention+wi", and of a number of iterations."""
+NESTED = "nested"
+"""Layers that are recomputed within recomputed stages (`TICK`): no framework has a setting for it."""
 HOST = "host"
 """The last word of a choice: kept values are stored on the hosts (`mesh_tf_core.lower.options`)."""
 RunsAgain = frozenset[tuple[str, Choice]]
@@ -206,7 +209,10 @@ class Recompute(Decision):
         whole = [ON for again in allowed.recompute if again is True]
         for asked in sorted(allowed.again):
             yield cls(asked.dim, (choice_of(asked, False)[1],))
-        for dim in recomputable(graph):
+        once = TICK in {each.dim for each in allowed.again} and not allowed.restriction.expresses(
+            "recompute", NESTED
+        )
+        for dim in () if once else recomputable(graph):
             kept = keep_sets(graph, dim, kept_sets(allowed.recompute))
             some = [(*ON, *keep) for keep in kept]
             there = [(*each, HOST) for each in (*some, *whole)] if ACTIVATIONS in allowed.offload else []
@@ -241,8 +247,15 @@ class Recompute(Decision):
 
     @classmethod
     def beyond(cls, said: Any) -> Iterator[Beyond]:
+        if TICK in said.recompute and said.recompute[1:]:
+            words = f"layers are recomputed within recomputed stages ({', '.join(said.recompute)})"
+            yield Beyond("recompute", NESTED, words, f"recompute {TICK} alone")
         for text in said.recompute:
             keep, count = Recomputed.parse(text)[1:]
+            if text == TICK:
+                words = f"whole stages are recomputed from their inputs ({TICK})"
+                yield Beyond("recompute", TICK, words, "recompute layers instead")
+                continue
             if count:
                 words = f"only {count} of the layers are recomputed ({text})"
                 yield Beyond("recompute", SOME, words, "search without --recompute some or every")

@@ -162,7 +162,7 @@ def runs_again(
                 yield from (frozenset({Recomputed(dim, (), n)}) for n in counts(number, allowed.recompute))
         if True in allowed.recompute:
             yield frozenset({Recomputed(dim)})
-    if True in allowed.recompute:
+    if True in allowed.recompute and allowed.restriction.expresses("recompute", TICK):
         yield frozenset({Recomputed(TICK)})
 
 

@@ -19,7 +19,7 @@ from costmodels.hardware import load_hardware
 from examples import transformer_lm
 from layoutopt.analysis.lint import unexpressed
 from layoutopt.cli import app
-from layoutopt.frameworks import says
+from layoutopt.frameworks import restriction_of, says
 from layoutopt.optimize import entry
 from layoutopt.optimize.subproblems import Subproblem, listed
 from layoutopt.plan.build import Plan, decided, layout_of, options_of
@@ -31,7 +31,7 @@ from layoutopt.space.degrees import Degrees
 from layoutopt.space.kind import Target
 from layoutopt.space.recompute import SOME
 from layoutopt.space.restriction import RestrictionError
-from mesh_tf_core import Mesh
+from mesh_tf_core import Layout, Mesh, Options
 from mesh_tf_core.errors import InfeasibleError, UserError
 from mesh_tf_core.model import Model
 from reports.views.facts import left
@@ -307,3 +307,26 @@ def drawn(every: Decisions, rng: random.Random) -> Decisions:
         tried = rng.sample(options, len(options))
         every = next(filter(None, (every.within({name: (o,)}).agreeing() for o in tried)))
     return every
+
+
+@pytest.mark.parametrize("framework", framework_names())
+def test_whole_stages_are_recomputed_where_a_framework_can_and_their_layers_once(
+    framework: str,
+) -> None:
+    """Megatron recomputes all layers of a virtual stage from its input, and none of them twice."""
+    machine, mesh = load_hardware("h100", framework), Mesh("pipe:2;data:2")
+    own = restriction_of(machine.framework)
+    model = transformer_lm.model(**{**SIZES, "layers": 4})
+    if own.says is not None and "pipeline" not in own.says:
+        return
+    layout = Layout("layers:pipe;batch:data")
+    for loops in ({"tick"}, {"tick", "layers"}):
+        options = Options(recompute=loops, microbatches=4, schedule="1f1b")
+        refused = unexpressed(model, machine, mesh, layout, options)[0] != ""
+        assert refused == (own.says is not None and (framework != "megatron" or len(loops) > 1))
+        if framework == "megatron" and not refused:
+            tensors = placed(model.lower(mesh, layout, options))
+            said = decided(options, layout, model.stages(mesh, layout))
+            flags = export(Exported("", mesh, layout, *tensors, said), framework)
+            per_stage = max(model.graph.dims()["layers"]) // 2
+            assert f"--recompute-num-layers {per_stage}" in flags and per_stage > 1
