@@ -86,8 +86,8 @@ def compiled(corpus: str, step: Step) -> dict[str, Any]:
         "compile_seconds": round(made.seconds),
         "peak_memory_bytes": {"predicted": evaluation.memory.peak, "compiler": made.peak_bytes},
         "compute_seconds": {"predicted": found.compute_seconds, "compiler": made.compute_seconds},
-        "unknown_loops": made.unknown_loops,
-        "libraries": made.libraries,
+        "unknown_loops": made.read.unknown_loops,
+        "libraries": made.read.libraries,
         "moved": [
             {
                 "family": m.family,

@@ -182,9 +182,9 @@ def compared(pair: Pair, evaluation: Evaluation, hardware: Hardware, given: str)
         "clock": clock,
         "peak_bytes": made.peak_bytes,
         "allocated_bytes": made.allocated_bytes,
-        "unknown_loops": made.unknown_loops,
-        "libraries": made.libraries,
-        "collectives": [[c.kind, c.group_size, c.tensors, c.bytes, c.times] for c in made.collectives],
+        "unknown_loops": made.read.unknown_loops,
+        "libraries": made.read.libraries,
+        "collectives": [[c.kind, c.group_size, c.tensors, c.bytes, c.times] for c in made.read.collectives],
     }
 
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from costmodels.calibration.tpu_compiled import GENERATIONS, Generation
@@ -31,7 +31,7 @@ from layoutopt.plan.results import Collectives, Compared, Moved, VerifyResult
 from layoutopt.plan.units import bytes_text, duration_text, seconds_text
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from mesh_tf_core.engines.jax.compile import CompilerRefusal, Executable, compile_for
-from mesh_tf_core.engines.jax.hlo import HloCollective, read
+from mesh_tf_core.engines.jax.hlo import HloCollective, HloSummary, read
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir import program as ir
 from mesh_tf_core.kernels.array_kernel import np_dtype
@@ -59,17 +59,12 @@ class CompilerResult(Executable):
     """The compiled program's facts.
 
     Attributes:
-      compute_seconds: by its own cycle estimates, without communication.
-      unknown_loops: loops with an unknown number of iterations (their bodies count once).
-      libraries: number of kernel calls of a library, which `compute_seconds` lacks.
-      transfers: bytes of a step from and to the host.
+      read: off its text.
+      compute_seconds: by its own cycle estimates, without communication and calls of libraries.
     """
 
-    collectives: tuple[HloCollective, ...] = ()
-    compute_seconds: float = 0.0
-    unknown_loops: int = 0
-    libraries: int = 0
-    transfers: Mapping[str, int] = field(default_factory=dict)
+    read: HloSummary
+    compute_seconds: float
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,7 +94,7 @@ class Verified(Shown):
             return [Collectives(kind=k, group_size=n, count=c) for k, n, c in counted(found)]
 
         def by_host(way: str) -> Compared:
-            compiler = made.transfers.get(way, 0) if made else None
+            compiler = made.read.transfers.get(way, 0) if made else None
             return Compared(compiler=compiler, predicted=of.program.transfer_bytes()[way])
 
         return VerifyResult(
@@ -108,7 +103,7 @@ class Verified(Shown):
             out_of_memory=refusal is not None and refusal.out_of_memory,
             reason=refusal.reason if refusal else None,
             **given_fields(of.model, of.program.mesh, of.layout, of.options),
-            collectives=listed(made.collectives) if made else [],
+            collectives=listed(made.read.collectives) if made else [],
             predicted_collectives=listed(self.predicted),
             moved=[*self.moved],
             same_collectives=self.same_collectives if made else None,
@@ -125,7 +120,7 @@ class Verified(Shown):
             compute_seconds=Compared(
                 compiler=made.compute_seconds if made else None, predicted=self.compute_seconds
             ),
-            unknown_loops=made.unknown_loops if made else None,
+            unknown_loops=made.read.unknown_loops if made else None,
             compile_seconds=made.seconds if made else None,
         )
 
@@ -187,17 +182,11 @@ def verify(
     if isinstance(made, CompilerRefusal):
         return Verified(topology, evaluation.cost.compute_seconds, predicted, None, made, (), evaluation)
     said = read(made.text)
-    found = tuple(_sized(f, program.mesh.devices) for f in said.collectives)
-    compiled = CompilerResult(
-        **vars(made),
-        collectives=found,
-        compute_seconds=said.cycles / tpu.clock(hardware),
-        unknown_loops=said.unknown_loops,
-        libraries=said.libraries,
-        transfers=said.transfers,
-    )
+    said = replace(said, collectives=tuple(_sized(f, program.mesh.devices) for f in said.collectives))
+    compiled = CompilerResult(**vars(made), read=said, compute_seconds=said.cycles / tpu.clock(hardware))
     seconds = estimated(evaluation.cost, hardware, said.libraries)
-    return Verified(topology, seconds, predicted, compiled, None, moved(predicted, found), evaluation)
+    differing = moved(predicted, said.collectives)
+    return Verified(topology, seconds, predicted, compiled, None, differing, evaluation)
 
 
 def _in_time(

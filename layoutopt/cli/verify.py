@@ -100,6 +100,7 @@ def _show(
         rows += [("compiled", "no"), ("memory", f"{bytes_text(peak)} predicted{used}")]
         terminal.show(facts(rows))
         return
+    read = made.read
     rows += [
         ("compiled", f"{'the JAX step itself' if own else 'yes'}, in {duration_text(made.seconds)}"),
         (
@@ -118,19 +119,19 @@ def _show(
     if made.host_bytes:
         moved = evaluation.program.transfer_bytes()
         words = (
-            f"{bytes_text(made.transfers.get(way, 0))} {how} in a step, predicted {bytes_text(moved[way])}"
+            f"{bytes_text(read.transfers.get(way, 0))} {how} in a step, predicted {bytes_text(moved[way])}"
             for way, how in (("host_load", "loaded"), ("host_store", "stored"))
         )
         held = f"{bytes_text(made.host_bytes)}, predicted {bytes_text(evaluation.program.host_bytes)}"
         rows.append(("host", "; ".join((held, *words))))
-    if made.libraries:
+    if read.libraries:
         alone = seconds_text(evaluation.cost.compute_seconds - found.compute_seconds)
         rows.append(("note", f"a library's kernels ({alone} predicted: attention, experts) are not compared"))
     if any(value.shape.sparse is not None for value in evaluation.program.values):
         room = "a TPU device has room for all rows of experts, the prediction for its own"
         rows.append(("note", f"{room}: 0.32 to 0.72 of the compiler's memory where both are known"))
-    if made.unknown_loops:
-        rows.append(("note", f"loops of unknown length, counted as one iteration each: {made.unknown_loops}"))
+    if read.unknown_loops:
+        rows.append(("note", f"loops of unknown length, counted as one iteration each: {read.unknown_loops}"))
     terminal.show(facts(rows))
     if found.moved:
         terminal.show("", _moved_table(found))

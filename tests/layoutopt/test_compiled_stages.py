@@ -29,7 +29,7 @@ def test_messages_are_those_that_the_program_says(schedule: str, source: str) ->
     built = load_model(source, SIZES).model
     priced = layoutopt.cost(built, mesh, layout, "tpu-v5p", schedule=schedule, microbatches=4)
     found = layoutopt.verify(priced, topology)
-    assert found.compiled is not None and found.compiled.unknown_loops == 0
+    assert found.compiled is not None and found.compiled.read.unknown_loops == 0
     assert found.same_collectives, found.moved
     between = [m for m in found.moved if m.family == "permute"]
     assert between and all(m.count.compiler == m.count.predicted > 0 for m in between)

@@ -23,7 +23,7 @@ from layoutopt.plan.evidence import Validation
 from layoutopt.plan.units import bytes_text, seconds_text
 from layoutopt.sizing.sizing import machines_of
 from mesh_tf_core.engines.jax.compile import CompilerRefusal
-from mesh_tf_core.engines.jax.hlo import HloCollective
+from mesh_tf_core.engines.jax.hlo import HloCollective, HloSummary
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.phase import Phase
 from tests.layoutopt.models import EXAMPLES
@@ -46,7 +46,7 @@ def plan(model: mtf.Model) -> Plan:
 def test_what_the_compiler_made_has_a_frame() -> None:
     ours = [HloCollective("all_reduce", 4, 1, 400, 2), HloCollective("all_gather", 2, 1, 100, 1)]
     theirs = [HloCollective("reduce_scatter", 4, 1, 804, 1), HloCollective("all_gather", 2, 1, 300, 1)]
-    made = CompilerResult("", 1 << 20, 1 << 21, 1.0, compute_seconds=0.002)
+    made = CompilerResult("", 1 << 20, 1 << 21, 1.0, read=HloSummary((), 0, 0, 0), compute_seconds=0.002)
     found = Verified("v5e:2x2", 0.001, (), made, None, moved(ours, theirs))
     assert found.to_frame()["ratio"].tolist() == [1.005, 3.0]
     assert found.to_frame()["family"].tolist() == ["sum", "all_gather"]
