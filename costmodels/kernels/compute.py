@@ -39,8 +39,7 @@ from typing import Any
 from costmodels.hardware import ComputeCurve, Hardware
 from costmodels.kernels.padding import padding_ratio, up
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.op import PRODUCTS
-from mesh_tf_core.visible import Visible
+from mesh_tf_core.ir.op import NO_PRODUCT, PRODUCTS, Work
 
 MATMUL_CLASSES = PRODUCTS
 """Kinds of operations whose FLOPs are matrix products (`Op.kind`); no other list repeats them."""
@@ -64,12 +63,8 @@ class Quantity:
       vector: FLOPs of the element-wise work that is fused with a product, beside `flops`.
       elements: the number of elements of the largest array in its element-wise work and reductions.
       unaligned: an operand or the result has rows with an odd number of 2-byte elements.
-      added: rows and width of the partial results of a convolution (`Work.added`).
-      blocked: FLOPs, vector operations and elements handed over of a kernel that works on blocks
-        (`Work.blocked`).
-      visible: the pairs of an attention.
+      work: of the operation: what of it is a convolution's, in blocks, an attention's or of groups.
       tiled: bytes and elements in whole tiles; None if tiles add nothing.
-      grouped: of `Work.grouped`.
       joins: it runs in one kernel with many others like it, and has no launch of its own.
       chunks: that wait for each other in a library's kernel on chunks of states; None: it is none.
     """
@@ -82,11 +77,8 @@ class Quantity:
     vector: float = 0.0
     elements: int = 0
     unaligned: bool = False
-    added: tuple[int, int] | None = None
-    blocked: tuple[float, float, float] | None = None
-    visible: Visible | None = None
+    work: Work = NO_PRODUCT
     tiled: tuple[float, float] | None = None
-    grouped: bool = False
     joins: bool = False
     chunks: int | None = None
 
@@ -192,7 +184,7 @@ def kernel_parts(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Ke
     moved = contention * (_laid(hardware, quantity)[0] / hardware.memory_bandwidth)
     # The vector unit has one rate for all types, which may be above the peak of a wide one.
     is_product = quantity.op_class in MATMUL_CLASSES
-    peak = hardware.product_flops(quantity.dtype, convolution=quantity.added is not None)
+    peak = hardware.product_flops(quantity.dtype, convolution=quantity.work.added is not None)
     at_peak = contention * quantity.flops / peak if is_product else 0.0
     if (curve := _curve(hardware, quantity)) is not None:
         taken = curve.seconds(_amount(curve, quantity)) * contention / hardware.contention(curve.devices)
@@ -215,11 +207,11 @@ def kernel_parts(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Ke
         _whole_blocks(hardware, quantity) if known else padding_ratio(chip.matrix_unit, quantity.matmul_dims)
     )
     padded = quantity.flops * padding
-    if quantity.blocked and not known and chip.vector_flops is not None:
-        blocks, after, elements = quantity.blocked
+    if quantity.work.blocked and not known and chip.vector_flops is not None:
+        blocks, after, elements = quantity.work.blocked
         padded, in_turn, handed = blocks * padding, True, contention * _passing_seconds(hardware, elements)
     odd = chip.unaligned_efficiency if quantity.unaligned else None
-    uneven = chip.grouped_efficiency if quantity.grouped else None
+    uneven = chip.grouped_efficiency if quantity.work.grouped else None
     efficiency = known or math.prod(s.value for s in (odd, uneven) if s) * _efficiency(hardware, padded)
     rate = peak * efficiency
     product, after = contention * padded / rate, contention * _vector_seconds(hardware, after)
@@ -279,8 +271,8 @@ def _work(hardware: Hardware, quantity: Quantity, k: KernelParts, sustained: flo
     elif product <= k.vector:
         rate = k.rate * (sustained if k.product else 1.0)
         words = f"{quantity.flops:.4g} FLOPs x {k.padding:.3g} for padding, at {rate / 1e12:.4g} TFLOP/s"
-        if k.in_turn and quantity.blocked:
-            blocks, beside, _ = quantity.blocked
+        if k.in_turn and quantity.work.blocked:
+            blocks, beside, _ = quantity.work.blocked
             words += f", for blocks of {blocks * k.padding:.4g} matmul FLOPs and {beside:.4g} softmax FLOPs"
         return words
     else:
@@ -343,9 +335,9 @@ def _laid(hardware: Hardware, quantity: Quantity) -> tuple[float, float]:
 def _adding_seconds(hardware: Hardware, quantity: Quantity) -> float:
     """Of equation (6): what the taps of a convolution make; 0 when the file has no time for it."""
     time, registers = hardware.chip.tap_time, hardware.chip.registers
-    if time is None or registers is None or quantity.added is None:
+    if time is None or registers is None or quantity.work.added is None:
         return 0.0
-    rows, width = quantity.added
+    rows, width = quantity.work.added
     return rows * up(width, registers.lanes.value) * time.value
 
 
@@ -366,10 +358,10 @@ def _attention(hardware: Hardware, quantity: Quantity) -> float | None:
 
 def _whole_blocks(hardware: Hardware, quantity: Quantity) -> float:
     """Pairs of the blocks of a kernel for attention / visible pairs, if the file has the size of blocks."""
-    if (size := hardware.chip.attention_block) is None or quantity.visible is None:
+    if (size := hardware.chip.attention_block) is None or quantity.work.visible is None:
         return 1.0
     blocks = [int(size.value) >> i for i in range(int(size.value).bit_length())]
-    return quantity.visible.pairs(blocks) / quantity.visible.pairs()
+    return quantity.work.visible.pairs(blocks) / quantity.work.visible.pairs()
 
 
 def _curve(hardware: Hardware, quantity: Quantity) -> ComputeCurve | None:

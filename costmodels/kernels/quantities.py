@@ -88,10 +88,7 @@ def quantity_of(op: Op, inputs: tuple[TensorType, ...], outputs: tuple[TensorTyp
         matmul,
         elements=most,
         unaligned=odd,
-        added=work.added,
-        blocked=work.blocked,
-        visible=work.visible,
-        grouped=work.grouped,
+        work=work,
     )
 
 

@@ -227,13 +227,7 @@ def _with_wrap_note(placement: MeshPlacement) -> MeshPlacement:
         f"no wraparound links on torus axis {', '.join(open_axes)}, by the rule "
         f"{topology.wraparound.rule!r} of this hardware"
     )
-    return MeshPlacement(
-        placement.hardware,
-        placement.mesh,
-        placement.assignment,
-        placement.shape,
-        (*placement.assumptions, note),
-    )
+    return replace(placement, assumptions=(*placement.assumptions, note))
 
 
 def _score(hardware: Hardware, mesh: Mesh, assignment: AxisAssignment) -> tuple[float, ...]:

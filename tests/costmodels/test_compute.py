@@ -139,7 +139,7 @@ def test_attention_on_a_tpu_takes_its_products_and_its_softmax_in_turn() -> None
         b, d = Dim("b", 4096), Dim("d", size)
         types = [TensorType(Shape([b, row, d]), "bfloat16") for row in (L, M, M)]
         quantity = quantity_of(op, tuple(types), op.infer(*types))
-        assert quantity.blocked == (logits * 4 * size, logits * 9, 4 * 4096 * 512 * padded)
+        assert quantity.work.blocked == (logits * 4 * size, logits * 9, 4 * 4096 * 512 * padded)
         cost = compute_cost(tpu, quantity)
         rate = (logits * 4 * padded) / (cost.flop_seconds - vector)
         assert 0.9 * 459e12 < rate <= 459e12
@@ -149,7 +149,7 @@ def test_attention_on_a_tpu_takes_its_products_and_its_softmax_in_turn() -> None
 def test_taps_of_narrow_convolutions_are_added_with_lanes_filled_up() -> None:
     v5e = load_hardware("tpu-v5e")
     narrow = conv(16)
-    assert narrow.added == (9 * 64 * 64 * 64, 16)
+    assert narrow.work.added == (9 * 64 * 64 * 64, 16)
     cost = compute_cost(v5e, narrow)
     assert cost.flop_seconds == pytest.approx(9 * 64 * 64 * 64 * 128 * 1.08e-12)
     wide = compute_cost(v5e, conv(256))

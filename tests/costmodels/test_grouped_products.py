@@ -14,6 +14,7 @@ import mesh_tf_core as mtf
 from costmodels import Quantity, load_hardware
 from costmodels.kernels.compute import compute_cost
 from costmodels.kernels.quantities import of_local
+from mesh_tf_core.ir.op import Work
 from mesh_tf_core.ir.program import Local
 
 DATA = Path(__file__).parents[1] / "data" / "published_configurations.json"
@@ -24,13 +25,18 @@ def test_they_keep_a_part_of_the_rate_of_other_products() -> None:
     machine = load_hardware("tpu-v5p", "maxtext")
     share = machine.chip.grouped_efficiency
     assert share is not None and load_hardware("tpu-v5p").chip.grouped_efficiency is None
-    seconds = [compute_cost(machine, replace(product, grouped=each)).flop_seconds for each in (False, True)]
+    seconds = [
+        compute_cost(machine, replace(product, work=Work(grouped=each))).flop_seconds
+        for each in (False, True)
+    ]
     assert seconds[0] / seconds[1] == pytest.approx(share.value)
     config = json.loads(DATA.read_text(encoding="utf-8"))["models"]["Qwen3-30B-A3B"]["config"]
     model = layoutopt.from_huggingface(config, batch=8, length=512, num_hidden_layers=1)
     program = model.lower(mtf.Mesh("x:1"), mtf.Layout(""))
     found = Counter(
-        i.op.kind for i, _ in program.walk() if isinstance(i, Local) and of_local(i, program.local).grouped
+        i.op.kind
+        for i, _ in program.walk()
+        if isinstance(i, Local) and of_local(i, program.local).work.grouped
     )
     assert found == {"matmul": 3 * 3}, "three products of experts, and two for the gradients of each"
 
