@@ -243,7 +243,8 @@ def megatron(what: Exported) -> str:
     if mode == "full":
         whole = TICK in decided.recompute  # stages from their inputs
         layers = [order.counts(what.size(dim)).max() for dim in decided.pipeline] if whole else [count or 1]
-        flags += [("recompute-method", "block" if count else "uniform"), ("recompute-num-layers", *layers)]
+        flags.append(("recompute-method", "block" if count else "uniform"))
+        flags += [("recompute-num-layers", number) for number in layers]
     for text in decided.recompute if mode == "selective" else ():
         flags.append(("recompute-modules", " ".join(MEGATRON_MODULES[Recomputed.parse(text).keep])))
     offloads = _offloaded(what, OPTIMIZER, "megatron")
