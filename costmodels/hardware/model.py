@@ -86,9 +86,9 @@ class Chip(Checked):
     hides cost nothing.
     `published_mfu`: the most that a published run reached (`costmodels.utilisation`, from its seconds); no
     price reads it, plans are held against it. None: no run is known.
-    `chunk_efficiency`, `chunk_products`: shares of the bandwidth and of the peak that a library's kernels on
-    chunks of states reach (delta rules, state spaces); None: `memory_efficiency`, and all. `chunk_time`:
-    seconds from one chunk to the next, at least.
+    `chunk_efficiency`, `chunk_products`, `chunk_vector`: shares of the bandwidth, of the peak and of the
+    vector rate that a library's kernels on chunks of states reach (delta rules, state spaces); None:
+    `memory_efficiency`, and all. `chunk_time`: seconds from one chunk to the next, at least.
     `tap_time`: seconds in which one device adds an element of what one tap of a convolution makes, with
     channels padded to the lanes.
     `host_link`: between a chip and its host's memory, one way while nothing goes the other; `host_memory`: a
@@ -125,6 +125,7 @@ class Chip(Checked):
     published_mfu: PositiveFraction | None = None
     chunk_efficiency: PositiveFraction | None = None
     chunk_products: PositiveFraction | None = None
+    chunk_vector: PositiveFraction | None = None
     chunk_time: Time | None = None
     tap_time: Time | None = None
     product_launch: Time | None = None

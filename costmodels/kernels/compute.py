@@ -20,9 +20,9 @@ r"""Seconds of one local operation from its quantities: a roofline with padding,
 (6) memory seconds = bytes / (bandwidth · efficiency). Without a product + elements · element time, when the
     file has one: values are not brought through the registers while others are waited for; with a product
     they are, and the longest counts; of a convolution also what its taps make: padded elements · tap time
-    Library kernels that work on chunks of states move bytes at `chunk_efficiency` of the bandwidth, and
-    multiply at `chunk_products` of the peak, where the file has these, and take no less than `chunk_time` for
-    each of the chunks that wait for each other
+    Library kernels that work on chunks of states move bytes at `chunk_efficiency` of the bandwidth, multiply
+    at `chunk_products` of the peak, do other work at `chunk_vector` of the vector rate, where the file has
+    these, and take no less than `chunk_time` for each of the chunks that wait for each other
 (7) virtual devices share cores: everything takes max(1, devices / cores) times as long
 (8) measured: t = max(curve(FLOPs or bytes) · contention / contention then, FLOPs / peak, memory seconds)
 
@@ -60,7 +60,8 @@ class Quantity:
       dtype: element type of the operands.
       matmul_dims: (m, n, k, batch) of a product [batch, m, k] x [batch, k, n]. If it is None, no padding is
         counted.
-      vector: FLOPs of the element-wise work that is fused with a product, beside `flops`.
+      vector: FLOPs of the element-wise work that is fused with a product, or in a library's kernel, beside
+        `flops`.
       elements: the number of elements of the largest array in its element-wise work and reductions.
       unaligned: an operand or the result has rows with an odd number of 2-byte elements.
       work: of the operation: what of it is a convolution's, in blocks, an attention's or of groups.
@@ -197,7 +198,9 @@ def kernel_parts(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Ke
     if quantity.chunks is not None:
         waits = quantity.chunks * chip.chunk_time.value if chip.chunk_time else 0.0
         share = chip.chunk_products.value if chip.chunk_products else 1.0
-        waits = max(waits, contention * quantity.flops / (peak * share))
+        beside = chip.chunk_vector.value if chip.chunk_vector else 1.0
+        vector = contention * _vector_seconds(hardware, quantity.vector) / beside
+        waits = max(waits, contention * quantity.flops / (peak * share) + vector)
         passed = moved / _bandwidth(hardware, quantity)
         return KernelParts(0.0, math.inf, waits, 0.0, 0.0, passed, launch, False, interval)
     if not is_product:
@@ -260,7 +263,8 @@ def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Co
 def _work(hardware: Hardware, quantity: Quantity, k: KernelParts, sustained: float) -> str:
     """The FLOPs that decide, and the rate they run at."""
     if quantity.chunks is not None:
-        return f"{quantity.flops:.4g} FLOPs and {quantity.chunks} chunks that wait for each other"
+        work = f"{quantity.flops:.4g} FLOPs of products, {quantity.vector:.4g} of vector units"
+        return f"{work} and {quantity.chunks} chunks that wait for each other"
     product = k.product / sustained + k.beside
     if k.floor > min(product, k.vector):
         if k.where == "passing":

@@ -85,7 +85,8 @@ KERNELS = json.loads((Path(__file__).parent / "chunk_kernels.json").read_text(en
 
 
 def kernels(rule: str, phase: str, k: int, v: int, chunk: int, shared: int) -> list[tuple[float, ...]]:
-    """Elements that each kernel of a library moves, its FLOPs, and 1 if it walks from chunk to chunk."""
+    """Elements that each kernel of a library moves, FLOPs of its products, 1 if it walks from chunk to chunk,
+    and FLOPs of the vector units."""
     own, pairs = k / shared, chunk / shared
     sizes = dict(zip("kvcsopg", (k, v, chunk, k * v / chunk, own, pairs, shared > 1), strict=True))
 
@@ -93,8 +94,8 @@ def kernels(rule: str, phase: str, k: int, v: int, chunk: int, shared: int) -> l
         terms = re.findall(r"([\d.]*)([a-z]+)", text)
         return sum(float(times or 1) * math.prod(map(sizes.__getitem__, letters)) for times, letters in terms)
 
-    rows = ((*row.split(";"), "", "")[:3] for row in KERNELS[rule][phase])
-    return [(total(moved), total(flops), bool(walks)) for moved, flops, walks in rows]
+    rows = (f"{row};;;".split(";")[:4] for row in KERNELS[rule][phase])
+    return [(total(moved), total(flops), "walks" in walks, total(own)) for moved, flops, walks, own in rows]
 
 
 def made_by(layer: Any, rule: Callable[..., Tensor], work: tuple[str, int, Dim, int], *xs: Tensor) -> Tensor:
@@ -108,7 +109,9 @@ def made_by(layer: Any, rule: Callable[..., Tensor], work: tuple[str, int, Dim, 
     def counted(y: Tensor, phase: str) -> Tensor:
         name, k, dim, shared = work
         n, found = dim.size, kernels(name, phase, k, dim.size, layer.chunk, shared)
-        each = tuple((2 * moved / n, flops / n, chunks * int(walks)) for moved, flops, walks in found)
+        each = tuple(
+            (2 * moved / n, flops / n, chunks * int(walks), own / n) for moved, flops, walks, own in found
+        )
         made: Tensor = graph.apply(LibraryKernels(each), y)
         return made
 

@@ -24,11 +24,11 @@ class LibraryKernels(Move):
     that follow on it.
 
     Attributes:
-      kernels: kernel by kernel, bytes and FLOPs for each element of the operand, and steps that wait for each
-        other.
+      kernels: kernel by kernel, bytes and FLOPs of products for each element of the operand, steps that wait
+        for each other, and FLOPs of vector units for each element.
     """
 
-    kernels: tuple[tuple[float, float, int], ...]
+    kernels: tuple[tuple[float, float, int, float], ...]
     free: ClassVar[bool] = True
     linear: ClassVar[bool] = True
 
