@@ -45,7 +45,9 @@ CompilerName = Literal[
 """The compiler profiles that a file may name (`costmodels.pricing.compilers`)."""
 Purpose = Literal["gradient", "parameter", "activation", "experts", "paired_experts", "all_to_all"]
 """The classes of messages of which a file may say what is hidden (`costmodels.pricing.overlap`)."""
-HeldRule = Literal["loss_copies", "step_copies", "gradient_bytes", "gathers", "to_the_end", "buffers"]
+HeldRule = Literal[
+    "loss_copies", "step_copies", "step_gradients", "gradient_bytes", "gathers", "to_the_end", "buffers"
+]
 """The rules of memory and recomputation that a file may give a number (`liveness.MemoryRules`)."""
 
 

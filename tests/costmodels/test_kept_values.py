@@ -249,3 +249,18 @@ def test_gradients_are_sent_in_the_type_that_a_framework_sums(microbatches: int)
         sums = (x.item for x in found.evaluation.cost.lines if x.is_communication and x.purpose == GRADIENT)
         sent = sum(sum(item.payloads) for item in sums if isinstance(item, Sent))
         assert sent == pytest.approx(said.get("gradient_bytes", program_has) * weights, rel=0.01), text
+
+
+@pytest.mark.parametrize(("storage", "shards"), [("layout", 1), ("zero1", 2)])
+def test_a_bfloat16_buffer_of_gradients_is_copied_to_float32_for_the_step(storage: str, shards: int) -> None:
+    """The copy is of a distributed optimizer's shard; with a float32 buffer there is none."""
+    model = transformer(**{**SIZES, "optimizer": "adam"})
+    weights = sum(v.shape.size for v in model.graph.variables.values() if v.trainable)
+    for text, copied in (("megatron", 0), ("megatron:gradients=bfloat16", 4)):
+        found = layoutopt.cost(model, "data:2", "batch:data", "h100", framework=text, storage=storage)
+        plain = replace(compiler_of(load_hardware("h100", text)).rules, step_gradients=0)
+        pairs = zip(
+            found.evaluation.memory.points, memory(found.evaluation.program, plain).points, strict=True
+        )
+        more = {a.bytes - b.bytes for a, b in pairs if a.origin.phase == Phase.UPDATE}
+        assert more == {copied * weights // shards}, text
