@@ -32,8 +32,7 @@ Where a framework gives a number (`MemoryRules`, from `Hardware.holds`)
   (15) the loss and its gradient hold so many arrays of the logits' size, in float32 unless the library's call
        casts them itself (`kept.logits`); where a stage has its own program, of every microbatch until its
        backward
-  (16) the optimizer's step holds so many arrays of the size of a moment of every variable at once, and copies
-       of gradients besides
+  (16) the optimizer's step holds so many arrays of the size of a moment of every variable or gradient at once
   (17) sums of gradients over microbatches take so many bytes an element
   (18) 1: gradients lie in a buffer that is there from the start of the step
   (11) 1: a product keeps its operands as it read them, gathered; else it gathers them again in backward
@@ -108,8 +107,7 @@ class MemoryRules:
       stage_programs: each stage of a pipeline is a program of its own: rule (8).
       remakes, wide_logits, masks, parameters: rules (9), (10), (13) and (14).
       overwrites: rule (4) of `mesh_tf_core.ir.liveness` holds for element-wise operations; else rule (12).
-      loss_copies, step_copies, step_gradients, gradient_bytes, gathers: rules (15) to (17), (11); 0: as the
-        program has.
+      loss_copies, step_copies, step_gradients, gradient_bytes, gathers: rules (15) to (17), (11); 0: none.
       buffers: rule (18).
       to_the_end: 1: recomputation goes to the end of what it recomputes (`mesh_tf_core.tracing.graph.Graph`).
     """

@@ -60,8 +60,7 @@ class Quantity:
       dtype: element type of the operands.
       matmul_dims: (m, n, k, batch) of a product [batch, m, k] x [batch, k, n]. If it is None, no padding is
         counted.
-      vector: FLOPs of the element-wise work that is fused with a product, or in a library's kernel, beside
-        `flops`.
+      vector: FLOPs of the element-wise work in a kernel of products, or of a library, beside `flops`.
       elements: the number of elements of the largest array in its element-wise work and reductions.
       unaligned: an operand or the result has rows with an odd number of 2-byte elements.
       work: of the operation: what of it is a convolution's, in blocks, an attention's or of groups.
@@ -197,10 +196,9 @@ def kernel_parts(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Ke
     passing = contention * _passing_seconds(hardware, _laid(hardware, quantity)[1])
     if quantity.chunks is not None:
         waits = quantity.chunks * chip.chunk_time.value if chip.chunk_time else 0.0
-        share = chip.chunk_products.value if chip.chunk_products else 1.0
-        beside = chip.chunk_vector.value if chip.chunk_vector else 1.0
-        vector = contention * _vector_seconds(hardware, quantity.vector) / beside
-        waits = max(waits, contention * quantity.flops / (peak * share) + vector)
+        share, most = (s.value if s else 1.0 for s in (chip.chunk_products, chip.chunk_vector))
+        beside = _vector_seconds(hardware, quantity.vector) / most
+        waits = max(waits, contention * (quantity.flops / (peak * share) + beside))
         passed = moved / _bandwidth(hardware, quantity)
         return KernelParts(0.0, math.inf, waits, 0.0, 0.0, passed, launch, False, interval)
     if not is_product:
@@ -263,8 +261,7 @@ def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Co
 def _work(hardware: Hardware, quantity: Quantity, k: KernelParts, sustained: float) -> str:
     """The FLOPs that decide, and the rate they run at."""
     if quantity.chunks is not None:
-        work = f"{quantity.flops:.4g} FLOPs of products, {quantity.vector:.4g} of vector units"
-        return f"{work} and {quantity.chunks} chunks that wait for each other"
+        return f"{quantity.flops + quantity.vector:.4g} FLOPs and {quantity.chunks} chunks that wait in turn"
     product = k.product / sustained + k.beside
     if k.floor > min(product, k.vector):
         if k.where == "passing":
@@ -302,8 +299,7 @@ def _moved(hardware: Hardware, quantity: Quantity) -> str:
 
 
 def _passed(hardware: Hardware, quantity: Quantity) -> str:
-    time = hardware.chip.element_time
-    rate = f" at {time.value * 1e12:.3g} ps" if time else ""
+    rate = f" at {time.value * 1e12:.3g} ps" if (time := hardware.chip.element_time) else ""
     return f"{_laid(hardware, quantity)[1]:.4g} elements passing through registers{rate}"
 
 

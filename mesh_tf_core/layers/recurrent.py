@@ -85,8 +85,7 @@ KERNELS = json.loads((Path(__file__).parent / "chunk_kernels.json").read_text(en
 
 
 def kernels(rule: str, phase: str, k: int, v: int, chunk: int, shared: int) -> list[tuple[float, ...]]:
-    """Elements that each kernel of a library moves, FLOPs of its products, 1 if it walks from chunk to chunk,
-    and FLOPs of the vector units."""
+    """Elements that each kernel moves, FLOPs of products, 1 if it walks by chunks, FLOPs of vector units."""
     own, pairs = k / shared, chunk / shared
     sizes = dict(zip("kvcsopg", (k, v, chunk, k * v / chunk, own, pairs, shared > 1), strict=True))
 
@@ -109,9 +108,7 @@ def made_by(layer: Any, rule: Callable[..., Tensor], work: tuple[str, int, Dim, 
     def counted(y: Tensor, phase: str) -> Tensor:
         name, k, dim, shared = work
         n, found = dim.size, kernels(name, phase, k, dim.size, layer.chunk, shared)
-        each = tuple(
-            (2 * moved / n, flops / n, chunks * int(walks), own / n) for moved, flops, walks, own in found
-        )
+        each = tuple((2 * b / n, own / n, chunks * int(walks), more / n) for b, own, walks, more in found)
         made: Tensor = graph.apply(LibraryKernels(each), y)
         return made
 
@@ -305,15 +302,12 @@ class LightningAttention(Recurrence):
             rate = exp(place * (-8 / self.heads.size * math.log(2))) * deep
             decay = broadcast(-rate, [*x.shape.without(self.d_model), self.heads])
             work = "linear", self.d_kv.size, self.d_kv, 1
-            y = made_by(self, scanned, work, v, decay, _state(k, self.d_kv), _state(q, self.d_kv))
+            b, c = (rename(x, **{self.d_kv.name: "d_state"}) for x in (k, q))
+            y = made_by(self, scanned, work, v, decay, b, c)
             scale = g.variable("out_norm", [self.heads, self.d_kv], ONES, activation_dtype=x.dtype)
             y = unit_rms(y, [self.heads, self.d_kv], self.epsilon) * scale
             y = y * sigmoid(project(x, "gate", [d], [self.heads, self.d_kv]))
             return project(y, "o", [self.heads, self.d_kv], [d])
-
-
-def _state(x: Tensor, dim: Dim) -> Tensor:
-    return rename(x, **{dim.name: "d_state"})
 
 
 @dataclass(frozen=True)

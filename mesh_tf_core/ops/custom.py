@@ -24,8 +24,7 @@ class LibraryKernels(Move):
     that follow on it.
 
     Attributes:
-      kernels: kernel by kernel, bytes and FLOPs of products for each element of the operand, steps that wait
-        for each other, and FLOPs of vector units for each element.
+      kernels: for each element bytes, FLOPs of products, steps that wait in turn, FLOPs of vector units.
     """
 
     kernels: tuple[tuple[float, float, int, float], ...]

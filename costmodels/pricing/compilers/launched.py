@@ -75,10 +75,9 @@ class HostLaunched(Joining):
     def local(self, instr: Local, find: Find, local: Types) -> Iterator[Computed | Called]:
         if isinstance(op := instr.op, LibraryKernels):
             size = local(instr.outputs[0]).shape.size
-            for each in op.kernels:
-                moved, flops, vector = (share * size for share in (each[0], each[1], each[3]))
-                work = Quantity(flops, moved, "data", "bfloat16", vector=vector, chunks=each[2])
-                yield Computed(work, flops + vector)
+            for b, f, chunks, own in op.kernels:
+                work = Quantity(f * size, b * size, "data", "bfloat16", vector=own * size, chunks=chunks)
+                yield Computed(work, work.flops + work.vector)
         elif not is_no_kernel(instr, local):
             yield from _joined(super().local(instr, find, local), instr)
 
