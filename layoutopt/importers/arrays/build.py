@@ -217,11 +217,9 @@ def _built(program: TracedProgram, said: Mapping[str, Any]) -> Imported:
     parameters, inputs = [v for v, _ in arrays.parameters], [v for v, _ in arrays.batch]
     named_alike = same_dimensions(logical, {v.path for leaf, v, _ in arrays.given() if leaf.path in said})
     hints, firsts = [*_hints(said, arrays, cut, block)], [(v, 0) for v in inputs if v.shape]
+    if len({v.shape[0] for v, _ in firsts}) == 1 and said.keys().isdisjoint(v.path for v in inputs):
+        hints.append(firsts)  # nothing but pairs of examples relates the two inputs of a contrastive loss
     dims = classes(block, cut, parameters, inputs, hints, named_alike, again.stacks)
-    sizes, unsaid = {v.shape[0] for v, _ in firsts}, said.keys().isdisjoint(v.path for v in inputs)
-    if len(sizes) == 1 and unsaid and len({dims.of(*axis) for axis in firsts}) > 1:
-        # Nothing but pairs of examples relates the two inputs of a contrastive loss.
-        dims = classes(block, cut, parameters, inputs, [*hints, firsts], named_alike, again.stacks)
     called = named(block, dims, arrays, said, logical, notes)
     again.alias(dims)
     writer = Writer(Graph(program.name), dims, called, TABLE)

@@ -134,6 +134,7 @@ def classes(
     for axes in hints:
         for axis in axes[1:]:
             _unite_axes(found, axes[0], axis)
+    _rows(found, factors, batch)
     made_of, layers = _made_of(block, parameters, batch), _templates(found, parameters, stacks)
     found.made_of = made_of
     edges: dict[int, dict[int, list[tuple[FactorNode, FactorNode]]]] = defaultdict(lambda: defaultdict(list))
@@ -245,6 +246,22 @@ def _edges(
                     x = nodes(axis)
                     if x and _sizes(found, y[-len(x) :]) == _sizes(found, x):
                         yield from zip(y[-len(x) :], x, strict=True)
+
+
+def _rows(found: Classes, factors: Factors, batch: Sequence[Var]) -> None:
+    """Examples stay examples in all that is made of them: where all are compared with all, the other side of
+    the pairs is a dimension of its own, and not the whole tower that made it."""
+    owner = {n: v for (v, _), nodes in found.nodes.items() for n in nodes}
+    forward: list[tuple[FactorNode, FactorNode]] = []
+    for equation, relation in factors.related:
+        made = set(map(id, equation.outs))
+        for x, y in _edges(found, factors, equation, relation):
+            ends = owner[x] in made, owner[y] in made
+            forward += [(x, y)] * (ends == (False, True) or equation.body is not None)
+            forward += [(y, x)] * (ends == (True, False) or equation.body is not None)
+    for first in {found.find(n) for v in batch if v.shape for n in found.of(v, 0)[:1]}:
+        while any([found.find(x) == found.find(first) != found.find(y) and found.unite(x, y) for x, y in forward]):
+            pass
 
 
 def _sizes(found: Classes, nodes: Sequence[FactorNode]) -> list[int]:
