@@ -212,11 +212,13 @@ def _built(program: TracedProgram, said: Mapping[str, Any]) -> Imported:
     keys = [v for v, _ in program.keys]
     again = rerolled(program.block, [v for v, _ in program.parameters], state, keys)
     arrays = _stacked(given, again)
-    block, cut, notes = again.block, factors(again.block), [*program.notes, *again.notes]
+    block, cut = again.block, factors(again.block, (v for v, _ in arrays.batch))
+    notes = [*program.notes, *again.notes]
     logical = logical_axes(list(arrays.all()), notes)
     parameters, inputs = [v for v, _ in arrays.parameters], [v for v, _ in arrays.batch]
     named_alike = same_dimensions(logical, {v.path for leaf, v, _ in arrays.given() if leaf.path in said})
-    hints, firsts = [*_hints(said, arrays, cut, block)], [(v, 0) for v in inputs if v.shape]
+    hints = [*_hints(said, arrays, cut, block)]
+    firsts: list[Axis] = [(v, 0) for v in inputs if v.shape]
     if len({v.shape[0] for v, _ in firsts}) == 1 and said.keys().isdisjoint(v.path for v in inputs):
         hints.append(firsts)  # nothing but pairs of examples relates the two inputs of a contrastive loss
     dims = classes(block, cut, parameters, inputs, hints, named_alike, again.stacks)

@@ -24,6 +24,7 @@ FactorNode = int
 
 PARAMETER, FLOAT, WHOLE = 1, 2, 4
 """The kinds of values by origin: parameters, the batch's fractions, the batch's whole numbers."""
+_Related = tuple[Equation, AxisRelation, list[tuple[FactorNode, FactorNode]]]
 
 
 @dataclass
@@ -134,13 +135,13 @@ def classes(
     for axes in hints:
         for axis in axes[1:]:
             _unite_axes(found, axes[0], axis)
-    _rows(found, factors, batch)
+    related = [(e, r, [*_edges(found, factors, e, r)]) for e, r in factors.related]
+    _rows(found, related, batch)
     made_of, layers = _made_of(block, parameters, batch), _templates(found, parameters, stacks)
     found.made_of = made_of
     edges: dict[int, dict[int, list[tuple[FactorNode, FactorNode]]]] = defaultdict(lambda: defaultdict(list))
-    for equation, relation in factors.related:
-        of_equation = edges[_certainty(equation, relation, made_of)][id(equation)]
-        of_equation += _edges(found, factors, equation, relation)
+    for equation, relation, pairs in related:
+        edges[_certainty(equation, relation, made_of)][id(equation)] += pairs
     for level in sorted(edges):
         listed = list(edges[level].values())
         # The product of weights and values knows its queries, which that of queries and keys must follow.
@@ -248,19 +249,21 @@ def _edges(
                         yield from zip(y[-len(x) :], x, strict=True)
 
 
-def _rows(found: Classes, factors: Factors, batch: Sequence[Var]) -> None:
+def _rows(found: Classes, related: Sequence[_Related], batch: Sequence[Var]) -> None:
     """Examples stay examples in all that is made of them: where all are compared with all, the other side of
     the pairs is a dimension of its own, and not the whole tower that made it."""
     owner = {n: v for (v, _), nodes in found.nodes.items() for n in nodes}
     forward: list[tuple[FactorNode, FactorNode]] = []
-    for equation, relation in factors.related:
+    for equation, _, pairs in related:
         made = set(map(id, equation.outs))
-        for x, y in _edges(found, factors, equation, relation):
+        for x, y in pairs:
             ends = owner[x] in made, owner[y] in made
             forward += [(x, y)] * (ends == (False, True) or equation.body is not None)
             forward += [(y, x)] * (ends == (True, False) or equation.body is not None)
     for first in {found.find(n) for v in batch if v.shape for n in found.of(v, 0)[:1]}:
-        while any([found.find(x) == found.find(first) != found.find(y) and found.unite(x, y) for x, y in forward]):
+        while sum(
+            found.unite(x, y) for x, y in forward if found.find(x) == found.find(first) != found.find(y)
+        ):
             pass
 
 

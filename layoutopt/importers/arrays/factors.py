@@ -32,12 +32,14 @@ class _Atom:
 
     Attributes:
       piece: it is what an axis was cut into.
+      rows: it is examples of the batch.
     """
 
     size: int
     same: _Atom | None = None
     parts: list[_Atom] = field(default_factory=list)
     piece: bool = False
+    rows: bool = False
 
 
 def _found(atom: _Atom) -> _Atom:
@@ -68,7 +70,7 @@ def _unite(left: Sequence[_Atom], right: Sequence[_Atom]) -> bool:
         elif x is y or x.size == y.size:
             if x is not y:
                 y.same = x
-                x.piece = x.piece or y.piece
+                x.piece, x.rows = x.piece or y.piece, x.rows or y.rows
             a, b = a[1:], b[1:]
         elif x.size % y.size == 0:
             _cut(x, y.size)
@@ -106,13 +108,13 @@ class Factors:
         return self.sizes[id(operand), axis]
 
 
-def factors(block: EquationBlock) -> Factors:
-    """The factors of all axes of a block."""
-    return _Inference(block).result()
+def factors(block: EquationBlock, batch: Iterable[Operand] = ()) -> Factors:
+    """The factors of all axes of a block; the first axis of each of `batch` is examples."""
+    return _Inference(block, batch).result()
 
 
 class _Inference:
-    def __init__(self, block: EquationBlock) -> None:
+    def __init__(self, block: EquationBlock, batch: Iterable[Operand]) -> None:
         self.atoms: dict[tuple[int, int], list[_Atom]] = {}
         self.operands: dict[int, Operand] = {}
         self.whole: set[int] = set()
@@ -124,6 +126,8 @@ class _Inference:
             inner = [x for b in (equation.body, equation.backward) if b for x in (*b.ins, *b.outs)]
             for v in (*equation.ins, *equation.outs, *inner):
                 self._note(v)
+        for atom in (a for v in batch for a in self._at((v, 0))):
+            atom.rows = True
         self.related: list[tuple[Equation, AxisRelation]] = []
         self.related += [(e, r) for e in block.walk() for r in relations(e, self.pieces)]
         self.related += _Ranges().run(block)
@@ -169,7 +173,9 @@ class _Inference:
         if id(equation) in self.joined:
             return False
         first = _expanded(self._at(r.xs[0]))
-        known = any(atom.piece for x in r.xs for atom in _expanded(self._at(x)))
+        each = [_expanded(self._at(x)) for x in r.xs]
+        # Views of the same examples, one behind the other, are these examples several times.
+        known = any(a.piece for x in each for a in x) or all(any(a.rows for a in x) for x in each)
         for count in range(1, len(_expanded(self._at(r.y)))):
             lead = _expanded(self._at(r.y))[:count]
             known = known or math.prod(atom.size for atom in lead) == len(r.xs)

@@ -127,6 +127,7 @@ class _Roles:
         for v, _ in sorted(leaves, key=lambda x: -len(x[0].shape)):
             if "batch" not in self.names.taken:
                 self.names.give_axis(v, 0, "batch")
+        self._others("batch", "other_batch")
         for v, leaf in leaves:
             self.names.give_axis(v, 0, f"{last(leaf.path)}_batch")
             if v.dtype.startswith("int") and len(v.shape) >= 2 and id(v) not in places:
@@ -199,13 +200,15 @@ class _Roles:
                     if self.names.in_parameters[node]:
                         self.names.give(node, "d_v")
         self._feed_forward()
-        for a, b in self.classes.refused:
-            for x, y in ((a, b), (b, a)):
-                if (
-                    self.names.found.get(self.classes.find(x)) == "length"
-                    and not self.names.in_parameters[self.classes.find(y)]
-                ):
-                    self.names.give(y, "memory_length")
+        self._others("length", "memory_length")
+
+    def _others(self, known: str, name: str) -> None:
+        """Names the other side of pairs of what has a name."""
+        for pair in self.classes.refused:
+            x, y = map(self.classes.find, pair)
+            for one, other in ((x, y), (y, x)):
+                if self.names.found.get(one) == known and not self.names.in_parameters[other]:
+                    self.names.give(other, name)
 
     def _lookup(self, e: Equation, from_batch: set[int]) -> None:
         """A table of parameters that numbers of the batch look up."""

@@ -29,6 +29,7 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model, TrainingStep
 from mesh_tf_core.optimizers import SGD, Adam, Optimizer
+from mesh_tf_core.tracing.copying import batch_names
 
 OPTIMIZERS = {
     "adamw": Adam(1e-3, weight_decay=1e-2, moments="own"),
@@ -297,4 +298,7 @@ def from_torch(
     trials = ModuleTrials(module, example_batch, own_axes, found.calls, param_dtype, found.heads)
     model.styles.try_out(trials)
     model.graph.unsplit.update(model.styles.without)
+    if model.batch_dim and (others := batch_names(model.graph, model.batch_dim) - {model.batch_dim}):
+        beside = {n for t in model.graph.tensors if model.batch_dim in t.shape.names for n in t.shape.names}
+        model.graph.unsplit.update(dict.fromkeys(others & beside, "a data rank compares its own rows alone"))
     return model
