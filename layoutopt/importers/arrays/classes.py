@@ -24,7 +24,6 @@ FactorNode = int
 
 PARAMETER, FLOAT, WHOLE = 1, 2, 4
 """The kinds of values by origin: parameters, the batch's fractions, the batch's whole numbers."""
-_Related = tuple[Equation, AxisRelation, list[tuple[FactorNode, FactorNode]]]
 
 
 @dataclass
@@ -136,12 +135,14 @@ def classes(
         for axis in axes[1:]:
             _unite_axes(found, axes[0], axis)
     related = [(e, r, [*_edges(found, factors, e, r)]) for e, r in factors.related]
-    _rows(found, related, batch)
+    _unite_rows(found, [pair for _, _, pairs in related for pair in pairs], batch)
     made_of, layers = _made_of(block, parameters, batch), _templates(found, parameters, stacks)
     found.made_of = made_of
     edges: dict[int, dict[int, list[tuple[FactorNode, FactorNode]]]] = defaultdict(lambda: defaultdict(list))
+    owner = {n: factors.operands[v] for (v, _), nodes in found.nodes.items() for n in nodes}
     for equation, relation, pairs in related:
-        edges[_certainty(equation, relation, made_of)][id(equation)] += pairs
+        ends = {owner[n] for pair in pairs for n in pair}
+        edges[_certainty(equation, relation, ends, made_of)][id(equation)] += pairs
     for level in sorted(edges):
         listed = list(edges[level].values())
         # The product of weights and values knows its queries, which that of queries and keys must follow.
@@ -155,28 +156,18 @@ def classes(
     _twins(found, {c for v in parameters for c in found.all(v)})
     for axes in alike:
         for axis in axes[1:]:
-            for x, y in _alike(found, axes[0], axis):
-                if y not in found.apart(x):
-                    found.unite(x, y)
+            _unite_axes(found, axes[0], axis)
     return found
 
 
 _CERTAIN, _PRODUCTS, _FREE = 1, 2, 3
 
 
-def _certainty(equation: Equation, relation: AxisRelation, made_of: Mapping[int, int]) -> int:
+def _certainty(
+    equation: Equation, relation: AxisRelation, ends: Iterable[Operand], made_of: Mapping[int, int]
+) -> int:
     if isinstance(relation, Same) and relation.kind == "ids":
         return _CERTAIN
-    ends: list[Operand]
-    match relation:
-        case Same():
-            ends = [relation.a[0], relation.b[0]]
-        case Regroup():
-            ends = [relation.x, relation.y]
-        case AxisPart():
-            ends = [relation.x[0], relation.y[0]]
-        case Join():
-            ends = [relation.y[0], *(x[0] for x in relation.xs)]
     strong = PARAMETER | FLOAT
     if not all(made_of.get(id(v), 0) & strong and has_fractions(v) for v in ends):
         return _FREE
@@ -225,6 +216,10 @@ def _edges(
     def all_nodes(v: Operand) -> list[FactorNode]:
         return [n for a in range(len(v.shape)) for n in nodes((v, a))]
 
+    def ends(whole: Axis, part: Axis) -> Iterator[tuple[FactorNode, FactorNode]]:
+        x, y = nodes(whole)[-len(nodes(part)) :], nodes(part)
+        return zip(x, y, strict=True) if _sizes(found, x) == _sizes(found, y) else iter(())
+
     match relation:
         case Same(kind="cut"):
             return
@@ -237,33 +232,18 @@ def _edges(
             if id(equation) not in factors.whole:
                 yield from zip(all_nodes(relation.x), all_nodes(relation.y), strict=True)
         case AxisPart():
-            x, y = nodes(relation.x), nodes(relation.y)
-            if y and _sizes(found, x[-len(y) :]) == _sizes(found, y):
-                yield from zip(x[-len(y) :], y, strict=True)
-        case Join():
-            if id(equation) in factors.joined:
-                y = nodes(relation.y)
-                for axis in relation.xs:
-                    x = nodes(axis)
-                    if x and _sizes(found, y[-len(x) :]) == _sizes(found, x):
-                        yield from zip(y[-len(x) :], x, strict=True)
+            yield from ends(relation.x, relation.y)
+        case Join() if id(equation) in factors.joined:
+            for axis in relation.xs:
+                yield from ends(relation.y, axis)
 
 
-def _rows(found: Classes, related: Sequence[_Related], batch: Sequence[Var]) -> None:
+def _unite_rows(found: Classes, pairs: Sequence[tuple[FactorNode, FactorNode]], batch: Sequence[Var]) -> None:
     """Examples stay examples in all that is made of them: where all are compared with all, the other side of
     the pairs is a dimension of its own, and not the whole tower that made it."""
-    owner = {n: v for (v, _), nodes in found.nodes.items() for n in nodes}
-    forward: list[tuple[FactorNode, FactorNode]] = []
-    for equation, _, pairs in related:
-        made = set(map(id, equation.outs))
-        for x, y in pairs:
-            ends = owner[x] in made, owner[y] in made
-            forward += [(x, y)] * (ends == (False, True) or equation.body is not None)
-            forward += [(y, x)] * (ends == (True, False) or equation.body is not None)
-    for first in {found.find(n) for v in batch if v.shape for n in found.of(v, 0)[:1]}:
-        while sum(
-            found.unite(x, y) for x, y in forward if found.find(x) == found.find(first) != found.find(y)
-        ):
+    find = found.find
+    for first in {find(n) for v in batch if v.shape for n in found.of(v, 0)[:1]}:
+        while sum(found.unite(*p) for p in pairs if sum(find(n) == find(first) for n in p) == 1):
             pass
 
 
@@ -272,14 +252,10 @@ def _sizes(found: Classes, nodes: Sequence[FactorNode]) -> list[int]:
 
 
 def _unite_axes(found: Classes, a: Axis, b: Axis) -> None:
-    for x, y in _alike(found, a, b):
-        found.unite(x, y)
-
-
-def _alike(found: Classes, a: Axis, b: Axis) -> list[tuple[FactorNode, FactorNode]]:
     """The factors of two axes of one size, pair by pair; none where they are cut differently."""
     pairs = list(zip(found.of(*a), found.of(*b), strict=False))
-    return pairs if all(found.size[x] == found.size[y] for x, y in pairs) else []
+    for x, y in pairs if all(found.size[x] == found.size[y] for x, y in pairs) else ():
+        found.unite(x, y)
 
 
 def _counts(found: Classes) -> None:
@@ -321,11 +297,11 @@ def _templates(found: Classes, parameters: Sequence[Var], stacks: Collection[Var
     sizes = {v: tuple(found.factors.of(*axis) for axis in axes[v]) for v in parameters}
     beside: dict[str, list[Var]] = defaultdict(list)
     for v in parameters:
-        beside[_parent(v.path)].append(v)
+        beside[v.path.rpartition("/")[0]].append(v)
     alike: dict[tuple[object, ...], list[list[Axis]]] = defaultdict(list)
     numbers, counted = _numbers(parameters)
     for v in parameters:
-        folder = _parent(v.path)
+        folder = v.path.rpartition("/")[0]
         own = {at: n for at, n in numbers[v].items() if at >= len(template(folder))}
         for place in numbers[v].keys() - counted:
             group = beside[folder]
@@ -346,10 +322,6 @@ def _unite_layers(found: Classes, alike: Iterable[list[list[Axis]]]) -> None:
             if not any(x in found.apart(y) for group in nodes for x in group for y in group):
                 for other in others:
                     _unite_axes(found, first, other)
-
-
-def _parent(path: str) -> str:
-    return path.rpartition("/")[0]
 
 
 def _numbers(parameters: Sequence[Var]) -> tuple[dict[Var, dict[int, str]], set[int]]:

@@ -172,14 +172,11 @@ class _Inference:
         """Whether a concatenation was found to put something back together."""
         if id(equation) in self.joined:
             return False
-        first = _expanded(self._at(r.xs[0]))
-        each = [_expanded(self._at(x)) for x in r.xs]
+        each, y = [_expanded(self._at(x)) for x in r.xs], _expanded(self._at(r.y))
         # Views of the same examples, one behind the other, are these examples several times.
         known = any(a.piece for x in each for a in x) or all(any(a.rows for a in x) for x in each)
-        for count in range(1, len(_expanded(self._at(r.y)))):
-            lead = _expanded(self._at(r.y))[:count]
-            known = known or math.prod(atom.size for atom in lead) == len(r.xs)
-        if not known or not first:
+        known = known or len(r.xs) in {math.prod(a.size for a in y[:n]) for n in range(1, len(y))}
+        if not known or not each[0]:
             return False
         self.joined.add(id(equation))
         number = _Atom(len(r.xs))

@@ -285,7 +285,7 @@ def logical_axes(arrays: Sequence[tuple[Var, Leaf]], notes: list[str]) -> list[L
         (sure if leaf.noted.logical else perhaps).extend(found)
     sizes: dict[str, set[int]] = defaultdict(set)
     for x in perhaps:
-        sizes[x.name].add(_size(x))
+        sizes[x.name].add(x.axis[0].shape[x.axis[1]])
     several = [x for x in perhaps if len(sizes[x.name]) > 1]
     if len(several) >= _MESH_SHARE * len(perhaps) > 0:
         name = several[0].name
@@ -298,11 +298,6 @@ def logical_axes(arrays: Sequence[tuple[Var, Leaf]], notes: list[str]) -> list[L
     return sure + perhaps
 
 
-def _size(x: LogicalAxis) -> int:
-    v, a = x.axis
-    return v.shape[a]
-
-
 def _text(names: Sequence[str | None]) -> str:
     return f"({', '.join(map(str, names))})"
 
@@ -312,7 +307,7 @@ def same_dimensions(axes: Sequence[LogicalAxis], apart: Collection[str]) -> list
     found: dict[tuple[str, int], list[Axis]] = defaultdict(list)
     for x in axes:
         if x.path not in apart:
-            found[x.name, _size(x)].append(x.axis)
+            found[x.name, x.axis[0].shape[x.axis[1]]].append(x.axis)
     return [listed for listed in found.values() if len(listed) > 1]
 
 

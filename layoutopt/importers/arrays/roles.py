@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 
 from layoutopt.importers.arrays.classes import PARAMETER, Classes, FactorNode
 from layoutopt.importers.arrays.contract import Equation, EquationBlock, Leaf, Operand, Var
@@ -205,8 +206,7 @@ class _Roles:
     def _others(self, known: str, name: str) -> None:
         """Names the other side of pairs of what has a name."""
         for pair in self.classes.refused:
-            x, y = map(self.classes.find, pair)
-            for one, other in ((x, y), (y, x)):
+            for one, other in permutations(map(self.classes.find, pair)):
                 if self.names.found.get(one) == known and not self.names.in_parameters[other]:
                     self.names.give(other, name)
 
