@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import layoutopt
 import mesh_tf_core as mtf
 from benchmarks.published_models import language_model
 from examples import bert, moe_lm, transformer_lm
@@ -17,11 +18,15 @@ embedded by a product (`EMBEDDING_LOOKUP_STYLE` matmul), products add biases, an
 is written out (google/paxml paxml/tasks/lm/params/c4.py, `TransformerLmSpmdAdam`;
 paxml/contrib/gpu/scripts_gpu/configs.py @04516ac, `GPT126M`; google/praxis praxis/layers/attentions.py
 @feeaff1, `_dot_atten`)."""
+GPT_OSS = "gpt-oss-120b"
+"""The model whose experts have biases and bounds, and whose attention has sinks and windows: as its file,
+which transformers' GptOssConfig equals."""
 BUILDERS: dict[str, Callable[..., mtf.Model]] = {
     "dense": transformer_lm.model,
     "encoder": bert.model,
     "moe": moe_lm.model,
     PRAXIS: language_model,
+    GPT_OSS: partial(layoutopt.from_huggingface, {"model_type": "gpt_oss"}),
 }
 FLOAT8 = {"FP8": "tensor", "FP8-CS": "tensor", "MXFP8": "mxfp8"}
 """The precision of rows in float8, as printed -> the recipe (`mesh_tf_core.ops.float8`)."""
@@ -80,7 +85,7 @@ def recomputed(
 def family_of(row: Mapping[str, str]) -> str:
     """Whose model a row has."""
     praxis = row["framework"].startswith("Paxml") and row["model"].startswith("gpt")
-    return PRAXIS if praxis else row["family"]
+    return PRAXIS if praxis else GPT_OSS if row["model"] == GPT_OSS else row["family"]
 
 
 def _written_out(row: Mapping[str, str]) -> bool:
@@ -110,6 +115,8 @@ def sizes_of(row: Mapping[str, str], tp: int) -> dict[str, Any]:
         found["attention"] = "plain"
     if row["family"] == "encoder":
         return found
+    if row["model"] == GPT_OSS:
+        return {k: found[k] for k in ("batch", "length", "dtype", "optimizer", "float8") if k in found}
     if family_of(row) == PRAXIS:
         wide = found.get("attention") == "plain" and "Transformer" not in row["framework"]
         found |= {"one_hot": True, "biases": True, "activation": "gelu", "float32_softmax": wide}

@@ -11,17 +11,14 @@ from types import MappingProxyType
 
 from costmodels.hardware import Hardware
 from costmodels.pricing.compilers.base import Compiler
-from costmodels.pricing.compilers.launched import EagerLaunch, EagerNorms, Launched
+from costmodels.pricing.compilers.launched import BY_HOSTS
 from costmodels.pricing.compilers.local import LocalEngine
 from costmodels.pricing.compilers.xla import Xla, XlaCpu, XlaGpu, XlaTpu
 
 __all__ = ["COMPILERS", "Compiler", "compiler_of"]
 
 COMPILERS: Mapping[str, type[Compiler]] = MappingProxyType(
-    {
-        c.name: c
-        for c in (Compiler, Xla, XlaTpu, XlaGpu, XlaCpu, Launched, EagerLaunch, EagerNorms, LocalEngine)
-    }
+    {c.name: c for c in (Compiler, Xla, XlaTpu, XlaGpu, XlaCpu, *BY_HOSTS, LocalEngine)}
 )
 """Every profile by its name."""
 

@@ -24,29 +24,38 @@ huggingface/transformers, src/transformers/models/llama/modeling_llama.py), and 
 (`NewGELUActivation` of src/transformers/activations.py). (9) The optimizer's kernels work
 on all variables at once (torch.optim's foreach; Apex's and TransformerEngine's multi_tensor_apply). (10)
 Linear attention and state spaces are a library's kernels, `LibraryKernels`; the operations that stand for
-them (`mesh_tf_core.layers.recurrent.KERNEL`) take no time.
+them (`mesh_tf_core.layers.recurrent.KERNEL`) take no time. (11) Rows reach a device of Megatron-Core by
+sender: a kernel sorts them by its experts, another one sorts results back, and two do so backward; DeepEP's
+and HybridEP's messages sort (NVIDIA/Megatron-LM @23dd639c, megatron/core/transformer/moe/token_dispatcher.py,
+`sort_chunks_by_idxs`). (12) Bounds of its gated units are outside of the fused kernel: PyTorch's kernels
+bound each half and join the halves again, and backward reads what was bounded, too (megatron/core/fusions/
+fused_bias_geglu.py, `weighted_bias_quick_geglu_impl`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
+from costmodels.hardware import Hardware
 from costmodels.kept import STEPS, of_ring
 from costmodels.kernels.compute import Quantity
 from costmodels.kernels.fused import cast_terms
 from costmodels.kernels.fusion import Fuses
 from costmodels.kernels.partition import FusedKernel, Types
-from costmodels.kernels.quantities import apart
+from costmodels.kernels.quantities import apart, of_copy
 from costmodels.liveness import MemoryRules
-from costmodels.pricing.compilers.base import in_library
+from costmodels.pricing.compilers.base import Compiler, in_library
 from costmodels.pricing.compilers.xla import Joining, Xla
 from costmodels.pricing.items import Called, Computed
 from costmodels.pricing.units import Find, Unit
 from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import Local, Loop, Program
+from mesh_tf_core.ir.program import AllToAll, Collective, Local, Loop, Program
+from mesh_tf_core.ops.activations import Clip
 from mesh_tf_core.ops.custom import LibraryKernels
 from mesh_tf_core.ops.norm import Normalize, NormalizeGrad
 from mesh_tf_core.ops.unary import Unary, UnaryGrad
@@ -145,3 +154,32 @@ class Launched(HostLaunched, Xla):
     memory: ClassVar[MemoryRules] = MemoryRules(
         fuses=Fuses.ALL, stage_programs=True, remakes=True, wide_logits=True, masks=True, parameters=True
     )
+
+
+@dataclass(frozen=True)
+class ByHand(Launched):
+    """Megatron-Core's kernels; `sorts`: rule (11) holds."""
+
+    name: ClassVar[str] = "by-hand"
+    sorts: bool = True
+
+    @classmethod
+    def of(cls, hardware: Hardware) -> Compiler:
+        once = getattr(hardware.topology, "dispatch", None) == "once"
+        return cls(bool(hardware.collective_curves), sorts=not once)
+
+    def kernel(self, kernel: FusedKernel, local: Types) -> Iterator[Computed]:
+        yield from super().kernel(kernel, local)
+        for instr in kernel.instrs:  # Rule (12).
+            if isinstance(instr.op, Clip) and len((bounded := local(instr.outputs[0])).shape.dims) > 1:
+                yield Computed(of_copy(bounded, 4 + (instr.origin.phase == Phase.BACKWARD)), 0.0)
+
+    def copies(
+        self, instr: Collective, types: Sequence[TensorType], mesh: Mesh
+    ) -> Iterator[Computed | Called]:
+        experts = types[0].shape.sparse if self.sorts and isinstance(instr, AllToAll) else None
+        if experts is not None and experts.whole > mesh.group_size(instr.axes) > 1:
+            yield from [Computed(of_copy(t, 2), 0.0) for t in types]
+
+
+BY_HOSTS = Launched, ByHand, EagerLaunch, EagerNorms
