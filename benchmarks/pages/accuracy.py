@@ -51,8 +51,13 @@ under DeepSpeed, lengths of 8k to 1M on A100) and Qwen3-235B-A22B with Megatron-
 likewise. The latter showed that messages of tokens to their experts were hidden as those of tensor
 parallelism; its layouts with 8 stages and microbatches of one sample, without CUDA graphs, are still
 predicted too fast. The bfloat16 rows of Megatron-Bridge (`megatron_bridge_bf16`) had not been priced because
-their page does not state the models; their times were known, and nothing was changed for them. The error of
-Qwen3-235B-A22B is at most 7.2 %; gpt-oss-120b is predicted 19 to 53 % too fast on every chip.
+their page does not state the models; their times were known. The error of Qwen3-235B-A22B is at most 10.4 %;
+gpt-oss-120b is predicted 17 to 51 % too fast on every chip. Its source says why in part. Megatron-Core sorts
+rows by experts around the products, and bounds gated units outside of the fused kernel; the two are priced
+since. Rotary positions of YaRN are not fused, biases of the second product are added in four passes, and
+activations are a kernel beside products, which is priced as a part of these. At the full bandwidth of a GB200
+these last three take about 5 % of a step. PyTorch's kernels on halves of arrays and on broadcast biases are
+slower than that; no published measurement of their rates was found, so they are not priced.
 
 `llm_foundry_mpt`: MPT of 125M to 70B parameters under eager FSDP, lengths of 512 to 65,536. {priced} of
 {rows} runs were priced, those on A100, and {refused} of these were called too large. Two arrays that PyTorch
