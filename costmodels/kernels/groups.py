@@ -12,7 +12,7 @@ from costmodels.kernels.fusion import MAP, PRODUCT, REDUCE, Fuses, Fusion, fusio
 from costmodels.kernels.partition import FusedKernel, KernelStep, OperandKey, Partition, Sizes, Types
 from costmodels.kernels.quantities import ExpandedOperation, flops_of, parts_of, tiling
 from mesh_tf_core.ir.dtypes import itemsize
-from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Program, Slice
 
 
@@ -301,6 +301,4 @@ class Group:
         return any(reader is not self for reader in self.context.readers[value])
 
 
-@lru_cache(maxsize=1 << 16)
-def _flops(op: Op, inputs: tuple[TensorType, ...]) -> float:
-    return flops_of(op, inputs)
+_flops = lru_cache(maxsize=1 << 16)(flops_of)

@@ -83,10 +83,7 @@ def _show(terminal: Terminal, found: Validation, machine: Hardware) -> None:
             [
                 ("hardware", f"{machine.name}{unmeasured}"),
                 ("machine", found.noise.words),
-                (
-                    "MAPE",
-                    f"{100 * found.mape:.1f}%: mean absolute percentage error of the predicted times",
-                ),
+                ("MAPE", f"{100 * found.mape:.1f}%: mean absolute percentage error of the predicted times"),
                 (
                     "Kendall tau",
                     f"{_number(found.kendall_tau)}: rank correlation; 1 if the predicted order is the "

@@ -12,16 +12,7 @@ import numpy as np
 
 from layoutopt.optimize.subproblem import ROUNDING, EvaluatedLayout, SubproblemSearch, go_on
 from layoutopt.runtime.clock import UNLIMITED, Clock
-from layoutopt.solver import (
-    ChoiceVariable,
-    Problem,
-    ResourceRow,
-    RowTerm,
-    Status,
-    Term,
-    eliminate,
-    solve,
-)
+from layoutopt.solver import ChoiceVariable, Problem, ResourceRow, RowTerm, Status, Term, eliminate, solve
 from layoutopt.space.kind import Choice
 
 LEVELS, ROUNDS = 33, 4

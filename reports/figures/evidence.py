@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from layoutopt.plan.evidence import (
-    MeasuredLayout,
-    Sample,
-    Validation,
-    typical,
-    typical_of,
-)
+from layoutopt.plan.evidence import MeasuredLayout, Sample, Validation, typical, typical_of
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import (
     digits,

@@ -165,8 +165,7 @@ class ByHand(Launched):
 
     @classmethod
     def of(cls, hardware: Hardware) -> Compiler:
-        once = getattr(hardware.topology, "dispatch", None) == "once"
-        return cls(bool(hardware.collective_curves), sorts=not once)
+        return cls(bool(hardware.collective_curves), sorts=getattr(hardware.topology, "dispatch", "") is None)
 
     def kernel(self, kernel: FusedKernel, local: Types) -> Iterator[Computed]:
         yield from super().kernel(kernel, local)
@@ -174,9 +173,7 @@ class ByHand(Launched):
             if isinstance(instr.op, Clip) and len((bounded := local(instr.outputs[0])).shape.dims) > 1:
                 yield Computed(of_copy(bounded, 4 + (instr.origin.phase == Phase.BACKWARD)), 0.0)
 
-    def copies(
-        self, instr: Collective, types: Sequence[TensorType], mesh: Mesh
-    ) -> Iterator[Computed | Called]:
+    def copies(self, instr: Collective, types: Sequence[TensorType], mesh: Mesh) -> Iterator[Computed]:
         experts = types[0].shape.sparse if self.sorts and isinstance(instr, AllToAll) else None
         if experts is not None and experts.whole > mesh.group_size(instr.axes) > 1:
             yield from [Computed(of_copy(t, 2), 0.0) for t in types]

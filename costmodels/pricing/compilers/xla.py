@@ -14,7 +14,7 @@ from costmodels.kernels.partition import FusedKernel, Types
 from costmodels.kernels.quantities import of_copy
 from costmodels.liveness import MemoryRules
 from costmodels.pricing.compilers.base import Compiler, computed
-from costmodels.pricing.items import Called, Computed
+from costmodels.pricing.items import Computed
 from costmodels.pricing.units import Sending, Stack, Unit
 from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER
 from mesh_tf_core.ir.mesh import Mesh
@@ -98,9 +98,7 @@ class XlaTpu(Xla):
     def kernel(self, kernel: FusedKernel, local: Types) -> Iterator[Computed]:
         yield computed(kernel, local)
 
-    def copies(
-        self, instr: Collective, types: Sequence[TensorType], mesh: Mesh
-    ) -> Iterator[Computed | Called]:
+    def copies(self, instr: Collective, types: Sequence[TensorType], mesh: Mesh) -> Iterator[Computed]:
         if isinstance(instr, AllToAll) and mesh.group_size(instr.axes) > 1:
             yield from [Computed(of_copy(t, 2), 0.0) for t in types]
 
@@ -136,9 +134,7 @@ class XlaCpu(Xla):
 
     name: ClassVar[str] = "xla-cpu"
 
-    def copies(
-        self, instr: Collective, types: Sequence[TensorType], mesh: Mesh
-    ) -> Iterator[Computed | Called]:
+    def copies(self, instr: Collective, types: Sequence[TensorType], mesh: Mesh) -> Iterator[Computed]:
         n = mesh.group_size(instr.axes)
         if not isinstance(instr, AllGather) or n == 1:
             return

@@ -8,14 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from layoutopt.importers.arrays.contract import (
-    FLAT,
-    CapturedArray,
-    IndexNumbers,
-    Operand,
-    Var,
-    has_fractions,
-)
+from layoutopt.importers.arrays.contract import FLAT, CapturedArray, IndexNumbers, Operand, Var, has_fractions
 from layoutopt.importers.torch.elementwise import Type, formulas, rule
 from layoutopt.importers.torch.emitter import Equations
 

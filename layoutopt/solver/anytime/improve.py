@@ -32,11 +32,7 @@ class Improver:
     """Steps of local search on a network; `lift` converts its choices to those of the incumbent's problem."""
 
     def __init__(
-        self,
-        incumbent: Incumbent,
-        network: Network,
-        lift: Callable[[Choices], Choices],
-        clock: Clock,
+        self, incumbent: Incumbent, network: Network, lift: Callable[[Choices], Choices], clock: Clock
     ) -> None:
         self.incumbent, self.lift, self.clock = incumbent, lift, clock
         self.whole = whole(incumbent.problem)
