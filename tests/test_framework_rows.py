@@ -38,7 +38,9 @@ def every(table: str) -> tuple[Row, ...]:
 def quick(table: str) -> Row:
     """The row of a table that is the least to price."""
     timed = [row for row in every(table) if row.seconds and row.ran]
-    return min(timed or every(table), key=lambda r: (r.stages, len(r.ways), int(r.published["layers"]), r.name))
+    return min(
+        timed or every(table), key=lambda r: (r.stages, len(r.ways), int(r.published["layers"]), r.name)
+    )
 
 
 TABLES = [table for table in tables() if every(table)]

@@ -40,7 +40,7 @@ from costmodels.hardware.peaks import Tf32, computed_in, note_of, peaks_fault
 from mesh_tf_core.errors import UserError
 
 CompilerName = Literal[
-    "none", "xla", "xla-tpu", "xla-gpu", "xla-cpu", "launched", "by-hand", "eager", "eager-norms", "local"
+    "none", "xla", "xla-tpu", "xla-gpu", "xla-cpu", "launched", "hand-fused", "eager", "eager-norms", "local"
 ]
 """The compiler profiles that a file may name (`costmodels.pricing.compilers`)."""
 Purpose = Literal["gradient", "parameter", "activation", "experts", "paired_experts", "all_to_all"]

@@ -157,10 +157,10 @@ class Launched(HostLaunched, Xla):
 
 
 @dataclass(frozen=True)
-class ByHand(Launched):
+class HandFused(Launched):
     """Megatron-Core's kernels; `sorts`: rule (11) holds."""
 
-    name: ClassVar[str] = "by-hand"
+    name: ClassVar[str] = "hand-fused"
     sorts: bool = True
 
     @classmethod
@@ -179,4 +179,4 @@ class ByHand(Launched):
             yield from [Computed(of_copy(t, 2), 0.0) for t in types]
 
 
-BY_HOSTS = Launched, ByHand, EagerLaunch, EagerNorms
+BY_HOSTS = Launched, HandFused, EagerLaunch, EagerNorms
