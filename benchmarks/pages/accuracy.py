@@ -56,8 +56,8 @@ gpt-oss-120b is predicted 17 to 51 % too fast on every chip. Its source says why
 rows by experts around the products, and bounds gated units outside of the fused kernel; the two are priced
 since. Rotary positions of YaRN are not fused, biases of the second product are added in four passes, and
 activations are a kernel beside products, which is priced as a part of these. At the full bandwidth of a GB200
-these last three take about 5 % of a step. PyTorch's kernels on halves of arrays and on broadcast biases are
-slower than that; no published measurement of their rates was found, so they are not priced.
+these last three take about 5 % of a step. They are not priced. PyTorch's kernels on halves of arrays and on
+broadcast biases may reach less than that; no published measurement of their rates was found.
 
 `llm_foundry_mpt`: MPT of 125M to 70B parameters under eager FSDP, lengths of 512 to 65,536. {priced} of
 {rows} runs were priced, those on A100, and {refused} of these were called too large. Two arrays that PyTorch
