@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from statistics import fmean
 
 from layoutopt.optimize.recipe_costs import (
@@ -35,7 +36,6 @@ from layoutopt.optimize.recipe_costs import (
 from layoutopt.optimize.recipes import EXPERTS, Recipe, RecipeFamily, Recipes, Step
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.runtime.clock import Clock
-from layoutopt.space.recompute import SOME
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import divisors
 from mesh_tf_core.ir.schedules import GPIPE, KINDS, PipelineSchedule, kind_name, layer_order
@@ -50,7 +50,7 @@ NEAR = 0.85
 LEAST = 0.8
 """Least seconds with experts apart as a multiple of those without splits."""
 FIRST = 4
-"""Families that are looked at before recipes are priced."""
+"""Families that are looked at before the first price, and then one for each price, while a guess is near."""
 BASES = 3
 """Recipes of a family of which one has to be legal without stages."""
 NOTHING: Policies = frozenset()
@@ -120,6 +120,8 @@ class Probes:
             self.families.setdefault(each.family, []).append(each)
         self.known = dict[tuple[RecipeFamily, str], FamilyCost | None]()
         self.guesses, self.prices, self.stale = list[Guess](), 0, True
+        self.storages = [STAGED, *(s for s in self.space.storage if s in STAGES[2:])]
+        self.legal, self.possible = cache(self._legal), cache(self._possible)
         self.ratios = defaultdict[tuple[RecipeFamily, str, bool], list[tuple[float, float]]](list)
 
     def better(self, below: float, told: Callable[[int, int], None]) -> Iterator[EvaluatedLayout]:
@@ -128,15 +130,17 @@ class Probes:
         Args:
           told: called with how many are looked at, of how many.
         """
-        waiting, ideal = [(f, stage) for f in self.families for stage in self._storages()], 0.0
+        waiting = [(f, stage) for f in self.families for stage in self.storages]
         while not self.clock.over:
             if self.stale:
                 waiting.sort(key=lambda own: (self._ideal(*own), len(own[0]), own[0]), reverse=True)
                 ideal, self.stale = self._ideal(*waiting[-1]) if waiting else math.inf, False
             chosen = min(map(self._chosen, self.guesses), key=lambda c: c[0], default=(math.inf,))
-            some = len(self.known) > FIRST + self.prices and chosen[0] < FAR * below  # of both
+            some = len(self.known) > FIRST + self.prices and chosen[0] < FAR * below
             if ideal < below and not some and ideal <= chosen[0]:
-                self._look_at(*waiting.pop())
+                own, self.stale = waiting.pop(), True
+                if ideal == 0 or ideal * (1 + self._idle(own[0])) < below:
+                    self._look_at(*own)
                 continue
             if chosen[0] >= FAR * below or len(chosen) == 1:
                 return
@@ -156,13 +160,9 @@ class Probes:
         guess.tried[again] = share, found
         return found
 
-    def _storages(self) -> list[str]:
-        known = [s for s in self.space.storage if s in STAGES]
-        return [STAGED, *(stage for stage in known if STAGES.index(stage) > 1)]
-
     def _ideal(self, family: RecipeFamily, storage: str) -> float:
-        """Seconds of a family without recomputation, about, or fewer: what it splits adds what each of its
-        splits does; 0 if that is not known."""
+        """Seconds of a family without recomputation, idle stages and messages about variables, or fewer:
+        what it splits adds what each of its splits does; 0 if that is not known."""
         if (family, STAGED) in self.known:
             known = self.known[family, STAGED]
             return math.inf if known is None else known.ideal(self.layers)
@@ -180,18 +180,42 @@ class Probes:
         each = (self._ideal((one,), STAGED) - none for one in family)
         return none + sum(max(0.0, more) for more in each if math.isfinite(more))
 
+    def _idle(self, family: RecipeFamily) -> float:
+        """The least idle time of stages beside their work, of recipes whose variables fit; inf: none does."""
+        if self.storages != [STAGED]:  # another storage needs no stages
+            return 0.0
+        held = min((f.held for f in self.known.values() if f is not None), default=0.0)
+        fit = (r for r in self.legal(family) if held * self.costs.fixed(r) <= self.limit)
+        return min(map(self._wait, fit), default=math.inf)
+
+    def _wait(self, recipe: Recipe) -> float:
+        """That of a recipe, with as many microbatches and rounds as can be."""
+        kinds = [KINDS[kind_name(n)] for n in self.space.restriction.among(self.space, "schedule")]
+        rounds, left = divmod(self.layers, recipe.ways)
+        rounds = rounds if left == 0 and any(kind.rounds for kind in kinds) else 1
+        number = self.model.examples / recipe.mesh.group_size(recipe.data) * rounds
+        return (recipe.ways - 1) / number * (0.5 if any(kind.split for kind in kinds) else 1.0)
+
+    def _legal(self, family: RecipeFamily) -> list[Recipe]:
+        """The recipes of a family that split all that they should."""
+        return [
+            r
+            for r in self.families[family]
+            if self.model.examples % r.mesh.group_size(r.data) == 0
+            and (not r.stages or self.possible(r.ways))
+            and self.recipes.splits(r) is not None
+        ]
+
     def _look_at(self, family: RecipeFamily, storage: str) -> None:
         """Prices steps of a family without stages, and guesses about all of its recipes."""
-        recipes = [r for r in self.families[family] if storage == STAGED or not r.stages]
+        recipes = [r for r in self.legal(family) if storage == STAGED or not r.stages]
         cost = next(filter(None, (self.costs.of(each, storage) for each in recipes[:BASES])), None)
-        self.known[family, storage], self.stale = cost, True
-        if cost is not None:
+        self.known[family, storage] = cost
+        if cost is not None and (storage == STAGED or cost != self.known[family, STAGED]):
             self.guesses += (guess for each in recipes for guess in self._guesses(each, storage, cost))
 
     def _guesses(self, recipe: Recipe, storage: str, cost: FamilyCost) -> Iterator[Guess]:
-        examples, left = divmod(self.model.examples, recipe.mesh.group_size(recipe.data))
-        if left or (recipe.stages and not self._possible(recipe.ways)):
-            return
+        examples = self.model.examples // recipe.mesh.group_size(recipe.data)
         layers, ways, given = self.layers, recipe.ways, "microbatches" in self.space.given
         apart, fixed = self.recipes.evaluator.apart(recipe.mesh), cost.held * self.costs.fixed(recipe)
         for each in (n for n in divisors(examples) if n & (n - 1) == 0 or n == examples):
@@ -277,12 +301,10 @@ class Probes:
         yield frozenset(map(Recomputed, loops)), ALL
         for keep, share in self.costs.kinds.items():
             yield frozenset(Recomputed(name, keep) for name in loops), share
-        if SOME in self.space.recompute and guess.layers > 1 and guess.saved > 0:
+        if self.costs.counts and guess.layers > 1 and guess.saved > 0:
             size, own = costs(ALL)[1], guess.layers
             number = math.ceil(own * (1 - (self.limit - size) / guess.saved))
             tried = [(next(iter(p)).only, f) for p, (_, f) in guess.tried.items() if p and next(iter(p)).only]
-            if any(found is None for _, found in tried):  # no number of layers is legal
-                return
             number = max([number, *(n + 1 for n, f in tried if f is not None and f.peak > self.limit)])
             if 0 < number < own:
                 rest = {*map(Recomputed, loops)} - {Recomputed(self.dim)}

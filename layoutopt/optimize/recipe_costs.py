@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from layoutopt.optimize.recipes import EXPERTS, SEQUENCE, Recipe, Recipes, Step
 from layoutopt.optimize.subproblem import EvaluatedLayout
-from layoutopt.space.recompute import SOME, kept_sets
+from layoutopt.space.kind import ALL as ALIKE
+from layoutopt.space.recompute import SOME, Recompute, kept_sets
 from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.lower.recomputed import keep_sets
@@ -105,6 +106,7 @@ class FamilyCosts:
 
     Attributes:
       loops: that may be recomputed.
+      counts: True if a number of the layers may be.
       kinds: sets of values that they may keep, once these are priced.
     """
 
@@ -112,27 +114,26 @@ class FamilyCosts:
         self.recipes, self.model, self.limit = recipes, recipes.model, recipes.request.limit
         self.dim, self.layers, graph = recipes.dim, recipes.layers, recipes.model.step_graph
         self.loops, self.kinds = recomputable(graph), dict[tuple[str, ...], RecomputedShare]()
-        again = recipes.space.recompute
+        again, granularity = recipes.space.recompute, recipes.space.restriction.granularity
         loops = self.loops if True in again else []
+        # Loops that are recomputed alike have neither the same numbers of layers nor the same kept values.
+        apart = loops == [self.dim] or (self.dim in loops and granularity.get(Recompute.granular) != ALIKE)
+        self.counts = apart and SOME in again
+        self.keeps = keep_sets(graph, self.dim, kept_sets(again)) if apart else ()
         # The peak is linear in the recomputed layers until something else holds most: half tells how.
-        half = self.layers // 2 if SOME in again and loops == [self.dim] else 0
+        half = self.layers // 2 if self.counts and loops == [self.dim] else 0
         self.again: Policies = frozenset(Recomputed(name, (), half) for name in loops)
         self.counted = half or self.layers
-        self.keeps = keep_sets(graph, self.dim, kept_sets(again)) if self.dim in self.loops else ()
 
     def of(self, base: Recipe, storage: str) -> FamilyCost | None:
         """Those of the family of a recipe, whose stages do nothing; None if that is not legal."""
-        most, left = divmod(self.model.examples, base.mesh.group_size(base.data))
-        if left or not most:
-            return None
-        fixed = self.fixed(base._replace(stages=()))
-        small = len(base.splits) < 2 and (fixed < self.limit or storage != STAGED)
+        most = self.model.examples // base.mesh.group_size(base.data)
         step = Step(base, storage, most, staged=False)
-        plain = self.recipes.evaluated(step)
-        again = self.recipes.evaluated(step._replace(again=self.again)) if self.again else plain
-        every = self.recipes.evaluated(step._replace(microbatches=1)) if small and most > 1 else plain
-        if plain is None or again is None or every is None:
+        if (plain := self.recipes.evaluated(step)) is None:
             return None
+        again = (self.again and self.recipes.evaluated(step._replace(again=self.again))) or plain
+        large = len(base.splits) < 2 and again.peak <= self.limit
+        every = (large and self.recipes.evaluated(step._replace(microbatches=1))) or plain
         graph, layers = self.model.step_graph, self.layers
         body = next((b for b in graph.blocks if b.dim.name == self.dim), graph.blocks[0])
         ways = math.prod(base.mesh.group_size(a) for kind, a in base.splits if kind != EXPERTS)
@@ -144,12 +145,13 @@ class FamilyCosts:
         slope = (every.peak - plain.peak) / max(most - 1, 1) - layers * saved
         slope = max(slope, layers * carried)
         size = plain.peak - layers * saved
-        held = max(0.0, size - slope) / fixed
-        for keep in self.keeps if not self.kinds and saved else ():
+        held = max(0.0, size - slope) / self.fixed(base._replace(stages=()))
+        for keep in self.keeps if saved else ():
             policy = frozenset(Recomputed(name, keep) for name in self.loops)
             if (found := self.recipes.evaluated(step._replace(again=policy))) is not None:
                 slower, less = found.seconds - plain.seconds, plain.peak - found.peak
                 self.kinds[keep] = RecomputedShare(slower / (layers * more or 1.0), less / layers / saved)
+        self.keeps = () if saved else self.keeps
         return FamilyCost(most, ends, size, saved, carried, slope, held)
 
     def _parts(self, plain: EvaluatedLayout, examples: int, again: float) -> StepParts:

@@ -228,4 +228,7 @@ class Recipes:
         names = self.names[kind] if axes else ()
         also = tuple(n for n in self.dims.weights if kind == WEIGHTS and n not in self.dims.experts)
         plain = NamedStrategy(self.model, mesh, data, axes, names, also=also).plain()
-        return None if plain is None else dict(plain[0].written)
+        found = {} if plain is None else dict(plain[0].written)
+        # Over a part of the axes it is another recipe.
+        split = plain is not None and (not axes or any({*found.get(n, ())} == {*axes} for n in names))
+        return found if split else None
