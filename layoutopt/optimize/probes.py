@@ -1,8 +1,7 @@
-"""The fastest recipes (`recipes`), which may have meshes, rounds, microbatches and numbers of recomputed
-layers that a search does not list. They are priced, not searched; the best adds what only it has to the
-search.
+"""The fastest recipes (`recipes`), whose meshes, rounds, microbatches and numbers of recomputed layers no
+search need list. They are priced, not searched; the best adds what only it has to the search.
 
-One step of each way to use the inner axes, without stages, is priced with the smallest and the largest
+A family, the recipes that differ in stages alone, is priced without stages: with the smallest and the largest
 microbatches, with and without recomputation. Seconds and bytes of an example are linear in one over the
 examples of a microbatch. P stages that run M microbatches in R rounds then take about
 
@@ -10,8 +9,8 @@ examples of a microbatch. P stages that run M microbatches in R rounds then take
 
 where a stage takes P times its layers' share of that step; the first and the last also what is outside the
 layers, unless one program runs all stages. Memory is linear in the number of recomputed layers, so it tells
-the least recomputation that fits. This decides in which order recipes are lowered and priced as any layout,
-and nothing else; each price corrects the guesses of those like it.
+the least recomputation that fits. These guesses only order the recipes that are lowered and priced as any
+layout; each price corrects the guesses of those like it.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import groupby
 from statistics import fmean
 
 from layoutopt.optimize.recipe_costs import (
@@ -33,7 +33,7 @@ from layoutopt.optimize.recipe_costs import (
     RecomputedShare,
     StepParts,
 )
-from layoutopt.optimize.recipes import EXPERTS, Recipe, RecipeFamily, Recipes, Step
+from layoutopt.optimize.recipes import EXPERTS, NOTHING, Recipe, RecipeFamily, Recipes, Step
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.runtime.clock import Clock
 from mesh_tf_core.errors import UserError
@@ -53,7 +53,6 @@ FIRST = 4
 """Families that are looked at before the first price, and then one for each price, while a guess is near."""
 BASES = 3
 """Recipes of a family of which one has to be legal without stages."""
-NOTHING: Policies = frozenset()
 
 
 @dataclass(eq=False)
@@ -78,10 +77,6 @@ class Guess:
     layers: int
     tried: dict[Policies, tuple[RecomputedShare, EvaluatedLayout | None]] = field(default_factory=dict)
     chosen: tuple[tuple[int, int], PricedGuess] | None = None
-
-    def fits(self, limit: float) -> Iterator[float]:
-        """Seconds of prices that hold at most so many bytes."""
-        yield from (f.seconds for _, f in self.tried.values() if f is not None and f.peak <= limit)
 
     @property
     def key(self) -> tuple[RecipeFamily, str, bool]:
@@ -115,13 +110,12 @@ class Probes:
         self.model, self.space, self.limit = recipes.model, recipes.space, recipes.request.limit
         self.dim, self.layers = recipes.dim, recipes.layers
         self.costs = FamilyCosts(recipes)
-        self.families = dict[RecipeFamily, list[Recipe]]()
-        for each in recipes.every():
-            self.families.setdefault(each.family, []).append(each)
+        self.families = {f: [*own] for f, own in groupby(recipes.every(), lambda r: r.family)}
         self.known = dict[tuple[RecipeFamily, str], FamilyCost | None]()
         self.guesses, self.prices, self.stale = list[Guess](), 0, True
+        self.over = list[float]()  # prices that fit as multiples of the least of their families
         self.storages = [STAGED, *(s for s in self.space.storage if s in STAGES[2:])]
-        self.legal, self.possible = cache(self._legal), cache(self._possible)
+        self.possible = cache(self._possible)
         self.ratios = defaultdict[tuple[RecipeFamily, str, bool], list[tuple[float, float]]](list)
 
     def better(self, below: float, told: Callable[[int, int], None]) -> Iterator[EvaluatedLayout]:
@@ -137,10 +131,9 @@ class Probes:
                 ideal, self.stale = self._ideal(*waiting[-1]) if waiting else math.inf, False
             chosen = min(map(self._chosen, self.guesses), key=lambda c: c[0], default=(math.inf,))
             some = len(self.known) > FIRST + self.prices and chosen[0] < FAR * below
-            if ideal < below and not some and ideal <= chosen[0]:
-                own, self.stale = waiting.pop(), True
-                if ideal == 0 or ideal * (1 + self._idle(own[0])) < below:
-                    self._look_at(*own)
+            promising = ideal < below and ideal * min(self.over, default=1.0) < FAR * below
+            if promising and not some and ideal <= chosen[0]:
+                self._look_at(*waiting.pop())
                 continue
             if chosen[0] >= FAR * below or len(chosen) == 1:
                 return
@@ -158,6 +151,9 @@ class Probes:
             seconds, size = guess.corrected(1.0, 1.0)(share)
             self.ratios[guess.key].append((found.seconds / seconds, found.peak / size))
         guess.tried[again] = share, found
+        known = self.known[guess.recipe.family, guess.storage]
+        if found is not None and known is not None and found.peak <= self.limit:
+            self.over.append(found.seconds / known.ideal(self.layers))
         return found
 
     def _ideal(self, family: RecipeFamily, storage: str) -> float:
@@ -180,37 +176,17 @@ class Probes:
         each = (self._ideal((one,), STAGED) - none for one in family)
         return none + sum(max(0.0, more) for more in each if math.isfinite(more))
 
-    def _idle(self, family: RecipeFamily) -> float:
-        """The least idle time of stages beside their work, of recipes whose variables fit; inf: none does."""
-        if self.storages != [STAGED]:  # another storage needs no stages
-            return 0.0
-        held = min((f.held for f in self.known.values() if f is not None), default=0.0)
-        fit = (r for r in self.legal(family) if held * self.costs.fixed(r) <= self.limit)
-        return min(map(self._wait, fit), default=math.inf)
-
-    def _wait(self, recipe: Recipe) -> float:
-        """That of a recipe, with as many microbatches and rounds as can be."""
-        kinds = [KINDS[kind_name(n)] for n in self.space.restriction.among(self.space, "schedule")]
-        rounds, left = divmod(self.layers, recipe.ways)
-        rounds = rounds if left == 0 and any(kind.rounds for kind in kinds) else 1
-        number = self.model.examples / recipe.mesh.group_size(recipe.data) * rounds
-        return (recipe.ways - 1) / number * (0.5 if any(kind.split for kind in kinds) else 1.0)
-
     def _legal(self, family: RecipeFamily) -> list[Recipe]:
         """The recipes of a family that split all that they should."""
-        return [
-            r
-            for r in self.families[family]
-            if self.model.examples % r.mesh.group_size(r.data) == 0
-            and (not r.stages or self.possible(r.ways))
-            and self.recipes.splits(r) is not None
-        ]
+        own = (r for r in self.families[family] if not r.stages or self.possible(r.ways))
+        whole = (r for r in own if self.model.examples % r.mesh.group_size(r.data) == 0)
+        return [r for r in whole if self.recipes.splits(r) is not None]
 
     def _look_at(self, family: RecipeFamily, storage: str) -> None:
         """Prices steps of a family without stages, and guesses about all of its recipes."""
-        recipes = [r for r in self.legal(family) if storage == STAGED or not r.stages]
+        recipes = [r for r in self._legal(family) if storage == STAGED or not r.stages]
         cost = next(filter(None, (self.costs.of(each, storage) for each in recipes[:BASES])), None)
-        self.known[family, storage] = cost
+        self.known[family, storage], self.stale = cost, True
         if cost is not None and (storage == STAGED or cost != self.known[family, STAGED]):
             self.guesses += (guess for each in recipes for guess in self._guesses(each, storage, cost))
 
@@ -276,12 +252,13 @@ class Probes:
     def _chosen(self, guess: Guess) -> PricedGuess:
         """The fastest recomputation of a guess that fits, about, and is not priced yet; inf: none is."""
         ratios, tried = self.ratios[guess.key], guess.tried
-        if guess.chosen is not None and guess.chosen[0] == (state := (len(ratios), len(tried))):
-            return guess.chosen[1]
         state = len(ratios), len(tried)
+        if guess.chosen is not None and guess.chosen[0] == state:
+            return guess.chosen[1]
         costs = guess.corrected(*(fmean(each) for each in zip(*(ratios or [(1.0, 1.0)]), strict=True)))
         near = self.limit if tried else self.limit / NEAR
-        best, own = (math.inf, guess, NOTHING, NONE), min(guess.fits(self.limit), default=math.inf)
+        fit = (f.seconds for _, f in tried.values() if f is not None and f.peak <= self.limit)
+        best, own = (math.inf, guess, NOTHING, NONE), min(fit, default=math.inf)
         for policy, share in self._policies(guess, costs):
             seconds, size = costs(share)
             if policy not in tried and size <= (near if share is ALL else self.limit):

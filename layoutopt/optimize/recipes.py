@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -153,13 +154,11 @@ class Recipes:
 
     def evaluated(self, step: Step) -> EvaluatedLayout | None:
         """The price of a step; None if no such layout may be chosen."""
-        if (found := self._written(step)) is None:
-            return None
         mesh = step.recipe.mesh
-        try:
-            return EvaluatedLayout(mesh, *found, self.evaluator(mesh, *found), "a recipe")
-        except LayoutError:
-            return None
+        with suppress(LayoutError):
+            if (found := self._written(step)) is not None:
+                return EvaluatedLayout(mesh, *found, self.evaluator(mesh, *found), "a recipe")
+        return None
 
     def _written(self, step: Step) -> tuple[Layout, Options] | None:
         counts = frozenset(each.only for each in step.again if each.only)
@@ -228,7 +227,6 @@ class Recipes:
         names = self.names[kind] if axes else ()
         also = tuple(n for n in self.dims.weights if kind == WEIGHTS and n not in self.dims.experts)
         plain = NamedStrategy(self.model, mesh, data, axes, names, also=also).plain()
-        found = {} if plain is None else dict(plain[0].written)
-        # Over a part of the axes it is another recipe.
-        split = plain is not None and (not axes or any({*found.get(n, ())} == {*axes} for n in names))
-        return found if split else None
+        if plain is None or (axes and not any({*plain[0].axes(n)} == {*axes} for n in names)):
+            return None  # over a part of the axes it is another recipe
+        return dict(plain[0].written)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from layoutopt.optimize.alternatives import called
@@ -42,10 +43,9 @@ def unrestricted(
     search.incumbents.most = best.seconds
     found = best
     try:
-        other = search.run(subproblems(request.model, shapes, allowed, request.evaluator.near))
-        found = min(best, other, key=lambda f: f.seconds)
-    except InfeasibleError:  # nothing is faster
-        pass
+        with suppress(InfeasibleError):  # nothing is faster
+            other = search.run(subproblems(request.model, shapes, allowed, request.evaluator.near))
+            found = min(best, other, key=lambda f: f.seconds)
     except UserError as error:
         return _note(request, LATE if isinstance(error, LimitError) else str(error))
     low, gain = search.bound.value, {"left": 1 - found.seconds / best.seconds}

@@ -118,6 +118,7 @@ def test_no_recipe_is_slower_than_what_is_known() -> None:
     assert fastest(probes(question(whole()))[1], 1e-6) is None
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("memory", [1.1, 1.3])
 def test_recipes_recompute_as_few_layers_as_fit(memory: float) -> None:
     """Without stages: of all numbers of layers about the fewest that fit."""
@@ -147,6 +148,7 @@ def test_recipes_split_weights_and_experts_at_once() -> None:
     assert {(), ("experts",), ("weights",), ("experts", "weights")} <= kinds
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved:3", "zb-v", "dualpipev"])
 def test_every_schedule_has_a_bound_before_its_graph(schedule: str) -> None:
     """Some stage of any schedule has an equal part of the layers' products."""
@@ -181,6 +183,7 @@ def test_an_interrupted_search_keeps_its_recipe(monkeypatch: pytest.MonkeyPatch)
     assert plan.stopped and plan.data.pipeline and len(told) == 1
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("space", "own"),
     [
