@@ -119,11 +119,8 @@ class Probes:
         self.ratios = defaultdict[tuple[RecipeFamily, str, bool], list[tuple[float, float]]](list)
 
     def better(self, below: float, told: Callable[[int, int], None]) -> Iterator[EvaluatedLayout]:
-        """Recipes that fit and take fewer seconds than `below`, each faster than the one before.
-
-        Args:
-          told: called with how many are looked at, of how many.
-        """
+        """Recipes that fit and take fewer seconds than `below`, each faster than the one before; `told` is
+        called with the number of families that are looked at, of how many."""
         waiting = [(f, stage) for f in self.families for stage in self.storages]
         while not self.clock.over:
             if self.stale:
