@@ -14,6 +14,7 @@ from typing import Any
 from costmodels.hardware import Hardware
 from costmodels.kernels.compute import MATMUL_CLASSES
 from costmodels.pricing.pricer import LaunchPricer, Pricer, pricer
+from costmodels.stage_times import slots_of
 from layoutopt.formulation.extract import Draft, latency, own_seconds, shared_seconds
 from layoutopt.optimize.evaluation import DEFAULT, ONE_DEVICE, Evaluation, as_run, unsplit
 from layoutopt.space.decisions import Decisions
@@ -52,25 +53,25 @@ class TablePrices:
         return total + shared_seconds(alpha.keys(), prices)
 
 
-def computed_alone(
-    model: Model, hardware: Hardware, loops: Collection[str] | None = None, products: bool = True
-) -> float:
+def computed_alone(model: Model, hardware: Hardware) -> float:
     """Seconds that one device computes on a step: no layout takes less than a device's share of them, as far
-    as pieces never cost less than their share of the whole; else 0.
-
-    Args:
-      loops: only what is in loops over these dimensions, before the update.
-      products: of that only products.
-    """
+    as pieces never cost less than their share of the whole; else 0."""
     prices = pricer(hardware, ONE_DEVICE)
-    if not prices.pieces_cost_more:
-        return 0.0
-    cost = Evaluation(model, unsplit(model), prices).cost
-    if loops is None:
-        return cost.compute_seconds
-    inside = {n.index for b in model.step_graph.blocks if b.dim.name in loops for n, _ in b.walk()}
-    lines = (x for x in cost.lines if x.origin.node in inside and x.origin.phase != Phase.UPDATE)
-    return sum(x.seconds * x.times for x in lines if not products or x.kind in MATMUL_CLASSES)
+    return Evaluation(model, unsplit(model), prices).cost.compute_seconds if prices.pieces_cost_more else 0.0
+
+
+def layers_alone(
+    model: Model, hardware: Hardware, dim: str, kinds: Collection[str] = MATMUL_CLASSES
+) -> tuple[float, ...]:
+    """The part of `computed_alone` in loops over a dimension, before the update, in some kinds of kernels
+    (none: all), by the slots of a pipeline that it is in (`StageAction`)."""
+    prices, slots = pricer(hardware, ONE_DEVICE), slots_of(model.step_graph, dim)
+    found = [0.0] * len(StageAction)
+    for x in Evaluation(model, unsplit(model), prices).cost.lines if prices.pieces_cost_more else ():
+        slot = slots.get(x.origin.node) if x.origin.phase != Phase.UPDATE else None
+        if slot is not None and (x.kind in kinds or not kinds):
+            found[slot] += x.seconds * x.times
+    return tuple(found)
 
 
 def check_limit(memory: Any) -> None:
@@ -102,7 +103,7 @@ class Evaluator:
 
     Attributes:
       tight: the fastest layout of some mesh did not fit, so those of others may not fit either.
-      alone: as `computed_alone`, of this model and hardware; of: the one whose `host` it is.
+      alone, layers: `computed_alone` and `layers_alone` of this model; of: the one whose `host` it is.
       rows_over: the most bytes that rows count more than the program of an evaluated layout; None: no row was
         needed.
     """
@@ -115,6 +116,7 @@ class Evaluator:
         self._table_prices: TablePrices | None = None
         self.rows_over: float | None = None
         self.alone = cache(partial(computed_alone, self.model, hardware))
+        self.layers = cache(partial(layers_alone, self.model, hardware))
 
     @cached_property
     def host(self) -> Evaluator | None:
@@ -129,18 +131,15 @@ class Evaluator:
 
     def least(self, mesh: Mesh, plans: Mapping[str, PipelineSchedule]) -> float:
         """Seconds that every layout takes at least: a device computes its share, and pipeline stages that of
-        their products in every tick.
-
-        Args:
-          plans: dimensions of layers -> the schedule of their stages.
+        their products in every slot that counts; plans: dimensions of layers -> the schedule of their stages.
         """
-        runs = {dim: min(self.slot_runs(mesh, dim, plan)) for dim, plan in plans.items()}
-        products = {dim: self.alone(frozenset({dim})) for dim in plans}
+        every = ((self.slot_runs(mesh, dim, plan), self.layers(dim)) for dim, plan in plans.items())
+        slots = [[*zip(*each, strict=True)] for each in every]
         if plans and self.apart(mesh):
             # Only what is in layers: one stage alone has the others' work. Some stage has an equal part.
-            return max(products[dim] * max(runs[dim], 1.0) for dim in plans) / mesh.devices
-        more = max((products[dim] * max(runs[dim] - 1, 0.0) for dim in plans), default=0.0)
-        return (self.alone() + more) / mesh.devices
+            return max(max(sum(map(math.prod, s)), sum(x for _, x in s)) for s in slots) / mesh.devices
+        more = (sum(max(runs - 1, 0.0) * s for runs, s in each) for each in slots)
+        return (self.alone() + max(more, default=0.0)) / mesh.devices
 
     def apart(self, mesh: Mesh) -> bool:
         """True if each stage is a program of its own."""
@@ -149,23 +148,19 @@ class Evaluator:
     def slot_runs(self, mesh: Mesh, dim: str, plan: PipelineSchedule) -> tuple[float, ...]:
         """How often a step counts slots of each kind (`StageAction`) of the layers of one stage, at least, as
         a multiple of the microbatches and of an equal part of the layers."""
-        if not KINDS[plan.kind].one_way:
+        kind, parts = KINDS[plan.kind], plan.microbatches
+        if not kind.one_way:
             return (0.0,) * len(StageAction)  # What is on the longest way depends on the seconds of slots.
-        if self.apart(mesh):
-            return self._fullest(dim, plan)
+        if self.apart(mesh):  # Slots of the fullest stage, and of others for the first and last microbatch.
+            counts = plan.order.of_stages(max(self.model.graph.dims()[dim]))
+            if counts.min() < counts.max():
+                return (0.0,) * len(StageAction)  # The longest way may pass other stages.
+            if kind.split:  # slots of weights fill what would be idle
+                return (1.0, 1.0, max(0, parts - plan.stages + 1) / parts)
+            return (1 + (plan.stages - 1) / (parts * plan.chunks),) * len(StageAction)
         busy = plan.busy.sum(axis=0) / plan.works
         # Without slots of their own, weights are part of backward.
         return tuple(float(busy[slot if busy[slot] else StageAction.BACKWARD]) for slot in StageAction)
-
-    def _fullest(self, dim: str, plan: PipelineSchedule) -> tuple[float, ...]:
-        """Slots of the stage with the most layers, and of the others for the first and last microbatch; none
-        where stages are unequal, since the longest way may then pass others."""
-        counts, parts = plan.order.of_stages(max(self.model.graph.dims()[dim])), plan.microbatches
-        if counts.min() < counts.max():
-            return (0.0,) * len(StageAction)
-        if KINDS[plan.kind].split:  # slots of weights fill what would be idle
-            return (1.0, 1.0, max(0, parts - plan.stages + 1) / parts)
-        return (1 + (plan.stages - 1) / (parts * plan.chunks),) * len(StageAction)
 
     def near(self, mesh: Mesh) -> Axes:
         """Its axes inside nodes or slices, where others lie between them."""

@@ -123,10 +123,14 @@ class FastestSearch:
         if is_open(subproblem, limit) and not request.late:
             self.tell(subproblem)
             time = request.objective == Objective.TIME
-            for by in self.incumbents.sides(subproblem, limit):
-                search = self._fixed(subproblem, limit, by) if time else self.opened(subproblem, by)
-                if search is not None:
-                    self._ask(subproblem, search, limit)
+            try:
+                for by in self.incumbents.sides(subproblem, limit):
+                    search = self._fixed(subproblem, limit, by) if time else self.opened(subproblem, by)
+                    if search is not None:
+                        self._ask(subproblem, search, limit)
+            finally:
+                for each in self.plain:
+                    each.inherit(request.evaluator)
 
     def _in_order(self, limit: float) -> Iterator[Sequence[Subproblem]]:
         """The problems without stages, by their bounds: what is found there closes most of the others before

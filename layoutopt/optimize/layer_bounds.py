@@ -167,7 +167,7 @@ class LayerBounds:
         the pipeline, where stages are programs of their own."""
         mesh, evaluator, found = subproblem.mesh, self.evaluator, [0.0]
         for dim, axes in subproblem.key.stages or [(dim, ()) for dim in loop_dims(evaluator.model.graph)]:
-            outside = evaluator.alone() - evaluator.alone(frozenset({dim}), products=False)
+            outside = evaluator.alone() - sum(evaluator.layers(dim, ()))
             more = subproblem.microbatches / plain.microbatches
             if not axes:
                 seconds = self._least(plain, dim, axes, (1.0,) * len(StageAction), more)

@@ -219,6 +219,24 @@ def test_a_letter_about_several_problems_tells_the_best_of_each() -> None:
     assert solved(one) == before
 
 
+def test_multiples_of_microbatches_have_the_bound_of_a_problem_that_time_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before they are looked at themselves."""
+    search, late = a_search(deque()), type("Late", (BaseException,), {})
+
+    def ended(*_: Any) -> None:
+        raise late
+
+    monkeypatch.setattr(FastestSearch, "_ask", ended)
+    first, *more = search.plain
+    assert more and all(first in each.fewer for each in more)
+    with pytest.raises(late):
+        search.look_at(first, LIMIT)
+    known = max(b.value for b in first.bounds.proven if b.source is BoundSource.TABLES)
+    assert all(each.bounds.lower(LIMIT).value >= known > 0 for each in more)
+
+
 def test_a_bound_above_a_known_layout_is_not_believed() -> None:
     """Nor is what the same process said before; what no known layout contradicts is."""
     alone, heard, sent = a_search(deque()), deque[Letter](), deque[Letter]()
