@@ -187,8 +187,7 @@ class Model:
         (`lower.remat_policy.of_stages`)."""
         whole = self._whole = self._whole or self._whole_step(self.loss, self.metrics)
         if not stages:
-            parts = (microbatches,)
-            return self._remade(parts, lambda: self._in_parts(*parts)) if microbatches != 1 else whole
+            return self._added_up(microbatches) if microbatches != 1 else whole
         key = microbatches, schedule, again, *sorted(stages.items())
         return self._remade(key, lambda: self._pipelined(microbatches, stages, schedule, again))
 
@@ -240,11 +239,11 @@ class Model:
         check_stages(self.graph, dim, count, schedule)
         whole = self._added_up(microbatches, dim, schedule)
         second = next((layers_again(whole.graph, each) for each in again), None)
-        given = whole.graph, str(self.batch_dim), microbatches, dim, count, schedule, second
-        return self._with_updates(whole, PipelinedStep(*given))
+        given = str(self.batch_dim), microbatches, dim, count, schedule, second
+        return self._with_updates(whole, PipelinedStep(whole.graph, *given))
 
-    def _in_parts(self, microbatches: int) -> TrainingStep:
-        return self._added_up(microbatches)
+    def _why_whole(self, layers: str) -> str:
+        return ""  # the batch can be cut into microbatches, which may pass stages of layers
 
     def _added_up(self, microbatches: int, layers: str = "", schedule: str = "") -> TrainingStep:
         """The step in microbatches, which may pass stages of layers."""
@@ -254,6 +253,8 @@ class Model:
                 f"model {self.name!r}: {what} need inputs with a common first dimension; give all inputs the "
                 f"same first dimension, or {f'do not split {layers}' if layers else 'use one microbatch'}"
             )
+        if microbatches > 1 and (why := self._why_whole(layers)):
+            raise UserError(f"microbatches={microbatches}: {why}; use one microbatch")
         whole, refuse = self.training_step(), partial(refused, schedule, layers) if layers else None
         given = whole.graph, self.batch_dim, microbatches, refuse
         return self._remade((microbatches, ""), lambda: self._with_updates(whole, Accumulation(*given)))
@@ -281,9 +282,8 @@ class Model:
     def _backward_in(self, dtype: str) -> bool:
         """Whether a gradient of the step is made in an element type."""
         graph = self.step_graph
-        made = (o for node, _ in graph.walk() if node.phase == Phase.BACKWARD for o in node.outputs)
-        types = (graph.tensor(o).dtype for o in made)
-        return graph.remembered(("backward in", dtype), lambda: dtype in types)
+        made = (graph.tensor(o) for n, _ in graph.walk() if n.phase == Phase.BACKWARD for o in n.outputs)
+        return graph.remembered(("backward in", dtype), lambda: dtype in {x.dtype for x in made})
 
     def lower(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT, *, check: bool = True) -> Program:
         """The training step as an SPMD program; `check` as in `lower`."""

@@ -121,6 +121,7 @@ MEANS = {
     "l1": lambda x, y, mask: x.abs().mean(),
     "ignored": lambda x, y, mask: F.cross_entropy(x, y, ignore_index=2),
     "masked": lambda x, y, mask: F.cross_entropy(x[mask], y[mask]),
+    "by hand": lambda x, y, mask: (x.abs().sum(-1) * mask).sum() / mask.sum().clamp(1),
 }
 
 
@@ -259,7 +260,7 @@ def test_buffers_that_a_batch_changes_are_said() -> None:
     model = layoutopt.from_torch(Averages(), {"x": torch.randn(8, 4)})
     (note,) = model.notes(mtf.Options())
     assert note.startswith("the forward changes codes by examples of the batch; each data rank")
-    with pytest.raises(mtf.UserError, match=r"codes by examples of the batch.*use one microbatch"):
+    with pytest.raises(mtf.UserError, match=r"change codes by the examples of each microbatch; use one"):
         model.lower(mtf.Mesh("data:1"), mtf.Layout(""), mtf.Options(microbatches=2))
 
 

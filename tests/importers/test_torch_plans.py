@@ -96,6 +96,14 @@ CASES: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
         "zero3@data",
         {"recompute": ("layers",)},
     ),
+    "masked": ("masked", "data:4", "batch:data", "zero2", {"microbatches": 2}),
+    "masked, stages": (
+        "masked",
+        "stage:2;data:2",
+        "batch:data;blocks:stage",
+        "",
+        {"microbatches": 4, "schedule": "1f1b"},
+    ),
     "scalars": ("scalar", "data:4", "batch:data", "zero3", {"microbatches": 2}),
     "gains and biases": ("biased", SQUARE, "batch:data;heads:model", "zero3@data", {}),
     "mixed precision": ("llama", SQUARE, HEADS, "zero3@data", {"microbatches": 2, **MIXED}),
@@ -117,7 +125,10 @@ CASES: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
 """Name -> module, mesh, layout, stage of storage, options."""
 
 
-DAILY = ("sequence", "stages of tensors", "mixed precision", "autocast")
+TRAPS = ("tied", "masked", "statistics", "scalars")
+"""3: `parallelize_module` unties; 10: means of means; 11: statistics by rank, and `ignored_params`, whose
+gradients FSDP does not add up."""
+DAILY = ("sequence", "stages of tensors", "mixed precision", "autocast", *TRAPS)
 
 
 def four(cases: Any, folder: Path) -> dict[str, Any]:

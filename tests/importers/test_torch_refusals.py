@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 
 import layoutopt
 from mesh_tf_core.errors import UserError
-from tests.importers.torch_models import MODULES, compared
+from tests.importers.torch_models import MODULES, compared, llama
 
 
 def test_experts_chosen_by_python_are_refused_with_what_to_do() -> None:
@@ -74,6 +75,16 @@ def test_a_module_or_its_batch_may_be_on_meta(of_module: str) -> None:
     other = "cpu" if of_module == "meta" else "meta"
     model = layoutopt.from_torch(Mean(8, 8, device=of_module), {"x": torch.ones(4, 8, device=other)})
     assert model.batch_dim == "batch" and model.parameters == 72
+
+
+def test_buffers_on_meta_are_read_as_those_with_values() -> None:
+    """Trap 12: a table of frequencies (`inv_freq`) is made of numbers that the device meta does not have."""
+    given, batch = llama()
+    found = layoutopt.from_torch(given, batch)
+    bare = layoutopt.from_torch(copy.deepcopy(given).to("meta"), batch)
+    assert any("inv_freq" in path for path in bare.origin.state)
+    assert bare.parameters == found.parameters and bare.limits == found.limits
+    assert bare.styles.layers == found.styles.layers and not bare.combines
 
 
 class Drawing(nn.Module):

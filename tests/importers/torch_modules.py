@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import layoutopt
 
@@ -126,9 +127,21 @@ class OwnNorm(nn.BatchNorm2d):
         return torch.batch_norm(*known, self.training, self.momentum, self.eps, False)
 
 
+class NormRunAgain(NormByCall):
+    """Recomputed by its own code."""
+
+    def __init__(self, channels: int, reentrant: bool) -> None:
+        super().__init__(channels)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
 def convolutions() -> Given:
     torch.manual_seed(0)
-    module = Convolutions(layers=5)
+    module = Convolutions(layers=7)
+    module.layers[5][1], module.layers[6][1] = NormRunAgain(16, False), NormRunAgain(16, True)
     module.layers[1][1] = nn.BatchNorm2d(16, affine=False, momentum=0.5)
     module.layers[3][1], module.layers[4][1] = NormByCall(16), OwnNorm(16)
     module.layers[2][1] = nn.BatchNorm2d(16, track_running_stats=False)
@@ -207,6 +220,21 @@ class Literal(nn.Module):
         return functional.mse_loss(self.o(mixed.reshape(rows, length, -1)), y)
 
 
+class Masked(Perceptron):
+    """With a mean over a mask, which leaves some ranks nothing."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return ((self.out(x) - y).square().mean(-1) * mask).sum() / mask.sum().clamp(min=1)
+
+
+def masked() -> Given:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(16, 32), "y": torch.randn(16, 4), "mask": torch.arange(16) % 7 > 3}
+    return Masked(), batch
+
+
 def literal(rest: int = 0) -> Given:
     torch.manual_seed(0)
     return Literal(rest=rest), {"x": torch.randn(8, 6, 32), "y": torch.randn(8, 6, 32)}
@@ -277,6 +305,7 @@ MODULES: dict[str, Any] = {
     "convolutions": convolutions,
     "encoder": lambda: (Encoder(), convolutions()[1]),
     "perceptron": perceptron,
+    "masked": masked,
     "scalar": scalar,
     "biased": layered,
 }

@@ -20,9 +20,10 @@ from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.model import TrainingStep
+from mesh_tf_core.ops.basic import Constant
 from mesh_tf_core.ops.index import Range
-from mesh_tf_core.tracing.batch_linearity import INSEPARABLE, BatchLinearity, Linearity
+from mesh_tf_core.ops.reduce import Reduce
+from mesh_tf_core.tracing.batch_linearity import INSEPARABLE, BatchLinearity, Linearity, TensorLinearity
 from mesh_tf_core.tracing.copying import batch_names
 from mesh_tf_core.tracing.graph import graph_of
 
@@ -49,9 +50,10 @@ def not_first(origin: ImportedFunction, batch: str) -> str:
     return ""
 
 
-def why_not_added(loss: Tensor, batch: str, whole: frozenset[int]) -> tuple[str, list[str]]:
-    """Why the losses of parts of a batch do not add up to its loss, with the line, '' if they do; and the
-    variables of state whose new values each part would make of its own examples.
+def why_not_added(loss: Tensor, batch: str, whole: frozenset[int]) -> tuple[str, list[str], bool]:
+    """Why the losses of parts of a batch do not add up to its loss, with the line, '' if they do; the
+    variables of state whose new values each part would make of its own examples; and whether the loss is a
+    sum over examples divided by another, which add up each.
 
     Args:
       whole: tensors that every part has of the whole batch.
@@ -78,8 +80,35 @@ def why_not_added(loss: Tensor, batch: str, whole: frozenset[int]) -> tuple[str,
     changed = [name for name, new in kept if linearity.of(new).kind is not Linearity.REPLICATED]
     found = linearity.of(loss.id)
     if found.kind is Linearity.REDUCIBLE and not found.after:
-        return "", changed
-    return linearity.why.get(loss.id, "its operations"), changed
+        return "", changed, False
+    divided = _divided(BatchLinearity(graph, linearity.names, nodes), loss.id, nodes)
+    return "" if divided else linearity.why.get(loss.id, "its operations"), changed, divided
+
+
+def _divided(linearity: BatchLinearity, loss: int, nodes: Sequence[Node]) -> bool:
+    """True if the loss is a sum over the examples of the batch, divided by another one that no gradient flows
+    through, as a mean over a mask is: both are sums of those of its parts."""
+    made = {o: n for n in nodes for o in n.outputs}
+
+    def summed(tensor: int, least: bool = False) -> bool:
+        node = made[tensor]
+        others = [i for i in node.inputs if not isinstance(made[i].op, Constant)]
+        if least and getattr(node.op, "fn", "") == "max" and len(others) == 1:  # the mask may be empty
+            return summed(others[0])
+        adds = isinstance(node.op, Reduce) and node.op.fn == "sum"
+        if adds and linearity.of(node.inputs[0]).kind is Linearity.PER_EXAMPLE:
+            return linearity.of(tensor) == TensorLinearity(Linearity.REDUCIBLE)
+        return (adds or node.op.converts) and summed(node.inputs[0], least)
+
+    above, *below = made[loss].inputs
+    if getattr(made[loss].op, "fn", "") != "div" or not summed(above) or not summed(below[0], True):
+        return False
+    for node in reversed(nodes):
+        if not set(below).isdisjoint(node.outputs):
+            if node.body is not None or (isinstance(node.op, Read) and node.op.variable.trainable):
+                return False
+            below += node.inputs
+    return True
 
 
 def added_results(loss: Tensor, origin: ImportedFunction, batch: str) -> tuple[bool, ...]:
@@ -149,9 +178,11 @@ class ImportedModel(mtf.Model):
 
     Attributes:
       front_end: its name in `front_ends`.
+      divided: the loss is a sum over examples divided by another (`why_not_added`).
     """
 
     origin: ImportedFunction | None = field(default=None, repr=False, compare=False)
+    divided: bool = field(default=False, repr=False, compare=False)
     front_end: ClassVar[str] = ""
 
     @property
@@ -201,11 +232,9 @@ class ImportedModel(mtf.Model):
         ]
         return (*super().notes(options), *self.origin.notes, *parts, *(left if own else ()))
 
-    def _in_parts(self, microbatches: int) -> TrainingStep:
+    def _why_whole(self, layers: str) -> str:
         """Only where the user's own step can be run so too: no search finds what `applied` would refuse."""
         origin, batch = self.origin, self.batch_dim
-        if origin is None or batch is None:
-            return super()._in_parts(microbatches)
-        if why := self.graph.remembered("why_whole", lambda: why_whole(self.loss, origin, batch)):
-            raise UserError(f"microbatches={microbatches}: {why}; use one microbatch")
-        return super()._in_parts(microbatches)
+        if layers or origin is None or batch is None:
+            return ""
+        return self.graph.remembered("why_whole", lambda: why_whole(self.loss, origin, batch))

@@ -27,7 +27,7 @@ from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options
-from mesh_tf_core.model import Model, TrainingStep
+from mesh_tf_core.model import TrainingStep
 from mesh_tf_core.optimizers import SGD, Adam, Optimizer
 from mesh_tf_core.tracing.copying import batch_names
 
@@ -99,21 +99,16 @@ class TorchModel(ImportedModel):
             own = [note for note in self.origin.notes if DERIVED in note] if self.origin else []
             raise UserError("; ".join((str(error), *own))) from None
 
-    def _in_parts(self, microbatches: int) -> TrainingStep:
-        # Counts of targets are no reason not to: `plan.torch` weights parts by them.
+    def _why_whole(self, layers: str) -> str:
+        # Numbers that a mean is over are no reason: `plan.torch` weights parts by them.
         if self.combines:
-            raise UserError(
-                f"microbatches={microbatches}: {self.combines} combines examples of the batch, so losses of "
-                "parts do not add up to its own; write a mean over examples, or use one microbatch"
+            return (
+                f"{self.combines} combines examples of the batch, so losses of parts do not add up to its "
+                "own, as those of a mean over examples do"
             )
         if self.changes:
-            raise UserError(
-                f"microbatches={microbatches}: the forward changes {self.changes} by examples of the batch, "
-                "and would do so for each microbatch; use one microbatch"
-            )
-        if self.origin and self.batch_dim and (why := not_first(self.origin, self.batch_dim)):
-            raise UserError(f"microbatches={microbatches}: {why}; use one microbatch")
-        return Model._in_parts(self, microbatches)
+            return f"the forward would change {self.changes} by the examples of each microbatch"
+        return not_first(self.origin, self.batch_dim) if self.origin and self.batch_dim else ""
 
     def applied(self, plan: Plan) -> TorchPlan:
         """The plan in the user's own module: `plan.torch`."""
@@ -291,7 +286,7 @@ def from_torch(
     counted = (id(again.twins.get(id(x), x)) for x in program.whole)
     whole = frozenset(made.origin.tensors[i] for i in counted if i in made.origin.tensors)
     if model.batch_dim:
-        model.combines, own_state = why_not_added(made.loss, model.batch_dim, whole)
+        model.combines, own_state, model.divided = why_not_added(made.loss, model.batch_dim, whole)
         model.changes = some([name.removeprefix("state/").replace("/", ".") for name in own_state], 3, 80)
     model.styles = StyleFlow(model.graph, module, made.origin, rows, program.norms)
     own_axes = model.styles.parameters

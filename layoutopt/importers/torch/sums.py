@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 from layoutopt.importers.torch.calls import torch_module
 
@@ -115,8 +116,19 @@ def sync_batch_norms(module: Any, group: Any, paths: Collection[str] = ()) -> No
             own.forward = partial(_synced, own.forward, group)
 
 
-def _synced(forward: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
-    with _synced_calls()(group):
+def _synced(forward: Callable[..., Any], group: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """A call with the statistics of all ranks, also where its checkpoints run again, after the mode's end."""
+
+    def again(owner: Any, name: str) -> Any:
+        door = getattr(owner, name)
+        return patch.object(owner, name, lambda of, *a, **k: door(partial(_synced, of, group), *a, **k))
+
+    own = torch_module().utils.checkpoint
+    with (
+        again(own, "_checkpoint_without_reentrant_generator"),
+        again(own.CheckpointFunction, "apply"),
+        _synced_calls()(group),
+    ):
         return forward(*args, **kwargs)
 
 
@@ -145,13 +157,8 @@ def _synced_calls() -> Any:
             given = default | dict(zip(taken.get(of, ()), args, strict=False)) | (kwargs or {})
             if of not in taken or not given["training"]:
                 return of(*args, **(kwargs or {}))
-            x, group = given["input"], self.group
-            found, mean, var = _synced_norm().apply(x, given["weight"], given["bias"], group, given["eps"])
-            count = group.size() * x.numel() / x.shape[1]
-            for name, now in zip(running, (mean, var * count / (count - 1)), strict=True):
-                if (old := given[name]) is not None:
-                    old.copy_(old.to(now.dtype).lerp_(now, given["momentum"]))
-            return found
+            known = (given[name] for name in ("input", *affine, "eps", "momentum", *running))
+            return _synced_norm().apply(self.group, *known)
 
     return SyncedCalls
 
@@ -162,19 +169,24 @@ def _synced_norm() -> Any:
 
     class SyncedNorm(torch.autograd.Function):  # type: ignore[name-defined]
         @staticmethod
-        def forward(context: Any, x: Any, weight: Any, bias: Any, group: Any, eps: float) -> Any:
+        def forward(context: Any, group: Any, x: Any, weight: Any, bias: Any, eps: float, *rest: Any) -> Any:
+            momentum, *running = rest
             zeros = x.new_zeros(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
             means = _each(torch.stack(torch.batch_norm_update_stats(x, zeros, zeros + 1, 0.0)), group)
             mean, var = means.mean(0)
             var += means[:, 0].var(0, correction=0)
             context.group, context.eps, context.given = group, eps, (weight is not None, bias is not None)
             context.save_for_backward(x, weight, mean, var)
-            context.mark_non_differentiable(mean, var)
+            count = group.size() * x.numel() / x.shape[1]
+            # Not after the call, where a checkpoint that runs again stops when all is saved.
+            for old, now in zip(running, (mean, var * count / (count - 1)), strict=True):
+                if old is not None:
+                    old.copy_(old.to(now.dtype).lerp_(now, momentum))
             scale, shift = (None if p is None else p.to(mean.dtype) for p in (weight, bias))
-            return torch.nn.functional.batch_norm(x, mean, var, scale, shift, eps=eps), mean, var
+            return torch.nn.functional.batch_norm(x, mean, var, scale, shift, eps=eps)
 
         @staticmethod
-        def backward(context: Any, grad: Any, *others: Any) -> Any:
+        def backward(context: Any, grad: Any) -> Any:
             x, weight, mean, var = context.saved_tensors
             scale, weight = torch.rsqrt(var + context.eps), None if weight is None else weight.to(mean.dtype)
             known = grad, x, weight, mean, var, None, None, False, context.eps, [True] * 3
@@ -188,6 +200,6 @@ def _synced_norm() -> Any:
             own = own - (scale * all_of + slope * mean).reshape(shape)
             own = torch.addcmul(own, x, slope.reshape(shape)).to(x.dtype)
             by = (g if given else None for g, given in zip((by_weight, by_bias), context.given, strict=True))
-            return own, *by, None, None
+            return None, own, *by, None, None, None, None
 
     return SyncedNorm

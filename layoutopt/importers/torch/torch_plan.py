@@ -28,6 +28,11 @@ from mesh_tf_core.lower.storage import BACKWARD, BETWEEN, GRADIENT, SPLIT, VARIA
 Loss = Callable[[Any, Any], Any]
 SAID = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that `torchrun` sets for each process."""
+TINY = 1e-30
+"""In place of no examples that count."""
+DIVISIONS = {"div", "divide", "true_divide", "__truediv__"}
+KEEPING = {"clamp", "clamp_min", "clip", "to", "float", "double", "type_as"}
+"""Functions of a number that is the same, but where a mask is empty."""
 
 
 def _check_processes(distributed: Any, devices: int) -> None:
@@ -51,11 +56,13 @@ class WeightedLoss:
       loss: loss(outputs, batch); None: the module returns it, as a scalar, as `.loss` or in a tuple.
       parts: microbatches.
       ranks: with other rows.
+      divided: the loss is a sum divided by a number, as of unmasked elements, which is its weight.
     """
 
     loss: Loss | None
     parts: int
     ranks: int = 1
+    divided: bool = False
 
     def __call__(self, module: Any, part: Any) -> tuple[Any, Any, bool]:
         args, kwargs = called(module, part)
@@ -63,11 +70,16 @@ class WeightedLoss:
         with counted.mode:
             outputs = module(*args, **kwargs)
             found = loss_of(outputs if self.loss is None else self.loss(outputs, part))
-        if self.parts * self.ranks > 1:
-            counted.check(found)
+        several, weight = self.parts * self.ranks > 1, None
+        if several and self.divided:
+            found, number = counted.divided(found)
+        else:
+            if several:
+                counted.check(found)
+            number = weight = counted.weight(self.parts)
         found = found.full_tensor() if hasattr(found, "full_tensor") else found
-        weight = torch_module().as_tensor(counted.weight(self.parts), device=found.device, dtype=found.dtype)
-        return found * weight, weight, counted.summed
+        number = torch_module().as_tensor(number, device=found.device, dtype=found.dtype)
+        return (found, number, False) if weight is None else (found * number, number, counted.summed)
 
 
 class CountedMean:
@@ -88,15 +100,22 @@ class CountedMean:
                 if of in losses:
                     outer._count(*args, **kwargs)
                 found = of(*args, **kwargs)
+                name, few = getattr(of, "__name__", ""), [torch.is_tensor(x) and not x.ndim for x in args]
                 if kwargs.get("reduction") == "sum":
                     outer._sums.append(found)
                 elif of in (torch.sum, torch.Tensor.sum):
                     outer._plain = found
+                elif name in DIVISIONS and few == [True, True] and not args[1].requires_grad:
+                    outer._quotient = (found, *args)
+                elif name in KEEPING and few[0]:
+                    outer._from.append((found, args[0]))
                 return found
 
         self.mode = CountingMode()
         self._counts, self._sums = list[Any](), list[Any]()
         self._plain: Any = None
+        self._quotient: tuple[Any, Any, Any] = (None, None, None)
+        self._from = list[tuple[Any, Any]]()
 
     def _count(self, input: Any, target: Any, weight: Any = None, *args: Any, **kwargs: Any) -> None:
         if weight is not None:
@@ -106,6 +125,18 @@ class CountedMean:
             )
         if kwargs.get("reduction", "mean") == "mean" and not target.is_floating_point():
             self._counts.append((target != kwargs.get("ignore_index", -100)).float().sum())
+
+    def divided(self, loss: Any) -> tuple[Any, Any]:
+        """The sum that a loss is, and the number that divides it, before `clamp`."""
+        found, total, number = self._quotient
+        if found is not loss:
+            raise UserError(
+                "train_step: the loss is a sum divided by a number of elements, but is not what "
+                "this division gives; return what the division gives as it is"
+            )
+        for made, own in self._from[::-1]:
+            number = own if made is number else number
+        return total, number
 
     def check(self, loss: Any) -> None:
         """UserError if it may be neither a sum over examples nor a mean."""
@@ -157,7 +188,7 @@ class ModuleStep:
         self._axes = {p: next((i for i, n in enumerate(a.axes) if batch in n), None) for p, a in arrays}
         self._data = mesh[DATA]
         self._ways = self._data.size()
-        self._loss = WeightedLoss(loss, self.parts, self._ways)
+        self._loss = WeightedLoss(loss, self.parts, self._ways, plan.model.divided)
         self._rank = self._data._flatten("data").get_local_rank() if self._ways > 1 else 0
         counted = mesh[PIPE, *DATA]
         self._group = counted._flatten("counted").get_group() if counted.size() > 1 else None
@@ -177,7 +208,7 @@ class ModuleStep:
             sums += torch.stack([value, weight, torch.full_like(weight, summed)])
         if self._group is not None:
             torch.distributed.all_reduce(sums, group=self._group)
-        total = torch.where(sums[2] > 0, 1.0, sums[1])
+        total = torch.where(sums[2] > 0, 1.0, sums[1].clamp(min=TINY))
         # FSDP divides the sum of the gradients by the ranks.
         self._scaled(self._ways / total)
         self.optimizer.step()
