@@ -242,9 +242,6 @@ class Model:
         given = str(self.batch_dim), microbatches, dim, count, schedule, second
         return self._with_updates(whole, PipelinedStep(whole.graph, *given))
 
-    def _why_whole(self, layers: str) -> str:
-        return ""  # the batch can be cut into microbatches, which may pass stages of layers
-
     def _added_up(self, microbatches: int, layers: str = "", schedule: str = "") -> TrainingStep:
         """The step in microbatches, which may pass stages of layers."""
         if self.batch_dim is None:
@@ -253,8 +250,6 @@ class Model:
                 f"model {self.name!r}: {what} need inputs with a common first dimension; give all inputs the "
                 f"same first dimension, or {f'do not split {layers}' if layers else 'use one microbatch'}"
             )
-        if microbatches > 1 and (why := self._why_whole(layers)):
-            raise UserError(f"microbatches={microbatches}: {why}; use one microbatch")
         whole, refuse = self.training_step(), partial(refused, schedule, layers) if layers else None
         given = whole.graph, self.batch_dim, microbatches, refuse
         return self._remade((microbatches, ""), lambda: self._with_updates(whole, Accumulation(*given)))

@@ -232,6 +232,11 @@ class ImportedModel(mtf.Model):
         ]
         return (*super().notes(options), *self.origin.notes, *parts, *(left if own else ()))
 
+    def _added_up(self, microbatches: int, layers: str = "", schedule: str = "") -> TrainingStep:
+        if microbatches > 1 and (why := self._why_whole(layers)):
+            raise UserError(f"microbatches={microbatches}: {why}; use one microbatch")
+        return super()._added_up(microbatches, layers, schedule)
+
     def _why_whole(self, layers: str) -> str:
         """Only where the user's own step can be run so too: no search finds what `applied` would refuse."""
         origin, batch = self.origin, self.batch_dim
