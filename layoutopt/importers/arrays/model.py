@@ -20,6 +20,7 @@ from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.model import TrainingStep
 from mesh_tf_core.ops.basic import Constant
 from mesh_tf_core.ops.index import Range
 from mesh_tf_core.ops.reduce import Reduce
