@@ -28,8 +28,6 @@ from mesh_tf_core.lower.storage import BACKWARD, BETWEEN, GRADIENT, SPLIT, VARIA
 Loss = Callable[[Any, Any], Any]
 SAID = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that `torchrun` sets for each process."""
-TINY = 1e-30
-"""In place of no examples that count."""
 DIVISIONS = {"div", "divide", "true_divide", "__truediv__"}
 KEEPING = {"clamp", "clamp_min", "clip", "to", "float", "double", "type_as"}
 """Functions of a number that is the same, but where a mask is empty."""
@@ -208,7 +206,7 @@ class ModuleStep:
             sums += torch.stack([value, weight, torch.full_like(weight, summed)])
         if self._group is not None:
             torch.distributed.all_reduce(sums, group=self._group)
-        total = torch.where(sums[2] > 0, 1.0, sums[1].clamp(min=TINY))
+        total = torch.where(sums[2] > 0, 1.0, sums[1].clamp(min=1e-30))  # nothing may count
         # FSDP divides the sum of the gradients by the ranks.
         self._scaled(self._ways / total)
         self.optimizer.step()
