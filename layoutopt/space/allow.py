@@ -39,7 +39,7 @@ def allowed_by(said: object) -> SearchSpace:
 
 def allowed_text(allowed: SearchSpace) -> str:
     """The request in words, as far as it differs from the defaults for the least time; '' if it does not."""
-    usual, said = recorded(SearchSpace().settled(Objective.TIME)), recorded(allowed)
+    usual, said = (recorded(each.settled(Objective.TIME)) for each in (SearchSpace(), allowed))
     parts = ((name, value) for name, value in said.items() if value != usual[name])
     return "; ".join(f"{name.replace('_', ' ')} {_words(value)}" for name, value in parts)
 
