@@ -60,12 +60,12 @@ class Itemiser:
           kernels: of the program, where they are known; else groups of kernels are one unit.
         """
         compiler = self.compiler
-        stages = compiler.stages(program)
+        stages = compiler.stages(program.outline)
         column = schedule_of(program.outline)
         pairs = column is not None and KINDS[column.schedule.kind].pairs
 
         def counts(unit: Unit, times: float) -> float:
-            return 1.0 if stages is None else _share(unit, times, stages, program)
+            return share_of(unit, times, stages, program)
 
         timed = compiler.timed(program) if kernels is None else kernels.items
         at_once = overlapped(program, lambda i: compiler.carried(i, program.local)) if self.overlaps else {}
@@ -149,8 +149,10 @@ class Itemiser:
         return (sent, *self.compiler.copies(instr, types, mesh))
 
 
-def _share(unit: Unit, times: float, stages: StageTimes, program: Program) -> float:
+def share_of(unit: Unit, times: float, stages: StageTimes | None, program: Program) -> float:
     """The share of a unit's runs that counts; all of what waits behind the ticks, as sums of gradients do."""
+    if stages is None:
+        return 1.0
     gradients = program.outline.gradient_of
     if isinstance(unit, Stack):
         origin, value = unit.loop.origin, unit.value

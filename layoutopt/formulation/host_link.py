@@ -6,7 +6,8 @@ transfers of one iteration (`costmodels.pricing.overlap`). So the step waits n w
     sum_c m_c (L_c(x) - (1 - 1/n) P_c(x)) <= w
 
 L_c: seconds of the transfers of cluster c in one iteration, P_c: of its products; both read off the cluster
-as it was lowered for its price, without its transfers. There is a row for a loop in forward, which stores,
+as it was lowered for its price, without its transfers. Where stages are programs of their own, transfers are
+those that count (`costmodels.stage_times`), and products hide as if the largest share in the body did. There is a row for a loop in forward, which stores,
 and one for its backward, which loads the same bytes again and runs the products of second runs too. Each of
 them loads the weights on the hosts. w is a variable of the problem, with discrete steps; each step costs the
 previous step's value, so no layout costs more than its program.
@@ -32,6 +33,7 @@ import numpy as np
 
 from costmodels.kernels.compute import MATMUL_CLASSES
 from costmodels.kernels.quantities import of_local
+from costmodels.pricing.itemise import share_of
 from costmodels.pricing.items import Computed
 from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.dependencies import Dependencies
@@ -136,6 +138,7 @@ class HostLink:
         self._loop = {n.body.id: n.index for n, _ in dependencies.graph.walk() if n.body is not None}
         self._body = {n.index: n.body for n, _ in dependencies.graph.walk() if n.body is not None}
         self._known: dict[tuple[int, Mesh], dict[tuple[int, float, bool], float]] = {}
+        self._stages = prices.itemiser.compiler.stages(dependencies.graph.outline())
 
     def waits(self, tables: Sequence[Table]) -> tuple[Waits, ...]:
         """For each loop that may keep something on the hosts, or read it there, and for its backward."""
@@ -181,7 +184,7 @@ class HostLink:
                         yield (first.id, run), times * seconds, times_a_step
                         yield (first.id, BACKWARD), times * seconds, times_a_step
                     else:
-                        yield (first.id, run), -often * times * seconds, 0.0
+                        yield (first.id, run), -often * times * seconds * self._most(own), 0.0
 
     def _seconds(self, program: Program, mesh: Mesh) -> dict[tuple[int, float, bool], float]:
         """Of one iteration of each loop of a program: of what it stores on hosts, or loads, with how often it
@@ -196,12 +199,20 @@ class HostLink:
                 if isinstance(instr, Transfer):
                     (item,) = self.prices.itemiser.items(instr, None, find, local, mesh)
                     moved = loop.origin.node, times * loop.times, isinstance(instr, HostLoad)
-                    found[moved] += self.prices.seconds_of(item)[0]
+                    share = share_of(instr, times * loop.times, self._stages, program)
+                    found[moved] += share * self.prices.seconds_of(item)[0]
                 elif isinstance(instr, Local) and instr.op.kind in MATMUL_CLASSES:
                     product = Computed(of_local(instr, local), 0.0)
                     found[loop.origin.node, 0.0, False] += self.prices.seconds_of(product)[0]
             self._known[key] = found
         return self._known[key]
+
+    def _most(self, loop: int) -> float:
+        """The largest share of what may be in the body of a loop."""
+        if (stages := self._stages) is None:
+            return 1.0
+        inside = (node.index for node in self._body[loop].nodes)
+        return max(max(stages.nodes.get(i, 1.0), stages.again.get(i, 0.0)) for i in (loop, *inside))
 
     def _alike(self, cluster: OpCluster, loop: int) -> Mapping[int, int]:
         """The loops in which the members of a cluster are, as the first one in a loop: how many in each."""

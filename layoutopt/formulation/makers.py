@@ -26,7 +26,7 @@ from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.nodes import assigned
 from mesh_tf_core.lower.remat_policy import Policies
-from mesh_tf_core.lower.subgraph import Access
+from mesh_tf_core.lower.subgraph import Access, first_reader
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -74,9 +74,9 @@ class Accesses:
             switches,
             variable.name in assigned(self.graph),
             tuple(sorted((self.dependencies.block_of[n.index].id, n.op.describe()) for n in casts)),
-            _places(accesses),
+            self._places(accesses),
             tuple(
-                (texts, tuple((k.again, len(k.nodes), _places(k.natural)) for k in found))
+                (texts, tuple((k.again, len(k.nodes), self._places(k.natural)) for k in found))
                 for texts, found in again.items()
             ),
         )
@@ -88,6 +88,11 @@ class Accesses:
         return key, OpCluster(
             name, subgraph, again, every, switches, shapes, members=members, alike=alike, nests=nests
         )
+
+    def _places(self, accesses: Iterable[Access]) -> Hashable:
+        """Where a variable is moved, and the share of these moves that counts."""
+        counts = self.dependencies.counts
+        return tuple(sorted((*at[:2], counts.get(first_reader(self.graph, at), 1.0)) for at in accesses))
 
     def _loops(self, again: Mapping[Policies, Sequence[Subgraph]]) -> tuple[str, ...]:
         """Names of the loops that have a say in what is done again."""
@@ -161,10 +166,6 @@ class Accesses:
                 conversions.append(maker.op)
             tensor, maker = source, self.graph.producer.get(source)
         return tensor if backward is None else self.runs.twin(tensor, backward), *conversions
-
-
-def _places(accesses: Iterable[Access]) -> tuple[tuple[int, str], ...]:
-    return tuple(sorted((block, way) for block, way, _ in accesses))
 
 
 @dataclass(frozen=True, eq=False)

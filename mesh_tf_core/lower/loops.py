@@ -211,7 +211,7 @@ class Loops(Placing):
                 self.node(node)
         for want in self.part.wanted.get(block.id, ()):
             if not want.gradient_of:
-                self.origin = replace(self.origin, phase=want.phase)
+                self.origin = replace(self.origin, node=want.reader, phase=want.phase)
                 self.to_natural(self.value_of(want.tensor))
             elif want.tensor in self.env:
                 # The update asks for it: a sum that only the update reads may travel with others.

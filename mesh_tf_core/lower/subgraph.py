@@ -38,11 +38,13 @@ class WantedValue:
     Attributes:
       phase: the phase of these readers.
       gradient_of: the variable whose update reads it, in the splits of that update; "": default sharding.
+      reader: the first of these nodes, where they are of one block.
     """
 
     tensor: int
     phase: Phase
     gradient_of: str = ""
+    reader: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,8 @@ class _SubgraphBuilder:
         self.beside: dict[int, list[Twin]] = {}
         self.wanted: dict[int, list[WantedValue]] = {}
         for block, phase, tensor in sorted(subgraph.natural):
-            self.wanted.setdefault(block, []).append(WantedValue(tensor, phase))
+            reader = first_reader(self.graph, (block, phase, tensor))
+            self.wanted.setdefault(block, []).append(WantedValue(tensor, phase, reader=reader))
         outside = self.wanted.setdefault(0, [])
         for tensor, variable in self.graph.gradient_of.items():
             if not self.graph.tensor(tensor).block:
@@ -181,6 +184,14 @@ class _SubgraphBuilder:
 
     def _made(self, tensor: int, scan: Node) -> bool:
         return _source(tensor, scan, self.graph) in self.subgraph.nodes
+
+
+def first_reader(graph: Graph, access: Access) -> int:
+    """The node that a variable is moved for: a second run has those of forward."""
+    block, phase, tensor = access
+    forward = phase in (Phase.FORWARD, Phase.RECOMPUTE)
+    readers = (n for n in graph.blocks[block].nodes if tensor in n.inputs and not n.op.converts)
+    return next(n.index for n in readers if (n.phase == Phase.FORWARD) is forward)
 
 
 def made_by(node: Node, graph: Graph) -> tuple[int, ...]:

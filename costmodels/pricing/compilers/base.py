@@ -19,6 +19,7 @@ from costmodels.pricing.units import Find, PlacedValue, Sending, Stack, Unit
 from costmodels.stage_times import StageTimes, stage_times
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.outline import Outline
 from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Program, Transfer
 from mesh_tf_core.kernels.libraries import lacks_kernel
 from mesh_tf_core.layers.recurrent import KERNEL
@@ -135,9 +136,9 @@ class Compiler:
         """The key that determines the items of a unit besides the types of its shards."""
         return None
 
-    def stages(self, program: Program) -> StageTimes | None:
+    def stages(self, graph: Outline) -> StageTimes | None:
         """The share of the work that counts, where each stage of a pipeline is a program of its own."""
-        return stage_times(program.outline) if self.memory.stage_programs else None
+        return stage_times(graph) if self.memory.stage_programs else None
 
     def start(self, program: Program) -> Started | None:
         """The fixed seconds of a step under every layout; None where they are unknown."""
