@@ -14,6 +14,7 @@ from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllReduce, Program
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.lower.nodes import weights
 from mesh_tf_core.lower.recomputed import RecomputedStep, in_parts, recomputed
 from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.tracing.graph import Graph
@@ -190,7 +191,8 @@ def first_reader(graph: Graph, access: Access) -> int:
     """The node that a variable is moved for: a second run has those of forward."""
     block, phase, tensor = access
     forward = phase in (Phase.FORWARD, Phase.RECOMPUTE)
-    readers = (n for n in graph.blocks[block].nodes if tensor in n.inputs and not n.op.converts)
+    casts = weights(graph).keys()
+    readers = (n for n in graph.blocks[block].nodes if tensor in n.inputs and casts.isdisjoint(n.outputs))
     return next(n.index for n in readers if (n.phase == Phase.FORWARD) is forward)
 
 

@@ -22,7 +22,7 @@ from examples.moe_lm import model as mixture
 from examples.transformer_lm import model as transformer
 from examples.transformer_seq2seq import model as translator
 from layoutopt.formulation.extract import Extraction, extract
-from layoutopt.optimize.evaluation import Evaluation
+from layoutopt.optimize.evaluation import Evaluation, as_run
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.solver import evaluate as value_of
 from layoutopt.space.decisions import Decisions, SearchSpace
@@ -103,6 +103,11 @@ class Drawn:
     mesh: mtf.Mesh
     hardware: Hardware
     decided: Decisions
+
+    def under(self, framework: str) -> Drawn:
+        """The same on a GPU, as a framework builds and runs it."""
+        hardware = load_hardware("h100", framework)
+        return replace(self, hardware=hardware, model=as_run(self.model, hardware))
 
     def around(self, rng: random.Random) -> Decisions | None:
         """A few options of some decisions, of the others one, so that a layout is legal; None if none was
@@ -200,12 +205,13 @@ def some(every: SearchSpace, axes: Sequence[str], rng: random.Random) -> SearchS
     return replace(every, **found)
 
 
-def hunt(seeds: Sequence[int], bases: int = 3) -> Compared:
-    """Compares layouts around so many of each question."""
+def hunt(seeds: Sequence[int], bases: int = 3, framework: str = "") -> Compared:
+    """Compares layouts around so many of each question, if named under a framework."""
     found = Compared()
     for seed in seeds:
         known = len(found.faults)
         its, rng = drawn(seed), random.Random(seed)
+        its = its.under(framework) if framework else its
         for _ in range(bases):
             decided = its.around(rng)
             if decided is not None:
