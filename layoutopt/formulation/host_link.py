@@ -7,10 +7,11 @@ transfers of one iteration (`costmodels.pricing.overlap`). So the step waits n w
 
 L_c: seconds of the transfers of cluster c in one iteration, P_c: of its products; both read off the cluster
 as it was lowered for its price, without its transfers. Where stages are programs of their own, transfers are
-those that count (`costmodels.stage_times`), and products hide as if the largest share in the body did. There is a row for a loop in forward, which stores,
-and one for its backward, which loads the same bytes again and runs the products of second runs too. Each of
-them loads the weights on the hosts. w is a variable of the problem, with discrete steps; each step costs the
-previous step's value, so no layout costs more than its program.
+those that count (`costmodels.stage_times`), and products hide as if the largest share in the body did. There
+is a row for a loop in forward, which stores, and one for its backward, which loads the same bytes again and
+runs the products of second runs too. Each of them loads the weights on the hosts. w is a variable of the
+problem, with discrete steps; each step costs the previous step's value, so no layout costs more than its
+program.
 
 The row of the hosts' memory: bytes of a device on its host, at any time.
 

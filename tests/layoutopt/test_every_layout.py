@@ -87,9 +87,8 @@ def test_layouts_of_every_kind(seed: int) -> None:
     assert found.layouts and not found.faults
 
 
-@pytest.mark.parametrize("seed", by_day([15, 21, 24]))
-def test_memory_rows_of_a_framework_that_has_a_buffer_of_gradients(seed: int) -> None:
-    found = hunt([seed], 1, "megatron")
+def test_rows_of_a_framework_that_has_a_buffer_of_gradients() -> None:
+    found = hunt([2, 4, 15], 1, "megatron")
     assert found.layouts and not found.faults
 
 
