@@ -159,8 +159,8 @@ def structural_key(program: Program) -> tuple[Hashable, list[Collective]]:
         if isinstance(instr, Collective):
             sent.append(instr)
         rule = instr.rule if isinstance(instr, Message) else ""
-        how = origin.node, origin.phase, getattr(instr, "combine", ""), rule
-        return type(instr), instr.inputs, instr.outputs, *how
+        about = origin.node, origin.phase, getattr(instr, "combine", ""), rule
+        return type(instr), instr.inputs, instr.outputs, *about
 
     values = tuple([(v.tensor, v.shape, v.dtype) for v in program.values])
     return (block(program.code), values, tuple(program.results.values())), sent

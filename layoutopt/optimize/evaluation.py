@@ -136,7 +136,7 @@ class Evaluation:
     @property
     def repeated(self) -> dict[str, Repeated]:
         """Axes whose devices repeat work; a stage that is a program of its own lacks the work of the ends."""
-        apart = self.prices.itemiser.compiler.stages(self.program) is not None
+        apart = self.prices.itemiser.compiler.stages(self.program.outline) is not None
         staged = {axis for dim in self.pipeline if apart for axis in self.layout.axes(dim)}
         return {axis: work for axis, work in repeated(self.program).items() if axis not in staged}
 
@@ -169,7 +169,8 @@ class Evaluation:
             return items / seconds / of if items and seconds else None
 
         tokens = None if model.tokens is None else model.tokens * replicas
-        done = {} if (found := self.prices.itemiser.compiler.stages(self.program)) is None else found.done
+        found = self.prices.itemiser.compiler.stages(self.program.outline)
+        done = {} if found is None else found.done
         run = run_flops(self.program, done) if recomputes(self.program) else {}
         return Predicted(
             step_seconds=seconds,
@@ -307,7 +308,7 @@ class Evaluation:
     @cached_property
     def bubble(self) -> PipelineBubble | None:
         """The pipeline bubble of the stages."""
-        return waiting(self.program, self.cost, self.prices.itemiser.compiler.stages(self.program))
+        return waiting(self.program, self.cost, self.prices.itemiser.compiler.stages(self.program.outline))
 
     @cached_property
     def waits(self) -> str:

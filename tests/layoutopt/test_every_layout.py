@@ -96,7 +96,7 @@ def test_rows_of_a_framework_that_has_a_buffer_of_gradients() -> None:
 @pytest.mark.parametrize("framework", framework_names())
 @pytest.mark.one_in(5)
 def test_layouts_of_every_kind_under_a_framework(framework: str) -> None:
-    found = hunt([2, 10], 1, framework)
+    found = hunt([4, 46], 1, framework)
     assert found.layouts and not found.faults
 
 
