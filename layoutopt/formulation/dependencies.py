@@ -108,13 +108,15 @@ class Dependencies:
         return self.owner.get(cast.outputs[0]) if cast.outputs else None
 
     def accesses(self, variable: str) -> set[Access]:
-        """Nodes that need a variable with the layout's splits, so it is gathered if it is stored split."""
-        return {
-            (self.block_of[reader.index].id, pass_of(reader.phase), tensor)
-            for tensor in self.chain[variable]
-            for reader in self.readers[tensor]
-            if reader.phase != Phase.UPDATE and not (reader.op.converts and self.variable_of(reader))
-        }
+        """Where a variable is needed with the layout's splits, so that it is gathered if it is stored split:
+        for the first reader of a block and pass."""
+        found = dict[tuple[int, Phase, int], int]()
+        for tensor in self.chain[variable]:
+            for reader in self.readers[tensor]:
+                if reader.phase != Phase.UPDATE and not (reader.op.converts and self.variable_of(reader)):
+                    at = self.block_of[reader.index].id, pass_of(reader.phase), tensor
+                    found.setdefault(at, reader.index)
+        return {(*at, reader) for at, reader in found.items()}
 
     # -- conversions that are shared -------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.nodes import assigned
 from mesh_tf_core.lower.remat_policy import Policies
-from mesh_tf_core.lower.subgraph import Access, first_reader
+from mesh_tf_core.lower.subgraph import Access
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -92,7 +92,7 @@ class Accesses:
     def _places(self, accesses: Iterable[Access]) -> Hashable:
         """Where a variable is moved, and the share of these moves that counts."""
         counts = self.dependencies.counts
-        return tuple(sorted((*at[:2], counts.get(first_reader(self.graph, at), 1.0)) for at in accesses))
+        return tuple(sorted((*at[:2], counts.get(at[3], 1.0)) for at in accesses))
 
     def _loops(self, again: Mapping[Policies, Sequence[Subgraph]]) -> tuple[str, ...]:
         """Names of the loops that have a say in what is done again."""
@@ -137,7 +137,7 @@ class Accesses:
         forward, home = backward.forward, self.dependencies.block_of
         made = {self._value(n.outputs[0], backward) for n in casts if home[n.index] is backward}
         moved = {
-            self._value(t, backward) for b, way, t in accesses if (b, way) == (backward.id, Phase.BACKWARD)
+            self._value(t, backward) for b, way, t, _ in accesses if (b, way) == (backward.id, Phase.BACKWARD)
         }
 
         def new(tensor: int, block: Block, known: Set[Hashable]) -> bool:
@@ -146,8 +146,8 @@ class Accesses:
 
         nodes = {n.index for n in casts if n.index in again and new(n.outputs[0], home[n.index], made)}
         gathers = {
-            (block, Phase.RECOMPUTE, tensor)
-            for block, _, tensor in accesses
+            (block, Phase.RECOMPUTE, tensor, reader)
+            for block, _, tensor, reader in accesses
             if new(tensor, self.graph.blocks[block], moved)
             and any(
                 r.index in again and home[r.index].id == block and r not in casts
@@ -359,7 +359,7 @@ class Makers:
         body = {n.body.id: n.index for n in self.nodes.values() if n.body is not None}
         for name, (cluster, first) in self._access.items():
             found, there = (sorted(self.dependencies.accesses(v)) for v in (name, first))
-            for (block, _, tensor), (*_, like) in zip(found, there, strict=True):
+            for (block, _, tensor, _), (*_, like, _) in zip(found, there, strict=True):
                 yield (body.get(block, 0), tensor), TensorMaker(cluster, like)
 
 

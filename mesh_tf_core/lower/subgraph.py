@@ -14,13 +14,12 @@ from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllReduce, Program
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.lower.nodes import weights
 from mesh_tf_core.lower.recomputed import RecomputedStep, in_parts, recomputed
 from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.tracing.graph import Graph
 
-Access = tuple[int, Phase, int]
-"""The place where a variable is read in the layout's splits: id of a block, the pass, one of its tensors."""
+Access = tuple[int, Phase, int, int]
+"""Where a variable is read in the layout's splits: a block, the pass, one of its tensors, its reader."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,8 @@ class WantedValue:
     """A tensor that lowering moves, at the end of a block, to where readers outside the part need it.
 
     Attributes:
-      phase: the phase of these readers.
+      phase, reader: the phase of these readers, and the first of them.
       gradient_of: the variable whose update reads it, in the splits of that update; "": default sharding.
-      reader: the first of these nodes, where they are of one block.
     """
 
     tensor: int
@@ -76,8 +74,7 @@ class Subgraph:
     Attributes:
       nodes: the nodes to lower.
       blocks: ids of the loop bodies that hold some of it.
-      natural: (block, phase, tensor): also bring a tensor into its natural sharding at the end of a block, as
-        its readers of this phase would.
+      natural: also bring a tensor into its natural sharding at the end of a block, as the reader would.
       again: the part is a second run in the backward of loops with this name (`stage_layers.loop_name`), or
         belongs to one (`rematerialization.beside`).
       early: tensors that nodes outside the part also read before the update: a sum of them is neither delayed
@@ -124,8 +121,7 @@ class _SubgraphBuilder:
         self.known: set[int] = set()
         self.beside: dict[int, list[Twin]] = {}
         self.wanted: dict[int, list[WantedValue]] = {}
-        for block, phase, tensor in sorted(subgraph.natural):
-            reader = first_reader(self.graph, (block, phase, tensor))
+        for block, phase, tensor, reader in sorted(subgraph.natural):
             self.wanted.setdefault(block, []).append(WantedValue(tensor, phase, reader=reader))
         outside = self.wanted.setdefault(0, [])
         for tensor, variable in self.graph.gradient_of.items():
@@ -185,15 +181,6 @@ class _SubgraphBuilder:
 
     def _made(self, tensor: int, scan: Node) -> bool:
         return _source(tensor, scan, self.graph) in self.subgraph.nodes
-
-
-def first_reader(graph: Graph, access: Access) -> int:
-    """The node that a variable is moved for: a second run has those of forward."""
-    block, phase, tensor = access
-    forward = phase in (Phase.FORWARD, Phase.RECOMPUTE)
-    casts = weights(graph).keys()
-    readers = (n for n in graph.blocks[block].nodes if tensor in n.inputs and casts.isdisjoint(n.outputs))
-    return next(n.index for n in readers if (n.phase == Phase.FORWARD) is forward)
 
 
 def made_by(node: Node, graph: Graph) -> tuple[int, ...]:
