@@ -61,7 +61,7 @@ def compiled(corpus: str, step: Step) -> dict[str, Any]:
     from benchmarks.jax_models import corpus_of, roles
     from costmodels.hardware import load_hardware
     from layoutopt.analysis.verify import generation, verify
-    from layoutopt.optimize.evaluator import evaluate
+    from layoutopt.optimize.evaluation.evaluator import evaluate
     from mesh_tf_core import Layout, Mesh, Options
 
     loss, args, _ = corpus_of(corpus).build(step.model)

@@ -26,7 +26,7 @@ from benchmarks.published_tpu import SPLIT
 from costmodels import load_hardware
 from examples.deepseek_lm import v3
 from examples.transformer_lm import llama3_405b
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluator import evaluate
 
 OUT = Path(__file__).parent / "results" / "large_models.json"
 ANSWERED = "OPTIMAL"

@@ -26,8 +26,8 @@ from benchmarks.published_rows import Run, stored
 from costmodels import Hardware, load_hardware
 from costmodels.utilisation import model_flops, utilisation
 from examples.transformer_lm import model as transformer
-from layoutopt.optimize.evaluation import Evaluation
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluation import Evaluation
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from layoutopt.plan.units import bytes_text, share_text
 
 PARTS = (1, 2, 3, 4, 8, 16, 32)

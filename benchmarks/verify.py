@@ -41,8 +41,8 @@ from costmodels.hardware import Hardware, load_hardware  # noqa: E402
 from costmodels.pricing.pricer import price  # noqa: E402
 from layoutopt.analysis.verify import collectives, estimated, generation, moved, verify  # noqa: E402
 from layoutopt.models.loading import load_model  # noqa: E402
-from layoutopt.optimize.evaluation import Evaluation  # noqa: E402
-from layoutopt.optimize.evaluator import evaluate  # noqa: E402
+from layoutopt.optimize.evaluation.evaluation import Evaluation  # noqa: E402
+from layoutopt.optimize.evaluation.evaluator import evaluate  # noqa: E402
 from mesh_tf_core import Layout, Mesh, Options  # noqa: E402
 from mesh_tf_core.engines.jax.compile import stablehlo  # noqa: E402
 from mesh_tf_core.engines.jax.hlo import HloCollective  # noqa: E402

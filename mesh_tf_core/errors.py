@@ -34,7 +34,7 @@ class NoLayoutError(UserError):
     Attributes:
       nearest: the `layoutopt.Plan` with the least memory that a search found, although it does not fit; None
         if there is none.
-      diagnose: searches for what conflicts and what helps (`layoutopt.optimize.infeasible.diagnose`).
+      diagnose: searches for what conflicts and what helps (`layoutopt.optimize.answers.infeasible.diagnose`).
     """
 
     nearest: Any = None

@@ -13,7 +13,7 @@ from benchmarks import verify
 from benchmarks.verify_pairs import KINDS, MLP, PAIRS, Pair
 from costmodels.hardware import load_hardware
 from layoutopt.models.loading import load_model
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from mesh_tf_core import Layout, Mesh
 
 SMALL = Pair("v5e:2x2", "data:4", "batch:data", {"batch": 64, "hidden": 64}, MLP)

@@ -5,7 +5,7 @@ A problem, one mesh shape with one number of microbatches and the same stages, i
 ways:
   pieces     fewer microbatches on the same mesh have no faster layout, whatever memory it takes, and pieces
              never cost less than their share of the whole (`Pricer.pieces_cost_more`)
-  layers     the layers of a stage alone take no less (`layoutopt.optimize.layer_bounds`)
+  layers     the layers of a stage alone take no less (`layoutopt.optimize.proof.layer_bounds`)
   refused    the model cannot be split like that
   bound      elimination: its best layout, whatever memory it takes, is not faster; by as many tables as it
              takes to say so, over the options that may be in something faster (`fixing`)
@@ -21,11 +21,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from costmodels.hardware import Hardware
-from layoutopt.optimize.bounds import EXACT, BoundSource
-from layoutopt.optimize.evaluator import Evaluator
-from layoutopt.optimize.fixing import faster
-from layoutopt.optimize.layer_bounds import LayerBounds
-from layoutopt.optimize.subproblems import Subproblem, related, subproblems
+from layoutopt.optimize.evaluation.evaluator import Evaluator
+from layoutopt.optimize.problems.bounds import EXACT, BoundSource
+from layoutopt.optimize.problems.subproblems import Subproblem, related, subproblems
+from layoutopt.optimize.proof.fixing import faster
+from layoutopt.optimize.proof.layer_bounds import LayerBounds
 from layoutopt.plan.build import Plan
 from layoutopt.plan.details import Proof, RuledOut
 from layoutopt.plan.units import plural

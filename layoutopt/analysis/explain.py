@@ -18,8 +18,8 @@ from costmodels.hardware import Hardware
 from costmodels.pricing.hidden import rule_of
 from costmodels.pricing.pricer import Cost
 from layoutopt.frameworks import restriction_of
-from layoutopt.optimize.evaluation import Evaluation
-from layoutopt.optimize.evaluator import Evaluator, evaluate
+from layoutopt.optimize.evaluation.evaluation import Evaluation
+from layoutopt.optimize.evaluation.evaluator import Evaluator, evaluate
 from layoutopt.plan.build import Plan, layout_of, options_of
 from layoutopt.plan.covered import CoveredSpace
 from layoutopt.plan.decided import Decided
@@ -203,7 +203,7 @@ def finder(plan: Plan, of: Evaluation, asked: SearchSpace, objective: Objective)
       of: the plan's layout, which the answers are held against.
     """
     from layoutopt.optimize.entry import search
-    from layoutopt.optimize.incumbents import covers
+    from layoutopt.optimize.heuristics.incumbents import covers
 
     model, hardware, least = of.model, of.prices.hardware, objective == Objective.MEMORY
     known, near = [plan], Evaluator(model, hardware).near

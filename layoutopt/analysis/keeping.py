@@ -14,7 +14,7 @@ from typing import Any
 from costmodels.hardware import Hardware
 from costmodels.pricing.pricer import pricer
 from layoutopt.frameworks import restriction_of
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from layoutopt.plan.build import decided
 from layoutopt.plan.layout_results import KeptStep
 from layoutopt.space.decisions import beyond

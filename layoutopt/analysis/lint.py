@@ -28,10 +28,10 @@ from costmodels.hardware import Hardware
 from costmodels.pricing.hidden import Cost, Line
 from costmodels.repeated import Repeated, near_sizes
 from layoutopt.frameworks import restriction_of
-from layoutopt.optimize.evaluation import Evaluation
-from layoutopt.optimize.evaluator import evaluate
-from layoutopt.optimize.incumbents import decisions_of
-from layoutopt.optimize.subproblems import SubproblemKey
+from layoutopt.optimize.evaluation.evaluation import Evaluation
+from layoutopt.optimize.evaluation.evaluator import evaluate
+from layoutopt.optimize.heuristics.incumbents import decisions_of
+from layoutopt.optimize.problems.subproblems import SubproblemKey
 from layoutopt.plan.build import decided
 from layoutopt.plan.results import Finding
 from layoutopt.plan.units import seconds_text, size_text, step_change, used_text

@@ -19,7 +19,7 @@ from costmodels.pricing.timeline import timeline
 if TYPE_CHECKING:
     from costmodels.pricing.hidden import Line, Under
     from costmodels.pricing.pricer import Pricer
-    from layoutopt.optimize.evaluation import Evaluation
+    from layoutopt.optimize.evaluation.evaluation import Evaluation
     from mesh_tf_core.engines.jax.profile import Track
 
 Event = Mapping[str, Any]

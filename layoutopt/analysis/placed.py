@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from layoutopt.optimize.evaluation import Evaluation
+from layoutopt.optimize.evaluation.evaluation import Evaluation
 from layoutopt.plan.layout_results import Placed
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.lower.placement import KEEP, PHASES, Row

@@ -18,8 +18,8 @@ from typing import Any
 
 from costmodels.hardware import Hardware, drawn, with_bandwidth
 from costmodels.pricing.pricer import pricer
-from layoutopt.optimize.bounds import EXACT
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluator import evaluate
+from layoutopt.optimize.problems.bounds import EXACT
 from layoutopt.plan.build import Plan, layout_of, options_of
 from layoutopt.plan.details import FactorCurve, Robustness, Trial
 from layoutopt.plan.schema import ProofStatus, Told

@@ -35,7 +35,7 @@ from costmodels.calibration.runner import OnProbe
 from costmodels.hardware import Hardware, machine_of
 from costmodels.pricing.pricer import Pricer, pricer
 from layoutopt.analysis.difference import difference_notes
-from layoutopt.optimize.baselines import by_name
+from layoutopt.optimize.heuristics.baselines import by_name
 from layoutopt.plan.evidence import MeasuredLayout, Noise
 from layoutopt.plan.results import ValidateResult
 from layoutopt.space.allow import USUAL

@@ -24,7 +24,7 @@ from costmodels.hardware import Hardware
 from costmodels.kernels.compute import Quantity, compute_cost
 from costmodels.pricing.hidden import Cost
 from costmodels.pricing.items import Computed
-from layoutopt.optimize.evaluation import Evaluation
+from layoutopt.optimize.evaluation.evaluation import Evaluation
 from layoutopt.plan.build import given_fields
 from layoutopt.plan.notebook import Shown, table
 from layoutopt.plan.results import Collectives, Compared, Moved, VerifyResult

@@ -26,10 +26,10 @@ from layoutopt.analysis.placed import placed
 from layoutopt.analysis.sensitivity import Curves, robustness, sensitivity
 from layoutopt.api.pricing import PricedLayout, layout_of
 from layoutopt.api.running import model_of
-from layoutopt.optimize.evaluation import Evaluation
-from layoutopt.optimize.evaluator import evaluate
-from layoutopt.optimize.incumbents import compared_with
-from layoutopt.optimize.request import BEYOND
+from layoutopt.optimize.evaluation.evaluation import Evaluation
+from layoutopt.optimize.evaluation.evaluator import evaluate
+from layoutopt.optimize.heuristics.incumbents import compared_with
+from layoutopt.optimize.problems.request import BEYOND
 from layoutopt.plan.build import Plan
 from layoutopt.plan.details import Proof, Robustness, RuledOut
 from layoutopt.plan.layout_results import (

@@ -34,7 +34,7 @@ from costmodels.step_fit import (
     constants_of,
 )
 from layoutopt.api.pricing import PricedLayout
-from layoutopt.optimize.evaluation import Evaluation
+from layoutopt.optimize.evaluation.evaluation import Evaluation
 from layoutopt.plan.known import kind_words
 from layoutopt.plan.layout_results import LearnedConstant, LearnResult
 from layoutopt.plan.notebook import Shown, table

@@ -15,10 +15,10 @@ from layoutopt.analysis import lint as linting
 from layoutopt.analysis.lint import single_changes
 from layoutopt.front_ends import front_end_of, made_by
 from layoutopt.importers.arrays.written import WrittenLayout
-from layoutopt.optimize.bounds import EXACT
 from layoutopt.optimize.entry import search
-from layoutopt.optimize.evaluation import Evaluation
-from layoutopt.optimize.evaluator import check_limit, evaluate
+from layoutopt.optimize.evaluation.evaluation import Evaluation
+from layoutopt.optimize.evaluation.evaluator import check_limit, evaluate
+from layoutopt.optimize.problems.bounds import EXACT
 from layoutopt.plan.build import Plan, axes_of, given_fields
 from layoutopt.plan.notebook import Shown, table
 from layoutopt.plan.results import Best, CostResult, Finding, LintResult

@@ -13,7 +13,7 @@ from layoutopt.analysis.validate import ValidationRuns
 from layoutopt.analysis.verify import Verified, generation
 from layoutopt.analysis.verify import verify as compiled
 from layoutopt.api.pricing import HARDWARE, PricedLayout
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from layoutopt.plan.build import Plan
 from layoutopt.plan.evidence import Validation
 from layoutopt.plan.notebook import Shown, table

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from layoutopt.api.pricing import PricedLayout
     from layoutopt.models.loading import Loaded
-    from layoutopt.optimize.evaluation import Evaluation
+    from layoutopt.optimize.evaluation.evaluation import Evaluation
     from layoutopt.plan.results import CostLine, Finding
 
 

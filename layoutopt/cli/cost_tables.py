@@ -23,7 +23,7 @@ from reports.views.view import (
 if TYPE_CHECKING:
     from costmodels.liveness import MemoryProfile
     from costmodels.pricing.pricer import Cost, Line
-    from layoutopt.optimize.evaluation import Evaluation
+    from layoutopt.optimize.evaluation.evaluation import Evaluation
     from layoutopt.plan.results import CostLine
 
 PHASES = ("forward", "recompute", "backward", "update")

@@ -43,7 +43,7 @@ def export(
     output: Output = OUTPUT,
 ) -> None:
     """Write a plan's layout for another library, or its predicted step as a trace."""
-    from layoutopt.optimize.evaluation import computed_in
+    from layoutopt.optimize.evaluation.evaluation import computed_in
     from layoutopt.plan.build import AppliesPlans, NamesModules, decided, load_plan
     from layoutopt.plan.decided import Decided
     from layoutopt.plan.export import FORMATS, RENAMED
@@ -143,7 +143,7 @@ def _own_form(plan: Plan) -> str:
 def _write_step(terminal: Terminal, plan: Plan, path: Path, model: str | None, out: Path | None) -> None:
     """Writes the predicted step, packed if that is what the file is called."""
     from layoutopt.analysis.perfetto import predicted, written
-    from layoutopt.optimize.evaluator import evaluate
+    from layoutopt.optimize.evaluation.evaluator import evaluate
     from layoutopt.plan.results import ExportResult
     from mesh_tf_core.files import write_file
 

@@ -21,7 +21,7 @@ from layoutopt.space.option import Option, listed
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from layoutopt.models.loading import Loaded
-    from layoutopt.optimize.evaluation import Evaluation
+    from layoutopt.optimize.evaluation.evaluation import Evaluation
     from layoutopt.plan.build import Plan
     from layoutopt.space.decisions import SearchSpace
     from mesh_tf_core import Layout, Mesh, Options
@@ -181,7 +181,7 @@ class GivenOptions:
 
     def priced(self, loaded: Loaded, machine: Hardware) -> Evaluation:
         """Lowers the model with these options and predicts its cost."""
-        from layoutopt.optimize.evaluator import evaluate
+        from layoutopt.optimize.evaluation.evaluator import evaluate
 
         return evaluate(loaded.model, self.mesh, self.layout, machine, self.options)
 

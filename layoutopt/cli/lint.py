@@ -67,7 +67,7 @@ def lint(
 
 def _best(found: Linted, loaded: Loaded) -> list[tuple[str, str]]:
     """The fastest layout that fits, and what the search left out where its own answer is slower."""
-    from layoutopt.optimize.bounds import EXACT
+    from layoutopt.optimize.problems.bounds import EXACT
     from layoutopt.plan.schema import ProofStatus
 
     best, fastest = found.best, found.fastest

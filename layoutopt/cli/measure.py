@@ -25,7 +25,7 @@ from layoutopt.plan.units import bytes_text, seconds_text, throughput_text
 
 if TYPE_CHECKING:
     from layoutopt.models.loading import Loaded
-    from layoutopt.optimize.evaluation import Evaluation
+    from layoutopt.optimize.evaluation.evaluation import Evaluation
     from mesh_tf_core.training import Trainer
 
 TRACED = 3

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from layoutopt.analysis.sensitivity import Curves
     from layoutopt.api.explaining import Explained
-    from layoutopt.optimize.evaluation import Evaluation
+    from layoutopt.optimize.evaluation.evaluation import Evaluation
     from layoutopt.plan.build import Plan
     from layoutopt.plan.decided import Decided
     from layoutopt.plan.details import Robustness, Trial

@@ -65,7 +65,7 @@ def _word(value: Any) -> str:
 
 if TYPE_CHECKING:
     from layoutopt.models.loading import Loaded
-    from layoutopt.optimize.infeasible import Diagnosis, Smaller
+    from layoutopt.optimize.answers.infeasible import Diagnosis, Smaller
     from layoutopt.plan.details import Repair
     from mesh_tf_core.errors import NoLayoutError
     from mesh_tf_core.model import Model

@@ -13,7 +13,7 @@ from layoutopt.cli.options import OUTPUT, Output, check_out, path_option
 from layoutopt.cli.plans import ModelOption, machine_of_plan, with_model
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.training_cost import PriceOption, TokensOption, read_prices, read_tokens, training_cost
-from layoutopt.optimize.plan_details import with_details
+from layoutopt.optimize.answers.plan_details import with_details
 from layoutopt.plan.units import bytes_text
 
 if TYPE_CHECKING:

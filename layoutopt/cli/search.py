@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from costmodels.hardware import Hardware
     from layoutopt.models.loading import Loaded
-    from layoutopt.optimize.infeasible import Diagnosis
+    from layoutopt.optimize.answers.infeasible import Diagnosis
     from layoutopt.plan.build import Plan
     from mesh_tf_core.errors import NoLayoutError
 
@@ -190,7 +190,7 @@ def _detailed(
     terminal: Terminal, clock: Clock, plan: Plan, loaded: Loaded, machine: Hardware, limit: int
 ) -> Plan:
     """The plan with its details; without them if there is no time, or Ctrl-C ends their making."""
-    from layoutopt.optimize.plan_details import with_details
+    from layoutopt.optimize.answers.plan_details import with_details
 
     full = plan
 
@@ -211,7 +211,7 @@ def _detailed(
 
 def _diagnosed(terminal: Terminal, clock: Clock, loaded: Loaded, error: NoLayoutError) -> Diagnosis:
     """Why nothing fits, and what would help, as far as that is known in time."""
-    from layoutopt.optimize.infeasible import Diagnosis
+    from layoutopt.optimize.answers.infeasible import Diagnosis
 
     found, diagnose = [Diagnosis((), ())], error.diagnose
     if diagnose is not None:

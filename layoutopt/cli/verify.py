@@ -18,7 +18,7 @@ from reports.views.view import BYTES, WHOLE, Cell, Column, Kind, View
 if TYPE_CHECKING:
     from layoutopt.analysis.verify import Verified
     from layoutopt.models.loading import Loaded
-    from layoutopt.optimize.evaluation import Evaluation
+    from layoutopt.optimize.evaluation.evaluation import Evaluation
 
 
 @grouped

@@ -13,19 +13,19 @@ from functools import partial
 from typing import Any
 
 from costmodels.hardware import Hardware
-from layoutopt.optimize.agreement import rows_said
-from layoutopt.optimize.incumbents import Incumbents, WarmStart
-from layoutopt.optimize.infeasible import diagnose
-from layoutopt.optimize.plan_details import with_details
-from layoutopt.optimize.planning import make_plan, nearest_plan
-from layoutopt.optimize.probes import Probes
-from layoutopt.optimize.question import Limits, SearchQuestion
-from layoutopt.optimize.recipes import Recipes
-from layoutopt.optimize.request import ANSWERED, SEARCHED, OnSearchStatus, Request, SearchStatus
-from layoutopt.optimize.search import NONE_FOUND, STOPPED, LayoutSearch
-from layoutopt.optimize.subproblem import EvaluatedLayout
-from layoutopt.optimize.subproblems import Subproblem, possible, subproblems
-from layoutopt.optimize.unrestricted import unrestricted
+from layoutopt.optimize.answers.infeasible import diagnose
+from layoutopt.optimize.answers.plan_details import with_details
+from layoutopt.optimize.answers.planning import make_plan, nearest_plan
+from layoutopt.optimize.answers.unrestricted import unrestricted
+from layoutopt.optimize.driver.search import NONE_FOUND, STOPPED, LayoutSearch
+from layoutopt.optimize.heuristics.agreement import rows_said
+from layoutopt.optimize.heuristics.incumbents import Incumbents, WarmStart
+from layoutopt.optimize.heuristics.probes import Probes
+from layoutopt.optimize.heuristics.recipes import Recipes
+from layoutopt.optimize.problems.question import Limits, SearchQuestion
+from layoutopt.optimize.problems.request import ANSWERED, SEARCHED, OnSearchStatus, Request, SearchStatus
+from layoutopt.optimize.problems.subproblem import EvaluatedLayout
+from layoutopt.optimize.problems.subproblems import Subproblem, possible, subproblems
 from layoutopt.plan.build import Plan, parse_plan
 from layoutopt.plan.fields import LARGEST
 from layoutopt.runtime.clock import seldom_collected
@@ -337,7 +337,7 @@ def _rank(answer: _Answer, others: list[EvaluatedLayout], top: int) -> None:
     if answer.usual is not None and answer.usual[1] is not None and not of.proven:
         of, known = answer.usual[0], answer.usual[1]
     if top > 1 and not of.request.late:
-        from layoutopt.optimize.k_best import k_best
+        from layoutopt.optimize.answers.k_best import k_best
 
         others.extend([known] * (not known.same(answer.best)))
         others.extend(itertools.islice(k_best(of, known), top - 1 - len(others)))

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from layoutopt.optimize.evaluation import computed_in
+from layoutopt.optimize.evaluation.evaluation import computed_in
 from layoutopt.plan.size_results import PAYS, Unfit
 from layoutopt.plan.units import count, digits
 from layoutopt.sizing.family import Family, SizeCandidate

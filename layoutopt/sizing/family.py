@@ -68,7 +68,7 @@ class SizeCandidate:
     @cached_property
     def flops_per_token(self) -> float:
         """Model FLOPs of training (`costmodels.utilisation`), by the model's own count."""
-        from layoutopt.optimize.evaluation import unsplit_flops
+        from layoutopt.optimize.evaluation.evaluation import unsplit_flops
 
         return sum(unsplit_flops(self.model).values()) / self.tokens
 

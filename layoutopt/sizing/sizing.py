@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from costmodels.hardware import Hardware, machine_of
 from layoutopt.optimize.entry import Limits
-from layoutopt.optimize.evaluator import check_limit
+from layoutopt.optimize.evaluation.evaluator import check_limit
 from layoutopt.plan.build import Plan
 from layoutopt.plan.size_results import SizedCandidate, SizeResult
 from layoutopt.runtime.clock import Clock

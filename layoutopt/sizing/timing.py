@@ -14,8 +14,8 @@ from typing import Any
 
 from costmodels.hardware import Hardware
 from layoutopt.optimize.entry import search
-from layoutopt.optimize.evaluator import computed_alone
-from layoutopt.optimize.request import BEYOND
+from layoutopt.optimize.evaluation.evaluator import computed_alone
+from layoutopt.optimize.problems.request import BEYOND
 from layoutopt.plan.build import Plan
 from layoutopt.runtime.clock import Clock
 from layoutopt.sizing.family import SizeCandidate

@@ -264,7 +264,7 @@ class Decision(ABC):
       needs: a field of `SearchSpace` without which its own mean nothing.
       granular: the field of `SearchSpace` whose granularity its decisions about variables have.
       beside: its options decide where values are between their uses, and what runs again, and take nothing
-        from the first run of a layer (`layoutopt.optimize.layer_bounds`).
+        from the first run of a layer (`layoutopt.optimize.proof.layer_bounds`).
     """
 
     subject: str

@@ -12,7 +12,7 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels import load_hardware
 from layoutopt.models.loading import load_model
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluator import evaluate
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -263,7 +263,7 @@ def test_the_mesh_is_searched_too(result: Callable[..., dict[str, Any]]) -> None
 
 
 def test_nothing_fits(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layoutopt.optimize.infeasible.SHARE", 0.0)  # what would help is tested below
+    monkeypatch.setattr("layoutopt.optimize.answers.infeasible.SHARE", 0.0)  # what would help is tested below
     line = refused(*SMALLEST, "--memory", "5KiB", "--json", code=3)  # with `repairs`, too
     assert "no layout of 'mlp' fits into 5 KiB per device" in line
     assert re.search(r"largest tensors: \S+.* \([\d.]+ [KM]iB\), .*; use about [\d,]+ devices \(if", line)
@@ -346,7 +346,7 @@ def test_a_plan_that_cannot_be_written(refused: Callable[..., str], tmp_path: Pa
 def test_a_frontier_that_is_cut_is_not_called_far_from_the_best(
     run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("layoutopt.optimize.search.MOST_POINTS", 1)
+    monkeypatch.setattr("layoutopt.optimize.driver.search.MOST_POINTS", 1)
     shown = run(*MLP, "--objective", "pareto").stdout
     assert re.search(
         r"^proof +the fastest layout is proven optimal, but the frontier is not complete ",

@@ -160,7 +160,7 @@ def test_a_stopped_search_is_saved_and_says_how_it_ended(
 @pytest.mark.parametrize(
     "place",
     [
-        "layoutopt.optimize.plan_details.with_details",
+        "layoutopt.optimize.answers.plan_details.with_details",
         "layoutopt.plan.build.Plan.save",
         "layoutopt.cli.search.training_cost",
     ],

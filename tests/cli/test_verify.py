@@ -14,7 +14,7 @@ import layoutopt
 from examples.moe_lm import model as moe_lm
 from layoutopt.analysis.verify import GENERATIONS, collectives, counted, estimated, generation, moved
 from layoutopt.models.loading import load_model
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from mesh_tf_core import Layout, Mesh, UserError
 
 MLP = ("verify", "examples/mlp.py")

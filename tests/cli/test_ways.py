@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from layoutopt.optimize.incumbents import Incumbents
+from layoutopt.optimize.heuristics.incumbents import Incumbents
 
 MLP = ("examples/mlp.py", "--set", "batch=16")
 HERE = ("--mesh", "sites:2;data:2", "--hardware", "tpu-v5e", "--microbatches", "1", "--recompute", "never")

@@ -15,7 +15,7 @@ from costmodels.hardware import load_hardware
 from costmodels.pricing.overlap import overlapped
 from costmodels.pricing.pricer import pricer
 from examples import transformer_lm
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.ir.instructions import STEP
 from mesh_tf_core.ir.phase import Phase

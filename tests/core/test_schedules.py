@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.pipelining import schedules
 
 import mesh_tf_core as mtf
-from layoutopt.optimize.slot_pictures import drawn
+from layoutopt.optimize.evaluation.slot_pictures import drawn
 from mesh_tf_core.ir.schedules import KINDS, NAMES, PipelineSchedule, check_schedule
 from mesh_tf_core.ir.stage_orders import IDLE, StageAction
 from tests.slot_seconds import apart as seconds_apart

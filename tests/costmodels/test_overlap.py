@@ -18,7 +18,7 @@ from costmodels.pricing.overlap import ACTIVATION, CLASSES, EXCHANGE
 from costmodels.pricing.pricer import Cost, price, pricer
 from examples.moe_lm import model as experts
 from layoutopt.formulation.extract import extract
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from layoutopt.solver import evaluate as value_of
 from layoutopt.space.decisions import decisions
 from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER, STEP

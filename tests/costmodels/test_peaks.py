@@ -16,7 +16,7 @@ from costmodels.kernels.compute import MATMUL_CLASSES, Quantity, compute_cost
 from costmodels.kernels.quantities import flops_of
 from costmodels.pricing.pricer import pricer
 from costmodels.utilisation import utilisation
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from mesh_tf_core.ir.dtypes import DTYPES, FLOATS
 from mesh_tf_core.ir.dtypes import FLOAT8 as FORMATS
 from mesh_tf_core.ir.program import Local, Program

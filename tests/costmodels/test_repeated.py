@@ -10,7 +10,7 @@ from costmodels.kernels.compute import MATMUL_CLASSES
 from costmodels.kernels.quantities import flops_of
 from costmodels.repeated import repeated
 from examples.transformer_lm import model
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.program import Local
 

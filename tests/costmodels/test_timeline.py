@@ -13,8 +13,8 @@ from costmodels.pricing.hidden import hidden, under
 from costmodels.pricing.timeline import DEVICE, PHASES, TimeSlice, timeline
 from examples.transformer_lm import model
 from layoutopt.analysis.perfetto import predicted, written
-from layoutopt.optimize.evaluation import Evaluation
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluation import Evaluation
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from mesh_tf_core.ir.instructions import GRADIENT, STEP
 from mesh_tf_core.ir.phase import Phase
 

@@ -13,7 +13,7 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from examples import transformer_lm, transformer_seq2seq
 from layoutopt.models.loading import load_model
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from mesh_tf_core import decoding
 from mesh_tf_core.engines.lockstep import LockstepEngine
 

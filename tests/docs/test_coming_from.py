@@ -16,7 +16,7 @@ import layoutopt
 from examples import moe_lm, transformer_lm
 from layoutopt.frameworks import says
 from layoutopt.frameworks.maxtext import MAXTEXT_ROWS
-from layoutopt.optimize.evaluation import Evaluation
+from layoutopt.optimize.evaluation.evaluation import Evaluation
 from layoutopt.plan.build import decided
 from layoutopt.space.decisions import beyond
 from mesh_tf_core import Model

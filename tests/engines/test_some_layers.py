@@ -11,7 +11,7 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from examples import transformer_lm
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.lower.remat_policy import Recomputed
 from mesh_tf_core.lower.verify import verify

@@ -17,7 +17,7 @@ from layoutopt.importers.huggingface.configuration import FORMS, chosen, class_d
 from layoutopt.importers.huggingface.decoder import LayerKind, runs
 from layoutopt.importers.huggingface.fields import ConfiguredTraining
 from layoutopt.models.loading import load_model
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from mesh_tf_core import layers as nn
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.lower import Options

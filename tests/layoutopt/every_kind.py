@@ -17,11 +17,11 @@ from typing import Any
 
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware, with_settings
-from layoutopt.optimize.bounds import ProvenBounds
-from layoutopt.optimize.evaluation import Evaluation
-from layoutopt.optimize.evaluator import Evaluator
-from layoutopt.optimize.request import Request
-from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, subproblems
+from layoutopt.optimize.evaluation.evaluation import Evaluation
+from layoutopt.optimize.evaluation.evaluator import Evaluator
+from layoutopt.optimize.problems.bounds import ProvenBounds
+from layoutopt.optimize.problems.request import Request
+from layoutopt.optimize.problems.subproblems import Subproblem, SubproblemKey, subproblems
 from layoutopt.runtime.clock import UNLIMITED
 from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.context import Context

@@ -22,8 +22,8 @@ from examples.moe_lm import model as mixture
 from examples.transformer_lm import model as transformer
 from examples.transformer_seq2seq import model as translator
 from layoutopt.formulation.extract import Extraction, extract
-from layoutopt.optimize.evaluation import Evaluation, as_run
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluation import Evaluation, as_run
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from layoutopt.solver import evaluate as value_of
 from layoutopt.space.decisions import Decisions, SearchSpace
 from layoutopt.space.kind import Choice, Target

@@ -17,7 +17,7 @@ from costmodels.pricing.pricer import pricer
 from examples.mlp import model as mlp
 from examples.reformer_lm import model as reformer
 from examples.transformer_lm import model as transformer
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from layoutopt.space.allow import found
 from layoutopt.space.decisions import ANYTHING, Decisions, SearchSpace, decisions
 from layoutopt.space.kind import Choice, Target

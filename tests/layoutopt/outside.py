@@ -21,9 +21,9 @@ from costmodels.pricing.pricer import pricer
 from examples.moe_lm import model as mixture
 from examples.transformer_lm import model as transformer
 from layoutopt import search
-from layoutopt.optimize import request
-from layoutopt.optimize.evaluator import evaluate
-from layoutopt.optimize.request import Request, space_of
+from layoutopt.optimize.evaluation.evaluator import evaluate
+from layoutopt.optimize.problems import request
+from layoutopt.optimize.problems.request import Request, space_of
 from layoutopt.plan.covered import CoveredSpace
 from layoutopt.runtime.clock import Clock
 from layoutopt.space import decisions as space

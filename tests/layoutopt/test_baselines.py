@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import layoutopt.optimize.evaluator as evaluator_module
+import layoutopt.optimize.evaluation.evaluator as evaluator_module
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from costmodels.kernels.fusion import Fuses
@@ -18,13 +18,14 @@ from costmodels.liveness import MemoryRules
 from examples.transformer_lm import model as transformer
 from layoutopt.cli.units import parse_bytes
 from layoutopt.formulation.shared import SharedContext
-from layoutopt.optimize import alternatives, planning, request
-from layoutopt.optimize.alternatives import HEADROOM, TIED
-from layoutopt.optimize.baselines import HEURISTICS, Pinned
+from layoutopt.optimize.answers import alternatives, planning
+from layoutopt.optimize.answers.alternatives import HEADROOM, TIED
 from layoutopt.optimize.entry import search
-from layoutopt.optimize.evaluation import Evaluation
-from layoutopt.optimize.evaluator import Evaluator, evaluate
-from layoutopt.optimize.request import Request
+from layoutopt.optimize.evaluation.evaluation import Evaluation
+from layoutopt.optimize.evaluation.evaluator import Evaluator, evaluate
+from layoutopt.optimize.heuristics.baselines import HEURISTICS, Pinned
+from layoutopt.optimize.problems import request
+from layoutopt.optimize.problems.request import Request
 from layoutopt.plan.build import options_of
 from layoutopt.plan.schema import Alternative
 from layoutopt.space.decisions import SearchSpace

@@ -22,14 +22,14 @@ from costmodels.frameworks import framework_names
 from costmodels.hardware import machine_of
 from examples import mlp, transformer_lm
 from layoutopt.frameworks import restriction_of
-from layoutopt.optimize import both_cores, second_search
-from layoutopt.optimize.both_cores import BothCores, Letter
-from layoutopt.optimize.bounds import Bound, BoundSource, ProvenBounds
-from layoutopt.optimize.fastest import FastestSearch
-from layoutopt.optimize.incumbents import WarmStart
-from layoutopt.optimize.request import Request
-from layoutopt.optimize.search import LayoutSearch
-from layoutopt.optimize.subproblems import SubproblemKey
+from layoutopt.optimize.driver import both_cores, second_search
+from layoutopt.optimize.driver.both_cores import BothCores, Letter
+from layoutopt.optimize.driver.fastest import FastestSearch
+from layoutopt.optimize.driver.search import LayoutSearch
+from layoutopt.optimize.heuristics.incumbents import WarmStart
+from layoutopt.optimize.problems.bounds import Bound, BoundSource, ProvenBounds
+from layoutopt.optimize.problems.request import Request
+from layoutopt.optimize.problems.subproblems import SubproblemKey
 from layoutopt.runtime.clock import Clock
 from layoutopt.runtime.own_process import VARIABLE, OtherProcess, processes
 from layoutopt.space.decisions import SearchSpace

@@ -10,9 +10,9 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt.analysis.certificate import rule_out
-from layoutopt.optimize.bounds import EXACT, Bound, BoundSource, ProvenBounds, State
-from layoutopt.optimize.evaluator import Evaluator
-from layoutopt.optimize.subproblems import subproblems
+from layoutopt.optimize.evaluation.evaluator import Evaluator
+from layoutopt.optimize.problems.bounds import EXACT, Bound, BoundSource, ProvenBounds, State
+from layoutopt.optimize.problems.subproblems import subproblems
 from layoutopt.space.decisions import SearchSpace
 from tests.layoutopt.models import EXAMPLES
 

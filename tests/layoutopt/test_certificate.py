@@ -14,8 +14,8 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from layoutopt.analysis.certificate import certify, considered_by, proof_of, rule_out
-from layoutopt.optimize.evaluator import Evaluator
-from layoutopt.optimize.subproblems import Subproblem, subproblems
+from layoutopt.optimize.evaluation.evaluator import Evaluator
+from layoutopt.optimize.problems.subproblems import Subproblem, subproblems
 from layoutopt.plan.build import Plan
 from layoutopt.plan.details import Proof
 from layoutopt.space.decisions import KINDS, SearchSpace

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import layoutopt.optimize.planning as planning
+import layoutopt.optimize.answers.planning as planning
 import mesh_tf_core as mtf
 from costmodels.pricing.pricer import Pricer
 from examples.mlp import model as mlp
 from layoutopt.formulation.memory_constraints import MemoryConstraints
-from layoutopt.optimize.evaluator import TablePrices
+from layoutopt.optimize.evaluation.evaluator import TablePrices
 from layoutopt.plan.build import Plan
 from layoutopt.plan.units import gap_text, seconds_text
 from layoutopt.solver import TOLERANCE, ResourceRow, RowTerm

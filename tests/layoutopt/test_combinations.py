@@ -11,7 +11,7 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from examples import transformer_lm
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.exclusions import EXCLUDED
 from mesh_tf_core.ir.schedules import KINDS

@@ -13,7 +13,7 @@ import mesh_tf_core as mtf
 from examples.transformer_lm import model as transformer
 from layoutopt.formulation.couplings import count_layouts
 from layoutopt.frameworks import says
-from layoutopt.optimize.subproblems import listed
+from layoutopt.optimize.problems.subproblems import listed
 from layoutopt.plan.build import parse_plan
 from layoutopt.plan.covered import CoveredSpace, UncoveredChoices, count_text
 from layoutopt.space.allow import found
@@ -177,7 +177,7 @@ def test_layouts_with_stages_are_counted_once_for_the_axes_of_stages(monkeypatch
     model = transformer(**{**SMALL, "layers": 4, "batch": 8})
     some = SearchSpace(pipeline=("layers",), schedule=("gpipe", "1f1b", "zb-h1"), microbatches=(2, 4))
     problems = [*listed(model, [mtf.Mesh("pipe:2;data:2")], some.but(recompute=(False, True)))]
-    monkeypatch.setattr("layoutopt.optimize.subproblems.count_layouts", counting)
+    monkeypatch.setattr("layoutopt.optimize.problems.subproblems.count_layouts", counting)
     numbers = {each.key: each.layouts for each in problems}
     staged = {key for key in numbers if key.stages}
     once = {(key.microbatches, frozenset(a for _, axes in key.stages for a in axes)) for key in numbers}

@@ -15,10 +15,10 @@ import layoutopt
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt.formulation.extract import Draft
-from layoutopt.optimize.best_plans import held
-from layoutopt.optimize.evaluator import Evaluator, TablePrices
-from layoutopt.optimize.search import LayoutSearch
-from layoutopt.optimize.subproblems import subproblems
+from layoutopt.optimize.driver.search import LayoutSearch
+from layoutopt.optimize.evaluation.evaluator import Evaluator, TablePrices
+from layoutopt.optimize.heuristics.best_plans import held
+from layoutopt.optimize.problems.subproblems import subproblems
 from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.decisions import KINDS, SearchSpace, decisions, left_out
 from layoutopt.space.kind import Decision, Target

@@ -13,7 +13,7 @@ from costmodels.hardware import load_hardware
 from examples.transformer_lm import model as transformer
 from examples.transformer_seq2seq import model as translator
 from layoutopt.formulation.tables import Entry, Tabler
-from layoutopt.optimize.subproblems import subproblems
+from layoutopt.optimize.problems.subproblems import subproblems
 from layoutopt.solver import ResourceRow
 from layoutopt.space.decisions import SearchSpace
 from tests.layoutopt.every_layout import Compared, Drawn, hunt

@@ -16,11 +16,13 @@ import layoutopt
 from costmodels.hardware import machine_of
 from examples import mlp, transformer_lm
 from layoutopt.cli.defaults import _chosen
-from layoutopt.optimize import incumbents, k_best, request
+from layoutopt.optimize.answers import k_best
+from layoutopt.optimize.driver.search import LayoutSearch
 from layoutopt.optimize.entry import Limits, Objective, SearchSpace
-from layoutopt.optimize.incumbents import compared_with
-from layoutopt.optimize.request import SearchStatus
-from layoutopt.optimize.search import LayoutSearch
+from layoutopt.optimize.heuristics import incumbents
+from layoutopt.optimize.heuristics.incumbents import compared_with
+from layoutopt.optimize.problems import request
+from layoutopt.optimize.problems.request import SearchStatus
 from layoutopt.plan.build import load_plan
 from layoutopt.space import allow
 from layoutopt.space.keywords import gathered

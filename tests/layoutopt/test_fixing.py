@@ -13,10 +13,10 @@ import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from costmodels.pricing.pricer import pricer
 from layoutopt.formulation.extract import Draft, extract, legal_problem
-from layoutopt.optimize.bounds import EXACT, Bound
-from layoutopt.optimize.evaluator import Evaluator, TablePrices
-from layoutopt.optimize.fixing import _ways, faster, fill
-from layoutopt.optimize.subproblems import Subproblem
+from layoutopt.optimize.evaluation.evaluator import Evaluator, TablePrices
+from layoutopt.optimize.problems.bounds import EXACT, Bound
+from layoutopt.optimize.problems.subproblems import Subproblem
+from layoutopt.optimize.proof.fixing import _ways, faster, fill
 from layoutopt.runtime.clock import Clock
 from layoutopt.solver import eliminate
 from layoutopt.solver import evaluate as value_of
@@ -53,8 +53,8 @@ def check(model: mtf.Model, space: Subproblem, hardware: Hardware, above: float,
 
     with pytest.MonkeyPatch.context() as patch:
         if few:
-            patch.setattr("layoutopt.optimize.fixing.FIRST", 1)
-            patch.setattr("layoutopt.optimize.fixing.MORE", 0.0)
+            patch.setattr("layoutopt.optimize.proof.fixing.FIRST", 1)
+            patch.setattr("layoutopt.optimize.proof.fixing.MORE", 0.0)
             patch.setattr("layoutopt.formulation.couplings.FEW", 1)
         search = faster(Evaluator(model, hardware), space, upper, propose)
     bound = space.bounds.lower().value

@@ -23,11 +23,11 @@ from layoutopt.analysis.lint import unexpressed
 from layoutopt.frameworks import as_built, differences, says
 from layoutopt.front_ends import FRONT_ENDS
 from layoutopt.importers.huggingface.configuration import FORMS
+from layoutopt.optimize.driver.search import LayoutSearch
 from layoutopt.optimize.entry import unrestricted
-from layoutopt.optimize.evaluator import evaluate
-from layoutopt.optimize.request import Request
-from layoutopt.optimize.search import LayoutSearch
-from layoutopt.optimize.subproblem import EvaluatedLayout
+from layoutopt.optimize.evaluation.evaluator import evaluate
+from layoutopt.optimize.problems.request import Request
+from layoutopt.optimize.problems.subproblem import EvaluatedLayout
 from layoutopt.plan.build import decided
 from layoutopt.plan.export import FORMATS, export
 from layoutopt.plan.exported import Exported, placed

@@ -11,7 +11,7 @@ from costmodels.hardware import load_hardware
 from layoutopt import search
 from layoutopt.cli.repairs import settings_with, smaller_batch
 from layoutopt.models.loading import load_model as loaded
-from layoutopt.optimize.infeasible import Diagnosis, diagnose
+from layoutopt.optimize.answers.infeasible import Diagnosis, diagnose
 from layoutopt.plan.build import Plan
 from mesh_tf_core.errors import InfeasibleError, LimitError
 from tests.layoutopt.models import EXAMPLES

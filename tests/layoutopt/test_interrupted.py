@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-import layoutopt.optimize.fastest as places
+import layoutopt.optimize.driver.fastest as places
 from layoutopt import search, solver
-from layoutopt.optimize.planning import make_plan
+from layoutopt.optimize.answers.planning import make_plan
 from layoutopt.solver import Problem, Solution, solve
 from tests.layoutopt.models import EXAMPLES
 

@@ -13,10 +13,10 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from examples.mlp import model as mlp
-from layoutopt.optimize.evaluator import Evaluator
-from layoutopt.optimize.k_best import k_best, program_of
-from layoutopt.optimize.search import LayoutSearch
-from layoutopt.optimize.subproblems import subproblems
+from layoutopt.optimize.answers.k_best import k_best, program_of
+from layoutopt.optimize.driver.search import LayoutSearch
+from layoutopt.optimize.evaluation.evaluator import Evaluator
+from layoutopt.optimize.problems.subproblems import subproblems
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.mesh_shapes import meshes
 from mesh_tf_core.errors import LayoutError

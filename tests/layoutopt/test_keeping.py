@@ -7,7 +7,7 @@ import math
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt.analysis.keeping import keepings
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from tests.layoutopt.models import EXAMPLES
 
 ASKED = "layers:keep=attention+products"

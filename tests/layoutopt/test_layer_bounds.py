@@ -21,11 +21,11 @@ from costmodels.stage_times import HEAD
 from examples.moe_lm import model as mixture
 from examples.transformer_lm import model as transformer
 from layoutopt.frameworks import restriction_of
-from layoutopt.optimize import layer_bounds
-from layoutopt.optimize.bounds import SLACK, BoundSource, ProvenBounds
-from layoutopt.optimize.evaluator import Evaluator, evaluate
-from layoutopt.optimize.layer_bounds import STORED, LayerBounds
-from layoutopt.optimize.subproblems import Subproblem, SubproblemKey, listed, related, subproblems
+from layoutopt.optimize.evaluation.evaluator import Evaluator, evaluate
+from layoutopt.optimize.problems.bounds import SLACK, BoundSource, ProvenBounds
+from layoutopt.optimize.problems.subproblems import Subproblem, SubproblemKey, listed, related, subproblems
+from layoutopt.optimize.proof import layer_bounds
+from layoutopt.optimize.proof.layer_bounds import STORED, LayerBounds
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.kind import Target
 from layoutopt.space.schedule import ScheduleDecision

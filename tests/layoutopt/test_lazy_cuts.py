@@ -21,12 +21,12 @@ from examples.resnet import model as resnet
 from examples.transformer_lm import model as transformer
 from layoutopt import solver
 from layoutopt.formulation.extract import Extraction
-from layoutopt.optimize import lazy_cuts
-from layoutopt.optimize.evaluation import Evaluation
-from layoutopt.optimize.evaluator import Evaluator
-from layoutopt.optimize.lazy_cuts import lazy_cut
-from layoutopt.optimize.least_memory import leanest
-from layoutopt.optimize.subproblem import SubproblemSearch
+from layoutopt.optimize.evaluation.evaluation import Evaluation
+from layoutopt.optimize.evaluation.evaluator import Evaluator
+from layoutopt.optimize.problems import lazy_cuts
+from layoutopt.optimize.problems.lazy_cuts import lazy_cut
+from layoutopt.optimize.problems.least_memory import leanest
+from layoutopt.optimize.problems.subproblem import SubproblemSearch
 from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.context import Context
 from layoutopt.space.decisions import KINDS, SearchSpace, decisions

@@ -8,11 +8,11 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from examples.transformer_lm import model as transformer
 from layoutopt import Plan, search
-from layoutopt.optimize.evaluator import Evaluator
-from layoutopt.optimize.least_memory import leanest, least_memory
-from layoutopt.optimize.request import Request
-from layoutopt.optimize.subproblem import SubproblemOutcome, SubproblemSearch
-from layoutopt.optimize.subproblems import subproblems
+from layoutopt.optimize.evaluation.evaluator import Evaluator
+from layoutopt.optimize.problems.least_memory import leanest, least_memory
+from layoutopt.optimize.problems.request import Request
+from layoutopt.optimize.problems.subproblem import SubproblemOutcome, SubproblemSearch
+from layoutopt.optimize.problems.subproblems import subproblems
 from layoutopt.space.decisions import SearchSpace
 from tests.layoutopt.models import (
     EXAMPLES,

@@ -16,7 +16,7 @@ from costmodels.pricing.hidden import Cost
 from examples.moe_lm import model as mixture
 from layoutopt.analysis.lint import lint, slower, unexpressed
 from layoutopt.importers.huggingface import from_huggingface
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from layoutopt.plan.results import Finding
 from layoutopt.plan.units import step_change
 from mesh_tf_core.ir.layout import Layout

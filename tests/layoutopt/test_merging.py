@@ -8,9 +8,9 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from examples.mlp import model as perceptron
 from layoutopt import search
-from layoutopt.optimize.evaluation import Evaluation
-from layoutopt.optimize.evaluator import evaluate
-from layoutopt.optimize.search import merged
+from layoutopt.optimize.driver.search import merged
+from layoutopt.optimize.evaluation.evaluation import Evaluation
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from tests.layoutopt.models import SMALL, transformer
 
 MODEL = transformer(**SMALL)

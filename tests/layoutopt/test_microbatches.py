@@ -12,10 +12,10 @@ import pytest
 from costmodels.hardware import load_hardware
 from examples.mlp import model as mlp
 from examples.transformer_lm import model as transformer
-from layoutopt.optimize.bounds import EXACT, SLACK
-from layoutopt.optimize.evaluator import Evaluator
-from layoutopt.optimize.fixing import faster
-from layoutopt.optimize.subproblems import Subproblem, subproblems
+from layoutopt.optimize.evaluation.evaluator import Evaluator
+from layoutopt.optimize.problems.bounds import EXACT, SLACK
+from layoutopt.optimize.problems.subproblems import Subproblem, subproblems
+from layoutopt.optimize.proof.fixing import faster
 from layoutopt.space.decisions import KINDS, SearchSpace, decisions
 from layoutopt.space.diloco import Rarely
 from layoutopt.space.kind import HYBRID, Decision, Target
@@ -182,7 +182,7 @@ def test_options_that_take_too_long_are_not_tried_with_more(monkeypatch: pytest.
         asked.append(subproblem)
         return faster(evaluator, subproblem, *given, **named)
 
-    monkeypatch.setattr("layoutopt.optimize.fastest.faster", heard)
+    monkeypatch.setattr("layoutopt.optimize.driver.fastest.faster", heard)
     plan = search(model, memory=0.7 * search(model, **on).predicted.peak_memory_bytes, **on)
     assert plan.solver.status == "OPTIMAL"
     last = asked[-1]
@@ -198,7 +198,9 @@ def test_options_that_take_too_long_are_not_tried_with_more(monkeypatch: pytest.
 
 
 def test_variables_that_are_too_large_need_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layoutopt.optimize.fastest.faster", lambda *_, **__: pytest.fail("tables were made"))
+    monkeypatch.setattr(
+        "layoutopt.optimize.driver.fastest.faster", lambda *_, **__: pytest.fail("tables were made")
+    )
     model = EXAMPLES["mlp"]()
     least = sum(v.bytes for v in model.step_graph.variables.values()) // 4
     asked: dict[str, Any] = {"mesh": "data:2;model:2", "hardware": "tpu-v3", "microbatches": [1]}

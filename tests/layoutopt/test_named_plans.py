@@ -15,10 +15,10 @@ from costmodels.hardware import load_hardware
 from examples.moe_lm import model as mixture
 from examples.resnet import model as resnet
 from layoutopt.analysis.lint import lint
-from layoutopt.optimize.baselines import Baselines
-from layoutopt.optimize.best_plans import FAR
 from layoutopt.optimize.entry import search
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluator import evaluate
+from layoutopt.optimize.heuristics.baselines import Baselines
+from layoutopt.optimize.heuristics.best_plans import FAR
 from layoutopt.plan.build import Plan, options_of
 from layoutopt.plan.schema import Alternative
 from layoutopt.space.decisions import SearchSpace

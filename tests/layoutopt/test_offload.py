@@ -17,7 +17,7 @@ from costmodels.pricing.pricer import pricer
 from examples.mlp import model as mlp
 from layoutopt.analysis.explain import without
 from layoutopt.formulation.extract import extract
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from layoutopt.plan.build import parse_plan
 from layoutopt.plan.decided import Decided
 from layoutopt.plan.export import FORMATS, export

@@ -10,8 +10,8 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt import search
-from layoutopt.optimize.evaluator import Evaluator
-from layoutopt.optimize.subproblem import SubproblemSearch
+from layoutopt.optimize.evaluation.evaluator import Evaluator
+from layoutopt.optimize.problems.subproblem import SubproblemSearch
 from layoutopt.solver import Status, solve
 from layoutopt.space.decisions import SearchSpace
 from tests.layoutopt.models import (

@@ -23,9 +23,9 @@ from examples.moe_lm import model as experts
 from layoutopt import search
 from layoutopt.analysis.explain import without
 from layoutopt.formulation.extract import extract
-from layoutopt.optimize.evaluation import Evaluation
-from layoutopt.optimize.evaluator import Evaluator, evaluate
-from layoutopt.optimize.subproblems import Subproblem, subproblems
+from layoutopt.optimize.evaluation.evaluation import Evaluation
+from layoutopt.optimize.evaluation.evaluator import Evaluator, evaluate
+from layoutopt.optimize.problems.subproblems import Subproblem, subproblems
 from layoutopt.solver import evaluate as value_of
 from layoutopt.space.decisions import SearchSpace, decisions
 from layoutopt.space.recompute import again_in

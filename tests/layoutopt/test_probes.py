@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 import layoutopt
-from layoutopt.optimize.evaluation import Evaluation
-from layoutopt.optimize.evaluator import evaluate
-from layoutopt.optimize.incumbents import Incumbents, WarmStart, covers
-from layoutopt.optimize.probes import Probes
-from layoutopt.optimize.question import Limits, SearchQuestion
-from layoutopt.optimize.recipes import Recipe, Recipes, Step
-from layoutopt.optimize.request import Request
-from layoutopt.optimize.subproblem import EvaluatedLayout
+from layoutopt.optimize.evaluation.evaluation import Evaluation
+from layoutopt.optimize.evaluation.evaluator import evaluate
+from layoutopt.optimize.heuristics.incumbents import Incumbents, WarmStart, covers
+from layoutopt.optimize.heuristics.probes import Probes
+from layoutopt.optimize.heuristics.recipes import Recipe, Recipes, Step
+from layoutopt.optimize.problems.question import Limits, SearchQuestion
+from layoutopt.optimize.problems.request import Request
+from layoutopt.optimize.problems.subproblem import EvaluatedLayout
 from layoutopt.runtime.clock import UNLIMITED
 from layoutopt.space import allow
 from layoutopt.space.decisions import SearchSpace
@@ -207,7 +207,7 @@ def test_what_somebody_said_stays(space: dict[str, Any], own: dict[str, Any]) ->
 
 @pytest.mark.nightly
 def test_a_search_answers_with_a_recipe_where_nothing_usual_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layoutopt.optimize.request.BEYOND", 20.0)
+    monkeypatch.setattr("layoutopt.optimize.problems.request.BEYOND", 20.0)
     model = whole()
     plan = layoutopt.search(
         model,

@@ -20,8 +20,8 @@ from examples.moe_lm import model as experts
 from examples.transformer_lm import model as transformer
 from layoutopt.analysis.certificate import certify, considered_by, proof_of
 from layoutopt.formulation.extract import Draft
-from layoutopt.optimize.evaluator import TablePrices, evaluate
-from layoutopt.optimize.subproblems import subproblems
+from layoutopt.optimize.evaluation.evaluator import TablePrices, evaluate
+from layoutopt.optimize.problems.subproblems import subproblems
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.kind import ALL
 from layoutopt.space.restriction import Restriction

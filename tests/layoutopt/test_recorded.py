@@ -16,9 +16,9 @@ from costmodels.hardware import load_hardware
 from layoutopt.analysis.certificate import certify, considered_by, proof_of
 from layoutopt.cli.given import OnAnyMesh, OnMesh
 from layoutopt.cli.repairs import _changed
-from layoutopt.optimize.baselines import chosen_by_name
-from layoutopt.optimize.evaluator import Evaluator
-from layoutopt.optimize.subproblems import subproblems
+from layoutopt.optimize.evaluation.evaluator import Evaluator
+from layoutopt.optimize.heuristics.baselines import chosen_by_name
+from layoutopt.optimize.problems.subproblems import subproblems
 from layoutopt.plan.build import decided, options_of
 from layoutopt.plan.decided import Decided
 from layoutopt.plan.details import Searched

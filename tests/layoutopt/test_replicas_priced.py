@@ -8,8 +8,8 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware, with_settings
-from layoutopt.optimize.evaluation import Evaluation, over_axis
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluation import Evaluation, over_axis
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from layoutopt.plan.build import decided, options_of
 from layoutopt.plan.trade_names import trade_names
 from tests.core.test_replicas import model

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from examples.moe_lm import model as mixture
-from layoutopt.optimize.incumbents import WarmStart
-from layoutopt.optimize.question import Limits, SearchQuestion
-from layoutopt.optimize.subproblem import ROUNDING, SubproblemSearch
+from layoutopt.optimize.heuristics.incumbents import WarmStart
+from layoutopt.optimize.problems.question import Limits, SearchQuestion
+from layoutopt.optimize.problems.subproblem import ROUNDING, SubproblemSearch
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.recompute import again_in
 from layoutopt.space.splits import Split

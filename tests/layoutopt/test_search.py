@@ -16,7 +16,7 @@ from costmodels.hardware import load_hardware
 from examples.mlp import model as mlp
 from examples.transformer_lm import model as transformer
 from layoutopt import Plan, load_plan, search
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from layoutopt.plan.build import check_plan_model
 from tests.layoutopt.models import EXAMPLES
 

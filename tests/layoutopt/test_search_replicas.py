@@ -16,8 +16,8 @@ import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware, with_settings
 from layoutopt import Plan, search
 from layoutopt.analysis.certificate import certify
-from layoutopt.optimize.evaluator import Evaluator
-from layoutopt.optimize.subproblems import subproblems
+from layoutopt.optimize.evaluation.evaluator import Evaluator
+from layoutopt.optimize.problems.subproblems import subproblems
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.kind import STORED
 from tests.core.test_replicas import model

@@ -15,10 +15,10 @@ from costmodels.pricing.pricer import pricer
 from layoutopt import search
 from layoutopt.cli.given import OnMesh
 from layoutopt.formulation.extract import Extraction, extract
-from layoutopt.optimize import subproblem
-from layoutopt.optimize.evaluation import as_run
-from layoutopt.optimize.evaluator import Evaluator, evaluate
-from layoutopt.optimize.subproblem import SubproblemSearch
+from layoutopt.optimize.evaluation.evaluation import as_run
+from layoutopt.optimize.evaluation.evaluator import Evaluator, evaluate
+from layoutopt.optimize.problems import subproblem
+from layoutopt.optimize.problems.subproblem import SubproblemSearch
 from layoutopt.solver import evaluate as value_of
 from layoutopt.space.decisions import SearchSpace, decisions
 from layoutopt.space.recompute import again_in, check_named

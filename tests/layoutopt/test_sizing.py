@@ -15,7 +15,7 @@ from examples.transformer_lm import llama3_8b
 from examples.transformer_lm import model as transformer
 from layoutopt.cli import size_tables
 from layoutopt.models.hparams import defaults_of
-from layoutopt.optimize.evaluation import unsplit_flops
+from layoutopt.optimize.evaluation.evaluation import unsplit_flops
 from layoutopt.plan.build import Plan
 from layoutopt.plan.units import seconds_text
 from layoutopt.runtime.clock import Clock

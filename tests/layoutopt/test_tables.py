@@ -19,9 +19,9 @@ from examples.transformer_lm import model as transformer
 from examples.transformer_seq2seq import model as translator
 from layoutopt.formulation import tables
 from layoutopt.formulation.extract import Draft, Extraction, extract, legal_problem
-from layoutopt.optimize.evaluator import Evaluator, TablePrices, evaluate
-from layoutopt.optimize.subproblem import ROUNDING, SubproblemSearch
-from layoutopt.optimize.subproblems import subproblems
+from layoutopt.optimize.evaluation.evaluator import Evaluator, TablePrices, evaluate
+from layoutopt.optimize.problems.subproblem import ROUNDING, SubproblemSearch
+from layoutopt.optimize.problems.subproblems import subproblems
 from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.decisions import Decisions, SearchSpace, decisions
 from layoutopt.space.kind import grouped

@@ -14,11 +14,11 @@ import pytest
 
 from costmodels.hardware import load_hardware
 from layoutopt import search
+from layoutopt.optimize.driver.fastest import FastestSearch
 from layoutopt.optimize.entry import SearchStatus
-from layoutopt.optimize.evaluation import ONE_DEVICE as ONE
-from layoutopt.optimize.evaluator import evaluate
-from layoutopt.optimize.fastest import FastestSearch
-from layoutopt.optimize.subproblems import Subproblem, possible
+from layoutopt.optimize.evaluation.evaluation import ONE_DEVICE as ONE
+from layoutopt.optimize.evaluation.evaluator import evaluate
+from layoutopt.optimize.problems.subproblems import Subproblem, possible
 from layoutopt.plan.build import Plan
 from layoutopt.solver import TOLERANCE, Status, solve
 from mesh_tf_core.errors import InfeasibleError, LimitError
@@ -74,10 +74,10 @@ def check(plan: Plan, best: Plan) -> None:
     [
         ("layoutopt.formulation.tables:Tabler.table", 0),
         ("layoutopt.formulation.tables:Tabler.table", 40),
-        ("layoutopt.optimize.evaluator:evaluate", 6),
-        ("layoutopt.optimize.fixing:eliminate", 0),
-        ("layoutopt.optimize.evaluator:TablePrices.seconds", 0),
-        ("layoutopt.optimize.alternatives:BestPlans.of", 1),
+        ("layoutopt.optimize.evaluation.evaluator:evaluate", 6),
+        ("layoutopt.optimize.proof.fixing:eliminate", 0),
+        ("layoutopt.optimize.evaluation.evaluator:TablePrices.seconds", 0),
+        ("layoutopt.optimize.answers.alternatives:BestPlans.of", 1),
     ],
 )
 @pytest.mark.one_in(3)
@@ -92,7 +92,7 @@ def test_the_best_so_far_is_the_answer(
 def test_a_share_of_the_work_is_a_bound_without_more_time(
     best: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stick(monkeypatch, "layoutopt.optimize.planning:_Proof.look")
+    stick(monkeypatch, "layoutopt.optimize.answers.planning:_Proof.look")
     plan = search(EXAMPLES["mlp"](), time_limit=2.0, **ON)
     assert plan.solver.status == "FEASIBLE"
     alone = evaluate(EXAMPLES["mlp"](), ONE, Layout(), load_hardware("tpu-v3")).cost.compute_seconds
@@ -116,7 +116,7 @@ def test_a_limit_that_is_over_at_once_leaves_time_for_any_answer(best: Plan) -> 
 
 
 def test_what_fits_most_likely_is_priced_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    stick(monkeypatch, "layoutopt.optimize.evaluator:evaluate", 1)
+    stick(monkeypatch, "layoutopt.optimize.evaluation.evaluator:evaluate", 1)
     plan = search(EXAMPLES["mlp"](), time_limit=SOON, **ON)
     assert plan.layout.axes("batch")
 
@@ -137,15 +137,15 @@ def test_other_objectives(objective: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layoutopt.optimize.search.ANSWERED", 0.1)
-    stick(monkeypatch, "layoutopt.optimize.evaluator:evaluate")
+    monkeypatch.setattr("layoutopt.optimize.driver.search.ANSWERED", 0.1)
+    stick(monkeypatch, "layoutopt.optimize.evaluation.evaluator:evaluate")
     with pytest.raises(LimitError, match="raise time_limit"):
         search(EXAMPLES["mlp"](), time_limit=SOON, **ON)
 
 
 def test_what_is_proven_needs_no_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layoutopt.optimize.search.LayoutSearch.fastest", lambda *_: None)  # proven
-    stick(monkeypatch, "layoutopt.optimize.search:leanest")
+    monkeypatch.setattr("layoutopt.optimize.driver.search.LayoutSearch.fastest", lambda *_: None)  # proven
+    stick(monkeypatch, "layoutopt.optimize.driver.search:leanest")
     with pytest.raises(InfeasibleError, match=r"no layout of .* fits into 100 B per device"):
         search(EXAMPLES["mlp"](), memory=100, time_limit=SOON, **ON)
 
@@ -226,7 +226,7 @@ def test_what_variables_alone_are_too_large_for_does_not_fit(
     memory: float, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However early the search ends; the error names the need. Else nothing is known without an answer."""
-    stick(monkeypatch, "layoutopt.optimize.search:LayoutSearch.fastest")
+    stick(monkeypatch, "layoutopt.optimize.driver.search:LayoutSearch.fastest")
     said = (
         r"least memory needs .* \(no layout needs less than"
         if error is InfeasibleError

@@ -9,8 +9,8 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels import load_hardware
 from examples.transformer_lm import model as transformer
-from layoutopt.optimize.evaluation import Evaluation
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluation import Evaluation
+from layoutopt.optimize.evaluation.evaluator import evaluate
 
 SIZES: dict[str, Any] = {
     "layers": 4,

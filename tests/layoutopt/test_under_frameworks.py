@@ -21,7 +21,7 @@ from layoutopt.analysis.lint import unexpressed
 from layoutopt.cli import app
 from layoutopt.frameworks import restriction_of, says
 from layoutopt.optimize import entry
-from layoutopt.optimize.subproblems import Subproblem, listed
+from layoutopt.optimize.problems.subproblems import Subproblem, listed
 from layoutopt.plan.build import Plan, decided, layout_of, options_of
 from layoutopt.plan.export import FORMATS, export
 from layoutopt.plan.exported import Exported, placed

@@ -9,8 +9,8 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from examples.transformer_lm import model as transformer
 from layoutopt.analysis.lint import lint
-from layoutopt.optimize.evaluation import Evaluation
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluation import Evaluation
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from layoutopt.plan.build import decided
 from layoutopt.plan.trade_names import trade_names
 from layoutopt.space.undivided import storage_of, stored_at, undivided

@@ -15,7 +15,7 @@ from costmodels.hardware import GpuCluster, Hardware, Torus, load_hardware
 from costmodels.network.topology import place
 from costmodels.pricing.pricer import pricer
 from examples.mlp import model as mlp
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from layoutopt.space.decisions import SearchSpace, decisions
 from layoutopt.space.mesh_shapes import meshes
 from tests.searching import search

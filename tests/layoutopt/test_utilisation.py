@@ -21,8 +21,8 @@ from examples.moe_lm import model as mixture
 from examples.resnet import model as resnet
 from examples.transformer_lm import model as transformer
 from layoutopt.importers.huggingface import from_huggingface
-from layoutopt.optimize.evaluation import unsplit_flops
-from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.evaluation.evaluation import unsplit_flops
+from layoutopt.optimize.evaluation.evaluator import evaluate
 from mesh_tf_core import layers as nn
 
 SIZES: dict[str, Any] = {

@@ -16,10 +16,10 @@ from examples.moe_lm import model as mixture
 from examples.transformer_lm import model as transformer
 from layoutopt import SearchSpace, search
 from layoutopt.optimize.entry import SearchStatus
-from layoutopt.optimize.evaluator import Evaluator
-from layoutopt.optimize.incumbents import EARLIER, PINS, FirstLayout, Incumbents, named
-from layoutopt.optimize.subproblem import EvaluatedLayout
-from layoutopt.optimize.subproblems import subproblems
+from layoutopt.optimize.evaluation.evaluator import Evaluator
+from layoutopt.optimize.heuristics.incumbents import EARLIER, PINS, FirstLayout, Incumbents, named
+from layoutopt.optimize.problems.subproblem import EvaluatedLayout
+from layoutopt.optimize.problems.subproblems import subproblems
 from layoutopt.plan.build import Plan
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.schedules import ONE_WAY
@@ -51,7 +51,7 @@ WAYS: list[Any] = [
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No time is left from the first moment; what is looked for without time ends whenever it does."""
-    monkeypatch.setattr("layoutopt.optimize.search.ANSWERED", 1e6)
+    monkeypatch.setattr("layoutopt.optimize.driver.search.ANSWERED", 1e6)
 
 
 def candidates(model: mtf.Model, mesh: mtf.Mesh, space: SearchSpace) -> Iterator[tuple[FirstLayout, int]]:

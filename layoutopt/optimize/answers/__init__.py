@@ -1,0 +1,1 @@
+"""What a search returns: plans, alternatives, sensitivities and reasons why nothing fits."""

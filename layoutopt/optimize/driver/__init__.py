@@ -1,0 +1,1 @@
+"""The order in which subproblems are opened, on one core or two."""

@@ -1,0 +1,1 @@
+"""Time, memory and pictures of one lowered layout."""

@@ -1,0 +1,1 @@
+"""Layouts that are priced before any proof: named strategies, recipes, incumbents."""

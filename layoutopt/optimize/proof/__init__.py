@@ -1,0 +1,1 @@
+"""Bounds that rule options and whole subproblems out."""
