@@ -161,11 +161,11 @@ def share_of(unit: Unit, times: float, stages: StageTimes | None, program: Progr
         origin, value = instr.origin, instr.outputs[0]
     node = origin.node
     tensor = program.values[value].tensor
-    if node not in stages.nodes:
-        return stages.tensors.get(tensor, 1.0)
     sums = isinstance(unit, AllReduce | ReduceScatter) and (unit.rule == GRADIENT or tensor in gradients)
     if sums and times == 1:
         return 1.0
+    if node not in stages.nodes:
+        return stages.tensors.get(tensor, 1.0)
     if node in stages.again and origin.phase == Phase.RECOMPUTE:
         return stages.again[node]
     return stages.nodes[node] if times > 0.999 * stages.runs[node] else 1.0
