@@ -80,7 +80,7 @@ def test_the_fullest_stage_waits_as_long_as_closed_forms_say(schedule: str) -> N
     al. 2023, section 2.3)."""
     rounds = rounds_of(schedule)
     program, _ = priced(schedule, P * rounds)
-    outline, found = program.outline, Launched().stages(program)
+    outline, found = program.outline, Launched().stages(program.outline)
     assert found is not None
     # As long as the head takes, the last one.
     assert found.fullest == P - 1
@@ -135,7 +135,7 @@ def test_the_stage_with_the_most_work_decides(layers: int) -> None:
     """One or two layers a stage, fewer at both ends; the head takes as long as some layers."""
     program, cost = priced("1f1b", layers)
     counts = (Interleaved(P, 1).numbers(layers) != PADDING).sum(axis=1)
-    found = waiting(program, cost, Launched().stages(program))
+    found = waiting(program, cost, Launched().stages(program.outline))
     assert found is not None
     full = counts[found.fullest - 1]
     assert runs(cost, "attention", Phase.FORWARD) == pytest.approx((M - 1) * full + layers)

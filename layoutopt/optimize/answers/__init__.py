@@ -1,1 +1,1 @@
-"""What a search returns: plans, alternatives, sensitivities and reasons why nothing fits."""
+"""Results of a search: plans, alternatives, sensitivities and reasons why nothing fits."""
