@@ -78,6 +78,7 @@ def test_the_batch_that_nobody_chose_follows_the_devices(place: Path, devices: i
     assert not any("by default" in note for note in layoutopt.cost(chosen, "a:1", hardware="h100").notes)
 
 
+@pytest.mark.nightly
 def test_batch_and_length_stand_with_every_answer(run: Callable[..., Result], place: Path) -> None:
     """In text and JSON; a plan records them for the commands that take it."""
     small, machine = ("--set", "num_hidden_layers=1"), ("--hardware", "h100", "--quiet")

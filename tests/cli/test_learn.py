@@ -50,6 +50,7 @@ def predicted(count: int, framework: str = "torch") -> list[float]:
     ]
 
 
+@pytest.mark.nightly
 def test_what_candidates_write_is_learnt_and_used(
     run: RunCommand, result: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ def check(runs: Any) -> None:
         assert max(found["parameters"], found["state"], found["loss"]) <= 1e-5, (name, found)
 
 
+@pytest.mark.nightly
 def test_numbers_are_those_of_the_program_without_a_plan(runs: Any) -> None:
     check(runs)
 

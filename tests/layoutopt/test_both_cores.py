@@ -122,6 +122,7 @@ def test_another_process_finds_shapes_and_layouts_in_its_tables() -> None:
     subprocess.run([sys.executable, "-c", FINDS], input=letter, env=os.environ | SEED, check=True)
 
 
+@pytest.mark.nightly
 def test_another_process_proves_the_same_of_every_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     """It hashes names otherwise, which nothing that it is told may depend on."""
     asked = SearchSpace(**PIPED)

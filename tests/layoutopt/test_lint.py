@@ -197,6 +197,7 @@ def test_splits_that_are_proposed_save_as_said_and_can_be_expressed(framework: s
         assert unexpressed(model, hardware, mesh, layout, PLAIN) == ("", "")
 
 
+@pytest.mark.nightly
 def test_changes_that_the_framework_lacks_are_not_offered() -> None:
     """For a layout that does not fit: Megatron cannot keep the products of layers alone."""
     wide = {**WIDE, "length": 1024, "batch": 2, "layers": 8}

@@ -178,6 +178,7 @@ def fastest_within(limit: float) -> tuple[float, float, bool]:
     return (outcome.found.seconds if outcome.found else math.inf), outcome.bound, outcome.proven
 
 
+@pytest.mark.nightly
 def test_one_set_after_the_other_finds_what_all_at_once_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within limits that bind: the rows of all sets at once, and of each alone. A bound of a set that is too
     high is found out."""

@@ -120,6 +120,7 @@ def test_a_plan_explained_under_another_framework_is_all_that_frameworks() -> No
     assert same.plan is plan
 
 
+@pytest.mark.nightly
 def test_like_a_plan_under_another_framework(tmp_path: Path) -> None:
     """What the first framework could not express is no option that the second is asked for."""
     run, first = CliRunner(), tmp_path / "first.json"
