@@ -241,10 +241,10 @@ def megatron(what: Exported) -> str:
     if mode:
         flags.append(("recompute-granularity", mode))
     if mode == "full":
-        whole = TICK in decided.recompute  # stages from their inputs
-        layers = [order.counts(what.size(dim)).max() for dim in decided.pipeline] if whole else [count or 1]
-        flags.append(("recompute-method", "block" if count else "uniform"))
-        flags += [("recompute-num-layers", number) for number in layers]
+        number = count or 1
+        if TICK in decided.recompute:  # whole stages, from their inputs
+            number = max(order.counts(what.size(dim)).max() for dim in decided.pipeline)
+        flags += [("recompute-method", "block" if count else "uniform"), ("recompute-num-layers", number)]
     for text in decided.recompute if mode == "selective" else ():
         flags.append(("recompute-modules", " ".join(MEGATRON_MODULES[Recomputed.parse(text).keep])))
     offloads = _offloaded(what, OPTIMIZER, "megatron")

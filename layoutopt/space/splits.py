@@ -61,6 +61,9 @@ def rules_text(rules: Rules) -> str | None:
     return ";".join(f"{dim}:{'+'.join(axes) or NO_AXIS[0]}" for dim, axes in _parsed(rules)) or None
 
 
+_rules = partial(argument, {}, plan=str, text=rules_text, names_axes=True, by_name=False, within=None)
+
+
 @dataclass(frozen=True)
 class Split(Decision):
     """The mesh axes that one dimension is split over, wherever it appears."""
@@ -68,8 +71,7 @@ class Split(Decision):
     label = "splits"
     least = 0  # What splits hold depends on each other; who asks has a layout.
     asks: ClassVar[Mapping[str, Any]] = {
-        "pins": argument(
-            {},
+        "pins": _rules(
             Option(
                 "--pin",
                 "RULES",
@@ -77,21 +79,10 @@ class Split(Decision):
                 several=True,
             ),
             parse=parse_rules,
-            plan=str,
-            text=rules_text,
-            names_axes=True,
-            by_name=False,
-            within=None,
         ),
-        "forbid": argument(
-            {},
+        "forbid": _rules(
             Option("--forbid", "RULES", 'Forbid a split, e.g. "vocab:model" (repeatable).', several=True),
             parse=parse_forbid,
-            plan=str,
-            text=rules_text,
-            names_axes=True,
-            by_name=False,
-            within=None,
         ),
         "orders": argument(
             ORDERS[0],

@@ -149,8 +149,9 @@ class Recipes:
         splits = {kind: own[kind] for kind in self.names if own.get(kind)}
         yield Recipe(mesh, own.get("stages", ()), tuple(splits.items()))
         if WEIGHTS in splits and self.names[EXPERTS]:
-            joined = {EXPERTS: (*splits.get(EXPERTS, ()), *splits[WEIGHTS])}
-            yield Recipe(mesh, own.get("stages", ()), tuple({**joined, **splits, **joined}.items()))
+            both = splits | {EXPERTS: (*splits.get(EXPERTS, ()), *splits[WEIGHTS])}
+            ordered = tuple((kind, both[kind]) for kind in self.names if kind in both)
+            yield Recipe(mesh, own.get("stages", ()), ordered)
 
     def evaluated(self, step: Step) -> EvaluatedLayout | None:
         """The price of a step; None if no such layout may be chosen."""
@@ -166,8 +167,8 @@ class Recipes:
         if (decided := self._decided(key, counts)) is None:
             return None
         wanted, options = decided.read(self._stored(decided, step.storage))
-        splits, over = self.splits(step.recipe) or {}, dict(step.recipe.splits).get(WEIGHTS, ())
-        splits = {**splits, **{name: over for name in decided.of(Elsewhere) if over}}
+        over = dict(step.recipe.splits).get(WEIGHTS, ())
+        splits = (self.splits(step.recipe) or {}) | {name: over for name in decided.of(Elsewhere) if over}
         chosen = {n: axes for n, axes in splits.items() if axes in decided.options.get(n, ())}
         wanted = Layout({**wanted.written, **chosen})
         recompute = decided.least_memory.recompute if step.stages and step.again else step.again
