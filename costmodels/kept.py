@@ -20,7 +20,6 @@ from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllGather, Collective, HostLoad, Instr, Local, Loop, Program
 from mesh_tf_core.ir.structure import Connection
-from mesh_tf_core.ir.traits import LabelOperand
 from mesh_tf_core.ops.dynamic import DynamicSlice, DynamicUpdate
 from mesh_tf_core.ops.unary import UnaryGrad
 
@@ -302,7 +301,7 @@ def logits(program: Program) -> dict[int, float]:
         share = itemsize(read[0].dtype) / itemsize(made[0].dtype) if read else 1.0
         if instr.op.converts and is_float(read[0].dtype) and share < 1:
             wider[made[0].id] = call, share
-        elif isinstance(instr.op, LabelOperand):
+        elif instr.op.labels(*(TensorType(v.shape, v.dtype) for v in read)):
             of = ((i, *wider[i]) for i in instr.inputs if i in wider)
             found |= {i: share if own == call != "" else 1.0 for i, own, share in of}
         elif instr.origin.phase == Phase.BACKWARD and not found.keys().isdisjoint(instr.inputs):

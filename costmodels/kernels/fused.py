@@ -37,7 +37,6 @@ from mesh_tf_core.ir.instructions import STEP
 from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import HostLoad, Instr, Local, Loop, Permute, Program
-from mesh_tf_core.ir.traits import PartialAccess
 from mesh_tf_core.ops.index import Range
 from mesh_tf_core.ops.kinds import SourceOp
 
@@ -157,7 +156,7 @@ class _Fuser:
             if isinstance(instr, Local) and (instr.op.free or self._is_remade(instr)):
                 if not instr.op.free:
                     self.casts[instr.outputs[0]] = instr.inputs[0]
-                if isinstance(instr.op, PartialAccess) and (instr.op.cuts or instr.op.joins):
+                if instr.op.cuts or instr.op.joins:
                     continue  # Its readers read the part alone, or the whole.
                 context.same.update((o, context.source(i)) for i in instr.inputs[:1] for o in instr.outputs)
                 continue

@@ -36,7 +36,6 @@ from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.outline import Outline
 from mesh_tf_core.ir.program import Instr, Local, Program
 from mesh_tf_core.ir.structure import Connection
-from mesh_tf_core.ir.traits import in_place, read_operands
 from mesh_tf_core.lower.nodes import converts_variable, repeated, stored_tensors, updated
 from mesh_tf_core.lower.rematerialization import running_again
 
@@ -83,7 +82,7 @@ def role(op: Op, inputs: tuple[TensorType, ...]) -> str:
     dims = op.work(*inputs).product
     if op.kind == "matmul" and (dims is None or min(dims[1:]) > 1) and len(inputs) > 1:
         return PRODUCT
-    if op.lowers() or op.kind == "gather" or in_place(op):
+    if op.lowers() or op.kind == "gather" or op.in_place:
         return ALONE
     if op.expands() and op.kind == "reduce":
         return REDUCE
@@ -148,7 +147,7 @@ class _Groups:
             others.update((*block.carry_out, *block.saved, *(o for o, _ in block.sliced)))
             others.update(i for i, _ in block.results)
             for node in block.nodes:
-                for i in read_operands(node.op, node.inputs):
+                for i in node.op.operands(node.inputs):
                     phases[i].add(node.phase)
                     if isinstance(node.op, Connection) or tensor(i).block != block.id:
                         others.add(i)

@@ -17,7 +17,6 @@ from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Local
-from mesh_tf_core.ir.traits import PartialAccess, all_bytes, in_place
 from mesh_tf_core.lower.nodes import expansion
 
 
@@ -74,7 +73,7 @@ def quantity_of(op: Op, inputs: tuple[TensorType, ...], outputs: tuple[TensorTyp
     if kind == "matmul" and (matmul is None or min(matmul[:3]) == 1):
         kind = "elementwise"
     # What is gathered from, or written into in place, is not passed over.
-    worked = outputs if kind == "gather" else inputs[1:] if in_place(op) else (*inputs, *outputs)
+    worked = outputs if kind == "gather" else inputs[1:] if op.in_place else (*inputs, *outputs)
     most = max((t.shape.size for t in worked), default=0)
     flops, dtype = flops_of(op, inputs), (inputs or outputs)[0].dtype
     # Rows of a matrix of 2-byte elements that begin at odd ones.
@@ -82,7 +81,7 @@ def quantity_of(op: Op, inputs: tuple[TensorType, ...], outputs: tuple[TensorTyp
     odd = kind == "matmul" and any(dims[-1].size % 2 == 1 for dims in short)
     return Quantity(
         flops,
-        op.moved(inputs, outputs) if isinstance(op, PartialAccess) else all_bytes(inputs, outputs),
+        op.moved(inputs, outputs),
         kind,
         dtype,
         matmul,

@@ -20,7 +20,6 @@ from costmodels.pricing.overlap import ACTIVATION, AWAITED, LONGER, windows
 from mesh_tf_core.ir.instructions import HOST, RULES
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.program import Instr, Local, Loop, Origin, Program
-from mesh_tf_core.ir.traits import PartialAccess
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,9 +296,7 @@ def _after(value: int, code: Sequence[Instr], times: float) -> RunSeconds:
     """What runs in a block once parts of a value have been made by a loop of it; else nothing."""
     for at, instr in enumerate(code):
         if value in instr.outputs and isinstance(instr, Local) and (instr.op.free or instr.op.converts):
-            parts = (
-                instr.inputs if isinstance(instr.op, PartialAccess) and instr.op.joins else instr.inputs[:1]
-            )
+            parts = instr.inputs if instr.op.joins else instr.inputs[:1]
             return _joined(_after(i, code, times) for i in parts)
         if isinstance(instr, Loop) and value in instr.outputs:
             inside = times * instr.times

@@ -37,7 +37,6 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
-from mesh_tf_core.ir.traits import crosses
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.nodes import delivered, plan_of, product_dims
 from mesh_tf_core.lower.remat_policy import Policies
@@ -156,7 +155,7 @@ class _Builder:
         reads = (maker.op.variable for maker in makers if maker is not None and isinstance(maker.op, Read))
         variables += [v for v in reads if v.own_storage and v not in own]
         products = sorted(self.products.get(node.index, frozenset()) & self.dependencies.products)
-        keys = crosses(node.op)[:1]
+        keys = node.op.crosses[:1]
         every, granularity = [*own, *variables], self.dependencies.granularity
         return changing(
             Affects(self._recomputed(node), every, keys, own, products=products, granularity=granularity)
@@ -206,7 +205,7 @@ class _Builder:
             if any(n.body is not None for n in nodes)
             else self.runs.alike(again, kept, names, first_runs),
             crossed={
-                s: crosses(n.op) for n in nodes for s in Context.changing(Affects(keys=crosses(n.op)[:1]))
+                s: n.op.crosses for n in nodes for s in Context.changing(Affects(keys=n.op.crosses[:1]))
             },
             nests=tuple(nest for nest in self.runs.nests if not nest.isdisjoint(names)),
             first=first_runs,

@@ -12,7 +12,6 @@ from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Local, Loop, Program
 from mesh_tf_core.ir.structure import Assign, Read
-from mesh_tf_core.ir.traits import renames
 from mesh_tf_core.lower.nodes import moved_dims, pass_of, product_dims, repeated, updated, weights
 from mesh_tf_core.lower.subgraph import Access
 from mesh_tf_core.lower.sums import into_totals, waiting_nodes
@@ -141,7 +140,7 @@ class Dependencies:
         all of them."""
         dims = product_dims(self.graph) if self.products else {}
         for node in self.live:
-            if renames(node.op) and not self.products.isdisjoint(dims.get(node.index, ())):
+            if node.op.renames and not self.products.isdisjoint(dims.get(node.index, ())):
                 for reader in self.readers[node.outputs[0]]:
                     if reader.index in dims:
                         self._join(node.index, reader.index)

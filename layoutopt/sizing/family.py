@@ -24,7 +24,6 @@ from typing import Any
 from layoutopt.sizing.forecast import ParameterCount
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim
-from mesh_tf_core.ir.traits import LabelOperand
 from mesh_tf_core.model import Model
 from mesh_tf_core.ops.grouped import GroupedProduct
 from mesh_tf_core.tracing.graph import Graph
@@ -278,8 +277,6 @@ def _words(graph: Graph) -> Iterator[str]:
     """The dimensions whose elements labels name: inputs, of each of which one must be meant."""
     fed = {tensor.id for tensor in graph.inputs.values()}
     for node, _ in graph.walk():
-        if not isinstance(node.op, LabelOperand):
-            continue
         label = node.op.labels(*(graph.tensor(i).type for i in node.inputs))
-        if node.inputs[label[0]] in fed and not label[2]:
+        if label is not None and node.inputs[label[0]] in fed and not label[2]:
             yield label[1].name

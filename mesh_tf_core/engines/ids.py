@@ -3,7 +3,7 @@
 A number beyond the dimension would train on without a word: a look-up gives zeros, a cross-entropy a loss
 that is too low. Which inputs are such numbers is read off the program. A value is followed from an input
 through operations that move elements, and through element-wise operations on this input and constants, up to
-an operation with labels (`LabelOperand`), or up to a one-hot over a trained dimension: an element-wise
+an operation with labels (`Op.labels`), or up to a one-hot over a trained dimension: an element-wise
 operation that marks, along a further dimension, only the element with that number. Along the way it is a
 function f of one number. A number v of the input is therefore wrong if f(v) indexes no element (negative
 numbers are allowed in look-ups and one-hots), unless the model itself may exclude it, in one of two ways:
@@ -36,7 +36,6 @@ from mesh_tf_core.ir.dtypes import INTEGERS, TensorType
 from mesh_tf_core.ir.instructions import AllGather, AllToAll, Permute, Slice, Transfer
 from mesh_tf_core.ir.kernel import At
 from mesh_tf_core.ir.program import Input, Instr, Local, Loop, Program, ReadVariable
-from mesh_tf_core.ir.traits import LabelOperand
 from mesh_tf_core.kernels.array_kernel import np_dtype
 from mesh_tf_core.kernels.numpy_kernel import NumpyKernel
 
@@ -219,7 +218,7 @@ class _IdReading:
 
     def _local(self, instr: Local) -> None:
         types = [self._type(x) for x in instr.inputs]
-        label = instr.op.labels(*types) if isinstance(instr.op, LabelOperand) else None
+        label = instr.op.labels(*types)
         if label is not None and instr.inputs[label[0]] in self.of:
             self.looked_up.append((instr, instr.inputs[label[0]], *label[1:]))
         if label is not None:

@@ -9,7 +9,6 @@ from fractions import Fraction
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.traits import read_operands
 
 MICROBATCH = "microbatch"
 """Name of the dimension that counts the parts of a batch (see `microbatch`)."""
@@ -67,7 +66,7 @@ class Node:
 
 def reads(node: Node) -> set[int]:
     """The tensors that a node reads, also from inside its loop's body."""
-    found = set(read_operands(node.op, node.inputs))
+    found = set(node.op.operands(node.inputs))
     body = node.body
     if body is not None:
         found.update(outer for outer, _ in body.sliced)

@@ -15,7 +15,7 @@ As on a device that knows ahead of time what runs:
   (8) a stack, or a branch's sum, that only a sum of the loop around reads (`Program.added`) lies in that sum
   (9) what lies in the host's memory takes none of the device's
   (10) parts that are joined without work (`Program.joined`) lie in the whole from the start
-  (11) a carry of which an iteration only writes parts (`PartialAccess.in_place`) lies in what the loop makes
+  (11) a carry of which an iteration only writes parts (`Op.in_place`) lies in what the loop makes
        of it, and that in what it starts from, if nothing else reads this
 """
 
@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from mesh_tf_core.ir.program import AllReduce, Done, Instr, Local, Loop, Program, ReadVariable, WriteVariable
-from mesh_tf_core.ir.traits import in_place
 
 ValueSize = Callable[[int], int]
 """Value id -> bytes of the piece on one device."""
@@ -182,8 +181,8 @@ def _written(loop: Loop) -> Iterator[tuple[int, int]]:
 def _written_over(code: Iterable[Instr]) -> Iterator[tuple[int, tuple[int, bool]]]:
     """Values that may lie in the memory of another one -> that one, and whether parts of it are written."""
     for instr in code:
-        if isinstance(instr, Local) and instr.inputs and (instr.op.free or in_place(instr.op)):
-            yield instr.outputs[0], (instr.inputs[0], in_place(instr.op))
+        if isinstance(instr, Local) and instr.inputs and (instr.op.free or instr.op.in_place):
+            yield instr.outputs[0], (instr.inputs[0], instr.op.in_place)
         elif isinstance(instr, Loop):
             finals = {final for _, final in _written(instr)}
             yield from ((c.final, (c.init, True)) for c in instr.carried if c.final in finals)

@@ -1,11 +1,8 @@
 """The contract of an operation: all that other code may ask of it, checked when its class is created.
 
   required facets  roles, infer, kernel, flops, gradient
-  optional facets  lower, expand, work, describe; each says what holds without it
-  facts            kind, free, linear, converts, regroups, exchanges: attributes of the class, or properties
-                   where they depend on its fields
-
-Questions that only some operations answer form groups (`traits`), which a class extends.
+  optional facets  `Op.OPTIONAL`; each says what holds without it
+  facts            `Op.FACTS`: attributes of the class, or properties where they depend on its fields
 
 `roles` is the only statement about distribution. Legality, lowering, collectives, bytes and memory are read
 off it. No reader depends on a single operation: the contract has everything it needs.
@@ -21,9 +18,9 @@ from difflib import get_close_matches
 from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
-from mesh_tf_core.ir.kernel import At, Kernel
+from mesh_tf_core.ir.kernel import At, Kernel, PartRows
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.visible import Visible
 
@@ -62,10 +59,16 @@ class Op:
     """
 
     FACETS: ClassVar[tuple[str, ...]] = ("roles", "infer", "kernel", "flops", "gradient")
-    OPTIONAL: ClassVar[tuple[str, ...]] = ("lower", "expand", "work", "describe")
+    OPTIONAL: ClassVar[tuple[str, ...]] = (
+        *("lower", "expand", "work", "describe", "moved", "operands", "labels", "spread"),
+        *("distributes", "unreduced", "summand", "of_part", "untrained"),
+    )
     FACTS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "kind": ("matmul", "elementwise", "reduce", "gather", "random", "data", "attention"),
         **dict.fromkeys(("free", "linear", "converts", "regroups", "exchanges"), FLAG),
+        **dict.fromkeys(("divides", "vanishes", "adds", "in_place", "cuts", "joins"), FLAG),
+        **dict.fromkeys(("scales", "derives_key"), FLAG),
+        **dict.fromkeys(("renames", "still", "crosses"), ((),)),
     }
     """Fact -> the values that it may have."""
 
@@ -84,6 +87,30 @@ class Op:
     exchanges: ClassVar[bool] = False
     """True if rules for elsewhere hold for its input and its output, each by itself: it moves values from
     where the one lies to where the other does."""
+    divides: ClassVar[bool] = False
+    """True if it is the quotient of its two operands, element by element."""
+    vanishes: ClassVar[bool] = False
+    """True if it has one operand and maps 0 to 0."""
+    adds: ClassVar[bool] = False
+    """True if its last operand is a term of its result, pending over the same axes."""
+    in_place: ClassVar[bool] = False
+    """True if it writes a part of its first operand and leaves the rest unchanged."""
+    cuts: ClassVar[bool] = False
+    """True if a product may read or write a part of its first operand in place."""
+    joins: ClassVar[bool] = False
+    """True if its operands are parts of its result, in which they lie from the start."""
+    scales: ClassVar[bool] = False
+    """True if its result only scales tensors for a product, and is divided by again: of a step in parts, each
+    part takes its own, and the results differ by rounding."""
+    derives_key: ClassVar[bool] = False
+    """True if it makes a random key; more int32 scalars behind its operands make another one."""
+    renames: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Dimensions that its output has under another name: (old, new)."""
+    still: ClassVar[tuple[str, ...]] = ()
+    """Dimensions that its parameters name although it moves nothing along them."""
+    crosses: ClassVar[tuple[str, ...]] = ()
+    """Dimensions of keys, one of them `whole`, whose shards are combined in one of the forms of `spread`;
+    options name the form by the first dimension."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # A dataclass has its own, so that only a class that is none comes here with something to keep.
@@ -95,7 +122,7 @@ class Op:
 
     def __init_subclass__(cls, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        check_contract(cls, Op, abstract)
+        check_contract(cls, abstract)
 
     @property
     def name(self) -> str:
@@ -153,6 +180,69 @@ class Op:
         text = ", ".join(f"{name}={_brief(value)}" for name, value in said.items() if value is not None)
         return f"{self.name}({text})" if text else self.name
 
+    def moved(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> float:
+        """Bytes that a device reads and writes; without it, those of all operands and results.
+
+        Args:
+          inputs, outputs: types of the local pieces.
+        """
+        return float(sum(t.bytes for t in (*inputs, *outputs)))
+
+    def operands(self, inputs: Sequence[int]) -> Sequence[int]:
+        """The inputs that a device reads; without it, all: only the gradient needs the others."""
+        return inputs
+
+    def labels(self, *inputs: TensorType) -> tuple[int, Dim, bool] | None:
+        """Position of the input whose numbers index a dimension, this dimension, and whether negative numbers
+        deliberately index nothing (padding); any other number out of range is a mistake in the data. None if
+        no input holds indices."""
+        return None
+
+    def spread(
+        self, low: Any, inputs: Sequence[int], types: Sequence[TensorType], form: str, wanted: Sequence[bool]
+    ) -> Sequence[int] | None:
+        """Its outputs, in a form in which the dimension it needs whole is not gathered (see `crosses`); None
+        if gathering does.
+
+        Args:
+          inputs, types: as of `lower`.
+          form: one of `ops.context.FORMS`.
+          wanted: for each output, True if anything reads it; otherwise any value may replace it.
+
+        Raises:
+          LayoutError: the operands or the layout do not allow the form.
+        """
+        return None
+
+    def distributes(self, constant: Sequence[bool]) -> bool:
+        """True if a sum of its operands, except the `constant` ones, may be taken after it; by default for
+        linear operations and casts."""
+        return self.linear or self.converts
+
+    def unreduced(self, dim: Dim, inputs: Sequence[Tensor]) -> Tensor | None:
+        """The result [dim, dimensions of the output] before `dim`, which the inputs have, is summed out; None
+        if it is not a sum over `dim`."""
+        return None
+
+    def summand(self, dim: Dim, parts: Sequence[Tensor], constant: Sequence[bool]) -> Tensor | None:
+        """r [dim, dimensions of the output] whose sum over `dim` is the output; None if there is none. Not
+        called for linear operations.
+
+        Args:
+          parts: such summands of the inputs; of a constant, the input itself.
+        """
+        return None
+
+    def of_part(self, rows: PartRows) -> tuple[Op, int] | None:
+        """The same on a part of the batch, and which of its operands is the part's number then, an int32
+        scalar; None if it does not depend on which rows of the batch it works on."""
+        return None
+
+    def untrained(self) -> tuple[Op, int] | None:
+        """The operation that replaces it without training, and the number of its first operands that this one
+        takes; None if there is none."""
+        return None
+
     @classmethod
     def lowers(cls) -> bool:
         """True if the class defines `lower`."""
@@ -186,41 +276,30 @@ def _brief(value: Any) -> str:
 _UNHASHABLE = re.compile(r"(\w+\.)*(list|dict|set|bytearray|List|Dict|Set|Mutable\w+|ndarray)\b")
 
 
-def check_contract(cls: Any, contract: Any, abstract: bool) -> None:
-    """TypeError if a class of operations breaks the contract of the class `Op`, or of a group of questions
-    that it extends (`traits`). (That it is frozen, `dataclass` itself checks.)"""
+def check_contract(cls: Any, abstract: bool) -> None:
+    """TypeError if a class of operations breaks the contract. (That it is frozen, `dataclass` itself
+    checks.)"""
     what = f"operation {cls.__name__}"
-    traits = [c for c in contract.__subclasses__() if "FACETS" in vars(c)]
-    extended = [contract, *(c for c in traits if issubclass(cls, c))]
-    missing = [f for c in extended for f in c.FACETS if getattr(cls, f) is getattr(c, f)]
+    missing = [f for f in Op.FACETS if getattr(cls, f) is getattr(Op, f)]
     if missing and not abstract:
         raise TypeError(f"{what} does not define {', '.join(missing)}; add these methods")
-    for one in extended:
-        for name in (*one.FACETS, *one.OPTIONAL):
-            own, declared = getattr(cls, name), getattr(one, name)
-            if not callable(own):
-                raise TypeError(f"{what}: {name} is {own!r}; define a method {name}{_takes(declared)}")
-            bound = isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod)
-            if not _fits(own, declared, bound):
-                must = f"must have the signature {name}{_takes(declared)}"
-                raise TypeError(f"{what}: the method {name}{_takes(own)} {must}")
-        for name, allowed in one.FACTS.items():
-            value = getattr(cls, name)
-            if not isinstance(value, property) and value not in allowed:
-                listed = ", ".join(map(repr, allowed))
-                raise TypeError(f"{what}: {name} is {value!r}; choose from {listed}")
-    for trait in traits:
-        for name in (*trait.FACETS, *trait.OPTIONAL, *trait.FACTS):
-            if trait not in extended and name in vars(cls):
-                raise TypeError(
-                    f"{what}: {name} is an attribute of {trait.__name__}; make the operation a subclass of "
-                    f"{trait.__module__}.{trait.__name__}"
-                )
+    for name in (*Op.FACETS, *Op.OPTIONAL):
+        own, declared = getattr(cls, name), getattr(Op, name)
+        if not callable(own):
+            raise TypeError(f"{what}: {name} is {own!r}; define a method {name}{_takes(declared)}")
+        bound = isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod)
+        if not _fits(own, declared, bound):
+            must = f"must have the signature {name}{_takes(declared)}"
+            raise TypeError(f"{what}: the method {name}{_takes(own)} {must}")
+    for name, allowed in Op.FACTS.items():
+        value = getattr(cls, name)
+        if not isinstance(value, property) and value not in allowed:
+            listed = ", ".join(map(repr, allowed))
+            raise TypeError(f"{what}: {name} is {value!r}; choose from {listed}")
     for name, annotation in inspect.get_annotations(cls).items():
         if "ClassVar" in str(annotation):
-            known = [fact for one in (contract, *traits) for fact in one.FACTS]
-            meant = get_close_matches(name, known, 1, 0.75)
-            if meant and name not in known:
+            meant = get_close_matches(name, Op.FACTS, 1, 0.75)
+            if meant and name not in Op.FACTS:
                 raise TypeError(
                     f"{what}: operations have no class attribute {name!r}; did you mean {meant[0]!r}?"
                 )

@@ -122,8 +122,8 @@ class Program:
 
     @cached_property
     def joined(self) -> Mapping[int, int]:
-        """Parts of a value -> that value, in which they lie from the start (`PartialAccess.joins`)."""
-        found = (i for i in self.every(Local) if getattr(i.op, "joins", False))
+        """Parts of a value -> that value, in which they lie from the start (`Op.joins`)."""
+        found = (i for i in self.every(Local) if i.op.joins)
         return {part: instr.outputs[0] for instr in found for part in instr.inputs}
 
     def share(self, loop: Loop, stack: int) -> tuple[int, float]:

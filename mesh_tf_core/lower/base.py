@@ -17,7 +17,6 @@ from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Input, Local, Origin, Program, ReadVariable, Stored, WriteVariable
 from mesh_tf_core.ir.structure import Assign, Connection, Feed, KnownTensor, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import ContextParallel, read_operands
 from mesh_tf_core.lower.loops import Loops
 from mesh_tf_core.lower.nodes import (
     NodePlan,
@@ -105,7 +104,7 @@ class Lowering(Loops):
         op = node.op
         if not isinstance(op, Connection):
             masters = self.masters if node.phase == Phase.UPDATE else {}
-            read = read_operands(op, node.inputs)
+            read = op.operands(node.inputs)
             inputs = [self.on_device(masters[i]) if i in masters else self.value_of(i) for i in read]
             between = self.layout
             if between.elsewhere and not plan.updates and not op.converts:
@@ -187,7 +186,7 @@ class Lowering(Loops):
             types = tuple(TensorType(layout.held(t.shape), t.dtype) for t in types)
         reduced = layout.split(roles.reduced) if roles.reduced else []
         self.check_disjoint(op, layout.split(roles.parallel) + reduced)
-        if isinstance(op, ContextParallel) and (form := self.context.get(op.crosses[0])):
+        if op.crosses and (form := self.context.get(op.crosses[0])):
             wanted = [not self._unread(tensor) for tensor in tensors]
             spread = op.spread(self, inputs, plan.types, form, wanted)
             if spread is not None:

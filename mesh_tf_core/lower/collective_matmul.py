@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from mesh_tf_core.ir.builder import ProgramRewriter, inside
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.program import AllGather, Instr, Local, Loop, Program, ReduceScatter
-from mesh_tf_core.ir.traits import renames
 from mesh_tf_core.lower.decomposed import Decomposed, Reader
 from mesh_tf_core.lower.nodes import is_product, weights
 from mesh_tf_core.lower.oracle import Oracle
@@ -107,8 +106,8 @@ class _Rewriting(ProgramRewriter):
             if self.uses[id] != 1 or called != names or not isinstance(instr, Local):
                 return False
             terms.append((instr, dim))
-            if renames(instr.op):
-                old = next((old for old, new in renames(instr.op) if new == dim), dim)
+            if instr.op.renames:
+                old = next((old for old, new in instr.op.renames if new == dim), dim)
                 return instr.op.free and made(instr.inputs[0], old)
             if isinstance(instr.op, AddN) or (isinstance(instr.op, Binary) and instr.op.fn == "add"):
                 return all(made(i, dim) for i in instr.inputs)
@@ -158,8 +157,8 @@ class _Found:
         known = [i for i in instr.inputs if i in self.names]
         if self.later.isdisjoint(instr.inputs) and len(known) == 1 and isinstance(instr, Local):
             dim, way = self.names[known[0]]
-            if renames(instr.op) and instr.op.free:
-                self.names[instr.outputs[0]] = dict(renames(instr.op)).get(dim, dim), (*way, instr)
+            if instr.op.renames and instr.op.free:
+                self.names[instr.outputs[0]] = dict(instr.op.renames).get(dim, dim), (*way, instr)
                 return
             same = instr.origin.phase == self.gather.origin.phase
             if same and self.rewriting.overlaps(instr, self.gather.axes):

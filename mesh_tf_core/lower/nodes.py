@@ -15,7 +15,6 @@ from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Assign, Connection, Read
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import crosses, renames
 from mesh_tf_core.ops.basic import AddN
 from mesh_tf_core.ops.context import FORMS
 from mesh_tf_core.ops.einsum import Einsum
@@ -170,7 +169,7 @@ def _moved_dims(node: Node, tensor: int, graph: Graph) -> list[str]:
     op = node.op
     if isinstance(op, Connection) or op.expands():
         return []
-    whole = {*gathered(op, op.roles(*(graph.tensor(i).type for i in node.inputs))), *crosses(op)}
+    whole = {*gathered(op, op.roles(*(graph.tensor(i).type for i in node.inputs))), *op.crosses}
     stay = {n for o in node.outputs for n in graph.tensor(o).shape.names}
     return [n for n in graph.tensor(tensor).shape.names if n in whole or (op.regroups and n not in stay)]
 
@@ -178,7 +177,7 @@ def _moved_dims(node: Node, tensor: int, graph: Graph) -> list[str]:
 @per_graph
 def crossed(graph: Graph) -> tuple[str, ...]:
     """The dimensions that forms of attention are chosen for."""
-    return tuple(dict.fromkeys(n for node, _ in graph.walk() for n in crosses(node.op)[:1]))
+    return tuple(dict.fromkeys(n for node, _ in graph.walk() for n in node.op.crosses[:1]))
 
 
 def check_context(graph: Graph, context: Mapping[str, str]) -> None:
@@ -209,7 +208,7 @@ def product_dims(graph: Graph) -> Mapping[int, frozenset[str]]:
             dims = found[node.index] = plan_of(node, graph).dims
             for i in node.inputs:
                 maker = graph.producer.get(i)
-                while maker is not None and renames(maker.op) and maker.op.free:
+                while maker is not None and maker.op.renames and maker.op.free:
                     found[maker.index] = found.get(maker.index, frozenset()) | dims
                     maker = graph.producer.get(maker.inputs[0])
     return found

@@ -16,7 +16,6 @@ from mesh_tf_core.ir.blocks import TICK, Block, Node, reads
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import KnownTensor
-from mesh_tf_core.ir.traits import read_operands
 from mesh_tf_core.lower.remat_policy import SETS, Policies, Recomputed, Sets, means_something
 from mesh_tf_core.lower.rematerialization import (
     NOTHING,
@@ -93,7 +92,7 @@ class RecomputedStep(Rematerialization):
     def _node(self, node: Node, run: str) -> Node:
         block, own, phase = node.body, node.inputs, Phase.RECOMPUTE if run else node.phase
         if block is None:
-            return replace(node, phase=phase, inputs=(*(read_operands(node.op, own) if run else own),))
+            return replace(node, phase=phase, inputs=(*(node.op.operands(own) if run else own),))
         made = [(begin, size, step._body(node, block, run)) for begin, size, step in self.parts(block, run)]
         return replace(node, phase=phase, body=in_parts(block, made))
 

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.traits import read_operands
 from mesh_tf_core.lower.remat_policy import Policies, check_kept, handed_on, kept_values
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.stage_layers import backwards, loop_name
@@ -266,7 +265,7 @@ def needed_for(
             continue
         body = node.body
         if body is None:
-            needed.update(read_operands(node.op, node.inputs))
+            needed.update(node.op.operands(node.inputs))
         else:
             ends = [i for i, outer in body.handed if outer in needed]
             ends += [*handed(body)]

@@ -45,7 +45,6 @@ from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.outline import per_graph
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Connection, Read
-from mesh_tf_core.ir.traits import SumRules, distributes
 from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.lower.nodes import plan_of, updated, with_parts
 from mesh_tf_core.tracing.graph import Graph
@@ -324,6 +323,6 @@ def _keeps_zero(op: Op, zero: list[bool]) -> bool:
     """Whether a result is zero where those operands are that are known to be."""
     if not any(zero):
         return False
-    if (isinstance(op, SumRules) and op.vanishes) or ((op.linear or op.converts) and all(zero)):
+    if op.vanishes or ((op.linear or op.converts) and all(zero)):
         return True
-    return any(z and distributes(op, [j != i for j in range(len(zero))]) for i, z in enumerate(zero))
+    return any(z and op.distributes([j != i for j in range(len(zero))]) for i, z in enumerate(zero))

@@ -34,7 +34,6 @@ from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllReduce, Instr, Local, Loop, Program, ReduceScatter, Result, Slice
 from mesh_tf_core.ir.structure import Connection
-from mesh_tf_core.ir.traits import read_operands
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.uses import Readers, count_uses
 from mesh_tf_core.ops.basic import Total
@@ -73,10 +72,10 @@ def waiting_nodes(uses: Readers) -> Iterator[tuple[Node, Node]]:
         op = node.op
         if isinstance(op, Connection):
             continue
-        found = [waits(i, node) for i in read_operands(op, node.inputs)]
+        found = [waits(i, node) for i in op.operands(node.inputs)]
         # Of several outputs each follows its own operand.
         behind = (op.linear or op.converts) and (any if len(node.outputs) > 1 else all)(found) and bool(found)
-        for i in read_operands(op, node.inputs) if behind else ():
+        for i in op.operands(node.inputs) if behind else ():
             yield uses.maker(i), node
         roles = op.roles(*(uses.graph.tensor(i).type for i in node.inputs))
         reduced = roles.reduced if roles.combine == "sum" else ()

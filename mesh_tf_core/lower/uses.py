@@ -10,7 +10,6 @@ from dataclasses import replace
 from mesh_tf_core.ir import program as ir
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.traits import read_operands
 from mesh_tf_core.lower.nodes import repeated
 from mesh_tf_core.tracing.graph import Graph
 
@@ -98,7 +97,7 @@ class Readers:
         self.leaving: set[int] = set()
         again = repeated(graph)
         for node in nodes:
-            for i in dict.fromkeys(again.get(i, i) for i in read_operands(node.op, node.inputs)):
+            for i in dict.fromkeys(again.get(i, i) for i in node.op.operands(node.inputs)):
                 self.of[i].append(node)
         self.of.update((i, self.of[first]) for i, first in again.items())
         for block in graph.blocks:

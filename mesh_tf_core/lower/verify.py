@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from mesh_tf_core.ir import program as ir
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import TensorType
-from mesh_tf_core.ir.traits import SumRules
 from mesh_tf_core.lower.sums import rounds
 from mesh_tf_core.ops.basic import Total
 
@@ -200,7 +199,7 @@ class _Verifier:
         if isinstance(instr.op, Total):
             self.total(instr, instr.op)
             return
-        adds = isinstance(instr.op, SumRules) and instr.op.adds
+        adds = instr.op.adds
         terms = instr.inputs[:-1] if adds else instr.inputs
         partial = {self.of(i).partial for i in terms if not self.is_number(i, instr)}
         if adds and self.of(instr.inputs[-1]).partial != self.of(instr.outputs[0]).partial:

@@ -12,7 +12,6 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import DimensionNames, LabelOperand
 from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.convgrid import ordered
 from mesh_tf_core.ops.index import local_ids, need_ints
@@ -30,7 +29,7 @@ def _rows(x: Shape, ids: Shape) -> list[Dim]:
 
 
 @dataclass(frozen=True)
-class TakeAlong(LabelOperand, Move):
+class TakeAlong(Move):
     """x [common, dim, rows] at ids [common, more]: [the ids' dimensions, rows]; 0 where an id is outside."""
 
     dim: str
@@ -80,7 +79,7 @@ class TakeAlong(LabelOperand, Move):
 
 
 @dataclass(frozen=True)
-class PutAlong(DimensionNames, Reduction):
+class PutAlong(Reduction):
     """Sums x [kept, more, rows] to the places ids [kept, more] along `dim`: [kept, dim, rows].
 
     Ids outside are dropped. Dimensions that the ids lack are rows, and need not be named in `kept`.

@@ -11,7 +11,6 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import BLOCKS, At, Attending, Kernel, PartRows
 from mesh_tf_core.ir.op import Op, TensorType, Work
-from mesh_tf_core.ir.traits import ContextParallel, StepCopies
 from mesh_tf_core.ops.random import places_of
 from mesh_tf_core.ops.random import rows as rows_of
 from mesh_tf_core.visible import Visible
@@ -60,7 +59,7 @@ class _Laid:
 
 
 @dataclass(frozen=True)
-class AnyAttention(StepCopies, ContextParallel, abstract=True):
+class AnyAttention(Op, abstract=True):
     """The base of attention and of its gradients.
 
     Attributes:

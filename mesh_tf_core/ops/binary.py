@@ -14,7 +14,6 @@ from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import SumRules
 from mesh_tf_core.ops.basic import cast, constant_like, scale, shift
 from mesh_tf_core.ops.common import aligned, joined, listing, need_fractions, same_dtype
 from mesh_tf_core.ops.einsum import Einsum
@@ -24,7 +23,7 @@ from mesh_tf_core.ops.unary import unary
 
 
 @dataclass(frozen=True)
-class Binary(SumRules, Elementwise):
+class Binary(Elementwise):
     """Two operands, element by element; dimensions that one lacks are broadcast."""
 
     fn: str

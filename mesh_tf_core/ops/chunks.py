@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType, Work
-from mesh_tf_core.ir.traits import PartialAccess, SumRules
 from mesh_tf_core.ops.einsum import Einsum
 from mesh_tf_core.ops.kinds import Elementwise, MadeByLowering, Move
 from mesh_tf_core.ops.pieces import resized
@@ -55,7 +54,7 @@ class ChunkNumber(MadeByLowering, Elementwise):
 
 
 @dataclass(frozen=True)
-class ChunkOf(PartialAccess, MadeByLowering, Move):
+class ChunkOf(MadeByLowering, Move):
     """x [..., dim] -> the chunk of `size` elements of `dim` with a number (int32 scalar)."""
 
     dim: str
@@ -78,7 +77,7 @@ class ChunkOf(PartialAccess, MadeByLowering, Move):
 
 
 @dataclass(frozen=True)
-class ChunkFirst(PartialAccess, MadeByLowering, Move):
+class ChunkFirst(MadeByLowering, Move):
     """A chunk of `dim` and its number (int32 scalar) -> `count` chunks, of which the others are 0."""
 
     dim: str
@@ -98,7 +97,7 @@ class ChunkFirst(PartialAccess, MadeByLowering, Move):
 
 
 @dataclass(frozen=True)
-class ChunkPut(PartialAccess, MadeByLowering, Move):
+class ChunkPut(MadeByLowering, Move):
     """x [..., dim] with a chunk of `dim` at the place given by its number (int32 scalar).
 
     Attributes:
@@ -129,7 +128,7 @@ def _put(k: Kernel, x: Any, chunk: Any, axis: int, number: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class AddProduct(SumRules, MadeByLowering):
+class AddProduct(MadeByLowering):
     """A product of all operands but the last, added to that: one kernel, as the TPU compiler makes it."""
 
     product: Einsum

@@ -46,7 +46,7 @@ class Spread(AnyAttention, abstract=True):
         form: str,
         wanted: Sequence[bool],
     ) -> Sequence[int] | None:
-        """As `ContextParallel.spread`; LayoutError if the operands or the layout do not allow the form."""
+        """As `Op.spread`; LayoutError if the operands or the layout do not allow the form."""
         names = self.length.name, self.memory.name
         own, axes = (low.layout.axes(name) for name in names)
         if not axes or axes != own:

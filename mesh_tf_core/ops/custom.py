@@ -11,7 +11,6 @@ from mesh_tf_core.ir.builder import Emitter
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import GradientOperands
 from mesh_tf_core.ops.basic import StopGradient, constant_like, stop_gradient
 from mesh_tf_core.ops.kinds import Move
 from mesh_tf_core.ops.math import maximum, sqrt, square
@@ -45,7 +44,7 @@ GradientOf = Callable[[list["Tensor | None"], list["Tensor"], list["Tensor"]], "
 
 
 @dataclass(frozen=True)
-class CustomGradient(GradientOperands, Move):
+class CustomGradient(Move):
     """Returns the first `count` inputs; a function of the model computes the gradient, which goes to the
     others.
 

@@ -15,7 +15,6 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import PartialAccess
 from mesh_tf_core.ops.basic import constant_like
 from mesh_tf_core.ops.common import dim_name, listing
 from mesh_tf_core.ops.einsum import broadcast
@@ -41,7 +40,7 @@ def _element(k: Kernel, x: Any, sizes: Sequence[int], axis: int, place: Any) -> 
 
 
 @dataclass(frozen=True)
-class DynamicSlice(PartialAccess, Move):
+class DynamicSlice(Move):
     """x [..., dim] at a position (int scalar): [...]; zeros where the position is outside."""
 
     dim: str
@@ -72,7 +71,7 @@ class DynamicSlice(PartialAccess, Move):
 
 
 @dataclass(frozen=True)
-class DynamicUpdate(PartialAccess, Move):
+class DynamicUpdate(Move):
     """x [..., dim] with a piece [...] at a position (int scalar) of `dim`; x itself if that is outside."""
 
     dim: str

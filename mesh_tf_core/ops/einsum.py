@@ -11,15 +11,14 @@ from typing import Any, ClassVar
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Roles, TensorType, Work
+from mesh_tf_core.ir.op import Op, Roles, TensorType, Work
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import SumRules
 from mesh_tf_core.ops.common import align, all_parallel, joined, listing, same_dtype
 from mesh_tf_core.ops.kinds import Move
 
 
 @dataclass(frozen=True)
-class Einsum(SumRules):
+class Einsum(Op):
     """Multiplies the inputs and sums out every dimension that `output` does not keep.
 
     Attributes:

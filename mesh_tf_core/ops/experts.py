@@ -17,9 +17,8 @@ from mesh_tf_core.ir.builder import Emitter
 from mesh_tf_core.ir.dims import Dim, Shape, SparseDim
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.layout import Axes
-from mesh_tf_core.ir.op import Roles, TensorType
+from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import DimensionNames
 from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.grouped import GroupedOuter, GroupedProduct, matrix
 from mesh_tf_core.ops.index import local_ids, need_ints
@@ -28,7 +27,7 @@ from mesh_tf_core.ops.shape import transpose
 
 
 @dataclass(frozen=True)
-class _Exchange(DimensionNames, abstract=True):
+class _Exchange(Op, abstract=True):
     """Rows between their tokens [tokens, rest] and the experts [tokens, experts, rest].
 
     Attributes:

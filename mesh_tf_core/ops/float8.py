@@ -11,7 +11,7 @@ of eight bits.
 
 The largest element is found over all devices, so numbers are the same under every layout. If the elements of
 one scale are split, this costs a small message; training software mostly takes those of its own rank. With
-microbatches each part has its own (`StepCopies.scales`).
+microbatches each part has its own (`Op.scales`).
 
 Chips without such a unit (A100, TPUs before v7) and the CPU engines multiply the same numbers in a wider
 type: the results are the same, and priced at that type's rate. Where scales differ along what is summed, all
@@ -30,7 +30,6 @@ from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType, Work
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import StepCopies
 from mesh_tf_core.ops.basic import Constant, cast, stop_gradient
 from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.custom import custom_gradient
@@ -46,7 +45,7 @@ _LEAST, _BITS = 2.0**-60, (64, 32, 16, 8, 4, 2, 1)
 
 
 @dataclass(frozen=True)
-class AbsMax(NoGradient, StepCopies):
+class AbsMax(NoGradient):
     """The largest absolute value, float32, over some dimensions and blocks along another.
 
     Attributes:

@@ -13,7 +13,6 @@ from mesh_tf_core.ir.dtypes import check_dtype
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import LabelOperand, SumRules
 from mesh_tf_core.ops.common import dtype_name, listing
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.kinds import Move, NoGradient, Reduction, SourceOp
@@ -98,7 +97,7 @@ class OneHot(NoGradient):
 
 
 @dataclass(frozen=True)
-class Gather(LabelOperand, Move):
+class Gather(Move):
     """Rows of a table [dim, rest] by id: an embedding. Ids outside the table give zeros."""
 
     dim: str
@@ -136,7 +135,7 @@ class Gather(LabelOperand, Move):
 
 
 @dataclass(frozen=True)
-class ScatterAdd(SumRules, Reduction):
+class ScatterAdd(Reduction):
     """Sums rows x [ids' dims, rest] into a table [dim, rest] by id. Ids outside the table are dropped."""
 
     dim: Dim
@@ -176,7 +175,7 @@ _MOST_POSITIONS = 2**31
 
 
 @dataclass(frozen=True)
-class Pick(LabelOperand, Move):
+class Pick(Move):
     """The element of x [..., dim] at an index for every other position: [...]."""
 
     dim: str

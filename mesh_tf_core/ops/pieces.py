@@ -14,7 +14,6 @@ from mesh_tf_core.ir.builder import Emitter
 from mesh_tf_core.ir.dims import Dim, PaddedDim
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import TensorType
-from mesh_tf_core.ir.traits import PartialAccess
 from mesh_tf_core.ops.kinds import MadeByLowering, Move
 
 
@@ -82,7 +81,7 @@ class PadPieces(MadeByLowering, Move):
 
 
 @dataclass(frozen=True)
-class CutPadding(PartialAccess, MadeByLowering, Move):
+class CutPadding(MadeByLowering, Move):
     """The inverse: the elements of a device's own piece that count, which readers take where they lie."""
 
     dim: PaddedDim

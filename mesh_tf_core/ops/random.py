@@ -20,7 +20,6 @@ from mesh_tf_core.ir.dtypes import check_dtype
 from mesh_tf_core.ir.kernel import At, Kernel, PartRows
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import StepCopies
 from mesh_tf_core.ops.basic import StopGradient, constant_like
 from mesh_tf_core.ops.common import need_fractions
 from mesh_tf_core.ops.einsum import broadcast
@@ -188,7 +187,7 @@ def mix(k: Kernel, x: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class FoldIn(NoGradient, StepCopies, Elementwise):
+class FoldIn(NoGradient, Elementwise):
     """A new key from numbers (int32 scalars), one after the other: mix(key * odd ^ number), from the salt on.
 
     Attributes:
@@ -224,7 +223,7 @@ class FoldIn(NoGradient, StepCopies, Elementwise):
 
 
 @dataclass(frozen=True)
-class Drawn(NoGradient, StepCopies, abstract=True):
+class Drawn(NoGradient, abstract=True):
     """Draws a number for every element of its output, from a key.
 
     Attributes:

@@ -12,7 +12,6 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import SumRules
 from mesh_tf_core.ops.common import need_fractions
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.kinds import Reduction
@@ -21,7 +20,7 @@ _COMBINE = {"sum": "sum", "max": "max", "min": "min", "any": "max", "all": "min"
 
 
 @dataclass(frozen=True)
-class Reduce(Reduction, SumRules):
+class Reduce(Reduction):
     """Reduces the named dimensions by `fn` (sum, max, min, any, all); the others keep their order."""
 
     fn: str

@@ -17,14 +17,13 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import DimensionNames
 from mesh_tf_core.ops.common import align, check_number, dim_name, listing, same_dtype
 from mesh_tf_core.ops.kinds import AlongWhole, Move
 from mesh_tf_core.ops.rearrange import rearranged
 
 
 @dataclass(frozen=True)
-class Rename(DimensionNames, Move):
+class Rename(Move):
     """The same elements under other dimension names: (old, new) pairs. The layout may split old and new
     differently."""
 

@@ -12,7 +12,6 @@ from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import LabelOperand
 from mesh_tf_core.ops.basic import cast, stop_gradient
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.common import aligned, dim_name, listing
@@ -106,7 +105,7 @@ class LogSumExp(AlongWhole, Reduction):
 
 
 @dataclass(frozen=True)
-class CrossEntropy(LabelOperand, AlongWhole, Reduction):
+class CrossEntropy(AlongWhole, Reduction):
     """logsumexp - logits[target] from (logits, target ids, logsumexp of the logits).
 
     The logits get the whole gradient, softmax(logits) - one_hot(target), and the log-sum-exp none, so one

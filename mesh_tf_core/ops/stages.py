@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import TensorType
-from mesh_tf_core.ir.traits import PartialAccess
 from mesh_tf_core.ops.basic import AddN
 from mesh_tf_core.ops.index import Range
 from mesh_tf_core.ops.kinds import MadeByLowering, Move
@@ -60,7 +59,7 @@ class StageStack(CalledOtherwise):
 
 
 @dataclass(frozen=True)
-class JoinedParts(PartialAccess, MadeByLowering, Concat):
+class JoinedParts(MadeByLowering, Concat):
     """One stack of what loops over parts of a dimension stack: each wrote its elements of it."""
 
     free: ClassVar[bool] = True
@@ -69,7 +68,7 @@ class JoinedParts(PartialAccess, MadeByLowering, Concat):
 
 
 @dataclass(frozen=True)
-class PartsInPlace(PartialAccess, MadeByLowering, AddN):
+class PartsInPlace(MadeByLowering, AddN):
     """The same of stacks as long as the whole, in which each loop wrote its own elements, among zeros."""
 
     free: ClassVar[bool] = True

@@ -13,7 +13,6 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import SumRules
 from mesh_tf_core.ops.common import need_fractions, same_dtype
 from mesh_tf_core.ops.kinds import Elementwise, FirstDerivative
 
@@ -102,7 +101,7 @@ derivative."""
 
 
 @dataclass(frozen=True)
-class Unary(SumRules, Elementwise):
+class Unary(Elementwise):
     """Applies a function to every element; the output has the input's shape."""
 
     fn: str
@@ -147,7 +146,7 @@ class Unary(SumRules, Elementwise):
 
 
 @dataclass(frozen=True)
-class UnaryGrad(FirstDerivative, SumRules, Elementwise):
+class UnaryGrad(FirstDerivative, Elementwise):
     """dy times the derivative of `fn`, from its input or its output (see `_SLOPES`)."""
 
     fn: str

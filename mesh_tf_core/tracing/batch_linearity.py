@@ -25,7 +25,6 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.structure import Feed, Read
-from mesh_tf_core.ir.traits import DimensionNames, distributes, renames, scales
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -134,7 +133,7 @@ class BatchLinearity:
             after = max(after, 1 + max(self.of(i).after for i in sums))
         if not read and not self._batch(output):
             return TensorLinearity(Linearity.REPLICATED, after)
-        if scales(node.op):
+        if node.op.scales:
             return TensorLinearity(Linearity.REPLICATED, after)
         roles = node.op.roles(*types)
         if apart(node.op, roles, types, output, self.names):
@@ -146,7 +145,7 @@ class BatchLinearity:
     def _waits(self, op: Op, same: Sequence[bool], types: Sequence[TensorType]) -> bool:
         """Whether an operation on sums gives a sum; `same`: which operands are not."""
         *operands, output = types
-        if not distributes(op, same):
+        if not op.distributes(same):
             return False
         fractions = any(is_float(t.dtype) for t in operands)
         return not (not is_float(output.dtype) and (fractions or (any(same) and op.linear)))
@@ -214,7 +213,7 @@ def apart(op: Op, roles: Roles, inputs: Sequence[TensorType], output: TensorType
     (row,) = rows
     if not inputs or (not read and row in _named(op)):
         return False  # It numbers the rows, and would begin again in every part.
-    renamed = bool(renames(op))
+    renamed = bool(op.renames)
     if len(read) > 1 or (read and row not in read and not renamed):
         return False
     return renamed or (row in roles.parallel and row not in _named(op))
@@ -232,7 +231,7 @@ def _named(op: Any) -> set[str]:
             found.add(value.name if isinstance(value, Dim) else value)
         elif dataclasses.is_dataclass(value) and not isinstance(value, Shape):
             left += [getattr(value, f.name) for f in dataclasses.fields(value)]
-    return found - {*op.still} if isinstance(op, DimensionNames) else found
+    return found - {*op.still}
 
 
 def outer_reads(

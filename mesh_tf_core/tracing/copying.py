@@ -13,7 +13,6 @@ from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.scopes import having
 from mesh_tf_core.ir.structure import KnownTensor
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import renames
 from mesh_tf_core.tracing.assigning import before_update
 from mesh_tf_core.tracing.graph import Graph
 
@@ -22,7 +21,7 @@ def batch_names(graph: Graph, batch: str) -> set[str]:
     """The batch dimension's name and those that operations rename it to."""
     names = {batch}
     while True:
-        more = {new for node, _ in graph.walk() for old, new in renames(node.op) if old in names}
+        more = {new for node, _ in graph.walk() for old, new in node.op.renames if old in names}
         if more <= names:
             return names
         names |= more

@@ -5,7 +5,7 @@ The transformed graph holds the same operations with a smaller batch dimension i
 of their variables; results of such sums are computed from the whole sums, after the loop. Backward may read
 some of them, as the number of tokens that a masked mean divides by: an earlier loop over the parts computes
 these, and nothing else. `batch_linearity` decides the class of each tensor. Random numbers are those that the
-part's rows have in the whole batch (`StepCopies.of_part`). Variables are assigned after the loops, from whole
+part's rows have in the whole batch (`Op.of_part`). Variables are assigned after the loops, from whole
 sums.
 
 A model that mixes examples in another way (statistics of a batch, comparisons of examples), or whose
@@ -25,7 +25,6 @@ from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import StepCopies
 from mesh_tf_core.ops.basic import Cast, scale
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.math import equal
@@ -262,7 +261,7 @@ class Accumulation(LoopedCopy, ResizedCopy):
         fixes = f"{op.describe()} works only for the whole batch"
         names = {n for i in (*node.inputs, *node.outputs) for n in self.old.tensor(i).shape.names}
         if self.number is not None and self.parts > 1 and not names.isdisjoint(self.names):
-            of_part = op.of_part(self.rows) if isinstance(op, StepCopies) else None
+            of_part = op.of_part(self.rows)
             if of_part is not None:
                 op, at = of_part
                 inputs = [*inputs[:at], self.number, *inputs[at:]]

@@ -23,7 +23,6 @@ from mesh_tf_core.ir.initializers import Initializer, Variable
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import derives_key
 from mesh_tf_core.tracing.batch_linearity import outer_reads
 from mesh_tf_core.tracing.copying import CopiedTensors, LoopedCopy
 from mesh_tf_core.tracing.graph import Graph
@@ -42,7 +41,7 @@ class Alike(Initializer):
 
 def _draws(node: Node) -> bool:
     """Whether a node, or one in its loop, makes a random key."""
-    return derives_key(node.op) or any(derives_key(n.op) for n, _ in (node.body.walk() if node.body else ()))
+    return node.op.derives_key or any(n.op.derives_key for n, _ in (node.body.walk() if node.body else ()))
 
 
 class InnerStep(LoopedCopy):
@@ -113,13 +112,13 @@ class InnerStep(LoopedCopy):
 
     def _applied(self, op: Op, inputs: Sequence[Tensor], node: Node) -> tuple[Tensor, ...]:
         """Every replica derives keys of its own, with its number."""
-        if derives_key(op) and self.number is not None and not any(map(self._derived, node.inputs)):
+        if op.derives_key and self.number is not None and not any(map(self._derived, node.inputs)):
             inputs = [*inputs, self.number]
         return super()._applied(op, inputs, node)
 
     def _derived(self, tensor: int) -> bool:
         node = self.old.producer.get(tensor)
-        return node is not None and derives_key(node.op)
+        return node is not None and node.op.derives_key
 
     def _copies(self, v: Variable) -> Variable:
         return replace(

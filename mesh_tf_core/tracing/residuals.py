@@ -6,7 +6,6 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.outline import Remembering
 from mesh_tf_core.ir.tensor import Builder, Tensor
-from mesh_tf_core.ir.traits import renames
 
 
 def several(part: Shape, stack: Shape) -> Dim | None:
@@ -93,10 +92,10 @@ class Residuals(Builder, Remembering):
         """Whether x is another tensor under other names, which others read under its own. Alone, x is what is
         saved: where a name moves data, as tokens go to their experts, backward would move it again."""
         node = self.producer.get(x.id)
-        if node is None or not (node.op.free and renames(node.op)):
+        if node is None or not (node.op.free and node.op.renames):
             return False
         (source,) = node.inputs
-        return any(source in other.inputs and not renames(other.op) for other in forward.nodes)
+        return any(source in other.inputs and not other.op.renames for other in forward.nodes)
 
     def is_free(self, x: Tensor, forward: Block) -> bool:
         """True if x follows, by element-wise work alone, from variables, the index and values from

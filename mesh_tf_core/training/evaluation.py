@@ -38,7 +38,6 @@ from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.structure import Assign, Read
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import StepCopies, SumRules
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.placement import placement
 from mesh_tf_core.model import Model
@@ -282,7 +281,7 @@ def forward(
     for block in found.blocks:
         block.saved.clear()
         for at, node in enumerate(block.nodes):
-            instead = node.op.untrained() if isinstance(node.op, StepCopies) else None
+            instead = node.op.untrained()
             if instead is not None:
                 op, count = instead
                 block.nodes[at] = dataclasses.replace(node, op=op, inputs=node.inputs[:count])
@@ -359,7 +358,7 @@ def _sums(rows: Rows, result: Tensor) -> tuple[tuple[Tensor, ...] | None, float]
     while node is not None and _scales(node):
         behind += [] if node.op.converts else [node.op]
         node = rows.graph.producer.get(node.inputs[0])
-    if node is None or not (isinstance(node.op, SumRules) and node.op.divides):
+    if node is None or not node.op.divides:
         return None, -math.inf
     why = rows.why
     divisor, least = _at_least(rows.graph, rows.graph.tensor(node.inputs[1]))

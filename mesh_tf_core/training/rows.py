@@ -16,7 +16,6 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.traits import SumRules
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.shape import rename_dimension
 from mesh_tf_core.tracing.batch_linearity import REPLICATED, BatchLinearity, Linearity
@@ -78,7 +77,7 @@ class Rows:
     def _first(self, op: Op, xs: Sequence[Tensor]) -> Tensor | None:
         """Where the batch is summed out."""
         rows, *others = {d for x in xs for d in x.shape if d.name in self.names}
-        found = op.unreduced(rows, xs) if isinstance(op, SumRules) and not others else None
+        found = None if others else op.unreduced(rows, xs)
         return None if found is None else rename_dimension(found, rows, self.batch.name)
 
     def _linear(self, op: Op, xs: Sequence[Tensor]) -> Tensor | None:
@@ -89,7 +88,7 @@ class Rows:
         if len(known) < len(parts):
             return None
         if not (op.linear or op.converts):
-            return op.summand(self.batch, known, constant) if isinstance(op, SumRules) else None
+            return op.summand(self.batch, known, constant)
         known = [self._share(x) if c else x for x, c in zip(known, constant, strict=True)]
         types = [x.type for x in known]
         if self.batch.name not in op.roles(*types).parallel:

@@ -13,7 +13,6 @@ import pytest
 
 import mesh_tf_core as mtf
 import mesh_tf_core.ops
-from mesh_tf_core.ir import traits
 from mesh_tf_core.ir.builder import Emitter
 from mesh_tf_core.ir.op import NO_PRODUCT, Op, Roles, TensorType
 from mesh_tf_core.lower.placing import Placing
@@ -90,23 +89,9 @@ def with_a_facet_that_is_none() -> None:
         flops = None  # type: ignore[assignment]
 
 
-def without_the_facet_of_its_group() -> None:
-    class Half(traits.LabelOperand, Whole): ...
-
-
-def with_a_short_facet_of_its_group() -> None:
-    class Half(traits.SumRules, Whole):
-        def distributes(self) -> Any: ...
-
-
-def with_an_unknown_fact_of_its_group() -> None:
-    class Half(traits.SumRules, Whole):
-        adds = "mostly"  # type: ignore[assignment]
-
-
-def with_a_facet_of_another_group() -> None:
+def with_a_short_distributes() -> None:
     class Half(Whole):
-        def labels(self, *inputs: TensorType) -> Any: ...
+        def distributes(self) -> Any: ...
 
 
 def unhashable() -> None:
@@ -165,16 +150,9 @@ def bare() -> None:
             with_a_facet_that_is_none,
             r"operation Half: flops is None; define a method flops\(self, \*local\)$",
         ),
-        (without_the_facet_of_its_group, r"operation Half does not define labels; add these methods$"),
         (
-            with_a_short_facet_of_its_group,
+            with_a_short_distributes,
             r"the method distributes\(self\) must have the signature distributes\(self, constant\)$",
-        ),
-        (with_an_unknown_fact_of_its_group, r"operation Half: adds is 'mostly'; choose from False, True$"),
-        (
-            with_a_facet_of_another_group,
-            r"operation Half: labels is an attribute of LabelOperand; "
-            r"make the operation a subclass of mesh_tf_core\.ir\.traits\.LabelOperand$",
         ),
         (unhashable, "field 'sizes' has type list"),
         (mutable, r"cannot inherit non-frozen dataclass from a frozen one"),
@@ -222,11 +200,8 @@ def test_what_an_operation_is_without_its_optional_facets() -> None:
     assert not op.lowers() and not op.expands()
     assert (op.expand(), op.work(x)) == (None, NO_PRODUCT)
     assert (op.describe(), op.kind) == ("same(size=3)", "elementwise")
-    assert not any((op.free, op.linear, op.converts, op.regroups))
-    assert not any(
-        (traits.scales(op), traits.derives_key(op), traits.in_place(op), traits.distributes(op, [False]))
-    )
-    assert (traits.renames(op), traits.crosses(op), traits.read_operands(op, [1, 2])) == ((), (), [1, 2])
+    assert not any(getattr(op, fact) for fact in Op.FACTS if fact != "kind")
+    assert (op.operands([1, 2]), op.labels(x), op.distributes([False])) == ([1, 2], None, False)
     assert op == Same() and hash(op) == hash(Same()) and op != Same(4)
 
 

@@ -15,7 +15,6 @@ from layoutopt.importers.huggingface import from_huggingface
 from mesh_tf_core.ir.blocks import Block, Node, reads
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import KnownTensor
-from mesh_tf_core.ir.traits import read_operands
 from mesh_tf_core.lower.recomputed import RecomputedStep, recomputed
 from mesh_tf_core.lower.remat_policy import policies
 from tests.core.test_recompute import CHOSEN, model
@@ -73,7 +72,7 @@ def test_it_is_a_plain_graph(name: str, said: tuple[str, ...], to_the_end: bool)
     for node in nodes:
         phase, inputs = own[node.index].phase, own[node.index].inputs
         if node in copies:
-            phase, inputs = Phase.RECOMPUTE, tuple(read_operands(node.op, inputs))
+            phase, inputs = Phase.RECOMPUTE, tuple(node.op.operands(inputs))
         assert replace(node, body=None) == replace(own[node.index], body=None, phase=phase, inputs=inputs)
     read = {outer for body in every for outer, _ in body.sliced}
     read |= {i for body in every for node in body.nodes for i in reads(node)}

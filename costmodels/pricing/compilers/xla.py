@@ -20,7 +20,6 @@ from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import AllGather, AllReduce, AllToAll, Collective, Local, Loop, Program, Transfer
-from mesh_tf_core.ir.traits import PartialAccess
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class XlaTpu(Xla):
     (1) Arrays are stored in tiles; transfers over the host link move whole tiles. (2) A separate kernel
     copies the result of a collective to its stack. (3) The result of an all-to-all is ordered by device: a
     separate kernel writes it in the order of its dimensions (copies around `lax.all_to_all`). (4) A product
-    reads a part of an operand (`PartialAccess.cuts`) in place, and writes its result in place (v5e:2x4,
+    reads a part of an operand (`Op.cuts`) in place, and writes its result in place (v5e:2x4,
     chunks of scatters and gathers, 2026-11-24). (5) Operations on statistics only are a separate kernel. (6)
     Each message of a weight or of its gradient is sent alone.
     """
@@ -89,7 +88,7 @@ class XlaTpu(Xla):
     library: ClassVar[str] = "tpu"
 
     def computes(self, instr: Local) -> bool:
-        return super().computes(instr) and not (isinstance(instr.op, PartialAccess) and instr.op.cuts)
+        return super().computes(instr) and not instr.op.cuts
 
     def stack(self, loop: Loop, inner: int, stack: int) -> Stack:
         copied = inner in _moved(loop)
