@@ -16,8 +16,8 @@ from costmodels import Hardware, load_hardware
 from costmodels.frameworks import DEFAULT
 from costmodels.pricing.hidden import Cost
 from costmodels.pricing.pricer import Pricer, pricer
+from mesh_tf_core.ir.outline import loop_dims
 from mesh_tf_core.ir.schedules import GPIPE
-from mesh_tf_core.tracing.stage_layers import loop_dims
 
 DATA = Path(__file__).parent / "data"
 

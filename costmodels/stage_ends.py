@@ -15,13 +15,12 @@ from enum import Enum
 
 import numpy as np
 
-from mesh_tf_core.ir.blocks import ARRIVING, IN_FLIGHT, TICK, Block, Node, reads
+from mesh_tf_core.ir.blocks import ARRIVING, IN_FLIGHT, TICK, Assign, Block, Node, reads
 from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Instr, Loop, Program
 from mesh_tf_core.ir.schedules import KINDS
 from mesh_tf_core.ir.stage_orders import StageAction
-from mesh_tf_core.ir.structure import Assign
 from mesh_tf_core.ops.neighbours import ShiftAlong
 from mesh_tf_core.ops.ticks import LayerNumbers, Passing, ScheduleColumn
 

@@ -140,11 +140,10 @@ if TYPE_CHECKING:
         WarmupRsqrt,
     )
     from mesh_tf_core.tracing.assigning import assign_add, assign_slice, assign_sub
-    from mesh_tf_core.tracing.branches import cond, recomputable, while_loop
     from mesh_tf_core.tracing.diloco import DiLoCo
     from mesh_tf_core.tracing.gradients import gradients
     from mesh_tf_core.tracing.graph import Graph
-    from mesh_tf_core.tracing.scan import reversible_scan, scan
+    from mesh_tf_core.tracing.scan import cond, recomputable, reversible_scan, scan, while_loop
     from mesh_tf_core.training import Decoupled, Source, Trainer
 
 # fmt: off

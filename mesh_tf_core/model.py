@@ -17,6 +17,7 @@ from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.outline import loop_dims
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import GPIPE
@@ -36,7 +37,7 @@ from mesh_tf_core.tracing.gradients import gradients, unwidened
 from mesh_tf_core.tracing.graph import Graph, graph_of
 from mesh_tf_core.tracing.microbatch import Accumulation
 from mesh_tf_core.tracing.pipelined_step import PipelinedStep
-from mesh_tf_core.tracing.stage_layers import check_stages, loop_dims, refused
+from mesh_tf_core.tracing.virtual_stages import check_stages, refused
 
 DEFAULT = Options()
 NOTHING: Policies = frozenset()

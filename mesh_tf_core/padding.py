@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from mesh_tf_core.ir.blocks import Node
+from mesh_tf_core.ir.blocks import Feed, Node, Read
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.op import Op
-from mesh_tf_core.ir.structure import Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.copying import ResizedCopy

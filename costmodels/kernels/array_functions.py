@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from costmodels.kernels.calls import FAR, SCALAR, Call, NoArrayFunctionError, Piece
-from mesh_tf_core.ir.array_functions import BINARY, UNARY
 from mesh_tf_core.ir.dtypes import FLOAT8, itemsize
-from mesh_tf_core.ir.kernel import At, LoopStep, WithoutLibraryKernels
+from mesh_tf_core.ir.kernel import BINARY, UNARY, At, LoopStep, WithoutLibraryKernels
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.kernels.contraction import MatMul, PairwiseEinsum
 

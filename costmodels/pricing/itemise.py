@@ -29,7 +29,7 @@ from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Collective, Local, Loop, Permute, Program, Transfer, wire_bytes
 from mesh_tf_core.ir.schedules import KINDS
-from mesh_tf_core.lower.combine import SMALL_BYTES
+from mesh_tf_core.lower.messages import SMALL_BYTES
 from mesh_tf_core.ops.custom import LibraryKernels
 
 

@@ -1,4 +1,4 @@
-"""Overlap of messages with the products between start and done (`mesh_tf_core.lower.start_done`), and the
+"""Overlap of messages with the products between start and done (`mesh_tf_core.lower.messages`), and the
 hidden fraction in a hardware file.
 
   gradient, parameter   a fraction of the message's own time is hidden, as the file's `overlap` says of the

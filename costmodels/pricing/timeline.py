@@ -2,7 +2,7 @@
 
 Work on a device is sequential. A message is drawn with all its seconds on a track of its axes, from its start
 on. It delays the device by its exposed seconds: at its place, or, if the program has a done
-(`mesh_tf_core.lower.start_done`), there. So the device's track takes `Cost.step_seconds`, equation (4) of
+(`mesh_tf_core.lower.messages`), there. So the device's track takes `Cost.step_seconds`, equation (4) of
 `costmodels.pricing.pricer`. Hidden messages may end later, where there is not work enough to hide them under
 (`costmodels.pricing.hidden`). Messages whose done is one iteration after their start are drawn at their
 place.

@@ -32,11 +32,10 @@ from layoutopt.formulation.second_runs import SecondRun, SecondRuns
 from layoutopt.space.context import Context
 from layoutopt.space.decisions import changing
 from layoutopt.space.kind import Affects
-from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.blocks import Assign, Block, Feed, Node, Read, Scan
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.nodes import delivered, plan_of, product_dims
 from mesh_tf_core.lower.remat_policy import Policies

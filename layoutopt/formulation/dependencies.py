@@ -8,10 +8,9 @@ from fractions import Fraction
 from costmodels.kernels.fusion import Fuses, fusion
 from costmodels.stage_times import stage_times
 from layoutopt.space.decisions import Structure
-from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.blocks import Assign, Block, Node, Read
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Local, Loop, Program
-from mesh_tf_core.ir.structure import Assign, Read
 from mesh_tf_core.lower.nodes import moved_dims, pass_of, product_dims, repeated, updated, weights
 from mesh_tf_core.lower.subgraph import Access
 from mesh_tf_core.lower.sums import into_totals, waiting_nodes

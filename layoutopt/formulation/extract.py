@@ -49,7 +49,7 @@ from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.combine import BucketKey
+from mesh_tf_core.lower.messages import BucketKey
 from mesh_tf_core.model import Model
 
 if TYPE_CHECKING:

@@ -23,10 +23,9 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options, Subgraph
 from mesh_tf_core.lower.collective_matmul import decompose
-from mesh_tf_core.lower.combine import Waiting, waiting
+from mesh_tf_core.lower.messages import Waiting, start_and_done, waiting
 from mesh_tf_core.lower.oracle import Answers, Oracle
 from mesh_tf_core.lower.pipeline import begin_part
-from mesh_tf_core.lower.start_done import start_and_done
 from mesh_tf_core.lower.subgraph import NO_CUT, Cut
 from mesh_tf_core.lower.sums import totalled
 from mesh_tf_core.tracing.graph import Graph

@@ -18,11 +18,10 @@ from layoutopt.formulation.second_runs import SecondRun, SecondRuns
 from layoutopt.space.decisions import changing
 from layoutopt.space.kind import Affects, Choice
 from layoutopt.space.sequence_parallel import written
-from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.blocks import Assign, Block, Feed, Node, Read
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.nodes import assigned
 from mesh_tf_core.lower.remat_policy import Policies

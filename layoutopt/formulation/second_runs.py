@@ -16,13 +16,13 @@ from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.space.kind import Choice
 from layoutopt.space.recompute import choice_of
 from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.outline import loop_name
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.nodes import moved_dims
 from mesh_tf_core.lower.recomputed import keep_sets, recomputed
 from mesh_tf_core.lower.remat_policy import Policies, Recomputed
 from mesh_tf_core.lower.rematerialization import Rematerialization, beside, has_backward, recomputable
 from mesh_tf_core.lower.subgraph import Twin, made_by
-from mesh_tf_core.tracing.stage_layers import loop_name
 
 NOTHING: Mapping[Policies, Subgraph] = {}
 

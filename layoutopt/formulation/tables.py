@@ -27,7 +27,7 @@ from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.combine import BucketKey, together
+from mesh_tf_core.lower.messages import BucketKey, together
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placement import placement
 from mesh_tf_core.lower.remat_policy import Policies

@@ -27,7 +27,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import MICROBATCH, TICK
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.schedules import GPIPE, layer_order
-from mesh_tf_core.ir.stored_order import Interleaved
+from mesh_tf_core.ir.stage_orders import Interleaved
 from mesh_tf_core.lower.options import OPTIMIZER, WEIGHTS
 from mesh_tf_core.lower.remat_policy import Recomputed
 from mesh_tf_core.lower.storage import STAGES, read_stage

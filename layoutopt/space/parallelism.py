@@ -18,8 +18,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from mesh_tf_core.ir.blocks import Connection
 from mesh_tf_core.ir.op import PRODUCTS
-from mesh_tf_core.ir.structure import Connection
 from mesh_tf_core.model import Model
 from mesh_tf_core.ops.shape import SliceDim, groups
 from mesh_tf_core.tracing.graph import Graph

@@ -29,13 +29,13 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import TICK
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.outline import loop_name
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.options import ACTIVATIONS
 from mesh_tf_core.lower.recomputed import keep_sets
 from mesh_tf_core.lower.remat_policy import SETS, Recomputed, Sets, policies
 from mesh_tf_core.lower.rematerialization import check_recompute, recomputable
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.stage_layers import loop_name
 
 ON: Choice = ("on",)
 SELECTIVE = "selective"

@@ -21,12 +21,13 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import TICK
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.outline import loop_dims
 from mesh_tf_core.ir.schedules import GPIPE, layer_order
 from mesh_tf_core.lower.recomputed import keep_sets
 from mesh_tf_core.lower.remat_policy import Policies, Recomputed
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.stage_layers import check_stages, loop_dims
+from mesh_tf_core.tracing.virtual_stages import check_stages
 
 S = TypeVar("S", bound=Space)
 

@@ -25,7 +25,7 @@ from mesh_tf_core.ops.random import FoldIn
 from mesh_tf_core.ops.reduce import reduce_all, reduce_min
 from mesh_tf_core.ops.sampling import sample_with_temperature
 from mesh_tf_core.ops.softmax import log_softmax
-from mesh_tf_core.tracing.branches import while_loop
+from mesh_tf_core.tracing.scan import while_loop
 
 Logits = Callable[[Tensor, Cache | None], Tensor]
 """logits(tokens [.., length], cache) -> [.., length, vocab]; at a position, [..] -> [.., vocab]."""

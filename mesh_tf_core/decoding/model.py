@@ -25,8 +25,8 @@ from mesh_tf_core.ops.order import top_k
 from mesh_tf_core.ops.reduce import reduce_any, reduce_max, reduce_mean, reduce_min
 from mesh_tf_core.ops.shape import concat, rename, reshape
 from mesh_tf_core.ops.softmax import log_softmax
-from mesh_tf_core.tracing.branches import while_loop
 from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.scan import while_loop
 
 NONE = -1e9
 """Score of an unused place among the beams; sums of log-probabilities never come near it."""

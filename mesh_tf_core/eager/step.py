@@ -17,13 +17,12 @@ from mesh_tf_core.eager.unroll import Stopped, Unrolled, UnrolledIteration, take
 from mesh_tf_core.engines.feeds import Feeds
 from mesh_tf_core.engines.pieces import DevicePieces
 from mesh_tf_core.errors import LayoutError, UserError
-from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.blocks import Assign, Block, Feed, Node, Read
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import check_dtype
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower.placement import check_counted
 from mesh_tf_core.tracing.graph import Graph

@@ -12,12 +12,11 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.instructions import AllReduce, Done, Local, Permute
 from mesh_tf_core.ir.layout import Axes, Layout
-from mesh_tf_core.ir.loops import Carry, Loop
 from mesh_tf_core.ir.op import Op, inferred
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.scopes import Inside, having
-from mesh_tf_core.ir.values import Instr, Origin, Splits, Value
+from mesh_tf_core.ir.values import Carry, Instr, Loop, Origin, Splits, Value
 
 
 class ProgramBuilder:

@@ -21,7 +21,7 @@ from mesh_tf_core.cores import cores
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import DTYPES, TensorType, is_float, itemsize, whole_numbers
-from mesh_tf_core.ir.stored_order import Interleaved
+from mesh_tf_core.ir.stage_orders import Interleaved
 
 _OWN = ("float32", "bfloat16", "float16", "uint32", "int8", "bool")
 """Element types that an array keeps unless it is asked for in another."""
@@ -351,7 +351,7 @@ class Variable:
 
     @property
     def lying(self) -> TensorType:
-        """The type that it has in graphs: with the layers that stages lack (see `stored_order`)."""
+        """The type that it has in graphs: with the layers that stages lack (see `Interleaved`)."""
         if self.order is None:
             return self.type
         layers = self.shape.dims[0]

@@ -29,7 +29,7 @@ class Local(Instr):
 
 STEP, GRADIENT, PARAMETER, HOST = "ring", "gradient", "parameter", "host link"
 RULES = (STEP, GRADIENT, PARAMETER, HOST)
-"""The rules by which messages start before they are waited for (`lower.start_done`)."""
+"""The rules by which messages start before they are waited for (`lower.messages`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.dtypes import TensorType
+from mesh_tf_core.ir.phase import Phase
 
 T = TypeVar("T")
 
@@ -73,6 +74,41 @@ def per_graph(make: Callable[[G], T]) -> Callable[[G], T]:
         return graph.remembered(make, lambda: make(graph))
 
     return known
+
+
+@per_graph
+def loop_dims(graph: Remembering) -> Mapping[str, list[Node]]:
+    """The dimensions that forward loops run over -> these loops."""
+    found: dict[str, list[Node]] = {}
+    for node, _ in graph.walk():
+        if node.phase == Phase.FORWARD and node.body is not None:
+            found.setdefault(node.body.dim.name, []).append(node)
+    return found
+
+
+@per_graph
+def backwards(graph: Remembering) -> Mapping[int, list[Block]]:
+    """Loops, by the numbers of their bodies -> the bodies of their backward."""
+    found: dict[int, list[Block]] = {}
+    for block in graph.blocks:
+        if block.forward is not None:
+            found.setdefault(block.forward.id, []).append(block)
+    return found
+
+
+def layers_of_stage(dim: str) -> str:
+    """The dimension of the loop over the layers of a stage, of those that `dim` counts."""
+    return f"{dim}_of_stage"
+
+
+def loop_name(block: Block, graph: Remembering) -> str | None:
+    """The name for recomputing a loop: its dimension's, or for the layers of a stage that of all layers,
+    whatever their split. None: of stages themselves, which are no loop."""
+    if block.parent is None or block.spread:
+        return None
+    around = graph.outside(block)
+    of_stage = around.spread and block.dim.name == layers_of_stage(around.dim.name)
+    return around.dim.name if of_stage else block.dim.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,11 +36,10 @@ from mesh_tf_core.ir.instructions import (
     WriteVariable,
 )
 from mesh_tf_core.ir.layout import Axes, Layout
-from mesh_tf_core.ir.loops import Carry, Loop, Result, Sliced
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.outline import NO_OUTLINE, Outline
-from mesh_tf_core.ir.values import Instr, Origin, Value
+from mesh_tf_core.ir.values import Carry, Instr, Loop, Origin, Result, Sliced, Value
 
 OneKind = TypeVar("OneKind", bound=Instr)
 

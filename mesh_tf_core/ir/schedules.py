@@ -45,6 +45,8 @@ import numpy as np
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.stage_orders import (
     IDLE,
+    UNEQUAL,
+    Interleaved,
     Order,
     StageAction,
     StageWork,
@@ -56,7 +58,6 @@ from mesh_tf_core.ir.stage_orders import (
     timed,
     zero_bubble_v,
 )
-from mesh_tf_core.ir.stored_order import UNEQUAL, Interleaved
 
 GPIPE, ONE_F_ONE_B, CIRCULAR, INTERLEAVED = "gpipe", "1f1b", "circular", "interleaved"
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mesh_tf_core.ir.array_functions import BINARY, REDUCE, UNARY
 from mesh_tf_core.ir.dtypes import FLOAT8
+from mesh_tf_core.ir.kernel import BINARY, REDUCE, UNARY
 
 A = Any
 Functions = Mapping[str, Callable[..., A]]

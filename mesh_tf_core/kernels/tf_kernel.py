@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from mesh_tf_core.ir.array_functions import BINARY, REDUCE, UNARY
 from mesh_tf_core.ir.dtypes import FLOAT8
-from mesh_tf_core.ir.kernel import LoopStep, WithoutLibraryKernels
+from mesh_tf_core.ir.kernel import BINARY, REDUCE, UNARY, LoopStep, WithoutLibraryKernels
 from mesh_tf_core.kernels.array_kernel import library
 from mesh_tf_core.kernels.contraction import ContractionOperand, MatMul, PairwiseEinsum
 

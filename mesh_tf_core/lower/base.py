@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from mesh_tf_core.ir.blocks import Node
+from mesh_tf_core.ir.blocks import Assign, Connection, Feed, KnownTensor, Node, Read, Scan
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Input, Local, Origin, Program, ReadVariable, Stored, WriteVariable
-from mesh_tf_core.ir.structure import Assign, Connection, Feed, KnownTensor, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower.loops import Loops
 from mesh_tf_core.lower.nodes import (

@@ -13,6 +13,7 @@ from mesh_tf_core.ir.builder import ProgramBuilder
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.ir.outline import loop_name
 from mesh_tf_core.ir.program import AllReduce, Carry, Instr, Local, Loop, Origin, Result, Sliced
 from mesh_tf_core.ir.scopes import having
 from mesh_tf_core.lower.oracle import Oracle
@@ -24,7 +25,6 @@ from mesh_tf_core.ops.basic import AddN
 from mesh_tf_core.ops.stages import JoinedParts, PartsInPlace, StageNumbers, StagePart, StageStack, StageTerm
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.residuals import several
-from mesh_tf_core.tracing.stage_layers import loop_name
 
 
 class Loops(Placing):

@@ -13,7 +13,7 @@ from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower.base import lower_base
 from mesh_tf_core.lower.collective_matmul import decompose
-from mesh_tf_core.lower.combine import combine_small
+from mesh_tf_core.lower.messages import combine_small, start_and_done
 from mesh_tf_core.lower.nodes import check_context, check_products
 from mesh_tf_core.lower.options import ACTIVATIONS, DEFAULT, OffloadSet, Options
 from mesh_tf_core.lower.oracle import Oracle
@@ -21,7 +21,6 @@ from mesh_tf_core.lower.placement import Placement, check_counted, placement
 from mesh_tf_core.lower.recomputed import recomputed
 from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.lower.rematerialization import check_recompute, recomputable
-from mesh_tf_core.lower.start_done import start_and_done
 from mesh_tf_core.lower.subgraph import NO_CUT, Cut, Subgraph
 from mesh_tf_core.lower.sums import delay_sums
 from mesh_tf_core.lower.uses import compact, drop_dead

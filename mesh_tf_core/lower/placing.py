@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.ir.blocks import Read
 from mesh_tf_core.ir.builder import Emitter
 from mesh_tf_core.ir.dims import PaddedDim, Shape, SparseDim
 from mesh_tf_core.ir.dtypes import TensorType
@@ -12,7 +13,6 @@ from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllGather, AllToAll, HostLoad, HostStore, Instr, Slice, Stored, Value
 from mesh_tf_core.ir.scopes import having
-from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.lower.nodes import pass_of, repeated, weights

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import replace
 from functools import cached_property
 
-from mesh_tf_core.ir.blocks import TICK, Block, Node, reads
+from mesh_tf_core.ir.blocks import TICK, Block, KnownTensor, Node, reads
 from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.outline import loop_name
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.structure import KnownTensor
 from mesh_tf_core.lower.remat_policy import SETS, Policies, Recomputed, Sets, means_something
 from mesh_tf_core.lower.rematerialization import (
     NOTHING,
@@ -26,7 +26,6 @@ from mesh_tf_core.lower.rematerialization import (
     saving_loops,
 )
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.stage_layers import loop_name
 from mesh_tf_core.tracing.virtual_stages import WHOLE_STAGE, Again
 
 Pairs = list[tuple[int, int]]

@@ -21,8 +21,7 @@ from mesh_tf_core.lower.verify import ProgramError
 from mesh_tf_core.ops.few_bits import DTYPE, WHOLE
 from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.outer_steps import FragmentOuterStep, outer_steps
-from mesh_tf_core.tracing.replicas import InnerStep
+from mesh_tf_core.tracing.replicas import FragmentOuterStep, InnerStep, outer_steps
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.blocks import Block, Connection, Node, Read
 from mesh_tf_core.ir.dims import PaddedDim, Shape
 from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.initializers import Variable
@@ -44,7 +44,6 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.outline import per_graph
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.structure import Connection, Read
 from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.lower.nodes import plan_of, updated, with_parts
 from mesh_tf_core.tracing.graph import Graph

@@ -75,7 +75,7 @@ class Subgraph:
       nodes: the nodes to lower.
       blocks: ids of the loop bodies that hold some of it.
       natural: also bring a tensor into its natural sharding at the end of a block, as the reader would.
-      again: the part is a second run in the backward of loops with this name (`stage_layers.loop_name`), or
+      again: the part is a second run in the backward of loops with this name (`loop_name`), or
         belongs to one (`rematerialization.beside`).
       early: tensors that nodes outside the part also read before the update: a sum of them is neither delayed
         further nor combined with other messages.

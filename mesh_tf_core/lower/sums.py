@@ -26,14 +26,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from mesh_tf_core.ir.blocks import MICROBATCH, TICK, Node
+from mesh_tf_core.ir.blocks import MICROBATCH, TICK, Connection, Node
 from mesh_tf_core.ir.builder import ProgramRewriter, take_out
 from mesh_tf_core.ir.dtypes import TensorType, is_float
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllReduce, Instr, Local, Loop, Program, ReduceScatter, Result, Slice
-from mesh_tf_core.ir.structure import Connection
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.uses import Readers, count_uses
 from mesh_tf_core.ops.basic import Total

@@ -8,10 +8,9 @@ from numbers import Real
 from typing import Any
 
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.array_functions import BINARY
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.dtypes import is_float
-from mesh_tf_core.ir.kernel import At, Kernel
+from mesh_tf_core.ir.kernel import BINARY, At, Kernel
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import cast, constant_like, scale, shift

@@ -1,4 +1,4 @@
-"""The named element-wise functions of the public surface, a line for each of `ir.array_functions`."""
+"""The named element-wise functions of the public surface, a line for each of `ir.kernel`."""
 
 from __future__ import annotations
 

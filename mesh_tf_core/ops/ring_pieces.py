@@ -9,8 +9,8 @@ Models", ASPLOS; Liu et al. 2023, "Ring Attention with Blockwise Transformers").
     compute   the device works on what it has
     done      it waits for what is on its way (`permute_done`)
 
-Ring attention, its gradient (`ops.ring`), and gathers and scatters of products (`lower.decomposed`) define
-the moves and the compute. Here is the order, and which steps are a loop.
+Ring attention, its gradient (`ops.ring`), and gathers and scatters of products (`lower.collective_matmul`)
+define the moves and the compute. Here is the order, and which steps are a loop.
 """
 
 from __future__ import annotations

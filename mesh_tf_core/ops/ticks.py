@@ -12,8 +12,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.schedules import PipelineSchedule
-from mesh_tf_core.ir.stage_orders import IDLE, StageAction
-from mesh_tf_core.ir.stored_order import Interleaved
+from mesh_tf_core.ir.stage_orders import IDLE, Interleaved, StageAction
 from mesh_tf_core.ops.kinds import SourceOp
 
 WHY = "microbatches are processed one after another"

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.array_functions import UNARY
 from mesh_tf_core.ir.dims import Dim
-from mesh_tf_core.ir.kernel import At, Kernel
+from mesh_tf_core.ir.kernel import UNARY, At, Kernel
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import need_fractions, same_dtype
@@ -170,5 +169,5 @@ class UnaryGrad(FirstDerivative, Elementwise):
 
 
 def unary(fn: str, x: Tensor) -> Tensor:
-    """`fn` of every element (see ir.array_functions.UNARY)."""
+    """`fn` of every element (see ir.kernel.UNARY)."""
     return x.graph.apply(Unary(fn), x)

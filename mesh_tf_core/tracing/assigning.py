@@ -6,11 +6,10 @@ from collections import defaultdict
 from dataclasses import replace
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.blocks import Node, reads
+from mesh_tf_core.ir.blocks import Assign, Connection, Node, Read, reads
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.structure import Assign, Connection, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.index import Range

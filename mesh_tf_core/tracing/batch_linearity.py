@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.blocks import Block, Feed, Node, Read
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.op import Op, Roles, TensorType
-from mesh_tf_core.ir.structure import Feed, Read
 from mesh_tf_core.tracing.graph import Graph
 
 

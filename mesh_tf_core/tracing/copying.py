@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from mesh_tf_core.ir.blocks import Block, Half, Node
+from mesh_tf_core.ir.blocks import Block, Half, KnownTensor, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.scopes import having
-from mesh_tf_core.ir.structure import KnownTensor
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.tracing.assigning import before_update
 from mesh_tf_core.tracing.graph import Graph

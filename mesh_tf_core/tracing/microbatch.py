@@ -17,13 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from mesh_tf_core.errors import LayoutError, UserError
-from mesh_tf_core.ir.blocks import MICROBATCH, Block, Node
+from mesh_tf_core.ir.blocks import MICROBATCH, Assign, Block, Feed, Node, Read
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.kernel import PartRows
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Cast, scale
 from mesh_tf_core.ops.binary import where

@@ -3,10 +3,24 @@ train separately for some steps, each on its own batches, and then synchronise.
 
 A training step becomes graphs on the same variables, with a copy for each replica: [replica, own dims]. The
 inner step, here, is the step as it was, side by side for every replica (`Block.spread`): nothing in it reads
-another one's numbers. The outer steps (`tracing.outer_steps`) make one update of the common variables from
-the mean progress of the replicas, so with H inner steps one sum of the variables crosses the axis in H steps.
-The optimizer's state stays with its replica. State that depends on no batch and no random number, as the
-number of the step, is one for all.
+another one's numbers. The optimizer's state stays with its replica. State that depends on no batch and no
+random number, as the number of the step, is one for all.
+
+The outer (synchronisation) steps make one update of the common variables from the mean progress of the
+replicas, so with H inner steps one sum of the variables crosses the axis in H steps: a graph for every
+fragment of the variables.
+
+  came = mean over replicas of (before - now)
+  m = mu m + came      before = now = before - rate (came + mu m)
+
+In few bits (`ops.few_bits`) a replica's part of the mean is (before - now + lost), rounded, and the rounding
+error is the next `lost`. Codes and scales are gathered, so every replica sees the same mean.
+
+With a delay an outer step is two graphs: the exchange, which stores `came`, and some steps later the merge,
+in which replicas keep a share of their progress since: now = alpha now + (1 - alpha) before.
+
+Of a stack, a fragment has every so manyth layer (`diloco.fragments_of`): [layers, ...] is seen as
+[layers / fragments, fragments, ...], and one element of that dimension is read and written in place.
 """
 
 from __future__ import annotations
@@ -17,14 +31,22 @@ from typing import Any
 
 import numpy as np
 
-from mesh_tf_core.ir.blocks import REPLICA, Node
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.blocks import REPLICA, Assign, Feed, Node, Read
 from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.initializers import Initializer, Variable
+from mesh_tf_core.ir.initializers import ZEROS, Initializer, Variable
 from mesh_tf_core.ir.op import Op
-from mesh_tf_core.ir.structure import Assign, Feed, Read
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.basic import Constant
+from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
+from mesh_tf_core.ops.einsum import broadcast
+from mesh_tf_core.ops.few_bits import WHOLE, coded, packed, unpacked
+from mesh_tf_core.ops.reduce import reduce_mean
+from mesh_tf_core.ops.shape import rename, reshape
 from mesh_tf_core.tracing.batch_linearity import outer_reads
 from mesh_tf_core.tracing.copying import CopiedTensors, LoopedCopy
+from mesh_tf_core.tracing.diloco import DiLoCo, ParameterSlice, fragments_of, outer_step, wide
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -124,3 +146,206 @@ class InnerStep(LoopedCopy):
         return replace(
             v, shape=Shape([self.dim, *v.shape]), initializer=Alike(v.initializer), stacked=v.stacked + 1
         )
+
+
+BEFORE, MOMENTUM, LOST, CAME = "outer", "outer_momentum", "outer_lost", "outer_came"
+"""Suffixes of a variable's name: the values that all replicas began from, the outer momentum, the rounding
+error of each replica, and exchanged values that are not merged yet."""
+SENDER = "sender"
+"""The dimension of replicas where a device has all of them."""
+
+
+@dataclass(frozen=True)
+class Named(Initializer):
+    """An initial value that is the initial value of another variable."""
+
+    name: str
+    one: Initializer
+
+    def piece(self, name: str, sizes: Sequence[int], begin: Sequence[int], extent: Sequence[int]) -> Any:
+        return self.one.piece(self.name, sizes, begin, extent)
+
+
+@dataclass(frozen=True)
+class FragmentOuterStep:
+    """The graphs of one fragment's outer step.
+
+    Attributes:
+      exchange: the messages over the axis; without a delay, the whole outer step.
+      merge: after the delay; None without one.
+    """
+
+    exchange: Graph
+    merge: Graph | None = None
+
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        return (self.exchange,) if self.merge is None else (self.exchange, self.merge)
+
+
+def outer_steps(graph: Graph, inner: Graph, diloco: DiLoCo) -> tuple[FragmentOuterStep, ...]:
+    """The outer steps of the fragments, in order.
+
+    Args:
+      graph: of a whole step; inner: the graph of `replicas.InnerStep`.
+
+    Raises:
+      UserError: the fragments do not divide the layers of a stack.
+    """
+    trained = [v for v in graph.variables.values() if v.trainable]
+    parts = fragments_of(trained, diloco.fragments)
+    for v in trained:
+        count, layers = diloco.fragments, v.shape.sizes[0] if v.stacked else 0
+        if layers >= count and layers % count:
+            raise UserError(
+                f"diloco: the number of fragments, {count}, must divide the {layers} layers of "
+                f"{v.name!r}; choose a divisor of {layers}"
+            )
+    known = {v.name: (v, inner.variables[v.name]) for v in trained}
+    return tuple(_meeting(graph.name, known, own, diloco) for own in parts)
+
+
+def _meeting(
+    name: str,
+    known: Mapping[str, tuple[Variable, Variable]],
+    parts: Mapping[str, ParameterSlice],
+    diloco: DiLoCo,
+) -> FragmentOuterStep:
+    """The meeting of a fragment.
+
+    Args:
+      known: name -> the variable of one replica, and the copies of all.
+    """
+    exchange = Graph(f"{name}/outer")
+    merge = Graph(f"{name}/merge") if diloco.delay else None
+    for variable, copies in (known[n] for n in parts):
+        part = parts[variable.name]
+        with exchange.phase(Phase.UPDATE, variable.name):
+            came = _exchanged(_Met(exchange, variable, copies, part), diloco)
+            flying = replace(variable, shape=came.shape, dtype=came.dtype, trainable=False)
+            flying = replace(flying, name=f"{variable.name}/{CAME}", initializer=ZEROS, slot_of=variable.name)
+            if merge is not None:
+                exchange.assign(exchange.declare(flying), came)
+            else:
+                _merged(_Met(exchange, variable, copies, part), came, diloco)
+        if merge is not None:
+            with merge.phase(Phase.UPDATE, variable.name):
+                came = merge.read(merge.declare(flying))
+                _merged(_Met(merge, variable, copies, part), came, diloco)
+    return FragmentOuterStep(exchange, merge)
+
+
+def _exchanged(met: _Met, diloco: DiLoCo) -> Tensor:
+    """How far the replicas came, in their mean."""
+    start, now = met.before.read().cast(met.wide), met.copies.read()
+    if diloco.bits == WHOLE:
+        return start - reduce_mean(now.cast(met.wide), REPLICA)
+    return _rounded(start, now, met.lost, diloco.bits)
+
+
+def _merged(met: _Met, came: Tensor, diloco: DiLoCo) -> None:
+    """The update of what all began from, and what they go on with."""
+    start, now = met.before.read().cast(met.wide), met.copies.read()
+    after, momentum = outer_step(start, met.momentum.read(), came, diloco.learning_rate, diloco.momentum)
+    met.momentum.write(momentum)
+    met.before.write(after.cast(met.variable.dtype))
+    if not diloco.delay:
+        met.copies.write(broadcast(after.cast(met.variable.dtype), now.shape))
+        return
+    mixed = now.cast(met.wide) * diloco.alpha + broadcast(after * (1 - diloco.alpha), now.shape)
+    met.copies.write(mixed.cast(met.variable.dtype))
+
+
+def _rounded(start: Tensor, now: Tensor, lost: _Taken, bits: int) -> Tensor:
+    """How far the replicas came in their mean, as their codes say it."""
+    wide, row = start.dtype, start.shape.dims[-1] if len(start.shape) else None
+    came = broadcast(start, now.shape) - now.cast(wide) + lost.read()
+    codes, scales = coded(came, row, bits)
+    lost.write(came - (codes * scales).cast(wide))
+    sent = rename(packed(codes, row, bits), **{REPLICA: SENDER})
+    all_scales = rename(scales, **{REPLICA: SENDER})
+    return reduce_mean((unpacked(sent, row, bits) * all_scales).cast(wide), SENDER)
+
+
+@dataclass(frozen=True)
+class _Met:
+    """What a fragment has of a variable and of what is kept beside it, in one graph."""
+
+    graph: Graph
+    variable: Variable
+    all: Variable
+    part: ParameterSlice
+
+    @property
+    def wide(self) -> str:
+        """The dtype in which replicas meet."""
+        return wide(self.variable.dtype)
+
+    @property
+    def copies(self) -> _Taken:
+        return self._taken(self.all)
+
+    @property
+    def before(self) -> _Taken:
+        named = Named(self.variable.name, self.variable.initializer)
+        return self._taken(self._kept(self.variable, BEFORE, named, self.variable.dtype))
+
+    @property
+    def momentum(self) -> _Taken:
+        return self._taken(self._kept(self.variable, MOMENTUM, ZEROS, self.wide))
+
+    @property
+    def lost(self) -> _Taken:
+        return self._taken(self._kept(self.all, LOST, ZEROS, self.wide))
+
+    def _kept(self, like: Variable, name: str, first: Initializer, dtype: str) -> Variable:
+        own = replace(like, name=f"{like.name}/{name}", initializer=first, dtype=dtype)
+        return replace(own, trainable=False, slot_of=like.name)
+
+    def _taken(self, variable: Variable) -> _Taken:
+        stack = self.variable.shape.names[0] if isinstance(self.part, slice) else ""
+        return _Taken(self.graph, variable, self.part, stack)
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """What a fragment has of a variable.
+
+    Attributes:
+      stack: the dimension of its layers, of which `part` has some.
+    """
+
+    graph: Graph
+    variable: Variable
+    part: ParameterSlice
+    stack: str
+
+    def __post_init__(self) -> None:
+        self.graph.declare(self.variable)
+
+    def read(self) -> Tensor:
+        """[layers / fragments, ...]; all of a variable that is in no stack."""
+        whole = self.graph.read(self.variable)
+        return whole if self.part is ... else dynamic_slice(self._apart(whole), self._place, self._phase)
+
+    def write(self, value: Tensor) -> None:
+        if self.part is not ...:
+            whole = self._apart(self.graph.read(self.variable))
+            value = reshape(dynamic_update(whole, value, self._place, self._phase), self.variable.shape)
+        self.graph.assign(self.variable, value)
+
+    def _apart(self, whole: Tensor) -> Tensor:
+        assert isinstance(self.part, slice)
+        dims, at = whole.shape.dims, whole.shape.index(self.stack)
+        few = Dim(self.stack, dims[at].size // self.part.step)
+        return reshape(whole, [*dims[:at], few, Dim(self._phase, self.part.step), *dims[at + 1 :]])
+
+    @property
+    def _phase(self) -> str:
+        return f"{self.stack}_phase"
+
+    @property
+    def _place(self) -> Tensor:
+        assert isinstance(self.part, slice)
+        place: Tensor = self.graph.apply(Constant(self.part.start, "int32"))
+        return place

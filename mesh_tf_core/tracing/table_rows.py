@@ -16,8 +16,7 @@ from mesh_tf_core.ir.blocks import ARRIVING, IN_FLIGHT, MICROBATCH, Block
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.schedules import KINDS, PipelineSchedule
-from mesh_tf_core.ir.stage_orders import IDLE, StageAction
-from mesh_tf_core.ir.stored_order import Interleaved
+from mesh_tf_core.ir.stage_orders import IDLE, Interleaved, StageAction
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
@@ -78,6 +77,12 @@ class TableRows:
                     ring = dynamic_update(ring, x, place, ARRIVING)
                 made.append(ring)
             return slot.handed(made)
+
+    def left(self, kind: StageAction, handed: Sequence[Tensor], stream: int) -> list[Tensor]:
+        """The values that left the last stage of a stream forward, or the first backward, on all devices."""
+        with self.slot(kind) as slot:
+            there = slot.is_end(kind is StageAction.FORWARD, stream, None)
+            return [self.new.sum_output(slot.stages, where(there, x, 0)) for x in slot.parts(handed)]
 
     def tick(self, op: Op) -> Tensor:
         """This tick's part of a column, in the block of the loop over ticks, whatever is being built inside

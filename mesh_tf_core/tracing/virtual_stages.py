@@ -4,28 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
-from mesh_tf_core.ir.blocks import ARRIVING, IN_FLIGHT, MICROBATCH, Block, Node
-from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.ir.blocks import ARRIVING, IN_FLIGHT, MICROBATCH, Block, Node, Read
+from mesh_tf_core.ir.dims import Dim, Shape, divisors
+from mesh_tf_core.ir.outline import layers_of_stage, loop_dims
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.schedules import PipelineSchedule
+from mesh_tf_core.ir.schedules import GPIPE, PipelineSchedule, rounds_of
 from mesh_tf_core.ir.scopes import having
-from mesh_tf_core.ir.stored_order import PADDING
-from mesh_tf_core.ir.structure import Assign, Feed, Read
+from mesh_tf_core.ir.stage_orders import PADDING, Interleaved
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Constant, add_n
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.math import maximum
+from mesh_tf_core.ops.neighbours import ReverseAlong
+from mesh_tf_core.ops.shape import concat, reshape, slice_dim, transpose
 from mesh_tf_core.ops.stages import JoinedParts, PartsInPlace
 from mesh_tf_core.tracing.copying import CopiedTensors, LoopedCopy, ResizedCopy, batch_names
 from mesh_tf_core.tracing.gradients import depends_on
-from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.graph import Graph, graph_of
 from mesh_tf_core.tracing.microbatch_order import MicrobatchOrder, When
-from mesh_tf_core.tracing.stage_layers import added, layers_of_stage, lying, refused, reordered
 from mesh_tf_core.tracing.table_rows import StageSlot, layer_numbers
 
 
@@ -125,44 +127,6 @@ class VirtualStageCopy(LoopedCopy, ResizedCopy):
         self.lying = lying(self.kept, dim) if self.moves else frozenset[str]()
         for name in self.lying:
             self.new.variables[name] = replace(graph.variables[name], order=self.order)
-
-    def run(self, wanted: Mapping[str, Tensor]) -> tuple[Graph, dict[str, Tensor]]:
-        """The new graph and its tensors for some of the top level (the loss, metrics, gradients), by name."""
-        for node in self.kept:
-            op, body = node.op, node.body
-            if isinstance(op, Read):
-                known = self.lies if op.variable.name in self.lying else self.outside
-                known[node.outputs[0]] = self.new.read(self.new.variables[op.variable.name])
-            elif isinstance(op, Feed):
-                self.outside[node.outputs[0]] = self.new.input(op.feed, op.type.shape.dims, op.type.dtype)
-            elif isinstance(op, Assign):
-                with self.new.phase(node.phase, node.scope):
-                    value = self._of_variable(op.variable.name, node.inputs[0])
-                    self.new.assign(self.new.variables[op.variable.name], value)
-            elif body is not None and any(n.body and n.body.dim.name == self.layers for n in body.nodes):
-                self._piped(body)
-        grads = self.old.gradient_of
-        return self.new, {n: self._of_variable(grads.get(t.id, ""), t.id) for n, t in wanted.items()}
-
-    def _piped(self, batch: Block) -> None:
-        """Microbatches that pass the stages, in place of the loop over them."""
-        self.course = MicrobatchOrder(self.old, batch, self.names, self.layers, self.trained, self.refuse)
-        if not self.course.seeds and any(node.phase != Phase.FORWARD for node, _ in self.old.walk()):
-            raise self.refuse("the loss needs sums of the layers' values over the whole batch")
-        self.totals = self.loops()
-        if self.moves:
-            with self.new.phase(Phase.BACKWARD, ""):
-                stacks = self.totals.keys() & self.stacks
-                self.lies.update((i, added(self.totals.pop(i), self.order)) for i in sorted(stacks))
-        for inner, outer in batch.results:
-            if inner in self.lies:
-                self.lies[outer] = self.lies[inner]
-            else:
-                self.outside[outer] = self._total(inner)
-
-    def loops(self) -> dict[int, Tensor]:
-        """Builds the loops over the ticks of the schedule; the sums that are wanted."""
-        raise NotImplementedError
 
     def take(self, number: Tensor, known: Mapping[int, Tensor], wanted: Iterable[int], until: When) -> None:
         """Takes the number of a microbatch, and computes the wanted values from known ones."""
@@ -314,3 +278,114 @@ class VirtualStageCopy(LoopedCopy, ResizedCopy):
         if tensor in self.old.gradient_of:
             self.new.deliver([(found, self.old.gradient_of[tensor])])
         return found
+
+
+def by_parts(values: Iterable[Tensor], names: Sequence[Iterable[int]]) -> list[dict[int, Tensor]]:
+    """Some values by the parts of layers that they are of, and their names."""
+    left = iter(values)
+    return [dict(zip(each, left, strict=False)) for each in names]
+
+
+# -- layers as stages store them -----------------------------------------------------------------------------
+
+
+def check_stages(graph: Graph, dim: str, count: int, schedule: str = GPIPE) -> None:
+    """LayoutError if the loops over a dimension cannot be this many stages of a schedule."""
+    rounds, loops = rounds_of(schedule), loop_dims(graph)
+    for node in loops[dim]:
+        size = node.body.dim.size if node.body else 0
+        # Embedding and head may be all that the first and the last virtual stage have.
+        if count * rounds > size + 2 * (rounds > 1):
+            times = f" times {rounds} rounds" if rounds > 1 else ""
+            outer = {n.body.dim for n, *_ in loops.values() if n in graph.nodes and n.body}
+            longer = sorted((d for d in outer if d.size > size), key=lambda d: d.size)
+            other = f", or split {longer[-1].name!r}, a loop of {longer[-1].size}" if longer else ""
+            raise LayoutError(
+                f"pipeline over {dim!r}: {count} stages{times} are too many for a loop of {size} "
+                f"layer{'s' * (size != 1)}; use fewer stages{' or rounds' * (rounds > 1)}{other}"
+            )
+        if node not in graph.nodes:
+            raise LayoutError(
+                f"pipeline over {dim!r}: this loop is inside another loop; split the outer loop instead"
+            )
+
+
+def refused(schedule: str, dim: str, what: str) -> LayoutError:
+    """The error for a step whose layers cannot be stages."""
+    return LayoutError(f"schedule {schedule} over {dim!r}: {what}; do not split {dim!r}")
+
+
+def lying(nodes: Iterable[Node], dim: str) -> frozenset[str]:
+    """The variables that loops over a dimension read by parts, in some nodes or inside of them."""
+    every = [node for node, _ in Block(-1, nodes=[*nodes]).walk()]
+    stored = {node.outputs[0]: node.op.variable.name for node in every if isinstance(node.op, Read)}
+    loops = (node.body for node in every if node.body is not None and node.body.dim.name == dim)
+    return frozenset(stored[outer] for body in loops for outer, _ in body.sliced if outer in stored)
+
+
+def reordered(x: Tensor, order: Interleaved, layers: Dim, *, lies: bool) -> Tensor:
+    """x, whose first dimension counts layers, in the other order.
+
+    Args:
+      layers: the dimension as the model has it.
+      lies: x has the order of stored variables.
+
+    Raises:
+      LayoutError: virtual stages of unequal numbers of layers; nothing else can read their dimension.
+    """
+    name, rest, parts = layers.name, x.shape.dims[1:], order.stages * order.rounds
+    if order.lacks(layers.size):
+        known = ", ".join(map(str, divisors(layers.size)[1:]))
+        raise LayoutError(
+            f"pipeline over {name!r}: {parts} {'virtual ' * (order.rounds > 1)}stages do not divide the "
+            f"{layers.size} layers, which is required because an operation outside the loop reads the "
+            f"layers' values; choose a total of {known}"
+        )
+    if lies:
+        found = _by_chunks(x, order)
+        stages, rounds, *each = found.shape.dims
+        found = _turned(transpose(found, [rounds, stages, *each]), order)
+        found = slice_dim(found, rounds, 0, order.rounds)
+        return reshape(found, [Dim(name, layers.size), *rest])
+    dims = (
+        Dim(f"{name}_rounds", order.rounds),
+        Dim(name, order.stages),
+        Dim(layers_of_stage(name), layers.size // parts),
+    )
+    found = reshape(x, [*dims, *rest])
+    return _laid(concat([found] * (1 + order.mirrored), dims[0]), order)
+
+
+def added(x: Tensor, order: Interleaved) -> Tensor:
+    """x, whose first dimension lies in the order of stages, with the sum of both copies of layers in each."""
+    if not order.mirrored:
+        return x
+    found = _by_chunks(x, order)
+    other = reduce(lambda y, dim: x.graph.apply(ReverseAlong(dim.name), y), found.shape.dims[:2], found)
+    return reshape(found + other, x.shape)
+
+
+def _by_chunks(x: Tensor, order: Interleaved) -> Tensor:
+    """x in the order of stages, as [stages, chunks, layers of a chunk, others]."""
+    layers, *rest = x.shape.dims
+    rounds, stages = Dim(f"{layers.name}_rounds", order.chunks), Dim(layers.name, order.stages)
+    chunk = Dim(layers_of_stage(layers.name), layers.size // (order.stages * order.chunks))
+    graph_of(x).unsplit[rounds.name] = "a device holds all chunks of a stage's layers"
+    return reshape(x, [stages, rounds, chunk, *rest])
+
+
+def _laid(x: Tensor, order: Interleaved) -> Tensor:
+    """x [chunks, stages, layers of a chunk, others] as `_by_chunks` reads it."""
+    rounds, stages, chunk, *rest = x.shape.dims
+    graph_of(x).unsplit[rounds.name] = "a device holds all chunks of a stage's layers"
+    found = transpose(_turned(x, order), [stages, rounds, chunk, *rest])
+    return reshape(found, [Dim(stages.name, stages.size * rounds.size * chunk.size), *rest])
+
+
+def _turned(x: Tensor, order: Interleaved) -> Tensor:
+    """The second chunks of stages in the opposite order, if microbatches pass them so."""
+    if not order.turns and not order.mirrored:
+        return x
+    rounds, stages = x.shape.dims[:2]
+    down, up = (slice_dim(x, rounds, number, 1) for number in range(2))
+    return concat([down, x.graph.apply(ReverseAlong(stages.name), up)], rounds)

@@ -28,7 +28,7 @@ from mesh_tf_core.arguments import BATCH, BATCHES, check
 from mesh_tf_core.engines import Cluster, Engine
 from mesh_tf_core.engines.feeds import rows_of, widened
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.blocks import REPLICA, Node
+from mesh_tf_core.ir.blocks import REPLICA, Assign, Node, Read
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.initializers import Variable
@@ -36,7 +36,6 @@ from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.ir.structure import Assign, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.placement import placement
@@ -50,7 +49,7 @@ from mesh_tf_core.optimizers.base import EMA
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.microbatch import Accumulation
 from mesh_tf_core.tracing.pipelined_step import PipelinedStep
-from mesh_tf_core.tracing.stage_layers import refused
+from mesh_tf_core.tracing.virtual_stages import refused
 from mesh_tf_core.training.prefetch import Prefetch
 from mesh_tf_core.training.rows import Rows
 

@@ -14,7 +14,7 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.kernels.array_kernel import np_dtype
-from mesh_tf_core.tracing.outer_steps import BEFORE
+from mesh_tf_core.tracing.replicas import BEFORE
 from mesh_tf_core.training import array_files
 from mesh_tf_core.training import manifest as manifests
 from mesh_tf_core.training.array_files import ArrayLocation

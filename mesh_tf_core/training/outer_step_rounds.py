@@ -41,7 +41,7 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ops.few_bits import BITS, DTYPE, WHOLE, quantised, restored
 from mesh_tf_core.tracing.diloco import ParameterSlice, fragments_of, outer_step, wide
-from mesh_tf_core.tracing.outer_steps import MOMENTUM
+from mesh_tf_core.tracing.replicas import MOMENTUM
 from mesh_tf_core.training.decoupled import Decoupled, Met
 from mesh_tf_core.training.finite import is_finite
 from mesh_tf_core.training.opened import Checkpoint

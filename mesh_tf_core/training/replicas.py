@@ -18,7 +18,7 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower.replicas import ReplicaPrograms
 from mesh_tf_core.tracing.diloco import DiLoCo
-from mesh_tf_core.tracing.outer_steps import BEFORE, CAME, LOST, MOMENTUM
+from mesh_tf_core.tracing.replicas import BEFORE, CAME, LOST, MOMENTUM
 from mesh_tf_core.training.prefetch import BatchGroups
 
 

@@ -8,8 +8,7 @@ import numpy as np
 
 import mesh_tf_core as mtf
 from mesh_tf_core.ir.schedules import PipelineSchedule
-from mesh_tf_core.ir.stage_orders import StageAction
-from mesh_tf_core.ir.stored_order import Interleaved
+from mesh_tf_core.ir.stage_orders import Interleaved, StageAction
 from mesh_tf_core.ops import few_bits
 from mesh_tf_core.ops.ticks import ARRIVALS, CHUNK, RINGS, LayerNumbers, Passing, ScheduleColumn
 from tests.conformance.helper import Arg, Sample

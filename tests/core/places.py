@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from layoutopt.space.decisions import SearchSpace
-from mesh_tf_core.ir.blocks import Node
+from mesh_tf_core.ir.blocks import Assign, Feed, Node, Read
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.tracing.graph import Graph
 
 

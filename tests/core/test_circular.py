@@ -19,10 +19,10 @@ from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.pieces import in_order, in_runs, lying, runs
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.instructions import Local, Permute
-from mesh_tf_core.ir.loops import Loop
 from mesh_tf_core.ir.program import Program, Stored
 from mesh_tf_core.ir.schedules import PipelineSchedule
-from mesh_tf_core.ir.stored_order import Interleaved
+from mesh_tf_core.ir.stage_orders import Interleaved
+from mesh_tf_core.ir.values import Loop
 from mesh_tf_core.lower.verify import verify
 from tests.core.test_pipelines import FAULTS, changed, options, same
 

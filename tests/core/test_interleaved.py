@@ -17,10 +17,10 @@ from costmodels.pipeline_bubble import waiting
 from costmodels.pricing.pricer import pricer
 from examples import transformer_seq2seq
 from mesh_tf_core.ir.instructions import Instr, Local, Permute
-from mesh_tf_core.ir.loops import Loop
 from mesh_tf_core.ir.program import text
 from mesh_tf_core.ir.schedules import PipelineSchedule
 from mesh_tf_core.ir.stage_orders import StageAction
+from mesh_tf_core.ir.values import Loop
 from mesh_tf_core.lower.verify import verify
 from tests.core.test_circular import FURTHER, another_turn, batch, check, lowered, model, steps
 from tests.core.test_elsewhere import trained

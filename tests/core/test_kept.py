@@ -17,12 +17,12 @@ from examples.transformer_lm import data
 from examples.transformer_lm import model as transformer
 from layoutopt.space.decisions import SearchSpace, decisions
 from mesh_tf_core.engines import open_engine
+from mesh_tf_core.ir.outline import loop_name
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Loop, Program
 from mesh_tf_core.lower import loops
 from mesh_tf_core.lower.remat_policy import KINDS, KeptKind, Recomputed, kept_values
 from mesh_tf_core.lower.verify import verify
-from mesh_tf_core.tracing.stage_layers import loop_name
 from tests.marks import by_day
 
 SIZES = {"d_model": 8, "d_kv": 2, "heads": 4, "d_ff": 16, "vocab": 16, "batch": 4, "length": 8}

@@ -10,7 +10,7 @@ from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllReduce, Collective, Program, ReduceScatter, Slice
 from mesh_tf_core.lower.base import lower_base
-from mesh_tf_core.lower.combine import combine_small
+from mesh_tf_core.lower.messages import combine_small
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.pipeline import passes
 from mesh_tf_core.lower.placement import placement

@@ -16,10 +16,10 @@ from costmodels.pricing.pricer import pricer
 from costmodels.stage_ends import end_work
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.instructions import AllReduce, Instr, Local, Permute
-from mesh_tf_core.ir.loops import Loop
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import ONE_WAY, PipelineSchedule
+from mesh_tf_core.ir.values import Loop
 from mesh_tf_core.lower.verify import verify
 from tests.layoutopt.models import nested as loops_in_groups
 

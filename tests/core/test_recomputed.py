@@ -12,9 +12,8 @@ import pytest
 import mesh_tf_core as mtf
 from examples import moe_lm, transformer_lm
 from layoutopt.importers.huggingface import from_huggingface
-from mesh_tf_core.ir.blocks import Block, Node, reads
+from mesh_tf_core.ir.blocks import Block, KnownTensor, Node, reads
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.structure import KnownTensor
 from mesh_tf_core.lower.recomputed import RecomputedStep, recomputed
 from mesh_tf_core.lower.remat_policy import policies
 from tests.core.test_recompute import CHOSEN, model

@@ -20,7 +20,7 @@ from layoutopt.optimize.evaluation.evaluator import evaluate
 from mesh_tf_core.ir.dtypes import DTYPES, FLOATS
 from mesh_tf_core.ir.dtypes import FLOAT8 as FORMATS
 from mesh_tf_core.ir.program import Local, Program
-from mesh_tf_core.tracing.branches import cond
+from mesh_tf_core.tracing.scan import cond
 
 SIXTEEN_BITS = {
     "tpu-v2": 45e12,

@@ -22,8 +22,7 @@ from examples.transformer_lm import model as transformer
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import KINDS, NAMES, ONE_WAY, PipelineSchedule, kind_name, rounds_of
-from mesh_tf_core.ir.stage_orders import StageAction
-from mesh_tf_core.ir.stored_order import PADDING, Interleaved
+from mesh_tf_core.ir.stage_orders import PADDING, Interleaved, StageAction
 from tests.slot_seconds import apart
 
 SIZES = {"d_model": 64, "d_kv": 16, "heads": 4, "d_ff": 128, "vocab": 512, "batch": 16, "length": 8}

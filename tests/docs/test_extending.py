@@ -17,7 +17,7 @@ import pytest
 from layoutopt.importers.arrays import relations
 from layoutopt.importers.arrays.build import TABLE
 from layoutopt.importers.huggingface.form import FORMS
-from mesh_tf_core.ir.array_functions import UNARY
+from mesh_tf_core.ir.kernel import UNARY
 from mesh_tf_core.ops import unary
 from tests.conformance import samples_elementwise
 from tests.docs.console import steps

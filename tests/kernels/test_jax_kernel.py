@@ -14,8 +14,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.lockstep import LockstepEngine
-from mesh_tf_core.ir.array_functions import BINARY, REDUCE, UNARY
-from mesh_tf_core.ir.kernel import Edge
+from mesh_tf_core.ir.kernel import BINARY, REDUCE, UNARY, Edge
 from mesh_tf_core.kernels import jax_experts
 from mesh_tf_core.kernels.array_kernel import np_dtype
 from mesh_tf_core.kernels.jax_kernel import JaxKernel

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from mesh_tf_core.ir.array_functions import BINARY, REDUCE, UNARY
+from mesh_tf_core.ir.kernel import BINARY, REDUCE, UNARY
 from mesh_tf_core.kernels.array_kernel import np_dtype
 from mesh_tf_core.kernels.numpy_kernel import NumpyKernel
 from mesh_tf_core.kernels.tf_kernel import TfKernel

@@ -24,11 +24,10 @@ from layoutopt.space.kind import Choice
 from mesh_tf_core.ir.program import AllReduce, Program
 from mesh_tf_core.lower import Options, Subgraph
 from mesh_tf_core.lower.collective_matmul import decompose
-from mesh_tf_core.lower.combine import BucketKey, together, waiting
+from mesh_tf_core.lower.messages import BucketKey, start_and_done, together, waiting
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.pipeline import begin_part
 from mesh_tf_core.lower.placement import placement
-from mesh_tf_core.lower.start_done import start_and_done
 from tests.layoutopt.models import EXAMPLES, HARDWARE, crossed, random_model
 from tests.marks import by_day
 

@@ -16,9 +16,8 @@ from layoutopt.importers.arrays.placing import ArrayPlacing, ImportedFunction
 from layoutopt.plan.build import Plan, check_plan_model
 from layoutopt.plan.exported import ExportedTensor
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.blocks import Node
+from mesh_tf_core.ir.blocks import Assign, Feed, Node, Read
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.model import TrainingStep
 from mesh_tf_core.ops.basic import Constant

@@ -21,10 +21,10 @@ from layoutopt.importers.arrays.model import ImportedModel
 from layoutopt.importers.arrays.placing import ArrayAxes
 from layoutopt.plan.units import some
 from mesh_tf_core.errors import LayoutError, UserError
+from mesh_tf_core.ir.blocks import Feed, Read
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.structure import Feed, Read
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import Stage, paddable, shard_layout
 

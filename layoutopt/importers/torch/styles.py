@@ -30,12 +30,11 @@ from layoutopt.importers.torch.stacks import (
 )
 from layoutopt.importers.torch.trials import ModuleTrials
 from layoutopt.plan.units import some
-from mesh_tf_core.ir.blocks import Node
+from mesh_tf_core.ir.blocks import Assign, Node, Read
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.op import Roles
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.structure import Assign, Read
 from mesh_tf_core.ops.softmax import CrossEntropy, LogSumExp
 from mesh_tf_core.tracing.graph import Graph
 

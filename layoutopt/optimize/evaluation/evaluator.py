@@ -26,7 +26,7 @@ from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.schedules import KINDS, PipelineSchedule
 from mesh_tf_core.ir.stage_orders import StageAction
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.combine import BucketKey
+from mesh_tf_core.lower.messages import BucketKey
 from mesh_tf_core.model import Model
 
 

@@ -41,7 +41,7 @@ from mesh_tf_core.ir.dims import divisors
 from mesh_tf_core.ir.schedules import GPIPE, KINDS, PipelineSchedule, kind_name, layer_order
 from mesh_tf_core.lower.remat_policy import Policies, Recomputed
 from mesh_tf_core.lower.storage import STAGES
-from mesh_tf_core.tracing.stage_layers import check_stages
+from mesh_tf_core.tracing.virtual_stages import check_stages
 
 FAR = 1.1
 """Times the seconds of the best from which on guesses are not priced: they are off by less, mostly."""

@@ -30,11 +30,11 @@ from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.dims import divisors
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.outline import loop_dims
 from mesh_tf_core.ir.schedules import GPIPE
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.lower.storage import STAGES
-from mesh_tf_core.tracing.stage_layers import loop_dims
 
 INNER = 16
 """The most devices of axes that split weights, or sequences."""

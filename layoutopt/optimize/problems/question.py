@@ -30,8 +30,8 @@ from layoutopt.space.stages import suited
 from mesh_tf_core.arguments import is_number, is_whole
 from mesh_tf_core.errors import LimitError, UserError
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.outline import loop_dims
 from mesh_tf_core.model import Model
-from mesh_tf_core.tracing.stage_layers import loop_dims
 
 MOST_LISTED = 1000
 """The largest number of best layouts in a list: each takes a separate search."""

@@ -56,13 +56,13 @@ from mesh_tf_core.ir.instructions import GRADIENT as SENT
 from mesh_tf_core.ir.instructions import PARAMETER
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.outline import loop_dims
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllReduce, Instr, Local, Loop, Program, ReduceScatter, Transfer
 from mesh_tf_core.ir.schedules import KINDS
 from mesh_tf_core.ir.stage_orders import StageAction
 from mesh_tf_core.lower.storage import BACKWARD, GRADIENT, STAGES, splits
 from mesh_tf_core.ops.kinds import Move
-from mesh_tf_core.tracing.stage_layers import loop_dims
 
 SlotKinds = frozenset[int]
 ONCE: SlotKinds = frozenset()

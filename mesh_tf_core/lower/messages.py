@@ -1,4 +1,11 @@
-"""Pass `start and done`: which messages start before they are waited for, and where the device waits.
+"""The passes over messages.
+
+Pass `combine`: small all-reduces of gradients over the same axes travel as one message.
+
+Only sums that nothing before the update reads are combined, so that waiting delays no other instruction: one
+message per (axes, dtype), sent when its last member is ready.
+
+Pass `start and done`: which messages start before they are waited for, and where the device waits.
 
 A message overlaps the instructions between its start and its `Done`. Rules, each with where it is seen:
   ring       steps of a decomposed collective, as `ops.steps` starts them and waits for them: the TPU
@@ -25,26 +32,146 @@ same rules as the whole.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import NamedTuple
 
-from mesh_tf_core.ir import program as ir
 from mesh_tf_core.ir.builder import inside
 from mesh_tf_core.ir.instructions import GRADIENT, HOST, PARAMETER, STEP
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import PRODUCTS
 from mesh_tf_core.ir.phase import Phase
+from mesh_tf_core.ir.program import (
+    AllGather,
+    AllReduce,
+    Done,
+    Instr,
+    Local,
+    Loop,
+    Message,
+    Program,
+    ReduceScatter,
+    Slice,
+    Transfer,
+    Value,
+    WriteVariable,
+)
 from mesh_tf_core.lower.nodes import stored_tensors
 
+SMALL_BYTES = 1 << 16
+"""A message below this size costs mostly latency (64 KiB: on every network of the presets the time of a
+message of this size is within 2x of an empty one's)."""
 
-def start_and_done(program: ir.Program) -> ir.Program:
+
+class BucketKey(NamedTuple):
+    """The properties that small sums need in common to travel together.
+
+    Attributes:
+      late: the update's total takes them (`lower.sums`, rule 5): they are summed over `axes`, maybe more.
+    """
+
+    axes: Axes
+    dtype: str
+    late: bool = False
+
+
+def combine_small(program: Program) -> Program:
+    """Joins the small gradient sums of the top level."""
+    groups = {key: [w.sum for w in found] for key, found in together(waiting(program), program.mesh).items()}
+    member = {id(r): key for key, found in groups.items() if len(found) > 1 for r in found}
+    ready: dict[BucketKey, list[AllReduce]] = {}
+    code: list[Instr] = []
+    for instr in program.code:
+        key = member.get(id(instr))
+        if key is None or not isinstance(instr, AllReduce):
+            code.append(instr)
+            continue
+        ready.setdefault(key, []).append(instr)
+        if len(ready[key]) == len(groups[key]):
+            found = ready[key]
+            inputs = tuple(i for r in found for i in r.inputs)
+            outputs = tuple(o for r in found for o in r.outputs)
+            code.append(AllReduce(inputs, outputs, found[-1].origin, key.axes))
+    return replace(program, code=tuple(code))
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A sum that may travel with others if it is small.
+
+    Attributes:
+      value: the summed value.
+      place, read: its position among the top level's instructions, and its first reader there.
+    """
+
+    sum: AllReduce
+    value: Value
+    place: int
+    read: int
+
+
+def waiting(program: Program) -> tuple[Waiting, ...]:
+    """The top-level sums that may travel together.
+
+    The rest of a scattered sum is taken just before its update; it would be late for the others.
+    """
+    if not any(isinstance(instr, AllReduce) for instr in program.code):
+        return ()
+    early: set[int] = set()
+    scattered: set[int] = set()
+    for instr in program.code:
+        if isinstance(instr, Done):
+            continue
+        if instr.origin.phase != Phase.UPDATE:
+            early.update(instr.inputs)
+        if isinstance(instr, ReduceScatter):
+            scattered.update(instr.outputs)
+    early.update(program.results.values())
+    found: list[tuple[AllReduce, int]] = []
+    first: dict[int, int] = {}
+    for at, instr in enumerate(program.code):
+        for i in instr.inputs if not isinstance(instr, Done) else ():
+            first.setdefault(i, at)
+        if not isinstance(instr, AllReduce) or instr.combine != "sum" or instr.origin.phase == Phase.UPDATE:
+            continue
+        if instr.outputs[0] not in early and instr.inputs[0] not in scattered:
+            found.append((instr, at))
+    end = len(program.code)
+    return tuple(Waiting(r, program.values[r.inputs[0]], at, first.get(r.outputs[0], end)) for r, at in found)
+
+
+def together(found: Iterable[Waiting], mesh: Mesh) -> dict[BucketKey, list[Waiting]]:
+    """Those that are small on a mesh, by axes and dtype."""
+    groups: dict[BucketKey, list[Waiting]] = {}
+    for w in found:
+        if w.value.local_bytes(mesh) <= SMALL_BYTES:
+            groups.setdefault(BucketKey(w.sum.axes, w.value.dtype), []).append(w)
+    return {key: _in_time(members) for key, members in groups.items()}
+
+
+def _in_time(found: list[Waiting]) -> list[Waiting]:
+    """The members that nobody reads before the last of them is ready (an update may precede other
+    gradients)."""
+    while found:
+        sent = found[-1].place
+        kept = [w for w in found if w.read > sent]
+        if len(kept) == len(found):
+            break
+        # The last member itself is read after it is sent, so a group never becomes empty here.
+        found = kept
+    return found
+
+
+def start_and_done(program: Program) -> Program:
     """Applies the rules of the module's text."""
-    if next(program.every(ir.Message), None) is None:
+    if next(program.every(Message), None) is None:
         return program
     return replace(program, code=_Placing(program).block(program.code, False))
 
 
 class _Placing:
-    def __init__(self, program: ir.Program) -> None:
+    def __init__(self, program: Program) -> None:
         self.program = program
 
     @cached_property
@@ -59,10 +186,10 @@ class _Placing:
     def needed(self) -> set[int]:
         return _needed(self.program)
 
-    def block(self, code: Sequence[ir.Instr], looped: bool) -> tuple[ir.Instr, ...]:
+    def block(self, code: Sequence[Instr], looped: bool) -> tuple[Instr, ...]:
         """A block with its messages started, and done."""
-        out: list[ir.Instr] = []
-        going: dict[int, ir.Message] = {}
+        out: list[Instr] = []
+        going: dict[int, Message] = {}
         waits = _without_products(code)
         for instr in code:
             if going and not going.keys().isdisjoint(instr.inputs):
@@ -70,15 +197,15 @@ class _Placing:
                     out.append(_done(message))
                     for o in message.outputs:
                         del going[o]
-            if isinstance(instr, ir.Loop):
+            if isinstance(instr, Loop):
                 instr = inside(instr, partial(self.block, looped=True))
-            elif isinstance(instr, ir.Message):
+            elif isinstance(instr, Message):
                 if not instr.rule:
                     instr = self.started(instr, looped)
                     going.update(dict.fromkeys(instr.outputs if instr.rule else (), instr))
                 elif not waits.isdisjoint(instr.outputs):
                     instr = replace(instr, rule="")
-            elif isinstance(instr, ir.Done) and waits:
+            elif isinstance(instr, Done) and waits:
                 left = tuple(i for i in instr.inputs if i not in waits)
                 if not left:
                     continue
@@ -87,38 +214,37 @@ class _Placing:
         out += map(_done, dict.fromkeys(going.values()))
         return tuple(out)
 
-    def started(self, message: ir.Message, looped: bool) -> ir.Message:
+    def started(self, message: Message, looped: bool) -> Message:
         """A message with its rule, if there is one for it."""
-        if isinstance(message, ir.Transfer):
+        if isinstance(message, Transfer):
             return replace(message, rule=HOST, pipelined=True) if looped else message
         late = message.origin.phase == Phase.UPDATE
-        if isinstance(message, ir.AllGather):
+        if isinstance(message, AllGather):
             if self.written.issuperset(message.outputs) if late else self.stored.issuperset(message.inputs):
                 return replace(message, rule=PARAMETER, pipelined=True)
             return message
         summed = (
-            isinstance(message, ir.AllReduce | ir.ReduceScatter)
-            and getattr(message, "combine", "sum") == "sum"
+            isinstance(message, AllReduce | ReduceScatter) and getattr(message, "combine", "sum") == "sum"
         )
         if summed and not late and self.needed.isdisjoint(message.outputs):
             return replace(message, rule=GRADIENT, pipelined=looped)
         return message
 
 
-def _done(message: ir.Message) -> ir.Done:
-    return ir.Done(message.outputs, (), message.origin, message.name)
+def _done(message: Message) -> Done:
+    return Done(message.outputs, (), message.origin, message.name)
 
 
-def _without_products(code: Iterable[ir.Instr]) -> set[int]:
+def _without_products(code: Iterable[Instr]) -> set[int]:
     """What comes in steps of a decomposed collective while no product runs."""
     idle: set[int] = set()
     found: set[int] = set()
     for instr in code:
-        if isinstance(instr, ir.Message) and instr.rule == STEP:
+        if isinstance(instr, Message) and instr.rule == STEP:
             idle.update(instr.outputs)
-        elif isinstance(instr, ir.Done):
+        elif isinstance(instr, Done):
             found.update(idle.intersection(instr.inputs))
-        elif isinstance(instr, ir.Local) and instr.op.kind in PRODUCTS:
+        elif isinstance(instr, Local) and instr.op.kind in PRODUCTS:
             idle.clear()
     return found
 
@@ -126,7 +252,7 @@ def _without_products(code: Iterable[ir.Instr]) -> set[int]:
 # -- what messages are for -----------------------------------------------------------------------------------
 
 
-def _stored(program: ir.Program) -> set[int]:
+def _stored(program: Program) -> set[int]:
     """Values that are variables, or parts or casts of them."""
     tensors = stored_tensors(program.outline)
     stored = {v.id for v in program.values if v.tensor in tensors}
@@ -137,34 +263,34 @@ def _stored(program: ir.Program) -> set[int]:
     return stored
 
 
-def _written(program: ir.Program) -> set[int]:
+def _written(program: Program) -> set[int]:
     """Values that become variables as they are, or when they were moved or cast."""
     written: set[int] = set()
     for instr in reversed(program.code):
-        if isinstance(instr, ir.WriteVariable) or (_moves(instr) and written.intersection(instr.outputs)):
+        if isinstance(instr, WriteVariable) or (_moves(instr) and written.intersection(instr.outputs)):
             written.update(instr.inputs)
     return written
 
 
-def _moves(instr: ir.Instr) -> bool:
+def _moves(instr: Instr) -> bool:
     """Whether an instruction passes a value on."""
-    if isinstance(instr, ir.Local):
+    if isinstance(instr, Local):
         return instr.op.converts or instr.op.free
-    return isinstance(instr, ir.AllGather | ir.AllReduce | ir.ReduceScatter | ir.Slice)
+    return isinstance(instr, AllGather | AllReduce | ReduceScatter | Slice)
 
 
-def _needed(program: ir.Program) -> set[int]:
+def _needed(program: Program) -> set[int]:
     """Values that something before the update computes with."""
     needed = set(program.results.values())
 
-    def visit(code: Sequence[ir.Instr]) -> None:
+    def visit(code: Sequence[Instr]) -> None:
         for instr in reversed(code):
-            if isinstance(instr, ir.Loop):
+            if isinstance(instr, Loop):
                 needed.update(instr.inputs[: len(instr.carried) + len(instr.sliced)])
                 needed.update(c.leave for c in instr.carried)
                 needed.update(r.inner for r in instr.results if r.outer in needed)
                 visit(instr.body)
-            elif isinstance(instr, ir.Done):
+            elif isinstance(instr, Done):
                 continue
             elif _moves(instr):
                 if needed.intersection(instr.outputs):
