@@ -310,8 +310,8 @@ def checks(quick: bool) -> Iterator[Probe]:
     """Operations of several calls, which the fit does not see: its held-out test."""
     for r, c in [(64, 128), (1024, 512)] if quick else [(64, 128), (512, 256), (1024, 512), (2048, 1024)]:
         x, label = tensor(r, c), f"{r}x{c}"
-        yield _check("normalize", label, Normalize("b", 1e-6, True), x)
-        yield _check("normalize_grad", label, NormalizeGrad("b", 1e-6, True), x, x)
+        yield _check("normalize", label, Normalize(("b",), 1e-6, True), x)
+        yield _check("normalize_grad", label, NormalizeGrad(("b",), 1e-6, True), x, x)
         yield _check("softmax_grad", label, SoftmaxGrad("b"), x, x)
         yield _check("gelu_grad", label, UnaryGrad("gelu"), x, x)
         yield _check("one_hot", label, OneHot(Dim("b", c), "float32"), tensor(r, dtype="int32"))

@@ -204,22 +204,15 @@ def through(
 
 
 def blocks(
-    x: Tensor,
-    experts: Sequence[Dim],
-    d_ff: Dim,
-    d_model: str,
-    act: str,
-    gated: bool,
-    rate: float,
-    filled: float,
+    x: Tensor, over: Sequence[Dim], d_ff: Dim, d_model: str, act: str, gated: bool, rate: float, filled: float
 ) -> Tensor:
-    """A feed-forward block per element of the dimensions `experts` of x, with variables wi, wg and wo;
+    """A feed-forward block per element of the dimensions `over` of x, with variables wi, wg and wo;
     `filled`: the share of x that is tokens."""
     d = x.dim(d_model)
     rest = [n for n in x.shape if n != d]
 
     def weight(name: str, inner: Dim, outer: Dim) -> Tensor:
-        return expert_weight(x, name, experts, inner, outer)
+        return expert_weight(x, name, over, inner, outer)
 
     h = activation(act)(weighted(x, weight("wi", d, d_ff), [*rest, d_ff], filled))
     if gated:

@@ -233,7 +233,8 @@ class Loops(Placing):
     def _saved(self, block: Block, node: Node) -> list[Result]:
         """The stacks that a loop, or a part of it, saves for its backward."""
         whole, saved = self.graph.blocks[block.id], {i: self.lying(i) for i in block.saved}
-        if saved and self._lies_on_host(whole):
+        name = loop_name(whole, self.graph) if saved else None
+        if name is not None and self.oracle.row(SAVED, name, BACKWARD).host:
             # What decides whether an iteration runs is read before it begins; stacks for second runs of loops
             # inside lie where those do.
             own = self.part.step.again(whole)
@@ -243,10 +244,6 @@ class Loops(Placing):
             shape = self.graph.tensor(outer).shape if outer >= 0 else None
             self.env[outer] = self._outer(saved[inner], block, shape)
         return [Result(saved[inner], self.env[outer]) for inner, outer in block.saved.items()]
-
-    def _lies_on_host(self, block: Block) -> bool:
-        name = loop_name(block, self.graph)
-        return name is not None and self.oracle.row(SAVED, name, BACKWARD).host
 
     def _on_host(self, found: Mapping[int, int], node: Node) -> dict[int, int]:
         """What a loop saves, brought to the host: its state as an iteration begins, the rest as it ends."""

@@ -39,12 +39,7 @@ class Spread(AnyAttention, abstract=True):
     """Attention whose keys need not be gathered: all except the gradient of a bias."""
 
     def spread(
-        self,
-        low: Emitter,
-        inputs: Sequence[int],
-        types: Sequence[TensorType],
-        form: str,
-        wanted: Sequence[bool],
+        self, low: Emitter, ins: Sequence[int], types: Sequence[TensorType], form: str, wanted: Sequence[bool]
     ) -> Sequence[int] | None:
         """As `Op.spread`; LayoutError if the operands or the layout do not allow the form."""
         names = self.length.name, self.memory.name
@@ -57,45 +52,35 @@ class Spread(AnyAttention, abstract=True):
         if low.oracle.ways(axes) == 1:
             return None
         # All else that it needs whole is gathered as ever.
-        others = [n for n in self.roles(*(low.type_of(i) for i in inputs)).whole if n != self.memory.name]
+        others = [n for n in self.roles(*(low.type_of(i) for i in ins)).whole if n != self.memory.name]
         if whole := low.layout.split(others):
-            inputs = [low.without(i, whole) for i in inputs]
+            ins = [low.without(i, whole) for i in ins]
         lies = low.layout.with_rules(dict.fromkeys(others, ()))
         if form == ALL_TO_ALL:
-            return _exchanged(self, low, inputs, types, axes, lies)
-        return Ring(self, low, axes, form, lies).run(inputs, types, wanted)
+            return _exchanged(self, low, ins, types, axes, lies)
+        return Ring(self, low, axes, form, lies).run(ins, types, wanted)
 
 
 def _exchanged(
-    op: AnyAttention,
-    low: Emitter,
-    inputs: Sequence[int],
-    types: Sequence[TensorType],
-    axes: Axes,
-    lies: Layout,
+    op: AnyAttention, low: Emitter, ins: Sequence[int], types: Sequence[TensorType], axes: Axes, lies: Layout
 ) -> Sequence[int]:
-    sides = op.sides(*(low.type_of(i) for i in inputs[:3]))
+    sides = op.sides(*(low.type_of(i) for i in ins[:3]))
     heads = (*reversed(sides.shared.dims), *reversed(sides.group.dims))
     fits = (d for d in heads if not d.size % low.oracle.ways((*lies.axes(d.name), *axes)))
     dim = next(fits, None)
     if dim is None:
         found = ", ".join(map(str, heads)) or "none"
         ways = low.oracle.ways(axes)
-        raise refused(
-            op,
-            ALL_TO_ALL,
-            f"needs a dimension of heads whose size is divisible by {ways} devices, found {found}",
-            "use ring",
-        )
-
+        why = f"needs a dimension of heads whose size is divisible by {ways} devices, found {found}"
+        raise refused(op, ALL_TO_ALL, why, "use ring")
     taken = {op.length.name: (), op.memory.name: (), dim.name: (*lies.axes(dim.name), *axes)}
 
     def split(names: Sequence[str]) -> tuple[Axes, ...]:
         """The natural ones, with the axes taken from the positions to the heads."""
         return tuple(taken.get(n, lies.axes(n)) for n in names)
 
-    given = [low.type_of(i) for i in inputs]
-    placed = [low.placed(i, split(t.shape.names)) for i, t in zip(inputs, given, strict=True)]
+    given = [low.type_of(i) for i in ins]
+    placed = [low.placed(i, split(t.shape.names)) for i, t in zip(ins, given, strict=True)]
     reduced = op.roles(*given).reduced
     lacking = (split([n for n in reduced if n not in t.shape.names]) for t in types)
     partials = [low.oracle.ordered(a for found in each for a in found) for each in lacking]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.op import Op, Roles, TensorType
@@ -63,18 +63,20 @@ class Reduction(_ByElement, abstract=True):
 
 @dataclass(frozen=True)
 class AlongWhole(Op, abstract=True):
-    """Every result needs all elements along one dimension.
+    """Every result needs all elements along one dimension, or along each of several.
 
     Attributes:
+      dim: its name, or their names.
       why: it does, as errors and reports say it.
     """
 
-    dim: str
+    dim: Any
     why: ClassVar[str]
 
     def roles(self, *inputs: TensorType) -> Roles:
-        others = tuple(name for name in all_parallel(*inputs).parallel if name != self.dim)
-        return Roles(parallel=others, whole={self.dim: self.why})
+        own = (self.dim,) if isinstance(self.dim, str) else self.dim
+        others = tuple(name for name in all_parallel(*inputs).parallel if name not in own)
+        return Roles(parallel=others, whole=dict.fromkeys(own, self.why))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,41 +14,50 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import aligned
 from mesh_tf_core.ops.kinds import AlongWhole, FirstDerivative, Reduction
 from mesh_tf_core.ops.math import rsqrt, square
-from mesh_tf_core.ops.reduce import reduce_mean
-
-
-def _mean(k: Kernel, x: Any, axis: int, sizes: Sequence[int], dtype: str) -> Any:
-    kept = [1 if i == axis else s for i, s in enumerate(sizes)]
-    total = k.reshape(k.reduce("sum", x, [axis]), kept)
-    return k.binary("mul", total, k.scalar(1.0 / sizes[axis], dtype))
+from mesh_tf_core.ops.reduce import names_of, reduce_mean
 
 
 @dataclass(frozen=True)
-class Normalize(AlongWhole, Reduction):
-    """(x - mean) / sqrt(variance + epsilon) along one dimension; without `center`, x / rms (Zhang & Sennrich
-    2019)."""
+class _Norm(AlongWhole, Reduction, abstract=True):
+    """Of mean and variance along some dimensions."""
 
+    dim: tuple[str, ...]
     epsilon: float
     center: bool
     why: ClassVar[str] = "mean and variance are taken over the whole dimension"
+
+    def parts(self, k: Kernel, at: At, x: Any) -> tuple[Any, Any]:
+        """The normalised tensor and 1 / standard deviation."""
+        dtype = at.outputs[0].dtype
+        if self.center:
+            x = k.binary("sub", x, self.mean(k, at, x))
+        variance = self.mean(k, at, k.unary("square", x))
+        rstd = k.unary("rsqrt", k.binary("add", variance, k.scalar(self.epsilon, dtype)))
+        return k.binary("mul", x, rstd), rstd
+
+    def mean(self, k: Kernel, at: At, x: Any) -> Any:
+        """The mean, whose axes stay with one element."""
+        shape, dtype = at.outputs[0].shape, at.outputs[0].dtype
+        axes = [shape.index(name) for name in self.dim]
+        kept = [1 if i in axes else s for i, s in enumerate(shape.sizes)]
+        total = k.reshape(k.reduce("sum", x, axes), kept)
+        return k.binary("mul", total, k.scalar(1.0 / math.prod(shape.sizes[i] for i in axes), dtype))
+
+
+@dataclass(frozen=True)
+class Normalize(_Norm):
+    """(x - mean) / sqrt(variance + epsilon) along some dimensions; without `center`, x / rms (Zhang &
+    Sennrich 2019)."""
+
     element_flops: ClassVar[float] = 6.0
 
     def infer(self, *inputs: TensorType) -> TensorType:
-        inputs[0].shape.index(self.dim)
+        for name in self.dim:
+            inputs[0].shape.index(name)
         return inputs[0]
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         return self.parts(k, at, slices[0])[0]
-
-    def parts(self, k: Kernel, at: At, x: Any) -> tuple[Any, Any]:
-        """The normalised tensor and 1 / standard deviation."""
-        dtype, shape = at.outputs[0].dtype, at.outputs[0].shape
-        axis = shape.index(self.dim)
-        if self.center:
-            x = k.binary("sub", x, _mean(k, x, axis, shape.sizes, dtype))
-        variance = _mean(k, k.unary("square", x), axis, shape.sizes, dtype)
-        rstd = k.unary("rsqrt", k.binary("add", variance, k.scalar(self.epsilon, dtype)))
-        return k.binary("mul", x, rstd), rstd
 
     def expand(self, *inputs: Tensor) -> Tensor:
         x = inputs[0]
@@ -55,30 +65,22 @@ class Normalize(AlongWhole, Reduction):
         return x * rsqrt(reduce_mean(square(x), self.dim) + self.epsilon)
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        grad = NormalizeGrad(self.dim, self.epsilon, self.center)
-        return (dy.graph.apply(grad, dy, inputs[0]),)
+        return (dy.graph.apply(NormalizeGrad(self.dim, self.epsilon, self.center), dy, inputs[0]),)
 
 
 @dataclass(frozen=True)
-class NormalizeGrad(FirstDerivative, AlongWhole, Reduction):
+class NormalizeGrad(FirstDerivative, _Norm):
     """rstd (dy - mean(dy) - y mean(dy y)) from (dy, x); without `center`, mean(dy) is left out."""
-
-    epsilon: float
-    center: bool
-    why: ClassVar[str] = "mean and variance are taken over the whole dimension"
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return inputs[1]
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         dy, x = aligned(k, at, slices)
-        shape, dtype = at.outputs[0].shape, at.outputs[0].dtype
-        axis = shape.index(self.dim)
-        y, rstd = Normalize(self.dim, self.epsilon, self.center).parts(k, at, x)
-        inner = _mean(k, k.binary("mul", dy, y), axis, shape.sizes, dtype)
-        dx = k.binary("sub", dy, k.binary("mul", y, inner))
+        y, rstd = self.parts(k, at, x)
+        dx = k.binary("sub", dy, k.binary("mul", y, self.mean(k, at, k.binary("mul", dy, y))))
         if self.center:
-            dx = k.binary("sub", dx, _mean(k, dy, axis, shape.sizes, dtype))
+            dx = k.binary("sub", dx, self.mean(k, at, dy))
         return k.binary("mul", rstd, dx)
 
     def flops(self, *local: TensorType) -> float:
@@ -93,9 +95,11 @@ class NormalizeGrad(FirstDerivative, AlongWhole, Reduction):
         return rstd * (dx - reduce_mean(dy, self.dim) if self.center else dx)
 
 
-def normalize(x: Tensor, dim: Dim | str, epsilon: float = 1e-6, center: bool = True) -> Tensor:
-    """x with mean 0 and variance 1 along `dim` (without `center`: root mean square 1)."""
-    return x.graph.apply(Normalize(dim.name if isinstance(dim, Dim) else dim, epsilon, center), x)
+def normalize(
+    x: Tensor, dims: Dim | str | Sequence[Dim | str], epsilon: float = 1e-6, center: bool = True
+) -> Tensor:
+    """x with mean 0 and variance 1 along `dims` (without `center`: root mean square 1)."""
+    return x.graph.apply(Normalize(names_of(x, dims), epsilon, center), x)
 
 
 def layer_norm(

@@ -20,7 +20,7 @@ ABC = Arg("a:8 b:4 c:2")
 ROUGH = Arg("a:6 b:4")
 
 
-def _normal(x: np.ndarray, axis: int) -> np.ndarray:
+def _normal(x: np.ndarray, axis: int | None) -> np.ndarray:
     x = x - x.mean(axis, keepdims=True)
     return x / np.sqrt((x * x).mean(axis, keepdims=True) + 1e-6)
 
@@ -208,6 +208,13 @@ REDUCE = (
 )
 
 NORM = (
+    Sample(
+        "normalize two",
+        "norm",
+        lambda g, x: mtf.normalize(x, ("a", "b")),
+        (AB,),
+        lambda x: _normal(x, (0, 1)),
+    ),
     Sample("layer_norm", "norm", lambda g, x: mtf.layer_norm(x, "b"), (AB,), lambda x: _normal(x, 1)),
     Sample(
         "layer_norm first",

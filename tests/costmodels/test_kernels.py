@@ -75,7 +75,7 @@ def test_a_batched_product_has_its_own_class_and_flops():
 
 
 def test_only_the_last_call_makes_the_output():
-    op = Normalize("b", 1e-6, True)
+    op = Normalize(("b",), 1e-6, True)
     found = calls(op, (tensor(A, B),), (tensor(A, B),), frozenset())
     assert len(found) > 5
     assert [c.final for c in found] == [False] * (len(found) - 1) + [True]

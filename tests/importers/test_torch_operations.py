@@ -240,6 +240,18 @@ SMALLER |= {
     "logarithms of two": lambda y: torch.logaddexp(y, y[:1] * 3),
     "distances of few rows": lambda y: torch.cdist(y, y[:3]) + torch.cdist(y, y[:3].sin(), p=1.5),
     "distances of many rows": lambda y: torch.cdist(y.repeat(9, 1), torch.cat([y, y.cos()]))[:9],
+    "groups of an image": lambda y: F.group_norm(y.reshape(2, 4, 1, 3), 2, y[:, 0], y[:, 1]),
+    "a norm of several axes": lambda y: F.layer_norm(
+        y.reshape(2, 2, 2, 3), (2, 2, 3), y[:2].reshape(2, 2, 3)
+    ),
+    "a norm of one element": lambda y: y + F.layer_norm(y[..., None], (1,)).squeeze(-1),
+    "gelu": lambda y: F.gelu(3 * y) + F.gelu(y, approximate="tanh"),
+    "arrays to one shape": lambda y: torch.broadcast_tensors(y[:1], y[:, :1])[0] * y,
+    "a diagonal": lambda y: torch.diagonal(y @ y.mT) + torch.diag(y[:, :4]) * y.mT.trace(),
+    "diagonals beside the main one": lambda y: (
+        y.reshape(2, 3, 4).diagonal(1, 1, 2) + y.reshape(3, 4, 2).diagonal(-1, -2, 0)
+    ),
+    "a matrix with a diagonal": lambda y: torch.diag_embed(y) @ torch.diag(y[0]) + torch.diag(y[:, 0], 2),
     "the entropy of a distribution": lambda y: torch.distributions.Categorical(logits=y).entropy(),
 }
 EQUAL |= SMALLER | {f"selected {name}": made for name, made in SELECTED.items()}

@@ -60,7 +60,7 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
     "image by text": lambda t, i: both(i @ t.T),
     "text by image": lambda t, i: both(2.0 * t @ i.T),
     "einsum": lambda t, i: both(torch.einsum("id,jd->ij", i, t)),
-    "one direction": lambda t, i: entropy(i @ t.T),
+    "one direction": lambda t, i: -F.log_softmax(i @ t.T, -1).diagonal().mean(),
     "rows counted": lambda t, i: F.cross_entropy(i @ t.T, torch.arange(len(t))),
     "SigLIP": sigmoid,
     "InfoNCE": noise,

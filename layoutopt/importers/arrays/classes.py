@@ -243,8 +243,15 @@ def _unite_rows(found: Classes, pairs: Sequence[tuple[FactorNode, FactorNode]], 
     the pairs is a dimension of its own, and not the whole tower that made it."""
     find = found.find
     for first in {find(n) for v in batch if v.shape for n in found.of(v, 0)[:1]}:
-        while sum(found.unite(*p) for p in pairs if sum(find(n) == find(first) for n in p) == 1):
-            pass
+        left, more = [*pairs], True
+        while more:
+            row, before, left, more = find(first), left, [], False
+            for a, b in before:
+                inside = (find(a) == row) + (find(b) == row)
+                if inside == 1 and found.unite(a, b):
+                    row, more = find(first), True
+                elif not inside:
+                    left.append((a, b))
 
 
 def _sizes(found: Classes, nodes: Sequence[FactorNode]) -> list[int]:
@@ -319,7 +326,7 @@ def _unite_layers(found: Classes, alike: Iterable[list[list[Axis]]]) -> None:
         for first, *others in zip(*layers, strict=True):
             nodes = list(zip(*(found.of(*axis) for axis in (first, *others)), strict=True))
             # Layers that feed each other have dimensions of their own, all of them.
-            if not any(x in found.apart(y) for group in nodes for x in group for y in group):
+            if all(found.apart(x).isdisjoint(group) for group in nodes for x in group):
                 for other in others:
                     _unite_axes(found, first, other)
 

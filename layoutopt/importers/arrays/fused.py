@@ -7,7 +7,7 @@ from layoutopt.importers.arrays.contract import Equation, Operand
 from layoutopt.importers.arrays.keys import Keys, key_of
 from layoutopt.importers.arrays.refusals import refuse
 from layoutopt.importers.arrays.relations import FROM, PRODUCT, TO
-from layoutopt.importers.arrays.writer import Handler, Writer, our_dtype
+from layoutopt.importers.arrays.writer import Handler, Writer, having, our_dtype
 from mesh_tf_core.ir.dims import Dim, SparseDim
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.experts import ExpertProduct, FromExperts, ToExperts
@@ -15,11 +15,9 @@ from mesh_tf_core.ops.experts import ExpertProduct, FromExperts, ToExperts
 
 def _normalize(w: Writer, e: Equation) -> None:
     """Root mean square 1 along the last axis; with `center`, mean 0 too."""
-    y, last = e.out, len(e.out.shape) - 1
-    own = w.dims(y, last)
-    t, one = w.along(w.drawn(w.elementwise(e.ins[0], y), e.ins[0]), own)
-    made = mtf.normalize(t, one, e.params["epsilon"], e.params["center"])
-    w.put(y, made if len(own) == 1 else w.apart(made, one, own))
+    x, y = e.ins[0], e.out
+    t = having(w.drawn(w.elementwise(x, y), x), own := w.dims(y, len(y.shape) - 1))
+    w.put(y, mtf.normalize(t, own, e.params["epsilon"], e.params["center"]))
 
 
 def _cross_entropy(w: Writer, e: Equation) -> None:

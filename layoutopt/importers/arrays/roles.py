@@ -7,8 +7,8 @@ The sources of dimension names: the function's arguments, and the names given so
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 
@@ -52,7 +52,6 @@ class ClassNames:
       found: class -> its name.
       taken: the names.
       in_parameters: number of axes of parameters in a class.
-      held: the classes of each parameter.
       counts: classes that count the pieces that an axis is cut into.
     """
 
@@ -63,13 +62,20 @@ class ClassNames:
         self.in_parameters: Counter[FactorNode] = Counter()
         for v, _ in arrays.parameters:
             self.in_parameters.update(classes.all(v))
-        self.held = [set(classes.all(v)) for v, _ in arrays.parameters]
+        self._held: dict[FactorNode, list[set[FactorNode]]] = defaultdict(list)
+        for held in (set(classes.all(v)) for v, _ in arrays.parameters):
+            for node in held:
+                self._held[node].append(held)
         self.of_batch = {n for v, _ in arrays.batch for n in classes.all(v)}
         self.counts: set[FactorNode] = set()
         for _, relation in classes.factors.related:
             if isinstance(relation, AxisPart) and not isinstance(relation, Copies):
                 own, inner = classes.of(*relation.x), classes.of(*relation.y)
                 self.counts.update(own[: len(own) - len(inner)])
+
+    def holding(self, nodes: Collection[FactorNode]) -> list[set[FactorNode]]:
+        """The classes of each parameter that has some classes, at least one."""
+        return [own for own in self._held.get(next(iter(nodes)), ()) if own.issuperset(nodes)]
 
     def give(self, node: FactorNode, name: str) -> None:
         """A name for a class that has none; numbered if another has it."""
@@ -248,11 +254,11 @@ class _Roles:
             n
             for operand in (x, y)
             for n in self.classes.all(operand)
-            if n not in shared and n not in summed and any({n, *heads} <= nodes for nodes in self.names.held)
+            if n not in shared and n not in summed and self.names.holding((n, *heads))
         ]
         if not heads or not summed:
             return
-        if not any({summed[-1], *heads} <= nodes for nodes in self.names.held):
+        if not self.names.holding((summed[-1], *heads)):
             # The product of weights and values sums out positions.
             left = [n for n in groups if n not in self.names.found]
             for node in left if len(left) == 1 else ():
@@ -277,7 +283,7 @@ class _Roles:
             ends.sort(key=lambda n: (n not in self.names.found, -self.names.in_parameters[n]))
             self.names.give(ends[0], "length")
             self.names.give(ends[1], "memory_length")
-        projections = (nodes for nodes in self.names.held if {*heads, *summed} <= nodes)
+        projections = self.names.holding((*heads, *summed))
         others = Counter(n for nodes in projections for n in nodes if n not in self.names.counts)
         if others and not others.keys() & {n for n, name in self.names.found.items() if name == "d_model"}:
             left = [n for n, _ in others.most_common() if n not in self.names.found]

@@ -250,11 +250,11 @@ class Writer:
 
     def along(self, t: Tensor, own: Sequence[Dim]) -> tuple[Tensor, Dim]:
         """t with all dimensions of an axis as one, under its own name where the axis has one."""
-        return (_having(t, own), own[0]) if len(own) == 1 else self.as_one(t, own)
+        return (having(t, own), own[0]) if len(own) == 1 else self.as_one(t, own)
 
     def as_one(self, t: Tensor, own: Sequence[Dim]) -> tuple[Tensor, Dim]:
         """Merges some dimensions, in this order, into one with a name of its own."""
-        t = _having(t, own)
+        t = having(t, own)
         rest = [d for d in t.shape if d not in own]
         name = self.fresh("_".join([*(d.name for d in own), "axis"]))
         one = Dim(name, math.prod(d.size for d in own))
@@ -386,7 +386,8 @@ class Writer:
                 self.values[id(y)] = ScalarArray(0, y.dtype)
 
 
-def _having(t: Tensor, own: Sequence[Dim]) -> Tensor:
+def having(t: Tensor, own: Sequence[Dim]) -> Tensor:
+    """t with some dimensions, repeated along those that it lacks."""
     missing = [d for d in own if d.name not in t.shape.names]
     return mtf.broadcast(t, [*missing, *t.shape]) if missing else t
 

@@ -68,14 +68,9 @@ class JaxprVisitor(Protocol[V]):
 
 
 def interpret(
-    visitor: JaxprVisitor[V],
-    closed: Any,
-    ins: Sequence[V],
-    whole: Any = None,
-    scope: str = "",
-    where: str = "",
+    visitor: JaxprVisitor[V], body: Any, ins: Sequence[V], whole: Any = None, scope: str = "", where: str = ""
 ) -> list[V]:
-    """Visits the equations of a closed jaxpr; its results.
+    """Visits the equations of a closed jaxpr, `body`; its results.
 
     Args:
       whole: the same function of the whole batch, whose numbers are used: a mean over a part of the batch
@@ -85,10 +80,10 @@ def interpret(
     Raises:
       UserError: the function has other equations than `whole`.
     """
-    jaxpr, same = closed.jaxpr, closed.jaxpr if whole is None else whole.jaxpr
+    jaxpr, same = body.jaxpr, body.jaxpr if whole is None else whole.jaxpr
     if len(jaxpr.eqns) != len(same.eqns):
         raise differs("its operations for part of a batch differ from those for the whole batch")
-    consts = zip(jaxpr.constvars, closed.consts, strict=True)
+    consts = zip(jaxpr.constvars, body.consts, strict=True)
     known: dict[Any, V] = {v: visitor.constant(value, v.aval) for v, value in consts}
     known.update(zip(jaxpr.invars, ins, strict=True))
 

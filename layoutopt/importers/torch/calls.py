@@ -22,6 +22,7 @@ FLOATS = ("float64", "float32", "float16", "bfloat16")
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
+@cache
 def torch_module() -> Any:
     """PyTorch; UserError if it is not installed."""
     try:

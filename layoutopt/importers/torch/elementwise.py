@@ -119,6 +119,7 @@ formulas(
         "logical_not": lambda m, v, x: m.binary("eq", x, 0, x.dtype, "bool"),
         "reciprocal": lambda m, v, x: m.binary("div", 1, x, v.dtype),
         "silu": lambda m, v, x: m.binary("mul", x, m.unary("logistic", x), x.dtype),
+        "broadcast_tensors": lambda m, v, xs: [m.expand(x, t.shape) for x, t in zip(xs, v, strict=True)],
         "abs": lambda m, v, x: m.unary("abs", x, **{FLAT: True}),
         "relu": lambda m, v, x: m.clamped(x, 0, None, x.dtype, FLAT),
         "relu6": lambda m, v, x: m.clamped(x, 0, 6, x.dtype, FLAT),
@@ -146,6 +147,18 @@ formulas(
         "log2": lambda m, v, x: m.binary("mul", m.unary("log", m.cast(x, v.dtype)), 1 / math.log(2), v.dtype),
     }
 )
+
+
+@rule("gelu")
+def _gelu(m: Equations, v: Type, x: Operand, approximate: str = "none") -> Operand:
+    if approximate == "tanh":
+        cube = m.binary("mul", m.binary("mul", x, x, v.dtype), x, v.dtype)
+        inner = m.binary("add", x, m.binary("mul", cube, 0.044715, v.dtype), v.dtype)
+        part = m.unary("tanh", m.binary("mul", inner, math.sqrt(2 / math.pi), v.dtype))
+    else:
+        part = m.unary("erf", m.binary("mul", x, math.sqrt(0.5), v.dtype))
+    half = m.binary("mul", x, 0.5, v.dtype)
+    return m.binary("mul", half, m.binary("add", part, 1, v.dtype), v.dtype)
 
 
 @rule("mul")

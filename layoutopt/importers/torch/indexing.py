@@ -78,6 +78,18 @@ def one_line(m: Equations, ids: Operand, dim: int) -> Operand | None:
     return m.reshape(wide.ins[0], ids.shape[dim : dim + 1])
 
 
+@rule("diagonal", "diagonal_copy")
+def _diagonal(m: Equations, v: Type, x: Operand, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Operand:
+    """A sum along the second axis, of which all other places are left out: any axis may be split."""
+    rank, size = len(x.shape), v.shape[-1]
+    ends = [a % rank for a in (dim1, dim2)]
+    x = m.transpose(x, [*(a for a in range(rank) if a not in ends), *ends])
+    x = m.slice(m.slice(x, rank - 2, max(-offset, 0), size), rank - 1, max(offset, 0), size)
+    rows, columns = (m.counted((size, size), a, "int32") for a in range(2))
+    own = m.binary("eq", rows, columns, "int32", "bool")
+    return m.reduced("reduce_sum", m.select(own, x, 0, x.dtype), [rank - 1])
+
+
 @rule("index", "_unsafe_index")
 def _index(m: Equations, v: Type, x: Operand, ids: Sequence[Operand | None]) -> Operand:
     looked = [a for a, i in enumerate(ids) if i is not None]

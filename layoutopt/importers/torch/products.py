@@ -21,10 +21,10 @@ formulas(
         ),
         "addmm": lambda m, v, y, a, b: m.binary("add", _matmul(m, v, a, b), m.expand(y, v.shape), v.dtype),
         "layer_norm": lambda m, v, x, shape, weight=None, bias=None, epsilon=1e-5, *more: _affine(
-            m, normalized(m, x, own := [*range(len(x.shape))][-len(shape) :], epsilon), weight, bias, own
+            m, _normalized(m, x, x.shape[: -len(shape)], epsilon), weight, bias, range(-len(shape), 0)
         ),
         "group_norm": lambda m, v, x, groups, weight=None, bias=None, epsilon=1e-5, *more: _affine(
-            m, m.reshape(_in_groups(m, x, groups, epsilon), x.shape), weight, bias, [1]
+            m, _normalized(m, x, (x.shape[0], groups), epsilon), weight, bias, [1]
         ),
     }
 )
@@ -103,14 +103,9 @@ def _attention(
         ins.append(_grouped(m, mask, k.shape[-3], group) if group > 1 else mask)
     if rate:
         ins.append(m.folded_key())
-    more = {
-        "causal": causal,
-        "window": seen.window,
-        "scale": scale or size**-0.5,
-        "rate": rate,
-        "extra": extra,
-    }
-    return m.reshape(m.emit("attention", ins, (*q.shape[:-1], w.shape[-1]), v.dtype, **more), v.shape)
+    how = {"causal": causal, "window": seen.window, "scale": scale or size**-0.5, "rate": rate}
+    made = m.emit("attention", ins, (*q.shape[:-1], w.shape[-1]), v.dtype, **how, extra=extra)
+    return m.reshape(made, v.shape)
 
 
 def _unrepeated(m: Equations, x: Operand) -> Operand:
@@ -146,22 +141,10 @@ def _affine(m: Equations, y: Operand, weight: Any, bias: Any, axes: Sequence[int
     return y if bias is None else m.along("add", y, bias, axes)
 
 
-def _in_groups(m: Equations, x: Operand, groups: int, epsilon: float) -> Operand:
-    z = m.reshape(x, (x.shape[0], groups, x.shape[1] // groups, *x.shape[2:]))
-    return normalized(m, z, range(2, len(z.shape)), epsilon)
-
-
-def normalized(m: Equations, x: Operand, axes: Sequence[int], epsilon: float) -> Operand:
-    """x with mean 0 and variance 1 along axes."""
-    if list(axes) == [len(x.shape) - 1]:
-        return m.unary("normalize", x, epsilon=epsilon, center=True)
-    mean = m.mean(x, axes, True)
-    return _scaled(m, x, mean, variance(m, x, axes, mean), epsilon)
-
-
-def _scaled(m: Equations, x: Operand, mean: Operand, var: Operand, epsilon: float) -> Operand:
-    rate = m.unary("rsqrt", m.binary("add", var, epsilon, x.dtype))
-    return m.binary("mul", m.binary("sub", x, mean, x.dtype), rate, x.dtype)
+def _normalized(m: Equations, x: Operand, rows: Sequence[int], epsilon: float) -> Operand:
+    """x with mean 0 and variance 1 in each of [*rows] rows of elements."""
+    line = m.reshape(x, (*rows, math.prod(x.shape) // math.prod(rows)))
+    return m.reshape(m.unary("normalize", line, epsilon=epsilon, center=True), x.shape)
 
 
 def batch_norm(
@@ -175,14 +158,17 @@ def batch_norm(
     new: tuple[Operand | None, Operand | None] = (None, None)
     if train or old_mean is None or old_var is None:
         mean = m.mean(x, axes, True)
-        var = variance(m, x, axes, mean)
+        apart = m.binary("sub", x, mean, x.dtype)
+        var = variance(m, apart, axes)
         if old_mean is not None and old_var is not None:
             count = math.prod(x.shape) / x.shape[1]
             unbiased = m.binary("mul", var, count / (count - 1), x.dtype)
             new = _mixed(m, old_mean, mean, momentum), _mixed(m, old_var, unbiased, momentum)
     else:
         mean, var = (m.broadcast(t, lead, [1]) for t in (old_mean, old_var))
-    return _affine(m, _scaled(m, x, mean, var, epsilon), weight, bias, [1]), (mean, var), new
+        apart = m.binary("sub", x, mean, x.dtype)
+    rate = m.unary("rsqrt", m.binary("add", var, epsilon, x.dtype))
+    return _affine(m, m.binary("mul", apart, rate, x.dtype), weight, bias, [1]), (mean, var), new
 
 
 def _mixed(m: Equations, old: Operand, now: Operand, momentum: float) -> Operand:

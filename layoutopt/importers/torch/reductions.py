@@ -58,16 +58,18 @@ formulas(
         "mean": lambda m, v, x, dim=None, keepdim=False, **more: m.mean(
             m.cast(x, v.dtype), dims_of(dim, len(x.shape)), keepdim
         ),
-        "adaptive_avg_pool1d adaptive_avg_pool3d": lambda m, v, x, n: m.mean(x, range(2, len(x.shape)), True),
+        "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d": lambda m, v, x, n: m.mean(
+            x, range(2, len(x.shape)), True
+        ),
         "softmax _softmax special_softmax": lambda m, v, x, dim, *_, **of: m.softmax(m.cast(x, v.dtype), dim),
         "log_softmax _log_softmax": lambda m, v, x, dim, *_, **how: m.softmax(m.cast(x, v.dtype), dim, True),
     }
 )
 
 
-def variance(m: Equations, x: Operand, axes: Sequence[int], mean: Operand, correction: float = 0) -> Operand:
-    """The variance along axes, which stay with one element."""
-    z = m.unary("integer_pow", m.binary("sub", x, mean, x.dtype), y=2)
+def variance(m: Equations, x: Operand, axes: Sequence[int], correction: float = 0) -> Operand:
+    """The variance of numbers with mean 0 along axes, which stay with one element."""
+    z = m.unary("integer_pow", x, y=2)
     count = math.prod(x.shape[a] for a in axes)
     return m.binary("mul", m.reduced("reduce_sum", z, axes, True), 1 / (count - correction), x.dtype)
 
@@ -130,7 +132,8 @@ def _spread(root: bool) -> AtenRule:
             dim, unbiased = None, dim
         axes = dims_of(dim, len(x.shape))
         mean = m.mean(x, axes, True)
-        found = variance(m, x, axes, mean, int(unbiased) if correction is None else correction)
+        apart = m.binary("sub", x, mean, x.dtype)
+        found = variance(m, apart, axes, int(unbiased) if correction is None else correction)
         found = _root(m, found) if root else found
         if isinstance(v, list):
             return [m.reshape(found, v[0].shape), m.reshape(mean, v[1].shape)]

@@ -83,14 +83,7 @@ def _scatter(m: Equations, v: Type, x: Operand, dim: int, ids: Operand, rows: An
 
 @rule("scatter_reduce")
 def _scatter_reduce(
-    m: Equations,
-    v: Type,
-    x: Operand,
-    dim: int,
-    ids: Operand,
-    rows: Operand,
-    reduce: str,
-    include_self: bool = True,
+    m: Equations, v: Type, x: Any, dim: int, ids: Operand, rows: Any, reduce: str, include_self: bool = True
 ) -> Operand:
     """x with sums, means or extremes of the elements for each place."""
     if reduce not in ("sum", "mean", "amax", "amin"):

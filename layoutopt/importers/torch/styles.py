@@ -230,7 +230,8 @@ class StyleFlow:
         tried = sorted((self._between | {*self.experts.values()}) - self.without.keys())
         failed = {name: why for name in tried if (why := fails([name]))}
         self.code |= {d: f"the module does not run on a part of it: {w}; {SIZED}" for d, w in failed.items()}
-        if failed and (whole := fails(failed, cut=False)):
+        lines = {why.partition(": ")[0]: name for name, why in failed.items()}  # what runs once, runs again
+        if failed and (whole := fails(lines.values(), cut=False)):
             unknown = f"no code is known to run on a part of it: without values it does not run: {whole}"
             self.code |= dict.fromkeys(failed, unknown)
         self.without |= self.code

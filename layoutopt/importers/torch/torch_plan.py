@@ -166,19 +166,13 @@ class ModuleStep:
     Args:
       plan: its `parallelize` returned the module.
       mesh: of the ranks by use (`parallelize.by_use`).
-      loss, clip_norm: as `TorchPlan.train_step` has them.
+      loss, most: as `TorchPlan.train_step` has `loss` and `clip_norm`.
     """
 
     def __init__(
-        self,
-        plan: TorchPlan,
-        mesh: Any,
-        module: Any,
-        optimizer: Any,
-        loss: Loss | None,
-        clip_norm: float | None,
+        self, plan: TorchPlan, mesh: Any, module: Any, optimizer: Any, loss: Loss | None, most: float | None
     ) -> None:
-        self.module, self.optimizer, self.mesh, self.clip_norm = module, optimizer, mesh, clip_norm
+        self.module, self.optimizer, self.mesh, self.clip_norm = module, optimizer, mesh, most
         self.stage, self.parts = plan.ranks.stage, plan.ranks.options.microbatches
         assert plan.model.origin is not None
         arrays, batch = plan.model.origin.batch.items(), plan.model.batch_dim
