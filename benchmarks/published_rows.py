@@ -16,7 +16,7 @@ from costmodels import Hardware, load_hardware
 from costmodels.frameworks import DEFAULT
 from costmodels.pricing.hidden import Cost
 from costmodels.pricing.pricer import Pricer, pricer
-from mesh_tf_core.ir.outline import loop_dims
+from mesh_tf_core.ir.blocks import loop_dims
 from mesh_tf_core.ir.schedules import GPIPE
 
 DATA = Path(__file__).parent / "data"

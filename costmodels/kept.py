@@ -13,10 +13,9 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 
 from costmodels.kernels.fusion import ALONE, FREE, MAP, REDUCE, Fuses, casts_variable, role
-from mesh_tf_core.ir.blocks import IN_FLIGHT, Connection, Node
+from mesh_tf_core.ir.blocks import IN_FLIGHT, Connection, Node, Outline, per_graph
 from mesh_tf_core.ir.dtypes import TensorType, is_float, itemsize
 from mesh_tf_core.ir.op import PRODUCTS, Op
-from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllGather, Collective, HostLoad, Instr, Local, Loop, Program
 from mesh_tf_core.ops.dynamic import DynamicSlice, DynamicUpdate

@@ -15,8 +15,7 @@ from enum import Enum
 
 import numpy as np
 
-from mesh_tf_core.ir.blocks import ARRIVING, IN_FLIGHT, TICK, Assign, Block, Node, reads
-from mesh_tf_core.ir.outline import Outline, per_graph
+from mesh_tf_core.ir.blocks import ARRIVING, IN_FLIGHT, TICK, Assign, Block, Node, Outline, per_graph, reads
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Instr, Loop, Program
 from mesh_tf_core.ir.schedules import KINDS

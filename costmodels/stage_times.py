@@ -26,8 +26,7 @@ import numpy as np
 
 from costmodels.kernels.quantities import quantity_of
 from costmodels.stage_ends import StageEnd, end_work, layer_numbers, schedule_of
-from mesh_tf_core.ir.blocks import TICK, Node, reads
-from mesh_tf_core.ir.outline import Outline, per_graph
+from mesh_tf_core.ir.blocks import TICK, Node, Outline, per_graph, reads
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.schedules import KINDS, PipelineSchedule
 from mesh_tf_core.ir.stage_orders import IDLE, StageAction

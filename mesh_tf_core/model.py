@@ -12,12 +12,12 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from mesh_tf_core.errors import LayoutError, UserError
+from mesh_tf_core.ir.blocks import loop_dims
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.outline import loop_dims
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import GPIPE

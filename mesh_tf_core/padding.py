@@ -12,11 +12,11 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.model import Model
-from mesh_tf_core.tracing.copying import ResizedCopy
+from mesh_tf_core.tracing.copying import Copy
 from mesh_tf_core.tracing.graph import Graph
 
 
-class _PaddedCopy(ResizedCopy):
+class _PaddedCopy(Copy):
     def __init__(self, graph: Graph, dim: Dim, more: int) -> None:
         super().__init__(graph)
         self.sizes = {dim: Dim(dim.name, dim.size + more)}

@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.blocks import Outline
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.initializers import FixedArray
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import Op
-from mesh_tf_core.ir.outline import Outline
 from mesh_tf_core.ir.program import Carry, Instr, Program, Result, Sliced, Value
 
 FORMAT = "mesh-tf-program/1"

@@ -33,8 +33,8 @@ from typing import TypeAlias
 from costmodels.kernels.fusion import ALONE, PRODUCT, Fuses, casts_variable
 from costmodels.kernels.groups import Group, GroupContext, VariableCast
 from costmodels.kernels.partition import FusedKernel
+from mesh_tf_core.ir.blocks import Outline, per_graph
 from mesh_tf_core.ir.instructions import STEP
-from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import HostLoad, Instr, Local, Loop, Permute, Program
 from mesh_tf_core.ops.index import Range

@@ -30,10 +30,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 
-from mesh_tf_core.ir.blocks import Connection, Node, reads
+from mesh_tf_core.ir.blocks import Connection, Node, Outline, reads
 from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.op import Op, TensorType
-from mesh_tf_core.ir.outline import Outline
 from mesh_tf_core.ir.program import Instr, Local, Program
 from mesh_tf_core.lower.nodes import converts_variable, repeated, stored_tensors, updated
 from mesh_tf_core.lower.rematerialization import running_again

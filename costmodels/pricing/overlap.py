@@ -24,8 +24,8 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from costmodels.kernels.compute import MATMUL_CLASSES
+from mesh_tf_core.ir.blocks import Outline, per_graph
 from mesh_tf_core.ir.instructions import GRADIENT, HOST, PARAMETER, STEP, AllToAll
-from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.program import Collective, Done, Instr, Local, Loop, Message, Program, Transfer
 
 ACTIVATION = "activation"

@@ -43,9 +43,9 @@ from layoutopt.formulation.makers import OpCluster
 from layoutopt.formulation.outer_step_context import OuterStepContext
 from layoutopt.formulation.tables import Index, Table
 from layoutopt.solver import ChoiceVariable, Problem, ResourceRow, RowTerm, Sparse, Term
+from mesh_tf_core.ir.blocks import loop_name
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.outline import loop_name
 from mesh_tf_core.ir.program import HostLoad, Local, Loop, Program, Transfer, WriteVariable
 from mesh_tf_core.ir.values import local_type
 from mesh_tf_core.lower.nodes import assigned

@@ -18,9 +18,8 @@ from costmodels.stage_ends import StageEnd
 from layoutopt.formulation.held_bytes import Counted, HeldBytes, PointKey, fading, last_reads
 from layoutopt.formulation.lifetimes import ByteRule, stacks_of, sums_of
 from layoutopt.formulation.makers import Makers, TensorMaker
-from mesh_tf_core.ir.blocks import Block
+from mesh_tf_core.ir.blocks import Block, loop_name
 from mesh_tf_core.ir.liveness import Held, Liveness
-from mesh_tf_core.ir.outline import loop_name
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import HostLoad, Instr, Local, Loop, Program
 from mesh_tf_core.lower.nodes import moved_dims, pass_of

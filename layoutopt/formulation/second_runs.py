@@ -15,8 +15,7 @@ from typing import NamedTuple
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.space.kind import Choice
 from layoutopt.space.recompute import choice_of
-from mesh_tf_core.ir.blocks import Block, Node
-from mesh_tf_core.ir.outline import loop_name
+from mesh_tf_core.ir.blocks import Block, Node, loop_name
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.nodes import moved_dims
 from mesh_tf_core.lower.recomputed import keep_sets, recomputed

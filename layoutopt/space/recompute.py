@@ -26,10 +26,9 @@ from layoutopt.space.kind import (
     missing,
 )
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.blocks import TICK
+from mesh_tf_core.ir.blocks import TICK, loop_name
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.outline import loop_name
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.options import ACTIVATIONS
 from mesh_tf_core.lower.recomputed import keep_sets

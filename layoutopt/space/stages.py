@@ -18,10 +18,9 @@ from layoutopt.space.kind import Beyond, Feature, LeftOut, PlanField, Target, Wo
 from layoutopt.space.recompute import counts, kept_sets
 from layoutopt.space.splits import Split, domains, split_options
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.blocks import TICK
+from mesh_tf_core.ir.blocks import TICK, loop_dims
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.outline import loop_dims
 from mesh_tf_core.ir.schedules import GPIPE, layer_order
 from mesh_tf_core.lower.recomputed import keep_sets
 from mesh_tf_core.lower.remat_policy import Policies, Recomputed

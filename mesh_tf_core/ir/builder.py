@@ -15,7 +15,7 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.op import Op, inferred
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.ir.scopes import Inside, having
+from mesh_tf_core.ir.tensor import Inside, having
 from mesh_tf_core.ir.values import Carry, Instr, Loop, Origin, Splits, Value
 
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from mesh_tf_core.ir.program import AllReduce, Done, Instr, Local, Loop, Program, ReadVariable, WriteVariable
+from mesh_tf_core.ir.values import every
 
 ValueSize = Callable[[int], int]
 """Value id -> bytes of the piece on one device."""
@@ -172,7 +173,7 @@ def _written(loop: Loop) -> Iterator[tuple[int, int]]:
         if last > 0 and chain[-1] == carry.enter:
             chains.append((carry.final, chain, chain[last:]))
     if chains:
-        reads = Counter(i for instr in _inside(loop) for i in instr.inputs)
+        reads = Counter(i for instr in every(loop.body) for i in instr.inputs)
         for final, chain, before in chains:
             if all(reads[i] == 1 for i in before):
                 yield from ((i, final) for i in chain)
@@ -186,13 +187,6 @@ def _written_over(code: Iterable[Instr]) -> Iterator[tuple[int, tuple[int, bool]
         elif isinstance(instr, Loop):
             finals = {final for _, final in _written(instr)}
             yield from ((c.final, (c.init, True)) for c in instr.carried if c.final in finals)
-
-
-def _inside(loop: Loop) -> Iterator[Instr]:
-    for instr in loop.body:
-        yield instr
-        if isinstance(instr, Loop):
-            yield from _inside(instr)
 
 
 class Held:

@@ -14,6 +14,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TypeVar
 
+from mesh_tf_core.ir.blocks import NO_OUTLINE, Outline
 from mesh_tf_core.ir.dims import PaddedDim, SparseDim
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.instructions import (
@@ -38,8 +39,7 @@ from mesh_tf_core.ir.instructions import (
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
-from mesh_tf_core.ir.outline import NO_OUTLINE, Outline
-from mesh_tf_core.ir.values import Carry, Instr, Loop, Origin, Result, Sliced, Value
+from mesh_tf_core.ir.values import Carry, Instr, Loop, Origin, Result, Sliced, Value, every
 
 OneKind = TypeVar("OneKind", bound=Instr)
 
@@ -93,7 +93,7 @@ class Program:
 
     def every(self, kind: type[OneKind]) -> Iterator[OneKind]:
         """The instructions of a kind, each once."""
-        return (instr for instr, _ in self.walk() if isinstance(instr, kind))
+        return (instr for instr in every(self.code) if isinstance(instr, kind))
 
     @property
     def used(self) -> set[str]:

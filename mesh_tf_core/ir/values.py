@@ -4,6 +4,7 @@ body, and the values that cross its border."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -141,6 +142,14 @@ class Result(NamedTuple):
 
     inner: int
     outer: int
+
+
+def every(code: Iterable[Instr]) -> Iterator[Instr]:
+    """Every instruction of some code once, loops before their bodies."""
+    for instr in code:
+        yield instr
+        if isinstance(instr, Loop):
+            yield from every(instr.body)
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,23 +195,17 @@ class Lowering(Loops):
             return self._expanded(op, inputs)
         if whole:
             inputs = [self.without(i, whole) for i in inputs]
-        partial = self._partial(reduced)
-        if not whole and not partial:
-            # What comes out is in its place.
-            outs = [
-                self.new(t, self.natural(t.shape), (), tensor)
-                for t, tensor in zip(types, tensors, strict=True)
-            ]
-            self.emit(Local(tuple(inputs), tuple(outs), self.origin, op))
-            return outs
         lacking = [self._partial([n for n in reduced if n not in t.shape.names]) for t in types]
-        outs = []
-        for t, partial in zip(types, lacking, strict=True):
+        in_place, outs = not whole and not any(lacking), []
+        for t, axes, tensor in zip(types, lacking, tensors, strict=True):
             splits = self.natural(t.shape)
             if whole:
                 splits = tuple(() if n in whole else s for n, s in zip(t.shape.names, splits, strict=True))
-            outs.append(self.new(t, splits, partial if roles.combine == "sum" else ()))
+            pending = axes if roles.combine == "sum" else ()
+            outs.append(self.new(t, splits, pending, tensor if in_place else -1))
         self.emit(Local(tuple(inputs), tuple(outs), self.origin, op))
+        if in_place:
+            return outs
         joined = (
             self.joined(o, axes, roles.combine) if axes else o for o, axes in zip(outs, lacking, strict=True)
         )

@@ -8,14 +8,13 @@ from dataclasses import replace
 from functools import lru_cache
 
 from mesh_tf_core.errors import LayoutError
-from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.blocks import Block, Node, loop_name
 from mesh_tf_core.ir.builder import ProgramBuilder
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import Op, TensorType
-from mesh_tf_core.ir.outline import loop_name
 from mesh_tf_core.ir.program import AllReduce, Carry, Instr, Local, Loop, Origin, Result, Sliced
-from mesh_tf_core.ir.scopes import having
+from mesh_tf_core.ir.tensor import having
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placement import check_counted
 from mesh_tf_core.lower.placing import Placing

@@ -57,6 +57,7 @@ from mesh_tf_core.ir.program import (
     Value,
     WriteVariable,
 )
+from mesh_tf_core.ir.values import every
 from mesh_tf_core.lower.nodes import stored_tensors
 
 SMALL_BYTES = 1 << 16
@@ -176,15 +177,46 @@ class _Placing:
 
     @cached_property
     def stored(self) -> set[int]:
-        return _stored(self.program)
+        """Values that are variables, or parts or casts of them."""
+        tensors = stored_tensors(self.program.outline)
+        stored = {v.id for v in self.program.values if v.tensor in tensors}
+        for instr in every(self.program.code):
+            taken = instr.inputs and stored.issuperset(instr.inputs)
+            if taken and instr.origin.phase != Phase.UPDATE and _moves(instr):
+                stored.update(instr.outputs)
+        return stored
 
     @cached_property
     def written(self) -> set[int]:
-        return _written(self.program)
+        """Values that become variables as they are, or when they were moved or cast."""
+        written: set[int] = set()
+        for instr in reversed(self.program.code):
+            if isinstance(instr, WriteVariable) or (_moves(instr) and written.intersection(instr.outputs)):
+                written.update(instr.inputs)
+        return written
 
     @cached_property
     def needed(self) -> set[int]:
-        return _needed(self.program)
+        """Values that something before the update computes with."""
+        needed = set(self.program.results.values())
+
+        def visit(code: Sequence[Instr]) -> None:
+            for instr in reversed(code):
+                if isinstance(instr, Loop):
+                    needed.update(instr.inputs[: len(instr.carried) + len(instr.sliced)])
+                    needed.update(c.leave for c in instr.carried)
+                    needed.update(r.inner for r in instr.results if r.outer in needed)
+                    visit(instr.body)
+                elif isinstance(instr, Done):
+                    continue
+                elif _moves(instr):
+                    if needed.intersection(instr.outputs):
+                        needed.update(instr.inputs)
+                elif instr.origin.phase != Phase.UPDATE:
+                    needed.update(instr.inputs)
+
+        visit(self.program.code)
+        return needed
 
     def block(self, code: Sequence[Instr], looped: bool) -> tuple[Instr, ...]:
         """A block with its messages started, and done."""
@@ -249,54 +281,8 @@ def _without_products(code: Iterable[Instr]) -> set[int]:
     return found
 
 
-# -- what messages are for -----------------------------------------------------------------------------------
-
-
-def _stored(program: Program) -> set[int]:
-    """Values that are variables, or parts or casts of them."""
-    tensors = stored_tensors(program.outline)
-    stored = {v.id for v in program.values if v.tensor in tensors}
-    for instr, _ in program.walk():
-        taken = instr.inputs and stored.issuperset(instr.inputs)
-        if taken and instr.origin.phase != Phase.UPDATE and _moves(instr):
-            stored.update(instr.outputs)
-    return stored
-
-
-def _written(program: Program) -> set[int]:
-    """Values that become variables as they are, or when they were moved or cast."""
-    written: set[int] = set()
-    for instr in reversed(program.code):
-        if isinstance(instr, WriteVariable) or (_moves(instr) and written.intersection(instr.outputs)):
-            written.update(instr.inputs)
-    return written
-
-
 def _moves(instr: Instr) -> bool:
     """Whether an instruction passes a value on."""
     if isinstance(instr, Local):
         return instr.op.converts or instr.op.free
     return isinstance(instr, AllGather | AllReduce | ReduceScatter | Slice)
-
-
-def _needed(program: Program) -> set[int]:
-    """Values that something before the update computes with."""
-    needed = set(program.results.values())
-
-    def visit(code: Sequence[Instr]) -> None:
-        for instr in reversed(code):
-            if isinstance(instr, Loop):
-                needed.update(instr.inputs[: len(instr.carried) + len(instr.sliced)])
-                needed.update(c.leave for c in instr.carried)
-                needed.update(r.inner for r in instr.results if r.outer in needed)
-                visit(instr.body)
-            elif isinstance(instr, Done):
-                continue
-            elif _moves(instr):
-                if needed.intersection(instr.outputs):
-                    needed.update(instr.inputs)
-            elif instr.origin.phase != Phase.UPDATE:
-                needed.update(instr.inputs)
-
-    visit(program.code)
-    return needed

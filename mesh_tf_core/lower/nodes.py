@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.blocks import Assign, Connection, Node, Read
+from mesh_tf_core.ir.blocks import Assign, Connection, Node, Outline, Read, per_graph
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.op import Op, Roles, TensorType
-from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import AddN

@@ -213,9 +213,9 @@ class Placement:
         if variable not in self.stages:
             return self.read_in(variable)
         if variable not in self._views:
-            v, over = self.variables[variable], self.stages[variable].over
+            v, before, over = self.variables[variable], self.read_in(variable), self.stages[variable].over
             may = self.paddable.get(variable, frozenset())
-            self._views[variable] = shard_layout(v, self.read_in(variable), self.mesh, over, may)
+            self._views[variable] = shard_layout(v.shape, v.stacked, before, self.mesh, over, may)
         return self._views[variable]
 
 

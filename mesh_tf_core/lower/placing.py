@@ -12,8 +12,7 @@ from mesh_tf_core.ir.layout import Axes, Layout, check_disjoint
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllGather, AllToAll, HostLoad, HostStore, Instr, Slice, Stored, Value
-from mesh_tf_core.ir.scopes import having
-from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ir.tensor import Tensor, having
 from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.lower.nodes import pass_of, repeated, weights
 from mesh_tf_core.lower.oracle import Oracle

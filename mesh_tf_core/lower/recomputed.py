@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import replace
 from functools import cached_property
 
-from mesh_tf_core.ir.blocks import TICK, Block, KnownTensor, Node, reads
+from mesh_tf_core.ir.blocks import TICK, Block, KnownTensor, Node, loop_name, reads
 from mesh_tf_core.ir.dims import Dim
-from mesh_tf_core.ir.outline import loop_name
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.lower.remat_policy import SETS, Policies, Recomputed, Sets, means_something
 from mesh_tf_core.lower.rematerialization import (

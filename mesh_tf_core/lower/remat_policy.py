@@ -27,9 +27,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.blocks import TICK, Block, Node, reads
+from mesh_tf_core.ir.blocks import TICK, Block, Node, backwards, loop_name, reads
 from mesh_tf_core.ir.dtypes import itemsize
-from mesh_tf_core.ir.outline import backwards, loop_name
 from mesh_tf_core.lower.nodes import weights
 from mesh_tf_core.ops.float8 import Quantize
 from mesh_tf_core.tracing.graph import Graph

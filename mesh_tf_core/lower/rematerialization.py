@@ -17,8 +17,7 @@ from functools import cached_property
 from itertools import compress
 from typing import NamedTuple
 
-from mesh_tf_core.ir.blocks import Block, Node
-from mesh_tf_core.ir.outline import backwards, loop_name
+from mesh_tf_core.ir.blocks import Block, Node, backwards, loop_name
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.lower.remat_policy import Policies, check_kept, handed_on, kept_values
 from mesh_tf_core.tracing.graph import Graph

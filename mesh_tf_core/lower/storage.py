@@ -35,14 +35,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.blocks import Block, Connection, Node, Read
+from mesh_tf_core.ir.blocks import Block, Connection, Node, Read, per_graph
 from mesh_tf_core.ir.dims import PaddedDim, Shape
 from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import AT, Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import Op
-from mesh_tf_core.ir.outline import per_graph
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.lower.nodes import plan_of, updated, with_parts
@@ -178,30 +177,26 @@ def _narrowed(node: Node, graph: Graph) -> str | None:
     return after if is_float(after) and itemsize(after) < itemsize(before) else None
 
 
+@lru_cache(maxsize=1 << 14)
 def shard_layout(
-    variable: Variable,
+    shape: Shape,
+    stacked: int,
     layout: Layout,
     mesh: Mesh,
     over: Axes | None = None,
     paddable: frozenset[str] = frozenset(),
 ) -> Layout:
-    """The layout with this variable's dimensions split further over every axis that does not split them yet.
+    """The layout with dimensions of a variable split further over every axis that does not split them yet.
 
     All spare axes go to one dimension if it is divisible (the largest piece first). Otherwise they are
     assigned axis by axis, and an axis that divides no dimension is left out. If shards are smaller that way,
     all axes go to one dimension that is padded. Dimensions that count layers stay whole.
 
     Args:
+      shape, stacked: of the variable.
       over: only these axes.
       paddable: dimensions that may be padded (`paddable`).
     """
-    return _further(variable.shape, variable.stacked, layout, mesh, over, paddable)
-
-
-@lru_cache(maxsize=1 << 14)
-def _further(
-    shape: Shape, stacked: int, layout: Layout, mesh: Mesh, over: Axes | None, paddable: frozenset[str]
-) -> Layout:
     before = layout.axes_of(shape.names)
     allowed = mesh.names if over is None else tuple(a for a in mesh.names if a in over)
     after, padded = _shards(shape, stacked, before, mesh, allowed, paddable)

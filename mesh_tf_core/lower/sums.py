@@ -33,6 +33,7 @@ from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllReduce, Instr, Local, Loop, Program, ReduceScatter, Result, Slice
+from mesh_tf_core.ir.values import every
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.uses import Readers, count_uses
 from mesh_tf_core.ops.basic import Total
@@ -108,17 +109,11 @@ def delay_sums(program: Program, oracle: Oracle | None = None) -> Program:
     Args:
       oracle: of the program's mesh; records the queries.
     """
-    if not _any_sum(program.code):
+    if not any(isinstance(instr, AllReduce) for instr in every(program.code)):
         return program
     state = _Sums(program, oracle or Oracle.of(program))
     code, _ = state.summed(program.code)
     return state.rewritten(code)
-
-
-def _any_sum(code: Sequence[Instr]) -> bool:
-    return any(
-        isinstance(instr, AllReduce) or (isinstance(instr, Loop) and _any_sum(instr.body)) for instr in code
-    )
 
 
 class _Sums(ProgramRewriter):
@@ -328,7 +323,7 @@ class _Sums(ProgramRewriter):
 
     def _hoisted(self, loop: Loop) -> tuple[Loop, list[AllReduce]]:
         """Rule (4)."""
-        if not _any_sum(loop.body):
+        if not any(isinstance(instr, AllReduce) for instr in every(loop.body)):
             return loop, []
         parts, terms = self.parts, self.terms
         self.parts = parts or loop.dim.name in (MICROBATCH, TICK)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from mesh_tf_core.ir import program as ir
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.phase import Phase
+from mesh_tf_core.ir.values import every
 from mesh_tf_core.lower.nodes import repeated
 from mesh_tf_core.tracing.graph import Graph
 
@@ -19,16 +20,11 @@ def count_uses(code: Iterable[ir.Instr], results: Iterable[int] = ()) -> default
     for it is not to read it."""
     uses: defaultdict[int, int] = defaultdict(int)
 
-    def visit(code: Iterable[ir.Instr]) -> None:
-        for instr in code:
-            for i in instr.inputs if not isinstance(instr, ir.Done) else ():
-                uses[i] += 1
-            if isinstance(instr, ir.Loop):
-                visit(instr.body)
-                for i in instr.leaving:
-                    uses[i] += 1
-
-    visit(code)
+    for instr in every(code):
+        for i in () if isinstance(instr, ir.Done) else instr.inputs:
+            uses[i] += 1
+        for i in instr.leaving if isinstance(instr, ir.Loop) else ():
+            uses[i] += 1
     for i in results:
         uses[i] += 1
     return uses

@@ -125,21 +125,16 @@ class _Verifier:
                 )
             if c.leave not in self.defined:
                 raise wrong(loop, f"the carried value %{c.leave} is not computed")
-        for inner, outer in loop.stacked:
-            if inner not in self.defined:
-                raise wrong(loop, f"the stacked value %{inner} is not computed")
-            same = (
-                values[outer].splits == ((), *values[inner].splits)
-                and values[outer].host == values[inner].host
-            )
-            if not (same and values[outer].partial == values[inner].partial):
-                raise wrong(loop, f"the stack %{outer} and its slice %{inner} have different placements")
-        for inner, outer in loop.summed:
-            if inner not in self.defined:
-                raise wrong(loop, f"the summed value %{inner} is not computed")
-            same = values[outer].splits == values[inner].splits
-            if not (same and values[outer].partial == values[inner].partial):
-                raise wrong(loop, f"the sum %{outer} and its term %{inner} have different placements")
+        handed = ("stack", "stacked", "slice", loop.stacked), ("sum", "summed", "term", loop.summed)
+        for whole, made, part, results in handed:
+            for inner, outer in results:
+                if inner not in self.defined:
+                    raise wrong(loop, f"the {made} value %{inner} is not computed")
+                v, of_all = values[inner], values[outer]
+                splits = ((), *v.splits) if whole == "stack" else v.splits
+                if (of_all.splits, of_all.partial, of_all.host) != (splits, v.partial, v.host):
+                    both = f"the {whole} %{outer} and its {part} %{inner}"
+                    raise wrong(loop, f"{both} have different placements")
         self.defined = outside
 
     def instr(self, instr: ir.Instr) -> None:

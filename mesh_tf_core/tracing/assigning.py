@@ -18,13 +18,6 @@ from mesh_tf_core.ops.shape import pad, transpose
 from mesh_tf_core.tracing.graph import Graph
 
 
-def before_update(graph: Graph) -> list[Node]:
-    """The nodes outside of loops but for updates; with those of arrays that are not trained, which are the
-    model's own (`as_updates`)."""
-    own = {name for name, v in graph.variables.items() if v.own_storage and not v.trainable}
-    return [n for n in graph.nodes if n.phase != Phase.UPDATE or n.scope in own]
-
-
 def as_updates(graph: Graph) -> None:
     """Makes what computes an array's new value from stored arrays alone, element by element, a part of the
     update: it is lowered on the shards in which the array is stored, as an optimizer's update is."""

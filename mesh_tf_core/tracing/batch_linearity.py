@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from mesh_tf_core.ir.blocks import Block, Feed, Node, Read
+from mesh_tf_core.ir.blocks import Block, Feed, Node, Read, reads
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.op import Op, Roles, TensorType
@@ -244,11 +244,5 @@ def outer_reads(
     Args:
       skipped: skipped(node, operand): whether to leave out an operand of a node, or of one in its loop.
     """
-    body, found = node.body, {i for i in node.inputs if not skipped(node, i)}
-    if body is not None:
-        found.update(outer for outer, _ in body.sliced)
-        found.update((*body.carry_out, *(i for i, _ in body.handed)))
-        found.update(i for i in (body.runs, body.first) if i is not None)
-        for inner in body.nodes:
-            found |= outer_reads(graph, inner, skipped, blocks)
+    found = reads(node, lambda each: (i for i in each.inputs if not skipped(each, i)))
     return {i for i in found if graph.tensor(i).block in blocks}

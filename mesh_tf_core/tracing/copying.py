@@ -10,9 +10,7 @@ from mesh_tf_core.ir.blocks import Block, Half, KnownTensor, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.scopes import having
-from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.tracing.assigning import before_update
+from mesh_tf_core.ir.tensor import Tensor, having
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -30,6 +28,7 @@ class Copy:
     """A copy of a graph under construction.
 
     Attributes:
+      sizes: dimensions that have other sizes in the copy -> what they are there.
       number: of the part that the nodes that are being built work on, an int scalar; None: on no part.
       tensors: old tensor -> its copy, for tensors that the new nodes may read.
       blocks: the same of blocks.
@@ -43,6 +42,7 @@ class Copy:
         self.new.to_the_end = graph.to_the_end
         self.new.places = graph.places
         self.number: Tensor | None = None
+        self.sizes: Mapping[Dim, Dim] = {}
         self.tensors: dict[int, Tensor] = {}
         self.blocks: dict[int, Block] = {}
 
@@ -52,7 +52,19 @@ class Copy:
 
     def _shape(self, shape: Shape) -> Shape:
         """The shape of a copy."""
-        return shape
+        return Shape(self.sizes.get(d, d) for d in shape) if self.sizes else shape
+
+    def _substituted(self, value: Any) -> Any:
+        """The same description with the other sizes."""
+        if isinstance(value, Dim):
+            return self.sizes.get(value, value)
+        if isinstance(value, Shape):
+            return self._shape(value)
+        if isinstance(value, tuple):
+            return tuple(self._substituted(v) for v in value)
+        if isinstance(value, TensorType):
+            return TensorType(self._shape(value.shape), value.dtype)
+        return value
 
     def _ends(self, node: Node, body: Block) -> list[Tensor]:
         """The states that an iteration hands on."""
@@ -60,7 +72,11 @@ class Copy:
 
     def _op(self, op: Any) -> Any:
         """The operation of a copy."""
-        return op
+        if not self.sizes:
+            return op
+        changed = {f.name: self._substituted(getattr(op, f.name)) for f in dataclasses.fields(op)}
+        same = all(changed[n] == getattr(op, n) for n in changed)
+        return op if same else dataclasses.replace(op, **changed)
 
     def _applied(self, op: Op, inputs: Sequence[Tensor], node: Node) -> tuple[Tensor, ...]:
         """What an operation makes, in place of a node."""
@@ -183,13 +199,15 @@ class LoopedCopy(Copy):
     """A copy of a step in which loops work on microbatches, or replicas.
 
     Attributes:
-      kept: the nodes outside of loops but for updates.
+      kept: the nodes outside of loops but for updates; with those of arrays that are not trained, which are
+        the model's own (`assigning.as_updates`).
       outside: old tensor -> its copy outside of these loops, as far as it is known.
     """
 
     def __init__(self, graph: Graph, *given: Any) -> None:
         super().__init__(graph, *given)
-        self.kept = before_update(graph)
+        own = {name for name, v in graph.variables.items() if v.own_storage and not v.trainable}
+        self.kept = [n for n in graph.nodes if n.phase != Phase.UPDATE or n.scope in own]
         self.makers = {o: n for n, _ in graph.walk() for o in n.made}
         self.outside: dict[int, Tensor] = {}
 
@@ -205,33 +223,3 @@ class LoopedCopy(Copy):
         with self.new.at_root(), inside:
             self._node(maker)
             return {o: self.tensors[o] for o in maker.made}
-
-
-class ResizedCopy(Copy):
-    """A copy some of whose dimensions have other sizes.
-
-    Attributes:
-      sizes: these dimensions -> what they are in the copy.
-    """
-
-    sizes: Mapping[Dim, Dim]
-
-    def _shape(self, shape: Shape) -> Shape:
-        return Shape(self.sizes.get(d, d) for d in shape)
-
-    def _substituted(self, value: Any) -> Any:
-        """The same description with the other sizes."""
-        if isinstance(value, Dim):
-            return self.sizes.get(value, value)
-        if isinstance(value, Shape):
-            return self._shape(value)
-        if isinstance(value, tuple):
-            return tuple(self._substituted(v) for v in value)
-        if isinstance(value, TensorType):
-            return TensorType(self._shape(value.shape), value.dtype)
-        return value
-
-    def _op(self, op: Any) -> Any:
-        changed = {f.name: self._substituted(getattr(op, f.name)) for f in dataclasses.fields(op)}
-        same = all(changed[n] == getattr(op, n) for n in changed)
-        return op if same else dataclasses.replace(op, **changed)

@@ -73,17 +73,14 @@ def depends_on(graph: Graph, sources: Iterable[int], block: int = 0) -> set[int]
                 if any(i in reached for i in node.inputs):
                     reached.update(o for o in node.outputs if is_float(graph.tensor(o).dtype))
                 continue
-            _into_body(node, body)
+            entering = [*zip(node.inputs, body.carry_in, strict=True), *body.sliced]
+            reached.update(inner for outer, inner in entering if outer in reached)
             while visit(body):
                 reached.update(a for a, b in zip(body.carry_in, body.carry_out, strict=True) if b in reached)
             finals = zip(body.carry_out, node.outputs, strict=False)
             pairs = [*finals, *body.results]
             reached.update(outer for inner, outer in pairs if inner in reached)
         return len(reached) > before
-
-    def _into_body(node: Node, body: Block) -> None:
-        reached.update(a for a, i in zip(body.carry_in, node.inputs, strict=True) if i in reached)
-        reached.update(inner for outer, inner in body.sliced if outer in reached)
 
     visit(graph.blocks[block])
     return reached

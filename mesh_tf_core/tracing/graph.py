@@ -13,15 +13,13 @@ from fractions import Fraction
 from typing import Any, TypeVar
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.blocks import Assign, Block, Feed, Node, Read, Scan
+from mesh_tf_core.ir.blocks import Assign, Block, Feed, Node, Outline, Outlined, Read, Scan
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import check_dtype
 from mesh_tf_core.ir.initializers import ZEROS, Initial, Variable
 from mesh_tf_core.ir.op import Op, TensorType, inferred
-from mesh_tf_core.ir.outline import Outline, Outlined
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.scopes import Inside, caller, having
-from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ir.tensor import Inside, Tensor, caller, having
 from mesh_tf_core.ops.basic import cast
 from mesh_tf_core.ops.binary import binary
 from mesh_tf_core.ops.random import FoldIn

@@ -28,11 +28,11 @@ from mesh_tf_core.ops.basic import Cast, scale
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.math import equal
 from mesh_tf_core.tracing.batch_linearity import BatchLinearity, Linearity, outer_reads
-from mesh_tf_core.tracing.copying import LoopedCopy, ResizedCopy, batch_names
+from mesh_tf_core.tracing.copying import LoopedCopy, batch_names
 from mesh_tf_core.tracing.graph import Graph
 
 
-class Accumulation(LoopedCopy, ResizedCopy):
+class Accumulation(LoopedCopy):
     """A graph that computes part by part what the whole batch gives, under construction.
 
     Args:

@@ -10,8 +10,7 @@ from dataclasses import replace
 from enum import IntEnum
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.blocks import Block, Node, reads
-from mesh_tf_core.ir.outline import Outline
+from mesh_tf_core.ir.blocks import Block, Node, Outline, reads
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.tracing.batch_linearity import Linearity, outer_reads
 from mesh_tf_core.tracing.graph import Graph

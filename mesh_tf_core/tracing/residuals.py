@@ -1,10 +1,9 @@
 """Values of a forward loop in its backward: recomputed if that is free, else saved in a stack."""
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.blocks import Block, Node, Remembering
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
-from mesh_tf_core.ir.outline import Remembering
 from mesh_tf_core.ir.tensor import Builder, Tensor
 
 

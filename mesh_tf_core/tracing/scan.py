@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from fractions import Fraction
-from typing import Any, overload
+from typing import Any
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block, Half, reads
@@ -25,11 +25,7 @@ from mesh_tf_core.ops.shape import reshape, transpose
 from mesh_tf_core.tracing.graph import Graph, graph_of
 
 
-@overload
-def scan(fn: Any, carry: Tensor, dim: Dim, xs: Sequence[Tensor] = ()) -> Any: ...
-@overload
-def scan(fn: Any, carry: Sequence[Tensor], dim: Dim, xs: Sequence[Tensor] = ()) -> Any: ...
-def scan(fn: Any, carry: Any, dim: Dim, xs: Sequence[Tensor] = ()) -> Any:
+def scan(fn: Any, carry: Tensor | Sequence[Tensor], dim: Dim, xs: Sequence[Tensor] = ()) -> Any:
     """Runs `fn` once per element of `dim`: a stack of equal layers that is written and lowered once.
 
     Args:
@@ -53,10 +49,10 @@ def scan(fn: Any, carry: Any, dim: Dim, xs: Sequence[Tensor] = ()) -> Any:
       layers:3 d_model:4
     """
     single = isinstance(carry, Tensor)
-    init = [carry] if single else list(carry)
+    init = [carry] if isinstance(carry, Tensor) else list(carry)
     if not init and not xs:
         raise UserError("scan: found neither a tensor to carry nor xs; pass at least one tensor")
-    graph: Graph = (*init, *xs)[0].graph
+    graph = graph_of((*init, *xs)[0])
     init = [graph.visible(x, "scan") for x in init]
     stacks = along(xs, dim)
 

@@ -8,14 +8,21 @@ from functools import partial, reduce
 from typing import NamedTuple
 
 from mesh_tf_core.errors import LayoutError
-from mesh_tf_core.ir.blocks import ARRIVING, IN_FLIGHT, MICROBATCH, Block, Node, Read
+from mesh_tf_core.ir.blocks import (
+    ARRIVING,
+    IN_FLIGHT,
+    MICROBATCH,
+    Block,
+    Node,
+    Read,
+    layers_of_stage,
+    loop_dims,
+)
 from mesh_tf_core.ir.dims import Dim, Shape, divisors
-from mesh_tf_core.ir.outline import layers_of_stage, loop_dims
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.schedules import GPIPE, PipelineSchedule, rounds_of
-from mesh_tf_core.ir.scopes import having
 from mesh_tf_core.ir.stage_orders import PADDING, Interleaved
-from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ir.tensor import Tensor, having
 from mesh_tf_core.ops.basic import Constant, add_n
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
@@ -24,7 +31,7 @@ from mesh_tf_core.ops.math import maximum
 from mesh_tf_core.ops.neighbours import ReverseAlong
 from mesh_tf_core.ops.shape import concat, reshape, slice_dim, transpose
 from mesh_tf_core.ops.stages import JoinedParts, PartsInPlace
-from mesh_tf_core.tracing.copying import CopiedTensors, LoopedCopy, ResizedCopy, batch_names
+from mesh_tf_core.tracing.copying import CopiedTensors, LoopedCopy, batch_names
 from mesh_tf_core.tracing.gradients import depends_on
 from mesh_tf_core.tracing.graph import Graph, graph_of
 from mesh_tf_core.tracing.microbatch_order import MicrobatchOrder, When
@@ -73,7 +80,7 @@ def stacking(block: Block, wanted: Set[int]) -> Block:
     return replace(block, nodes=nodes, saved={}, stacked=[*block.stacked, *kept])
 
 
-class VirtualStageCopy(LoopedCopy, ResizedCopy):
+class VirtualStageCopy(LoopedCopy):
     """A step in microbatches whose layers are copied as those of a stage.
 
     Args:
@@ -117,7 +124,6 @@ class VirtualStageCopy(LoopedCopy, ResizedCopy):
         for name in (MICROBATCH, IN_FLIGHT, ARRIVING):
             self.new.unsplit[name] = "microbatches pass through the pipeline stages one after another"
         self.place: CopiedLayers | None = None
-        self.sizes: Mapping[Dim, Dim] = {}
         self.stacks: set[int] = set()
         self.lies: dict[int, Tensor] = {}
         self.totals: dict[int, Tensor] = {}

@@ -17,7 +17,7 @@ from examples.transformer_lm import data
 from examples.transformer_lm import model as transformer
 from layoutopt.space.decisions import SearchSpace, decisions
 from mesh_tf_core.engines import open_engine
-from mesh_tf_core.ir.outline import loop_name
+from mesh_tf_core.ir.blocks import loop_name
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Loop, Program
 from mesh_tf_core.lower import loops

@@ -17,9 +17,9 @@ from costmodels.liveness import MemoryRules
 from costmodels.pricing.items import Called, Computed, Started
 from costmodels.pricing.units import Find, PlacedValue, Sending, Stack, Unit
 from costmodels.stage_times import StageTimes, stage_times
+from mesh_tf_core.ir.blocks import Outline
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
-from mesh_tf_core.ir.outline import Outline
 from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Program, Transfer
 from mesh_tf_core.kernels.libraries import lacks_kernel
 from mesh_tf_core.layers.recurrent import KERNEL

@@ -207,7 +207,7 @@ class _Reading:
             return False
         layout = Layout({**self.base, **rules})
         padded = paddable(self.model.step_graph).get(variable.name, frozenset())
-        view = shard_layout(variable, layout, self.mesh, over, padded)
+        view = shard_layout(variable.shape, variable.stacked, layout, self.mesh, over, padded)
         return {a for n in variable.shape.names for a in view.axes(n)} >= set(over)
 
     def _stage(self, each: ReadArray, rules: Mapping[str, Axes], over: Axes) -> Stage:

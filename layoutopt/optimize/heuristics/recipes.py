@@ -27,10 +27,10 @@ from layoutopt.space.sequence_parallel import Elsewhere
 from layoutopt.space.splits import Split
 from layoutopt.space.storage import Storage
 from mesh_tf_core.errors import LayoutError, UserError
+from mesh_tf_core.ir.blocks import loop_dims
 from mesh_tf_core.ir.dims import divisors
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.outline import loop_dims
 from mesh_tf_core.ir.schedules import GPIPE
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.remat_policy import Policies

@@ -29,8 +29,8 @@ from layoutopt.space.restriction import EVERYTHING
 from layoutopt.space.stages import suited
 from mesh_tf_core.arguments import is_number, is_whole
 from mesh_tf_core.errors import LimitError, UserError
+from mesh_tf_core.ir.blocks import loop_dims
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.outline import loop_dims
 from mesh_tf_core.model import Model
 
 MOST_LISTED = 1000

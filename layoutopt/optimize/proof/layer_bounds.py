@@ -51,12 +51,11 @@ from layoutopt.space.degrees import Degrees
 from layoutopt.space.kind import Choice
 from layoutopt.space.storage import Storage
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.blocks import MICROBATCH
+from mesh_tf_core.ir.blocks import MICROBATCH, loop_dims
 from mesh_tf_core.ir.instructions import GRADIENT as SENT
 from mesh_tf_core.ir.instructions import PARAMETER
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.outline import loop_dims
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllReduce, Instr, Local, Loop, Program, ReduceScatter, Transfer
 from mesh_tf_core.ir.schedules import KINDS
