@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_LINES = 118_890
+MOST_LINES = 118_800
 """Of all packages together. It changes downwards alone, as those below."""
-MOST_LINES_OF_RUNTIME = 13_647
+MOST_LINES_OF_RUNTIME = 13_563
 """Of `lower`, `tracing` and `ir`."""
-MOST_ENTERED = 576, 68
+MOST_ENTERED = 571, 65
 """Functions, but for nameless ones, and files of `mesh_tf_core` that lowering four layers in an interleaved
 schedule enters."""
 ENTERED = """
