@@ -50,17 +50,20 @@ def moments(program: Program, stored: Mapping[str, int]) -> int:
     return sum(own.values())
 
 
-def gradients(program: Program) -> tuple[set[int], set[int]]:
+def gradients(program: Program, known: Collection[int] | None = None) -> tuple[set[int], dict[int, int]]:
     """Arrays that add gradients up: sums of loops over microbatches or ticks, or the gradients of one
     microbatch, and what devices add up of them; and those that a buffer has, which the update reads, as they
-    are before devices add them up, or split them for the update alone."""
+    are before devices add them up, or split them for the update alone, each with the gradient it becomes.
+    `known`: of a part of a step, the tensors that are such arrays in the whole."""
     loops = (i for i in program.every(Loop) if i.dim.name in (MICROBATCH, TICK))
     sums = {total for loop in loops for _, total in loop.summed}
-    owner, buffers, first = program.outline.gradient_of, set[int](), dict[int, int]()
-    sums = sums or {value.id for value in program.values if value.tensor in owner}
+    owner, buffers, first = program.outline.gradient_of, dict[int, int](), dict[int, int]()
+    some = (known or ()) if sums or known is not None else owner
+    sums |= {value.id for value in program.values if value.tensor in some}
     for instr in program.code:
         if instr.origin.phase == Phase.UPDATE:
-            buffers |= {i for i in map(first.get, instr.inputs) if i and program.values[i].shape.dims}
+            read = ((first[i], i) for i in instr.inputs if i in first and known is None)
+            buffers.update((own, i) for own, i in read if program.values[own].shape.dims)
         elif instr.origin.phase == Phase.BACKWARD or isinstance(instr, Loop):
             split = isinstance(instr, ReduceScatter | Slice)
             alike = isinstance(instr, Local) and (instr.op.converts or instr.op.free) and instr.inputs
@@ -68,6 +71,6 @@ def gradients(program: Program) -> tuple[set[int], set[int]]:
             for i, o in zip(instr.inputs if same else instr.outputs, instr.outputs, strict=False):
                 first[o] = o if split and program.values[o].tensor in owner else first.get(i, i)
                 sums |= {o} if same and i in sums else set()
-    tensors = {program.values[i].tensor for i in sums | buffers} - {-1}
+    tensors = {program.values[i].tensor for i in sums | buffers.keys()} - {-1}
     held = (v.id for v in program.values if v.tensor in tensors or v.id in sums or v.id in buffers)
     return {i for i in held if program.values[i].shape.dims}, buffers

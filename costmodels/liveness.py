@@ -128,15 +128,19 @@ class MemoryRules:
     to_the_end: float = 0
     buffers: float = 0
 
-    def sizes(self, program: Program, end: StageEnd = StageEnd.FIRST) -> ValueSizes:
-        """The sizes of a program's values, at one stage."""
+    def sizes(
+        self, program: Program, end: StageEnd = StageEnd.FIRST, sums: Mapping[int, bool] | None = None
+    ) -> ValueSizes:
+        """The sizes of a program's values, at one stage; `sums`: of a part of a step, the tensors that rule
+        (17) is about in the whole, and whether it surely is."""
         shares = self.stages(program).get(end, {})
         regrouped = fusion_of(program).regrouped if self.tiles else None
         more = Counter[int](beside(program, self.fuses) if self.masks else {})
         more.update({t: n - 1 for t, n in (gathered(program) if self.gathers else {}).items()})
-        times = dict(self._flying(program))
-        sums = (program.values[i] for i in (gradients(program)[0] if self.gradient_bytes else ()))
-        times |= {value.id: self.gradient_bytes / itemsize(value.dtype) for value in sums}
+        times, wide, surely = dict(self._flying(program)), self.gradient_bytes, sums or {}
+        for value in map(program.values.__getitem__, gradients(program, sums)[0] if wide else ()):
+            size = wide / itemsize(value.dtype)
+            times[value.id] = size if surely.get(value.tensor, all(surely.values())) else min(size, 1)
         return ValueSizes(regrouped, shares, more, times)
 
     def _flying(self, program: Program) -> Mapping[int, float]:

@@ -88,21 +88,15 @@ class Lifetimes:
         kernels = kernel_memory(program, rules, anyhow=True)
         self.live = Liveness(program, kernels.shared, kernels.nowhere)
         self.instrs: list[ir.Instr] = []
-        self.born: dict[int, int] = {}
-        self.until: dict[int, int] = {}
-        self.main: dict[int, int] = {}
-        self.maker: dict[int, ir.Instr] = {}
-        self._block: dict[int, int] = {}
-        self._read_at: dict[int, int] = {}
+        self.born, self.until, self.main = dict[int, int](), dict[int, int](), dict[int, int]()
+        self.maker, self._block, self._read_at = dict[int, ir.Instr](), dict[int, int](), dict[int, int]()
         self._visit(program.code, 0)
         self.tensor = [v.tensor for v in program.values]
         own = [nodes[i] for i in subgraph.nodes]
         self._name(own)
         self.value = self._values(own)
-        self.given: dict[int, int] = {}
-        for i in (i for instr in self.instrs for i in instr.inputs):
-            if i not in self.born and self.tensor[i] >= 0:
-                self.given.setdefault(self.tensor[i], i)
+        given = [i for n in self.instrs for i in n.inputs if i not in self.born and self.tensor[i] >= 0]
+        self.given = {self.tensor[i]: i for i in reversed(given)}
         loops = [instr for instr in self.instrs if isinstance(instr, ir.Loop)]
         stacked = [r for loop in loops for r in loop.stacked]
         self.stacks = {named: value for value, named in stacks_of(program, self.tensor).items()}

@@ -118,8 +118,7 @@ class Accesses:
                 extra[run][0].update(nodes)
                 extra[run][1].update(gathers)
         reads = [n for n in self.dependencies.live if isinstance(n.op, Read)]
-        found: dict[Policies, tuple[Subgraph, ...]] = {}
-        different: dict[Subgraph, Subgraph] = {}
+        found, different = dict[Policies, tuple[Subgraph, ...]](), dict[Subgraph, Subgraph]()
         for run, (nodes, gathers) in extra.items():
             if nodes or gathers:
                 subgraph = subgraph_of(
@@ -299,11 +298,9 @@ class Makers:
         self.dependencies, self.graph = dependencies, dependencies.graph
         self.nodes = {n.index: n for n, _ in self.graph.walk()}
         self.clusters = list(clusters)
-        self.runs: dict[int, tuple[int, int]] = {}
-        self.given: dict[int, dict[int, int]] = {}
-        self.variable: dict[str, tuple[int, str]] = {}
-        self._made: dict[int, TensorMaker] = {}
-        self._access: dict[str, tuple[int, str]] = {}
+        self.runs, self.given = dict[int, tuple[int, int]](), dict[int, dict[int, int]]()
+        self.variable, self._access = dict[str, tuple[int, str]](), dict[str, tuple[int, str]]()
+        self._made = dict[int, TensorMaker]()
         for number, cluster in enumerate(clusters):
             for member in cluster.members:
                 self._member(number, member, cluster.members[0])
@@ -329,6 +326,17 @@ class Makers:
             share /= n
         found = self._made.get(tensor)
         return None if found is None else found._replace(share=share)
+
+    def alike(self, cluster: int, tensors: Set[int]) -> dict[int, bool]:
+        """The tensors of a cluster that represent some of these, and whether they represent no other."""
+        found, members = defaultdict[int, set[bool]](set), self.clusters[cluster].members
+        for number, like in (pair for member in members for pair in zip(member, members[0], strict=True)):
+            node, rep = self.nodes[number], self.nodes[like]
+            leads = zip(*(map(self.dependencies.leads_to, _own(each)) for each in (node, rep)), strict=True)
+            for names in ((node.inputs, rep.inputs), (node.outputs, rep.outputs), *leads):
+                for mine, there in zip(*names, strict=False):
+                    found[there].add(mine in tensors)
+        return {t: len(each) == 1 for t, each in found.items() if True in each}
 
     def _member(self, cluster: int, member: Sequence[int], first: Sequence[int]) -> None:
         inside: dict[int, int] = {}

@@ -225,10 +225,8 @@ class _Bytes:
         key = thing, end, unless
         if key not in self._entries:
             found = self._cluster(thing.cluster, end)
-            each = [
-                parts[thing.run].bytes(thing.reading, thing.what, thing.more) if thing.run in parts else 0
-                for parts in found.parts
-            ]
+            what = thing.reading, thing.what, thing.more
+            each = [parts[thing.run].bytes(*what) if thing.run in parts else 0 for parts in found.parts]
             values = thing.share * np.array(each, float)[found.which]
             for number in map(self._number.get, unless):
                 values *= found.listed[:, found.scope.index(number)] == 0 if number in found.scope else 0
@@ -270,8 +268,8 @@ class _Bytes:
         place = [{o: i for i, o in enumerate(self.decided.options[n])} for n in table.names]
         listed = [[p[o] for p, o in zip(place, assignment, strict=True)] for assignment in table.entries]
         lifetimes, rules = self.tabler.cache.lifetimes, self.tabler.pricer.itemiser.compiler.rules
-        numbers: dict[Hashable, int] = {}
-        parts, which = [], []
+        numbers, parts, which = dict[Hashable, int](), list[dict[str, ClusterMemory]](), list[int]()
+        sums = makers.alike(number, self.context.gradients) if rules.gradient_bytes else None
         for entry in table.entries.values():
             key = entry.mesh, *map(id, entry.lowered)
             if key not in numbers:
@@ -280,14 +278,13 @@ class _Bytes:
                 for lowered in entry.lowered:
                     assert lowered.program is not None and entry.mesh is not None
                     found = lifetimes.of(lowered.program, makers.nodes, lowered.subgraph, rules)
-                    sizes = rules.sizes(lowered.program, end)
-                    run = lowered.subgraph.again
-                    memories[run] = ClusterMemory(found, lowered.program, entry.mesh, sizes)
+                    sizes = rules.sizes(lowered.program, end, sums)
+                    its = ClusterMemory(found, lowered.program, entry.mesh, sizes)
+                    memories[lowered.subgraph.again] = its
                 parts.append(memories)
             which.append(numbers[key])
         scope = tuple(self._number[n] for n in table.names)
-        shape = len(listed), len(scope)
-        lies = np.array(listed, np.int64).reshape(shape)
+        lies = np.array(listed, np.int64).reshape(len(listed), len(scope))
         self._clusters[number, end] = _Lowered(scope, lies, parts, np.array(which, int))
         return self._clusters[number, end]
 

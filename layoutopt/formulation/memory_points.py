@@ -10,7 +10,7 @@ the readers of a block, and values that exist only during one operation.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from costmodels.held_by_frameworks import gradients
 from costmodels.liveness import MemoryRules, kernel_memory
@@ -45,8 +45,7 @@ class ProgramPoints:
         self.makers, self.program, self.end = makers, program, end
         self._sizes = rules.sizes(program, end)
         self._second = [cluster.second_runs(recompute) for cluster in makers.clusters]
-        self._backward: list[Block] = []
-        self.instrs, self.counted = list[Instr](), list[Counted]()
+        self.instrs, self.counted, self._backward = list[Instr](), list[Counted](), list[Block]()
         kernels, self._single = kernel_memory(program, rules, anyhow=True, end=end), rules.work(program)
         self._runs_of = {n: run for n, run in makers.runs.items() if self._single.has(n, end)}
         self._full = Liveness(program, kernels.shared, kernels.nowhere)
@@ -61,22 +60,18 @@ class ProgramPoints:
             for _, instr in (reader for reader in found.readers if reader[0] >= found.since):
                 self._ends[id(instr)].add(value)
         # What a value is called: state by its tensor in the loop, stacks and parts by what they are of.
-        self._enters: dict[int, int] = {}
-        self._stacked: dict[int, tuple[int, int]] = {}
-        self._part: dict[int, tuple[int, float]] = {}
+        self._enters, self._stacked = dict[int, int](), dict[int, tuple[int, int]]()
+        self._part, self._last = dict[int, tuple[int, float]](), dict[int, int]()
         self._again, self._loaded = dict[int, str](), set[int]()
         blocks = makers.graph.blocks
         saved = {outer: inner for block in blocks for inner, outer in block.saved.items()}
         twins = {now: saved[then] for b in blocks for then, now in b.captured.items() if then in saved}
         self._saved = {**saved, **twins}
-        self._alive: dict[int, list[int]] = {}
-        self._since: dict[int, tuple[int, PointKey, HeldBytes]] = {}
-        self._changing: set[int] = set()
-        self._died: dict[int, int] = {}
-        self._starts: list[int] = []
+        self._alive, self._since = dict[int, list[int]](), dict[int, tuple[int, PointKey, HeldBytes]]()
+        self._changing, self._died, self._starts = set[int](), dict[int, int](), list[int]()
         self._carries()
         self._kept = self._last_reads()
-        self._walk(gradients(program)[1] if rules.buffers else ())
+        self._walk(gradients(program)[1] if rules.buffers else {})
         self._copies()
         self._casts(kernels.casts)
 
@@ -96,10 +91,11 @@ class ProgramPoints:
 
     # -- the walk --------------------------------------------------------------------------------------------
 
-    def _walk(self, early: Iterable[int]) -> None:
+    def _walk(self, early: Mapping[int, int]) -> None:
         now = Held(self._own)
         now.take(self._own.own(map(self._own.memory, early)), lambda _: 1)
-        self._last: dict[int, int] = {}
+        # Until it is made, a buffer counts as its gradient: where that is stored split, there is no more.
+        self._unmade = {self._own.memory(v): self._thing(of, ByteRule.ANY) for v, of in early.items()}
         for instr in self.program.code:
             self._starts.append(len(self.instrs))
             self._runs(instr, now)
@@ -156,6 +152,7 @@ class ProgramPoints:
     def _point(self, instr: Instr, now: Held) -> None:
         """Notes what changes at a point, of all that is alive."""
         point, groups = len(self.instrs), self._alive
+        made = {i for i in map(self._own.memory, instr.outputs) if self._unmade.pop(i, None)}
         gone = self._last.keys() - now.bytes.keys()
         new = [v for v in now.bytes if v not in self._last]
         for v in gone:
@@ -167,7 +164,7 @@ class ProgramPoints:
             groups.setdefault(root, []).append(v)
         special = dict(self._touched(instr))
         dirty = {v for g in map(self._full.memory, (*gone, *new)) for v in groups[g]}
-        dirty |= self._changing | special.keys() | self._edges.get(point, set())
+        dirty |= self._changing | special.keys() | self._edges.get(point, set()) | made
         for v in dirty:
             if v in self._last:
                 self._note(v, point, special[v] if v in special else self._steady(v, point))
@@ -201,6 +198,8 @@ class ProgramPoints:
 
     def _steady(self, value: int, point: int) -> HeldBytes | None:
         """What a value counts as where nothing is done with it."""
+        if value in self._unmade:
+            return self._unmade[value]
         if self._outer(value) in self._stacked:
             return self._thing(value, ByteRule.STACK, self._stacked[self._outer(value)][1])
         found = self._left(value, point, self._around(value, point))
@@ -259,13 +258,8 @@ class ProgramPoints:
         ends = self._ends.get(id(instr), ())
         for v in self._last if updates else ends:
             what, source = given.get(self._tensor(v)), self._source(v)
-            if (
-                v in mine
-                or self._outer(v) in self._stacked
-                or what is None
-                or source is None
-                or v not in self._last
-            ):
+            left = v in mine or self._outer(v) in self._stacked or v not in self._last
+            if left or what is None or source is None:
                 continue
             if updates and source.cluster != cluster:
                 thing = HeldBytes(ByteRule.GIVEN, cluster, what, None, "", 1.0)
@@ -292,14 +286,8 @@ class ProgramPoints:
         source = self._source(value)
         if source is None:
             return None
-        return HeldBytes(
-            reading,
-            source.cluster,
-            source.tensor,
-            more,
-            self._again.get(self._outer(value), ""),
-            source.share,
-        )
+        run = self._again.get(self._outer(value), "")
+        return HeldBytes(reading, source.cluster, source.tensor, more, run, source.share)
 
     def _outer(self, value: int) -> int:
         """The stack that a value is a part of, or itself."""
@@ -385,8 +373,7 @@ class ProgramPoints:
 
     def _casts(self, casts: Sequence[tuple[int, Local, int, int]]) -> None:
         """Casts of a variable's parts that are kept for all iterations."""
-        first: dict[int, int] = {}
-        kept: dict[int, tuple[float, int, int]] = {}
+        first, kept = dict[int, int](), dict[int, tuple[float, int, int]]()
         for position, cast, source, times in casts:
             one = first.setdefault(self._full.memory(source), cast.outputs[0])
             parts = times * self._sizes.first(self.program.values[source])

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Set
 from functools import cached_property
 from typing import Protocol
 
+from costmodels.held_by_frameworks import gradients
 from costmodels.liveness import MemoryRules
 from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.clusters import clusters
@@ -123,6 +124,12 @@ class SharedContext:
     def makers(self) -> Makers:
         """The cluster that makes each tensor."""
         return Makers(self.dependencies, self.clusters)
+
+    @cached_property
+    def gradients(self) -> frozenset[int]:
+        """The tensors that add up gradients."""
+        program = self.program()
+        return frozenset(program.values[i].tensor for i in gradients(program)[0]) - {-1}
 
     def points(self, again: RunsAgain, rules: MemoryRules) -> list[ProgramPoints]:
         """The points of the step and the values at each, by the compiler's rules, for each of the stages that

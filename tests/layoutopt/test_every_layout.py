@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import mesh_tf_core as mtf
-from costmodels.frameworks import framework_names
+from costmodels.frameworks import framework_names, load_framework
 from costmodels.hardware import load_hardware
 from examples.transformer_lm import model as transformer
 from examples.transformer_seq2seq import model as translator
@@ -31,6 +31,13 @@ SIZES = {
     "batch": 4,
     "length": 128,
 }
+GRADIENTS = [
+    f"{name}:gradients={option}"
+    for name, variant in ((n, load_framework(n).variants.get("gradients")) for n in framework_names())
+    for option in (variant.options if variant is not None else ())
+    if variant is not None and option != variant.default
+]
+"""Every framework with gradients of another type than by default."""
 UNSPLIT = ("batch", "length", "vocab", "d_model", "positions", "memory_length", "d_kv")
 STAGES: dict[str, Any] = {
     "pipeline": ("layers",),
@@ -87,8 +94,17 @@ def test_layouts_of_every_kind(seed: int) -> None:
     assert found.layouts and not found.faults
 
 
-def test_rows_of_a_framework_that_has_a_buffer_of_gradients() -> None:
-    found = hunt([2, 4, 15], 1, "megatron")
+# A stage with moves and sums of its own, and a loop in two parts.
+@pytest.mark.parametrize(
+    ("framework", "seeds"),
+    [
+        ("megatron", [2, 4, 15]),
+        ("megatron:gradients=bfloat16", [36]),
+        ("torch:gradients=bfloat16", [8]),
+    ],
+)
+def test_rows_of_a_framework_that_has_a_buffer_of_gradients(framework: str, seeds: list[int]) -> None:
+    found = hunt(seeds, 1, framework)
     assert found.layouts and not found.faults
 
 
@@ -101,7 +117,7 @@ def test_layouts_of_every_kind_under_a_framework(framework: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("framework", framework_names())
+@pytest.mark.parametrize("framework", (*framework_names(), *GRADIENTS))
 @pytest.mark.parametrize("first", range(0, 60, 12))
 def test_layouts_of_every_kind_in_many_models_under_a_framework(first: int, framework: str) -> None:
     found = hunt(range(first, first + 12), 1, framework)
