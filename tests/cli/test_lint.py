@@ -200,7 +200,7 @@ def test_every_command_knows_a_programs_own_checkpoints(
     words = ("--mesh", "data:2", "--hardware", "tpu-v5e", "--recompute", "never", "--out", str(plan))
     assert run("search", str(file), *words).exit_code == 0
     said = " ".join(run("explain", str(plan), "--model", str(file)).stdout.split())
-    assert "the function applies jax.checkpoint to the loop over layers, but the plan does not" in said
+    assert "the loop over layers: this jax.checkpoint of the function is not applied" in said
     parts = result("cost", str(file), *on, "--hardware", "tpu-v5e", "--set", "whole=false")
     line = 1 + CHECKPOINTED.splitlines().index('    return h + jax.checkpoint(part)(h, p["up"]) @ p["down"]')
     assert "recompute" not in parts

@@ -161,6 +161,21 @@ def test_means_of_different_counts_take_one_forward(kinds: str) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
+UNEQUAL = {
+    "labels and kinds": (lambda x, y, z: F.cross_entropy(x, y) + F.cross_entropy(x, z), True),
+    "labels twice": (lambda x, y, z: F.cross_entropy(x, y) + F.nll_loss(x.log_softmax(-1), y), False),
+    "pairs": (lambda x, y, z: sum(F.cross_entropy(p, torch.arange(16)) for p in (x @ x.T, x @ x.T)), False),
+}
+
+
+@pytest.mark.parametrize("kind", UNEQUAL)
+def test_means_over_several_arrays_of_targets_are_said(kind: str) -> None:
+    loss, said = UNEQUAL[kind]
+    batch = {"input": torch.randn(16, 6), "y": torch.arange(16) % 5, "z": torch.arange(16) % 3}
+    model = layoutopt.from_torch(nn.Linear(6, 6), batch, loss=lambda x, b: loss(x, b["y"], b["z"]))
+    assert any("several arrays of targets" in note for note in model.notes(mtf.Options())) == said
+
+
 def test_targets_that_a_mask_selects_count_by_their_number() -> None:
     """Trap 10: a part may have fewer selected rows than another."""
     torch.manual_seed(0)

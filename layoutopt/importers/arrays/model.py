@@ -179,10 +179,12 @@ class ImportedModel(mtf.Model):
     Attributes:
       front_end: its name in `front_ends`.
       divided: the loss is a sum over examples divided by another (`why_not_added`).
+      recomputes: its own checkpoints run under any plan.
     """
 
     origin: ImportedFunction | None = field(default=None, repr=False, compare=False)
     divided: bool = field(default=False, repr=False, compare=False)
+    recomputes: bool = field(default=False, repr=False, compare=False)
     front_end: ClassVar[str] = ""
 
     @property
@@ -220,16 +222,12 @@ class ImportedModel(mtf.Model):
         """Notes on parts of the function that are not in the graph, and on options that differ from the
         function's own."""
         assert self.origin is not None
-        front_end = self.origin.front_end
-        parts = [
-            f"{w}: this {front_end.checkpoint} covers only part of a layer and is ignored; {KEEPS}"
-            for w in self.origin.parts_recomputed
-        ]
+        this = f"this {self.origin.front_end.checkpoint}"
+        ends = "runs, but predictions have no second run" if self.recomputes else "is not applied"
+        parts = [f"{w}: {this} covers only part of a layer and {ends}" for w in self.origin.parts_recomputed]
+        parts = parts if self.recomputes else [f"{part}; {KEEPS}" for part in parts]
         own = sorted(self.origin.recomputed - {each.dim for each in options.recompute})
-        left = [
-            f"the function applies {front_end.checkpoint} to the loop over {', '.join(own)}, but the plan "
-            f"does not recompute this loop, so this {front_end.checkpoint} is not applied"
-        ]
+        left = [f"the plan does not recompute the loop over {', '.join(own)}: {this} of the function {ends}"]
         return (*super().notes(options), *self.origin.notes, *parts, *(left if own else ()))
 
     def _added_up(self, microbatches: int, layers: str = "", schedule: str = "") -> TrainingStep:

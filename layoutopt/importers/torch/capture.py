@@ -137,7 +137,7 @@ def _exported(whole: Any, args: Any, kwargs: Any, param_dtype: Any, notes: list[
             _training(module, notes),
             without_cache(module, notes),
             _read_in(module, param_dtype),
-            _checkpoints(torch),
+            without_checkpoints(),
             _own_backwards(torch, notes),
             patch.object(torch.autograd, "grad", _no_second_derivative),
             without_values(),
@@ -281,9 +281,9 @@ def without_cache(module: Any, notes: list[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _checkpoints(torch: Any) -> Iterator[None]:
-    """Marks the operations inside of torch.utils.checkpoint, which tracing would forget."""
-    own, mark = torch.utils.checkpoint, torch.fx.traceback.annotate
+def without_checkpoints() -> Iterator[None]:
+    """Code inside of torch.utils.checkpoint runs as if it was not, but for a mark of its operations."""
+    own, mark = torch_module().utils.checkpoint, torch_module().fx.traceback.annotate
 
     def without_reentry(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         with mark({RECOMPUTED: _place(function)}):
@@ -295,10 +295,8 @@ def _checkpoints(torch: Any) -> Iterator[None]:
             with mark({RECOMPUTED: _place(function)}):
                 return function(*args)
 
-    with (
-        patch.object(own, "_checkpoint_without_reentrant_generator", without_reentry),
-        patch.object(own, "CheckpointFunction", Reentrant),
-    ):
+    plain = patch.object(own, "_checkpoint_without_reentrant_generator", without_reentry)
+    with plain, patch.object(own, "CheckpointFunction", Reentrant):
         yield
 
 

@@ -34,6 +34,7 @@ class Equations:
       key: the random key of the step; None if nothing is drawn.
       notes: on how the equations differ from the operations, each with the value that it is about, if any.
       whole: values that a step in parts has of the whole batch: counts of targets, statistics of BatchNorm.
+      targets: numbers (`id`) of the arrays of targets whose rows are counted.
       norms: paths of modules whose own code takes these statistics.
     """
 
@@ -43,7 +44,7 @@ class Equations:
         self.made: dict[int, Equation] = {}
         self.key: Var | None = None
         self.whole: list[Operand] = []
-        self.norms: set[str] = set()
+        self.norms, self.targets = set[str](), set[int]()
         self.notes: dict[str, Operand | None] = {}
         self._constants = Constants()
         self._draws = 0

@@ -102,10 +102,7 @@ class TorchModel(ImportedModel):
     def _why_whole(self, layers: str) -> str:
         # Numbers that a mean is over are no reason: `plan.torch` weights parts by them.
         if self.combines:
-            return (
-                f"{self.combines} combines examples of the batch, so losses of parts do not add up to its "
-                "own, as those of a mean over examples do"
-            )
+            return f"{self.combines} combines examples of the batch; a microbatch would combine its own alone"
         if self.changes:
             return f"the forward would change {self.changes} by the examples of each microbatch"
         return not_first(self.origin, self.batch_dim) if self.origin and self.batch_dim else ""
@@ -289,7 +286,7 @@ def from_torch(
         model.combines, own_state, model.divided = why_not_added(made.loss, model.batch_dim, whole)
         model.changes = some([name.removeprefix("state/").replace("/", ".") for name in own_state], 3, 80)
     model.styles = StyleFlow(model.graph, module, made.origin, rows, program.norms)
-    own_axes = model.styles.parameters
+    model.recomputes, own_axes = bool(program.norms), model.styles.parameters
     trials = ModuleTrials(module, example_batch, own_axes, found.calls, param_dtype, found.heads)
     model.styles.try_out(trials)
     model.graph.unsplit.update(model.styles.without)

@@ -6,8 +6,10 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from layoutopt.importers.torch.calls import torch_module
+from layoutopt.importers.torch.capture import without_checkpoints
 from layoutopt.importers.torch.ranks import DATA, EXPERTS, PIPE, TENSOR, PlanRanks, split_experts
 from layoutopt.importers.torch.stacks import PassingHooks, TensorBlock, on_ranks
 from layoutopt.importers.torch.styles import StyleFlow, linear_dims, owned
@@ -60,6 +62,8 @@ def parallelized(module: Any, ranks: PlanRanks, mesh: Any, flow: StyleFlow, whol
     for policy in ranks.options.recompute:
         for path in [p for p in layers if flow.layers[p] == policy.dim][: policy.only or None]:
             _checkpointed(module.get_submodule(path), policy.keep)
+    if flow.checkpoints:
+        module.forward = without_checkpoints()(module.forward)
     if ranks.data or ranks.types[0]:
         if ranks.size(ranks.data) > 1:
             sync_batch_norms(module, mesh[DATA]._flatten("data").get_group(), flow.norms)
@@ -129,12 +133,8 @@ def _shard(module: Any, ranks: PlanRanks, mesh: Any, outer: bool = False) -> Non
 def _products() -> Mapping[str, tuple[Any, ...]]:
     """The operations whose results a kind of kept values means."""
     aten = torch_module().ops.aten
-    attention = (
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-    )
+    kinds = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    attention = tuple(getattr(aten, f"_scaled_dot_product_{kind}").default for kind in kinds)
     return {PRODUCTS: (aten.mm.default, aten.addmm.default), ATTENTION: attention}
 
 
@@ -151,12 +151,15 @@ def _checkpointed(layer: Any, keep: tuple[str, ...]) -> None:
 
     context = partial(create_selective_checkpoint_contexts, policy)
     more: dict[str, Any] = {"context_fn": context} if saved else {}
-    forward: Callable[..., Any] = layer.forward
+    forward: Callable[..., Any] = without_checkpoints()(layer.forward)
+    name = "_checkpoint_without_reentrant_generator"
+    plain = patch.object(torch.utils.checkpoint, name, getattr(torch.utils.checkpoint, name))
 
     def again(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **more, **kwargs)
+        with plain:
+            return checkpoint(forward, *args, use_reentrant=False, **more, **kwargs)
 
     layer.forward = again
 

@@ -147,6 +147,10 @@ TABLE |= {f"{name}_mean": TABLE[name] for name in ("var", "std")}
 
 
 _MEAN, _SUM = 1, 2
+UNEQUAL = (
+    "the loss has means over several arrays of targets, which ranks and microbatches weight by their mean "
+    "number of targets: where padding leaves more of one than of another, the loss is not exactly the batch's"
+)
 
 
 @rule("cross_entropy_loss")
@@ -199,5 +203,8 @@ def _counted(m: Equations, loss: Operand, counts: Operand, reduction: int) -> Op
     if reduction != _MEAN:
         return m.reduced("reduce_sum", loss, every) if reduction == _SUM else loss
     number = m.reduced("reduce_sum", m.cast(counts, loss.dtype), every)
+    if (e := m.maker(counts, "ne")) and not m.maker(e.ins[0], "iota"):
+        m.targets.add(id(e.ins[0]))
+    m.notes |= dict.fromkeys([UNEQUAL] * (len(m.targets) > 1))
     m.whole.append(number)
     return m.binary("div", m.reduced("reduce_sum", loss, every), number, loss.dtype)

@@ -101,6 +101,7 @@ class StyleFlow:
       layers: path of a module -> the dimension of the loop whose iteration it is; `stacks`: those in order.
       experts: path of a module of experts -> their dimension.
       outline: where the module can be cut into stages of a pipeline; None: nowhere.
+      checkpoints: code of the module calls torch.utils.checkpoint, in place of which the plan recomputes.
       code: those of `without` that the module's code is the reason for.
       limits: fields of the search space -> their values, where the module allows fewer, and why.
     """
@@ -119,7 +120,9 @@ class StyleFlow:
         self.limits, self.code = dict[str, tuple[tuple[Any, ...], str]](), dict[str, str]()
         if {*self.layers.values()} != loops:
             self.limits["recompute"] = (False,), "its layers are not modules that are called"
+        # A second run changes running statistics once more: those of the module are its own with it.
         self.norms = norms
+        self.checkpoints = not norms and any(e.recomputed for e in origin.rerolled.block.walk())
         kept = (n.op.variable for n in graph.blocks[0].nodes if isinstance(n.op, Assign))
         if state := [v.name.removeprefix("state/").replace("/", ".") for v in kept if v.stacked]:
             why = f"the forward changes {some(state, 3, 80)}, and would do so twice"

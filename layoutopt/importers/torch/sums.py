@@ -124,22 +124,16 @@ def _synced(forward: Callable[..., Any], group: Any, /, *args: Any, **kwargs: An
         return patch.object(owner, name, lambda of, *a, **k: door(partial(_synced, of, group), *a, **k))
 
     own = torch_module().utils.checkpoint
-    with (
-        again(own, "_checkpoint_without_reentrant_generator"),
-        again(own.CheckpointFunction, "apply"),
-        _synced_calls()(group),
-    ):
+    parts = again(own, "_checkpoint_without_reentrant_generator"), again(own.CheckpointFunction, "apply")
+    with parts[0], parts[1], _synced_calls()(group):
         return forward(*args, **kwargs)
 
 
 @cache
 def _synced_calls() -> Any:
     torch = torch_module()
-    running, affine, how = (
-        ("running_mean", "running_var"),
-        ("weight", "bias"),
-        ("training", "momentum", "eps"),
-    )
+    running, affine = ("running_mean", "running_var"), ("weight", "bias")
+    how = "training", "momentum", "eps"
     taken = {
         torch.batch_norm: ("input", *affine, *running, *how),
         torch.nn.functional.batch_norm: ("input", *running, *affine, *how),

@@ -292,10 +292,8 @@ class TorchPlan:
         types: tuple[str, str, str] = ("", "", ""),
     ) -> None:
         self.model, self.styles = model, styles
-        layers = {stack.dim for stack in styles.stacks}
-        self.ranks = PlanRanks(
-            mesh, layout, options, styles.parameters, layers, frozenset(styles.experts.values()), types
-        )
+        layers, experts = {stack.dim for stack in styles.stacks}, frozenset(styles.experts.values())
+        self.ranks = PlanRanks(mesh, layout, options, styles.parameters, layers, experts, types)
         self._mesh: Any = None
 
     def placements(self) -> dict[str, list[Any]]:
