@@ -18,6 +18,7 @@ from mesh_tf_core.ir.dtypes import TensorType, is_float, itemsize
 from mesh_tf_core.ir.op import PRODUCTS, Op
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllGather, Collective, HostLoad, Instr, Local, Loop, Program
+from mesh_tf_core.layers.recurrent import AGAIN, KERNEL
 from mesh_tf_core.ops.dynamic import DynamicSlice, DynamicUpdate
 from mesh_tf_core.ops.unary import UnaryGrad
 
@@ -133,7 +134,9 @@ class _Finder:
             for value in self.kept
         }
         read = {v for v in self.read if any(self._outside(node) for node in self.makers.get(v, ()))}
-        found = KeptValues(inside=self._inside(self.kept | read), apart=self.wider)
+        made = {v: self.makers.get(v, ()) for v in self.kept | read}
+        again = frozenset(v for v, by in made.items() if by and all(n.call.endswith(AGAIN) for n in by))
+        found = KeptValues(inside=self._inside(self.kept | read) | again, apart=self.wider)
         names: dict[int, set[int]] = {value: set() for value in self.kept | found.inside}
         for tensor in range(len(graph.tensors)):
             value = self.value(tensor)
@@ -144,7 +147,8 @@ class _Finder:
             elif value in names:
                 names[value].add(tensor)
         found.names = {value: frozenset(tensors) for value, tensors in names.items()}
-        found.remade = frozenset(value for value in self.kept if self._remade(value, self.kept))
+        remade = (value for value in self.kept if self._remade(value, self.kept))
+        found.remade = again.intersection(self.kept).union(remade)
         found.views = frozenset(self._views())
         for block in graph.blocks:
             here = Counter(v for node in block.nodes for v in self._like(node, found))
@@ -243,7 +247,7 @@ class _Finder:
         return True
 
     def _role(self, node: Node) -> str:
-        if isinstance(node.op, Connection):
+        if isinstance(node.op, Connection) or KERNEL in node.scope.split("/"):
             return ALONE
         return role(node.op, self._types(node)[: len(node.inputs)])
 

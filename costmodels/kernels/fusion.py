@@ -10,8 +10,8 @@ compiler makes of training steps):
   (3) a kernel holds at most one product, and of two parts that join one has all dimensions of the other;
   (4) gathers, writes of a part in place, sorts, windows, loops, reads and writes of variables, casts of a
       variable, and scalars (but for those of an update) connect nothing; nor is there a kernel across two
-      blocks, two phases, or the updates of two variables; a reduction that makes a variable's gradient is a
-      kernel of its own;
+      blocks, two phases, a library's kernel and others, or the updates of two variables; a reduction that
+      makes a variable's gradient is a kernel of its own;
   (5) no kernel waits for another one that waits for it;
   (6) a cast to a wider float that another phase reads, too (logits, for the loss and for its gradient), is
       made wherever it is read: what is written and kept is the narrow one.
@@ -34,6 +34,7 @@ from mesh_tf_core.ir.blocks import Connection, Node, Outline, reads
 from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Instr, Local, Program
+from mesh_tf_core.layers.recurrent import KERNEL
 from mesh_tf_core.lower.nodes import converts_variable, repeated, stored_tensors, updated
 from mesh_tf_core.lower.rematerialization import running_again
 
@@ -258,6 +259,8 @@ class _Groups:
         if maker.phase != node.phase or made.block != self.graph.tensor(node.outputs[0]).block:
             return False
         if self.calls and (not node.call or maker.call != node.call):
+            return False
+        if len({KERNEL in each.scope.split("/") for each in (maker, node)}) > 1:
             return False
         return maker.scope == node.scope if self._updates(node) else bool(made.shape)
 

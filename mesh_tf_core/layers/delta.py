@@ -22,7 +22,7 @@ from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.cumulative import cumsum
 from mesh_tf_core.ops.einsum import broadcast, einsum
 from mesh_tf_core.ops.index import mtf_range
-from mesh_tf_core.ops.math import exp, floordiv, logical_and, mod, sigmoid, softplus
+from mesh_tf_core.ops.math import exp, floordiv, logical_and, mod, sigmoid, silu, softplus
 from mesh_tf_core.ops.reduce import reduce_sum
 from mesh_tf_core.ops.shape import rename, transpose
 from mesh_tf_core.tracing.scan import scan
@@ -66,8 +66,10 @@ class GatedDeltaNet(Recurrence):
         with g.scope(self.name):
 
             def made(name: str, dims: Sequence[Dim]) -> Tensor:
-                y = short_conv(project(x, name, [d], dims), f"{name}_conv", self.taps, False)
-                return y.cast("float32")
+                y = project(x, name, [d], dims)
+                with self.again(g):
+                    y = short_conv(y, f"{name}_conv", self.taps, False)
+                return silu(y)
 
             def low(name: str, dims: Sequence[Dim]) -> Tensor:
                 if not self.rank:
@@ -75,23 +77,30 @@ class GatedDeltaNet(Recurrence):
                 rank = Dim(f"{name}_rank", self.rank)
                 return project(project(x, f"{name}_down", [d], [rank]), name, [rank], dims)
 
-            q, k = (unit_rms(made(n, [keys, self.d_k]), [self.d_k], 1e-6 / self.d_k.size) for n in "qk")
+            q, k = (made(n, [keys, self.d_k]) for n in "qk")
             v = made("v", [*values, self.d_v])
             gate = low("gate", [*values, self.d_v])
             write = sigmoid(project(x, "beta", [d], values)).cast("float32")
             dt = low("dt", decays).cast("float32") + g.variable("dt_bias", decays, dt_bias)
             rate = exp(g.variable("log_a", values, log_a))
             decay = sigmoid(dt * rate) * self.least if self.least else softplus(dt) * -rate
-            root = self.d_k.size**-0.5  # unit_rms has length sqrt(d_k)
-            q, k = q * root**2, k * root
+
+            def rule(q: Tensor, k: Tensor, v: Tensor, *others: Tensor, chunk: int) -> Tensor:
+                root = self.d_k.size**-0.5  # unit_rms has length sqrt(d_k)
+                q, k = (unit_rms(t.cast("float32"), [self.d_k], 1e-6 * root**2) for t in (q, k))
+                return delta_rule(q * root**2, k * root, v.cast("float32"), *others, chunk=chunk).cast(
+                    v.dtype
+                )
+
             work = "decaying" if self.channels else "delta", self.d_k.size, self.d_v, shared
-            y = made_by(self, delta_rule, work, q, k, v, decay, write).cast(x.dtype)
+            y = made_by(self, rule, work, q, k, v, decay, write)
             scale = g.variable("out_norm", [self.d_v], ONES, activation_dtype=x.dtype)
-            y = unit_rms(y, [self.d_v], self.epsilon) * scale * activation(self.gate)(gate)
-            return project(y, "out", [*values, self.d_v], [d])
+            with self.again(g):
+                y, gate = unit_rms(y, [self.d_v], self.epsilon) * scale, activation(self.gate)(gate)
+            return project(y * gate, "out", [*values, self.d_v], [d])
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, write: Tensor, chunk: int) -> Tensor:
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, write: Tensor, *, chunk: int) -> Tensor:
     """y_t = h_t' q_t, with h_t = e^(decay_t) h_(t-1) + write_t k_t (v_t - k_t' e^(decay_t) h_(t-1))'.
 
     Args:

@@ -28,7 +28,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import ONES, ZEROS, Normal
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ir.tensor import Builder, Inside, Tensor
 from mesh_tf_core.layers.base import activation, project
 from mesh_tf_core.ops.basic import constant_like
 from mesh_tf_core.ops.binary import where
@@ -49,6 +49,8 @@ NEVER = -1e9
 KERNEL = "chunk_kernel"
 """The scope of operations that libraries have one kernel for (fla-org/flash-linear-attention, fla/ops;
 state-spaces/mamba, mamba_ssm/ops/triton/ssd_combined.py)."""
+AGAIN = "made again"
+"""The end of the names of calls (`Scopes.in_call`) whose results backward makes again, and does not keep."""
 
 
 def unit_rms(x: Tensor, dims: Sequence[Dim | str], epsilon: float) -> Tensor:
@@ -56,17 +58,14 @@ def unit_rms(x: Tensor, dims: Sequence[Dim | str], epsilon: float) -> Tensor:
     return x * rsqrt(reduce_mean(square(x), list(dims)) + epsilon)
 
 
-def short_conv(
-    x: Tensor, name: str, taps: int, bias: bool, length: str = "length", activated: bool = True
-) -> Tensor:
-    """silu of every channel's own convolution over its last `taps` positions, or the convolution itself."""
+def short_conv(x: Tensor, name: str, taps: int, bias: bool, length: str = "length") -> Tensor:
+    """Every channel's own convolution over its last `taps` positions."""
     with x.graph.scope(name):
         dims = list(x.shape.without(length).dims[1:])
         tap = Dim("tap", taps)
         w = x.graph.variable("weight", [tap, *dims], Normal(taps**-0.5), activation_dtype=x.dtype)
         y = conv(x, w, [x.dim(length)], [tap], None, pads=[(taps - 1, 0)], groups=dims)
-        y = y + x.graph.variable("bias", dims, ZEROS, activation_dtype=x.dtype) if bias else y
-        return silu(y) if activated else y
+        return y + x.graph.variable("bias", dims, ZEROS, activation_dtype=x.dtype) if bias else y
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,10 @@ class Recurrence:
     """
 
     fused: bool = field(default=False, kw_only=True)
+
+    def again(self, graph: Builder, really: bool = True) -> Inside:
+        """For what libraries compute beside the recurrence, and make `again` in backward."""
+        return graph.in_call(graph.path(AGAIN) if self.fused and really else "")
 
 
 KERNELS = json.loads((Path(__file__).parent / "chunk_kernels.json").read_text(encoding="utf-8"))
@@ -97,20 +100,19 @@ def kernels(rule: str, phase: str, k: int, v: int, chunk: int, shared: int) -> l
     return [(total(moved), total(flops), "walks" in walks, total(own)) for moved, flops, walks, own in rows]
 
 
-def made_by(layer: Any, rule: Callable[..., Tensor], work: tuple[str, int, Dim, int], *xs: Tensor) -> Tensor:
+def made_by(layer: Any, rule: Callable[..., Tensor], work: tuple[str, int, Dim, int], *xs: Tensor) -> Any:
     """The result of a layer's recurrence, in chunks; `work`: a library's kernels in `KERNELS`, elements of a
     key, the dimension of a value, and heads that share a key."""
     if not layer.fused:
-        return rule(*xs, layer.chunk)
+        return rule(*xs, chunk=layer.chunk)
     graph, forward = graph_of(xs[0]), partial(rule, chunk=layer.chunk)
     chunks = -(-xs[0].dim("length").size // layer.chunk)
 
-    def counted(y: Tensor, phase: str) -> Tensor:
+    def counted(y: Tensor, phase: str) -> Any:
         name, k, dim, shared = work
         n, found = dim.size, kernels(name, phase, k, dim.size, layer.chunk, shared)
         each = tuple((2 * b / n, own / n, chunks * int(walks), more / n) for b, own, walks, more in found)
-        made: Tensor = graph.apply(LibraryKernels(each), y)
-        return made
+        return graph.apply(LibraryKernels(each), y)
 
     with graph.scope(KERNEL):
         return counted(remade(forward, xs, partial(counted, phase="backward")), "forward")
@@ -169,7 +171,7 @@ class Chunks:
         return exp(where(seen, total - rename(first, **{dim.name: before}), NEVER))
 
 
-def scanned(x: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:
+def scanned(x: Tensor, decay: Tensor, b: Tensor, c: Tensor, *, chunk: int) -> Tensor:
     """y_t = h_t c_t, with h_t = exp(decay_t) h_(t-1) + x_t b_t, from h = 0 on.
 
     Args:
@@ -250,7 +252,11 @@ class Mamba2(Recurrence):
         def made(name: str, dims: Sequence[Dim], number: int, convolved: bool = True) -> Tensor:
             y = project(u, name, [d], dims, self.bias)
             y = y if self.times[number] == 1 else y * self.times[number]
-            return short_conv(y, f"{name}_conv", self.taps, self.conv_bias) if convolved else y
+            with self.again(g):
+                return silu(short_conv(y, f"{name}_conv", self.taps, self.conv_bias)) if convolved else y
+
+        def rule(x: Tensor, dt: Tensor, skip: Tensor, *others: Tensor, chunk: int) -> Tensor:
+            return scanned(x * dt.cast(x.dtype), *others, chunk=chunk) + x * skip
 
         with g.scope(self.name):
             gate = made("gate", inner, 0, convolved=False)
@@ -261,17 +267,15 @@ class Mamba2(Recurrence):
             dt = maximum(dt, self.least) if self.least else dt
             decay = dt * -exp(g.variable("log_a", heads, log_a))
             work = "scan", self.d_state.size, self.d_head, heads[-1].size
-            y = made_by(self, scanned, work, values * dt.cast(u.dtype), decay, b, c)
-            y = y + values * g.variable("skip", heads, ONES, activation_dtype=u.dtype)
-            return project(self._gated(y, silu(gate), heads), "out", inner, [d], self.bias)
-
-    def _gated(self, y: Tensor, gate: Tensor, heads: Sequence[Dim]) -> Tensor:
-        if not self.norm:
-            return y * gate
-        y = y * gate if self.norm == "gated" else y
-        scale = y.graph.variable("out_norm", [*heads, self.d_head], ONES, activation_dtype=y.dtype)
-        y = unit_rms(y, [heads[-1], self.d_head], self.epsilon) * scale
-        return y if self.norm == "gated" else y * gate
+            skip = g.variable("skip", heads, ONES, activation_dtype=u.dtype)
+            y = made_by(self, rule, work, values, dt, skip, decay, b, c)
+            with self.again(g):
+                y = y if self.norm == "first" else y * silu(gate)
+                if self.norm:
+                    scale = g.variable("out_norm", [*heads, self.d_head], ONES, activation_dtype=y.dtype)
+                    y = unit_rms(y, [heads[-1], self.d_head], self.epsilon) * scale
+                y = y * silu(gate) if self.norm == "first" else y
+            return project(y, "out", inner, [d], self.bias)
 
 
 @dataclass(frozen=True)
@@ -320,6 +324,7 @@ class SelectiveStateSpace(Recurrence):
       taps: positions of the short convolution; bias, conv_bias: of projections, and of the convolution.
       norms: of dt, b and c: norm(tensor, name, dimension); None: they have none.
       chunk: positions whose states backward makes again at once; fewer if it does not divide the text.
+      whole: a call of a library computes all that follows on gate and x (mamba_ssm's mamba_inner_fn).
     """
 
     inner: Dim
@@ -330,6 +335,7 @@ class SelectiveStateSpace(Recurrence):
     conv_bias: bool = True
     norms: Callable[[Tensor, str, str], Tensor] | None = None
     chunk: int = 64
+    whole: bool = True
     d_model: str = "d_model"
     name: str = "mamba"
 
@@ -338,27 +344,35 @@ class SelectiveStateSpace(Recurrence):
         g, d, inner, rank = u.graph, u.dim(self.d_model), self.inner, Dim("dt_rank", self.rank)
         with g.scope(self.name):
             gate, x = (project(u, name, [d], [inner], self.bias) for name in ("gate", "x"))
-            x = short_conv(x, "x_conv", self.taps, self.conv_bias)
+            with self.again(g):
+                x = short_conv(x, "x_conv", self.taps, self.conv_bias)
+            with self.again(g, self.whole):
+                x = silu(x)
             parts = {"dt_down": rank, "b": self.d_state, "c": self.d_state}
             low, b, c = (project(x, name, [inner], [dim]) for name, dim in parts.items())
             if self.norms is not None:
                 names = ((f"{name}_norm", dim.name) for name, dim in parts.items())
                 low, b, c = (self.norms(t, *n) for t, n in zip((low, b, c), names, strict=True))
-            dt = project(low, "dt", [rank], [inner]).cast("float32")
-            dt = softplus(dt + g.variable("step_bias", [inner], dt_bias))
+            with self.again(g, self.whole):
+                dt = project(low, "dt", [rank], [inner])
+            bias = g.variable("step_bias", [inner], dt_bias)
             rate = -exp(g.variable("log_a", [inner, self.d_state], _log_a))
-            y = made_by(self, selective, ("selective", self.d_state.size, inner, 1), x, dt, rate, b, c)
-            y = y + x * g.variable("skip", [inner], ONES, activation_dtype=x.dtype)
-            return project(y * silu(gate), "out", [inner], [d], self.bias)
+            skip = g.variable("skip", [inner], ONES, activation_dtype=x.dtype)
+            work = "selective", self.d_state.size, inner, 1
+            y = made_by(self, selective, work, x, dt, bias, rate, b, c, skip)
+            with self.again(g):
+                gate = silu(gate)
+            with self.again(g, self.whole):
+                y = y * gate
+            return project(y, "out", [inner], [d], self.bias)
 
 
-def selective(x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:
-    """y_t = h_t c_t, with h_t = e^(dt_t rate) h_(t-1) + dt_t x_t b_t, from h = 0 on.
-
-    Args:
-      x, dt: [batch, length, inner]; rate: [inner, d_state], negative.
-      b, c: [batch, length, d_state].
-    """
+def selective(
+    x: Tensor, dt: Tensor, bias: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, chunk: int
+) -> Tensor:
+    """y_t = h_t c_t + x_t skip, h_t = e^(s_t rate) h_(t-1) + s_t x_t b_t, s = softplus(dt + bias), h_0 = 0;
+    x, dt: [batch, length, inner]; rate: [inner, d_state], negative; b, c: [batch, length, d_state]."""
+    dt = softplus(dt.cast("float32") + bias)
     length, inner = x.dim("length"), rate.shape.dims[0]
     cut = Chunks.of(length, math.gcd(length.size, chunk))
     shape = [*dt.shape.without(length.name), rate.shape.dims[1]]
@@ -377,7 +391,7 @@ def selective(x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, chunk: 
 
     wide = [cut.cut(t.cast("float32")) for t in (x, dt, b, c)]
     _, (y,) = scan(each, broadcast(constant_like(dt, 0.0), shape), cut.chunks, wide)
-    return cut.joined(transpose(y, wide[0].shape)).cast(x.dtype)
+    return cut.joined(transpose(y, wide[0].shape)).cast(x.dtype) + x * skip
 
 
 def _log_a(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:

@@ -144,7 +144,7 @@ def changed(**more: Any) -> dict[str, Any]:
     return {**TINY, **more}
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma3", "kimi_linear", "falcon_h1"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma3", "jamba", "kimi_linear", "falcon_h1"])
 def test_models_are_the_same_however_a_framework_writes_them(family: str) -> None:
     """Gates at hidden units or results, norms as one operation or in steps, scans in steps or as a kernel,
     routers in the model's type or in float32: losses and steps agree."""

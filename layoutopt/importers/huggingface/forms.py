@@ -253,7 +253,7 @@ class ShortConvolution:
         d, inner = x.dim("d_model"), Dim("d_inner", x.dim("d_model").size)
         with x.graph.scope("attention"):
             before, after, y = (project(x, n, [d], [inner], self.bias) for n in ("before", "after", "x"))
-            y = short_conv(before * y, "conv", self.taps, self.bias, activated=False)
+            y = short_conv(before * y, "conv", self.taps, self.bias)
             return project(after * y, "o", [inner], [d], self.bias)
 
 

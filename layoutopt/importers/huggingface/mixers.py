@@ -357,7 +357,7 @@ def _selective(reader: MixerReader, begin: str = "") -> nn.SelectiveStateSpace:
         fields.only("intermediate_size", inner, None)
     low = -(-width // 16) if fields.raw(rank, "auto") == "auto" else fields.count(rank)
     dims = Dim("inner", inner), Dim("d_state", fields.count(state)), low, fields.count(taps)
-    return nn.SelectiveStateSpace(*dims, fields.flag(bias), fields.flag(conv_bias), norm)
+    return nn.SelectiveStateSpace(*dims, fields.flag(bias), fields.flag(conv_bias), norm, whole=not begin)
 
 
 LINEARS: dict[str, Callable[[MixerReader], Any]] = {
