@@ -188,7 +188,7 @@ def vtrain(row: Mapping[str, str]) -> dict[str, str]:
 
 VARIANTS = (
     ("torch", "attention", "flash_attentionv1", "attention=fa1"),
-    ("torch", "attention", "RMS kernel", "kernels=fused"),
+    ("torch", "attention", "RMS kernel", "kernels=norms"),
     ("torchtitan", "framework", "async TP", "tensor_messages=async"),
     ("torchtitan", "source", "202412", "loss=torch"),
     ("megatron", "framework", "Megatron-DeepSpeed", "kernels=2022"),
@@ -204,14 +204,20 @@ VARIANTS = (
     ("torch", "extra_args", "tp_linear_async_communication", "tensor_messages=async"),
     ("megatron", "extra_args", "no tp_comm_overlap", "tensor_messages=plain"),
     ("deepspeed", "framework", "XTuner", "kernels=norms"),
-    ("torch", "framework", "LLM Foundry", "gradients=bfloat16"),
     ("torch", "framework", "LLM Foundry", "loss=fused"),
+    ("torch", "framework", "LLM Foundry", "optimizer=fused"),
     ("torch", "framework", "AA-Scaling", "gradients=bfloat16"),
     ("torch", "framework", "AA-Scaling", "checkpoint=whole"),
     ("megatron", "moe_comm_overlap", "1", "exchange=overlapped"),
     ("megatron", "dispatcher", "ep", "dispatcher=flex"),
 )
-"""Framework, column of a row, a pattern in it, and the variant that it names."""
+"""Framework, column of a row, a pattern in it, and the variant that it names.
+
+AA-Scaling has a kernel for RMSNorm, and none for SwiGLU and rotary positions (Aleph-Alpha/scaling @737f855,
+src/scaling/core/nn/mlp.py, rotary.py). FSDP1, LLM Foundry's, adds scattered gradients up in the type of
+parameters (pytorch/pytorch torch/distributed/fsdp/_runtime_utils.py, `_accumulate_sharded_grad`); the step of
+its optimizer has temporaries of one variable (mosaicml/composer composer/optim/decoupled_weight_decay.py).
+"""
 
 
 def framework_of(row: Mapping[str, str]) -> str:

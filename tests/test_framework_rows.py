@@ -128,7 +128,7 @@ def test_words_of_a_row_choose_its_framework() -> None:
     ours = "gradients=bfloat16,checkpoint=whole"
     assert framework_rows.framework_of(row) == f"torch:attention=fa1,{ours},loss=outputs"
     row |= {"attention": "flash: flash_attention2 + RMS kernel", "tp": "2"}
-    assert framework_rows.framework_of(row) == f"torch:kernels=fused,{ours},attention=fa2,loss=gathered"
+    assert framework_rows.framework_of(row) == f"torch:kernels=norms,{ours},attention=fa2,loss=gathered"
     for software, name in {
         "torchtitan: PyTorch FSDP2": "torch:attention=fa2",
         "torchtitan: PyTorch FSDP2 + TP, torch.compile, async TP": "torchtitan:tensor_messages=async",

@@ -51,8 +51,8 @@ under DeepSpeed, lengths of 8k to 1M on A100) and Qwen3-235B-A22B with Megatron-
 likewise. The latter showed that messages of tokens to their experts were hidden as those of tensor
 parallelism; its layouts with 8 stages and microbatches of one sample, without CUDA graphs, are still
 predicted too fast. The bfloat16 rows of Megatron-Bridge (`megatron_bridge_bf16`) had not been priced because
-their page does not state the models; their times were known. The error of Qwen3-235B-A22B is at most 10.4 %;
-gpt-oss-120b is predicted 17 to 51 % too fast on every chip. Its source says why in part. Megatron-Core sorts
+their page does not state the models; their times were known. The error of Qwen3-235B-A22B is at most 9.5 %;
+gpt-oss-120b is predicted 18 to 51 % too fast on every chip. Its source says why in part. Megatron-Core sorts
 rows by experts around the products, and bounds gated units outside of the fused kernel; the two are priced
 since. Rotary positions of YaRN are not fused, biases of the second product are added in four passes, and
 activations are a kernel beside products, which is priced as a part of these. At the full bandwidth of a GB200

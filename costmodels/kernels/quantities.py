@@ -162,7 +162,7 @@ def of_kernel(kernel: FusedKernel, local: Types) -> Quantity:
     return replace(own, flops=flops, bytes=moved, vector=vector, elements=most, tiled=kernel.tiled)
 
 
-def of_copy(type: TensorType, passes: int, through: bool = True) -> Quantity:
+def of_copy(type: TensorType, passes: float, through: bool = True) -> Quantity:
     """The work of writing an array elsewhere.
 
     Args:

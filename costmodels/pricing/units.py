@@ -29,7 +29,7 @@ class Stack:
 
     loop: Loop
     value: int
-    passes: int = 1
+    passes: float = 1
     through: bool = False
 
 

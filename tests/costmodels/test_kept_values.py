@@ -15,9 +15,10 @@ from costmodels.kept import kept_values
 from costmodels.kernels.fusion import Fuses
 from costmodels.liveness import MemoryProfile, MemoryRules, memory
 from costmodels.pricing.compilers import COMPILERS, compiler_of
-from costmodels.pricing.items import Sent
+from costmodels.pricing.items import Computed, Sent
 from examples.moe_lm import model as experts
 from examples.transformer_lm import model as transformer
+from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.instructions import GRADIENT
 from mesh_tf_core.ir.op import PRODUCTS
 from mesh_tf_core.ir.phase import Phase
@@ -249,6 +250,49 @@ def test_gradients_are_sent_in_the_type_that_a_framework_sums(microbatches: int)
         sums = (x.item for x in found.evaluation.cost.lines if x.is_communication and x.purpose == GRADIENT)
         sent = sum(sum(item.payloads) for item in sums if isinstance(item, Sent))
         assert sent == pytest.approx(said.get("gradient_bytes", program_has) * weights, rel=0.01), text
+
+
+@pytest.mark.parametrize(("framework", "outside"), [("megatron", 2), ("torch", 4)])
+def test_gradients_are_added_up_in_the_type_that_a_framework_sums(framework: str, outside: int) -> None:
+    """Four bytes more are read and written with sums of float32, beside a cast two (`outside` of layers)."""
+    model = transformer(**SIZES)
+    shapes = [v.shape for v in model.graph.variables.values() if v.trainable]
+    layers = sum(shape.size for shape in shapes if "layers" in shape.names)
+    moved = []
+    for option in ("buffer" if framework == "torch" else "float32", "bfloat16"):
+        asked = {"framework": f"{framework}:gradients={option}", "microbatches": 4}
+        lines = layoutopt.cost(model, "data:1", "", "h100", **asked).evaluation.cost.lines
+        moved.append(sum(x.times * x.item.quantity.bytes for x in lines if isinstance(x.item, Computed)))
+    expected = 4 * (4 * layers + outside * (sum(shape.size for shape in shapes) - layers))
+    assert moved[0] - moved[1] == pytest.approx(expected, rel=0.01)
+
+
+MAMBA = mtf.Dim("inner", 64), mtf.Dim("d_state", 4), 8
+HEAD = mtf.Dim("heads", 4)
+DELTA = HEAD, 4, mtf.Dim("d_k", 16), mtf.Dim("d_v", 16)
+
+
+@pytest.mark.parametrize(
+    ("layer", "arrays"),
+    [
+        (nn.SelectiveStateSpace(*MAMBA, fused=True), 3),  # mamba_inner_fn: xz, out
+        (nn.SelectiveStateSpace(*MAMBA, whole=False, fused=True), 6),  # conv, delta, out_z
+        (nn.Mamba2(HEAD, mtf.Dim("d_head", 16), mtf.Dim("d_state", 4), fused=True), 3),  # xz, out
+        (nn.GatedDeltaNet(*DELTA, fused=True), 9),  # q, k, v before and after conv, gate, y, out
+    ],
+)
+@pytest.mark.parametrize("rules", [LAUNCHED, EAGER])
+def test_layers_with_states_keep_what_their_libraries_do(layer: Any, arrays: int, rules: MemoryRules) -> None:
+    """As saved by state-spaces/mamba @01887ed, selective_scan_interface.py and ssd_combined.py; arrays of 64
+    elements of a token."""
+    graph = mtf.Graph()
+    x = graph.input("x", [mtf.Dim("batch", 2), mtf.Dim("length", 256), mtf.Dim("d_model", 32)], "bfloat16")
+    y = mtf.scan(lambda h: h + layer(h), x, mtf.Dim("layers", 8))
+    model = mtf.Model(mtf.reduce_mean(y.cast("float32")), mtf.SGD(0.1))
+    found = memory(model.lower(mtf.Mesh("x:1"), mtf.Layout("")), rules).holdings
+    kept = (h.bytes for h in found if "layers:" in h.what and "length" in h.what and "d_model" not in h.what)
+    one = 8 * 2 * 256 * 64 * 2
+    assert sum(each for each in kept if each % one == 0) == arrays * one
 
 
 @pytest.mark.parametrize(("storage", "shards"), [("layout", 1), ("zero1", 2)])

@@ -18,6 +18,7 @@ from costmodels.pricing.items import Called, Computed, Started
 from costmodels.pricing.units import Find, PlacedValue, Sending, Stack, Unit
 from costmodels.stage_times import StageTimes, stage_times
 from mesh_tf_core.ir.blocks import Outline
+from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Program, Transfer
@@ -110,6 +111,11 @@ class Compiler:
     def stack(self, loop: Loop, inner: int, stack: int) -> Stack:
         """The writes of a loop to one stack, whose parts are `inner`."""
         return Stack(loop, stack)
+
+    def width(self, program: Program, sum: int) -> float:
+        """Bytes of an element of a sum of gradients / those that the program has."""
+        wide = self.rules.gradient_bytes
+        return wide / itemsize(program.values[sum].dtype) if wide else 1.0
 
     def summed(self, program: Program, loop: Loop) -> Iterator[tuple[Unit, float]]:
         """The additions of a loop to its sums, and to parts of those of the surrounding loop, as

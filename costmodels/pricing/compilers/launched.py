@@ -125,7 +125,8 @@ class EagerLaunch(HostLaunched):
         for unit, times in super().summed(program, loop):
             assert isinstance(unit, Local)
             term = unit.inputs[0]
-            yield replace(unit, inputs=(casts.get(term, term), term)), times
+            total = casts.get(term, term) if self.width(program, term) < 1 else term
+            yield replace(unit, inputs=(casts.get(term, term), total), outputs=(total,)), times
 
     def local(self, instr: Local, find: Find, local: Types) -> Iterator[Computed | Called]:
         rms = isinstance(instr.op, Normalize | NormalizeGrad) and not instr.op.center

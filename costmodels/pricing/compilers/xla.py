@@ -43,11 +43,11 @@ class Xla(Compiler):
         made = made_by_kernels(loop)
         for term, total in loop.summed:
             if term not in program.added:
-                yield Stack(loop, total, 1 if term in made else 3), loop.times
+                yield Stack(loop, total, (1 if term in made else 3) * self.width(program, total)), loop.times
         for _, stack in loop.stacked:
             if stack in program.added:
                 whole, share = program.share(loop, stack)
-                yield Stack(loop, whole, 2), share
+                yield Stack(loop, whole, 2 * self.width(program, whole)), share
 
 
 @dataclass(frozen=True)
