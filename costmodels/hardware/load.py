@@ -97,9 +97,11 @@ def _places(content: dict[str, Any], key: str, setting: str) -> list[tuple[str, 
     exact = {k: v for k, v in named_by.items() if k == wanted} or named_by
     places = [path for paths in exact.values() for path in paths]
     if not places:
+        # Without its room, and without a group's size.
+        short = {".".join(p for p in path[1:] if not p.isdecimal()) or path[0] for path in known}
         raise HardwareError(
             f"hardware setting {setting!r}: {content['name']} has no number {key!r}; "
-            f"{known_names(key, sorted({_short(path) for path in known}))}"
+            f"{known_names(key, sorted(short))}"
         )
     sizes = len(exact) == 1 and all(path[-1].isdecimal() for path in places)
     if len(places) > 1 and not sizes:
@@ -108,11 +110,6 @@ def _places(content: dict[str, Any], key: str, setting: str) -> list[tuple[str, 
             f"hardware setting {setting!r} is ambiguous: it could mean {names}; give one of these names"
         )
     return places
-
-
-def _short(path: tuple[str, ...]) -> str:
-    """How a number is called in messages: without its room, and without a group's size."""
-    return ".".join(part for part in path[1:] if not part.isdecimal()) or path[0]
 
 
 def _numbers(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

@@ -287,17 +287,15 @@ class _Lint:
             return Finding(kind="wasted axis", message=message, fix=fix, layout=layout)
         where = sorted(found.flops, key=lambda s: -found.flops[s])
         most = ", ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
-        alone = " (a program per stage computes this on one stage, in the same time)"
+        if any(axis in self.layout.axes(dim) for dim in self.evaluation.pipeline):
+            most += " (a program per stage computes this on one stage, in the same time)"
         return Finding(
             kind="repeated work",
             message=f"the {ways} devices of {axis!r} repeat {100 * found.share:.0f}% of the matmuls' FLOPs: "
-            f"{most}{alone * self._staged(axis)}",
+            f"{most}",
             fix=fix,
             layout=layout,
         )
-
-    def _staged(self, axis: str) -> bool:
-        return any(axis in self.layout.axes(dim) for dim in self.evaluation.pipeline)
 
     def _split_more(self, axis: str, dims: Mapping[str, int]) -> tuple[str | None, str | None, float]:
         """The fastest layouts with one of these dimensions split over the axis too, of those that are faster

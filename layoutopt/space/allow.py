@@ -40,12 +40,9 @@ def allowed_by(said: object) -> SearchSpace:
 def allowed_text(allowed: SearchSpace) -> str:
     """The request in words, as far as it differs from the defaults for the least time; '' if it does not."""
     usual, said = (recorded(each.settled(Objective.TIME)) for each in (SearchSpace(), allowed))
-    parts = ((name, value) for name, value in said.items() if value != usual[name])
-    return "; ".join(f"{name.replace('_', ' ')} {_words(value)}" for name, value in parts)
-
-
-def _words(value: Any) -> str:
-    return value if isinstance(value, str) else ", ".join(map(str, value)) or "none"
+    parts = ((name.replace("_", " "), value) for name, value in said.items() if value != usual[name])
+    texts = ((n, v if isinstance(v, str) else ", ".join(map(str, v)) or "none") for n, v in parts)
+    return "; ".join(map(" ".join, texts))
 
 
 def unsaid() -> tuple[str, ...]:

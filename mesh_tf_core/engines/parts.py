@@ -62,12 +62,9 @@ def cut(code: Sequence[Instr], leaving: Iterable[int]) -> tuple[ProgramPart, ...
     for piece in reversed(pieces):
         part = _part(piece, needed)
         parts.append(part)
-        needed |= set(part.inputs if isinstance(part, LocalSegment) else _inputs(part))
+        read = part.instr if isinstance(part, Exchange) else part.loop if isinstance(part, Repeat) else part
+        needed |= set(read.inputs)
     return tuple(reversed(parts))
-
-
-def _inputs(part: Exchange | Repeat) -> tuple[int, ...]:
-    return part.instr.inputs if isinstance(part, Exchange) else part.loop.inputs
 
 
 def _part(piece: list[Instr] | Instr, needed: set[int]) -> ProgramPart:

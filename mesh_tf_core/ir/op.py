@@ -330,11 +330,8 @@ def _fits(own: Any, declared: Any, bound: bool) -> bool:
 
 
 def _takes(facet: Any) -> str:
-    return f"({', '.join(map(_bare, inspect.signature(facet).parameters.values()))})"
-
-
-def _bare(parameter: inspect.Parameter) -> str:
-    return str(parameter.replace(annotation=inspect.Parameter.empty))
+    taken = (p.replace(annotation=p.empty) for p in inspect.signature(facet).parameters.values())
+    return f"({', '.join(map(str, taken))})"
 
 
 @dataclass(frozen=True, slots=True)

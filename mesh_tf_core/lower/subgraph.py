@@ -161,8 +161,10 @@ class _SubgraphBuilder:
         nodes = self._nodes(block)
 
         def made(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-            here = ((i, o) for i, o in pairs if o not in unread)
-            return [(i, o) for i, o in here if (i in self.known if i < 0 else self._made(i, scan))]
+            here, own = ((i, o) for i, o in pairs if o not in unread), self.subgraph.nodes
+            return [
+                (i, o) for i, o in here if (i in self.known if i < 0 else _source(i, scan, self.graph) in own)
+            ]
 
         stacked, summed = (made(step.read_again(p, block, run)) for p in (block.stacked, block.summed))
         parts = [(b, n, dict(made(each.saves(block, run)))) for b, n, each in step.parts(block, run)]
@@ -178,9 +180,6 @@ class _SubgraphBuilder:
             return replace(scan, body=body, phase=phase)
         outputs = tuple(o for _, o in (*stacked, *summed))
         return replace(scan, inputs=(), outputs=outputs, body=body, phase=phase)
-
-    def _made(self, tensor: int, scan: Node) -> bool:
-        return _source(tensor, scan, self.graph) in self.subgraph.nodes
 
 
 def made_by(node: Node, graph: Graph) -> tuple[int, ...]:

@@ -69,7 +69,8 @@ class PieceTotals(Reduction, MadeByLowering):
 
     def infer(self, *inputs: TensorType) -> TensorType:
         (x,) = inputs
-        return TensorType(Shape(self.pieces if d.name == self.dim else d for d in x.shape), _wide(x.dtype))
+        wide = "float32" if itemsize(x.dtype) == 2 else x.dtype  # totals of 16 bits would lose small terms
+        return TensorType(Shape(self.pieces if d.name == self.dim else d for d in x.shape), wide)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         total = k.reduce("sum", k.cast(slices[0], at.outputs[0].dtype), [at.inputs[0].shape.index(self.dim)])
@@ -106,11 +107,6 @@ class CumSumAfter(MadeByLowering, Reduction):
         offset = k.reduce("sum", wanted, [axis])
         kept = [1 if i == axis else s for i, s in enumerate(at.inputs[0].shape.sizes)]
         return k.cast(k.binary("add", running, k.reshape(offset, kept)), at.outputs[0].dtype)
-
-
-def _wide(dtype: str) -> str:
-    """The dtype of totals: those of 16 bits would lose small terms."""
-    return "float32" if itemsize(dtype) == 2 else dtype
 
 
 def cumsum(x: Tensor, dim: Dim | str, exclusive: bool = False, reverse: bool = False) -> Tensor:

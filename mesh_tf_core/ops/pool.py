@@ -109,7 +109,8 @@ class OverWindows(Reduction, abstract=True):
             else:
                 found = [low.without(x, [v.dim]) for x in found]
                 parts.append(WindowPart(0, 0, inside, inside))
-        return low.local(replace(self, parts=tuple(parts)), found, types, [_splits(low, found[0], types[0])])
+        splits = tuple(low.values[found[0]].split_of(n) for n in types[0].shape.names)
+        return low.local(replace(self, parts=tuple(parts)), found, types, [splits])
 
 
 @dataclass(frozen=True)
@@ -202,10 +203,6 @@ class PoolGrad(FirstDerivative, OverWindows):
     def spans(self, window: Window, inside: int, outside: int) -> list[WindowSpan]:
         outputs = window.outputs_of(0, inside)
         return [window.inputs_of(*outputs), outputs]
-
-
-def _splits(low: Emitter, x: int, out: TensorType) -> tuple[tuple[str, ...], ...]:
-    return tuple(low.values[x].split_of(n) for n in out.shape.names)
 
 
 def _pool(fn: str, x: Tensor, dims: Sequence[Dim], sizes: Sequence[int], strides: Any, pads: Pads) -> Tensor:

@@ -61,11 +61,6 @@ class Alike(Initializer):
         return np.broadcast_to(own, tuple(extent))
 
 
-def _draws(node: Node) -> bool:
-    """Whether a node, or one in its loop, makes a random key."""
-    return node.op.derives_key or any(n.op.derives_key for n, _ in (node.body.walk() if node.body else ()))
-
-
 class InnerStep(LoopedCopy):
     """A training step of every replica, side by side, under construction.
 
@@ -86,7 +81,9 @@ class InnerStep(LoopedCopy):
             for node in graph.nodes:
                 op = node.op
                 begins = isinstance(op, Feed) or (isinstance(op, Read) and op.variable.name in self.own)
-                if begins or _draws(node) or not behind.isdisjoint(outer_reads(graph, node)):
+                inside = (n for n, _ in (node.body.walk() if node.body else ()))
+                begins |= any(n.op.derives_key for n in (node, *inside))
+                if begins or not behind.isdisjoint(outer_reads(graph, node)):
                     behind.update(node.made)
                     self.own.update([op.variable.name] if isinstance(op, Assign) else ())
 
