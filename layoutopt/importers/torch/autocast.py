@@ -23,6 +23,7 @@ class Autocast:
 
     def __init__(self) -> None:
         self.dtype, self.met = "", False
+        self._known: dict[str, list[str] | str] = {}
         self._torch = torch_module()
         self._fakes = self._torch._subclasses.FakeTensorMode()
 
@@ -55,19 +56,24 @@ class Autocast:
             kind = getattr(torch, value(x).dtype) if told.is_floating_point() else told.dtype
             return torch.empty(told.shape, dtype=kind, device="cuda")
 
+        given, mapped = (n.args, n.kwargs), torch.fx.node.map_arg
+        alike = mapped(given, lambda x: (value(x).dtype, x.meta["val"].dtype, *x.meta["val"].shape))
+        if (key := str((n.target, dtype, alike))) in self._known:
+            return self._known[key]
         old = torch.get_autocast_dtype("cuda")
         with self._fakes:
-            args, more = (torch.fx.node.map_arg(a, fake) for a in (n.args, n.kwargs))
+            args, more = mapped(given, fake)
             torch.set_autocast_enabled("cuda", bool(dtype))
             torch.set_autocast_dtype("cuda", getattr(torch, dtype or "bfloat16"))
             try:
                 found = torch.utils._pytree.tree_leaves(n.target(*args, **more))
             except Exception as error:  # whatever PyTorch raises, often for operands of two types
-                return str(error).partition("\n")[0]
+                return self._known.setdefault(key, str(error).partition("\n")[0])
             finally:
                 torch.set_autocast_enabled("cuda", False)
                 torch.set_autocast_dtype("cuda", old)
-        return [str(x.dtype).removeprefix("torch.") for x in found if x is not None]
+        types = [str(x.dtype).removeprefix("torch.") for x in found if x is not None]
+        return self._known.setdefault(key, types)
 
 
 def _fractions(x: Any) -> bool:

@@ -54,7 +54,7 @@ IN_THE_RESULT = frozenset(
         *("copy", "generator", "other", "size", "sizes", "shape"),
         *("output_size", "scales", "scale_factors", "scales_d", "scales_h", "scales_w"),
         *("start_dim", "end_dim", "dim", "half_to_float", "scale_grad_by_freq"),
-        *("cudnn_enable", "cudnn_enabled", "sparse", "sorted", "implicit", "path"),
+        *("cudnn_enable", "cudnn_enabled", "ceil_mode", "sparse", "sorted", "implicit", "path"),
     }
 )
 """Arguments that a rule need not read: the type of the result has them, or they change no number."""

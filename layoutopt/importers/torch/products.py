@@ -255,18 +255,7 @@ def _transposed(
 
 
 @rule("max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices")
-def _max_pool(
-    m: Equations,
-    v: Any,
-    x: Operand,
-    size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-) -> Any:
-    if any(d != 1 for d in _each(dilation, 1)):
-        raise NotImplementedError("it has dilation")
+def _max_pool(m: Equations, v: Any, x: Operand, size: Any, stride: Any = None, padding: Any = 0) -> Any:
     found = _window(m, "reduce_window_max", v[0] if isinstance(v, list) else v, x, size, stride, padding)
     return [found, None] if isinstance(v, list) else found
 
