@@ -5,9 +5,12 @@ from collections.abc import Collection, Mapping
 from costmodels.kept import logits
 from costmodels.stage_ends import EndWork, StageEnd
 from mesh_tf_core.ir.blocks import MICROBATCH, TICK
+from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.liveness import ValueSize
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import AllReduce, Instr, Local, Loop, Program, ReduceScatter, Slice
+from mesh_tf_core.ir.program import AllReduce, Collective, Instr, Local, Loop, Program, ReduceScatter, Slice
+from mesh_tf_core.layers.recurrent import KERNEL
+from mesh_tf_core.ops.custom import LibraryKernels
 
 
 class Beside:
@@ -21,7 +24,7 @@ class Beside:
 
     def __init__(self, program: Program, copies: float, step: float, work: EndWork, end: StageEnd) -> None:
         self.logits = logits(program) if copies or work.losses > 1 else dict[int, float]()
-        self.copies, self.step, self.work, self.end = copies, round(step), work, end
+        self.program, self.copies, self.step, self.work, self.end = program, copies, round(step), work, end
 
     def at(self, instr: Instr, held: Mapping[int, int], over: Collection[int], size: ValueSize) -> int:
         """The bytes at one instruction.
@@ -31,6 +34,9 @@ class Beside:
         """
         if instr.origin.phase == Phase.UPDATE:
             return self.step
+        if isinstance(instr, Local) and isinstance(op := instr.op, LibraryKernels):
+            element = size(instr.outputs[0]) / itemsize(self.program.values[instr.outputs[0]].dtype)
+            return round(element * sum(each[0] for each in op.kernels) / 2)
         made = self.logits.keys() & instr.outputs
         has = made and not self.logits.keys().isdisjoint(instr.inputs)
         if not has or not self.work.has(instr.origin.node, self.end):
@@ -40,14 +46,22 @@ class Beside:
         return self.work.losses * (round(most) or there) - there
 
 
+def within_kernels(program: Program) -> set[int]:
+    """Values that a library's kernels (`LibraryKernels`) make for each other, rule (19)."""
+    made, read = set[int](), set(program.results.values())
+    for instr, _ in program.walk():
+        named = isinstance(instr, Collective) or isinstance(getattr(instr, "op", None), LibraryKernels)
+        own = KERNEL in instr.origin.scope.split("/") and not named
+        (made if own else read).update(
+            instr.outputs if own else (*instr.inputs, *getattr(instr, "leaving", ()))
+        )
+    return made - read
+
+
 def moments(program: Program, stored: Mapping[str, int]) -> int:
     """Bytes of one moment of every variable, of variables with these bytes."""
-    own: dict[str, int] = {}
-    for name, variable in program.variables.items():
-        base = variable.variable.slot_of
-        if base is not None:
-            own[base] = max(own.get(base, 0), stored.get(name, 0))
-    return sum(own.values())
+    slots = {name: v.variable.slot_of for name, v in program.variables.items()}
+    return sum(max(stored.get(n, 0) for n in slots if slots[n] == of) for of in {*slots.values()} - {None})
 
 
 def gradients(program: Program, known: Collection[int] | None = None) -> tuple[set[int], dict[int, int]]:

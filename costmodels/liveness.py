@@ -27,6 +27,7 @@ Where PyTorch's autograd decides what stays for backward (`costmodels.kept`)
   (10) logits are cast to float32 in memory, of which the loss is computed
   (12) the result of an operation does not take the place of an operand; (13) dropout keeps its mask, a byte
   (14) the casts of rule (6) are the model's parameters, and are held through the whole step
+  (19) a library's kernels for states hold half of what they move: it is written and read; nothing else inside
 
 Where a framework gives a number (`MemoryRules`, from `Hardware.holds`)
   (15) the loss and its gradient hold so many arrays of the logits' size, in float32 unless the library's call
@@ -44,7 +45,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from costmodels.held_by_frameworks import Beside, gradients, moments
+from costmodels.held_by_frameworks import Beside, gradients, moments, within_kernels
 from costmodels.kept import beside, gathered, kept_values, logits, staying, variable_casts
 from costmodels.kernels.fused import Fused, fused, made_by_kernels, unwritten
 from costmodels.kernels.fusion import Fuses, fusion_of
@@ -277,7 +278,7 @@ def kernel_memory(
     stays |= rules.work(program).absent(program, end) if end is not None else set()
     if rules.remakes:
         remade = kept_values(program.outline).without_memory(rules.fuses)
-        stays |= {value.id for value in program.values if value.tensor in remade}
+        stays |= {value.id for value in program.values if value.tensor in remade} | within_kernels(program)
     made = variable_casts(program, rules.parameters and not anyhow)
     casts = tuple(each for each in made if each[1].outputs[0] not in stays)
     inside, made_of = set[int](), dict[int, int]()

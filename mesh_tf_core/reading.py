@@ -9,7 +9,7 @@ import os
 import stat
 import tomllib
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -91,13 +91,10 @@ def check_depth(found: Any) -> None:
     """RecursionError if a value has more than `DEEPEST` levels, because readers may be recursive."""
     level = [found]
     for _ in range(DEEPEST):
-        level = [inner for value in level for inner in _inside(value)]
+        parts = (v for v in level if isinstance(v, Mapping | list | tuple))
+        level = [inner for v in parts for inner in (v.values() if isinstance(v, Mapping) else v)]
     if level:
         raise RecursionError(f"more than {DEEPEST} levels")
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
 
 
 @contextlib.contextmanager

@@ -258,9 +258,8 @@ class _Groups:
         made = self.graph.tensor(tensor)
         if maker.phase != node.phase or made.block != self.graph.tensor(node.outputs[0]).block:
             return False
-        if self.calls and (not node.call or maker.call != node.call):
-            return False
-        if len({KERNEL in each.scope.split("/") for each in (maker, node)}) > 1:
+        apart = len({KERNEL in each.scope.split("/") for each in (maker, node)}) > 1
+        if apart or (self.calls and (not node.call or maker.call != node.call)):
             return False
         return maker.scope == node.scope if self._updates(node) else bool(made.shape)
 

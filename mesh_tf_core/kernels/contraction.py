@@ -85,7 +85,7 @@ def _matmul(x: str, y: str, out: str, sizes: tuple[tuple[str, int], ...]) -> Mat
             cost = sum(
                 math.prod(size[c] for c in have)
                 for have, want in ((a, first.letters), (b, second.letters), (out, plan.result))
-                if not same_order(have, want, size)
+                if [c for c in have if size[c] > 1] != [c for c in want if size[c] > 1]
             )
             if best is None or cost < best[0]:
                 best = (cost, plan)
@@ -102,11 +102,6 @@ def _factor(have: str, batch: str, left: str, right: str) -> ContractionOperand:
     if have == batch + right + left and have != batch + left + right:
         return ContractionOperand(have, True)
     return ContractionOperand(batch + left + right, False)
-
-
-def same_order(have: str, want: str, sizes: Mapping[str, int]) -> bool:
-    """True if bringing `have` into the order `want` moves no data (axes of size 1 do not count)."""
-    return [c for c in have if sizes[c] > 1] == [c for c in want if sizes[c] > 1]
 
 
 def cheapest_pair(terms: Sequence[str], out: str, sizes: Mapping[str, int]) -> tuple[int, int, str]:

@@ -31,10 +31,6 @@ def _sigmoid(x: A) -> A:
     return (1.0 / (1.0 + np.exp(-np.clip(x, -80, 80)))).astype(x.dtype)
 
 
-def _gelu(x: A) -> A:
-    return (0.5 * x * (1 + np.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))).astype(x.dtype)
-
-
 def _parts(ids: A, n: int) -> list[slice]:
     """The rows of each group, which lie together."""
     at = np.searchsorted(ids, np.arange(n + 1))
@@ -49,7 +45,10 @@ _UNARY: Functions = {
     "erfc": _special("erfc"),
     "relu": lambda x: np.maximum(x, np.zeros((), x.dtype)),
     "softplus": lambda x: np.logaddexp(np.zeros((), x.dtype), x),
-    **dict.fromkeys(("gelu", "gelu_fast", "gelu_new"), _gelu),
+    **dict.fromkeys(
+        ("gelu", "gelu_fast", "gelu_new"),
+        lambda x: (0.5 * x * (1 + np.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))).astype(x.dtype),
+    ),
     "gelu_exact": lambda x: (0.5 * x * (1 + _special("erf")(x * 0.5**0.5))).astype(x.dtype),
     "silu": lambda x: x * _sigmoid(x),
 }

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from mesh_tf_core.ir.blocks import Assign, Connection, Feed, KnownTensor, Node, Read, Scan
 from mesh_tf_core.ir.initializers import Variable
-from mesh_tf_core.ir.layout import Axes, Layout
+from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Input, Local, Origin, Program, ReadVariable, Stored, WriteVariable
@@ -195,7 +195,10 @@ class Lowering(Loops):
             return self._expanded(op, inputs)
         if whole:
             inputs = [self.without(i, whole) for i in inputs]
-        lacking = [self._partial([n for n in reduced if n not in t.shape.names]) for t in types]
+        gone = ([n for n in reduced if n not in t.shape.names] for t in types)
+        lacking = [
+            self.oracle.ordered(a for n in ns for a in self.layout.axes(n)) if ns else () for ns in gone
+        ]
         in_place, outs = not whole and not any(lacking), []
         for t, axes, tensor in zip(types, lacking, tensors, strict=True):
             splits = self.natural(t.shape)
@@ -222,10 +225,6 @@ class Lowering(Loops):
             left = {*self.part.step.left(block, self.part.again)}
         leaving = (*block.carry_out, *left, *(i for i, _ in block.results))
         return tensor not in leaving and not any(tensor in node.inputs for node in block.nodes)
-
-    def _partial(self, names: Sequence[str]) -> Axes:
-        """The axes that split some dimensions which are summed out."""
-        return self.oracle.ordered(a for n in names for a in self.layout.axes(n)) if names else ()
 
     def _converted(self, op: Op, input: int, plan: NodePlan, tensor: int) -> int:
         """Done on whatever piece there is: a variable stored split is converted before it is gathered, to

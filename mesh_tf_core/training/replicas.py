@@ -3,7 +3,7 @@ replica, and their outer steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -75,7 +75,9 @@ class TrainedReplicas:
 
     def together(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         """Batches of a step: one for each replica, in order."""
-        return BatchGroups(batches, self.count, _stacked)
+        return BatchGroups(
+            batches, self.count, lambda many: {n: np.stack([np.asarray(b[n]) for b in many]) for n in many[0]}
+        )
 
     def layout(self, layout: Layout) -> Layout:
         """The layout of a program that reads each replica's values."""
@@ -121,7 +123,3 @@ class TrainedReplicas:
 def _spread(variable: Variable) -> bool:
     """Whether every replica has its own."""
     return variable.shape.dims[:1] != () and variable.shape.dims[0].name == REPLICA
-
-
-def _stacked(batches: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    return {name: np.stack([np.asarray(batch[name]) for batch in batches]) for name in batches[0]}

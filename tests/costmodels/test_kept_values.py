@@ -23,6 +23,7 @@ from mesh_tf_core.ir.instructions import GRADIENT
 from mesh_tf_core.ir.op import PRODUCTS
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
+from mesh_tf_core.layers.recurrent import KERNEL
 
 BATCH, LENGTH, D, KV, HEADS, FF, VOCAB, LAYERS = 8, 256, 64, 16, 4, 512, 512, 4
 SIZES: dict[str, Any] = {
@@ -293,6 +294,12 @@ def test_layers_with_states_keep_what_their_libraries_do(layer: Any, arrays: int
     kept = (h.bytes for h in found if "layers:" in h.what and "length" in h.what and "d_model" not in h.what)
     one = 8 * 2 * 256 * 64 * 2
     assert sum(each for each in kept if each % one == 0) == arrays * one
+    inside = [
+        h for h in found if h.origin and KERNEL in h.origin.scope.split("/") and "layers:" not in h.what
+    ]
+    assert sum(h.bytes for h in inside if not h.what.startswith("temporaries")) <= 2 * one / 8, (
+        "as its kernels"
+    )
 
 
 @pytest.mark.parametrize(("storage", "shards"), [("layout", 1), ("zero1", 2)])

@@ -144,7 +144,8 @@ class PassingHooks:
                 layer = module.get_submodule(path)
                 hook = self._first if path == layers[0] else self._notes
                 layer.register_forward_pre_hook(hook, with_kwargs=True)
-            module.get_submodule(layers[-1]).register_forward_hook(self._last)
+            last = module.get_submodule(layers[-1])
+            last.register_forward_hook(lambda _, __, out: map_first(self.carries, self.whole, out))
         for block in blocks:
             own = module.get_submodule(block.path)
             own.register_forward_pre_hook(self._enters, with_kwargs=True)
@@ -158,9 +159,6 @@ class PassingHooks:
         leaves = torch_module().utils._pytree.tree_leaves((args, kwargs))
         if (x := next(filter(self.carries, leaves), None)) is not None:
             self.local = x.shape[self.axis]
-
-    def _last(self, layer: Any, given: Any, out: Any) -> Any:
-        return map_first(self.carries, self.whole, out)
 
     def _enters(self, block: Any, args: Any, kwargs: Any) -> Any:
         def own(x: Any) -> Any:
