@@ -61,7 +61,8 @@ grouped products of experts, the default of transformers, predicted activations 
 gpt-oss and DeepSeek-V3 are within 3 % of what autograd saves, in float32 and bfloat16; with
 `experts_implementation="eager"` one product more of every choice is kept. PyTorch's frameworks and
 Megatron-LM compute delta rules and state spaces by kernels of libraries (flash-linear-attention, mamba_ssm),
-of which backward keeps the inputs; MaxText computes them in steps (`--set scans=kernel` or `scans=steps`).
+of which backward keeps what these save (`mamba_inner_fn`: the first projections and the scan's result);
+MaxText computes them in steps (`--set scans=kernel` or `scans=steps`).
 
 In PyTorch's frameworks, the prices of pipelines with `zero2` or `zero3` are those of stages that reduce
 gradients with each microbatch (and, with `zero3`, release the weights), as those of `plan.torch` do. A
