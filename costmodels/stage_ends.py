@@ -21,7 +21,7 @@ from mesh_tf_core.ir.program import Instr, Loop, Program
 from mesh_tf_core.ir.schedules import KINDS
 from mesh_tf_core.ir.stage_orders import StageAction
 from mesh_tf_core.ops.neighbours import ShiftAlong
-from mesh_tf_core.ops.ticks import LayerNumbers, Passing, ScheduleColumn
+from mesh_tf_core.ops.stages import LayerNumbers, Passing, ScheduleColumn
 
 
 class StageEnd(Enum):

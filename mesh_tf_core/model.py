@@ -24,10 +24,9 @@ from mesh_tf_core.ir.schedules import GPIPE
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.options import check_offload
-from mesh_tf_core.lower.pipeline import check_saved
+from mesh_tf_core.lower.pipeline import ReplicaPrograms, check_saved, check_whole, lower_replicas
 from mesh_tf_core.lower.recomputed import layers_again
 from mesh_tf_core.lower.remat_policy import Policies, of_stages
-from mesh_tf_core.lower.replicas import ReplicaPrograms, check_whole, lower_replicas
 from mesh_tf_core.ops.float8 import ScaledProduct
 from mesh_tf_core.ops.float8_recipes import recipe_named
 from mesh_tf_core.optimizers import SGD, Optimizer, by_name

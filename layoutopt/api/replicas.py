@@ -35,7 +35,7 @@ from layoutopt.sizing.laws import replicas_loss
 from layoutopt.space.allow import USUAL
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.lower.replicas import check_axis
+from mesh_tf_core.lower.pipeline import check_axis
 from mesh_tf_core.model import Model
 from mesh_tf_core.ops.few_bits import WHOLE
 from mesh_tf_core.tracing.diloco import DiLoCo, DoNotFit

@@ -29,8 +29,8 @@ from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import GPIPE
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.nodes import assigned
+from mesh_tf_core.lower.pipeline import replica_graphs, rules_about
 from mesh_tf_core.lower.remat_policy import Policies
-from mesh_tf_core.lower.replicas import replica_graphs, rules_about
 from mesh_tf_core.lower.storage import narrow_reads, paddable_with
 from mesh_tf_core.model import DEFAULT, NO_STAGES, NOTHING, Model, TrainingStep
 from mesh_tf_core.tracing.diloco import DiLoCo

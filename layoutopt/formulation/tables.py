@@ -29,9 +29,9 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.messages import BucketKey, together
 from mesh_tf_core.lower.oracle import Oracle
+from mesh_tf_core.lower.pipeline import alone
 from mesh_tf_core.lower.placement import placement
 from mesh_tf_core.lower.remat_policy import Policies
-from mesh_tf_core.lower.replicas import alone
 from mesh_tf_core.lower.storage import Stage, narrow_reads, paddable
 from mesh_tf_core.lower.subgraph import NO_CUT, Cut
 from mesh_tf_core.tracing.graph import Graph

@@ -28,7 +28,7 @@ from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.replicas import check_axis, check_whole
+from mesh_tf_core.lower.pipeline import check_axis, check_whole
 from mesh_tf_core.lower.storage import read_stage
 from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph

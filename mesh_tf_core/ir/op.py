@@ -303,6 +303,8 @@ def check_contract(cls: Any, abstract: bool) -> None:
                 raise TypeError(
                     f"{what}: operations have no class attribute {name!r}; did you mean {meant[0]!r}?"
                 )
+        elif name in (*Op.FACETS, *Op.OPTIONAL, *Op.FACTS):
+            raise TypeError(f"{what}: field {name!r} has the name of a facet of operations; rename it")
         elif _UNHASHABLE.match(getattr(annotation, "__name__", str(annotation))):
             raise TypeError(
                 f"{what}: field {name!r} has type {annotation}, which is not hashable; use a tuple"

@@ -15,8 +15,7 @@ from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import cast, constant_like, scale
 from mesh_tf_core.ops.binary import Binary, binary, where
-from mesh_tf_core.ops.common import check_number
-from mesh_tf_core.ops.kinds import Elementwise
+from mesh_tf_core.ops.kinds import Elementwise, check_number
 from mesh_tf_core.ops.reduce import sum_to
 from mesh_tf_core.ops.unary import Unary, unary
 

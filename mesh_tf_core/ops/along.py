@@ -12,10 +12,9 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.convgrid import ordered
 from mesh_tf_core.ops.index import local_ids, need_ints
-from mesh_tf_core.ops.kinds import Move, Reduction
+from mesh_tf_core.ops.kinds import Move, Reduction, listing
 
 
 def row_starts(k: Kernel, rows: int, n: int) -> Any:

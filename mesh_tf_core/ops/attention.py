@@ -28,11 +28,10 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops import blockwise
 from mesh_tf_core.ops.attending import DRAWN, AnyAttention, Sides, back, ordered
 from mesh_tf_core.ops.basic import cast, constant_like
-from mesh_tf_core.ops.common import dim_name, listing
 from mesh_tf_core.ops.context import Spread
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.index import need_ints
-from mesh_tf_core.ops.kinds import FirstDerivative
+from mesh_tf_core.ops.kinds import FirstDerivative, dim_name, listing
 from mesh_tf_core.ops.math import sigmoid
 
 

@@ -12,8 +12,16 @@ from mesh_tf_core.ir.dtypes import FLOAT8, check_dtype, is_float
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.common import aligned, check_number, listing, same_dtype
-from mesh_tf_core.ops.kinds import Elementwise, Move, NoGradient, SourceOp
+from mesh_tf_core.ops.kinds import (
+    Elementwise,
+    Move,
+    NoGradient,
+    SourceOp,
+    aligned,
+    check_number,
+    listing,
+    same_dtype,
+)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from mesh_tf_core.ir.kernel import BINARY, At, Kernel
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import cast, constant_like, scale, shift
-from mesh_tf_core.ops.common import aligned, joined, listing, need_fractions, same_dtype
 from mesh_tf_core.ops.einsum import Einsum
-from mesh_tf_core.ops.kinds import Elementwise
+from mesh_tf_core.ops.kinds import Elementwise, aligned, joined, listing, need_fractions, same_dtype
 from mesh_tf_core.ops.reduce import sum_to
 from mesh_tf_core.ops.unary import unary
 

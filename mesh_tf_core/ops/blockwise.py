@@ -15,7 +15,7 @@ from typing import Any
 
 from mesh_tf_core.ir.dims import divisors
 from mesh_tf_core.ir.kernel import Attending, Kernel
-from mesh_tf_core.ops.common import dtype_name
+from mesh_tf_core.ops.kinds import dtype_name
 from mesh_tf_core.ops.random import uniform
 
 MOST = 1 << 22

@@ -18,9 +18,8 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Edge, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType, Work
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.common import listing, same_dtype
 from mesh_tf_core.ops.convgrid import Grid, correlated, finish, ordered, taps_met
-from mesh_tf_core.ops.kinds import FirstDerivative
+from mesh_tf_core.ops.kinds import FirstDerivative, listing, same_dtype
 from mesh_tf_core.ops.pieces import window
 from mesh_tf_core.ops.shape import reshape
 from mesh_tf_core.ops.windows import Pads, Window, windows

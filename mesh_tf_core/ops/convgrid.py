@@ -13,7 +13,7 @@ from mesh_tf_core.ir.builder import Emitter
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import Edge, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
-from mesh_tf_core.ops.common import listing
+from mesh_tf_core.ops.kinds import listing
 from mesh_tf_core.ops.windows import Window, padded, strided
 
 

@@ -16,10 +16,9 @@ from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import constant_like
-from mesh_tf_core.ops.common import dim_name, listing
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.index import local_ids, need_ints
-from mesh_tf_core.ops.kinds import Move
+from mesh_tf_core.ops.kinds import Move, dim_name, listing
 from mesh_tf_core.ops.shape import transpose
 
 

@@ -13,8 +13,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType, Work
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.common import align, all_parallel, joined, listing, same_dtype
-from mesh_tf_core.ops.kinds import Move
+from mesh_tf_core.ops.kinds import Move, align, all_parallel, joined, listing, same_dtype
 
 
 @dataclass(frozen=True)

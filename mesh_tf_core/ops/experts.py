@@ -19,10 +19,9 @@ from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.grouped import GroupedOuter, GroupedProduct, matrix
 from mesh_tf_core.ops.index import local_ids, need_ints
-from mesh_tf_core.ops.kinds import Reduction
+from mesh_tf_core.ops.kinds import Reduction, listing
 from mesh_tf_core.ops.shape import transpose
 
 

@@ -31,12 +31,11 @@ from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType, Work
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Constant, cast, stop_gradient
-from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.custom import custom_gradient
 from mesh_tf_core.ops.einsum import Einsum, broadcast
 from mesh_tf_core.ops.experts import ExpertOuter, ExpertProduct, of_experts
 from mesh_tf_core.ops.float8_recipes import E4M3, LARGEST, RECIPES, Float8Recipe, recipe_named
-from mesh_tf_core.ops.kinds import Elementwise, NoGradient
+from mesh_tf_core.ops.kinds import Elementwise, NoGradient, listing
 from mesh_tf_core.ops.shape import Rename, rename
 
 _LEAST, _BITS = 2.0**-60, (64, 32, 16, 8, 4, 2, 1)

@@ -16,8 +16,8 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType, Work
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.common import dtype_name, listing, same_dtype
 from mesh_tf_core.ops.index import mtf_range, need_ints
+from mesh_tf_core.ops.kinds import dtype_name, listing, same_dtype
 from mesh_tf_core.ops.shape import transpose
 
 

@@ -13,9 +13,8 @@ from mesh_tf_core.ir.dtypes import check_dtype
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.common import dtype_name, listing
 from mesh_tf_core.ops.einsum import einsum
-from mesh_tf_core.ops.kinds import Move, NoGradient, Reduction, SourceOp
+from mesh_tf_core.ops.kinds import Move, NoGradient, Reduction, SourceOp, dtype_name, listing
 from mesh_tf_core.ops.shape import transpose
 
 

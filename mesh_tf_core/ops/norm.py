@@ -11,8 +11,7 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.common import aligned
-from mesh_tf_core.ops.kinds import AlongWhole, FirstDerivative, Reduction
+from mesh_tf_core.ops.kinds import AlongWhole, FirstDerivative, Reduction, aligned
 from mesh_tf_core.ops.math import rsqrt, square
 from mesh_tf_core.ops.reduce import names_of, reduce_mean
 

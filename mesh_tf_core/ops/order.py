@@ -22,9 +22,8 @@ from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.along import PutAlong, row_starts
 from mesh_tf_core.ops.binary import binary, where
-from mesh_tf_core.ops.common import dim_name
 from mesh_tf_core.ops.index import Range
-from mesh_tf_core.ops.kinds import AlongWhole, MadeByLowering, NoGradient, Reduction
+from mesh_tf_core.ops.kinds import AlongWhole, MadeByLowering, NoGradient, Reduction, dim_name
 from mesh_tf_core.ops.math import logical_not, not_equal
 from mesh_tf_core.ops.reduce import Reduce, reduce_max, reduce_min, reduce_sum
 from mesh_tf_core.ops.shape import rename, reshape, slice_dim

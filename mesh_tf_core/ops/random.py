@@ -21,9 +21,8 @@ from mesh_tf_core.ir.kernel import At, Kernel, PartRows
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import StopGradient, constant_like
-from mesh_tf_core.ops.common import need_fractions
 from mesh_tf_core.ops.einsum import broadcast
-from mesh_tf_core.ops.kinds import Elementwise, NoGradient
+from mesh_tf_core.ops.kinds import Elementwise, NoGradient, need_fractions
 
 _ROUNDS = 13
 _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)

@@ -12,9 +12,8 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.common import need_fractions
 from mesh_tf_core.ops.einsum import broadcast
-from mesh_tf_core.ops.kinds import Reduction
+from mesh_tf_core.ops.kinds import Reduction, need_fractions
 
 _COMBINE = {"sum": "sum", "max": "max", "min": "min", "any": "max", "all": "min"}
 

@@ -17,8 +17,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.common import align, check_number, dim_name, listing, same_dtype
-from mesh_tf_core.ops.kinds import AlongWhole, Move
+from mesh_tf_core.ops.kinds import AlongWhole, Move, align, check_number, dim_name, listing, same_dtype
 from mesh_tf_core.ops.rearrange import rearranged
 
 

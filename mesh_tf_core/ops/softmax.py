@@ -14,10 +14,17 @@ from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import cast, stop_gradient
 from mesh_tf_core.ops.binary import where
-from mesh_tf_core.ops.common import aligned, dim_name, listing
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.index import Pick, local_ids
-from mesh_tf_core.ops.kinds import AlongWhole, Elementwise, FirstDerivative, Reduction
+from mesh_tf_core.ops.kinds import (
+    AlongWhole,
+    Elementwise,
+    FirstDerivative,
+    Reduction,
+    aligned,
+    dim_name,
+    listing,
+)
 from mesh_tf_core.ops.math import exp, is_finite, log, maximum
 from mesh_tf_core.ops.reduce import reduce_max, reduce_sum
 

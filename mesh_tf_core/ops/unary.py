@@ -12,8 +12,7 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.kernel import UNARY, At, Kernel
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.common import need_fractions, same_dtype
-from mesh_tf_core.ops.kinds import Elementwise, FirstDerivative
+from mesh_tf_core.ops.kinds import Elementwise, FirstDerivative, need_fractions, same_dtype
 
 
 def _gelu_grad(k: Kernel, dy: Any, x: Any, dtype: str) -> Any:

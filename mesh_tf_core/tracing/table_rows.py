@@ -22,7 +22,7 @@ from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.math import logical_and, maximum
 from mesh_tf_core.ops.neighbours import shift
-from mesh_tf_core.ops.ticks import ARRIVALS, CHUNK, RINGS, LayerNumbers, Passing, ScheduleColumn
+from mesh_tf_core.ops.stages import ARRIVALS, CHUNK, RINGS, LayerNumbers, Passing, ScheduleColumn
 from mesh_tf_core.tracing.graph import Graph
 
 PLACES = {begin: name for name, begin in RINGS.items()}

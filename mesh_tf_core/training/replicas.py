@@ -16,7 +16,7 @@ from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
-from mesh_tf_core.lower.replicas import ReplicaPrograms
+from mesh_tf_core.lower.pipeline import ReplicaPrograms
 from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.replicas import BEFORE, CAME, LOST, MOMENTUM
 from mesh_tf_core.training.prefetch import BatchGroups

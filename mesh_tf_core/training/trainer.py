@@ -28,7 +28,7 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.replicas import alone
+from mesh_tf_core.lower.pipeline import alone
 from mesh_tf_core.model import Model
 from mesh_tf_core.training import checkpoint as checkpoints
 from mesh_tf_core.training.auto import DEFAULT, PlannedTraining, decided

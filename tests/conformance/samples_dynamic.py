@@ -10,7 +10,7 @@ import mesh_tf_core as mtf
 from mesh_tf_core.ir.schedules import PipelineSchedule
 from mesh_tf_core.ir.stage_orders import Interleaved, StageAction
 from mesh_tf_core.ops import few_bits
-from mesh_tf_core.ops.ticks import ARRIVALS, CHUNK, RINGS, LayerNumbers, Passing, ScheduleColumn
+from mesh_tf_core.ops.stages import ARRIVALS, CHUNK, RINGS, LayerNumbers, Passing, ScheduleColumn
 from tests.conformance.helper import Arg, Sample
 
 AB = Arg("a:8 b:4")

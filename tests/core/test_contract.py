@@ -94,6 +94,12 @@ def with_a_short_distributes() -> None:
         def distributes(self) -> Any: ...
 
 
+def with_a_field_that_is_a_fact() -> None:
+    @dataclass(frozen=True)
+    class Half(Whole):
+        scales: float  # type: ignore[misc]
+
+
 def unhashable() -> None:
     @dataclass(frozen=True)
     class Half(Whole):
@@ -154,6 +160,7 @@ def bare() -> None:
             with_a_short_distributes,
             r"the method distributes\(self\) must have the signature distributes\(self, constant\)$",
         ),
+        (with_a_field_that_is_a_fact, "field 'scales' has the name of a facet of operations; rename it"),
         (unhashable, "field 'sizes' has type list"),
         (mutable, r"cannot inherit non-frozen dataclass from a frozen one"),
         (bare, "operation Half is not a dataclass; write @dataclass"),

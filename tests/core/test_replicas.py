@@ -13,7 +13,7 @@ import pytest
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.instructions import AllReduce
-from mesh_tf_core.lower.replicas import check_alone, lower_replicas
+from mesh_tf_core.lower.pipeline import check_alone, lower_replicas
 from mesh_tf_core.lower.verify import ProgramError
 from mesh_tf_core.training.trainer import Trainer
 

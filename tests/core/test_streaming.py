@@ -11,7 +11,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core.ir.instructions import AllReduce
-from mesh_tf_core.lower.replicas import check_meeting
+from mesh_tf_core.lower.pipeline import check_meeting
 from mesh_tf_core.lower.verify import ProgramError
 from mesh_tf_core.ops.few_bits import quantised, restored
 from mesh_tf_core.training.trainer import Trainer

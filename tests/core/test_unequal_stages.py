@@ -21,7 +21,7 @@ from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import NAMES, ONE_WAY, layer_order, rounds_of
 from mesh_tf_core.ir.stage_orders import PADDING, Interleaved
-from mesh_tf_core.ops.ticks import LayerNumbers
+from mesh_tf_core.ops.stages import LayerNumbers
 from tests.core.test_one_forward_one_backward import POLICIES
 from tests.core.test_pipelines import B, D, E, L, V, batch, options, same
 from tests.core.test_pipelines import model as stacking

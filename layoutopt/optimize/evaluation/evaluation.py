@@ -29,8 +29,8 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Local, Program
 from mesh_tf_core.ir.stage_orders import StageAction
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.pipeline import ReplicaPrograms
 from mesh_tf_core.lower.placement import Placement, placement
-from mesh_tf_core.lower.replicas import ReplicaPrograms
 from mesh_tf_core.model import Model
 from mesh_tf_core.ops.einsum import Einsum
 from mesh_tf_core.tracing.diloco import DiLoCo

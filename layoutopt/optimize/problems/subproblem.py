@@ -34,7 +34,7 @@ from layoutopt.space.recompute import Recompute, RunsAgain, again_in
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.replicas import alone
+from mesh_tf_core.lower.pipeline import alone
 
 Listener = Callable[[float, float], None]
 Box = tuple[tuple[int, ...], ...]
