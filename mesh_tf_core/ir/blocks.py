@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, wraps
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import Variable
@@ -273,14 +273,15 @@ class Remembering:
 
 
 G = TypeVar("G", bound=Remembering)
+P = ParamSpec("P")
 
 
-def per_graph(make: Callable[[G], T]) -> Callable[[G], T]:
-    """Makes a function of a graph or outline work its answer out once for each."""
+def per_graph(make: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G, P], T]:
+    """Makes a function of a graph or outline, and of what else it is given, work each answer out once."""
 
     @wraps(make)
-    def known(graph: G) -> T:
-        return graph.remembered(make, lambda: make(graph))
+    def known(graph: G, /, *more: P.args, **named: P.kwargs) -> T:
+        return graph.remembered((make, *more, *named.items()), lambda: make(graph, *more, **named))
 
     return known
 

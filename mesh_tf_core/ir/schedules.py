@@ -171,10 +171,11 @@ class PipelineSchedule:
         kind = KINDS[self.kind]
         return Interleaved(self.stages, self.rounds, self.unequal, kind.turns, kind.mirrored)
 
-    @property
+    @cached_property
     def table(self) -> np.ndarray:
         """[tick, stage, slot, (microbatch, virtual stage of the stage)]; IDLE where a stage does nothing."""
-        return _table(self)
+        works = _in_one_direction if KINDS[self.kind].one_way else _in_order
+        return filled(self, [*works(self)])
 
     @cached_property
     def chunks(self) -> int:
@@ -342,11 +343,6 @@ class PipelineSchedule:
                 found[work] += 1
             here = blocks[here].before
         return found
-
-
-@lru_cache(maxsize=256)
-def _table(of: PipelineSchedule) -> np.ndarray:
-    return filled(of, [*(_in_one_direction(of) if KINDS[of.kind].order is None else _in_order(of))])
 
 
 def filled(of: PipelineSchedule, works: Sequence[tuple[int, int, StageWork]]) -> np.ndarray:

@@ -156,20 +156,15 @@ def moved_dims(node: Node, tensor: int, graph: Graph, further: Collection[str] =
       further: dimensions that rules for elsewhere may split: a node that has others than the operand may need
         all of them.
     """
-    names = graph.tensor(tensor).shape.names
+    op, names, own = node.op, graph.tensor(tensor).shape.names, list[str]()
+    if not (isinstance(op, Connection) or op.expands()):
+        whole = {*gathered(op, op.roles(*(graph.tensor(i).type for i in node.inputs))), *op.crosses}
+        stay = {n for o in node.outputs for n in graph.tensor(o).shape.names}
+        own = [n for n in names if n in whole or (op.regroups and n not in stay)]
     between = [n for n in names if n in further] if further else []
-    if between and not isinstance(node.op, Connection) and not plan_of(node, graph).dims <= {*names}:
-        return [*between, *(n for n in _moved_dims(node, tensor, graph) if n not in between)]
-    return _moved_dims(node, tensor, graph)
-
-
-def _moved_dims(node: Node, tensor: int, graph: Graph) -> list[str]:
-    op = node.op
-    if isinstance(op, Connection) or op.expands():
-        return []
-    whole = {*gathered(op, op.roles(*(graph.tensor(i).type for i in node.inputs))), *op.crosses}
-    stay = {n for o in node.outputs for n in graph.tensor(o).shape.names}
-    return [n for n in graph.tensor(tensor).shape.names if n in whole or (op.regroups and n not in stay)]
+    if between and not isinstance(op, Connection) and not plan_of(node, graph).dims <= {*names}:
+        return [*between, *(n for n in own if n not in between)]
+    return own
 
 
 @per_graph

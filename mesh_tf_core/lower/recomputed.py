@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import replace
 from functools import cached_property
 
-from mesh_tf_core.ir.blocks import TICK, Block, KnownTensor, Node, loop_name, reads
+from mesh_tf_core.ir.blocks import TICK, Block, KnownTensor, Node, loop_name, per_graph, reads
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.lower.remat_policy import SETS, Policies, Recomputed, Sets, means_something
@@ -157,22 +157,19 @@ class RecomputedStep(Rematerialization):
         yield from (self._node(node, beside(around)) for node in nodes)
 
 
+@per_graph
 def keep_sets(graph: Graph, dim: str, sets: Sets = SETS) -> Sets:
     """Those of some sets that loops over a dimension may keep when recomputed, except sets that leave no
     work, that keep the same values as an earlier set, or that contain a name of nothing there."""
-
-    def some() -> Sets:
-        blocks = saving_loops(graph, dim)
-        found: dict[tuple[frozenset[int], ...], tuple[str, ...]] = {}
-        for keep in (k for k in sets if all(means_something(word, blocks, graph) for word in k)):
-            step = recomputed(graph, frozenset({Recomputed(dim, keep)}))
-            kept = tuple(step.second(block).kept for block in blocks)
-            again = (n for b, k in zip(blocks, kept, strict=True) for n in running_again(b, kept=k))
-            if any(kept) and not all(n.op.free for n in again):
-                found.setdefault(kept, keep)
-        return tuple(found.values())
-
-    return graph.remembered((keep_sets, dim, sets), some)
+    blocks = saving_loops(graph, dim)
+    found: dict[tuple[frozenset[int], ...], tuple[str, ...]] = {}
+    for keep in (k for k in sets if all(means_something(word, blocks, graph) for word in k)):
+        step = recomputed(graph, frozenset({Recomputed(dim, keep)}))
+        kept = tuple(step.second(block).kept for block in blocks)
+        again = (n for b, k in zip(blocks, kept, strict=True) for n in running_again(b, kept=k))
+        if any(kept) and not all(n.op.free for n in again):
+            found.setdefault(kept, keep)
+    return tuple(found.values())
 
 
 def layers_again(graph: Graph, asked: Recomputed) -> Again:

@@ -27,7 +27,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.blocks import TICK, Block, Node, backwards, loop_name, reads
+from mesh_tf_core.ir.blocks import TICK, Block, Node, backwards, loop_name, per_graph, reads
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.lower.nodes import weights
 from mesh_tf_core.ops.float8 import Quantize
@@ -144,7 +144,7 @@ def kind_of(tensor: int, block: Block, graph: Graph) -> str:
         node = graph.producer.get(node.inputs[0])
     if node is not None and _is_product(node):
         return ATTENTION if _of_activations(node, block, graph) else PRODUCTS
-    return ATTENTION if tensor in _between(block, graph) else OTHERS
+    return ATTENTION if tensor in _between(graph, block.id) else OTHERS
 
 
 def _is_product(node: Node) -> bool:
@@ -168,25 +168,22 @@ def _factors(node: Node, graph: Graph) -> Iterator[int]:
         yield i
 
 
-def _between(block: Block, graph: Graph) -> frozenset[int]:
-    """The values of a body that come of a product of two activations, and go to another one, with no other
-    products in between."""
-
-    def found() -> frozenset[int]:
-        after, before = set[int](), set[int]()
-        for node in block.nodes:
-            if not _is_product(node):
-                after.update(node.outputs if not after.isdisjoint(reads(node)) else ())
-            elif _of_activations(node, block, graph):
-                after.update(node.outputs)
-        for node in reversed(block.nodes):
-            if not _is_product(node):
-                before.update(reads(node) if not before.isdisjoint(node.outputs) else ())
-            elif _of_activations(node, block, graph):
-                before.update(reads(node))
-        return frozenset(after & before)
-
-    return graph.remembered(("between products", block.id), found)
+@per_graph
+def _between(graph: Graph, number: int) -> frozenset[int]:
+    """The values of the body of this number that come of a product of two activations, and go to another one,
+    with no other products in between."""
+    block, after, before = graph.blocks[number], set[int](), set[int]()
+    for node in block.nodes:
+        if not _is_product(node):
+            after.update(node.outputs if not after.isdisjoint(reads(node)) else ())
+        elif _of_activations(node, block, graph):
+            after.update(node.outputs)
+    for node in reversed(block.nodes):
+        if not _is_product(node):
+            before.update(reads(node) if not before.isdisjoint(node.outputs) else ())
+        elif _of_activations(node, block, graph):
+            before.update(reads(node))
+    return frozenset(after & before)
 
 
 def kept_values(words: Iterable[str], block: Block, graph: Graph) -> set[int]:

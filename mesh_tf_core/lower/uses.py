@@ -4,7 +4,7 @@ pass `dead`, which removes instructions with unused results, in loops too."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 
 from mesh_tf_core.ir import program as ir
@@ -32,19 +32,17 @@ def count_uses(code: Iterable[ir.Instr], results: Iterable[int] = ()) -> default
 
 def compact(program: ir.Program) -> ir.Program:
     """Removes values that no instruction uses and numbers the others in order of appearance."""
-    order: dict[int, int] = {}
 
-    def name(ids: Iterable[int]) -> None:
-        for i in ids:
-            order.setdefault(i, len(order))
-
-    def visit(code: Iterable[ir.Instr]) -> None:
+    def appearing(code: Iterable[ir.Instr]) -> Iterator[int]:
         for instr in code:
-            name(instr.inputs)
+            yield from instr.inputs
             if isinstance(instr, ir.Loop):
-                name((instr.index, *instr.entering))
-                visit(instr.body)
-            name(instr.outputs)
+                yield from (instr.index, *instr.entering)
+                yield from appearing(instr.body)
+            yield from instr.outputs
+
+    found = dict.fromkeys((*appearing(program.code), *program.results.values()))
+    order = {old: new for new, old in enumerate(found)}
 
     def moved(instr: ir.Instr) -> ir.Instr:
         ins = tuple(order[i] for i in instr.inputs)
@@ -62,8 +60,6 @@ def compact(program: ir.Program) -> ir.Program:
             first=None if instr.first is None else order[instr.first],
         )
 
-    visit(program.code)
-    name(program.results.values())
     values: list[ir.Value] = [replace(program.values[old], id=new) for old, new in order.items()]
     return replace(
         program,

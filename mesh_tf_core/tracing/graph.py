@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any, TypeVar
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.blocks import Assign, Block, Feed, Node, Outline, Outlined, Read, Scan
+from mesh_tf_core.ir.blocks import Assign, Block, Feed, Node, Outline, Outlined, Read, Scan, per_graph
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import check_dtype
 from mesh_tf_core.ir.initializers import ZEROS, Initial, Variable
@@ -90,11 +90,9 @@ class Graph(Residuals):
         self.version += 1
         self._remembered.clear()
 
+    @per_graph
     def outline(self) -> Outline:
         """The graph's current outline, as plain data; one object until the graph changes."""
-        return self.remembered(Outline, self._outline)
-
-    def _outline(self) -> Outline:
         tensors = tuple(Outlined(t.type, t.block) for t in self.tensors)
         return Outline.of(self.blocks, tensors, self.gradient_of, frozenset(self.variables))
 
@@ -122,11 +120,9 @@ class Graph(Residuals):
     def tensor(self, id: int) -> Tensor:
         return self.tensors[id]
 
+    @per_graph
     def dims(self) -> Mapping[str, Set[int]]:
         """Name -> sizes of every dimension that occurs."""
-        return self.remembered("dims", self._dims)
-
-    def _dims(self) -> dict[str, set[int]]:
         out: dict[str, set[int]] = {}
         # Tensors of equal shapes share one.
         for shape in {id(t.shape): t.shape for t in self.tensors}.values():
