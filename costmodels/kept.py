@@ -19,7 +19,7 @@ from mesh_tf_core.ir.op import PRODUCTS, Op
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllGather, Collective, HostLoad, Instr, Local, Loop, Program
 from mesh_tf_core.layers.recurrent import AGAIN, KERNEL
-from mesh_tf_core.ops.dynamic import DynamicSlice, DynamicUpdate
+from mesh_tf_core.ops.index import DynamicSlice, DynamicUpdate
 from mesh_tf_core.ops.unary import UnaryGrad
 
 STEPS = {"gelu_fast": (6, 9, 13), "gelu_new": (3, 8, 11)}

@@ -32,12 +32,19 @@ if TYPE_CHECKING:
     from mesh_tf_core.ops.conv import conv, conv_transpose
     from mesh_tf_core.ops.cumulative import cumsum, reduce_prod
     from mesh_tf_core.ops.custom import clip_activation_gradient, custom_gradient
-    from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
     from mesh_tf_core.ops.einsum import broadcast, einsum
     from mesh_tf_core.ops.filled import constant, ones, ones_like, zeros, zeros_like
     from mesh_tf_core.ops.float8 import float8_einsum
     from mesh_tf_core.ops.grouped import grouped_product
-    from mesh_tf_core.ops.index import gather, mtf_range, one_hot, pick, scatter_add
+    from mesh_tf_core.ops.index import (
+        dynamic_slice,
+        dynamic_update,
+        gather,
+        mtf_range,
+        one_hot,
+        pick,
+        scatter_add,
+    )
     from mesh_tf_core.ops.math import (
         abs,
         add,

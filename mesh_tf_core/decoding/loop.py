@@ -16,9 +16,8 @@ from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import constant_like
 from mesh_tf_core.ops.binary import where
-from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.einsum import broadcast
-from mesh_tf_core.ops.index import mtf_range, need_ints, pick
+from mesh_tf_core.ops.index import dynamic_slice, dynamic_update, mtf_range, need_ints, pick
 from mesh_tf_core.ops.math import logical_and, logical_not, logical_or, maximum
 from mesh_tf_core.ops.order import argmax, top_k
 from mesh_tf_core.ops.random import FoldIn

@@ -17,9 +17,8 @@ from mesh_tf_core.model import NO_STAGES, NOTHING, Model, TrainingStep
 from mesh_tf_core.ops.along import take_along
 from mesh_tf_core.ops.basic import Constant, constant_like
 from mesh_tf_core.ops.binary import where
-from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.einsum import broadcast, einsum
-from mesh_tf_core.ops.index import mtf_range, one_hot
+from mesh_tf_core.ops.index import dynamic_slice, dynamic_update, mtf_range, one_hot
 from mesh_tf_core.ops.math import floordiv, logical_and, logical_not
 from mesh_tf_core.ops.order import top_k
 from mesh_tf_core.ops.reduce import reduce_any, reduce_max, reduce_mean, reduce_min

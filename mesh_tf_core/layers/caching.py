@@ -11,8 +11,7 @@ from typing import TypeGuard
 from mesh_tf_core.decoding.cache import Cache
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.tensor import Builder, Tensor
-from mesh_tf_core.ops.dynamic import dynamic_update
-from mesh_tf_core.ops.index import gather, mtf_range
+from mesh_tf_core.ops.index import dynamic_update, gather, mtf_range
 from mesh_tf_core.ops.math import mod
 from mesh_tf_core.ops.shape import rename, transpose
 

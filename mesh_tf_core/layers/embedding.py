@@ -11,9 +11,8 @@ from mesh_tf_core.ir.initializers import Normal
 from mesh_tf_core.ir.tensor import Builder, Tensor
 from mesh_tf_core.layers.base import project
 from mesh_tf_core.layers.caching import one_of_all
-from mesh_tf_core.ops.dynamic import dynamic_slice
 from mesh_tf_core.ops.einsum import einsum
-from mesh_tf_core.ops.index import gather
+from mesh_tf_core.ops.index import dynamic_slice, gather
 from mesh_tf_core.ops.shape import rename, slice_dim
 
 

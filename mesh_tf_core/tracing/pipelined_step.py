@@ -43,7 +43,7 @@ from mesh_tf_core.ir.stage_orders import StageAction
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import add_n
 from mesh_tf_core.ops.binary import where
-from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
+from mesh_tf_core.ops.index import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.math import logical_or
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.microbatch_order import MicrobatchOrder, When, halves

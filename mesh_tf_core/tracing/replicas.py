@@ -39,9 +39,9 @@ from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Constant
-from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.few_bits import WHOLE, coded, packed, unpacked
+from mesh_tf_core.ops.index import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.reduce import reduce_mean
 from mesh_tf_core.ops.shape import rename, reshape
 from mesh_tf_core.tracing.batch_linearity import outer_reads

@@ -19,7 +19,7 @@ from mesh_tf_core.ir.schedules import KINDS, PipelineSchedule
 from mesh_tf_core.ir.stage_orders import IDLE, Interleaved, StageAction
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.binary import where
-from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
+from mesh_tf_core.ops.index import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.math import logical_and, maximum
 from mesh_tf_core.ops.neighbours import shift
 from mesh_tf_core.ops.stages import ARRIVALS, CHUNK, RINGS, LayerNumbers, Passing, ScheduleColumn

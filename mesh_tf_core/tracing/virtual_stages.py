@@ -25,8 +25,8 @@ from mesh_tf_core.ir.stage_orders import PADDING, Interleaved
 from mesh_tf_core.ir.tensor import Tensor, having
 from mesh_tf_core.ops.basic import Constant, add_n
 from mesh_tf_core.ops.binary import where
-from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.einsum import broadcast
+from mesh_tf_core.ops.index import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.math import maximum
 from mesh_tf_core.ops.neighbours import ReverseAlong
 from mesh_tf_core.ops.shape import concat, reshape, slice_dim, transpose

@@ -22,7 +22,7 @@ from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Loop, Program
 from mesh_tf_core.ir.schedules import ONE_F_ONE_B, ONE_WAY, PipelineSchedule
 from mesh_tf_core.lower.verify import verify
-from mesh_tf_core.ops.dynamic import DynamicSlice, DynamicUpdate
+from mesh_tf_core.ops.index import DynamicSlice, DynamicUpdate
 from tests.core.test_pipelines import LAYERS, B, D, E, changed, model, options, same, steps
 
 

@@ -20,7 +20,7 @@ from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import PipelineSchedule
 from mesh_tf_core.lower.verify import verify
-from mesh_tf_core.ops.dynamic import DynamicSlice
+from mesh_tf_core.ops.index import DynamicSlice
 from tests.core.test_one_forward_one_backward import FURTHER, lowered, nested
 from tests.core.test_pipelines import changed, model, same, steps
 
