@@ -191,15 +191,12 @@ class Loops(Placing):
 
     def _result(self, inner: int, outer: int, stack: Block | None) -> Result:
         """What a loop makes of a body's tensor: a stack along the block's dimension, or a sum."""
-        value = self._scattered(self.value_of(inner), self.graph.gradient_of.get(outer))
+        value, variable = self.value_of(inner), self.graph.gradient_of.get(outer)
+        if variable is not None:
+            # A layer's part of a gradient is split as its variable's state (from storage stage 2 on).
+            value = self.reshard(value, self.oracle.row(GRADIENT, variable, BACKWARD))
         self.env[outer] = self._outer(value, stack, self.graph.tensor(outer).shape)
         return Result(value, self.env[outer])
-
-    def _scattered(self, value: int, variable: str | None) -> int:
-        """A layer's part of a gradient, as its variable's state is split (from storage stage 2 on)."""
-        if variable is None:
-            return value
-        return self.reshard(value, self.oracle.row(GRADIENT, variable, BACKWARD))
 
     def nodes(self, block: Block) -> None:
         beside = self.part.beside

@@ -161,10 +161,9 @@ class _SubgraphBuilder:
         nodes = self._nodes(block)
 
         def made(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-            here, own = ((i, o) for i, o in pairs if o not in unread), self.subgraph.nodes
-            return [
-                (i, o) for i, o in here if (i in self.known if i < 0 else _source(i, scan, self.graph) in own)
-            ]
+            here = ((i, o) for i, o in pairs if o not in unread)
+            own, known, graph = self.subgraph.nodes, self.known, self.graph
+            return [(i, o) for i, o in here if (i in known if i < 0 else _source(i, scan, graph) in own)]
 
         stacked, summed = (made(step.read_again(p, block, run)) for p in (block.stacked, block.summed))
         parts = [(b, n, dict(made(each.saves(block, run)))) for b, n, each in step.parts(block, run)]

@@ -160,7 +160,7 @@ class _Sums(ProgramRewriter):
                     inner = take(instr.inputs[0])
                     axes = self.oracle.ordered(inner.axes + instr.axes)
                     instr = replace(instr, inputs=inner.inputs, axes=axes)
-                    self._mark(inner.inputs[0], axes)
+                    self.values[inner.inputs[0]] = replace(self.values[inner.inputs[0]], partial=axes)
                 self._add(instr, out, sums)
             elif isinstance(instr, Slice) and (chain := self._casts(instr, out, sums)) is not None:
                 for cast in chain:
@@ -351,9 +351,6 @@ class _Sums(ProgramRewriter):
     def _add(self, reduce: AllReduce, out: list[Instr], sums: dict[int, AllReduce]) -> None:
         out.append(reduce)
         sums[reduce.outputs[0]] = reduce
-
-    def _mark(self, id: int, axes: Axes) -> None:
-        self.values[id] = replace(self.values[id], partial=axes)
 
 
 def _place(axes: Axes, part: Axes) -> int | None:

@@ -93,7 +93,10 @@ class InnerStep(LoopedCopy):
         old, new, made = self.old, self.new, dict[str, Tensor]()
         new.variables.clear()
         for v in old.variables.values():
-            new.declare(self._copies(v) if v.name in self.own else v)
+            if v.name in self.own:
+                shape, initial = Shape([self.dim, *v.shape]), Alike(v.initializer)
+                v = replace(v, shape=shape, initializer=initial, stacked=v.stacked + 1)
+            new.declare(v)
         wanted, needed = {*(t.id for t in results.values()), *old.gradient_of}, set[int]()
         for node in reversed(old.nodes):
             stores = isinstance(node.op, Assign) and node.op.variable.name in self.own
@@ -138,11 +141,6 @@ class InnerStep(LoopedCopy):
     def _derived(self, tensor: int) -> bool:
         node = self.old.producer.get(tensor)
         return node is not None and node.op.derives_key
-
-    def _copies(self, v: Variable) -> Variable:
-        return replace(
-            v, shape=Shape([self.dim, *v.shape]), initializer=Alike(v.initializer), stacked=v.stacked + 1
-        )
 
 
 BEFORE, MOMENTUM, LOST, CAME = "outer", "outer_momentum", "outer_lost", "outer_came"
@@ -216,44 +214,45 @@ def _meeting(
     exchange = Graph(f"{name}/outer")
     merge = Graph(f"{name}/merge") if diloco.delay else None
     for variable, copies in (known[n] for n in parts):
-        part = parts[variable.name]
+        layers = parts[variable.name]
+        stack = variable.shape.names[0] if isinstance(layers, slice) else ""
+        one, every = (_FragmentPart(exchange, v, layers, stack) for v in (variable, copies))
         with exchange.phase(Phase.UPDATE, variable.name):
-            came = _exchanged(_Met(exchange, variable, copies, part), diloco)
-            flying = replace(variable, shape=came.shape, dtype=came.dtype, trainable=False)
-            flying = replace(flying, name=f"{variable.name}/{CAME}", initializer=ZEROS, slot_of=variable.name)
+            came = _exchanged(one, every, diloco)
+            flying = replace(one.beside(CAME).variable, shape=came.shape, dtype=came.dtype)
             if merge is not None:
                 exchange.assign(exchange.declare(flying), came)
             else:
-                _merged(_Met(exchange, variable, copies, part), came, diloco)
+                _merged(one, every, came, diloco)
         if merge is not None:
             with merge.phase(Phase.UPDATE, variable.name):
                 came = merge.read(merge.declare(flying))
-                _merged(_Met(merge, variable, copies, part), came, diloco)
+                _merged(replace(one, graph=merge), replace(every, graph=merge), came, diloco)
     return FragmentOuterStep(exchange, merge)
 
 
-def _exchanged(met: _Met, diloco: DiLoCo) -> Tensor:
+def _exchanged(one: _FragmentPart, every: _FragmentPart, diloco: DiLoCo) -> Tensor:
     """How far the replicas came, in their mean."""
-    start, now = met.before.read().cast(met.wide), met.copies.read()
+    start, now = one.before.read().cast(one.wide), every.read()
     if diloco.bits == WHOLE:
-        return start - reduce_mean(now.cast(met.wide), REPLICA)
-    return _rounded(start, now, met.lost, diloco.bits)
+        return start - reduce_mean(now.cast(one.wide), REPLICA)
+    return _rounded(start, now, every.beside(LOST), diloco.bits)
 
 
-def _merged(met: _Met, came: Tensor, diloco: DiLoCo) -> None:
+def _merged(one: _FragmentPart, every: _FragmentPart, came: Tensor, diloco: DiLoCo) -> None:
     """The update of what all began from, and what they go on with."""
-    start, now = met.before.read().cast(met.wide), met.copies.read()
-    after, momentum = outer_step(start, met.momentum.read(), came, diloco.learning_rate, diloco.momentum)
-    met.momentum.write(momentum)
-    met.before.write(after.cast(met.variable.dtype))
+    start, now, held = one.before.read().cast(one.wide), every.read(), one.beside(MOMENTUM)
+    after, momentum = outer_step(start, held.read(), came, diloco.learning_rate, diloco.momentum)
+    held.write(momentum)
+    one.before.write(after.cast(one.variable.dtype))
     if not diloco.delay:
-        met.copies.write(broadcast(after.cast(met.variable.dtype), now.shape))
+        every.write(broadcast(after.cast(one.variable.dtype), now.shape))
         return
-    mixed = now.cast(met.wide) * diloco.alpha + broadcast(after * (1 - diloco.alpha), now.shape)
-    met.copies.write(mixed.cast(met.variable.dtype))
+    mixed = now.cast(one.wide) * diloco.alpha + broadcast(after * (1 - diloco.alpha), now.shape)
+    every.write(mixed.cast(one.variable.dtype))
 
 
-def _rounded(start: Tensor, now: Tensor, lost: _Taken, bits: int) -> Tensor:
+def _rounded(start: Tensor, now: Tensor, lost: _FragmentPart, bits: int) -> Tensor:
     """How far the replicas came in their mean, as their codes say it."""
     wide, row = start.dtype, start.shape.dims[-1] if len(start.shape) else None
     came = broadcast(start, now.shape) - now.cast(wide) + lost.read()
@@ -265,13 +264,17 @@ def _rounded(start: Tensor, now: Tensor, lost: _Taken, bits: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Met:
-    """What a fragment has of a variable and of what is kept beside it, in one graph."""
+class _FragmentPart:
+    """A variable in the graph of an outer step, of which a fragment has some layers.
+
+    Attributes:
+      layers: every so manyth, or all of the variable; `stack`: their dimension.
+    """
 
     graph: Graph
     variable: Variable
-    all: Variable
-    part: ParameterSlice
+    layers: ParameterSlice
+    stack: str
 
     @property
     def wide(self) -> str:
@@ -279,63 +282,33 @@ class _Met:
         return wide(self.variable.dtype)
 
     @property
-    def copies(self) -> _Taken:
-        return self._taken(self.all)
+    def before(self) -> _FragmentPart:
+        """The values that all replicas began from."""
+        v = self.variable
+        return self.beside(BEFORE, Named(v.name, v.initializer), v.dtype)
 
-    @property
-    def before(self) -> _Taken:
-        named = Named(self.variable.name, self.variable.initializer)
-        return self._taken(self._kept(self.variable, BEFORE, named, self.variable.dtype))
-
-    @property
-    def momentum(self) -> _Taken:
-        return self._taken(self._kept(self.variable, MOMENTUM, ZEROS, self.wide))
-
-    @property
-    def lost(self) -> _Taken:
-        return self._taken(self._kept(self.all, LOST, ZEROS, self.wide))
-
-    def _kept(self, like: Variable, name: str, first: Initializer, dtype: str) -> Variable:
-        own = replace(like, name=f"{like.name}/{name}", initializer=first, dtype=dtype)
-        return replace(own, trainable=False, slot_of=like.name)
-
-    def _taken(self, variable: Variable) -> _Taken:
-        stack = self.variable.shape.names[0] if isinstance(self.part, slice) else ""
-        return _Taken(self.graph, variable, self.part, stack)
-
-
-@dataclass(frozen=True)
-class _Taken:
-    """What a fragment has of a variable.
-
-    Attributes:
-      stack: the dimension of its layers, of which `part` has some.
-    """
-
-    graph: Graph
-    variable: Variable
-    part: ParameterSlice
-    stack: str
-
-    def __post_init__(self) -> None:
-        self.graph.declare(self.variable)
+    def beside(self, name: str, first: Initializer = ZEROS, dtype: str = "") -> _FragmentPart:
+        """The same layers of what is kept beside the variable, by default in the dtype of meetings."""
+        v = self.variable
+        own = replace(v, name=f"{v.name}/{name}", initializer=first, dtype=dtype or self.wide)
+        return replace(self, variable=replace(own, trainable=False, slot_of=v.name))
 
     def read(self) -> Tensor:
         """[layers / fragments, ...]; all of a variable that is in no stack."""
-        whole = self.graph.read(self.variable)
-        return whole if self.part is ... else dynamic_slice(self._apart(whole), self._place, self._phase)
+        whole = self.graph.read(self.graph.declare(self.variable))
+        return whole if self.layers is ... else dynamic_slice(self._apart(whole), self._place, self._phase)
 
     def write(self, value: Tensor) -> None:
-        if self.part is not ...:
+        if self.layers is not ...:
             whole = self._apart(self.graph.read(self.variable))
             value = reshape(dynamic_update(whole, value, self._place, self._phase), self.variable.shape)
         self.graph.assign(self.variable, value)
 
     def _apart(self, whole: Tensor) -> Tensor:
-        assert isinstance(self.part, slice)
+        assert isinstance(self.layers, slice)
         dims, at = whole.shape.dims, whole.shape.index(self.stack)
-        few = Dim(self.stack, dims[at].size // self.part.step)
-        return reshape(whole, [*dims[:at], few, Dim(self._phase, self.part.step), *dims[at + 1 :]])
+        few = Dim(self.stack, dims[at].size // self.layers.step)
+        return reshape(whole, [*dims[:at], few, Dim(self._phase, self.layers.step), *dims[at + 1 :]])
 
     @property
     def _phase(self) -> str:
@@ -343,6 +316,6 @@ class _Taken:
 
     @property
     def _place(self) -> Tensor:
-        assert isinstance(self.part, slice)
-        place: Tensor = self.graph.apply(Constant(self.part.start, "int32"))
+        assert isinstance(self.layers, slice)
+        place: Tensor = self.graph.apply(Constant(self.layers.start, "int32"))
         return place

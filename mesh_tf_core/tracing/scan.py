@@ -198,17 +198,14 @@ def cond(
         raise UserError(f"cond: the predicate must be a bool scalar, found {predicate!r}")
     graph = graph_of(predicate)
     predicate = graph.visible(predicate, "cond")
-    yes, no = _branch(graph, predicate, if_true), _branch(graph, logical_not(predicate), if_false)
+    # Each is a loop of one iteration that may not run, and then gives zeros.
+    yes = _once(graph, graph.branch(predicate, HALF), if_true)
+    no = _once(graph, graph.branch(logical_not(predicate), HALF), if_false)
     if isinstance(yes, Tensor) and isinstance(no, Tensor):
         return _chosen(predicate, yes, no)
     if not isinstance(yes, tuple) or not isinstance(no, tuple) or len(yes) != len(no):
         raise UserError("cond: both branches must return a tensor, or tuples of the same length")
     return tuple(_chosen(predicate, a, b) for a, b in zip(yes, no, strict=True))
-
-
-def _branch(graph: Graph, runs: Tensor, fn: Callable[[], Any]) -> Any:
-    """What fn() gives if `runs` holds, else zeros: a loop of one iteration that may not run."""
-    return _once(graph, graph.branch(runs, HALF), fn)
 
 
 def _once(graph: Graph, opened: AbstractContextManager[Block], fn: Callable[[], Any]) -> Any:
