@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_LINES = 118_794
+MOST_LINES = 118_694
 """Of all packages together. It changes downwards alone, as those below."""
-MOST_LINES_OF_RUNTIME = 13_563
+MOST_LINES_OF_RUNTIME = 13_483
 """Of `lower`, `tracing` and `ir`."""
-MOST_ENTERED = 571, 65
+MOST_ENTERED = 566, 63
 """Functions, but for nameless ones, and files of `mesh_tf_core` that lowering four layers in an interleaved
 schedule enters."""
 ENTERED = """
