@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TaskID, Text
 
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import duration_text
+from layoutopt.space.allow import USUAL
 
 if TYPE_CHECKING:
     from layoutopt.optimize.entry import SearchStatus
@@ -71,7 +72,7 @@ class Bounds(Display):
         super().__init__(
             terminal, SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
         )
-        self.what, self.shown, self.space = what, shown, ""
+        self.what, self.shown, self.space, self.best = what, shown, "", math.inf
         self.task = self.progress.add_task(what, total=None)
 
     def update(self, best: float, bound: float, where: str = "") -> None:
@@ -82,10 +83,14 @@ class Bounds(Display):
 
     def show(self, now: SearchStatus) -> None:
         """How far a search of several meshes is; a line where it has proven the best usual layout."""
-        if self.space and now.space != self.space and math.isfinite(now.best):
-            best = self.shown(now.best)
+        if self.space == USUAL != now.space and math.isfinite(self.best):
+            best = self.shown(self.best)
             self.terminal.say(f"the best {self.space} layout: {best}; searching {now.space} (Ctrl-C ends it)")
-        self.space, part = now.space, f", {now.part:.0%} of its tables" if now.part else ""
+        self.space, self.best, part = (
+            now.space,
+            now.best,
+            f", {now.part:.0%} of its tables" if now.part else "",
+        )
         where = ", ".join(filter(None, (self.what, now.space, now.looked)))
         where += f" ({now.number:,} of {now.count:,}{part})" * bool(now.count)
         self.update(now.best, now.bound, where)

@@ -23,7 +23,14 @@ from layoutopt.optimize.heuristics.incumbents import Incumbents, WarmStart
 from layoutopt.optimize.heuristics.probes import Probes
 from layoutopt.optimize.heuristics.recipes import Recipes
 from layoutopt.optimize.problems.question import Limits, SearchQuestion
-from layoutopt.optimize.problems.request import ANSWERED, SEARCHED, OnSearchStatus, Request, SearchStatus
+from layoutopt.optimize.problems.request import (
+    ANSWERED,
+    BEYOND,
+    SEARCHED,
+    OnSearchStatus,
+    Request,
+    SearchStatus,
+)
 from layoutopt.optimize.problems.subproblem import EvaluatedLayout
 from layoutopt.optimize.problems.subproblems import Subproblem, possible, subproblems
 from layoutopt.plan.build import Plan, parse_plan
@@ -43,6 +50,8 @@ UNDECIDED = "the search ended before it was decided whether another layout fits 
 USUAL_SHARE, LEAST_SHARE = 0.5, 0.25
 """Part of a time limit for the usual layouts, if everything is searched after them; least part of the time
 that is left when the first of them fits."""
+LARGE = 0.125
+"""Part of all memory that the variables of a large model fill."""
 PROBED_SHARE = 0.5
 """Part of the time for everything in which recipes are priced."""
 NOT_SEARCHED = "only the usual layouts were searched"
@@ -133,10 +142,17 @@ class _Answer:
 
 def _answer_to(question: SearchQuestion) -> _Answer:
     """The best of the usual layouts, and then of everything; NoLayoutError if there is none."""
+    question = replace(question, request=_telling_once(question.request))
     request, shapes, wider = question.request, question.shapes, question.spaces[1:]
     refused: NoLayoutError | None = None
     start, best = WarmStart(request, shapes, question.limits.start), None
-    if wider and request.clock.limit is not None:
+    early = _early(question, start)
+    if early and not wider:
+        question = question.beyond(early[-1])
+        request, shapes = request.like(allowed=question.spaces[0]), question.shapes
+        question = replace(question, request=request)
+        start = WarmStart(request, shapes, question.limits.start, early[-1])
+    elif wider and (early or request.clock.limit is not None):
         start.request = _shared(request)
     looked = LayoutSearch(start.request, question.renames, start=start, called=allow.USUAL if wider else "")
     try:
@@ -149,7 +165,7 @@ def _answer_to(question: SearchQuestion) -> _Answer:
         if not wider or request.clock.over:
             raise
     more_time = wider and not (looked.stopped or request.clock.over)
-    beyond = _beyond(question, looked) if more_time else None
+    beyond = _beyond(question, looked, early) if more_time else None
     if isinstance(beyond, tuple):
         question, more, found = beyond
         if found is None:
@@ -167,8 +183,9 @@ def _answer_to(question: SearchQuestion) -> _Answer:
 
 
 def _shared(request: Request) -> Request:
-    """The same with a part of its time, more if something fits late."""
-    clock, every = request.clock.again(), request.clock.limit or 0.0
+    """The same with a part of its time, more if something fits late; without a limit, with as much as
+    everything has."""
+    clock, every = request.clock.again(), request.clock.limit or BEYOND / USUAL_SHARE
     clock.limit = USUAL_SHARE * every
     begun = False
 
@@ -183,18 +200,39 @@ def _shared(request: Request) -> Request:
     return request.like(clock=clock, on_better=better)
 
 
+def _early(question: SearchQuestion, start: WarmStart) -> list[EvaluatedLayout]:
+    """Recipes before any search, each faster than the one before, of large models that fit by no name: all
+    their usual layouts may be too large, which takes long to prove."""
+    request, wider = start.request, question.spaces[1:]
+    size = sum(v.bytes for v in request.model.graph.variables.values())
+    leanest = next((each for each in start.leanest_first() if not each.refused), None)
+    if leanest is None or size < LARGE * request.limit * leanest.mesh.devices:
+        return []
+    named = Incumbents(request, question.renames)
+    named.know(start)
+    named.price_on(leanest, lean=True, clock=request.clock)
+    if named.fitting(request.limit):
+        return []
+    wide = request.wider(question.spaces[-1]) if wider else request
+    known, found = Incumbents(wide, question.renames), list[EvaluatedLayout]()
+    for each in _recipes(question, known):
+        found.append(each)
+        known.add(each)
+    return found
+
+
 def _beyond(
-    question: SearchQuestion, usual: LayoutSearch
+    question: SearchQuestion, usual: LayoutSearch, early: Sequence[EvaluatedLayout]
 ) -> tuple[SearchQuestion, LayoutSearch, EvaluatedLayout | None] | UserError | None:
     """The question with what probes add to it, the search of everything, and its best; None for that if it is
     proven that none fits. Whatever ends this search, the usual answer stays: an error is returned, and None
     if the search says nothing."""
     more, probed = None, list[EvaluatedLayout]()
     try:
-        request = _telling_once(question.request.wider(question.spaces[1]))
+        request = question.request.wider(question.spaces[1])
         known = Incumbents(request, question.renames)
         known.found += usual.incumbents.found
-        for each in _recipes(question, request, known):
+        for each in early or _recipes(question, known):
             probed.append(each)
             known.add(each)
         question, more = _widened(question, request, usual, probed)
@@ -224,8 +262,9 @@ def _telling_once(request: Request) -> Request:
 
     def better(words: str, seconds: float, size: int) -> None:
         nonlocal told
-        if tell is not None and seconds < told:
-            told = seconds
+        value = size if request.objective == Objective.MEMORY else seconds
+        if tell is not None and value < told:
+            told = value
             tell(words, seconds, size)
 
     return request.like(on_better=better)
@@ -245,8 +284,9 @@ def _widened(
     )
 
 
-def _recipes(question: SearchQuestion, request: Request, known: Incumbents) -> Iterator[EvaluatedLayout]:
+def _recipes(question: SearchQuestion, known: Incumbents) -> Iterator[EvaluatedLayout]:
     """Recipes that are faster than what is known, each faster than the one before."""
+    request, called = known.request, allow.EVERYTHING if question.spaces[1:] else ""
     allowed, mesh = request.allowed, question.shapes[0]
     if request.objective != Objective.TIME or allowed.diloco is not None or mesh.devices == 1:
         return
@@ -255,7 +295,7 @@ def _recipes(question: SearchQuestion, request: Request, known: Incumbents) -> I
     def told(number: int, count: int) -> None:
         if request.on_progress is not None:
             looked = "recipes", number, count, known.seconds(request.limit)
-            request.on_progress(SearchStatus(*looked, low, space=allow.EVERYTHING))
+            request.on_progress(SearchStatus(*looked, low, space=called))
 
     given = () if question.renames and not allowed.named else question.shapes
     probes = Probes(Recipes(request, given, mesh.devices), request.clock.part(PROBED_SHARE))

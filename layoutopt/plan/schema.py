@@ -165,6 +165,8 @@ class ProofStatus(StrEnum):
     """It fits; something better may exist above the bound."""
     INFEASIBLE = "INFEASIBLE"
     """It does not fit, and its search proved that none does."""
+    UNDECIDED = "UNDECIDED"
+    """Of the usual layouts, none that fits was found, and that none does is not proven."""
 
 
 class SolverInfo(Data):

@@ -92,7 +92,8 @@ def _usual(usual: SolverInfo, solver: SolverInfo, shown: Callable[[float], str])
     """What everything gained over the usual layouts."""
     among = f"{considered(usual.layouts_considered)} of the usual kinds"
     if usual.objective is None:
-        return f"none of {among} fits"
+        proven = usual.status == ProofStatus.INFEASIBLE
+        return f"none of {among} fits" if proven else f"none of {among} was found to fit in the time"
     gap = "" if usual.proven else f", at most {gap_text(usual.gap or 0.0)} slower than the best"
     saved = usual.objective - (solver.objective or 0.0)
     nothing = "nothing" + " so far" * (not solver.proven)

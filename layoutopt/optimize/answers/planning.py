@@ -269,7 +269,8 @@ def _first(
     request = search.request
     said: dict[str, Any] = {"wall_seconds": search.seconds, "layouts_considered": f"{search.considered:,}"}
     if found is None:
-        return SolverInfo(status=ProofStatus.INFEASIBLE, **said)
+        none = ProofStatus.INFEASIBLE if search.none else ProofStatus.UNDECIDED
+        return SolverInfo(status=none, **said)
     if wider.proven and wider.objective == search.incumbents.order(found)[0]:
         return wider.model_copy(update=said)
     proof.doubt(request)
