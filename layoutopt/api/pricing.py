@@ -26,7 +26,6 @@ from layoutopt.plan.schema import Predicted, ProofStatus
 from layoutopt.plan.training import TrainingForecast, check_tokens, training
 from layoutopt.plan.units import seconds_text, times_text, used_text
 from layoutopt.runtime.clock import Clock
-from layoutopt.space.allow import USUAL
 from layoutopt.space.decisions import BY_HAND, typed
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError, known_names
 from mesh_tf_core.ir.instructions import STEP
@@ -280,7 +279,6 @@ def lint(
             hardware=machine,
             time_limit=None if clock.rest is None else SEARCHING * clock.rest,
             alternatives=False,
-            allow=USUAL,
         )
         answer = evaluate(model, best.mesh, best.layout, machine, best.options)
     except (InfeasibleError, LimitError):

@@ -19,7 +19,7 @@ from layoutopt.plan.build import decided
 from layoutopt.plan.covered import listed
 from layoutopt.plan.machine_details import errors_known, sure
 from layoutopt.plan.schema import ANSWER, Alternative
-from layoutopt.plan.units import bytes_text, layout_text, seconds_text, share_text, used_text
+from layoutopt.plan.units import bytes_text, layout_text, seconds_text, share_text, step_change, used_text
 from layoutopt.space.objective import Objective
 from layoutopt.space.undivided import few
 from mesh_tf_core.lower.placement import KEEP
@@ -174,9 +174,23 @@ def placement_table(found: Sequence[Placed]) -> View:
 
 
 def show_against(terminal: Terminal, found: Explained, other: Evaluation) -> None:
-    """Prints where another layout's step differs from the plan's."""
+    """Prints which of another layout and the plan is faster, and where their steps differ."""
     evaluation = found.evaluation
     ours, theirs = evaluation.cost.step_seconds, other.cost.step_seconds
+    said = decided(other.decided, other.layout).in_short()
+    mesh = other.program.mesh
+    words = shown(other.layout) + (f"; {said}" if said else "")
+    words += "" if mesh == evaluation.program.mesh else f" on {mesh}"
+    terminal.show(
+        "",
+        f"{words}: the plan's step is {step_change(ours, theirs)} ({seconds_text(ours)}, this layout's "
+        f"{seconds_text(theirs)}); memory {bytes_text(evaluation.memory.peak)}, this layout's "
+        f"{bytes_text(other.memory.peak)}",
+    )
+    if (alike := found.alike) is not None:
+        step, peak = seconds_text(alike.cost.step_seconds), bytes_text(alike.memory.peak)
+        own = found.plan.data.in_short()
+        terminal.show(f"this layout with the plan's {own}: {step} a step, {peak} of memory")
     seconds = (
         Column("plan_seconds", "the plan", SECONDS),
         Column("other_seconds", "the other", SECONDS),
@@ -196,14 +210,6 @@ def show_against(terminal: Terminal, found: Explained, other: Evaluation) -> Non
     columns = (*texts("operation", "phase", axes="on"), *seconds)
     made = View("Differences per operation", columns, cells).first(MOST)
     terminal.show("", made.and_sum("step", None, None, ours, theirs, theirs - ours))
-    said = decided(other.decided, other.layout).in_short()
-    mesh = other.program.mesh
-    words = shown(other.layout) + (f"; {said}" if said else "")
-    words += "" if mesh == evaluation.program.mesh else f" on {mesh}"
-    terminal.show(
-        f"{words}: {seconds_text(theirs)} a step, "
-        f"{bytes_text(other.memory.peak)} of memory; the plan: {bytes_text(evaluation.memory.peak)}"
-    )
 
 
 def show_explained(terminal: Terminal, planned: Planned, found: Explained) -> None:
@@ -239,9 +245,6 @@ def show_explained(terminal: Terminal, planned: Planned, found: Explained) -> No
         terminal.show("", kept_table(evaluation, fits, [*found.kept]))
     if found.against is not None:
         show_against(terminal, found, found.against)
-        if (alike := found.alike) is not None:
-            step, peak = seconds_text(alike.cost.step_seconds), bytes_text(alike.memory.peak)
-            terminal.show(f"this layout with the plan's {own.in_short()}: {step} a step, {peak} of memory")
     if (overlap := overlap_table(evaluation)) is not None:
         terminal.show("", overlap)
     if found.robust is not None:

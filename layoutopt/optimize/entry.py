@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,8 +20,7 @@ from layoutopt.optimize.answers.unrestricted import unrestricted
 from layoutopt.optimize.driver.search import NONE_FOUND, STOPPED, LayoutSearch
 from layoutopt.optimize.heuristics.agreement import rows_said
 from layoutopt.optimize.heuristics.incumbents import Incumbents, WarmStart
-from layoutopt.optimize.heuristics.probes import Probes
-from layoutopt.optimize.heuristics.recipes import Recipes
+from layoutopt.optimize.heuristics.probes import first_recipes, priced_recipes
 from layoutopt.optimize.problems.question import Limits, SearchQuestion
 from layoutopt.optimize.problems.request import (
     ANSWERED,
@@ -50,10 +49,6 @@ UNDECIDED = "the search ended before it was decided whether another layout fits 
 USUAL_SHARE, LEAST_SHARE = 0.5, 0.25
 """Part of a time limit for the usual layouts, if everything is searched after them; least part of the time
 that is left when the first of them fits."""
-LARGE = 0.125
-"""Part of all memory that the variables of a large model fill."""
-PROBED_SHARE = 0.5
-"""Part of the time for everything in which recipes are priced."""
 NOT_SEARCHED = "only the usual layouts were searched"
 
 
@@ -146,7 +141,7 @@ def _answer_to(question: SearchQuestion) -> _Answer:
     request, shapes, wider = question.request, question.shapes, question.spaces[1:]
     refused: NoLayoutError | None = None
     start, best = WarmStart(request, shapes, question.limits.start), None
-    early = _early(question, start)
+    early = first_recipes(question, start)
     if early and not wider:
         question = question.beyond(early[-1])
         request, shapes = request.like(allowed=question.spaces[0]), question.shapes
@@ -200,27 +195,6 @@ def _shared(request: Request) -> Request:
     return request.like(clock=clock, on_better=better)
 
 
-def _early(question: SearchQuestion, start: WarmStart) -> list[EvaluatedLayout]:
-    """Recipes before any search, each faster than the one before, of large models that fit by no name: all
-    their usual layouts may be too large, which takes long to prove."""
-    request, wider = start.request, question.spaces[1:]
-    size = sum(v.bytes for v in request.model.graph.variables.values())
-    leanest = next((each for each in start.leanest_first() if not each.refused), None)
-    if leanest is None or size < LARGE * request.limit * leanest.mesh.devices:
-        return []
-    named = Incumbents(request, question.renames)
-    named.know(start)
-    named.price_on(leanest, lean=True, clock=request.clock)
-    if named.fitting(request.limit):
-        return []
-    wide = request.wider(question.spaces[-1]) if wider else request
-    known, found = Incumbents(wide, question.renames), list[EvaluatedLayout]()
-    for each in _recipes(question, known):
-        found.append(each)
-        known.add(each)
-    return found
-
-
 def _beyond(
     question: SearchQuestion, usual: LayoutSearch, early: Sequence[EvaluatedLayout]
 ) -> tuple[SearchQuestion, LayoutSearch, EvaluatedLayout | None] | UserError | None:
@@ -232,7 +206,7 @@ def _beyond(
         request = question.request.wider(question.spaces[1])
         known = Incumbents(request, question.renames)
         known.found += usual.incumbents.found
-        for each in early or _recipes(question, known):
+        for each in early or priced_recipes(question, known):
             probed.append(each)
             known.add(each)
         question, more = _widened(question, request, usual, probed)
@@ -282,24 +256,6 @@ def _widened(
     return question, LayoutSearch(
         request, question.renames, start=start, called=allow.EVERYTHING, after=usual
     )
-
-
-def _recipes(question: SearchQuestion, known: Incumbents) -> Iterator[EvaluatedLayout]:
-    """Recipes that are faster than what is known, each faster than the one before."""
-    request, called = known.request, allow.EVERYTHING if question.spaces[1:] else ""
-    allowed, mesh = request.allowed, question.shapes[0]
-    if request.objective != Objective.TIME or allowed.diloco is not None or mesh.devices == 1:
-        return
-    low = request.evaluator.alone() / mesh.devices
-
-    def told(number: int, count: int) -> None:
-        if request.on_progress is not None:
-            looked = "recipes", number, count, known.seconds(request.limit)
-            request.on_progress(SearchStatus(*looked, low, space=called))
-
-    given = () if question.renames and not allowed.named else question.shapes
-    probes = Probes(Recipes(request, given, mesh.devices), request.clock.part(PROBED_SHARE))
-    yield from probes.better(known.seconds(request.limit), told)
 
 
 def _explained(

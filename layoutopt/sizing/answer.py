@@ -21,7 +21,7 @@ from layoutopt.plan.size_results import PAYS, Unfit
 from layoutopt.plan.units import count, digits
 from layoutopt.sizing.family import Family, SizeCandidate
 from layoutopt.sizing.forecast import Forecast, ParameterCount
-from layoutopt.sizing.question import DAY, GUESSED_MFU, HOUR, SizingQuestion
+from layoutopt.sizing.question import DAY, HOUR, SizingQuestion
 from layoutopt.sizing.rows import SAME, SizeRow, all_late, nothing, whole_nodes
 from layoutopt.sizing.timing import OfferedHardware, Timer, Timing, fewest
 from mesh_tf_core.errors import InfeasibleError, LimitError
@@ -36,6 +36,8 @@ BETWEEN = (0.75, 1.5)
 AROUND = 6.0
 """Sizes to search: factors of the law's optimum."""
 DOUBLINGS, ROUNDS = 4, 4
+REST_SHARE = 0.5
+"""Part of the time left in which a row is searched again with layouts of all kinds."""
 Tell = Callable[[int, int, str], None]
 """tell(searches done, approximate number of searches, current search)."""
 
@@ -120,24 +122,33 @@ class Answering:
         candidates = self.candidates()
         try:
             self._look(candidates)
+            if not self.rows and self.missing:
+                self.timer.widen()
+                self._look(candidates)
             self._insist()
-            best, seen = self._answer(candidates), set[int]()
-            while self.timer.usual and id(best) not in seen:
-                more = self._again(best, self.timer.everything(best.timing))
-                seen.add(id(more))
-                best = self._answer(candidates)
-            return best
+            return self._with_everything(candidates)
         except KeyboardInterrupt:
             if not keep_best or not self.rows:
                 raise
         self.stopped = True
-        self.timer.clock.hurry()
+        self.timer.hurry()
         self.missing = max(0, self.planned - self._done)
         return self._answer(candidates)
 
+    def _with_everything(self, candidates: Sequence[SizeCandidate]) -> SizeRow:
+        """The best row once layouts of all kinds were searched: for the best, and then for the rows after it,
+        each in half of the time left. A table in which one row alone has them would compare unlike things."""
+        best = self._answer(candidates)
+        self.timer.widen()
+        while self.timer.goes_on and (rest := [r for r in self.rows if r.timing.usual]):
+            row = best if best.timing.usual else self._best_of(self._timely(rest) or rest)
+            self._again(row, self.timer.everything(row.timing, REST_SHARE if rest[1:] else 1.0))
+            best = self._answer(candidates)
+        return best
+
     def _look(self, candidates: Sequence[SizeCandidate]) -> None:
         """Searches the sizes where they are compared."""
-        explicit = self.question.devices
+        explicit, self.missing = self.question.devices, 0
         self.planned = len(candidates) * len(self.machines) * max(len(explicit), 1)
         for candidate in candidates:
             for machine in self._promising(candidate):
@@ -160,8 +171,9 @@ class Answering:
     def _insist(self) -> None:
         """Where nothing ends in time: goes on with searches that did not end, as long as there is time."""
         for row in self._unended():
-            if not self._timely(self.rows) and not self.timer.clock.over:
-                self._again(row, self.timer.everything(row.timing, usual=True))
+            if not self._timely(self.rows):
+                self.timer.widen()
+                self._again(row, self.timer.longer(row.timing))
 
     def _unended(self) -> list[SizeRow]:
         """The rows whose searches did not end, and that are in time by their bounds; the soonest first."""
@@ -171,11 +183,10 @@ class Answering:
         most = self.question.deadline * (1 + SAME)
         return sorted((r for r in left if bound[id(r)] <= most), key=lambda r: bound[id(r)])
 
-    def _again(self, row: SizeRow, timing: Timing) -> SizeRow:
+    def _again(self, row: SizeRow, timing: Timing) -> None:
         """Another timing of a row, in its place."""
         more = self._trained(timing)
         self.rows = [more if each is row else each for each in self.rows]
-        return more
 
     def _trained(self, timing: Timing) -> SizeRow:
         """The row of a timing."""
@@ -318,17 +329,10 @@ class Answering:
         return bool(self.question.refusal(candidate, self.question.trained(self.forecast, candidate, None)))
 
     def _first(self, candidate: SizeCandidate, machine: OfferedHardware) -> int:
-        least = fewest(candidate, machine)
-        if math.isinf(self.question.deadline):
-            return max(least, 1 if self.question.goal == "tokens" else USUAL)
-        seconds = self.question.deadline * DAY
-        if self.question.money is not None:
-            assert machine.price is not None
-            wanted = self.question.money / machine.price * HOUR / seconds * machine.hardware.devices_per_chip
-        else:
-            tokens = self.question.trained(self.forecast, candidate, None)
-            rate = machine.hardware.product_flops(self.dtype) * GUESSED_MFU
-            wanted = candidate.flops_per_token * tokens / rate / seconds if math.isfinite(tokens) else 1
+        least, question = fewest(candidate, machine), self.question
+        if math.isinf(question.deadline):
+            return max(least, 1 if question.goal == "tokens" else USUAL)
+        wanted = question.devices_in_time(self.forecast, candidate, machine, self.dtype)
         return max(least, 2 ** math.ceil(math.log2(min(max(wanted, 1), 2**16))))
 
     def _sweep(self, best: SizeCandidate) -> None:

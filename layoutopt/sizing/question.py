@@ -120,6 +120,18 @@ class SizingQuestion(Goal):
             return f"the budget covers less than one training step of {candidate.tokens:,} tokens"
         return ""
 
+    def devices_in_time(
+        self, forecast: Forecast, candidate: SizeCandidate, machine: OfferedHardware, dtype: str
+    ) -> float:
+        """Devices that about end by the deadline, by a guess."""
+        seconds = self.deadline * DAY
+        if self.money is not None:
+            assert machine.price is not None
+            return self.money / machine.price * HOUR / seconds * machine.hardware.devices_per_chip
+        tokens = self.trained(forecast, candidate, None)
+        rate = machine.hardware.product_flops(dtype) * GUESSED_MFU
+        return candidate.flops_per_token * tokens / rate / seconds if math.isfinite(tokens) else 1
+
     def work(self, machine: OfferedHardware, dtype: str) -> tuple[float, float]:
         """FLOPs of training that a machine gives by a guess, the least and the most."""
         if self.budget is not None:

@@ -252,6 +252,11 @@ def _notes(answering: Answering, best: SizeRow, answer: SizedCandidate, batch: f
             "because even without communication time they would be worse than another candidate in loss, "
             "days or cost and better in none of the three; to search them too, use --every"
         )
+    if narrow := sum(row.timing.usual for row in answering.rows):
+        notes.append(
+            f"{narrow} of {len(answering.rows)} rows are the best of the usual layouts, and others, such as "
+            "pipelines, may be faster; a longer --time-limit searches them too"
+        )
     if answering.missing:
         why = "stopped" if answering.stopped else "time limit reached"
         notes.append(f"{why}: {answering.missing} of {answering.planned} searches were not run")

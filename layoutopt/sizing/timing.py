@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from costmodels.hardware import Hardware
@@ -22,6 +22,11 @@ from layoutopt.sizing.family import SizeCandidate
 from layoutopt.space import allow
 from mesh_tf_core.errors import InfeasibleError, UserError
 from mesh_tf_core.ir.mesh import MOST_DEVICES
+
+USUAL_SHARE = 0.5
+"""Part of a time limit for the usual layouts of all sizes, if everything is searched after them."""
+LEAST = 3.0
+"""Seconds in which layouts of all kinds are worth a look."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Timing:
       step_seconds: of its best layout, or a bound that no layout is below; inf: nothing fits.
       plan: its best layout; None: nothing fits, or nothing was searched.
       reason: why nothing fits.
+      usual: only the usual layouts were searched yet.
     """
 
     candidate: SizeCandidate
@@ -55,6 +61,7 @@ class Timing:
     step_seconds: float
     plan: Plan | None = None
     reason: str = ""
+    usual: bool = False
 
     @property
     def least(self) -> float:
@@ -77,12 +84,15 @@ class Timer:
 
     Attributes:
       usual: without words about choices, the usual layouts are searched; `everything` goes on from these.
+      clock: of the searches of now: where `everything` follows, the usual ones have a part of the limit.
     """
 
     def __init__(self, max_axes: int, clock: Clock, allowed: Mapping[str, Any] | None = None) -> None:
         self.max_axes, self.clock, self.allowed, self.share = max_axes, clock, dict(allowed or {}), 1.0
         self.usual = not (allow.unsaid() or "allow" in self.allowed)
-        self._beyond: Clock | None = None
+        self._whole, self._beyond = clock, Clock(0.0)
+        if self.usual and clock.limit is not None:
+            self.clock = Clock(USUAL_SHARE * clock.limit, clock.start)
         self.known: dict[tuple[int, str, int], Timing] = {}
         self._alone: dict[tuple[int, str], float] = {}
 
@@ -101,17 +111,37 @@ class Timer:
             self._alone[key] = computed_alone(candidate.model, machine.hardware)
         return Timing(candidate, machine, devices, self._alone[key] / devices)
 
-    def everything(self, timing: Timing, usual: bool = False) -> Timing:
-        """The same with layouts of all kinds, as far as there is time for all of them together; `usual`: with
-        those of its own search, which did not end."""
-        if self._beyond is None:
-            self._beyond = self.clock if self.clock.limit is not None else Clock(BEYOND)
+    def widen(self) -> None:
+        """From here on all the time is used; without a limit, `BEYOND` seconds for layouts of all kinds."""
+        self.clock = self._whole
+        self._beyond = self.clock if self.clock.limit is not None else Clock(BEYOND)
+
+    def hurry(self) -> None:
+        """Leaves no time."""
+        for clock in (self.clock, self._whole, self._beyond):
+            clock.hurry()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is time for layouts of all kinds."""
+        return self.usual and (self._beyond.left or 0.0) > LEAST
+
+    def everything(self, timing: Timing, share: float) -> Timing:
+        """The same with layouts of all kinds, in a part of the time for all of these."""
+        more = self._better(timing, allow=allow.EVERYTHING, time_limit=self._beyond.part(share))
+        return replace(more, usual=False)
+
+    def longer(self, timing: Timing) -> Timing:
+        """The same with the layouts of its own search, which did not end."""
+        return self._better(timing)
+
+    def _better(self, timing: Timing, **more: Any) -> Timing:
         found = timing
         with suppress(UserError):
-            if timing.plan is not None and not self._beyond.over:
-                wide = {} if usual else {"allow": allow.EVERYTHING, "time_limit": self._beyond}
-                more: dict[str, Any] = {"start": timing.plan, **wide}
-                found = self._searched(timing.candidate, timing.machine, timing.devices, **more)
+            if timing.plan is not None:
+                found = self._searched(
+                    timing.candidate, timing.machine, timing.devices, start=timing.plan, **more
+                )
         return min(found, timing, key=lambda each: each.step_seconds)
 
     def _searched(
@@ -130,7 +160,7 @@ class Timer:
             )
         except InfeasibleError as error:
             return Timing(candidate, machine, devices, math.inf, reason=str(error))
-        return Timing(candidate, machine, devices, plan.predicted.step_seconds, plan)
+        return Timing(candidate, machine, devices, plan.predicted.step_seconds, plan, usual=self.usual)
 
 
 def fewest(candidate: SizeCandidate, machine: OfferedHardware) -> int:

@@ -12,7 +12,7 @@ import layoutopt
 from layoutopt.optimize.evaluation.evaluation import Evaluation
 from layoutopt.optimize.evaluation.evaluator import evaluate
 from layoutopt.optimize.heuristics.incumbents import Incumbents, WarmStart, covers
-from layoutopt.optimize.heuristics.probes import Probes
+from layoutopt.optimize.heuristics.probes import Probes, first_recipes
 from layoutopt.optimize.heuristics.recipes import Recipe, Recipes, Step
 from layoutopt.optimize.problems.question import Limits, SearchQuestion
 from layoutopt.optimize.problems.request import Request
@@ -79,9 +79,10 @@ def mixture() -> Model:
 
 
 def question(model: Model, space: dict[str, Any] | None = None, **own: Any) -> SearchQuestion:
+    memory = own.pop("memory", LIMIT)
     asked = {"mesh": None, "devices": 12, "hardware": "h100", "objective": "time", "framework": "megatron"}
     return SearchQuestion.of(
-        model, {**asked, **own}, SearchSpace(**(space or {})), Limits(memory=LIMIT), None
+        model, {**asked, **own}, SearchSpace(**(space or {})), Limits(memory=memory), None
     )
 
 
@@ -112,6 +113,14 @@ def test_a_recipe_is_a_layout_of_the_widened_question() -> None:
     known = Incumbents(start.request, renames=True)
     known.know(start)
     assert [each.seconds for each in known.found] == [found.seconds]
+
+
+def test_recipes_come_first_where_no_named_layout_fits() -> None:
+    """Where one does, they wait for the usual layouts."""
+    asked, roomy = question(whole()), question(whole(), memory=60e9)
+    first, none = (first_recipes(each, WarmStart(each.request, each.shapes)) for each in (asked, roomy))
+    assert first and first[-1].peak <= LIMIT and first[-1].evaluation.pipeline
+    assert not none
 
 
 def test_no_recipe_is_slower_than_what_is_known() -> None:

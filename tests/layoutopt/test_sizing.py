@@ -308,6 +308,25 @@ def test_hardware_without_time_is_named_beside_the_recommendation(monkeypatch: p
     assert rows == ["not compared"]
 
 
+def test_rows_after_the_best_are_searched_with_everything_too(
+    monkeypatch: pytest.MonkeyPatch, everything_after: None
+) -> None:
+    """A table in which only the best row has pipelines would compare unlike things."""
+    shares = list[float]()
+
+    def everything(self: Timer, timing: Timing, share: float) -> Timing:
+        shares.append(share)
+        return replace(timing, usual=False)
+
+    monkeypatch.setattr(Timer, "everything", everything)
+    found = layoutopt.size(words, TINY, every=True, **BUDGET, **ASKED).data
+    assert len(shares) == len(found.candidates) > 2 and shares[-1] == 1 > shares[0]
+    assert not any("usual layouts" in note for note in found.notes)
+    monkeypatch.setattr(Timer, "goes_on", False)
+    found = layoutopt.size(words, TINY, every=True, **BUDGET, **ASKED).data
+    assert any(note.startswith(f"{len(shares)} of {len(shares)} rows") for note in found.notes)
+
+
 def test_searches_of_sizes_divide_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     real, limits = timing.search, list[float]()
 
@@ -493,7 +512,7 @@ def test_searches_that_did_not_end_are_not_called_too_slow(monkeypatch: pytest.M
 
     monkeypatch.setattr(Timer, "__call__", early)
     assert layoutopt.size(words, LARGER, days=days[2] * 1.01, **asked).best.days == pytest.approx(days[2])
-    monkeypatch.setattr(Timer, "everything", lambda self, timing, usual=False: timing)
+    monkeypatch.setattr(Timer, "longer", lambda self, timing: timing)
     with pytest.raises(LimitError, match=r"the search of .* on 2 tpu-v5e, .* on 1 tpu-v5e did not end"):
         layoutopt.size(words, LARGER, days=days[2] * 1.01, **asked)
 

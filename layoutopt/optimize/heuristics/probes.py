@@ -24,6 +24,7 @@ from functools import cache
 from itertools import groupby
 from statistics import fmean
 
+from layoutopt.optimize.heuristics.incumbents import Incumbents, WarmStart
 from layoutopt.optimize.heuristics.recipe_costs import (
     ALL,
     NONE,
@@ -34,8 +35,12 @@ from layoutopt.optimize.heuristics.recipe_costs import (
     StepParts,
 )
 from layoutopt.optimize.heuristics.recipes import EXPERTS, NOTHING, Recipe, RecipeFamily, Recipes, Step
+from layoutopt.optimize.problems.question import SearchQuestion
+from layoutopt.optimize.problems.request import SearchStatus
 from layoutopt.optimize.problems.subproblem import EvaluatedLayout
 from layoutopt.runtime.clock import Clock
+from layoutopt.space import allow
+from layoutopt.space.objective import Objective
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import divisors
 from mesh_tf_core.ir.schedules import GPIPE, KINDS, PipelineSchedule, kind_name, layer_order
@@ -51,6 +56,10 @@ LEAST = 0.8
 """Least seconds with experts apart as a multiple of those without splits."""
 FIRST = 4
 """Families that are looked at before the first price, and then one for each price, while a guess is near."""
+LARGE = 0.125
+"""Part of all memory that the variables of a large model fill."""
+PROBED_SHARE = 0.5
+"""Part of the time for everything in which recipes are priced."""
 BASES = 3
 """Recipes of a family of which one has to be legal without stages."""
 
@@ -286,3 +295,48 @@ class Probes:
                     frozenset({Recomputed(self.dim, (), number), *rest}),
                     RecomputedShare(number / own, number / own),
                 )
+
+
+def first_recipes(question: SearchQuestion, start: WarmStart) -> list[EvaluatedLayout]:
+    """Recipes before any search, each faster than the one before: of everything, and of large models that fit
+    by no name, as all their usual layouts may be too large, which takes long to prove."""
+    request = start.request
+    if not question.everything and not _fits_by_no_name(question, start):
+        return []
+    wide = request.wider(question.spaces[-1]) if question.spaces[1:] else request
+    known, found = Incumbents(wide, question.renames), list[EvaluatedLayout]()
+    for each in priced_recipes(question, known):
+        found.append(each)
+        known.add(each)
+    return found
+
+
+def _fits_by_no_name(question: SearchQuestion, start: WarmStart) -> bool:
+    """Whether variables fill much of all memory, and no named layout fits in the smallest pieces."""
+    request = start.request
+    size = sum(v.bytes for v in request.model.graph.variables.values())
+    leanest = next((each for each in start.leanest_first() if not each.refused), None)
+    if leanest is None or size < LARGE * request.limit * leanest.mesh.devices:
+        return False
+    named = Incumbents(request, question.renames)
+    named.know(start)
+    named.price_on(leanest, lean=True, clock=request.clock)
+    return not named.fitting(request.limit)
+
+
+def priced_recipes(question: SearchQuestion, known: Incumbents) -> Iterator[EvaluatedLayout]:
+    """Recipes that are faster than what is known, each faster than the one before."""
+    request, called = known.request, allow.EVERYTHING if question.spaces[1:] else ""
+    allowed, mesh = request.allowed, question.shapes[0]
+    if request.objective != Objective.TIME or allowed.diloco is not None or mesh.devices == 1:
+        return
+    low = request.evaluator.alone() / mesh.devices
+
+    def told(number: int, count: int) -> None:
+        if request.on_progress is not None:
+            looked = "recipes", number, count, known.seconds(request.limit)
+            request.on_progress(SearchStatus(*looked, low, space=called))
+
+    given = () if question.renames and not allowed.named else question.shapes
+    probes = Probes(Recipes(request, given, mesh.devices), request.clock.part(PROBED_SHARE))
+    yield from probes.better(known.seconds(request.limit), told)

@@ -80,6 +80,7 @@ class SearchQuestion:
       free: the same without the framework's restriction.
       shapes: the meshes.
       own: the arguments of `layoutopt.search`, without those of the space.
+      everything: the first space is that of everything already.
     """
 
     request: Request
@@ -88,6 +89,7 @@ class SearchQuestion:
     shapes: Sequence[Mesh]
     limits: Limits
     own: Mapping[str, Any]
+    everything: bool = False
 
     @classmethod
     def of(
@@ -136,7 +138,8 @@ class SearchQuestion:
         memory = machine.usable_memory_bytes if limits.memory is None else float(limits.memory)
         asked = (memory, objective, within[0], limits.top, clock, on_progress, limits.on_better)
         request = Request(model, machine, *asked)
-        return cls(request, within[: 1 + (within[-1] != within[0])], free, shapes, limits, own)
+        everything = allow.EVERYTHING in (allowed.allow or allow.unsaid())
+        return cls(request, within[: 1 + (within[-1] != within[0])], free, shapes, limits, own, everything)
 
     def beyond(self, found: EvaluatedLayout) -> SearchQuestion:
         """The same with a wider last space: with the mesh, schedule, microbatches and numbers of recomputed
