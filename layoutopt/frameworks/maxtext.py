@@ -6,7 +6,7 @@ Names are those of its base.yml (github.com/AI-Hypercomputer/maxtext, src/MaxTex
 from collections.abc import Mapping, Sequence
 
 from layoutopt.space.degrees import Degrees
-from layoutopt.space.kind import ALL
+from layoutopt.space.kind import ALL, Choice, Decision
 from layoutopt.space.recompute import KEEP
 from layoutopt.space.restriction import ANY, Even, Only, Restriction
 from layoutopt.space.splits import Split
@@ -58,6 +58,10 @@ MAXTEXT_REMAT: Mapping[tuple[str, ...], str] = {
 "none" recomputes all of scanned layers (src/maxtext/layers/nnx_decoders.py @e591f30)."""
 
 
+def _has_axes(decision: Decision, choice: Choice) -> bool:
+    return not isinstance(decision, Split) or not choice or decision.subject in MAXTEXT_ROWS
+
+
 SAYS = Restriction(
     "maxtext",
     says={
@@ -68,7 +72,7 @@ SAYS = Restriction(
         "microbatches": ANY,
     },
     relations=(
-        Only(lambda of, axes: not isinstance(of, Split) or not axes or of.subject in MAXTEXT_ROWS),
+        Only(_has_axes),
         Degrees(copies=True, stored_over_context=False, experts_on_data=True, experts_without=("zero1",)),
         Even(),
     ),

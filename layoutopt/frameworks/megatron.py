@@ -51,6 +51,11 @@ MEGATRON_MODULES: Mapping[tuple[str, ...], tuple[str, ...]] = {
 """The values that recomputed layers keep -> the modules that are recomputed."""
 
 
+def _started(kind: str, stages: int, number: int) -> bool:
+    """True if Megatron-Core starts a schedule: interleaved rounds have as many microbatches as stages."""
+    return kind != INTERLEAVED or number % stages == 0
+
+
 SAYS = Restriction(
     "megatron",
     says={
@@ -64,7 +69,6 @@ SAYS = Restriction(
         "pipeline": ANY,
         "schedule": ("1f1b", "interleaved"),
     },
-    # Megatron-Core's interleaved rounds have as many microbatches as stages.
-    relations=(Degrees(copies=True), StartedSchedules(lambda kind, p, n: kind != INTERLEAVED or n % p == 0)),
+    relations=(Degrees(copies=True), StartedSchedules(_started)),
     granularity={"storage": ALL, "offload": ALL, "recompute": ALL},
 )

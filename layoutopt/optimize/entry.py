@@ -141,7 +141,15 @@ def _answer_to(question: SearchQuestion) -> _Answer:
     request, shapes, wider = question.request, question.shapes, question.spaces[1:]
     refused: NoLayoutError | None = None
     start, best = WarmStart(request, shapes, question.limits.start), None
-    early = first_recipes(question, start)
+    early, stopped = list[EvaluatedLayout](), False
+    try:
+        for each in first_recipes(question, start):
+            early.append(each)
+    except KeyboardInterrupt:
+        if not (question.limits.keep_best and early):
+            raise
+        request.clock.hurry()
+        stopped = True
     if early and not wider:
         question = question.beyond(early[-1])
         request, shapes = request.like(allowed=question.spaces[0]), question.shapes
@@ -150,8 +158,10 @@ def _answer_to(question: SearchQuestion) -> _Answer:
     elif wider and (early or request.clock.limit is not None):
         start.request = _shared(request)
     looked = LayoutSearch(start.request, question.renames, start=start, called=allow.USUAL if wider else "")
+    looked.stopped = stopped
     try:
-        best = _best(question, looked, possible(request.model, shapes, request.allowed, start.problems))
+        if not (wider and stopped):
+            best = _best(question, looked, possible(request.model, shapes, request.allowed, start.problems))
     except InfeasibleError as error:
         if not wider:
             raise _explained(question, error, looked) from None
@@ -159,7 +169,7 @@ def _answer_to(question: SearchQuestion) -> _Answer:
     except LimitError:
         if not wider or request.clock.over:
             raise
-    more_time = wider and not (looked.stopped or request.clock.over)
+    more_time = wider and (stopped or not (looked.stopped or request.clock.over))
     beyond = _beyond(question, looked, early) if more_time else None
     if isinstance(beyond, tuple):
         question, more, found = beyond
@@ -210,6 +220,7 @@ def _beyond(
             probed.append(each)
             known.add(each)
         question, more = _widened(question, request, usual, probed)
+        more.stopped = usual.stopped
         assert more.start is not None
         return question, more, _best(question, more, more.start.possible())
     except KeyboardInterrupt:

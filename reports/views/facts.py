@@ -80,7 +80,7 @@ def searched(plan: PlanFile) -> list[tuple[str, str]]:
     """The best of the usual layouts, where the search went on from these; the choices that the proof is not
     about."""
     rows, space, usual = [], plan.space, plan.usual
-    if usual is not None and plan.solver is not None:
+    if usual is not None and usual.layouts_considered != "0" and plan.solver is not None:
         least = (asked := plan.details.search) is not None and asked.objective == "memory"
         rows.append(("usual", _usual(usual, plan.solver, bytes_text if least else seconds_text)))
     if space is not None and space.limits:

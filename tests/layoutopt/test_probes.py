@@ -28,6 +28,7 @@ from mesh_tf_core.ir.schedules import PipelineSchedule
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.remat_policy import policies
 from mesh_tf_core.model import Model
+from reports.views import facts
 
 LIMIT = 2.4e9
 """Bytes that a device without stages exceeds."""
@@ -118,7 +119,7 @@ def test_a_recipe_is_a_layout_of_the_widened_question() -> None:
 def test_recipes_come_first_where_no_named_layout_fits() -> None:
     """Where one does, they wait for the usual layouts."""
     asked, roomy = question(whole()), question(whole(), memory=60e9)
-    first, none = (first_recipes(each, WarmStart(each.request, each.shapes)) for each in (asked, roomy))
+    first, none = ([*first_recipes(each, WarmStart(each.request, each.shapes))] for each in (asked, roomy))
     assert first and first[-1].peak <= LIMIT and first[-1].evaluation.pipeline
     assert not none
 
@@ -190,6 +191,18 @@ def test_an_interrupted_search_keeps_its_recipe(monkeypatch: pytest.MonkeyPatch)
         on_better=better,
     )
     assert plan.stopped and plan.data.pipeline and len(told) == 1
+
+
+def test_an_interrupted_search_keeps_its_first_recipe() -> None:
+    """Ctrl-C before the usual layouts."""
+
+    def better(words: str, seconds: float, size: int) -> None:
+        raise KeyboardInterrupt
+
+    asked: dict[str, Any] = {"devices": 12, "hardware": "h100", "framework": "megatron", "memory": LIMIT}
+    plan = layoutopt.search(whole(), alternatives=False, keep_best=True, on_better=better, **asked)
+    assert plan.stopped and plan.data.pipeline and plan.predicted.peak_memory_bytes <= LIMIT
+    assert "usual" not in dict(facts.searched(plan.data))
 
 
 @pytest.mark.one_in(5)

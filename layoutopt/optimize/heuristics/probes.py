@@ -297,23 +297,21 @@ class Probes:
                 )
 
 
-def first_recipes(question: SearchQuestion, start: WarmStart) -> list[EvaluatedLayout]:
+def first_recipes(question: SearchQuestion, start: WarmStart) -> Iterator[EvaluatedLayout]:
     """Recipes before any search, each faster than the one before: of everything, and of large models that fit
     by no name, as all their usual layouts may be too large, which takes long to prove."""
     request = start.request
-    if not question.everything and not _fits_by_no_name(question, start):
-        return []
-    wide = request.wider(question.spaces[-1]) if question.spaces[1:] else request
-    known, found = Incumbents(wide, question.renames), list[EvaluatedLayout]()
-    for each in priced_recipes(question, known):
-        found.append(each)
-        known.add(each)
-    return found
+    if question.everything or _fits_by_no_name(question, start):
+        wide = request.wider(question.spaces[-1]) if question.spaces[1:] else request
+        known = Incumbents(wide, question.renames)
+        for each in priced_recipes(question, known):
+            yield each
+            known.add(each)
 
 
 def _fits_by_no_name(question: SearchQuestion, start: WarmStart) -> bool:
     """Whether variables fill much of all memory, and no named layout fits in the smallest pieces."""
-    request = start.request
+    request = start.request.like(on_better=None)  # not an answer yet
     size = sum(v.bytes for v in request.model.graph.variables.values())
     leanest = next((each for each in start.leanest_first() if not each.refused), None)
     if leanest is None or size < LARGE * request.limit * leanest.mesh.devices:
