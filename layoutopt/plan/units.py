@@ -36,11 +36,15 @@ def _scaled(value: float, base: float, names: Sequence[str]) -> str:
     return f"{text} {name}".rstrip()
 
 
+NO_TIME = 1e-13
+"""Seconds that rounding makes of equal sums."""
+
+
 def seconds_text(value: float) -> str:
     """A duration: '38.1 µs', '412 ms', '1.24 s', '3.20 h'; 'unknown' where it is not finite."""
     if not math.isfinite(value):
         return "unknown"
-    if value == 0:
+    if abs(value) < NO_TIME:
         return "0 s"
     for scale, unit, least in ((3600.0, "h", 5400.0), (60.0, "min", 120.0)):
         if abs(value) >= least:

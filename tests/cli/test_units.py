@@ -74,7 +74,7 @@ def test_numbers_are_written_with_three_digits() -> None:
         "1 GiB",
         "10 GiB",
     ]
-    assert [seconds_text(s) for s in (0, 2e-7, 0.00186, 0.329, 12.345)] == [
+    assert [seconds_text(s) for s in (-5.6e-17, 2e-7, 0.00186, 0.329, 12.345)] == [
         "0 s",
         "200 ns",
         "1.86 ms",
