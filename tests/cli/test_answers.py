@@ -83,6 +83,7 @@ pipeline_parallel_schedule=1F1B
 """Options of Megatron, torchrun, DeepSpeed, torchtitan, accelerate, transformers and MaxText."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("command", ["search", "cost"])
 @pytest.mark.parametrize("word", OTHERS.split())
 def test_options_of_other_tools(refused: Callable[..., str], command: str, word: str) -> None:

@@ -85,7 +85,7 @@ def test_messages_that_cannot_be_written_keep_no_result(monkeypatch: pytest.Monk
         ("--out x >&- 2>&-", 2, ""),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_streams_that_a_shell_closes(redirection: str, code: int, said: str) -> None:
     """In a process of its own, whose streams these are."""
     line = f"{sys.executable} -m layoutopt hardware tpu-v2 {redirection}"

@@ -66,6 +66,7 @@ def test_a_plan_is_held_to_a_baseline(run: Callable[..., Any], plan: Any, tmp_pa
     assert longest_step(f"2x={path}") == 2 * plan.predicted.step_seconds
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_plan_passes_as_its_own_baseline(run: Callable[..., Any], tmp_path: Path, framework: str) -> None:
     """Also where the host takes longer to launch kernels than they do, as in eager PyTorch."""
@@ -80,6 +81,7 @@ def test_a_plan_passes_as_its_own_baseline(run: Callable[..., Any], tmp_path: Pa
     assert f"{seconds_text(least)} a step" in repr(found)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("given", "hardware", "framework"),
     [

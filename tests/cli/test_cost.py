@@ -108,6 +108,7 @@ def test_every_line_can_be_opened(result: Callable[..., dict[str, Any]]) -> None
     assert all("torus: " in x["formula"] for x in lines if x["axes"])
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("heads", "d_ff", "parameters"), PAPER)
 def test_the_papers_parameter_counts(
     result: Callable[..., dict[str, Any]], heads: int, d_ff: int, parameters: int
@@ -256,6 +257,7 @@ def test_hardware_is_listed(run: Callable[..., Result], result: Callable[..., di
     assert all(name in shown for name in hardware_names())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", by_day(hardware_names(), every=4))
 def test_every_number_is_shown_with_its_source(
     run: Callable[..., Result], result: Callable[..., dict[str, Any]], name: str

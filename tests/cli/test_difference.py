@@ -99,6 +99,7 @@ def test_the_note_says_what_may_be_why(case: str) -> None:
     assert not any(words in found for words in others)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_say_it_in_text_and_json(
     command: str, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch

@@ -42,6 +42,7 @@ def test_losses_are_those_of_local(said: dict[str, Any], result: Callable[..., d
     assert len(local["loss"]) == 20
 
 
+@pytest.mark.nightly
 def test_measure_counts_what_jax_sends_and_holds(said: dict[str, Any]) -> None:
     found = said["measure"]
     assert found["communication_bytes_per_device"]["data"] > 0

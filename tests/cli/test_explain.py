@@ -75,6 +75,7 @@ def test_differences_add_up(
     assert "checked" in shown and "the same" in shown
 
 
+@pytest.mark.nightly
 def test_plans_of_any_meshes_are_compared_part_by_part(
     run: Callable[..., Result],
     result: Callable[..., dict[str, Any]],

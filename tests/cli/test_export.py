@@ -164,6 +164,7 @@ def test_written_to_a_file_and_as_json(
     assert found == {"to": "haliax", "mesh": {"data": 2, "model": 4}, "text": out.read_text(encoding="utf-8")}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("to", ["haliax", "mesh-tensorflow"])
 def test_storage_that_a_form_cannot_say_is_refused(
     refused: Callable[..., str], stored_plan: str, to: str
@@ -340,6 +341,7 @@ def test_the_model_of_a_plan(refused: Callable[..., str], plan_file: str, tmp_pa
     assert f"{file}: examples/mlp.py has no hyperparameter" in line
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("damage", [5, {"lines": [3]}, {"memory": "much", "dims": []}])
 def test_a_layout_is_used_though_the_details_of_its_plan_are_damaged(
     run: Callable[..., Result], plan_file: str, tmp_path: Path, damage: Any

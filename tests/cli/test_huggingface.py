@@ -65,6 +65,7 @@ def test_other_commands(run: Callable[..., Result], place: Path, command: str) -
     assert done.exit_code == 0, done.stderr
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("devices", "batch"), [(1, 8), (3, 9), (8, 8), (64, 64)])
 def test_the_batch_that_nobody_chose_follows_the_devices(place: Path, devices: int, batch: int) -> None:
     """At least one sequence per device; what is set wins."""

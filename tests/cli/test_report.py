@@ -62,6 +62,7 @@ def test_details_are_worked_out_from_the_model(
     assert undated(out) == undated(written / "search.html")
 
 
+@pytest.mark.nightly
 def test_several_plans_figures_and_tables(
     result: Callable[..., dict[str, Any]], written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def test_the_machine_is_shown_with_it(run: Callable[..., Result]) -> None:
     assert "100 GB/s" in done.stdout and "set by the user" in done.stdout
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("command", ["cost", "lint"])
 def test_a_plan_is_priced_on_its_own_hardware(
     result: Callable[..., dict[str, Any]], tmp_path: Path, command: str

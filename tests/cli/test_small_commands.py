@@ -37,6 +37,7 @@ def problem(folder: Path, limit: float = 10) -> str:
     return str(folder / "problem.json")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [(), ("--jax",), ("--torch",)])
 def test_init_writes_a_model_that_works(
     run: Callable[..., Result], tmp_path: Path, kind: tuple[str, ...]

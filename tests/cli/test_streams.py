@@ -43,6 +43,7 @@ def test_an_error_is_one_line_and_no_traceback(process: Process) -> None:
     assert re.fullmatch(r"error: .*no axis 'dta'; did you mean 'data'\? known: data\n", done.stderr)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("args", "code"), [(["cost", "none.py"], 2), (["cost", "--no-such-option"], 2)])
 def test_with_json_an_error_is_an_object(process: Process, args: list[str], code: int) -> None:
     done = process(*args, "--json")
@@ -58,6 +59,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert done.stdout.splitlines()[-1] in ("0", "141")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("variable", [{}, {"NO_COLOR": "1", "FORCE_COLOR": "1"}])
 def test_no_colour_in_pipes_or_where_it_is_not_wanted(
     process: Process, variable: dict[str, str], monkeypatch: pytest.MonkeyPatch
@@ -76,6 +78,7 @@ def test_works_from_another_folder(process: Process, tmp_path: Path) -> None:
     assert process("cost", example, "--mesh", "data:2", "--json", cwd=tmp_path).returncode == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("args", LIGHT, ids=lambda a: a[0])
 def test_commands_load_only_what_they_need(args: list[str]) -> None:
     code = (

@@ -157,6 +157,7 @@ def test_a_stopped_search_is_saved_and_says_how_it_ended(
         assert "FEASIBLE" in done.stdout
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "place",
     [

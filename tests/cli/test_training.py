@@ -147,7 +147,7 @@ TRAIN = ("train", MLP, *ON, "--steps", "6", "--held-out", "0")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_a_signal_in_a_step_saves_what_the_step_learned(
     run: Callable[..., Result], signal_in_step: Callable[[int, int], None], tmp_path: Path, number: int
 ) -> None:
@@ -276,6 +276,7 @@ def test_training_under_a_plan(
     assert found["predicted"] == result("cost", MLP, "--layout", plan)["predicted"]
 
 
+@pytest.mark.nightly
 def test_a_plan_is_held_against_its_own_prediction(
     result: Callable[..., dict[str, Any]], run: Callable[..., Result], tmp_path: Path
 ) -> None:

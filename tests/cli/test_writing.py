@@ -81,7 +81,7 @@ def writer(request: pytest.FixtureRequest, measured: None) -> tuple[tuple[str, .
     return WRITERS[request.param]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_a_full_disk_leaves_the_old_file_and_the_result(
     run: Callable[..., Result],
     writer: tuple[tuple[str, ...], str],
@@ -138,7 +138,7 @@ def test_a_place_that_cannot_be_is_said_before_the_work(
     assert sorted(tmp_path.rglob("*")) == before  # no folder was made for nothing
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_the_files_own_folder_is_made(
     run: Callable[..., Result], writer: tuple[tuple[str, ...], str], plan: Path, tmp_path: Path
 ) -> None:
@@ -159,6 +159,7 @@ def test_json_is_printed_too_when_the_file_cannot_be(run: Callable[..., Result],
         assert told["exit"] == 2 and "'/dev/full' cannot be written: No space left on device" in told["error"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("option", ["--figures", "--tables"])
 def test_folders_of_figures_and_tables(
     run: Callable[..., Result],

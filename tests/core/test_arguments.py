@@ -97,6 +97,7 @@ def run() -> mtf.Trainer:
     return mtf.Trainer(MODEL, "data:2", "", engine="lockstep")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("said", WRONG)
 def test_one_line_names_the_argument(said: str, run: mtf.Trainer) -> None:
     with pytest.raises(mtf.UserError) as found:

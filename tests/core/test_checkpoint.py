@@ -327,6 +327,7 @@ Saver().save(sys.argv[1], 5, Late(), {})
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["whole", "failing"])
 def test_the_end_of_the_process_waits_for_the_file(tmp_path: Path, kind: str) -> None:
     done = subprocess.run(

@@ -59,6 +59,7 @@ def test_the_numbers_of_one_device(name: str, seed: int) -> None:
     HUNTS[name].check(name, seed)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", ["ring", "zigzag"])
 def test_the_same_weights_are_dropped(form: str) -> None:
     """Forward and, made again, backward."""

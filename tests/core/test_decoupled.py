@@ -123,6 +123,7 @@ def saved(place: Path) -> dict[str, np.ndarray]:
     return {"step": np.array(found.step), **{name: found.read(name) for name in found.variables}}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("after", "more"),
     [

@@ -85,7 +85,7 @@ SLOPE = (RNG.normal(size=(8, 256)) * np.exp(4 * RNG.normal(size=(8, 256)))).asty
     ],
 )
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_numbers(recipe: str, engine: str, layout: str) -> None:
     found = product(engine, layout, recipe)
 
@@ -308,7 +308,7 @@ SMALL = {"layers": 2, "d_model": 32, "d_kv": 8, "heads": 4, "d_ff": 32, "vocab":
 
 
 @pytest.mark.parametrize("recipe", by_day(RECIPES, every=2))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_experts_train_alike_under_layouts(recipe: str) -> None:
     data = {n: RNG.integers(0, 32, (4, 64)).astype(np.int32) for n in ("tokens", "targets")}
 
@@ -331,7 +331,7 @@ def test_a_recipe_that_does_nothing_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ONE_WAY)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_stages_train_alike_or_are_refused(schedule: str) -> None:
     """Differentiating a copy of the stages would lose the gradients of float8."""
     model, data = transformer(**SMALL, float8="mxfp8"), np.arange(256, dtype=np.int32).reshape(4, 64) % 32

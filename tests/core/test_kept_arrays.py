@@ -77,6 +77,7 @@ def test_no_device_gathers_all_layers(kind: str) -> None:
     assert not [instr for instr in code if isinstance(instr, AllGather)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", ONE_WAY)
 def test_averages_of_stages(schedule: str) -> None:
     found, layers = model(AFTER, layers=mtf.Dim("layers", 4)), {"storage": {"w": 3, OTHER: 3}}

@@ -161,6 +161,7 @@ POSTS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("harm", POSTS)
 def test_a_post_that_cannot_be_used_stops_nobody(harm: str, tmp_path: Path) -> None:
     """It is left out, and every replica is told why: who closed the round, and who posted it."""

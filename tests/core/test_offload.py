@@ -113,6 +113,7 @@ def test_what_loops_keep_is_on_the_hosts(parts: int) -> None:
     assert found[0] > 0 == found[1]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_all_that_loops_save_is_on_the_hosts(parts: int) -> None:
     """Of layers that do not run again."""
@@ -181,7 +182,7 @@ def alone() -> Result:
         ("layers:x;batch:y", {"microbatches": 2, "schedule": "1f1b"}),
     ],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_weights_there_give_the_numbers_of_one_device(layout: str, options: dict[str, Any]) -> None:
     """Also in pipelines; without them with all that may lie there."""
     variables = transformer_lm.model(**SMALL).graph.variables
@@ -339,6 +340,7 @@ def test_an_optimizer_without_state_is_named() -> None:
         found.lower(mtf.Mesh("a:1"), mtf.Layout(""), mtf.Options(offload=words))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("delay", [0, 1])
 def test_replicas_learn_the_same_with_all_on_the_hosts(delay: int) -> None:
     """Also where they meet: what that reads comes from the hosts, and what it changes goes there."""

@@ -77,7 +77,7 @@ def test_parts_draw_what_the_whole_batch_draws(parts: int, built: mtf.Model, alo
 
 @pytest.mark.parametrize("schedule", ONE_WAY)
 @pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 def test_stages_draw_what_one_device_draws(parts: int, schedule: str, built: mtf.Model, alone: Any) -> None:
     same(step(built, "pipe:2", "layers:pipe", parts, schedule), alone)
 

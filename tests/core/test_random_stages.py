@@ -31,7 +31,7 @@ def asked(request: pytest.FixtureRequest) -> tuple[str, mtf.Model, Any]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 def test_numbers_and_bytes(seed: int, asked: tuple[str, mtf.Model, Any]) -> None:
     schedule, built, dense = asked
     rng, program = random.Random(f"{schedule} {seed}"), None

@@ -84,7 +84,7 @@ def plain(dtype: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("chosen", by_day([(c,) for c in CHOSEN[1:]]))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_the_numbers_stay(chosen: tuple[str, ...]) -> None:
     got, program = run(frozenset(chosen), "x:2;y:2", "batch:x;hidden:y")
     for name, value in plain("float64").items():

@@ -57,6 +57,7 @@ def missing(block: Block, known: set[int]) -> Iterator[int]:
         known |= {*node.outputs}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("to_the_end", [False, True])
 @pytest.mark.parametrize(("name", "said"), SAID, ids=str)
 def test_it_is_a_plain_graph(name: str, said: tuple[str, ...], to_the_end: bool) -> None:
@@ -97,6 +98,7 @@ def test_what_is_not_there_is_found() -> None:
         assert [*missing(replace(made.root, nodes=nodes), set())]
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved:2"])
 @pytest.mark.parametrize("form", ["float8", "scans"])
 def test_stages_make_again_what_has_gradients_of_its_own(schedule: str, form: str) -> None:

@@ -114,12 +114,14 @@ def trained(reverse: bool, layout: int, **options: Any) -> dict[str, Any]:
     return {name: engine.read(name) for name in program.variables}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_storage(stage: int) -> None:
     names = [v.name for v in built(True)[0].graph.variables.values() if v.trainable]
     same(trained(True, 1, storage=dict.fromkeys(names, stage)), trained(False, 0))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("at", [1, 4])
 def test_microbatches(at: int) -> None:
     same(trained(True, at, microbatches=2), trained(False, 0, microbatches=2))

@@ -101,7 +101,7 @@ def bytes_of_a_parameter(stage: int, devices: int, parts: int, dtype: str) -> fl
 
 
 @pytest.mark.parametrize("devices, parts", [(1, 1), (4, 2), (64, 1)])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_bytes_of_a_parameter_without_loops_are_those_of_the_paper(devices: int, parts: int) -> None:
     """Figure 1 in float32: nothing of a layer but its states stays, neither a gathered weight from forward to
     backward nor a whole gradient until the update."""
@@ -172,6 +172,7 @@ def learned(found: Program, engine: str, weight: str = "w") -> list[np.ndarray]:
     return [*losses, weights]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("engine", ["lockstep", "local"])
 def test_every_stage_learns_the_same_without_loops(engine: str) -> None:
     expected = learned(lowered(written(tied=True), 0, "data:2"), engine, "w0")
@@ -183,6 +184,7 @@ def test_every_stage_learns_the_same_without_loops(engine: str) -> None:
             np.testing.assert_array_equal(found, wanted, err_msg=f"stage {stage}")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("engine", ["lockstep", "local"])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_every_stage_learns_the_same(engine: str, parts: int) -> None:
@@ -240,6 +242,7 @@ def test_hybrid_sharding_holds_a_node_s_share() -> None:
     assert state_bytes(hybrid("zero3@data+pod")) == state_bytes(hybrid("zero3")) == 16 / 4 * weights + 4
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("engine", ["lockstep", "local"])
 def test_hybrid_sharding_learns_the_same(engine: str) -> None:
     exact = written(dtype="float32", tied=True)

@@ -132,7 +132,7 @@ def apart() -> dict[str, tuple[list[float], Alone]]:
 
 @pytest.mark.parametrize("said", WAYS)
 @pytest.mark.parametrize(("layout", "options"), CASES)
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 def test_replicas_meet_as_if_in_numpy(said: str, layout: str, options: mtf.Options, apart: Any) -> None:
     ours = trainer(layout, options, said)
     found = [r["loss"] for r in ours.fit(data(), STEPS)]
@@ -147,7 +147,7 @@ def test_replicas_meet_as_if_in_numpy(said: str, layout: str, options: mtf.Optio
 
 
 @pytest.mark.parametrize(("layout", "options"), CASES)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_fragments_send_in_turn_what_all_would_send_at_once(layout: str, options: mtf.Options) -> None:
     sent = {}
     for count in (1, 2):

@@ -72,7 +72,7 @@ TASKS = [("plain", mesh, layout) for mesh, layout in LAYOUTS] + [
 
 
 @pytest.mark.parametrize(("variant", "mesh", "layout"), by_day(TASKS, every=5))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_layouts(variant: str, mesh: str, layout: str, dense: dict[str, Any]) -> None:
     hparams = VARIANTS[variant]
     losses, variables = train(hparams, mesh, layout)
@@ -95,6 +95,7 @@ def test_bfloat16(mesh: str, layout: str, dense: dict[str, Any]) -> None:
     assert {v.dtype for n, v in variables.items() if n != "step"} == {np.dtype(np.float32)}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("variant", ["plain", "dropout"])
 @pytest.mark.parametrize("at", by_day([0, 3, 8], first=1))
 def test_recompute_changes_nothing(variant: str, at: int) -> None:
@@ -143,7 +144,7 @@ def test_storage_with_recompute(dense: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("mesh", "layout"), [LAYOUTS[i] for i in (0, 2, 3, 8)])
 @pytest.mark.parametrize("parts", by_day([2, 4], first=1))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_microbatches_change_nothing(parts: int, mesh: str, layout: str, dense: dict[str, Any]) -> None:
     losses, variables = train({}, mesh, layout, microbatches=parts)
     np.testing.assert_allclose(losses, dense["plain"][0], rtol=2e-5)

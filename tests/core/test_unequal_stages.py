@@ -90,7 +90,7 @@ def lowered(built: mtf.Model, mesh: str, layout: str, schedule: str, parts: int,
 @pytest.mark.parametrize(
     "recompute", [set(), {"layers"}, {"layers:keep=products"}, {"layers:count=1"}], ids=str
 )
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 def test_losses_and_variables_are_those_of_one_device(
     schedule: str, recompute: set[str], plain: mtf.Model, dense: Any
 ) -> None:
@@ -106,7 +106,7 @@ NAMED += ["interleaved:2:layers=0+2+3+0", "interleaved:2:layers=1+1+1+2"]
 
 
 @pytest.mark.parametrize("schedule", NAMED)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_layers_of_stages_by_name(schedule: str, plain: mtf.Model, dense: Any) -> None:
     program = lowered(plain, "pipe:2;t:2", "layers:pipe;e:t", schedule, 4)
     check(program, dense)
@@ -120,7 +120,7 @@ def eight() -> tuple[mtf.Model, Any]:
 
 
 @pytest.mark.parametrize("schedule", NAMES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_only_stages_that_lack_layers_are_masked(schedule: str, eight: tuple[mtf.Model, Any]) -> None:
     """Without given numbers, none does; a program with such numbers computes the same."""
     built, alone = eight
@@ -152,6 +152,7 @@ def test_layers_that_do_not_fit_are_refused_with_those_that_do(ends: str, rounds
         assert Interleaved(4, rounds, fits).counts(8).sum() == 8
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", ["dualpipe", "dualpipev"])
 def test_stages_with_neighbours_on_both_sides(schedule: str, eight: tuple[mtf.Model, Any]) -> None:
     """Results wait in rings of several places, and copies of layers are not next to each other."""
@@ -200,6 +201,7 @@ def test_random_layouts(seed: int) -> None:
     check(program, steps(built.lower(mtf.Mesh("one:1"), mtf.Layout()))[:2])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("optimizer", [mtf.Adam(0.1), mtf.Adafactor(0.1)], ids=["adam", "adafactor"])
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved:2"])
 def test_states_of_optimizers_and_checkpoints(

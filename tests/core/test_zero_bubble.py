@@ -64,7 +64,7 @@ CASES: list[tuple[str, str, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("mesh", "layout", "parts", "given"), CASES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_losses_and_variables_are_those_of_one_device(
     mesh: str, layout: str, parts: int, given: dict[str, Any], plain: mtf.Model, dense: Any
 ) -> None:
@@ -161,6 +161,7 @@ def test_planted_faults_are_seen(fault: str, plain: mtf.Model, dense: Any) -> No
         same(steps(verify(broken))[:2], dense)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", ["zb-v", "dualpipe"])
 def test_whole_stages_run_again_before_gradients_of_weights_wait(
     schedule: str, plain: mtf.Model, dense: Any

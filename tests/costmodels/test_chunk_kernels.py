@@ -63,6 +63,7 @@ FORWARD = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("source", "rule", "batch", "length", "heads", "keys", "published"), FORWARD)
 def test_forward_takes_as_long_as_published(
     source: str, rule: str, batch: int, length: int, heads: int, keys: int, published: float
@@ -72,6 +73,7 @@ def test_forward_takes_as_long_as_published(
     assert 1.9 * forward < backward < (3 if rule == "delta" else 4.2) * forward
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("chip", "rule", "batch", "length", "heads", "elements", "published"),
     [

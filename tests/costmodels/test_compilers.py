@@ -109,6 +109,7 @@ def test_profiles_differ_as_they_say() -> None:
     assert joined == {name for name, made in COMPILERS.items() if issubclass(made, Joining)}
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", COMPILERS)
 def test_libraries_keep_the_chunks_of_a_recurrence_in_registers(name: CompilerName) -> None:
     """Where programs call libraries, its arrays cost no memory time, and backward keeps its inputs alone."""

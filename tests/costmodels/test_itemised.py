@@ -67,7 +67,7 @@ def items_of(prices: Pricer, cost: ItemisedCost) -> Counter[Any]:
 
 
 @pytest.mark.parametrize(("name", "hardware"), by_day(itertools.product(EXAMPLES, HARDWARE)))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_an_itemised_cost_adds_up_to_the_lines(name: str, hardware: str) -> None:
     """One store of templates for several layouts, so that what one layout taught the next is tried too."""
     model, machine = EXAMPLES[name](), HARDWARE[hardware]()

@@ -118,6 +118,7 @@ def test_products_of_torch_keep_the_whole_sequence(rules: MemoryRules) -> None:
     assert whole - shards == 2 * 2 * D * BATCH * LENGTH * LAYERS * 3 // 4
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_dropout_keeps_a_byte_of_an_element(layout: str) -> None:
     """Korthikanti et al. 2022, section 4.1: of what is added to the state twice, and of the hidden values."""
@@ -154,6 +155,7 @@ def test_numbers_that_frameworks_give() -> None:
         assert max(there, key=abs) == pytest.approx((other - own) * weights, rel=0.01)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("storage", [None, "zero1", "zero2", "zero3"])
 def test_a_buffer_of_gradients_is_as_large_for_one_microbatch_as_for_two(storage: str | None) -> None:
     """But for the embedding that zero1 gathers, which two microbatches keep."""

@@ -134,6 +134,7 @@ def test_what_hides_a_message_takes_as_long_as_what_it_hides() -> None:
         assert rows[purpose].hidden > 0 and rows[purpose].fits and "nothing" not in rows[purpose].behind
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ["mlp", "mlp in bfloat16", "mixture"])
 def test_the_tables_add_up_when_classes_are_hidden(name: str) -> None:
     fractions = {"gradient": 0.7, "parameter": 0.8, "activation": 0.3, "experts": 0.9}

@@ -36,6 +36,7 @@ def held_by(schedule: str, tied: bool = False) -> dict[str, set[str]]:
     return {name: {end.value for end in work.variables[name]} for name in names}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", ONE_WAY)
 def test_the_first_stage_has_the_embedding_and_the_last_one_the_head(schedule: str) -> None:
     assert held_by(schedule) == {
@@ -128,6 +129,7 @@ def test_the_stage_at_the_other_end_has_the_other_stream() -> None:
     assert not any("vocab" in h.what or "dense_layers" in h.what for h in middle.holdings)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
 def test_layers_before_the_stages_are_kept_and_computed_once(schedule: str) -> None:
     """One program makes them once more for backward; a stage with a program of its own holds what they save

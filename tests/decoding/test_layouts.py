@@ -58,7 +58,7 @@ def check(kind: str, method: str, mesh: str, layout: str) -> Run:
 @pytest.mark.parametrize(
     ("method", "mesh", "layout"), by_day((method, *where) for method in METHODS for where in LAYOUTS)
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_every_layout(method: str, mesh: str, layout: str) -> None:
     check("multi-head", method, mesh, layout)
 
@@ -85,7 +85,7 @@ def test_split_beams(kind: str, mesh: str, layout: str) -> None:
     ],
 )
 @pytest.mark.parametrize("method", by_day(["greedy", "beam search"], first=1))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_every_kind(kind: str, method: str, mesh: str, layout: str) -> None:
     check(kind, method, mesh, layout)
 
@@ -122,6 +122,7 @@ def test_a_ring_that_a_layout_does_not_divide() -> None:
         decoded(METHODS["greedy"], KINDS["window"], "x:2", "memory_length:x")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("method", "kind", "mesh", "layout"),
     [

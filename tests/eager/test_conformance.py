@@ -55,7 +55,7 @@ def conform(sample: Sample, engine: str, unroll: bool = True, number: str = "flo
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=NAMES)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_numpy(sample: Sample) -> None:
     conform(sample, "lockstep")
 

@@ -23,6 +23,6 @@ def replayed(name: str, steps: int = 3) -> Result:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", by_day([n for n in ALL if "," not in n], first=1))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_replay(name: str) -> None:
     check_same(replayed(name), dense(name))

@@ -108,6 +108,7 @@ def test_loops_in_loops(devices):
     assert engine.communication_bytes["a"] > 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_attention_to_keys_on_other_devices(form: str) -> None:
     sizes = {n: mtf.Dim(n, k) for n, k in {"l": 16, "m": 16, "h": 4, "d": 2}.items()}
@@ -183,6 +184,7 @@ def test_same_seed_same_numbers():
     assert runs[0] == runs[1]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", ["", "batch:a", "vocab:b+a;d_ff:b", "vocab:a+b;heads:a", "d_model:a+b"])
 def test_write_then_read(layout):
     program = language_model("a:2;b:2", layout)

@@ -71,6 +71,7 @@ def by_numpy(limit: int) -> dict[str, Any]:
     return found | {"final": h, "stack": np.stack(stack), "alone": PARTS * w, "n": limit, "dw": dw}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("unroll", [True, False], ids=["unrolled", "as one operation"])
 @pytest.mark.parametrize("kind", ["lockstep", "local"])
 @pytest.mark.parametrize("limit", [0, 2, 3])

@@ -94,13 +94,13 @@ BY_TURNS = by_day(TASKS, every=9)
 
 
 @pytest.mark.parametrize(("name", "mesh", "layout"), BY_TURNS)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_layouts(name: str, mesh: str, layout: str) -> None:
     check_same(train(*ALL[name], mesh, layout), dense(name))
 
 
 @pytest.mark.parametrize("name", ["seq2seq, dropout", "moe, dropout", "bert", "reformer, chunks"])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_recompute_and_split_storage(name: str) -> None:
     example, hparams = EXAMPLES[name]
     model = example.model(**hparams)
@@ -116,7 +116,7 @@ def test_recompute_and_split_storage(name: str) -> None:
     ("name", "at"),
     by_day(itertools.product(["seq2seq", "moe", "bert", "reformer, one chunk"], [0, 1]), every=3),
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_microbatches(name: str, at: int) -> None:
     """The renamed batch of the experts is cut with the batch."""
     mesh, layout = COMMON[at]

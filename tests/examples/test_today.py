@@ -170,7 +170,7 @@ BY_TURNS = [
 
 
 @pytest.mark.parametrize(("name", "layout"), BY_TURNS)
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 def test_layouts(name: str, layout: str) -> None:
     check_same(train(CASES[name].example, hparams_of(name), "x:2;y:2", layout, steps=2), dense(name))
 
@@ -189,6 +189,7 @@ def test_images_and_texts_of_other_parts_would_not_meet() -> None:
 SEARCHED = ["vit", "llama", "mamba", "deepseek", "dlrm", "clip", "diffusion"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", by_day(SEARCHED, every=4))
 def test_the_best_layout_is_proven(name: str) -> None:
     case = CASES[name]

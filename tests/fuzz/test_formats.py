@@ -118,7 +118,7 @@ FORMATS: dict[str, Format] = {
 
 @pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_a_damaged_file_is_refused_in_one_line_or_read(name: str, more: bool, tmp_path: Path) -> None:
     cases, whole, read = FORMATS[name]
     path = tmp_path / "file.json"

@@ -35,11 +35,13 @@ TINY = LOSSES["llama"]["config"]
 HEADS = mtf.Dim("heads", 2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", COUNTS)
 def test_parameters_are_those_of_transformers(name: str) -> None:
     assert from_huggingface(COUNTS[name]["config"]).parameters == COUNTS[name]["parameters"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_files_are_built_as_they_are(name: str) -> None:
     """Or the message names what the model has and layoutopt lacks."""
@@ -83,7 +85,7 @@ def taken_apart(weights: dict[str, Any], config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_losses_are_those_of_transformers(name: str) -> None:
     """With the same weights, loaded by the names that checkpoints have."""
     case = LOSSES[name]
@@ -123,7 +125,7 @@ def check_parts(name: str) -> None:
     model.lower(mtf.Mesh("one:1"), mtf.Layout(""), Options(microbatches=2))
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize("name", [n for n in LOSSES if n not in ("siglip", "clip")])  # all pairs
 def test_every_family_takes_microbatches(name: str) -> None:
     check_parts(name)
@@ -144,6 +146,7 @@ def changed(**more: Any) -> dict[str, Any]:
     return {**TINY, **more}
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma3", "jamba", "kimi_linear", "falcon_h1"])
 def test_models_are_the_same_however_a_framework_writes_them(family: str) -> None:
     """Gates at hidden units or results, norms as one operation or in steps, scans in steps or as a kernel,
@@ -211,6 +214,7 @@ def test_the_text_part_of_a_file_is_planned_with_what_the_whole_says() -> None:
 SIZED = [n for n in FORMS if "hidden_size" in class_defaults()["families"][n]]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", SIZED)
 def test_a_file_may_omit_the_sizes_of_its_class(family: str) -> None:
     least: dict[str, Any] = {"model_type": family, "num_hidden_layers": 2}

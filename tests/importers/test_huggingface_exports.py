@@ -73,7 +73,7 @@ def has_modules(config: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("family", sorted({*FORMS} & {*NAMED}))
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 def test_every_family_has_settings_of_its_modules(family: str) -> None:
     config = config_of(family)
     whole = not has_modules(config)

@@ -149,7 +149,7 @@ def trained(config: dict[str, Any]) -> int | None:
 
 
 @pytest.mark.parametrize("family", [n for n in FORMS if n in CONFIG_MAPPING and n not in TOLD])
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 def test_switches_are_read_as_in_transformers_or_refused(family: str) -> None:
     """Of the classes' defaults, with two layers where they allow it."""
     said = CONFIG_MAPPING[family]().to_dict()
@@ -175,7 +175,7 @@ ALSO_CALLED = [
 
 
 @pytest.mark.parametrize(("name", "other", "known"), ALSO_CALLED)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 def test_fields_have_the_other_names_of_transformers(name: str, other: str, known: str) -> None:
     config = CASES[name]
     renamed = {n: v for n, v in config.items() if n not in (other, known)} | {other: config[known]}
@@ -197,7 +197,7 @@ UNSAID = ("deepseek_v2", "dots1", "glm4v_moe_text", "qwen3_omni_moe_text")
 
 
 @pytest.mark.parametrize("family", [n for n in WRITTEN if n not in UNSAID])
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 def test_files_that_transformers_writes_are_built(family: str) -> None:
     """All fields of a class, or those that differ from its defaults; for the class without a head too."""
     made = CONFIG_MAPPING[family]()
@@ -211,7 +211,7 @@ def test_files_that_transformers_writes_are_built(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", [n for n in class_defaults()["renamed"] if n in CASES])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_hyperparameters_have_the_names_of_the_file_too(family: str, tmp_path: Path) -> None:
     known = from_huggingface(CASES[family], length=12).hparams
     names = {

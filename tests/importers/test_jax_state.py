@@ -120,6 +120,7 @@ def flax(layers: int, rate: float) -> tuple[Callable[..., Any], Any, Any]:
     return loss, params, rest
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layers", [1, 2, 4])
 def test_a_network_of_flax_is_evaluated_without_dropout(layers: int) -> None:
     models = []
@@ -183,7 +184,7 @@ class Descent:
 
 @pytest.mark.parametrize("rate", [0.0, 0.5])
 @pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_a_step_of_flax_in_microbatches_counts_its_draws_once(layers: int, rate: float) -> None:
     loss, params, rest = flax(layers, rate)
     model = layoutopt.from_jax(loss, params, BATCH, state=rest, optimizer="sgd")
@@ -208,7 +209,7 @@ KEYS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("role", ["state", "rng"])
 @pytest.mark.parametrize("kind", KEYS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_each_microbatch_draws_its_own_numbers(kind: str, role: str) -> None:
     """One row each: with the same numbers in all, an element would be dropped in all rows or in none."""
     keys, one = KEYS[kind]

@@ -60,6 +60,7 @@ def imported(changed: str) -> Any:
     return layoutopt.from_torch(Mixture(changed).bfloat16(), {"x": x})
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("changed", ["", "bias", "gathered numbers", "most", "backwards", "mirrored"])
 def test_a_sort_is_left_out_where_rows_meet_their_own_experts(changed: str) -> None:
     said = [note for note in imported(changed).origin.notes if "sorted by expert" in note]
@@ -86,6 +87,7 @@ def test_a_token_has_no_more_choices_than_the_module_chooses() -> None:
     assert any("sorted by expert" in note for note in model.origin.notes)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("changed", ["", "shares", "residual", "another name"])
 def test_ranks_have_parts_of_experts_that_add_up_single_rows(changed: str) -> None:
     model = imported(changed)

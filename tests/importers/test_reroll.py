@@ -335,6 +335,7 @@ def test_the_proven_answer_is_that_of_the_scan() -> None:
     assert plans[0].solver.objective == pytest.approx(plans[1].solver.objective, rel=1e-12)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("again", [False, True])
 def test_a_plan_recomputes_layers_as_they_are_written(again: bool) -> None:
     params = jax.tree.map(lambda w: w, {"blocks": blocks()})

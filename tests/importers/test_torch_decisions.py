@@ -211,6 +211,7 @@ def test_what_stays_whole_with_other_dimensions_is_said() -> None:
     assert len(said) == 1 and "d_ff" in said[0].partition(" cannot be split")[0], notes
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("cut", "more"),
     [

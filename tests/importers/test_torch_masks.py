@@ -51,6 +51,7 @@ MASKS = {
 }
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_of_positions_are_no_arrays(name: str) -> None:
     """Trap 1 and 2: an exported program has whole masks where the model says causal or a window."""
@@ -63,7 +64,7 @@ def test_masks_of_positions_are_no_arrays(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "gemma3"])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_masks_of_long_texts_are_no_arrays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those too long for a mask to be computed, as that of 4096 tokens is."""
     monkeypatch.setattr(masks, "LARGEST", 100)
@@ -160,6 +161,7 @@ class Scattered(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", ["", "batch:data"])
 def test_image_features_stay_with_their_examples(layout: str) -> None:
     torch.manual_seed(0)
@@ -171,6 +173,7 @@ def test_image_features_stay_with_their_examples(layout: str) -> None:
     assert any("as many tokens of images" in note for note in model.origin.notes)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_a_mask_of_tokens_combines_no_examples(name: str) -> None:
     """transformers reads it at arrays that count examples and keys; as a lookup that joined both."""
@@ -210,6 +213,7 @@ class Looked(nn.Module):
         return (found * torch.linspace(1, 2, found.numel()).reshape(found.shape) + x.sum()).square().mean()
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", PLACES)
 def test_places_that_are_counted_are_the_right_ones(name: str) -> None:
     assert compared(Looked(PLACES[name]), {"x": torch.randn(2, 3)})[1] < 1e-5

@@ -77,6 +77,7 @@ def saved(module: nn.Module, x: torch.Tensor) -> int:
     return sum(found.values())
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("build", [attention, narrow, convolutions])
 def test_eager_pytorch_keeps_what_autograd_saves(
     build: Callable[[], tuple[nn.Module, torch.Tensor]],
@@ -131,7 +132,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["attention", "between", "added"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(30)
 def test_functions_keep_what_autograd_saves(name: str, form: str, dtype: torch.dtype) -> None:
     """Up to the number of the loop's iterations, and the sums of rows where log_softmax is kept by nobody."""
     module = nn.Sequential(*(Written(form, FUNCTIONS[name]) for _ in range(3))).to(dtype)
@@ -182,7 +183,7 @@ def kept_by_form(activation: str) -> float:
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 def test_every_activation_of_a_configuration_keeps_what_autograd_saves(name: str) -> None:
     """Of transformers' own modules: of one kernel, or written in functions that have one each."""
     activations = pytest.importorskip("transformers.activations")
@@ -229,7 +230,7 @@ MODULES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", MODULES)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(30)
 def test_configured_layers_keep_what_transformers_modules_save(family: str, dtype: str) -> None:
     """What a longer batch keeps more: experts as grouped products, the default of transformers, whose gates
     multiply results, and norms on float32 copies."""

@@ -297,12 +297,13 @@ def of(made: Made) -> float:
     return compared(Applied(made), {"x": torch.randn(4, 6)})[1]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", EQUAL)
 def test_numbers_equal_those_of_pytorch(name: str) -> None:
     assert of(EQUAL[name]) < 1e-5
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("name", AT_PLACES)
 def test_places_are_those_of_pytorch_under_every_split(name: str) -> None:
     torch.manual_seed(0)
@@ -316,6 +317,7 @@ def test_places_are_those_of_pytorch_under_every_split(name: str) -> None:
     assert worst < 1e-5 and split > 1, (model.graph.dims(), split)
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_rule_is_refused_with_its_reason(name: str) -> None:
     made, why = REFUSED[name]
@@ -338,6 +340,7 @@ DRAWN: dict[str, Made] = {
 }
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", DRAWN)
 def test_numbers_that_are_drawn_have_the_same_mean(name: str) -> None:
     made = DRAWN[name]
@@ -358,6 +361,7 @@ class MaskedLoss(nn.Module):
         return self.loss(self.layer(x)[mask], y[mask])
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "loss",
     [

@@ -120,7 +120,7 @@ def work(model: TorchModel, ways: int, layout: str) -> float:
 @pytest.mark.parametrize(
     "name, rows", [*((name, 16) for name in (*LOSSES, "views")), ("text by image", 12), ("text by image", 40)]
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(18)
 def test_data_ranks_have_rows_of_both_towers(name: str, rows: int) -> None:
     """Also where there are as many examples as positions, or as features that are compared."""
     made = views if name == "views" else lambda rows: towers(name, rows)
@@ -146,6 +146,7 @@ def test_one_side_of_pairs_is_the_batch_and_the_other_stays_whole() -> None:
         layoutopt.from_torch(module, batch, names={"other_batch": "batch"})
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
 def test_towers_of_transformers(kind: str) -> None:
     transformers = pytest.importorskip("transformers")

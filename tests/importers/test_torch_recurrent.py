@@ -47,12 +47,14 @@ def made(name: str, rows: int = 4) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return Sequences(KINDS[name]()), {"x": torch.randn(rows, 7, 6), "y": torch.randint(0, 5, (rows, 7))}
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("name", KINDS)
 def test_numbers_equal_those_of_pytorch(name: str) -> None:
     assert compared(*made(name))[1] < 1e-5
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["LSTM", "GRU, both ways"])
 def test_numbers_of_a_split_batch(name: str) -> None:
     module, batch = made(name)
@@ -87,7 +89,7 @@ class Packed(Sequences):
 
 @pytest.mark.parametrize("total", [None, 9])
 @pytest.mark.parametrize("name", [n for n in KINDS if "projections" not in n])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(18)
 def test_packed_sequences_are_those_of_pytorch(name: str, total: int | None) -> None:
     module, batch = made(name)
     batch["lengths"] = torch.tensor([5, 7, 1, 4])
@@ -98,6 +100,7 @@ def test_packed_sequences_are_those_of_pytorch(name: str, total: int | None) -> 
     assert packed.data.shape == (17, 6) and packed.sorted_indices is not None  # PyTorch's own again
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("total", [None, 6])
 def test_sequences_are_padded_to_the_longest(total: int | None) -> None:
     """Or to what the code asks for, though the packed array is longer: losses divide by it."""
@@ -111,6 +114,7 @@ def test_sequences_are_padded_to_the_longest(total: int | None) -> None:
             layoutopt.from_torch(packed, {**batch, "lengths": torch.ones(4).long().to("meta")})
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("form", ["padded", "one line"])
 def test_the_ctc_loss_is_that_of_pytorch(reduction: str, form: str) -> None:

@@ -212,6 +212,7 @@ def test_a_number_of_python_has_no_gradient() -> None:
     assert compared(module, {"x": torch.randn(4, 8)})[1] < 1e-5
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_say_what_to_do(name: str) -> None:
     module, batch, message = REFUSED[name]

@@ -29,7 +29,7 @@ def made(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(8)
 def test_a_script_is_imported_with_its_loss_and_parameters(name: str) -> None:
     module, batch = made(name)
     model = layoutopt.from_torch(module, batch)

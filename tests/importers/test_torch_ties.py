@@ -78,6 +78,7 @@ class Ties(nn.Module):
         return loss
 
 
+@pytest.mark.nightly
 def test_slopes_at_ties_are_those_of_pytorch() -> None:
     _, off = differences(Ties(), {"scale": ONES})
     names = {f"given/{i}": name for i, name in enumerate(TIES)}

@@ -50,6 +50,7 @@ AUTOCASTS = {
 """Place -> the device of torch.autocast, and that of the tensors."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("place", AUTOCASTS)
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_autocast_is_in_the_program(place: str) -> None:
@@ -67,6 +68,7 @@ def test_autocast_is_in_the_program(place: str) -> None:
         assert off == any("around from_torch is off" in note for note in model.notes(mtf.Options()))
 
 
+@pytest.mark.nightly
 def test_a_policy_reads_parameters_in_its_type_and_stores_them_in_theirs() -> None:
     """As FSDP's MixedPrecisionPolicy; a scalar it leaves as it is. The module is as it was."""
     module, batch = llama()
@@ -94,6 +96,7 @@ def test_a_policy_reads_parameters_in_its_type_and_stores_them_in_theirs() -> No
         layoutopt.from_torch(module, batch, param_dtype=torch.int8)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_groups_of_queries_are_found_under_autocast(attention: str) -> None:
     """Its casts lie between the repetition of keys and their reader; rotary positions are outside of it."""

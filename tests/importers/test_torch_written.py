@@ -98,6 +98,7 @@ def drawn(rng: random.Random, module: Any, mesh: Any) -> None:
         module.get_submodule(owner).register_parameter(name, placed)
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.usefixtures("ranks")
 @pytest.mark.parametrize("axes", ["data:2;model:4", "dp:2;fsdp:2;mp:2", "all:8"])
 def test_random_placements_are_held_as_dtensor_holds_them(axes: str) -> None:
@@ -131,6 +132,7 @@ def sharded(over: str = "fsdp", again: bool | None = None, **more: Any) -> Any:
     return fully_shard(module, mesh=data, reshard_after_forward=again)
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.usefixtures("ranks")
 @pytest.mark.parametrize(
     "over, rows, stored",
@@ -274,6 +276,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
 }
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.usefixtures("ranks")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_mapped_is_said(name: str) -> None:
@@ -294,6 +297,7 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("ranks")
 @pytest.mark.parametrize("kind", [Layer, Block])
 def test_norms_that_are_dtensors_are_sequence_parallel(kind: type[Any]) -> None:

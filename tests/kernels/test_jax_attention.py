@@ -109,6 +109,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", by_day(CASES, every=9))
 def test_a_tpu_does_the_same(case: str) -> None:
     a = operands(**CASES[case])

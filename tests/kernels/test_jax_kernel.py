@@ -100,6 +100,7 @@ def test_products_of_eight_bits_are_exact_also_as_a_gpu_has_them() -> None:
         np.testing.assert_allclose(found, want, rtol=1e-6, atol=1e-6 * np.abs(want).max())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("fn", "dtype"), by_day((f, d) for f in UNARY for d in unary_dtypes(f)))
 def test_unary(fn: str, dtype: str) -> None:
     both("unary", fn, sample(dtype, positive=fn in _POSITIVE))
@@ -288,7 +289,7 @@ def first_of_each() -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sample", first_of_each())
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_operation(sample: Sample) -> None:
     built, mesh = Built(sample, "float32"), mtf.Mesh("x:2;y:2")
     tables = list(legal_layouts(built, mesh))
@@ -299,6 +300,7 @@ def test_operation(sample: Sample) -> None:
         check_close(name, got[name], value, 3e-5, f"{sample.name} in JAX under [{program.layout}]")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kernels_of_experts_on_tpus_are_the_products(dtype: str) -> None:
     """An expert without rows, and rows behind the last one's."""

@@ -72,7 +72,7 @@ def reference(kind: layers.Attention, w: dict[str, Any], x: Any, memory: Any, bi
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_kinds(name: str, form: str) -> None:
     kind = replace(KINDS[name], attention=form)
     layouts = [*LAYOUTS, ("x:2;y:2", "group:x;heads:y")] if name == "grouped" else LAYOUTS
@@ -120,6 +120,7 @@ def t5_bucket(relative: Any, bidirectional: bool, buckets: int, furthest: int) -
     return out + np.where(n < exact, n, np.minimum(far, own - 1)).astype(int)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("name", ["plain", "grouped", "one key head"])
 def test_relative_bias(name: str, bidirectional: bool) -> None:

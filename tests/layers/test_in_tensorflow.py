@@ -123,7 +123,7 @@ def losses(build: Build, mesh: str, layout: str, engine: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", by_day(CASES, every=5))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_training(name: str) -> None:
     build, layout = CASES[name]
     one = losses(build, "one:1", "", "lockstep")

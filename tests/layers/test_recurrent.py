@@ -132,6 +132,7 @@ def of_lightning(w: Weights) -> Any:
     return np.einsum("blhv,hvd->bld", y, w["o"])
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("layer", "reference", "more"),
     [

@@ -41,6 +41,7 @@ from tests.marks import by_day
 V3 = load_hardware("tpu-v3")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.one_in(2)
 def test_baselines_of_a_searched_mesh_come_to_what_their_layouts_do(

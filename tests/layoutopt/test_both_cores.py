@@ -161,6 +161,7 @@ def test_what_no_other_process_reads_is_searched_by_one(
     same(plan, alone(monkeypatch, restriction=here))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 def test_a_second_process_that_is_gone_leaves_its_problems_to_the_first(
     name: str, started: Processes, monkeypatch: pytest.MonkeyPatch
@@ -201,6 +202,7 @@ def solved(search: FastestSearch) -> dict[SubproblemKey, tuple[Layout, Options]]
     return {key: (best.layout, best.options) for key, best in found.items()}
 
 
+@pytest.mark.nightly
 def test_a_letter_about_several_problems_tells_the_best_of_each() -> None:
     first, second = deque[Letter](), deque[Letter]()
     one, two = a_search(first, second), a_search(second, first)

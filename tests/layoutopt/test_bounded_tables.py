@@ -90,6 +90,7 @@ def tied(count: int) -> mtf.Model:
 SUMS = {"sum": lambda: summed(4, 8), "chain": lambda: summed(4, 8, True), "tied": lambda: tied(3)}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name, hardware", [("sum", "tpu-v3"), ("chain", "h100"), ("tied", "tpu-v3")])
 def test_cut_tables_add_up(name: str, hardware: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "LOWERED", 0)

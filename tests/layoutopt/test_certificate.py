@@ -147,6 +147,7 @@ FINDS: dict[type[Decision], tuple[Callable[[int], Whole | None], int]] = {
 """Questions in which what a certificate that forgets a kind rules out is not all that is faster."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", by_day(FINDS, every=4))
 def test_a_certificate_that_forgets_a_kind_disagrees_with_enumeration(kind: type[Decision]) -> None:
     asks, seed = FINDS[kind]

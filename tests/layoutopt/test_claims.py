@@ -107,6 +107,7 @@ def counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryConstraints, "_row", more)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("objective", ["time", "memory"])
 def test_memory_rows_above_the_program_of_an_evaluated_layout_prove_nothing(
     monkeypatch: pytest.MonkeyPatch, objective: str

@@ -184,6 +184,7 @@ def test_layouts_with_stages_are_counted_once_for_the_axes_of_stages(monkeypatch
     assert len(counted) == len(once) < len(staged) and all(numbers.values())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("framework", ["megatron", "torch"])
 @pytest.mark.parametrize("mesh", ["pipe:{}", "pipe:{};data:2", "pipe:{};data:2;model:2"])
 @pytest.mark.parametrize("ways", [2, 3])

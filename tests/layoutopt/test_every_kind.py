@@ -135,7 +135,7 @@ def test_a_search_that_is_allowed_everything_decides_every_kind() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_a_kind_that_the_space_forgets_is_found_out(
     kind: type[Decision], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +220,7 @@ def test_a_kind_may_change_every_operation(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("interval", ["30us", "13us"])
 @pytest.mark.parametrize("objective", ["time", "pareto"])
 @pytest.mark.parametrize("seed", by_day([3, 5, 9], every=3, first=1))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_the_best_step_is_the_longer_of_host_and_device(seed: int, objective: str, interval: str) -> None:
     """Under eager PyTorch: the answer is best of all layouts by what `cost` says first, and the bound is the
     longer of the least seconds of the host and of the device, unless no layout takes both."""

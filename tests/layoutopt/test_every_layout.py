@@ -88,6 +88,7 @@ def test_rows_of_a_value_that_several_readers_move() -> None:
 
 
 # Stages with offloaded weights and collective matmul, stages with storage, and replicas.
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", by_day([47, 50, 55]))
 def test_layouts_of_every_kind(seed: int) -> None:
     found = hunt([seed], 1)
@@ -110,7 +111,7 @@ def test_rows_of_a_framework_that_has_a_buffer_of_gradients(framework: str, seed
 
 # Weights of layers at an end that are moved in ticks, and weights on hosts that stages load.
 @pytest.mark.parametrize("framework", framework_names())
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 def test_layouts_of_every_kind_under_a_framework(framework: str) -> None:
     found = hunt([4, 46], 1, framework)
     assert found.layouts and not found.faults

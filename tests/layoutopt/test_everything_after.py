@@ -152,7 +152,7 @@ def usually() -> Callable[[str], Outcome]:
 
 @pytest.mark.parametrize("seconds", [0.0, pytest.param(1.0, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", ASKED)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_a_search_is_never_worse_than_that_of_the_usual(
     name: str, seconds: float, usually: Callable[[str], Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,6 +125,7 @@ def test_most_options_leave() -> None:
     assert left < all_of_them / 4
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("name", "hardware", "parts"),
     by_day(
@@ -157,6 +158,7 @@ def test_no_time_is_said() -> None:
     assert space.bounds.lower() == Bound()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["branching", "loops in loops"])
 def test_what_is_legal_follows_from_dimensions_alone(name: str) -> None:
     model, hardware = EXAMPLES[name](), load_hardware("tpu-v4")

@@ -111,6 +111,7 @@ def test_a_plan_under_a_framework_is_explained_under_it() -> None:
     )
 
 
+@pytest.mark.nightly
 def test_what_a_framework_leaves_is_the_best_of_all_layouts() -> None:
     """With the framework's prices; the share is of the answer's step."""
     built, asked = MODELS["dense"](), {"mesh": "a:2;b:2", "hardware": "h100", "microbatches": "1,2"}
@@ -218,7 +219,7 @@ def of(library: str) -> Any:
 
 
 @pytest.mark.parametrize("name", framework_names())
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_an_answer_says_where_a_framework_runs_another_program(name: str) -> None:
     """A user's program in another library, or where it has models of its own; a family that it lacks."""
     runs = load_framework(name).programs
@@ -237,7 +238,7 @@ def test_an_answer_says_where_a_framework_runs_another_program(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", framework_names())
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_an_answer_says_where_a_framework_multiplies_in_another_type(name: str) -> None:
     """Unless it is told the program's: MaxText and torchtitan take bfloat16."""
     runs = load_framework(name).programs
@@ -261,7 +262,7 @@ def test_a_release_has_models_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "deepspeed", "torch:kernels=fused", "torchtitan", "jax"])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_an_answer_says_where_the_host_takes_longer(name: str) -> None:
     """In eager PyTorch, with few tokens. No answer of a compiled program says so, nor of large kernels."""
     for length, sizes in ((8, {}), (1024, {"d_model": 4096, "d_ff": 16384, "batch": 64, "vocab": 32768})):
@@ -279,6 +280,7 @@ def test_an_answer_says_where_the_host_takes_longer(name: str) -> None:
         assert facts.step(p).startswith(headline if waits else seconds_text(step))
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("build", [transformer_lm.model, moe_lm.model, transformer_seq2seq.model])
 def test_megatron_pads_the_vocabulary(build: Callable[..., mtf.Model]) -> None:
     """Parameters, time and memory are those of a model that was built so, also once gradients are known."""

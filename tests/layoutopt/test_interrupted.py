@@ -21,6 +21,7 @@ def ctrl_c(*_: object, **__: object) -> Any:
     raise KeyboardInterrupt
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("objective", ["time", "memory", "pareto"])
 def test_the_best_so_far_is_kept(objective: str) -> None:
     said = itertools.count()
@@ -37,6 +38,7 @@ def test_the_best_so_far_is_kept(objective: str) -> None:
     assert objective == "memory" or plan.predicted.step_seconds <= min(priced)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("objective", ["time", "memory", "pareto"])
 def test_ctrl_c_again_keeps_the_best_so_far_too(objective: str) -> None:
     told: list[tuple[float, int]] = []

@@ -96,6 +96,7 @@ def distinct(points: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", by_day(range(12), every=6, first=4))
 @pytest.mark.one_in(2)
 def test_of_every_kind_they_are_those_of_an_enumeration(seed: int) -> None:

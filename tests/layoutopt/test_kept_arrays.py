@@ -23,7 +23,7 @@ from tests.marks import by_day
 @pytest.mark.parametrize(
     ("kind", "parts"), by_day([(k, 1 + (n + more) % 2) for n, k in enumerate(KINDS) for more in (0, 1)])
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_tables_and_rows(kind: str, parts: int) -> None:
     stages = ("layout", "zero1", "zero3", "zero3@data")
     asked = {"storage": stages, "recompute": (False, True), "offload": ("weights",)}

@@ -64,6 +64,7 @@ def compared(seed: int, most: int, times: int = 1) -> Iterator[tuple[float, floa
         yield max(found, default=0.0), each.opened(evaluator).relaxed()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", by_day(range(10), every=5))
 def test_no_layout_takes_less_than_its_layers(seed: int) -> None:
     found = [*compared(seed, 1, (1, WIDE)[seed % 2])]
@@ -167,6 +168,7 @@ def heads(seed: int, most: int) -> Iterator[tuple[float, float]]:
         yield max(found, default=0.0), each.opened(evaluator).relaxed()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", by_day(range(36), every=9))
 def test_no_layout_of_a_framework_takes_less_than_its_layers_and_head(seed: int) -> None:
     found = [*heads(seed, 3)]
@@ -180,6 +182,7 @@ def test_a_head_that_the_last_stage_lacks_would_be_found_out(monkeypatch: pytest
     assert any(bound > least for bound, least in heads(0, 2))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "circular:2", "interleaved:2"])
 def test_slots_are_counted_as_in_the_graph_of_the_pipeline(schedule: str) -> None:
     """Where they are counted without it."""
@@ -265,6 +268,7 @@ def test_stages_send_and_add_up_the_gradients_of_their_layers(seed: int) -> None
         assert any(2 * bound > own[what] > 0 for bound, own in most)
 
 
+@pytest.mark.nightly
 def test_whole_gradients_where_storage_scatters_them_would_be_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -104,6 +104,7 @@ def test_a_cut_about_a_transformer_holds_for_others() -> None:
     assert check(search, 1, cuts=8, others=4) > 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", by_day(range(6), every=3, first=2))
 def test_random_models(seed: int) -> None:
     hardware = HARDWARE[seed % len(HARDWARE)]
@@ -176,7 +177,7 @@ HARMLESS = (Recompute,)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 def test_a_kind_that_cuts_forget_is_found_out(kind: type[Decision], monkeypatch: pytest.MonkeyPatch) -> None:
     if kind not in FINDS:  # a problem has one option of it, so cuts may forget it
         assert all(alone(kind, seed) is None for seed in range(2))

@@ -55,6 +55,7 @@ def test_work_that_is_repeated_names_where() -> None:
     assert "feed_forward" in found.message and "attention" in found.message
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("schedule", "compiler", "repeats"), [
     ("1f1b", "xla-gpu", True), ("1f1b", "launched", False), ("1f1b", "eager", False),
     ("interleaved:2", "launched", False), ("gpipe", "launched", False),
@@ -128,6 +129,7 @@ STEPS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", by_day(STEPS))
 @pytest.mark.one_in(2)
 def test_nothing_contradicts_the_best_layout(name: str) -> None:
@@ -163,7 +165,7 @@ def test_changes_of_time_have_no_sign(after: float, said: str) -> None:
     assert step_change(after, 1.0) == said
 
 
-@pytest.mark.one_in(48)
+@pytest.mark.one_in(288)
 @pytest.mark.parametrize("name", [n for n in LOSSES if n != "qwen3_next"])
 def test_an_idle_axis_of_any_family(name: str) -> None:
     check_idle(name)
@@ -183,6 +185,7 @@ def test_an_idle_axis_of_a_family_whose_layers_have_loops() -> None:
     check_idle("qwen3_next")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("framework", ["layoutopt", "torchtitan", "megatron"])
 def test_splits_that_are_proposed_save_as_said_and_can_be_expressed(framework: str) -> None:
     model, mesh, hardware = mixture(), Mesh("data:4"), load_hardware("h100", framework)

@@ -178,6 +178,7 @@ def with_its_own_gradient() -> mtf.Model:
     return mtf.Model(mtf.reduce_mean(x * y), name="own")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("make", [lambda: random_model(0), with_its_own_gradient])
 @pytest.mark.parametrize("hardware", ["tpu-v4", "cpu-local"])
 def test_nothing_is_remembered_of_a_graph_that_is_gone(make: Callable[[], mtf.Model], hardware: str) -> None:

@@ -32,6 +32,7 @@ def one(layout: str, hardware: str = "h100") -> tuple[mtf.Mesh, str]:
     return mesh, str(found)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("layout", "shape", "becomes"),
     [

@@ -86,6 +86,7 @@ def test_many_layouts_are_legal_with_fewer(first: int) -> None:
 PARTS = (1, 4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_what_is_an_option_with_more_is_one_with_fewer(kind: type[Decision]) -> None:
     """Also each value alone: what bounds an option is that option with fewer."""
@@ -140,6 +141,7 @@ BY_RANK = {
 """(batch, devices) -> the numbers that a search considers by default."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("batch", "devices"), BY_RANK)
 def test_the_usual_numbers_follow_what_a_rank_has(batch: int, devices: int) -> None:
     model, on = mlp(batch=batch, hidden=8, layers=1), {"hardware": "tpu-v3", "allow": "usual"}

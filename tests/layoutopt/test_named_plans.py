@@ -101,6 +101,7 @@ def every_plan(
     return points
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("label", by_day([*LABELS, "data + tensor parallel"]))
 def test_the_best_of_a_name_is_what_enumeration_finds(label: str) -> None:
     model, mesh = MODELS["two layers"](), mtf.Mesh("x:2;y:2")

@@ -73,7 +73,7 @@ def allowed(question: Question, storage: dict[str, str], recompute: list[str]) -
 
 
 @pytest.mark.parametrize("seed", by_day(range(24), every=8))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_random_models(seed: int) -> None:
     check(seed, 40)
 
@@ -93,6 +93,7 @@ def test_both_solvers_agree() -> None:
     solvers_agree("mlp", "data:2;model:2", 1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",

@@ -170,7 +170,7 @@ APART = [
 
 
 @pytest.mark.parametrize(("compiler", "case"), by_day(APART, every=13))
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 def test_tables_and_rows_of_stages_with_programs_of_their_own(compiler: CompilerName, case: int) -> None:
     name, mesh, parts, _, axes, more = (CASES + ORDERED)[case]
     compare(built(name), mesh, parts, "h100", axes, 8, compiler=compiler, tight=0.75, **more)

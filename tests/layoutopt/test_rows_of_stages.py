@@ -41,6 +41,7 @@ SPACE = SearchSpace(
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("policy", (frozenset(), frozenset({Recomputed("layers")})))
 def test_rows_of_stages_with_experts(policy: Policies) -> None:
     """The part of a stack that a stage has lies in its memory, also where storage makes that a copy."""

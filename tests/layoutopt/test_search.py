@@ -55,6 +55,7 @@ def test_pins_are_honoured(model: mtf.Model) -> None:
 PINNED = ("batch:rows", "batch:rows;hidden_1:columns", "batch:rows+columns", "hidden_1:x;batch:y;hidden:z")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("pins", PINNED)
 def test_pins_name_axes_of_a_searched_mesh(model: mtf.Model, pins: str) -> None:
     """The best of all meshes of 8 devices that have the axes, which keep their names."""

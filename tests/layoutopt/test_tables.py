@@ -94,13 +94,13 @@ def compare_whole(seed: int, count: int) -> int:
 
 
 @pytest.mark.parametrize("seed", [2, 5, 184])  # 184: a peak before backward, of layers that run again
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_tables_of_every_kind(seed: int) -> None:
     assert compare_whole(seed, 4)
 
 
 @pytest.mark.parametrize(("recipe", "parts"), by_day(itertools.product(RECIPES, [1, 2]), first=1))
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_experts_in_float8(recipe: str, parts: int) -> None:
     """In which weights are made in eight bits by each pass, and gradients have operands of their own."""
     sizes = SMALL | {"layers": 2, "kv_heads": 2, "gated": True, "positions": "rotary"}
@@ -129,12 +129,13 @@ def compare_prices(
 
 
 @pytest.mark.parametrize(("name", "parts"), crossed([1, 2], every=4))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_examples(name: str, parts: int) -> None:
     mesh = mtf.Mesh("data:2;model:2" if parts == 1 else "x:4")
     compare(EXAMPLES[name](), mesh, parts, load_hardware("tpu-v3"), seed=parts, count=5)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("parts", by_day([1, 2]))
 def test_storage_over_some_axes(parts: int) -> None:
     allowed = {"storage": ("layout", "zero2@pod", "zero3", "hybrid"), "near": ("data",)}
@@ -182,7 +183,7 @@ IN_CHUNKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("sizes", IN_CHUNKS)
 @pytest.mark.parametrize("chunks", [(), ("heads",), ("d_ff",), ("d_ff", "heads")])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_what_chunks_hold_is_counted_once(sizes: str, chunks: tuple[str, ...]) -> None:
     """Products of one gather run side by side, after all that does not wait for them: no row has what others
     added up so far besides their results, what is not there yet, or what is gone."""
@@ -221,7 +222,7 @@ def test_examples_on_more_axes_and_hardware(name: str, hardware: str) -> None:
 
 @pytest.mark.parametrize("hardware", by_day(["tpu-v4", "a100", "cpu-local"], every=3, first=1))
 @pytest.mark.parametrize("name", PASSING)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_what_is_passed_on_without_work(name: str, hardware: str) -> None:
     parts = 2 if hardware == "a100" else 1
     compare(PASSING[name](), mtf.Mesh("x:2;y:2"), parts, load_hardware(hardware), seed=3, count=5)
@@ -354,6 +355,7 @@ SHARED: dict[str, tuple[Callable[[], mtf.Model], str, mtf.Options]] = {
 """What several operations share, or none needs: model, layout and options that show it."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SHARED)
 def test_what_operations_share_is_counted_once(name: str) -> None:
     build, layout, options = SHARED[name]
@@ -369,7 +371,7 @@ EXCHANGED = ("experts:x;heads:y;d_ff:y", "experts:x;heads:y", "experts:x+y;heads
 
 @pytest.mark.parametrize("rules", EXCHANGED)
 @pytest.mark.parametrize("there", [(), ("length",), ("length", "expert_length"), ("expert_length",)])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_what_experts_exchange_in_parts(rules: str, there: tuple[str, ...]) -> None:
     model, mesh, hardware = experts(**SMALL), mtf.Mesh("x:2;y:2"), load_hardware("h100")
     layout = mtf.Layout(";".join(["batch:x", rules, *(f"{dim}@elsewhere:y" for dim in there)]))

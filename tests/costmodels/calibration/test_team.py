@@ -104,6 +104,7 @@ def test_a_profile_says_how_devices_are_dealt_out(tmp_path: Path) -> None:
     assert "devices_per_process" not in alone["topology"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("device", "kind"), [("/GPU:0", "gpu"), ("cuda:0", "gpu"), ("TPU_0(process=0,(0,0,0,0))", "tpu")]
 )
