@@ -5,8 +5,8 @@ sequence  other dimensions of inputs that no trained variable has (length, heigh
 weights   dimensions of trained variables that are neither: split, they make tensor parallelism. If there are
           others, not those that an operation needs whole (the size of a head) or that inputs have (an image's
           pixels): nobody splits them
-inner     those of the weights over which a product of activations with a weight sums, and that layers do not
-          carry on (d_ff, heads; neither vocab nor d_model); all of the weights if there are none
+inner     those of the weights over which a product of activations with a weight sums, and that layers neither
+          carry on nor are given (d_ff, heads; not vocab, d_model); all of the weights if there are none
 experts   those of the weights that never stand beside the batch, but under another name do: tokens are sent
           to them
 """
@@ -83,14 +83,22 @@ def _parallelism(model: Model, graph: Graph) -> Parallelism:
 
 def _summed(model: Model, rows: set[str]) -> set[str]:
     """Dimensions over which products of weights with what has rows sum on the way to the loss, but those that
-    layers carry on."""
-    found, graph = set[str](), model.graph
-    for node, _ in graph.walk():
-        if node.op.kind in PRODUCTS and node.outputs[0] < model.loss.id:  # gradients come after it
-            shapes = [{*graph.tensor(t).shape.names} for t in node.inputs]
-            sums = {*node.op.roles(*(graph.tensor(t).type for t in node.inputs)).reduced}
-            found.update(*(sums & shape for shape in shapes if not shape & rows))
-    return found - {n for b in graph.blocks for t in b.carry_in for n in graph.tensor(t).shape.names}
+    layers carry on, and those that layers are given and do not make, as the width of a text or of a time."""
+    found, given, graph = set[str](), set[str](), model.graph
+    for outer in graph.blocks[0].nodes:
+        nodes = [outer, *(inner for inner, _ in outer.body.walk())] if outer.body else [outer]
+        made, summed = set[str](), set[str]()
+        for node in nodes:
+            if node.op.kind in PRODUCTS and node.outputs[0] < model.loss.id:  # gradients come after it
+                shapes = [{*graph.tensor(t).shape.names} for t in node.inputs]
+                sums = {*node.op.roles(*(graph.tensor(t).type for t in node.inputs)).reduced}
+                summed.update(*(sums & shape for shape in shapes if not shape & rows))
+                made.update(*(shape - sums for shape in shapes if not shape & rows))
+        read = {t for node in nodes[1:] for t in node.inputs}.difference(*(n.outputs for n in nodes[1:]))
+        shapes = [{*graph.tensor(t).shape.names} for t in read]
+        given.update(*((summed - made) & shape for shape in shapes if shape & rows))
+        found |= summed
+    return found - given - {n for b in graph.blocks for t in b.carry_in for n in graph.tensor(t).shape.names}
 
 
 def looped(graph: Graph) -> frozenset[str]:

@@ -18,7 +18,7 @@ from mesh_tf_core.ops.reduce import names_of, reduce_mean
 
 @dataclass(frozen=True)
 class _Norm(AlongWhole, Reduction, abstract=True):
-    """Of mean and variance along some dimensions."""
+    """Mean and variance along some dimensions."""
 
     dim: tuple[str, ...]
     epsilon: float

@@ -15,7 +15,7 @@ from layoutopt.frameworks import says
 from layoutopt.frameworks.torch import StartedSchedules
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.microbatches import Microbatches
-from layoutopt.space.restriction import NO_ROLES
+from layoutopt.space.restriction import NO_ROLES, DimRoles, Role
 from layoutopt.space.schedule import ScheduleDecision
 from layoutopt.space.splits import domains
 from layoutopt.space.stages import StageSplit, ways
@@ -448,3 +448,38 @@ def test_parts_that_a_function_keeps_are_cut_with_the_module() -> None:
     own.mlp["up"] = torch.nn.Linear(8, 16)
     own.mlp["down"] = torch.nn.Linear(16, 8)
     assert own(torch.ones(4, 8)).ndim == 0 and module.mlp["up"].out_features == 32
+
+
+class Conditioned(torch.nn.Module):
+    """Layers that are given a condition, as those of a diffusion transformer, and a result that is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linear = torch.nn.Linear
+        self.first, self.second = linear(6, 20), linear(20, 12)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.ModuleList((linear(12, 16), linear(16, 32), linear(32, 16))) for _ in range(3)
+        )
+        self.last = linear(12, 32)
+
+    def forward(self, x: Any, given: Any) -> Any:
+        given = self.second(self.first(given).relu())
+        for shift, up, down in self.blocks:
+            x = x + down(up(x + shift(given)[:, None]).relu())
+        shift, scale = self.last(given).chunk(2, -1)
+        return (x * scale[:, None] + shift[:, None]).square().mean()
+
+
+def test_widths_that_layers_are_given_are_those_of_no_layer() -> None:
+    """They stay whole beside split layers, as d_model does; and so does what code cuts by another name."""
+    batch = {"x": torch.randn(8, 4, 16), "given": torch.randn(8, 6)}
+    model = layoutopt.from_torch(Conditioned(), batch)
+    (own,) = model.origin.parameters["blocks/0/1/weight"].axes[0]
+    (given,) = model.origin.parameters["second/weight"].axes[0]
+    parts = model.origin.parameters["last/weight"].axes[0][0]
+    about = DimRoles.of(model)
+    assert own in about.named[Role.INNER] and given not in about.named[Role.INNER]
+    asked = {"mesh": "data:2;model:2", "hardware": "h100", "pins": f"{own}:model", "alternatives": False}
+    found = layoutopt.search(model, **asked)
+    assert found.layout.axes(own) == ("model",) and not found.layout.axes(given)
+    assert not found.layout.axes(parts)

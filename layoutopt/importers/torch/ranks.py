@@ -24,6 +24,7 @@ from mesh_tf_core.lower.storage import BACKWARD, GRADIENT, SPLIT, STAGES, read_s
 PIPE, REPLICATE, SHARD, EXPERTS, TENSOR = "pipe", "replicate", "shard", "experts", "tensor"
 """The axes of the mesh by use."""
 DATA = (REPLICATE, SHARD)
+Dtypes = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class PlanRanks:
     parameters: Mapping[str, ArrayAxes]
     layers: Collection[str] = ()
     choices: Collection[str] = ()
-    types: tuple[str, str, str] = ("", "", "")
+    types: Dtypes = ("", "", "")
 
     @cached_property
     def pipe(self) -> Axes:

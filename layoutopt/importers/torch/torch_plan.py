@@ -17,7 +17,7 @@ from layoutopt.importers.torch.calls import batch_path, called, copied, torch_mo
 from layoutopt.importers.torch.capture import loss_of
 from layoutopt.importers.torch.parallelize import by_use, parallelized, same_everywhere
 from layoutopt.importers.torch.pipeline import Pipeline, part_of, stage_numbers
-from layoutopt.importers.torch.ranks import DATA, EXPERTS, PIPE, TENSOR, PlanRanks
+from layoutopt.importers.torch.ranks import DATA, EXPERTS, PIPE, TENSOR, Dtypes, PlanRanks
 from layoutopt.importers.torch.styles import StyleFlow
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout
@@ -278,22 +278,16 @@ class TorchPlan:
     """A plan for a PyTorch module.
 
     Args:
-      styles: of the module.
+      of, flow: of the module.
       types: as `PlanRanks` has them.
     """
 
     def __init__(
-        self,
-        model: ImportedModel,
-        styles: StyleFlow,
-        mesh: Mesh,
-        layout: Layout,
-        options: Options,
-        types: tuple[str, str, str] = ("", "", ""),
+        self, of: ImportedModel, flow: StyleFlow, mesh: Mesh, layout: Layout, options: Options, types: Dtypes
     ) -> None:
-        self.model, self.styles = model, styles
-        layers, experts = {stack.dim for stack in styles.stacks}, frozenset(styles.experts.values())
-        self.ranks = PlanRanks(mesh, layout, options, styles.parameters, layers, experts, types)
+        self.model, self.styles = of, flow
+        layers, experts = {stack.dim for stack in flow.stacks}, frozenset(flow.experts.values())
+        self.ranks = PlanRanks(mesh, layout, options, flow.parameters, layers, experts, types)
         self._mesh: Any = None
 
     def placements(self) -> dict[str, list[Any]]:

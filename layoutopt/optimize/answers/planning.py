@@ -225,16 +225,12 @@ class _Proof:
             self.proven, self.searched = False, NO_SHARE
 
     def look(
-        self,
-        request: Request,
-        best: EvaluatedLayout,
-        subproblem: Subproblem,
-        others: Sequence[EvaluatedLayout],
+        self, request: Request, best: EvaluatedLayout, subproblem: Subproblem, rest: Sequence[EvaluatedLayout]
     ) -> None:
-        """Finds it out; `others`: layouts on the same mesh, to compare."""
+        """Finds it out; `rest`: layouts on the same mesh, to compare."""
         if not self.proven or request.late:
             self.share = share_bound(request, best.mesh)
-        self.tables = tables = summed(request, best, subproblem, others)
+        self.tables = tables = summed(request, best, subproblem, rest)
         if self.proven and not tables.dearer:
             tables = compared(request, best, subproblem, tables)
         if tables.dearer:
