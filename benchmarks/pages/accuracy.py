@@ -92,9 +92,9 @@ and with those that were learnt; *as told* is the error that `learn` prints. Row
 under `layoutopt`, whose constants were fitted to other software.
 
 Three numbers of `learn` (the least gain of one more constant and of all, and how little few runs move one)
-were chosen on draws from most of these tables, so they are shown at their best. Rows of a table that differ in options
-of their framework or in settings of the chip count as one machine here, with the constants of the first;
-`learn` refuses such runs. At most 40 rows of a table have a part.
+were chosen on draws from most of these tables, so they are shown at their best. Rows of a table that differ
+in options of their framework or in settings of the chip count as one machine here, with the constants of the
+first; `learn` refuses such runs. At most 40 rows of a table have a part.
 """
 KIND = """\
 ## By kind of run
