@@ -97,10 +97,6 @@ def _but_nan(m: Equations, v: Type, a: Operand, b: Operand, prim: str) -> Operan
     return m.select(isnan[0], b, found, v.dtype)
 
 
-def _comparison(prim: str) -> AtenRule:
-    return lambda m, v, a, b: m.binary(prim, a, b, wider(a, b), "bool")
-
-
 def wider(*given: Scalar) -> str:
     """The element type in which operands are compared; a number takes that of the arrays."""
     dtypes = [x.dtype for x in given if isinstance(x, Var | CapturedArray)]
@@ -112,7 +108,8 @@ def wider(*given: Scalar) -> str:
 
 TABLE |= {name: _unary(prim) for name, prim in _UNARY.items()}
 TABLE |= {name: _binary(prim) for name, prim in _BINARY.items()}
-TABLE |= {name: _comparison(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    TABLE[_name] = lambda m, v, a, b, prim=_name: m.binary(prim, a, b, wider(a, b), "bool")
 formulas(
     {
         "floor_divide": lambda m, v, a, b: _divided(m, v, a, b, "floor"),

@@ -331,10 +331,6 @@ def _indexed(shape: tuple[int, ...], x: KnownArray, ids: Sequence[KnownArray | N
     return _known(x.array[tuple(i.array for i in ids if i is not None)], shape)
 
 
-def _same(shape: tuple[int, ...], x: Any, *args: Any, **more: Any) -> Shadow | None:
-    return x if isinstance(x, KnownArray | Holds) and x.shape == shape else None
-
-
 def _along(function: Callable[..., Any]) -> Follow:
     def rule(shape: tuple[int, ...], x: KnownArray, dim: int = -1, **more: Any) -> Shadow | None:
         own = np.repeat(x.array, x.shape[dim] if x.array.shape[dim] == 1 else 1, dim)
@@ -381,5 +377,8 @@ _RULES: Mapping[str, Follow] = {
     "index": _indexed,
     "cumsum": _along(np.cumsum),
     "diff": _diff,
-    **dict.fromkeys(("to", "clone", "contiguous", "alias", "detach", "lift_fresh_copy", "_to_copy"), _same),
+    **dict.fromkeys(
+        ("to", "clone", "contiguous", "alias", "detach", "lift_fresh_copy", "_to_copy"),
+        lambda shape, x, *_, **__: x if isinstance(x, KnownArray | Holds) and x.shape == shape else None,
+    ),
 }
