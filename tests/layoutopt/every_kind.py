@@ -125,7 +125,9 @@ OPENED: dict[type[Decision], Opens] = {
     },
     CollectiveMatmul: lambda rng, _: {"collective_matmul": rng.choice([("f",), ("d",), ("f", "d")])},
     Microbatches: lambda rng, _: {"microbatches": rng.choice([(1, 2), (1, 2), (2, 4)])},
-    Rarely: lambda rng, _: {"diloco": mtf.DiLoCo("sites", rng.choice([2, 4]), fragments=rng.choice([1, 2]))},
+    Rarely: lambda rng, model: {
+        "diloco": mtf.DiLoCo("sites", rng.choice([2, 4]), fragments=_fragments(rng.choice([1, 2]), model))
+    },
 }
 """What to allow so that a kind is decided."""
 APART = (Rarely,)
@@ -133,6 +135,12 @@ APART = (Rarely,)
 OF_PROBLEMS = (StageSplit, ScheduleDecision, Microbatches)
 """Those with one option in each problem."""
 RARE = 6
+
+
+def _fragments(wanted: int, model: mtf.Model) -> int:
+    """So many, or one where they do not divide the layers of a stack."""
+    layers = (v.shape.sizes[0] for v in model.graph.variables.values() if v.stacked)
+    return 1 if any(n >= wanted and n % wanted for n in layers) else wanted
 
 
 def opened(rng: random.Random, model: mtf.Model, rarely: bool = False) -> SearchSpace:
