@@ -25,6 +25,7 @@ from layoutopt.optimize.evaluation.evaluator import Evaluator, evaluate
 from layoutopt.optimize.problems.bounds import SLACK, BoundSource, ProvenBounds
 from layoutopt.optimize.problems.subproblems import Subproblem, SubproblemKey, listed, related, subproblems
 from layoutopt.optimize.proof import layer_bounds
+from layoutopt.optimize.proof.fixing import option_costs
 from layoutopt.optimize.proof.layer_bounds import STORED, LayerBounds
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.kind import Target
@@ -94,7 +95,17 @@ def first_runs(seed: int, most: int) -> Iterator[tuple[float, float]]:
     for each in every:
         LayerBounds(evaluator).prove(each, 1e9)
         found = [b.value for b in each.bounds.proven if b.source is BoundSource.FIRST_RUNS]
-        yield max(found, default=0.0), each.opened(evaluator).relaxed()
+        yield max(found, default=0.0), (least := each.opened(evaluator).relaxed())
+        yield from excluded(evaluator, each, 1.01 * least)
+
+
+def excluded(evaluator: Evaluator, of: Subproblem, enough: float) -> Iterator[tuple[float, float]]:
+    """What first runs say that options take which no layout as fast has, and what they take by the tables."""
+    plain = replace(of, bounds=ProvenBounds())
+    LayerBounds(evaluator).prove(plain, enough)
+    costs = option_costs(of.opened(evaluator), of.decided, 1e9) or {}
+    for name, found in plain.bounds.costs.items():
+        yield from ((low, costs[name][o]) for o, low in found.items() if o in costs.get(name, {}))
 
 
 def test_first_runs_show_no_more_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +124,23 @@ def test_first_runs_show_no_more_than_was_asked_for(monkeypatch: pytest.MonkeyPa
 def test_no_recomputation_takes_less_than_the_first_runs(seed: int) -> None:
     found = [*first_runs(seed, 2)]
     assert any(bound for bound, _ in found) and all(bound <= least * (1 + SLACK) for bound, least in found)
+
+
+def test_excluding_what_first_runs_leave_would_be_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LayerBounds, "_bound", lambda *_: 0.0)
+    evaluator, (each,) = recomputing(5, 1)
+    enough = 1.01 * each.opened(evaluator).relaxed()
+    left = [*excluded(evaluator, each, enough)]
+    assert left and all(low <= least * (1 + SLACK) for low, least in left)
+    own = layer_bounds.removed
+    monkeypatch.setattr(
+        layer_bounds,
+        "removed",
+        lambda draft, asked, known: (
+            own(draft, asked, known) | {n: dict.fromkeys(asked.options[n], known) for n in asked.of(Split)}
+        ),
+    )
+    assert any(low > least for low, least in excluded(evaluator, each, enough))
 
 
 @pytest.mark.nightly

@@ -228,10 +228,10 @@ class Subproblem:
             self.bounds.prove(max(known, default=0.0), BoundSource.PIECES)
 
     def narrowed(self, seconds: float, evaluator: Evaluator) -> Subproblem | None:
-        """The same with options of layouts that take at most `seconds`, by the results for fewer
+        """The same with options of layouts that take at most `seconds`, by what is known of it and of fewer
         microbatches; None if there are none. Up to `seconds`, its bounds hold for this one."""
         options, most = dict(self.decided.options), seconds * (1 + SLACK)
-        for other in self.fewer if evaluator.prices(self.mesh).pieces_cost_more else ():
+        for other in (self, *(self.fewer if evaluator.prices(self.mesh).pieces_cost_more else ())):
             for name in (costs := other.bounds.costs).keys() & set(self.decided.free):
                 options[name] = tuple(o for o in options[name] if costs[name].get(o, 0.0) <= most)
         return replace(self, given=self.decided.within(options)) if all(options.values()) else None

@@ -32,7 +32,11 @@ from layoutopt.solver import eliminate
 from layoutopt.solver.elimination import marginals, rows_below
 from layoutopt.solver.form import Floats
 from layoutopt.space.decisions import Decisions
+from layoutopt.space.kind import Choice
 from layoutopt.space.recompute import Recompute
+from layoutopt.space.sequence_parallel import Elsewhere
+from layoutopt.space.splits import Split
+from layoutopt.space.storage import Storage
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import AT, Layout
 from mesh_tf_core.lower import Options
@@ -41,6 +45,8 @@ FIRST, MORE = 40, 0.3
 """Entries before options are looked at: at first, and as a part of those that there are."""
 LITTLE = 0.01
 """Least part of a cluster's seconds that count for the order of tables."""
+KNOWN = 1e-3
+"""Least part of all seconds with which it is worth knowing what a cluster computes at least."""
 PROPOSED = 0.5
 """Share of the estimated seconds in complete tables from which their best choices are evaluated."""
 
@@ -186,9 +192,25 @@ def option_costs(search: SubproblemSearch, asked: Decisions, known: float) -> Op
     return every
 
 
+def removed(draft: Draft, asked: Decisions, known: float) -> OptionCosts:
+    """The splits and storage that `fix_options` removed, with seconds that no layout with them takes less
+    than."""
+    more, left = math.nextafter(known * (1 + SLACK), math.inf), draft.decided.options
+    names = (n for kind in (Split, Elsewhere, Storage) for n in asked.of(kind) if n in left)
+    return {n: dict.fromkeys([o for o in asked.options[n] if o not in left[n]], more) for n in names}
+
+
 def fill(weights: ClusterWeights, draft: Draft) -> ClusterWeights:
-    """The weights of clusters by their id, including those of a draft."""
-    weights.update({id(c): _weight(draft, c) for c in draft.left if id(c) not in weights})
+    """The weights of clusters by their id, including those of a draft; what clusters with few of its seconds
+    compute stays unknown, as its entries would take most of the time."""
+    new = [c for c in draft.left if id(c) not in weights]
+    for cluster in new:
+        entry = draft.entry(cluster, _plain(draft, cluster))
+        weights[id(cluster)] = Weight(0.0 if entry is None else cluster.multiplicity * entry.seconds, 0.0)
+    least = KNOWN * sum(weights[id(c)].seconds for c in draft.left)
+    for cluster in new if draft.pricer.pieces_cost_more else ():
+        if (seconds := weights[id(cluster)].seconds) > least:
+            weights[id(cluster)] = Weight(seconds, _computed(draft, cluster))
     return weights
 
 
@@ -200,23 +222,22 @@ def _under(draft: Draft, choices: Sequence[int]) -> dict[int, float]:
     return {id(c): c.multiplicity * e.seconds for c, e in every if e is not None}
 
 
-def _weight(draft: Draft, cluster: OpCluster) -> Weight:
-    decided, tabler = draft.decided, draft.tabler_of(cluster)
-    plain = {n: options[0] for n in cluster.decisions if (options := decided.options.get(n))}
-    plain |= {n: () for n in cluster.dims if n not in decided.stages}
-    entry = draft.entry(cluster, plain)
-    if entry is None:
-        return Weight(0.0, 0.0)
-    seconds = cluster.multiplicity * entry.seconds
-    if not draft.pricer.pieces_cost_more:
-        return Weight(seconds, 0.0)
+def _plain(draft: Draft, cluster: OpCluster) -> dict[str, Choice]:
+    """The choices under which nothing of a cluster is split."""
+    plain = {n: options[0] for n in cluster.decisions if (options := draft.decided.options.get(n))}
+    return plain | {n: () for n in cluster.dims if n not in draft.decided.stages}
+
+
+def _computed(draft: Draft, cluster: OpCluster) -> float:
+    """`Weight.computed` of a cluster that is legal without splits."""
+    decided, tabler, plain = draft.decided, draft.tabler_of(cluster), _plain(draft, cluster)
     # How variables are stored, and what loops save, changes what is computed.
     switches = [n for n in cluster.switches if cluster.saves or n not in decided.of(Recompute)]
     every = itertools.product(*(decided.options.get(n, ((),)) for n in switches))
     chosen = [plain | dict(zip(switches, choices, strict=True)) for choices in every]
     entries = ((each, draft.entry(cluster, each)) for each in chosen)
     computed = [tabler.computed(cluster, entry, each) for each, entry in entries if entry is not None]
-    return Weight(seconds, cluster.multiplicity * min(computed))
+    return cluster.multiplicity * min(computed)
 
 
 def _ways(cluster: OpCluster, draft: Draft) -> int:

@@ -43,9 +43,9 @@ from layoutopt.formulation.extract import Draft
 from layoutopt.formulation.makers import OpCluster
 from layoutopt.formulation.tables import Entry, Table
 from layoutopt.optimize.evaluation.evaluator import Evaluator
-from layoutopt.optimize.problems.bounds import BoundSource
+from layoutopt.optimize.problems.bounds import BoundSource, OptionCosts
 from layoutopt.optimize.problems.subproblems import Subproblem, SubproblemKey, beside
-from layoutopt.optimize.proof.fixing import fix_options
+from layoutopt.optimize.proof.fixing import fix_options, removed
 from layoutopt.solver import eliminate
 from layoutopt.space.degrees import Degrees
 from layoutopt.space.kind import Choice
@@ -112,7 +112,7 @@ class LayerBounds:
         self._layers: dict[tuple[Mesh, int, str, Axes], _Layers | None] = {}
         self._slots: dict[str, SlotsByProgram] = {}
         self._seconds: dict[tuple[Mesh, int, str, Axes, tuple[float, ...], float], float] = {}
-        self._first: dict[SubproblemKey, float] = {}
+        self._first: dict[SubproblemKey, tuple[float, OptionCosts]] = {}
 
     def prove(self, subproblem: Subproblem, enough: float, shortly: bool = False) -> None:
         """Proves the bound of a problem by its layers, from the tables of as few microbatches as show that
@@ -138,13 +138,19 @@ class LayerBounds:
             return
         first = replace(subproblem, key=key, space=subproblem.space.but(again=frozenset()))
         if key not in self._first:
-            self._first[key] = 0.0
+            self._first[key] = 0.0, {}
             with suppress(UserError):  # such stages may be refused without recomputation
                 asked = self.evaluator.model, key.mesh, first.unrestricted, self.evaluator.prices(key.mesh)
                 bound = fix_options(draft := FirstRuns(*asked), enough, lambda *_: math.inf)
-                self._first[key] = 0.0 if draft.unsplit else min(bound, enough)
-        if (bound := min(self._first[key], enough)) and exactly:
-            bound *= self._kept(subproblem, first)
+                if not draft.unsplit:
+                    self._first[key] = min(bound, enough), removed(draft, first.unrestricted, enough)
+        bound, costs = self._first[key]
+        bound = min(bound, enough)
+        if exactly and (bound or costs):
+            bound *= (kept := self._kept(subproblem, first))
+            costs = costs if kept == 1 else {}
+        # A layout takes no less than the first runs under its splits and storage, if nothing else is chosen.
+        subproblem.bounds.costs = subproblem.bounds.costs or costs
         subproblem.bounds.prove(bound, BoundSource.FIRST_RUNS)
 
     def _unknown(self, of: Subproblem, shortly: bool) -> bool:
