@@ -64,8 +64,7 @@ FusionUnit: TypeAlias = "Instr | Group | VariableCast"
 def fused(program: Program, fuses: Fuses = Fuses.ALL) -> Fused:
     """The kernels of a program."""
     found = _Fuser(program, fuses)
-    items: list[tuple[Instr | FusedKernel, float]] = []
-    inner: set[int] = set()
+    items, inner = list[tuple[Instr | FusedKernel, float]](), set[int]()
     for item, times in found.run():
         made: Sequence[Instr | FusedKernel] = (item,) if isinstance(item, Instr) else ()
         if isinstance(item, VariableCast):
@@ -128,8 +127,7 @@ class _Fuser:
     def __init__(self, program: Program, fuses: Fuses) -> None:
         self.program, self.compiled = program, fuses is Fuses.ALL
         self.context = GroupContext(program, fuses)
-        self.items: list[tuple[FusionUnit, float]] = []
-        self.casts: dict[int, int] = {}
+        self.items, self.casts = list[tuple[FusionUnit, float]](), dict[int, int]()
         loops = () if self.compiled else program.every(Loop)
         self.terms = frozenset(term for loop in loops for term in cast_terms(program, loop))
         self.tables = frozenset[int]() if self.compiled else made_of_positions(program.outline)

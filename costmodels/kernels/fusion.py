@@ -117,12 +117,8 @@ class _Groups:
         self.blocks = [graph.blocks[0], *(n.body for n in self.nodes if n.body is not None)]
         self.same: dict[int, int] = {}
         self.repeated = repeated(graph)
-        self.group: dict[int, int] = {}
-        self.fuses: set[int] = set()
-        self.names: dict[int, frozenset[str]] = {}
-        self.before: dict[int, set[int]] = {}
-        self.first: dict[int, int] = {}
-        self.last: dict[int, int] = {}
+        self.group, self.fuses, self.names = dict[int, int](), set[int](), dict[int, frozenset[str]]()
+        self.before, self.first, self.last = dict[int, set[int]](), dict[int, int](), dict[int, int]()
         self.operands: dict[int, frozenset[int]] = {}
         self.stored = stored_tensors(graph)
         self.remade = {} if self.calls else self._remade()
@@ -309,8 +305,7 @@ class _Groups:
     # -- what leaves a group ---------------------------------------------------------------------------------
 
     def _leaving(self) -> tuple[frozenset[int], frozenset[int]]:
-        leaving: set[int] = set()
-        again: set[int] = set()
+        leaving, again = set[int](), set[int]()
         for node in self.nodes:
             leaving.update(self._read_by(node))
         for block in self.blocks:

@@ -92,8 +92,7 @@ class Group:
 
     def __init__(self, context: GroupContext, again: bool) -> None:
         self.context = context
-        self.instrs: list[Local] = []
-        self.roles: list[str] = []
+        self.instrs, self.roles = list[Local](), list[str]()
         self.casts: Mapping[int, int] = {}
         fusion = context.fusion
         self.leaving = fusion.again if again else fusion.leaving
@@ -126,9 +125,7 @@ class Group:
         """The key that determines the group's kernels: the operations, their connections, and their needed
         results; of the values, only the types of the shards."""
         context = self.context
-        number: dict[int, int] = {}
-        after: dict[int, Hashable] = {}
-        made: set[int] = set()
+        number, after, made = dict[int, int](), dict[int, Hashable](), set[int]()
 
         def called(value: int) -> int:
             return number.setdefault(value, len(number))
@@ -173,8 +170,7 @@ class Group:
         widths = self._widths
         types = {v: local(v) for v in widths}
         bytes: dict[OperandKey, int] = {v: types[v].shape.size * width for v, width in widths.items()}
-        flops: list[float] = []
-        elements: list[int] = []
+        flops, elements = list[float](), list[int]()
         for instr, kind, found in zip(self.instrs, self.roles, parts, strict=True):
             if not found:
                 values = (*instr.inputs, *instr.outputs)
@@ -217,11 +213,8 @@ class Group:
     def _partitioned(self, parts: Sequence[Sequence[ExpandedOperation]]) -> Partition:
         """Its steps in their kernels, rules (1) and (2)."""
         context = self.context
-        steps: list[KernelStep] = []
-        made: set[OperandKey] = set()
-        within: set[OperandKey] = set()
-        statistics: set[OperandKey] = set()
-        ready: dict[OperandKey, int] = {}
+        steps, made, within = list[KernelStep](), set[OperandKey](), set[OperandKey]()
+        statistics, ready = set[OperandKey](), dict[OperandKey, int]()
 
         def first(key: OperandKey) -> int:
             """The first kernel of the group that may compute with a value."""

@@ -128,8 +128,7 @@ def parts_of(op: Op, types: tuple[TensorType, ...]) -> tuple[ExpandedOperation, 
     result."""
     whole = expansion(op, types)
     type = dict(zip(whole.operands, types, strict=True))
-    same: dict[int, int] = {}
-    found: list[ExpandedOperation] = []
+    same, found = dict[int, int](), list[ExpandedOperation]()
     wide = {name for t in types for name in t.shape.names}
     for node, plan in whole.nodes:
         given = tuple(type[i] for i in node.inputs)

@@ -70,8 +70,7 @@ class _Builder:
     def signature(self, nodes: list[Node]) -> Hashable:
         """Equal for clusters with the same operations on the same types, connected and repeated alike."""
         inside = {node.index for node in nodes}
-        position: dict[int, int] = {}
-        parts: list[Hashable] = []
+        position, parts = dict[int, int](), list[Hashable]()
         runs = dict.fromkeys(run for node in nodes for run in self.runs.runs.get(node.index, ()))
         read_then = {run: self.runs.early(nodes, run) for run in runs}
         for node in nodes:
@@ -216,8 +215,7 @@ class _Builder:
         for node in nodes:
             for run in self.runs.runs.get(node.index, ()):
                 numbers[run].append(node.index)
-        different: dict[Subgraph, Subgraph] = {}
-        found: dict[Policies, tuple[Subgraph, ...]] = {}
+        different, found = dict[Subgraph, Subgraph](), dict[Policies, tuple[Subgraph, ...]]()
         for run, own in numbers.items():
             second = Subgraph(
                 frozenset(own),
@@ -235,9 +233,7 @@ class _Builder:
         self, inside: Set[int]
     ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], dict[str, str]]:
         """`given`, `left` and `follows` of the cluster of some nodes."""
-        given: dict[str, tuple[int, ...]] = {}
-        left: dict[str, tuple[int, ...]] = {}
-        follows: dict[str, str] = {}
+        given, left, follows = dict[str, tuple[int, ...]](), dict[str, tuple[int, ...]](), dict[str, str]()
         for node in sorted(self.dependencies.cut):
             name, operands = PendingSum.prefix + str(node), self.dependencies.additions[node]
             makers = {t: self.graph.producer[t].index for t in operands}
@@ -254,8 +250,7 @@ class _Builder:
     def _dims(
         self, nodes: list[Node], subgraph: Subgraph
     ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[str, ...], ...]]:
-        types: dict[TensorType, None] = {}
-        switches: dict[str, None] = {}
+        types, switches = dict[TensorType, None](), dict[str, None]()
         for node in nodes:
             switches.update(dict.fromkeys(self._switches(node)))
             for i in (*node.inputs, *made_by(node, self.graph)):

@@ -175,8 +175,7 @@ class Draft:
         self.tabler = self.context.tabler(mesh, pricer, padded, apart)
         self._met = {id(cluster): each for each in self.meetings for cluster in each.clusters}
         self.left = [*self.context.clusters, *(c for each in self.meetings for c in each.clusters)]
-        self.tables: list[Table] = []
-        self.unsplit: list[str] = []
+        self.tables, self.unsplit = list[Table](), list[str]()
 
     def bound(self, cluster: OpCluster) -> None:
         """Leaves a cluster's smallest dimensions whole, then its other decisions plain, until its table is

@@ -149,8 +149,7 @@ class Namings:
 
     def __init__(self, pricer: Pricer) -> None:
         self.pricer = pricer
-        self._known: dict[tuple[str, ...], Naming] = {}
-        self._pricers: dict[Hashable, Pricer] = {}
+        self._known, self._pricers = dict[tuple[str, ...], Naming](), dict[Hashable, Pricer]()
 
     def of(self, splits: Iterable[Axes]) -> Naming:
         """Numbers axes in the given order, then the others."""

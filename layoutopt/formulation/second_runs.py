@@ -50,10 +50,8 @@ class SecondRuns:
         own = (b for b in self.graph.blocks if has_backward(b, self.graph))
         self.loops = {b.id: name for b in own if (name := loop_name(b, self.graph))}
         self.nests = self._nested()
-        self.runs: dict[int, tuple[SecondRun, ...]] = {}
-        self.switches: dict[int, tuple[str, ...]] = {}
-        self.kept: dict[int, tuple[Policies, ...]] = {}
-        self.again: dict[SecondRun, set[int]] = {}
+        self.runs, self.switches = dict[int, tuple[SecondRun, ...]](), dict[int, tuple[str, ...]]()
+        self.kept, self.again = dict[int, tuple[Policies, ...]](), dict[SecondRun, set[int]]()
         self.idle: dict[Policies, set[int]] = {}
         self._loops = [node for node in dependencies.live if node.body is not None and node.body.saved]
         self._makers = {t: node.index for t, node in self.graph.producer.items()}

@@ -57,8 +57,7 @@ class SharedContext:
     ) -> None:
         step = structure.step_of(model)
         self.model, self.structure, self.graph = model, structure, step.graph
-        self._programs: dict[RunsAgain, Program] = {}
-        self._tablers: list[Tabler] = []
+        self._programs, self._tablers = dict[RunsAgain, Program](), list[Tabler]()
         self._points: dict[tuple[RunsAgain, MemoryRules], list[ProgramPoints]] = {}
         self.cut = cut
         self._more: dict[frozenset[int], SharedContext] = {}

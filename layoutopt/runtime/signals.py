@@ -68,8 +68,7 @@ class _State:
     def __init__(self) -> None:
         self.number: int | None = None
         self.at = self.done = -math.inf
-        self.told: list[Callable[[], None]] = []
-        self.leaves: list[Callable[[], None]] = []
+        self.told, self.leaves = list[Callable[[], None]](), list[Callable[[], None]]()
         self.undone: list[Callable[[], object]] = []
         self.working = 0
         self.waits = self.again = self.ends = False

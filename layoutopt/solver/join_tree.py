@@ -240,8 +240,7 @@ def grow(
         for v in relation.scope:
             named[v].add(number)
     apart = [all(len(live[i].scope) == 1 for i in found) for found in named]
-    weights: dict[int, int] = {}
-    buckets: list[Bucket] = []
+    weights, buckets = dict[int, int](), list[Bucket]()
     left, exact = set(range(len(sizes))), True
     while left:
         for v in left - weights.keys():

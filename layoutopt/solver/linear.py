@@ -109,8 +109,7 @@ class LinearProgram:
 
     def resource(self, row: ResourceRow) -> Constraint:
         """(5) for one row."""
-        columns: list[Ints] = []
-        coefficients: list[Floats] = []
+        columns, coefficients = list[Ints](), list[Floats]()
         limit = row.limit
         for entry in row.entries:
             if len(entry.scope) == 0:
@@ -168,8 +167,7 @@ class _LinearBuilder:
         self.problem = problem
         self.offsets = offsets
         self.constant = problem.constant
-        self.homes: dict[frozenset[int], Scope] = {}
-        self.tables: dict[Scope, list[tuple[Scope, CostTable]]] = {}
+        self.homes, self.tables = dict[frozenset[int], Scope](), dict[Scope, list[tuple[Scope, CostTable]]]()
 
     def place(self, scopes: Iterable[Scope]) -> tuple[JointColumns, ...]:
         """One joint per maximal scope (larger scopes absorb the scopes inside them)."""
@@ -177,8 +175,7 @@ class _LinearBuilder:
             {frozenset(scope): scope for scope in scopes if len(scope) > 1}.items(),
             key=lambda item: (-len(item[0]), sorted(item[0])),
         )
-        wide: dict[int, list[frozenset[int]]] = {}
-        chosen: list[Scope] = []
+        wide, chosen = dict[int, list[frozenset[int]]](), list[Scope]()
         for members, scope in wanted:
             around = next((big for big in wide.get(scope[0], ()) if members <= big), None)
             if around is not None:
@@ -267,9 +264,7 @@ def _lookup(table: CostTable, scope: Scope, joint: JointColumns, missing: float)
 
 def _marginals(problem: Problem, offsets: Ints, joints: Sequence[JointColumns]) -> tuple[Ints, Ints, Ints]:
     """(2) as triplets (row, column, +1 or -1) of equalities with right side 0."""
-    rows: list[Ints] = []
-    columns: list[Ints] = []
-    signs: list[Ints] = []
+    rows, columns, signs = list[Ints](), list[Ints](), list[Ints]()
     count = 0
     for joint in joints:
         for axis, index in enumerate(joint.scope):

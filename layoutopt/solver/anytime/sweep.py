@@ -102,8 +102,7 @@ class EliminationOrder:
                 border.append((number, b, False))
         children: list[list[int]] = [[] for _ in order]
         level = [0] * len(order)
-        steps: list[EliminationStep] = []
-        alike: dict[tuple[int, tuple[object, ...]], list[EliminationStep]] = {}
+        steps, alike = list[EliminationStep](), dict[tuple[int, tuple[object, ...]], list[EliminationStep]]()
         for k, v in enumerate(order):
             others = tuple(sorted(scopes[k], key=position.__getitem__, reverse=True))
             tables = sorted((others.index(u), number, second) for u, number, second in pairs[k])
@@ -123,8 +122,7 @@ class EliminationOrder:
         self._border(border)
 
     def _batch(self, alike: dict[tuple[int, tuple[object, ...]], list[EliminationStep]]) -> None:
-        begins: dict[int, int] = {}
-        self.batches: list[StepBatch] = []
+        begins, self.batches = dict[int, int](), list[StepBatch]()
         self.numbers = 0
         for level_and_kind in sorted(alike, key=lambda found: found[0]):
             steps = alike[level_and_kind]
@@ -222,8 +220,7 @@ def _order(
     heap = [(volume[v] + noise[v], v) for v in range(count) if near[v]]
     heapq.heapify(heap)
     gone = [False] * count
-    order: list[int] = []
-    held: list[int] = []
+    order, held = list[int](), list[int]()
 
     def refresh(v: int) -> None:
         volume[v] = logs[v] + sum(logs[u] for u in near[v])

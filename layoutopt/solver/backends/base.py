@@ -63,8 +63,7 @@ class Solver(Protocol):
 def interruptible(work: Callable[[], WorkResult], stop: Callable[[], None]) -> WorkResult:
     """Runs `work` in a thread, so that Python receives Ctrl-C and the clock can end it; calls `stop` if it is
     ended. Raises exceptions of `work`; its thread is abandoned if it does not stop."""
-    results: list[WorkResult] = []
-    errors: list[BaseException] = []
+    results, errors = list[WorkResult](), list[BaseException]()
     done = threading.Event()
 
     def run() -> None:

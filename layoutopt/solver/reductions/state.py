@@ -47,13 +47,10 @@ class ReductionState:
         self.unary: list[Floats] = [np.zeros(size) for size in problem.sizes]
         self.pairs: list[dict[int, Floats]] = [{} for _ in range(count)]
         self.use: list[dict[PairKey, Floats]] = [{} for _ in range(count)]
-        self.fixed_use: dict[PairKey, float] = {}
-        self.wide: dict[int, tuple[Scope, CostTable]] = {}
-        self.wide_rows: dict[int, tuple[int, Scope, CostTable]] = {}
-        self.locked: dict[int, set[int]] = {}
+        self.fixed_use, self.wide = dict[PairKey, float](), dict[int, tuple[Scope, CostTable]]()
+        self.wide_rows, self.locked = dict[int, tuple[int, Scope, CostTable]](), dict[int, set[int]]()
         self.dirty: dict[int, None] = dict.fromkeys(range(count))
-        self.back: list[RestoreStep] = []
-        self.forth: list[RestoreStep] = []
+        self.back, self.forth = list[RestoreStep](), list[RestoreStep]()
         for term in problem.terms:
             self._add_term(term)
         for number, row in enumerate(problem.rows):
