@@ -109,11 +109,7 @@ COARSE = {
 
 
 def profile(
-    team: Team,
-    found: CalibrationFit,
-    measurements: Sequence[Mapping[str, Any]],
-    noise: ClockNoise,
-    quick: bool,
+    team: Team, fit: CalibrationFit, measurements: Sequence[Mapping[str, Any]], noise: ClockNoise, quick: bool
 ) -> dict[str, Any]:
     """The content of a hardware file (format layoutopt-hardware/1)."""
     content, mesh = preset_content(BASE), team.mesh
@@ -121,7 +117,7 @@ def profile(
     source = f"measured by calibration on this machine, mesh {mesh}"
     if team.processes > 1:
         source += f" over {team.processes} processes"
-    curves = dict(found.curves)
+    curves = dict(fit.curves)
     for name, like in {**PREFIXES, **COARSE}.items():
         if like in curves and name not in curves:
             curves[name] = curves[like]
@@ -140,7 +136,7 @@ def profile(
         for name, f in curves.items()
     ] + [
         _constant(n, s, mesh.devices, source, date)
-        for n, s in (("kernel.step", found.step), ("kernel.store", found.store))
+        for n, s in (("kernel.step", fit.step), ("kernel.store", fit.store))
     ]
     content["collective_curves"] = [
         {
@@ -150,10 +146,10 @@ def profile(
             "processes": over,
             "devices": mesh.devices,
         }
-        for (n, over), f in found.collectives
+        for (n, over), f in fit.collectives
     ]
-    _chip(content["chip"], found, team, source, date)
-    least = min((f.curve.points[0][1] for _, f in found.collectives), default=0.0)
+    _chip(content["chip"], fit, team, source, date)
+    least = min((f.curve.points[0][1] for _, f in fit.collectives), default=0.0)
     content["topology"]["latency"] = _number(least, "s", source, date)
     if team.devices_per_process is not None:
         each = _number(team.devices_per_process, "count", source, date)
@@ -174,16 +170,16 @@ def profile(
         "fit": {
             "method": METHOD,
             "quick": quick,
-            "held_out_error": held_out(found),
-            "held_out": found.held_out,
-            "uncertainty": {name: f.uncertainty for name, f in found.curves.items()},
+            "held_out_error": held_out(fit),
+            "held_out": fit.held_out,
+            "uncertainty": {name: f.uncertainty for name, f in fit.curves.items()},
         },
         "measurements": [dict(m) for m in measurements],
         "base": BASE,
     }
     content["notes"] = [
         f"{noise.words}.",
-        f"Median error on held-out operations, which had no part in the fit: {held_out(found):.1%}.",
+        f"Median error on held-out operations, which had no part in the fit: {held_out(fit):.1%}.",
     ]
     return content
 
