@@ -166,7 +166,7 @@ class ProofStatus(StrEnum):
     INFEASIBLE = "INFEASIBLE"
     """It does not fit, and its search proved that none does."""
     UNDECIDED = "UNDECIDED"
-    """Of the usual layouts, none that fits was found, and that none does is not proven."""
+    """No usual layout that fits was found, and that none fits is not proven."""
 
 
 class SolverInfo(Data):

@@ -123,7 +123,7 @@ class Timer:
 
     @property
     def goes_on(self) -> bool:
-        """Whether there is time for layouts of all kinds."""
+        """True if there is time for layouts of all kinds."""
         return self.usual and (self._beyond.left or 0.0) > LEAST
 
     def everything(self, timing: Timing, share: float) -> Timing:
