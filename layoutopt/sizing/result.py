@@ -191,6 +191,11 @@ def result_of(answering: Answering, best: SizeRow) -> SizeResult:
     )
 
 
+def _is_usual(row: SizeRow) -> bool:
+    """True if only the usual layouts of a row were searched."""
+    return row.timing.usual and row.timing.plan is not None and row.timing.plan.data.usual is None
+
+
 def _notes(answering: Answering, best: SizeRow, answer: SizedCandidate, batch: float) -> Sequence[str]:
     """What readers of the answer should know."""
     question = answering.question
@@ -252,7 +257,7 @@ def _notes(answering: Answering, best: SizeRow, answer: SizedCandidate, batch: f
             "because even without communication time they would be worse than another candidate in loss, "
             "days or cost and better in none of the three; to search them too, use --every"
         )
-    if narrow := sum(row.timing.usual for row in answering.rows):
+    if narrow := sum(_is_usual(row) for row in answering.rows):
         notes.append(
             f"{narrow} of {len(answering.rows)} rows are the best of the usual layouts, and others, such as "
             "pipelines, may be faster; a longer --time-limit searches them too"

@@ -90,6 +90,8 @@ class Timer:
     def __init__(self, max_axes: int, clock: Clock, allowed: Mapping[str, Any] | None = None) -> None:
         self.max_axes, self.clock, self.allowed, self.share = max_axes, clock, dict(allowed or {}), 1.0
         self.usual = not (allow.unsaid() or "allow" in self.allowed)
+        # Within a limit each search goes on to everything: it may find no usual layout in its part.
+        self._words = allow.unsaid() or (allow.USUAL if clock.limit is None else ())
         self._whole, self._beyond = clock, Clock(0.0)
         if self.usual and clock.limit is not None:
             self.clock = Clock(USUAL_SHARE * clock.limit, clock.start)
@@ -156,7 +158,7 @@ class Timer:
                 memory=machine.limit,
                 max_axes=self.max_axes,
                 alternatives=False,
-                **{"time_limit": part, "allow": allow.unsaid() or allow.USUAL, **self.allowed, **more},
+                **{"time_limit": part, "allow": self._words, **self.allowed, **more},
             )
         except InfeasibleError as error:
             return Timing(candidate, machine, devices, math.inf, reason=str(error))

@@ -99,7 +99,8 @@ def _usual(usual: SolverInfo, solver: SolverInfo, shown: Callable[[float], str])
     nothing = "nothing" + " so far" * (not solver.proven)
     what = "further kinds save" if usual.proven else "searching on saves"  # a usual one may be better
     gained = f"{shown(saved)} ({percent(saved / usual.objective)})" if saved > 0 else nothing
-    return f"{shown(usual.objective)} is the best of {among}{gap}; {what} {gained}"
+    best = "is the best" if usual.proven else "is the best found"
+    return f"{shown(usual.objective)} {best} of {among}{gap}; {what} {gained}"
 
 
 def left(plan: PlanFile) -> list[tuple[str, str]]:

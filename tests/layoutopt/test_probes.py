@@ -124,6 +124,15 @@ def test_recipes_come_first_where_no_named_layout_fits() -> None:
     assert not none
 
 
+def test_ranks_without_work_of_their_own_do_not_make_a_family_slow() -> None:
+    """Where the batch does not split over all devices, a family is priced on meshes with idle stages."""
+    costs = probes(question(whole()))[1].costs
+    apart = costs.of(Recipe(Mesh("axis0:12"), ()), "zero1")
+    idle = costs.of(Recipe(Mesh("axis0:3;axis1:4"), ("axis0",)), "zero1")
+    assert apart and idle and idle.stages == 3
+    assert idle.ideal(18) == pytest.approx(apart.ideal(18), rel=0.2)
+
+
 def test_no_recipe_is_slower_than_what_is_known() -> None:
     assert fastest(probes(question(whole()))[1], 1e-6) is None
 

@@ -56,8 +56,8 @@ LEAST = 0.8
 """Least seconds with experts apart as a multiple of those without splits."""
 FIRST = 4
 """Families that are looked at before the first price, and then one for each price, while a guess is near."""
-LARGE = 0.125
-"""Part of all memory that the variables of a large model fill."""
+LARGE, VERY_LARGE = 1 / 64, 1 / 8
+"""Parts of all memory that the variables of a large model fill, and of one that may fit by no name."""
 PROBED_SHARE = 0.5
 """Part of the time for everything in which recipes are priced."""
 BASES = 3
@@ -298,23 +298,30 @@ class Probes:
 
 
 def first_recipes(question: SearchQuestion, start: WarmStart) -> Iterator[EvaluatedLayout]:
-    """Recipes before any search, each faster than the one before: of everything, and of large models that fit
-    by no name, as all their usual layouts may be too large, which takes long to prove."""
-    request = start.request
-    if question.everything or _fits_by_no_name(question, start):
-        wide = request.wider(question.spaces[-1]) if question.spaces[1:] else request
+    """Recipes before any search, each faster than the one before: of everything, and of large models, whose
+    usual layouts take long to search. If nothing else is searched after these, only where none fits by name."""
+    large, very_large = (_is_large(question, share) for share in (LARGE, VERY_LARGE))
+    wider = bool(question.spaces[1:])
+    if question.everything or (wider and large) or (very_large and _fits_by_no_name(question, start)):
+        wide = question.request.wider(question.spaces[-1]) if wider else question.request
         known = Incumbents(wide, question.renames)
         for each in priced_recipes(question, known):
             yield each
             known.add(each)
 
 
-def _fits_by_no_name(question: SearchQuestion, start: WarmStart) -> bool:
-    """Whether variables fill much of all memory, and no named layout fits in the smallest pieces."""
-    request = start.request.like(on_better=None)  # not an answer yet
+def _is_large(question: SearchQuestion, share: float) -> bool:
+    """True if variables fill a share of all memory."""
+    request = question.request
     size = sum(v.bytes for v in request.model.graph.variables.values())
+    return size >= share * request.limit * question.shapes[0].devices
+
+
+def _fits_by_no_name(question: SearchQuestion, start: WarmStart) -> bool:
+    """True if no named layout fits in the smallest pieces."""
+    request = start.request.like(on_better=None)  # not an answer yet
     leanest = next((each for each in start.leanest_first() if not each.refused), None)
-    if leanest is None or size < LARGE * request.limit * leanest.mesh.devices:
+    if leanest is None:
         return False
     named = Incumbents(request, question.renames)
     named.know(start)

@@ -63,7 +63,8 @@ class FamilyCost(NamedTuple):
     """The costs of recipes that differ in stages alone, with one kind of storage.
 
     Attributes:
-      most: examples of a rank without stages.
+      most: examples of a rank.
+      stages: ranks that all compute them in these prices, and would share the layers as stages.
       ends: parts with microbatches of one example, and of all of them.
       bytes: the peak with microbatches of one example, if all layers are recomputed.
       saved: bytes of a layer that is not recomputed, for an example of a microbatch.
@@ -73,6 +74,7 @@ class FamilyCost(NamedTuple):
     """
 
     most: float
+    stages: int
     ends: tuple[StepParts, StepParts]
     bytes: float
     saved: float
@@ -82,7 +84,8 @@ class FamilyCost(NamedTuple):
 
     def ideal(self, layers: int) -> float:
         """Seconds of a step without recomputation, waiting stages and messages about variables."""
-        return min(each._replace(gradients=0.0).seconds(layers, self.most) for each in self.ends)
+        whole = min(each._replace(gradients=0.0).seconds(layers, self.most) for each in self.ends)
+        return whole / self.stages
 
     def parts(self, each: int) -> StepParts:
         """Those with so many examples in a microbatch."""
@@ -152,7 +155,7 @@ class FamilyCosts:
                 slower, less = found.seconds - plain.seconds, plain.peak - found.peak
                 self.kinds[keep] = RecomputedShare(slower / (layers * more or 1.0), less / layers / saved)
         self.keeps = () if saved else self.keeps
-        return FamilyCost(most, ends, size, saved, carried, slope, held)
+        return FamilyCost(most, base.ways, ends, size, saved, carried, slope, held)
 
     def _parts(self, plain: EvaluatedLayout, examples: int, again: float) -> StepParts:
         """The parts of a step in which the axes of stages do nothing."""
