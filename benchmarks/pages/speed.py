@@ -29,8 +29,8 @@ PLAIN = """\
 ## Plain searches
 
 Each search has no option about its space, so it covers everything, and `--time-limit {limit:.0f}` (in CPU
-seconds, on one core). The hardware is {hardware}; language models have 512 sequences of 4,096 tokens. {proven}
-of the {rows} searches ended with a proof; the others show the gap.
+seconds, on one core). The hardware is {hardware}; language models have 512 sequences of 4,096 tokens.
+{proven} of the {rows} searches ended with a proof; the others show the gap.
 """
 CONTEST = """\
 ## The contest of ASPLOS 2025 on intra-operator parallelism

@@ -299,7 +299,7 @@ class Probes:
 
 def first_recipes(question: SearchQuestion, start: WarmStart) -> Iterator[EvaluatedLayout]:
     """Recipes before any search, each faster than the one before: of everything, and of large models, whose
-    usual layouts take long to search. If nothing else is searched after these, only where none fits by name."""
+    usual layouts take long to search. If only these are searched, it is where none fits by name."""
     large, very_large = (_is_large(question, share) for share in (LARGE, VERY_LARGE))
     wider = bool(question.spaces[1:])
     if question.everything or (wider and large) or (very_large and _fits_by_no_name(question, start)):
