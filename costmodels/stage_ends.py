@@ -227,8 +227,7 @@ def stage_shares(graph: Outline) -> Mapping[StageEnd, Mapping[tuple[str, int], f
     layers = np.ones(of.stages)
     if numbers is not None:
         layers = of.order.of_stages(numbers.layers).sum(axis=1) / numbers.place.size
-    every = range(of.stages)
-    flying, waiting = np.array([of.held_apart(stage) for stage in every]).T
+    flying, waiting = np.array([of.held_apart(stage) for stage in range(of.stages)]).T
     ring = of.ring(StageAction.BACKWARD) if KINDS[of.kind].split else 0
 
     def shares(stage: int, late: bool = False) -> dict[tuple[str, int], float]:

@@ -136,8 +136,7 @@ def target_seconds(out: CalibrationFit, probe: Probe, m: Measurement) -> float:
     """Equation (2)."""
     whole = repeat(out, probe, m)
     own = next(c for c in reversed(probe.calls) if f"{c.op_class}.".startswith(f"kernel.{probe.target}."))
-    others = [c for c in probe.calls if c is not own]
-    seconds = whole - out.seconds(others)
+    seconds = whole - out.seconds([c for c in probe.calls if c is not own])
     if own.final and (fresh := out.curves.get("kernel.fresh")) is not None:
         seconds -= fresh.curve(own.made)
     cheapest = out.curves.get("kernel.unary")

@@ -202,8 +202,7 @@ class Tally(WithoutLibraryKernels, PairwiseEinsum):
         return self._note("take.rows" if rows else "take.elements", shape, table.dtype, found, ids)
 
     def segment_sum(self, x: Piece, ids: Piece, n: int, most: bool = False) -> Piece:
-        rows = x.shape[len(ids.shape) :]
-        return self._note("segment_sum", (n, *rows), x.dtype, x, ids)
+        return self._note("segment_sum", (n, *x.shape[len(ids.shape) :]), x.dtype, x, ids)
 
     def together(self, fn: Callable[..., Piece], *xs: Piece) -> Piece:
         """One pass over the result."""

@@ -127,6 +127,7 @@ class _Fuser:
     def __init__(self, program: Program, fuses: Fuses) -> None:
         self.program, self.compiled = program, fuses is Fuses.ALL
         self.context = GroupContext(program, fuses)
+        self.context.producer.update((o, move) for move in program.beside for o in move.outputs)
         self.items, self.casts = list[tuple[FusionUnit, float]](), dict[int, int]()
         loops = () if self.compiled else program.every(Loop)
         self.terms = frozenset(term for loop in loops for term in cast_terms(program, loop))

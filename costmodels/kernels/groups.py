@@ -203,8 +203,7 @@ class Group:
         padded: list[float] = []
         rest = iter(elements)
         for instr, steps in zip(self.instrs, parts, strict=True):
-            values = (*instr.inputs, *instr.outputs)
-            most = max(values, key=lambda v: types[v].shape.size)
+            most = max((*instr.inputs, *instr.outputs), key=lambda v: types[v].shape.size)
             more = found.get(most, 1.0)
             padded += [next(rest) * more for _ in steps or (instr,)]
             found.update(dict.fromkeys(((instr.outputs[0], p.output) for p in steps), more))

@@ -332,8 +332,7 @@ def _shared_memory(topology: SharedMemory, kind: str, size: float, route: Route)
     elif kind == "all_to_all":
         seconds = (n - 1) * latency + switch_all_to_all(n, size, level.rate)
     else:
-        rounds = ROUNDS[kind]
-        seconds = rounds * ring_gather(n, size, level.rate, latency)
+        seconds = ROUNDS[kind] * ring_gather(n, size, level.rate, latency)
     words = f"{amount(size)} over {n} at {_rate(level.rate)} + {latency * 1e6:g} us per step"
     return CollectiveCost(seconds, "copies", words)
 

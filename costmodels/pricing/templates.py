@@ -163,7 +163,8 @@ def structural_key(program: Program) -> tuple[Hashable, list[Collective]]:
         return type(instr), instr.inputs, instr.outputs, *about
 
     values = tuple([(v.tensor, v.shape, v.dtype) for v in program.values])
-    return (block(program.code), values, tuple(program.results.values())), sent
+    beside = tuple([(move.inputs, move.outputs) for move in program.beside])
+    return (block(program.code), values, tuple(program.results.values()), beside), sent
 
 
 def _described(unit: Unit) -> tuple[Hashable, Sequence[int]]:

@@ -152,8 +152,7 @@ class HostLink:
                     of_way.setdefault(way, np.zeros(len(table.entries)))[i] += seconds
                     runs.update({way: often} if often else {})
             for way, found in of_way.items():
-                values = np.rint(WHOLE * found)
-                table_of = Sparse(self.index.listed(table), values)
+                table_of = Sparse(self.index.listed(table), np.rint(WHOLE * found))
                 entries[way].append(RowTerm(self.index.scope(table.names), table_of))
         every = ((way, sum(e.most for e in entries[way]), often) for way, often in sorted(runs.items()))
         # Products of the same cluster may hide all that it moves.

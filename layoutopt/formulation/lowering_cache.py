@@ -20,6 +20,7 @@ from layoutopt.formulation.lifetimes import LifetimesCache
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options, Subgraph
 from mesh_tf_core.lower.collective_matmul import decompose
@@ -93,7 +94,10 @@ class LoweringCache:
 
     def _begin(self, subgraph: Subgraph, options: Options, oracle: Oracle, cut: Cut) -> _Begun:
         """A subgraph up to where products go in chunks; the queries are in `oracle.asked`."""
-        chunks = options.collective_matmul if subgraph.again else None
+        # Where something runs again, in a stage's backward too, chunks are gathered once more (`placed`).
+        walk = subgraph.part(self.graph, options.recompute).root.walk()
+        again = any(node.phase == Phase.RECOMPUTE for node, _ in walk)
+        chunks = options.collective_matmul if again else None
         known = self._begun[subgraph, (oracle.layout, options.without_chunks, chunks, cut.key)]
         for begun in known:
             if oracle.agree(begun.asked):

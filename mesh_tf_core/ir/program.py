@@ -76,6 +76,7 @@ class Program:
       feeds: name -> value of the batch's tensor.
       results: name -> value that the step returns.
       outline: structure of the graph for cost models; engines do not read it.
+      beside: of a part of a graph, the moves by which another part makes what it is given.
     """
 
     mesh: Mesh
@@ -86,6 +87,7 @@ class Program:
     feeds: Mapping[str, int] = field(default_factory=dict)
     results: Mapping[str, int] = field(default_factory=dict)
     outline: Outline = field(default=NO_OUTLINE, repr=False, compare=False)
+    beside: tuple[Instr, ...] = ()
 
     def walk(self) -> Iterator[tuple[Instr, int]]:
         """Every instruction once (loops before their bodies), with how often it runs at most."""
@@ -174,8 +176,7 @@ def _added(loop: Loop) -> Iterator[tuple[int, int]]:
     if not loop.summed or (loop.stops and loop.branch is None):
         return
     inner = [i for i in loop.body if isinstance(i, Loop)]
-    plain = [i for i in inner if not i.stops]
-    direct = {stack.outer for instr in plain for stack in instr.stacked}
+    direct = {stack.outer for instr in inner if not instr.stops for stack in instr.stacked}
     direct |= {own.outer for instr in inner if instr.branch is not None for own in instr.summed}
     reads = Counter((*loop.leaving, *(i for instr in loop.body for i in instr.inputs)))
     for term, total in loop.summed:

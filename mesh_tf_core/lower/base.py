@@ -111,6 +111,9 @@ class Lowering(Loops):
                 # to each: so what it is stored as is nothing to its readers.
                 given = zip(read, inputs, strict=True)
                 inputs = [self.to_natural(v) if i in self._weights else v for i, v in given]
+                for i, v in zip(read, inputs, strict=True):
+                    if i in self._weights and self.values[v].tensor < 0:
+                        self.values[v] = self.values[v].of(i)  # still a weight to what moves it further
             if not op.exchanges:
                 self.lay_out(between.around(plan.dims, plan.regrouped))
             if self.collective_matmul:
@@ -280,4 +283,5 @@ def lower_base(
         dict(state.feeds),
         returned,
         graph.outline(),
+        tuple(state.beside),
     )

@@ -305,8 +305,7 @@ class Decomposed(ProgramBuilder):
                 total = state[n] if state and not into else -1
                 made = chunk if reader is None else self.multiplied(reader, chunk, number, total)
                 if into and state:
-                    put = ChunkPut(dim, reader is not None)
-                    made = self.applied(put, state[n], made, number)
+                    made = self.applied(ChunkPut(dim, reader is not None), state[n], made, number)
                 elif into:
                     made = self.applied(ChunkFirst(dim, self.count), made, number)
                 found.append(made)

@@ -218,11 +218,12 @@ class Loops(Placing):
         """Notes what backward moves of a tensor that a second run reads: its readers are lowered, and
         dropped."""
         value = self.lying(each.tensor)
-        with ProgramBuilder.block(self):  # what they make is no code of this part
+        with ProgramBuilder.block(self) as code:  # what they make is no code of this part
             for node in each.readers:
                 # A layout that it does not allow, its own lowering refuses.
                 with having(self, env={**self.env, each.twin: value}), suppress(LayoutError):
                     self.node(node)
+        self.beside += [instr for instr in code if not isinstance(instr, Local | Loop)]
 
     # -- stacks and their parts ------------------------------------------------------------------------------
 

@@ -240,8 +240,7 @@ def lower_replicas(
     alone = lower(inner, mesh, split, found, options, where, check)
     check_alone(alone, diloco.axis)
     met = tuple(_met(each.exchange, where, options, check) for each in outer)
-    merged = (each.merge for each in outer if each.merge is not None)
-    merges = tuple(_met(each, where, options, check) for each in merged)
+    merges = tuple(_met(each.merge, where, options, check) for each in outer if each.merge is not None)
     for each in met:
         check_meeting(each, diloco)
     for each in merges:

@@ -40,6 +40,7 @@ class Placing(Emitter):
         half-precision copy.
       given: tensors taken as given (see `GraphPart`), once something asked for them.
       stored: variable -> its storage between steps, once it was read or written.
+      beside: see `Program`.
     """
 
     oracle: Oracle
@@ -59,6 +60,7 @@ class Placing(Emitter):
         self.masters: dict[int, int] = {}
         self.given: set[int] = set()
         self.stored: dict[str, Stored] = {}
+        self.beside: list[Instr] = []
 
     def lay_out(self, layout: Layout) -> None:
         """Sets the current layout: inside stages without rules for elsewhere over their axes."""
@@ -161,8 +163,7 @@ class Placing(Emitter):
 
     def _given(self, tensor: int) -> int:
         assert self.part.alone, f"tensor %{tensor} is used before it is computed"
-        first = repeated(self.graph).get(tensor)
-        if first is not None:
+        if (first := repeated(self.graph).get(tensor)) is not None:
             return self.lying(first)
         t, maker = self.graph.tensor(tensor), self.graph.producer.get(tensor)
         if maker is not None and maker.op.converts and maker.op.free and tensor in self._weights:
@@ -207,8 +208,7 @@ class Placing(Emitter):
         """The value with other splits; moved once however many read it there (see `moved`)."""
         if self.values[id].splits == splits:
             return id
-        tensor = self.values[id].tensor
-        way = self._pass() if tensor in self._weights else ""
+        way = self._pass() if self.values[id].tensor in self._weights else ""
         again = self.chunked and self.origin.phase == Phase.RECOMPUTE
         key = id, splits, way or (Phase.RECOMPUTE if again else "")
         if key not in self.moved:
@@ -281,8 +281,7 @@ class Placing(Emitter):
         long = shape.padded
         if long is None and layout.padded is None:
             return id
-        plain = shape if long is None else shape.resized(long.plain)
-        wanted = layout.held(plain)
+        wanted = layout.held(shape if long is None else shape.resized(long.plain))
         if wanted == shape:
             return id
         if long is not None:

@@ -280,8 +280,7 @@ class _Sums(ProgramRewriter):
         split = self.values[instr.outputs[0]]
         at, gone = split.shape.index(first.dim), len(first.axes)
         splits = tuple(s[: len(s) - gone] if i == at else s for i, s in enumerate(split.splits))
-        partial = self.oracle.ordered((*first.axes, *split.partial))
-        whole = self.otherwise(split.id, splits, partial)
+        whole = self.otherwise(split.id, splits, self.oracle.ordered((*first.axes, *split.partial)))
         self.uses[whole] = 1
         inputs = tuple(scatter.inputs[0] for scatter in found if scatter is not None)
         out.append(Local(inputs, (whole,), instr.origin, instr.op))

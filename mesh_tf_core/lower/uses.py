@@ -119,8 +119,7 @@ class Readers:
 def drop_dead(program: ir.Program, again: Set[int] = frozenset()) -> ir.Program:
     """Keeps instructions that lead to a result or a written variable (and every input, so that feeds stay as
     declared); of the nodes `again`, also all of their second runs."""
-    live = set(program.results.values())
-    return replace(program, code=tuple(_sweep(program.code, live, again)))
+    return replace(program, code=tuple(_sweep(program.code, set(program.results.values()), again)))
 
 
 def _sweep(code: Sequence[ir.Instr], live: set[int], again: Set[int]) -> list[ir.Instr]:

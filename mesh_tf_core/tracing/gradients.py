@@ -77,8 +77,7 @@ def depends_on(graph: Graph, sources: Iterable[int], block: int = 0) -> set[int]
             reached.update(inner for outer, inner in entering if outer in reached)
             while visit(body):
                 reached.update(a for a, b in zip(body.carry_in, body.carry_out, strict=True) if b in reached)
-            finals = zip(body.carry_out, node.outputs, strict=False)
-            pairs = [*finals, *body.results]
+            pairs = [*zip(body.carry_out, node.outputs, strict=False), *body.results]
             reached.update(outer for inner, outer in pairs if inner in reached)
         return len(reached) > before
 

@@ -322,8 +322,7 @@ class Graph(Residuals):
         """An outer tensor that stacks a body tensor over the iterations; `whole`: its first dimension, if
         every iteration gives several elements of it, or it is longer than the loop (`Block.first`)."""
         dims = [whole or block.dim, *inner.shape.dims[whole is not None and block.first is None :]]
-        type = TensorType(Shape(dims), inner.dtype)
-        outer = self.new_tensor(type, self.outside(block))
+        outer = self.new_tensor(TensorType(Shape(dims), inner.dtype), self.outside(block))
         block.stacked.append((inner.id, outer.id))
         return outer
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_LINES = 118_831
+MOST_LINES = 118_830
 """Of all packages together. It changes downwards alone, as those below."""
-MOST_LINES_OF_RUNTIME = 13_483
+MOST_LINES_OF_RUNTIME = 13_482
 """Of `lower`, `tracing` and `ir`."""
 MOST_ENTERED = 566, 63
 """Functions, but for nameless ones, and files of `mesh_tf_core` that lowering four layers in an interleaved

@@ -95,17 +95,21 @@ def test_layouts_of_every_kind(seed: int) -> None:
     assert found.layouts and not found.faults
 
 
-# A stage with moves and sums of its own, and a loop in two parts.
+# A stage with moves and sums of its own, a loop in two parts, a second run whose reductions follow on moves
+# that backward shares (89), and stages that gather for chunks once more (22).
 @pytest.mark.parametrize(
-    ("framework", "seeds"),
+    ("framework", "seeds", "bases"),
     [
-        ("megatron", [2, 4, 15]),
-        ("megatron:gradients=bfloat16", [36]),
-        ("torch:gradients=bfloat16", [8]),
+        ("megatron", [2, 4, 15, 89], 1),
+        ("megatron", [22], 2),
+        ("megatron:gradients=bfloat16", [36], 1),
+        ("torch:gradients=bfloat16", [8], 1),
     ],
 )
-def test_rows_of_a_framework_that_has_a_buffer_of_gradients(framework: str, seeds: list[int]) -> None:
-    found = hunt(seeds, 1, framework)
+def test_rows_of_a_framework_that_has_a_buffer_of_gradients(
+    framework: str, seeds: list[int], bases: int
+) -> None:
+    found = hunt(seeds, bases, framework)
     assert found.layouts and not found.faults
 
 
