@@ -79,16 +79,8 @@ def quantity_of(op: Op, inputs: tuple[TensorType, ...], outputs: tuple[TensorTyp
     # Rows of a matrix of 2-byte elements that begin at odd ones.
     short = [t.shape.dims for t in (*inputs, *outputs) if itemsize(t.dtype) == 2 and t.shape.dims]
     odd = kind == "matmul" and any(dims[-1].size % 2 == 1 for dims in short)
-    return Quantity(
-        flops,
-        op.moved(inputs, outputs),
-        kind,
-        dtype,
-        matmul,
-        elements=most,
-        unaligned=odd,
-        work=work,
-    )
+    moved = op.moved(inputs, outputs)
+    return Quantity(flops, moved, kind, dtype, matmul, elements=most, unaligned=odd, work=work)
 
 
 @dataclass(frozen=True, slots=True)

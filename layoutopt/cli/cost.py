@@ -41,16 +41,8 @@ def cost(
     machine = machine_on.read(loaded.model, given.plan)
     limit = options.read_memory(memory, machine)
     count, prices = read_tokens(tokens), read_prices(price or (), [machine.name])
-    found = priced(
-        loaded.model,
-        given.mesh,
-        given.layout,
-        machine,
-        limit,
-        given.options,
-        tokens=count,
-        price=prices.get(machine.name),
-    )
+    what = (loaded.model, given.mesh, given.layout, machine, limit, given.options)
+    found = priced(*what, tokens=count, price=prices.get(machine.name))
     of, notes = found.evaluation, list(found.notes)
     opened = opened_lines(of) if lines else []
     more: dict[str, Any] = {"notes": notes} if notes else {}

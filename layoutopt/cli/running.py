@@ -102,16 +102,8 @@ class Session:
 
         slices = None if given.plan is None else given.plan.slices
         with self.terminal.waiting("lowering the model and initialising its variables", said=True):
-            return Trainer(
-                loaded.model,
-                given.mesh,
-                given.layout,
-                given.options,
-                self.engine,
-                self.cluster,
-                slices,
-                checkpoint_mode,
-            )
+            what = (loaded.model, given.mesh, given.layout, given.options)
+            return Trainer(*what, self.engine, self.cluster, slices, checkpoint_mode)
 
     @property
     def where(self) -> str:

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import re
 
-BYTES = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-}
+BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _AMOUNT = re.compile(
     r"(?P<number>\d+(\.\d*)?(e[+-]?\d+)?|\.\d+)\s*(?P<unit>[A-Za-z]*)", re.IGNORECASE | re.ASCII
 )

@@ -178,13 +178,8 @@ class Router:
         places = Dim(names[1], self.capacity(s.size, router.size))
         combine, dispatch, loss = self.assigned(self.scored(logits, router), router, s, places, importance)
         full = [*logits.shape, places]
-        filled = needed * self.filled(s.size, router.size)
-        return Routed(
-            transpose(combine, full),
-            transpose(dispatch, full),
-            self.with_z_loss(loss, logits, router),
-            filled,
-        )
+        filled, loss = needed * self.filled(s.size, router.size), self.with_z_loss(loss, logits, router)
+        return Routed(transpose(combine, full), transpose(dispatch, full), loss, filled)
 
     def logits(
         self,

@@ -293,15 +293,8 @@ def float8_expert_product(
     experts = w.shape.dim(of_experts(ids))
     forward = ScaledExpertProduct(experts, x.dtype)
     made = forward.infer(x.type, w.type, ids.type, x.type, w.type).shape
-    return _product(
-        x,
-        w,
-        (ids,),
-        recipe,
-        (forward, forward, ScaledExpertOuter(experts, x.dtype)),
-        (made, x.shape, w.shape),
-        again,
-    )
+    products = (forward, forward, ScaledExpertOuter(experts, x.dtype))
+    return _product(x, w, (ids,), recipe, products, (made, x.shape, w.shape), again)
 
 
 def _product(

@@ -126,21 +126,9 @@ class Messages:
         widths = np.repeat(ns, nt)
         rows = np.cumsum(widths) - widths
         heads = np.cumsum(nt) - nt
-        return MessageBatch(
-            members,
-            begins,
-            sizes[mine],
-            source,
-            np.repeat(share[sender], ns),
-            back,
-            cells,
-            at,
-            rows,
-            heads,
-            nt,
-            out,
-            target,
-        )
+        shares = np.repeat(share[sender], ns)
+        layout = (cells, at, rows, heads, nt, out, target)
+        return MessageBatch(members, begins, sizes[mine], source, shares, back, *layout)
 
     def turn(self, unary: Floats) -> None:
         """Forth and back once, under (choices,) unary costs."""
